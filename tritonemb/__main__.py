@@ -1,0 +1,7 @@
+"""`python -m tritonemb`."""
+
+import sys
+
+from tritonemb.cli import main
+
+sys.exit(main())

@@ -1,0 +1,374 @@
+"""`KeyedJaggedTensor`: the ids of a batch, several per sample and feature, in one flat tensor.
+
+Values are feature-major: all samples of key 0, then all of key 1, and so on. Bag `k * B + b` holds the values of key `k`
+and sample `b`; `offsets[bag]` is where it starts.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+OFFSET_DTYPES = (torch.int32, torch.int64)
+
+
+class KeyedJaggedTensor:
+    """Jagged values of several keys over one batch of `B` samples.
+
+    A pytree node, so that it passes through `torch.compile` and `torch.export`; method names are TorchRec's, whose
+    `KeyedJaggedTensor` is accepted wherever this one is.
+
+    Args:
+        keys: `F` distinct feature names.
+        values: `[N]` ids (int32 or int64), or `[N, D]` rows as `EmbeddingCollection` returns them.
+        weights: `[N]` floating point, one a value, or None.
+        lengths: `[F * B]` or `[F, B]` int32 or int64, values per bag.
+        offsets: `[F * B + 1]` int32 or int64, ascending from 0 to `N`. Give lengths or offsets.
+
+    Raises:
+        TypeError, ValueError: for shapes and dtypes, always; for contents (negative lengths, offsets that descend, a
+            total other than `N`) at once when they are on the CPU, else when a kernel meets them.
+    """
+
+    def __init__(
+        self,
+        keys: Sequence[str],
+        values: Tensor,
+        weights: Tensor | None = None,
+        lengths: Tensor | None = None,
+        offsets: Tensor | None = None,
+    ) -> None:
+        self._keys = tuple(keys)
+        self._values = values
+        self._weights = weights
+        self._lengths = lengths.reshape(-1) if lengths is not None and lengths.dim() == 2 else lengths
+        self._offsets = offsets
+        self._check_form()
+        if not torch.compiler.is_compiling() and _readable(self._lengths if self._offsets is None else self._offsets):
+            self._check_contents()
+
+    @classmethod
+    def from_lengths(
+        cls, keys: Sequence[str], values: Tensor, lengths: Tensor, weights: Tensor | None = None
+    ) -> KeyedJaggedTensor:
+        """From values per bag, `lengths` `[F * B]` or `[F, B]`."""
+        return cls(keys, values, weights, lengths=lengths)
+
+    @classmethod
+    def from_offsets(
+        cls, keys: Sequence[str], values: Tensor, offsets: Tensor, weights: Tensor | None = None
+    ) -> KeyedJaggedTensor:
+        """From where each bag starts, `offsets` `[F * B + 1]`."""
+        return cls(keys, values, weights, offsets=offsets)
+
+    @classmethod
+    def from_lists(
+        cls,
+        lists: Mapping[str, Sequence[Sequence[int]]],
+        weights: Mapping[str, Sequence[Sequence[float]]] | None = None,
+        dtype: torch.dtype = torch.int64,
+        device: torch.device | str | None = None,
+    ) -> KeyedJaggedTensor:
+        """From Python lists: `{"genre": [[1, 4], [], [7]]}` has one list of ids a sample, the same number for each key.
+
+        Raises:
+            ValueError: naming the key and sample where sizes differ.
+        """
+        batch_sizes = {key: len(samples) for key, samples in lists.items()}
+        if len(set(batch_sizes.values())) > 1:
+            raise ValueError(f"each key needs the same number of samples, got {batch_sizes}")
+        if weights is not None:
+            _check_same_lengths(lists, weights)
+        values = [_integer(key, id) for key, samples in lists.items() for sample in samples for id in sample]
+        flat_weights = [w for key in lists for sample in weights[key] for w in sample] if weights is not None else None
+        return cls(
+            tuple(lists),
+            torch.tensor(values, dtype=dtype, device=device),
+            None if flat_weights is None else torch.tensor(flat_weights, dtype=torch.float32, device=device),
+            lengths=torch.tensor([len(s) for samples in lists.values() for s in samples], dtype=dtype, device=device),
+        )
+
+    @staticmethod
+    def concat(parts: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
+        """Join batches of the same samples with different keys.
+
+        Raises:
+            ValueError: for no parts, for batch sizes that differ, for weights that only some parts have.
+        """
+        if not parts:
+            raise ValueError("concat needs at least one KeyedJaggedTensor")
+        batch_sizes = [part.stride() for part in parts]
+        if len(set(batch_sizes)) > 1:
+            raise ValueError(f"concat needs parts of one batch size, got {batch_sizes}")
+        weighted = _all_weighted(parts)
+        return KeyedJaggedTensor(
+            [key for part in parts for key in part.keys()],
+            torch.cat([part.values() for part in parts]),
+            torch.cat([part.weights() for part in parts]) if weighted else None,
+            lengths=torch.cat([part.lengths() for part in parts]),
+        )
+
+    @staticmethod
+    def stack(parts: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
+        """Join batches of different samples with the same keys, in order, without reading them on the host.
+
+        Raises:
+            ValueError: for no parts, for keys that differ, for weights that only some parts have.
+        """
+        if not parts:
+            raise ValueError("stack needs at least one KeyedJaggedTensor")
+        keys = parts[0].keys()
+        for part in parts:
+            if part.keys() != keys:
+                raise ValueError(f"stack needs parts of the same keys in one order, got {keys} and {part.keys()}")
+        weighted = _all_weighted(parts)
+        lengths = [part.lengths().reshape(len(keys), -1) for part in parts]
+        values = torch.cat([part.values() for part in parts])
+        # A run is one key of one part. Runs lie part by part; they are wanted key by key.
+        run_lengths = torch.stack([part_lengths.sum(1) for part_lengths in lengths])
+        run_starts = torch.cumsum(run_lengths.flatten(), 0).reshape(run_lengths.shape) - run_lengths
+        wanted_lengths, wanted_starts = run_lengths.T.flatten(), run_starts.T.flatten()
+        shifts = wanted_starts - (torch.cumsum(wanted_lengths, 0) - wanted_lengths)
+        source = torch.arange(values.shape[0], device=values.device)
+        source = source + torch.repeat_interleave(shifts, wanted_lengths, output_size=values.shape[0])
+        weights = torch.cat([part.weights() for part in parts])[source] if weighted else None
+        return KeyedJaggedTensor(keys, values[source], weights, lengths=torch.cat(lengths, dim=1).flatten())
+
+    def keys(self) -> list[str]:
+        return list(self._keys)
+
+    def values(self) -> Tensor:
+        return self._values
+
+    def weights_or_none(self) -> Tensor | None:
+        return self._weights
+
+    def weights(self) -> Tensor:
+        """`[N]`; raises ValueError if there are none."""
+        if self._weights is None:
+            raise ValueError("this KeyedJaggedTensor has no weights; pass weights= when making it")
+        return self._weights
+
+    def lengths(self) -> Tensor:
+        """`[F * B]` values per bag."""
+        if self._lengths is None:
+            self._lengths = torch.diff(self.offsets())
+        return self._lengths
+
+    def offsets(self) -> Tensor:
+        """`[F * B + 1]` where each bag starts."""
+        if self._offsets is None:
+            assert self._lengths is not None
+            ends = torch.cumsum(self._lengths, 0, dtype=self._lengths.dtype)
+            self._offsets = torch.cat([ends.new_zeros(1), ends])
+        return self._offsets
+
+    def lengths_or_none(self) -> Tensor | None:
+        return self._lengths
+
+    def offsets_or_none(self) -> Tensor | None:
+        return self._offsets
+
+    def stride(self) -> int:
+        """Batch size."""
+        num_bags = self._offsets.numel() - 1 if self._lengths is None else self._lengths.numel()  # type: ignore[union-attr]
+        return num_bags // len(self._keys) if self._keys else 0
+
+    def device(self) -> torch.device:
+        return self._values.device
+
+    def split(self, segments: Sequence[int]) -> list[KeyedJaggedTensor]:
+        """Cut the keys into runs of the given sizes. Reads the offsets on the host.
+
+        Raises:
+            ValueError: for sizes that are negative or do not add up to the number of keys.
+        """
+        if sum(segments) != len(self._keys) or any(size < 0 for size in segments):
+            raise ValueError(f"segments {list(segments)} must add up to the {len(self._keys)} keys")
+        parts, first = [], 0
+        for size in segments:
+            parts.append(self._run(first, first + size))
+            first += size
+        return parts
+
+    def permute(self, indices: Sequence[int]) -> KeyedJaggedTensor:
+        """The keys at `indices`, in that order; keys may be left out. Reads the offsets on the host.
+
+        Raises:
+            ValueError: for an index out of range or repeated.
+        """
+        for index in indices:
+            if not 0 <= index < len(self._keys):
+                raise ValueError(f"permute: index {index} is not in [0, {len(self._keys)})")
+        if len(set(indices)) != len(indices):
+            raise ValueError(f"permute: an index is repeated in {list(indices)}")
+        if not indices:
+            return self._run(0, 0)
+        return KeyedJaggedTensor.concat([self._run(index, index + 1) for index in indices])
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyedJaggedTensor:
+        return self._map(lambda t: t.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> KeyedJaggedTensor:
+        return self._map(lambda t: t.pin_memory())
+
+    def __getitem__(self, key: str) -> KeyedJaggedTensor:
+        """One key's part; KeyError if there is none."""
+        if key not in self._keys:
+            raise KeyError(f"no key {key!r} among {self.keys()}")
+        index = self._keys.index(key)
+        return self._run(index, index + 1)
+
+    def to_lists(self) -> dict[str, list[list[Any]]]:
+        """The inverse of `from_lists`, without weights."""
+        values, offsets, batch_size = self._values.tolist(), self.offsets().tolist(), self.stride()
+        return {
+            key: [values[offsets[k * batch_size + b] : offsets[k * batch_size + b + 1]] for b in range(batch_size)]
+            for k, key in enumerate(self._keys)
+        }
+
+    def __repr__(self) -> str:
+        return (
+            f"KeyedJaggedTensor(keys={self.keys()}, batch_size={self.stride()}, values={tuple(self._values.shape)} "
+            f"{self._values.dtype}, weighted={self._weights is not None}, device={self._values.device})"
+        )
+
+    def _run(self, first: int, last: int) -> KeyedJaggedTensor:
+        batch_size = self.stride()
+        offsets = self.offsets()
+        bag_offsets = offsets[first * batch_size : last * batch_size + 1]
+        if first == last:
+            begin = end = 0
+            bag_offsets = offsets[:1]
+        else:
+            begin, end = int(bag_offsets[0]), int(bag_offsets[-1])
+        return KeyedJaggedTensor(
+            self._keys[first:last],
+            self._values[begin:end],
+            None if self._weights is None else self._weights[begin:end],
+            offsets=bag_offsets - begin,
+        )
+
+    def _map(self, function: Any) -> KeyedJaggedTensor:
+        children, context = _flatten(self)
+        return _unflatten([None if child is None else function(child) for child in children], context)
+
+    def _check_form(self) -> None:
+        keys = self._keys
+        if any(not isinstance(key, str) for key in keys):
+            raise TypeError(f"keys must be str, got {list(keys)}")
+        if len(set(keys)) != len(keys):
+            raise ValueError(f"a key is given twice in {list(keys)}")
+        given = self._lengths if self._lengths is not None else self._offsets
+        if given is None:
+            raise ValueError("give lengths or offsets")
+        for title, tensor, extra in (("lengths", self._lengths, 0), ("offsets", self._offsets, 1)):
+            if tensor is None:
+                continue
+            if tensor.dtype not in OFFSET_DTYPES:
+                raise TypeError(f"{title} must be int32 or int64, got {tensor.dtype}")
+            if tensor.dim() != 1:
+                raise ValueError(f"{title} must be 1-D, got shape {tuple(tensor.shape)}")
+            if keys and (tensor.numel() - extra) % len(keys):
+                raise ValueError(
+                    f"{title} has {tensor.numel()} elements, which {len(keys)} keys cannot share: "
+                    f"expected a multiple of {len(keys)}" + (" plus 1" if extra else "")
+                )
+        if self._offsets is not None and self._offsets.numel() == 0:
+            raise ValueError("offsets must have at least one element, the 0 that it starts with")
+        if self._weights is not None:
+            if self._weights.shape != self._values.shape[:1]:
+                raise ValueError(
+                    f"weights must have one element a value: expected shape {tuple(self._values.shape[:1])}, "
+                    f"got {tuple(self._weights.shape)}"
+                )
+            if not self._weights.is_floating_point():
+                raise TypeError(f"weights must be floating point, got {self._weights.dtype}")
+
+    def _check_contents(self) -> None:
+        if self._lengths is not None and self._lengths.numel() and int(self._lengths.min()) < 0:
+            bag = int((self._lengths < 0).nonzero()[0])
+            raise ValueError(f"lengths must not be negative: {self._where(bag)} has {int(self._lengths[bag])}")
+        if self._offsets is not None:
+            first, steps = int(self._offsets[0]), torch.diff(self._offsets)
+            if first != 0:
+                raise ValueError(f"offsets must start with 0, got {first}")
+            if steps.numel() and int(steps.min()) < 0:
+                bag = int((steps < 0).nonzero()[0])
+                raise ValueError(
+                    f"offsets must ascend: {self._where(bag)} goes from {int(self._offsets[bag])} "
+                    f"to {int(self._offsets[bag + 1])}"
+                )
+        total = int(self._lengths.sum()) if self._offsets is None else int(self._offsets[-1])  # type: ignore[union-attr]
+        if total != self._values.shape[0]:
+            source = "lengths add up to" if self._offsets is None else "offsets end at"
+            raise ValueError(f"{source} {total} but there are {self._values.shape[0]} values")
+
+    def _where(self, bag: int) -> str:
+        batch_size = self.stride()
+        return f"feature {self._keys[bag // batch_size]!r}, sample {bag % batch_size}"
+
+
+def _all_weighted(parts: Sequence[KeyedJaggedTensor]) -> bool:
+    weighted = [part.weights_or_none() is not None for part in parts]
+    if any(weighted) and not all(weighted):
+        raise ValueError(f"weights are needed in all parts or in none, got {weighted}")
+    return all(weighted)
+
+
+def _check_same_lengths(lists: Mapping[str, Sequence[Sequence[Any]]], weights: Mapping[str, Any]) -> None:
+    for key, samples in lists.items():
+        if key not in weights:
+            raise ValueError(f"weights lack the key {key!r}")
+        if len(weights[key]) != len(samples):
+            raise ValueError(f"weights of {key!r} have {len(weights[key])} samples, its ids have {len(samples)}")
+        for index, (ids, sample_weights) in enumerate(zip(samples, weights[key], strict=True)):
+            if len(ids) != len(sample_weights):
+                raise ValueError(f"{key!r}, sample {index}: {len(ids)} ids but {len(sample_weights)} weights")
+
+
+def _integer(key: str, id: Any) -> int:
+    try:
+        return operator.index(id)
+    except TypeError:
+        raise TypeError(f"ids of {key!r} must be integers, got {id!r}") from None
+
+
+def _readable(tensor: Tensor | None) -> bool:
+    """Whether looking at the contents costs nothing: plain memory of this process."""
+    return type(tensor) is Tensor and tensor.device.type == "cpu" and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+
+def _flatten(kjt: KeyedJaggedTensor) -> tuple[list[Tensor | None], tuple[str, ...]]:
+    return [kjt._values, kjt._weights, kjt._lengths, kjt._offsets], kjt._keys
+
+
+def _unflatten(children: Iterable[Any], keys: tuple[str, ...]) -> KeyedJaggedTensor:
+    """Rebuild without checks: a tree's leaves need not be tensors while it is being mapped."""
+    kjt = object.__new__(KeyedJaggedTensor)
+    kjt._values, kjt._weights, kjt._lengths, kjt._offsets = children
+    kjt._keys = tuple(keys)
+    return kjt
+
+
+def _flatten_with_keys(kjt: KeyedJaggedTensor) -> tuple[list[tuple[Any, Any]], tuple[str, ...]]:
+    children, context = _flatten(kjt)
+    names = ("values", "weights", "lengths", "offsets")
+    return [(pytree.GetAttrKey(name), child) for name, child in zip(names, children, strict=True)], context
+
+
+pytree.register_pytree_node(
+    KeyedJaggedTensor,
+    _flatten,
+    _unflatten,
+    serialized_type_name="tritonemb.KeyedJaggedTensor",
+    to_dumpable_context=list,
+    from_dumpable_context=tuple,
+    flatten_with_keys_fn=_flatten_with_keys,
+)

@@ -1,0 +1,98 @@
+"""How CPU kernels are compiled: Numba, without the GIL, cached on disk.
+
+Numba's own cache looks at one source file only, so a kernel would stay stale when a helper in another file changes.
+Here the cache's folder is named after a hash of all kernel sources. `TRITONEMB_CACHE_DIR` moves it.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numba
+from numba.core import caching
+
+
+def cache_dir() -> Path:
+    """The user's cache folder for tritonemb."""
+    if given := os.environ.get("TRITONEMB_CACHE_DIR"):
+        return Path(given)
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
+    elif sys.platform == "darwin":
+        base = Path.home() / "Library" / "Caches"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "tritonemb"
+
+
+@functools.cache
+def _kernel_cache_dir() -> Path:
+    digest = hashlib.sha256(f"{numba.__version__} {sys.version}".encode())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    folder = cache_dir() / "kernels" / digest.hexdigest()[:16]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:  # a read-only home: compiled kernels last as long as the machine's temporary files
+        folder = Path(tempfile.gettempdir()) / f"tritonemb-{_user()}" / digest.hexdigest()[:16]
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return folder
+
+
+def _user() -> str:
+    return str(os.getuid()) if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
+
+
+class _Locator(caching._CacheLocator):
+    """Finds a kernel's cache by the content of the kernels, not by a file's time stamp."""
+
+    def __init__(self, py_func: Callable[..., Any]) -> None:
+        self._name = py_func.__qualname__
+
+    def get_cache_path(self) -> str:
+        return str(_kernel_cache_dir())
+
+    def get_source_stamp(self) -> str:
+        return self._name
+
+    def get_disambiguator(self) -> str:
+        return ""
+
+    @classmethod
+    def from_function(cls, py_func: Callable[..., Any], py_file: str) -> _Locator:
+        return cls(py_func)
+
+
+class _CacheImpl(caching.CompileResultCacheImpl):
+    _locator_classes = [_Locator]
+
+
+class _KernelCache(caching.FunctionCache):
+    _impl_class = _CacheImpl
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    """Compile a kernel, called from Python, at its first call."""
+    dispatcher = numba.njit(nogil=True, error_model="numpy")(function)
+    dispatcher._cache = _KernelCache(dispatcher.py_func)
+    return dispatcher
+
+
+def inlined(function: Callable[..., Any] | None = None, *, reassociate: bool = False) -> Any:
+    """A part of kernels. Always inlined: Numba passes arrays in pieces, so that a call costs more than a short row.
+
+    With `reassociate`, sums may be vectorised: their order then depends on the machine's vector width, not on threads
+    or on what else is in the batch.
+    """
+    if function is None:
+        return functools.partial(inlined, reassociate=reassociate)
+    fastmath = {"reassoc", "nsz"} if reassociate else False
+    return numba.njit(nogil=True, error_model="numpy", forceinline=True, fastmath=fastmath)(function)

@@ -1,0 +1,144 @@
+"""The nine optimizers on one row: float32 arrays in, changed in place. Formulas and sources: `tritonemb/optim.py`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tritonemb.kernels.cpu.jit import inlined
+from tritonemb.optim import OPTIMIZERS, Hyperparameters
+
+KINDS = {name: kind for kind, name in enumerate(OPTIMIZERS)}
+SGD = KINDS["sgd"]
+ROW_WISE_ADAGRAD = KINDS["row_wise_adagrad"]
+ADAGRAD = KINDS["adagrad"]
+ADAM = KINDS["adam"]
+PARTIAL_ROW_WISE_ADAM = KINDS["partial_row_wise_adam"]
+LAMB = KINDS["lamb"]
+PARTIAL_ROW_WISE_LAMB = KINDS["partial_row_wise_lamb"]
+LARS_SGD = KINDS["lars_sgd"]
+FTRL = KINDS["ftrl"]
+
+(WEIGHT_DECAY, WEIGHT_DECAY_MODE, MAX_GRADIENT, MAX_NORM, STOCHASTIC_ROUNDING, NONFINITE,
+ EPS, BETA1, BETA2, MOMENTUM, ETA, BETA, L1, L2) = range(len(Hyperparameters._fields))  # fmt: skip
+NO_DECAY, L2_DECAY, DECOUPLED_DECAY = range(3)
+ONE, ZERO = np.float32(1), np.float32(0)
+
+
+@inlined(reassociate=True)
+def _sum_of_squares(row):
+    total = ZERO
+    for j in range(row.size):
+        total += row[j] * row[j]
+    return total
+
+
+@inlined
+def _mean_of_squares(row):
+    return _sum_of_squares(row) / np.float32(row.size)
+
+
+@inlined
+def _subtract(w, scale, g):
+    for j in range(w.size):
+        w[j] -= scale * g[j]
+
+
+@inlined
+def _adagrad(w, total, g, lr, eps):
+    for j in range(w.size):
+        total[j] += g[j] * g[j]
+        w[j] -= lr * g[j] / (np.sqrt(total[j]) + eps)
+
+
+@inlined
+def _adam_direction(m, v, row_wise, g, h, step):
+    """Move the moments and turn `g` into the bias-corrected direction."""
+    beta1, beta2, eps = np.float32(h[BETA1]), np.float32(h[BETA2]), np.float32(h[EPS])
+    rest1, rest2 = np.float32(1.0 - h[BETA1]), np.float32(1.0 - h[BETA2])
+    correct1, correct2 = np.float32(1.0 - h[BETA1] ** step), np.float32(1.0 - h[BETA2] ** step)
+    if row_wise:
+        v[0] = beta2 * v[0] + rest2 * _mean_of_squares(g)
+        root = np.sqrt(v[0] / correct2) + eps
+        for j in range(g.size):
+            m[j] = beta1 * m[j] + rest1 * g[j]
+            g[j] = m[j] / correct1 / root
+    else:
+        for j in range(g.size):
+            m[j] = beta1 * m[j] + rest1 * g[j]
+            v[j] = beta2 * v[j] + rest2 * (g[j] * g[j])
+            g[j] = m[j] / correct1 / (np.sqrt(v[j] / correct2) + eps)
+
+
+@inlined
+def _lamb(w, direction, lr, decay):
+    for j in range(w.size):
+        direction[j] += decay * w[j]
+    weight_norm, norm = np.sqrt(_sum_of_squares(w)), np.sqrt(_sum_of_squares(direction))
+    ratio = weight_norm / norm if weight_norm > ZERO and norm > ZERO else ONE
+    _subtract(w, lr * ratio, direction)
+
+
+@inlined
+def _lars(w, buffer, g, lr, momentum, eta, decay):
+    weight_norm, norm = np.sqrt(_sum_of_squares(w)), np.sqrt(_sum_of_squares(g))
+    divisor = norm + decay * weight_norm
+    adjusted = lr * eta * weight_norm / divisor if divisor > ZERO else ZERO
+    for j in range(w.size):
+        buffer[j] = momentum * buffer[j] + adjusted * (g[j] + decay * w[j])
+        w[j] -= buffer[j]
+
+
+@inlined
+def _ftrl(w, linear, total, g, lr, beta, l1, l2):
+    for j in range(w.size):
+        grown = total[j] + g[j] * g[j]
+        root = np.sqrt(grown)
+        z = linear[j] + (g[j] - (root - np.sqrt(total[j])) / lr * w[j])
+        total[j], linear[j] = grown, z
+        shrunk = z - np.float32(np.copysign(l1, z))
+        w[j] = ZERO if abs(z) <= l1 else -shrunk / ((beta + root) / lr + l2)
+
+
+@inlined
+def _limit_norm(w, max_norm):
+    norm = np.sqrt(_sum_of_squares(w))
+    if norm > max_norm:
+        scale = max_norm / norm
+        for j in range(w.size):
+            w[j] *= scale
+
+
+@inlined
+def apply(kind, w, first, second, g, lr, step, h):
+    """One step of optimizer `kind` on row `w` with states `first` and `second`; `g` is used up."""
+    decay, mode = np.float32(h[WEIGHT_DECAY]), int(h[WEIGHT_DECAY_MODE])
+    if kind == FTRL and lr == ZERO:
+        return
+    if decay != ZERO and mode == L2_DECAY and kind != LARS_SGD:
+        for j in range(w.size):
+            g[j] += decay * w[j]
+    is_lamb = kind == LAMB or kind == PARTIAL_ROW_WISE_LAMB
+    if decay != ZERO and mode == DECOUPLED_DECAY and not is_lamb:
+        keep = ONE - lr * decay
+        for j in range(w.size):
+            w[j] *= keep
+
+    if kind == SGD:
+        _subtract(w, lr, g)
+    elif kind == ROW_WISE_ADAGRAD:
+        first[0] += _mean_of_squares(g)
+        _subtract(w, lr / (np.sqrt(first[0]) + np.float32(h[EPS])), g)
+    elif kind == ADAGRAD:
+        _adagrad(w, first, g, lr, np.float32(h[EPS]))
+    elif kind == LARS_SGD:
+        _lars(w, first, g, lr, np.float32(h[MOMENTUM]), np.float32(h[ETA]), decay if mode == L2_DECAY else ZERO)
+    elif kind == FTRL:
+        _ftrl(w, first, second, g, lr, np.float32(h[BETA]), np.float32(h[L1]), np.float32(h[L2]))
+    else:
+        _adam_direction(first, second, kind == PARTIAL_ROW_WISE_ADAM or kind == PARTIAL_ROW_WISE_LAMB, g, h, step)
+        if is_lamb:
+            _lamb(w, g, lr, decay if mode == DECOUPLED_DECAY else ZERO)
+        else:
+            _subtract(w, lr, g)
+    if h[MAX_NORM] < np.inf:
+        _limit_norm(w, np.float32(h[MAX_NORM]))

@@ -1,0 +1,80 @@
+"""Which key of a batch looks up which table, and where its columns go: the plain arrays that every kernel reads.
+
+A *lookup* is one use of a table by one feature. Lookups are sorted by the feature's place among the batch's keys, so a
+batch may bring its keys in any order, bring keys that nobody uses, or feed one key to several tables, and nothing is
+moved: only these small arrays differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritonemb.types import TableConfig
+
+TABLE, COLUMN, DIM, POOLING = range(4)  # columns of `lookups`
+FIRST_ROW, NUM_ROWS, ROW_DIM, SEED = range(4)  # columns of `tables`
+SUM, MEAN = range(2)  # values of `lookups[:, POOLING]`
+
+
+class Layout(NamedTuple):
+    """What a batch's keys mean to a collection of `T` tables with `L` lookups; `K` keys in the batch.
+
+    Attributes:
+        tables: int64 `[T, 4]`: first linear row, rows, dim, seed of stochastic rounding.
+        lookups: int64 `[L, 4]`, by key: table, first column of the output, dim, pooling.
+        key_starts: int64 `[K + 1]`: the lookups of key `k` are `key_starts[k] … key_starts[k + 1] - 1`.
+        table_names, feature_names: one a line; for error messages.
+        multiplicity: most lookups of one key.
+        width: columns of the output.
+        pooled: an output row a sample, or (pooling "none") a row a value.
+    """
+
+    tables: Tensor
+    lookups: Tensor
+    key_starts: Tensor
+    table_names: str
+    feature_names: str
+    multiplicity: int
+    width: int
+    pooled: bool
+
+
+def make_layout(
+    tables: Sequence[TableConfig], keys: Sequence[str], pooled: bool, device: torch.device | str | None = None
+) -> Layout:
+    """Lay out `tables` over a batch with these `keys`; output columns follow the tables and their features in order."""
+    place = {key: index for index, key in enumerate(keys)}
+    by_key: list[list[list[int]]] = [[] for _ in keys]
+    table_rows, column, first_row = [], 0, 0
+    for index, table in enumerate(tables):
+        table_rows.append([first_row, table.num_embeddings, table.embedding_dim, table.seed])
+        first_row += table.num_embeddings
+        for feature in table.feature_names:
+            pooling = MEAN if table.pooling == "mean" else SUM
+            by_key[place[feature]].append([index, column, table.embedding_dim, pooling])
+            column += table.embedding_dim if pooled else 0
+    key_starts = [0]
+    for uses in by_key:
+        key_starts.append(key_starts[-1] + len(uses))
+    width = column if pooled else max(table.embedding_dim for table in tables)
+    lookups = [use for uses in by_key for use in uses]
+    return Layout(
+        torch.tensor(table_rows, dtype=torch.int64, device=device).reshape(-1, 4),
+        torch.tensor(lookups, dtype=torch.int64, device=device).reshape(-1, 4),
+        torch.tensor(key_starts, dtype=torch.int64, device=device),
+        "\n".join(table.name for table in tables),
+        "\n".join(keys),
+        max([0, *[len(uses) for uses in by_key]]),
+        width,
+        pooled,
+    )
+
+
+def batch_size_of(offsets: Tensor, key_starts: Tensor) -> int:
+    """Samples in a batch; offsets `[K * B + 1]`."""
+    num_keys = key_starts.numel() - 1
+    return (offsets.numel() - 1) // num_keys if num_keys else 0

@@ -1,0 +1,10 @@
+"""Modules: embedding collections and the recommendation models built from them."""
+
+from tritonemb.nn.cross import CrossNetwork, DCNv2
+from tritonemb.nn.dlrm import DLRM
+from tritonemb.nn.embedding_bag_collection import EmbeddingBagCollection
+from tritonemb.nn.embedding_collection import EmbeddingCollection
+from tritonemb.nn.interaction import DotInteraction
+from tritonemb.nn.mlp import MLP
+
+__all__ = ["MLP", "CrossNetwork", "DCNv2", "DLRM", "DotInteraction", "EmbeddingBagCollection", "EmbeddingCollection"]

@@ -1,0 +1,278 @@
+"""What embedding collections share: tables, their layout over a batch, and the fused update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+from torch import Tensor, nn
+
+from tritonemb import ops
+from tritonemb.jagged import KeyedJaggedTensor
+from tritonemb.kernels.layout import Layout, make_layout
+from tritonemb.nn.fused_optimizer import FusedOptimizer
+from tritonemb.nn.table import Table
+from tritonemb.ops.accumulate import NOT_ACCUMULATING, Accumulator
+from tritonemb.optim import Optimizer
+from tritonemb.types import TableConfig
+
+BoundsCheck = Literal["raise", "ignore"]
+
+
+class Features(Protocol):
+    """What a batch must offer: tritonemb's or TorchRec's `KeyedJaggedTensor`."""
+
+    def keys(self) -> list[str]: ...
+    def values(self) -> Tensor: ...
+    def offsets(self) -> Tensor: ...
+    def weights_or_none(self) -> Tensor | None: ...
+
+
+class Collection(nn.Module):
+    """Tables looked up together; see `EmbeddingBagCollection` and `EmbeddingCollection`."""
+
+    pooled: bool
+    learning_rate: Tensor
+    step: Tensor
+    skipped: Tensor
+    pending: Tensor
+
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        optimizer: Optimizer | None = None,
+        device: torch.device | str | None = None,
+        bounds_check: BoundsCheck = "raise",
+        output_dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _check_tables(tables)
+        if optimizer is not None and not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"optimizer must be one of tritonemb.optim, e.g. te.optim.RowWiseAdagrad(lr=0.02), got {optimizer!r}"
+            )
+        if bounds_check not in get_args(BoundsCheck):
+            raise ValueError(f"bounds_check must be one of {get_args(BoundsCheck)}, got {bounds_check!r}")
+        self.configs = tuple(tables)
+        self.optimizer = optimizer
+        self.bounds_check = bounds_check
+        self.output_dtype = output_dtype
+        for config in self.configs:  # not add_module, which would refuse a table that is called like a method
+            self._modules[config.name] = Table(config, optimizer.states if optimizer else (), device)
+        if optimizer is not None:
+            self.register_buffer("learning_rate", torch.tensor(optimizer.lr, device=_real(device)), persistent=False)
+            self.register_buffer("step", torch.zeros((), dtype=torch.int64, device=_real(device)))
+            skipped = torch.zeros(len(self.configs), dtype=torch.int64, device=_real(device))
+            self.register_buffer("skipped", skipped, persistent=False)
+            self.register_buffer("pending", torch.zeros((), dtype=torch.int64, device=_real(device)), persistent=False)
+        self._layouts: dict[tuple[tuple[str, ...], torch.device], Layout] = {}
+        self._accumulator = Accumulator()
+        self._accumulated_keys: tuple[str, ...] | None = None
+        self._accumulating = False
+        self._fused_optimizer: FusedOptimizer | None = None
+        self.layout(self.feature_names, self.tables[0].weight.device)
+
+    @property
+    def tables(self) -> list[Table]:
+        """The tables, in the order they were given."""
+        return [self._modules[config.name] for config in self.configs]  # type: ignore[misc]
+
+    @property
+    def feature_names(self) -> tuple[str, ...]:
+        """The keys that a batch must bring, each once, in the order of tables."""
+        return tuple(dict.fromkeys(feature for config in self.configs for feature in config.feature_names))
+
+    @property
+    def fused_optimizer(self) -> FusedOptimizer | None:
+        """The fused optimizer as a `torch.optim.Optimizer`, or None for ordinary parameters."""
+        if self._fused_optimizer is None and self.optimizer is not None:
+            self._fused_optimizer = FusedOptimizer(self)
+        return self._fused_optimizer
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Set the learning rate of the fused optimizer; nothing is recompiled.
+
+        Raises:
+            ValueError: without a fused optimizer, or for a negative or non-finite rate.
+        """
+        if self.optimizer is None:
+            raise ValueError("this collection has no fused optimizer; set the learning rate of the one you made")
+        if not 0.0 <= lr < float("inf"):
+            raise ValueError(f"the learning rate must lie in [0, inf), got {lr}")
+        self.learning_rate.fill_(lr)
+        if self._fused_optimizer is not None:
+            dict.__setitem__(self._fused_optimizer.param_groups[0], "lr", float(lr))
+
+    def skipped_rows(self) -> dict[str, int]:
+        """For `nonfinite="skip"`: how many row updates each table has skipped so far."""
+        if self.optimizer is None:
+            return {}
+        return dict(zip((config.name for config in self.configs), self.skipped.tolist(), strict=True))
+
+    def reset_parameters(self) -> None:
+        """Initialise all tables, e.g. after `to_empty`."""
+        for table in self.tables:
+            table.reset_parameters()
+        if self.optimizer is not None:
+            self.step.zero_()
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Gather the gradients of several micro-batches and apply them once, when the block ends.
+
+        The tables then have the bits of one step on all samples as one batch. Leaving the block with an exception
+        discards what was gathered. Every micro-batch must bring the same keys in the same order.
+        """
+        if self.optimizer is None:
+            raise ValueError("accumulate() is for a fused optimizer; ordinary gradients add up by themselves")
+        if self._accumulating:
+            raise RuntimeError("accumulate() is already active")
+        self._accumulating, self._accumulated_keys = True, None
+        try:
+            yield
+            self._apply_accumulated()
+        finally:
+            self._accumulator.take()
+            self.pending.zero_()
+            self._accumulating = False
+
+    def group(self, features: Features) -> ops.RowGroups:
+        """The distinct rows of a batch, from its ids alone; may be computed ahead and given to `forward`."""
+        keys, values, offsets, _ = _parts(features)
+        return ops.row_groups(values, offsets, self.layout(keys, values.device))
+
+    def layout(self, keys: Sequence[str], device: torch.device) -> Layout:
+        """What these keys mean to the tables; made once for each order of keys."""
+        key = (tuple(keys), device)
+        found = self._layouts.get(key)
+        if found is None:
+            missing = [feature for feature in self.feature_names if feature not in key[0]]
+            if missing:
+                raise ValueError(f"the batch lacks the features {missing}; it has the keys {list(keys)}")
+            found = make_layout(self.configs, key[0], self.pooled, device)
+            if not torch.compiler.is_compiling():
+                self._layouts[key] = found
+        return found
+
+    def look_up(self, features: Features, groups: ops.RowGroups | None) -> Tensor:
+        """The op behind `forward`: `[B, width]` if pooled, else `[N, width]`."""
+        keys, values, offsets, sample_weights = _parts(features)
+        layout = self.layout(keys, values.device)
+        weights = [table.weight for table in self.tables]
+        check_bounds = self.bounds_check == "raise"
+        if self.optimizer is None or not torch.is_grad_enabled():
+            return ops.embedding_bag(weights, values, offsets, sample_weights, layout, check_bounds, self._dtype)
+        self._check_trainable(weights)
+        if self._accumulating:
+            self._remember_keys(keys)
+        if groups is None:
+            groups = ops.row_groups(values, offsets, layout)
+        return ops.embedding_bag_fused(
+            self._fused(weights), values, offsets, sample_weights, groups, layout, check_bounds, self._dtype
+        )
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        if self.output_dtype is not None:
+            return self.output_dtype
+        dtypes = {table.weight.dtype for table in self.tables}
+        return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+    def _fused(self, weights: list[Tensor]) -> ops.Fused:
+        spec = self.optimizer
+        assert spec is not None
+        states: list[Tensor] = [getattr(table, state.name) for state in spec.states for table in self.tables]
+        accumulator = self._accumulator.handle if self._accumulating else NOT_ACCUMULATING
+        return ops.Fused(
+            weights, states, self.step, self.skipped, self.learning_rate, self.pending, spec.name,
+            list(spec.hyperparameters), accumulator,
+        )  # fmt: skip
+
+    def _check_trainable(self, weights: list[Tensor]) -> None:
+        trainable = [weight.requires_grad for weight in weights]
+        if any(trainable) and not all(trainable):
+            frozen = [config.name for config, on in zip(self.configs, trainable, strict=True) if not on]
+            raise ValueError(
+                f"tables {frozen} do not require gradients but others of their collection do; "
+                "put frozen tables into a collection of their own"
+            )
+
+    def _remember_keys(self, keys: list[str]) -> None:
+        if self._accumulated_keys is None:
+            self._accumulated_keys = tuple(keys)
+        elif self._accumulated_keys != tuple(keys):
+            raise ValueError(
+                f"accumulate() needs the same keys in every micro-batch: first {list(self._accumulated_keys)}, now {keys}"
+            )
+
+    @torch.no_grad()
+    def _apply_accumulated(self) -> None:
+        batches = self._accumulator.take()
+        if not batches:
+            return
+        assert self._accumulated_keys is not None
+        keys = self._accumulated_keys
+        stacked = KeyedJaggedTensor.stack(
+            [KeyedJaggedTensor(keys, b.values, b.sample_weights, offsets=b.offsets) for b in batches]
+        )
+        grad = torch.cat([batch.grad for batch in batches])
+        layout = self.layout(keys, grad.device)
+        if not self.pooled:
+            order = KeyedJaggedTensor.stack(
+                [KeyedJaggedTensor(keys, rows, offsets=b.offsets) for b, rows in zip(batches, _counted(batches), strict=True)]
+            )
+            grad = grad[order.values()]
+        fused = self._fused([table.weight for table in self.tables])
+        ops.row_update_(
+            fused.weights, fused.states, fused.step, fused.skipped, fused.learning_rate, grad, stacked.offsets(),
+            stacked.weights_or_none(), fused.optimizer, fused.hyperparameters,
+            ops.row_groups(stacked.values(), stacked.offsets(), layout), layout,
+        )  # fmt: skip
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Collection:
+        """Casting a module to 16 bits leaves the learning rate float32."""
+        rate = self._buffers.get("learning_rate")
+        super()._apply(fn, recurse)
+        if rate is not None:
+            self._buffers["learning_rate"] = rate.to(self.step.device)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy makes its own optimizer view and layouts when it needs them."""
+        return {**self.__dict__, "_fused_optimizer": None, "_layouts": {}}
+
+
+def _parts(features: Features) -> tuple[list[str], Tensor, Tensor, Tensor | None]:
+    for method in ("keys", "values", "offsets", "weights_or_none"):
+        if not callable(getattr(features, method, None)):
+            raise TypeError(f"expected a KeyedJaggedTensor, got {type(features).__name__}, which has no {method}()")
+    return list(features.keys()), features.values(), features.offsets(), features.weights_or_none()
+
+
+def _counted(batches: Sequence[Any]) -> list[Tensor]:
+    """A running number for every value of every micro-batch."""
+    sizes = [batch.values.numel() for batch in batches]
+    return list(torch.arange(sum(sizes), device=batches[0].values.device).split(sizes))
+
+
+def _real(device: torch.device | str | None) -> torch.device | str | None:
+    """Counters have values from the start; they wait on the CPU for a meta module to be moved."""
+    return "cpu" if device is not None and torch.device(device).type == "meta" else device
+
+
+def _check_tables(tables: Sequence[TableConfig]) -> None:
+    if not tables:
+        raise ValueError("a collection needs at least one table")
+    names: set[str] = set()
+    for table in tables:
+        if not isinstance(table, TableConfig):
+            raise TypeError(f"tables must be TableConfig, got {table!r}")
+        if table.name in names:
+            raise ValueError(f"table {table.name!r} is given twice; names must be unique in a collection")
+        if table.placement != "device":
+            raise ValueError(
+                f"table {table.name!r}: placement {table.placement!r} is not available in this collection; use 'device'"
+            )
+        names.add(table.name)

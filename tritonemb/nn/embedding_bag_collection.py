@@ -1,0 +1,62 @@
+"""Pooled lookups of many tables in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tritonemb import ops
+from tritonemb.nn.collection import BoundsCheck, Collection, Features
+from tritonemb.optim import Optimizer
+from tritonemb.types import TableConfig
+
+
+class EmbeddingBagCollection(Collection):
+    """Embedding bags of many tables, looked up, and with an `optimizer` updated, in one pass.
+
+    Args:
+        tables: pooled tables ("sum" or "mean"); several features may share a table, a feature may feed several tables.
+        optimizer: with one of `tritonemb.optim`, the backward updates the tables exactly, deterministically and in
+            place, and their `.grad` stays None. Without, they are ordinary parameters with ordinary (dense) gradients.
+        device: where tables live.
+        bounds_check: an id out of range raises ("raise"); "ignore" skips the report: such an id reads as zero and is
+            not updated, whatever is chosen.
+        output_dtype: of the result; by default the tables' own, float32 if they differ.
+
+    Shapes:
+        features: a `KeyedJaggedTensor` (or TorchRec's) with all `feature_names`, in any order; int32 or int64 ids,
+            optional weights. Result: `[B, sum of dims]`, columns by table, then by that table's features.
+
+    A compiled module must not be called again before the backward of its last call, unless both calls are in one compiled
+    region: the update is in place. Uncompiled, each backward updates with its own gradient.
+
+    Raises:
+        ValueError: for missing features, ids out of range, offsets that do not fit, naming where.
+        TypeError: for ids that are not int32 or int64.
+    """
+
+    pooled = True
+
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        optimizer: Optimizer | None = None,
+        device: torch.device | str | None = None,
+        bounds_check: BoundsCheck = "raise",
+        output_dtype: torch.dtype | None = None,
+    ) -> None:
+        for table in tables:
+            if isinstance(table, TableConfig) and table.pooling == "none":
+                raise ValueError(f"table {table.name!r} has pooling 'none'; use EmbeddingCollection for it")
+        super().__init__(tables, optimizer, device, bounds_check, output_dtype)
+
+    @property
+    def embedding_dims(self) -> list[int]:
+        """Width of each part of the result, in order: `pooled.split(collection.embedding_dims, dim=1)`."""
+        return [config.embedding_dim for config in self.configs for _ in config.feature_names]
+
+    def forward(self, features: Features, groups: ops.RowGroups | None = None) -> Tensor:
+        """`[B, sum of dims]`. `groups`, from `self.group(features)`, saves grouping the ids again."""
+        return self.look_up(features, groups)

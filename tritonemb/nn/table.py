@@ -1,0 +1,60 @@
+"""One table of a collection: its weight and its optimizer state, under the names they have in `state_dict`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tritonemb.optim import StateSpec
+from tritonemb.types import TableConfig
+
+
+class Table(nn.Module):
+    """Weight `[num_embeddings, embedding_dim]` and float32 states `[num_embeddings]` or of the weight's shape."""
+
+    def __init__(
+        self, config: TableConfig, states: tuple[StateSpec, ...], device: torch.device | str | None = None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(
+            torch.empty(config.num_embeddings, config.embedding_dim, dtype=config.dtype, device=device)
+        )
+        for spec in states:
+            shape = self.weight.shape if spec.per_element else self.weight.shape[:1]
+            self.register_buffer(spec.name, torch.zeros(shape, dtype=torch.float32, device=device))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialise the weight as the config says, states to zero."""
+        if self.weight.device.type == "meta":
+            return
+        if self.config.init is not None:
+            self.config.init(self.weight)
+        else:
+            bound = self.config.num_embeddings**-0.5
+            self.weight.uniform_(-bound, bound)
+        for state in self.buffers(recurse=False):
+            state.zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Table:
+        """Casting a module to 16 bits casts the weight; optimizer state stays float32."""
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, state in self._buffers.items():
+            if state is not None and state.dtype != torch.float32:
+                original = before[name]
+                assert original is not None
+                self._buffers[name] = original.to(state.device)
+        return self
+
+    def extra_repr(self) -> str:
+        c = self.config
+        return f"{c.num_embeddings}, {c.embedding_dim}, pooling={c.pooling!r}, dtype={self.weight.dtype}"
+
+    def forward(self, *args: Any) -> Any:
+        raise TypeError(f"table {self.config.name!r} is part of a collection; call the collection")

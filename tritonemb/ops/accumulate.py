@@ -1,0 +1,70 @@
+"""`tritonemb::accumulate_`: gradients of micro-batches kept until they are applied together.
+
+Nothing is summed yet: each micro-batch's ids and output gradient are kept, and the module applies them as one batch, so
+that the result has the bits of a step on all samples at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+NOT_ACCUMULATING = -1
+_handles = itertools.count()
+
+
+class MicroBatch(NamedTuple):
+    """The ids of a micro-batch and the gradient of its output, `[B, width]` or `[N, width]`."""
+
+    values: Tensor
+    offsets: Tensor
+    sample_weights: Tensor | None
+    grad: Tensor
+
+
+_pending: defaultdict[int, list[MicroBatch]] = defaultdict(list)
+
+
+class Accumulator:
+    """A place for pending gradients; a copy of it is another place."""
+
+    def __init__(self) -> None:
+        self.handle = next(_handles)
+
+    def take(self) -> list[MicroBatch]:
+        """What has been kept, in order; nothing is kept afterwards."""
+        return _pending.pop(self.handle, [])
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Accumulator:
+        return Accumulator()
+
+    def __reduce__(self) -> tuple[type[Accumulator], tuple[()]]:
+        return Accumulator, ()
+
+
+def accumulate_(
+    pending: Tensor, handle: int, grad: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None
+) -> None:
+    """Keep one micro-batch's gradient under `handle` and count it in `pending` (int64 `[]`)."""
+    torch.ops.tritonemb.accumulate_(pending, handle, grad, values, offsets, sample_weights)
+
+
+@torch.library.custom_op("tritonemb::accumulate_", mutates_args=("pending",))
+def _accumulate_(
+    pending: Tensor, handle: int, grad: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None
+) -> None:
+    kept = (tensor.detach().clone() for tensor in (values, offsets))
+    weights = None if sample_weights is None else sample_weights.detach().clone()
+    _pending[handle].append(MicroBatch(*kept, weights, grad.detach().clone()))
+    pending += 1
+
+
+@_accumulate_.register_fake
+def _(
+    pending: Tensor, handle: int, grad: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None
+) -> None:
+    return None

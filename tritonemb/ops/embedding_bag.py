@@ -1,0 +1,166 @@
+"""`tritonemb::embedding_bag`, differentiable in weights (dense gradients) and per-sample weights.
+
+What it computes stands in `kernels/embedding_bag.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonemb.kernels.layout import Layout, batch_size_of
+from tritonemb.ops import schema
+from tritonemb.ops.registry import kernel
+from tritonemb.optim import SGD
+
+ID_DTYPES = (torch.int32, torch.int64)
+_PLAIN_SGD = SGD(stochastic_rounding=False)
+
+
+def embedding_bag(
+    weights: Sequence[Tensor],
+    values: Tensor,
+    offsets: Tensor,
+    sample_weights: Tensor | None,
+    layout: Layout,
+    check_bounds: bool = True,
+    output_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Look `values` `[N]` up in `weights` `[T]`; `[B, width]`, or `[N, width]` if the layout is not pooled.
+
+    Raises:
+        TypeError: for ids that are not int32 or int64.
+        ValueError: for an id out of range or offsets that do not ascend, on the CPU at once.
+    """
+    check_ids(values)
+    return torch.ops.tritonemb.embedding_bag(  # type: ignore[no-any-return]
+        list(weights), values, offsets, sample_weights, check_bounds, output_dtype, *layout
+    )
+
+
+def check_ids(values: Tensor) -> None:
+    """Raise unless `values` can be ids by dtype and shape."""
+    if values.dtype not in ID_DTYPES:
+        raise TypeError(f"ids must be int32 or int64, got {values.dtype}; convert them with .to(torch.int64)")
+    if values.dim() != 1:
+        raise ValueError(f"ids must be 1-D, got shape {tuple(values.shape)}")
+
+
+@torch.library.custom_op(
+    "tritonemb::embedding_bag",
+    mutates_args=(),
+    schema=f"(Tensor[] weights, {schema.BATCH}, bool check_bounds, ScalarType output_dtype, {schema.LAYOUT}) -> Tensor",
+)
+def _embedding_bag(
+    weights: list[Tensor],
+    values: Tensor,
+    offsets: Tensor,
+    sample_weights: Tensor | None,
+    check_bounds: bool,
+    output_dtype: torch.dtype,
+    *layout: Any,
+) -> Tensor:
+    look_up = kernel("embedding_bag", values.device, weights)
+    return look_up(weights, values, offsets, sample_weights, Layout(*layout), check_bounds).to(output_dtype)  # type: ignore[no-any-return]
+
+
+@_embedding_bag.register_fake
+def _(
+    weights: list[Tensor],
+    values: Tensor,
+    offsets: Tensor,
+    sample_weights: Tensor | None,
+    check_bounds: bool,
+    output_dtype: torch.dtype,
+    *layout: Any,
+) -> Tensor:
+    return empty_output(values, offsets, Layout(*layout), output_dtype)
+
+
+def empty_output(values: Tensor, offsets: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
+    """The shape of a lookup's result."""
+    num_rows = batch_size_of(offsets, layout.key_starts) if layout.pooled else values.shape[0]
+    return values.new_empty(num_rows, layout.width, dtype=dtype)
+
+
+@torch.library.custom_op(
+    "tritonemb::embedding_bag_weight_gradient",
+    mutates_args=(),
+    schema=f"(Tensor grad, Tensor[] weights, {schema.BATCH}, {schema.LAYOUT}) -> Tensor[]",
+)
+def _weight_gradient(
+    grad: Tensor,
+    weights: list[Tensor],
+    values: Tensor,
+    offsets: Tensor,
+    sample_weights: Tensor | None,
+    *layout_fields: Any,
+) -> list[Tensor]:
+    """Dense gradients: one step of SGD with learning rate -1 from zero leaves each row's summed gradient."""
+    layout = Layout(*layout_fields)
+    groups = kernel("row_groups", values.device)(values, offsets, layout)
+    gradients = [torch.zeros_like(weight, memory_format=torch.contiguous_format) for weight in weights]
+    step, skipped = grad.new_zeros((), dtype=torch.int64), grad.new_zeros(len(weights), dtype=torch.int64)
+    kernel("row_update_", grad.device, weights)(
+        gradients, [], step, skipped, grad.new_full((), -1.0, dtype=torch.float32), grad, offsets, sample_weights,
+        _PLAIN_SGD.name, _PLAIN_SGD.hyperparameters, groups, layout,
+    )  # fmt: skip
+    return gradients
+
+
+@_weight_gradient.register_fake
+def _(
+    grad: Tensor,
+    weights: list[Tensor],
+    values: Tensor,
+    offsets: Tensor,
+    sample_weights: Tensor | None,
+    *layout_fields: Any,
+) -> list[Tensor]:
+    return [torch.empty_like(weight, memory_format=torch.contiguous_format) for weight in weights]
+
+
+@torch.library.custom_op(
+    "tritonemb::sample_weight_gradient",
+    mutates_args=(),
+    schema="(Tensor grad, Tensor[] weights, Tensor values, Tensor offsets, Tensor sample_weights, "
+    f"{schema.LAYOUT}) -> Tensor",
+)
+def _sample_weight_gradient(
+    grad: Tensor, weights: list[Tensor], values: Tensor, offsets: Tensor, sample_weights: Tensor, *layout: Any
+) -> Tensor:
+    dot = kernel("sample_weight_gradient", grad.device, weights)
+    return dot(weights, values, offsets, grad, Layout(*layout)).to(sample_weights.dtype)  # type: ignore[no-any-return]
+
+
+@_sample_weight_gradient.register_fake
+def _(
+    grad: Tensor, weights: list[Tensor], values: Tensor, offsets: Tensor, sample_weights: Tensor, *layout: Any
+) -> Tensor:
+    return torch.empty_like(sample_weights)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    weights, values, offsets, sample_weights, _, _, *layout = inputs
+    ctx.layout = Layout(*layout)
+    ctx.save_for_backward(*weights, values, offsets, sample_weights, *ctx.layout[:3])
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    *weights, values, offsets, sample_weights, tables, lookups, key_starts = ctx.saved_tensors
+    layout = ctx.layout._replace(tables=tables, lookups=lookups, key_starts=key_starts)
+    weight_grads: list[Tensor | None] = [None] * len(weights)
+    sample_weight_grad = None
+    ops = torch.ops.tritonemb
+    if any(ctx.needs_input_grad[0]):
+        computed = ops.embedding_bag_weight_gradient(grad, weights, values, offsets, sample_weights, *layout)
+        weight_grads = [g if needed else None for g, needed in zip(computed, ctx.needs_input_grad[0], strict=True)]
+    if sample_weights is not None and ctx.needs_input_grad[3]:
+        sample_weight_grad = ops.sample_weight_gradient(grad, weights, values, offsets, sample_weights, *layout)
+    return weight_grads, None, None, sample_weight_grad, None, None, *([None] * len(layout))
+
+
+_embedding_bag.register_autograd(_backward, setup_context=_save)

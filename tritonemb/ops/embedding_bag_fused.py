@@ -1,0 +1,129 @@
+"""`tritonemb::embedding_bag_fused`: as `embedding_bag`, but its backward is the optimizer's step.
+
+The backward calls `row_update_` on weights and states in place and gives the weights no gradient. Its tensors are kept on
+the autograd context as they are, without a version check: a collection that is looked up twice in one graph is updated
+twice, each time with the gradients of its own lookup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritonemb.kernels.layout import Layout
+from tritonemb.ops import schema
+from tritonemb.ops.accumulate import NOT_ACCUMULATING, accumulate_
+from tritonemb.ops.embedding_bag import check_ids, empty_output
+from tritonemb.ops.registry import kernel
+from tritonemb.ops.row_groups import RowGroups
+from tritonemb.ops.row_update import row_update_
+
+
+class Fused(NamedTuple):
+    """What an update in the backward needs beside the batch.
+
+    Attributes:
+        weights: `[T]` tables.
+        states: the first optimizer state of every table, then the second.
+        step, skipped, learning_rate: as in `row_update_`.
+        pending: int64 `[]`, micro-batches kept in the accumulator.
+        optimizer: name of the optimizer.
+        hyperparameters: values of `optim.Hyperparameters`.
+        accumulator: where to put gradients instead of applying them, or NOT_ACCUMULATING.
+    """
+
+    weights: list[Tensor]
+    states: list[Tensor]
+    step: Tensor
+    skipped: Tensor
+    learning_rate: Tensor
+    pending: Tensor
+    optimizer: str
+    hyperparameters: list[float]
+    accumulator: int = NOT_ACCUMULATING
+
+
+def embedding_bag_fused(
+    fused: Fused,
+    values: Tensor,
+    offsets: Tensor,
+    sample_weights: Tensor | None,
+    groups: RowGroups,
+    layout: Layout,
+    check_bounds: bool = True,
+    output_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """As `embedding_bag`; the backward updates weights, states, step and skipped in place, or accumulates."""
+    check_ids(values)
+    return torch.ops.tritonemb.embedding_bag_fused(  # type: ignore[no-any-return]
+        *fused, values, offsets, sample_weights, check_bounds, output_dtype, *groups, *layout
+    )
+
+
+class _Inputs(NamedTuple):
+    """The op's arguments before groups and layout."""
+
+    fused: Fused
+    values: Tensor
+    offsets: Tensor
+    sample_weights: Tensor | None
+    check_bounds: bool
+    output_dtype: torch.dtype
+    groups: RowGroups
+    layout: Layout
+
+
+def _named(args: Sequence[Any]) -> _Inputs:
+    own = len(Fused._fields)
+    return _Inputs(Fused(*args[:own]), *args[own : own + 5], RowGroups(*args[own + 5 : own + 9]), Layout(*args[own + 9 :]))
+
+
+@torch.library.custom_op(
+    "tritonemb::embedding_bag_fused",
+    mutates_args=(),
+    schema="(Tensor[] weights, Tensor[] states, Tensor step, Tensor skipped, Tensor learning_rate, Tensor pending, "
+    f"str optimizer, float[] hyperparameters, int accumulator, {schema.BATCH}, bool check_bounds, "
+    f"ScalarType output_dtype, {schema.GROUPS}, {schema.LAYOUT}) -> Tensor",
+)
+def _embedding_bag_fused(*args: Any) -> Tensor:
+    x = _named(args)
+    look_up = kernel("embedding_bag", x.values.device, x.fused.weights)
+    out = look_up(x.fused.weights, x.values, x.offsets, x.sample_weights, x.layout, x.check_bounds)
+    return out.to(x.output_dtype)  # type: ignore[no-any-return]
+
+
+@_embedding_bag_fused.register_fake
+def _(*args: Any) -> Tensor:
+    x = _named(args)
+    return empty_output(x.values, x.offsets, x.layout, x.output_dtype)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.inputs = _named(inputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    x: _Inputs = ctx.inputs
+    fused, sample_weight_grad = x.fused, None
+    place = len(Fused._fields) + 2
+    if x.sample_weights is not None and ctx.needs_input_grad[place]:
+        sample_weight_grad = torch.ops.tritonemb.sample_weight_gradient(
+            grad, fused.weights, x.values, x.offsets, x.sample_weights, *x.layout
+        )
+    if fused.accumulator == NOT_ACCUMULATING:
+        row_update_(
+            fused.weights, fused.states, fused.step, fused.skipped, fused.learning_rate, grad, x.offsets,
+            x.sample_weights, fused.optimizer, fused.hyperparameters, x.groups, x.layout,
+        )  # fmt: skip
+    else:
+        accumulate_(fused.pending, fused.accumulator, grad, x.values, x.offsets, x.sample_weights)
+    after = [None] * (2 + len(RowGroups._fields) + len(Layout._fields))
+    return (
+        [None] * len(fused.weights), [None] * len(fused.states), *([None] * (place - 2)), sample_weight_grad, *after,
+    )  # fmt: skip
+
+
+_embedding_bag_fused.register_autograd(_backward, setup_context=_save)

@@ -1,0 +1,53 @@
+"""`tritonemb::row_groups`: the distinct rows of a batch and the positions that use each; see `kernels/row_groups.py`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritonemb.kernels.layout import Layout
+from tritonemb.ops import schema
+from tritonemb.ops.registry import kernel
+
+
+class RowGroups(NamedTuple):
+    """Distinct rows of a batch; `N` is the number of values times the most tables that one key feeds.
+
+    Attributes:
+        rows: int64 `[N]`, ascending linear rows; the first `num_groups` are valid.
+        starts: int32 `[N + 1]`, segment of `order` that belongs to each row.
+        order: int32 `[N]`, positions sorted by row, stable.
+        num_groups: int64 `[]`, on the device.
+    """
+
+    rows: Tensor
+    starts: Tensor
+    order: Tensor
+    num_groups: Tensor
+
+
+def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> RowGroups:
+    """Group a batch's ids `[N]` by row. Ids out of range are left out; the lookup is what reports them."""
+    return RowGroups(*torch.ops.tritonemb.row_groups(values, offsets, *layout))
+
+
+@torch.library.custom_op(
+    "tritonemb::row_groups",
+    mutates_args=(),
+    schema=f"(Tensor values, Tensor offsets, {schema.LAYOUT}) -> (Tensor, Tensor, Tensor, Tensor)",
+)
+def _row_groups(values: Tensor, offsets: Tensor, *layout: Any) -> tuple[Tensor, ...]:
+    return kernel("row_groups", values.device)(values, offsets, Layout(*layout))  # type: ignore[no-any-return]
+
+
+@_row_groups.register_fake
+def _(values: Tensor, offsets: Tensor, *layout: Any) -> tuple[Tensor, ...]:
+    capacity = values.shape[0] * Layout(*layout).multiplicity
+    return (
+        values.new_empty(capacity, dtype=torch.int64),
+        values.new_empty(capacity + 1, dtype=torch.int32),
+        values.new_empty(capacity, dtype=torch.int32),
+        values.new_empty((), dtype=torch.int64),
+    )

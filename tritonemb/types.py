@@ -1,0 +1,94 @@
+"""What a table is: its size, where its rows live and how its bags are pooled."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+Pooling = Literal["sum", "mean", "none"]
+Placement = Literal["device", "host", "disk", "server"]
+TABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class TableConfig:
+    """One embedding table.
+
+    Args:
+        name: unique among the tables of a module; the first part of its `state_dict` keys. No dots.
+        num_embeddings: rows, at least 1.
+        embedding_dim: columns, at least 1; fastest when a row is a multiple of 16 bytes.
+        features: the batch's keys that look this table up; the table's own name if not given.
+        pooling: how the rows of a bag become one: "sum", "mean", or "none" (each id keeps its row).
+        dtype: `torch.float32`, `torch.float16` or `torch.bfloat16`. Optimizer state is always float32.
+        placement: where the rows live.
+        init: fills the weight `[num_embeddings, embedding_dim]` in place; uniform in ±1/sqrt(num_embeddings)
+            if not given.
+
+    Attributes:
+        seed: of the table's own stream of random numbers, 63 bits from its name: the same wherever the table lives.
+
+    Raises:
+        TypeError, ValueError: naming the table and the field.
+    """
+
+    name: str
+    num_embeddings: int
+    embedding_dim: int
+    features: Sequence[str] | None = None
+    pooling: Pooling = "sum"
+    dtype: torch.dtype = torch.float32
+    placement: Placement = "device"
+    init: Callable[[Tensor], object] | None = None
+    seed: int = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(f"a table's name must be a str, got {type(self.name).__name__}")
+        if not self.name or "." in self.name or "\n" in self.name:
+            raise ValueError(f"table {self.name!r}: a name must be non-empty, without dots or line breaks")
+        for part in ("num_embeddings", "embedding_dim"):
+            value = getattr(self, part)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise TypeError(f"table {self.name!r}: {part} must be an int, got {value!r}")
+            if value < 1:
+                raise ValueError(f"table {self.name!r}: {part} must be at least 1, got {value}")
+        if self.pooling not in get_args(Pooling):
+            raise ValueError(f"table {self.name!r}: pooling must be one of {get_args(Pooling)}, got {self.pooling!r}")
+        if self.placement not in get_args(Placement):
+            raise ValueError(
+                f"table {self.name!r}: placement must be one of {get_args(Placement)}, got {self.placement!r}"
+            )
+        if self.dtype not in TABLE_DTYPES:
+            raise ValueError(f"table {self.name!r}: dtype must be one of {TABLE_DTYPES}, got {self.dtype}")
+        if self.init is not None and not callable(self.init):
+            raise TypeError(f"table {self.name!r}: init must be a function that fills a tensor, got {self.init!r}")
+        object.__setattr__(self, "features", self._checked_features())
+        digest = hashlib.sha256(self.name.encode()).digest()
+        object.__setattr__(self, "seed", int.from_bytes(digest[:8], "little") >> 1)
+
+    def _checked_features(self) -> tuple[str, ...]:
+        if self.features is None:
+            return (self.name,)
+        if isinstance(self.features, str):
+            raise TypeError(f"table {self.name!r}: features must be a list of keys, got the str {self.features!r}")
+        features = tuple(self.features)
+        for feature in features:
+            if not isinstance(feature, str) or not feature or "\n" in feature:
+                raise ValueError(f"table {self.name!r}: a feature must be a non-empty one-line str, got {feature!r}")
+        if not features:
+            raise ValueError(f"table {self.name!r}: needs at least one feature")
+        if len(set(features)) != len(features):
+            raise ValueError(f"table {self.name!r}: a feature is named twice in {list(features)}")
+        return features
+
+    @property
+    def feature_names(self) -> tuple[str, ...]:
+        """The keys that look this table up, never None."""
+        assert isinstance(self.features, tuple)
+        return self.features
