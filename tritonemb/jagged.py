@@ -1,7 +1,7 @@
 """`KeyedJaggedTensor`: the ids of a batch, several per sample and feature, in one flat tensor.
 
-Values are feature-major: all samples of key 0, then all of key 1, and so on. Bag `k * B + b` holds the values of key `k`
-and sample `b`; `offsets[bag]` is where it starts.
+Values are feature-major: all samples of key 0, then all of key 1, and so on. Bag `k * B + b` holds the values of key
+`k` and sample `b`; `offsets[bag]` is where it starts.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class KeyedJaggedTensor:
             raise ValueError(f"concat needs parts of one batch size, got {batch_sizes}")
         weighted = _all_weighted(parts)
         return KeyedJaggedTensor(
-            [key for part in parts for key in part.keys()],
+            [key for part in parts for key in part._keys],
             torch.cat([part.values() for part in parts]),
             torch.cat([part.weights() for part in parts]) if weighted else None,
             lengths=torch.cat([part.lengths() for part in parts]),
@@ -341,8 +341,11 @@ def _integer(key: str, id: Any) -> int:
 
 def _readable(tensor: Tensor | None) -> bool:
     """Whether looking at the contents costs nothing: plain memory of this process."""
-    return type(tensor) is Tensor and tensor.device.type == "cpu" and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-
+    return (
+        type(tensor) is Tensor
+        and tensor.device.type == "cpu"
+        and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    )
 
 
 def _flatten(kjt: KeyedJaggedTensor) -> tuple[list[Tensor | None], tuple[str, ...]]:

@@ -133,7 +133,10 @@ class RowWiseAdagrad(Optimizer):
 
 @dataclass(frozen=True)
 class Adagrad(Optimizer):
-    """`s += g²`, `w -= lr · g / (sqrt(s) + eps)`, element by element (Duchi et al., JMLR 2011; FBGEMM's EXACT_ADAGRAD)."""
+    """Adagrad: `s += g²`, `w -= lr · g / (sqrt(s) + eps)`, element by element.
+
+    Source: Duchi et al., JMLR 2011; FBGEMM's EXACT_ADAGRAD.
+    """
 
     eps: float = 1e-8
     name: ClassVar[str] = "adagrad"
@@ -144,8 +147,8 @@ class Adagrad(Optimizer):
 class Adam(Optimizer):
     """Adam on the rows of the batch (Kingma & Ba, ICLR 2015; FBGEMM's ADAM, whose decay is decoupled).
 
-    `m = β₁m + (1-β₁)g`, `v = β₂v + (1-β₂)g²`, `w -= lr · (m / (1-β₁ᵗ)) / (sqrt(v / (1-β₂ᵗ)) + eps)`. Rows that are not in
-    the batch keep `m` and `v`; `t` is the module's step, not the row's.
+    `m = β₁m + (1-β₁)g`, `v = β₂v + (1-β₂)g²`, `w -= lr · (m / (1-β₁ᵗ)) / (sqrt(v / (1-β₂ᵗ)) + eps)`.
+    Rows that are not in the batch keep `m` and `v`; `t` is the module's step, not the row's.
     """
 
     beta1: float = 0.9
@@ -168,8 +171,8 @@ class PartialRowWiseAdam(Adam):
 class LAMB(Adam):
     """Adam's direction scaled by a trust ratio per row (You et al., ICLR 2020; FBGEMM's LAMB).
 
-    `r = (m / (1-β₁ᵗ)) / (sqrt(v / (1-β₂ᵗ)) + eps) + weight_decay · w`, `w -= lr · (‖w‖ / ‖r‖) · r`. The ratio is 1 where
-    either norm is 0, as in the paper's own implementation, so that a row of zeros can leave zero.
+    `r = (m / (1-β₁ᵗ)) / (sqrt(v / (1-β₂ᵗ)) + eps) + weight_decay · w`, `w -= lr · (‖w‖ / ‖r‖) · r`. The ratio is
+    1 where either norm is 0, as in the paper's own implementation, so that a row of zeros can leave zero.
     """
 
     name: ClassVar[str] = "lamb"
@@ -187,8 +190,9 @@ class PartialRowWiseLAMB(LAMB):
 class LARSSGD(Optimizer):
     """Momentum SGD with a learning rate per row (You et al., arXiv:1708.03888; FBGEMM's LARS_SGD).
 
-    `a = lr · eta · ‖w‖ / (‖g‖ + weight_decay · ‖w‖)` (0 where the divisor is 0), `m = momentum · m + a · (g + weight_decay
-    · w)`, `w -= m`. A row of zeros stays zero, as the formula says; initialise tables away from zero.
+    `a = lr · eta · ‖w‖ / (‖g‖ + weight_decay · ‖w‖)` (0 where the divisor is 0),
+    `m = momentum · m + a · (g + weight_decay · w)`, `w -= m`. A row of zeros stays
+    zero, as the formula says; initialise tables away from zero.
     """
 
     momentum: float = 0.9
@@ -202,8 +206,9 @@ class FTRL(Optimizer):
     """Follow the regularised leader, element by element (McMahan et al., KDD 2013, algorithm 1).
 
     `σ = (sqrt(n + g²) - sqrt(n)) / lr`, `z += g - σw`, `n += g²`; `w = 0` where `|z| ≤ l1`, else
-    `w = -(z - sign(z)·l1) / ((beta + sqrt(n)) / lr + l2)`. `z` starts at 0, as in the paper, where weights do too: a row's
-    initial weights live on through `σw` only, wholly so with `beta = 0`. A learning rate of 0 leaves rows untouched.
+    `w = -(z - sign(z)·l1) / ((beta + sqrt(n)) / lr + l2)`. `z` starts at 0, as in the paper, where weights
+    do too: a row's initial weights live on through `σw` only, wholly so with `beta = 0`.
+    A learning rate of 0 leaves rows untouched.
     """
 
     beta: float = 1.0

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.kernels import errors
-from tritonemb.kernels.layout import COLUMN, DIM, MEAN, NUM_ROWS, POOLING, TABLE, Layout, batch_size_of
+from tritonemb.kernels.layout import MEAN, NUM_ROWS, Layout, batch_size_of
 from tritonemb.kernels.row_groups import entries_reference
 
 

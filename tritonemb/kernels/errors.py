@@ -45,7 +45,7 @@ def bad_gradient(row: int, layout: Layout) -> FloatingPointError:
     first_rows = layout.tables[:, FIRST_ROW].numpy()
     table = int(np.searchsorted(first_rows, row, side="right")) - 1
     return FloatingPointError(
-        f"table {layout.table_names.splitlines()[table]!r}: the gradient of row {row - int(first_rows[table])} is NaN or "
-        'infinite; no table was changed. Lower the learning rate, clip with max_gradient=, or pass nonfinite="skip" to '
-        "leave such rows untouched"
+        f"table {layout.table_names.splitlines()[table]!r}: the gradient of row {row - int(first_rows[table])} is NaN "
+        "or infinite; no table was changed. Lower the learning rate, clip with max_gradient=, or pass "
+        'nonfinite="skip" to leave such rows untouched'
     )

@@ -16,7 +16,10 @@ DECAY_MODES = get_args(WeightDecayMode)
 def step_reference(
     optimizer: str, w: Tensor, states: list[Tensor], g: Tensor, lr: Tensor, t: int, h: Hyperparameters
 ) -> tuple[Tensor, list[Tensor]]:
-    """One step for rows `w` `[R, dim]` with states `[R, dim]` or `[R, 1]` and summed gradients `g`; returns the new ones."""
+    """One step for rows `w` `[R, dim]` with states `[R, dim]` or `[R, 1]` and summed gradients `g`.
+
+    Returns the new rows and states.
+    """
     decay, mode = h.weight_decay, DECAY_MODES[int(h.weight_decay_mode)]
     if optimizer == "ftrl" and float(lr) == 0.0:
         return w, states

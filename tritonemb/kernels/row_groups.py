@@ -50,7 +50,9 @@ def row_groups_reference(values: Tensor, offsets: Tensor, layout: Layout) -> tup
     num_valid, num_groups = linear.numel(), distinct.numel()
 
     capacity = values.numel() * layout.multiplicity
-    rows = torch.full((capacity,), int(layout.tables[-1, FIRST_ROW] + layout.tables[-1, NUM_ROWS]), device=values.device)
+    rows = torch.full(
+        (capacity,), int(layout.tables[-1, FIRST_ROW] + layout.tables[-1, NUM_ROWS]), device=values.device
+    )
     rows[:num_groups] = distinct
     starts = torch.full((capacity + 1,), num_valid, dtype=torch.int32, device=values.device)
     starts[0] = 0

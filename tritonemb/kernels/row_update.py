@@ -1,8 +1,8 @@
 """The update: one owner per row sums its gradients in a fixed order and applies the optimizer once, in place.
 
 `g = Σ_p scale_p · clamp(grad_p, ±max_gradient)` over the positions `p` of the row in the order of `RowGroups.order`;
-`grad_p` is the part of the output's gradient that position `p`'s row went into, `scale_p` its per-sample weight, over the
-bag's length for means. Then one step of the optimizer, whose formula and source stand in `tritonemb/optim.py`, in
+`grad_p` is the part of the output's gradient that position `p`'s row went into, `scale_p` its per-sample weight, over
+the bag's length for means. Then one step of the optimizer, whose formula and source stand in `tritonemb/optim.py`, in
 float32; 16-bit rows are rounded back as in `kernels/rounding.py`.
 
 Bytes: for each position `4 · dim` of gradient read; for each distinct row its weight and state read and written.
@@ -69,13 +69,13 @@ def row_update_reference_(
             skipped[table] += (~finite[table]).sum()
             mine, gradient = mine[finite[table]], gradient[finite[table]]
         table_states = [states[index * len(weights) + table] for index in range(len(OPTIMIZERS[optimizer].states))]
-        row_states = [state[mine].to(gradient.dtype).reshape(mine.numel(), -1) for state in table_states]
+        row_states = [state.view(state.shape[0], -1)[mine].to(gradient.dtype) for state in table_states]
         row = weight[mine].to(gradient.dtype)
         lr = learning_rate.to(gradient.dtype)
         row, row_states = step_reference(optimizer, row, row_states, gradient, lr, int(step), h)
         weight[mine] = _narrow(row, weight.dtype, int(layout.tables[table, SEED]), mine, int(step), h)
         for state, new in zip(table_states, row_states, strict=True):
-            state[mine] = new.reshape(state[mine].shape).to(state.dtype)
+            state.view(state.shape[0], -1)[mine] = new.to(state.dtype)
 
 
 def sum_gradients_reference(
@@ -132,10 +132,10 @@ def _placed(
         for lookup in range(int(layout.key_starts[key]), int(layout.key_starts[key + 1])):
             if int(layout.lookups[lookup, TABLE]) == table:
                 lookup_of_key[key] = lookup
-    lookup = layout.lookups[lookup_of_key[bag // max(1, batch_size)]]
+    used = layout.lookups[lookup_of_key[bag // max(1, batch_size)]]
     plain = scales_reference(position, bag, offsets, sample_weights, False, dtype)
     mean = scales_reference(position, bag, offsets, sample_weights, True, dtype)
-    return lookup[:, COLUMN], torch.where(lookup[:, POOLING] == MEAN, mean, plain)
+    return used[:, COLUMN], torch.where(used[:, POOLING] == MEAN, mean, plain)
 
 
 def _narrow(row: Tensor, dtype: torch.dtype, seed: int, rows: Tensor, step: int, h: Hyperparameters) -> Tensor:

@@ -7,4 +7,4 @@ from tritonemb.nn.embedding_collection import EmbeddingCollection
 from tritonemb.nn.interaction import DotInteraction
 from tritonemb.nn.mlp import MLP
 
-__all__ = ["MLP", "CrossNetwork", "DCNv2", "DLRM", "DotInteraction", "EmbeddingBagCollection", "EmbeddingCollection"]
+__all__ = ["DLRM", "MLP", "CrossNetwork", "DCNv2", "DotInteraction", "EmbeddingBagCollection", "EmbeddingCollection"]

@@ -160,7 +160,7 @@ class Collection(nn.Module):
         """The op behind `forward`: `[B, width]` if pooled, else `[N, width]`."""
         keys, values, offsets, sample_weights = _parts(features)
         layout = self.layout(keys, values.device)
-        weights = [table.weight for table in self.tables]
+        weights: list[Tensor] = [table.weight for table in self.tables]
         check_bounds = self.bounds_check == "raise"
         if self.optimizer is None or not torch.is_grad_enabled():
             return ops.embedding_bag(weights, values, offsets, sample_weights, layout, check_bounds, self._dtype)
@@ -204,7 +204,8 @@ class Collection(nn.Module):
             self._accumulated_keys = tuple(keys)
         elif self._accumulated_keys != tuple(keys):
             raise ValueError(
-                f"accumulate() needs the same keys in every micro-batch: first {list(self._accumulated_keys)}, now {keys}"
+                "accumulate() needs the same keys in every micro-batch: "
+                f"first {list(self._accumulated_keys)}, now {keys}"
             )
 
     @torch.no_grad()
@@ -221,7 +222,10 @@ class Collection(nn.Module):
         layout = self.layout(keys, grad.device)
         if not self.pooled:
             order = KeyedJaggedTensor.stack(
-                [KeyedJaggedTensor(keys, rows, offsets=b.offsets) for b, rows in zip(batches, _counted(batches), strict=True)]
+                [
+                    KeyedJaggedTensor(keys, rows, offsets=b.offsets)
+                    for b, rows in zip(batches, _counted(batches), strict=True)
+                ]
             )
             grad = grad[order.values()]
         fused = self._fused([table.weight for table in self.tables])

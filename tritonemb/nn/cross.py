@@ -32,7 +32,9 @@ class CrossNetwork(nn.Module):
     ) -> None:
         super().__init__()
         if num_layers < 1 or (low_rank is not None and low_rank < 1):
-            raise ValueError(f"a CrossNetwork needs num_layers and low_rank of at least 1, got {num_layers}, {low_rank}")
+            raise ValueError(
+                f"a CrossNetwork needs num_layers and low_rank of at least 1, got {num_layers}, {low_rank}"
+            )
         rank = width if low_rank is None else low_rank
         self.down = nn.ModuleList(
             nn.Identity() if low_rank is None else nn.Linear(width, rank, bias=False, device=device)
@@ -81,4 +83,4 @@ class DCNv2(nn.Module):
     def forward(self, dense: Tensor, sparse: Features) -> Tensor:
         """Logits `[B]`."""
         inputs = torch.cat([dense, self.embeddings(sparse).to(dense.dtype)], dim=1)
-        return self.top(self.cross(inputs)).squeeze(1)  # type: ignore[no-any-return]
+        return self.top(self.cross(inputs)).squeeze(1)

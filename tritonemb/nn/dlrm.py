@@ -51,4 +51,4 @@ class DLRM(nn.Module):
         """Logits `[B]`."""
         pooled = self.embeddings(sparse)
         vector = self.bottom(dense)
-        return self.top(self.interaction(vector, pooled.to(vector.dtype))).squeeze(1)  # type: ignore[no-any-return]
+        return self.top(self.interaction(vector, pooled.to(vector.dtype))).squeeze(1)

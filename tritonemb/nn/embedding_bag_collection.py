@@ -29,8 +29,8 @@ class EmbeddingBagCollection(Collection):
         features: a `KeyedJaggedTensor` (or TorchRec's) with all `feature_names`, in any order; int32 or int64 ids,
             optional weights. Result: `[B, sum of dims]`, columns by table, then by that table's features.
 
-    A compiled module must not be called again before the backward of its last call, unless both calls are in one compiled
-    region: the update is in place. Uncompiled, each backward updates with its own gradient.
+    A compiled module must not be called again before the backward of its last call, unless both calls are in one
+    compiled region: the update is in place. Uncompiled, each backward updates with its own gradient.
 
     Raises:
         ValueError: for missing features, ids out of range, offsets that do not fit, naming where.

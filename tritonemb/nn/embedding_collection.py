@@ -16,9 +16,9 @@ from tritonemb.types import TableConfig
 class EmbeddingCollection(Collection):
     """A row for each id, for sequence models; arguments as for `EmbeddingBagCollection`.
 
-    All tables have one embedding dim, and a feature feeds one table. Returns a `KeyedJaggedTensor` with the batch's keys,
-    offsets and the rows as values, `[N, dim]`; per-sample weights multiply rows. Values of keys that no table knows are
-    zero.
+    All tables have one embedding dim, and a feature feeds one table. Returns a `KeyedJaggedTensor` with the batch's
+    keys, offsets and the rows as values, `[N, dim]`; per-sample weights multiply rows. Values of keys that no table
+    knows are zero.
 
     Raises:
         ValueError: for tables with pooling "mean" or of different dims; for a feature that feeds two tables.
@@ -43,7 +43,9 @@ class EmbeddingCollection(Collection):
                 raise ValueError(f"table {table.name!r} has pooling 'mean'; use EmbeddingBagCollection for it")
             for feature in table.feature_names:
                 if feature in fed:
-                    raise ValueError(f"feature {feature!r} feeds tables {fed[feature]!r} and {table.name!r}; only one can")
+                    raise ValueError(
+                        f"feature {feature!r} feeds tables {fed[feature]!r} and {table.name!r}; only one can"
+                    )
                 fed[feature] = table.name
         super().__init__(tables, optimizer, device, bounds_check, output_dtype)
 

@@ -47,7 +47,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for table in collection.tables:
             self.state[table.weight] = {"step": collection.step, **dict(table.named_buffers())}
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Does nothing: the backward has updated the tables. Returns the closure's result."""
         if closure is None:
             return None
@@ -69,7 +69,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 if name not in given or given[name].shape != tensor.shape:
                     found = tuple(given[name].shape) if name in given else "nothing"
                     raise ValueError(
-                        f"table {table.config.name!r}: state {name!r} must have shape {tuple(tensor.shape)}, got {found}"
+                        f"table {table.config.name!r}: state {name!r} must have shape {tuple(tensor.shape)}, "
+                        f"got {found}"
                     )
                 pairs.append((tensor, given[name]))
         for tensor, value in pairs:

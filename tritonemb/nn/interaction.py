@@ -7,10 +7,12 @@ from torch import Tensor, nn
 
 
 class DotInteraction(nn.Module):
-    """Dot products of all pairs of feature vectors, behind the dense vector (Naumov et al., arXiv:1906.00091, section 2).
+    """Dot products of all pairs of feature vectors, behind the dense vector.
 
-    Shapes: `dense [B, D]`, `sparse [B, F * D]` or `[B, F, D]`; result `[B, D + F * (F + 1) / 2]`: the dense vector, then
-    the products below the diagonal of the `F + 1` vectors, row by row.
+    Source: Naumov et al., arXiv:1906.00091, section 2.
+
+    Shapes: `dense [B, D]`, `sparse [B, F * D]` or `[B, F, D]`; result `[B, D + F * (F + 1) / 2]`: the dense vector,
+    then the products below the diagonal of the `F + 1` vectors, row by row.
 
     Args:
         num_features: `F`, sparse vectors a sample.

@@ -57,9 +57,8 @@ def accumulate_(
 def _accumulate_(
     pending: Tensor, handle: int, grad: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None
 ) -> None:
-    kept = (tensor.detach().clone() for tensor in (values, offsets))
-    weights = None if sample_weights is None else sample_weights.detach().clone()
-    _pending[handle].append(MicroBatch(*kept, weights, grad.detach().clone()))
+    weights = None if sample_weights is None else sample_weights.clone()
+    _pending[handle].append(MicroBatch(values.clone(), offsets.clone(), weights, grad.clone()))
     pending += 1
 
 

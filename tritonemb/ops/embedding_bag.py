@@ -36,7 +36,7 @@ def embedding_bag(
         ValueError: for an id out of range or offsets that do not ascend, on the CPU at once.
     """
     check_ids(values)
-    return torch.ops.tritonemb.embedding_bag(  # type: ignore[no-any-return]
+    return torch.ops.tritonemb.embedding_bag(
         list(weights), values, offsets, sample_weights, check_bounds, output_dtype, *layout
     )
 
@@ -64,7 +64,7 @@ def _embedding_bag(
     *layout: Any,
 ) -> Tensor:
     look_up = kernel("embedding_bag", values.device, weights)
-    return look_up(weights, values, offsets, sample_weights, Layout(*layout), check_bounds).to(output_dtype)  # type: ignore[no-any-return]
+    return look_up(weights, values, offsets, sample_weights, Layout(*layout), check_bounds).to(output_dtype)
 
 
 @_embedding_bag.register_fake
@@ -133,7 +133,7 @@ def _sample_weight_gradient(
     grad: Tensor, weights: list[Tensor], values: Tensor, offsets: Tensor, sample_weights: Tensor, *layout: Any
 ) -> Tensor:
     dot = kernel("sample_weight_gradient", grad.device, weights)
-    return dot(weights, values, offsets, grad, Layout(*layout)).to(sample_weights.dtype)  # type: ignore[no-any-return]
+    return dot(weights, values, offsets, grad, Layout(*layout)).to(sample_weights.dtype)
 
 
 @_sample_weight_gradient.register_fake

@@ -1,8 +1,8 @@
 """`tritonemb::embedding_bag_fused`: as `embedding_bag`, but its backward is the optimizer's step.
 
-The backward calls `row_update_` on weights and states in place and gives the weights no gradient. Its tensors are kept on
-the autograd context as they are, without a version check: a collection that is looked up twice in one graph is updated
-twice, each time with the gradients of its own lookup.
+The backward calls `row_update_` on weights and states in place and gives the weights no gradient. Its tensors are kept
+on the autograd context as they are, without a version check: a collection that is looked up twice in one graph is
+updated twice, each time with the gradients of its own lookup.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def embedding_bag_fused(
 ) -> Tensor:
     """As `embedding_bag`; the backward updates weights, states, step and skipped in place, or accumulates."""
     check_ids(values)
-    return torch.ops.tritonemb.embedding_bag_fused(  # type: ignore[no-any-return]
+    return torch.ops.tritonemb.embedding_bag_fused(
         *fused, values, offsets, sample_weights, check_bounds, output_dtype, *groups, *layout
     )
 
@@ -78,7 +78,9 @@ class _Inputs(NamedTuple):
 
 def _named(args: Sequence[Any]) -> _Inputs:
     own = len(Fused._fields)
-    return _Inputs(Fused(*args[:own]), *args[own : own + 5], RowGroups(*args[own + 5 : own + 9]), Layout(*args[own + 9 :]))
+    values, offsets, sample_weights, check_bounds, output_dtype, *rest = args[own:]
+    groups, layout = RowGroups(*rest[:4]), Layout(*rest[4:])
+    return _Inputs(Fused(*args[:own]), values, offsets, sample_weights, check_bounds, output_dtype, groups, layout)
 
 
 @torch.library.custom_op(
@@ -92,7 +94,7 @@ def _embedding_bag_fused(*args: Any) -> Tensor:
     x = _named(args)
     look_up = kernel("embedding_bag", x.values.device, x.fused.weights)
     out = look_up(x.fused.weights, x.values, x.offsets, x.sample_weights, x.layout, x.check_bounds)
-    return out.to(x.output_dtype)  # type: ignore[no-any-return]
+    return out.to(x.output_dtype)
 
 
 @_embedding_bag_fused.register_fake

@@ -57,7 +57,9 @@ def forced(name: str) -> Iterator[None]:
     """Serve every op by the kernels called `name`, for tests and for finding a wrong kernel."""
     global _forced
     if any(name not in kernels for kernels in _KERNELS.values()):
-        raise ValueError(f"no kernels are called {name!r}; there are {sorted({n for k in _KERNELS.values() for n in k})}")
+        raise ValueError(
+            f"no kernels are called {name!r}; there are {sorted({n for k in _KERNELS.values() for n in k})}"
+        )
     before, _forced = _forced, name
     try:
         yield
@@ -68,4 +70,4 @@ def forced(name: str) -> Iterator[None]:
 @functools.cache
 def _load(target: str) -> Callable[..., Any]:
     module, function = target.split(":")
-    return getattr(importlib.import_module(module), function)  # type: ignore[no-any-return]
+    return getattr(importlib.import_module(module), function)

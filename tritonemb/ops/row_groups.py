@@ -1,4 +1,4 @@
-"""`tritonemb::row_groups`: the distinct rows of a batch and the positions that use each; see `kernels/row_groups.py`."""
+"""`tritonemb::row_groups`: a batch's distinct rows and the positions that use each; see `kernels/row_groups.py`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> RowGroups:
     schema=f"(Tensor values, Tensor offsets, {schema.LAYOUT}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _row_groups(values: Tensor, offsets: Tensor, *layout: Any) -> tuple[Tensor, ...]:
-    return kernel("row_groups", values.device)(values, offsets, Layout(*layout))  # type: ignore[no-any-return]
+    return kernel("row_groups", values.device)(values, offsets, Layout(*layout))
 
 
 @_row_groups.register_fake

@@ -57,8 +57,8 @@ def _row_update_(
 ) -> None:
     groups, layout = RowGroups(*groups_and_layout[:4]), Layout(*groups_and_layout[4:])
     kernel("row_update_", grad.device, weights)(
-        weights, states, step, skipped, learning_rate, grad, offsets, sample_weights, optimizer, hyperparameters, groups,
-        layout,
+        weights, states, step, skipped, learning_rate, grad, offsets, sample_weights, optimizer, hyperparameters,
+        groups, layout,
     )  # fmt: skip
 
 

@@ -13,16 +13,8 @@ from tritonemb.kernels.cpu import pool
 from tritonemb.kernels.cpu.arrays import addresses_of, as_float32, as_int64, dtypes_of, share
 from tritonemb.kernels.cpu.jagged import check_offsets
 from tritonemb.kernels.cpu.jit import compiled, inlined
-from tritonemb.kernels.cpu.memory import (
-    FLOAT16,
-    FLOAT32,
-    bfloat16_to_float32,
-    element_size,
-    float16_to_float32,
-    float32_row,
-    prefetch,
-    uint16_row,
-)
+from tritonemb.kernels.cpu.memory import element_size, float32_row, prefetch
+from tritonemb.kernels.cpu.simd import dot, sum_rows
 from tritonemb.kernels.layout import COLUMN, DIM, MEAN, NUM_ROWS, POOLING, TABLE, Layout, batch_size_of
 
 BLOCK = 256  # samples whose output stays in cache while all features are visited
@@ -31,96 +23,95 @@ NO_POSITION = np.iinfo(np.int64).max
 
 
 @inlined
-def _add_row(sums, row, dtype, scale, first):
-    """sums = or += scale * the row at address `row`."""
-    if dtype == FLOAT32:
-        elements = float32_row(row, sums.size)
-        if first:
-            for j in range(sums.size):
-                sums[j] = scale * elements[j]
+def _find_rows(begin, end, address, row_bytes, num_rows, zero_row, values, rows):
+    """Addresses of the rows of positions [begin, end); an id out of range gets zeros. Returns the first such position."""
+    bad = NO_POSITION
+    for position in range(begin, end):
+        row = values[position]
+        if 0 <= row < num_rows:
+            rows[position - begin] = address + row * row_bytes
         else:
-            for j in range(sums.size):
-                sums[j] += scale * elements[j]
-        return
-    if first:
-        for j in range(sums.size):
-            sums[j] = np.float32(0)
-    bits = uint16_row(row, sums.size)
-    if dtype == FLOAT16:
-        for j in range(sums.size):
-            sums[j] += scale * float16_to_float32(bits[j])
-    else:
-        for j in range(sums.size):
-            sums[j] += scale * bfloat16_to_float32(bits[j])
+            rows[position - begin] = zero_row
+            bad = min(bad, position)
+    return bad
 
 
 @inlined
-def _pool_bag(sums, begin, end, limit, address, dtype, num_rows, mean, values, sample_weights):
-    """One bag into `sums`, asking for rows up to position `limit`; returns its first bad position, or NO_POSITION."""
-    row_bytes = sums.size * element_size(dtype)
-    scale = np.float32(1) / np.float32(end - begin) if mean and end > begin else np.float32(1)
-    bad, empty = NO_POSITION, True
-    for position in range(begin, end):
-        if position + AHEAD < limit:
-            ahead = values[position + AHEAD]
-            if 0 <= ahead < num_rows:
-                prefetch(address + ahead * row_bytes, row_bytes)
-        row = values[position]
-        if not 0 <= row < num_rows:
-            bad = min(bad, position)
-            continue
-        weight = scale * sample_weights[position] if sample_weights.size else scale
-        _add_row(sums, address + row * row_bytes, dtype, weight, empty)
-        empty = False
-    if empty:
-        for j in range(sums.size):
-            sums[j] = np.float32(0)
+def _find_scales(begin, end, first_bag, last_bag, mean, offsets, sample_weights, scales):
+    """Factor of each position [begin, end), the values of bags [first_bag, last_bag)."""
+    for bag in range(first_bag, last_bag):
+        size = offsets[bag + 1] - offsets[bag]
+        scale = np.float32(1) / np.float32(size) if mean and size > 0 else np.float32(1)
+        for position in range(offsets[bag], offsets[bag + 1]):
+            scales[position - begin] = scale * sample_weights[position] if sample_weights.size else scale
+
+
+@inlined
+def _pool_run(
+    first_bag, last_bag, address, dtype, dim, num_rows, mean, zero_row, values, offsets, sample_weights, out, pitch
+):
+    """Bags [first_bag, last_bag) of one lookup, `pitch` bytes apart from address `out` on; returns the first bad position."""
+    begin, end = offsets[first_bag], offsets[last_bag]
+    scaled, row_bytes = mean or sample_weights.size > 0, dim * element_size(dtype)
+    rows = np.empty(end - begin, dtype=np.int64)
+    scales = np.empty(end - begin if scaled else 0, dtype=np.float32)
+    bad = _find_rows(begin, end, address, row_bytes, num_rows, zero_row, values, rows)
+    if scaled:
+        _find_scales(begin, end, first_bag, last_bag, mean, offsets, sample_weights, scales)
+    for ahead in range(min(AHEAD, end - begin)):
+        prefetch(rows[ahead], row_bytes)
+    for bag in range(first_bag, last_bag):
+        i, size = offsets[bag] - begin, offsets[bag + 1] - offsets[bag]
+        for ahead in range(i + AHEAD, min(i + size + AHEAD, end - begin)):
+            prefetch(rows[ahead], row_bytes)
+        factors = scales.ctypes.data + i * 4 if scaled else 0
+        sum_rows(out + (bag - first_bag) * pitch, rows.ctypes.data + i * 8, factors, size, dim, dtype)
     return bad
 
 
 @compiled
 def _pool_samples(
-    first, last, batch_size, addresses, dtypes, tables, lookups, key_starts, values, offsets, sample_weights, out, width
-):
+    first, last, batch_size, addresses, dtypes, tables, lookups, key_starts, values, offsets, sample_weights, zero_row, out,
+    width,
+):  # fmt: skip
     """Samples [first, last) of the output [B, width] at address `out`; returns the lowest bad position."""
     bad = NO_POSITION
     for block in range(first, last, BLOCK):
         block_end = min(block + BLOCK, last)
         for key in range(key_starts.size - 1):
-            limit = offsets[key * batch_size + block_end]
             for lookup in range(key_starts[key], key_starts[key + 1]):
-                table, column, dim = lookups[lookup, TABLE], lookups[lookup, COLUMN], lookups[lookup, DIM]
-                mean, num_rows = lookups[lookup, POOLING] == MEAN, tables[table, NUM_ROWS]
-                address, dtype = addresses[table], dtypes[table]
-                for sample in range(block, block_end):
-                    bag = key * batch_size + sample
-                    sums = float32_row(out + (sample * width + column) * 4, dim)
-                    found = _pool_bag(
-                        sums, offsets[bag], offsets[bag + 1], limit, address, dtype, num_rows, mean, values, sample_weights
-                    )
-                    bad = min(bad, found)
+                table, column = lookups[lookup, TABLE], lookups[lookup, COLUMN]
+                found = _pool_run(
+                    key * batch_size + block, key * batch_size + block_end, addresses[table], dtypes[table],
+                    lookups[lookup, DIM], tables[table, NUM_ROWS], lookups[lookup, POOLING] == MEAN, zero_row, values,
+                    offsets, sample_weights, out + (block * width + column) * 4, width * 4,
+                )  # fmt: skip
+                bad = min(bad, found)
     return bad
 
 
 @compiled
 def _gather_values(
-    first, last, batch_size, addresses, dtypes, tables, lookups, key_starts, values, offsets, sample_weights, out, width
-):
+    first, last, batch_size, addresses, dtypes, tables, lookups, key_starts, values, offsets, sample_weights, zero_row, out,
+    width,
+):  # fmt: skip
     """Rows [first, last), one a value, of the output [N, width] at address `out`; returns the lowest bad position."""
     bad = NO_POSITION
+    rows = np.empty(1, dtype=np.int64)
     for key in range(key_starts.size - 1):
         begin = max(first, offsets[key * batch_size])
         end = min(last, offsets[(key + 1) * batch_size])
         for lookup in range(key_starts[key], key_starts[key + 1]):
             table, dim = lookups[lookup, TABLE], lookups[lookup, DIM]
-            num_rows, address, dtype = tables[table, NUM_ROWS], addresses[table], dtypes[table]
+            dtype, row_bytes = dtypes[table], dim * element_size(dtypes[table])
             for position in range(begin, end):
-                elements = float32_row(out + position * width * 4, width)
-                found = _pool_bag(
-                    elements[:dim], position, position + 1, end, address, dtype, num_rows, False, values, sample_weights
-                )
-                elements[dim:] = np.float32(0)
-                bad = min(bad, found)
+                row = values[position]
+                rows[0] = addresses[table] + row * row_bytes
+                if not 0 <= row < tables[table, NUM_ROWS]:
+                    rows[0], bad = zero_row, min(bad, position)
+                factor = sample_weights.ctypes.data + position * 4 if sample_weights.size else 0
+                sum_rows(out + position * width * 4, rows.ctypes.data, factor, 1, dim, dtype)
+                float32_row(out + position * width * 4, width)[dim:] = np.float32(0)
     return bad
 
 
@@ -138,11 +129,12 @@ def embedding_bag(
     num_rows = batch_size if layout.pooled else values.numel()
     covered = layout.pooled or layout.lookups.shape[0] >= layout.key_starts.numel() - 1
     out = (torch.empty if covered else torch.zeros)(num_rows, layout.width, dtype=torch.float32)
+    zeros = torch.zeros(layout.width, dtype=torch.float32)  # at least as wide as any row
     kernel = _pool_samples if layout.pooled else _gather_values
     args = (
         batch_size, addresses_of(weights), dtypes_of(weights), layout.tables.numpy(), layout.lookups.numpy(),
-        layout.key_starts.numpy(), as_int64(values), as_int64(offsets), as_float32(sample_weights), out.data_ptr(),
-        layout.width,
+        layout.key_starts.numpy(), as_int64(values), as_int64(offsets), as_float32(sample_weights), zeros.data_ptr(),
+        out.data_ptr(), layout.width,
     )  # fmt: skip
     bounds = share(num_rows, values.numel() * layout.width // max(1, layout.lookups.shape[0]))
     bad = [NO_POSITION] * (len(bounds) - 1)
@@ -154,25 +146,6 @@ def embedding_bag(
     if check_bounds and min(bad) != NO_POSITION:
         raise errors.bad_id(min(bad), values, offsets, layout)
     return out
-
-
-@inlined(reassociate=True)
-def _dot(sums, row, dtype):
-    """Σ_j sums[j] · row[j] for the row at address `row`."""
-    total = np.float32(0)
-    if dtype == FLOAT32:
-        elements = float32_row(row, sums.size)
-        for j in range(sums.size):
-            total += sums[j] * elements[j]
-        return total
-    bits = uint16_row(row, sums.size)
-    if dtype == FLOAT16:
-        for j in range(sums.size):
-            total += sums[j] * float16_to_float32(bits[j])
-    else:
-        for j in range(sums.size):
-            total += sums[j] * bfloat16_to_float32(bits[j])
-    return total
 
 
 @compiled
@@ -191,8 +164,8 @@ def _sample_weight_gradients(
                     row = values[position]
                     if 0 <= row < tables[table, NUM_ROWS]:
                         start = sample * width + column if pooled else position * width
-                        gradient = float32_row(grad + start * 4, dim)
-                        out[position] += scale * _dot(gradient, addresses[table] + row * row_bytes, dtypes[table])
+                        product = dot(grad + start * 4, addresses[table] + row * row_bytes, dim, dtypes[table])
+                        out[position] += scale * product
 
 
 def sample_weight_gradient(
@@ -204,8 +177,8 @@ def sample_weight_gradient(
     bounds = share(batch_size, values.numel() * layout.width // max(1, layout.lookups.shape[0]))
     args = (
         batch_size, addresses_of(weights), dtypes_of(weights), layout.tables.numpy(), layout.lookups.numpy(),
-        layout.key_starts.numpy(), as_int64(values), as_int64(offsets), layout.pooled, gradient.ctypes.data, layout.width,
-        out.numpy(),
+        layout.key_starts.numpy(), as_int64(values), as_int64(offsets), layout.pooled, gradient.ctypes.data,
+        layout.width, out.numpy(),
     )  # fmt: skip
     pool.run(lambda task: _sample_weight_gradients(bounds[task], bounds[task + 1], *args), len(bounds) - 1)
     return out

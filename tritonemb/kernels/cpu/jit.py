@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numba
 from numba.core import caching
@@ -72,7 +72,7 @@ class _Locator(caching._CacheLocator):
 
 
 class _CacheImpl(caching.CompileResultCacheImpl):
-    _locator_classes = [_Locator]
+    _locator_classes: ClassVar = [_Locator]
 
 
 class _KernelCache(caching.FunctionCache):
@@ -86,13 +86,6 @@ def compiled(function: Callable[..., Any]) -> Any:
     return dispatcher
 
 
-def inlined(function: Callable[..., Any] | None = None, *, reassociate: bool = False) -> Any:
-    """A part of kernels. Always inlined: Numba passes arrays in pieces, so that a call costs more than a short row.
-
-    With `reassociate`, sums may be vectorised: their order then depends on the machine's vector width, not on threads
-    or on what else is in the batch.
-    """
-    if function is None:
-        return functools.partial(inlined, reassociate=reassociate)
-    fastmath = {"reassoc", "nsz"} if reassociate else False
-    return numba.njit(nogil=True, error_model="numpy", forceinline=True, fastmath=fastmath)(function)
+def inlined(function: Callable[..., Any]) -> Any:
+    """Compile a part of kernels. Always inlined: arrays are passed in pieces, so a call costs more than a short row."""
+    return numba.njit(nogil=True, error_model="numpy", forceinline=True)(function)

@@ -30,7 +30,9 @@ def _cast(source: types.Type, result: types.Type, build: Any) -> Any:
 
 
 def _pointer(item: types.Type, code: ir.Type) -> Any:
-    return _cast(types.int64, types.CPointer(item), lambda builder, address: builder.inttoptr(address, ir.PointerType(code)))
+    return _cast(
+        types.int64, types.CPointer(item), lambda builder, address: builder.inttoptr(address, ir.PointerType(code))
+    )
 
 
 _float32_pointer = _pointer(types.float32, _FLOAT)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from tritonemb.kernels.cpu.jit import inlined
+from tritonemb.kernels.cpu.memory import FLOAT32
+from tritonemb.kernels.cpu.simd import dot
 from tritonemb.optim import OPTIMIZERS, Hyperparameters
 
 KINDS = {name: kind for kind, name in enumerate(OPTIMIZERS)}
@@ -24,12 +26,9 @@ NO_DECAY, L2_DECAY, DECOUPLED_DECAY = range(3)
 ONE, ZERO = np.float32(1), np.float32(0)
 
 
-@inlined(reassociate=True)
+@inlined
 def _sum_of_squares(row):
-    total = ZERO
-    for j in range(row.size):
-        total += row[j] * row[j]
-    return total
+    return dot(row.ctypes.data, row.ctypes.data, row.size, FLOAT32)
 
 
 @inlined
@@ -117,7 +116,7 @@ def apply(kind, w, first, second, g, lr, step, h):
     if decay != ZERO and mode == L2_DECAY and kind != LARS_SGD:
         for j in range(w.size):
             g[j] += decay * w[j]
-    is_lamb = kind == LAMB or kind == PARTIAL_ROW_WISE_LAMB
+    is_lamb = kind in (LAMB, PARTIAL_ROW_WISE_LAMB)
     if decay != ZERO and mode == DECOUPLED_DECAY and not is_lamb:
         keep = ONE - lr * decay
         for j in range(w.size):
@@ -135,7 +134,7 @@ def apply(kind, w, first, second, g, lr, step, h):
     elif kind == FTRL:
         _ftrl(w, first, second, g, lr, np.float32(h[BETA]), np.float32(h[L1]), np.float32(h[L2]))
     else:
-        _adam_direction(first, second, kind == PARTIAL_ROW_WISE_ADAM or kind == PARTIAL_ROW_WISE_LAMB, g, h, step)
+        _adam_direction(first, second, kind in (PARTIAL_ROW_WISE_ADAM, PARTIAL_ROW_WISE_LAMB), g, h, step)
         if is_lamb:
             _lamb(w, g, lr, decay if mode == DECOUPLED_DECAY else ZERO)
         else:

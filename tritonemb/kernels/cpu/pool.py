@@ -38,16 +38,13 @@ def run(work: Callable[[int], object], num_tasks: int) -> None:
             work(task)
 
     futures = [_submit(drain) for _ in range(helpers)]
-    errors: list[BaseException] = []
     try:
         drain()
-    except BaseException as error:
-        errors.append(error)
-    for future in futures:
-        if (error := future.exception()) is not None:
-            errors.append(error)
-    if errors:
-        raise errors[0]
+    finally:
+        failures = [future.exception() for future in futures if not future.cancel()]
+    for failure in failures:
+        if failure is not None:
+            raise failure
 
 
 def _submit(work: Callable[[], None]) -> Future[None]:

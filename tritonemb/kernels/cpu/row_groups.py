@@ -99,7 +99,16 @@ def _make_units(num_threads, batch_size, tables, key_starts_of_table, keys_of_ta
         else:
             keys = keys_of_table[key_starts_of_table[table] : key_starts_of_table[table + 1]]
             num_units = _cut_table(
-                table, tables[table, NUM_ROWS], pieces, batch_size, keys, values, offsets, counts[table], units, num_units
+                table,
+                tables[table, NUM_ROWS],
+                pieces,
+                batch_size,
+                keys,
+                values,
+                offsets,
+                counts[table],
+                units,
+                num_units,
             )
     return units[:num_units]
 

@@ -22,9 +22,9 @@ from tritonemb.kernels.cpu.rounding import (
     narrow_row_stochastic,
     widen_row,
 )
+from tritonemb.kernels.cpu.simd import sum_float32_rows
 from tritonemb.kernels.layout import (
     COLUMN,
-    DIM,
     FIRST_ROW,
     MEAN,
     NUM_ROWS,
@@ -38,76 +38,50 @@ from tritonemb.kernels.layout import (
 from tritonemb.optim import OPTIMIZERS
 
 AHEAD = 4  # groups between asking for a row and updating it
-GRADIENTS_AHEAD = 8  # positions between asking for a gradient and adding it
+GRADIENTS_AHEAD = 12  # positions between asking for a gradient and adding it
 POSITIONS_PER_ROW = 2  # a row's own cost, in positions, when work is shared out
 PROPAGATE, RAISE, SKIP = range(3)
 
 
-@inlined
-def _add_gradient(sums, gradient, scale, bound, first):
-    """sums = or += scale * gradient, clamped to ±bound before it is scaled."""
-    if bound < np.inf:
-        for j in range(sums.size):
-            clamped = gradient[j]
-            if clamped > bound:
-                clamped = bound
-            elif clamped < -bound:
-                clamped = -bound
-            sums[j] = scale * clamped if first else sums[j] + scale * clamped
-    elif first:
-        for j in range(sums.size):
-            sums[j] = scale * gradient[j]
-    else:
-        for j in range(sums.size):
-            sums[j] += scale * gradient[j]
+@compiled
+def _place_positions(batch_size, lookups, key_starts, offsets, pooled, width, sample_weights, sources, scales):
+    """For keys with one lookup: where each position's gradient starts, and its scale unless all are 1."""
+    for key in range(key_starts.size - 1):
+        if key_starts[key] == key_starts[key + 1]:
+            continue
+        column, mean = lookups[key_starts[key], COLUMN], lookups[key_starts[key], POOLING] == MEAN
+        for sample in range(batch_size):
+            begin, end = offsets[key * batch_size + sample], offsets[key * batch_size + sample + 1]
+            for position in range(begin, end):
+                sources[position] = sample * width + column if pooled else position * width
+            if scales.size:
+                scale = np.float32(1) / np.float32(end - begin) if mean else np.float32(1)
+                for position in range(begin, end):
+                    scales[position] = scale * sample_weights[position] if sample_weights.size else scale
 
 
-@inlined
-def _lookup_of(table, key, lookups, key_starts):
-    """The lookup of `table` by `key`: the first one, but for keys that feed several tables."""
-    lookup = key_starts[key]
-    while lookups[lookup, TABLE] != table:
-        lookup += 1
-    return lookup
-
-
-@inlined
-def _gradient_of(position, lookup, bag, key, batch_size, pooled, lookups, grad, width):
-    """Address of the part of the output's gradient that one position's row gets."""
-    if pooled:
-        return grad + (np.int64(bag - key * batch_size) * width + lookups[lookup, COLUMN]) * 4
-    return grad + np.int64(position) * width * 4
-
-
-@inlined
-def _prefetch_gradient(position, dim, batch_size, pooled, bags, lookups, key_starts, grad, width):
-    bag = np.uint32(bags[position])
-    key = bag // batch_size
-    prefetch(_gradient_of(position, key_starts[key], bag, key, batch_size, pooled, lookups, grad, width), 4 * dim)
-
-
-@inlined
-def _sum_gradient(
-    sums, begin, end, limit, table, batch_size, pooled, order, bags, offsets, sample_weights, lookups, key_starts, grad,
-    width, bound,
+@compiled
+def _place_entries(
+    batch_size, lookups, key_starts, offsets, pooled, width, sample_weights, sources, scales, tables, rows, starts, order,
+    num_groups, bags,
 ):  # fmt: skip
-    """A row's gradient: the sum over its positions, in the order of `order`, asking ahead up to `limit`."""
-    for i in range(begin, end):
-        if i + GRADIENTS_AHEAD < limit:
-            _prefetch_gradient(
-                order[i + GRADIENTS_AHEAD], sums.size, batch_size, pooled, bags, lookups, key_starts, grad, width
-            )
-        position = order[i]
-        bag = np.uint32(bags[position])
-        key = bag // batch_size
-        lookup = _lookup_of(table, np.int64(key), lookups, key_starts)
-        scale = np.float32(1)
-        if lookups[lookup, POOLING] == MEAN:
-            scale /= np.float32(offsets[bag + 1] - offsets[bag])
-        if sample_weights.size:
-            scale *= sample_weights[position]
-        address = _gradient_of(position, lookup, bag, key, batch_size, pooled, lookups, grad, width)
-        _add_gradient(sums, float32_row(address, sums.size), scale, bound, i == begin)
+    """For keys that feed several tables: the same for each entry of `order`, whose row says which lookup it is."""
+    table, table_end = -1, np.int64(-1)
+    for group in range(num_groups):
+        while rows[group] >= table_end:
+            table += 1
+            table_end = tables[table, FIRST_ROW] + tables[table, NUM_ROWS]
+        for entry in range(starts[group], starts[group + 1]):
+            position = order[entry]
+            key, sample = divmod(np.int64(bags[position]), batch_size)
+            lookup = key_starts[key]
+            while lookups[lookup, TABLE] != table:
+                lookup += 1
+            sources[entry] = sample * width + lookups[lookup, COLUMN] if pooled else position * width
+            if scales.size:
+                size = offsets[bags[position] + 1] - offsets[bags[position]]
+                scale = np.float32(1) / np.float32(size) if lookups[lookup, POOLING] == MEAN else np.float32(1)
+                scales[entry] = scale * sample_weights[position] if sample_weights.size else scale
 
 
 @inlined
@@ -129,40 +103,49 @@ def _state_row(address, row, dim, per_element):
 
 @compiled
 def _update_rows(
-    first, last, check_only, kind, addresses, dtypes, states, per_element, tables, rows, starts, order, bags, offsets,
-    sample_weights, lookups, key_starts, batch_size, pooled, grad, width, learning_rate, step, hyperparameters, skipped,
+    first, last, check_only, skipped, kind, addresses, dtypes, states, per_element, tables, rows, starts, order,
+    by_position, sources, scales, grad, learning_rate, step, hyperparameters,
 ):  # fmt: skip
     """Update groups [first, last); returns the first whose gradient is not finite if that must be raised, else -1."""
     if first == last:
         return -1
+    first_entry, num_entries = starts[first], np.int64(starts[last] - starts[first])
+    gradient_rows = np.empty(num_entries, dtype=np.int64)
+    gradient_scales = np.empty(num_entries if scales.size else 0, dtype=np.float32)
+    for i in range(num_entries):
+        index = order[first_entry + i] if by_position else first_entry + i
+        gradient_rows[i] = grad + sources[index] * 4
+        if scales.size:
+            gradient_scales[i] = scales[index]
     widest = tables[:, ROW_DIM].max()
     sums_room, row_room = np.empty(widest, dtype=np.float32), np.empty(widest, dtype=np.float32)
     words_room = np.empty((widest + ELEMENTS_PER_COUNTER - 1) // ELEMENTS_PER_COUNTER * 4, dtype=np.uint32)
-    nonfinite, bound = int(hyperparameters[NONFINITE]), np.float32(hyperparameters[MAX_GRADIENT])
-    stochastic = hyperparameters[STOCHASTIC_ROUNDING] != 0.0
-    samples = np.uint32(batch_size)
+    sums_address, row_address = sums_room.ctypes.data, row_room.ctypes.data
+    nonfinite, stochastic = int(hyperparameters[NONFINITE]), hyperparameters[STOCHASTIC_ROUNDING] != 0.0
+
     table, table_end = -1, np.int64(-1)
+    origin = base = dim = dtype = row_bytes = np.int64(0)
     for group in range(first, last):
         while rows[group] >= table_end:
             table += 1
-            table_end = tables[table, FIRST_ROW] + tables[table, NUM_ROWS]
-            dim, dtype = tables[table, ROW_DIM], dtypes[table]
+            origin, dim, dtype = tables[table, FIRST_ROW], tables[table, ROW_DIM], dtypes[table]
+            table_end, base = origin + tables[table, NUM_ROWS], addresses[table]
             row_bytes = dim * element_size(dtype)
-            origin = tables[table, FIRST_ROW]
-            sums = sums_room[:dim]
         row = rows[group] - origin
-        address = addresses[table] + row * row_bytes
         if group + AHEAD < last and rows[group + AHEAD] < table_end:
             ahead = rows[group + AHEAD] - origin
-            prefetch(addresses[table] + ahead * row_bytes, row_bytes)
-            for s in range(states.shape[0]):
-                size = 4 * dim if per_element[s] else 4
-                prefetch(states[s, table] + ahead * size, size)
+            prefetch(base + ahead * row_bytes, row_bytes)
+            for s in range(2):
+                if states[s, table] != 0:
+                    size = 4 * dim if per_element[s] else 4
+                    prefetch(states[s, table] + ahead * size, size)
+        begin, end = np.int64(starts[group] - first_entry), np.int64(starts[group + 1] - first_entry)
+        for entry in range(begin + GRADIENTS_AHEAD, min(end + GRADIENTS_AHEAD, num_entries)):
+            prefetch(gradient_rows[entry], 4 * dim)
 
-        _sum_gradient(
-            sums, starts[group], starts[group + 1], starts[last], table, samples, pooled, order, bags, offsets, sample_weights, lookups,
-            key_starts, grad, width, bound,
-        )  # fmt: skip
+        factors = gradient_scales.ctypes.data + begin * 4 if scales.size else 0
+        sum_float32_rows(sums_address, gradient_rows.ctypes.data + begin * 8, factors, end - begin, dim)
+        sums = float32_row(sums_address, dim)
         if nonfinite != PROPAGATE and not _is_finite(sums):
             if nonfinite == RAISE:
                 return group
@@ -172,18 +155,17 @@ def _update_rows(
             continue
         state1 = _state_row(states[0, table], row, dim, per_element[0])
         state2 = _state_row(states[1, table], row, dim, per_element[1])
-        if dtype == FLOAT32:
-            apply(kind, float32_row(address, dim), state1, state2, sums, learning_rate, step, hyperparameters)
-            continue
-        weight, bits = row_room[:dim], uint16_row(address, dim)
-        widen_row(bits, dtype, weight)
+        address = base + row * row_bytes
+        weight = float32_row(address if dtype == FLOAT32 else row_address, dim)
+        if dtype != FLOAT32:
+            widen_row(uint16_row(address, dim), dtype, weight)
         apply(kind, weight, state1, state2, sums, learning_rate, step, hyperparameters)
-        if stochastic:
+        if dtype != FLOAT32 and stochastic:
             words = words_room[: (dim + ELEMENTS_PER_COUNTER - 1) // ELEMENTS_PER_COUNTER * 4]
             fill_random(words, tables[table, SEED], row, step)
-            narrow_row_stochastic(weight, dtype, bits, words)
-        else:
-            narrow_row(weight, dtype, bits)
+            narrow_row_stochastic(weight, dtype, uint16_row(address, dim), words)
+        elif dtype != FLOAT32:
+            narrow_row(weight, dtype, uint16_row(address, dim))
     return -1
 
 
@@ -220,37 +202,76 @@ def row_update_(
 ) -> None:
     """See `kernels/row_update.py`."""
     rows, starts, order, num_groups = (group.numpy() for group in groups)
-    bag_offsets = as_int64(offsets)
-    specs = OPTIMIZERS[optimizer].states
-    state_addresses = np.zeros((2, len(weights)), dtype=np.int64)
-    for index in range(len(specs)):
-        state_addresses[index] = addresses_of(states[index * len(weights) : (index + 1) * len(weights)])
-    per_element = np.array([spec.per_element for spec in specs] + [False, False], dtype=np.bool_)[:2]
     constants = np.array(hyperparameters, dtype=np.float64)
-    gradient = as_float32(grad)
-    cost = int(starts[num_groups]) * int(layout.lookups[:, DIM].max())
-    num_tasks = 1 if cost < 16_384 else 4 * pool.num_threads()
+    gradient = as_float32(_clamped(grad, constants[MAX_GRADIENT]))
+    num_positions = int(starts[num_groups])
+    by_position, sources, scales = _place(
+        offsets, sample_weights, layout, rows, starts, order, int(num_groups), num_positions
+    )
+    num_tasks = 1 if num_positions * layout.width < 16_384 * len(layout.lookups) else 2 * pool.num_threads()
     bounds = _share_groups(starts, int(num_groups), num_tasks).tolist()
-    counts = np.zeros((num_tasks, len(weights)), dtype=np.int64)
+    skips = np.zeros((num_tasks, len(weights)), dtype=np.int64)
     found = [-1] * num_tasks
+    args = (
+        KINDS[optimizer], addresses_of(weights), dtypes_of(weights), *_states_of(states, optimizer, len(weights)),
+        layout.tables.numpy(), rows, starts, order, by_position, sources, scales, gradient.ctypes.data,
+        np.float32(learning_rate.item()), int(step) + 1, constants,
+    )  # fmt: skip
 
     def sweep(check_only: bool) -> None:
         def work(task: int) -> None:
-            found[task] = _update_rows(
-                bounds[task], bounds[task + 1], check_only, KINDS[optimizer], addresses_of(weights), dtypes_of(weights),
-                state_addresses, per_element, layout.tables.numpy(), rows, starts, order,
-                bags, bag_offsets, as_float32(sample_weights), layout.lookups.numpy(), layout.key_starts.numpy(),
-                batch_size_of(offsets, layout.key_starts), layout.pooled, gradient.ctypes.data, layout.width,
-                np.float32(learning_rate.item()), int(step) + 1, constants, counts[task],
-            )  # fmt: skip
+            found[task] = _update_rows(bounds[task], bounds[task + 1], check_only, skips[task], *args)
 
         pool.run(work, num_tasks)
 
-    bags = bags_of(bag_offsets, int(bag_offsets[-1]))
     if constants[NONFINITE] == RAISE:
         sweep(check_only=True)
         if max(found) >= 0:
             raise errors.bad_gradient(int(rows[min(group for group in found if group >= 0)]), layout)
     sweep(check_only=False)
     step += 1
-    skipped += torch.from_numpy(counts.sum(0))
+    if constants[NONFINITE] == SKIP:
+        skipped += torch.from_numpy(skips.sum(0))
+
+
+def _clamped(grad: Tensor, max_gradient: float) -> Tensor:
+    return grad.clamp(-max_gradient, max_gradient) if max_gradient < np.inf else grad
+
+
+def _place(
+    offsets: Tensor,
+    sample_weights: Tensor | None,
+    layout: Layout,
+    rows: np.ndarray,
+    starts: np.ndarray,
+    order: np.ndarray,
+    num_groups: int,
+    num_positions: int,
+) -> tuple[bool, np.ndarray, np.ndarray]:
+    """Where each gradient lies and its scale (none if all are 1): by position, or by entry of `order`."""
+    batch_size, bag_offsets = batch_size_of(offsets, layout.key_starts), as_int64(offsets)
+    num_values = int(bag_offsets[-1])
+    lookups, key_starts = layout.lookups.numpy(), layout.key_starts.numpy()
+    by_position = layout.multiplicity <= 1
+    sources = np.empty(num_values if by_position else num_positions, dtype=np.int64)
+    scaled = sample_weights is not None or bool((lookups[:, POOLING] == MEAN).any())
+    scales = np.empty(sources.size if scaled else 0, dtype=np.float32)
+    args = (
+        batch_size, lookups, key_starts, bag_offsets, layout.pooled, layout.width, as_float32(sample_weights), sources,
+        scales,
+    )  # fmt: skip
+    if by_position:
+        _place_positions(*args)
+    else:
+        bags = bags_of(bag_offsets, num_values)
+        _place_entries(*args, layout.tables.numpy(), rows, starts, order, num_groups, bags)
+    return by_position, sources, scales
+
+
+def _states_of(states: Sequence[Tensor], optimizer: str, num_tables: int) -> tuple[np.ndarray, np.ndarray]:
+    """Addresses `[2, T]` of the states, 0 where there is none, and whether each has a value per element."""
+    specs = OPTIMIZERS[optimizer].states
+    addresses = np.zeros((2, num_tables), dtype=np.int64)
+    for index in range(len(specs)):
+        addresses[index] = addresses_of(states[index * num_tables : (index + 1) * num_tables])
+    return addresses, np.array([spec.per_element for spec in specs] + [False, False], dtype=np.bool_)[:2]

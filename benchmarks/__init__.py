@@ -1,0 +1,1 @@
+"""Benchmarks of tritonemb against its peers; `python -m benchmarks.run` measures and reports them all."""

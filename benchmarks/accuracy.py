@@ -1,0 +1,155 @@
+"""Train one network twice, with fused embeddings and in plain `torch.nn`, and compare their AUC on held-out rows.
+
+Both start from the same weights, see the same batches and follow the same optimizer formula; only float32 rounding may
+tell them apart. The mean over the seeds must agree within 0.003. Usage:
+
+    python -m benchmarks.accuracy --criteo train.txt --adult folder_of_adult
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import statistics
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+import tritonemb as te
+from benchmarks import report, results_file
+from benchmarks.environment import environment
+from benchmarks.plain import PlainDLRM, PlainRowWiseAdagrad
+from tritonemb.data import Dataset, Rows, open_dataset
+from tritonemb.training.config import EmbeddingOptimizer, TrainConfig, preset
+from tritonemb.training.job import build_model, build_optimizer
+from tritonemb.training.metrics import binary_metrics
+
+TOLERANCE = 0.003
+OPTIMIZERS: tuple[EmbeddingOptimizer, ...] = ("row_wise_adagrad", "adagrad")
+
+
+def fused_auc(config: TrainConfig, data: Dataset, model: te.nn.DLRM) -> float:
+    """Test AUC after training with the library's own trainer."""
+    trainer = te.Trainer(
+        model,
+        data,
+        batch_size=config.batch_size,
+        epochs=config.epochs,
+        dense_lr=config.dense_lr,
+        seed=config.seed,
+        verbose=False,
+    )
+    trainer.fit()
+    return trainer.evaluate("test").auc
+
+
+def plain_auc(config: TrainConfig, data: Dataset, model: PlainDLRM) -> float:
+    """Test AUC after training with torch alone."""
+    optimizers = [
+        torch.optim.Adam(model.dense_parameters(), lr=config.dense_lr),
+        plain_optimizer(config, model),
+    ]
+    for epoch in range(config.epochs):
+        for batch in data.train_batches(config.batch_size, config.seed, epoch):
+            loss = F.binary_cross_entropy_with_logits(model(batch.dense, batch.sparse), batch.labels)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    with torch.no_grad():
+        logits = [model(batch.dense, batch.sparse) for batch in data.test_batches(config.batch_size)]
+    return binary_metrics(torch.cat(logits), data.test.labels).auc
+
+
+def plain_optimizer(config: TrainConfig, model: PlainDLRM) -> torch.optim.Optimizer:
+    """The formula of `config.embedding_optimizer` for the tables of the plain model."""
+    if config.embedding_optimizer == "row_wise_adagrad":
+        spec = build_optimizer(config)
+        assert isinstance(spec, te.optim.RowWiseAdagrad)
+        return PlainRowWiseAdagrad(model.tables(), lr=spec.lr, eps=spec.eps)
+    spec = build_optimizer(config)
+    assert isinstance(spec, te.optim.Adagrad)
+    return torch.optim.Adagrad(model.tables(), lr=spec.lr, eps=spec.eps)
+
+
+def seen_share(data: Dataset) -> float:
+    """Share of the test rows that a model has already seen, label and all, among the training rows.
+
+    Where it is high, the AUC says how well rows were memorised; the two networks can still be compared.
+    """
+    seen = set(_fingerprints(data.train))
+    return statistics.fmean(row in seen for row in _fingerprints(data.test))
+
+
+def _fingerprints(rows: Rows) -> list[bytes]:
+    """Everything that a model is given of each row, and the label, as bytes."""
+    parts = [[value.tobytes() for value in rows.dense.numpy()], [value.tobytes() for value in rows.labels.numpy()]]
+    for column in rows.columns:
+        offsets = range(len(column) + 1) if column.offsets is None else column.offsets.tolist()
+        values = column.values.numpy()
+        parts.append([values[first:last].tobytes() for first, last in itertools.pairwise(offsets)])
+    return [b"|".join(row) for row in zip(*parts, strict=True)]
+
+
+def compare(config: TrainConfig, data: Dataset, seeds: Sequence[int]) -> dict[str, Any]:
+    """Mean AUC of both networks over the seeds."""
+    fused, plain = [], []
+    for seed in seeds:
+        seeded = dataclasses.replace(config, seed=seed)
+        torch.manual_seed(seed)
+        model = build_model(seeded, data)
+        assert isinstance(model, te.nn.DLRM)
+        twin = PlainDLRM(data.tables(config.embedding_dim), data.num_dense, config.bottom_mlp, config.top_mlp)
+        twin.copy_weights(model)
+        fused.append(fused_auc(seeded, data, model))
+        plain.append(plain_auc(seeded, data, twin))
+    difference = statistics.fmean(fused) - statistics.fmean(plain)
+    return {
+        "data": data.name,
+        "optimizer": config.embedding_optimizer,
+        "seeds": len(seeds),
+        "test_rows": len(data.test),
+        "test_rows_seen_in_training": seen_share(data),
+        "tritonemb_auc": statistics.fmean(fused),
+        "torch_auc": statistics.fmean(plain),
+        "difference": difference,
+        "largest_difference_of_a_seed": max(abs(a - b) for a, b in zip(fused, plain, strict=True)),
+        "deviation_between_seeds": statistics.stdev(plain) if len(plain) > 1 else 0.0,
+        "within_tolerance": abs(difference) <= TOLERANCE,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--criteo", metavar="FILE", help="a file in Criteo's format; its last sixth is held out")
+    parser.add_argument("--adult", metavar="FOLDER", help="the folder of UCI's adult.data and adult.test")
+    parser.add_argument("--seeds", type=int, default=5, help="number of seeds")
+    arguments = parser.parse_args()
+    shared, rows = environment(), []
+    for name, path in (("movielens-100k", None), ("criteo", arguments.criteo), ("adult", arguments.adult)):
+        if path is None and name != "movielens-100k":
+            print(f"{name}: skipped, no --{name} given")
+            continue
+        # A file's name is not ours to publish, so the data set goes by the name of its kind.
+        data = dataclasses.replace(open_dataset(name, path), name=name)
+        for optimizer in OPTIMIZERS:
+            config = dataclasses.replace(preset(name), embedding_optimizer=optimizer)
+            row = compare(config, data, range(arguments.seeds)) | shared
+            print(
+                f"{name}, {optimizer}: tritonemb {row['tritonemb_auc']:.4f}, torch.nn {row['torch_auc']:.4f}, "
+                f"difference {row['difference']:+.5f}"
+            )
+            rows.append(row)
+    print(f"wrote {results_file.write('accuracy', {'date': shared['date'], 'rows': rows}).name}")
+    report.report_accuracy()
+    if not all(row["within_tolerance"] for row in rows):
+        sys.exit(f"a difference is larger than {TOLERANCE}")
+
+
+if __name__ == "__main__":
+    main()

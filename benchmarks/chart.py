@@ -1,0 +1,57 @@
+"""The picture of the README: a panel per op, a group of bars per shape, a bar per implementation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+PANELS = {
+    "forward": "Forward",
+    "group + update": "Grouping + update\n(row-wise Adagrad)",
+    "step, row-wise Adagrad": "Whole step\n(row-wise Adagrad)",
+    "step, Adagrad": "Whole step\n(Adagrad)",
+}
+COLORS = {"tritonemb": "#1f77b4", "fbgemm": "#b0b0b0", "torch": "#d8c8a8"}
+LABELS = {
+    "tritonemb": "tritonemb",
+    "fbgemm": "FBGEMM CPU",
+    "torch": "torch.nn.EmbeddingBag (+ sparse torch.optim.Adagrad)",
+}
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Write the picture of one results file to `path`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import patches, pyplot
+
+    figure, panels = pyplot.subplots(1, len(PANELS), figsize=(15, 4.2), layout="constrained")
+    for axes, (op, title) in zip(panels, PANELS.items(), strict=True):
+        _draw_panel(axes, [row for row in results["rows"] if row["op"] == op])
+        axes.set_title(title, fontsize=11)
+    panels[0].set_ylabel("milliseconds, median; lower is better")
+    handles = [patches.Rectangle((0, 0), 1, 1, color=COLORS[name]) for name in COLORS]
+    figure.legend(handles, [LABELS[name] for name in COLORS], loc="outside lower center", ncols=3, frameon=False)
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def _draw_panel(axes: Any, rows: list[dict[str, Any]]) -> None:
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    names = [name for name in COLORS if any(row["implementation"] == name for row in rows)]
+    width = 0.8 / max(1, len(names))
+    for row in rows:
+        offset = (names.index(row["implementation"]) - (len(names) - 1) / 2) * width
+        x, height = shapes.index(row["shape"]) + offset, row["p50_ms"]
+        axes.bar(x, height, width * 0.94, color=COLORS[row["implementation"]])
+        axes.text(x, height, f"{height:.3g}", ha="center", va="bottom", fontsize=7)
+    axes.set_xticks(range(len(shapes)), [_tick(shape) for shape in shapes], fontsize=8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(y=0.1)
+
+
+def _tick(shape: str) -> str:
+    """ "B2048 T26 L1 D64 rows 100,000" on three short lines."""
+    batch, tables, bag, dim, _, rows = shape.split()
+    return f"{batch} {tables}\n{bag} {dim}\n{rows}"

@@ -1,0 +1,99 @@
+"""What one benchmark leaves behind: a long-format row per implementation, and a line per target."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.paired import Timing
+from benchmarks.peers import Implementation
+from benchmarks.workload import Batch, Shape
+
+TOLERANCE = 1e-5  # fp32 sums of up to thousands of terms, added in a different order by each implementation
+
+
+def copy_bandwidth(num_bytes: int = 1 << 28, repeats: int = 7) -> float:
+    """GB/s of a plain copy (bytes read + bytes written) between two arrays far larger than the caches."""
+    source, target = torch.ones(num_bytes // 4), torch.zeros(num_bytes // 4)
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        target.copy_(source)
+        seconds.append(time.perf_counter() - start)
+    return 2 * num_bytes / sorted(seconds)[repeats // 2] / 1e9
+
+
+def timing_rows(op: str, shape: Shape, timings: Sequence[Timing], num_bytes: dict[str, int]) -> list[dict[str, Any]]:
+    """A row per implementation; `num_bytes` says what each has to move."""
+    return [
+        {
+            "op": op,
+            "shape": str(shape),
+            "implementation": timing.name,
+            "p20_ms": timing.percentile(20),
+            "p50_ms": timing.percentile(50),
+            "p80_ms": timing.percentile(80),
+            "rounds": len(timing.samples),
+            "other_load_percent": timing.other_load_percent,
+            "bytes": num_bytes[timing.name],
+            "gb_per_s": num_bytes[timing.name] / timing.percentile(50) / 1e6,
+        }
+        for timing in timings
+    ]
+
+
+def at_least(op: str, shape: Shape, ours: Timing, peers: Sequence[Timing], factor: float) -> dict[str, Any]:
+    """The target that ours be `factor` times as fast as the fastest of the peers, by the medians."""
+    peer = min(peers, key=lambda timing: timing.percentile(50))
+    ratio = peer.percentile(50) / ours.percentile(50)
+    return {
+        "op": op,
+        "shape": str(shape),
+        "measured": f"{peer.name} / {ours.name}",
+        "ratio": ratio,
+        "target": f"at least {factor:g}",
+        "met": ratio >= factor,
+    }
+
+
+def at_most(op: str, shape: Shape, slow: Timing, fast: Timing, factor: float) -> dict[str, Any]:
+    """The target that `slow` take at most `factor` times as long as `fast`, by the medians."""
+    ratio = slow.percentile(50) / fast.percentile(50)
+    return {
+        "op": op,
+        "shape": str(shape),
+        "measured": f"{slow.name} / {fast.name}",
+        "ratio": ratio,
+        "target": f"at most {factor:g}",
+        "met": ratio <= factor,
+    }
+
+
+def check_forward(ours: Implementation, peer: Implementation, batch: Batch) -> None:
+    """Fail unless both look the batch up alike."""
+    with torch.no_grad():
+        _assert_same(ours.forward(batch), peer.forward(batch), f"the output of {ours.name} and {peer.name}")
+
+
+def check_step(ours: Implementation, peer: Implementation, batch: Batch, gradient: Tensor) -> None:
+    """Take one step with both; fail unless output and updated rows agree and the step did something."""
+    ids = [values.unique() for values, _ in batch.bags]
+    before = [weight[rows].clone() for weight, rows in zip(ours.weights(), ids, strict=True)]
+    outputs = [implementation.forward(batch) for implementation in (ours, peer)]
+    _assert_same(outputs[0], outputs[1], f"the output of {ours.name} and {peer.name}")
+    for implementation, pooled in zip((ours, peer), outputs, strict=True):
+        implementation.backward(pooled, gradient)
+    for index, rows in enumerate(ids):
+        updated, expected = ours.weights()[index][rows], peer.weights()[index][rows]
+        _assert_same(updated, expected, f"table {index} after a step of {ours.name} and {peer.name}")
+        assert not torch.equal(updated, before[index]), f"table {index}: the step changed nothing"
+
+
+def _assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
+    torch.testing.assert_close(
+        actual.detach(), expected.detach(), rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text: f"{what} differ: {text}"
+    )

@@ -1,0 +1,30 @@
+"""The files in `benchmarks/results/`: written by a run, read by the report."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def write(kind: str, results: dict[str, Any]) -> Path:
+    """Store `results` as `<kind>-<date>.json`; a second run on one day replaces the first."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{kind}-{results['date']}.json"
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    return path
+
+
+def newest(kind: str) -> Path:
+    """The latest `<kind>-<date>.json`; dates sort as text."""
+    paths = sorted(RESULTS.glob(f"{kind}-*.json"))
+    if not paths:
+        raise FileNotFoundError(f"benchmarks/results holds no {kind}-<date>.json; run the benchmark that writes it")
+    return paths[-1]
+
+
+def read(path: Path) -> dict[str, Any]:
+    results: dict[str, Any] = json.loads(path.read_text())
+    return results

@@ -1,0 +1,67 @@
+"""Run all benchmarks, keep the figures, redraw the picture, rewrite the README's table: `python benchmarks/run.py`."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # called as a file, Python puts only this folder on the path
+
+from benchmarks import report, results_file  # noqa: E402
+from benchmarks.environment import environment  # noqa: E402
+
+QUIET_PERCENT = 5.0
+
+
+def run_pytest(rounds: int, select: str) -> dict[str, Any]:
+    """pytest-benchmark's own report of one run; exits with pytest's code where a benchmark fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        raw = Path(folder) / "benchmark.json"
+        command = [sys.executable, "-m", "pytest", "-c", "benchmarks/pytest.ini", "benchmarks", f"--rounds={rounds}"]
+        done = subprocess.run([*command, f"--benchmark-json={raw}", "-k", select], cwd=ROOT)
+        if done.returncode:
+            sys.exit(done.returncode)
+        return results_file.read(raw)
+
+
+def condense(raw: dict[str, Any], shared: dict[str, Any]) -> dict[str, Any]:
+    """One table of long-format rows, each complete by itself, and one of targets."""
+    extras = [benchmark["extra_info"] for benchmark in raw["benchmarks"]]
+    rows = [row | shared for extra in extras for row in extra.get("rows", [])]
+    targets = [target for extra in extras for target in extra.get("targets", [])]
+    return {"date": shared["date"], "rows": rows, "targets": targets}
+
+
+def print_targets(results: dict[str, Any]) -> None:
+    for target in results["targets"]:
+        verdict = "met    " if target["met"] else "NOT MET"
+        found = f"{target['measured']} = {target['ratio']:.2f} ({target['target']})"
+        print(f"{verdict} {target['op']}, {target['shape']}: {found}")
+    loads = [row["other_load_percent"] for row in results["rows"] if row["other_load_percent"] is not None]
+    if loads and max(loads) > QUIET_PERCENT:
+        print(
+            f"Other processes took up to {max(loads):.0f} % of the processor meanwhile: repeat this on an idle machine "
+            "before trusting it."
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=40, help="timed rounds of every benchmark")
+    parser.add_argument("-k", dest="select", default="", help="run only what matches and keep nothing")
+    arguments = parser.parse_args()
+    shared = environment()  # before the run: afterwards the results themselves are a change to the checkout
+    results = condense(run_pytest(arguments.rounds, arguments.select), shared)
+    print_targets(results)
+    if not arguments.select:
+        print(f"wrote {results_file.write('cpu', results).relative_to(ROOT)}")
+        report.main()
+
+
+if __name__ == "__main__":
+    main()

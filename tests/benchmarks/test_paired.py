@@ -1,0 +1,43 @@
+"""The paired runner: who runs when, and what is on the clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.paired import Contender, Timing, measure
+
+
+class Pedantic:
+    """What the runner uses of pytest-benchmark's fixture."""
+
+    def pedantic(self, target: Callable[..., None], setup: Callable[[], Any], rounds: int, warmup_rounds: int) -> None:
+        for _ in range(warmup_rounds + rounds):
+            arguments, keywords = setup()
+            target(*arguments, **keywords)
+
+
+def test_every_round_runs_every_contender_on_the_same_fresh_batch() -> None:
+    calls: list[tuple[str, int]] = []
+
+    def contender(name: str) -> Contender:
+        return Contender(name, lambda number: number, lambda number: calls.append((name, number)))
+
+    timings = measure(Pedantic(), [contender("ours"), contender("peer")], rounds=3, warmup_rounds=1)
+    assert calls == [(name, number) for number in range(4) for name in ("peer", "ours")]
+    assert [timing.name for timing in timings] == ["ours", "peer"]
+    assert [len(timing.samples) for timing in timings] == [3, 3]  # without the warm-up round
+
+
+def test_only_run_is_on_the_clock() -> None:
+    slow_to_prepare = Contender("prepares", lambda number: time.sleep(0.03), lambda prepared: None)
+    slow_to_run = Contender("runs", lambda number: None, lambda prepared: time.sleep(0.03))
+    prepares, runs = measure(Pedantic(), [slow_to_prepare, slow_to_run], rounds=3, warmup_rounds=0)
+    assert prepares.percentile(50) < 15
+    assert runs.percentile(20) >= 29
+
+
+def test_percentiles() -> None:
+    timing = Timing("any", tuple(float(value) for value in range(101)))
+    assert [timing.percentile(percent) for percent in (20, 50, 80)] == [20.0, 50.0, 80.0]

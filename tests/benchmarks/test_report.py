@@ -1,0 +1,82 @@
+"""From the raw figures of a run to the README."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import report, results_file
+from benchmarks.paired import Timing
+from benchmarks.record import at_least, at_most, timing_rows
+from benchmarks.run import condense
+from benchmarks.workload import Shape
+
+SHAPE = Shape(2048, 26, 1, 64)
+OURS, PEER = Timing("tritonemb", (1.0, 2.0, 3.0)), Timing("fbgemm", (8.0, 9.0, 10.0))
+SHARED = {
+    "date": "2026-01-02", "commit": "abc", "cpu": "Some CPU, 2 cores", "threads": 2, "copy_gb_per_s": 30.0,
+    "torch": "2", "numba": "1", "fbgemm": "3", "tritonemb": "0",
+}  # fmt: skip
+
+
+def results() -> dict[str, Any]:
+    rows = timing_rows("forward", SHAPE, [OURS, PEER], {"tritonemb": 4_000_000, "fbgemm": 4_000_000})
+    raw = {"benchmarks": [{"extra_info": {"rows": rows, "targets": [at_least("forward", SHAPE, OURS, [PEER], 4.0)]}}]}
+    return condense(raw, SHARED)
+
+
+def test_rows_are_complete_and_in_the_right_units() -> None:
+    row = results()["rows"][0]
+    assert (row["op"], row["implementation"], row["p50_ms"], row["rounds"]) == ("forward", "tritonemb", 2.0, 3)
+    assert row["gb_per_s"] == pytest.approx(2.0)  # 4 MB in 2 ms
+    assert row["cpu"] == "Some CPU, 2 cores"
+
+
+def test_targets_compare_medians_with_the_fastest_peer() -> None:
+    slower = Timing("slower", (90.0,))
+    target = at_least("forward", SHAPE, OURS, [slower, PEER], 4.6)
+    assert target["ratio"] == pytest.approx(4.5)
+    assert target["measured"] == "fbgemm / tritonemb"
+    assert not target["met"]
+    assert at_least("forward", SHAPE, OURS, [PEER], 4.5)["met"]
+    assert at_most("scaling", SHAPE, PEER, OURS, 4.5)["met"]
+    assert not at_most("scaling", SHAPE, PEER, OURS, 4.4)["met"]
+
+
+def test_only_the_marked_section_is_replaced() -> None:
+    text = "before\n<!-- bench:begin -->\nold\n<!-- bench:end -->\nafter\n"
+    expected = "before\n<!-- bench:begin -->\nnew\n<!-- bench:end -->\nafter\n"
+    assert report.replace_section(text, "bench", "new") == expected
+    assert report.replace_section(expected, "bench", "new") == expected
+
+
+@pytest.mark.parametrize("text", ["", "<!-- bench:begin -->", "<!-- bench:end --> <!-- bench:begin -->"])
+def test_a_readme_without_markers_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"README\.md needs one line '<!-- bench:begin -->'"):
+        report.replace_section(text, "bench", "new")
+
+
+def test_the_section_shows_figures_of_the_file() -> None:
+    section = report.speed_section(results(), report.ROOT / "benchmarks/results/cpu-2026-01-02.png")
+    assert "](benchmarks/results/cpu-2026-01-02.png)" in section
+    assert "| forward | B2048 T26 L1 D64 rows 100,000 | fbgemm 9.00 | 2.00 | 2.0 | 4.50 |" in section.splitlines()
+    assert "a plain copy moves 30 GB/s" in section
+
+
+def test_the_newest_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results_file, "RESULTS", tmp_path)
+    with pytest.raises(FileNotFoundError, match=r"holds no cpu-<date>\.json"):
+        results_file.newest("cpu")
+    for date in ("2026-01-02", "2026-01-10", "2025-12-31"):
+        results_file.write("cpu", {"date": date})
+    assert results_file.read(results_file.newest("cpu")) == {"date": "2026-01-10"}
+
+
+def test_accuracy_shows_both_networks_and_what_the_test_rows_are_worth() -> None:
+    row = {
+        "data": "some", "optimizer": "adagrad", "tritonemb_auc": 0.8, "torch_auc": 0.8012, "difference": -0.0012,
+        "seeds": 5, "test_rows_seen_in_training": 0.25,
+    }  # fmt: skip
+    assert "| some, adagrad | 0.8000 | 0.8012 | -0.0012 | 5 | 25 % |" in report.accuracy_section({"rows": [row]})

@@ -1,0 +1,103 @@
+import pytest
+import torch
+
+from tritonemb.data import Batch, Column, Dataset, Feature, Rows
+from tritonemb.jagged import KeyedJaggedTensor
+
+BAGS = [[1, 2, 3], [], [4], [0, 5], [2]]
+
+
+def jagged(bags: list[list[int]]) -> Column:
+    lengths = torch.tensor([0] + [len(bag) for bag in bags])
+    return Column(torch.tensor([id for bag in bags for id in bag], dtype=torch.int32), lengths.cumsum(0))
+
+
+def rows(num_rows: int = 5, bags: list[list[int]] | None = None) -> Rows:
+    single = Column(torch.arange(num_rows, dtype=torch.int32))
+    many = jagged((BAGS if bags is None else bags)[:num_rows])
+    return Rows(torch.arange(num_rows * 2.0).reshape(num_rows, 2), (single, many), torch.arange(num_rows) % 2.0)
+
+
+def dataset(**changes: object) -> Dataset:
+    features = (Feature("one", 5), Feature("many", 6, multi_hot=True))
+    return Dataset(**({"name": "tiny", "features": features, "train": rows(), "test": rows()} | changes))
+
+
+def test_take_gives_the_chosen_bags_in_order():
+    values, lengths = jagged(BAGS).take(torch.tensor([3, 1, 0, 3]))
+    assert values.tolist() == [0, 5, 1, 2, 3, 0, 5]
+    assert lengths.tolist() == [2, 0, 3, 2]
+    assert lengths.dtype == torch.int32
+
+
+def test_slice_of_a_slice_keeps_bags():
+    column = jagged(BAGS).slice(1, 5).slice(1, 4)
+    values, lengths = column.take(torch.arange(3))
+    assert (values.tolist(), lengths.tolist()) == ([4, 0, 5, 2], [1, 2, 1])
+
+
+def test_batches_in_order_cover_every_row_once():
+    batches = list(dataset().test_batches(2))
+    assert [len(batch) for batch in batches] == [2, 2, 1]
+    lists = [batch.sparse.to_lists() for batch in batches]
+    assert [id for part in lists for bag in part["one"] for id in bag] == [0, 1, 2, 3, 4]
+    assert [bag for part in lists for bag in part["many"]] == BAGS
+    assert torch.equal(torch.cat([batch.dense for batch in batches]), rows().dense)
+
+
+def test_shuffled_rows_stay_together():
+    for batch in dataset().train_batches(2, seed=3, epoch=1):
+        lists = batch.sparse.to_lists()
+        for sample, (row,) in enumerate(lists["one"]):
+            assert lists["many"][sample] == BAGS[row]
+            assert batch.dense[sample].tolist() == [2.0 * row, 2.0 * row + 1]
+            assert batch.labels[sample].item() == row % 2
+
+
+def test_shuffling_follows_seed_and_epoch():
+    many = Rows(torch.zeros(100, 2), (Column(torch.arange(100)),), torch.zeros(100))
+    data = Dataset("line", (Feature("id", 100),), many, many)
+
+    def order(seed: int, epoch: int) -> list[int]:
+        return [id for batch in data.train_batches(7, seed, epoch) for id in batch.sparse.values().tolist()]
+
+    assert order(0, 0) == order(0, 0)
+    assert len({tuple(order(seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9
+    assert sorted(order(1, 2)) == list(range(100))
+
+
+def test_tables_average_multi_hot_features():
+    one, many = dataset().tables(8)
+    assert (one.name, one.num_embeddings, one.embedding_dim, one.pooling) == ("one", 5, 8, "sum")
+    assert (many.name, many.num_embeddings, many.pooling) == ("many", 6, "mean")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"features": (Feature("one", 4), Feature("many", 6, True))}, r"'one' has ids from 0 to 4.*\[0, 4\)"),
+        ({"features": (Feature("one", 5),)}, "train rows: 2 columns for 1 features"),
+        ({"test": rows().slice(0, 0)}, "test rows: there are none"),
+        ({"test": rows(bags=[[1], [-1], [], [], []])}, "test rows.*'many' has ids from -1"),
+    ],
+)
+def test_a_dataset_that_does_not_fit_is_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataset(**changes)
+
+
+def test_rows_of_different_lengths_are_refused():
+    with pytest.raises(ValueError, match=r"same number of rows.*'labels': 4"):
+        Rows(torch.zeros(5, 1), (Column(torch.arange(5)),), torch.zeros(4))
+
+
+def test_a_missing_split_is_named():
+    with pytest.raises(ValueError, match="'tiny' has no 'validation' rows"):
+        dataset().rows("validation")
+
+
+def test_batch_moves_every_part():
+    sparse = KeyedJaggedTensor.from_lengths(["a"], torch.tensor([1]), torch.tensor([1, 0]))
+    batch = Batch(torch.zeros(2, 3), sparse, torch.ones(2)).to("meta")
+    assert (batch.dense.device.type, batch.sparse.values().device.type, batch.labels.device.type) == ("meta",) * 3
+    assert len(batch) == 2

@@ -1,0 +1,108 @@
+"""What several tests do with collections: train them, look at everything they hold, compare it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tritonemb as te
+from tests.strategies import random_batch, random_weights, rows_of
+from tritonemb.nn.collection import Collection
+from tritonemb.optim import OPTIMIZERS
+
+Step = tuple[te.KeyedJaggedTensor, Tensor]
+
+
+def contents(collection: Collection) -> dict[str, Tensor]:
+    """Copies of every table, every state and the step."""
+    return {name: tensor.detach().clone() for name, tensor in collection.state_dict().items()}
+
+
+def assert_same_bits(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], title: str = "") -> None:
+    """Equal names, dtypes and bits; NaN equals NaN."""
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert actual[name].dtype == tensor.dtype, f"{title} {name}"
+        same = torch.equal(actual[name].view(torch.uint8), tensor.view(torch.uint8)) if tensor.dim() else True
+        assert same, f"{title} {name}: {(actual[name] != tensor).sum()} of {tensor.numel()} elements differ"
+        assert tensor.dim() or torch.equal(actual[name], tensor), f"{title} {name}"
+
+
+def assert_close(
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], rtol: float, atol: float, title: str = ""
+) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(
+            actual[name].double(),
+            tensor.double(),
+            rtol=rtol,
+            atol=atol,
+            msg=lambda text, name=name: f"{title} {name}: {text}",
+        )
+
+
+def make_collection(
+    configs: Sequence[te.TableConfig], optimizer: te.optim.Optimizer | None, pooled: bool = True, **options: Any
+) -> Collection:
+    """A collection with normal weights that depend on nothing but the tables' shapes."""
+    kind = te.nn.EmbeddingBagCollection if pooled else te.nn.EmbeddingCollection
+    collection = kind(configs, optimizer=optimizer, **options)
+    with torch.no_grad():
+        for table, weight in zip(collection.tables, random_weights(configs), strict=True):
+            table.weight.copy_(weight)
+    return collection
+
+
+def output_of(collection: Any, batch: te.KeyedJaggedTensor) -> Tensor:
+    """The tensor that a collection returns, pooled or not."""
+    result = collection(batch)
+    return result if isinstance(result, Tensor) else result.values()
+
+
+def train(collection: Any, steps: Iterable[Step]) -> None:
+    """Give each batch's output its gradient."""
+    for batch, grad in steps:
+        output_of(collection, batch).backward(grad)
+
+
+def width_of(collection: Collection, batch: te.KeyedJaggedTensor) -> tuple[int, int]:
+    """The shape of a collection's output."""
+    configs = collection.configs
+    if collection.pooled:
+        return batch.stride(), sum(c.embedding_dim * len(c.feature_names) for c in configs)
+    return batch.values().numel(), configs[0].embedding_dim
+
+
+def random_steps(
+    collection: Collection,
+    num_steps: int,
+    batch_size: int = 16,
+    max_length: int = 5,
+    weighted: bool = False,
+    seed: int = 0,
+) -> list[Step]:
+    """Batches with repeated ids, each with a normal gradient in the output's dtype."""
+    rows = rows_of(collection.configs)
+    generator = torch.Generator().manual_seed(seed)
+    dtypes = {table.weight.dtype for table in collection.tables}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    steps = []
+    for index in range(num_steps):
+        batch = random_batch(rows, list(rows), batch_size, max_length, weighted, seed=seed + index)
+        steps.append((batch, torch.randn(width_of(collection, batch), generator=generator).to(dtype)))
+    return steps
+
+
+def configurations() -> list[te.optim.Optimizer]:
+    """Each optimizer once, with a decay, clipping or limit that differs from its neighbours'."""
+    decays = (
+        {},
+        {"weight_decay": 0.05, "weight_decay_mode": "l2"},
+        {"weight_decay": 0.1, "weight_decay_mode": "decoupled"},
+    )
+    limits = ({}, {"max_gradient": 0.5}, {"max_norm": 1.5}, {"max_gradient": 0.5, "max_norm": 1.5})
+    return [kind(lr=0.05, **decays[index % 3], **limits[index % 4]) for index, kind in enumerate(OPTIMIZERS.values())]

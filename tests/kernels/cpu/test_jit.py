@@ -1,0 +1,62 @@
+"""The kernels' cache on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tritonemb.kernels.cpu import jit
+
+COUNT_COMPILATIONS = """
+import json, torch
+from tritonemb.kernels.cpu import jagged
+from tritonemb.kernels.layout import make_layout
+from tritonemb.types import TableConfig
+
+layout = make_layout([TableConfig("table", 5, 4)], ["table"], True)
+jagged.check_offsets(torch.tensor([1, 2]), torch.tensor([0, 1, 2]), layout)
+try:
+    jagged.check_offsets(torch.tensor([1, 2]), torch.tensor([0, 2, 1]), layout)
+    found = "nothing"
+except ValueError as error:
+    found = str(error)
+kernels = [value for value in vars(jagged).values() if hasattr(value, "stats")]
+hits = sum(sum(kernel.stats.cache_hits.values()) for kernel in kernels)
+misses = sum(sum(kernel.stats.cache_misses.values()) for kernel in kernels)
+print(json.dumps([hits, misses, found]))
+"""
+
+
+def run(cache: Path, **environment: str) -> tuple[int, int, str]:
+    """Cache hits, cache misses and what the kernel found, in a process of its own."""
+    env = {**os.environ, "TRITONEMB_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(sys.path), **environment}
+    done = subprocess.run(
+        [sys.executable, "-c", COUNT_COMPILATIONS], env=env, capture_output=True, text=True, check=True
+    )
+    return tuple(json.loads(done.stdout))
+
+
+def test_a_second_process_compiles_nothing(tmp_path):
+    hits, misses, found = run(tmp_path)
+    assert hits == 0
+    assert misses >= 1
+    assert "sample 1 goes from 2 to 1" in found
+    assert run(tmp_path) == (misses, 0, found)
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")
+def test_a_cache_that_cannot_be_written_is_replaced(tmp_path):
+    tmp_path.chmod(0o500)
+    assert run(tmp_path, TMPDIR=str(tmp_path.parent))[1] >= 1
+
+
+def test_the_cache_may_be_moved(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITONEMB_CACHE_DIR", str(tmp_path / "here"))
+    assert jit.cache_dir() == tmp_path / "here"
+    monkeypatch.delenv("TRITONEMB_CACHE_DIR")
+    assert jit.cache_dir().name == "tritonemb"

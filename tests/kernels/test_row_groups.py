@@ -1,0 +1,145 @@
+"""Grouping: the CPU kernel against the reference, and both against lists in a dict."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+import tritonemb as te
+from tests.strategies import problems, random_batch
+from tritonemb.kernels.cpu.row_groups import row_groups
+from tritonemb.kernels.layout import Layout, make_layout
+from tritonemb.kernels.row_groups import row_groups_reference
+
+IMPLEMENTATIONS = {"cpu": row_groups, "reference": row_groups_reference}
+Groups = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def grouped_by_hand(configs: Sequence[te.TableConfig], batch: te.KeyedJaggedTensor) -> dict[int, list[int]]:
+    """Linear row to the positions that use it, ascending."""
+    first_rows, total = {}, 0
+    for config in configs:
+        first_rows[config.name] = total
+        total += config.num_embeddings
+    groups: defaultdict[int, list[int]] = defaultdict(list)
+    values, offsets, batch_size = batch.values().tolist(), batch.offsets().tolist(), batch.stride()
+    for key, name in enumerate(batch.keys()):
+        for position in range(offsets[key * batch_size], offsets[(key + 1) * batch_size]):
+            for config in configs:
+                if name in config.feature_names and 0 <= values[position] < config.num_embeddings:
+                    groups[first_rows[config.name] + values[position]].append(position)
+    return dict(sorted(groups.items()))
+
+
+def check_groups(found: Groups, expected: dict[int, list[int]], capacity: int, total_rows: int) -> None:
+    rows, starts, order, num_groups = found
+    assert (rows.dtype, starts.dtype, order.dtype) == (torch.int64, torch.int32, torch.int32)
+    assert (rows.shape, starts.shape, order.shape) == ((capacity,), (capacity + 1,), (capacity,))
+    assert int(num_groups) == len(expected)
+    assert rows[: len(expected)].tolist() == list(expected)
+    for group, positions in enumerate(expected.values()):
+        assert order[starts[group] : starts[group + 1]].tolist() == positions
+    used = sum(map(len, expected.values()))
+    assert (rows[len(expected) :] == total_rows).all()
+    assert (starts[len(expected) :] == used).all()
+    assert (order[used:] == -1).all()
+
+
+def check_problem(configs: Sequence[te.TableConfig], batch: te.KeyedJaggedTensor, pooled: bool = True) -> None:
+    layout = make_layout(configs, batch.keys(), pooled)
+    expected = grouped_by_hand(configs, batch)
+    results = []
+    for function in IMPLEMENTATIONS.values():
+        found = function(batch.values(), batch.offsets(), layout)
+        total_rows = sum(config.num_embeddings for config in configs)
+        check_groups(found, expected, batch.values().numel() * layout.multiplicity, total_rows)
+        results.append(found)
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+@given(problems())
+@pytest.mark.usefixtures("poisoned")
+def test_groups_are_those_of_a_dict(problem):
+    check_problem(*problem)
+
+
+@given(problems(pooled=False))
+@pytest.mark.usefixtures("poisoned")
+def test_unpooled_groups_are_those_of_a_dict(problem):
+    check_problem(*problem, pooled=False)
+
+
+@pytest.mark.slow
+@settings(settings.get_profile("thorough"))
+@given(problems())
+@pytest.mark.usefixtures("poisoned")
+def test_groups_are_those_of_a_dict_thoroughly(problem):
+    check_problem(*problem)
+
+
+def large_problem(num_rows: Sequence[int], num_values: int, seed: int = 0) -> tuple[Layout, Tensor, Tensor]:
+    """Single-id bags: some ids everywhere, some out of range, most of them anywhere."""
+    configs = [te.TableConfig(f"table{index}", rows, 4) for index, rows in enumerate(num_rows)]
+    generator = torch.Generator().manual_seed(seed)
+    values = []
+    for rows in num_rows:
+        ids = torch.randint(0, rows, (num_values,), generator=generator)
+        ids[::3] = torch.randint(0, min(rows, 50), (ids[::3].numel(),), generator=generator)
+        ids[::101] = rows
+        ids[::103] = -1
+        values.append(ids)
+    layout = make_layout(configs, [config.name for config in configs], True)
+    return layout, torch.cat(values), torch.arange(len(num_rows) * num_values + 1)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    "num_rows", [[100_000], [7], [1], [50, 3_000_000], [2**31 + 11], [2**33 + 5], [2**40, 9], [2**62]], ids=str
+)
+@pytest.mark.usefixtures("poisoned")
+def test_large_batches_and_tables_group_alike_on_any_number_of_threads(num_rows, num_threads):
+    layout, values, offsets = large_problem(num_rows, 45_001)
+    torch.set_num_threads(num_threads)
+    found = row_groups(values, offsets, layout)
+    assert all(torch.equal(*pair) for pair in zip(found, row_groups_reference(values, offsets, layout), strict=True))
+
+
+def test_a_thousand_tables():
+    configs = [te.TableConfig(f"table{index}", index + 1, 4) for index in range(1_000)]
+    rows = {config.name: config.num_embeddings for config in configs}
+    batch = random_batch(rows, list(reversed(rows)), 3, 2)
+    check_problem(configs, batch)
+
+
+def test_ids_out_of_range_are_left_out():
+    configs = [te.TableConfig("large", 10, 1, features=["both"]), te.TableConfig("small", 3, 1, features=["both"])]
+    batch = te.KeyedJaggedTensor.from_lists({"both": [[-1, 2, 3], [9, 10], [2]]})
+    rows, starts, order, num_groups = row_groups(batch.values(), batch.offsets(), make_layout(configs, ["both"], True))
+    assert rows[: int(num_groups)].tolist() == [2, 3, 9, 12]
+    assert [order[starts[g] : starts[g + 1]].tolist() for g in range(4)] == [[1, 5], [2], [3], [1, 5]]
+
+
+@pytest.mark.parametrize("batch_size", [0, 3])
+def test_no_values(batch_size):
+    config = te.TableConfig("table", 5, 4)
+    layout = make_layout([config], ["table"], True)
+    rows, starts, order, num_groups = row_groups(
+        torch.empty(0, dtype=torch.int32), torch.zeros(batch_size + 1, dtype=torch.int32), layout
+    )
+    assert (rows.numel(), starts.tolist(), order.numel(), int(num_groups)) == (0, [0], 0, 0)
+
+
+def test_ids_need_not_be_contiguous():
+    config = te.TableConfig("table", 50, 4)
+    layout = make_layout([config], ["table"], True)
+    values = torch.arange(40)[::4]
+    offsets = torch.arange(22)[::2][: values.numel() + 1] // 2
+    expected = row_groups_reference(values, offsets, layout)
+    for strided in (offsets, torch.stack([offsets, offsets], dim=1)[:, 0]):
+        found = row_groups(values, strided, layout)
+        assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))

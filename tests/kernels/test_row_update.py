@@ -1,0 +1,223 @@
+"""Updates: the CPU kernel against the reference, and against the formulas in float64."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tritonemb as te
+from tests import formulas
+from tests.helpers import assert_close, assert_same_bits, configurations, contents, make_collection, random_steps, train
+from tests.strategies import TABLE_DTYPES, optimizers, seeds, tables
+from tritonemb.ops.registry import forced
+from tritonemb.optim import OPTIMIZERS
+
+NUM_STEPS = 20
+# Both compute in float32 but sum squares and norms of a row in another order.
+FLOAT32 = {"rtol": 1e-6, "atol": 1e-6}
+
+
+def check_against_reference(configs, optimizer, weighted, seed, pooled=True):
+    collection = make_collection(configs, optimizer, pooled)
+    twin = copy.deepcopy(collection)
+    steps = random_steps(collection, NUM_STEPS, batch_size=7, weighted=weighted, seed=seed)
+    train(collection, steps)
+    with forced("reference"):
+        train(twin, steps)
+    assert int(collection.step) == NUM_STEPS
+    found, expected = contents(collection), contents(twin)
+    if optimizer.name == "ftrl":  # sums σ · w, σ of size 1 / lr: so is its unit, and what it loses by cancellation
+        for table in configs:
+            pair = found.pop(f"{table.name}.linear"), expected.pop(f"{table.name}.linear")
+            torch.testing.assert_close(*pair, rtol=1e-6, atol=1e-6 / optimizer.lr)
+    assert_close(found, expected, **FLOAT32, title=repr(optimizer))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@settings(max_examples=15)
+@given(data=st.data(), weighted=st.booleans(), seed=seeds)
+@pytest.mark.usefixtures("poisoned")
+def test_twenty_steps_equal_the_references(name, data, weighted, seed):
+    check_against_reference(data.draw(tables(max_tables=3)), data.draw(optimizers(name)), weighted, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@settings(settings.get_profile("thorough"))
+@given(data=st.data(), weighted=st.booleans(), seed=seeds)
+@pytest.mark.usefixtures("poisoned")
+def test_twenty_steps_equal_the_references_thoroughly(name, pooled, data, weighted, seed):
+    check_against_reference(data.draw(tables(pooled=pooled)), data.draw(optimizers(name)), weighted, seed, pooled)
+
+
+DECAYS = {"none": 0.0, "l2": 0.1, "decoupled": 0.1}
+
+
+@pytest.mark.parametrize("max_norm", [None, 0.7])
+@pytest.mark.parametrize("max_gradient", [None, 0.3])
+@pytest.mark.parametrize("mode", DECAYS)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_decay_clipping_and_limit(name, mode, max_gradient, max_norm):
+    optimizer = OPTIMIZERS[name](
+        lr=0.1,
+        weight_decay=DECAYS[mode],
+        weight_decay_mode=mode,
+        max_gradient=max_gradient,
+        max_norm=max_norm,
+    )
+    configs = [te.TableConfig("a", 9, 7), te.TableConfig("b", 5, 16, features=["a", "b"], pooling="mean")]
+    check_against_reference(configs, optimizer, True, 3)
+    changed = make_collection(configs, optimizer)
+    plain = make_collection(configs, OPTIMIZERS[name](lr=0.1))
+    steps = random_steps(changed, 3, weighted=True)
+    train(changed, steps)
+    train(plain, steps)
+    differs = not torch.equal(contents(changed)["a.weight"], contents(plain)["a.weight"])
+    has_effect = bool(DECAYS[mode]) or max_norm is not None or max_gradient is not None
+    assert differs == has_effect
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@settings(max_examples=4)
+@given(data=st.data(), weighted=st.booleans(), seed=seeds)
+def test_unpooled_updates_equal_the_references(name, data, weighted, seed):
+    configs = data.draw(tables(max_tables=3, pooled=False))
+    check_against_reference(configs, data.draw(optimizers(name)), weighted, seed, pooled=False)
+
+
+@pytest.mark.parametrize("stochastic", [True, False])
+@pytest.mark.parametrize("dtype", TABLE_DTYPES[1:])
+@pytest.mark.parametrize("optimizer", configurations(), ids=lambda optimizer: optimizer.name)
+def test_a_16_bit_step_has_the_references_bits(optimizer, dtype, stochastic):
+    """But where the float32 results differ by rounding, and straddle what the rounding compares with: one gap apart."""
+    optimizer = type(optimizer)(**{**vars(optimizer), "stochastic_rounding": stochastic})
+    configs = [te.TableConfig("a", 300, 60, dtype=dtype), te.TableConfig("b", 40, 7, dtype=dtype)]
+    collection = make_collection(configs, optimizer)
+    twin = copy.deepcopy(collection)
+    steps = random_steps(collection, 1, batch_size=100)
+    train(collection, steps)
+    with forced("reference"):
+        train(twin, steps)
+    found, expected = contents(collection), contents(twin)
+    total = differing = 0
+    for name in ("a.weight", "b.weight"):
+        bits = found.pop(name).view(torch.int16).int(), expected.pop(name).view(torch.int16).int()
+        distance = (bits[0] - bits[1]).abs()
+        assert distance.max() <= 1, f"{name}: {distance.max()} gaps apart"
+        total, differing = total + distance.numel(), differing + int(distance.sum())
+    # Float32 results a few units of 2^-24 apart straddle one of 2^13 (float16) or 2^16 levels of noise rarely.
+    assert differing <= total * 2e-3
+    assert_close(found, expected, **FLOAT32)
+
+
+class ByHand:
+    """One table trained row by row with the formulas in float64."""
+
+    def __init__(self, spec: Any, weight: torch.Tensor) -> None:
+        self.spec, self.weight, self.t = spec, weight.double().numpy().copy(), 0
+        size = weight.shape[1]
+        self.states = [
+            {state.name: np.zeros(size) if state.per_element else np.zeros(1) for state in spec.states} for _ in weight
+        ]
+
+    def step(self, batch: te.KeyedJaggedTensor, grad: torch.Tensor, mean: bool, lr: float) -> None:
+        self.t += 1
+        grads = grad.double().numpy()
+        bound = np.inf if self.spec.max_gradient is None else self.spec.max_gradient
+        sums: defaultdict[int, Any] = defaultdict(lambda: 0.0)
+        scales = iter(batch.weights().tolist())
+        for sample, ids in enumerate(batch.to_lists()["table"]):
+            for row in ids:
+                scale = next(scales) / (len(ids) if mean else 1)
+                sums[row] = sums[row] + np.clip(grads[sample], -bound, bound) * scale
+        for row, g in sums.items():
+            self.weight[row] = formulas.step(self.spec, self.weight[row], self.states[row], g, lr, self.t)
+
+
+DECAYING = {"weight_decay": 0.1}
+FORMULAS = [
+    *configurations(),
+    te.optim.FTRL(lr=0.3, beta=0.5, l1=0.3, l2=0.2, weight_decay=0.02),
+    te.optim.SGD(lr=0.1, max_gradient=0.2, max_norm=0.9, **DECAYING),
+    te.optim.LARSSGD(lr=1.0, eta=0.1, momentum=0.5, **DECAYING),
+    te.optim.LARSSGD(lr=1.0, eta=0.1, weight_decay_mode="decoupled", **DECAYING),
+    te.optim.LAMB(lr=0.1, beta1=0.5, beta2=0.7, eps=1e-3, **DECAYING),
+    te.optim.PartialRowWiseLAMB(lr=0.1, weight_decay_mode="l2", **DECAYING),
+    te.optim.Adam(lr=0.1, beta1=0.5, beta2=0.7, eps=1e-3, **DECAYING),
+    te.optim.Adam(lr=0.1, beta1=0.0, beta2=0.0, eps=0.1),
+    te.optim.PartialRowWiseAdam(lr=0.1, weight_decay_mode="l2", **DECAYING),
+    te.optim.RowWiseAdagrad(lr=0.1, eps=0.01, weight_decay_mode="decoupled", **DECAYING),
+    te.optim.Adagrad(lr=0.1, eps=0.01, **DECAYING),
+]
+
+
+@pytest.mark.parametrize("implementation", ["cpu", "reference"])
+@pytest.mark.parametrize("pooling", ["sum", "mean"])
+@pytest.mark.parametrize("spec", FORMULAS, ids=repr)
+def test_twenty_steps_follow_the_formula(spec, pooling, implementation):
+    config = te.TableConfig("table", 11, 5, pooling=pooling)
+    collection = make_collection([config], spec)
+    by_hand = ByHand(spec, collection.tables[0].weight.detach())
+    with forced(implementation):
+        for index, (batch, grad) in enumerate(random_steps(collection, NUM_STEPS, weighted=True)):
+            lr = spec.lr / (1 + index % 3)
+            collection.set_learning_rate(lr)
+            train(collection, [(batch, grad)])
+            by_hand.step(batch, grad, pooling == "mean", float(np.float32(lr)))
+    found = contents(collection)
+    expected = {"step": torch.tensor(NUM_STEPS), "table.weight": torch.from_numpy(by_hand.weight)}
+    for state in spec.states:
+        stacked = torch.from_numpy(np.stack([row[state.name] for row in by_hand.states]))
+        expected[f"table.{state.name}"] = stacked if state.per_element else stacked[:, 0]
+    # Twenty float32 steps with a unit of 6e-8 each, in values and states up to about 50.
+    assert_close(found, expected, rtol=2e-5, atol=2e-5, title=repr(spec))
+
+
+@pytest.mark.parametrize("optimizer", configurations(), ids=lambda optimizer: optimizer.name)
+def test_rows_outside_the_batch_do_not_change(optimizer):
+    collection = make_collection([te.TableConfig("table", 50, 16)], optimizer)
+    before = contents(collection)
+    batch = te.KeyedJaggedTensor.from_lists({"table": [[3, 7], [], [3, 49]]})
+    train(collection, [(batch, torch.randn(3, 16))])
+    after = contents(collection)
+    others = torch.tensor([row for row in range(50) if row not in (3, 7, 49)])
+    for name in before.keys() - {"step"}:
+        assert torch.equal(after[name][others], before[name][others])
+    assert not torch.equal(after["table.weight"][[3, 7, 49]], before["table.weight"][[3, 7, 49]])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_learning_rate_of_zero_leaves_weights(name):
+    collection = make_collection([te.TableConfig("table", 5, 16)], OPTIMIZERS[name](lr=0.0))
+    before = contents(collection)
+    train(collection, random_steps(collection, 2))
+    assert_same_bits(
+        {"table.weight": contents(collection)["table.weight"]}, {"table.weight": before["table.weight"]}, name
+    )
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_gradients_and_rows_of_zeros_stay_finite(name):
+    collection = make_collection([te.TableConfig("table", 5, 3, init=torch.nn.init.zeros_)], OPTIMIZERS[name](lr=0.1))
+    collection.tables[0].weight.data[:3] = 0.0
+    batch = te.KeyedJaggedTensor.from_lists({"table": [[0, 1], [1, 4]]})
+    for grad in (torch.zeros(2, 3), torch.tensor([[1.0, 0.0, -1.0], [0.0, 0.0, 2.0]])):
+        train(collection, [(batch, grad)])
+        assert all(tensor.isfinite().all() for tensor in contents(collection).values())
+
+
+@pytest.mark.parametrize("batch", [{"table": []}, {"table": [[], []]}], ids=["no samples", "no ids"])
+@pytest.mark.parametrize("optimizer", configurations(), ids=lambda optimizer: optimizer.name)
+def test_a_batch_without_ids_changes_nothing_but_the_step(optimizer, batch):
+    collection = make_collection([te.TableConfig("table", 5, 16)], optimizer)
+    before = contents(collection)
+    train(collection, [(te.KeyedJaggedTensor.from_lists(batch), torch.ones(len(batch["table"]), 16))])
+    assert_same_bits(contents(collection), before | {"step": torch.tensor(1)})

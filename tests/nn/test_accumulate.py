@@ -1,0 +1,149 @@
+"""`accumulate()`: several micro-batches, one step, the bits of one large batch."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import tritonemb as te
+from tests.helpers import assert_same_bits, configurations, contents, make_collection, output_of, random_steps, train
+from tests.strategies import TABLE_DTYPES
+from tritonemb.ops import accumulate as accumulate_op
+
+
+def as_one_batch(steps, pooled=True):
+    """The micro-batches' samples in one batch, and its gradient."""
+    whole = te.KeyedJaggedTensor.stack([batch for batch, _ in steps])
+    if pooled:
+        return whole, torch.cat([grad for _, grad in steps])
+    rows = [te.KeyedJaggedTensor(batch.keys(), grad, offsets=batch.offsets()) for batch, grad in steps]
+    return whole, te.KeyedJaggedTensor.stack(rows).values()
+
+
+@pytest.mark.parametrize("dtype", TABLE_DTYPES)
+@pytest.mark.parametrize("optimizer", configurations(), ids=lambda optimizer: optimizer.name)
+def test_micro_batches_have_the_bits_of_one_batch(optimizer, dtype):
+    for pooled in (True, False):
+        poolings = ("sum", "mean") if pooled else ("none", "none")
+        configs = [te.TableConfig(name, 20, 7, pooling=p, dtype=dtype) for name, p in zip("ab", poolings, strict=True)]
+        collection = make_collection(configs, optimizer, pooled)
+        twin = copy.deepcopy(collection)
+        for seed in range(3):
+            steps = random_steps(collection, 4, weighted=True, seed=10 * seed)
+            before = contents(collection)
+            with collection.accumulate():
+                train(collection, steps)
+                assert_same_bits(contents(collection), before)
+                assert int(collection.pending) == 4
+            train(twin, [as_one_batch(steps, pooled)])
+            assert_same_bits(contents(collection), contents(twin), repr(optimizer))
+        assert int(collection.step) == 3
+        assert int(collection.pending) == 0
+
+
+def test_micro_batches_of_different_sizes_and_keys_in_any_order():
+    configs = [te.TableConfig("a", 20, 7), te.TableConfig("b", 20, 3, features=["a", "b"])]
+    collection = make_collection(configs, te.optim.Adam())
+    twin = copy.deepcopy(collection)
+    steps = []
+    for index, size in enumerate((1, 9, 0, 4)):
+        (batch, grad), *_ = random_steps(collection, 1, batch_size=size, seed=index)
+        steps.append((batch.permute([1, 0]), grad))
+    with collection.accumulate():
+        train(collection, steps)
+    train(twin, [as_one_batch(steps)])
+    assert_same_bits(contents(collection), contents(twin))
+
+
+def test_an_exception_discards_what_was_gathered():
+    collection = make_collection([te.TableConfig("a", 20, 7)], te.optim.Adagrad())
+    twin = copy.deepcopy(collection)
+    before = contents(collection)
+    steps = random_steps(collection, 4)
+
+    def fail_after_two() -> None:
+        with collection.accumulate():
+            train(collection, steps[:2])
+            raise KeyError("inside")
+
+    with pytest.raises(KeyError, match="inside"):
+        fail_after_two()
+    assert_same_bits(contents(collection), before)
+    assert int(collection.pending) == 0
+    with collection.accumulate():
+        train(collection, steps[2:])
+    train(twin, [as_one_batch(steps[2:])])
+    assert_same_bits(contents(collection), contents(twin))
+    assert not accumulate_op._pending
+
+
+def test_nothing_gathered_is_no_step():
+    collection = make_collection([te.TableConfig("a", 20, 7)], te.optim.Adagrad())
+    before = contents(collection)
+    with collection.accumulate():
+        pass
+    assert_same_bits(contents(collection), before)
+
+
+def test_a_backward_after_the_block_of_a_lookup_inside_does_not_leak():
+    """What comes too late for its step is not applied by the next one."""
+    collection = make_collection([te.TableConfig("a", 20, 7)], te.optim.SGD())
+    twin = copy.deepcopy(collection)
+    (late, late_grad), step = random_steps(collection, 2)
+    with collection.accumulate():
+        out = output_of(collection, late)
+    out.backward(late_grad)
+    with collection.accumulate():
+        train(collection, [step])
+    train(twin, [step])
+    assert_same_bits(contents(collection), contents(twin))
+
+
+def test_collections_do_not_share_what_they_gather():
+    first = make_collection([te.TableConfig("a", 20, 7)], te.optim.SGD())
+    second = copy.deepcopy(first)
+    plain = copy.deepcopy(first)
+    step1, step2 = random_steps(first, 2)
+    with first.accumulate(), second.accumulate():
+        train(first, [step1])
+        train(second, [step2])
+    for collection, step in ((first, step1), (second, step2)):
+        twin = copy.deepcopy(plain)
+        train(twin, [step])
+        assert_same_bits(contents(collection), contents(twin))
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_accumulate_compiled():
+    collection = make_collection([te.TableConfig("a", 20, 7), te.TableConfig("b", 9, 3)], te.optim.Adam())
+    twin = copy.deepcopy(collection)
+    compiled = torch.compile(collection, fullgraph=True)
+    steps = random_steps(collection, 3, weighted=True)
+    for _ in range(2):
+        with collection.accumulate():
+            train(compiled, steps)
+            assert int(collection.pending) == 3
+        train(twin, [as_one_batch(steps)])
+    train(compiled, steps)
+    train(twin, steps)
+    assert_same_bits(contents(collection), contents(twin))
+
+
+def test_misuse_has_a_name():
+    with (
+        pytest.raises(ValueError, match="fused optimizer"),
+        make_collection([te.TableConfig("a", 2, 7)], None).accumulate(),
+    ):
+        pass
+    collection = make_collection([te.TableConfig("a", 2, 7), te.TableConfig("b", 2, 7)], te.optim.SGD())
+    with pytest.raises(RuntimeError, match="already active"), collection.accumulate(), collection.accumulate():
+        pass
+    (batch, grad), *_ = random_steps(collection, 1)
+    before = contents(collection)
+    with pytest.raises(ValueError, match="same keys in every micro-batch"), collection.accumulate():
+        train(collection, [(batch, grad), (batch.permute([1, 0]), grad)])
+    assert_same_bits(contents(collection), before)
+    train(collection, [(batch, grad)])
+    assert int(collection.step) == 1

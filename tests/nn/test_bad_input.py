@@ -1,0 +1,280 @@
+"""What is wrong with a batch, a table or a gradient has a name, and nothing was changed."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import tritonemb as te
+from tests.helpers import assert_same_bits, contents, make_collection, output_of, random_steps, train
+from tritonemb.optim import OPTIMIZERS
+
+TABLES = [te.TableConfig("user", 10, 4, features=["u", "shared"]), te.TableConfig("genre", 5, 2, features=["shared"])]
+
+
+def make(optimizer: te.optim.Optimizer | None = None, pooled: bool = True, **options) -> te.nn.EmbeddingBagCollection:
+    tables = TABLES if pooled else [te.TableConfig(name, 5, 4, pooling="none") for name in ("u", "shared")]
+    return make_collection(tables, optimizer or te.optim.Adam(lr=0.1), pooled, **options)
+
+
+def batch_of(u, shared, dtype=torch.int64) -> te.KeyedJaggedTensor:
+    return te.KeyedJaggedTensor.from_lists({"u": u, "shared": shared}, dtype=dtype)
+
+
+def unchecked(keys, values, lengths=None, offsets=None) -> te.KeyedJaggedTensor:
+    """A batch whose contents are only looked at by the kernels, as on a GPU."""
+    batch = te.KeyedJaggedTensor(keys, values[:0], offsets=torch.zeros(1 + len(keys), dtype=torch.int64))
+    batch._values, batch._lengths, batch._offsets = values, lengths, offsets
+    return batch
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("value", [5, -1, 2**31 - 1, -(2**31)])
+@pytest.mark.parametrize("pooled", [True, False])
+def test_an_id_out_of_range_is_reported_in_full(pooled, value, dtype):
+    collection = make(pooled=pooled)
+    before = contents(collection)
+    batch = batch_of([[1], [2, 3]], [[0, 4], [1, value]], dtype)
+    with pytest.raises(ValueError, match="out of range") as caught:
+        output_of(collection, batch)
+    message = str(caught.value)
+    table = {True: "user" if not 0 <= value < 10 else "genre", False: "shared"}[pooled]
+    last = {"user": 9, "genre": 4, "shared": 4}[table]
+    for part in (
+        f"table '{table}'", f"id {value} ", "feature 'shared'", "sample 1", "position 6 of values", f"0 to {last}",
+    ):  # fmt: skip
+        assert part in message, message
+    assert_same_bits(contents(collection), before)
+
+
+def test_ids_beyond_32_bits_are_out_of_range():
+    """Their lower 32 bits would be valid."""
+    for value in (2**32, 2**32 + 1, -(2**32), 2**62):
+        with pytest.raises(ValueError, match=re.escape(f"id {value} of feature 'u', sample 0 (position 0 of values)")):
+            make()(batch_of([[value]], [[0]]))
+
+
+def test_the_first_bad_id_is_reported_on_any_number_of_threads():
+    table = te.TableConfig("table", 100, 16)
+    collection = make_collection([table], None)
+    values = torch.zeros(40_000, dtype=torch.int64)
+    values[[20_001, 25_000, 39_999]] = 100
+    batch = te.KeyedJaggedTensor(["table"], values, lengths=torch.full((20_000,), 2))
+    for num_threads in (1, 2, 4):
+        torch.set_num_threads(num_threads)
+        with pytest.raises(ValueError, match=r"sample 10000 \(position 20001 of values\)"):
+            collection(batch)
+
+
+@pytest.mark.parametrize(
+    "optimizer", [None, *(kind(lr=0.1) for kind in OPTIMIZERS.values())], ids=lambda o: getattr(o, "name", "none")
+)
+@pytest.mark.parametrize("pooled", [True, False])
+def test_ignored_ids_read_as_zero_and_update_nothing(pooled, optimizer):
+    tables = [te.TableConfig(name, 5, 4, pooling="sum" if pooled else "none") for name in ("u", "shared")]
+    collection = make_collection(tables, optimizer, pooled, bounds_check="ignore")
+    twin = make_collection(tables, optimizer, pooled)
+    bad, good = batch_of([[1, 5], [-1]], [[2**40], [3]]), batch_of([[1], []], [[], [3]])
+    out, expected = output_of(collection, bad), output_of(twin, good)
+    if pooled:
+        grad = torch.randn(2, 8)
+        assert torch.equal(out, expected)
+        out.backward(grad)
+        expected.backward(grad)
+    else:
+        grad = torch.randn(5, 4)
+        assert torch.equal(out[[0, 4]], expected)
+        assert not out[[1, 2, 3]].any()
+        out.backward(grad)
+        expected.backward(grad[[0, 4]])
+    assert_same_bits(contents(collection), contents(twin))
+    if optimizer is None:
+        for mine, theirs in zip(collection.tables, twin.tables, strict=True):
+            assert torch.equal(mine.weight.grad, theirs.weight.grad)
+
+
+def test_an_ignored_id_counts_in_the_length_of_its_bag():
+    collection = make_collection([te.TableConfig("t", 5, 4, pooling="mean")], None, bounds_check="ignore")
+    out = collection(te.KeyedJaggedTensor.from_lists({"t": [[2, 7]]}))
+    assert torch.equal(out[0], collection.tables[0].weight[2] / 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.uint8, torch.bool])
+def test_ids_of_a_wrong_dtype(dtype):
+    batch = te.KeyedJaggedTensor(["u", "shared"], torch.ones(2, dtype=dtype), lengths=torch.tensor([1, 1]))
+    for optimizer in (None, te.optim.SGD()):
+        collection = make_collection(TABLES, optimizer)
+        with pytest.raises(TypeError, match=f"ids must be int32 or int64, got {dtype}"):
+            collection(batch)
+
+
+def test_ids_of_a_wrong_shape():
+    batch = te.KeyedJaggedTensor(["u", "shared"], torch.ones(2, 1, dtype=torch.int64), lengths=torch.tensor([1, 1]))
+    for collection in (make_collection(TABLES, None), make()):
+        with pytest.raises(ValueError, match=r"ids must be 1-D, got shape \(2, 1\)"):
+            collection(batch)
+
+
+def test_grouping_checks_ids_too():
+    lengths = torch.tensor([1, 1])
+    with pytest.raises(TypeError, match=r"ids must be int32 or int64, got torch\.float32"):
+        make().group(te.KeyedJaggedTensor(["u", "shared"], torch.tensor([0.5, 1.5]), lengths=lengths))
+    with pytest.raises(ValueError, match=r"ids must be 1-D, got shape \(2, 1\)"):
+        make().group(te.KeyedJaggedTensor(["u", "shared"], torch.ones(2, 1, dtype=torch.int64), lengths=lengths))
+
+
+BAD_OFFSETS = {
+    "offsets must start with 0, got 1": [1, 1, 2, 3, 4],
+    "offsets end at 3 but there are 4 values": [0, 1, 2, 3, 3],
+    "offsets end at 9 but there are 4 values": [0, 1, 2, 3, 9],
+    "offsets must ascend: feature 'u', sample 1 goes from 3 to 2": [0, 3, 2, 3, 4],
+    "offsets must ascend: feature 'shared', sample 0 goes from 2 to -7": [0, 1, 2, -7, 4],
+    "offsets must ascend: feature 'shared', sample 1 goes from 9 to 4": [0, 1, 2, 9, 4],
+}
+
+
+@pytest.mark.parametrize("optimizer", [None, te.optim.Adagrad()], ids=["plain", "fused"])
+@pytest.mark.parametrize("message", BAD_OFFSETS)
+def test_kernels_check_offsets_that_nobody_looked_at(message, optimizer):
+    collection = make_collection(TABLES, optimizer)
+    before = contents(collection)
+    values, offsets = torch.tensor([1, 2, 3, 4]), torch.tensor(BAD_OFFSETS[message])
+    for dtype in (torch.int32, torch.int64):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            collection(unchecked(["u", "shared"], values, offsets=offsets.to(dtype)))
+    assert_same_bits(contents(collection), before)
+
+
+def test_lengths_that_nobody_looked_at():
+    values = torch.tensor([1, 2, 3, 4])
+    with pytest.raises(ValueError, match="offsets must ascend: feature 'u', sample 1 goes from 3 to 1"):
+        make()(unchecked(["u", "shared"], values, lengths=torch.tensor([3, -2, 2, 1])))
+    with pytest.raises(ValueError, match="offsets end at 5 but there are 4 values"):
+        make()(unchecked(["u", "shared"], values, lengths=torch.tensor([1, 1, 1, 2])))
+
+
+def test_a_batch_that_is_none():
+    with pytest.raises(ValueError, match=r"lacks the features \['shared'\].*\['u', 'other'\]"):
+        make()(te.KeyedJaggedTensor.from_lists({"u": [[1]], "other": [[1]]}))
+    with pytest.raises(TypeError, match=r"expected a KeyedJaggedTensor, got dict, which has no offsets\(\)"):
+        make()({"u": torch.tensor([1])})
+    with pytest.raises(TypeError, match="expected a KeyedJaggedTensor, got Tensor"):
+        make()(torch.tensor([1]))
+
+
+def test_tables_that_do_not_go_together():
+    table = te.TableConfig("t", 3, 2)
+    both = (te.nn.EmbeddingBagCollection, te.nn.EmbeddingCollection)
+    for kind in both:
+        with pytest.raises(ValueError, match="at least one table"):
+            kind([])
+        with pytest.raises(ValueError, match="not available in this collection"):
+            kind([te.TableConfig("t", 3, 2, placement="disk")])
+        with pytest.raises(TypeError, match=r"optimizer must be one of tritonemb\.optim"):
+            kind([table], optimizer="adam")
+        with pytest.raises(TypeError, match=r"optimizer must be one of tritonemb\.optim"):
+            kind([table], optimizer=te.optim.Adam)
+        with pytest.raises(ValueError, match="bounds_check must be one of"):
+            kind([table], bounds_check="warn")
+    with pytest.raises(ValueError, match="table 't' is given twice"):
+        both[0]([table, te.TableConfig("t", 5, 2, ["other"])])
+    with pytest.raises(TypeError, match="tables must be TableConfig, got 't'"):
+        both[0](["t"])
+    with pytest.raises(ValueError, match="'t' has pooling 'none'; use EmbeddingCollection"):
+        both[0]([te.TableConfig("t", 3, 2, pooling="none")])
+    with pytest.raises(ValueError, match="'t' has pooling 'mean'; use EmbeddingBagCollection"):
+        both[1]([te.TableConfig("t", 3, 2, pooling="mean")])
+    with pytest.raises(ValueError, match=r"need one embedding_dim, got \{'t': 2, 's': 3\}"):
+        both[1]([table, te.TableConfig("s", 3, 3)])
+    with pytest.raises(ValueError, match="feature 't' feeds tables 't' and 's'; only one can"):
+        both[1]([table, te.TableConfig("s", 3, 2, ["t"])])
+
+
+def test_frozen_tables_need_a_collection_of_their_own():
+    collection = make()
+    collection.tables[1].weight.requires_grad_(False)
+    with pytest.raises(ValueError, match=r"tables \['genre'\] do not require gradients"):
+        collection(batch_of([[1]], [[1]]))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("num_threads", [1, 4])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_gradient_that_is_not_finite_is_raised_before_anything_changes(name, num_threads, bad):
+    torch.set_num_threads(num_threads)
+    tables = [te.TableConfig("first", 400, 33), te.TableConfig("second", 300, 7)]
+    collection = make_collection(tables, OPTIMIZERS[name](lr=0.1, nonfinite="raise"))
+    (batch, grad), good = random_steps(collection, 2, batch_size=400)
+    before = contents(collection)
+    sample = 17
+    grad[sample, 35] = bad
+    rows = batch.to_lists()["second"][sample]
+    assert rows
+    with pytest.raises(FloatingPointError, match="no table was changed") as caught:
+        train(collection, [(batch, grad)])
+    found = re.search(r"table '(\w+)': the gradient of row (\d+)", str(caught.value))
+    assert found
+    assert found[1] == "second"
+    assert int(found[2]) in rows
+    assert_same_bits(contents(collection), before)
+    train(collection, [good])
+    assert int(collection.step) == 1
+
+
+@pytest.mark.parametrize("num_threads", [1, 4])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_rows_whose_gradient_is_not_finite_are_skipped_and_counted(name, num_threads):
+    torch.set_num_threads(num_threads)
+    tables = [te.TableConfig("first", 400, 33), te.TableConfig("second", 300, 7)]
+    collection = make_collection(tables, OPTIMIZERS[name](lr=0.1, nonfinite="skip"))
+    (batch, grad), *_ = random_steps(collection, 1, batch_size=400)
+    assert collection.skipped_rows() == {"first": 0, "second": 0}
+    grad[5, 0], grad[6, 2], grad[7, 36] = float("nan"), float("inf"), -float("inf")
+    lists = batch.to_lists()
+    skipped = {"first": {*lists["first"][5], *lists["first"][6]}, "second": set(lists["second"][7])}
+    assert all(skipped.values())
+    before = contents(collection)
+    train(collection, [(batch, grad)])
+    assert collection.skipped_rows() == {name: len(rows) for name, rows in skipped.items()}
+    after = contents(collection)
+    for table, rows in skipped.items():
+        for key in before:
+            if key.startswith(table):
+                assert torch.equal(after[key][list(rows)], before[key][list(rows)])
+        touched = list({row for ids in lists[table] for row in ids} - rows)
+        assert not (after[f"{table}.weight"][touched] == before[f"{table}.weight"][touched]).all(1).any()
+        assert after[f"{table}.weight"].isfinite().all()
+    train(collection, [(batch, grad)])
+    assert collection.skipped_rows() == {name: 2 * len(rows) for name, rows in skipped.items()}
+
+
+def test_by_default_what_is_not_finite_is_written():
+    collection = make(te.optim.SGD(lr=0.1))
+    collection(batch_of([[1]], [[2]])).backward(torch.full((1, 10), float("nan")))
+    assert contents(collection)["genre.weight"].isnan().any(1).tolist() == [False, False, True, False, False]
+    assert contents(collection)["user.weight"].isnan().any(1).nonzero().flatten().tolist() == [1, 2]
+
+
+def test_clipping_comes_before_the_check_but_does_not_hide_nan():
+    collection = make_collection([te.TableConfig("t", 3, 2)], te.optim.SGD(lr=1.0, nonfinite="raise", max_gradient=0.5))
+    before = contents(collection)["t.weight"]
+    batch = te.KeyedJaggedTensor.from_lists({"t": [[0]]})
+    collection(batch).backward(torch.tensor([[float("inf"), -float("inf")]]))
+    torch.testing.assert_close(contents(collection)["t.weight"][0], before[0] - torch.tensor([0.5, -0.5]))
+    with pytest.raises(FloatingPointError, match="table 't'"):
+        collection(batch).backward(torch.tensor([[float("nan"), 0.0]]))
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_compiled_modules_report_the_same():
+    collection = make(te.optim.Adam(lr=0.1, nonfinite="raise"))
+    before = contents(collection)
+    compiled = torch.compile(collection, fullgraph=True)
+    with pytest.raises(ValueError, match=r"table 'genre': id 7 of feature 'shared', sample 0 \(position 1 of values\)"):
+        compiled(batch_of([[1]], [[7]]))
+    out = compiled(batch_of([[1]], [[2]]))
+    with pytest.raises(FloatingPointError, match="table 'user': the gradient of row 1"):
+        out.backward(torch.full((1, 10), float("nan")))
+    assert_same_bits(contents(collection), before)

@@ -1,0 +1,116 @@
+"""Same inputs, same bits: on any number of threads, compiled or not."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import tritonemb as te
+from tests.helpers import assert_same_bits, configurations, contents, make_collection, random_steps, train
+from tests.strategies import TABLE_DTYPES
+
+NUM_STEPS = 50
+THREADS = (1, 2, 4)
+# Enough elements that kernels share their work among threads.
+TABLES = [
+    te.TableConfig(f"{pooling}{index}", 400, 60 + index, pooling=pooling, dtype=dtype)
+    for index, dtype in enumerate(TABLE_DTYPES)
+    for pooling in ("sum", "mean")
+]
+SHAPE = {"batch_size": 48, "max_length": 9, "weighted": True}
+
+
+class Several(nn.Module):
+    """All optimizers side by side, so that one compilation serves them all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collections = nn.ModuleList(make_collection(TABLES, spec) for spec in configurations())
+
+    def forward(self, batch):
+        return torch.cat([collection(batch) for collection in self.collections], dim=1)
+
+
+def trained(num_steps: int, num_threads: int, compiled: bool) -> dict[str, torch.Tensor]:
+    torch.set_num_threads(num_threads)
+    model = Several()
+    steps = random_steps(model.collections[0], num_steps, **SHAPE)
+    if compiled:
+        torch._dynamo.reset()
+        function = torch.compile(model, fullgraph=True, dynamic=True)
+        for batch, grad in steps:
+            function(batch).backward(grad.repeat(1, len(model.collections)))
+    else:
+        for collection in model.collections:
+            train(collection, steps)
+    return {
+        f"{collection.optimizer.name} {name}": tensor
+        for collection in model.collections
+        for name, tensor in contents(collection).items()
+    }
+
+
+@pytest.fixture(scope="module")
+def on_one_thread() -> dict[str, torch.Tensor]:
+    before = torch.get_num_threads()
+    result = trained(NUM_STEPS, 1, compiled=False)
+    torch.set_num_threads(before)
+    return result
+
+
+def test_the_tables_move(on_one_thread):
+    untrained = Several()
+    for collection in untrained.collections:
+        for name, tensor in contents(collection).items():
+            moved = on_one_thread[f"{collection.optimizer.name} {name}"]
+            assert not torch.equal(moved, tensor), f"{collection.optimizer.name} {name}"
+
+
+@pytest.mark.parametrize("num_threads", THREADS)
+def test_any_number_of_threads_gives_the_same_bits(num_threads, on_one_thread):
+    assert_same_bits(trained(NUM_STEPS, num_threads, compiled=False), on_one_thread)
+
+
+@pytest.mark.usefixtures("dynamo")
+@pytest.mark.parametrize(
+    "num_threads", [4, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
+)
+def test_compiled_on_any_number_of_threads_gives_the_same_bits(num_threads, on_one_thread):
+    assert_same_bits(trained(NUM_STEPS, num_threads, compiled=True), on_one_thread)
+
+
+def test_a_changing_number_of_threads_gives_the_same_bits():
+    for spec in configurations():
+        collection = make_collection(TABLES, spec)
+        twin = copy.deepcopy(collection)
+        steps = random_steps(collection, 6, **SHAPE)
+        for index, step in enumerate(steps):
+            torch.set_num_threads(THREADS[index % 3])
+            train(collection, [step])
+        torch.set_num_threads(2)
+        train(twin, steps)
+        assert_same_bits(contents(collection), contents(twin), spec.name)
+
+
+@pytest.mark.parametrize("spec", configurations(), ids=lambda spec: spec.name)
+def test_a_row_is_updated_alike_whatever_else_is_in_the_batch(spec):
+    """Samples and features that do not touch a row leave its bits, and the sample's output, as they would be."""
+    collection = make_collection(TABLES, spec)
+    alone = copy.deepcopy(collection)
+    width = sum(config.embedding_dim for config in TABLES)
+    for seed in range(3):
+        grad = torch.randn(1, width, generator=torch.Generator().manual_seed(seed))
+        mine = {config.name: [[3, 9, 3]] for config in TABLES}
+        others = {config.name: [[3, 9, 3], *[[100 + i, 200 + i + seed] for i in range(40)]] for config in TABLES}
+        small = alone(te.KeyedJaggedTensor.from_lists(mine))
+        large = collection(te.KeyedJaggedTensor.from_lists(others))
+        assert torch.equal(small[0], large[0])
+        small.backward(grad)
+        large.backward(torch.cat([grad, torch.ones(40, width)]))
+    found, expected = contents(collection), contents(alone)
+    for name in expected.keys() - {"step"}:
+        assert torch.equal(found[name][[3, 9]], expected[name][[3, 9]]), name
+        assert not torch.equal(found[name], expected[name])

@@ -1,0 +1,274 @@
+"""`EmbeddingBagCollection`: names, forms it can take, ordinary gradients."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from torch import nn
+
+import tritonemb as te
+from tests.helpers import assert_same_bits, configurations, contents, make_collection, random_steps, train
+from tests.strategies import TABLE_DTYPES, problems
+
+AWKWARD_NAMES = ["type", "forward", "training", "tables", "weight", "keys", "a b", "0", "ünïcode", "state_dict"]
+
+
+def small(
+    optimizer: te.optim.Optimizer | None = None, dtype: torch.dtype = torch.float32
+) -> te.nn.EmbeddingBagCollection:
+    configs = [te.TableConfig("user", 30, 8, dtype=dtype), te.TableConfig("genre", 5, 3, pooling="mean", dtype=dtype)]
+    return make_collection(configs, optimizer)
+
+
+@pytest.mark.parametrize("optimizer", [None, *configurations()], ids=lambda o: getattr(o, "name", "none"))
+def test_state_dict_has_a_name_for_everything(optimizer):
+    collection = small(optimizer)
+    states = [] if optimizer is None else [(spec.name, spec.per_element) for spec in optimizer.states]
+    expected = {"user.weight": (30, 8), "genre.weight": (5, 3)}
+    for name, per_element in states:
+        expected |= {
+            f"user.{name}": (30, 8) if per_element else (30,),
+            f"genre.{name}": (5, 3) if per_element else (5,),
+        }
+    if optimizer is not None:
+        expected["step"] = ()
+    assert {name: tuple(tensor.shape) for name, tensor in collection.state_dict().items()} == expected
+    assert [name for name, _ in collection.named_parameters()] == ["user.weight", "genre.weight"]
+
+
+def test_state_dict_restores_a_training_run():
+    for optimizer in configurations():
+        collection, other = small(optimizer), small(optimizer)
+        steps = random_steps(collection, 6)
+        train(collection, steps[:3])
+        file = io.BytesIO()
+        torch.save(collection.state_dict(), file)
+        file.seek(0)
+        other.load_state_dict(torch.load(file))
+        train(collection, steps[3:])
+        train(other, steps[3:])
+        assert_same_bits(contents(other), contents(collection), optimizer.name)
+
+
+def test_tables_may_have_the_names_of_methods():
+    configs = [te.TableConfig(name, 7, 3) for name in AWKWARD_NAMES]
+    collection = make_collection(configs, te.optim.Adagrad())
+    steps = random_steps(collection, 2)
+    train(collection, steps)
+    names = {f"{name}.{part}" for name in AWKWARD_NAMES for part in ("weight", "sum")}
+    assert collection.state_dict().keys() == names | {"step"}
+    twin = make_collection(
+        [te.TableConfig(f"t{i}", 7, 3, [name]) for i, name in enumerate(AWKWARD_NAMES)], te.optim.Adagrad()
+    )
+    train(twin, steps)
+    expected = contents(twin)
+    for index, name in enumerate(AWKWARD_NAMES):
+        assert torch.equal(collection.state_dict()[f"{name}.weight"], expected[f"t{index}.weight"])
+    assert_same_bits(contents(copy.deepcopy(collection)), contents(collection))
+
+
+@pytest.mark.parametrize("name", ["step", "skipped", "pending", "learning_rate"])
+def test_tables_may_have_the_names_of_buffers(name):
+    collection = make_collection([te.TableConfig(name, 7, 3)], te.optim.SGD(lr=0.1))
+    twin = make_collection([te.TableConfig("other", 7, 3, [name])], te.optim.SGD(lr=0.1))
+    steps = random_steps(collection, 2)
+    train(collection, steps)
+    train(twin, steps)
+    assert torch.equal(collection.state_dict()[f"{name}.weight"], twin.state_dict()["other.weight"])
+    assert_same_bits(contents(copy.deepcopy(collection)), contents(collection))
+
+
+def test_modes_may_be_switched_with_a_table_called_training():
+    collection = make_collection([te.TableConfig("training", 7, 3)], te.optim.SGD())
+    assert collection.training is True
+    assert collection.eval() is collection
+    assert collection.training is False
+    assert collection.train().training is True
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_awkward_names_compile():
+    collection = make_collection([te.TableConfig(name, 7, 3) for name in AWKWARD_NAMES], te.optim.SGD())
+    twin = copy.deepcopy(collection)
+    steps = random_steps(collection, 2)
+    train(torch.compile(collection, fullgraph=True, backend="aot_eager"), steps)
+    train(twin, steps)
+    assert_same_bits(contents(collection), contents(twin))
+
+
+@pytest.mark.parametrize("pooling", ["sum", "mean"])
+def test_ordinary_gradients_are_those_of_torchs_embedding_bag(pooling):
+    collection = make_collection([te.TableConfig("table", 30, 8, pooling=pooling)], None)
+    bag = nn.EmbeddingBag(30, 8, mode=pooling, include_last_offset=True)
+    bag.weight.data.copy_(collection.tables[0].weight.data)
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9) for module in (collection, bag)]
+    for batch, grad in random_steps(collection, 5):
+        for module, optimizer in zip((collection, bag), optimizers, strict=True):
+            optimizer.zero_grad()
+            out = module(batch) if module is collection else bag(batch.values(), batch.offsets())
+            out.backward(grad)
+            optimizer.step()
+        # Sums of a few normal values in another order.
+        torch.testing.assert_close(collection.tables[0].weight.grad, bag.weight.grad, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(collection.tables[0].weight, bag.weight, rtol=1e-6, atol=1e-6)
+
+
+def test_ordinary_gradients_add_up():
+    collection = small()
+    steps = random_steps(collection, 2)
+    train(collection, steps)
+    both = [table.weight.grad.clone() for table in collection.tables]
+    single = []
+    for step in steps:
+        collection.zero_grad()
+        train(collection, [step])
+        single.append([table.weight.grad for table in collection.tables])
+    for total, parts in zip(both, zip(*single, strict=True), strict=True):
+        assert torch.equal(total, parts[0] + parts[1])
+
+
+@given(problems())
+def test_the_order_of_keys_does_not_matter(problem):
+    configs, batch = problem
+    collection = make_collection(configs, None)
+    out = collection(batch)
+    backwards = list(reversed(range(len(batch.keys()))))
+    assert torch.equal(collection(batch.permute(backwards)), out)
+    needed = [batch.keys().index(name) for name in collection.feature_names]
+    assert torch.equal(collection(batch.permute(needed)), out)
+    parts = out.split(collection.embedding_dims, dim=1)
+    names = [(config, feature) for config in configs for feature in config.feature_names]
+    for (config, feature), part in zip(names, parts, strict=True):
+        alone = make_collection(
+            [te.TableConfig("t", config.num_embeddings, config.embedding_dim, [feature], config.pooling)], None
+        )
+        alone.tables[0].weight.data.copy_(collection._modules[config.name].weight.data)
+        assert torch.equal(alone(batch), part)
+
+
+@pytest.mark.parametrize(
+    "make_copy", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))], ids=["deepcopy", "pickle"]
+)
+@pytest.mark.parametrize("optimizer", [None, te.optim.Adam(lr=0.1)], ids=["plain", "fused"])
+def test_a_copy_is_independent_and_goes_on_alike(optimizer, make_copy):
+    collection = small(optimizer)
+    steps = random_steps(collection, 4)
+    train(collection, steps[:2])
+    if optimizer is not None:
+        collection.set_learning_rate(0.3)
+        assert collection.fused_optimizer.param_groups[0]["lr"] == pytest.approx(0.3)  # stored as float32
+    other = make_copy(collection)
+    assert_same_bits(contents(other), contents(collection))
+    before = contents(collection)
+    train(other, steps[2:])
+    assert_same_bits(contents(collection), before)
+    if optimizer is not None:
+        train(collection, steps[2:])
+        assert_same_bits(contents(other), contents(collection))
+        assert float(other.learning_rate) == float(collection.learning_rate)
+        other.fused_optimizer.param_groups[0]["lr"] = 0.5
+        assert (float(other.learning_rate), float(collection.learning_rate)) == (0.5, pytest.approx(0.3))
+    else:
+        assert all(
+            not torch.equal(a.weight.grad, b.weight.grad) for a, b in zip(other.tables, collection.tables, strict=True)
+        )
+
+
+@pytest.mark.parametrize("dtype", TABLE_DTYPES[1:])
+@pytest.mark.parametrize("optimizer", configurations(), ids=lambda optimizer: optimizer.name)
+def test_casting_to_16_bits_keeps_states(optimizer, dtype):
+    collection = small(optimizer)
+    train(collection, random_steps(collection, 2))
+    before, rate = contents(collection), collection.learning_rate.clone()
+    collection.to(dtype)
+    after = contents(collection)
+    for name, tensor in before.items():
+        assert torch.equal(after[name], tensor.to(dtype) if name.endswith(".weight") else tensor)
+    assert torch.equal(collection.learning_rate, rate)
+    twin = small(optimizer, dtype)
+    twin.load_state_dict(after)
+    steps = random_steps(collection, 2, seed=9)
+    train(collection, steps)
+    train(twin, steps)
+    assert_same_bits(contents(collection), contents(twin))
+
+
+@pytest.mark.parametrize("optimizer", [None, te.optim.Adam(lr=0.25)], ids=["plain", "fused"])
+@pytest.mark.usefixtures("poisoned")
+def test_a_meta_collection_becomes_real(optimizer):
+    configs = [te.TableConfig("user", 30, 8, init=nn.init.ones_), te.TableConfig("genre", 5, 3)]
+    collection = te.nn.EmbeddingBagCollection(configs, optimizer, device="meta")
+    assert all(table.weight.is_meta for table in collection.tables)
+    collection.to_empty(device="cpu")
+    collection.reset_parameters()
+    state = contents(collection)
+    assert torch.equal(state["user.weight"], torch.ones(30, 8))
+    assert state["genre.weight"].abs().max() <= 5**-0.5
+    assert all(not tensor.any() for name, tensor in state.items() if not name.endswith(".weight"))
+    if optimizer is not None:
+        assert float(collection.learning_rate) == 0.25
+        assert collection.skipped_rows() == {"user": 0, "genre": 0}
+        assert int(collection.pending) == 0
+    twin = te.nn.EmbeddingBagCollection(configs, optimizer)
+    twin.load_state_dict(state)
+    steps = random_steps(twin, 3)
+    train(collection, steps)
+    train(twin, steps)
+    assert_same_bits(contents(collection), contents(twin))
+
+
+def test_float64_is_served_too():
+    """By the reference, in float64 throughout but for the states."""
+    collection = small(te.optim.Adagrad(lr=0.1))
+    single = copy.deepcopy(collection)
+    collection.double()
+    steps = random_steps(single, 3)
+    train(single, steps)
+    for batch, grad in steps:
+        out = collection(batch)
+        assert out.dtype == torch.float64
+        out.backward(grad.double())
+    found = contents(collection)
+    assert found["user.sum"].dtype == torch.float32
+    for name, tensor in contents(single).items():
+        torch.testing.assert_close(found[name].double(), tensor.double(), rtol=1e-5, atol=1e-6)  # float32 on one side
+
+
+def test_outputs_have_the_tables_dtype_or_the_one_asked_for():
+    batch = te.KeyedJaggedTensor.from_lists({"user": [[1]], "genre": [[2]]})
+    assert small(dtype=torch.bfloat16)(batch).dtype == torch.bfloat16
+    mixed = te.nn.EmbeddingBagCollection(
+        [te.TableConfig("user", 3, 2, dtype=torch.float16), te.TableConfig("genre", 3, 2)]
+    )
+    assert mixed(batch).dtype == torch.float32
+    configs = [te.TableConfig("user", 3, 2, dtype=torch.float16)]
+    assert te.nn.EmbeddingBagCollection(configs, output_dtype=torch.float32)(batch).dtype == torch.float32
+
+
+def test_no_update_without_gradients():
+    collection = small(te.optim.Adagrad(lr=1.0))
+    before = contents(collection)
+    (batch, _), *_ = random_steps(collection, 1)
+    trained = collection(batch)
+    with torch.no_grad():
+        assert torch.equal(collection(batch), trained)
+    with torch.inference_mode():
+        assert torch.equal(collection(batch), trained)
+    del trained
+    assert_same_bits(contents(collection), before)
+    collection.requires_grad_(False)
+    assert not collection(batch).requires_grad
+
+
+def test_groups_may_be_computed_ahead():
+    collection = small(te.optim.Adam(lr=0.1))
+    twin = copy.deepcopy(collection)
+    for batch, grad in random_steps(collection, 3, weighted=True):
+        collection(batch, groups=collection.group(batch)).backward(grad)
+        twin(batch).backward(grad)
+    assert_same_bits(contents(collection), contents(twin))

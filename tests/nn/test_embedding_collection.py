@@ -1,0 +1,73 @@
+"""`EmbeddingCollection`: a row for each id."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from torch import nn
+
+import tritonemb as te
+from tests import plain
+from tests.helpers import assert_same_bits, contents, make_collection, random_steps, train
+from tests.strategies import TABLE_DTYPES, problems
+
+
+@given(problems(dtypes=TABLE_DTYPES, pooled=False))
+@pytest.mark.usefixtures("poisoned")
+def test_rows_under_the_batchs_keys_and_offsets(problem):
+    configs, batch = problem
+    collection = make_collection(configs, None, pooled=False)
+    result = collection(batch)
+    assert isinstance(result, te.KeyedJaggedTensor)
+    assert result.keys() == batch.keys()
+    assert torch.equal(result.offsets(), batch.offsets())
+    dtypes = {config.dtype for config in configs}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    weights = [table.weight.detach().float() for table in collection.tables]
+    # One product of float32 numbers: exact in float64, rounded once to float32, then to the tables' dtype.
+    expected = plain.unpooled_lookup(configs, weights, batch, batch.weights_or_none())
+    assert torch.equal(result.values(), expected.to(dtype))
+
+
+def test_ordinary_gradients_are_those_of_torchs_embedding():
+    collection = make_collection([te.TableConfig("t", 9, 5, pooling="none")], None, pooled=False)
+    embedding = nn.Embedding(9, 5)
+    embedding.weight.data.copy_(collection.tables[0].weight.data)
+    for batch, grad in random_steps(collection, 3):
+        for module in (collection, embedding):
+            module.zero_grad()
+        collection(batch).values().backward(grad)
+        embedding(batch.values()).backward(grad)
+        # A few values summed in another order.
+        torch.testing.assert_close(collection.tables[0].weight.grad, embedding.weight.grad, rtol=1e-6, atol=1e-6)
+
+
+def test_a_fused_step_is_that_of_bags_of_one():
+    names = ("a", "b")
+    unpooled = make_collection(
+        [te.TableConfig(n, 9, 5, pooling="none") for n in names], te.optim.Adam(lr=0.1), pooled=False
+    )
+    pooled = make_collection([te.TableConfig(n, 9, 5) for n in names], te.optim.Adam(lr=0.1))
+    for seed in range(5):
+        values = torch.randint(0, 9, (24,), generator=torch.Generator().manual_seed(seed))
+        batch = te.KeyedJaggedTensor(list(names), values, lengths=torch.ones(24, dtype=torch.int64))
+        grad = torch.randn(12, 10)
+        train(pooled, [(batch, grad)])
+        train(unpooled, [(batch, torch.cat([grad[:, :5], grad[:, 5:]]))])
+    assert_same_bits(contents(unpooled), contents(pooled))
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_compiled_it_returns_the_same():
+    collection = make_collection([te.TableConfig(n, 9, 5, pooling="none") for n in "ab"], te.optim.SGD(), pooled=False)
+    twin = copy.deepcopy(collection)
+    compiled = torch.compile(collection, fullgraph=True)
+    for batch, grad in random_steps(collection, 3, weighted=True):
+        found, expected = compiled(batch), twin(batch)
+        assert found.to_lists() == expected.to_lists()
+        found.values().backward(grad)
+        expected.values().backward(grad)
+    assert_same_bits(contents(collection), contents(twin))

@@ -1,0 +1,144 @@
+"""The update in the backward, against `torch.nn.EmbeddingBag` with `torch.optim`, and its side conditions."""
+
+from __future__ import annotations
+
+import copy
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import tritonemb as te
+from tests.helpers import contents, make_collection, random_steps, train
+
+# Float32 on both sides, sums and formulas in another order, ten steps.
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def train_with_torch(collection, steps, make_optimizer):
+    """The same tables as `nn.EmbeddingBag`s, trained with a dense optimizer."""
+    bags = nn.ModuleList(
+        nn.EmbeddingBag(c.num_embeddings, c.embedding_dim, mode=c.pooling, include_last_offset=True)
+        for c in collection.configs
+    )
+    for bag, table in zip(bags, collection.tables, strict=True):
+        bag.weight.data.copy_(table.weight.data)
+    optimizer = make_optimizer(bags.parameters())
+    for batch, grad in steps:
+        optimizer.zero_grad()
+        parts = []
+        for bag, config in zip(bags, collection.configs, strict=True):
+            part = batch[config.name]
+            parts.append(bag(part.values(), part.offsets()))
+        torch.cat(parts, dim=1).backward(grad)
+        optimizer.step()
+    return bags
+
+
+PAIRS = {
+    "sgd": (te.optim.SGD(lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
+    "adagrad": (te.optim.Adagrad(lr=0.1, eps=1e-6), lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-6)),
+    "adam": (te.optim.Adam(lr=0.1, eps=1e-6), lambda p: torch.optim.Adam(p, lr=0.1, eps=1e-6)),
+    "adamw": (
+        te.optim.Adam(lr=0.1, eps=1e-6, weight_decay=0.3),
+        lambda p: torch.optim.AdamW(p, lr=0.1, eps=1e-6, weight_decay=0.3),
+    ),
+    "adam with L2": (
+        te.optim.Adam(lr=0.1, eps=1e-6, weight_decay=0.3, weight_decay_mode="l2"),
+        lambda p: torch.optim.Adam(p, lr=0.1, eps=1e-6, weight_decay=0.3),
+    ),
+    "sgd with L2": (te.optim.SGD(lr=0.1, weight_decay=0.3), lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.3)),
+}
+DENSE = ("adam", "adamw", "adam with L2", "sgd with L2")  # in torch.optim rows outside the batch move too
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_fused_step_is_torchs(name):
+    ours, theirs = PAIRS[name]
+    num_rows = 4 if name in DENSE else 30
+    configs = [te.TableConfig("a", num_rows, 8), te.TableConfig("b", num_rows, 5, pooling="mean")]
+    collection = make_collection(configs, ours)
+    steps = random_steps(collection, 10, batch_size=60)
+    if name in DENSE:
+        assert all(batch[key].values().unique().numel() == num_rows for batch, _ in steps for key in ("a", "b"))
+    bags = train_with_torch(collection, steps, theirs)
+    train(collection, steps)
+    for bag, table in zip(bags, collection.tables, strict=True):
+        assert table.weight.grad is None
+        torch.testing.assert_close(table.weight, bag.weight, **TOLERANCE)
+
+
+def test_adam_leaves_the_moments_of_absent_rows_and_counts_all_steps():
+    collection = make_collection([te.TableConfig("table", 4, 2)], te.optim.Adam(lr=0.1))
+    start = contents(collection)["table.weight"]
+    grad = torch.tensor([[1.0, -2.0]])
+    for ids in ([0], [1], [1], [0]):
+        train(collection, [(te.KeyedJaggedTensor.from_lists({"table": [ids]}), grad)])
+    first = (1 - 0.9) * grad / (1 - 0.9) / ((1 - 0.999) * grad**2 / (1 - 0.999)).sqrt()
+    m = (0.9 * 0.1 + 0.1) * grad / (1 - 0.9**4)
+    v = (0.999 * 0.001 + 0.001) * grad**2 / (1 - 0.999**4)
+    expected = start[0] - 0.1 * first - 0.1 * m / v.sqrt()
+    torch.testing.assert_close(contents(collection)["table.weight"][:1], expected, **TOLERANCE)
+    assert torch.equal(contents(collection)["table.weight"][2:], start[2:])
+    assert int(collection.step) == 4
+
+
+def test_an_uncompiled_collection_may_be_looked_up_twice_before_the_backward():
+    """Each lookup's gradient is applied by itself, on the tables that the one before left behind."""
+    collection = make_collection([te.TableConfig("table", 6, 4)], te.optim.SGD(lr=0.1))
+    twin = copy.deepcopy(collection)
+    steps = random_steps(collection, 2)
+    (out1, out2) = (collection(batch) for batch, _ in steps)
+    torch.autograd.backward([out1, out2], [grad for _, grad in steps])
+    train(twin, steps)
+    assert int(collection.step) == 2
+    torch.testing.assert_close(contents(collection), contents(twin), **TOLERANCE)
+
+
+def leave(weight: torch.Tensor) -> None:
+    """An init that does not touch memory."""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives memory when it is first touched")
+def test_a_table_of_more_than_two_billion_elements():
+    num_rows, rows = 2**24 + 3, [0, 5, 2**24, 2**24 + 2]
+    config = te.TableConfig("large", num_rows, 128, dtype=torch.bfloat16, init=leave)
+    assert num_rows * 128 > 2**31
+    large = te.nn.EmbeddingBagCollection([config], te.optim.RowWiseAdagrad(lr=0.5, stochastic_rounding=False))
+    small = make_collection(
+        [te.TableConfig("large", 4, 128, dtype=torch.bfloat16)],
+        te.optim.RowWiseAdagrad(lr=0.5, stochastic_rounding=False),
+    )
+    large.tables[0].weight.data[rows] = small.tables[0].weight.data
+    for seed in range(3):
+        grad = torch.randn(3, 128, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        outputs = []
+        for collection, names in ((large, rows), (small, [0, 1, 2, 3])):
+            ids = [[names[0], names[3]], [names[2]], [names[1], names[3], names[3]]]
+            outputs.append(collection(te.KeyedJaggedTensor.from_lists({"large": ids})))
+            outputs[-1].backward(grad)
+        assert torch.equal(*outputs)
+    assert torch.equal(large.tables[0].weight[rows], small.tables[0].weight)
+    assert torch.equal(large.tables[0].get_buffer("sum")[rows], small.tables[0].get_buffer("sum"))
+    assert int((large.tables[0].get_buffer("sum") != 0).sum()) == 4
+
+
+def test_a_thousand_tables():
+    configs = [te.TableConfig(f"t{index}", 3 + index % 5, 1 + index % 7) for index in range(1_000)]
+    collection = make_collection(configs, te.optim.RowWiseAdagrad(lr=0.1))
+    (step, *_) = random_steps(collection, 1, batch_size=3, max_length=2)
+    train(collection, [step])
+    found = contents(collection)
+    untrained = make_collection(configs, None)
+    columns = 0
+    for index, config in enumerate(configs):
+        if index % 97 == 0:
+            alone = untrained.tables[index].weight.detach()
+            single = make_collection([config], te.optim.RowWiseAdagrad(lr=0.1))
+            single.tables[0].weight.data.copy_(alone)
+            train(single, [(step[0], step[1][:, columns : columns + config.embedding_dim])])
+            expected = contents(single)
+            assert torch.equal(found[f"{config.name}.weight"], expected[f"{config.name}.weight"])
+            assert torch.equal(found[f"{config.name}.sum"], expected[f"{config.name}.sum"])
+        columns += config.embedding_dim

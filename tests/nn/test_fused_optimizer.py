@@ -1,0 +1,162 @@
+"""`module.fused_optimizer` in the hands of schedulers and frameworks."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+import tritonemb as te
+from tests.helpers import assert_same_bits, configurations, contents, make_collection, random_steps, train
+
+
+def make(optimizer: te.optim.Optimizer | None = None) -> te.nn.EmbeddingBagCollection:
+    return make_collection([te.TableConfig("a", 9, 4), te.TableConfig("b", 5, 3)], optimizer or te.optim.SGD(lr=0.5))
+
+
+def test_it_is_one_optimizer_and_its_step_does_nothing():
+    collection = make()
+    optimizer = collection.fused_optimizer
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert collection.fused_optimizer is optimizer
+    assert [list(group["params"]) for group in optimizer.param_groups] == [[t.weight for t in collection.tables]]
+    train(collection, random_steps(collection, 1))
+    before = contents(collection)
+    optimizer.step()
+    assert optimizer.step(lambda: torch.tensor(3.0)) == 3.0
+    optimizer.zero_grad()
+    assert_same_bits(contents(collection), before)
+    assert make_collection([te.TableConfig("a", 9, 4)], None).fused_optimizer is None
+
+
+def test_the_learning_rate_is_the_one_that_was_given():
+    collection = make(te.optim.SGD(lr=0.1))
+    assert collection.fused_optimizer.param_groups[0]["lr"] == 0.1
+    collection.set_learning_rate(0.3)
+    assert collection.fused_optimizer.param_groups[0]["lr"] == 0.3
+    assert float(collection.learning_rate) == pytest.approx(0.3)
+
+
+def step_size(collection: te.nn.EmbeddingBagCollection) -> float:
+    """How far the next backward moves a weight whose gradient is 1, by SGD."""
+    before = contents(collection)["a.weight"][0]
+    batch = te.KeyedJaggedTensor.from_lists({"a": [[0]], "b": [[0]]})
+    collection(batch).backward(torch.ones(1, 7))
+    return float((before - contents(collection)["a.weight"][0]).mean())
+
+
+# The weights are of size 1, so a difference of weights has an error of about 1e-7.
+near = {"rel": 1e-6, "abs": 3e-7}
+SCHEDULERS = {
+    "StepLR": lambda o: lr_scheduler.StepLR(o, step_size=2, gamma=0.1),
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 1 / (1 + epoch)),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=5),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.7, total_steps=8, cycle_momentum=False),
+    "SequentialLR": lambda o: lr_scheduler.SequentialLR(
+        o, [lr_scheduler.LinearLR(o, 0.1, total_iters=3), lr_scheduler.ExponentialLR(o, 0.5)], milestones=[3]
+    ),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, factor=0.5, patience=0),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_schedulers_set_the_rate_of_the_next_backward(name):
+    collection = make()
+    ours = collection.fused_optimizer
+    plain = torch.optim.SGD([torch.zeros(1)], lr=0.5)
+    schedulers = [SCHEDULERS[name](optimizer) for optimizer in (ours, plain)]
+    rates = []
+    for _ in range(7):
+        expected = plain.param_groups[0]["lr"]
+        rates.append(expected)
+        assert ours.param_groups[0]["lr"] == pytest.approx(expected)
+        assert float(collection.learning_rate) == pytest.approx(expected)
+        assert step_size(collection) == pytest.approx(expected, **near)
+        for optimizer, scheduler in zip((ours, plain), schedulers, strict=True):
+            optimizer.step()
+            scheduler.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+    assert len(set(rates)) > 2
+
+
+def test_a_rate_may_be_set_from_either_side():
+    collection = make()
+    collection.set_learning_rate(0.25)
+    assert collection.fused_optimizer.param_groups[0]["lr"] == 0.25
+    collection.set_learning_rate(0.125)
+    assert collection.fused_optimizer.param_groups[0]["lr"] == 0.125
+    assert step_size(collection) == pytest.approx(0.125, **near)
+    collection.fused_optimizer.param_groups[0]["lr"] = 0.75
+    assert step_size(collection) == pytest.approx(0.75, **near)
+    collection.fused_optimizer.param_groups[0].update(lr=torch.tensor(0.5))
+    assert step_size(collection) == pytest.approx(0.5, **near)
+
+
+@pytest.mark.parametrize("lr", [-0.1, float("inf"), float("nan")])
+def test_a_bad_rate_is_refused_and_nothing_changes(lr):
+    collection = make()
+    with pytest.raises(ValueError, match="learning rate must lie in"):
+        collection.set_learning_rate(lr)
+    with pytest.raises(ValueError, match="learning rate must lie in"):
+        collection.fused_optimizer.param_groups[0]["lr"] = lr
+    assert collection.fused_optimizer.param_groups[0]["lr"] == 0.5
+    assert float(collection.learning_rate) == 0.5
+    with pytest.raises(ValueError, match="no fused optimizer"):
+        make_collection([te.TableConfig("a", 9, 4)], None).set_learning_rate(0.1)
+
+
+@pytest.mark.parametrize("optimizer", configurations(), ids=lambda optimizer: optimizer.name)
+def test_its_state_dict_restores_states_and_rate(optimizer):
+    collection, other = make(optimizer), make(optimizer)
+    steps = random_steps(collection, 6)
+    train(collection, steps[:3])
+    collection.set_learning_rate(0.02)
+    saved = copy.deepcopy(collection.fused_optimizer.state_dict())
+    # torch.optim's rule: the optimizer's state dict has states, the model's has weights.
+    with torch.no_grad():
+        for mine, theirs in zip(collection.tables, other.tables, strict=True):
+            theirs.weight.copy_(mine.weight)
+    other.fused_optimizer.load_state_dict(saved)
+    assert float(other.learning_rate) == float(collection.learning_rate)
+    train(collection, steps[3:])
+    train(other, steps[3:])
+    assert_same_bits(contents(other), contents(collection), optimizer.name)
+
+
+def test_a_state_dict_that_does_not_fit_changes_nothing():
+    collection = make(te.optim.Adam())
+    train(collection, random_steps(collection, 1))
+    saved = copy.deepcopy(collection.fused_optimizer.state_dict())
+    before = contents(collection)
+    saved["state"][0]["exp_avg"] += 1
+    saved["state"][1]["exp_avg"] = torch.zeros(5, 2)
+    with pytest.raises(ValueError, match=r"table 'b': state 'exp_avg' must have shape \(5, 3\), got \(5, 2\)"):
+        collection.fused_optimizer.load_state_dict(saved)
+    del saved["state"][1]["exp_avg"]
+    with pytest.raises(ValueError, match=r"table 'b': state 'exp_avg' .* got nothing"):
+        collection.fused_optimizer.load_state_dict(saved)
+    assert_same_bits(contents(collection), before)
+
+
+def test_its_states_are_the_collections():
+    collection = make(te.optim.Adam())
+    optimizer = collection.fused_optimizer
+    train(collection, random_steps(collection, 2))
+    state = optimizer.state_dict()["state"]
+    assert torch.equal(state[1]["exp_avg"], collection.state_dict()["b.exp_avg"])
+    assert int(state[0]["step"]) == 2
+
+
+def test_it_stays_true_when_the_collection_is_moved():
+    """`Module.to` may replace tensors; the optimizer must show the new ones."""
+    collection = make(te.optim.Adam())
+    optimizer = collection.fused_optimizer
+    collection.to(torch.bfloat16)
+    train(collection, random_steps(collection, 2))
+    assert all(a is b.weight for a, b in zip(optimizer.param_groups[0]["params"], collection.tables, strict=True))
+    for index, table in enumerate(collection.tables):
+        state = collection.fused_optimizer.state_dict()["state"][index]
+        assert torch.equal(state["exp_avg"], table.exp_avg)
+        assert state["exp_avg"].any()
+        assert int(state["step"]) == 2

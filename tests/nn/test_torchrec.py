@@ -1,0 +1,45 @@
+"""TorchRec's `KeyedJaggedTensor` is accepted wherever ours is."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import tritonemb as te
+from tests.helpers import assert_same_bits, contents, make_collection, output_of, random_steps
+
+sparse = pytest.importorskip("torchrec.sparse.jagged_tensor", reason="torchrec is not installed")
+
+
+@pytest.mark.parametrize("by", ["lengths", "offsets"])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("optimizer", [None, te.optim.Adam(lr=0.1)], ids=["plain", "fused"])
+@pytest.mark.parametrize("pooled", [True, False])
+def test_a_torchrec_batch_gives_the_same_result(pooled, optimizer, weighted, by):
+    configs = [te.TableConfig(name, 9, 5, pooling="sum" if pooled else "none") for name in "ab"]
+    collection = make_collection(configs, optimizer, pooled)
+    twin = copy.deepcopy(collection)
+    for batch, grad in random_steps(collection, 3, weighted=weighted):
+        theirs = sparse.KeyedJaggedTensor(
+            batch.keys(), batch.values(), batch.weights_or_none(), **{by: getattr(batch, by)()}
+        )
+        found, expected = output_of(collection, theirs), output_of(twin, batch)
+        assert torch.equal(found, expected)
+        found.backward(grad)
+        expected.backward(grad)
+    assert_same_bits(contents(collection), contents(twin))
+    for mine, other in zip(collection.tables, twin.tables, strict=True):
+        assert (mine.weight.grad is None) == (optimizer is not None)
+        assert mine.weight.grad is None or torch.equal(mine.weight.grad, other.weight.grad)
+
+
+def test_accumulating_torchrec_batches():
+    collection = make_collection([te.TableConfig(name, 9, 5) for name in "ab"], te.optim.Adagrad())
+    twin = copy.deepcopy(collection)
+    with collection.accumulate(), twin.accumulate():
+        for batch, grad in random_steps(collection, 3):
+            collection(sparse.KeyedJaggedTensor(batch.keys(), batch.values(), lengths=batch.lengths())).backward(grad)
+            twin(batch).backward(grad)
+    assert_same_bits(contents(collection), contents(twin))

@@ -1,0 +1,134 @@
+"""Every op passes PyTorch's own checks: schema, fakes, autograd registration, tracing with dynamic shapes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import tritonemb as te
+from tests.helpers import make_collection
+from tests.strategies import random_batch, rows_of
+from tritonemb.kernels.layout import make_layout
+from tritonemb.ops import row_groups
+from tritonemb.ops.accumulate import NOT_ACCUMULATING, Accumulator
+from tritonemb.optim import OPTIMIZERS
+
+OPS = torch.ops.tritonemb
+
+
+class Problem:
+    """Three tables, one key that feeds two of them, and the arguments that ops share."""
+
+    def __init__(self, pooled: bool = True, weighted: bool = False, batch_size: int = 5, id_dtype=torch.int64) -> None:
+        if pooled:
+            self.configs = [
+                te.TableConfig("a", 10, 3, features=["x", "y"]),
+                te.TableConfig("b", 7, 5, features=["y"], pooling="mean"),
+                te.TableConfig("c", 4, 1, features=["z"]),
+            ]
+        else:
+            self.configs = [te.TableConfig(name, 7, 5, pooling="none") for name in "xyz"]
+        rows = rows_of(self.configs)
+        self.batch = random_batch(rows, ["z", "x", "y"], batch_size, 3, weighted, id_dtype, id_dtype)
+        self.layout = make_layout(self.configs, self.batch.keys(), pooled)
+        self.values, self.offsets = self.batch.values(), self.batch.offsets()
+        self.sample_weights = self.batch.weights_or_none()
+        self.groups = row_groups(self.values, self.offsets, self.layout)
+        self.num_rows = batch_size if pooled else self.values.numel()
+
+    def weights(self, requires_grad: bool = False) -> list[Tensor]:
+        return [torch.randn(c.num_embeddings, c.embedding_dim).requires_grad_(requires_grad) for c in self.configs]
+
+    def grad(self) -> Tensor:
+        return torch.randn(self.num_rows, self.layout.width)
+
+    def states(self, optimizer: str) -> list[Tensor]:
+        return [
+            torch.zeros(c.num_embeddings, c.embedding_dim) if state.per_element else torch.zeros(c.num_embeddings)
+            for state in OPTIMIZERS[optimizer].states
+            for c in self.configs
+        ]
+
+    def counters(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Step, skipped, learning rate."""
+        zeros = torch.zeros(len(self.configs), dtype=torch.int64)
+        return torch.zeros((), dtype=torch.int64), zeros, torch.tensor(0.1)
+
+
+@pytest.fixture(
+    params=[
+        (True, False, 5, torch.int64),
+        (True, True, 5, torch.int32),
+        (False, True, 5, torch.int64),
+        (True, True, 0, torch.int64),
+    ],
+    ids=["pooled", "weighted-int32", "unpooled", "no samples"],
+)
+def problem(request) -> Problem:
+    return Problem(*request.param)
+
+
+@pytest.mark.usefixtures("dynamo")
+class TestOpcheck:
+    def test_row_groups(self, problem):
+        torch.library.opcheck(OPS.row_groups.default, (problem.values, problem.offsets, *problem.layout))
+
+    def test_embedding_bag(self, problem):
+        for dtype in (torch.float32, torch.bfloat16):
+            sample_weights = problem.sample_weights
+            if sample_weights is not None:
+                sample_weights = sample_weights.clone().requires_grad_()
+            args = (problem.weights(True), problem.values, problem.offsets, sample_weights, True, dtype)
+            torch.library.opcheck(OPS.embedding_bag.default, (*args, *problem.layout))
+
+    def test_embedding_bag_weight_gradient(self, problem):
+        args = (problem.grad(), problem.weights(), problem.values, problem.offsets, problem.sample_weights)
+        torch.library.opcheck(OPS.embedding_bag_weight_gradient.default, (*args, *problem.layout))
+
+    def test_sample_weight_gradient(self, problem):
+        sample_weights = torch.ones(problem.values.numel())
+        args = (problem.grad(), problem.weights(), problem.values, problem.offsets, sample_weights)
+        torch.library.opcheck(OPS.sample_weight_gradient.default, (*args, *problem.layout))
+
+    @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+    def test_row_update_(self, problem, optimizer):
+        args = (
+            problem.weights(), problem.states(optimizer), *problem.counters(), problem.grad(), problem.offsets,
+            problem.sample_weights, optimizer, list(OPTIMIZERS[optimizer](lr=0.1).hyperparameters),
+        )  # fmt: skip
+        torch.library.opcheck(OPS.row_update_.default, (*args, *problem.groups, *problem.layout))
+
+    def test_embedding_bag_fused(self, problem):
+        pending = torch.zeros((), dtype=torch.int64)
+        optimizer = te.optim.RowWiseAdagrad(lr=0.1)
+        sample_weights = problem.sample_weights
+        if sample_weights is not None:
+            sample_weights = sample_weights.clone().requires_grad_()
+        args = (
+            problem.weights(True), problem.states(optimizer.name), *problem.counters(), pending, optimizer.name,
+            list(optimizer.hyperparameters), NOT_ACCUMULATING, problem.values, problem.offsets, sample_weights, True,
+            torch.float32,
+        )  # fmt: skip
+        torch.library.opcheck(OPS.embedding_bag_fused.default, (*args, *problem.groups, *problem.layout))
+
+    def test_accumulate_(self, problem):
+        accumulator = Accumulator()
+        pending = torch.zeros((), dtype=torch.int64)
+        args = (pending, accumulator.handle, problem.grad(), problem.values, problem.offsets, problem.sample_weights)
+        torch.library.opcheck(OPS.accumulate_.default, args)
+        assert accumulator.take()
+
+
+def test_every_op_is_checked():
+    """A new op of this library needs a test of its own name here."""
+    collection = make_collection([te.TableConfig("table", 3, 2)], te.optim.SGD())
+    collection(te.KeyedJaggedTensor.from_lists({"table": [[1]]})).sum().backward()
+    defined = {
+        schema.name.removeprefix("tritonemb::")
+        for schema in torch._C._jit_get_all_schemas()
+        if schema.name.startswith("tritonemb::")
+    }
+    checked = {name.removeprefix("test_") for name in vars(TestOpcheck) if name.startswith("test_")}
+    assert defined
+    assert defined == checked

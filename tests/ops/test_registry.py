@@ -1,0 +1,39 @@
+"""Which kernel serves an op."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tritonemb.kernels.cpu.row_groups import row_groups
+from tritonemb.kernels.row_groups import row_groups_reference
+from tritonemb.ops.registry import choose, forced, kernel
+
+CPU = torch.device("cpu")
+OPS = ("row_groups", "embedding_bag", "sample_weight_gradient", "row_update_")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_devices_kernel_serves_if_it_knows_all_dtypes(op):
+    known = [torch.empty(1, dtype=dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)]
+    assert choose(op, CPU, known) == "cpu"
+    assert choose(op, CPU, [*known, torch.empty(1, dtype=torch.float64)]) == "reference"
+    assert choose(op, torch.device("meta"), known) == "reference"
+
+
+def test_forced_serves_every_op_and_ends_with_its_block():
+    assert kernel("row_groups", CPU) is row_groups
+    with forced("reference"):
+        assert all(choose(op, CPU) == "reference" for op in OPS)
+        assert kernel("row_groups", CPU) is row_groups_reference
+        with forced("cpu"):
+            assert choose("row_groups", CPU) == "cpu"
+        assert choose("row_groups", CPU) == "reference"
+    with pytest.raises(KeyError, match="inside"), forced("reference"):
+        raise KeyError("inside")
+    assert kernel("row_groups", CPU) is row_groups
+
+
+def test_unknown_kernels_are_refused():
+    with pytest.raises(ValueError, match="no kernels are called 'gpu'"), forced("gpu"):
+        pass

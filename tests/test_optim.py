@@ -1,0 +1,123 @@
+"""Optimizer specs."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import pickle
+
+import pytest
+
+import tritonemb as te
+from tritonemb.optim import OPTIMIZERS, Hyperparameters, Optimizer
+
+NAMES = {
+    "sgd": "SGD",
+    "row_wise_adagrad": "RowWiseAdagrad",
+    "adagrad": "Adagrad",
+    "adam": "Adam",
+    "partial_row_wise_adam": "PartialRowWiseAdam",
+    "lamb": "LAMB",
+    "partial_row_wise_lamb": "PartialRowWiseLAMB",
+    "lars_sgd": "LARSSGD",
+    "ftrl": "FTRL",
+}
+
+
+def test_there_are_nine():
+    assert {name: kind.__name__ for name, kind in OPTIMIZERS.items()} == NAMES
+    assert all(getattr(te.optim, NAMES[name]) is kind for name, kind in OPTIMIZERS.items())
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS.values())
+def test_each_is_a_frozen_value(kind):
+    spec = kind(lr=0.1, weight_decay=0.01, max_norm=3)
+    assert isinstance(spec, Optimizer)
+    assert spec == kind(0.1, weight_decay=0.01, max_norm=3)
+    assert spec != kind(0.2)
+    assert hash(spec) == hash(kind(lr=0.1, weight_decay=0.01, max_norm=3))
+    assert pickle.loads(pickle.dumps(spec)) == spec
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        spec.lr = 1.0
+
+
+def test_states():
+    found = {name: [tuple(state) for state in kind.states] for name, kind in OPTIMIZERS.items()}
+    assert found == {
+        "sgd": [],
+        "row_wise_adagrad": [("sum", False)],
+        "adagrad": [("sum", True)],
+        "adam": [("exp_avg", True), ("exp_avg_sq", True)],
+        "partial_row_wise_adam": [("exp_avg", True), ("exp_avg_sq", False)],
+        "lamb": [("exp_avg", True), ("exp_avg_sq", True)],
+        "partial_row_wise_lamb": [("exp_avg", True), ("exp_avg_sq", False)],
+        "lars_sgd": [("momentum_buffer", True)],
+        "ftrl": [("linear", True), ("sum", True)],
+    }
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS.values())
+def test_hyperparameters_are_flat_and_in_order(kind):
+    plain = kind().hyperparameters
+    assert isinstance(plain, Hyperparameters)
+    assert all(type(value) is float for value in plain)
+    assert (plain.max_gradient, plain.max_norm, plain.weight_decay) == (math.inf, math.inf, 0.0)
+    for part in ("eps", "beta1", "beta2", "momentum", "eta", "beta", "l1", "l2"):
+        assert getattr(plain, part) == getattr(kind(), part, 0.0)
+    options = {"weight_decay": 0.1, "max_gradient": 2, "max_norm": 3, "stochastic_rounding": False, "nonfinite": "skip"}
+    given = kind(weight_decay_mode="decoupled", **options).hyperparameters
+    assert given[:6] == (0.1, 2.0, 2.0, 3.0, 0.0, 2.0)
+    assert kind(weight_decay_mode="none", nonfinite="raise").hyperparameters[:6] == (0, 0, math.inf, math.inf, 1, 1)
+    assert kind(weight_decay_mode="l2").hyperparameters.weight_decay_mode == 1.0
+
+
+def test_decay_is_decoupled_by_default_for_adams_family_only():
+    decoupled = {name for name, kind in OPTIMIZERS.items() if kind().weight_decay_mode == "decoupled"}
+    assert decoupled == {"adam", "partial_row_wise_adam", "lamb", "partial_row_wise_lamb"}
+
+
+NAN = float("nan")
+BAD = [
+    ({"lr": value}, r"lr must lie in \[0.0, inf\)") for value in (-0.1, math.inf, NAN)
+] + [
+    ({"weight_decay": -1.0}, r"weight_decay must lie in \[0.0, inf\)"),
+    ({"max_gradient": 0.0}, r"max_gradient must lie in \(0.0, inf\)"),
+    ({"max_gradient": -1}, r"max_gradient must lie in \(0.0, inf\)"),
+    ({"max_norm": 0}, r"max_norm must lie in \(0.0, inf\)"),
+    ({"max_norm": NAN}, r"max_norm must lie in \(0.0, inf\)"),
+    ({"weight_decay_mode": "L2"}, "weight_decay_mode must be one of .*, got 'L2'"),
+    ({"nonfinite": "ignore"}, "nonfinite must be one of .*, got 'ignore'"),
+    ({"weight_decay": 0.1, "weight_decay_mode": "none"}, "weight_decay is 0.1 but weight_decay_mode is 'none'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "message"), BAD, ids=str)
+@pytest.mark.parametrize("kind", OPTIMIZERS.values())
+def test_bad_arguments_have_a_name(kind, options, message):
+    with pytest.raises(ValueError, match=f"^{kind.__name__}: {message}"):
+        kind(**options)
+
+
+OWN = [
+    (te.optim.Adam, {"beta1": 1.0}, r"Adam: beta1 must lie in \[0.0, 1.0\), got 1.0"),
+    (te.optim.LAMB, {"beta2": -0.1}, r"LAMB: beta2 must lie in \[0.0, 1.0\), got -0.1"),
+    (te.optim.PartialRowWiseLAMB, {"beta2": 1.5}, "PartialRowWiseLAMB: beta2 must lie in"),
+    (te.optim.Adagrad, {"eps": -1e-8}, "Adagrad: eps must lie in"),
+    (te.optim.LARSSGD, {"momentum": -0.5}, "LARSSGD: momentum must lie in"),
+    (te.optim.LARSSGD, {"eta": NAN}, "LARSSGD: eta must lie in"),
+    (te.optim.FTRL, {"l1": -1.0}, "FTRL: l1 must lie in"),
+    (te.optim.FTRL, {"l2": math.inf}, "FTRL: l2 must lie in"),
+    (te.optim.FTRL, {"beta": -1.0}, "FTRL: beta must lie in"),
+]
+
+
+@pytest.mark.parametrize(("kind", "options", "message"), OWN, ids=str)
+def test_bad_arguments_of_single_optimizers(kind, options, message):
+    with pytest.raises(ValueError, match=message):
+        kind(**options)
+
+
+@pytest.mark.parametrize("value", ["0.1", None, True, [0.1]])
+def test_what_is_no_number(value):
+    with pytest.raises(TypeError, match="SGD: lr must be a number"):
+        te.optim.SGD(lr=value)

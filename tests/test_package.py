@@ -1,0 +1,116 @@
+"""What holds for the package as a whole: what an import loads, what a wheel holds, what may name what."""
+
+import ast
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted((ROOT / "tritonemb").rglob("*.py"))
+
+
+def run_python(program: str, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, *options, "-c", program]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_import_loads_only_what_every_user_needs():
+    program = """
+import sys, torch
+before = set(sys.modules)
+import tritonemb
+loaded = {name.partition(".")[0] for name in set(sys.modules) - before}
+late = {"numba", "llvmlite", "triton", "pyarrow", "torchmetrics", "rich", "tyro"} & loaded
+late |= {name for name in ("tritonemb.training", "tritonemb.data", "tritonemb.cli") if name in sys.modules}
+print(sorted(late))
+"""
+    done = run_python(program)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_trainer_is_loaded_when_first_used():
+    pytest.importorskip("torchmetrics")
+    done = run_python("import tritonemb as te, sys; print(te.Trainer.__name__, 'tritonemb.training' in sys.modules)")
+    assert done.stdout.split() == ["Trainer", "True"], done.stderr
+
+
+def test_training_works_without_triton():
+    program = """
+import sys
+sys.modules["triton"] = None
+import torch, tritonemb as te
+tables = [te.TableConfig("a", 10, 4)]
+module = te.nn.EmbeddingBagCollection(tables, optimizer=te.optim.SGD(lr=1.0))
+before = module.state_dict()["a.weight"].clone()
+batch = te.KeyedJaggedTensor.from_lengths(["a"], torch.tensor([3, 3]), torch.tensor([1, 1]))
+module(batch).sum().backward()
+moved = (before - module.state_dict()["a.weight"]).sum(1)
+print(moved.round(decimals=3).tolist())
+"""
+    done = run_python(program)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str([0.0, 0.0, 0.0, 8.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+
+
+def test_the_wheel_is_pure_and_typed(tmp_path):
+    pytest.importorskip("hatchling")
+    pytest.importorskip("build")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        metadata = archive.read(next(name for name in names if name.endswith("METADATA"))).decode()
+        scripts = archive.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
+    assert "tritonemb/py.typed" in names
+    assert {path.relative_to(ROOT).as_posix() for path in SOURCES} <= names
+    assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"tritonemb"}
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+    assert "tritonemb = tritonemb.cli:main" in scripts
+    required = [line for line in metadata.splitlines() if line.startswith("Requires-Dist") and "extra ==" not in line]
+    assert sorted(re.split(r"[ :;<>=!]+", line)[1] for line in required) == ["numba", "numpy", "torch", "triton"]
+    assert all("linux" in line for line in required if "triton" in line)
+
+
+def test_versions_agree():
+    import tomllib
+
+    import tritonemb
+
+    assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == tritonemb.__version__
+
+
+def test_the_readme_runs():
+    pytest.importorskip("torchmetrics")
+    pytest.importorskip("rich")
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert len(blocks) == 2
+    check = "assert pooled.shape == (2, 32); assert 0.7 < trainer.evaluate().auc < data.best_auc\n"
+    done = run_python("\n".join(blocks) + check)
+    assert done.returncode == 0, done.stderr
+    assert "of at most 0." in done.stdout
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_only_ops_names_torch_library(path):
+    """import-linter sees packages, not the parts of other packages, so this contract is held here."""
+    named = [node.lineno for node in ast.walk(ast.parse(path.read_text())) if _names_torch_library(node)]
+    assert path.parent.name == "ops" or not named, f"torch.library is named in lines {named}"
+
+
+def _names_torch_library(node: ast.AST) -> bool:
+    if isinstance(node, ast.Import):
+        return any(alias.name.startswith("torch.library") for alias in node.names)
+    if isinstance(node, ast.ImportFrom):
+        module = node.module or ""
+        return module.startswith("torch.library") or (
+            module == "torch" and any(a.name == "library" for a in node.names)
+        )
+    return isinstance(node, ast.Attribute) and ast.unparse(node).startswith("torch.library")
