@@ -16,7 +16,7 @@ _COMMON = {
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large],
 }
 settings.register_profile("fast", max_examples=40, **_COMMON)
-settings.register_profile("thorough", max_examples=300, **_COMMON)
+settings.register_profile("thorough", max_examples=100, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 
 

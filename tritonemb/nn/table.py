@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tritonemb.kernels.cpu.hugepages import advise_huge_pages
 from tritonemb.optim import StateSpec
 from tritonemb.types import TableConfig
 
@@ -20,12 +21,14 @@ class Table(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        self.weight = nn.Parameter(
-            torch.empty(config.num_embeddings, config.embedding_dim, dtype=config.dtype, device=device)
-        )
+        weight = torch.empty(config.num_embeddings, config.embedding_dim, dtype=config.dtype, device=device)
+        advise_huge_pages(weight)
+        self.weight = nn.Parameter(weight)
         for spec in states:
-            shape = self.weight.shape if spec.per_element else self.weight.shape[:1]
-            self.register_buffer(spec.name, torch.zeros(shape, dtype=torch.float32, device=device))
+            shape = weight.shape if spec.per_element else weight.shape[:1]
+            state = torch.empty(shape, dtype=torch.float32, device=device)
+            advise_huge_pages(state)
+            self.register_buffer(spec.name, state.zero_())
         self.reset_parameters()
 
     @torch.no_grad()

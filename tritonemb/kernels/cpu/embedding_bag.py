@@ -24,7 +24,7 @@ NO_POSITION = np.iinfo(np.int64).max
 
 @inlined
 def _find_rows(begin, end, address, row_bytes, num_rows, zero_row, values, rows):
-    """Addresses of the rows of positions [begin, end); an id out of range gets zeros. Returns the first such position."""
+    """Addresses of the rows of positions [begin, end), zeros for ids out of range; returns the first of those."""
     bad = NO_POSITION
     for position in range(begin, end):
         row = values[position]
@@ -50,7 +50,7 @@ def _find_scales(begin, end, first_bag, last_bag, mean, offsets, sample_weights,
 def _pool_run(
     first_bag, last_bag, address, dtype, dim, num_rows, mean, zero_row, values, offsets, sample_weights, out, pitch
 ):
-    """Bags [first_bag, last_bag) of one lookup, `pitch` bytes apart from address `out` on; returns the first bad position."""
+    """Bags [first_bag, last_bag) of one lookup, `pitch` bytes apart from `out` on; returns the first bad position."""
     begin, end = offsets[first_bag], offsets[last_bag]
     scaled, row_bytes = mean or sample_weights.size > 0, dim * element_size(dtype)
     rows = np.empty(end - begin, dtype=np.int64)
@@ -71,8 +71,8 @@ def _pool_run(
 
 @compiled
 def _pool_samples(
-    first, last, batch_size, addresses, dtypes, tables, lookups, key_starts, values, offsets, sample_weights, zero_row, out,
-    width,
+    first, last, batch_size, addresses, dtypes, tables, lookups, key_starts, values, offsets, sample_weights, zero_row,
+    out, width,
 ):  # fmt: skip
     """Samples [first, last) of the output [B, width] at address `out`; returns the lowest bad position."""
     bad = NO_POSITION
@@ -92,8 +92,8 @@ def _pool_samples(
 
 @compiled
 def _gather_values(
-    first, last, batch_size, addresses, dtypes, tables, lookups, key_starts, values, offsets, sample_weights, zero_row, out,
-    width,
+    first, last, batch_size, addresses, dtypes, tables, lookups, key_starts, values, offsets, sample_weights, zero_row,
+    out, width,
 ):  # fmt: skip
     """Rows [first, last), one a value, of the output [N, width] at address `out`; returns the lowest bad position."""
     bad = NO_POSITION

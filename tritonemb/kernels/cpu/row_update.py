@@ -39,6 +39,7 @@ from tritonemb.optim import OPTIMIZERS
 
 AHEAD = 4  # groups between asking for a row and updating it
 GRADIENTS_AHEAD = 12  # positions between asking for a gradient and adding it
+READS_PER_GRADIENT = 4  # from here on, a gradient that is read is likely in cache already
 POSITIONS_PER_ROW = 2  # a row's own cost, in positions, when work is shared out
 PROPAGATE, RAISE, SKIP = range(3)
 
@@ -62,8 +63,8 @@ def _place_positions(batch_size, lookups, key_starts, offsets, pooled, width, sa
 
 @compiled
 def _place_entries(
-    batch_size, lookups, key_starts, offsets, pooled, width, sample_weights, sources, scales, tables, rows, starts, order,
-    num_groups, bags,
+    batch_size, lookups, key_starts, offsets, pooled, width, sample_weights, sources, scales, tables, rows, starts,
+    order, num_groups, bags,
 ):  # fmt: skip
     """For keys that feed several tables: the same for each entry of `order`, whose row says which lookup it is."""
     table, table_end = -1, np.int64(-1)
@@ -104,7 +105,7 @@ def _state_row(address, row, dim, per_element):
 @compiled
 def _update_rows(
     first, last, check_only, skipped, kind, addresses, dtypes, states, per_element, tables, rows, starts, order,
-    by_position, sources, scales, grad, learning_rate, step, hyperparameters,
+    by_position, ask_for_gradients, sources, scales, grad, learning_rate, step, hyperparameters,
 ):  # fmt: skip
     """Update groups [first, last); returns the first whose gradient is not finite if that must be raised, else -1."""
     if first == last:
@@ -140,8 +141,9 @@ def _update_rows(
                     size = 4 * dim if per_element[s] else 4
                     prefetch(states[s, table] + ahead * size, size)
         begin, end = np.int64(starts[group] - first_entry), np.int64(starts[group + 1] - first_entry)
-        for entry in range(begin + GRADIENTS_AHEAD, min(end + GRADIENTS_AHEAD, num_entries)):
-            prefetch(gradient_rows[entry], 4 * dim)
+        if ask_for_gradients:
+            for entry in range(begin + GRADIENTS_AHEAD, min(end + GRADIENTS_AHEAD, num_entries)):
+                prefetch(gradient_rows[entry], 4 * dim)
 
         factors = gradient_scales.ctypes.data + begin * 4 if scales.size else 0
         sum_float32_rows(sums_address, gradient_rows.ctypes.data + begin * 8, factors, end - begin, dim)
@@ -210,12 +212,13 @@ def row_update_(
     )
     num_tasks = 1 if num_positions * layout.width < 16_384 * len(layout.lookups) else 2 * pool.num_threads()
     bounds = _share_groups(starts, int(num_groups), num_tasks).tolist()
+    ask_for_gradients = num_positions < READS_PER_GRADIENT * offsets.numel()
     skips = np.zeros((num_tasks, len(weights)), dtype=np.int64)
     found = [-1] * num_tasks
     args = (
         KINDS[optimizer], addresses_of(weights), dtypes_of(weights), *_states_of(states, optimizer, len(weights)),
-        layout.tables.numpy(), rows, starts, order, by_position, sources, scales, gradient.ctypes.data,
-        np.float32(learning_rate.item()), int(step) + 1, constants,
+        layout.tables.numpy(), rows, starts, order, by_position, ask_for_gradients, sources, scales,
+        gradient.ctypes.data, np.float32(learning_rate.item()), int(step) + 1, constants,
     )  # fmt: skip
 
     def sweep(check_only: bool) -> None:
