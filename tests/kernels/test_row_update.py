@@ -33,10 +33,13 @@ def check_against_reference(configs, optimizer, weighted, seed, pooled=True):
         train(twin, steps)
     assert int(collection.step) == NUM_STEPS
     found, expected = contents(collection), contents(twin)
-    if optimizer.name == "ftrl":  # sums σ · w, σ of size 1 / lr: so is its unit, and what it loses by cancellation
+    if (
+        optimizer.name == "ftrl"
+    ):  # sums σ · w, which is w / lr and cancels: its error is of the size of its largest terms
         for table in configs:
-            pair = found.pop(f"{table.name}.linear"), expected.pop(f"{table.name}.linear")
-            torch.testing.assert_close(*pair, rtol=1e-6, atol=1e-6 / optimizer.lr)
+            mine, theirs = found.pop(f"{table.name}.linear"), expected.pop(f"{table.name}.linear")
+            largest = max(1 / optimizer.lr, float(theirs.abs().max()))
+            torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6 * largest)
     assert_close(found, expected, **FLOAT32, title=repr(optimizer))
 
 
@@ -51,7 +54,7 @@ def test_twenty_steps_equal_the_references(name, data, weighted, seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("pooled", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-@settings(settings.get_profile("thorough"))
+@settings(max_examples=60)
 @given(data=st.data(), weighted=st.booleans(), seed=seeds)
 @pytest.mark.usefixtures("poisoned")
 def test_twenty_steps_equal_the_references_thoroughly(name, pooled, data, weighted, seed):

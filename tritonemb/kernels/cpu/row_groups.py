@@ -239,8 +239,9 @@ def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> tuple[Tensor,
     unit_starts = np.zeros(len(units) + 1, dtype=np.int64)
     np.cumsum(units[:, 3], out=unit_starts[1:])
     sizes = np.empty((len(units), 2), dtype=np.int64)
-    num_tasks = min(len(units), 2 * pool.num_threads()) if values.numel() > UNIT_VALUES else 1
+    num_tasks = max(1, min(len(units), 2 * pool.num_threads())) if values.numel() > UNIT_VALUES else 1
     bounds = np.searchsorted(unit_starts, np.arange(num_tasks + 1) * unit_starts[-1] / num_tasks).tolist()
+    bounds[-1] = len(units)  # units at the end may be empty
     args = (units, unit_starts, batch_size, tables, *by_table, ids, bag_offsets, sizes)
     results = (rows.numpy(), starts.numpy(), order.numpy())
     pool.run(lambda task: _sort_units(bounds[task], bounds[task + 1], *args, *results), num_tasks)
