@@ -16,7 +16,7 @@ DTYPE_CODES = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: B
 
 def share(num_items: int, num_elements: int) -> list[int]:
     """Bounds of the tasks that split `num_items` items, which move `num_elements` elements in all."""
-    wanted = 1 if num_elements < 16_384 else 4 * pool.num_threads()
+    wanted = 1 if num_elements < 16_384 else pool.num_threads()
     num_tasks = max(1, min(wanted, num_items))
     return [num_items * task // num_tasks for task in range(num_tasks + 1)]
 

@@ -17,8 +17,8 @@ from tritonemb.kernels.cpu.memory import element_size, float32_row, prefetch
 from tritonemb.kernels.cpu.simd import dot, sum_rows
 from tritonemb.kernels.layout import COLUMN, DIM, MEAN, NUM_ROWS, POOLING, TABLE, Layout, batch_size_of
 
-BLOCK = 256  # samples whose output stays in cache while all features are visited
-AHEAD = 24  # values between asking for a row and reading it
+BLOCK = 1024  # samples whose output stays in cache while all features are visited
+AHEAD = 12  # values between asking for a row and reading it
 NO_POSITION = np.iinfo(np.int64).max
 
 

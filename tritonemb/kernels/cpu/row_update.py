@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tritonemb.kernels import errors
 from tritonemb.kernels.cpu import pool
-from tritonemb.kernels.cpu.arrays import addresses_of, as_float32, as_int64, dtypes_of
+from tritonemb.kernels.cpu.arrays import addresses_of, as_float32, as_int64, dtypes_of, share
 from tritonemb.kernels.cpu.jagged import bags_of
 from tritonemb.kernels.cpu.jit import compiled, inlined
 from tritonemb.kernels.cpu.memory import FLOAT32, element_size, float32_row, prefetch, uint16_row
@@ -45,13 +45,15 @@ PROPAGATE, RAISE, SKIP = range(3)
 
 
 @compiled
-def _place_positions(batch_size, lookups, key_starts, offsets, pooled, width, sample_weights, sources, scales):
-    """For keys with one lookup: where each position's gradient starts, and its scale unless all are 1."""
+def _place_positions(
+    first, last, batch_size, lookups, key_starts, offsets, pooled, width, sample_weights, sources, scales
+):
+    """For keys with one lookup, samples [first, last): where each position's gradient starts, and its scale if any."""
     for key in range(key_starts.size - 1):
         if key_starts[key] == key_starts[key + 1]:
             continue
         column, mean = lookups[key_starts[key], COLUMN], lookups[key_starts[key], POOLING] == MEAN
-        for sample in range(batch_size):
+        for sample in range(first, last):
             begin, end = offsets[key * batch_size + sample], offsets[key * batch_size + sample + 1]
             for position in range(begin, end):
                 sources[position] = sample * width + column if pooled else position * width
@@ -264,7 +266,8 @@ def _place(
         scales,
     )  # fmt: skip
     if by_position:
-        _place_positions(*args)
+        bounds = share(batch_size, num_values)
+        pool.run(lambda task: _place_positions(bounds[task], bounds[task + 1], *args), len(bounds) - 1)
     else:
         bags = bags_of(bag_offsets, num_values)
         _place_entries(*args, layout.tables.numpy(), rows, starts, order, num_groups, bags)
