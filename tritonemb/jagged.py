@@ -46,11 +46,13 @@ class KeyedJaggedTensor:
         self._keys = tuple(keys)
         self._values = values
         self._weights = weights
-        self._lengths = lengths.reshape(-1) if lengths is not None and lengths.dim() == 2 else lengths
-        self._offsets = offsets
-        self._check_form()
-        if not torch.compiler.is_compiling() and _readable(self._lengths if self._offsets is None else self._offsets):
-            self._check_contents()
+        lengths = lengths.reshape(-1) if lengths is not None and lengths.dim() == 2 else lengths
+        self._check_form(lengths, offsets)
+        if not torch.compiler.is_compiling() and _readable(lengths if offsets is None else offsets):
+            self._check_contents(lengths, offsets)
+        # Both are settled here: a batch that changed when it is used would be compiled for twice.
+        self._lengths = lengths
+        self._offsets = _offsets_of(lengths) if offsets is None else offsets
 
     @classmethod
     def from_lengths(
@@ -156,28 +158,21 @@ class KeyedJaggedTensor:
 
     def lengths(self) -> Tensor:
         """`[F * B]` values per bag."""
-        if self._lengths is None:
-            self._lengths = torch.diff(self.offsets())
-        return self._lengths
+        return torch.diff(self._offsets) if self._lengths is None else self._lengths
 
     def offsets(self) -> Tensor:
         """`[F * B + 1]` where each bag starts."""
-        if self._offsets is None:
-            assert self._lengths is not None
-            ends = torch.cumsum(self._lengths, 0, dtype=self._lengths.dtype)
-            self._offsets = torch.cat([ends.new_zeros(1), ends])
         return self._offsets
 
     def lengths_or_none(self) -> Tensor | None:
         return self._lengths
 
-    def offsets_or_none(self) -> Tensor | None:
+    def offsets_or_none(self) -> Tensor:
         return self._offsets
 
     def stride(self) -> int:
         """Batch size."""
-        num_bags = self._offsets.numel() - 1 if self._lengths is None else self._lengths.numel()  # type: ignore[union-attr]
-        return num_bags // len(self._keys) if self._keys else 0
+        return (self._offsets.numel() - 1) // len(self._keys) if self._keys else 0
 
     def device(self) -> torch.device:
         return self._values.device
@@ -258,16 +253,15 @@ class KeyedJaggedTensor:
         children, context = _flatten(self)
         return _unflatten([None if child is None else function(child) for child in children], context)
 
-    def _check_form(self) -> None:
+    def _check_form(self, lengths: Tensor | None, offsets: Tensor | None) -> None:
         keys = self._keys
         if any(not isinstance(key, str) for key in keys):
             raise TypeError(f"keys must be str, got {list(keys)}")
         if len(set(keys)) != len(keys):
             raise ValueError(f"a key is given twice in {list(keys)}")
-        given = self._lengths if self._lengths is not None else self._offsets
-        if given is None:
+        if lengths is None and offsets is None:
             raise ValueError("give lengths or offsets")
-        for title, tensor, extra in (("lengths", self._lengths, 0), ("offsets", self._offsets, 1)):
+        for title, tensor, extra in (("lengths", lengths, 0), ("offsets", offsets, 1)):
             if tensor is None:
                 continue
             if tensor.dtype not in OFFSET_DTYPES:
@@ -279,7 +273,7 @@ class KeyedJaggedTensor:
                     f"{title} has {tensor.numel()} elements, which {len(keys)} keys cannot share: "
                     f"expected a multiple of {len(keys)}" + (" plus 1" if extra else "")
                 )
-        if self._offsets is not None and self._offsets.numel() == 0:
+        if offsets is not None and offsets.numel() == 0:
             raise ValueError("offsets must have at least one element, the 0 that it starts with")
         if self._weights is not None:
             if self._weights.shape != self._values.shape[:1]:
@@ -290,28 +284,35 @@ class KeyedJaggedTensor:
             if not self._weights.is_floating_point():
                 raise TypeError(f"weights must be floating point, got {self._weights.dtype}")
 
-    def _check_contents(self) -> None:
-        if self._lengths is not None and self._lengths.numel() and int(self._lengths.min()) < 0:
-            bag = int((self._lengths < 0).nonzero()[0])
-            raise ValueError(f"lengths must not be negative: {self._where(bag)} has {int(self._lengths[bag])}")
-        if self._offsets is not None:
-            first, steps = int(self._offsets[0]), torch.diff(self._offsets)
+    def _check_contents(self, lengths: Tensor | None, offsets: Tensor | None) -> None:
+        num_bags = offsets.numel() - 1 if offsets is not None else lengths.numel()  # type: ignore[union-attr]
+        batch_size = num_bags // max(1, len(self._keys))
+        if lengths is not None and lengths.numel() and int(lengths.min()) < 0:
+            bag = int((lengths < 0).nonzero()[0])
+            raise ValueError(f"lengths must not be negative: {self._where(bag, batch_size)} has {int(lengths[bag])}")
+        if offsets is not None:
+            first, steps = int(offsets[0]), torch.diff(offsets)
             if first != 0:
                 raise ValueError(f"offsets must start with 0, got {first}")
             if steps.numel() and int(steps.min()) < 0:
                 bag = int((steps < 0).nonzero()[0])
                 raise ValueError(
-                    f"offsets must ascend: {self._where(bag)} goes from {int(self._offsets[bag])} "
-                    f"to {int(self._offsets[bag + 1])}"
+                    f"offsets must ascend: {self._where(bag, batch_size)} goes from {int(offsets[bag])} "
+                    f"to {int(offsets[bag + 1])}"
                 )
-        total = int(self._lengths.sum()) if self._offsets is None else int(self._offsets[-1])  # type: ignore[union-attr]
+        total = int(lengths.sum()) if offsets is None else int(offsets[-1])  # type: ignore[union-attr]
         if total != self._values.shape[0]:
-            source = "lengths add up to" if self._offsets is None else "offsets end at"
+            source = "lengths add up to" if offsets is None else "offsets end at"
             raise ValueError(f"{source} {total} but there are {self._values.shape[0]} values")
 
-    def _where(self, bag: int) -> str:
-        batch_size = self.stride()
+    def _where(self, bag: int, batch_size: int) -> str:
         return f"feature {self._keys[bag // batch_size]!r}, sample {bag % batch_size}"
+
+
+def _offsets_of(lengths: Tensor | None) -> Tensor:
+    assert lengths is not None
+    ends = torch.cumsum(lengths, 0, dtype=lengths.dtype)
+    return torch.cat([ends.new_zeros(1), ends])
 
 
 def _all_weighted(parts: Sequence[KeyedJaggedTensor]) -> bool:

@@ -33,10 +33,8 @@ def check_against_reference(configs, optimizer, weighted, seed, pooled=True):
         train(twin, steps)
     assert int(collection.step) == NUM_STEPS
     found, expected = contents(collection), contents(twin)
-    if (
-        optimizer.name == "ftrl"
-    ):  # sums σ · w, which is w / lr and cancels: its error is of the size of its largest terms
-        for table in configs:
+    if optimizer.name == "ftrl":
+        for table in configs:  # `linear` sums terms of size w / lr that cancel: its error is of their size
             mine, theirs = found.pop(f"{table.name}.linear"), expected.pop(f"{table.name}.linear")
             largest = max(1 / optimizer.lr, float(theirs.abs().max()))
             torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6 * largest)

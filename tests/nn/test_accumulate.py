@@ -87,14 +87,15 @@ def test_nothing_gathered_is_no_step():
     assert_same_bits(contents(collection), before)
 
 
-def test_a_backward_after_the_block_of_a_lookup_inside_does_not_leak():
-    """What comes too late for its step is not applied by the next one."""
+def test_a_backward_after_the_block_of_a_lookup_inside_is_refused():
+    """What comes too late for its step is neither lost silently nor applied by the next one."""
     collection = make_collection([te.TableConfig("a", 20, 7)], te.optim.SGD())
     twin = copy.deepcopy(collection)
     (late, late_grad), step = random_steps(collection, 2)
     with collection.accumulate():
         out = output_of(collection, late)
-    out.backward(late_grad)
+    with pytest.raises(RuntimeError, match="call backward inside the block"):
+        out.backward(late_grad)
     with collection.accumulate():
         train(collection, [step])
     train(twin, [step])

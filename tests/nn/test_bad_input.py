@@ -26,6 +26,8 @@ def batch_of(u, shared, dtype=torch.int64) -> te.KeyedJaggedTensor:
 def unchecked(keys, values, lengths=None, offsets=None) -> te.KeyedJaggedTensor:
     """A batch whose contents are only looked at by the kernels, as on a GPU."""
     batch = te.KeyedJaggedTensor(keys, values[:0], offsets=torch.zeros(1 + len(keys), dtype=torch.int64))
+    if offsets is None:
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
     batch._values, batch._lengths, batch._offsets = values, lengths, offsets
     return batch
 

@@ -114,10 +114,11 @@ class TestOpcheck:
 
     def test_accumulate_(self, problem):
         accumulator = Accumulator()
+        accumulator.open()
         pending = torch.zeros((), dtype=torch.int64)
         args = (pending, accumulator.handle, problem.grad(), problem.values, problem.offsets, problem.sample_weights)
         torch.library.opcheck(OPS.accumulate_.default, args)
-        assert accumulator.take()
+        assert accumulator.close()
 
 
 def test_every_op_is_checked():

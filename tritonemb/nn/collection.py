@@ -59,14 +59,15 @@ class Collection(nn.Module):
         self.optimizer = optimizer
         self.bounds_check = bounds_check
         self.output_dtype = output_dtype
-        for config in self.configs:  # not add_module, which would refuse a table that is called like a method
-            self._modules[config.name] = Table(config, optimizer.states if optimizer else (), device)
         if optimizer is not None:
             self.register_buffer("learning_rate", torch.tensor(optimizer.lr, device=_real(device)), persistent=False)
             self.register_buffer("step", torch.zeros((), dtype=torch.int64, device=_real(device)))
             skipped = torch.zeros(len(self.configs), dtype=torch.int64, device=_real(device))
             self.register_buffer("skipped", skipped, persistent=False)
             self.register_buffer("pending", torch.zeros((), dtype=torch.int64, device=_real(device)), persistent=False)
+        for config in self.configs:  # not add_module, which would refuse a table that is called like a method
+            self._modules[config.name] = Table(config, optimizer.states if optimizer else (), device)
+        self._learning_rate = 0.0 if optimizer is None else optimizer.lr
         self._layouts: dict[tuple[tuple[str, ...], torch.device], Layout] = {}
         self._accumulator = Accumulator()
         self._accumulated_keys: tuple[str, ...] | None = None
@@ -101,9 +102,15 @@ class Collection(nn.Module):
             raise ValueError("this collection has no fused optimizer; set the learning rate of the one you made")
         if not 0.0 <= lr < float("inf"):
             raise ValueError(f"the learning rate must lie in [0, inf), got {lr}")
+        self._learning_rate = float(lr)
         self.learning_rate.fill_(lr)
         if self._fused_optimizer is not None:
             dict.__setitem__(self._fused_optimizer.param_groups[0], "lr", float(lr))
+
+    @property
+    def current_learning_rate(self) -> float:
+        """What the fused optimizer's learning rate was last set to; the update reads the tensor `learning_rate`."""
+        return self._learning_rate
 
     def skipped_rows(self) -> dict[str, int]:
         """For `nonfinite="skip"`: how many row updates each table has skipped so far."""
@@ -116,25 +123,29 @@ class Collection(nn.Module):
         for table in self.tables:
             table.reset_parameters()
         if self.optimizer is not None:
-            self.step.zero_()
+            self.set_learning_rate(self.optimizer.lr)
+            for counter in (self.step, self.skipped, self.pending):
+                counter.zero_()
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Gather the gradients of several micro-batches and apply them once, when the block ends.
 
         The tables then have the bits of one step on all samples as one batch. Leaving the block with an exception
-        discards what was gathered. Every micro-batch must bring the same keys in the same order.
+        discards what was gathered. Every micro-batch must bring the same keys in the same order, and its backward must
+        run inside the block.
         """
         if self.optimizer is None:
             raise ValueError("accumulate() is for a fused optimizer; ordinary gradients add up by themselves")
         if self._accumulating:
             raise RuntimeError("accumulate() is already active")
         self._accumulating, self._accumulated_keys = True, None
+        self._accumulator.open()
         try:
             yield
             self._apply_accumulated()
         finally:
-            self._accumulator.take()
+            self._accumulator.close()
             self.pending.zero_()
             self._accumulating = False
 
@@ -210,7 +221,7 @@ class Collection(nn.Module):
 
     @torch.no_grad()
     def _apply_accumulated(self) -> None:
-        batches = self._accumulator.take()
+        batches = self._accumulator.close()
         if not batches:
             return
         assert self._accumulated_keys is not None
@@ -234,6 +245,13 @@ class Collection(nn.Module):
             stacked.weights_or_none(), fused.optimizer, fused.hyperparameters,
             ops.row_groups(stacked.values(), stacked.offsets(), layout), layout,
         )  # fmt: skip
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A table may be called "training"; the flag of that name is set beside it."""
+        if name == "training":
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Collection:
         """Casting a module to 16 bits leaves the learning rate float32."""

@@ -44,7 +44,7 @@ class DLRM(nn.Module):
         self.embeddings = EmbeddingBagCollection(tables, optimizer, device)
         dim = tables[0].embedding_dim
         self.bottom = MLP(num_dense, [*bottom_mlp, dim], device=device)
-        self.interaction = DotInteraction(len(self.embeddings.embedding_dims), device=device)
+        self.interaction = DotInteraction(len(self.embeddings.embedding_dims))
         self.top = MLP(dim + self.interaction.num_pairs, [*top_mlp, 1], last_activation=False, device=device)
 
     def forward(self, dense: Tensor, sparse: Features) -> Tensor:

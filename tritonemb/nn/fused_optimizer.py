@@ -42,7 +42,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         assert spec is not None
         self._collection = collection
         super().__init__([table.weight for table in collection.tables], asdict(spec))
-        group = dict(self.param_groups[0], lr=float(collection.learning_rate))
+        group = dict(self.param_groups[0], lr=collection.current_learning_rate)
         self.param_groups[0] = _ParamGroup(group, collection.set_learning_rate)
         for table in collection.tables:
             self.state[table.weight] = {"step": collection.step, **dict(table.named_buffers())}

@@ -18,16 +18,11 @@ class DotInteraction(nn.Module):
         num_features: `F`, sparse vectors a sample.
     """
 
-    pairs: Tensor
-
-    def __init__(self, num_features: int, device: torch.device | str | None = None) -> None:
+    def __init__(self, num_features: int) -> None:
         super().__init__()
         if num_features < 1:
             raise ValueError(f"num_features must be at least 1, got {num_features}")
         self.num_features = num_features
-        device = None if device is not None and torch.device(device).type == "meta" else device
-        row, column = torch.tril_indices(num_features + 1, num_features + 1, offset=-1, device=device)
-        self.register_buffer("pairs", row * (num_features + 1) + column, persistent=False)
 
     @property
     def num_pairs(self) -> int:
@@ -44,4 +39,6 @@ class DotInteraction(nn.Module):
             )
         vectors = torch.cat([dense.unsqueeze(1), sparse.reshape(batch_size, self.num_features, dim)], dim=1)
         products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
-        return torch.cat([dense, products.index_select(1, self.pairs)], dim=1)
+        num_vectors = self.num_features + 1
+        row, column = torch.tril_indices(num_vectors, num_vectors, offset=-1, device=dense.device)
+        return torch.cat([dense, products.index_select(1, row * num_vectors + column)], dim=1)

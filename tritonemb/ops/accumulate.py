@@ -7,7 +7,6 @@ that the result has the bits of a step on all samples at once.
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
 from typing import NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ class MicroBatch(NamedTuple):
     grad: Tensor
 
 
-_pending: defaultdict[int, list[MicroBatch]] = defaultdict(list)
+_pending: dict[int, list[MicroBatch]] = {}
 
 
 class Accumulator:
@@ -35,8 +34,12 @@ class Accumulator:
     def __init__(self) -> None:
         self.handle = next(_handles)
 
-    def take(self) -> list[MicroBatch]:
-        """What has been kept, in order; nothing is kept afterwards."""
+    def open(self) -> None:
+        """Keep gradients from now on."""
+        _pending[self.handle] = []
+
+    def close(self) -> list[MicroBatch]:
+        """What has been kept, in order; nothing is kept from now on."""
         return _pending.pop(self.handle, [])
 
     def __deepcopy__(self, memo: dict[int, object]) -> Accumulator:
@@ -49,7 +52,11 @@ class Accumulator:
 def accumulate_(
     pending: Tensor, handle: int, grad: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None
 ) -> None:
-    """Keep one micro-batch's gradient under `handle` and count it in `pending` (int64 `[]`)."""
+    """Keep one micro-batch's gradient under `handle` and count it in `pending` (int64 `[]`).
+
+    Raises:
+        RuntimeError: if that accumulator is closed.
+    """
     torch.ops.tritonemb.accumulate_(pending, handle, grad, values, offsets, sample_weights)
 
 
@@ -57,6 +64,11 @@ def accumulate_(
 def _accumulate_(
     pending: Tensor, handle: int, grad: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None
 ) -> None:
+    if handle not in _pending:
+        raise RuntimeError(
+            "the backward of a lookup made inside accumulate() ran after the block had ended, so its gradient is lost; "
+            "call backward inside the block"
+        )
     weights = None if sample_weights is None else sample_weights.clone()
     _pending[handle].append(MicroBatch(values.clone(), offsets.clone(), weights, grad.clone()))
     pending += 1

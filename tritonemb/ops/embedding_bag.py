@@ -14,9 +14,9 @@ from torch import Tensor
 from tritonemb.kernels.layout import Layout, batch_size_of
 from tritonemb.ops import schema
 from tritonemb.ops.registry import kernel
+from tritonemb.ops.row_groups import check_ids
 from tritonemb.optim import SGD
 
-ID_DTYPES = (torch.int32, torch.int64)
 _PLAIN_SGD = SGD(stochastic_rounding=False)
 
 
@@ -39,14 +39,6 @@ def embedding_bag(
     return torch.ops.tritonemb.embedding_bag(
         list(weights), values, offsets, sample_weights, check_bounds, output_dtype, *layout
     )
-
-
-def check_ids(values: Tensor) -> None:
-    """Raise unless `values` can be ids by dtype and shape."""
-    if values.dtype not in ID_DTYPES:
-        raise TypeError(f"ids must be int32 or int64, got {values.dtype}; convert them with .to(torch.int64)")
-    if values.dim() != 1:
-        raise ValueError(f"ids must be 1-D, got shape {tuple(values.shape)}")
 
 
 @torch.library.custom_op(

@@ -16,9 +16,9 @@ from torch import Tensor
 from tritonemb.kernels.layout import Layout
 from tritonemb.ops import schema
 from tritonemb.ops.accumulate import NOT_ACCUMULATING, accumulate_
-from tritonemb.ops.embedding_bag import check_ids, empty_output
+from tritonemb.ops.embedding_bag import empty_output
 from tritonemb.ops.registry import kernel
-from tritonemb.ops.row_groups import RowGroups
+from tritonemb.ops.row_groups import RowGroups, check_ids
 from tritonemb.ops.row_update import row_update_
 
 

@@ -11,6 +11,8 @@ from tritonemb.kernels.layout import Layout
 from tritonemb.ops import schema
 from tritonemb.ops.registry import kernel
 
+ID_DTYPES = (torch.int32, torch.int64)
+
 
 class RowGroups(NamedTuple):
     """Distinct rows of a batch; `N` is the number of values times the most tables that one key feeds.
@@ -29,8 +31,21 @@ class RowGroups(NamedTuple):
 
 
 def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> RowGroups:
-    """Group a batch's ids `[N]` by row. Ids out of range are left out; the lookup is what reports them."""
+    """Group a batch's ids `[N]` by row. Ids out of range are left out; the lookup is what reports them.
+
+    Raises:
+        TypeError, ValueError: for ids of another dtype than int32 or int64, or of another shape.
+    """
+    check_ids(values)
     return RowGroups(*torch.ops.tritonemb.row_groups(values, offsets, *layout))
+
+
+def check_ids(values: Tensor) -> None:
+    """Raise unless `values` can be ids by dtype and shape."""
+    if values.dtype not in ID_DTYPES:
+        raise TypeError(f"ids must be int32 or int64, got {values.dtype}; convert them with .to(torch.int64)")
+    if values.dim() != 1:
+        raise ValueError(f"ids must be 1-D, got shape {tuple(values.shape)}")
 
 
 @torch.library.custom_op(
