@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tritonemb.kernels.layout import Layout, batch_size_of
 from tritonemb.ops import schema
-from tritonemb.ops.registry import kernel
+from tritonemb.ops.registry import kernel, plain_eager
 from tritonemb.ops.row_groups import check_ids
 from tritonemb.optim import SGD
 
@@ -36,6 +36,9 @@ def embedding_bag(
         ValueError: for an id out of range or offsets that do not ascend, on the CPU at once.
     """
     check_ids(values)
+    if not torch.is_grad_enabled() and plain_eager(values, offsets, sample_weights, *weights):
+        look_up = kernel("embedding_bag", values.device, weights)
+        return look_up(weights, values, offsets, sample_weights, layout, check_bounds).to(output_dtype)
     return torch.ops.tritonemb.embedding_bag(
         list(weights), values, offsets, sample_weights, check_bounds, output_dtype, *layout
     )

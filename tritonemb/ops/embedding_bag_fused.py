@@ -2,7 +2,8 @@
 
 The backward calls `row_update_` on weights and states in place and gives the weights no gradient. Its tensors are kept
 on the autograd context as they are, without a version check: a collection that is looked up twice in one graph is
-updated twice, each time with the gradients of its own lookup.
+updated twice, each time with the gradients of its own lookup. Where nothing is traced, an autograd function calls the
+same kernels without the dispatcher.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tritonemb.kernels.layout import Layout
 from tritonemb.ops import schema
 from tritonemb.ops.accumulate import NOT_ACCUMULATING, accumulate_
 from tritonemb.ops.embedding_bag import empty_output
-from tritonemb.ops.registry import kernel
+from tritonemb.ops.registry import kernel, plain_eager
 from tritonemb.ops.row_groups import RowGroups, check_ids
 from tritonemb.ops.row_update import row_update_
 
@@ -58,6 +59,9 @@ def embedding_bag_fused(
 ) -> Tensor:
     """As `embedding_bag`; the backward updates weights, states, step and skipped in place, or accumulates."""
     check_ids(values)
+    if plain_eager(values, offsets, sample_weights, *fused.weights):
+        inputs = _Inputs(fused, values, offsets, sample_weights, check_bounds, output_dtype, groups, layout)
+        return _Eager.apply(fused.weights[0], sample_weights, inputs)
     return torch.ops.tritonemb.embedding_bag_fused(
         *fused, values, offsets, sample_weights, check_bounds, output_dtype, *groups, *layout
     )
@@ -83,6 +87,41 @@ def _named(args: Sequence[Any]) -> _Inputs:
     return _Inputs(Fused(*args[:own]), values, offsets, sample_weights, check_bounds, output_dtype, groups, layout)
 
 
+def _look_up(x: _Inputs) -> Tensor:
+    look_up = kernel("embedding_bag", x.values.device, x.fused.weights)
+    out = look_up(x.fused.weights, x.values, x.offsets, x.sample_weights, x.layout, x.check_bounds)
+    return out.to(x.output_dtype)
+
+
+class _Eager(torch.autograd.Function):
+    """The same lookup and update without the dispatcher. The first table stands for all in the autograd graph."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, sample_weights: Tensor | None, x: _Inputs) -> Tensor:
+        ctx.inputs = x
+        return _look_up(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        x: _Inputs = ctx.inputs
+        fused, sample_weight_grad = x.fused, None
+        if ctx.needs_input_grad[1]:
+            assert x.sample_weights is not None
+            dot = kernel("sample_weight_gradient", grad.device, fused.weights)
+            computed = dot(fused.weights, x.values, x.offsets, grad, x.layout)
+            sample_weight_grad = computed.to(x.sample_weights.dtype)
+        if fused.accumulator == NOT_ACCUMULATING:
+            kernel("row_update_", grad.device, fused.weights)(
+                fused.weights, fused.states, fused.step, fused.skipped, fused.learning_rate, grad, x.offsets,
+                x.sample_weights, fused.optimizer, fused.hyperparameters, x.groups, x.layout,
+            )  # fmt: skip
+            torch.autograd.graph.increment_version([*fused.weights, *fused.states, fused.step, fused.skipped])
+        else:
+            accumulate_(fused.pending, fused.accumulator, grad, x.values, x.offsets, x.sample_weights)
+        return None, sample_weight_grad, None
+
+
 @torch.library.custom_op(
     "tritonemb::embedding_bag_fused",
     mutates_args=(),
@@ -91,10 +130,7 @@ def _named(args: Sequence[Any]) -> _Inputs:
     f"ScalarType output_dtype, {schema.GROUPS}, {schema.LAYOUT}) -> Tensor",
 )
 def _embedding_bag_fused(*args: Any) -> Tensor:
-    x = _named(args)
-    look_up = kernel("embedding_bag", x.values.device, x.fused.weights)
-    out = look_up(x.fused.weights, x.values, x.offsets, x.sample_weights, x.layout, x.check_bounds)
-    return out.to(x.output_dtype)
+    return _look_up(_named(args))
 
 
 @_embedding_bag_fused.register_fake

@@ -52,6 +52,20 @@ def kernel(op: str, device: torch.device, tables: Sequence[Tensor] = ()) -> Call
     return _load(_KERNELS[op][choose(op, device, tables)])
 
 
+def plain_eager(*tensors: Tensor | None) -> bool:
+    """Whether a kernel may be called at once: nothing is being traced and these are ordinary tensors.
+
+    The dispatcher, which tracing needs, costs a custom op with lists of tables up to half a millisecond a call.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.maybe_current_level()
+    ):
+        return False
+    return all(tensor is None or type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
+
+
 @contextmanager
 def forced(name: str) -> Iterator[None]:
     """Serve every op by the kernels called `name`, for tests and for finding a wrong kernel."""

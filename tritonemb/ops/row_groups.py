@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tritonemb.kernels.layout import Layout
 from tritonemb.ops import schema
-from tritonemb.ops.registry import kernel
+from tritonemb.ops.registry import kernel, plain_eager
 
 ID_DTYPES = (torch.int32, torch.int64)
 
@@ -37,6 +37,8 @@ def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> RowGroups:
         TypeError, ValueError: for ids of another dtype than int32 or int64, or of another shape.
     """
     check_ids(values)
+    if plain_eager(values, offsets):
+        return RowGroups(*kernel("row_groups", values.device)(values, offsets, layout))
     return RowGroups(*torch.ops.tritonemb.row_groups(values, offsets, *layout))
 
 
