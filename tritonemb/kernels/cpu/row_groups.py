@@ -17,7 +17,7 @@ from tritonemb.kernels.cpu.jit import compiled, inlined
 from tritonemb.kernels.layout import FIRST_ROW, NUM_ROWS, TABLE, Layout, batch_size_of
 
 POSITION_BITS = 31  # a position and an id share 63 bits of one sort key
-MAX_DIGIT_BITS = 10
+MANY_PAIRS = 8_192  # from here on, fewer passes with larger digits are faster
 HISTOGRAM_BITS = 8
 UNIT_VALUES = 16_384  # tables with fewer values are not cut
 
@@ -88,7 +88,7 @@ def _make_units(num_threads, batch_size, tables, key_starts_of_table, keys_of_ta
     """int64 [U, 4]: table, first id, end of ids, values at most."""
     units = np.empty((tables.shape[0] + counts.sum() // UNIT_VALUES * 2 + 4 * num_threads, 4), dtype=np.int64)
     num_units = 0
-    share = max(UNIT_VALUES, counts.sum() // (2 * num_threads) + 1)
+    share = max(UNIT_VALUES, counts.sum() // num_threads + 1)
     for table in range(tables.shape[0]):
         if counts[table] == 0:
             continue
@@ -116,7 +116,8 @@ def _make_units(num_threads, batch_size, tables, key_starts_of_table, keys_of_ta
 @inlined
 def _radix_sort(pairs, spare, key_bits):
     """Sort by the `key_bits` bits above POSITION_BITS, stably; returns the array that holds the result."""
-    passes = max(1, (key_bits + MAX_DIGIT_BITS - 1) // MAX_DIGIT_BITS)
+    max_digit_bits = 12 if pairs.size >= MANY_PAIRS else 10
+    passes = max(1, (key_bits + max_digit_bits - 1) // max_digit_bits)
     digit_bits = (key_bits + passes - 1) // passes
     mask = (1 << digit_bits) - 1
     ends = np.empty(1 << digit_bits, dtype=np.int32)
@@ -150,19 +151,18 @@ def _insertion_sort(pairs):
 def _sort_unit(first_id, end_id, first_row, keys, batch_size, values, offsets, room, rows, starts, order):
     """Fill rows, starts (relative) and order of one unit; returns how many values and groups it has."""
     num_keys = 0
-    pairs = np.empty(room, dtype=np.int64)
+    # Written first and counted then: a branch on a random id would be mispredicted. Hence the room for one more.
+    pairs = np.empty(room + 1, dtype=np.int64)
     wide = end_id - first_id > 1 << (63 - POSITION_BITS)
-    wide_ids = np.empty(room if wide else 0, dtype=np.int64)
+    wide_ids = np.empty(room + 1 if wide else 0, dtype=np.int64)
     for key in keys:
         for position in range(offsets[key * batch_size], offsets[(key + 1) * batch_size]):
             row = values[position]
-            if first_id <= row < end_id:
-                if wide:
-                    wide_ids[num_keys] = row - first_id
-                    pairs[num_keys] = position
-                else:
-                    pairs[num_keys] = (row - first_id) << POSITION_BITS | position
-                num_keys += 1
+            if wide:
+                wide_ids[num_keys], pairs[num_keys] = row - first_id, position
+            else:
+                pairs[num_keys] = (row - first_id) << POSITION_BITS | position
+            num_keys += 1 if first_id <= row < end_id else 0
     pairs = pairs[:num_keys]
     if wide:
         by_id = np.argsort(wide_ids[:num_keys], kind="mergesort")
