@@ -214,7 +214,7 @@ def test_a_gradient_that_is_not_finite_is_raised_before_anything_changes(name, n
     grad[sample, 35] = bad
     rows = batch.to_lists()["second"][sample]
     assert rows
-    with pytest.raises(FloatingPointError, match="no table was changed") as caught:
+    with pytest.raises(ValueError, match="no table was changed") as caught:
         train(collection, [(batch, grad)])
     found = re.search(r"table '(\w+)': the gradient of row (\d+)", str(caught.value))
     assert found
@@ -265,7 +265,7 @@ def test_clipping_comes_before_the_check_but_does_not_hide_nan():
     batch = te.KeyedJaggedTensor.from_lists({"t": [[0]]})
     collection(batch).backward(torch.tensor([[float("inf"), -float("inf")]]))
     torch.testing.assert_close(contents(collection)["t.weight"][0], before[0] - torch.tensor([0.5, -0.5]))
-    with pytest.raises(FloatingPointError, match="table 't'"):
+    with pytest.raises(ValueError, match="table 't'"):
         collection(batch).backward(torch.tensor([[float("nan"), 0.0]]))
 
 
@@ -277,6 +277,6 @@ def test_compiled_modules_report_the_same():
     with pytest.raises(ValueError, match=r"table 'genre': id 7 of feature 'shared', sample 0 \(position 1 of values\)"):
         compiled(batch_of([[1]], [[7]]))
     out = compiled(batch_of([[1]], [[2]]))
-    with pytest.raises(FloatingPointError, match="table 'user': the gradient of row 1"):
+    with pytest.raises(ValueError, match="table 'user': the gradient of row 1"):
         out.backward(torch.full((1, 10), float("nan")))
     assert_same_bits(contents(collection), before)

@@ -40,11 +40,11 @@ def bad_offsets(bag: int, offsets: Tensor, num_values: int, layout: Layout) -> V
     )
 
 
-def bad_gradient(row: int, layout: Layout) -> FloatingPointError:
+def bad_gradient(row: int, layout: Layout) -> ValueError:
     """The summed gradient of linear row `row` is NaN or infinite."""
     first_rows = layout.tables[:, FIRST_ROW].numpy()
     table = int(np.searchsorted(first_rows, row, side="right")) - 1
-    return FloatingPointError(
+    return ValueError(
         f"table {layout.table_names.splitlines()[table]!r}: the gradient of row {row - int(first_rows[table])} is NaN "
         "or infinite; no table was changed. Lower the learning rate, clip with max_gradient=, or pass "
         'nonfinite="skip" to leave such rows untouched'

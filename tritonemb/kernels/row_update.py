@@ -53,7 +53,7 @@ def row_update_reference_(
         groups: rows, starts, order, num_groups; see `kernels/row_groups.py`.
 
     Raises:
-        FloatingPointError: for `nonfinite="raise"`, before anything is changed.
+        ValueError: for `nonfinite="raise"`, before anything is changed.
     """
     h = Hyperparameters(*hyperparameters)
     rows, gradients = sum_gradients_reference(weights, grad, offsets, sample_weights, groups, layout, h.max_gradient)

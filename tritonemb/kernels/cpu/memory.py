@@ -37,8 +37,6 @@ def _pointer(item: types.Type, code: ir.Type) -> Any:
 
 _float32_pointer = _pointer(types.float32, _FLOAT)
 _uint16_pointer = _pointer(types.uint16, _SHORT)
-_int32_pointer = _pointer(types.int32, ir.IntType(32))
-_int64_pointer = _pointer(types.int64, ir.IntType(64))
 float32_bits = _cast(types.float32, types.uint32, lambda b, a: b.bitcast(a, ir.IntType(32)))
 float32_from_bits = _cast(types.uint32, types.float32, lambda b, a: b.bitcast(a, _FLOAT))
 float16_to_float32 = _cast(types.uint16, types.float32, lambda b, a: b.fpext(b.bitcast(a, _HALF), _FLOAT))
@@ -76,18 +74,6 @@ def float32_row(address, size):
 def uint16_row(address, size):
     """Likewise, 16-bit values."""
     return numba.carray(_uint16_pointer(address), size)
-
-
-@inlined
-def int32_row(address, size):
-    """Likewise, int32 values."""
-    return numba.carray(_int32_pointer(address), size)
-
-
-@inlined
-def int64_row(address, size):
-    """Likewise, int64 values."""
-    return numba.carray(_int64_pointer(address), size)
 
 
 @inlined
