@@ -62,7 +62,7 @@ def test_single_rows_are_copied_exactly(dtype):
         assert torch.equal(out, weights[0].float()[batch.values()])
 
 
-def sample_weight_gradients(configs, batch, seed, pooled):
+def check_sample_weight_gradients(configs, batch, seed, pooled):
     layout = make_layout(configs, batch.keys(), pooled)
     weights = random_weights(configs)
     num_rows = batch.stride() if pooled else batch.values().numel()
@@ -81,13 +81,13 @@ def sample_weight_gradients(configs, batch, seed, pooled):
 @given(problems(dtypes=TABLE_DTYPES), seeds)
 @pytest.mark.usefixtures("poisoned")
 def test_gradients_of_per_sample_weights(problem, seed):
-    sample_weight_gradients(*problem, seed, pooled=True)
+    check_sample_weight_gradients(*problem, seed, pooled=True)
 
 
 @given(problems(dtypes=TABLE_DTYPES, pooled=False), seeds)
 @pytest.mark.usefixtures("poisoned")
 def test_unpooled_gradients_of_per_sample_weights(problem, seed):
-    sample_weight_gradients(*problem, seed, pooled=False)
+    check_sample_weight_gradients(*problem, seed, pooled=False)
 
 
 @given(problems(dtypes=TABLE_DTYPES), st.randoms(use_true_random=False))
