@@ -93,6 +93,24 @@ def _look_up(x: _Inputs) -> Tensor:
     return out.to(x.output_dtype)
 
 
+def _finish(x: _Inputs, grad: Tensor, needs_sample_weight_grad: bool) -> Tensor | None:
+    """Update, or accumulate for later; the gradient of the per-sample weights is of the rows before that."""
+    fused, sample_weight_grad = x.fused, None
+    if needs_sample_weight_grad:
+        assert x.sample_weights is not None
+        sample_weight_grad = torch.ops.tritonemb.sample_weight_gradient(
+            grad, fused.weights, x.values, x.offsets, x.sample_weights, *x.layout
+        )
+    if fused.accumulator == NOT_ACCUMULATING:
+        row_update_(
+            fused.weights, fused.states, fused.step, fused.skipped, fused.learning_rate, grad, x.offsets,
+            x.sample_weights, fused.optimizer, fused.hyperparameters, x.groups, x.layout,
+        )  # fmt: skip
+    else:
+        accumulate_(fused.pending, fused.accumulator, grad, x.values, x.offsets, x.sample_weights)
+    return sample_weight_grad
+
+
 class _Eager(torch.autograd.Function):
     """The same lookup and update without the dispatcher. The first table stands for all in the autograd graph."""
 
@@ -104,22 +122,7 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        x: _Inputs = ctx.inputs
-        fused, sample_weight_grad = x.fused, None
-        if ctx.needs_input_grad[1]:
-            assert x.sample_weights is not None
-            dot = kernel("sample_weight_gradient", grad.device, fused.weights)
-            computed = dot(fused.weights, x.values, x.offsets, grad, x.layout)
-            sample_weight_grad = computed.to(x.sample_weights.dtype)
-        if fused.accumulator == NOT_ACCUMULATING:
-            kernel("row_update_", grad.device, fused.weights)(
-                fused.weights, fused.states, fused.step, fused.skipped, fused.learning_rate, grad, x.offsets,
-                x.sample_weights, fused.optimizer, fused.hyperparameters, x.groups, x.layout,
-            )  # fmt: skip
-            torch.autograd.graph.increment_version([*fused.weights, *fused.states, fused.step, fused.skipped])
-        else:
-            accumulate_(fused.pending, fused.accumulator, grad, x.values, x.offsets, x.sample_weights)
-        return None, sample_weight_grad, None
+        return None, _finish(ctx.inputs, grad, ctx.needs_input_grad[1]), None
 
 
 @torch.library.custom_op(
@@ -145,23 +148,11 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     x: _Inputs = ctx.inputs
-    fused, sample_weight_grad = x.fused, None
     place = len(Fused._fields) + 2
-    if x.sample_weights is not None and ctx.needs_input_grad[place]:
-        sample_weight_grad = torch.ops.tritonemb.sample_weight_gradient(
-            grad, fused.weights, x.values, x.offsets, x.sample_weights, *x.layout
-        )
-    if fused.accumulator == NOT_ACCUMULATING:
-        row_update_(
-            fused.weights, fused.states, fused.step, fused.skipped, fused.learning_rate, grad, x.offsets,
-            x.sample_weights, fused.optimizer, fused.hyperparameters, x.groups, x.layout,
-        )  # fmt: skip
-    else:
-        accumulate_(fused.pending, fused.accumulator, grad, x.values, x.offsets, x.sample_weights)
+    sample_weight_grad = _finish(x, grad, ctx.needs_input_grad[place])
+    lists = [None] * len(x.fused.weights), [None] * len(x.fused.states)
     after = [None] * (2 + len(RowGroups._fields) + len(Layout._fields))
-    return (
-        [None] * len(fused.weights), [None] * len(fused.states), *([None] * (place - 2)), sample_weight_grad, *after,
-    )  # fmt: skip
+    return *lists, *([None] * (place - 2)), sample_weight_grad, *after
 
 
 _embedding_bag_fused.register_autograd(_backward, setup_context=_save)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tritonemb.kernels.layout import Layout
 from tritonemb.ops import schema
-from tritonemb.ops.registry import kernel
+from tritonemb.ops.registry import kernel, plain_eager
 from tritonemb.ops.row_groups import RowGroups
 
 
@@ -29,6 +29,13 @@ def row_update_(
     layout: Layout,
 ) -> None:
     """Sum each row's gradients in order and apply `optimizer` once a row. Arguments as in the kernel's reference."""
+    if plain_eager(grad, *weights):
+        kernel("row_update_", grad.device, weights)(
+            weights, states, step, skipped, learning_rate, grad, offsets, sample_weights, optimizer, hyperparameters,
+            groups, layout,
+        )  # fmt: skip
+        torch.autograd.graph.increment_version([*weights, *states, step, skipped])
+        return
     torch.ops.tritonemb.row_update_(
         list(weights), list(states), step, skipped, learning_rate, grad, offsets, sample_weights, optimizer,
         list(hyperparameters), *groups, *layout,
