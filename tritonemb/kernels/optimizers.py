@@ -37,37 +37,37 @@ def step_reference(
 _Step = Callable[[Tensor, list[Tensor], Tensor, Tensor, int, Hyperparameters], tuple[Tensor, list[Tensor]]]
 
 
-def _sgd(w, states, g, lr, t, h):  # type: ignore[no-untyped-def]
+def _sgd(w, states, g, lr, t, h):
     return w - lr * g, states
 
 
-def _row_wise_adagrad(w, states, g, lr, t, h):  # type: ignore[no-untyped-def]
+def _row_wise_adagrad(w, states, g, lr, t, h):
     total = states[0] + g.square().mean(1, keepdim=True)
     return w - lr / (total.sqrt() + h.eps) * g, [total]
 
 
-def _adagrad(w, states, g, lr, t, h):  # type: ignore[no-untyped-def]
+def _adagrad(w, states, g, lr, t, h):
     total = states[0] + g.square()
     return w - lr * g / (total.sqrt() + h.eps), [total]
 
 
-def _adam_direction(states, g, t, h, row_wise):  # type: ignore[no-untyped-def]
+def _adam_direction(states, g, t, h, row_wise):
     square = g.square().mean(1, keepdim=True) if row_wise else g.square()
     m = h.beta1 * states[0] + (1 - h.beta1) * g
     v = h.beta2 * states[1] + (1 - h.beta2) * square
     return m / (1 - h.beta1**t) / ((v / (1 - h.beta2**t)).sqrt() + h.eps), [m, v]
 
 
-def _adam(w, states, g, lr, t, h, row_wise=False):  # type: ignore[no-untyped-def]
+def _adam(w, states, g, lr, t, h, row_wise=False):
     direction, states = _adam_direction(states, g, t, h, row_wise)
     return w - lr * direction, states
 
 
-def _partial_row_wise_adam(w, states, g, lr, t, h):  # type: ignore[no-untyped-def]
+def _partial_row_wise_adam(w, states, g, lr, t, h):
     return _adam(w, states, g, lr, t, h, row_wise=True)
 
 
-def _lamb(w, states, g, lr, t, h, row_wise=False):  # type: ignore[no-untyped-def]
+def _lamb(w, states, g, lr, t, h, row_wise=False):
     direction, states = _adam_direction(states, g, t, h, row_wise)
     if DECAY_MODES[int(h.weight_decay_mode)] == "decoupled":
         direction = direction + h.weight_decay * w
@@ -76,11 +76,11 @@ def _lamb(w, states, g, lr, t, h, row_wise=False):  # type: ignore[no-untyped-de
     return w - lr * ratio * direction, states
 
 
-def _partial_row_wise_lamb(w, states, g, lr, t, h):  # type: ignore[no-untyped-def]
+def _partial_row_wise_lamb(w, states, g, lr, t, h):
     return _lamb(w, states, g, lr, t, h, row_wise=True)
 
 
-def _lars_sgd(w, states, g, lr, t, h):  # type: ignore[no-untyped-def]
+def _lars_sgd(w, states, g, lr, t, h):
     decay = h.weight_decay if DECAY_MODES[int(h.weight_decay_mode)] == "l2" else 0.0
     weight_norm, norm = w.norm(dim=1, keepdim=True), g.norm(dim=1, keepdim=True)
     divisor = norm + decay * weight_norm
@@ -89,7 +89,7 @@ def _lars_sgd(w, states, g, lr, t, h):  # type: ignore[no-untyped-def]
     return w - buffer, [buffer]
 
 
-def _ftrl(w, states, g, lr, t, h):  # type: ignore[no-untyped-def]
+def _ftrl(w, states, g, lr, t, h):
     z, n = states
     grown = n + g.square()
     z = z + (g - (grown.sqrt() - n.sqrt()) / lr * w)

@@ -1,13 +1,16 @@
 """Which kernel serves an op: one table, one rule.
 
-An op runs its device's kernel if there is one for all of its tables' dtypes, else the reference. Kernels are imported
-when they are first used, so that importing tritonemb does not load a compiler.
+An op runs its device's kernel if there is one for all of its tables' dtypes, else the reference: Triton's on GPUs, and
+on the CPU under `TRITON_INTERPRET=1`, where Triton interprets them. Kernels are imported when they are first used, so
+that importing tritonemb does not load a compiler.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,34 +20,52 @@ from torch import Tensor
 
 from tritonemb.types import TABLE_DTYPES
 
-REFERENCE = "reference"
+REFERENCE, TRITON = "reference", "triton"
+_DTYPES = {"cpu": TABLE_DTYPES, TRITON: (*TABLE_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)}
 _KERNELS: dict[str, dict[str, str]] = {
     "row_groups": {
         REFERENCE: "tritonemb.kernels.row_groups:row_groups_reference",
         "cpu": "tritonemb.kernels.cpu.row_groups:row_groups",
+        TRITON: "tritonemb.kernels.row_groups:row_groups",
     },
     "embedding_bag": {
         REFERENCE: "tritonemb.kernels.embedding_bag:embedding_bag_reference",
         "cpu": "tritonemb.kernels.cpu.embedding_bag:embedding_bag",
+        TRITON: "tritonemb.kernels.embedding_bag:embedding_bag",
     },
     "sample_weight_gradient": {
         REFERENCE: "tritonemb.kernels.embedding_bag:sample_weight_gradient_reference",
         "cpu": "tritonemb.kernels.cpu.embedding_bag:sample_weight_gradient",
+        TRITON: "tritonemb.kernels.embedding_bag:sample_weight_gradient",
     },
     "row_update_": {
         REFERENCE: "tritonemb.kernels.row_update:row_update_reference_",
         "cpu": "tritonemb.kernels.cpu.row_update:row_update_",
+        TRITON: "tritonemb.kernels.row_update:row_update_",
     },
 }
 _forced: str | None = None
 
 
 def choose(op: str, device: torch.device, tables: Sequence[Tensor] = ()) -> str:
-    """The name of the kernel that serves `op` on `device` for these tables: a device type, or "reference"."""
+    """The name of the kernel that serves `op` on `device` for these tables: "triton", "cpu" or "reference"."""
+    kernels = _KERNELS[op]
     if _forced is not None:
-        return _forced
-    fast = device.type in _KERNELS[op] and all(table.dtype in TABLE_DTYPES for table in tables)
-    return device.type if fast else REFERENCE
+        return _forced if _forced in kernels else REFERENCE
+    by_triton = (device.type == "cuda" and _has_triton()) or (device.type == "cpu" and _interpreting())
+    name = TRITON if by_triton else device.type
+    fast = name in kernels and all(table.dtype in _DTYPES[name] for table in tables)
+    return name if fast else REFERENCE
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def _interpreting() -> bool:
+    return os.environ.get("TRITON_INTERPRET", "0") == "1" and _has_triton()
 
 
 def kernel(op: str, device: torch.device, tables: Sequence[Tensor] = ()) -> Callable[..., Any]:
@@ -68,12 +89,11 @@ def plain_eager(*tensors: Tensor | None) -> bool:
 
 @contextmanager
 def forced(name: str) -> Iterator[None]:
-    """Serve every op by the kernels called `name`, for tests and for finding a wrong kernel."""
+    """Serve every op by its kernel called `name`, or its reference if it has none: for tests, to find a wrong one."""
     global _forced
-    if any(name not in kernels for kernels in _KERNELS.values()):
-        raise ValueError(
-            f"no kernels are called {name!r}; there are {sorted({n for k in _KERNELS.values() for n in k})}"
-        )
+    names = {name for kernels in _KERNELS.values() for name in kernels}
+    if name not in names:
+        raise ValueError(f"no kernels are called {name!r}; there are {sorted(names)}")
     before, _forced = _forced, name
     try:
         yield
