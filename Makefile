@@ -1,9 +1,16 @@
 # make train [DATA=movielens-100k|synthetic|path/to/train.txt] [ARGS="--epochs 2 ..."]
 # make test | test-all | lint | bench | clean
+# make gpu | gpu-bench [PYTHON=python3] [ARGS="-k update"]
 #
 # Everything is installed into $(VENV); a second call installs nothing unless pyproject.toml or constraints.txt changed.
 # PIP_ARGS goes to every `pip install`, e.g. PIP_ARGS="--find-links wheels --no-index" or an --extra-index-url for the
 # CPU build of torch. Another torch: TORCH=torch==2.12.0 CONSTRAINTS=/dev/null.
+#
+# `gpu` and `gpu-bench` are for a machine with an NVIDIA GPU: they use $(PYTHON) and its own torch >= 2.11, triton >= 3.6,
+# numpy, numba, pytest and hypothesis as they are, install nothing and need no network. `gpu` runs the suite on the GPU
+# and then every kernel under compute-sanitizer, found on the PATH or in CUDA's usual place (SANITIZER=path/to/it, or
+# SANITIZER=none to go without). `gpu-bench` compares with FBGEMM if fbgemm_gpu can be imported from there or from
+# $(GPU_PEERS); `make gpu-bench ARGS=--list` shows the cases, ARGS="-k forward,codec" runs some of them.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -14,9 +21,13 @@ PIP_ARGS ?=
 DATA ?= movielens-100k
 ARGS ?=
 JOBS ?= 2
+SANITIZER ?= $(firstword $(shell command -v compute-sanitizer 2>/dev/null) $(wildcard /usr/local/cuda/bin/compute-sanitizer))
+SANITIZER_TOOLS ?= memcheck racecheck
+GPU_PEERS ?= .peers
 
 # Where other processes use the cores too, OpenMP threads that spin while they wait make steps many times slower.
 QUIET := OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-passive}
+INTERPRETED := TRITON_INTERPRET=1 HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-few}
 
 ifeq ($(OS),Windows_NT)
 BIN := $(VENV)/Scripts
@@ -24,18 +35,24 @@ else
 BIN := $(VENV)/bin
 endif
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Whatever plugins that machine's pytest has: none of them is asked for.
+GPU_PYTEST := $(PYTHON) -m pytest -o addopts="-ra --import-mode=importlib" tests/gpu tests/kernels tests/nn tests/ops
 
-.PHONY: train test test-all lint bench clean
+.PHONY: train test test-all lint bench clean gpu gpu-tests gpu-sanitize gpu-bench
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.train
 	$(QUIET) $(BIN)/python -m tritonemb train --data "$(DATA)" $(ARGS)
 
+# Triton reads TRITON_INTERPRET once, so kernels are compiled ahead of time in one run and interpreted, on few examples
+# of each kind, in another.
 test: lint
 	$(QUIET) $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
+	$(QUIET) $(INTERPRETED) $(BIN)/python -m pytest -n $(JOBS) -m "triton and not slow" $(ARGS)
 
 test-all: lint
 	$(QUIET) $(BIN)/python -m pytest -n $(JOBS) -m "" $(ARGS)
+	$(QUIET) $(INTERPRETED) $(BIN)/python -m pytest -n $(JOBS) -m triton $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -45,6 +62,28 @@ lint: $(VENV)/.dev
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/run.py $(ARGS)
+
+gpu: gpu-tests gpu-sanitize
+
+gpu-tests:
+	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
+	  { echo "make gpu needs a CUDA device, and a torch in '$(PYTHON)' that sees it" >&2; exit 1; }
+	$(GPU_PYTEST) -m "(triton or gpu) and not slow" $(ARGS)
+
+gpu-sanitize:
+ifeq ($(SANITIZER),none)
+	@echo "SANITIZER=none: kernels were NOT run under compute-sanitizer" >&2
+else
+	@test -n "$(SANITIZER)" || { echo "compute-sanitizer is neither on the PATH nor in /usr/local/cuda/bin, so kernels \
+	cannot be checked for stray accesses and races: name it with SANITIZER=..., or go without by SANITIZER=none" >&2; exit 1; }
+	for tool in $(SANITIZER_TOOLS); do \
+	  $(SANITIZER) --tool $$tool --target-processes application-only --error-exitcode 9 \
+	    $(PYTHON) -m tests.gpu.sanitize || exit 1; \
+	done
+endif
+
+gpu-bench:
+	PYTHONPATH="$(GPU_PEERS)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) benchmarks/gpu/run.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis .benchmarks

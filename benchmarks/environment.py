@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DISTRIBUTIONS = {
     "torch": ("torch",),
     "numba": ("numba",),
+    "triton": ("triton",),
     "fbgemm": ("fbgemm-gpu-cpu", "fbgemm-gpu"),
 }
 

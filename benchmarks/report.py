@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import chart, results_file
+from benchmarks.gpu import roofline
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -92,6 +93,68 @@ def accuracy_section(results: dict[str, Any]) -> str:
     return markdown_table(header, lines)
 
 
+def gpu_section(results: dict[str, Any], picture: Path | None) -> str:
+    """The picture if there is one, the conditions, medians beside peers and a copy, targets, and what failed."""
+    row = results["rows"][0]
+    versions = ", ".join(f"{name} {row.get(name)}" for name in ("torch", "triton", "cuda", "fbgemm", "tritonemb"))
+    parts = [
+        f"{row['device']}; {versions} at {row['commit']}, {row['date']}. Medians; B samples, T tables, L ids a bag, D "
+        "columns; a copy moves as many bytes, read and written, in the same run.",
+        _gpu_table(results["rows"]),
+        _targets_table(results["targets"]),
+    ]
+    if picture is not None:
+        parts.insert(0, f"![Rate reached against bytes moved]({picture.relative_to(ROOT).as_posix()})")
+    if results["failures"]:
+        lines = [
+            [f[name].replace("|", "/") for name in ("op", "shape", "implementation", "error")]
+            for f in results["failures"]
+        ]
+        parts.append(markdown_table(["op", "shape", "not measured", "why"], lines, text_columns=4))
+    return "\n\n".join(parts)
+
+
+def _gpu_table(rows: list[dict[str, Any]]) -> str:
+    """A line for each of ours; in cases without any, for each that was measured."""
+    lines = []
+    for (op, shape), case in _cases(rows).items():
+        copy = case.pop("copy", None)
+        ours = {name: row for name, row in case.items() if name.startswith("tritonemb")}
+        peers = {name: row for name, row in case.items() if name not in ours} if ours else {}
+        fastest = min((row["p50_ms"] for row in peers.values()), default=None)
+        others = ", ".join(f"{name} {row['p50_ms']:.3f}" for name, row in peers.items()) or "-"
+        for name, row in (ours or case).items():
+            share = f"{100 * row['gb_per_s'] / copy['gb_per_s']:.0f} %" if copy else "-"
+            times = f"{fastest / row['p50_ms']:.2f}" if fastest else "-"
+            lines.append([op, shape, others, name, f"{row['p50_ms']:.3f}", share, times])
+    header = ["op", "shape", "peers, ms", "measured", "ms", "of the copy's rate", "times as fast as the fastest peer"]
+    return markdown_table(header, lines, text_columns=4)
+
+
+def _targets_table(targets: list[dict[str, Any]]) -> str:
+    words = {True: "met", False: "not met", None: "not measured"}
+    lines = [
+        [
+            t["op"],
+            t["shape"],
+            t["measured"],
+            t["target"],
+            "-" if t["ratio"] is None else f"{t['ratio']:.2f}",
+            words[t["met"]],
+        ]
+        for t in targets
+    ]
+    return markdown_table(["op", "shape", "times as fast", "wanted", "measured", ""], lines, text_columns=4)
+
+
+def with_section(text: str, name: str, title: str, content: str, after: str) -> str:
+    """`text` with a section of its own: where its markers stand, else behind the end of section `after`."""
+    if f"<!-- {name}:begin -->" not in text:
+        end = f"<!-- {after}:end -->"
+        text = text.replace(end, f"{end}\n\n## {title}\n\n<!-- {name}:begin -->\n<!-- {name}:end -->", 1)
+    return replace_section(text, name, content)
+
+
 def update_readme(name: str, content: str) -> None:
     README.write_text(replace_section(README.read_text(), name, content))
 
@@ -108,8 +171,21 @@ def report_accuracy() -> None:
     update_readme("accuracy", accuracy_section(results_file.read(results_file.newest("accuracy"))))
 
 
+def report_gpu() -> None:
+    """A section for every GPU that was measured; without one the README says nothing about GPUs."""
+    for path in results_file.newest_of_gpus():
+        results = results_file.read(path)
+        picture = path.with_suffix(".png")
+        drawn = roofline.draw_if_possible(results, picture) or picture.exists()
+        name, title = f"gpu {results['rows'][0]['device']}", f"Speed on one {results['rows'][0]['device']}"
+        content = "`make gpu-bench` measures this and rewrites the section.\n\n"
+        content += gpu_section(results, picture if drawn else None)
+        README.write_text(with_section(README.read_text(), name, title, content, "bench"))
+
+
 def main() -> None:
     report_speed()
+    report_gpu()
     if list(results_file.RESULTS.glob("accuracy-*.json")):
         report_accuracy()
 

@@ -9,10 +9,11 @@ from typing import Any
 RESULTS = Path(__file__).resolve().parent / "results"
 
 
-def write(kind: str, results: dict[str, Any]) -> Path:
+def write(kind: str, results: dict[str, Any], folder: Path | None = None) -> Path:
     """Store `results` as `<kind>-<date>.json`; a second run on one day replaces the first."""
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"{kind}-{results['date']}.json"
+    folder = folder or RESULTS
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{kind}-{results['date']}.json"
     path.write_text(json.dumps(results, indent=1) + "\n")
     return path
 
@@ -23,6 +24,15 @@ def newest(kind: str) -> Path:
     if not paths:
         raise FileNotFoundError(f"benchmarks/results holds no {kind}-<date>.json; run the benchmark that writes it")
     return paths[-1]
+
+
+def newest_of_gpus() -> list[Path]:
+    """The latest `<device>-<date>.json` of every GPU, by device; none where none was measured."""
+    latest: dict[str, Path] = {}
+    for path in sorted(RESULTS.glob("*-????-??-??.json")):
+        if read(path).get("kind") == "gpu":
+            latest[path.stem[: -len("-yyyy-mm-dd")]] = path
+    return list(latest.values())
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -15,9 +15,29 @@ _COMMON = {
     "derandomize": True,
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large],
 }
+settings.register_profile("few", max_examples=5, **_COMMON)  # for kernels that are interpreted
 settings.register_profile("fast", max_examples=40, **_COMMON)
 settings.register_profile("thorough", max_examples=100, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
+
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine cannot run, and say what would run it."""
+    has_cuda = torch.cuda.is_available()
+    for item in items:
+        if item.get_closest_marker("gpu") and not has_cuda:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if item.get_closest_marker("triton") and not has_cuda and not INTERPRETED:
+            item.add_marker(pytest.mark.skip(reason="needs TRITON_INTERPRET=1 or a CUDA device"))
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where Triton kernels run: a CUDA device, or the CPU if they are interpreted."""
+    return torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
 
 
 @pytest.fixture(autouse=True)

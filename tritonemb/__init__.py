@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 from tritonemb import nn, optim
 from tritonemb.jagged import KeyedJaggedTensor
+from tritonemb.nn.errors import check_errors
 from tritonemb.types import TableConfig
 
 if TYPE_CHECKING:
     from tritonemb.training import Trainer
 
 __version__ = "0.1.0"
-__all__ = ["KeyedJaggedTensor", "TableConfig", "Trainer", "nn", "optim"]
+__all__ = ["KeyedJaggedTensor", "TableConfig", "Trainer", "check_errors", "nn", "optim"]
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,8 @@ from torch import Tensor
 
 Pooling = Literal["sum", "mean", "none"]
 Placement = Literal["device", "host", "disk", "server"]
-TABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+TRAINABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+TABLE_DTYPES = (*TRAINABLE_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class TableConfig:
         embedding_dim: columns, at least 1; fastest when a row is a multiple of 16 bytes.
         features: the batch's keys that look this table up; the table's own name if not given.
         pooling: how the rows of a bag become one: "sum", "mean", or "none" (each id keeps its row).
-        dtype: `torch.float32`, `torch.float16` or `torch.bfloat16`. Optimizer state is always float32.
+        dtype: `torch.float32`, `torch.float16` or `torch.bfloat16`; `torch.float8_e4m3fn` or `torch.float8_e5m2` for
+            tables that are looked up but not trained. Optimizer state is always float32.
         placement: where the rows live.
         init: fills the weight `[num_embeddings, embedding_dim]` in place; uniform in ±1/sqrt(num_embeddings)
             if not given.

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 import tritonemb as te
 from tests import plain
-from tests.strategies import TABLE_DTYPES, problems, random_batch, random_weights, seeds
+from tests.strategies import DIMS, TABLE_DTYPES, problems, random_batch, random_weights, seeds
+from tritonemb.kernels import embedding_bag as triton
 from tritonemb.kernels.cpu.embedding_bag import embedding_bag, sample_weight_gradient
 from tritonemb.kernels.embedding_bag import embedding_bag_reference, sample_weight_gradient_reference
 from tritonemb.kernels.layout import make_layout
@@ -142,3 +143,193 @@ def test_ids_out_of_range_read_as_zero_if_not_checked():
         weights, batch.values(), batch.offsets(), None, make_layout([config], ["table"], False), False
     )
     assert torch.equal(single, torch.stack([weights[0][0], zero, zero, weights[0][2], zero]))
+
+
+FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+WIDE_DIMS = (*DIMS, 100, 512, 1024)
+
+
+def on(device, configs, batch, pooled=True):
+    """Weights, values, offsets, sample weights and layout on a device, and the same on the CPU."""
+    layout = make_layout(configs, batch.keys(), pooled)
+    weights = random_weights(configs)
+    here = (weights, batch.values(), batch.offsets(), batch.weights_or_none(), layout)
+    batch = batch.to(device)
+    there = (
+        [weight.to(device) for weight in weights],
+        batch.values(),
+        batch.offsets(),
+        batch.weights_or_none(),
+        make_layout(configs, batch.keys(), pooled, device),
+    )
+    return there, here
+
+
+def check_triton_forward(device, configs, batch, pooled, output_dtype=torch.float32):
+    """The bits of the reference: both sum in the order of positions."""
+    there, here = on(device, configs, batch, pooled)
+    out = triton.embedding_bag(*there, True, output_dtype)
+    assert out.dtype == output_dtype
+    assert torch.equal(out.cpu(), embedding_bag_reference(*here, True, output_dtype))
+
+
+@pytest.mark.triton
+@settings(max_examples=25)
+@given(
+    problem=problems(dtypes=(*TABLE_DTYPES, *FLOAT8_DTYPES), dims=WIDE_DIMS, max_tables=3),
+    output_dtype=st.sampled_from(TABLE_DTYPES),
+)
+@pytest.mark.usefixtures("poisoned")
+def test_triton_pools_with_the_references_bits(device, problem, output_dtype):
+    check_triton_forward(device, *problem, True, output_dtype)
+
+
+@pytest.mark.triton
+@settings(max_examples=15)
+@given(
+    problem=problems(dtypes=(*TABLE_DTYPES, *FLOAT8_DTYPES), dims=WIDE_DIMS, max_tables=3, pooled=False),
+    output_dtype=st.sampled_from(TABLE_DTYPES),
+)
+@pytest.mark.usefixtures("poisoned")
+def test_triton_gathers_with_the_references_bits(device, problem, output_dtype):
+    check_triton_forward(device, *problem, False, output_dtype)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("dim", [4, 64, 257])
+@pytest.mark.usefixtures("poisoned")
+def test_triton_pools_long_bags(device, dim):
+    configs = [te.TableConfig("a", 500, dim), te.TableConfig("b", 90, dim, pooling="mean", dtype=torch.float16)]
+    lengths = torch.tensor([300, 0, 7, 8, 9, 1, 64, 299])
+    values = torch.randint(0, 90, (int(lengths.sum()),))
+    batch = te.KeyedJaggedTensor(["a", "b"], values, torch.randn(values.numel()), lengths=lengths)
+    check_triton_forward(device, configs, batch, True)
+
+
+@pytest.mark.triton
+def test_triton_reads_rows_that_are_not_aligned(device):
+    """Tables that begin anywhere: loads are only as wide as addresses allow."""
+    config = te.TableConfig("table", 9, 64, dtype=torch.float16)
+    batch = random_batch({"table": 9}, ["table"], 5, 4)
+    there, here = on(device, [config], batch)
+    for shift in (1, 2, 4):
+        room = torch.zeros(9 * 64 + 8, dtype=torch.float16, device=device)
+        moved = room[shift : shift + 9 * 64].view(9, 64)
+        moved.copy_(there[0][0])
+        out = triton.embedding_bag([moved], *there[1:], True)
+        assert torch.equal(out.cpu(), embedding_bag_reference(*here))
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("pooled", [True, False])
+def test_triton_addresses_rows_beyond_two_to_the_31_elements(device, pooled, monkeypatch):
+    """A table whose only real rows lie far behind its address: products of ids and dims must be 64 bits wide."""
+    first_row, dim = 2**31 // 64 + 5, 64
+    config = te.TableConfig("table", first_row + 10, dim)
+    real = torch.randn(10, dim, device=device)
+    far = torch.tensor([real.data_ptr() - 4 * dim * first_row], device=device)
+    monkeypatch.setattr(triton, "by_dtype", lambda weights: [(weights, far)])
+    values = torch.tensor([first_row, first_row + 9, first_row + 3], device=device)
+    layout = make_layout([config], ["table"], pooled, device)
+    out = triton.embedding_bag([real], values, torch.tensor([0, 2, 3], device=device), None, layout, True)
+    expected = torch.stack([real[0] + real[9], real[3]]) if pooled else real[[0, 9, 3]]
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("mean_length", [1.0, 3.0, 100.0])
+@pytest.mark.parametrize("item_size", [1, 2, 4])
+@pytest.mark.parametrize("dim", [1, 3, 64, 100, 128, 257, 1024, 5000])
+def test_tiles_keep_eight_vectors_in_flight_at_most(dim, item_size, mean_length):
+    tile = triton.choose_tile(dim, item_size, mean_length)
+    assert all(part & (part - 1) == 0 for part in tile), "Triton's shapes are powers of two"
+    assert tile.block >= min(dim, triton.MAX_BLOCK)
+    bytes_of_a_lane = tile.rows * tile.unroll * tile.block * item_size / (32 * tile.num_warps)
+    assert bytes_of_a_lane <= 16 * triton.VECTORS_IN_FLIGHT
+
+
+@pytest.mark.triton
+def test_the_tile_does_not_change_bits(device, monkeypatch):
+    configs = [te.TableConfig("a", 50, 60), te.TableConfig("b", 20, 128, pooling="mean")]
+    batch = random_batch({"a": 50, "b": 20}, ["a", "b"], 9, 12, weighted=True)
+    there, _ = on(device, configs, batch)
+    expected = triton.embedding_bag(*there)
+    for tile in (triton.Tile(1, 128, 1, 1), triton.Tile(4, 32, 4, 1), triton.Tile(16, 64, 2, 4)):
+        monkeypatch.setattr(triton, "choose_tile", lambda *_, tile=tile: tile)
+        assert torch.equal(triton.embedding_bag(*there), expected)
+
+
+@pytest.mark.triton
+@settings(max_examples=15)
+@given(problem=problems(dtypes=TABLE_DTYPES, max_tables=3), seed=seeds)
+@pytest.mark.usefixtures("poisoned")
+def test_triton_gradients_of_per_sample_weights(device, problem, seed):
+    check_triton_sample_weight_gradients(device, *problem, seed, True)
+
+
+@pytest.mark.triton
+@settings(max_examples=10)
+@given(problem=problems(dtypes=TABLE_DTYPES, max_tables=3, pooled=False), seed=seeds)
+@pytest.mark.usefixtures("poisoned")
+def test_triton_unpooled_gradients_of_per_sample_weights(device, problem, seed):
+    check_triton_sample_weight_gradients(device, *problem, seed, False)
+
+
+def check_triton_sample_weight_gradients(device, configs, batch, seed, pooled):
+    there, here = on(device, configs, batch, pooled)
+    num_rows = batch.stride() if pooled else batch.values().numel()
+    grad = torch.randn(num_rows, here[4].width, generator=torch.Generator().manual_seed(seed))
+    found = triton.sample_weight_gradient(*there[:3], grad.to(device), there[4])
+    expected = sample_weight_gradient_reference(*here[:3], grad, here[4])
+    # As above: dot products of up to 257 · 3 normal pairs, summed in another order.
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-5, atol=1e-4)
+
+
+def look_up_and_wait(*args):
+    """On a GPU what is wrong is raised later than on the CPU: here, at the latest."""
+    triton.embedding_bag(*args)
+    te.check_errors()
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("pooled", [True, False])
+def test_triton_names_the_id_that_is_out_of_range(device, pooled):
+    config = te.TableConfig("table", 3, 2, features=["u", "v"])
+    batch = te.KeyedJaggedTensor.from_lists({"v": [[0], [1, 2]], "u": [[], [1, -7]]}).to(device)
+    layout = make_layout([config], batch.keys(), pooled, device)
+    weights = [torch.ones(3, 2, device=device)]
+    message = r"table 'table': id -7 of feature 'u', sample 1 \(position 4 of values\).* 0 to 2"
+    with pytest.raises(ValueError, match=message):
+        look_up_and_wait(weights, batch.values(), batch.offsets(), None, layout, True)
+    out = triton.embedding_bag(weights, batch.values(), batch.offsets(), None, layout, False)
+    te.check_errors()
+    expected = [[1.0, 1.0, 0.0, 0.0], [2.0, 2.0, 1.0, 1.0]] if pooled else [[1.0, 1.0]] * 4 + [[0.0, 0.0]]
+    columns = [2, 3, 0, 1] if pooled else [0, 1]  # features in the table's order
+    assert torch.equal(out.cpu(), torch.tensor(expected)[:, columns])
+
+
+@pytest.mark.triton
+def test_triton_survives_and_names_offsets_that_do_not_ascend(device):
+    config = te.TableConfig("table", 3, 2)
+    values = torch.zeros(4, dtype=torch.int64, device=device)
+    layout = make_layout([config], ["table"], True, device)
+    weights = [torch.ones(3, 2, device=device)]
+    for offsets in ([0, 3, 2, 4], [0, 9, 9, 9]):
+        with pytest.raises(ValueError, match="offsets must ascend: feature 'table', sample"):
+            look_up_and_wait(weights, values, torch.tensor(offsets, device=device), None, layout, True)
+
+
+@pytest.mark.triton
+def test_float8_tables_are_looked_up_but_not_trained(device):
+    config = te.TableConfig("table", 9, 4, dtype=torch.float8_e4m3fn)
+    collection = te.nn.EmbeddingBagCollection([config], device=device)
+    batch = te.KeyedJaggedTensor.from_lists({"table": [[1, 2], [8]]}).to(device)
+    out = collection(batch)
+    rows = collection.tables[0].weight.float()
+    assert torch.equal(out, torch.stack([rows[1] + rows[2], rows[8]]))
+    assert out.dtype == torch.float32
+    with pytest.raises(ValueError, match=r"table 'table': torch\.float8_e4m3fn rows are too coarse to be trained"):
+        te.nn.EmbeddingBagCollection([config], optimizer=te.optim.SGD(), device=device)
+    collection.tables[0].weight.requires_grad_()
+    with pytest.raises(TypeError, match="take no gradients"):
+        collection(batch).sum().backward()

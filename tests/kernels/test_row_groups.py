@@ -12,6 +12,7 @@ from torch import Tensor
 
 import tritonemb as te
 from tests.strategies import problems, random_batch
+from tritonemb.kernels import row_groups as triton
 from tritonemb.kernels.cpu.row_groups import row_groups
 from tritonemb.kernels.layout import Layout, make_layout
 from tritonemb.kernels.row_groups import row_groups_reference
@@ -143,3 +144,55 @@ def test_ids_need_not_be_contiguous():
     for strided in (offsets, torch.stack([offsets, offsets], dim=1)[:, 0]):
         found = row_groups(values, strided, layout)
         assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+
+
+def check_triton_groups(device, sorter, configs, batch, pooled=True):
+    layout = make_layout(configs, batch.keys(), pooled)
+    there = make_layout(configs, batch.keys(), pooled, device)
+    values = batch.values().clone()
+    values[::5] = -3
+    expected = row_groups_reference(values, batch.offsets(), layout)
+    found = triton.row_groups(values.to(device), batch.offsets().to(device), there, sorter)
+    assert all(torch.equal(a.cpu(), b) and a.dtype == b.dtype for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("sorter", triton.SORTERS)
+@settings(max_examples=20)
+@given(problem=problems(max_tables=3))
+@pytest.mark.usefixtures("poisoned")
+def test_triton_groups_as_the_reference(device, sorter, problem):
+    check_triton_groups(device, sorter, *problem)
+
+
+@pytest.mark.triton
+@settings(max_examples=10)
+@given(problem=problems(max_tables=3, pooled=False))
+@pytest.mark.usefixtures("poisoned")
+def test_triton_groups_unpooled_as_the_reference(device, problem):
+    check_triton_groups(device, None, *problem, pooled=False)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("num_rows", [[700], [50, 3_000_000], [2**31 + 11], [2**40, 9]], ids=str)
+@pytest.mark.usefixtures("poisoned")
+def test_triton_groups_large_tables_over_several_blocks(device, num_rows):
+    layout, values, offsets = large_problem(num_rows, 2_100)
+    expected = row_groups_reference(values, offsets, layout)
+    there = layout._replace(**{name: getattr(layout, name).to(device) for name in ("tables", "lookups", "key_starts")})
+    for sorter in triton.SORTERS:
+        found = triton.row_groups(values.to(device), offsets.to(device), there, sorter)
+        assert all(torch.equal(a.cpu(), b) for a, b in zip(found, expected, strict=True)), sorter
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("bits", [1, 8, 9, 31, 33])
+@pytest.mark.parametrize("num_keys", [0, 1, 1023, 2049])
+@pytest.mark.usefixtures("poisoned")
+def test_the_radix_sort_is_stable(device, num_keys, bits):
+    keys = torch.randint(0, 2**bits, (num_keys,), dtype=torch.int32 if bits < 32 else torch.int64)
+    keys[::3] = keys[:1]
+    found, places = triton.radix_sort(keys.to(device), bits)
+    expected = torch.sort(keys, stable=True)
+    assert torch.equal(found.cpu(), expected.values)
+    assert torch.equal(places.cpu().long(), expected.indices)

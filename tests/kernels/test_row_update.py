@@ -222,3 +222,115 @@ def test_a_batch_without_ids_changes_nothing_but_the_step(optimizer, batch):
     before = contents(collection)
     train(collection, [(te.KeyedJaggedTensor.from_lists(batch), torch.ones(len(batch["table"]), 16))])
     assert_same_bits(contents(collection), before | {"step": torch.tensor(1)})
+
+
+def check_triton_has_the_references_bits(device, configs, optimizer, steps, pooled=True):
+    """Sums over positions and over a row have one order, divisions and roots are IEEE's: bits, not tolerances."""
+    reference = make_collection(configs, optimizer, pooled)
+    collection = copy.deepcopy(reference).to(device)
+    with forced("triton"):
+        train(collection, [(batch.to(device), grad.to(device)) for batch, grad in steps])
+    with forced("reference"):
+        train(reference, steps)
+    found = {name: tensor.cpu() for name, tensor in contents(collection).items()}
+    assert_same_bits(found, contents(reference), title=repr(optimizer))
+    assert torch.equal(collection.skipped.cpu(), reference.skipped)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@settings(max_examples=2)  # a few seconds each where they are interpreted; the slow test below has more
+@given(data=st.data(), weighted=st.booleans(), stochastic=st.booleans(), pooled=st.booleans(), seed=seeds)
+@pytest.mark.usefixtures("poisoned")
+def test_triton_updates_have_the_references_bits(device, name, data, weighted, stochastic, pooled, seed):
+    configs = data.draw(tables(max_tables=3, dtypes=TABLE_DTYPES, pooled=pooled))
+    optimizer = data.draw(optimizers(name, stochastic_rounding=stochastic))
+    collection = make_collection(configs, optimizer, pooled)
+    steps = random_steps(collection, 2, batch_size=5, max_length=4, weighted=weighted, seed=seed)
+    check_triton_has_the_references_bits(device, configs, optimizer, steps, pooled)
+
+
+@pytest.mark.slow
+@pytest.mark.triton
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@settings(max_examples=10)
+@given(data=st.data(), weighted=st.booleans(), seed=seeds)
+@pytest.mark.usefixtures("poisoned")
+def test_twenty_triton_steps_have_the_references_bits(device, name, data, weighted, seed):
+    configs = data.draw(tables(max_tables=3, dtypes=TABLE_DTYPES))
+    optimizer = data.draw(optimizers(name))
+    steps = random_steps(make_collection(configs, optimizer), NUM_STEPS, batch_size=7, weighted=weighted, seed=seed)
+    check_triton_has_the_references_bits(device, configs, optimizer, steps)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("runs", [[3, 256, 257, 1, 700, 4], [513], [200, 256, 300], [1, 255, 257]], ids=str)
+@pytest.mark.usefixtures("poisoned")
+def test_triton_sums_hot_rows_in_pieces(device, runs):
+    """Runs across every boundary of a piece, and of the windows that pieces are found in."""
+    ids = torch.repeat_interleave(torch.arange(len(runs)), torch.tensor(runs))
+    ids = ids[torch.randperm(ids.numel())]
+    size = ids.numel()
+    configs = [
+        te.TableConfig("a", 20, 4, features=["x", "y"], pooling="mean"),
+        te.TableConfig("b", 20, 3, features=["x"], dtype=torch.float16),
+    ]
+    offsets = torch.tensor([0, size // 3, size, size + 4, size + 10])
+    batch = te.KeyedJaggedTensor(["x", "y"], torch.cat([ids, ids[:10]]), torch.randn(size + 10), offsets=offsets)
+    steps = [(batch, torch.randn(2, 11))]
+    check_triton_has_the_references_bits(device, configs, te.optim.RowWiseAdagrad(lr=0.1), steps)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("dim", [512, 1024])
+def test_triton_updates_wide_rows(device, dim):
+    configs = [te.TableConfig("wide", 5, dim), te.TableConfig("narrow", 5, 3, dtype=torch.bfloat16)]
+    optimizer = te.optim.PartialRowWiseLAMB(lr=0.1, weight_decay=0.1, max_norm=3.0)
+    steps = random_steps(make_collection(configs, optimizer), 2, batch_size=3)
+    check_triton_has_the_references_bits(device, configs, optimizer, steps)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_triton_takes_16_bit_gradients(device, dtype):
+    configs = [te.TableConfig("table", 9, 60)]
+    reference = make_collection(configs, te.optim.Adagrad(lr=0.1), output_dtype=dtype)
+    collection = copy.deepcopy(reference).to(device)
+    steps = [(batch, grad.to(dtype)) for batch, grad in random_steps(reference, 2)]
+    with forced("triton"):
+        train(collection, [(batch.to(device), grad.to(device)) for batch, grad in steps])
+    with forced("reference"):
+        train(reference, steps)
+    assert_same_bits({name: tensor.cpu() for name, tensor in contents(collection).items()}, contents(reference))
+
+
+@pytest.mark.triton
+def test_triton_skips_gradients_that_are_not_finite(device):
+    configs = [te.TableConfig("a", 9, 4), te.TableConfig("b", 9, 60, dtype=torch.float16)]
+    optimizer = te.optim.Adam(lr=0.1, nonfinite="skip")
+    steps = random_steps(make_collection(configs, optimizer), 3)
+    for (_, grad), value in zip(steps, (torch.nan, torch.inf, -torch.inf), strict=True):
+        grad[1, 2], grad[5, 20] = value, value
+    check_triton_has_the_references_bits(device, configs, optimizer, steps)
+
+
+def train_and_wait(collection, steps):
+    """On a GPU what is wrong is raised later than on the CPU: here, at the latest."""
+    train(collection, steps)
+    te.check_errors()
+
+
+@pytest.mark.triton
+def test_triton_raises_gradients_that_are_not_finite_and_changes_nothing(device):
+    configs = [te.TableConfig("a", 9, 4), te.TableConfig("b", 9, 60)]
+    collection = make_collection(configs, te.optim.Adam(lr=0.1, nonfinite="raise"), device=device)
+    before = contents(collection)
+    batch = te.KeyedJaggedTensor.from_lists({"a": [[1], [2]], "b": [[8], [4, 7]]}).to(device)
+    grad = torch.ones(2, 64, device=device)
+    grad[1, 30] = torch.nan
+    with forced("triton"):
+        with pytest.raises(ValueError, match="table 'b': the gradient of row 4 is NaN"):
+            train_and_wait(collection, [(batch, grad)])
+        assert_same_bits(contents(collection), before)
+        train_and_wait(collection, [(batch, torch.ones_like(grad))])
+    assert int(collection.step) == 1

@@ -10,6 +10,7 @@ import tritonemb as te
 from tests.helpers import make_collection
 from tests.strategies import random_batch, rows_of
 from tritonemb.kernels.layout import make_layout
+from tritonemb.kernels.packing import CODECS, make_packing
 from tritonemb.ops import row_groups
 from tritonemb.ops.accumulate import NOT_ACCUMULATING, Accumulator
 from tritonemb.optim import OPTIMIZERS
@@ -119,6 +120,55 @@ class TestOpcheck:
         args = (pending, accumulator.handle, problem.grad(), problem.values, problem.offsets, problem.sample_weights)
         torch.library.opcheck(OPS.accumulate_.default, args)
         assert accumulator.close()
+
+    @pytest.mark.parametrize("batch_size", [5, 0])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_interaction(self, batch_size, dtype):
+        args = [torch.randn(batch_size, width).to(dtype).requires_grad_() for width in (4, 12)]
+        torch.library.opcheck(OPS.interaction.default, args)
+
+    @pytest.mark.parametrize("batch_size", [5, 0])
+    def test_interaction_gradient(self, batch_size):
+        args = [torch.randn(batch_size, width) for width in (10, 4, 12)]
+        torch.library.opcheck(OPS.interaction_gradient.default, args)
+
+    @pytest.mark.parametrize("batch_size", [5, 0])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_cross(self, batch_size, dtype):
+        inputs, product, crossed = (torch.randn(batch_size, 4).to(dtype).requires_grad_() for _ in range(3))
+        args = (inputs, product, torch.randn(4, requires_grad=True), crossed)
+        torch.library.opcheck(OPS.cross.default, args)
+
+    @pytest.mark.parametrize("batch_size", [5, 0])
+    def test_cross_gradient(self, batch_size):
+        grad, inputs, product = (torch.randn(batch_size, 4) for _ in range(3))
+        torch.library.opcheck(OPS.cross_gradient.default, (grad, inputs, product, torch.randn(4)))
+
+    @pytest.mark.parametrize("num_rows", [5, 0])
+    @pytest.mark.parametrize("codec", CODECS)
+    def test_quantize_pack(self, codec, num_rows):
+        packing, saturated = make_packing([[(2, 3)], [(0, 2)]], 5, codec), torch.zeros((), dtype=torch.int64)
+        for scale, rows in ((None, None), (torch.tensor(8.0), torch.randperm(num_rows))):
+            args = (torch.randn(num_rows, 5), saturated, scale, rows, *packing)
+            torch.library.opcheck(OPS.quantize_pack.default, args)
+
+    @pytest.mark.parametrize("num_rows", [5, 0])
+    @pytest.mark.parametrize("codec", CODECS)
+    def test_quantize_unpack(self, codec, num_rows):
+        packing, saturated = make_packing([[(2, 3)], [(0, 2)]], 5, codec), torch.zeros((), dtype=torch.int64)
+        message = torch.zeros(num_rows * packing.row_bytes, dtype=torch.uint8)
+        for scale, rows in ((None, None), (torch.tensor(8.0), torch.zeros(7, dtype=torch.int32))):
+            args = (message, torch.bfloat16, saturated, scale, rows, *packing)
+            torch.library.opcheck(OPS.quantize_unpack.default, args)
+
+    def test_jagged_permute(self, problem):
+        args = (problem.values, problem.offsets, torch.tensor([2, 0]), problem.sample_weights, 3)
+        for num_values in (problem.values.numel(), 0):
+            torch.library.opcheck(OPS.jagged_permute.default, (*args, num_values))
+
+    def test_block_bucketize(self, problem):
+        args = (problem.values, problem.offsets, torch.tensor([3, 1, 2]), problem.sample_weights, 4)
+        torch.library.opcheck(OPS.block_bucketize.default, args)
 
 
 def test_every_op_is_checked():

@@ -4,21 +4,303 @@ Pooled: `out[b, column(l) : column(l) + dim(l)] = scale · Σ_p s_p · W_l[value
 `(key(l), b)`, for every lookup `l`; `s` are the per-sample weights (1 if absent), `scale` is 1 (sum) or 1 / bag length
 (mean); an empty bag is zero. Not pooled: `out[p, : dim] = s_p · W[values_p]`, zeros to the right of narrower tables.
 
-Sums are float32 in the order of positions. A row that an id out of range asks for is zero.
+Sums are float32 in the order of positions, whatever the tile, so a bag has the same bits on every device. A row that an
+id out of range asks for is zero.
 
-Bytes: `B · width · 4` written, `N · dim · element size` of rows and `8 · N` of ids read.
+Bytes: `B · width · output size` written, `N · dim · element size` of rows and `8 · N` of ids read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tritonemb.kernels import errors
+from tritonemb.kernels.addresses import on_device
+from tritonemb.kernels.error_word import BAD_ID, BAD_OFFSETS, error_word, names_of, poll, report
+from tritonemb.kernels.floats import CODES, bits_of, last_at_most, narrow, pointer_to, row_sum, widen
+from tritonemb.kernels.language import cdiv, jit, launch, next_power_of_2, tl
 from tritonemb.kernels.layout import MEAN, NUM_ROWS, Layout, batch_size_of
 from tritonemb.kernels.row_groups import entries_reference
+
+MAX_BLOCK = 1024  # columns of a tile; wider rows take several
+VECTORS_IN_FLIGHT = 8  # 16-byte loads that a lane asks for before it adds the first
+MAX_SUMS = 32  # sums that a lane keeps, in as many registers
+NO_POSITION = tl.constexpr(2**62)
+
+
+@jit
+def _pool_kernel(
+    addresses, tables, lookups, key_starts, values, offsets, sample_weights, out, lock, record, names, batch_size,
+    num_values, multiplicity, width, CODE: tl.constexpr, OUT_CODE: tl.constexpr, ALIGN: tl.constexpr,
+    STEP: tl.constexpr, BAGS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, WEIGHTED: tl.constexpr,
+    CHECK: tl.constexpr,
+):  # fmt: skip
+    """BAGS bags of one lookup, BLOCK columns: each bag is summed id by id, UNROLL rows of it are asked for at once."""
+    num_blocks = tl.cdiv(batch_size, BAGS)
+    use = tl.program_id(0) // num_blocks
+    key = use // multiplicity
+    lookup = tl.load(key_starts + key) + use % multiplicity
+    address = tl.zeros((), tl.int64)
+    if lookup < tl.load(key_starts + key + 1):
+        table = tl.load(lookups + lookup * 4)
+        address = tl.load(addresses + table)
+    if address != 0:
+        table = tl.load(lookups + lookup * 4)
+        column = tl.multiple_of(tl.load(lookups + lookup * 4 + 1), STEP)
+        dim = tl.multiple_of(tl.load(lookups + lookup * 4 + 2), STEP)
+        mean = tl.load(lookups + lookup * 4 + 3) == 1
+        num_rows = tl.load(tables + table * 4 + 1)
+        rows = pointer_to(address, CODE, ALIGN)
+
+        sample = (tl.program_id(0) % num_blocks) * BAGS + tl.arange(0, BAGS)
+        bag = key.to(tl.int64) * batch_size + sample
+        begin = tl.load(offsets + bag, mask=sample < batch_size, other=0).to(tl.int64)
+        end = tl.load(offsets + bag + 1, mask=sample < batch_size, other=0).to(tl.int64)
+        broken = (begin < 0) | (begin > end) | (end > num_values)
+        end = tl.where(broken, begin, end)
+        scale = tl.where(mean, tl.div_rn(1.0, tl.maximum(end - begin, 1).to(tl.float32)), 1.0)
+
+        columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        total = tl.zeros((BAGS, BLOCK), tl.float32)
+        worst = tl.full((BAGS,), NO_POSITION, tl.int64)
+        for first in range(0, tl.max(end - begin), UNROLL):
+            for i in tl.static_range(UNROLL):
+                position = begin + first + i
+                live = position < end
+                row = tl.load(values + position, mask=live, other=0).to(tl.int64)
+                inside = live & (row >= 0) & (row < num_rows)
+                worst = tl.where(live & (inside == 0), tl.minimum(worst, position), worst)
+                bits = tl.load(
+                    rows + (row[:, None] * dim + columns[None, :]),
+                    mask=inside[:, None] & (columns[None, :] < dim),
+                    other=0,
+                )
+                factor = scale
+                if WEIGHTED:
+                    factor *= tl.load(sample_weights + position, mask=live, other=0.0)
+                total += widen(bits, CODE) * factor[:, None]
+        tl.store(
+            out
+            + (sample.to(tl.int64)[:, None] * tl.multiple_of(tl.zeros((), tl.int64) + width, STEP))
+            + (column + columns[None, :]),
+            narrow(total, OUT_CODE),
+            mask=(sample < batch_size)[:, None] & (columns[None, :] < dim),
+        )
+        if CHECK:
+            where = tl.min(worst)
+            if where != NO_POSITION:
+                found = tl.max(tl.where(worst == where, sample, -1))
+                report(lock, record, BAD_ID, names, where, tl.load(values + where), table, key, found, num_rows)
+        if tl.max(broken.to(tl.int32)) != 0:
+            found = tl.max(tl.where(broken, sample, -1))
+            at = offsets + key.to(tl.int64) * batch_size + found
+            report(lock, record, BAD_OFFSETS, names, tl.load(at), tl.load(at + 1), table, key, found, num_values)
+
+
+@jit
+def _gather_kernel(
+    addresses, tables, lookups, key_starts, values, offsets, sample_weights, out, lock, record, names, batch_size,
+    num_keys, num_values, width, CODE: tl.constexpr, OUT_CODE: tl.constexpr, ALIGN: tl.constexpr, STEP: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, WEIGHTED: tl.constexpr, CHECK: tl.constexpr,
+):  # fmt: skip
+    """A row for each of ROWS positions, whatever tables they look up; zeros to the right of narrow ones."""
+    position = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = position < num_values
+    bag = last_at_most(offsets, num_keys * batch_size, position)
+    key = bag // batch_size
+    lookup = tl.load(key_starts + key)
+    used = live & (lookup < tl.load(key_starts + key + 1))
+    table = tl.load(lookups + lookup * 4, mask=used, other=0)
+    address = tl.load(addresses + table)
+    used = used & (address != 0)
+    dim = tl.multiple_of(tl.load(lookups + lookup * 4 + 2, mask=used, other=0), STEP)
+    num_rows = tl.load(tables + table * 4 + 1)
+    row = tl.load(values + position, mask=live, other=0).to(tl.int64)
+    inside = used & (row >= 0) & (row < num_rows)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    bits = tl.load(
+        pointer_to(address, CODE, ALIGN)[:, None] + (row * dim)[:, None] + columns[None, :],
+        mask=inside[:, None] & (columns[None, :] < dim[:, None]),
+        other=0,
+    )
+    result = widen(bits, CODE)
+    if WEIGHTED:
+        result *= tl.load(sample_weights + position, mask=live, other=0.0)[:, None]
+    tl.store(
+        out + position[:, None] * tl.multiple_of(tl.zeros((), tl.int64) + width, STEP) + columns[None, :],
+        narrow(result, OUT_CODE),
+        mask=used[:, None] & (columns[None, :] < width),
+    )
+    if CHECK:
+        bad = used & (inside == 0)
+        where = tl.min(tl.where(bad, position, NO_POSITION))
+        if where != NO_POSITION:
+            found = bad & (position == where)
+            report(
+                lock, record, BAD_ID, names, where, tl.load(values + where), tl.max(tl.where(found, table, -1)),
+                tl.max(tl.where(found, key, -1)), tl.max(tl.where(found, bag % batch_size, -1)),
+                tl.max(tl.where(found, num_rows, -1)),
+            )  # fmt: skip
+
+
+@jit
+def _sample_weight_gradient_kernel(
+    addresses, tables, lookups, key_starts, values, offsets, grad, out, batch_size, num_keys, num_values, multiplicity,
+    width, max_dim, CODE: tl.constexpr, GRAD_CODE: tl.constexpr, ALIGN: tl.constexpr, STEP: tl.constexpr,
+    POOLED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Dot products of ROWS positions' rows with the gradients of the bags they went into, added to `out`."""
+    position = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    live = position < num_values
+    bag = last_at_most(offsets, num_keys * batch_size, position)
+    key, sample = bag // batch_size, bag % batch_size
+    length = tl.load(offsets + bag + 1).to(tl.float32) - tl.load(offsets + bag).to(tl.float32)
+    row = tl.load(values + position, mask=live, other=0).to(tl.int64)
+    total = tl.load(out + position, mask=live, other=0.0)
+    for use in range(multiplicity):
+        lookup = tl.load(key_starts + key) + use
+        used = live & (lookup < tl.load(key_starts + key + 1))
+        table = tl.load(lookups + lookup * 4, mask=used, other=0)
+        address = tl.load(addresses + table)
+        used = used & (address != 0) & (row >= 0) & (row < tl.load(tables + table * 4 + 1))
+        column = tl.multiple_of(tl.load(lookups + lookup * 4 + 1, mask=used, other=0), STEP)
+        dim = tl.multiple_of(tl.load(lookups + lookup * 4 + 2, mask=used, other=0), STEP)
+        mean = tl.load(lookups + lookup * 4 + 3, mask=used, other=0) == 1
+        pitch = tl.multiple_of(tl.zeros((), tl.int64) + width, STEP)
+        start = sample * pitch + column if POOLED else position * pitch
+        product = tl.zeros((ROWS,), tl.float32)
+        for first in range(0, max_dim, BLOCK):
+            columns = first + tl.arange(0, BLOCK)
+            mask = used[:, None] & (columns[None, :] < dim[:, None])
+            rows = pointer_to(address, CODE, ALIGN)[:, None] + (row * dim)[:, None] + columns[None, :]
+            w = widen(tl.load(rows, mask=mask, other=0), CODE)
+            g = widen(tl.load(grad + start[:, None] + columns[None, :], mask=mask, other=0), GRAD_CODE)
+            product += row_sum(w * g, ROWS, BLOCK)
+        scale = tl.where(mean, tl.div_rn(1.0, tl.maximum(length, 1.0)), 1.0)
+        total += tl.where(used, product * scale, 0.0)
+    tl.store(out + position, total, mask=live)
+
+
+class Tile(NamedTuple):
+    """How a program covers rows: `rows` at a time, `block` columns, `unroll` ids of a bag at once, in `num_warps`."""
+
+    rows: int
+    block: int
+    unroll: int
+    num_warps: int
+
+
+def choose_tile(max_dim: int, item_size: int, mean_length: float) -> Tile:
+    """Lanes read 16 bytes each, and VECTORS_IN_FLIGHT of them: along the bag if it is long, else of several bags."""
+    block = min(MAX_BLOCK, next_power_of_2(max_dim))
+    warp_elements = 32 * 16 // item_size
+    num_warps = max(1, min(4, block // (2 * warp_elements)))
+    rows = max(1, min(32, warp_elements // block))
+    vectors = max(1, block // (num_warps * warp_elements))
+    unroll = min(VECTORS_IN_FLIGHT // vectors, next_power_of_2(max(1, round(mean_length))))
+    more_rows = max(1, VECTORS_IN_FLIGHT // vectors // unroll)
+    rows = min(32, rows * more_rows, max(1, MAX_SUMS * 32 * num_warps // block))
+    return Tile(rows, block, unroll, num_warps)
+
+
+def alignment_of(tensors: Sequence[Tensor], dims: Iterable[int] = ()) -> int:
+    """The largest power of two, up to 16, that divides the addresses of all rows, and multiples of `dims`, in bytes."""
+    item_size = tensors[0].element_size()
+    sizes = [tensor.shape[-1] * item_size for tensor in tensors] + [dim * item_size for dim in dims]
+    return math.gcd(16, *sizes, *(tensor.data_ptr() for tensor in tensors))
+
+
+def by_dtype(weights: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], Tensor]]:
+    """Tables of each dtype, and the addresses int64 `[T]` of all tables with 0 for those of other dtypes."""
+    device = weights[0].device
+    for dtype in dict.fromkeys(weight.dtype for weight in weights):
+        mine = [weight for weight in weights if weight.dtype == dtype]
+        yield mine, on_device([w.data_ptr() if w.dtype == dtype else 0 for w in weights], device)
+
+
+def embedding_bag(
+    weights: Sequence[Tensor],
+    values: Tensor,
+    offsets: Tensor,
+    sample_weights: Tensor | None,
+    layout: Layout,
+    check_bounds: bool = True,
+    output_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """One launch for all tables of one dtype. Arguments and result as in the reference.
+
+    An id out of range reads as zero. It is raised at once where kernels are interpreted, and on a GPU by the next
+    lookup or update, or by `check_errors`.
+    """
+    device = values.device
+    poll(device)
+    batch_size, num_keys = batch_size_of(offsets, layout.key_starts), layout.key_starts.numel() - 1
+    num_values, num_uses = values.numel(), num_keys * layout.multiplicity
+    values, offsets = values.contiguous(), offsets.contiguous()
+    scales = None if sample_weights is None else sample_weights.to(torch.float32).contiguous()
+    assert layout.pooled or layout.multiplicity <= 1
+    num_rows = batch_size if layout.pooled else num_values
+    out = torch.empty(num_rows, layout.width, dtype=output_dtype, device=device)
+    if not layout.pooled and layout.lookups.shape[0] < num_keys:
+        out.zero_()  # keys that nobody looks up
+    word = error_word(device)
+    for tables, addresses in by_dtype(weights):
+        max_dim = max(table.shape[1] for table in tables)
+        # Columns of the output follow the dims of all tables.
+        align = alignment_of(tables, (weight.shape[1] for weight in weights))
+        step = align // tables[0].element_size()
+        args = (
+            addresses, layout.tables, layout.lookups, layout.key_starts, values, offsets, scales, bits_of(out), *word,
+            names_of(layout, device), batch_size,
+        )  # fmt: skip
+        options = {
+            "CODE": CODES[tables[0].dtype], "OUT_CODE": CODES[output_dtype], "ALIGN": align, "STEP": step,
+            "WEIGHTED": scales is not None, "CHECK": check_bounds,
+        }  # fmt: skip
+        if layout.pooled:
+            tile = choose_tile(max_dim, tables[0].element_size(), num_values / max(1, batch_size * num_keys))
+            grid = cdiv(batch_size, tile.rows) * num_uses, cdiv(max_dim, tile.block)
+            launch(
+                _pool_kernel, grid, *args, num_values, layout.multiplicity, layout.width, BAGS=tile.rows,
+                BLOCK=tile.block, UNROLL=tile.unroll, num_warps=tile.num_warps, **options,
+            )  # fmt: skip
+        else:
+            tile = choose_tile(layout.width, tables[0].element_size(), 1.0)
+            grid = cdiv(num_values, tile.rows), cdiv(layout.width, tile.block)
+            launch(
+                _gather_kernel, grid, *args, num_keys, num_values, layout.width, ROWS=tile.rows, BLOCK=tile.block,
+                num_warps=tile.num_warps, **options,
+            )  # fmt: skip
+    if device.type != "cuda":
+        poll(device)
+    return out
+
+
+def sample_weight_gradient(
+    weights: Sequence[Tensor], values: Tensor, offsets: Tensor, grad: Tensor, layout: Layout
+) -> Tensor:
+    """Gradient of per-sample weights, float32 `[N]`. Arguments as in the reference."""
+    values, offsets, grad = values.contiguous(), offsets.contiguous(), grad.contiguous()
+    out = torch.zeros(values.numel(), dtype=torch.float32, device=values.device)
+    batch_size, num_keys = batch_size_of(offsets, layout.key_starts), layout.key_starts.numel() - 1
+    for tables, addresses in by_dtype(weights):
+        max_dim = max(table.shape[1] for table in tables)
+        align = alignment_of(tables, (weight.shape[1] for weight in weights))
+        step = align // tables[0].element_size()
+        tile = choose_tile(max_dim, tables[0].element_size(), 1.0)
+        launch(
+            _sample_weight_gradient_kernel, (cdiv(values.numel(), tile.rows),), addresses, layout.tables,
+            layout.lookups, layout.key_starts, values, offsets, bits_of(grad), out, batch_size, num_keys,
+            values.numel(), layout.multiplicity, layout.width, max_dim, CODE=CODES[tables[0].dtype],
+            GRAD_CODE=CODES[grad.dtype], ALIGN=align, STEP=step, POOLED=layout.pooled, ROWS=tile.rows,
+            BLOCK=tile.block, num_warps=tile.num_warps,
+        )  # fmt: skip
+    return out
 
 
 def embedding_bag_reference(
@@ -28,6 +310,7 @@ def embedding_bag_reference(
     sample_weights: Tensor | None,
     layout: Layout,
     check_bounds: bool = True,
+    output_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Lookup by lookup, with `index_add_`; in the weights' dtype if that is float64, else float32.
 
@@ -51,7 +334,7 @@ def embedding_bag_reference(
             out[:, column : column + dim].index_add_(0, bag % batch_size, rows)
         else:
             out[position, :dim] = rows
-    return out
+    return out if output_dtype is None else out.to(output_dtype)
 
 
 def scales_reference(

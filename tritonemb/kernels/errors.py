@@ -12,18 +12,21 @@ from tritonemb.kernels.layout import FIRST_ROW, NUM_ROWS, TABLE, Layout, batch_s
 
 def bad_id(position: int, values: Tensor, offsets: Tensor, layout: Layout) -> ValueError:
     """The id at `position` of values lies outside a table that its key looks up."""
-    batch_size = batch_size_of(offsets, layout.key_starts)
     bag = bisect_right(offsets.tolist(), position) - 1
-    key, sample = divmod(bag, batch_size)
+    key, sample = divmod(bag, batch_size_of(offsets, layout.key_starts))
     value = int(values[position])
     uses = layout.lookups[int(layout.key_starts[key]) : int(layout.key_starts[key + 1])]
     table = next(t for t in uses[:, TABLE].tolist() if not 0 <= value < int(layout.tables[t, NUM_ROWS]))
-    num_rows = int(layout.tables[table, NUM_ROWS])
+    names = layout.table_names.splitlines()[table], layout.feature_names.splitlines()[key]
+    return id_out_of_range(*names, sample, position, value, int(layout.tables[table, NUM_ROWS]))
+
+
+def id_out_of_range(table: str, feature: str, sample: int, position: int, value: int, num_rows: int) -> ValueError:
+    """The message for an id that its table does not have."""
     return ValueError(
-        f"table {layout.table_names.splitlines()[table]!r}: id {value} of feature "
-        f"{layout.feature_names.splitlines()[key]!r}, sample {sample} (position {position} of values) is out of range; "
-        f"valid ids are 0 to {num_rows - 1}. Map or hash the ids into the table, make the table larger, or pass "
-        'bounds_check="ignore" to read such ids as zero'
+        f"table {table!r}: id {value} of feature {feature!r}, sample {sample} (position {position} of values) is out "
+        f"of range; valid ids are 0 to {num_rows - 1}. Map or hash the ids into the table, make the table larger, or "
+        'pass bounds_check="ignore" to read such ids as zero'
     )
 
 
@@ -34,9 +37,14 @@ def bad_offsets(bag: int, offsets: Tensor, num_values: int, layout: Layout) -> V
     if bag == offsets.numel() - 1:
         return ValueError(f"offsets end at {int(offsets[-1])} but there are {num_values} values")
     key, sample = divmod(bag, batch_size_of(offsets, layout.key_starts))
+    feature = layout.feature_names.splitlines()[key]
+    return offsets_do_not_ascend(feature, sample, int(offsets[bag]), int(offsets[bag + 1]), num_values)
+
+
+def offsets_do_not_ascend(feature: str, sample: int, begin: int, end: int, num_values: int) -> ValueError:
+    """The message for a bag whose offsets descend or lie outside the values."""
     return ValueError(
-        f"offsets must ascend: feature {layout.feature_names.splitlines()[key]!r}, sample {sample} goes from "
-        f"{int(offsets[bag])} to {int(offsets[bag + 1])}"
+        f"offsets must ascend: feature {feature!r}, sample {sample} goes from {begin} to {end} (of {num_values} values)"
     )
 
 
@@ -44,8 +52,12 @@ def bad_gradient(row: int, layout: Layout) -> ValueError:
     """The summed gradient of linear row `row` is NaN or infinite."""
     first_rows = layout.tables[:, FIRST_ROW].numpy()
     table = int(np.searchsorted(first_rows, row, side="right")) - 1
+    return gradient_not_finite(layout.table_names.splitlines()[table], row - int(first_rows[table]))
+
+
+def gradient_not_finite(table: str, row: int) -> ValueError:
+    """The message for a row whose gradient is NaN or infinite."""
     return ValueError(
-        f"table {layout.table_names.splitlines()[table]!r}: the gradient of row {row - int(first_rows[table])} is NaN "
-        "or infinite; no table was changed. Lower the learning rate, clip with max_gradient=, or pass "
-        'nonfinite="skip" to leave such rows untouched'
+        f"table {table!r}: the gradient of row {row} is NaN or infinite; no table was changed. Lower the learning "
+        'rate, clip with max_gradient=, or pass nonfinite="skip" to leave such rows untouched'
     )

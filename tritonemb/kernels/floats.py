@@ -6,8 +6,6 @@ has no e4m3, the interpreter no bfloat16).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -64,6 +62,10 @@ def narrow(values, CODE: tl.constexpr):
     elif CODE == FLOAT16:
         finite = tl.abs(values) < float("inf")
         return tl.where(finite, tl.minimum(tl.maximum(values, -65504.0), 65504.0), values).to(tl.float16)
+    elif CODE == FLOAT8_E4M3:
+        return _narrow8(values, 3, 7, 0x7E, 0x7F)
+    elif CODE == FLOAT8_E5M2:
+        return _narrow8(values, 2, 15, 0x7B, 0x7C)
     else:
         bits = values.to(tl.int32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF
@@ -71,6 +73,22 @@ def narrow(values, CODE: tl.constexpr):
         rounded = tl.where(magnitude < 0x7F800000, tl.minimum(rounded, 0x7F7FFFFF), rounded)
         rounded = tl.where(magnitude > 0x7F800000, 0x7FC00000, tl.where(magnitude == 0x7F800000, magnitude, rounded))
         return ((rounded | (bits & -0x80000000)) >> 16).to(tl.int16)
+
+
+@jit
+def _narrow8(values, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr, INFINITE: tl.constexpr):
+    """float32 to 8 bits with MANTISSA bits of mantissa and that BIAS of exponent, in integers; NaN is 0x7F."""
+    bits = values.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    DROPPED: tl.constexpr = 23 - MANTISSA
+    normal = (magnitude + ((1 << (DROPPED - 1)) - 1) + ((magnitude >> DROPPED) & 1)) >> DROPPED
+    normal -= (127 - BIAS) << MANTISSA
+    # Subnormal results are multiples of the last place of 2^SHIFT: adding it rounds to them.
+    SHIFT: tl.constexpr = 24 - BIAS - MANTISSA
+    subnormal = (tl.abs(values) + (1 << SHIFT)).to(tl.int32, bitcast=True) - ((127 + SHIFT) << 23)
+    code = tl.minimum(tl.where(magnitude < ((128 - BIAS) << 23), subnormal, normal), LARGEST)
+    code = tl.where(magnitude < 0x7F800000, code, tl.where(magnitude == 0x7F800000, INFINITE, 0x7F))
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
 @jit
@@ -84,14 +102,17 @@ def row_sum(x, ROWS: tl.constexpr, SIZE: tl.constexpr):
 
 
 @jit
-def last_at_most(ascending, count, wanted):
-    """For each of `wanted`, the index of the last of `count` ascending values that is not above it; at least 0."""
+def last_at_most(ascending, count, wanted, STRIDE: tl.constexpr = 1):
+    """For each of `wanted`, the index of the last of `count` ascending values that is not above it; at least 0.
+
+    The values stand STRIDE elements apart.
+    """
     low = (wanted * 0).to(tl.int32)
     high = low + count
     size = tl.full((), 0, tl.int32) + count
     while size > 0:  # as many steps as `count` has bits
         middle = (low + high) // 2
-        value = tl.load(ascending + middle, mask=middle < high, other=0)
+        value = tl.load(ascending + middle * STRIDE, mask=middle < high, other=0)
         up = (middle < high) & (value <= wanted)
         low, high = tl.where(up, middle + 1, low), tl.where(up, high, middle)
         size = size // 2
@@ -107,9 +128,8 @@ def row_sum_reference(x: Tensor) -> Tensor:
     return x
 
 
-def is_aligned(tensors: Sequence[Tensor], num_bytes: int = 16) -> bool:
-    """Whether every row of every tensor `[rows, dim]` begins at a multiple of `num_bytes`."""
-    return all(
-        tensor.data_ptr() % num_bytes == 0 and tensor.shape[-1] * tensor.element_size() % num_bytes == 0
-        for tensor in tensors
-    )
+def bits_of(tensor: Tensor) -> Tensor:
+    """The tensor as kernels take it: 8 and bfloat16 as the integers that hold their bits."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16)
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor

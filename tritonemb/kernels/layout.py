@@ -29,6 +29,7 @@ class Layout(NamedTuple):
         key_starts: int64 `[K + 1]`: the lookups of key `k` are `key_starts[k] … key_starts[k + 1] - 1`.
         table_names, feature_names: one a line; for error messages.
         multiplicity: most lookups of one key.
+        num_rows: linear rows, those of all tables.
         width: columns of the output.
         pooled: an output row a sample, or (pooling "none") a row a value.
     """
@@ -39,6 +40,7 @@ class Layout(NamedTuple):
     table_names: str
     feature_names: str
     multiplicity: int
+    num_rows: int
     width: int
     pooled: bool
 
@@ -69,6 +71,7 @@ def make_layout(
         "\n".join(table.name for table in tables),
         "\n".join(keys),
         max([0, *[len(uses) for uses in by_key]]),
+        first_row,
         width,
         pooled,
     )

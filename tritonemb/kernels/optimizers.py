@@ -1,4 +1,7 @@
-"""The nine optimizers on rows, one step: slow, obvious PyTorch. Formulas and sources: `tritonemb/optim.py`."""
+"""The nine optimizers on rows, one step: in Triton, and in slow, obvious PyTorch. Formulas: `tritonemb/optim.py`.
+
+Divisions and roots are IEEE's and sums over a row have one order, so both give the same bits.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,112 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from tritonemb.optim import Hyperparameters, WeightDecayMode
+from tritonemb.kernels.floats import row_sum, row_sum_reference
+from tritonemb.kernels.language import jit, tl
+from tritonemb.optim import OPTIMIZERS, Hyperparameters, WeightDecayMode
 
+KINDS = {name: kind for kind, name in enumerate(OPTIMIZERS)}
+SGD, ROW_WISE_ADAGRAD, ADAGRAD, ADAM, PARTIAL_ROW_WISE_ADAM, LAMB, PARTIAL_ROW_WISE_LAMB, LARS_SGD, FTRL = (
+    tl.constexpr(kind) for kind in KINDS.values()
+)
+_CONSTANTS = (*Hyperparameters._fields, "rest1", "rest2")
+_READ = ["weight_decay", "max_norm", "eps", "beta1", "beta2", "momentum", "eta", "beta", "l1", "l2", "rest1", "rest2"]
+WEIGHT_DECAY, MAX_NORM, EPS, BETA1, BETA2, MOMENTUM, ETA, BETA, L1, L2, REST1, REST2 = (
+    tl.constexpr(_CONSTANTS.index(name)) for name in _READ
+)
 DECAY_MODES = get_args(WeightDecayMode)
+NO_DECAY, L2_DECAY, DECOUPLED_DECAY = (tl.constexpr(mode) for mode in range(3))
+
+
+@jit
+def _norm(x, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """L2 norms `[ROWS]` of rows whose columns beyond their dim are zero."""
+    return tl.sqrt_rn(row_sum(x * x, ROWS, BLOCK))
+
+
+@jit
+def _adam_rows(m, v, g, dim, h, corrections, ROW_WISE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """The moments, moved, and the bias-corrected direction."""
+    m = tl.load(h + BETA1) * m + tl.load(h + REST1) * g
+    if ROW_WISE:
+        v = tl.load(h + BETA2) * v + tl.load(h + REST2) * tl.div_rn(row_sum(g * g, ROWS, BLOCK), dim)
+        root = (tl.sqrt_rn(tl.div_rn(v, tl.load(corrections + 1))) + tl.load(h + EPS))[:, None]
+    else:
+        v = tl.load(h + BETA2) * v + tl.load(h + REST2) * (g * g)
+        root = tl.sqrt_rn(tl.div_rn(v, tl.load(corrections + 1))) + tl.load(h + EPS)
+    return m, v, tl.div_rn(tl.div_rn(m, tl.load(corrections)), root)
+
+
+@jit
+def step_rows(
+    w, state1, state2, g, dim, lr, h, corrections, KIND: tl.constexpr, DECAY: tl.constexpr, LIMITED: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One step for rows `w` `[ROWS, BLOCK]` with states of that shape or `[ROWS]`; columns beyond `dim` are zero.
+
+    `h` points to what `constants_of` lists, `corrections` to 1 - beta1^t and 1 - beta2^t, all float32.
+    """
+    if DECAY == L2_DECAY and KIND != LARS_SGD:
+        g = g + tl.load(h + WEIGHT_DECAY) * w
+    if DECAY == DECOUPLED_DECAY and KIND != LAMB and KIND != PARTIAL_ROW_WISE_LAMB:
+        w = w * (1.0 - lr * tl.load(h + WEIGHT_DECAY))
+    if KIND == SGD:
+        w = w - lr * g
+    elif KIND == ROW_WISE_ADAGRAD:
+        state1 = state1 + tl.div_rn(row_sum(g * g, ROWS, BLOCK), dim)
+        w = w - tl.div_rn(lr, tl.sqrt_rn(state1) + tl.load(h + EPS))[:, None] * g
+    elif KIND == ADAGRAD:
+        state1 = state1 + g * g
+        w = w - tl.div_rn(lr * g, tl.sqrt_rn(state1) + tl.load(h + EPS))
+    elif KIND == LARS_SGD:
+        weight_norm, norm = _norm(w, ROWS, BLOCK), _norm(g, ROWS, BLOCK)
+        divisor = norm
+        if DECAY == L2_DECAY:
+            divisor = norm + tl.load(h + WEIGHT_DECAY) * weight_norm
+            g = g + tl.load(h + WEIGHT_DECAY) * w
+        safe = tl.where(divisor > 0, divisor, 1.0)
+        rate = tl.where(divisor > 0, tl.div_rn(lr * tl.load(h + ETA) * weight_norm, safe), 0.0)
+        state1 = tl.load(h + MOMENTUM) * state1 + rate[:, None] * g
+        w = w - state1
+    elif KIND == FTRL:
+        grown = state2 + g * g
+        root = tl.sqrt_rn(grown)
+        z = state1 + (g - tl.div_rn(root - tl.sqrt_rn(state2), lr) * w)
+        shrunk = z - tl.where(z < 0, -tl.load(h + L1), tl.load(h + L1))
+        moved = tl.where(
+            tl.abs(z) <= tl.load(h + L1),
+            0.0,
+            tl.div_rn(-shrunk, tl.div_rn(tl.load(h + BETA) + root, lr) + tl.load(h + L2)),
+        )
+        w, state1, state2 = (
+            tl.where(lr == 0.0, w, moved),
+            tl.where(lr == 0.0, state1, z),
+            tl.where(lr == 0.0, state2, grown),
+        )
+    else:
+        ROW_WISE: tl.constexpr = KIND == PARTIAL_ROW_WISE_ADAM or KIND == PARTIAL_ROW_WISE_LAMB
+        state1, state2, direction = _adam_rows(state1, state2, g, dim, h, corrections, ROW_WISE, ROWS, BLOCK)
+        if KIND == LAMB or KIND == PARTIAL_ROW_WISE_LAMB:
+            if DECAY == DECOUPLED_DECAY:
+                direction = direction + tl.load(h + WEIGHT_DECAY) * w
+            weight_norm, norm = _norm(w, ROWS, BLOCK), _norm(direction, ROWS, BLOCK)
+            good = (weight_norm > 0) & (norm > 0)
+            ratio = tl.where(good, tl.div_rn(weight_norm, tl.where(good, norm, 1.0)), 1.0)
+            w = w - (lr * ratio)[:, None] * direction
+        else:
+            w = w - lr * direction
+    if LIMITED:
+        length = _norm(w, ROWS, BLOCK)
+        shrink = tl.where(
+            length > tl.load(h + MAX_NORM), tl.div_rn(tl.load(h + MAX_NORM), tl.where(length > 0, length, 1.0)), 1.0
+        )
+        w = tl.where((length > tl.load(h + MAX_NORM))[:, None], w * shrink[:, None], w)
+    return w, state1, state2
+
+
+def constants_of(h: Hyperparameters) -> list[float]:
+    """What kernels read of an optimizer: its hyperparameters, 1 - beta1 and 1 - beta2."""
+    return [*h, 1 - h.beta1, 1 - h.beta2]
 
 
 def step_reference(
@@ -29,9 +135,23 @@ def step_reference(
         w = w * (1 - lr * decay)
     w, states = _STEPS[optimizer](w, states, g, lr, t, h)
     if h.max_norm < torch.inf:
-        norm = w.norm(dim=1, keepdim=True)
-        w = torch.where(norm > h.max_norm, w * (h.max_norm / norm), w)
+        norm = _norm_reference(w)
+        # A number over a tensor would be the number times a rounded reciprocal.
+        w = torch.where(norm > h.max_norm, w * (torch.full_like(norm, h.max_norm) / norm), w)
     return w, states
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """Rounded once: torch's float32 root may be off by a unit in the last place."""
+    return x.double().sqrt().to(x.dtype)
+
+
+def _norm_reference(x: Tensor) -> Tensor:
+    return _sqrt(row_sum_reference(x * x))
+
+
+def _mean_of_squares(x: Tensor) -> Tensor:
+    return row_sum_reference(x * x) / x.shape[1]
 
 
 _Step = Callable[[Tensor, list[Tensor], Tensor, Tensor, int, Hyperparameters], tuple[Tensor, list[Tensor]]]
@@ -42,20 +162,20 @@ def _sgd(w, states, g, lr, t, h):
 
 
 def _row_wise_adagrad(w, states, g, lr, t, h):
-    total = states[0] + g.square().mean(1, keepdim=True)
-    return w - lr / (total.sqrt() + h.eps) * g, [total]
+    total = states[0] + _mean_of_squares(g)
+    return w - lr / (_sqrt(total) + h.eps) * g, [total]
 
 
 def _adagrad(w, states, g, lr, t, h):
     total = states[0] + g.square()
-    return w - lr * g / (total.sqrt() + h.eps), [total]
+    return w - lr * g / (_sqrt(total) + h.eps), [total]
 
 
 def _adam_direction(states, g, t, h, row_wise):
-    square = g.square().mean(1, keepdim=True) if row_wise else g.square()
+    square = _mean_of_squares(g) if row_wise else g.square()
     m = h.beta1 * states[0] + (1 - h.beta1) * g
     v = h.beta2 * states[1] + (1 - h.beta2) * square
-    return m / (1 - h.beta1**t) / ((v / (1 - h.beta2**t)).sqrt() + h.eps), [m, v]
+    return m / (1 - h.beta1**t) / (_sqrt(v / (1 - h.beta2**t)) + h.eps), [m, v]
 
 
 def _adam(w, states, g, lr, t, h, row_wise=False):
@@ -71,7 +191,7 @@ def _lamb(w, states, g, lr, t, h, row_wise=False):
     direction, states = _adam_direction(states, g, t, h, row_wise)
     if DECAY_MODES[int(h.weight_decay_mode)] == "decoupled":
         direction = direction + h.weight_decay * w
-    weight_norm, norm = w.norm(dim=1, keepdim=True), direction.norm(dim=1, keepdim=True)
+    weight_norm, norm = _norm_reference(w), _norm_reference(direction)
     ratio = torch.where((weight_norm > 0) & (norm > 0), weight_norm / norm, 1.0)
     return w - lr * ratio * direction, states
 
@@ -82,7 +202,7 @@ def _partial_row_wise_lamb(w, states, g, lr, t, h):
 
 def _lars_sgd(w, states, g, lr, t, h):
     decay = h.weight_decay if DECAY_MODES[int(h.weight_decay_mode)] == "l2" else 0.0
-    weight_norm, norm = w.norm(dim=1, keepdim=True), g.norm(dim=1, keepdim=True)
+    weight_norm, norm = _norm_reference(w), _norm_reference(g)
     divisor = norm + decay * weight_norm
     adjusted = torch.where(divisor > 0, lr * h.eta * weight_norm / divisor, 0.0)
     buffer = h.momentum * states[0] + adjusted * (g + decay * w)
@@ -92,9 +212,9 @@ def _lars_sgd(w, states, g, lr, t, h):
 def _ftrl(w, states, g, lr, t, h):
     z, n = states
     grown = n + g.square()
-    z = z + (g - (grown.sqrt() - n.sqrt()) / lr * w)
+    z = z + (g - (_sqrt(grown) - _sqrt(n)) / lr * w)
     shrunk = z - torch.copysign(torch.full_like(z, h.l1), z)
-    w = torch.where(z.abs() <= h.l1, 0.0, -shrunk / ((h.beta + grown.sqrt()) / lr + h.l2))
+    w = torch.where(z.abs() <= h.l1, 0.0, -shrunk / ((h.beta + _sqrt(grown)) / lr + h.l2))
     return w, [z, grown]
 
 

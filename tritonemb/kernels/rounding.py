@@ -10,7 +10,40 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tritonemb.kernels.floats import BFLOAT16, narrow
+from tritonemb.kernels.language import jit, tl
+
 _MASK32 = 0xFFFFFFFF
+
+
+@jit
+def random16(seed, row, step, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """int32 `[ROWS, BLOCK]` in [0, 2^16): noise of the first BLOCK ≥ 8 elements of rows `row` int64 `[ROWS]`."""
+    counter = tl.zeros((ROWS, BLOCK // 8), tl.int32) + tl.arange(0, BLOCK // 8)[None, :]
+    low, high = counter * 0 + row.to(tl.int32)[:, None], counter * 0 + (row >> 32).to(tl.int32)[:, None]
+    w0, w1, w2, w3 = tl.philox(seed[:, None], counter, low, high, counter * 0 + step.to(tl.int32))
+    words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3)).to(tl.int32, bitcast=True)
+    return tl.interleave(words & 0xFFFF, (words >> 16) & 0xFFFF)
+
+
+@jit
+def narrow_stochastic(values, noise, CODE: tl.constexpr):
+    """float32 to the bits of a 16-bit kind, as `narrow_stochastic_reference`: int16, or float16."""
+    bits = values.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    if CODE == BFLOAT16:
+        up = noise < (magnitude & 0xFFFF)
+        rounded = tl.minimum((magnitude >> 16) + up.to(tl.int32), 0x7F7F)
+        rounded = (rounded | ((bits >> 16) & 0x8000)).to(tl.int16)
+    else:
+        normal = magnitude >= 0x38800000
+        units = tl.where(normal, 0.0, tl.abs(values)) * 16777216.0  # of 2^-24, the gap of subnormal values
+        whole = units.to(tl.int32)
+        up = tl.where(normal, (noise >> 3) < (magnitude & 0x1FFF), noise.to(tl.float32) < (units - whole) * 65536.0)
+        below = tl.where(normal, (magnitude >> 13) - (112 << 10), whole)
+        rounded = tl.minimum(below + up.to(tl.int32), 0x7BFF) | ((bits >> 16) & 0x8000)
+        rounded = rounded.to(tl.int16).to(tl.float16, bitcast=True)
+    return tl.where(magnitude < 0x7F800000, rounded, narrow(values, CODE))
 
 
 def random16_reference(seed: int, rows: Tensor, step: int, dim: int) -> Tensor:
@@ -25,8 +58,8 @@ def random16_reference(seed: int, rows: Tensor, step: int, dim: int) -> Tensor:
         high1, low1 = _multiply(0xCD9E8D57, c2)
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = (k0 + 0x9E3779B9) & _MASK32, (k1 + 0xBB67AE85) & _MASK32
-    words = torch.stack([c0, c1, c2, c3], dim=-1).reshape(rows.numel(), -1)
-    halves = torch.stack([words & 0xFFFF, words >> 16], dim=-1).reshape(rows.numel(), -1)
+    words = torch.stack([c0, c1, c2, c3], dim=-1).flatten(1)
+    halves = torch.stack([words & 0xFFFF, words >> 16], dim=-1).flatten(1)
     return halves[:, :dim]
 
 

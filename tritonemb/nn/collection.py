@@ -16,7 +16,7 @@ from tritonemb.nn.fused_optimizer import FusedOptimizer
 from tritonemb.nn.table import Table
 from tritonemb.ops.accumulate import NOT_ACCUMULATING, Accumulator
 from tritonemb.optim import Optimizer
-from tritonemb.types import TableConfig
+from tritonemb.types import TRAINABLE_DTYPES, TableConfig
 
 BoundsCheck = Literal["raise", "ignore"]
 
@@ -53,6 +53,8 @@ class Collection(nn.Module):
             raise TypeError(
                 f"optimizer must be one of tritonemb.optim, e.g. te.optim.RowWiseAdagrad(lr=0.02), got {optimizer!r}"
             )
+        if optimizer is not None:
+            _check_trainable_dtypes(tables)
         if bounds_check not in get_args(BoundsCheck):
             raise ValueError(f"bounds_check must be one of {get_args(BoundsCheck)}, got {bounds_check!r}")
         self.configs = tuple(tables)
@@ -189,7 +191,7 @@ class Collection(nn.Module):
         if self.output_dtype is not None:
             return self.output_dtype
         dtypes = {table.weight.dtype for table in self.tables}
-        return dtypes.pop() if len(dtypes) == 1 else torch.float32
+        return dtypes.pop() if len(dtypes) == 1 and dtypes <= set(TRAINABLE_DTYPES) else torch.float32
 
     def _fused(self, weights: list[Tensor]) -> ops.Fused:
         spec = self.optimizer
@@ -298,3 +300,12 @@ def _check_tables(tables: Sequence[TableConfig]) -> None:
                 f"table {table.name!r}: placement {table.placement!r} is not available in this collection; use 'device'"
             )
         names.add(table.name)
+
+
+def _check_trainable_dtypes(tables: Sequence[TableConfig]) -> None:
+    for table in tables:
+        if table.dtype not in TRAINABLE_DTYPES:
+            raise ValueError(
+                f"table {table.name!r}: {table.dtype} rows are too coarse to be trained; choose one of "
+                f"{TRAINABLE_DTYPES}, or leave out the optimizer to look it up only"
+            )

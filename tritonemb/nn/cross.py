@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from tritonemb.nn.collection import Features
 from tritonemb.nn.embedding_bag_collection import EmbeddingBagCollection
 from tritonemb.nn.mlp import MLP
+from tritonemb.ops.cross import cross, is_fused
 from tritonemb.optim import Optimizer
 from tritonemb.types import TableConfig
 
@@ -45,7 +46,10 @@ class CrossNetwork(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         crossed = inputs
         for down, up in zip(self.down, self.up, strict=True):
-            crossed = inputs * up(down(crossed)) + crossed
+            if type(up) is nn.Linear and is_fused(inputs, up.weight):  # no subclass: it may compute something else
+                crossed = cross(inputs, nn.functional.linear(down(crossed), up.weight), up.bias, crossed)
+            else:
+                crossed = inputs * up(down(crossed)) + crossed
         return crossed
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from tritonemb.ops.interaction import interaction, is_fused
+
 
 class DotInteraction(nn.Module):
-    """Dot products of all pairs of feature vectors, behind the dense vector.
+    """Dot products of all pairs of feature vectors, behind the dense vector; on a GPU in one kernel.
 
     Source: Naumov et al., arXiv:1906.00091, section 2.
 
@@ -37,6 +39,8 @@ class DotInteraction(nn.Module):
                 f"sparse must be [{batch_size}, {self.num_features} * {dim}] to go with dense {tuple(dense.shape)}, "
                 f"got {tuple(sparse.shape)}"
             )
+        if is_fused(dense, sparse):
+            return interaction(dense, sparse.reshape(batch_size, self.num_features * dim))
         vectors = torch.cat([dense.unsqueeze(1), sparse.reshape(batch_size, self.num_features, dim)], dim=1)
         products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
         num_vectors = self.num_features + 1

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tritonemb.kernels.cpu.hugepages import advise_huge_pages
 from tritonemb.optim import StateSpec
-from tritonemb.types import TableConfig
+from tritonemb.types import TRAINABLE_DTYPES, TableConfig
 
 
 class Table(nn.Module):
@@ -23,7 +23,7 @@ class Table(nn.Module):
         self.config = config
         weight = torch.empty(config.num_embeddings, config.embedding_dim, dtype=config.dtype, device=device)
         advise_huge_pages(weight)
-        self.weight = nn.Parameter(weight)
+        self.weight = nn.Parameter(weight, requires_grad=weight.dtype in TRAINABLE_DTYPES)
         for spec in states:
             shape = weight.shape if spec.per_element else weight.shape[:1]
             state = torch.empty(shape, dtype=torch.float32, device=device)
@@ -36,11 +36,15 @@ class Table(nn.Module):
         """Initialise the weight as the config says, states to zero."""
         if self.weight.device.type == "meta":
             return
+        trainable = self.weight.dtype in TRAINABLE_DTYPES
+        weight = self.weight if trainable else torch.empty_like(self.weight, dtype=torch.float32)
         if self.config.init is not None:
-            self.config.init(self.weight)
+            self.config.init(weight)
         else:
             bound = self.config.num_embeddings**-0.5
-            self.weight.uniform_(-bound, bound)
+            weight.uniform_(-bound, bound)
+        if not trainable:
+            self.weight.copy_(weight)
         for state in self.buffers(recurse=False):
             state.zero_()
 

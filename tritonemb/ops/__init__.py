@@ -1,8 +1,28 @@
 """`torch.ops.tritonemb.*`: schema, fake, autograd formula, input checks and dispatch."""
 
+from tritonemb.ops.cross import cross
 from tritonemb.ops.embedding_bag import embedding_bag
 from tritonemb.ops.embedding_bag_fused import Fused, embedding_bag_fused
+from tritonemb.ops.interaction import interaction
+from tritonemb.ops.jagged import block_bucketize, jagged_permute, segment_offsets
+from tritonemb.ops.quantize import Packing, make_packing, quantize_pack, quantize_unpack
 from tritonemb.ops.row_groups import RowGroups, row_groups
 from tritonemb.ops.row_update import row_update_
 
-__all__ = ["Fused", "RowGroups", "embedding_bag", "embedding_bag_fused", "row_groups", "row_update_"]
+__all__ = [
+    "Fused",
+    "Packing",
+    "RowGroups",
+    "block_bucketize",
+    "cross",
+    "embedding_bag",
+    "embedding_bag_fused",
+    "interaction",
+    "jagged_permute",
+    "make_packing",
+    "quantize_pack",
+    "quantize_unpack",
+    "row_groups",
+    "row_update_",
+    "segment_offsets",
+]

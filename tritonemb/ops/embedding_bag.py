@@ -38,7 +38,7 @@ def embedding_bag(
     check_ids(values)
     if not torch.is_grad_enabled() and plain_eager(values, offsets, sample_weights, *weights):
         look_up = kernel("embedding_bag", values.device, weights)
-        return look_up(weights, values, offsets, sample_weights, layout, check_bounds).to(output_dtype)
+        return look_up(weights, values, offsets, sample_weights, layout, check_bounds, output_dtype)
     return torch.ops.tritonemb.embedding_bag(
         list(weights), values, offsets, sample_weights, check_bounds, output_dtype, *layout
     )
@@ -59,7 +59,7 @@ def _embedding_bag(
     *layout: Any,
 ) -> Tensor:
     look_up = kernel("embedding_bag", values.device, weights)
-    return look_up(weights, values, offsets, sample_weights, Layout(*layout), check_bounds).to(output_dtype)
+    return look_up(weights, values, offsets, sample_weights, Layout(*layout), check_bounds, output_dtype)
 
 
 @_embedding_bag.register_fake
@@ -95,6 +95,11 @@ def _weight_gradient(
     *layout_fields: Any,
 ) -> list[Tensor]:
     """Dense gradients: one step of SGD with learning rate -1 from zero leaves each row's summed gradient."""
+    for weight in weights:
+        if weight.dtype.itemsize < 2:
+            raise TypeError(
+                f"tables of {weight.dtype} take no gradients; use float32, float16 or bfloat16 to train them"
+            )
     layout = Layout(*layout_fields)
     groups = kernel("row_groups", values.device)(values, offsets, layout)
     gradients = [torch.zeros_like(weight, memory_format=torch.contiguous_format) for weight in weights]

@@ -89,8 +89,9 @@ def _named(args: Sequence[Any]) -> _Inputs:
 
 def _look_up(x: _Inputs) -> Tensor:
     look_up = kernel("embedding_bag", x.values.device, x.fused.weights)
-    out = look_up(x.fused.weights, x.values, x.offsets, x.sample_weights, x.layout, x.check_bounds)
-    return out.to(x.output_dtype)
+    return look_up(
+        x.fused.weights, x.values, x.offsets, x.sample_weights, x.layout, x.check_bounds, x.output_dtype
+    )  # fmt: skip
 
 
 def _finish(x: _Inputs, grad: Tensor, needs_sample_weight_grad: bool) -> Tensor | None:

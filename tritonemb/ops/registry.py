@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonemb.types import TABLE_DTYPES
+from tritonemb.types import TABLE_DTYPES, TRAINABLE_DTYPES
 
 REFERENCE, TRITON = "reference", "triton"
-_DTYPES = {"cpu": TABLE_DTYPES, TRITON: (*TABLE_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)}
+_DTYPES = {"cpu": TRAINABLE_DTYPES, TRITON: TABLE_DTYPES}
 _KERNELS: dict[str, dict[str, str]] = {
     "row_groups": {
         REFERENCE: "tritonemb.kernels.row_groups:row_groups_reference",
@@ -43,7 +43,41 @@ _KERNELS: dict[str, dict[str, str]] = {
         "cpu": "tritonemb.kernels.cpu.row_update:row_update_",
         TRITON: "tritonemb.kernels.row_update:row_update_",
     },
+    "quantize_pack": {
+        REFERENCE: "tritonemb.kernels.quantize:quantize_pack_reference",
+        TRITON: "tritonemb.kernels.quantize:quantize_pack",
+    },
+    "quantize_unpack": {
+        REFERENCE: "tritonemb.kernels.quantize:quantize_unpack_reference",
+        TRITON: "tritonemb.kernels.quantize:quantize_unpack",
+    },
+    "jagged_permute": {
+        REFERENCE: "tritonemb.kernels.jagged:jagged_permute_reference",
+        TRITON: "tritonemb.kernels.jagged:jagged_permute",
+    },
+    "block_bucketize": {
+        REFERENCE: "tritonemb.kernels.jagged:block_bucketize_reference",
+        TRITON: "tritonemb.kernels.jagged:block_bucketize",
+    },
+    "interaction": {
+        REFERENCE: "tritonemb.kernels.interaction:interaction_reference",
+        TRITON: "tritonemb.kernels.interaction:interaction",
+    },
+    "interaction_gradient": {
+        REFERENCE: "tritonemb.kernels.interaction:interaction_gradient_reference",
+        TRITON: "tritonemb.kernels.interaction:interaction_gradient",
+    },
+    "cross": {
+        REFERENCE: "tritonemb.kernels.cross:cross_reference",
+        TRITON: "tritonemb.kernels.cross:cross",
+    },
+    "cross_gradient": {
+        REFERENCE: "tritonemb.kernels.cross:cross_gradient_reference",
+        TRITON: "tritonemb.kernels.cross:cross_gradient",
+    },
 }
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+_INTERPRETING = os.environ.get("TRITON_INTERPRET", "0") == "1"
 _forced: str | None = None
 
 
@@ -52,20 +86,10 @@ def choose(op: str, device: torch.device, tables: Sequence[Tensor] = ()) -> str:
     kernels = _KERNELS[op]
     if _forced is not None:
         return _forced if _forced in kernels else REFERENCE
-    by_triton = (device.type == "cuda" and _has_triton()) or (device.type == "cpu" and _interpreting())
+    by_triton = _HAS_TRITON and (device.type == "cuda" or (device.type == "cpu" and _INTERPRETING))
     name = TRITON if by_triton else device.type
     fast = name in kernels and all(table.dtype in _DTYPES[name] for table in tables)
     return name if fast else REFERENCE
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
-@functools.cache
-def _interpreting() -> bool:
-    return os.environ.get("TRITON_INTERPRET", "0") == "1" and _has_triton()
 
 
 def kernel(op: str, device: torch.device, tables: Sequence[Tensor] = ()) -> Callable[..., Any]:

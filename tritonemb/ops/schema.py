@@ -4,7 +4,7 @@ from tritonemb.kernels.layout import Layout
 
 LAYOUT = (
     "Tensor tables, Tensor lookups, Tensor key_starts, str table_names, str feature_names, SymInt multiplicity, "
-    "SymInt width, bool pooled"
+    "SymInt num_rows, SymInt width, bool pooled"
 )
 GROUPS = "Tensor rows, Tensor starts, Tensor order, Tensor num_groups"
 BATCH = "Tensor values, Tensor offsets, Tensor? sample_weights"

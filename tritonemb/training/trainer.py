@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from tritonemb.data.batch import Batch
 from tritonemb.data.dataset import Dataset, Split
 from tritonemb.nn import EmbeddingBagCollection, EmbeddingCollection
+from tritonemb.nn.errors import check_errors
 from tritonemb.training.metrics import Metrics, binary_metrics
 from tritonemb.training.progress import Progress, show_progress
 
@@ -96,6 +97,7 @@ class Trainer:
         with show_progress(num_samples, self.verbose) as progress:
             for number in range(1, self.epochs + 1):
                 loss = self._fit_epoch(self._epochs_done, clock, progress)
+                check_errors(self.device)
                 self._epochs_done += 1
                 if not math.isfinite(loss):
                     raise ValueError(f"the training loss is {loss} in epoch {number}; lower the learning rates")
@@ -117,6 +119,7 @@ class Trainer:
             for batch in self.data.batches(split, self.batch_size):
                 logits.append(self._logits(batch.to(self.device)))
                 labels.append(batch.labels)
+        check_errors(self.device)
         all_logits = torch.cat(logits).cpu()
         seconds = time.perf_counter() - start
         self.model.train(was_training)

@@ -121,9 +121,10 @@ def embedding_bag(
     offsets: Tensor,
     sample_weights: Tensor | None,
     layout: Layout,
-    check_bounds: bool,
+    check_bounds: bool = True,
+    output_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Float32 output, `[B, width]` or `[N, width]`; see `kernels/embedding_bag.py`."""
+    """Summed in float32, `[B, width]` or `[N, width]`; see `kernels/embedding_bag.py`."""
     check_offsets(values, offsets, layout)
     batch_size = batch_size_of(offsets, layout.key_starts)
     num_rows = batch_size if layout.pooled else values.numel()
@@ -145,7 +146,7 @@ def embedding_bag(
     pool.run(work, len(bad))
     if check_bounds and min(bad) != NO_POSITION:
         raise errors.bad_id(min(bad), values, offsets, layout)
-    return out
+    return out.to(output_dtype)
 
 
 @compiled

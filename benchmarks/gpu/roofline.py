@@ -1,0 +1,47 @@
+"""The picture of a GPU run: how near each op comes to a copy of the same bytes, and to the copy's bandwidth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+COLORS = {"tritonemb": "#1f77b4", "tritonemb, grouped ahead": "#17becf", "fbgemm": "#8c8c8c", "torch": "#d8b878"}
+COLORS |= {"torch, compiled": "#c08040"}
+
+
+def draw_if_possible(results: dict[str, Any], path: Path) -> bool:
+    """Draw, or say why there is no picture."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no picture: matplotlib is not installed; `python -m benchmarks.report` draws it where it is")
+        return False
+    matplotlib.use("Agg")
+    draw(results, path)
+    return True
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Bytes that a case must move against the rate reached; the line is a copy of as many bytes in the same run."""
+    from matplotlib import pyplot
+
+    rows = [row for row in results["rows"] if row["bytes"] > 0]
+    figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
+    copies = sorted((row["bytes"] / 1e6, row["gb_per_s"]) for row in rows if row["implementation"] == "copy")
+    if copies:
+        axes.plot(*zip(*copies, strict=True), color="black", linewidth=1, marker=".", label="copy of as many bytes")
+    for name, color in COLORS.items():
+        for op, marker in (("forward", "o"), ("update", "s"), ("step", "D"), ("codec", "^"), ("interaction", "v")):
+            mine = [row for row in rows if row["implementation"] == name and row["op"].startswith(op)]
+            if mine:
+                sizes, rates = [row["bytes"] / 1e6 for row in mine], [row["gb_per_s"] for row in mine]
+                axes.scatter(sizes, rates, color=color, marker=marker, label=f"{op}, {name}", s=28)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("megabytes that the op must move")
+    axes.set_ylabel("GB/s, median; higher is better")
+    axes.set_title(rows[0]["device"] if rows else "")
+    axes.legend(fontsize=7, ncols=2)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=120, metadata={"Software": None})
+    pyplot.close(figure)

@@ -1,0 +1,190 @@
+"""The GPU's benchmarks, as far as they can be tried without one: figures, files, the report, and that they run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import report, results_file
+from benchmarks.gpu import run as gpu_run
+from benchmarks.gpu import targets, workload
+from benchmarks.gpu.clock import Clock, Contender
+from benchmarks.gpu.workload import MLPERF_BAGS, MLPERF_ROWS, WORKLOADS, Batch, Workload, draw_batches
+
+CPU = torch.device("cpu")
+SMALL = Workload("small", 4, (100, 50), (3, 1), dim=8, dtype=torch.float16)
+
+
+def small_batch() -> Batch:
+    values = torch.tensor([1, 2, 2, 3, 4, 5, 6, 7, 8, 9, 9, 9, 0, 0, 1, 2])
+    return Batch(SMALL, values, torch.tensor([0, 3, 6, 9, 12, 13, 14, 15, 16]), 9 + 3)
+
+
+def test_bytes_of_a_batch_worked_by_hand() -> None:
+    batch = small_batch()  # 16 ids, 12 distinct rows, 8 bags; rows of 16 bytes, outputs and gradients of 32
+    assert workload.forward_bytes(batch) == 16 * 8 + 16 * 16 + 8 * 32
+    assert workload.group_bytes(batch) == 16 * 8 + 12 * (8 + 4) + 16 * 4
+    assert workload.update_bytes(batch) == 16 * (4 + 32) + 2 * 12 * (16 + 4)
+    assert workload.sort_bytes(batch) == 16 * 12
+
+
+def test_shapes_are_those_of_the_published_benchmarks() -> None:
+    assert len(MLPERF_ROWS) == len(MLPERF_BAGS) == 26
+    assert sum(MLPERF_BAGS) == 214
+    fbgemm = [w for w in WORKLOADS if w.name == "fbgemm"]
+    assert {(w.dtype, w.ids) for w in fbgemm} == {
+        (dtype, ids) for dtype in (torch.float32, torch.float16) for ids in ("uniform", "zipf")
+    }
+    for w in fbgemm:
+        assert (w.batch_size, w.num_tables, w.dim, set(w.bag_sizes), set(w.num_rows)) == (512, 32, 128, {20}, {100_000})
+    assert [w.batch_size for w in WORKLOADS if w.name == "mlperf"] == [8192, 65536]
+    assert next(w for w in WORKLOADS if w.num_tables == 1000).num_ids == 2_048_000
+
+
+@pytest.mark.parametrize("ids", ["uniform", "zipf", "reuse"])
+def test_batches_fit_their_tables(ids: Any) -> None:
+    w = Workload("any", 64, (5000, 300), (5, 2), ids=ids)
+    first, second = draw_batches(w, 2, CPU)
+    for batch in (first, second):
+        parts = [values for values, _ in batch.bags]
+        assert [len(part) for part in parts] == [320, 128]
+        assert all(part.min() >= 0 and part.max() < rows for part, rows in zip(parts, w.num_rows, strict=True))
+        assert batch.num_distinct == sum(len(part.unique()) for part in parts)
+        assert batch.offsets[-1] == len(batch.values) == w.num_ids
+    assert not torch.equal(first.values, second.values)
+
+
+def test_zipf_ids_are_as_skewed_as_they_say() -> None:
+    (batch,) = draw_batches(Workload("any", 50_000, (1000,), (1,), ids="zipf"), 1, CPU)
+    counts = torch.bincount(batch.values, minlength=1000).sort(descending=True).values.double()
+    expected = torch.arange(1, 1001).double() ** -workload.ZIPF_EXPONENT
+    # A frequency of 11,000 in 50,000 draws has a standard deviation of 90.
+    assert counts[0] / 50_000 == pytest.approx(float(expected[0] / expected.sum()), abs=0.01)
+    assert counts[0] / counts[3] == pytest.approx(4**workload.ZIPF_EXPONENT, rel=0.1)
+
+
+def test_a_contender_that_fails_is_recorded_and_the_others_go_on() -> None:
+    calls = []
+
+    def fail(number: int) -> None:
+        if number == 2:
+            raise RuntimeError("out\nof memory")
+
+    contenders = [
+        Contender("fails", lambda number: number, fail, 1),
+        Contender("runs", lambda number: number, calls.append, 2),
+    ]
+    outcome = Clock(CPU).measure(contenders, rounds=3, warmup_rounds=1)
+    assert outcome.errors == {"fails": "RuntimeError: out of memory"}
+    assert [(t.name, len(t.samples)) for t in outcome.timings] == [("runs", 3)]
+    assert calls == [0, 1, 2, 3]
+    assert outcome.num_bytes["runs"] == 2
+
+
+def test_repeated_runs_are_divided_by_their_number() -> None:
+    calls: list[int] = []
+    outcome = Clock(CPU).measure([Contender("any", lambda n: n, calls.append, 1)], 2, warmup_rounds=1, repeats=4)
+    assert calls == list(range(12))
+    assert len(outcome.timings[0].samples) == 2
+
+
+def row(op: str, implementation: str, median: float, shape: str = "some") -> dict[str, Any]:
+    return {
+        "op": op, "shape": shape, "implementation": implementation, "p20_ms": median, "p50_ms": median,
+        "p80_ms": median, "rounds": 3, "bytes": 10**9, "gb_per_s": 1e3 / median, "date": "2026-01-02",
+        "commit": "abc", "device": "Some GPU", "torch": "2", "triton": "3", "cuda": "13", "fbgemm": None,
+        "tritonemb": "0",
+    }  # fmt: skip
+
+
+def results() -> dict[str, Any]:
+    rows = [row("forward", "tritonemb", 1.0), row("forward", "fbgemm", 1.2), row("forward", "copy", 0.7)]
+    rows += [row("sort", "torch", 0.5), row("update", "tritonemb", 2.0)]
+    failures = [{"op": "update", "shape": "some", "implementation": "fbgemm", "error": "RuntimeError: no | luck"}]
+    verdicts = targets.verdicts(rows)
+    return {"kind": "gpu", "date": "2026-01-02", "rows": rows, "targets": verdicts, "failures": failures}
+
+
+def test_targets_are_met_missed_or_unknown() -> None:
+    found = {(v["op"], v["measured"]): (v["ratio"], v["met"]) for v in results()["targets"]}
+    assert found["forward", "fbgemm / tritonemb"] == (pytest.approx(1.2), True)
+    assert found["forward", "copy / tritonemb"] == (pytest.approx(0.7), False)
+    assert found["update", "fbgemm / tritonemb"] == (None, None)
+    assert json.loads(json.dumps(results()["targets"])) == results()["targets"]
+
+
+README = "# name\n\n<!-- bench:begin -->\nold\n<!-- bench:end -->\n\n## Next\n"
+
+
+@pytest.fixture
+def readme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "README.md"
+    path.write_text(README)
+    monkeypatch.setattr(report, "README", path)
+    monkeypatch.setattr(report, "ROOT", tmp_path)
+    monkeypatch.setattr(results_file, "RESULTS", tmp_path / "results")
+    return path
+
+
+def test_without_a_measured_gpu_the_readme_says_nothing(readme: Path) -> None:
+    results_file.write("cpu", {"date": "2026-01-02"})
+    report.report_gpu()
+    assert readme.read_text() == README
+
+
+def test_a_measured_gpu_gets_a_section_of_its_own(readme: Path) -> None:
+    results_file.write("some-gpu", results() | {"date": "2025-12-31", "rows": [row("forward", "tritonemb", 9.0)]})
+    results_file.write("some-gpu", results())
+    for _ in range(2):  # the second time the section is there
+        report.report_gpu()
+    text = readme.read_text()
+    assert text.startswith("# name\n\n<!-- bench:begin -->\nold\n<!-- bench:end -->\n\n## Speed on one Some GPU\n")
+    assert text.endswith("<!-- gpu Some GPU:end -->\n\n## Next\n")
+    assert text.count("## Speed on one Some GPU") == 1
+    lines = text.splitlines()
+    assert "| forward | some | fbgemm 1.200 | tritonemb | 1.000 | 70 % | 1.20 |" in lines
+    assert "| sort | some | - | torch | 0.500 | - | - |" in lines
+    assert "| forward | some | copy / tritonemb | at least 0.8 | 0.70 | not met |" in lines
+    assert "| update | some | fbgemm | RuntimeError: no / luck |" in lines
+
+
+def test_file_names_come_from_the_device() -> None:
+    assert gpu_run.slug("NVIDIA H200") == "nvidia-h200"
+    assert gpu_run.slug("AMD Instinct MI300X (OAM)") == "amd-instinct-mi300x-oam"
+
+
+def test_cases_can_be_chosen_by_name() -> None:
+    everything = list(gpu_run.cases(CPU, tiny=False))
+    assert len({str(case) for case in everything}) == len(everything)
+    chosen = gpu_run.select(iter(everything), "codec fp16,DLRM")
+    assert [case.op for case in chosen] == ["DLRM step", "DLRM step", "codec fp16 pack", "codec fp16 unpack"]
+    assert {case.op.split()[0] for case in everything} == {
+        "forward", "sort", "group", "update", "step", "DLRM", "codec", "interaction"
+    }  # fmt: skip
+
+
+def test_ops_on_tables_run_and_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = gpu_run.main(["--device", "cpu", "--tiny", "-k", "small tables,codec int8", "--out", str(tmp_path)])
+    (path,) = tmp_path.glob("cpu-*.json")
+    assert json.loads(path.read_text()) == found
+    measured = {(row["op"], row["implementation"]) for row in found["rows"]}
+    for op in ("forward", "group", "update", "step", "codec int8 pack", "codec int8 unpack"):
+        assert (op, "tritonemb") in measured
+    assert ("sort", "torch") in measured
+    assert ("step", "torch") in measured
+    assert ("update", "tritonemb, grouped ahead") in measured
+    assert {failure["implementation"] for failure in found["failures"]} <= {"fbgemm"}
+    assert all(row["bytes"] > 0 and row["p50_ms"] > 0 for row in found["rows"])
+    assert "wrote" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_everything_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    found = gpu_run.main(["--device", "cpu", "--tiny"])
+    assert {failure["implementation"] for failure in found["failures"]} <= {"fbgemm"}
+    assert ("DLRM step", "tritonemb") in {(row["op"], row["implementation"]) for row in found["rows"]}

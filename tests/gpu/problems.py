@@ -1,0 +1,51 @@
+"""Collections and batches on a GPU, and a seed that is new every time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+import tritonemb as te
+from tests.helpers import Step, make_collection, random_steps
+from tritonemb.nn.collection import Collection
+
+TABLES = [
+    te.TableConfig("aligned", 4000, 128),
+    te.TableConfig("odd", 300, 7, features=["odd", "shared"], pooling="mean"),
+    te.TableConfig("narrow", 50, 64, features=["shared"]),
+]
+
+
+def fresh_seed() -> int:
+    """A seed from the system, or `TRITONEMB_SEED` to see a failure again. Print it."""
+    given = os.environ.get("TRITONEMB_SEED")
+    seed = int.from_bytes(os.urandom(4), "little") if given is None else int(given)
+    print(f"TRITONEMB_SEED={seed}")
+    return seed
+
+
+def on_gpu(steps: Iterable[Step], dtype: torch.dtype = torch.float32) -> list[Step]:
+    """The same batches and gradients on the GPU."""
+    return [(batch.to("cuda"), grad.to("cuda", dtype)) for batch, grad in steps]
+
+
+def make_gpu_collection(
+    optimizer: te.optim.Optimizer | None, configs: Sequence[te.TableConfig] = TABLES, **options: object
+) -> Collection:
+    """As `make_collection`, so that the same tables can be had on the CPU."""
+    return make_collection(configs, optimizer, device="cuda", **options)
+
+
+def hot_steps(collection: Collection, num_steps: int, batch_size: int = 256, seed: int = 0) -> list[Step]:
+    """Long bags in which half of the ids are among three: their rows are used thousands of times a batch."""
+    return random_steps(collection, num_steps, batch_size=batch_size, max_length=40, weighted=True, seed=seed)
+
+
+def run_step(collection: Collection, batch: te.KeyedJaggedTensor, grad: Tensor) -> Tensor:
+    """Forward, backward and update; the output."""
+    pooled = collection(batch)
+    pooled.backward(grad)
+    return pooled.detach()

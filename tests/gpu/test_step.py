@@ -1,0 +1,196 @@
+"""A training step never waits for the GPU, can be captured in a CUDA graph, and reports bad ids at the next step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.nn import functional
+
+import tritonemb as te
+from tests.gpu.problems import TABLES, hot_steps, make_gpu_collection, on_gpu, run_step
+from tests.helpers import assert_same_bits, configurations, contents
+from tritonemb.optim import OPTIMIZERS
+
+pytestmark = pytest.mark.gpu
+
+DLRM_TABLES = [te.TableConfig("a", 1000, 32), te.TableConfig("b", 300, 32, pooling="mean")]
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Raise where the host waits for the device."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@contextmanager
+def captured(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+    """Capture what is launched inside; nothing of it runs yet."""
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        yield
+
+
+def warm_up(step) -> None:
+    """Run what is about to be captured on a stream of its own, as CUDA graphs want it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+@pytest.mark.parametrize("spec", configurations(), ids=lambda spec: spec.name)
+def test_a_step_does_not_wait_for_the_device(spec):
+    collection = make_gpu_collection(spec)
+    steps = on_gpu(hot_steps(collection, 3))
+    run_step(collection, *steps[0])
+    torch.cuda.synchronize()
+    with no_waiting():
+        for step in steps[1:]:
+            run_step(collection, *step)
+
+
+def test_waiting_would_be_noticed():
+    count = torch.zeros((), dtype=torch.int64, device="cuda")
+    with no_waiting(), pytest.raises(RuntimeError, match="synchroniz"):
+        count.item()
+
+
+def test_lookups_and_gradients_of_weights_do_not_wait_either():
+    collection = make_gpu_collection(te.optim.SGD(lr=0.1))
+    ((batch, grad),) = on_gpu(hot_steps(collection, 1))
+    weights = batch.weights().clone().requires_grad_()
+    batch = te.KeyedJaggedTensor(batch.keys(), batch.values(), weights, offsets=batch.offsets())
+    for waiting in (True, False):
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("default" if waiting else "error")
+        try:
+            with torch.no_grad():
+                collection(batch)
+            collection(batch).backward(grad)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert weights.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_captured_step_has_the_bits_of_eager_ones(name):
+    spec = OPTIMIZERS[name](lr=0.05)
+    collection, twin = make_gpu_collection(spec), make_gpu_collection(spec)
+    first, *others = on_gpu(hot_steps(collection, 4))
+    # A graph replays on the same memory: batches of one size take turns in it.
+    length = min(batch.values().numel() for batch, _ in (first, *others))
+    batch = te.KeyedJaggedTensor(
+        first[0].keys(),
+        first[0].values()[:length].clone(),
+        first[0].weights()[:length].clone(),
+        offsets=first[0].offsets().clamp(max=length),
+    )
+    grad = first[1].clone()
+    steps = [(values[:length], gradient) for (other, gradient) in others for values in (_shared_ids(other),)]
+    warm_up(lambda: run_step(twin, batch, grad))
+    run_step(collection, batch, grad)
+    graph = torch.cuda.CUDAGraph()
+    with captured(graph):
+        out = run_step(twin, batch, grad)
+    for values, gradient in steps:
+        batch.values().copy_(values)
+        grad.copy_(gradient)
+        expected = run_step(collection, batch, grad)
+        graph.replay()
+        assert torch.equal(out, expected)
+    te.check_errors()
+    assert_same_bits(contents(twin), contents(collection))
+
+
+def _shared_ids(batch: te.KeyedJaggedTensor) -> torch.Tensor:
+    """Ids that are valid in every table, whatever the offsets."""
+    return batch.values() % min(config.num_embeddings for config in TABLES)
+
+
+def test_a_whole_model_can_be_captured():
+    torch.manual_seed(0)
+    model = te.nn.DLRM(DLRM_TABLES, 13, (64,), (64,), te.optim.RowWiseAdagrad(lr=0.1), device="cuda")
+    optimizer = torch.optim.SGD(
+        [p for name, p in model.named_parameters() if not name.startswith("embeddings")], lr=0.05
+    )
+    dense, labels = torch.randn(128, 13, device="cuda"), (torch.rand(128, device="cuda") < 0.5).float()
+    batch = te.KeyedJaggedTensor.from_lengths(
+        ["a", "b"], torch.randint(0, 300, (256,), device="cuda"), torch.ones(256, dtype=torch.int64, device="cuda")
+    )
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        loss = functional.binary_cross_entropy_with_logits(model(dense, batch), labels)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    for _ in range(3):
+        warm_up(step)
+    graph = torch.cuda.CUDAGraph()
+    with captured(graph):
+        loss = step()
+    losses = []
+    for _ in range(50):
+        graph.replay()
+        losses.append(loss.clone())
+    assert int(model.embeddings.step) == 53
+    assert losses[-1] < 0.7 * losses[0]  # 128 samples, learnt by heart
+
+
+@pytest.fixture
+def one_bad_id() -> te.KeyedJaggedTensor:
+    lists = {"a": [[1, 2], [3], []], "b": [[5], [300, 6], [7]]}
+    return te.KeyedJaggedTensor.from_lists(lists, device="cuda")
+
+
+MESSAGE = r"table 'b': id 300 of feature 'b', sample 1 \(position 4 of values\) is out of range; valid ids are 0 to 299"
+
+
+def test_a_bad_id_is_raised_when_asked(one_bad_id):
+    collection = make_gpu_collection(te.optim.SGD(lr=0.1), DLRM_TABLES)
+    collection(one_bad_id)
+    with pytest.raises(ValueError, match=MESSAGE):
+        te.check_errors()
+    te.check_errors()  # told once
+
+
+def test_a_bad_id_is_raised_at_the_next_step(one_bad_id):
+    collection = make_gpu_collection(te.optim.SGD(lr=0.1), DLRM_TABLES)
+    good = te.KeyedJaggedTensor.from_lists({"a": [[1]], "b": [[2]]}, device="cuda")
+    with torch.no_grad():
+        collection(one_bad_id)
+    torch.cuda.synchronize()
+    with pytest.raises(ValueError, match=MESSAGE):
+        collection(good)
+    collection(good)
+    te.check_errors()
+
+
+def test_a_bad_id_reads_as_zero(one_bad_id):
+    collection = make_gpu_collection(te.optim.SGD(lr=1.0), DLRM_TABLES)
+    with torch.no_grad():
+        out = collection(one_bad_id)
+    assert torch.equal(out[1, 32:], contents(collection)["b.weight"][6] / 2)
+    with pytest.raises(ValueError, match=MESSAGE):
+        te.check_errors()
+
+
+def test_a_bad_id_that_is_ignored_reads_as_zero_and_updates_nothing(one_bad_id):
+    collection = make_gpu_collection(te.optim.SGD(lr=1.0), DLRM_TABLES, bounds_check="ignore")
+    before = contents(collection)
+    out = collection(one_bad_id)
+    assert torch.equal(out[1, 32:], before["b.weight"][6] / 2)
+    out.backward(torch.ones_like(out))
+    te.check_errors()
+    after = contents(collection)
+    changed = (after["b.weight"] != before["b.weight"]).any(1).nonzero().flatten()
+    assert changed.tolist() == [5, 6, 7]

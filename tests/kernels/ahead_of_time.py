@@ -1,0 +1,234 @@
+"""Compile recorded launches for GPUs that are not there, and read the machine code.
+
+A launch is specialised by Triton's own binder, the one that a real launch goes through: dtypes of pointers, integers
+equal to 1, and divisibility by 16 of integers and addresses. What the compilers made of it is read from the cubin
+(NVIDIA) or the assembly (AMD) with the tools of the Triton wheel. Needs no GPU and no driver; compiled code is kept in
+Triton's cache, so that only what changed is compiled again.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import json
+import os
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+
+from tritonemb.kernels.language import Launch, recording
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+ARTEFACTS = Path(os.environ.get("TRITONEMB_AHEAD_OF_TIME", Path(__file__).parents[2] / "build" / "ahead_of_time"))
+_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+@dataclass(frozen=True)
+class Code:
+    """What a compiler made of one launch.
+
+    Attributes:
+        case, kernel, constants, num_warps, target: which launch, where.
+        registers: vector registers a thread.
+        spilled: registers kept in memory. NVIDIA: bytes of stack and local memory a thread, if code stores there; AMD:
+            spilled vector registers and bytes of scratch (scalar registers spill into lanes of vector registers).
+        shared: bytes of shared memory (LDS) a program; what the launch asks for on top is included.
+        loads: how many instructions load 1, 2, 4, 8, 12 and 16 bytes a thread from global memory.
+    """
+
+    case: str
+    kernel: str
+    constants: str
+    num_warps: int
+    target: str
+    registers: int
+    spilled: int
+    shared: int
+    loads: dict[int, int]
+
+    @property
+    def wide_loads(self) -> int:
+        """Loads of 16 bytes a thread."""
+        return self.loads.get(16, 0)
+
+
+def record(call: Callable[[], object]) -> list[Launch]:
+    """The launches that `call` makes; nothing runs."""
+    with recording() as launches:
+        call()
+    return launches
+
+
+def source_of(launch: Launch, target: GPUTarget) -> tuple[ASTSource, dict[str, Any]]:
+    """The specialisation that a launch with these arguments compiles on `target`, and the compiler's options."""
+    kernel, backend = launch.kernel, make_backend(target)
+    options = {"num_warps": launch.num_warps, "enable_fp_fusion": False}
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, given = bind(*launch.args, **launch.constants, **options)
+    parsed, signature, constants, attributes = kernel._pack_args(backend, given, bound, specialization, given)
+    return ASTSource(kernel, signature, constants, attributes), parsed.__dict__
+
+
+def compile_all(case: str, launches: Iterable[Launch], target: str) -> list[Code]:
+    """The code of every distinct specialisation among `launches`, in the order of launches."""
+    found: dict[str, Code] = {}
+    for launch in launches:
+        source, options = source_of(launch, TARGETS[target])
+        key = f"{source.hash()} {launch.num_warps}"
+        if key not in found:
+            found[key] = _compile(case, launch, source, options, target)
+    return list(found.values())
+
+
+def _compile(case: str, launch: Launch, source: ASTSource, options: dict[str, Any], target: str) -> Code:
+    compiled = triton.compile(source, target=TARGETS[target], options=options)
+    read = read_cubin if TARGETS[target].backend == "cuda" else read_amdgcn
+    code = compiled.asm["cubin" if TARGETS[target].backend == "cuda" else "amdgcn"]
+    registers, spilled, static_shared, loads = read(code)
+    return Code(
+        case=case,
+        kernel=launch.kernel.__name__,
+        constants=describe(launch),
+        num_warps=launch.num_warps,
+        target=target,
+        registers=registers,
+        spilled=spilled,
+        shared=max(static_shared, compiled.metadata.shared),
+        loads=loads,
+    )
+
+
+def describe(launch: Launch) -> str:
+    """What a launch is specialised on, on one line: dtypes of pointers (`%16` if aligned), integers, constants."""
+    names = [parameter.name for parameter in launch.kernel.params]
+    arguments = (f"{name}{_kind(value)}" for name, value in zip(names, launch.args, strict=False))
+    constants = (f"{name}={getattr(value, 'value', value)}" for name, value in sorted(launch.constants.items()))
+    return " ".join([*arguments, *constants])
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f":{str(value.dtype).removeprefix('torch.')}" + "%16" * (value.data_ptr() % 16 == 0)
+    if isinstance(value, int) and value != 1:
+        return "%16" * (value % 16 == 0)
+    return "" if isinstance(value, float) else f"={value}"
+
+
+def read_cubin(cubin: bytes) -> tuple[int, int, int, dict[int, int]]:
+    """Registers, spilled bytes, shared bytes and loads by width."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "kernel.cubin"
+        path.write_bytes(cubin)
+        usage = _run("cuobjdump", "--dump-resource-usage", str(path))
+        sass = _run("nvdisasm", "-c", str(path))
+    numbers = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
+    spilled = numbers["STACK"] + numbers["LOCAL"] if re.search(r"\b(STL|LDL)\b", sass) else 0
+    return numbers["REG"], spilled, numbers["SHARED"], loads_of_sass(sass)
+
+
+def loads_of_sass(sass: str) -> dict[int, int]:
+    """Bytes a thread of every global load, counted: `LDG.E.128` loads 16, `LDG.E` 4; `LDGSTS` too."""
+    counts: dict[int, int] = {}
+    for suffixes in re.findall(r"\bLDG(?:STS)?((?:\.\w+)*)", sass):
+        parts = suffixes.split(".")
+        width = next((size for name, size in _SASS_WIDTHS.items() if name in parts), 4)
+        counts[width] = counts.get(width, 0) + 1
+    return counts
+
+
+_SASS_WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
+
+
+def read_amdgcn(assembly: str) -> tuple[int, int, int, dict[int, int]]:
+    """Vector registers, spilled registers and scratch bytes, LDS bytes and loads by width."""
+
+    def number(name: str) -> int:
+        return max([0, *(int(found) for found in re.findall(rf"\.{name}:\s+(\d+)", assembly))])
+
+    counts: dict[int, int] = {}
+    for name in re.findall(r"\b(?:global|buffer|flat)_load_(\w+)", assembly):
+        width = next((size for start, size in _AMD_WIDTHS.items() if name.startswith(start)), 4)
+        counts[width] = counts.get(width, 0) + 1
+    spilled = number("vgpr_spill_count") + number("private_segment_fixed_size")
+    return number("vgpr_count"), spilled, number("group_segment_fixed_size"), counts
+
+
+_AMD_WIDTHS = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "short": 2, "ushort": 2, "sshort": 2}
+_AMD_WIDTHS |= {"ubyte": 1, "sbyte": 1}
+
+
+def _run(tool: str, *arguments: str) -> str:
+    return subprocess.run([_tool(tool), *arguments], capture_output=True, text=True, check=True).stdout
+
+
+@functools.cache
+def _tool(name: str) -> str:
+    own = _TOOLS / name
+    return str(own) if own.exists() else name
+
+
+def keep(codes: Sequence[Code], case: str, target: str) -> None:
+    """Leave the rows of one case for `write_tables`; cases may run in processes of their own."""
+    folder = ARTEFACTS / "cases"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{case}-{target}.json").write_text(json.dumps([asdict(code) for code in codes]))
+
+
+def write_tables(cases: Iterable[str]) -> None:
+    """Gather what cases have left into `kernels.csv` and `kernels.md`; cases that are not among `cases` are dropped."""
+    known, rows = set(cases), []
+    for path in sorted((ARTEFACTS / "cases").glob("*.json")):
+        if path.stem.rsplit("-", 1)[0] in known:
+            rows += [_row(code) for code in json.loads(path.read_text())]
+        else:
+            path.unlink(missing_ok=True)
+    if not rows:
+        return
+    rows.sort(key=lambda row: (row["kernel"], row["constants"], row["target"], row["case"]))
+    header = list(rows[0])
+    with _replaced(ARTEFACTS / "kernels.csv") as file:
+        writer = csv.DictWriter(file, header)
+        writer.writeheader()
+        writer.writerows(rows)
+    with _replaced(ARTEFACTS / "kernels.md") as file:
+        for line in (header, ["---"] * len(header), *([str(row[name]) for name in header] for row in rows)):
+            file.write("| " + " | ".join(line) + " |\n")
+
+
+def _row(code: dict[str, Any]) -> dict[str, Any]:
+    loads = ", ".join(
+        f"{count} of {width} B" for width, count in sorted(code["loads"].items(), key=lambda x: -int(x[0]))
+    )
+    first = ("kernel", "target", "case", "num_warps", "registers", "spilled", "shared")
+    return {name: code[name] for name in first} | {"loads": loads, "constants": code["constants"]}
+
+
+class _replaced:
+    """A file that takes its name when it is whole, whoever else writes it meanwhile."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> Any:
+        self.file = tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False, newline="")
+        return self.file
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+        os.replace(self.file.name, self.path)

@@ -1,0 +1,312 @@
+"""Small problems that take every launcher through its specialisations: dtypes, dims, alignments, options.
+
+They are recorded and compiled ahead of time on the CPU, and run under `compute-sanitizer` on a GPU, so their data is
+valid. The core cases are the shapes that users bring most; the others are every option with every other.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import tritonemb as te
+from tests.strategies import random_batch
+from tritonemb.kernels.layout import Layout, make_layout
+from tritonemb.kernels.row_groups import row_groups_reference
+from tritonemb.optim import OPTIMIZERS
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+POOLINGS: tuple[te.types.Pooling, ...] = ("sum", "mean", "none")
+
+
+class Case(NamedTuple):
+    """A name of its own, and what makes the launches on a device. `core` cases run by default."""
+
+    name: str
+    call: Callable[[], object]
+    core: bool
+
+
+_device = torch.device("cpu")
+
+
+@contextmanager
+def on(device: torch.device | str) -> Iterator[None]:
+    """Make the problems of cases that are called inside on `device`."""
+    global _device
+    before, _device = _device, torch.device(device)
+    try:
+        yield
+    finally:
+        _device = before
+
+
+class Problem(NamedTuple):
+    """Tables of some dims and dtype with a batch of ids for them."""
+
+    weights: list[Tensor]
+    batch: te.KeyedJaggedTensor
+    layout: Layout
+
+    @property
+    def num_outputs(self) -> int:
+        return self.batch.stride() if self.layout.pooled else self.batch.values().numel()
+
+    @property
+    def sample_weights(self) -> Tensor | None:
+        return self.batch.weights_or_none()
+
+
+def problem(
+    dims: Sequence[int] = (128, 128),
+    dtype: torch.dtype = torch.float32,
+    pooling: te.types.Pooling = "sum",
+    weighted: bool = False,
+    ids: torch.dtype = torch.int64,
+    num_rows: int = 48,
+) -> Problem:
+    """A table a dim with bags of up to 5 ids; offsets have the ids' dtype."""
+    configs = [te.TableConfig(f"t{i}", num_rows, dim, pooling=pooling) for i, dim in enumerate(dims)]
+    names = [config.name for config in configs]
+    batch = random_batch(dict.fromkeys(names, num_rows), names, 16, 5, weighted, ids, ids).to(_device)
+    weights = [torch.randn(num_rows, dim).to(_device, dtype) for dim in dims]
+    return Problem(weights, batch, make_layout(configs, names, pooling != "none", _device))
+
+
+def look_up(p: Problem, output_dtype: torch.dtype = torch.float32, check_bounds: bool = True) -> None:
+    from tritonemb.kernels.embedding_bag import embedding_bag
+
+    embedding_bag(
+        p.weights, p.batch.values(), p.batch.offsets(), p.sample_weights, p.layout, check_bounds,
+        output_dtype=output_dtype,
+    )  # fmt: skip
+
+
+def sample_weight_gradient(p: Problem, grad_dtype: torch.dtype = torch.float32) -> None:
+    from tritonemb.kernels.embedding_bag import sample_weight_gradient
+
+    grad = torch.randn(p.num_outputs, p.layout.width, device=_device).to(grad_dtype)
+    sample_weight_gradient(p.weights, p.batch.values(), p.batch.offsets(), grad, p.layout)
+
+
+def group(p: Problem) -> None:
+    from tritonemb.kernels.row_groups import row_groups
+
+    row_groups(p.batch.values(), p.batch.offsets(), p.layout)
+
+
+def update(p: Problem, optimizer: te.optim.Optimizer, grad_dtype: torch.dtype = torch.float32) -> None:
+    from tritonemb.kernels.row_update import row_update_
+
+    states = [
+        torch.zeros(weight.shape if spec.per_element else weight.shape[:1], device=_device)
+        for spec in optimizer.states
+        for weight in p.weights
+    ]
+    counts = torch.zeros(1 + len(p.weights), dtype=torch.int64, device=_device)
+    grad = torch.randn(p.num_outputs, p.layout.width, device=_device).to(grad_dtype)
+    groups = row_groups_reference(p.batch.values(), p.batch.offsets(), p.layout)
+    row_update_(
+        p.weights, states, counts[0], counts[1:], torch.tensor(0.1, device=_device), grad, p.batch.offsets(),
+        p.sample_weights, optimizer.name, optimizer.hyperparameters, groups, p.layout,
+    )  # fmt: skip
+
+
+def interact(num_features: int, dim: int, dtype: torch.dtype) -> None:
+    from tritonemb.kernels.interaction import interaction, interaction_gradient
+
+    dense = torch.randn(8, dim, device=_device).to(dtype)
+    sparse = torch.randn(8, num_features * dim, device=_device).to(dtype)
+    interaction(dense, sparse)
+    grad = torch.randn(8, dim + num_features * (num_features + 1) // 2, device=_device).to(dtype)
+    interaction_gradient(grad, dense, sparse)
+
+
+def cross_layer(num_rows: int, width: int, dtype: torch.dtype) -> None:
+    from tritonemb.kernels.cross import cross, cross_gradient
+
+    inputs, product, crossed, grad = (torch.randn(num_rows, width, device=_device).to(dtype) for _ in range(4))
+    bias = torch.randn(width, device=_device).to(dtype)
+    cross(inputs, product, bias, crossed)
+    cross_gradient(grad, inputs, product, bias)
+
+
+def exchange(codec: str, dtype: torch.dtype, dims: Sequence[int], scaled: bool, mapped: bool) -> None:
+    """Pack and unpack for two ranks, tables in turn; with a loss scale, with a permutation of rows."""
+    from tritonemb.kernels.packing import make_packing
+    from tritonemb.kernels.quantize import quantize_pack, quantize_unpack
+
+    ends = list(itertools.accumulate(dims))
+    runs = [(end - dim, dim) for end, dim in zip(ends, dims, strict=True)]
+    packing = make_packing([runs[::2], runs[1::2]], ends[-1], codec, _device)
+    saturated = torch.zeros((), dtype=torch.int64, device=_device)
+    scale = torch.tensor(8.0, device=_device) if scaled else None
+    rows = torch.randperm(32).to(_device) if mapped else None
+    matrix = torch.randn(32, ends[-1], device=_device).to(dtype)
+    message = quantize_pack(matrix, packing, saturated, scale, rows)
+    quantize_unpack(message, packing, dtype, saturated, scale, rows)
+
+
+def jagged(weighted: bool, ids: torch.dtype) -> None:
+    from tritonemb.kernels.jagged import block_bucketize, jagged_permute
+
+    batch = problem((4, 4, 4), weighted=weighted, ids=ids).batch
+    order = torch.tensor([2, 0, 1], device=_device)
+    values, offsets, weights = batch.values(), batch.offsets(), batch.weights_or_none()
+    jagged_permute(values, offsets, order, weights, 3, values.numel())
+    block_bucketize(values, offsets, torch.tensor([16, 16, 16], device=_device), weights, 4)
+
+
+def short(dtype: torch.dtype) -> str:
+    """ "float16" for `torch.float16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def forward_cases() -> Iterator[Case]:
+    for dim in (1, 3, 4, 60, 64, 100, 128, 257, 512, 1024):
+        core = dim in (3, 64, 128, 257, 1024)
+        yield Case(f"forward-dim{dim}", lambda dim=dim: look_up(problem((dim, dim))), core)
+    yield Case("forward-mixed", lambda: look_up(problem((3, 128, 64), pooling="mean", weighted=True)), True)
+    for dtype in (*FLOATS[1:], *FLOAT8):
+        yield Case(f"forward-{short(dtype)}", lambda dtype=dtype: look_up(problem(dtype=dtype), torch.float16), True)
+    for pooling in POOLINGS[1:]:
+        yield Case(f"forward-{pooling}", lambda pooling=pooling: look_up(problem(pooling=pooling)), True)
+    yield Case("forward-int32", lambda: look_up(problem(ids=torch.int32, weighted=True), torch.bfloat16), True)
+    for pooling, dtype in itertools.product(POOLINGS, (*FLOATS, *FLOAT8)):
+
+        def call(pooling: te.types.Pooling = pooling, dtype: torch.dtype = dtype) -> None:
+            for weighted, ids, dim, out, check in itertools.product(
+                (False, True), (torch.int32, torch.int64), (100, 128), FLOATS, (False, True)
+            ):
+                look_up(problem((dim, dim), dtype, pooling, weighted, ids), out, check)
+
+        yield Case(f"forward-all-{pooling}-{short(dtype)}", call, False)
+
+
+def sample_weight_cases() -> Iterator[Case]:
+    for pooling in POOLINGS:
+        yield Case(
+            f"sample_weights-{pooling}",
+            lambda pooling=pooling: sample_weight_gradient(problem(pooling=pooling, weighted=True)),
+            pooling == "mean",
+        )
+    for dtype, dim in itertools.product(FLOATS, (3, 128, 1024)):
+
+        def call(dtype: torch.dtype = dtype, dim: int = dim) -> None:
+            for pooling, grad_dtype in itertools.product(POOLINGS, FLOATS):
+                sample_weight_gradient(problem((dim,), dtype, pooling, True), grad_dtype)
+
+        yield Case(f"sample_weights-all-{short(dtype)}-dim{dim}", call, False)
+
+
+def group_cases() -> Iterator[Case]:
+    for ids in (torch.int32, torch.int64):
+        yield Case(f"group-{short(ids)}", lambda ids=ids: group(problem(ids=ids)), True)
+    # More rows mean more bits of a key: past 2^16, and past 2^31 by the layout alone.
+    yield Case("group-many-rows", lambda: group(_with_rows(problem((16,)), 1 << 20)), True)
+    yield Case("group-beyond-int32", lambda: group(_with_rows(problem((16,)), 1 << 33)), True)
+
+
+def _with_rows(p: Problem, num_rows: int) -> Problem:
+    """The same batch for tables that say they have this many rows each."""
+    names = p.batch.keys()
+    configs = [te.TableConfig(name, num_rows, weight.shape[1]) for name, weight in zip(names, p.weights, strict=True)]
+    return p._replace(layout=make_layout(configs, names, p.layout.pooled, _device))
+
+
+def update_cases() -> Iterator[Case]:
+    for name, kind in OPTIMIZERS.items():
+        yield Case(f"update-{name}", functools.partial(_update, kind(lr=0.1)), True)
+    adagrad = te.optim.RowWiseAdagrad(lr=0.1)
+    for dim in (1, 3, 4, 60, 64, 100, 257, 512, 1024):
+        yield Case(f"update-dim{dim}", functools.partial(_update, adagrad, (dim, dim)), dim in (3, 64, 1024))
+    for dtype in FLOATS[1:]:
+        for stochastic in (True, False):
+            spec = te.optim.RowWiseAdagrad(lr=0.1, stochastic_rounding=stochastic)
+            rounding = "stochastic" if stochastic else "nearest"
+            case = functools.partial(_update, spec, (128,), dtype, "mean", True, dtype)
+            yield Case(f"update-{short(dtype)}-{rounding}", case, stochastic)
+    yield Case("update-mixed", functools.partial(_update, adagrad, (3, 128, 64), torch.float32, "mean", True), True)
+    yield Case("update-none", functools.partial(_update, adagrad, (128,), torch.float32, "none"), True)
+    clipped = te.optim.Adam(lr=0.1, weight_decay=0.1, max_gradient=1.0, max_norm=1.0, nonfinite="skip")
+    yield Case("update-clipped", functools.partial(_update, clipped), True)
+    for (name, kind), dtype in itertools.product(OPTIMIZERS.items(), FLOATS):
+
+        def call(kind: type[te.optim.Optimizer] = kind, dtype: torch.dtype = dtype) -> None:
+            for pooling, weighted, grad_dtype, dim in itertools.product(POOLINGS, (False, True), FLOATS, (100, 128)):
+                _update(kind(lr=0.1), (dim,), dtype, pooling, weighted, grad_dtype)
+            for dim in (3, 512, 1024):
+                _update(_everything(kind), (dim,), dtype)
+
+        yield Case(f"update-all-{name}-{short(dtype)}", call, False)
+
+
+def _everything(kind: type[te.optim.Optimizer]) -> te.optim.Optimizer:
+    """An optimizer with every option that all have."""
+    return kind(lr=0.1, weight_decay=0.1, weight_decay_mode="decoupled", max_gradient=1, max_norm=1, nonfinite="skip")
+
+
+def _update(
+    optimizer: te.optim.Optimizer,
+    dims: Sequence[int] = (128, 128),
+    dtype: torch.dtype = torch.float32,
+    pooling: te.types.Pooling = "sum",
+    weighted: bool = False,
+    grad_dtype: torch.dtype = torch.float32,
+) -> None:
+    update(problem(dims, dtype, pooling, weighted), optimizer, grad_dtype)
+
+
+def interaction_cases() -> Iterator[Case]:
+    for num_features, dim, dtype in itertools.product((3, 26, 60, 130), (16, 60, 64, 128, 256), FLOATS):
+        core = (num_features, dim) in ((26, 128), (3, 16)) and dtype != torch.float16
+        name = f"interaction-{num_features}x{dim}-{short(dtype)}"
+        yield Case(name, functools.partial(interact, num_features, dim, dtype), core)
+
+
+def cross_cases() -> Iterator[Case]:
+    for width, dtype in itertools.product((7, 64, 3456), FLOATS):
+        core = width == 3456 and dtype != torch.float16
+        yield Case(f"cross-{width}-{short(dtype)}", functools.partial(cross_layer, 64, width, dtype), core)
+
+
+def exchange_cases() -> Iterator[Case]:
+    codecs = ("fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8")
+    for codec in codecs:
+        case = functools.partial(exchange, codec, torch.float32, (128, 128, 64, 128), False, False)
+        yield Case(f"exchange-{codec}", case, True)
+    for codec, dtype in itertools.product(codecs, FLOATS):
+
+        def call(codec: str = codec, dtype: torch.dtype = dtype) -> None:
+            for dims, scaled, mapped in itertools.product(
+                ((128, 64), (3, 7, 100), (1024,)), (False, True), (False, True)
+            ):
+                exchange(codec, dtype, dims, scaled, mapped)
+
+        yield Case(f"exchange-all-{codec}-{short(dtype)}", call, False)
+
+
+def jagged_cases() -> Iterator[Case]:
+    for weighted, ids in itertools.product((False, True), (torch.int32, torch.int64)):
+        name = f"jagged-{short(ids)}{'-weighted' if weighted else ''}"
+        yield Case(name, functools.partial(jagged, weighted, ids), weighted == (ids == torch.int32))
+
+
+CASES = [
+    *forward_cases(),
+    *sample_weight_cases(),
+    *group_cases(),
+    *update_cases(),
+    *interaction_cases(),
+    *cross_cases(),
+    *exchange_cases(),
+    *jagged_cases(),
+]
+assert len({case.name for case in CASES}) == len(CASES)

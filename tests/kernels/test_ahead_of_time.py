@@ -1,0 +1,149 @@
+"""Every kernel compiles for every supported GPU, without spills, with few registers and with wide loads of rows.
+
+A table of what the compilers made stands in `build/ahead_of_time/kernels.md` (or where `TRITONEMB_AHEAD_OF_TIME` says).
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tritonemb.kernels.language import Launch, interpreting, jit, launch, tl
+
+pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+if interpreting():
+    pytest.skip("kernels are interpreted in this process, so there is nothing to compile", allow_module_level=True)
+
+from tests.kernels import ahead_of_time
+from tests.kernels.ahead_of_time_cases import CASES, Case
+
+# 128 registers a thread leave room for 16 warps a processor; a gather needs no more to keep its memory busy.
+MOST_REGISTERS = 128
+# A gfx942 wave has 512; with 256 two waves share a SIMD, and a wave of 64 holds twice the elements of a warp.
+MOST_VECTOR_REGISTERS = 256
+# Kernels that may use more, and why.
+EXCEPTIONS: dict[str, tuple[int, str]] = {}
+
+
+def bound_of(code: ahead_of_time.Code) -> int:
+    default = MOST_REGISTERS if code.target.startswith("sm_") else MOST_VECTOR_REGISTERS
+    return EXCEPTIONS.get(code.kernel, (default, ""))[0]
+
+
+def complaints(code: ahead_of_time.Code, aligned: bool) -> list[str]:
+    """What is wrong with the code of a launch; `aligned` if its rows begin at multiples of 16 bytes."""
+    found = []
+    if code.spilled:
+        found.append(f"spills {code.spilled}")
+    if code.registers > bound_of(code):
+        found.append(f"needs {code.registers} registers, more than {bound_of(code)}")
+    if aligned and not code.wide_loads:
+        found.append(f"has no 16-byte load though rows are aligned: {code.loads}")
+    return [f"{code.kernel} for {code.target} {problem} ({code.constants})" for problem in found]
+
+
+def says_aligned(launch: Launch) -> bool:
+    """Whether the launcher told the kernel that rows begin at multiples of 16 bytes."""
+    return launch.constants.get("ALIGN", 0) >= 16
+
+
+@pytest.fixture(scope="module", autouse=True)
+def table() -> Iterator[None]:
+    yield
+    ahead_of_time.write_tables([case.name for case in CASES])
+
+
+SLOW = (pytest.mark.slow, pytest.mark.timeout(3600))
+
+
+@pytest.mark.parametrize("target", ahead_of_time.TARGETS)
+@pytest.mark.parametrize("case", [pytest.param(c, marks=() if c.core else SLOW, id=c.name) for c in CASES])
+def test_kernels_compile_well(case: Case, target: str) -> None:
+    launches = ahead_of_time.record(case.call)
+    assert launches, "the case launched nothing"
+    codes, found = [], []
+    for aligned in (True, False):
+        chosen = [launch for launch in launches if says_aligned(launch) == aligned]
+        made = ahead_of_time.compile_all(case.name, chosen, target)
+        codes += made
+        found += [complaint for code in made for complaint in complaints(code, aligned)]
+    ahead_of_time.keep(codes, case.name, target)
+    assert not found, "\n".join(found)
+
+
+@jit
+def copy_scaled(source, target, factor, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
+    place = tl.arange(0, BLOCK)
+    tl.store(target + place, tl.load(tl.multiple_of(source, ALIGN) + place) * factor)
+
+
+def toy(size: int, factor: int = 3, offset: int = 0, align: int = 4) -> list[Launch]:
+    source = torch.zeros(2 * size)[offset:]
+    return ahead_of_time.record(
+        lambda: launch(copy_scaled, (1,), source, torch.zeros(size), factor, num_warps=1, BLOCK=size, ALIGN=align)
+    )
+
+
+@pytest.mark.parametrize("target", ahead_of_time.TARGETS)
+def test_a_kernel_that_spills_is_caught(target):
+    (code,) = ahead_of_time.compile_all("toy", toy(1 << 15), target)
+    assert code.spilled > 0
+    assert any("spills" in complaint for complaint in complaints(code, aligned=False))
+
+
+@pytest.mark.parametrize("target", [name for name in ahead_of_time.TARGETS if name.startswith("sm_")])
+def test_narrow_loads_are_caught(target):
+    (wide,) = ahead_of_time.compile_all("toy", toy(256, align=16), target)
+    (narrow,) = ahead_of_time.compile_all("toy", toy(256, offset=1), target)
+    assert wide.loads == {16: 2}  # 256 floats on 32 lanes
+    assert narrow.loads == {4: 8}
+    assert not complaints(wide, aligned=True)
+    assert "no 16-byte load" in complaints(narrow, aligned=True)[0]
+
+
+def test_launches_are_specialised_as_triton_does():
+    """Integers equal to 1 and divisible by 16 make a difference, others none."""
+    launches = [launch for factor in (1, 16, 3, 5, 32) for launch in toy(256, factor)]
+    codes = ahead_of_time.compile_all("toy", launches, "sm_90")
+    found = [code.constants.split()[2] for code in codes]
+    assert found == ["factor=1", "factor%16", "factor"]
+
+
+@pytest.mark.parametrize("target", ahead_of_time.TARGETS)
+def test_specialisations_are_those_of_a_launch(target):
+    for recorded in toy(256, factor=16):
+        source, options = ahead_of_time.source_of(recorded, ahead_of_time.TARGETS[target])
+        assert source.signature == {
+            "source": "*fp32", "target": "*fp32", "factor": "i32", "BLOCK": "constexpr", "ALIGN": "constexpr"
+        }  # fmt: skip
+        attributes = {path: dict(value) for path, value in source.attrs.items() if value}
+        assert [attributes[(place,)]["tt.divisibility"] for place in range(3)] == [16, 16, 16]
+        assert options["enable_fp_fusion"] is False
+        assert options["num_warps"] == 1
+
+
+def test_loads_are_told_apart_by_width():
+    sass = (
+        "LDG.E.128.CONSTANT R4, ; LDG.E R1, ; LDG.E.64 R2, ; LDG.E.U16 R3, ; LDGSTS.E.BYPASS.128 [R1], ; STG.E.128 [R2]"
+    )
+    assert ahead_of_time.loads_of_sass(sass) == {16: 2, 4: 1, 8: 1, 2: 1}
+    _, _, _, loads = ahead_of_time.read_amdgcn(
+        "global_load_dwordx4 v[0:3]\n buffer_load_ushort v1\n global_load_dword v2"
+    )
+    assert loads == {16: 1, 2: 1, 4: 1}
+
+
+def test_the_table_holds_the_cases_that_there_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(ahead_of_time, "ARTEFACTS", tmp_path)
+    codes = ahead_of_time.compile_all("toy", toy(256, align=16), "sm_90")
+    ahead_of_time.keep(codes, "toy", "sm_90")
+    ahead_of_time.keep(codes, "gone", "sm_90")
+    ahead_of_time.write_tables(["toy"])
+    (row,) = csv.DictReader((tmp_path / "kernels.csv").read_text().splitlines())
+    assert (row["kernel"], row["target"], row["spilled"], row["loads"]) == ("copy_scaled", "sm_90", "0", "2 of 16 B")
+    header, rule, line = (tmp_path / "kernels.md").read_text().splitlines()
+    assert header.split("|")[1].strip() == "kernel"
+    assert line.count("|") == rule.count("|") == 10

@@ -1,0 +1,74 @@
+"""The elementwise part of DCNv2's cross layer: its references, and its Triton kernels against them in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.kernels.test_interaction import DTYPES, ROUNDING, assert_rounded_sums
+from tritonemb.kernels.cross import cross, cross_gradient, cross_gradient_reference, cross_reference
+
+WIDTHS = (1, 3, 16, 60, 128, 257, 300)
+
+
+def problem(batch_size: int, width: int, dtypes: tuple[torch.dtype, ...]) -> list[Tensor]:
+    """`inputs`, `product`, `crossed`, gradient of these dtypes; `bias` of the last one's."""
+    generator = torch.Generator().manual_seed(0)
+    matrices = [torch.randn(batch_size, width, generator=generator).to(dtype) for dtype in dtypes]
+    return [*matrices, torch.randn(width, generator=generator).to(dtypes[-1])]
+
+
+@given(st.integers(1, 5), st.sampled_from(WIDTHS))
+def test_gradients_are_the_derivative(batch_size, width):
+    inputs, product, crossed, grad, bias = problem(batch_size, width, (torch.float64,) * 4)
+    leaves = [tensor.requires_grad_() for tensor in (inputs, product, bias)]
+    expected = torch.autograd.grad(cross_reference(*leaves, crossed), leaves, grad)
+    for mine, theirs in zip(cross_gradient_reference(grad, *leaves), expected, strict=True):
+        torch.testing.assert_close(mine, theirs)  # float64 sums in another order
+
+
+@pytest.mark.triton
+class TestTriton:
+    @pytest.mark.usefixtures("poisoned")
+    @given(st.integers(0, 70), st.sampled_from(WIDTHS), st.tuples(DTYPES, DTYPES, DTYPES, DTYPES))
+    @example(1, 1, (torch.float32,) * 4)
+    @example(70, 300, (torch.bfloat16,) * 4)
+    def test_kernels_are_the_references(self, device, batch_size, width, dtypes):
+        tensors = problem(batch_size, width, dtypes)
+        inputs, product, crossed, grad, bias = (tensor.double() for tensor in tensors)
+        on_device = [tensor.to(device) for tensor in tensors]
+        out = cross(on_device[0], on_device[1], on_device[4], on_device[2])
+        grads = cross_gradient(on_device[3], on_device[0], on_device[1], on_device[4])
+        assert out.dtype == torch.promote_types(torch.promote_types(dtypes[0], dtypes[1]), dtypes[2]) or (
+            out.dtype == torch.promote_types(out.dtype, dtypes[3])
+        )
+        assert [g.dtype for g in grads] == [dtypes[0], dtypes[1], dtypes[3]]
+        magnitude = cross_reference(inputs.abs(), product.abs(), bias.abs(), crossed.abs())
+        assert_rounded_sums(out, cross_reference(inputs, product, bias, crossed), magnitude, 3)
+        exact = cross_gradient_reference(grad, inputs, product, bias)
+        magnitudes = cross_gradient_reference(grad.abs(), inputs.abs(), product.abs(), bias.abs())
+        for mine, theirs, magnitude, num_terms in zip(grads, exact, magnitudes, (2, 1, batch_size), strict=True):
+            assert_rounded_sums(mine, theirs, magnitude, num_terms)
+
+    def test_a_long_batch_is_summed_in_longer_runs(self, device, monkeypatch):
+        """Runs of 64 rows, the last one short."""
+        monkeypatch.setattr("tritonemb.kernels.cross._MAX_RUNS", 4)
+        num_rows = 4 * 32 + 5
+        inputs, product, _, grad, bias = (tensor.to(device) for tensor in problem(num_rows, 1, (torch.float32,) * 4))
+        found = cross_gradient(grad, inputs, product, bias)
+        for mine, again in zip(found, cross_gradient(grad, inputs, product, bias), strict=True):
+            assert torch.equal(mine, again)
+        terms = (grad.double() * inputs.double()).cpu()
+        # At most 64 / 8 + log2(8) + log2(4) roundings lie between a term and the result.
+        assert_rounded_sums(found[2], terms.sum(0), terms.abs().sum(0), 8 + 3 + 2)
+
+    @pytest.mark.parametrize("dtype", ROUNDING)
+    def test_float32_results_are_rounded_once(self, device, dtype):
+        """Two roundings of 16-bit operands would show: `u + b` is not a 16-bit number here."""
+        one = torch.ones(1, 1, dtype=dtype, device=device)
+        tiny = torch.full((1,), ROUNDING[torch.float16] / 4, dtype=dtype, device=device)
+        out = cross(one, one, tiny, -one)
+        assert torch.equal(out, tiny[None])

@@ -1,0 +1,220 @@
+"""Permutation and bucketization of jagged batches: against Python lists, and Triton against the reference."""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import tritonemb as te
+from tests.strategies import ID_DTYPES, id_dtypes, seeds
+from tritonemb.kernels import jagged as kernels
+from tritonemb.ops.jagged import block_bucketize, jagged_permute, segment_offsets
+
+WEIGHT_DTYPES = (None, torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
+
+class Batch(NamedTuple):
+    values: Tensor
+    offsets: Tensor
+    weights: Tensor | None
+    num_keys: int
+    batch_size: int
+
+    def bags(self) -> list[list[list[tuple[int, float]]]]:
+        """The (id, weight) pairs of each key and sample."""
+        weights = [0.0] * self.values.numel() if self.weights is None else self.weights.tolist()
+        pairs, offsets = list(zip(self.values.tolist(), weights, strict=True)), self.offsets.tolist()
+        bags = [pairs[begin:end] for begin, end in itertools.pairwise(offsets)]
+        return [bags[key * self.batch_size : (key + 1) * self.batch_size] for key in range(self.num_keys)]
+
+    def to(self, device: torch.device | str) -> Batch:
+        weights = None if self.weights is None else self.weights.to(device)
+        return self._replace(values=self.values.to(device), offsets=self.offsets.to(device), weights=weights)
+
+
+@st.composite
+def batches(draw: st.DrawFn, max_length: int = 40) -> Batch:
+    """Ids small, large and negative; at times room behind the last offset."""
+    num_keys, batch_size = draw(st.sampled_from((0, 1, 2, 5))), draw(st.sampled_from((0, 1, 3, 8)))
+    generator = torch.Generator().manual_seed(draw(seeds))
+    longest = draw(st.sampled_from([length for length in (0, 1, 4, 40) if length <= max_length]))
+    lengths = torch.randint(0, longest + 1, (num_keys * batch_size,), generator=generator)
+    offsets = segment_offsets(lengths).to(draw(id_dtypes))
+    num_values = int(offsets[-1]) + draw(st.sampled_from((0, 0, 3)))
+    ids = torch.randint(-3, draw(st.sampled_from((5, 100, 2**31))), (num_values,), generator=generator)
+    dtype = draw(st.sampled_from(WEIGHT_DTYPES))
+    weights = None if dtype is None else torch.randn(num_values, generator=generator).to(dtype)
+    return Batch(ids.to(draw(id_dtypes)), offsets, weights, num_keys, batch_size)
+
+
+def test_segment_offsets():
+    assert segment_offsets(torch.tensor([2, 0, 5], dtype=torch.int32)).tolist() == [0, 2, 2, 7]
+    assert segment_offsets(torch.empty(0, dtype=torch.int64)).tolist() == [0]
+    assert segment_offsets(torch.full((3,), 2**30, dtype=torch.int32)).tolist() == [0, 2**30, 2**31, 3 * 2**30]
+
+
+@given(batches(), st.data())
+@pytest.mark.usefixtures("poisoned")
+def test_permute_moves_whole_keys(batch, data):
+    keys = st.lists(st.integers(0, batch.num_keys - 1), max_size=7) if batch.num_keys else st.just([])
+    order = data.draw(keys)
+    bags = batch.bags()
+    expected = [bag for key in order for bag in bags[key]]
+    total = sum(map(len, expected))
+    room = total + data.draw(st.integers(0, 4))
+    found = jagged_permute(
+        batch.values, batch.offsets, torch.tensor(order, dtype=torch.int64), batch.num_keys, batch.weights, room
+    )
+    assert (found.values.dtype, found.offsets.dtype) == (batch.values.dtype, batch.offsets.dtype)
+    assert found.offsets.numel() == len(order) * (batch.batch_size if batch.num_keys else 0) + 1
+    assert found.values.shape == (room,)
+    assert (found.values[total:] == 0).all()
+    moved = Batch(found.values, found.offsets, found.weights, len(order), batch.batch_size).bags()
+    assert [bag for key in moved for bag in key] == expected
+    if batch.weights is not None:
+        assert found.weights.dtype == batch.weights.dtype
+        assert (found.weights[total:] == 0).all()
+
+
+def test_permute_is_that_of_the_keyed_jagged_tensor():
+    batch = te.KeyedJaggedTensor.from_lists({"a": [[1], [2, 3]], "b": [[], [4]], "c": [[5, 6, 7], [8]]})
+    found = jagged_permute(batch.values(), batch.offsets(), torch.tensor([2, 0, 1]), 3)
+    expected = batch.permute([2, 0, 1])
+    assert torch.equal(found.values, expected.values())
+    assert torch.equal(found.offsets, expected.offsets())
+    assert found.weights is None
+
+
+def test_permute_leaves_out_what_has_no_room():
+    found = jagged_permute(torch.arange(6), torch.tensor([0, 4, 6]), torch.tensor([1, 0]), 2, num_values=3)
+    assert found.values.tolist() == [4, 5, 0]
+    assert found.offsets.tolist() == [0, 2, 6]
+
+
+def bucketized_by_hand(batch: Batch, block_sizes: list[int], num_owners: int) -> list[list[list[tuple[int, float]]]]:
+    """For each owner, each bag's local (id, weight) pairs."""
+    owners: list[list[list[tuple[int, float]]]] = [[] for _ in range(num_owners)]
+    for key, samples in enumerate(batch.bags()):
+        for bag in samples:
+            for mine in owners:
+                mine.append([])
+            for id, weight in bag:
+                if id < 0:
+                    owners[0][-1].append((id, weight))
+                elif id >= num_owners * block_sizes[key]:
+                    owners[-1][-1].append((id, weight))
+                else:
+                    owners[id // block_sizes[key]][-1].append((id % block_sizes[key], weight))
+    return owners
+
+
+@given(batches(), st.integers(1, 6), st.data())
+@pytest.mark.usefixtures("poisoned")
+def test_bucketize_gives_each_owner_its_bags(batch, num_owners, data):
+    blocks = data.draw(st.lists(st.integers(1, 40), min_size=batch.num_keys, max_size=batch.num_keys))
+    found = block_bucketize(
+        batch.values, batch.offsets, torch.tensor(blocks, dtype=torch.int64), num_owners, batch.weights
+    )
+    expected = bucketized_by_hand(batch, blocks, num_owners)
+    assert found.lengths.tolist() == [len(bag) for mine in expected for bag in mine]
+    assert (found.values.dtype, found.lengths.dtype) == (batch.values.dtype, batch.offsets.dtype)
+    assert found.unbucketize.dtype == torch.int32
+    pairs = [pair for mine in expected for bag in mine for pair in bag]
+    total = int(batch.offsets[-1])
+    assert found.values[:total].tolist() == [id for id, _ in pairs]
+    assert torch.equal(found.values[total:], batch.values[total:])
+    if batch.weights is not None:
+        assert found.weights.dtype == batch.weights.dtype
+        assert found.weights[:total].tolist() == [weight for _, weight in pairs]
+        assert torch.equal(found.weights[found.unbucketize], batch.weights)
+    assert sorted(found.unbucketize.tolist()) == list(range(batch.values.numel()))
+    place = found.unbucketize.to(torch.int64)
+    assert torch.equal(found.values[place] < 0, batch.values < 0)
+
+
+def test_every_id_is_found_by_its_owner_and_put_back():
+    """Two keys with uneven blocks; what owners compute for their ids comes back to where the ids were."""
+    rows, num_owners = (10, 7), 3
+    tables = [torch.randn(size, 4) for size in rows]
+    blocks = [-(-size // num_owners) for size in rows]
+    values, offsets = torch.tensor([9, 0, 4, 4, 6, 0, 3]), torch.tensor([0, 3, 4, 4, 7])
+    found = block_bucketize(values, offsets, torch.tensor(blocks), num_owners)
+    answers = []
+    starts = segment_offsets(found.lengths).tolist()
+    for owner in range(num_owners):
+        for bag in range(4):
+            first = owner * 4 + bag
+            shard = tables[bag // 2][owner * blocks[bag // 2] : (owner + 1) * blocks[bag // 2]]
+            answers.append(shard[found.values[starts[first] : starts[first + 1]]])
+    rows_back = torch.cat(answers)[found.unbucketize]
+    assert torch.equal(rows_back, torch.cat([tables[0][values[:4]], tables[1][values[4:]]]))
+
+
+@pytest.mark.parametrize("dtype", ID_DTYPES)
+def test_ids_of_no_owner_stay_as_they_are(dtype):
+    largest = torch.iinfo(dtype).max
+    values = torch.tensor([-1, 20, largest, -largest - 1, 19], dtype=dtype)
+    found = block_bucketize(values, torch.tensor([0, 5]), torch.tensor([10]), 2)
+    assert found.lengths.tolist() == [2, 3]
+    assert found.values.tolist() == [-1, -largest - 1, 20, largest, 9]
+    assert found.unbucketize.tolist() == [0, 2, 3, 1, 4]
+
+
+def same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
+    return all(f.dtype == e.dtype and torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+
+
+@pytest.mark.triton
+@settings(max_examples=25)
+@given(batches(max_length=4), st.data())
+@pytest.mark.usefixtures("poisoned")
+def test_triton_permutes_like_the_reference(device, batch, data):
+    keys = st.lists(st.integers(0, batch.num_keys - 1), max_size=7) if batch.num_keys else st.just([])
+    order = torch.tensor(data.draw(keys), dtype=torch.int64, device=device)
+    batch, room = batch.to(device), data.draw(st.sampled_from((0, 5, 200)))
+    args = (batch.values, batch.offsets, order, batch.weights, batch.num_keys, room)
+    assert same(kernels.jagged_permute(*args), kernels.jagged_permute_reference(*args))
+
+
+@pytest.mark.triton
+@settings(max_examples=25)
+@given(batches(), st.sampled_from((1, 2, 3, 9)), st.data())
+@pytest.mark.usefixtures("poisoned")
+def test_triton_bucketizes_like_the_reference(device, batch, num_owners, data):
+    num_keys = batch.num_keys
+    blocks = data.draw(st.lists(st.sampled_from((1, 7, 40, 2**33)), min_size=num_keys, max_size=num_keys))
+    batch, sizes = batch.to(device), torch.tensor(blocks, dtype=torch.int64, device=device)
+    args = (batch.values, batch.offsets, sizes, batch.weights, num_owners)
+    assert same(kernels.block_bucketize(*args), kernels.block_bucketize_reference(*args))
+
+
+@pytest.mark.triton
+def test_triton_bucketizes_a_batch_of_several_tiles(device):
+    values = torch.randint(0, 300, (2500,), device=device)
+    offsets = torch.tensor([0, 0, 1700, 1701, 2490], device=device)
+    args = (values, offsets, torch.tensor([100, 37], device=device), torch.rand(2500, device=device), 5)
+    assert same(kernels.block_bucketize(*args), kernels.block_bucketize_reference(*args))
+
+
+def test_user_mistakes_have_a_name():
+    values, offsets, order = torch.arange(3), torch.tensor([0, 1, 3]), torch.tensor([0])
+    with pytest.raises(TypeError, match="ids must be int32 or int64"):
+        jagged_permute(values.float(), offsets, order, 2)
+    with pytest.raises(TypeError, match="offsets must be int32 or int64"):
+        jagged_permute(values, offsets.float(), order, 2)
+    with pytest.raises(TypeError, match="order must be int64 and 1-D"):
+        jagged_permute(values, offsets, order.int(), 2)
+    with pytest.raises(ValueError, match=r"a multiple of 3 \(keys\) plus 1 elements, got 3"):
+        jagged_permute(values, offsets, order, 3)
+    with pytest.raises(ValueError, match="weights must be as many as values"):
+        jagged_permute(values, offsets, order, 2, torch.rand(2))
+    with pytest.raises(ValueError, match="num_owners must be at least 1, got 0"):
+        block_bucketize(values, offsets, torch.tensor([2, 2]), 0)
+    with pytest.raises(ValueError, match="num_values must not be negative"):
+        jagged_permute(values, offsets, order, 2, num_values=-1)

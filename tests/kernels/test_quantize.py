@@ -1,0 +1,303 @@
+"""Codecs: what arrives against PyTorch's casts and FBGEMM's row format, and Triton against the reference."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.strategies import seeds
+from tritonemb.kernels import quantize as kernels
+from tritonemb.kernels.packing import CODECS, INT8, Packing, make_packing
+from tritonemb.kernels.rounding import narrow_reference
+from tritonemb.ops.quantize import quantize_pack, quantize_unpack
+
+DIMS = (1, 3, 4, 60, 64, 100, 128, 257, 700)
+MATRIX_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+FLOATS = [codec for codec in CODECS if codec != INT8]
+LARGEST = {"fp16": 65504.0, "bf16": 2.0**128 - 2.0**120, "fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
+EXTREMES = [
+    0.0, -0.0, 1e-45, 1e-30, -3e-8, 2.0**-17, 448.0, 464.0, 464.01, -57344.0, 61439.0, 61440.0, 65519.0, -65520.0, 1e9,
+    3.3961e38, -3.3962e38, 3.4028234e38, float("inf"), float("-inf"), float("nan"),
+]  # fmt: skip
+
+
+def counter(device: torch.device | str = "cpu") -> Tensor:
+    return torch.zeros((), dtype=torch.int64, device=device)
+
+
+def values_of(message: Tensor, codec: str) -> Tensor:
+    """A message of a floating point codec as numbers, NaN as one that they do not hold."""
+    return message.view(CODECS[codec]).float().nan_to_num(nan=0.12345, posinf=torch.inf, neginf=-torch.inf)
+
+
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    assert found.dtype == expected.dtype
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.nan_to_num(nan=0.0), expected.nan_to_num(nan=0.0))
+
+
+@st.composite
+def problems(draw: st.DrawFn, max_rows: int = 40) -> tuple[Tensor, list[list[tuple[int, int]]]]:
+    """A matrix of several tables, and their columns dealt out to ranks in any order, whole or in pieces."""
+    dims = draw(st.lists(st.sampled_from(DIMS), min_size=1, max_size=4))
+    runs, column = [], 0
+    for dim in dims:
+        cut = draw(st.integers(1, dim))
+        runs += [run for run in ((column, cut), (column + cut, dim - cut)) if run[1]]
+        column += dim
+    parts: list[list[tuple[int, int]]] = [[] for _ in range(draw(st.integers(1, 3)))]
+    for run in draw(st.permutations(runs)):
+        parts[draw(st.integers(0, len(parts) - 1))].append(run)
+    num_rows = draw(st.sampled_from([rows for rows in (0, 1, 2, 7, 40) if rows <= max_rows]))
+    generator = torch.Generator().manual_seed(draw(seeds))
+    matrix = torch.randn(num_rows, column, generator=generator) * 10.0 ** draw(st.integers(-6, 6))
+    if draw(st.booleans()) and num_rows:
+        places = torch.randint(0, matrix.numel(), (len(EXTREMES),), generator=generator)
+        matrix.view(-1)[places] = torch.tensor(EXTREMES)
+    return matrix.to(draw(st.sampled_from(MATRIX_DTYPES))), parts
+
+
+def message_by_hand(matrix: Tensor, parts: Sequence[Sequence[tuple[int, int]]], codec: str) -> Tensor:
+    """Parts cut out of the matrix and cast, one after the other."""
+    cast = [
+        torch.cat([torch.empty(matrix.shape[0], 0), *[matrix[:, c : c + w].float() for c, w in part]], dim=1)
+        for part in parts
+    ]
+    return torch.cat([narrow_reference(part, CODECS[codec]).reshape(-1).view(torch.uint8) for part in cast])
+
+
+@pytest.mark.parametrize("codec", FLOATS)
+@given(problems())
+@pytest.mark.usefixtures("poisoned")
+def test_messages_are_the_ranks_columns_cast(codec, problem):
+    matrix, parts = problem
+    if codec == "fp8_e4m3":
+        matrix = torch.where(matrix.isinf(), torch.nan, matrix)  # PyTorch's cast depends on its version
+    packing = make_packing(parts, matrix.shape[1], codec)
+    message = kernels.quantize_pack_reference(matrix, packing, counter())
+    assert torch.equal(values_of(message, codec), values_of(message_by_hand(matrix, parts, codec), codec))
+    assert packing.row_bytes == matrix.shape[1] * CODECS[codec].itemsize
+    assert packing.part_bytes == tuple(sum(w for _, w in part) * CODECS[codec].itemsize for part in parts)
+
+
+def test_an_int8_row_is_its_codes_and_its_scale_and_offset():
+    matrix = torch.tensor([[-1.0, 1.0, 4.1, 0.3, 9.0], [2.0, 2.0, 2.0, 5.0, 5.0]])
+    packing = make_packing([[(3, 2), (0, 3)]], 5, INT8)
+    message = bytes(kernels.quantize_pack_reference(matrix, packing, counter()).tolist())
+    assert packing.row_bytes == 8 + 2 * 8
+    codes, scale_a, offset_a, scale_b, offset_b = struct.unpack("8s4f", message[:24])
+    assert list(codes) == [0, 255, 0, 100, 255, 0, 0, 0]
+    expected = torch.tensor([8.7 / 255, 0.3, 5.1 / 255, -1.0])
+    # 0.3 and 4.1 are rounded to float32, so are differences and quotients: three roundings.
+    torch.testing.assert_close(torch.tensor([scale_a, offset_a, scale_b, offset_b]), expected, rtol=3e-7, atol=0)
+    assert struct.unpack("8s4f", message[24:]) == (bytes(8), 0.0, 5.0, 0.0, 2.0)
+
+
+@given(problems())
+@pytest.mark.usefixtures("poisoned")
+def test_int8_is_off_by_at_most_half_a_step(problem):
+    matrix, parts = problem
+    matrix = matrix.float().nan_to_num(nan=1.0).clamp(-1e30, 1e30)
+    packing = make_packing(parts, matrix.shape[1], INT8)
+    message = kernels.quantize_pack_reference(matrix, packing, counter())
+    found = kernels.quantize_unpack_reference(message, packing, torch.float32, counter())
+    for column, width, *_ in packing.pieces.tolist():
+        piece, arrived = matrix[:, column : column + width].double(), found[:, column : column + width].double()
+        if piece.numel():
+            extent = piece.amax(1, keepdim=True) - piece.amin(1, keepdim=True)
+            # Half a step; eight roundings to float32 of values up to the largest; a range that is too small to divide.
+            bound = extent / 510 + 8 * 2.0**-24 * piece.abs().amax(1, keepdim=True) + 255 / 3.4e38
+            assert ((arrived - piece).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_that_is_not_finite_arrives_as_nan(bad):
+    matrix = torch.randn(3, 7)
+    matrix[1, 2] = bad
+    saturated, packing = counter(), make_packing([[(0, 4), (4, 3)]], 7, INT8)
+    found = quantize_unpack(quantize_pack(matrix, packing, saturated), packing, torch.float32, saturated)
+    assert found[1, :4].isnan().all()
+    assert found[1, 4:].isfinite().all()
+    assert found[[0, 2]].isfinite().all()
+    assert int(saturated) == 0
+
+
+@pytest.mark.parametrize("dtype", MATRIX_DTYPES)
+@pytest.mark.parametrize("codec", LARGEST)
+def test_what_is_finite_stays_finite_and_is_counted(codec, dtype):
+    matrix = torch.tensor([EXTREMES]).to(dtype)
+    packing, saturated = make_packing([[(0, len(EXTREMES))]], len(EXTREMES), codec), counter()
+    found = quantize_unpack(quantize_pack(matrix, packing, saturated), packing, torch.float32, counter())
+    assert torch.equal(found.isfinite(), matrix.isfinite())
+    assert torch.equal(found.isnan(), matrix.isnan() | (matrix.isinf() & (codec == "fp8_e4m3")))
+    largest = LARGEST[codec]
+    finite = matrix[matrix.isfinite()].double()
+    half_gap = {"fp16": 16.0, "bf16": 2.0**119, "fp8_e4m3": 16.0, "fp8_e5m2": 4096.0}[codec]
+    over = finite.abs() > largest + half_gap
+    even = codec == "fp8_e4m3"  # a value in the middle rounds down to an even mantissa, elsewhere up to infinity
+    assert int(saturated) == int(over.sum()) + (0 if even else int((finite.abs() == largest + half_gap).sum()))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_loss_scale_is_multiplied_in_and_divided_out(codec):
+    matrix = torch.randn(9, 64) * 2.0**-22
+    packing, scale = make_packing([[(0, 64)]], 64, codec), torch.tensor(2.0**20)
+    message = quantize_pack(matrix, packing, counter(), scale)
+    assert torch.equal(message, quantize_pack(matrix * 2.0**20, packing, counter()))
+    plain = quantize_unpack(message, packing, torch.float32, counter())
+    assert torch.equal(quantize_unpack(message, packing, torch.float32, counter(), scale) * 2.0**20, plain)
+    # 3 bits of mantissa or more: half of the last one.
+    assert float((plain * 2.0**-20 - matrix).norm() / matrix.norm()) < (0.08 if codec == "fp8_e5m2" else 0.04)
+
+
+def test_scaling_saturates_on_both_sides():
+    matrix = torch.tensor([[1e30, -1e30, 1.0, torch.inf]])
+    packing = make_packing([[(0, 4)]], 4, "fp32")
+    sent, arrived = counter(), counter()
+    message = quantize_pack(matrix, packing, sent, torch.tensor(1e20))
+    largest = torch.finfo(torch.float32).max
+    assert message.view(torch.float32).tolist() == [largest, -largest, float(torch.tensor(1e20)), torch.inf]
+    assert int(sent) == 2
+    found = quantize_unpack(message, packing, torch.float16, arrived, torch.tensor(0.5))
+    assert found.tolist() == [[65504.0, -65504.0, 65504.0, torch.inf]]
+    assert int(arrived) == 3
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_rows_say_which_row_of_the_message_is_which(codec, dtype):
+    matrix = torch.randn(11, 12)
+    packing, rows = make_packing([[(4, 8)], [(0, 4)]], 12, codec), torch.randperm(11).to(dtype)
+    message = quantize_pack(matrix, packing, counter(), rows=rows)
+    moved = torch.empty_like(matrix)
+    moved[rows] = matrix
+    assert torch.equal(message, quantize_pack(moved, packing, counter()))
+    plain = quantize_unpack(message, packing, torch.float32, counter())
+    several = torch.tensor([3, 3, 0, 10, -1, 11, 7], dtype=dtype)
+    found = quantize_unpack(message, packing, torch.float32, counter(), rows=several)
+    known = (several >= 0) & (several < 11)
+    assert torch.equal(found[known], plain[several[known]])
+    assert (found[~known] == 0).all()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_pooled_exchange_brings_every_table_to_its_columns(codec):
+    """Three ranks, of which one has no tables: forward to samples, backward to tables, with `cat` as the all-to-all."""
+    owned: list[list[tuple[int, int]]] = [[(0, 4), (10, 8)], [], [(4, 6)]]
+    num_ranks, num_samples, width = len(owned), 5, 18
+    values = torch.randn(num_ranks * num_samples, width)
+    by_sample, by_table = make_packing(owned, width, codec), []
+    for columns in owned:
+        starts = [sum(w for _, w in columns[:index]) for index in range(len(columns))]
+        runs = [(start, w) for start, (_, w) in zip(starts, columns, strict=True)]
+        by_table.append(make_packing([runs], sum(w for _, w in columns), codec))
+
+    def local(rank: int) -> Tensor:
+        return torch.cat([values[:, :0], *[values[:, c : c + w] for c, w in owned[rank]]], dim=1)
+
+    def samples(rank: int) -> slice:
+        return slice(rank * num_samples, (rank + 1) * num_samples)
+
+    def arrive(message: Tensor, packing: Packing) -> Tensor:
+        return quantize_unpack(message, packing, torch.float32, counter())
+
+    once = arrive(quantize_pack(values, by_sample, counter()), by_sample)
+    sent = [quantize_pack(local(rank), by_table[rank], counter()) for rank in range(num_ranks)]
+    back = [quantize_pack(values[samples(rank)], by_sample, counter()) for rank in range(num_ranks)]
+    for rank in range(num_ranks):
+        message = torch.cat([message.reshape(num_ranks, -1)[rank] for message in sent])
+        assert torch.equal(arrive(message, by_sample), once[samples(rank)])
+        splits = [num_samples * row_bytes for row_bytes in by_sample.part_bytes]
+        message = torch.cat([message.split(splits)[rank] for message in back])
+        if owned[rank]:
+            expected = torch.cat([once[:, c : c + w] for c, w in owned[rank]], dim=1)
+            assert torch.equal(arrive(message, by_table[rank]), expected)
+
+
+def bits_alike(codec: str, message: Tensor, expected: Tensor) -> bool:
+    if codec == INT8:
+        return torch.equal(message, expected)
+    return torch.equal(values_of(message, codec), values_of(expected, codec))
+
+
+def check_triton(matrix: Tensor, packing: Packing, scale: Tensor | None, rows: Tensor | None) -> None:
+    """The kernels give the references' bits, counts among them."""
+    found, expected = counter(matrix.device), counter(matrix.device)
+    message = kernels.quantize_pack(matrix, packing, found, scale, rows)
+    assert bits_alike(packing.codec, message, kernels.quantize_pack_reference(matrix, packing, expected, scale, rows))
+    for dtype in MATRIX_DTYPES:
+        arrived = kernels.quantize_unpack(message, packing, dtype, found, scale, rows)
+        assert_same(arrived, kernels.quantize_unpack_reference(message, packing, dtype, expected, scale, rows))
+    assert int(found) == int(expected)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("codec", CODECS)
+@settings(max_examples=25)
+@given(problem=problems(max_rows=7), scale=st.sampled_from((None, 1024.0, 0.3)), mapped=st.booleans())
+@pytest.mark.usefixtures("poisoned")
+def test_triton_gives_the_references_bits(device, codec, problem, scale, mapped):
+    matrix, parts = problem
+    packing = make_packing(parts, matrix.shape[1], codec, device)
+    rows = torch.randperm(matrix.shape[0], device=device) if mapped else None
+    factor = None if scale is None else torch.tensor(scale, device=device)
+    check_triton(matrix.to(device), packing, factor, rows)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("codec", CODECS)
+def test_triton_takes_matrices_that_are_not_contiguous(device, codec):
+    packing = make_packing([[(0, 16), (16, 16)]], 32, codec, device)
+    wide = torch.randn(6, 64, device=device)
+    for matrix in (wide[:, 16:48], wide[:, 1:33], wide[:1, :32], wide[:32].T[:32], wide[:1, :32].expand(5, 32)):
+        packed = make_packing([[(0, matrix.shape[1])]], matrix.shape[1], codec, device)
+        check_triton(matrix, packing if matrix.shape[1] == 32 else packed, None, None)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("codec", [codec for codec in CODECS if codec.startswith("fp8")])
+def test_triton_rounds_to_fp8_like_pytorch(device, codec):
+    """Every code, the middle of every gap, its neighbours."""
+    every = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(CODECS[codec]).float()
+    every = every[every.isfinite()].unique()
+    middle = (every[1:] + every[:-1]) / 2
+    up, down = torch.tensor(torch.inf), torch.tensor(-torch.inf)
+    near = [torch.nextafter(middle, up), torch.nextafter(middle, down), torch.tensor([-0.0, 1e-45, -1e-40, 1e-7])]
+    matrix = torch.cat([every, middle, *near]).unsqueeze(0).to(device)
+    packing = make_packing([[(0, matrix.shape[1])]], matrix.shape[1], codec, device)
+    message = kernels.quantize_pack(matrix, packing, counter(device))
+    assert torch.equal(message, matrix[0].to(CODECS[codec]).view(torch.uint8))
+    found = kernels.quantize_unpack(message, packing, torch.float32, counter(device))
+    assert torch.equal(found[0], message.view(CODECS[codec]).float())
+
+
+def test_user_mistakes_have_a_name():
+    matrix, packing, saturated = torch.randn(3, 4), make_packing([[(0, 4)]], 4, "fp16"), counter()
+    with pytest.raises(ValueError, match="no codec is called 'fp12'"):
+        make_packing([[(0, 4)]], 4, "fp12")
+    with pytest.raises(ValueError, match="part 1: 2 columns from column 3 on are not in a matrix of 4 columns"):
+        make_packing([[(0, 3)], [(3, 2)]], 4, "fp16")
+    with pytest.raises(ValueError, match=r"matrix must be \[rows, 4\]"):
+        quantize_pack(torch.randn(3, 5), packing, saturated)
+    with pytest.raises(TypeError, match=r"matrix must be torch\.float32"):
+        quantize_pack(matrix.double(), packing, saturated)
+    with pytest.raises(TypeError, match=r"saturated must be torch\.int64"):
+        quantize_pack(matrix, packing, torch.zeros(()))
+    with pytest.raises(ValueError, match="scale must have 0 dimensions"):
+        quantize_pack(matrix, packing, saturated, torch.ones(1))
+    with pytest.raises(ValueError, match="rows must have one element a row of the matrix: 3, got 2"):
+        quantize_pack(matrix, packing, saturated, rows=torch.arange(2))
+    with pytest.raises(ValueError, match="rows of 8 bytes"):
+        quantize_unpack(torch.zeros(9, dtype=torch.uint8), packing, torch.float32, saturated)
+    with pytest.raises(TypeError, match="dtype must be one of"):
+        quantize_unpack(torch.zeros(8, dtype=torch.uint8), packing, torch.float64, saturated)
+    with pytest.raises(ValueError, match="every column exactly once"):
+        quantize_unpack(
+            torch.zeros(6, dtype=torch.uint8), make_packing([[(0, 3)]], 4, "fp16"), torch.float32, saturated
+        )

@@ -1,0 +1,137 @@
+"""The elementwise part of a DCNv2 cross layer (Wang et al., WWW 2021, equations 1 and 2).
+
+    out = x_0 ⊙ (u + b) + x_l        u = U (V x_l), the product of the layer's matrices, by cuBLAS
+
+    grad u = grad ⊙ x_0      grad x_0 = grad ⊙ (u + b)      grad x_l = grad      grad b = Σ_rows grad ⊙ x_0
+
+`grad x_l` is the output's gradient itself: nothing is computed, nothing is copied. The bias's gradient is summed in two
+stages with a fixed order: runs of rows whose length depends on the number of rows alone, then the runs. All
+arithmetic is float32; a result is rounded once.
+
+The floor, for `e` bytes an element: forward `4 e B W` bytes, backward `5 e B W`, two operations an element each.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from tritonemb.kernels.floats import row_sum
+from tritonemb.kernels.language import cdiv, interpreting, jit, launch, next_power_of_2, tl
+
+_ROWS, _SIZE, _MAX_RUNS = 8, 256, 256
+
+
+@jit
+def _forward(inputs, product, bias, crossed, out, num_rows, width, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """One program for ROWS rows and SIZE columns."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)[None, :]
+    inside = (row < num_rows) & (column < width)
+    at = row * width + column
+    x_0 = tl.load(inputs + at, mask=inside).to(tl.float32)
+    u = tl.load(product + at, mask=inside).to(tl.float32)
+    b = tl.load(bias + column, mask=column < width).to(tl.float32)
+    x_l = tl.load(crossed + at, mask=inside).to(tl.float32)
+    tl.store(out + at, (x_0 * (u + b) + x_l).to(out.dtype.element_ty), mask=inside)
+
+
+@jit
+def _backward(
+    grad, inputs, product, bias, grad_inputs, grad_product, sums, num_rows, width, run,
+    ROWS: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """One program for a run of rows and SIZE columns, whose part of the bias's gradient goes to `sums`."""
+    first = tl.program_id(0).to(tl.int64) * run
+    column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)[None, :]
+    b = tl.load(bias + column, mask=column < width).to(tl.float32)
+    total = tl.zeros((ROWS, SIZE), tl.float32)
+    for start in range(0, run, ROWS):
+        row = first + start + tl.arange(0, ROWS)[:, None]
+        inside = (row < num_rows) & (column < width)
+        at = row * width + column
+        g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
+        x_0 = tl.load(inputs + at, mask=inside, other=0.0).to(tl.float32)
+        u = tl.load(product + at, mask=inside, other=0.0).to(tl.float32)
+        by_product = g * x_0
+        total += by_product
+        tl.store(grad_inputs + at, (g * (u + b)).to(grad_inputs.dtype.element_ty), mask=inside)
+        tl.store(grad_product + at, by_product.to(grad_product.dtype.element_ty), mask=inside)
+    column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)
+    sums += tl.program_id(0).to(tl.int64) * width
+    tl.store(sums + column, row_sum(tl.trans(total), SIZE, ROWS), mask=column < width)
+
+
+@jit
+def _sum_runs(sums, grad_bias, num_runs, width, RUNS: tl.constexpr, SIZE: tl.constexpr):
+    """One program for SIZE columns of the bias's gradient."""
+    run = tl.arange(0, RUNS)[None, :]
+    column = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    at = run.to(tl.int64) * width + column[:, None]
+    parts = tl.load(sums + at, mask=(run < num_runs) & (column < width)[:, None], other=0.0)
+    tl.store(grad_bias + column, row_sum(parts, SIZE, RUNS).to(grad_bias.dtype.element_ty), mask=column < width)
+
+
+def cross(inputs: Tensor, product: Tensor, bias: Tensor, crossed: Tensor) -> Tensor:
+    """Launch the forward: `inputs` (x_0), `product` (u) and `crossed` (x_l) are `[B, W]`, `bias` is `[W]`.
+
+    Dtypes may differ; the result has the widest of them.
+    """
+    dtype = functools.reduce(torch.promote_types, (x.dtype for x in (inputs, product, bias, crossed)))
+    num_rows, width = inputs.shape
+    out = torch.empty(num_rows, width, dtype=_computed(dtype), device=inputs.device)
+    size = _columns(width)
+    launch(
+        _forward, (cdiv(num_rows, _ROWS), cdiv(width, size)),
+        *map(_readable, (inputs, product, bias, crossed)), out, num_rows, width, ROWS=_ROWS, SIZE=size,
+    )  # fmt: skip
+    return out.to(dtype)
+
+
+def cross_gradient(grad: Tensor, inputs: Tensor, product: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Launch the backward: the gradients of `inputs`, `product` and `bias`, each in its own dtype."""
+    num_rows, width = inputs.shape
+    run = max(32, next_power_of_2(max(1, cdiv(num_rows, _MAX_RUNS))))
+    num_runs, size = cdiv(num_rows, run), _columns(width)
+    grads = [torch.empty(x.shape, dtype=_computed(x.dtype), device=x.device) for x in (inputs, product, bias)]
+    sums = torch.empty(num_runs, width, dtype=torch.float32, device=inputs.device)
+    launch(
+        _backward, (num_runs, cdiv(width, size)),
+        *map(_readable, (grad, inputs, product, bias)), *grads[:2], sums, num_rows, width, run, ROWS=_ROWS, SIZE=size,
+    )  # fmt: skip
+    runs = next_power_of_2(max(1, num_runs))
+    launch(_sum_runs, (cdiv(width, 16),), sums, grads[2], num_runs, width, RUNS=runs, SIZE=16)
+    grad_inputs, grad_product, grad_bias = (
+        found.to(x.dtype) for found, x in zip(grads, (inputs, product, bias), strict=True)
+    )
+    return grad_inputs, grad_product, grad_bias
+
+
+def _columns(width: int) -> int:
+    return min(_SIZE, next_power_of_2(width))
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    return tensor.to(_computed(tensor.dtype)).contiguous()
+
+
+def _computed(dtype: torch.dtype) -> torch.dtype:
+    """float32 instead of bfloat16 for the interpreter, which takes bfloat16 for integers and truncates."""
+    return torch.float32 if interpreting() and dtype == torch.bfloat16 else dtype
+
+
+def cross_reference(inputs: Tensor, product: Tensor, bias: Tensor, crossed: Tensor) -> Tensor:
+    """`cross` in the inputs' dtype; differentiable."""
+    return inputs * (product + bias) + crossed
+
+
+def cross_gradient_reference(
+    grad: Tensor, inputs: Tensor, product: Tensor, bias: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`cross_gradient`, formula by formula, each rounded to its input's dtype."""
+    by_product = grad * inputs
+    return (
+        (grad * (product + bias)).to(inputs.dtype), by_product.to(product.dtype), by_product.sum(0).to(bias.dtype),
+    )  # fmt: skip

@@ -1,0 +1,188 @@
+"""DLRM's feature interaction: the dense vector, then the dot products of all pairs of a sample's vectors.
+
+With `x_0` a sample's dense vector and `x_1 .. x_F` its pooled rows, all of dim `D` (Naumov et al., arXiv:1906.00091,
+section 2):
+
+    out = [x_0, x_1·x_0, x_2·x_0, x_2·x_1, x_3·x_0, ..]         D + F (F + 1) / 2 numbers
+    grad x_i = Σ_j G_ij x_j, plus the first D gradients for x_0
+
+where the symmetric `G` holds the products' gradients, zeros on its diagonal. Vectors are read where they lie; neither
+the vectors side by side nor the `F + 1` by `F + 1` matrices are ever in memory. Sums are float32; an output is rounded
+once, to the inputs' dtype. One sample's bits depend on nothing else in the batch, and nothing is added atomically.
+
+The floor, for `e` bytes an element and `n = F + 1`: forward `B e (n D + D + P)` bytes for `B n² D` multiply-adds, of
+which half are needed; backward `B e (2 n D + D + P)` bytes for `B n² D`. For 27 vectors of 128 bfloat16: 7.9 KB and
+15 KB a sample, 24 and 13 operations a byte, so that with tensor cores both are bound by memory.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonemb.kernels.language import cdiv, interpreting, jit, launch, next_power_of_2, tl
+
+
+@jit
+def _rows(sparse, sample, first, block, F: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """`[ROWS, SIZE]` elements of a sample's vectors from `x_first`, element `block` on; zeros for x_0 and x_F+1 on."""
+    vector = first + tl.arange(0, ROWS)[:, None]
+    column = block + tl.arange(0, SIZE)[None, :]
+    pointers = sparse + sample * (F * D) + ((vector - 1) * D + column)
+    return tl.load(pointers, mask=(vector > 0) & (vector <= F) & (column < D), other=0.0)
+
+
+@jit
+def _vectors(
+    dense, sparse, sample, first, block, F: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr
+):
+    """`_rows`, and x_0 where it belongs."""
+    column = block + tl.arange(0, SIZE)[None, :]
+    head = tl.load(dense + sample * D + column, mask=(first == 0) & (column < D), other=0.0)
+    vector = first + tl.arange(0, ROWS)[:, None]
+    return tl.where(vector == 0, head, _rows(sparse, sample, first, block, F, D, ROWS, SIZE))
+
+
+@jit
+def _forward(
+    dense, sparse, out,
+    F: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, DENSE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program for a sample and ROWS of its vectors: their products with all vectors before them."""
+    sample = tl.program_id(0).to(tl.int64)
+    first = 0 if ROWS > F else tl.program_id(1) * ROWS  # a constant if there is but one tile
+    out += sample * (D + F * (F + 1) // 2)
+    if first == 0:
+        column = tl.arange(0, DENSE)
+        tl.store(out + column, tl.load(dense + sample * D + column, mask=column < D), mask=column < D)
+    row = first + tl.arange(0, ROWS)[:, None]
+    for before in range(0, 1 if ROWS > F else first + 1, ROWS):
+        products = tl.zeros((ROWS, ROWS), tl.float32)
+        for block in range(0, D, SIZE):
+            left = _vectors(dense, sparse, sample, first, block, F, D, ROWS, SIZE)
+            right = left if ROWS > F else _vectors(dense, sparse, sample, before, block, F, D, ROWS, SIZE)
+            products = tl.dot(left, tl.trans(right), products, input_precision=PRECISION)
+        other = before + tl.arange(0, ROWS)[None, :]
+        packed = out + D + (row * (row - 1) // 2 + other)
+        tl.store(packed, products.to(out.dtype.element_ty), mask=(other < row) & (row <= F))
+
+
+@jit
+def _backward(
+    grad, dense, sparse, grad_dense, grad_sparse,
+    F: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, OTHERS: tl.constexpr, SIZE: tl.constexpr,
+    APART: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program for a sample and ROWS of its vectors: their gradients, summed over OTHERS vectors at a time.
+
+    APART: x_0 is no row of the dots; its products are added by themselves.
+    """
+    sample = tl.program_id(0).to(tl.int64)
+    first = 0 if ROWS > F else tl.program_id(1) * ROWS  # a constant if there is but one tile
+    grad += sample * (D + F * (F + 1) // 2)
+    row = first + tl.arange(0, ROWS)[:, None]
+    for block in range(0, D, SIZE):
+        column = block + tl.arange(0, SIZE)[None, :]
+        total = tl.zeros((ROWS, SIZE), tl.float32)
+        for start in range(0, F + 1, OTHERS):
+            other = start + tl.arange(0, OTHERS)[None, :]
+            high, low = tl.maximum(row, other), tl.minimum(row, other)
+            inside = (high <= F) & (high != low)
+            pairs = tl.load(grad + D + (high * (high - 1) // 2 + low), mask=inside, other=0.0)
+            if APART:
+                vectors = _rows(sparse, sample, start, block, F, D, OTHERS, SIZE)
+            else:
+                vectors = _vectors(dense, sparse, sample, start, block, F, D, OTHERS, SIZE)
+            total = tl.dot(pairs, vectors, total, input_precision=PRECISION)
+        if APART:
+            scale = tl.load(grad + D + row * (row - 1) // 2, mask=(row > 0) & (row <= F), other=0.0)
+            total += scale * tl.load(dense + sample * D + column, mask=column < D, other=0.0)
+        passed = tl.load(grad + column, mask=(first == 0) & (column < D), other=0.0)
+        total += tl.where(row == 0, passed, 0.0)
+        total = total.to(grad_dense.dtype.element_ty)
+        rows = grad_sparse + sample * (F * D) + ((row - 1) * D + column)
+        tl.store(rows, total, mask=(row > 0) & (row <= F) & (column < D))
+        if first == 0:
+            tl.store(grad_dense + sample * D + column + row * 0, total, mask=(row == 0) & (column < D))
+
+
+def interaction(dense: Tensor, sparse: Tensor) -> Tensor:
+    """Launch the forward.
+
+    float32 products are exact float32 ones (`ieee`), unless the user allows TF32: `torch.backends.cuda.matmul`.
+
+    Shapes: `dense [B, D]`, `sparse [B, F * D]` of one dtype, float32, float16 or bfloat16; `[B, D + F (F + 1) / 2]`.
+    """
+    dtype = dense.dtype
+    dense, sparse = _readable(dense), _readable(sparse)
+    F, D = num_features(dense, sparse), dense.shape[1]
+    tiles = _tiles(F, D, dense)
+    out = dense.new_empty(dense.shape[0], D + F * (F + 1) // 2)
+    launch(
+        _forward, (dense.shape[0], cdiv(F + 1, tiles["ROWS"])), dense, sparse, out,
+        F=F, D=D, DENSE=next_power_of_2(D), **tiles,
+    )  # fmt: skip
+    return out.to(dtype)
+
+
+def interaction_gradient(grad: Tensor, dense: Tensor, sparse: Tensor) -> tuple[Tensor, Tensor]:
+    """Launch the backward: the gradients of `dense` and `sparse` from that of the output, all of one dtype."""
+    dtype = dense.dtype
+    grad, dense, sparse = _readable(grad), _readable(dense), _readable(sparse)
+    F, D = num_features(dense, sparse), dense.shape[1]
+    tiles = _tiles(F, D, dense)
+    rows = tiles["ROWS"]
+    wide = dense.dtype == torch.float32  # exact dots hold what they read in registers: fewer rows, and x_0 apart
+    grad_dense, grad_sparse = torch.empty_like(dense), torch.empty_like(sparse)
+    launch(
+        _backward, (dense.shape[0], cdiv(F + 1, rows)), grad, dense, sparse, grad_dense, grad_sparse,
+        F=F, D=D, OTHERS=16 if wide and rows == 64 else min(rows, 32), APART=wide and rows > 16, **tiles,
+    )  # fmt: skip
+    return grad_dense.to(dtype), grad_sparse.to(dtype)
+
+
+def num_features(dense: Tensor, sparse: Tensor) -> int:
+    """`F`, from the widths of `dense [B, D]` and `sparse [B, F * D]`."""
+    return sparse.shape[1] // dense.shape[1]
+
+
+def _readable(tensor: Tensor) -> Tensor:
+    """Contiguous; float32 instead of bfloat16 for the interpreter, which takes bfloat16 for integers and truncates."""
+    if interpreting() and tensor.dtype == torch.bfloat16:
+        tensor = tensor.float()
+    return tensor.contiguous()
+
+
+def _tiles(F: int, D: int, dense: Tensor) -> dict[str, Any]:
+    """Vectors and elements at a time, warps and the precision of products.
+
+    Chosen by what ptxas makes of them for sm_80, sm_90 and sm_100: up to 31 vectors of dims up to 128 spill nothing
+    (with TF32 8 bytes a thread), more or longer ones at most 8 bytes a thread.
+    """
+    rows = min(64, max(16, next_power_of_2(F + 1)))
+    num_bytes = 16384 if rows > F else 8192  # one tile is multiplied with itself, two with each other
+    size = min(256 // dense.element_size(), next_power_of_2(D), num_bytes // (rows * dense.element_size()))
+    tf32 = torch.version.hip is None and torch.backends.cuda.matmul.fp32_precision == "tf32"
+    return {"ROWS": rows, "SIZE": max(16, size), "PRECISION": "tf32" if tf32 else "ieee", "num_warps": rows // 8}
+
+
+def interaction_reference(dense: Tensor, sparse: Tensor) -> Tensor:
+    """`interaction` by a batched matrix product of the vectors side by side; differentiable, any float dtype."""
+    F, D = num_features(dense, sparse), dense.shape[1]
+    vectors = torch.cat([dense.unsqueeze(1), sparse.reshape(-1, F, D)], dim=1)
+    products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
+    row, column = torch.tril_indices(F + 1, F + 1, offset=-1, device=dense.device)
+    return torch.cat([dense, products.index_select(1, row * (F + 1) + column)], dim=1)
+
+
+def interaction_gradient_reference(grad: Tensor, dense: Tensor, sparse: Tensor) -> tuple[Tensor, Tensor]:
+    """`interaction_gradient` by scattering the products' gradients into symmetric matrices."""
+    F, D = num_features(dense, sparse), dense.shape[1]
+    vectors = torch.cat([dense.unsqueeze(1), sparse.reshape(-1, F, D)], dim=1)
+    row, column = torch.tril_indices(F + 1, F + 1, offset=-1, device=dense.device)
+    pairs = grad.new_zeros(grad.shape[0], F + 1, F + 1)
+    pairs[:, row, column] = pairs[:, column, row] = grad[:, D:]
+    return grad[:, :D] + torch.bmm(pairs[:, :1], vectors)[:, 0], torch.bmm(pairs[:, 1:], vectors).flatten(1)

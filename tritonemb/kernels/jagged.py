@@ -1,0 +1,220 @@
+"""Jagged batches on their way between ranks: keys in another order, ids to the ranks that own their rows.
+
+`values` `[N]` are the ids of `K` keys and `B` samples; bag `k * B + b` holds `values[offsets[bag] : offsets[bag + 1]]`,
+`offsets` `[K * B + 1]`, int32 or int64, ascending from 0. Values behind the last offset belong to no bag.
+
+**permute**: `out[k'] = in[order[k']]`, key by key. A key's values lie together, so each place of the result finds its
+key by a binary search among `K'` starts, and from that its source.
+Bytes: `2 · (id size + weight size) · N'`, and `2 · offset size · K' · B`.
+
+**bucketize**: owner = id // block size of its key, local id = id % block size. One pass of a stable counting sort by
+owner: each program sorts its tile of ids by owner and counts them; the running sum of the counts, owner by owner, says
+where each tile's ids go. Positions ascend by key, then sample: the result is by owner, key, sample, position.
+Bytes: `(3 · id size + 2 · weight size + 16) · N`, lengths `offset size · W · K · B` twice (zeroed, counted into).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tritonemb.kernels.floats import last_at_most
+from tritonemb.kernels.language import cdiv, interpreting, jit, launch, next_power_of_2, tl
+from tritonemb.kernels.segments import segment_offsets
+
+_TILE = 64 if interpreting() else 1024  # values of a program; the interpreter sorts slowly
+
+
+@jit
+def _permute_kernel(
+    values, weights, offsets, order, starts, out_values, out_weights, out_offsets, batch_size, num_keys, num_bags,
+    num_values, num_out, TILE: tl.constexpr,
+):  # fmt: skip
+    """`starts` int64 `[K' + 1]`: where each key's values begin in the result."""
+    place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    total = tl.load(starts + num_keys)
+    inside = place < total
+    key = last_at_most(starts, num_keys, place)
+    first = tl.load(offsets + tl.load(order + key, mask=inside, other=0) * batch_size, mask=inside, other=0)
+    source = first.to(tl.int64) + place - tl.load(starts + key, mask=inside, other=0)
+    inside = inside & (source >= 0) & (source < num_values)
+    tl.store(out_values + place, tl.load(values + source, mask=inside, other=0), mask=place < num_out)
+    if weights is not None:
+        tl.store(out_weights + place, tl.load(weights + source, mask=inside, other=0), mask=place < num_out)
+
+    is_bag = place < num_bags
+    bag = place.to(tl.int32)
+    key = bag // batch_size
+    first_bag = tl.load(order + key, mask=is_bag, other=0) * batch_size
+    begin = tl.load(offsets + first_bag + (bag - key * batch_size), mask=is_bag, other=0)
+    first = tl.load(offsets + first_bag, mask=is_bag, other=0)
+    offset = tl.where(is_bag, tl.load(starts + key, mask=is_bag, other=0) + begin - first, total)
+    tl.store(out_offsets + place, offset.to(out_offsets.dtype.element_ty), mask=place <= num_bags)
+
+
+@jit
+def _count_kernel(
+    values, offsets, block_sizes, owner_keys, counts, sums, lengths, num_values, num_bags, num_keys, batch_size,
+    num_owners, num_tiles, TILE: tl.constexpr, BINS: tl.constexpr,
+):  # fmt: skip
+    """For each value `owner * num_keys + key`; for each tile and owner its values, and those of it and all before it;
+    values in no bag count for an owner behind the last. Adds to the lengths of the result's bags."""
+    tile = tl.program_id(0)
+    position = tile.to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = position < num_values
+    bag = last_at_most(offsets, num_bags, position)
+    there = inside & (position < tl.load(offsets + num_bags))
+    key = bag // batch_size
+    ids = tl.load(values + position, mask=inside, other=0)
+    block = tl.load(block_sizes + key, mask=there, other=1)
+    block = tl.minimum(tl.maximum(block, 1), 0x7FFFFFFF if ids.dtype == tl.int32 else 0x7FFFFFFFFFFFFFFF).to(ids.dtype)
+    owner = tl.minimum(tl.maximum(ids, 0) // block, num_owners - 1).to(tl.int32)
+    tl.atomic_add(lengths + owner.to(tl.int64) * num_bags + bag, 1, mask=there, sem="relaxed")
+    owner = tl.where(there, owner, num_owners)
+    tl.store(owner_keys + position, owner * num_keys + tl.where(there, key, 0), mask=inside)
+    bins = tl.arange(0, BINS)
+    count = tl.histogram(owner, BINS, mask=inside)
+    at = bins.to(tl.int64) * num_tiles + tile
+    tl.store(counts + at, count, mask=bins <= num_owners)
+    tl.store(sums + at, tl.cumsum(count, 0), mask=bins <= num_owners)
+
+
+@jit
+def _scatter_kernel(
+    values, weights, block_sizes, owner_keys, ends, sums, out_values, out_weights, places, num_values, num_keys,
+    num_owners, num_tiles, TILE: tl.constexpr,
+):  # fmt: skip
+    """`ends` int32: for each owner and tile where its values end in the result."""
+    tile = tl.program_id(0)
+    index = tl.arange(0, TILE)
+    start = tile.to(tl.int64) * TILE
+    inside = start + index < num_values
+    owner_key = tl.load(owner_keys + start + index, mask=inside, other=0)
+    by_owner = tl.sort(tl.where(inside, owner_key // num_keys, num_owners + 1) * TILE + index)
+    owner, position = by_owner // TILE, start + by_owner % TILE
+    inside = position < num_values
+    at = owner.to(tl.int64) * num_tiles + tile
+    place = tl.load(ends + at, mask=inside, other=0) - tl.load(sums + at, mask=inside, other=0) + index
+    ids = tl.load(values + position, mask=inside, other=0)
+    key = tl.load(owner_keys + position, mask=inside, other=0) - owner * num_keys
+    block = tl.maximum(tl.load(block_sizes + key, mask=inside & (owner < num_owners), other=0), 1)
+    local = ids - owner * block
+    local = tl.where((ids >= 0) & (local < block) & (owner < num_owners), local, ids)
+    tl.store(out_values + place, local.to(ids.dtype), mask=inside)
+    if weights is not None:
+        tl.store(out_weights + place, tl.load(weights + position, mask=inside, other=0), mask=inside)
+    tl.store(places + position, place, mask=inside)
+
+
+def jagged_permute(
+    values: Tensor, offsets: Tensor, order: Tensor, weights: Tensor | None, num_keys: int, num_values: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `jagged_permute_reference`."""
+    values, offsets, order = values.contiguous(), offsets.contiguous(), order.contiguous()
+    batch_size = _batch_size(offsets, num_keys)
+    key_offsets = offsets[::batch_size] if batch_size else offsets.new_zeros(num_keys + 1)
+    starts = segment_offsets(torch.diff(key_offsets)[order])
+    num_bags = order.numel() * batch_size
+    out_values, out_offsets = values.new_empty(num_values), offsets.new_empty(num_bags + 1)
+    out_weights = values.new_empty(0) if weights is None else weights.new_empty(num_values)
+    launch(
+        _permute_kernel, (cdiv(max(num_values, num_bags + 1), _TILE),),
+        values, _as_integers(weights), offsets, order, starts, out_values, _as_integers(out_weights), out_offsets,
+        max(1, batch_size), order.numel(), num_bags, values.numel(), num_values, TILE=_TILE,
+    )  # fmt: skip
+    return out_values, out_offsets, out_weights
+
+
+def block_bucketize(
+    values: Tensor, offsets: Tensor, block_sizes: Tensor, weights: Tensor | None, num_owners: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `block_bucketize_reference`."""
+    values, offsets, block_sizes = values.contiguous(), offsets.contiguous(), block_sizes.contiguous()
+    num_values, num_bags, num_keys = values.numel(), offsets.numel() - 1, max(1, block_sizes.numel())
+    num_tiles = cdiv(num_values, _TILE)
+    assert num_values < 2**31
+    assert (num_owners + 1) * max(num_keys, 2 * _TILE) < 2**31
+    owner_keys, places = (torch.empty(num_values, dtype=torch.int32, device=values.device) for _ in range(2))
+    counts, sums = (
+        owner_keys.new_empty((num_owners + 1) * num_tiles),
+        owner_keys.new_empty((num_owners + 1) * num_tiles),
+    )
+    lengths = offsets.new_zeros(num_owners * num_bags)
+    out_values = torch.empty_like(values)
+    out_weights = values.new_empty(0) if weights is None else torch.empty_like(weights.contiguous())
+    launch(
+        _count_kernel, (num_tiles,),
+        values, offsets, block_sizes, owner_keys, counts, sums, lengths, num_values, num_bags, num_keys,
+        max(1, _batch_size(offsets, num_keys)), num_owners, num_tiles,
+        TILE=_TILE, BINS=next_power_of_2(num_owners + 1),
+    )  # fmt: skip
+    ends = torch.cumsum(counts, 0, dtype=torch.int32)
+    launch(
+        _scatter_kernel, (num_tiles,),
+        values, _as_integers(weights), block_sizes, owner_keys, ends, sums, out_values, _as_integers(out_weights),
+        places, num_values, num_keys, num_owners, num_tiles, TILE=_TILE,
+    )  # fmt: skip
+    return out_values, lengths, places, out_weights
+
+
+def _batch_size(offsets: Tensor, num_keys: int) -> int:
+    return (offsets.numel() - 1) // num_keys if num_keys else 0
+
+
+def _as_integers(weights: Tensor | None) -> Tensor | None:
+    """Weights as integers of their size: they are only moved."""
+    if weights is None:
+        return None
+    return weights.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[weights.itemsize])
+
+
+def jagged_permute_reference(
+    values: Tensor, offsets: Tensor, order: Tensor, weights: Tensor | None, num_keys: int, num_values: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Key by key, with `torch.cat`.
+
+    Shapes: `values` `[N]` ids; `offsets` `[K * B + 1]`; `order` int64 `[K']` keys, repeated or left out at will;
+    `weights` `[N]` or None. Returns values `[num_values]`, offsets `[K' * B + 1]` and weights `[num_values]` (`[0]` if
+    there are none). What `num_values` leaves behind the last offset is zero; values that do not fit are left out.
+    """
+    batch_size = _batch_size(offsets, num_keys)
+    ends = [(int(offsets[key * batch_size]), int(offsets[(key + 1) * batch_size])) for key in order.tolist()]
+    bags = torch.diff(offsets).reshape(num_keys, batch_size)[order].flatten()
+
+    def moved(source: Tensor) -> Tensor:
+        parts = [source[begin:end] for begin, end in ends]
+        return torch.cat([source.new_empty(0), *parts, source.new_zeros(num_values)])[:num_values]
+
+    out_weights = values.new_empty(0) if weights is None else moved(weights)
+    return moved(values), segment_offsets(bags).to(offsets.dtype), out_weights
+
+
+def block_bucketize_reference(
+    values: Tensor, offsets: Tensor, block_sizes: Tensor, weights: Tensor | None, num_owners: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """By a stable sort of owners.
+
+    Shapes: `values` `[N]` ids; `offsets` `[K * B + 1]`; `block_sizes` int64 `[K]`, rows of each owner but the last;
+    `weights` `[N]` or None. Returns local ids `[N]`, lengths `[W * K * B]`, int32 `[N]` the place that each value went
+    to, and weights `[N]` (`[0]` if there are none).
+
+    Ids of no owner go, unchanged, to where they will be reported: negative ones to the first owner, too large ones to
+    the last. Values behind the last offset stay behind, unchanged.
+    """
+    num_bags, num_values = offsets.numel() - 1, values.numel()
+    position = torch.arange(num_values, device=values.device)
+    bag = torch.searchsorted(offsets.to(torch.int64), position, right=True) - 1
+    there = bag < num_bags
+    bag = bag.clamp(0, max(0, num_bags - 1))
+    ids = values.to(torch.int64)
+    block = torch.ones_like(ids)
+    if num_bags:
+        block = block_sizes[bag // _batch_size(offsets, block_sizes.numel())].clamp(min=1)
+    owner = torch.div(ids, block, rounding_mode="floor")
+    local = torch.where(there & (owner >= 0) & (owner < num_owners), ids - owner * block, ids).to(values.dtype)
+    owner = torch.where(there, owner.clamp(0, num_owners - 1), num_owners)
+    lengths = torch.bincount((owner * num_bags + bag)[there], minlength=num_owners * num_bags).to(offsets.dtype)
+    order = torch.argsort(owner, stable=True)
+    places = torch.empty_like(position, dtype=torch.int32)
+    places[order] = position.to(torch.int32)
+    return local[order], lengths, places, values.new_empty(0) if weights is None else weights[order]

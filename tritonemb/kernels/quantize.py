@@ -1,0 +1,308 @@
+"""Codecs for exchanges between ranks, fused with the order of columns and rows that an all-to-all needs.
+
+`packing` says where each column goes (`kernels/packing.py`). An element `x` of the matrix travels as
+`code(float32(x) · scale)` and arrives as `value(code) · (1 / scale)`; `scale` is a loss scale, 1 if absent.
+
+- "fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2": to nearest, ties to even. What is finite stays finite: it saturates at
+  the largest value. NaN stays NaN, infinities stay infinite (e4m3 has none: NaN), as PyTorch's casts have it.
+- "int8": row-wise, each row of a piece by itself, as FBGEMM's fused 8-bit rows (Guan et al., 2019, and
+  `FloatToFused8BitRowwiseQuantized`): offset = min, scale = (max - min) / 255, code = round((x - min) · 255 / (max -
+  min)); it arrives as `code · scale + offset`. Magnitudes saturate at 2^125, so that ranges are finite. A range below
+  255 / (largest float32) counts as 0. A row with a NaN or an infinity arrives as NaN: its codes could hide them.
+
+Each element that is finite and saturates, on either side, adds 1 to `saturated` (int64).
+
+Bytes: `R · width · (element size + code size)`, and with "int8" 8 for each row of a piece.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonemb.kernels.floats import CODES, bits_of, narrow, widen
+from tritonemb.kernels.language import cdiv, jit, launch, next_power_of_2, tl
+from tritonemb.kernels.packing import CODECS, INT8, Packing
+from tritonemb.kernels.rounding import narrow_reference
+
+# The largest value, and the first magnitude that does not round to it or below: by what an element travels as.
+_LIMITS = {
+    torch.float32: (torch.finfo(torch.float32).max, math.inf),
+    torch.float16: (65504.0, 65520.0),
+    torch.bfloat16: (torch.finfo(torch.bfloat16).max, 2.0**128 - 2.0**119),
+    torch.float8_e4m3fn: (448.0, 464.0 + 2.0**-15),
+    torch.float8_e5m2: (57344.0, 61440.0),
+    torch.uint8: (2.0**125, 2.0**125 + 2.0**102),
+}
+INT8_CODE = 5
+_TILE = 2048  # elements of a program
+_FIELDS, _INT8 = tl.constexpr(7), tl.constexpr(INT8_CODE)
+
+
+@jit
+def _place(pieces, rows, num_rows, num_message_rows, VECTOR: tl.constexpr, ROWS: tl.constexpr):
+    """This program's rows of the matrix, whether they are there, and in the message; its piece's first column, columns
+    and codes; where each row's codes and its scale lie in the message, in codes and in float32s."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = row < num_rows
+    message_row = row
+    known = inside
+    if rows is not None:
+        message_row = tl.load(rows + row, mask=inside, other=-1).to(tl.int64)
+        known = (message_row >= 0) & (message_row < num_message_rows)
+    piece = pieces + tl.program_id(1) * _FIELDS
+    column = tl.multiple_of(tl.load(piece), VECTOR)
+    width = tl.multiple_of(tl.load(piece + 1), VECTOR)
+    num_codes = tl.multiple_of(tl.load(piece + 2), VECTOR)
+    part = tl.multiple_of(tl.load(piece + 3), VECTOR) * num_message_rows
+    stride = tl.multiple_of(tl.load(piece + 5), VECTOR)
+    codes_at = part + tl.multiple_of(tl.load(piece + 4), VECTOR) + message_row * stride
+    scales_at = (part + tl.load(piece + 6) + message_row * stride) // 4
+    return row, inside, known, column, width, num_codes, codes_at, scales_at
+
+
+@jit
+def _times(x, factor, COUNTED: tl.constexpr, FIRST_LOST: tl.constexpr, LARGEST: tl.constexpr):
+    """`x · factor` with what is finite in `x` kept from FIRST_LOST on at LARGEST, and where that was so."""
+    y = x
+    if factor is not None:
+        y = x * factor
+    lost = (tl.abs(y) >= FIRST_LOST) & (tl.abs(x) < float("inf"))
+    if COUNTED:
+        y = tl.where(lost, tl.where(y > 0, LARGEST, -LARGEST), y)
+    return y, lost
+
+
+@jit
+def _count(lost, saturated):
+    count = tl.sum(tl.sum(lost.to(tl.int32), axis=1), axis=0)
+    if count > 0:
+        tl.atomic_add(saturated, count.to(tl.int64), sem="relaxed")
+
+
+@jit
+def _row_codes(x, mask):
+    """The codes of a tile of which only `mask` counts, and its rows' scales and offsets."""
+    finite = tl.abs(x) < float("inf")
+    largest = tl.max(tl.where(mask, tl.where(finite, x, float("inf")), float("-inf")), axis=1)
+    smallest = tl.min(tl.where(mask & finite, x, float("inf")), axis=1)
+    smallest = tl.where(smallest == 0, 0.0, smallest)  # never -0
+    bad = largest == float("inf")
+    extent = tl.abs(largest - smallest)  # never -0
+    steps = tl.full(extent.shape, 255.0, tl.float32)
+    inverse = tl.div_rn(steps, extent)
+    inverse = tl.where(inverse < float("inf"), inverse, 0.0)
+    # The sum with 2^23 rounds to an integer, in its low bits.
+    rounded = (x - smallest[:, None]) * inverse[:, None] + 8388608.0
+    codes = tl.where(mask & (bad == 0)[:, None], rounded.to(tl.int32, bitcast=True) & 0xFF, 0)
+    scales = tl.where(bad, float("nan"), tl.div_rn(extent, steps))
+    return codes.to(tl.uint8), scales, tl.where(bad, float("nan"), smallest)
+
+
+@jit
+def _pack_kernel(
+    matrix, message, scales, pieces, rows, factor, saturated, matrix_stride, num_rows, num_message_rows,
+    MATRIX: tl.constexpr, CODE: tl.constexpr, COUNTED: tl.constexpr, FIRST_LOST: tl.constexpr, LARGEST: tl.constexpr,
+    VECTOR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row, _, known, column, width, num_codes, codes_at, scales_at = _place(
+        pieces, rows, num_rows, num_message_rows, VECTOR, ROWS
+    )
+    offset = tl.arange(0, COLUMNS)
+    mask = known[:, None] & (offset < width)[None, :]
+    row_at = row * tl.multiple_of(tl.full((), 0, tl.int64) + matrix_stride, VECTOR) + column
+    x = widen(tl.load(matrix + row_at[:, None] + offset[None, :], mask=mask, other=0), MATRIX)
+    if factor is not None:
+        factor = tl.load(factor)
+    x, lost = _times(x, factor, COUNTED, FIRST_LOST, LARGEST)
+    if COUNTED:
+        _count(lost & mask, saturated)
+    to = message + codes_at[:, None] + offset[None, :]
+    if CODE == _INT8:
+        codes, row_scales, row_offsets = _row_codes(x, mask)
+        tl.store(to, codes, mask=known[:, None] & (offset < num_codes)[None, :])
+        tl.store(scales + scales_at, row_scales, mask=known)
+        tl.store(scales + scales_at + 1, row_offsets, mask=known)
+    else:
+        tl.store(to, narrow(x, CODE), mask=mask)
+
+
+@jit
+def _unpack_kernel(
+    matrix, message, scales, pieces, rows, factor, saturated, matrix_stride, num_rows, num_message_rows,
+    MATRIX: tl.constexpr, CODE: tl.constexpr, COUNTED: tl.constexpr, FIRST_LOST: tl.constexpr, LARGEST: tl.constexpr,
+    VECTOR: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row, inside, known, column, width, _, codes_at, scales_at = _place(
+        pieces, rows, num_rows, num_message_rows, VECTOR, ROWS
+    )
+    offset = tl.arange(0, COLUMNS)
+    mask = known[:, None] & (offset < width)[None, :]
+    codes = tl.load(message + codes_at[:, None] + offset[None, :], mask=mask, other=0)
+    if CODE == _INT8:
+        row_scales = tl.load(scales + scales_at, mask=known, other=0.0)
+        row_offsets = tl.load(scales + scales_at + 1, mask=known, other=0.0)
+        x = codes.to(tl.float32) * row_scales[:, None] + row_offsets[:, None]
+    else:
+        x = widen(codes, CODE)
+    if factor is not None:
+        factor = tl.div_rn(1.0, tl.load(factor))
+    x, lost = _times(x, factor, COUNTED, FIRST_LOST, LARGEST)
+    if COUNTED:
+        _count(lost & mask, saturated)
+    row_at = row * tl.multiple_of(tl.full((), 0, tl.int64) + matrix_stride, VECTOR) + column
+    to = matrix + row_at[:, None] + offset[None, :]
+    tl.store(to, narrow(x, MATRIX), mask=inside[:, None] & (offset < width)[None, :])
+
+
+def quantize_pack(
+    matrix: Tensor, packing: Packing, saturated: Tensor, scale: Tensor | None = None, rows: Tensor | None = None
+) -> Tensor:
+    """See `quantize_pack_reference`."""
+    matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
+    num_rows = matrix.shape[0]
+    message = torch.empty(num_rows * packing.row_bytes, dtype=torch.uint8, device=matrix.device)
+    counted = scale is not None or _LIMITS[matrix.dtype] > _LIMITS[CODECS[packing.codec]]
+    _launch(_pack_kernel, matrix, message, packing, num_rows, saturated, scale, rows, CODECS[packing.codec], counted)
+    return message
+
+
+def quantize_unpack(
+    message: Tensor,
+    packing: Packing,
+    dtype: torch.dtype,
+    saturated: Tensor,
+    scale: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """See `quantize_unpack_reference`."""
+    message = message.contiguous()
+    num_message_rows = message.numel() // max(1, packing.row_bytes)
+    num_rows = num_message_rows if rows is None else rows.numel()
+    matrix = torch.empty(num_rows, packing.width, dtype=dtype, device=message.device)
+    counted = scale is not None or _LIMITS[CODECS[packing.codec]] > _LIMITS[dtype]
+    _launch(_unpack_kernel, matrix, message, packing, num_message_rows, saturated, scale, rows, dtype, counted)
+    return matrix
+
+
+def _launch(
+    kernel: Any,
+    matrix: Tensor,
+    message: Tensor,
+    packing: Packing,
+    num_message_rows: int,
+    saturated: Tensor,
+    scale: Tensor | None,
+    rows: Tensor | None,
+    written: torch.dtype,
+    counted: bool,
+) -> None:
+    """One program for each piece and run of rows."""
+    is_int8, dtype, num_rows = packing.codec == INT8, CODECS[packing.codec], matrix.shape[0]
+    COLUMNS = next_power_of_2(packing.widest)
+    ROWS = max(1, _TILE // COLUMNS)
+    stride = matrix.stride(0) if num_rows > 1 else matrix.shape[1]
+    aligned = matrix.data_ptr() % 16 == 0 and message.data_ptr() % 16 == 0 and stride % packing.vector == 0
+    launch(
+        kernel, (cdiv(num_rows, ROWS), packing.pieces.shape[0]),
+        bits_of(matrix), bits_of(message.view(dtype)), message.view(torch.float32) if is_int8 else message,
+        packing.pieces, None if rows is None else rows.contiguous(), scale, saturated,
+        stride, num_rows, num_message_rows,
+        MATRIX=CODES[matrix.dtype], CODE=INT8_CODE if is_int8 else CODES[dtype], COUNTED=counted,
+        LARGEST=_LIMITS[written][0], FIRST_LOST=_LIMITS[written][1],
+        VECTOR=packing.vector if aligned else 1, ROWS=ROWS, COLUMNS=COLUMNS,
+    )  # fmt: skip
+
+
+def quantize_pack_reference(
+    matrix: Tensor, packing: Packing, saturated: Tensor, scale: Tensor | None = None, rows: Tensor | None = None
+) -> Tensor:
+    """Piece by piece, with PyTorch's casts.
+
+    Shapes: `matrix` `[R, width]` float32, float16 or bfloat16; `saturated` int64 `[]`, added to; `scale` float32 `[]`;
+    `rows` int32 or int64 `[R]`, the row of the message that each row of the matrix becomes, a permutation (rows of the
+    message that it leaves out hold anything). Returns the message, uint8 `[R * row_bytes]`.
+    """
+    message = torch.empty(matrix.shape[0] * packing.row_bytes, dtype=torch.uint8, device=matrix.device)
+    dtype = CODECS[packing.codec]
+    inside = slice(None) if rows is None else (rows >= 0) & (rows < matrix.shape[0])
+    to = slice(None) if rows is None else rows[inside]
+    for column, width, num_codes, codes_view, scales_view in _views(message, packing, matrix.shape[0]):
+        x = _times_reference(matrix[inside, column : column + width].float(), scale, dtype, saturated)
+        if packing.codec == INT8:
+            codes, parameters = _row_codes_reference(x)
+            codes_view[to] = torch.nn.functional.pad(codes, (0, num_codes - width))
+            scales_view[to] = parameters.contiguous().view(torch.uint8)
+        else:
+            codes_view[to] = _narrow_reference(x, dtype).contiguous().view(torch.uint8)
+    return message
+
+
+def quantize_unpack_reference(
+    message: Tensor,
+    packing: Packing,
+    dtype: torch.dtype,
+    saturated: Tensor,
+    scale: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """Piece by piece, with PyTorch's casts.
+
+    Shapes: `message` uint8 `[M * row_bytes]`; `saturated` int64 `[]`, added to; `scale` float32 `[]`; `rows` int32 or
+    int64 `[R]`, the row of the message that each row of the result is, any number of times; a row that the message does
+    not have is zero. Returns `[R, width]`, `R = M` without `rows`.
+    """
+    num_message_rows = message.numel() // max(1, packing.row_bytes)
+    source = torch.arange(num_message_rows, device=message.device) if rows is None else rows.to(torch.int64)
+    inside = (source >= 0) & (source < num_message_rows)
+    matrix = torch.zeros(source.numel(), packing.width, dtype=dtype, device=message.device)
+    for column, width, _, codes_view, scales_view in _views(message, packing, num_message_rows):
+        codes = codes_view[source[inside]]
+        if packing.codec == INT8:
+            row_scale, row_offset = scales_view[source[inside]].contiguous().view(torch.float32).split(1, dim=1)
+            x = codes[:, :width].float() * row_scale + row_offset
+        else:
+            x = codes.contiguous().view(CODECS[packing.codec]).float()
+        x = _times_reference(x, None if scale is None else scale.reciprocal(), dtype, saturated)
+        matrix[inside, column : column + width] = _narrow_reference(x, dtype)
+    return matrix
+
+
+def _views(message: Tensor, packing: Packing, num_rows: int) -> Iterator[tuple[int, int, int, Tensor, Tensor]]:
+    """For each piece: first column, columns, codes, and the bytes of its codes and of its rows' scales, by row."""
+    size = CODECS[packing.codec].itemsize
+    for column, width, num_codes, part, first, stride, scales in packing.pieces.tolist():
+        rows = message[part * size * num_rows : (part + stride) * size * num_rows].view(num_rows, stride * size)
+        yield column, width, num_codes, rows[:, first * size : (first + num_codes) * size], rows[:, scales : scales + 8]
+
+
+def _times_reference(x: Tensor, factor: Tensor | None, dtype: torch.dtype, saturated: Tensor) -> Tensor:
+    """`x · factor`; what is finite in `x` but then too large for `dtype` is kept at its largest value, and counted."""
+    largest, first_lost = _LIMITS[dtype]
+    y = x if factor is None else x * factor
+    lost = (y.abs() >= first_lost) & x.isfinite()
+    saturated += lost.sum()
+    return torch.where(lost, torch.copysign(torch.full_like(y, largest), y), y)
+
+
+def _narrow_reference(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 to `dtype`; infinities become NaN where there are none (PyTorch 2.13 makes them 448)."""
+    without = dtype == torch.float8_e4m3fn
+    return narrow_reference(torch.where(x.isinf(), torch.nan, x) if without else x, dtype)
+
+
+def _row_codes_reference(x: Tensor) -> tuple[Tensor, Tensor]:
+    """uint8 codes of each row of `x` `[R, width]`, and its scale and offset `[R, 2]`."""
+    good = x.isfinite().all(1, keepdim=True)
+    x = torch.where(good, x, 0.0)
+    smallest, largest = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
+    smallest = torch.where(smallest == 0, 0.0, smallest)
+    extent = (largest - smallest).abs()
+    steps = torch.full_like(extent, 255.0)  # a number over a tensor would be a product with its reciprocal
+    inverse = steps / extent
+    codes = torch.round((x - smallest) * torch.where(inverse.isinf(), 0.0, inverse)).to(torch.uint8)
+    return codes, torch.where(good, torch.cat([extent / steps, smallest], dim=1), torch.nan)

@@ -1,0 +1,153 @@
+"""`tritonemb::quantize_pack` and `quantize_unpack`: the two ends of an exchange; see `kernels/quantize.py`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonemb.kernels.packing import CODECS, Packing, make_packing
+from tritonemb.ops.registry import kernel, plain_eager
+from tritonemb.ops.row_groups import ID_DTYPES
+
+__all__ = ["CODECS", "Packing", "make_packing", "quantize_pack", "quantize_unpack"]
+
+MATRIX_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_PACKING = "Tensor pieces, str codec, SymInt width, SymInt[] part_bytes, SymInt widest, SymInt vector, bool complete"
+_REST = f"Tensor(a!) saturated, Tensor? scale, Tensor? rows, {_PACKING}"
+assert [part.split()[-1] for part in _PACKING.split(", ")] == list(Packing._fields)
+
+
+def quantize_pack(
+    matrix: Tensor, packing: Packing, saturated: Tensor, scale: Tensor | None = None, rows: Tensor | None = None
+) -> Tensor:
+    """Write a matrix as the message that `packing` describes: permuted, multiplied with `scale`, and encoded.
+
+    No gradient flows through it: the backward of an exchange is another exchange.
+
+    Args:
+        matrix: `[R, packing.width]` float32, float16 or bfloat16.
+        packing: from `make_packing`, on the same device.
+        saturated: int64 `[]`; the number of finite elements too large for the codec is added to it.
+        scale: float32 `[]`, a loss scale.
+        rows: int32 or int64 `[R]`, a permutation: the row of the message that each row of the matrix becomes.
+
+    Returns:
+        uint8 `[R * packing.row_bytes]`; part `p` takes `R * packing.part_bytes[p]` of it.
+
+    Raises:
+        TypeError, ValueError: for dtypes, shapes and devices other than these.
+    """
+    matrix = matrix.detach()
+    _check(matrix, "matrix", MATRIX_DTYPES, packing, saturated, scale, rows)
+    if matrix.dim() != 2 or matrix.shape[1] != packing.width:
+        raise ValueError(f"matrix must be [rows, {packing.width}] as its packing is, got {tuple(matrix.shape)}")
+    if rows is not None and rows.shape[0] != matrix.shape[0]:
+        raise ValueError(f"rows must have one element a row of the matrix: {matrix.shape[0]}, got {rows.shape[0]}")
+    if plain_eager(matrix, saturated, scale, rows):
+        message = kernel("quantize_pack", matrix.device)(matrix, packing, saturated, scale, rows)
+        torch.autograd.graph.increment_version(saturated)
+        return message
+    return torch.ops.tritonemb.quantize_pack(matrix, saturated, scale, rows, *packing)
+
+
+def quantize_unpack(
+    message: Tensor,
+    packing: Packing,
+    dtype: torch.dtype,
+    saturated: Tensor,
+    scale: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """Read the matrix from a message: the inverse of `quantize_pack` with the same arguments, up to rounding.
+
+    Args:
+        message: uint8 `[M * packing.row_bytes]`.
+        packing: from `make_packing`, on the same device, with every column in exactly one part.
+        dtype: of the result: float32, float16 or bfloat16.
+        saturated: int64 `[]`; the number of finite elements too large for `dtype` is added to it.
+        scale: float32 `[]`; the result is divided by it (multiplied with its reciprocal).
+        rows: int32 or int64 `[R]`: the row of the message that each row of the result is, any number of times. A row
+            that the message does not have is zero.
+
+    Returns:
+        `[R, packing.width]`; without `rows`, `R = M`, or 0 where a row has no columns.
+
+    Raises:
+        TypeError, ValueError: for dtypes, shapes and devices other than these, for columns that are missing or twice.
+    """
+    _check(message, "message", (torch.uint8,), packing, saturated, scale, rows)
+    if dtype not in MATRIX_DTYPES:
+        raise TypeError(f"dtype must be one of {MATRIX_DTYPES}, got {dtype}")
+    if message.dim() != 1 or message.shape[0] % max(1, packing.row_bytes):
+        raise ValueError(f"message must be 1-D, of rows of {packing.row_bytes} bytes, got {tuple(message.shape)}")
+    if not packing.complete:
+        raise ValueError("unpacking needs a packing that has every column exactly once; this one leaves out or repeats")
+    if plain_eager(message, saturated, scale, rows):
+        matrix = kernel("quantize_unpack", message.device)(message, packing, dtype, saturated, scale, rows)
+        torch.autograd.graph.increment_version(saturated)
+        return matrix
+    return torch.ops.tritonemb.quantize_unpack(message, dtype, saturated, scale, rows, *packing)
+
+
+def _check(
+    source: Tensor,
+    name: str,
+    dtypes: tuple[torch.dtype, ...],
+    packing: Packing,
+    saturated: Tensor,
+    scale: Tensor | None,
+    rows: Tensor | None,
+) -> None:
+    """Raise unless each argument has its dtype, number of dimensions and device."""
+    arguments: list[tuple[str, Tensor | None, tuple[torch.dtype, ...], int | None]] = [
+        (name, source, dtypes, None),
+        ("packing", packing.pieces, (torch.int64,), 2),
+        ("saturated", saturated, (torch.int64,), 0),
+        ("scale", scale, (torch.float32,), 0),
+        ("rows", rows, ID_DTYPES, 1),
+    ]
+    for title, tensor, allowed, num_dims in arguments:
+        if tensor is None:
+            continue
+        if tensor.dtype not in allowed:
+            raise TypeError(f"{title} must be {' or '.join(map(str, allowed))}, got {tensor.dtype}")
+        if num_dims is not None and tensor.dim() != num_dims:
+            raise ValueError(f"{title} must have {num_dims} dimensions, got shape {tuple(tensor.shape)}")
+        if tensor.device != source.device:
+            raise ValueError(f"{title} is on {tensor.device}, {name} on {source.device}; move it there")
+
+
+@torch.library.custom_op(
+    "tritonemb::quantize_pack", mutates_args=("saturated",), schema=f"(Tensor matrix, {_REST}) -> Tensor"
+)
+def _quantize_pack(
+    matrix: Tensor, saturated: Tensor, scale: Tensor | None, rows: Tensor | None, *packing: Any
+) -> Tensor:
+    return kernel("quantize_pack", matrix.device)(matrix, Packing(*packing), saturated, scale, rows)
+
+
+@_quantize_pack.register_fake
+def _(matrix: Tensor, saturated: Tensor, scale: Tensor | None, rows: Tensor | None, *packing: Any) -> Tensor:
+    return matrix.new_empty(matrix.shape[0] * Packing(*packing).row_bytes, dtype=torch.uint8)
+
+
+@torch.library.custom_op(
+    "tritonemb::quantize_unpack",
+    mutates_args=("saturated",),
+    schema=f"(Tensor message, ScalarType dtype, {_REST}) -> Tensor",
+)
+def _quantize_unpack(
+    message: Tensor, dtype: torch.dtype, saturated: Tensor, scale: Tensor | None, rows: Tensor | None, *packing: Any
+) -> Tensor:
+    return kernel("quantize_unpack", message.device)(message, Packing(*packing), dtype, saturated, scale, rows)
+
+
+@_quantize_unpack.register_fake
+def _(
+    message: Tensor, dtype: torch.dtype, saturated: Tensor, scale: Tensor | None, rows: Tensor | None, *packing: Any
+) -> Tensor:
+    layout = Packing(*packing)
+    num_rows = message.shape[0] // max(1, layout.row_bytes) if rows is None else rows.shape[0]
+    return message.new_empty(num_rows, layout.width, dtype=dtype)
