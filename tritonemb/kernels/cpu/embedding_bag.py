@@ -20,6 +20,7 @@ from tritonemb.kernels.layout import COLUMN, DIM, MEAN, NUM_ROWS, POOLING, TABLE
 
 BLOCK = 1024  # samples whose output stays in cache while all features are visited
 AHEAD = 12  # values between asking for a row and reading it
+STREAMED_BYTES = 8 << 20  # an output of this size would push everything else out of the caches
 NO_POSITION = np.iinfo(np.int64).max
 
 
@@ -49,8 +50,9 @@ def _find_scales(begin, end, first_bag, last_bag, mean, offsets, sample_weights,
 
 @inlined
 def _pool_run(
-    first_bag, last_bag, address, dtype, dim, num_rows, mean, zero_row, values, offsets, sample_weights, out, pitch
-):
+    first_bag, last_bag, address, dtype, dim, num_rows, mean, zero_row, values, offsets, sample_weights, out, pitch,
+    streamed,
+):  # fmt: skip
     """Bags [first_bag, last_bag) of one lookup, `pitch` bytes apart from `out` on; returns the first bad position."""
     begin, end = offsets[first_bag], offsets[last_bag]
     scaled, row_bytes = mean or sample_weights.size > 0, dim * element_size(dtype)
@@ -66,14 +68,14 @@ def _pool_run(
         for ahead in range(i + AHEAD, min(i + size + AHEAD, end - begin)):
             prefetch(rows[ahead], row_bytes)
         factors = scales.ctypes.data + i * 4 if scaled else 0
-        sum_rows(out + (bag - first_bag) * pitch, rows.ctypes.data + i * 8, factors, size, dim, dtype)
+        sum_rows(out + (bag - first_bag) * pitch, rows.ctypes.data + i * 8, factors, size, dim, dtype, streamed)
     return bad
 
 
 @compiled
 def _pool_samples(
     task, bounds, bad, batch_size, addresses, dtypes, tables, lookups, key_starts, values, offsets, sample_weights,
-    zero_row, out, width,
+    zero_row, out, width, streamed,
 ):  # fmt: skip
     """Samples [bounds[task], bounds[task + 1]) of the output [B, width] at address `out`."""
     first, last = bounds[task], bounds[task + 1]
@@ -85,7 +87,7 @@ def _pool_samples(
                 found = _pool_run(
                     key * batch_size + block, key * batch_size + block_end, addresses[table], dtypes[table],
                     lookups[lookup, DIM], tables[table, NUM_ROWS], lookups[lookup, POOLING] == MEAN, zero_row, values,
-                    offsets, sample_weights, out + (block * width + column) * 4, width * 4,
+                    offsets, sample_weights, out + (block * width + column) * 4, width * 4, streamed,
                 )  # fmt: skip
                 bad[task] = min(bad[task], found)
 
@@ -93,7 +95,7 @@ def _pool_samples(
 @compiled
 def _gather_values(
     task, bounds, bad, batch_size, addresses, dtypes, tables, lookups, key_starts, values, offsets, sample_weights,
-    zero_row, out, width,
+    zero_row, out, width, streamed,
 ):  # fmt: skip
     """Rows [bounds[task], bounds[task + 1]), one a value, of the output [N, width] at address `out`."""
     first, last = bounds[task], bounds[task + 1]
@@ -110,27 +112,18 @@ def _gather_values(
                 if not 0 <= row < tables[table, NUM_ROWS]:
                     rows[0], bad[task] = zero_row, min(bad[task], position)
                 factor = sample_weights.ctypes.data + position * 4 if sample_weights.size else 0
-                sum_rows(out + position * width * 4, rows.ctypes.data, factor, 1, dim, dtype)
+                sum_rows(out + position * width * 4, rows.ctypes.data, factor, 1, dim, dtype, streamed)
                 float32_row(out + position * width * 4, width)[dim:] = np.float32(0)
 
 
 @compiled
-def _look_up(
-    team, num_threads, pooled, bounds, batch_size, addresses, dtypes, tables, lookups, key_starts, values, offsets,
-    sample_weights, zero_row, out, width,
-):  # fmt: skip
-    """The whole output; returns the lowest bad position."""
-    num_tasks = bounds.size - 1
-    bad = np.full(num_tasks, NO_POSITION, dtype=np.int64)
-    args = (
-        bounds, bad, batch_size, addresses, dtypes, tables, lookups, key_starts, values, offsets, sample_weights,
-        zero_row, out, width,
-    )  # fmt: skip
-    if pooled:
-        run_tasks(team, num_threads, num_tasks, _pool_samples, args)
-    else:
-        run_tasks(team, num_threads, num_tasks, _gather_values, args)
-    return bad.min()
+def _pool_all(team, num_threads, bounds, *args):
+    run_tasks(team, num_threads, bounds.size - 1, _pool_samples, (bounds, *args))
+
+
+@compiled
+def _gather_all(team, num_threads, bounds, *args):
+    run_tasks(team, num_threads, bounds.size - 1, _gather_values, (bounds, *args))
 
 
 def embedding_bag(
@@ -149,13 +142,16 @@ def embedding_bag(
     out = (torch.empty if covered else torch.zeros)(num_rows, layout.width, dtype=torch.float32)
     zeros = torch.zeros(layout.width, dtype=torch.float32)  # at least as wide as any row
     bounds = share(num_rows, values.numel() * layout.width // max(1, layout.lookups.shape[0]))
-    bad = _look_up(
-        pool.team(), pool.num_threads(), layout.pooled, bounds, batch_size, addresses_of(weights), dtypes_of(weights),
+    bad = np.full(bounds.size - 1, NO_POSITION, dtype=np.int64)
+    look_up = _pool_all if layout.pooled else _gather_all
+    look_up(
+        pool.team(), pool.num_threads(), bounds, bad, batch_size, addresses_of(weights), dtypes_of(weights),
         layout.tables.numpy(), layout.lookups.numpy(), layout.key_starts.numpy(), as_int64(values), as_int64(offsets),
         as_float32(sample_weights), zeros.data_ptr(), out.data_ptr(), layout.width,
+        num_rows * layout.width * out.element_size() >= STREAMED_BYTES,
     )  # fmt: skip
-    if check_bounds and bad != NO_POSITION:
-        raise errors.bad_id(bad, values, offsets, layout)
+    if check_bounds and bad.min() != NO_POSITION:
+        raise errors.bad_id(int(bad.min()), values, offsets, layout)
     return out
 
 
@@ -180,7 +176,7 @@ def _sample_weight_gradients(
 
 
 @compiled
-def _all_sample_weight_gradients(team, num_threads, bounds, *args):
+def _sample_weight_gradients_of_all(team, num_threads, bounds, *args):
     run_tasks(team, num_threads, bounds.size - 1, _sample_weight_gradients, (bounds, *args))
 
 
@@ -191,7 +187,7 @@ def sample_weight_gradient(
     batch_size = batch_size_of(offsets, layout.key_starts)
     out, gradient = torch.zeros(values.numel(), dtype=torch.float32), as_float32(grad)
     bounds = share(batch_size, values.numel() * layout.width // max(1, layout.lookups.shape[0]))
-    _all_sample_weight_gradients(
+    _sample_weight_gradients_of_all(
         pool.team(), pool.num_threads(), bounds, batch_size, addresses_of(weights), dtypes_of(weights),
         layout.tables.numpy(), layout.lookups.numpy(), layout.key_starts.numpy(), as_int64(values), as_int64(offsets),
         layout.pooled, gradient.ctypes.data, layout.width, out.numpy(),
