@@ -133,13 +133,15 @@ def _radix_sort(pairs, spare, first_bit, num_bits):
     passes = max(1, (num_bits + max_digit_bits - 1) // max_digit_bits)
     digit_bits = (num_bits + passes - 1) // passes
     mask = (1 << digit_bits) - 1
-    ends = np.empty(1 << digit_bits, dtype=np.int32)
+    all_ends = np.zeros((passes, 1 << digit_bits), dtype=np.int32)
+    for i in range(pairs.size):  # all digits now: once partly sorted, equal ones are neighbours and wait for each other
+        digits = pairs[i] >> first_bit
+        for sort_pass in range(passes):
+            all_ends[sort_pass, digits & mask] += 1
+            digits >>= digit_bits
     source, target = pairs, spare
     for sort_pass in range(passes):
-        shift = first_bit + sort_pass * digit_bits
-        ends[:] = 0
-        for i in range(source.size):
-            ends[(source[i] >> shift) & mask] += 1
+        shift, ends = first_bit + sort_pass * digit_bits, all_ends[sort_pass]
         total = 0
         for digit in range(ends.size):
             total, ends[digit] = total + ends[digit], total

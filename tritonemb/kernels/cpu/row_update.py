@@ -45,27 +45,41 @@ NO_GROUP = np.iinfo(np.int64).max
 
 
 @inlined
-def _find_gradients(
-    positions, uses, lookups, key_of, batch_size, offsets, bags, pooled, grad, pitch, sample_weights, gradients, scales
-):
-    """Address and scale (if any) of the gradient of each of these positions, whose table has the lookups `uses`."""
+def _use_of(position, uses, key_of, batch_size, offsets):
+    """Which of a table's lookups a position belongs to, its key, and the positions of that key."""
+    use = 0
+    while offsets[(key_of[uses[use]] + 1) * batch_size] <= position:
+        use += 1
+    key = key_of[uses[use]]
+    return uses[use], key, offsets[key * batch_size], offsets[(key + 1) * batch_size]
+
+
+@inlined
+def _find_gradients(positions, uses, lookups, key_of, batch_size, offsets, bags, pooled, grad, pitch, gradients):
+    """Address of the gradient of each of these positions, whose table has the lookups `uses`."""
     begin = end = base = np.int64(0)
+    for i in range(positions.size):
+        position = np.int64(positions[i])
+        if not begin <= position < end:
+            lookup, key, begin, end = _use_of(position, uses, key_of, batch_size, offsets)
+            base = grad + lookups[lookup, COLUMN] * 4 - key * batch_size * pitch if pooled else grad
+        gradients[i] = base + (np.int64(bags[position]) if bags.size else position) * pitch
+
+
+@inlined
+def _find_scales(positions, uses, lookups, key_of, batch_size, offsets, bags, sample_weights, scales):
+    """The factor of each of these gradients."""
+    begin = end = np.int64(0)
     mean = False
     for i in range(positions.size):
         position = np.int64(positions[i])
         if not begin <= position < end:
-            use = 0
-            while offsets[(key_of[uses[use]] + 1) * batch_size] <= position:
-                use += 1
-            key = key_of[uses[use]]
-            begin, end = offsets[key * batch_size], offsets[(key + 1) * batch_size]
-            base = grad + lookups[uses[use], COLUMN] * 4 - key * batch_size * pitch if pooled else grad
-            mean = pooled and lookups[uses[use], POOLING] == MEAN
-        row = np.int64(bags[position]) if bags.size else position
-        gradients[i] = base + row * pitch
-        if scales.size:
-            scale = np.float32(1) / np.float32(offsets[row + 1] - offsets[row]) if mean else np.float32(1)
-            scales[i] = scale * sample_weights[position] if sample_weights.size else scale
+            lookup, _, begin, end = _use_of(position, uses, key_of, batch_size, offsets)
+            mean = bags.size > 0 and lookups[lookup, POOLING] == MEAN
+        scale = np.float32(1)
+        if mean:
+            scale /= np.float32(offsets[bags[position] + 1] - offsets[bags[position]])
+        scales[i] = scale * sample_weights[position] if sample_weights.size else scale
 
 
 @inlined
@@ -124,10 +138,13 @@ def _update_rows(
             _ask_for_row(rows[group] - origin, table, base, row_bytes, states, state_bytes)
         first_entry, num_entries = np.int64(starts[first]), np.int64(starts[last] - starts[first])
         gradients, scales = gradients_room[:num_entries], scales_room[: num_entries if scaled else 0]
+        positions = order[first_entry : first_entry + num_entries]
+        uses_here = uses[uses_of_table[table] : uses_of_table[table + 1]]
         _find_gradients(
-            order[first_entry : first_entry + num_entries], uses[uses_of_table[table] : uses_of_table[table + 1]],
-            lookups, key_of, batch_size, offsets, bags, pooled, grad, width * 4, sample_weights, gradients, scales,
-        )  # fmt: skip
+            positions, uses_here, lookups, key_of, batch_size, offsets, bags, pooled, grad, width * 4, gradients
+        )
+        if scaled:
+            _find_scales(positions, uses_here, lookups, key_of, batch_size, offsets, bags, sample_weights, scales)
         for group in range(first, last):
             row = rows[group] - origin
             if group + AHEAD < last:
@@ -244,7 +261,7 @@ def row_update_(
     num_tasks = 1 if small else 2 * pool.num_threads()
     skips = np.zeros((num_tasks, len(weights)), dtype=np.int64)
     refused = _update(
-        0 if small else pool.team(), pool.num_threads(), num_tasks, skips, KINDS[optimizer], addresses_of(weights),
+        pool.team(), pool.num_threads(), num_tasks, skips, KINDS[optimizer], addresses_of(weights),
         dtypes_of(weights), *_states_of(states, optimizer, len(weights)), layout.tables.numpy(), lookups,
         layout.key_starts.numpy(), batch_size_of(offsets, layout.key_starts), as_int64(offsets), layout.pooled,
         sample_weights is not None or bool((lookups[:, POOLING] == MEAN).any()), rows, starts, order, int(num_groups),
