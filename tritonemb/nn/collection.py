@@ -174,29 +174,28 @@ class Collection(nn.Module):
         keys, values, offsets, sample_weights = _parts(features)
         layout = self.layout(keys, values.device)
         weights: list[Tensor] = [table.weight for table in self.tables]
-        check_bounds = self.bounds_check == "raise"
+        check_bounds, dtype = self.bounds_check == "raise", self._dtype(weights)
         if self.optimizer is None or not torch.is_grad_enabled():
-            return ops.embedding_bag(weights, values, offsets, sample_weights, layout, check_bounds, self._dtype)
+            return ops.embedding_bag(weights, values, offsets, sample_weights, layout, check_bounds, dtype)
         self._check_trainable(weights)
         if self._accumulating:
             self._remember_keys(keys)
         if groups is None:
             groups = ops.row_groups(values, offsets, layout)
         return ops.embedding_bag_fused(
-            self._fused(weights), values, offsets, sample_weights, groups, layout, check_bounds, self._dtype
+            self._fused(weights), values, offsets, sample_weights, groups, layout, check_bounds, dtype
         )
 
-    @property
-    def _dtype(self) -> torch.dtype:
+    def _dtype(self, weights: list[Tensor]) -> torch.dtype:
         if self.output_dtype is not None:
             return self.output_dtype
-        dtypes = {table.weight.dtype for table in self.tables}
+        dtypes = {weight.dtype for weight in weights}
         return dtypes.pop() if len(dtypes) == 1 and dtypes <= set(TRAINABLE_DTYPES) else torch.float32
 
     def _fused(self, weights: list[Tensor]) -> ops.Fused:
         spec = self.optimizer
         assert spec is not None
-        states: list[Tensor] = [getattr(table, state.name) for state in spec.states for table in self.tables]
+        states = [table.state(state.name) for state in spec.states for table in self.tables]
         accumulator = self._accumulator.handle if self._accumulating else NOT_ACCUMULATING
         return ops.Fused(
             weights, states, self.step, self.skipped, self.learning_rate, self.pending, spec.name,

@@ -31,6 +31,12 @@ class Table(nn.Module):
             self.register_buffer(spec.name, state.zero_())
         self.reset_parameters()
 
+    def state(self, name: str) -> Tensor:
+        """An optimizer state; as an attribute it would be searched for among parameters first, which adds up."""
+        found = self._buffers[name]
+        assert found is not None
+        return found
+
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialise the weight as the config says, states to zero."""

@@ -14,11 +14,11 @@ from tritonemb.kernels.cpu.memory import BFLOAT16, FLOAT16, FLOAT32
 DTYPE_CODES = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 
 
-def share(num_items: int, num_elements: int) -> list[int]:
-    """Bounds of the tasks that split `num_items` items, which move `num_elements` elements in all."""
+def share(num_items: int, num_elements: int) -> np.ndarray:
+    """int64: bounds of the tasks that split `num_items` items, which move `num_elements` elements in all."""
     wanted = 1 if num_elements < 16_384 else pool.num_threads()
     num_tasks = max(1, min(wanted, num_items))
-    return [num_items * task // num_tasks for task in range(num_tasks + 1)]
+    return np.arange(num_tasks + 1) * num_items // num_tasks
 
 
 def addresses_of(tensors: Sequence[Tensor]) -> np.ndarray:

@@ -14,11 +14,13 @@ from tritonemb.kernels.cpu.arrays import addresses_of, as_float32, as_int64, dty
 from tritonemb.kernels.cpu.jagged import check_offsets
 from tritonemb.kernels.cpu.jit import compiled, inlined
 from tritonemb.kernels.cpu.memory import element_size, float32_row, prefetch
+from tritonemb.kernels.cpu.parallel import run_tasks
 from tritonemb.kernels.cpu.simd import dot, sum_rows
 from tritonemb.kernels.layout import COLUMN, DIM, MEAN, NUM_ROWS, POOLING, TABLE, Layout, batch_size_of
 
 BLOCK = 1024  # samples whose output stays in cache while all features are visited
 AHEAD = 12  # values between asking for a row and reading it
+STREAMED_BYTES = 8 << 20  # an output of this size would push everything else out of the caches
 NO_POSITION = np.iinfo(np.int64).max
 
 
@@ -48,8 +50,9 @@ def _find_scales(begin, end, first_bag, last_bag, mean, offsets, sample_weights,
 
 @inlined
 def _pool_run(
-    first_bag, last_bag, address, dtype, dim, num_rows, mean, zero_row, values, offsets, sample_weights, out, pitch
-):
+    first_bag, last_bag, address, dtype, dim, num_rows, mean, zero_row, values, offsets, sample_weights, out, pitch,
+    streamed,
+):  # fmt: skip
     """Bags [first_bag, last_bag) of one lookup, `pitch` bytes apart from `out` on; returns the first bad position."""
     begin, end = offsets[first_bag], offsets[last_bag]
     scaled, row_bytes = mean or sample_weights.size > 0, dim * element_size(dtype)
@@ -65,17 +68,17 @@ def _pool_run(
         for ahead in range(i + AHEAD, min(i + size + AHEAD, end - begin)):
             prefetch(rows[ahead], row_bytes)
         factors = scales.ctypes.data + i * 4 if scaled else 0
-        sum_rows(out + (bag - first_bag) * pitch, rows.ctypes.data + i * 8, factors, size, dim, dtype)
+        sum_rows(out + (bag - first_bag) * pitch, rows.ctypes.data + i * 8, factors, size, dim, dtype, streamed)
     return bad
 
 
 @compiled
 def _pool_samples(
-    first, last, batch_size, addresses, dtypes, tables, lookups, key_starts, values, offsets, sample_weights, zero_row,
-    out, width,
+    task, bounds, bad, batch_size, addresses, dtypes, tables, lookups, key_starts, values, offsets, sample_weights,
+    zero_row, out, width, streamed,
 ):  # fmt: skip
-    """Samples [first, last) of the output [B, width] at address `out`; returns the lowest bad position."""
-    bad = NO_POSITION
+    """Samples [bounds[task], bounds[task + 1]) of the output [B, width] at address `out`."""
+    first, last = bounds[task], bounds[task + 1]
     for block in range(first, last, BLOCK):
         block_end = min(block + BLOCK, last)
         for key in range(key_starts.size - 1):
@@ -84,19 +87,18 @@ def _pool_samples(
                 found = _pool_run(
                     key * batch_size + block, key * batch_size + block_end, addresses[table], dtypes[table],
                     lookups[lookup, DIM], tables[table, NUM_ROWS], lookups[lookup, POOLING] == MEAN, zero_row, values,
-                    offsets, sample_weights, out + (block * width + column) * 4, width * 4,
+                    offsets, sample_weights, out + (block * width + column) * 4, width * 4, streamed,
                 )  # fmt: skip
-                bad = min(bad, found)
-    return bad
+                bad[task] = min(bad[task], found)
 
 
 @compiled
 def _gather_values(
-    first, last, batch_size, addresses, dtypes, tables, lookups, key_starts, values, offsets, sample_weights, zero_row,
-    out, width,
+    task, bounds, bad, batch_size, addresses, dtypes, tables, lookups, key_starts, values, offsets, sample_weights,
+    zero_row, out, width, streamed,
 ):  # fmt: skip
-    """Rows [first, last), one a value, of the output [N, width] at address `out`; returns the lowest bad position."""
-    bad = NO_POSITION
+    """Rows [bounds[task], bounds[task + 1]), one a value, of the output [N, width] at address `out`."""
+    first, last = bounds[task], bounds[task + 1]
     rows = np.empty(1, dtype=np.int64)
     for key in range(key_starts.size - 1):
         begin = max(first, offsets[key * batch_size])
@@ -108,11 +110,20 @@ def _gather_values(
                 row = values[position]
                 rows[0] = addresses[table] + row * row_bytes
                 if not 0 <= row < tables[table, NUM_ROWS]:
-                    rows[0], bad = zero_row, min(bad, position)
+                    rows[0], bad[task] = zero_row, min(bad[task], position)
                 factor = sample_weights.ctypes.data + position * 4 if sample_weights.size else 0
-                sum_rows(out + position * width * 4, rows.ctypes.data, factor, 1, dim, dtype)
+                sum_rows(out + position * width * 4, rows.ctypes.data, factor, 1, dim, dtype, streamed)
                 float32_row(out + position * width * 4, width)[dim:] = np.float32(0)
-    return bad
+
+
+@compiled
+def _pool_all(team, num_threads, bounds, *args):
+    run_tasks(team, num_threads, bounds.size - 1, _pool_samples, (bounds, *args))
+
+
+@compiled
+def _gather_all(team, num_threads, bounds, *args):
+    run_tasks(team, num_threads, bounds.size - 1, _gather_values, (bounds, *args))
 
 
 def embedding_bag(
@@ -131,34 +142,30 @@ def embedding_bag(
     covered = layout.pooled or layout.lookups.shape[0] >= layout.key_starts.numel() - 1
     out = (torch.empty if covered else torch.zeros)(num_rows, layout.width, dtype=torch.float32)
     zeros = torch.zeros(layout.width, dtype=torch.float32)  # at least as wide as any row
-    kernel = _pool_samples if layout.pooled else _gather_values
-    args = (
-        batch_size, addresses_of(weights), dtypes_of(weights), layout.tables.numpy(), layout.lookups.numpy(),
-        layout.key_starts.numpy(), as_int64(values), as_int64(offsets), as_float32(sample_weights), zeros.data_ptr(),
-        out.data_ptr(), layout.width,
-    )  # fmt: skip
     bounds = share(num_rows, values.numel() * layout.width // max(1, layout.lookups.shape[0]))
-    bad = [NO_POSITION] * (len(bounds) - 1)
-
-    def work(task: int) -> None:
-        bad[task] = kernel(bounds[task], bounds[task + 1], *args)
-
-    pool.run(work, len(bad))
-    if check_bounds and min(bad) != NO_POSITION:
-        raise errors.bad_id(min(bad), values, offsets, layout)
+    bad = np.full(bounds.size - 1, NO_POSITION, dtype=np.int64)
+    look_up = _pool_all if layout.pooled else _gather_all
+    look_up(
+        pool.team(), pool.num_threads(), bounds, bad, batch_size, addresses_of(weights), dtypes_of(weights),
+        layout.tables.numpy(), layout.lookups.numpy(), layout.key_starts.numpy(), as_int64(values), as_int64(offsets),
+        as_float32(sample_weights), zeros.data_ptr(), out.data_ptr(), layout.width,
+        num_rows * layout.width * out.element_size() >= STREAMED_BYTES,
+    )  # fmt: skip
+    if check_bounds and bad.min() != NO_POSITION:
+        raise errors.bad_id(int(bad.min()), values, offsets, layout)
     return out.to(output_dtype)
 
 
 @compiled
 def _sample_weight_gradients(
-    first, last, batch_size, addresses, dtypes, tables, lookups, key_starts, values, offsets, pooled, grad, width, out
+    task, bounds, batch_size, addresses, dtypes, tables, lookups, key_starts, values, offsets, pooled, grad, width, out
 ):
-    """`out` [N] for the bags of samples [first, last)."""
+    """`out` [N] for the bags of samples [bounds[task], bounds[task + 1])."""
     for key in range(key_starts.size - 1):
         for lookup in range(key_starts[key], key_starts[key + 1]):
             table, column, dim = lookups[lookup, TABLE], lookups[lookup, COLUMN], lookups[lookup, DIM]
             row_bytes = dim * element_size(dtypes[table])
-            for sample in range(first, last):
+            for sample in range(bounds[task], bounds[task + 1]):
                 begin, end = offsets[key * batch_size + sample], offsets[key * batch_size + sample + 1]
                 scale = np.float32(1) / np.float32(end - begin) if lookups[lookup, POOLING] == MEAN else np.float32(1)
                 for position in range(begin, end):
@@ -169,6 +176,11 @@ def _sample_weight_gradients(
                         out[position] += scale * product
 
 
+@compiled
+def _sample_weight_gradients_of_all(team, num_threads, bounds, *args):
+    run_tasks(team, num_threads, bounds.size - 1, _sample_weight_gradients, (bounds, *args))
+
+
 def sample_weight_gradient(
     weights: Sequence[Tensor], values: Tensor, offsets: Tensor, grad: Tensor, layout: Layout
 ) -> Tensor:
@@ -176,10 +188,9 @@ def sample_weight_gradient(
     batch_size = batch_size_of(offsets, layout.key_starts)
     out, gradient = torch.zeros(values.numel(), dtype=torch.float32), as_float32(grad)
     bounds = share(batch_size, values.numel() * layout.width // max(1, layout.lookups.shape[0]))
-    args = (
-        batch_size, addresses_of(weights), dtypes_of(weights), layout.tables.numpy(), layout.lookups.numpy(),
-        layout.key_starts.numpy(), as_int64(values), as_int64(offsets), layout.pooled, gradient.ctypes.data,
-        layout.width, out.numpy(),
+    _sample_weight_gradients_of_all(
+        pool.team(), pool.num_threads(), bounds, batch_size, addresses_of(weights), dtypes_of(weights),
+        layout.tables.numpy(), layout.lookups.numpy(), layout.key_starts.numpy(), as_int64(values), as_int64(offsets),
+        layout.pooled, gradient.ctypes.data, layout.width, out.numpy(),
     )  # fmt: skip
-    pool.run(lambda task: _sample_weight_gradients(bounds[task], bounds[task + 1], *args), len(bounds) - 1)
     return out

@@ -22,6 +22,7 @@ _pool: ThreadPoolExecutor | None = None
 _pool_size = 0
 _forked = False
 _Body = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_Team = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
 
 
 def num_threads() -> int:
@@ -29,8 +30,18 @@ def num_threads() -> int:
     return max(1, torch.get_num_threads())
 
 
+def team() -> int:
+    """The address of `void f(void (*body)(void *), void *data, unsigned num_threads, unsigned flags)`; 0: stay alone.
+
+    It calls `body(data)` on each of several threads, the calling one among them, and returns when all have.
+    """
+    if num_threads() == 1:
+        return 0
+    return _own_team_address if _forked else _openmp_team() or _own_team_address
+
+
 def run(work: Callable[[int], object], num_tasks: int) -> None:
-    """Call `work(0) … work(num_tasks - 1)`, each once, on several threads, the calling one among them.
+    """Call `work(0) … work(num_tasks - 1)`, each once, on threads of our own, the calling one among them.
 
     `work` must release the GIL to gain from it. Safe from several threads at once and after a fork. Returns when all
     tasks have ended; an exception stops its thread from drawing more tasks and is raised again here.
@@ -50,34 +61,37 @@ def run(work: Callable[[int], object], num_tasks: int) -> None:
         except BaseException as failure:
             failures.append(failure)
 
-    team = None if _forked else _openmp_team()
-    if num_tasks <= 1 or num_threads() == 1:
-        drain()
-    elif team is not None:
-        team(_Body(lambda _: drain()), None, num_threads(), 0)
-    else:
-        futures = [_submit(drain) for _ in range(min(num_tasks, num_threads()) - 1)]
-        drain()
-        for future in futures:
-            if not future.cancel():
-                future.result()
+    futures = [_submit(drain) for _ in range(min(num_tasks, num_threads()) - 1)]
+    drain()
+    for future in futures:
+        if not future.cancel():
+            future.result()
     if failures:
         raise failures[0]
 
 
+@_Team
+def _own_team(body: int, data: int, size: int, flags: int) -> None:
+    work = _Body(body)
+    try:
+        run(lambda _: work(data), size)
+    finally:
+        work(data)  # there is nothing left to do, unless no thread could be started
+
+
+_own_team_address: int = ctypes.cast(_own_team, ctypes.c_void_p).value or 0
+
+
 @functools.cache
-def _openmp_team() -> Callable[..., None] | None:
-    """`GOMP_parallel(body, data, num_threads, flags)` of the OpenMP that torch has loaded, if it is GNU's."""
+def _openmp_team() -> int:
+    """The address of `GOMP_parallel` of the OpenMP that torch has loaded, if it is GNU's, else 0."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
-        return None
+        return 0
     loaded = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines() if "libgomp" in line}
     if len(loaded) != 1:
-        return None
-    team = ctypes.CDLL(loaded.pop()).GOMP_parallel
-    team.argtypes = [_Body, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
-    team.restype = None
-    return team
+        return 0
+    return ctypes.cast(ctypes.CDLL(loaded.pop()).GOMP_parallel, ctypes.c_void_p).value or 0
 
 
 def _submit(work: Callable[[], None]) -> Future[None]:

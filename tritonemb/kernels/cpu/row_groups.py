@@ -1,7 +1,8 @@
 """CPU twin of `kernels/row_groups.py`: a radix sort per table, large tables cut into ranges of ids.
 
-A *unit* is a table and a range of its ids. Units are sorted independently, each by the bits that its ids need, then
-closed up. The result is the one sorted order there is, so it does not depend on how units are cut.
+A *unit* is a table and a range of its ids. Units are sorted independently, each by the bits that its ids need; when all
+are, it is known where the result of each begins, and it is written there. The result is the one sorted order there is,
+so it does not depend on how units are cut.
 """
 
 from __future__ import annotations
@@ -12,43 +13,17 @@ from torch import Tensor
 
 from tritonemb.kernels.cpu import pool
 from tritonemb.kernels.cpu.arrays import as_int64
-from tritonemb.kernels.cpu.jagged import check_offsets
+from tritonemb.kernels.cpu.jagged import check_offsets, uses_by_table
 from tritonemb.kernels.cpu.jit import compiled, inlined
-from tritonemb.kernels.layout import FIRST_ROW, NUM_ROWS, TABLE, Layout, batch_size_of
+from tritonemb.kernels.cpu.parallel import run_tasks
+from tritonemb.kernels.layout import FIRST_ROW, NUM_ROWS, Layout, batch_size_of
 
-POSITION_BITS = 31  # a position and an id share 63 bits of one sort key
+PAIR_BITS = 63  # of a sort key: an id and, below it, a position
+FEW_PAIRS = 48  # up to here, insertion is faster
 MANY_PAIRS = 8_192  # from here on, fewer passes with larger digits are faster
 HISTOGRAM_BITS = 8
 UNIT_VALUES = 16_384  # tables with fewer values are not cut
-
-
-@compiled
-def _count_values(batch_size, lookups, key_starts, offsets, num_tables):
-    """Values that look up each table."""
-    counts = np.zeros(num_tables, dtype=np.int64)
-    for key in range(key_starts.size - 1):
-        num_values = offsets[(key + 1) * batch_size] - offsets[key * batch_size]
-        for lookup in range(key_starts[key], key_starts[key + 1]):
-            counts[lookups[lookup, TABLE]] += num_values
-    return counts
-
-
-@compiled
-def _keys_by_table(lookups, key_starts, num_tables):
-    """The keys that look up table t, ascending: `keys[starts[t]:starts[t + 1]]`."""
-    starts = np.zeros(num_tables + 1, dtype=np.int64)
-    for lookup in range(lookups.shape[0]):
-        starts[lookups[lookup, TABLE] + 1] += 1
-    for table in range(num_tables):
-        starts[table + 1] += starts[table]
-    filled = starts[:-1].copy()
-    keys = np.empty(lookups.shape[0], dtype=np.int64)
-    for key in range(key_starts.size - 1):
-        for lookup in range(key_starts[key], key_starts[key + 1]):
-            table = lookups[lookup, TABLE]
-            keys[filled[table]] = key
-            filled[table] += 1
-    return starts, keys
+TABLE, FIRST_ID, END_ID, ROOM, BEGIN, NUM_VALUES, NUM_GROUPS = range(7)  # columns of `units`; ROOM: values at most
 
 
 @inlined
@@ -61,7 +36,18 @@ def _bit_length(value):
 
 
 @inlined
-def _cut_table(table, num_rows, num_pieces, batch_size, keys, values, offsets, counts, units, num_units):
+def _add_unit(units, num_units, table, first_id, end_id, room):
+    """A unit of at most `room` values; its sort keys get a place behind those of the units before it."""
+    begin = 0
+    if num_units > 0:
+        begin = units[num_units - 1, BEGIN] + units[num_units - 1, ROOM] + 1  # one more: see _fill_pairs
+    unit = units[num_units]
+    unit[TABLE], unit[FIRST_ID], unit[END_ID], unit[ROOM], unit[BEGIN] = table, first_id, end_id, room, begin
+    return num_units + 1
+
+
+@inlined
+def _cut_table(table, num_rows, num_pieces, count, keys, batch_size, values, offsets, units, num_units):
     """Append units of `table` with about equal numbers of values, by a histogram of its ids' upper bits."""
     shift = max(0, _bit_length(num_rows - 1) - HISTOGRAM_BITS)
     histogram = np.zeros(1 << HISTOGRAM_BITS, dtype=np.int64)
@@ -70,71 +56,64 @@ def _cut_table(table, num_rows, num_pieces, batch_size, keys, values, offsets, c
             row = values[position]
             if 0 <= row < num_rows:
                 histogram[row >> shift] += 1
-    begin, held, wanted = 0, 0, counts // num_pieces + 1
+    begin, held, wanted = 0, 0, count // num_pieces + 1
     for bucket in range(histogram.size):
         held += histogram[bucket]
         end = (bucket + 1) << shift
         if held >= wanted or bucket == histogram.size - 1:
-            units[num_units] = table, begin, min(end, num_rows), held
-            num_units += 1
+            num_units = _add_unit(units, num_units, table, begin, min(end, num_rows), held)
             begin, held = end, 0
             if begin >= num_rows:
                 break
     return num_units
 
 
-@compiled
-def _make_units(num_threads, batch_size, tables, key_starts_of_table, keys_of_table, values, offsets, counts):
-    """int64 [U, 4]: table, first id, end of ids, values at most."""
-    units = np.empty((tables.shape[0] + counts.sum() // UNIT_VALUES * 2 + 4 * num_threads, 4), dtype=np.int64)
-    num_units = 0
-    share = max(UNIT_VALUES, counts.sum() // num_threads + 1)
+@inlined
+def _make_units(num_threads, batch_size, tables, key_starts_of_table, keys_of_table, values, offsets):
+    """Units of all tables with values, each about a thread's share or smaller."""
+    counts = np.zeros(tables.shape[0], dtype=np.int64)
     for table in range(tables.shape[0]):
-        if counts[table] == 0:
-            continue
-        pieces = 1 if num_threads == 1 else min(2 * num_threads, (counts[table] + share - 1) // share)
-        if pieces == 1:
-            units[num_units] = table, 0, tables[table, NUM_ROWS], counts[table]
-            num_units += 1
-        else:
+        for key in keys_of_table[key_starts_of_table[table] : key_starts_of_table[table + 1]]:
+            counts[table] += offsets[(key + 1) * batch_size] - offsets[key * batch_size]
+    share = max(UNIT_VALUES, counts.sum() // num_threads + 1)
+    capacity = tables.shape[0] + counts.sum() // UNIT_VALUES * 2 + 4 * num_threads
+    units = np.zeros((capacity, NUM_GROUPS + 1), dtype=np.int64)
+    num_units = 0
+    for table in range(tables.shape[0]):
+        num_rows, count = tables[table, NUM_ROWS], counts[table]
+        pieces = 1 if num_threads == 1 else min(2 * num_threads, (count + share - 1) // share)
+        if pieces > 1:
             keys = keys_of_table[key_starts_of_table[table] : key_starts_of_table[table + 1]]
             num_units = _cut_table(
-                table,
-                tables[table, NUM_ROWS],
-                pieces,
-                batch_size,
-                keys,
-                values,
-                offsets,
-                counts[table],
-                units,
-                num_units,
-            )
+                table, num_rows, pieces, count, keys, batch_size, values, offsets, units, num_units
+            )  # fmt: skip
+        elif count > 0:
+            num_units = _add_unit(units, num_units, table, 0, num_rows, count)
     return units[:num_units]
 
 
 @inlined
-def _radix_sort(pairs, spare, key_bits):
-    """Sort by the `key_bits` bits above POSITION_BITS, stably; returns the array that holds the result."""
-    max_digit_bits = 12 if pairs.size >= MANY_PAIRS else 10
-    passes = max(1, (key_bits + max_digit_bits - 1) // max_digit_bits)
-    digit_bits = (key_bits + passes - 1) // passes
-    mask = (1 << digit_bits) - 1
-    ends = np.empty(1 << digit_bits, dtype=np.int32)
-    for sort_pass in range(passes):
-        shift = POSITION_BITS + sort_pass * digit_bits
-        ends[:] = 0
-        for i in range(pairs.size):
-            ends[(pairs[i] >> shift) & mask] += 1
-        total = 0
-        for digit in range(ends.size):
-            total, ends[digit] = total + ends[digit], total
-        for i in range(pairs.size):
-            digit = (pairs[i] >> shift) & mask
-            spare[ends[digit]] = pairs[i]
-            ends[digit] += 1
-        pairs, spare = spare, pairs
-    return pairs
+def _split(unit, keys, batch_size, offsets):
+    """First position of a unit's keys; bits that a position needs from there on; whether an id fits above them."""
+    first_position = offsets[keys[0] * batch_size]
+    position_bits = _bit_length(offsets[(keys[-1] + 1) * batch_size] - first_position - 1)
+    return first_position, position_bits, position_bits + _bit_length(unit[END_ID] - unit[FIRST_ID] - 1) <= PAIR_BITS
+
+
+@inlined
+def _fill_pairs(unit, keys, batch_size, values, offsets, pairs):
+    """The sort keys of a unit, unsorted: id and position, or the position alone; returns how many there are.
+
+    Each is written first and counted then, because a branch on a random id would be mispredicted.
+    """
+    first_position, position_bits, fits = _split(unit, keys, batch_size, offsets)
+    first_id, end_id, count = unit[FIRST_ID], unit[END_ID], 0
+    for key in keys:
+        for position in range(offsets[key * batch_size], offsets[(key + 1) * batch_size]):
+            row = values[position]
+            pairs[count] = (row - first_id if fits else 0) << position_bits | (position - first_position)
+            count += 1 if first_id <= row < end_id else 0
+    return count
 
 
 @inlined
@@ -148,103 +127,139 @@ def _insertion_sort(pairs):
 
 
 @inlined
-def _sort_unit(first_id, end_id, first_row, keys, batch_size, values, offsets, room, rows, starts, order):
-    """Fill rows, starts (relative) and order of one unit; returns how many values and groups it has."""
-    num_keys = 0
-    # Written first and counted then: a branch on a random id would be mispredicted. Hence the room for one more.
-    pairs = np.empty(room + 1, dtype=np.int64)
-    wide = end_id - first_id > 1 << (63 - POSITION_BITS)
-    wide_ids = np.empty(room + 1 if wide else 0, dtype=np.int64)
-    for key in keys:
-        for position in range(offsets[key * batch_size], offsets[(key + 1) * batch_size]):
-            row = values[position]
-            if wide:
-                wide_ids[num_keys], pairs[num_keys] = row - first_id, position
-            else:
-                pairs[num_keys] = (row - first_id) << POSITION_BITS | position
-            num_keys += 1 if first_id <= row < end_id else 0
-    pairs = pairs[:num_keys]
-    if wide:
-        by_id = np.argsort(wide_ids[:num_keys], kind="mergesort")
-        groups, previous = 0, -1
-        for i in range(num_keys):
-            row = wide_ids[by_id[i]]
-            order[i] = pairs[by_id[i]]
-            if row != previous:
-                rows[groups], starts[groups] = first_row + first_id + row, i
-                groups, previous = groups + 1, row
-        return num_keys, groups
-    if num_keys <= 48:
-        _insertion_sort(pairs)
-    else:
-        pairs = _radix_sort(pairs, np.empty_like(pairs), _bit_length(end_id - first_id - 1))
-    groups, previous = 0, -1
-    for i in range(num_keys):
-        row = pairs[i] >> POSITION_BITS
-        order[i] = pairs[i] & ((1 << POSITION_BITS) - 1)
-        if row != previous:
-            rows[groups], starts[groups] = first_row + first_id + row, i
-            groups, previous = groups + 1, row
-    return num_keys, groups
+def _radix_sort(pairs, spare, first_bit, num_bits):
+    """Sort `pairs` in place by `num_bits` bits from `first_bit` on, stably."""
+    max_digit_bits = 12 if pairs.size >= MANY_PAIRS else 10
+    passes = max(1, (num_bits + max_digit_bits - 1) // max_digit_bits)
+    digit_bits = (num_bits + passes - 1) // passes
+    mask = (1 << digit_bits) - 1
+    all_ends = np.zeros((passes, 1 << digit_bits), dtype=np.int32)
+    for i in range(pairs.size):  # all digits now: once partly sorted, equal ones are neighbours and wait for each other
+        digits = pairs[i] >> first_bit
+        for sort_pass in range(passes):
+            all_ends[sort_pass, digits & mask] += 1
+            digits >>= digit_bits
+    source, target = pairs, spare
+    for sort_pass in range(passes):
+        shift, ends = first_bit + sort_pass * digit_bits, all_ends[sort_pass]
+        total = 0
+        for digit in range(ends.size):
+            total, ends[digit] = total + ends[digit], total
+        for i in range(source.size):
+            digit = (source[i] >> shift) & mask
+            target[ends[digit]] = source[i]
+            ends[digit] += 1
+        source, target = target, source
+    if passes % 2:
+        pairs[:] = source
 
 
 @compiled
-def _sort_units(
-    first, last, units, unit_starts, batch_size, tables, key_starts_of_table, keys_of_table, values, offsets, sizes,
+def _sort_unit(number, units, batch_size, key_starts_of_table, keys_of_table, values, offsets, all_pairs):
+    """Sort the ids of a unit with their positions; count its values and distinct ids."""
+    unit = units[number]
+    keys = keys_of_table[key_starts_of_table[unit[TABLE]] : key_starts_of_table[unit[TABLE] + 1]]
+    first_position, position_bits, fits = _split(unit, keys, batch_size, offsets)
+    pairs = all_pairs[unit[BEGIN] : unit[BEGIN] + unit[ROOM] + 1]
+    count = _fill_pairs(unit, keys, batch_size, values, offsets, pairs)
+    pairs = pairs[:count]
+    groups = 1 if count else 0
+    if not fits:
+        ids = values[first_position + pairs]
+        by_id = np.argsort(ids, kind="mergesort")
+        pairs[:] = pairs[by_id]
+        for i in range(1, count):
+            groups += 1 if ids[by_id[i]] != ids[by_id[i - 1]] else 0
+    else:
+        if count <= FEW_PAIRS:
+            _insertion_sort(pairs)
+        else:
+            _radix_sort(pairs, np.empty_like(pairs), position_bits, _bit_length(unit[END_ID] - unit[FIRST_ID] - 1))
+        for i in range(1, count):
+            groups += 1 if pairs[i] >> position_bits != pairs[i - 1] >> position_bits else 0
+    unit[NUM_VALUES], unit[NUM_GROUPS] = count, groups
+
+
+@inlined
+def _write_unit(
+    unit, first_value, first_group, first_row, keys, batch_size, values, offsets, pairs, rows, starts, order
+):
+    """A sorted unit's part of the result. Each value writes its row's group and the group's end so far: no branches."""
+    first_position, position_bits, fits = _split(unit, keys, batch_size, offsets)
+    mask = (1 << position_bits) - 1
+    group, previous = first_group - 1, -1
+    for i in range(unit[NUM_VALUES]):
+        position = first_position + (pairs[i] & mask)
+        row = unit[FIRST_ID] + (pairs[i] >> position_bits) if fits else values[position]
+        group += 1 if row != previous else 0
+        previous = row
+        order[first_value + i] = position
+        rows[group], starts[group + 1] = first_row + row, first_value + i + 1
+
+
+@compiled
+def _write(
+    task, num_tails, firsts, units, batch_size, tables, key_starts_of_table, keys_of_table, values, offsets, all_pairs,
     rows, starts, order,
 ):  # fmt: skip
-    for unit in range(first, last):
-        table, begin = units[unit, 0], unit_starts[unit]
-        keys = keys_of_table[key_starts_of_table[table] : key_starts_of_table[table + 1]]
-        sizes[unit, 0], sizes[unit, 1] = _sort_unit(
-            units[unit, 1], units[unit, 2], tables[table, FIRST_ROW], keys, batch_size, values, offsets, units[unit, 3],
-            rows[begin:], starts[begin:], order[begin:],
+    """Write unit `task`, or one of `num_tails` parts of what stands behind the last group."""
+    num_units = units.shape[0]
+    if task < num_units:
+        unit = units[task]
+        table = unit[TABLE]
+        _write_unit(
+            unit, firsts[task, 0], firsts[task, 1], tables[table, FIRST_ROW],
+            keys_of_table[key_starts_of_table[table] : key_starts_of_table[table + 1]], batch_size, values, offsets,
+            all_pairs[unit[BEGIN] :], rows, starts, order,
         )  # fmt: skip
+        return
+    num_values, num_groups = firsts[num_units]
+    part, size = task - num_units, rows.size - num_groups
+    begin, end = num_groups + size * part // num_tails, num_groups + size * (part + 1) // num_tails
+    rows[begin:end] = tables[-1, FIRST_ROW] + tables[-1, NUM_ROWS]
+    starts[begin + 1 : end + 1] = num_values
+    if part == 0:
+        order[num_values:] = -1
 
 
 @compiled
-def _close_up(unit_starts, sizes, total_rows, rows, starts, order):
-    """Move the units' results together, in place, front to back; returns the number of groups."""
-    num_values, num_groups = 0, 0
-    for unit in range(sizes.shape[0]):
-        begin = unit_starts[unit]
-        for group in range(sizes[unit, 1]):
-            rows[num_groups + group] = rows[begin + group]
-            starts[num_groups + group] = starts[begin + group] + num_values
-        if num_values != begin:
-            for i in range(sizes[unit, 0]):
-                order[num_values + i] = order[begin + i]
-        num_values += sizes[unit, 0]
-        num_groups += sizes[unit, 1]
-    rows[num_groups:] = total_rows
-    starts[num_groups:] = num_values
-    order[num_values:] = -1
-    return num_groups
+def _group(team, num_threads, batch_size, tables, lookups, key_starts, values, offsets, rows, starts, order):
+    """Fill rows, starts and order; returns the number of groups."""
+    key_starts_of_table, uses, key_of = uses_by_table(lookups, key_starts, tables.shape[0])
+    keys_of_table = key_of[uses]
+    units = _make_units(num_threads, batch_size, tables, key_starts_of_table, keys_of_table, values, offsets)
+    num_units = units.shape[0]
+    all_pairs = np.empty(units[:, ROOM].sum() + num_units, dtype=np.int64)
+    run_tasks(
+        team, num_threads, num_units, _sort_unit,
+        (units, batch_size, key_starts_of_table, keys_of_table, values, offsets, all_pairs),
+    )  # fmt: skip
+    firsts = np.zeros((num_units + 1, 2), dtype=np.int64)
+    for unit in range(num_units):
+        firsts[unit + 1, 0] = firsts[unit, 0] + units[unit, NUM_VALUES]
+        firsts[unit + 1, 1] = firsts[unit, 1] + units[unit, NUM_GROUPS]
+    starts[0] = 0
+    run_tasks(
+        team, num_threads, num_units + num_threads, _write,
+        (
+            num_threads, firsts, units, batch_size, tables, key_starts_of_table, keys_of_table, values, offsets,
+            all_pairs, rows, starts, order,
+        ),
+    )  # fmt: skip
+    return firsts[num_units, 1]
 
 
 def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `kernels/row_groups.py`."""
     check_offsets(values, offsets, layout)
-    batch_size = batch_size_of(offsets, layout.key_starts)
     capacity = values.numel() * layout.multiplicity
     rows = torch.empty(capacity, dtype=torch.int64)
     starts = torch.empty(capacity + 1, dtype=torch.int32)
     order = torch.empty(capacity, dtype=torch.int32)
-    ids, bag_offsets = as_int64(values), as_int64(offsets)
-    tables, lookups, key_starts = layout.tables.numpy(), layout.lookups.numpy(), layout.key_starts.numpy()
-
-    counts = _count_values(batch_size, lookups, key_starts, bag_offsets, tables.shape[0])
-    by_table = _keys_by_table(lookups, key_starts, tables.shape[0])
-    units = _make_units(pool.num_threads(), batch_size, tables, *by_table, ids, bag_offsets, counts)
-    unit_starts = np.zeros(len(units) + 1, dtype=np.int64)
-    np.cumsum(units[:, 3], out=unit_starts[1:])
-    sizes = np.empty((len(units), 2), dtype=np.int64)
-    num_tasks = max(1, min(len(units), 2 * pool.num_threads())) if values.numel() > UNIT_VALUES else 1
-    bounds = np.searchsorted(unit_starts, np.arange(num_tasks + 1) * unit_starts[-1] / num_tasks).tolist()
-    bounds[-1] = len(units)  # units at the end may be empty
-    args = (units, unit_starts, batch_size, tables, *by_table, ids, bag_offsets, sizes)
-    results = (rows.numpy(), starts.numpy(), order.numpy())
-    pool.run(lambda task: _sort_units(bounds[task], bounds[task + 1], *args, *results), num_tasks)
-    total_rows = int(tables[-1, FIRST_ROW] + tables[-1, NUM_ROWS])
-    num_groups = _close_up(unit_starts, sizes, total_rows, *results)
+    alone = values.numel() < UNIT_VALUES
+    num_groups = _group(
+        0 if alone else pool.team(), 1 if alone else pool.num_threads(), batch_size_of(offsets, layout.key_starts),
+        layout.tables.numpy(), layout.lookups.numpy(), layout.key_starts.numpy(), as_int64(values), as_int64(offsets),
+        rows.numpy(), starts.numpy(), order.numpy(),
+    )  # fmt: skip
     return rows, starts, order, torch.tensor(num_groups, dtype=torch.int64)

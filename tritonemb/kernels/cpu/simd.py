@@ -17,6 +17,7 @@ from tritonemb.kernels.cpu.jit import inlined
 from tritonemb.kernels.cpu.memory import BFLOAT16, FLOAT16, FLOAT32
 
 DOT_LANES = 16
+STREAMED_ALIGNMENT = 64  # bytes that a streamed store's address must be a multiple of
 _FLOAT, _HALF, _SHORT, _INT = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32)
 _LONG = ir.IntType(64)
 
@@ -69,8 +70,11 @@ def _loop(builder: Any, count: Any, initial: Any, body: Any) -> Any:
     return result
 
 
-def _make_sum(dtype: int, lanes: int, scaled: bool) -> Any:
-    """to[: lanes] = Σ_i scales[i] · (lanes values at rows[i] + offset), in order of i, from zero."""
+def _make_sum(dtype: int, lanes: int, scaled: bool, streamed: bool) -> Any:
+    """to[: lanes] = Σ_i scales[i] · (lanes values at rows[i] + offset), in order of i, from zero.
+
+    A streamed result goes past the caches, `to` must be aligned for that.
+    """
 
     @intrinsic
     def sum_lanes(
@@ -95,7 +99,10 @@ def _make_sum(dtype: int, lanes: int, scaled: bool) -> Any:
                 return builder.fadd(total, values)
 
             total = _loop(builder, num_rows, ir.Constant(_vector(_FLOAT, lanes), [0.0] * lanes), add)
-            builder.store(total, builder.inttoptr(to_address, ir.PointerType(total.type)), align=4)
+            alignment = STREAMED_ALIGNMENT if streamed else 4
+            store = builder.store(total, builder.inttoptr(to_address, ir.PointerType(total.type)), align=alignment)
+            if streamed:
+                store.set_metadata("nontemporal", builder.module.add_metadata([_INT(1)]))
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 5), generate
@@ -103,21 +110,17 @@ def _make_sum(dtype: int, lanes: int, scaled: bool) -> Any:
     return sum_lanes
 
 
-_SUMS = {
-    (dtype, lanes, scaled): _make_sum(dtype, lanes, scaled)
-    for dtype in (FLOAT32, FLOAT16, BFLOAT16)
-    for lanes in (64, 16, 4, 1)
-    for scaled in (False, True)
-}
-
-
-def _make_sum_rows(dtype: int, scaled: bool) -> Any:
-    by_64, by_16, by_4, by_1 = (_SUMS[dtype, lanes, scaled] for lanes in (64, 16, 4, 1))
+def _make_sum_rows(dtype: int, scaled: bool, streamed: bool = False) -> Any:
+    by_128, by_64, by_16 = (_make_sum(dtype, lanes, scaled, streamed) for lanes in (128, 64, 16))
+    by_4, by_1 = (_make_sum(dtype, lanes, scaled, False) for lanes in (4, 1))
     item = 4 if dtype == FLOAT32 else 2
 
     @inlined
     def sum_rows(to, rows, scales, count, size):
         j = 0
+        while j + 128 <= size:
+            by_128(to + j * 4, rows, scales, count, j * item)
+            j += 128
         while j + 64 <= size:
             by_64(to + j * 4, rows, scales, count, j * item)
             j += 64
@@ -134,9 +137,26 @@ def _make_sum_rows(dtype: int, scaled: bool) -> Any:
     return sum_rows
 
 
+def _make_sum_rows_of_any_dtype(scaled: bool, streamed: bool) -> Any:
+    sum_float32, sum_float16, sum_bfloat16 = (
+        _make_sum_rows(dtype, scaled, streamed) for dtype in (FLOAT32, FLOAT16, BFLOAT16)
+    )
+
+    @inlined
+    def sum_rows(to, rows, scales, count, size, dtype):
+        if dtype == FLOAT32:
+            sum_float32(to, rows, scales, count, size)
+        elif dtype == FLOAT16:
+            sum_float16(to, rows, scales, count, size)
+        else:
+            sum_bfloat16(to, rows, scales, count, size)
+
+    return sum_rows
+
+
 _sum_float32, _sum_float32_scaled = _make_sum_rows(FLOAT32, False), _make_sum_rows(FLOAT32, True)
-_sum_float16, _sum_float16_scaled = _make_sum_rows(FLOAT16, False), _make_sum_rows(FLOAT16, True)
-_sum_bfloat16, _sum_bfloat16_scaled = _make_sum_rows(BFLOAT16, False), _make_sum_rows(BFLOAT16, True)
+_sum, _sum_scaled = _make_sum_rows_of_any_dtype(False, False), _make_sum_rows_of_any_dtype(True, False)
+_stream, _stream_scaled = _make_sum_rows_of_any_dtype(False, True), _make_sum_rows_of_any_dtype(True, True)
 
 
 @inlined
@@ -152,19 +172,17 @@ def sum_float32_rows(to, rows, scales, count, size):
 
 
 @inlined
-def sum_rows(to, rows, scales, count, size, dtype):
-    """As `sum_float32_rows` for rows of any table dtype."""
-    if dtype == FLOAT32:
-        sum_float32_rows(to, rows, scales, count, size)
-    elif dtype == FLOAT16:
+def sum_rows(to, rows, scales, count, size, dtype, streamed):
+    """As `sum_float32_rows` for rows of any table dtype; `streamed` past the caches, if `to` is aligned for that."""
+    if streamed and to % STREAMED_ALIGNMENT == 0:
         if scales == 0:
-            _sum_float16(to, rows, scales, count, size)
+            _stream(to, rows, scales, count, size, dtype)
         else:
-            _sum_float16_scaled(to, rows, scales, count, size)
+            _stream_scaled(to, rows, scales, count, size, dtype)
     elif scales == 0:
-        _sum_bfloat16(to, rows, scales, count, size)
+        _sum(to, rows, scales, count, size, dtype)
     else:
-        _sum_bfloat16_scaled(to, rows, scales, count, size)
+        _sum_scaled(to, rows, scales, count, size, dtype)
 
 
 def _make_dot(dtype: int) -> Any:

@@ -1,0 +1,116 @@
+"""Tasks of compiled kernels, shared among threads."""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+
+from tritonemb.kernels.cpu import pool
+from tritonemb.kernels.cpu.jit import compiled
+from tritonemb.kernels.cpu.parallel import run_tasks
+
+
+@compiled
+def count(task, runs, weights, bonus):
+    room = np.empty(task + 1, dtype=np.float64)
+    room[:] = weights[task]
+    runs[task] += room.sum() + bonus
+
+
+@compiled
+def count_all(team, num_threads, num_tasks, runs, weights):
+    run_tasks(team, num_threads, num_tasks, count, (runs, weights, 1))
+
+
+@compiled
+def ask_for_too_much(task, size):
+    np.empty(size)[0] = task
+
+
+@compiled
+def all_ask_for_too_much(team, num_threads, num_tasks, size):
+    run_tasks(team, num_threads, num_tasks, ask_for_too_much, (size,))
+
+
+def counted(num_tasks: int) -> list[float]:
+    runs, weights = np.zeros(num_tasks), np.arange(num_tasks, dtype=np.float64)
+    count_all(pool.team(), pool.num_threads(), num_tasks, runs, weights)
+    return runs.tolist()
+
+
+def expected(num_tasks: int) -> list[float]:
+    return [(task + 1) * task + 1 for task in range(num_tasks)]
+
+
+@pytest.fixture(params=["openmp", "own"])
+def team(request, monkeypatch):
+    """Both kinds of threads."""
+    if request.param == "own":
+        monkeypatch.setattr(pool, "_openmp_team", lambda: 0)
+    return request.param
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 4])
+@pytest.mark.parametrize("num_tasks", [0, 1, 2, 7, 200])
+@pytest.mark.usefixtures("team")
+def test_every_task_runs_once(num_tasks, num_threads):
+    torch.set_num_threads(num_threads)
+    for _ in range(10):
+        assert counted(num_tasks) == expected(num_tasks)
+
+
+@pytest.mark.usefixtures("team")
+def test_several_threads_share_out_tasks_at_once():
+    torch.set_num_threads(3)
+
+    def caller(_: int) -> bool:
+        return all(counted(20) == expected(20) for _ in range(50))
+
+    with ThreadPoolExecutor(4) as callers:
+        assert all(callers.map(caller, range(4)))
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.usefixtures("team")
+def test_memory_that_is_not_there_raises(num_threads):
+    torch.set_num_threads(num_threads)
+    with pytest.raises(MemoryError):
+        all_ask_for_too_much(pool.team(), num_threads, 5, 1 << 58)
+    assert counted(5) == expected(5)
+
+
+def test_tasks_run_although_no_thread_can_be_started(monkeypatch):
+    def refuse(*_):
+        raise RuntimeError("can't start new thread")
+
+    torch.set_num_threads(4)
+    monkeypatch.setattr(pool, "_openmp_team", lambda: 0)
+    monkeypatch.setattr(pool, "_submit", refuse)
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
+    assert counted(9) == expected(9)
+
+
+def _count_in_child(queue: multiprocessing.Queue[list[float]]) -> None:
+    queue.put(counted(9))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_has_threads_of_its_own():
+    torch.set_num_threads(3)
+    assert counted(9) == expected(9)
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_count_in_child, args=(queue,))
+    child.start()
+    try:
+        assert queue.get(timeout=60) == expected(9)
+        child.join(60)
+        assert child.exitcode == 0
+    finally:
+        child.kill()
