@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from tests.helpers import INTERPRETED
+from tritonemb.ops.registry import forced
 
 _COMMON = {
     "deadline": None,  # the first example compiles kernels
@@ -21,7 +25,10 @@ settings.register_profile("thorough", max_examples=100, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--kernels", choices=("reference", "cpu", "triton"), help="let these serve every op in tests marked public"
+    )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -47,6 +54,14 @@ def _seeded() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _kernels(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Tests marked public are served as `--kernels` says; without it, as the registry chooses."""
+    name = request.config.getoption("--kernels")
+    with forced(name) if name and request.node.get_closest_marker("public") else nullcontext():
+        yield
 
 
 @pytest.fixture

@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 import tritonemb as te
 from tests.strategies import random_batch, random_weights, rows_of
+from tritonemb.kernels.language import interpreting
 from tritonemb.nn.collection import Collection
 from tritonemb.optim import OPTIMIZERS
 
 Step = tuple[te.KeyedJaggedTensor, Tensor]
+INTERPRETED = interpreting()
+_Size = TypeVar("_Size")
+
+
+def fewer(full: _Size, interpreted: _Size) -> _Size:
+    """`full`, or `interpreted` where kernels are interpreted, which takes thousands of times as long."""
+    return interpreted if INTERPRETED else full
 
 
 def contents(collection: Collection) -> dict[str, Tensor]:

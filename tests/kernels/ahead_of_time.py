@@ -68,9 +68,9 @@ class Code:
         return self.loads.get(16, 0)
 
 
-def record(call: Callable[[], object]) -> list[Launch]:
-    """The launches that `call` makes; nothing runs."""
-    with recording() as launches:
+def record(call: Callable[[], object], target: str = "sm_90") -> list[Launch]:
+    """The launches that `call` makes for `target`; nothing runs."""
+    with recording(TARGETS[target].warp_size) as launches:
         call()
     return launches
 

@@ -25,7 +25,9 @@ MOST_REGISTERS = 128
 # A gfx942 wave has 512; with 256 two waves share a SIMD, and a wave of 64 holds twice the elements of a warp.
 MOST_VECTOR_REGISTERS = 256
 # Kernels that may use more, and why.
-EXCEPTIONS: dict[str, tuple[int, str]] = {}
+EXCEPTIONS: dict[str, tuple[int, str]] = {
+    "_pool_kernel": (160, "a lane keeps 32 sums of 8 short bags of 16-bit rows, besides 8 rows on their way"),
+}
 
 
 def bound_of(code: ahead_of_time.Code) -> int:
@@ -62,7 +64,7 @@ SLOW = (pytest.mark.slow, pytest.mark.timeout(3600))
 @pytest.mark.parametrize("target", ahead_of_time.TARGETS)
 @pytest.mark.parametrize("case", [pytest.param(c, marks=() if c.core else SLOW, id=c.name) for c in CASES])
 def test_kernels_compile_well(case: Case, target: str) -> None:
-    launches = ahead_of_time.record(case.call)
+    launches = ahead_of_time.record(case.call, target)
     assert launches, "the case launched nothing"
     codes, found = [], []
     for aligned in (True, False):

@@ -11,11 +11,13 @@ from torch import nn
 
 import tritonemb as te
 from tests import plain
-from tests.helpers import assert_same_bits, contents, make_collection, random_steps, train
-from tests.strategies import TABLE_DTYPES, problems
+from tests.helpers import assert_same_bits, contents, fewer, make_collection, random_steps, train
+from tests.strategies import DIMS, TABLE_DTYPES, problems
+
+pytestmark = pytest.mark.public
 
 
-@given(problems(dtypes=TABLE_DTYPES, pooled=False))
+@given(problems(dtypes=TABLE_DTYPES, dims=fewer(DIMS, (1, 7, 60)), max_tables=fewer(6, 3), pooled=False))
 @pytest.mark.usefixtures("poisoned")
 def test_rows_under_the_batchs_keys_and_offsets(problem):
     configs, batch = problem

@@ -12,6 +12,8 @@ from torch import nn
 import tritonemb as te
 from tests.helpers import contents, make_collection, random_steps, train
 
+pytestmark = pytest.mark.public
+
 # Float32 on both sides, sums and formulas in another order, ten steps.
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 

@@ -11,6 +11,8 @@ from torch.optim import lr_scheduler
 import tritonemb as te
 from tests.helpers import assert_same_bits, configurations, contents, make_collection, random_steps, train
 
+pytestmark = pytest.mark.public
+
 
 def make(optimizer: te.optim.Optimizer | None = None) -> te.nn.EmbeddingBagCollection:
     return make_collection([te.TableConfig("a", 9, 4), te.TableConfig("b", 5, 3)], optimizer or te.optim.SGD(lr=0.5))

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 import tritonemb as te
 
+pytestmark = pytest.mark.public
+
 
 def by_loop(dense: torch.Tensor, sparse: torch.Tensor, num_features: int) -> torch.Tensor:
     rows = []

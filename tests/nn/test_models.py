@@ -13,6 +13,7 @@ from tests.helpers import assert_same_bits
 from tests.nn.test_interaction import by_loop
 from tests.strategies import random_batch, rows_of
 
+pytestmark = pytest.mark.public
 TABLES = [te.TableConfig("a", 20, 8), te.TableConfig("b", 7, 8, features=["b", "c"], pooling="mean")]
 NUM_DENSE, BATCH = 5, 6
 # The same float32 operations, but for pooled sums and products in another order.

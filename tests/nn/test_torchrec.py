@@ -10,6 +10,7 @@ import torch
 import tritonemb as te
 from tests.helpers import assert_same_bits, contents, make_collection, output_of, random_steps
 
+pytestmark = pytest.mark.public
 sparse = pytest.importorskip("torchrec.sparse.jagged_tensor", reason="torchrec is not installed")
 
 

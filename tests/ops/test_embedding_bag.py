@@ -8,11 +8,13 @@ from hypothesis import given, settings
 
 import tritonemb as te
 from tests import plain
-from tests.helpers import make_collection, width_of
-from tests.strategies import TABLE_DTYPES, problems, random_weights, seeds
+from tests.helpers import fewer, make_collection, width_of
+from tests.strategies import DIMS, TABLE_DTYPES, problems, random_weights, seeds
 from tritonemb import ops
 from tritonemb.kernels.layout import make_layout
 
+pytestmark = pytest.mark.public
+TABLES = {"dtypes": TABLE_DTYPES, "dims": fewer(DIMS, (1, 7, 60)), "max_tables": fewer(6, 3)}
 # Sums of up to 33 · 12 products of normal values in float32; 16-bit outputs and gradients are compared to 2^-8.
 TOLERANCES = {torch.float32: {"rtol": 1e-5, "atol": 1e-4}, torch.bfloat16: {"rtol": 2.0**-8, "atol": 1e-4}}
 
@@ -42,13 +44,13 @@ def check_gradients(configs, batch, seed, pooled):
         torch.testing.assert_close(scales.grad.double(), wide_scales.grad, **TOLERANCES[torch.float32])
 
 
-@given(problems(dtypes=TABLE_DTYPES), seeds)
+@given(problems(**TABLES), seeds)
 @pytest.mark.usefixtures("poisoned")
 def test_gradients_of_pooled_lookups(problem, seed):
     check_gradients(*problem, seed, pooled=True)
 
 
-@given(problems(dtypes=TABLE_DTYPES, pooled=False), seeds)
+@given(problems(**TABLES, pooled=False), seeds)
 @pytest.mark.usefixtures("poisoned")
 def test_gradients_of_unpooled_lookups(problem, seed):
     check_gradients(*problem, seed, pooled=False)
@@ -79,7 +81,7 @@ def test_float64_tables_pass_gradcheck():
     assert torch.autograd.gradcheck(look_up, (scales, *weights))
 
 
-@given(problems(dtypes=TABLE_DTYPES), seeds)
+@given(problems(**TABLES), seeds)
 @pytest.mark.usefixtures("poisoned")
 def test_a_fused_lookup_has_the_bits_and_weight_gradients_of_a_plain_one(problem, seed):
     configs, batch = problem

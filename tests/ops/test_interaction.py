@@ -13,6 +13,8 @@ from tritonemb.ops.cross import is_fused as is_cross_fused
 from tritonemb.ops.interaction import is_fused
 from tritonemb.ops.registry import forced
 
+pytestmark = pytest.mark.public
+
 
 def operands(kind: str, batch_size: int, **options) -> list[torch.Tensor]:
     """Arguments of the op: 3 vectors of 5, or 5 columns."""

@@ -15,6 +15,7 @@ from tritonemb.ops import row_groups
 from tritonemb.ops.accumulate import NOT_ACCUMULATING, Accumulator
 from tritonemb.optim import OPTIMIZERS
 
+pytestmark = pytest.mark.public
 OPS = torch.ops.tritonemb
 
 

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 import torch
 
-from tritonemb.kernels.cpu.row_groups import row_groups
+from tests.helpers import INTERPRETED
 from tritonemb.kernels.row_groups import row_groups_reference
+from tritonemb.ops import registry
 from tritonemb.ops.registry import choose, forced, kernel
 
+pytestmark = pytest.mark.public
+SERVING = "triton" if INTERPRETED else "cpu"
+row_groups = importlib.import_module(f"tritonemb.kernels{'' if INTERPRETED else '.cpu'}.row_groups").row_groups
 CPU = torch.device("cpu")
 OPS = ("row_groups", "embedding_bag", "sample_weight_gradient", "row_update_")
+
+
+@pytest.fixture(autouse=True)
+def _free_choice(monkeypatch):
+    monkeypatch.setattr(registry, "_forced", None)
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_the_devices_kernel_serves_if_it_knows_all_dtypes(op):
     known = [torch.empty(1, dtype=dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)]
-    assert choose(op, CPU, known) == "cpu"
+    assert choose(op, CPU, known) == SERVING
     assert choose(op, CPU, [*known, torch.empty(1, dtype=torch.float64)]) == "reference"
     assert choose(op, torch.device("meta"), known) == "reference"
 

@@ -23,7 +23,7 @@ from tritonemb.kernels import errors
 from tritonemb.kernels.addresses import on_device
 from tritonemb.kernels.error_word import BAD_ID, BAD_OFFSETS, error_word, names_of, poll, report
 from tritonemb.kernels.floats import CODES, bits_of, last_at_most, narrow, pointer_to, row_sum, widen
-from tritonemb.kernels.language import cdiv, jit, launch, next_power_of_2, tl
+from tritonemb.kernels.language import cdiv, jit, lanes, launch, next_power_of_2, tl
 from tritonemb.kernels.layout import MEAN, NUM_ROWS, Layout, batch_size_of
 from tritonemb.kernels.row_groups import entries_reference
 
@@ -198,13 +198,13 @@ class Tile(NamedTuple):
 def choose_tile(max_dim: int, item_size: int, mean_length: float) -> Tile:
     """Lanes read 16 bytes each, and VECTORS_IN_FLIGHT of them: along the bag if it is long, else of several bags."""
     block = min(MAX_BLOCK, next_power_of_2(max_dim))
-    warp_elements = 32 * 16 // item_size
+    warp_elements = lanes() * 16 // item_size
     num_warps = max(1, min(4, block // (2 * warp_elements)))
     rows = max(1, min(32, warp_elements // block))
     vectors = max(1, block // (num_warps * warp_elements))
     unroll = min(VECTORS_IN_FLIGHT // vectors, next_power_of_2(max(1, round(mean_length))))
     more_rows = max(1, VECTORS_IN_FLIGHT // vectors // unroll)
-    rows = min(32, rows * more_rows, max(1, MAX_SUMS * 32 * num_warps // block))
+    rows = min(32, rows * more_rows, max(1, MAX_SUMS * lanes() * num_warps // block))
     return Tile(rows, block, unroll, num_warps)
 
 

@@ -43,6 +43,7 @@ class Launch(NamedTuple):
 
 
 _recorded: list[Launch] | None = None
+_lanes = 64 if torch.version.hip else 32
 
 
 def interpreting() -> bool:
@@ -51,8 +52,10 @@ def interpreting() -> bool:
 
 
 def launch(kernel: Any, grid: Sequence[int], *args: Any, num_warps: int = 4, **constants: Any) -> None:
-    """Run `kernel` over `grid` on its tensors' device. Products and sums stay apart (no fused multiply-add), so that
-    bits do not depend on the compiler's taste."""
+    """Run `kernel` over `grid` on its tensors' device.
+
+    Products and sums stay apart (no fused multiply-add), so that bits do not depend on the compiler's taste.
+    """
     if _recorded is not None:
         _recorded.append(Launch(kernel, args, constants, num_warps))
         return
@@ -63,15 +66,23 @@ def launch(kernel: Any, grid: Sequence[int], *args: Any, num_warps: int = 4, **c
         kernel[tuple(grid)](*args, num_warps=num_warps, enable_fp_fusion=False, **constants)
 
 
+def lanes() -> int:
+    """Threads of a warp: 32, or 64 on AMD's processors."""
+    return _lanes
+
+
 @contextmanager
-def recording() -> Iterator[list[Launch]]:
-    """Note launches instead of running them: outputs stay unwritten. For compilation ahead of time."""
-    global _recorded
-    before, _recorded = _recorded, []
+def recording(lanes: int = 32) -> Iterator[list[Launch]]:
+    """Note launches for a GPU with warps of `lanes` instead of running them: outputs stay unwritten.
+
+    For compilation ahead of time.
+    """
+    global _recorded, _lanes
+    before, _recorded, _lanes = (_recorded, _lanes), [], lanes
     try:
         yield _recorded
     finally:
-        _recorded = before
+        _recorded, _lanes = before
 
 
 def num_programs(device: torch.device, per_processor: int) -> int:

@@ -12,9 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.language import cdiv, jit, launch, tl
+from tritonemb.kernels.language import cdiv, interpreting, jit, launch, tl
 
-BLOCK = 1024  # keys of a program; a digit and a place in the block share 31 bits
+BLOCK = 128 if interpreting() else 1024  # keys of a program; the interpreter sorts slowly
 DIGIT_BITS = 8
 
 

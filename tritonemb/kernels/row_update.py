@@ -25,7 +25,7 @@ from tritonemb.kernels.addresses import on_device
 from tritonemb.kernels.embedding_bag import alignment_of, by_dtype, scales_reference
 from tritonemb.kernels.error_word import BAD_GRADIENT, error_word, names_of, poll, report
 from tritonemb.kernels.floats import CODES, FLOAT32, bits_of, last_at_most, narrow, pointer_to, widen
-from tritonemb.kernels.language import cdiv, jit, launch, next_power_of_2, num_programs, tl
+from tritonemb.kernels.language import cdiv, jit, lanes, launch, next_power_of_2, num_programs, tl
 from tritonemb.kernels.layout import COLUMN, FIRST_ROW, MEAN, NUM_ROWS, POOLING, SEED, TABLE, Layout, batch_size_of
 from tritonemb.kernels.optimizers import KINDS, constants_of, step_reference, step_rows
 from tritonemb.kernels.rounding import (
@@ -293,7 +293,7 @@ def row_update_(
     )  # fmt: skip
 
     has_element_state = any(spec.per_element for spec in OPTIMIZERS[optimizer].states)
-    tile_rows = max(1, min(32, (256 if has_element_state else 512) // block))
+    tile_rows = max(1, min(32, (4 if has_element_state else 16) * lanes() // block))
     grid = (min(cdiv(num_entries, tile_rows), num_programs(device, 16)),)
     nonfinite = int(h.nonfinite)
     bad_row = torch.full((1,), NO_ROW_FOUND, dtype=torch.int64, device=device) if nonfinite == 1 else None
@@ -331,7 +331,7 @@ NO_ROW_FOUND = 2**62
 
 def warps_for(block: int) -> int:
     """Enough that a lane holds at most four elements of a row, if it can be."""
-    return max(1, min(16, block // 128))
+    return max(1, min(16, block // (4 * lanes())))
 
 
 def _corrections(h: Hyperparameters, step: Tensor) -> Tensor:
