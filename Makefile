@@ -28,6 +28,8 @@ GPU_PEERS ?= .peers
 # Where other processes use the cores too, OpenMP threads that spin while they wait make steps many times slower.
 QUIET := OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-passive}
 INTERPRETED := TRITON_INTERPRET=1 HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-few}
+# Compiled or not, a module calls the same reference.
+BY_REFERENCE := --kernels reference tests/ops tests/nn --ignore tests/nn/test_compile.py
 
 ifeq ($(OS),Windows_NT)
 BIN := $(VENV)/Scripts
@@ -44,15 +46,17 @@ GPU_PYTEST := $(PYTHON) -m pytest -o addopts="-ra --import-mode=importlib" tests
 train: $(VENV)/.train
 	$(QUIET) $(BIN)/python -m tritonemb train --data "$(DATA)" $(ARGS)
 
-# Triton reads TRITON_INTERPRET once, so kernels are compiled ahead of time in one run and interpreted, on few examples
-# of each kind, in another.
+# Everything by the CPU kernels; the public tests by the references; then, as Triton reads TRITON_INTERPRET once, the
+# public tests and those of the kernels in a run of their own, by Triton kernels that are interpreted on few examples.
 test: lint
 	$(QUIET) $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
-	$(QUIET) $(INTERPRETED) $(BIN)/python -m pytest -n $(JOBS) -m "triton and not slow" $(ARGS)
+	$(QUIET) $(BIN)/python -m pytest -n $(JOBS) -m "public and not slow" $(BY_REFERENCE) $(ARGS)
+	$(QUIET) $(INTERPRETED) $(BIN)/python -m pytest -n $(JOBS) -m "(triton or public) and not slow" $(ARGS)
 
 test-all: lint
 	$(QUIET) $(BIN)/python -m pytest -n $(JOBS) -m "" $(ARGS)
-	$(QUIET) $(INTERPRETED) $(BIN)/python -m pytest -n $(JOBS) -m triton $(ARGS)
+	$(QUIET) $(BIN)/python -m pytest -n $(JOBS) -m public $(BY_REFERENCE) $(ARGS)
+	$(QUIET) $(INTERPRETED) $(BIN)/python -m pytest -n $(JOBS) -m "triton or public" $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import tritonemb as te
 from tests import plain
 from tests.strategies import DIMS, TABLE_DTYPES, problems, random_batch, random_weights, seeds
+from tritonemb import ops
 from tritonemb.kernels import embedding_bag as triton
 from tritonemb.kernels.cpu.embedding_bag import embedding_bag, sample_weight_gradient
 from tritonemb.kernels.embedding_bag import embedding_bag_reference, sample_weight_gradient_reference
@@ -228,7 +229,7 @@ def test_triton_addresses_rows_beyond_two_to_the_31_elements(device, pooled, mon
     config = te.TableConfig("table", first_row + 10, dim)
     real = torch.randn(10, dim, device=device)
     far = torch.tensor([real.data_ptr() - 4 * dim * first_row], device=device)
-    monkeypatch.setattr(triton, "by_dtype", lambda weights: [(weights, far)])
+    monkeypatch.setattr(triton, "by_dtype", lambda weights, device: [(weights, far)])
     values = torch.tensor([first_row, first_row + 9, first_row + 3], device=device)
     layout = make_layout([config], ["table"], pooled, device)
     out = triton.embedding_bag([real], values, torch.tensor([0, 2, 3], device=device), None, layout, True)
@@ -314,8 +315,13 @@ def test_triton_survives_and_names_offsets_that_do_not_ascend(device):
     values = torch.zeros(4, dtype=torch.int64, device=device)
     layout = make_layout([config], ["table"], True, device)
     weights = [torch.ones(3, 2, device=device)]
-    for offsets in ([0, 3, 2, 4], [0, 9, 9, 9]):
-        with pytest.raises(ValueError, match="offsets must ascend: feature 'table', sample"):
+    messages = {
+        (0, 3, 2, 4): "offsets must ascend: feature 'table', sample 1 goes from 3 to 2",
+        (1, 2, 3, 4): "offsets must start with 0, got 1",
+        (0, 1, 2, 3): "offsets end at 3 but there are 4 values",
+    }
+    for offsets, message in messages.items():
+        with pytest.raises(ValueError, match=message):
             look_up_and_wait(weights, values, torch.tensor(offsets, device=device), None, layout, True)
 
 
@@ -333,3 +339,14 @@ def test_float8_tables_are_looked_up_but_not_trained(device):
     collection.tables[0].weight.requires_grad_()
     with pytest.raises(TypeError, match="take no gradients"):
         collection(batch).sum().backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TABLE_DTYPES)
+def test_tables_in_pinned_host_memory_are_read_through_their_addresses(device, dtype):
+    config = te.TableConfig("table", 50, 60, dtype=dtype)
+    there, here = on(device, [config], random_batch({"table": 50}, ["table"], 9, 5))
+    pinned = [weight.pin_memory() for weight in here[0]]
+    assert torch.equal(ops.embedding_bag(pinned, *there[1:]).cpu(), embedding_bag_reference(*here))
+    with pytest.raises(ValueError, match="table 'table' is on cpu but the batch is on cuda"):
+        ops.embedding_bag(here[0], *there[1:])

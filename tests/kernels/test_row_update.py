@@ -16,6 +16,9 @@ import tritonemb as te
 from tests import formulas
 from tests.helpers import assert_close, assert_same_bits, configurations, contents, make_collection, random_steps, train
 from tests.strategies import TABLE_DTYPES, optimizers, seeds, tables
+from tritonemb.kernels import row_update as triton
+from tritonemb.kernels.layout import make_layout
+from tritonemb.kernels.row_groups import row_groups
 from tritonemb.ops.registry import forced
 from tritonemb.optim import OPTIMIZERS
 
@@ -334,3 +337,29 @@ def test_triton_raises_gradients_that_are_not_finite_and_changes_nothing(device)
         assert_same_bits(contents(collection), before)
         train_and_wait(collection, [(batch, torch.ones_like(grad))])
     assert int(collection.step) == 1
+
+
+@pytest.mark.triton
+def test_triton_updates_rows_beyond_two_to_the_31_elements(device, monkeypatch):
+    """A table whose only real rows lie far behind its address: products of rows and dims must be 64 bits wide."""
+    first_row, dim = 2**31 // 64 + 5, 64
+    config = te.TableConfig("table", first_row + 10, dim)
+    real = torch.randn(10, dim, device=device)
+    before = real.clone()
+    far = torch.tensor([real.data_ptr() - 4 * dim * first_row], device=device)
+    monkeypatch.setattr(triton, "by_dtype", lambda weights, device: [(weights, far)])
+    values = torch.tensor([first_row, first_row + 9, first_row], device=device)
+    offsets = torch.tensor([0, 2, 3], device=device)
+    layout = make_layout([config], ["table"], True, device)
+    counters = [torch.zeros(shape, dtype=torch.int64, device=device) for shape in ((), (1,))]
+    grad = torch.randn(2, dim, device=device)
+    spec = te.optim.SGD(lr=1.0)
+    groups = row_groups(values, offsets, layout)
+    rate = torch.tensor(1.0, device=device)
+    triton.row_update_(
+        [real], [], *counters, rate, grad, offsets, None, spec.name, spec.hyperparameters, groups, layout
+    )
+    expected = before.clone()
+    expected[0] -= grad[0] + grad[1]
+    expected[9] -= grad[0]
+    assert torch.equal(real, expected)

@@ -12,6 +12,7 @@ from tests.helpers import assert_same_bits, contents, fewer, make_collection, ou
 from tritonemb.optim import OPTIMIZERS
 
 pytestmark = pytest.mark.public
+NAMES = fewer(list(OPTIMIZERS), ["row_wise_adagrad", "adam"])
 BATCH = fewer(400, 20)  # enough that CPU kernels share the work among threads
 TABLES = [te.TableConfig("user", 10, 4, features=["u", "shared"]), te.TableConfig("genre", 5, 2, features=["shared"])]
 
@@ -23,15 +24,6 @@ def make(optimizer: te.optim.Optimizer | None = None, pooled: bool = True, **opt
 
 def batch_of(u, shared, dtype=torch.int64) -> te.KeyedJaggedTensor:
     return te.KeyedJaggedTensor.from_lists({"u": u, "shared": shared}, dtype=dtype)
-
-
-def unchecked(keys, values, lengths=None, offsets=None) -> te.KeyedJaggedTensor:
-    """A batch whose contents are only looked at by the kernels, as on a GPU."""
-    batch = te.KeyedJaggedTensor(keys, values[:0], offsets=torch.zeros(1 + len(keys), dtype=torch.int64))
-    if offsets is None:
-        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-    batch._values, batch._lengths, batch._offsets = values, lengths, offsets
-    return batch
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -74,7 +66,7 @@ def test_the_first_bad_id_is_reported_on_any_number_of_threads():
 
 
 @pytest.mark.parametrize(
-    "optimizer", [None, *(kind(lr=0.1) for kind in OPTIMIZERS.values())], ids=lambda o: getattr(o, "name", "none")
+    "optimizer", [None, *(OPTIMIZERS[name](lr=0.1) for name in NAMES)], ids=lambda o: getattr(o, "name", "none")
 )
 @pytest.mark.parametrize("pooled", [True, False])
 def test_ignored_ids_read_as_zero_and_update_nothing(pooled, optimizer):
@@ -130,36 +122,6 @@ def test_grouping_checks_ids_too():
         make().group(te.KeyedJaggedTensor(["u", "shared"], torch.ones(2, 1, dtype=torch.int64), lengths=lengths))
 
 
-BAD_OFFSETS = {
-    "offsets must start with 0, got 1": [1, 1, 2, 3, 4],
-    "offsets end at 3 but there are 4 values": [0, 1, 2, 3, 3],
-    "offsets end at 9 but there are 4 values": [0, 1, 2, 3, 9],
-    "offsets must ascend: feature 'u', sample 1 goes from 3 to 2": [0, 3, 2, 3, 4],
-    "offsets must ascend: feature 'shared', sample 0 goes from 2 to -7": [0, 1, 2, -7, 4],
-    "offsets must ascend: feature 'shared', sample 1 goes from 9 to 4": [0, 1, 2, 9, 4],
-}
-
-
-@pytest.mark.parametrize("optimizer", [None, te.optim.Adagrad()], ids=["plain", "fused"])
-@pytest.mark.parametrize("message", BAD_OFFSETS)
-def test_kernels_check_offsets_that_nobody_looked_at(message, optimizer):
-    collection = make_collection(TABLES, optimizer)
-    before = contents(collection)
-    values, offsets = torch.tensor([1, 2, 3, 4]), torch.tensor(BAD_OFFSETS[message])
-    for dtype in (torch.int32, torch.int64):
-        with pytest.raises(ValueError, match=re.escape(message)):
-            collection(unchecked(["u", "shared"], values, offsets=offsets.to(dtype)))
-    assert_same_bits(contents(collection), before)
-
-
-def test_lengths_that_nobody_looked_at():
-    values = torch.tensor([1, 2, 3, 4])
-    with pytest.raises(ValueError, match="offsets must ascend: feature 'u', sample 1 goes from 3 to 1"):
-        make()(unchecked(["u", "shared"], values, lengths=torch.tensor([3, -2, 2, 1])))
-    with pytest.raises(ValueError, match="offsets end at 5 but there are 4 values"):
-        make()(unchecked(["u", "shared"], values, lengths=torch.tensor([1, 1, 1, 2])))
-
-
 def test_a_batch_that_is_none():
     with pytest.raises(ValueError, match=r"lacks the features \['shared'\].*\['u', 'other'\]"):
         make()(te.KeyedJaggedTensor.from_lists({"u": [[1]], "other": [[1]]}))
@@ -204,9 +166,9 @@ def test_frozen_tables_need_a_collection_of_their_own():
         collection(batch_of([[1]], [[1]]))
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("bad", fewer([float("nan"), float("inf"), -float("inf")], [-float("inf")]))
 @pytest.mark.parametrize("num_threads", fewer([1, 4], [1]))
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_gradient_that_is_not_finite_is_raised_before_anything_changes(name, num_threads, bad):
     torch.set_num_threads(num_threads)
     tables = [te.TableConfig("first", 400, 33), te.TableConfig("second", 300, 7)]
@@ -229,7 +191,7 @@ def test_a_gradient_that_is_not_finite_is_raised_before_anything_changes(name, n
 
 
 @pytest.mark.parametrize("num_threads", fewer([1, 4], [1]))
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", NAMES)
 def test_rows_whose_gradient_is_not_finite_are_skipped_and_counted(name, num_threads):
     torch.set_num_threads(num_threads)
     tables = [te.TableConfig("first", 400, 33), te.TableConfig("second", 300, 7)]
@@ -283,3 +245,10 @@ def test_compiled_modules_report_the_same():
     with pytest.raises(ValueError, match="table 'user': the gradient of row 1"):
         out.backward(torch.full((1, 10), float("nan")))
     assert_same_bits(contents(collection), before)
+
+
+@pytest.mark.parametrize("optimizer", [None, te.optim.SGD()], ids=["dense", "fused"])
+def test_a_batch_on_another_device_is_refused(optimizer):
+    collection = te.nn.EmbeddingBagCollection([te.TableConfig("table", 5, 4)], optimizer=optimizer, device="meta")
+    with pytest.raises(ValueError, match=r"table 'table' is on meta but the batch is on cpu; move one"):
+        collection(te.KeyedJaggedTensor.from_lists({"table": [[1]]}))

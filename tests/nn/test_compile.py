@@ -28,7 +28,8 @@ from tritonemb.ops.registry import forced
 from tritonemb.optim import OPTIMIZERS
 
 pytestmark = [pytest.mark.public, pytest.mark.usefixtures("dynamo")]
-NUM_STEPS = fewer(20, 5)
+KINDS = [OPTIMIZERS[name] for name in fewer(list(OPTIMIZERS), ["row_wise_adagrad", "adam"])]
+NUM_STEPS = fewer(20, 3)
 
 
 class Several(nn.Module):
@@ -66,14 +67,14 @@ def test_compiled_steps_equal_the_references(mode):
     limits = ({"max_gradient": 0.3}, {"max_norm": 0.7})
     models = []
     for _ in range(2):
-        specs = [kind(lr=0.05, **decay, **limits[i % 2]) for i, kind in enumerate(OPTIMIZERS.values())]
+        specs = [kind(lr=0.05, **decay, **limits[i % 2]) for i, kind in enumerate(KINDS)]
         models.append(Several([make_collection(CONFIGS, spec) for spec in specs]))
     model, twin = models
     compiled = torch.compile(model, fullgraph=True)
     for step, (batch, grad) in enumerate(random_steps(model.collections[0], NUM_STEPS, weighted=True)):
         for module in (*model.collections, *twin.collections):
             module.set_learning_rate(0.05 / (1 + step % 4))
-        compiled(batch).backward(grad.repeat(1, len(OPTIMIZERS)))
+        compiled(batch).backward(grad.repeat(1, len(KINDS)))
         with forced("reference"):
             for module in twin.collections:
                 train(module, [(batch, grad)])

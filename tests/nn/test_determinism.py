@@ -17,7 +17,7 @@ THREADS = (1, 2, 4)
 NUM_OTHERS = fewer(40, 10)  # samples beside the one that is looked at
 # Enough elements that kernels share their work among threads.
 TABLES = [
-    te.TableConfig(f"{pooling}{index}", 400, 60 + index, pooling=pooling, dtype=dtype)
+    te.TableConfig(f"{pooling}{index}", 400, fewer(60, 12) + index, pooling=pooling, dtype=dtype)
     for index, dtype in enumerate(TABLE_DTYPES)
     for pooling in ("sum", "mean")
 ]

@@ -12,8 +12,6 @@ from torch import nn
 import tritonemb as te
 from tests.helpers import contents, make_collection, random_steps, train
 
-pytestmark = pytest.mark.public
-
 # Float32 on both sides, sums and formulas in another order, ten steps.
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-6}
 
@@ -55,6 +53,7 @@ PAIRS = {
 DENSE = ("adam", "adamw", "adam with L2", "sgd with L2")  # in torch.optim rows outside the batch move too
 
 
+@pytest.mark.public
 @pytest.mark.parametrize("name", PAIRS)
 def test_a_fused_step_is_torchs(name):
     ours, theirs = PAIRS[name]
@@ -71,6 +70,7 @@ def test_a_fused_step_is_torchs(name):
         torch.testing.assert_close(table.weight, bag.weight, **TOLERANCE)
 
 
+@pytest.mark.public
 def test_adam_leaves_the_moments_of_absent_rows_and_counts_all_steps():
     collection = make_collection([te.TableConfig("table", 4, 2)], te.optim.Adam(lr=0.1))
     start = contents(collection)["table.weight"]
@@ -86,6 +86,7 @@ def test_adam_leaves_the_moments_of_absent_rows_and_counts_all_steps():
     assert int(collection.step) == 4
 
 
+@pytest.mark.public
 def test_an_uncompiled_collection_may_be_looked_up_twice_before_the_backward():
     """Each lookup's gradient is applied by itself, on the tables that the one before left behind."""
     collection = make_collection([te.TableConfig("table", 6, 4)], te.optim.SGD(lr=0.1))

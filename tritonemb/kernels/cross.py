@@ -24,7 +24,7 @@ from tritonemb.kernels.language import cdiv, interpreting, jit, launch, next_pow
 _ROWS, _SIZE, _MAX_RUNS = 8, 256, 256
 
 
-@jit
+@jit(varying=["num_rows"])
 def _forward(inputs, product, bias, crossed, out, num_rows, width, ROWS: tl.constexpr, SIZE: tl.constexpr):
     """One program for ROWS rows and SIZE columns."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -38,7 +38,7 @@ def _forward(inputs, product, bias, crossed, out, num_rows, width, ROWS: tl.cons
     tl.store(out + at, (x_0 * (u + b) + x_l).to(out.dtype.element_ty), mask=inside)
 
 
-@jit
+@jit(varying=["num_rows"])
 def _backward(
     grad, inputs, product, bias, grad_inputs, grad_product, sums, num_rows, width, run,
     ROWS: tl.constexpr, SIZE: tl.constexpr,

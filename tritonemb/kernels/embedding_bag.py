@@ -21,7 +21,16 @@ from torch import Tensor
 
 from tritonemb.kernels import errors
 from tritonemb.kernels.addresses import on_device
-from tritonemb.kernels.error_word import BAD_ID, BAD_OFFSETS, error_word, names_of, poll, report
+from tritonemb.kernels.error_word import (
+    BAD_FIRST_OFFSET,
+    BAD_ID,
+    BAD_LAST_OFFSET,
+    BAD_OFFSETS,
+    error_word,
+    names_of,
+    poll,
+    report,
+)
 from tritonemb.kernels.floats import CODES, bits_of, last_at_most, narrow, pointer_to, row_sum, widen
 from tritonemb.kernels.language import cdiv, jit, lanes, launch, next_power_of_2, tl
 from tritonemb.kernels.layout import MEAN, NUM_ROWS, Layout, batch_size_of
@@ -33,10 +42,10 @@ MAX_SUMS = 32  # sums that a lane keeps, in as many registers
 NO_POSITION = tl.constexpr(2**62)
 
 
-@jit
+@jit(varying=["batch_size", "num_values"])
 def _pool_kernel(
     addresses, tables, lookups, key_starts, values, offsets, sample_weights, out, lock, record, names, batch_size,
-    num_values, multiplicity, width, CODE: tl.constexpr, OUT_CODE: tl.constexpr, ALIGN: tl.constexpr,
+    num_keys, num_values, multiplicity, width, CODE: tl.constexpr, OUT_CODE: tl.constexpr, ALIGN: tl.constexpr,
     STEP: tl.constexpr, BAGS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr, WEIGHTED: tl.constexpr,
     CHECK: tl.constexpr,
 ):  # fmt: skip
@@ -63,7 +72,9 @@ def _pool_kernel(
         end = tl.load(offsets + bag + 1, mask=sample < batch_size, other=0).to(tl.int64)
         broken = (begin < 0) | (begin > end) | (end > num_values)
         end = tl.where(broken, begin, end)
-        scale = tl.where(mean, tl.div_rn(1.0, tl.maximum(end - begin, 1).to(tl.float32)), 1.0)
+        scale = tl.full((BAGS,), 1.0, tl.float32)
+        if mean:
+            scale = tl.div_rn(scale, tl.maximum(end - begin, 1).to(tl.float32))
 
         columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         total = tl.zeros((BAGS, BLOCK), tl.float32)
@@ -97,12 +108,24 @@ def _pool_kernel(
                 found = tl.max(tl.where(worst == where, sample, -1))
                 report(lock, record, BAD_ID, names, where, tl.load(values + where), table, key, found, num_rows)
         if tl.max(broken.to(tl.int32)) != 0:
-            found = tl.max(tl.where(broken, sample, -1))
+            found = tl.min(tl.where(broken, sample, batch_size))
             at = offsets + key.to(tl.int64) * batch_size + found
             report(lock, record, BAD_OFFSETS, names, tl.load(at), tl.load(at + 1), table, key, found, num_values)
+    if tl.program_id(0) == 0:
+        _check_ends(offsets, num_keys * batch_size, num_values, lock, record, names)
 
 
 @jit
+def _check_ends(offsets, num_bags, num_values, lock, record, names):
+    """Report offsets that do not begin with 0 or do not end with the number of values."""
+    first, last = tl.load(offsets).to(tl.int64), tl.load(offsets + num_bags).to(tl.int64)
+    if first != 0:
+        report(lock, record, BAD_FIRST_OFFSET, names, first, last, 0, 0, 0, num_values)
+    if last != num_values:
+        report(lock, record, BAD_LAST_OFFSET, names, first, last, 0, 0, 0, num_values)
+
+
+@jit(varying=["batch_size", "num_values"])
 def _gather_kernel(
     addresses, tables, lookups, key_starts, values, offsets, sample_weights, out, lock, record, names, batch_size,
     num_keys, num_values, width, CODE: tl.constexpr, OUT_CODE: tl.constexpr, ALIGN: tl.constexpr, STEP: tl.constexpr,
@@ -114,7 +137,8 @@ def _gather_kernel(
     bag = last_at_most(offsets, num_keys * batch_size, position)
     key = bag // batch_size
     lookup = tl.load(key_starts + key)
-    used = live & (lookup < tl.load(key_starts + key + 1))
+    covered = (position >= tl.load(offsets)) & (position < tl.load(offsets + num_keys * batch_size))
+    used = live & covered & (lookup < tl.load(key_starts + key + 1))
     table = tl.load(lookups + lookup * 4, mask=used, other=0)
     address = tl.load(addresses + table)
     used = used & (address != 0)
@@ -134,8 +158,10 @@ def _gather_kernel(
     tl.store(
         out + position[:, None] * tl.multiple_of(tl.zeros((), tl.int64) + width, STEP) + columns[None, :],
         narrow(result, OUT_CODE),
-        mask=used[:, None] & (columns[None, :] < width),
+        mask=(used | (live & (covered == 0)))[:, None] & (columns[None, :] < width),
     )
+    if tl.program_id(0) == 0:
+        _check_ends(offsets, num_keys * batch_size, num_values, lock, record, names)
     if CHECK:
         bad = used & (inside == 0)
         where = tl.min(tl.where(bad, position, NO_POSITION))
@@ -148,7 +174,7 @@ def _gather_kernel(
             )  # fmt: skip
 
 
-@jit
+@jit(varying=["batch_size", "num_values"])
 def _sample_weight_gradient_kernel(
     addresses, tables, lookups, key_starts, values, offsets, grad, out, batch_size, num_keys, num_values, multiplicity,
     width, max_dim, CODE: tl.constexpr, GRAD_CODE: tl.constexpr, ALIGN: tl.constexpr, STEP: tl.constexpr,
@@ -165,6 +191,7 @@ def _sample_weight_gradient_kernel(
     for use in range(multiplicity):
         lookup = tl.load(key_starts + key) + use
         used = live & (lookup < tl.load(key_starts + key + 1))
+        used = used & (position >= tl.load(offsets)) & (position < tl.load(offsets + num_keys * batch_size))
         table = tl.load(lookups + lookup * 4, mask=used, other=0)
         address = tl.load(addresses + table)
         used = used & (address != 0) & (row >= 0) & (row < tl.load(tables + table * 4 + 1))
@@ -215,9 +242,12 @@ def alignment_of(tensors: Sequence[Tensor], dims: Iterable[int] = ()) -> int:
     return math.gcd(16, *sizes, *(tensor.data_ptr() for tensor in tensors))
 
 
-def by_dtype(weights: Sequence[Tensor]) -> Iterator[tuple[list[Tensor], Tensor]]:
-    """Tables of each dtype, and the addresses int64 `[T]` of all tables with 0 for those of other dtypes."""
-    device = weights[0].device
+def by_dtype(weights: Sequence[Tensor], device: torch.device) -> Iterator[tuple[list[Tensor], Tensor]]:
+    """Tables of each dtype, and the addresses int64 `[T]` of all tables with 0 for those of other dtypes.
+
+    Tables lie on `device`, or in pinned memory of its host.
+    """
+    assert all(weight.is_contiguous() for weight in weights)
     for dtype in dict.fromkeys(weight.dtype for weight in weights):
         mine = [weight for weight in weights if weight.dtype == dtype]
         yield mine, on_device([w.data_ptr() if w.dtype == dtype else 0 for w in weights], device)
@@ -248,8 +278,10 @@ def embedding_bag(
     out = torch.empty(num_rows, layout.width, dtype=output_dtype, device=device)
     if not layout.pooled and layout.lookups.shape[0] < num_keys:
         out.zero_()  # keys that nobody looks up
+    if batch_size * num_keys == 0:
+        return out.zero_()
     word = error_word(device)
-    for tables, addresses in by_dtype(weights):
+    for tables, addresses in by_dtype(weights, values.device):
         max_dim = max(table.shape[1] for table in tables)
         # Columns of the output follow the dims of all tables.
         align = alignment_of(tables, (weight.shape[1] for weight in weights))
@@ -266,7 +298,7 @@ def embedding_bag(
             tile = choose_tile(max_dim, tables[0].element_size(), num_values / max(1, batch_size * num_keys))
             grid = cdiv(batch_size, tile.rows) * num_uses, cdiv(max_dim, tile.block)
             launch(
-                _pool_kernel, grid, *args, num_values, layout.multiplicity, layout.width, BAGS=tile.rows,
+                _pool_kernel, grid, *args, num_keys, num_values, layout.multiplicity, layout.width, BAGS=tile.rows,
                 BLOCK=tile.block, UNROLL=tile.unroll, num_warps=tile.num_warps, **options,
             )  # fmt: skip
         else:
@@ -288,7 +320,9 @@ def sample_weight_gradient(
     values, offsets, grad = values.contiguous(), offsets.contiguous(), grad.contiguous()
     out = torch.zeros(values.numel(), dtype=torch.float32, device=values.device)
     batch_size, num_keys = batch_size_of(offsets, layout.key_starts), layout.key_starts.numel() - 1
-    for tables, addresses in by_dtype(weights):
+    if batch_size * num_keys == 0:
+        return out
+    for tables, addresses in by_dtype(weights, values.device):
         max_dim = max(table.shape[1] for table in tables)
         align = alignment_of(tables, (weight.shape[1] for weight in weights))
         step = align // tables[0].element_size()

@@ -18,8 +18,10 @@ from tritonemb.kernels.addresses import on_device
 from tritonemb.kernels.language import jit, tl
 from tritonemb.kernels.layout import Layout
 
-_ID, _OFFSETS, _GRADIENT = 1, 2, 3
-BAD_ID, BAD_OFFSETS, BAD_GRADIENT = tl.constexpr(_ID), tl.constexpr(_OFFSETS), tl.constexpr(_GRADIENT)
+_ID, _OFFSETS, _GRADIENT, _FIRST, _LAST = range(1, 6)
+BAD_ID, BAD_OFFSETS, BAD_GRADIENT, BAD_FIRST_OFFSET, BAD_LAST_OFFSET = (
+    tl.constexpr(kind) for kind in (_ID, _OFFSETS, _GRADIENT, _FIRST, _LAST)
+)
 FIELDS = 8  # kind, names, position or row, value, table or last offset, key, sample, valid rows
 
 
@@ -61,10 +63,9 @@ def names_of(layout: Layout, device: torch.device) -> Tensor:
 @functools.cache
 def error_word(device: torch.device) -> ErrorWord:
     """The one error word of a device."""
-    pinned = device.type == "cuda"
-    return ErrorWord(
-        torch.zeros(1, dtype=torch.int32, device=device), torch.zeros(FIELDS, dtype=torch.int64, pin_memory=pinned)
-    )
+    with torch.inference_mode(False):  # it outlives whatever mode it is first asked for in
+        lock = torch.zeros(1, dtype=torch.int32, device=device)
+        return ErrorWord(lock, torch.zeros(FIELDS, dtype=torch.int64, pin_memory=device.type == "cuda"))
 
 
 def poll(device: torch.device) -> None:
@@ -81,6 +82,10 @@ def poll(device: torch.device) -> None:
     table_names, feature_names = (text.splitlines() for text in _names[names])
     if kind == _ID:
         raise errors.id_out_of_range(table_names[table], feature_names[key], sample, where, value, rows)
+    if kind == _FIRST:
+        raise errors.offsets_do_not_start_at_zero(where)
+    if kind == _LAST:
+        raise errors.offsets_do_not_end_with_values(value, rows)
     if kind == _OFFSETS:
         raise errors.offsets_do_not_ascend(feature_names[key], sample, where, value, rows)
     raise errors.gradient_not_finite(table_names[table], where)

@@ -33,12 +33,22 @@ def id_out_of_range(table: str, feature: str, sample: int, position: int, value:
 def bad_offsets(bag: int, offsets: Tensor, num_values: int, layout: Layout) -> ValueError:
     """`offsets` does not start at 0, descends behind `bag`, or does not end at the number of values."""
     if bag < 0:
-        return ValueError(f"offsets must start with 0, got {int(offsets[0])}")
+        return offsets_do_not_start_at_zero(int(offsets[0]))
     if bag == offsets.numel() - 1:
-        return ValueError(f"offsets end at {int(offsets[-1])} but there are {num_values} values")
+        return offsets_do_not_end_with_values(int(offsets[-1]), num_values)
     key, sample = divmod(bag, batch_size_of(offsets, layout.key_starts))
     feature = layout.feature_names.splitlines()[key]
     return offsets_do_not_ascend(feature, sample, int(offsets[bag]), int(offsets[bag + 1]), num_values)
+
+
+def offsets_do_not_start_at_zero(first: int) -> ValueError:
+    """The message for a first offset that is not 0."""
+    return ValueError(f"offsets must start with 0, got {first}")
+
+
+def offsets_do_not_end_with_values(last: int, num_values: int) -> ValueError:
+    """The message for a last offset that is not the number of values."""
+    return ValueError(f"offsets end at {last} but there are {num_values} values")
 
 
 def offsets_do_not_ascend(feature: str, sample: int, begin: int, end: int, num_values: int) -> ValueError:

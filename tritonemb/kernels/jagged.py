@@ -25,7 +25,7 @@ from tritonemb.kernels.segments import segment_offsets
 _TILE = 64 if interpreting() else 1024  # values of a program; the interpreter sorts slowly
 
 
-@jit
+@jit(varying=["batch_size", "num_bags", "num_values", "num_out"])
 def _permute_kernel(
     values, weights, offsets, order, starts, out_values, out_weights, out_offsets, batch_size, num_keys, num_bags,
     num_values, num_out, TILE: tl.constexpr,
@@ -52,7 +52,7 @@ def _permute_kernel(
     tl.store(out_offsets + place, offset.to(out_offsets.dtype.element_ty), mask=place <= num_bags)
 
 
-@jit
+@jit(varying=["num_values", "num_bags", "batch_size", "num_tiles"])
 def _count_kernel(
     values, offsets, block_sizes, owner_keys, counts, sums, lengths, num_values, num_bags, num_keys, batch_size,
     num_owners, num_tiles, TILE: tl.constexpr, BINS: tl.constexpr,
@@ -79,7 +79,7 @@ def _count_kernel(
     tl.store(sums + at, tl.cumsum(count, 0), mask=bins <= num_owners)
 
 
-@jit
+@jit(varying=["num_values", "num_tiles"])
 def _scatter_kernel(
     values, weights, block_sizes, owner_keys, ends, sums, out_values, out_weights, places, num_values, num_keys,
     num_owners, num_tiles, TILE: tl.constexpr,

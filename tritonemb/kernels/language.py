@@ -30,7 +30,17 @@ class _Names:
 
 triton: Any = _import("triton")
 tl: Any = _import("triton.language") or _Names
-jit: Any = triton.jit if triton else lambda function: function
+
+
+def jit(function: Any = None, *, varying: Sequence[str] = ()) -> Any:
+    """Mark a kernel, or a function of kernels.
+
+    Integers named in `varying` change from batch to batch: they are not specialised on, so that a batch of another size
+    compiles nothing.
+    """
+    if triton is None:
+        return function or (lambda kernel: kernel)
+    return triton.jit(function, do_not_specialize=list(varying) or None)
 
 
 class Launch(NamedTuple):

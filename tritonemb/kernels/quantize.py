@@ -103,7 +103,7 @@ def _row_codes(x, mask):
     return codes.to(tl.uint8), scales, tl.where(bad, float("nan"), smallest)
 
 
-@jit
+@jit(varying=["num_rows", "num_message_rows"])
 def _pack_kernel(
     matrix, message, scales, pieces, rows, factor, saturated, matrix_stride, num_rows, num_message_rows,
     MATRIX: tl.constexpr, CODE: tl.constexpr, COUNTED: tl.constexpr, FIRST_LOST: tl.constexpr, LARGEST: tl.constexpr,
@@ -131,7 +131,7 @@ def _pack_kernel(
         tl.store(to, narrow(x, CODE), mask=mask)
 
 
-@jit
+@jit(varying=["num_rows", "num_message_rows"])
 def _unpack_kernel(
     matrix, message, scales, pieces, rows, factor, saturated, matrix_stride, num_rows, num_message_rows,
     MATRIX: tl.constexpr, CODE: tl.constexpr, COUNTED: tl.constexpr, FIRST_LOST: tl.constexpr, LARGEST: tl.constexpr,

@@ -18,7 +18,7 @@ BLOCK = 128 if interpreting() else 1024  # keys of a program; the interpreter so
 DIGIT_BITS = 8
 
 
-@jit
+@jit(varying=["num_keys", "num_blocks", "shift"])
 def _count_digits_kernel(keys, counts, num_keys, num_blocks, shift, BINS: tl.constexpr, BLOCK: tl.constexpr):
     """`counts[digit, block]`."""
     block = tl.program_id(0)
@@ -31,7 +31,7 @@ def _count_digits_kernel(keys, counts, num_keys, num_blocks, shift, BINS: tl.con
     tl.store(counts + digits.to(tl.int64) * num_blocks + block, count)
 
 
-@jit
+@jit(varying=["num_keys", "num_blocks", "shift"])
 def _move_kernel(
     keys, places, ends, new_keys, new_places, num_keys, num_blocks, shift, FIRST: tl.constexpr, BINS: tl.constexpr,
     BLOCK: tl.constexpr,

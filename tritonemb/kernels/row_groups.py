@@ -27,7 +27,7 @@ from tritonemb.kernels.radix_sort import radix_sort
 BLOCK = 1024  # entries of a program
 
 
-@jit
+@jit(varying=["batch_size", "num_entries"])
 def _linear_rows_kernel(
     tables, lookups, key_starts, values, offsets, keys, total_rows, batch_size, num_keys, num_entries, multiplicity,
     BLOCK: tl.constexpr,
@@ -38,6 +38,8 @@ def _linear_rows_kernel(
     position, use = entry // multiplicity, entry % multiplicity
     key = last_at_most(offsets, num_keys * batch_size, position) // batch_size
     lookup = tl.load(key_starts + key) + use
+    # What lies before the first or behind the last offset belongs to no bag.
+    live = live & (position >= tl.load(offsets)) & (position < tl.load(offsets + num_keys * batch_size))
     live = live & (lookup < tl.load(key_starts + key + 1))
     table = tl.load(lookups + lookup * 4, mask=live, other=0)
     row = tl.load(values + position, mask=live, other=-1).to(tl.int64)
@@ -46,7 +48,7 @@ def _linear_rows_kernel(
     tl.store(keys + entry, linear.to(keys.dtype.element_ty), mask=entry < num_entries)
 
 
-@jit
+@jit(varying=["num_entries"])
 def _count_kernel(keys, counts, num_valid, total_rows, num_entries, BLOCK: tl.constexpr):
     """Distinct rows that begin in each block; and, by the program that meets their end, the number of valid entries."""
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -59,7 +61,7 @@ def _count_kernel(keys, counts, num_valid, total_rows, num_entries, BLOCK: tl.co
     tl.store(num_valid + entry * 0, 0, mask=(entry == 0) & (key >= total_rows))
 
 
-@jit
+@jit(varying=["num_entries", "num_blocks"])
 def _segment_kernel(
     keys, sorted_entries, ends, num_valid, rows, starts, order, num_groups, total_rows, num_entries, num_blocks,
     multiplicity, BLOCK: tl.constexpr,
@@ -108,9 +110,9 @@ def row_groups(
     starts = torch.empty(num_entries + 1, dtype=torch.int32, device=device)
     order = torch.empty(num_entries, dtype=torch.int32, device=device)
     num_groups = torch.empty((), dtype=torch.int64, device=device)
-    if num_entries == 0:
-        return rows, starts.zero_(), order, num_groups.zero_()
     total_rows = layout.num_rows
+    if num_entries == 0 or batch_size == 0:
+        return rows.fill_(total_rows), starts.zero_(), order.fill_(-1), num_groups.zero_()
     keys = torch.empty(num_entries, dtype=torch.int32 if total_rows < 2**31 else torch.int64, device=device)
     grid = (cdiv(num_entries, BLOCK),)
     launch(

@@ -35,7 +35,7 @@ from tritonemb.kernels.rounding import (
     random16,
     random16_reference,
 )
-from tritonemb.optim import OPTIMIZERS, Hyperparameters, NonFinite
+from tritonemb.optim import OPTIMIZERS, Adam, Hyperparameters, NonFinite
 
 NONFINITE_MODES = get_args(NonFinite)
 PIECE = 256  # positions of a row that are summed before they are added to the rest
@@ -45,17 +45,24 @@ NO_ROW = tl.constexpr(2**62)
 _PIECE = tl.constexpr(PIECE)
 
 
-@jit
+@jit(varying=["num_bags", "num_values"])
+def _find_bags_kernel(offsets, bags, num_bags, num_values, BLOCK: tl.constexpr):
+    """The bag of each position, found in the order of positions, where neighbours search alike."""
+    position = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(bags + position, last_at_most(offsets, num_bags, position), mask=position < num_values)
+
+
+@jit(varying=["batch_size", "num_entries"])
 def _place_kernel(
-    tables, lookups, key_starts, offsets, sample_weights, rows, starts, order, num_groups, sources, scales, batch_size,
-    num_keys, num_tables, num_entries, multiplicity, width, POOLED: tl.constexpr, WEIGHTED: tl.constexpr,
+    tables, lookups, key_starts, offsets, bags, sample_weights, rows, starts, order, num_groups, sources, scales,
+    batch_size, num_tables, num_entries, multiplicity, width, POOLED: tl.constexpr, WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """For each entry of `order`: the element of the output's gradient that its own begins at, and its scale."""
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     position = tl.load(order + entry, mask=entry < num_entries, other=-1).to(tl.int64)
     live = position >= 0
-    bag = last_at_most(offsets, num_keys * batch_size, position)
+    bag = tl.load(bags + position, mask=live, other=0)
     lookup = tl.load(key_starts + bag // batch_size)
     if multiplicity > 1:  # which of its key's lookups an entry is, its row tells
         group = last_at_most(starts, tl.load(num_groups).to(tl.int32), entry)
@@ -104,41 +111,65 @@ def _add_gradients(
 
 
 @jit
+def _find_piece(window, slot, starts, num_groups):
+    """The piece that belongs in slot 0 or 1 of a window of PIECE entries: its group, its row's begin and end, its first
+    entry, and whether there is one.
+
+    At most two pieces of long rows begin in a window: one of the row that the window's first entry is part of, and one of
+    a row that begins further on and does not end in the window.
+    """
+    count = tl.load(num_groups).to(tl.int32)
+    window_begin = window * _PIECE
+    window_end = tl.minimum(window_begin + _PIECE, tl.load(starts + count))
+    group = last_at_most(starts, count, tl.where(slot == 0, window_begin, window_end - 1))
+    begin, end = tl.load(starts + group), tl.load(starts + group + 1)
+    first = begin + tl.where(slot == 0, tl.cdiv(window_begin - begin, _PIECE) * _PIECE, 0)
+    there = (end - begin > _PIECE) & (first < tl.minimum(end, window_end)) & ((slot == 0) | (begin > window_begin))
+    return group, begin, end, first, there & (window_begin < window_end)
+
+
+@jit
+def _slot_of(first, begin):
+    """Where the sum of the piece from entry `first` on is kept, of a row that begins at entry `begin`."""
+    return 2 * (first // _PIECE) + ((first == begin) & (first % _PIECE != 0)).to(tl.int32)
+
+
+@jit
 def _sum_pieces_kernel(
     tables, rows, starts, num_groups, sources, scales, grad, pieces, num_tables, max_gradient, CODE: tl.constexpr,
     STEP: tl.constexpr, CLAMPED: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Pieces of long rows that begin in window [w · PIECE, (w + 1) · PIECE) of the entries: at most two.
-
-    One belongs to the row that the window's first entry is part of, and goes to slot 2 w; one to a row that begins
-    further on and does not end in the window, and goes to slot 2 w + 1.
-    """
+    """The pieces that begin in a window of the entries."""
     window = tl.program_id(0)
-    count = tl.load(num_groups).to(tl.int32)
-    total_entries = tl.load(starts + count)
-    window_begin = window * _PIECE
-    window_end = tl.minimum(window_begin + _PIECE, total_entries)
     columns = tl.arange(0, BLOCK)
-    if window_begin < window_end:
-        for slot in range(2):
-            probe = tl.where(slot == 0, window_begin, window_end - 1)
-            group = last_at_most(starts, count, probe)
-            begin, end = tl.load(starts + group), tl.load(starts + group + 1)
-            first = begin + tl.where(slot == 0, tl.cdiv(window_begin - begin, _PIECE) * _PIECE, 0)
-            wanted = (
-                (end - begin > _PIECE) & (first < tl.minimum(end, window_end)) & ((slot == 0) | (begin > window_begin))
-            )
-            if wanted:
-                table = last_at_most(tables, num_tables, tl.load(rows + group), 4)
-                dim = tl.zeros((1,), tl.int64) + tl.multiple_of(tl.load(tables + table * 4 + 2), STEP)
-                stop = tl.minimum(first + _PIECE, end)
-                total = _add_gradients(
-                    tl.zeros((1, BLOCK), tl.float32), tl.zeros((1,), tl.int32) + first,
-                    tl.zeros((1,), tl.int32) + stop, sources, scales, grad, dim, columns, max_gradient, CODE, STEP,
-                    CLAMPED, UNROLL,
-                )  # fmt: skip
-                place = pieces + (2 * window + slot).to(tl.int64) * BLOCK
-                tl.store(place + columns[None, :], total)
+    for slot in range(2):
+        group, begin, end, first, there = _find_piece(window, slot, starts, num_groups)
+        if there:
+            table = last_at_most(tables, num_tables, tl.load(rows + group), 4)
+            dim = tl.zeros((1,), tl.int64) + tl.multiple_of(tl.load(tables + table * 4 + 2), STEP)
+            stop = tl.minimum(first + _PIECE, end)
+            total = _add_gradients(
+                tl.zeros((1, BLOCK), tl.float32), tl.zeros((1,), tl.int32) + first, tl.zeros((1,), tl.int32) + stop,
+                sources, scales, grad, dim, columns, max_gradient, CODE, STEP, CLAMPED, UNROLL,
+            )  # fmt: skip
+            tl.store(pieces + _slot_of(first, begin).to(tl.int64) * BLOCK + columns[None, :], total)
+
+
+@jit
+def _add_pieces_kernel(starts, num_groups, pieces, BLOCK: tl.constexpr, UNROLL: tl.constexpr):
+    """Long rows whose first piece begins in a window: all pieces, in order, added into the first."""
+    window = tl.program_id(0)
+    columns = tl.arange(0, BLOCK)
+    for slot in range(2):
+        _, begin, end, first, there = _find_piece(window, slot, starts, num_groups)
+        if there & (first == begin):
+            total = tl.zeros((BLOCK,), tl.float32)
+            for start in range(begin, end, UNROLL * _PIECE):
+                for i in tl.static_range(UNROLL):
+                    piece = start + i * _PIECE
+                    place = pieces + _slot_of(piece, begin).to(tl.int64) * BLOCK + columns
+                    total += tl.load(place, mask=(columns >= 0) & (piece < end), other=0.0)
+            tl.store(pieces + _slot_of(begin, begin).to(tl.int64) * BLOCK + columns, total)
 
 
 @jit
@@ -202,13 +233,8 @@ def _update_kernel(
             tl.zeros((ROWS, BLOCK), tl.float32), first, tl.where(long, first, stop), sources, scales, grad, dim,
             columns, max_gradient, GRAD_CODE, GRAD_STEP, CLAMPED, UNROLL,
         )  # fmt: skip
-        num_pieces = tl.where(long, tl.cdiv(stop - first, _PIECE), 0)
-        for piece in range(tl.max(num_pieces)):
-            begin = first + piece * _PIECE
-            slot = 2 * (begin // _PIECE) + ((piece == 0) & (begin % _PIECE != 0)).to(tl.int32)
-            place = pieces + slot.to(tl.int64)[:, None] * BLOCK + columns[None, :]
-            part = tl.load(place, mask=(piece < num_pieces)[:, None], other=0.0)
-            g += tl.where((piece < num_pieces)[:, None], part, 0.0)
+        place = pieces + _slot_of(first, first).to(tl.int64)[:, None] * BLOCK + columns[None, :]
+        g += tl.load(place, mask=long[:, None] & (columns[None, :] >= 0), other=0.0)
 
         if NONFINITE != 0:
             # A value that is not finite times zero is NaN, and NaN is the only value that differs from itself.
@@ -258,7 +284,7 @@ def row_update_(
     groups: tuple[Tensor, Tensor, Tensor, Tensor],
     layout: Layout,
 ) -> None:
-    """Three launches: place the gradients, sum the pieces of long rows, update. Arguments as in the reference.
+    """Find bags, place the gradients, sum the pieces of long rows, update. Arguments as in the reference.
 
     A gradient that is not finite, where that must be raised, leaves every table as it was; it is raised at once where
     kernels are interpreted, and on a GPU by the next lookup or update, or by `check_errors`.
@@ -267,17 +293,23 @@ def row_update_(
     poll(device)
     rows, starts, order, num_groups = groups
     num_entries, num_tables = rows.numel(), len(weights)
-    if num_entries == 0:
+    batch_size, num_keys = batch_size_of(offsets, layout.key_starts), layout.key_starts.numel() - 1
+    if num_entries == 0 or batch_size == 0:
         step += 1
         return
     grad, offsets = grad.contiguous(), offsets.contiguous()
     factors = None if sample_weights is None else sample_weights.to(torch.float32).contiguous()
     sources = torch.empty(num_entries, dtype=torch.int64, device=device)
     scales = torch.empty(num_entries, dtype=torch.float32, device=device)
+    num_values = num_entries // layout.multiplicity
+    bags = torch.empty(num_values, dtype=torch.int32, device=device)
     launch(
-        _place_kernel, (cdiv(num_entries, ENTRIES),), layout.tables, layout.lookups, layout.key_starts, offsets,
-        factors, rows, starts, order, num_groups, sources, scales, batch_size_of(offsets, layout.key_starts),
-        layout.key_starts.numel() - 1, num_tables, num_entries, layout.multiplicity, layout.width,
+        _find_bags_kernel, (cdiv(num_values, ENTRIES),), offsets, bags, num_keys * batch_size, num_values, BLOCK=ENTRIES
+    )
+    launch(
+        _place_kernel, (cdiv(num_entries, ENTRIES),), layout.tables, layout.lookups, layout.key_starts, offsets, bags,
+        factors, rows, starts, order, num_groups, sources, scales, batch_size, num_tables, num_entries,
+        layout.multiplicity, layout.width,
         POOLED=layout.pooled, WEIGHTED=factors is not None, BLOCK=ENTRIES,
     )  # fmt: skip
 
@@ -292,20 +324,24 @@ def row_update_(
         num_tables, h.max_gradient, UNROLL=8, num_warps=warps_for(block), **common,
     )  # fmt: skip
 
+    launch(
+        _add_pieces_kernel, (windows,), starts, num_groups, pieces, BLOCK=block, UNROLL=8, num_warps=warps_for(block)
+    )
+
     has_element_state = any(spec.per_element for spec in OPTIMIZERS[optimizer].states)
     tile_rows = max(1, min(32, (4 if has_element_state else 16) * lanes() // block))
-    grid = (min(cdiv(num_entries, tile_rows), num_programs(device, 16)),)
+    grid = (min(cdiv(num_entries, tile_rows), num_programs(device, 32)),)
     nonfinite = int(h.nonfinite)
     bad_row = torch.full((1,), NO_ROW_FOUND, dtype=torch.int64, device=device) if nonfinite == 1 else None
     args = (
         layout.tables, rows, starts, num_groups, sources, scales, bits_of(grad), pieces, learning_rate, step,
-        _corrections(h, step), on_device(constants_of(h), device, torch.float32), skipped, bad_row,
+        _corrections(optimizer, h, step), on_device(constants_of(h), device, torch.float32), skipped, bad_row,
         *error_word(device), names_of(layout, device), num_tables, h.max_gradient,
     )  # fmt: skip
     pointers = [state.data_ptr() for state in states] + [0] * (2 * num_tables - len(states))
     kinds = [int(spec.per_element) + 1 for spec in OPTIMIZERS[optimizer].states] + [0, 0]
     for check_only in (True, False) if nonfinite == 1 else (False,):
-        for tables, addresses in by_dtype(weights):
+        for tables, addresses in by_dtype(weights, device):
             align, dtype = alignment_of(tables), tables[0].dtype
             row_step = align // dtype.itemsize
             launch(
@@ -334,8 +370,10 @@ def warps_for(block: int) -> int:
     return max(1, min(16, block // (4 * lanes())))
 
 
-def _corrections(h: Hyperparameters, step: Tensor) -> Tensor:
+def _corrections(optimizer: str, h: Hyperparameters, step: Tensor) -> Tensor | None:
     """float32 `[2]`: 1 - beta^t of Adam's two moments, for the step that comes; no host ever learns t."""
+    if not issubclass(OPTIMIZERS[optimizer], Adam):
+        return None
     betas = on_device([h.beta1, h.beta2], step.device, torch.float64)
     return (1 - torch.pow(betas, (step + 1).to(torch.float64))).to(torch.float32)
 

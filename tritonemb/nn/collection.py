@@ -62,7 +62,9 @@ class Collection(nn.Module):
         self.bounds_check = bounds_check
         self.output_dtype = output_dtype
         if optimizer is not None:
-            self.register_buffer("learning_rate", torch.tensor(optimizer.lr, device=_real(device)), persistent=False)
+            self.register_buffer(
+                "learning_rate", torch.tensor(optimizer.lr, dtype=torch.float32, device=_real(device)), persistent=False
+            )
             self.register_buffer("step", torch.zeros((), dtype=torch.int64, device=_real(device)))
             skipped = torch.zeros(len(self.configs), dtype=torch.int64, device=_real(device))
             self.register_buffer("skipped", skipped, persistent=False)
@@ -164,9 +166,11 @@ class Collection(nn.Module):
             missing = [feature for feature in self.feature_names if feature not in key[0]]
             if missing:
                 raise ValueError(f"the batch lacks the features {missing}; it has the keys {list(keys)}")
-            found = make_layout(self.configs, key[0], self.pooled, device)
-            if not torch.compiler.is_compiling():
-                self._layouts[key] = found
+            if torch.compiler.is_compiling():
+                return make_layout(self.configs, key[0], self.pooled, device)
+            with torch.inference_mode(False):  # it is kept, for training too
+                found = make_layout(self.configs, key[0], self.pooled, device)
+            self._layouts[key] = found
         return found
 
     def look_up(self, features: Features, groups: ops.RowGroups | None) -> Tensor:
@@ -182,6 +186,9 @@ class Collection(nn.Module):
             self._remember_keys(keys)
         if groups is None:
             groups = ops.row_groups(values, offsets, layout)
+        elif values.is_cuda and not torch.compiler.is_compiling():
+            for tensor in (*groups, values, offsets):  # made ahead, perhaps on another stream
+                tensor.record_stream(torch.cuda.current_stream(values.device))
         return ops.embedding_bag_fused(
             self._fused(weights), values, offsets, sample_weights, groups, layout, check_bounds, dtype
         )
@@ -190,7 +197,7 @@ class Collection(nn.Module):
         if self.output_dtype is not None:
             return self.output_dtype
         dtypes = {weight.dtype for weight in weights}
-        return dtypes.pop() if len(dtypes) == 1 and dtypes <= set(TRAINABLE_DTYPES) else torch.float32
+        return dtypes.pop() if len(dtypes) == 1 and dtypes <= {*TRAINABLE_DTYPES, torch.float64} else torch.float32
 
     def _fused(self, weights: list[Tensor]) -> ops.Fused:
         spec = self.optimizer

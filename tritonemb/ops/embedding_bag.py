@@ -33,15 +33,28 @@ def embedding_bag(
 
     Raises:
         TypeError: for ids that are not int32 or int64.
-        ValueError: for an id out of range or offsets that do not ascend, on the CPU at once.
+        ValueError: for an id out of range or offsets that do not ascend, on the CPU at once; for tables that are
+            elsewhere than the batch.
     """
     check_ids(values)
+    check_devices(weights, values, layout)
     if not torch.is_grad_enabled() and plain_eager(values, offsets, sample_weights, *weights):
         look_up = kernel("embedding_bag", values.device, weights)
         return look_up(weights, values, offsets, sample_weights, layout, check_bounds, output_dtype)
     return torch.ops.tritonemb.embedding_bag(
         list(weights), values, offsets, sample_weights, check_bounds, output_dtype, *layout
     )
+
+
+def check_devices(weights: Sequence[Tensor], values: Tensor, layout: Layout) -> None:
+    """Raise unless every table is where the batch is, or, for a batch on a GPU, in pinned host memory."""
+    for index, weight in enumerate(weights):
+        if weight.device == values.device or (values.is_cuda and weight.device.type == "cpu" and weight.is_pinned()):
+            continue
+        raise ValueError(
+            f"table {layout.table_names.splitlines()[index]!r} is on {weight.device} but the batch is on "
+            f"{values.device}; move one of them with .to()"
+        )
 
 
 @torch.library.custom_op(
@@ -100,6 +113,8 @@ def _weight_gradient(
             raise TypeError(
                 f"tables of {weight.dtype} take no gradients; use float32, float16 or bfloat16 to train them"
             )
+        if weight.device != grad.device:
+            raise ValueError(f"a table on {weight.device} takes no dense gradient on {grad.device}; fuse its optimizer")
     layout = Layout(*layout_fields)
     groups = kernel("row_groups", values.device)(values, offsets, layout)
     gradients = [torch.zeros_like(weight, memory_format=torch.contiguous_format) for weight in weights]

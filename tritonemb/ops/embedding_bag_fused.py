@@ -17,7 +17,7 @@ from torch import Tensor
 from tritonemb.kernels.layout import Layout
 from tritonemb.ops import schema
 from tritonemb.ops.accumulate import NOT_ACCUMULATING, accumulate_
-from tritonemb.ops.embedding_bag import empty_output
+from tritonemb.ops.embedding_bag import check_devices, empty_output
 from tritonemb.ops.registry import kernel, plain_eager
 from tritonemb.ops.row_groups import RowGroups, check_ids
 from tritonemb.ops.row_update import row_update_
@@ -59,6 +59,7 @@ def embedding_bag_fused(
 ) -> Tensor:
     """As `embedding_bag`; the backward updates weights, states, step and skipped in place, or accumulates."""
     check_ids(values)
+    check_devices(fused.weights, values, layout)
     if plain_eager(values, offsets, sample_weights, *fused.weights):
         inputs = _Inputs(fused, values, offsets, sample_weights, check_bounds, output_dtype, groups, layout)
         return _Eager.apply(fused.weights[0], sample_weights, inputs)

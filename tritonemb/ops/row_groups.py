@@ -37,6 +37,8 @@ def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> RowGroups:
         TypeError, ValueError: for ids of another dtype than int32 or int64, or of another shape.
     """
     check_ids(values)
+    if not torch.compiler.is_compiling() and values.numel() * layout.multiplicity >= 2**31:
+        raise ValueError(f"a batch may look up at most {2**31 - 1} rows, got {values.numel() * layout.multiplicity}")
     if plain_eager(values, offsets):
         return RowGroups(*kernel("row_groups", values.device)(values, offsets, layout))
     return RowGroups(*torch.ops.tritonemb.row_groups(values, offsets, *layout))

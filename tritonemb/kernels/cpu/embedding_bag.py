@@ -12,7 +12,7 @@ from tritonemb.kernels import errors
 from tritonemb.kernels.cpu import pool
 from tritonemb.kernels.cpu.arrays import addresses_of, as_float32, as_int64, dtypes_of, share
 from tritonemb.kernels.cpu.jagged import check_offsets
-from tritonemb.kernels.cpu.jit import compiled, inlined
+from tritonemb.kernels.cpu.jit import called, compiled, inlined
 from tritonemb.kernels.cpu.memory import element_size, float32_row, prefetch
 from tritonemb.kernels.cpu.parallel import run_tasks
 from tritonemb.kernels.cpu.simd import dot, sum_rows
@@ -72,7 +72,7 @@ def _pool_run(
     return bad
 
 
-@compiled
+@called
 def _pool_samples(
     task, bounds, bad, batch_size, addresses, dtypes, tables, lookups, key_starts, values, offsets, sample_weights,
     zero_row, out, width, streamed,
@@ -92,7 +92,7 @@ def _pool_samples(
                 bad[task] = min(bad[task], found)
 
 
-@compiled
+@called
 def _gather_values(
     task, bounds, bad, batch_size, addresses, dtypes, tables, lookups, key_starts, values, offsets, sample_weights,
     zero_row, out, width, streamed,
@@ -156,7 +156,7 @@ def embedding_bag(
     return out.to(output_dtype)
 
 
-@compiled
+@called
 def _sample_weight_gradients(
     task, bounds, batch_size, addresses, dtypes, tables, lookups, key_starts, values, offsets, pooled, grad, width, out
 ):

@@ -6,7 +6,7 @@ import numpy as np
 from torch import Tensor
 
 from tritonemb.kernels import errors
-from tritonemb.kernels.cpu.jit import compiled, inlined
+from tritonemb.kernels.cpu.jit import called, compiled, inlined
 from tritonemb.kernels.cpu.parallel import run_tasks
 from tritonemb.kernels.layout import TABLE, Layout
 
@@ -44,7 +44,7 @@ def one_value_a_bag(offsets):
     return others == 0
 
 
-@compiled
+@called
 def _fill_bags(task, num_tasks, offsets, bags):
     num_bags = offsets.size - 1
     for bag in range(num_bags * task // num_tasks, num_bags * (task + 1) // num_tasks):

@@ -18,6 +18,8 @@ from typing import Any, ClassVar
 import numba
 from numba.core import caching
 
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+
 
 def cache_dir() -> Path:
     """The user's cache folder for tritonemb."""
@@ -81,11 +83,16 @@ class _KernelCache(caching.FunctionCache):
 
 def compiled(function: Callable[..., Any]) -> Any:
     """Compile a kernel, called from Python, at its first call."""
-    dispatcher = numba.njit(nogil=True, error_model="numpy")(function)
+    dispatcher = numba.njit(**_OPTIONS)(function)
     dispatcher._cache = _KernelCache(dispatcher.py_func)
     return dispatcher
 
 
+def called(function: Callable[..., Any]) -> Any:
+    """Compile a part of kernels that only kernels call: without what Python would need, which takes time to compile."""
+    return numba.njit(**_OPTIONS, no_cpython_wrapper=True)(function)
+
+
 def inlined(function: Callable[..., Any]) -> Any:
-    """Compile a part of kernels. Always inlined: arrays are passed in pieces, so a call costs more than a short row."""
-    return numba.njit(nogil=True, error_model="numpy", forceinline=True)(function)
+    """Likewise, and always inline it: arrays are passed in pieces, so a call costs more than a short row."""
+    return numba.njit(**_OPTIONS, no_cpython_wrapper=True, forceinline=True)(function)

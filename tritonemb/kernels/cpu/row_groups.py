@@ -14,7 +14,7 @@ from torch import Tensor
 from tritonemb.kernels.cpu import pool
 from tritonemb.kernels.cpu.arrays import as_int64
 from tritonemb.kernels.cpu.jagged import check_offsets, uses_by_table
-from tritonemb.kernels.cpu.jit import compiled, inlined
+from tritonemb.kernels.cpu.jit import called, compiled, inlined
 from tritonemb.kernels.cpu.parallel import run_tasks
 from tritonemb.kernels.layout import FIRST_ROW, NUM_ROWS, Layout, batch_size_of
 
@@ -154,7 +154,7 @@ def _radix_sort(pairs, spare, first_bit, num_bits):
         pairs[:] = source
 
 
-@compiled
+@called
 def _sort_unit(number, units, batch_size, key_starts_of_table, keys_of_table, values, offsets, all_pairs):
     """Sort the ids of a unit with their positions; count its values and distinct ids."""
     unit = units[number]
@@ -197,7 +197,7 @@ def _write_unit(
         rows[group], starts[group + 1] = first_row + row, first_value + i + 1
 
 
-@compiled
+@called
 def _write(
     task, num_tails, firsts, units, batch_size, tables, key_starts_of_table, keys_of_table, values, offsets, all_pairs,
     rows, starts, order,

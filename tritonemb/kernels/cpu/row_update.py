@@ -12,7 +12,7 @@ from tritonemb.kernels import errors
 from tritonemb.kernels.cpu import pool
 from tritonemb.kernels.cpu.arrays import addresses_of, as_float32, as_int64, dtypes_of
 from tritonemb.kernels.cpu.jagged import bags_of, one_value_a_bag, uses_by_table
-from tritonemb.kernels.cpu.jit import compiled, inlined
+from tritonemb.kernels.cpu.jit import called, compiled, inlined
 from tritonemb.kernels.cpu.memory import FLOAT32, element_size, float32_row, prefetch, uint16_row
 from tritonemb.kernels.cpu.optimizers import KINDS, MAX_GRADIENT, NONFINITE, STOCHASTIC_ROUNDING, apply
 from tritonemb.kernels.cpu.parallel import run_tasks
@@ -107,7 +107,7 @@ def _ask_for_row(row, table, weight, row_bytes, states, state_bytes):
             prefetch(states[s, table] + row * state_bytes[s], state_bytes[s])
 
 
-@compiled
+@called
 def _update_rows(
     task, check_only, bounds, table_groups, found, skipped, kind, addresses, dtypes, states, per_element, tables,
     lookups, uses_of_table, uses, key_of, batch_size, offsets, bags, pooled, scaled, ask_for_gradients, rows, starts,

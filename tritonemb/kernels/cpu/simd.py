@@ -17,7 +17,9 @@ from tritonemb.kernels.cpu.jit import inlined
 from tritonemb.kernels.cpu.memory import BFLOAT16, FLOAT16, FLOAT32
 
 DOT_LANES = 16
-STREAMED_ALIGNMENT = 64  # bytes that a streamed store's address must be a multiple of
+STREAMED_ALIGNMENT = 64  # bytes that a streamed store's address must be a multiple of, and that it stores
+_WIDE_SUMS, _SUMS = ((8, 16), (4, 16), (1, 16), (1, 4), (1, 1)), ((4, 16), (1, 16), (1, 4), (1, 1))
+SUMS = {FLOAT32: _WIDE_SUMS, FLOAT16: _SUMS, BFLOAT16: _SUMS}  # sums at once: (vectors, lanes of each), wide to narrow
 _FLOAT, _HALF, _SHORT, _INT = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32)
 _LONG = ir.IntType(64)
 
@@ -49,114 +51,115 @@ def _splat(builder: Any, value: Any, lanes: int) -> Any:
 
 
 def _loop(builder: Any, count: Any, initial: Any, body: Any) -> Any:
-    """`value = body(i, value)` for i in [0, count), count ≥ 0; returns the last value."""
+    """`values = body(i, values)` for i in [0, count), count ≥ 0, from the list `initial`; returns the last values."""
     before = builder.basic_block
     loop, after = builder.append_basic_block("lanes"), builder.append_basic_block("lanes_end")
     builder.cbranch(builder.icmp_signed(">", count, _LONG(0)), loop, after)
     builder.position_at_end(loop)
-    index, value = builder.phi(_LONG), builder.phi(initial.type)
-    index.add_incoming(_LONG(0), before)
-    value.add_incoming(initial, before)
-    new_value = body(index, value)
-    next_index = builder.add(index, _LONG(1))
+    index, *values = (builder.phi(kind) for kind in (_LONG, *(value.type for value in initial)))
+    new_values = [builder.add(index, _LONG(1)), *body(index, values)]
     end = builder.basic_block
-    index.add_incoming(next_index, end)
-    value.add_incoming(new_value, end)
-    builder.cbranch(builder.icmp_signed("<", next_index, count), loop, after)
+    for phi, first, next_value in zip([index, *values], [_LONG(0), *initial], new_values, strict=True):
+        phi.add_incoming(first, before)
+        phi.add_incoming(next_value, end)
+    builder.cbranch(builder.icmp_signed("<", new_values[0], count), loop, after)
     builder.position_at_end(after)
-    result = builder.phi(initial.type)
-    result.add_incoming(initial, before)
-    result.add_incoming(new_value, end)
-    return result
+    results = [builder.phi(value.type) for value in initial]
+    for result, first, last in zip(results, initial, new_values[1:], strict=True):
+        result.add_incoming(first, before)
+        result.add_incoming(last, end)
+    return results
 
 
-def _make_sum(dtype: int, lanes: int, scaled: bool, streamed: bool) -> Any:
-    """to[: lanes] = Σ_i scales[i] · (lanes values at rows[i] + offset), in order of i, from zero.
+def _load_scale(builder: Any, scales: Any, index: Any, lanes: int) -> Any:
+    pointer = builder.inttoptr(scales, ir.PointerType(_FLOAT))
+    return _splat(builder, builder.load(builder.gep(pointer, [index], source_etype=_FLOAT)), lanes)
 
-    A streamed result goes past the caches, `to` must be aligned for that.
-    """
+
+def _sum_columns(builder: Any, dtype: int, chunks: int, lanes: int, scaled: bool, args: Any) -> Any:
+    """Sums of the `chunks` times `lanes` columns `byte_offset` from each row's start, in order of rows, from zero."""
+    rows, scales, num_rows, byte_offset = args
+    row_pointer, item = builder.inttoptr(rows, ir.PointerType(_LONG)), 4 if dtype == FLOAT32 else 2
+
+    def add(index: Any, totals: Any) -> Any:
+        row = builder.load(builder.gep(row_pointer, [index], source_etype=_LONG))
+        first = builder.add(row, byte_offset)
+        scale = _load_scale(builder, scales, index, lanes) if scaled else None
+        sums = []
+        for chunk, total in enumerate(totals):
+            values = _load_float32(builder, builder.add(first, _LONG(chunk * lanes * item)), dtype, lanes)
+            sums.append(builder.fadd(total, builder.fmul(values, scale) if scaled else values))
+        return sums
+
+    return _loop(builder, num_rows, [ir.Constant(_vector(_FLOAT, lanes), [0.0] * lanes)] * chunks, add)
+
+
+def _store(builder: Any, sums: Any, to: Any, streamed: bool) -> None:
+    """Side by side. Streamed results go past the caches, `to` must be aligned for that."""
+    for chunk, values in enumerate(sums):
+        address = builder.add(to, _LONG(chunk * values.type.count * 4))
+        alignment = STREAMED_ALIGNMENT if streamed else 4
+        store = builder.store(values, builder.inttoptr(address, ir.PointerType(values.type)), align=alignment)
+        if streamed:
+            store.set_metadata("nontemporal", builder.module.add_metadata([_INT(1)]))
+
+
+def _sum_all_columns(builder: Any, dtype: int, scaled: bool, args: Any) -> None:
+    """The widest columns that fit first; each width is a loop of its own."""
+    to, rows, scales, count, size, streamed = args
+    column, item = _LONG(0), _LONG(4 if dtype == FLOAT32 else 2)
+    for chunks, lanes in SUMS[dtype]:
+        before, first = builder.basic_block, column
+        head, body, after = (builder.append_basic_block(f"columns_{part}") for part in ("head", "body", "after"))
+        builder.branch(head)
+        builder.position_at_end(head)
+        column = builder.phi(_LONG)
+        column.add_incoming(first, before)
+        end = builder.add(column, _LONG(chunks * lanes))
+        builder.cbranch(builder.icmp_signed("<=", end, size), body, after)
+        builder.position_at_end(body)
+        sums = _sum_columns(builder, dtype, chunks, lanes, scaled, (rows, scales, count, builder.mul(column, item)))
+        address = builder.add(to, builder.mul(column, _LONG(4)))
+        if lanes * 4 == STREAMED_ALIGNMENT:
+            with builder.if_else(streamed) as (past_caches, into_caches):
+                with past_caches:
+                    _store(builder, sums, address, True)
+                with into_caches:
+                    _store(builder, sums, address, False)
+        else:
+            _store(builder, sums, address, False)
+        column.add_incoming(end, builder.basic_block)
+        builder.branch(head)
+        builder.position_at_end(after)
+
+
+def _make_sum(dtype: int) -> Any:
+    """`sum_rows` of one dtype, as one piece of code: every helper that Numba compiles by itself costs it time."""
 
     @intrinsic
-    def sum_lanes(
+    def sum_rows_of_dtype(
         typing_context: Any,
         to: types.Type,
         rows: types.Type,
         scales: types.Type,
         count: types.Type,
-        offset: types.Type,
+        size: types.Type,
+        streamed: types.Type,
     ) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            to_address, rows_address, scales_address, num_rows, byte_offset = args
-            row_pointer = builder.inttoptr(rows_address, ir.PointerType(_LONG))
-            scale_pointer = builder.inttoptr(scales_address, ir.PointerType(_FLOAT))
-
-            def add(index: Any, total: Any) -> Any:
-                row = builder.load(builder.gep(row_pointer, [index], source_etype=_LONG))
-                values = _load_float32(builder, builder.add(row, byte_offset), dtype, lanes)
-                if scaled:
-                    scale = builder.load(builder.gep(scale_pointer, [index], source_etype=_FLOAT))
-                    values = builder.fmul(values, _splat(builder, scale, lanes))
-                return builder.fadd(total, values)
-
-            total = _loop(builder, num_rows, ir.Constant(_vector(_FLOAT, lanes), [0.0] * lanes), add)
-            alignment = STREAMED_ALIGNMENT if streamed else 4
-            store = builder.store(total, builder.inttoptr(to_address, ir.PointerType(total.type)), align=alignment)
-            if streamed:
-                store.set_metadata("nontemporal", builder.module.add_metadata([_INT(1)]))
+            with builder.if_else(builder.icmp_signed("==", args[2], _LONG(0))) as (plain, scaled):
+                with plain:
+                    _sum_all_columns(builder, dtype, False, args)
+                with scaled:
+                    _sum_all_columns(builder, dtype, True, args)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 5), generate
+        return types.void(*[types.int64] * 5, types.boolean), generate
 
-    return sum_lanes
-
-
-def _make_sum_rows(dtype: int, scaled: bool, streamed: bool = False) -> Any:
-    by_128, by_64, by_16 = (_make_sum(dtype, lanes, scaled, streamed) for lanes in (128, 64, 16))
-    by_4, by_1 = (_make_sum(dtype, lanes, scaled, False) for lanes in (4, 1))
-    item = 4 if dtype == FLOAT32 else 2
-
-    @inlined
-    def sum_rows(to, rows, scales, count, size):
-        j = 0
-        while j + 128 <= size:
-            by_128(to + j * 4, rows, scales, count, j * item)
-            j += 128
-        while j + 64 <= size:
-            by_64(to + j * 4, rows, scales, count, j * item)
-            j += 64
-        while j + 16 <= size:
-            by_16(to + j * 4, rows, scales, count, j * item)
-            j += 16
-        while j + 4 <= size:
-            by_4(to + j * 4, rows, scales, count, j * item)
-            j += 4
-        while j < size:
-            by_1(to + j * 4, rows, scales, count, j * item)
-            j += 1
-
-    return sum_rows
+    return sum_rows_of_dtype
 
 
-def _make_sum_rows_of_any_dtype(scaled: bool, streamed: bool) -> Any:
-    sum_float32, sum_float16, sum_bfloat16 = (
-        _make_sum_rows(dtype, scaled, streamed) for dtype in (FLOAT32, FLOAT16, BFLOAT16)
-    )
-
-    @inlined
-    def sum_rows(to, rows, scales, count, size, dtype):
-        if dtype == FLOAT32:
-            sum_float32(to, rows, scales, count, size)
-        elif dtype == FLOAT16:
-            sum_float16(to, rows, scales, count, size)
-        else:
-            sum_bfloat16(to, rows, scales, count, size)
-
-    return sum_rows
-
-
-_sum_float32, _sum_float32_scaled = _make_sum_rows(FLOAT32, False), _make_sum_rows(FLOAT32, True)
-_sum, _sum_scaled = _make_sum_rows_of_any_dtype(False, False), _make_sum_rows_of_any_dtype(True, False)
-_stream, _stream_scaled = _make_sum_rows_of_any_dtype(False, True), _make_sum_rows_of_any_dtype(True, True)
+_sum_float32, _sum_float16, _sum_bfloat16 = (_make_sum(dtype) for dtype in (FLOAT32, FLOAT16, BFLOAT16))
 
 
 @inlined
@@ -165,24 +168,19 @@ def sum_float32_rows(to, rows, scales, count, size):
 
     `scales` is the address of as many float32 factors, or 0 for none.
     """
-    if scales == 0:
-        _sum_float32(to, rows, scales, count, size)
-    else:
-        _sum_float32_scaled(to, rows, scales, count, size)
+    _sum_float32(to, rows, scales, count, size, False)
 
 
 @inlined
 def sum_rows(to, rows, scales, count, size, dtype, streamed):
     """As `sum_float32_rows` for rows of any table dtype; `streamed` past the caches, if `to` is aligned for that."""
-    if streamed and to % STREAMED_ALIGNMENT == 0:
-        if scales == 0:
-            _stream(to, rows, scales, count, size, dtype)
-        else:
-            _stream_scaled(to, rows, scales, count, size, dtype)
-    elif scales == 0:
-        _sum(to, rows, scales, count, size, dtype)
+    past_caches = streamed and to % STREAMED_ALIGNMENT == 0
+    if dtype == FLOAT32:
+        _sum_float32(to, rows, scales, count, size, past_caches)
+    elif dtype == FLOAT16:
+        _sum_float16(to, rows, scales, count, size, past_caches)
     else:
-        _sum_scaled(to, rows, scales, count, size, dtype)
+        _sum_bfloat16(to, rows, scales, count, size, past_caches)
 
 
 def _make_dot(dtype: int) -> Any:
@@ -200,11 +198,11 @@ def _make_dot(dtype: int) -> Any:
                 right = _load_float32(builder, builder.add(b_address, builder.mul(element, item)), dtype, lanes)
                 return builder.fmul(left, right)
 
-            def add_vector(index: Any, total: Any) -> Any:
-                return builder.fadd(total, product(builder.mul(index, _LONG(DOT_LANES)), DOT_LANES))
+            def add_vector(index: Any, totals: Any) -> Any:
+                return [builder.fadd(totals[0], product(builder.mul(index, _LONG(DOT_LANES)), DOT_LANES))]
 
             zeros = ir.Constant(_vector(_FLOAT, DOT_LANES), [0.0] * DOT_LANES)
-            total = _loop(builder, num_vectors, zeros, add_vector)
+            (total,) = _loop(builder, num_vectors, [zeros], add_vector)
             lanes = DOT_LANES
             while lanes > 1:
                 lanes //= 2
@@ -215,10 +213,10 @@ def _make_dot(dtype: int) -> Any:
                 )
             done = builder.mul(num_vectors, _LONG(DOT_LANES))
 
-            def add_element(index: Any, sum_so_far: Any) -> Any:
-                return builder.fadd(sum_so_far, product(builder.add(done, index), 1))
+            def add_element(index: Any, totals: Any) -> Any:
+                return [builder.fadd(totals[0], product(builder.add(done, index), 1))]
 
-            total = _loop(builder, builder.sub(num_elements, done), total, add_element)
+            (total,) = _loop(builder, builder.sub(num_elements, done), [total], add_element)
             return builder.extract_element(total, _INT(0))
 
         return types.float32(types.int64, types.int64, types.int64), generate
