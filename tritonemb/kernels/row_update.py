@@ -115,8 +115,8 @@ def _find_piece(window, slot, starts, num_groups):
     """The piece that belongs in slot 0 or 1 of a window of PIECE entries: its group, its row's begin and end, its first
     entry, and whether there is one.
 
-    At most two pieces of long rows begin in a window: one of the row that the window's first entry is part of, and one of
-    a row that begins further on and does not end in the window.
+    At most two pieces of long rows begin in a window: one of the row that the window's first entry is part of, and one
+    of a row that begins further on and does not end in the window.
     """
     count = tl.load(num_groups).to(tl.int32)
     window_begin = window * _PIECE
@@ -328,9 +328,6 @@ def row_update_(
         _add_pieces_kernel, (windows,), starts, num_groups, pieces, BLOCK=block, UNROLL=8, num_warps=warps_for(block)
     )
 
-    has_element_state = any(spec.per_element for spec in OPTIMIZERS[optimizer].states)
-    tile_rows = max(1, min(32, (4 if has_element_state else 16) * lanes() // block))
-    grid = (min(cdiv(num_entries, tile_rows), num_programs(device, 32)),)
     nonfinite = int(h.nonfinite)
     bad_row = torch.full((1,), NO_ROW_FOUND, dtype=torch.int64, device=device) if nonfinite == 1 else None
     args = (
@@ -344,6 +341,8 @@ def row_update_(
         for tables, addresses in by_dtype(weights, device):
             align, dtype = alignment_of(tables), tables[0].dtype
             row_step = align // dtype.itemsize
+            tile_rows = _tile_rows(optimizer, dtype, align, block)
+            grid = (min(cdiv(num_entries, tile_rows), num_programs(device, 32)),)
             launch(
                 _update_kernel, grid, addresses, on_device(pointers[:num_tables], device),
                 on_device(pointers[num_tables:], device), *args,
@@ -368,6 +367,13 @@ NO_ROW_FOUND = 2**62
 def warps_for(block: int) -> int:
     """Enough that a lane holds at most four elements of a row, if it can be."""
     return max(1, min(16, block // (4 * lanes())))
+
+
+def _tile_rows(optimizer: str, dtype: torch.dtype, align: int, block: int) -> int:
+    """Rows that a warp updates at once: as many elements a lane as its registers hold beside states and noise."""
+    has_element_state = any(spec.per_element for spec in OPTIMIZERS[optimizer].states)
+    per_lane = 4 if has_element_state else 16 if dtype == torch.float32 and align == 16 else 8
+    return max(1, min(32, per_lane * lanes() // block))
 
 
 def _corrections(optimizer: str, h: Hyperparameters, step: Tensor) -> Tensor | None:
