@@ -25,9 +25,7 @@ MOST_REGISTERS = 128
 # A gfx942 wave has 512; with 256 two waves share a SIMD, and a wave of 64 holds twice the elements of a warp.
 MOST_VECTOR_REGISTERS = 256
 # Kernels that may use more, and why.
-EXCEPTIONS: dict[str, tuple[int, str]] = {
-    "_pool_kernel": (160, "a lane keeps 32 sums of 8 short bags of 16-bit rows, besides 8 rows on their way"),
-}
+EXCEPTIONS: dict[str, tuple[int, str]] = {}
 
 
 def bound_of(code: ahead_of_time.Code) -> int:

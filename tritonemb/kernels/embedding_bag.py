@@ -38,7 +38,7 @@ from tritonemb.kernels.row_groups import entries_reference
 
 MAX_BLOCK = 1024  # columns of a tile; wider rows take several
 VECTORS_IN_FLIGHT = 8  # 16-byte loads that a lane asks for before it adds the first
-MAX_SUMS = 32  # sums that a lane keeps, in as many registers
+MAX_SUMS = 16  # sums that a lane keeps, in as many registers
 NO_POSITION = tl.constexpr(2**62)
 
 
@@ -72,6 +72,7 @@ def _pool_kernel(
         end = tl.load(offsets + bag + 1, mask=sample < batch_size, other=0).to(tl.int64)
         broken = (begin < 0) | (begin > end) | (end > num_values)
         end = tl.where(broken, begin, end)
+        num_broken = tl.sum(broken.to(tl.int32))
         scale = tl.full((BAGS,), 1.0, tl.float32)
         if mean:
             scale = tl.div_rn(scale, tl.maximum(end - begin, 1).to(tl.float32))
@@ -107,12 +108,22 @@ def _pool_kernel(
             if where != NO_POSITION:
                 found = tl.max(tl.where(worst == where, sample, -1))
                 report(lock, record, BAD_ID, names, where, tl.load(values + where), table, key, found, num_rows)
-        if tl.max(broken.to(tl.int32)) != 0:
-            found = tl.min(tl.where(broken, sample, batch_size))
-            at = offsets + key.to(tl.int64) * batch_size + found
-            report(lock, record, BAD_OFFSETS, names, tl.load(at), tl.load(at + 1), table, key, found, num_values)
+        if num_broken > 0:
+            _report_bags(offsets, bag, sample, batch_size, num_values, lock, record, names, table, key)
     if tl.program_id(0) == 0:
         _check_ends(offsets, num_keys * batch_size, num_values, lock, record, names)
+
+
+@jit
+def _report_bags(offsets, bag, sample, batch_size, num_values, lock, record, names, table, key):
+    """Report the first bag that descends, or else the first that reaches beyond the values."""
+    begin = tl.load(offsets + bag, mask=sample < batch_size, other=0).to(tl.int64)
+    end = tl.load(offsets + bag + 1, mask=sample < batch_size, other=0).to(tl.int64)
+    beyond = (begin < 0) | (end > num_values)
+    found = tl.min(tl.where(begin > end, sample, tl.where(beyond, sample + batch_size, 2 * batch_size)))
+    found = found % batch_size
+    at = offsets + key.to(tl.int64) * batch_size + found
+    report(lock, record, BAD_OFFSETS, names, tl.load(at), tl.load(at + 1), table, key, found, num_values)
 
 
 @jit
