@@ -15,6 +15,7 @@ from torch import Tensor
 
 import tritonemb as te
 from benchmarks.gpu.workload import Batch, Workload, draw_gradient
+from benchmarks.peers import FbgemmBags
 from benchmarks.workload import EPS, LR
 from tritonemb.ops import RowGroups
 
@@ -58,7 +59,7 @@ class OurTables:
         pooled.backward(gradient)
 
 
-class FbgemmTables:
+class FbgemmTables(FbgemmBags):
     """FBGEMM's table-batched embedding; its backward groups the ids and applies row-wise Adagrad."""
 
     def __init__(self, workload: Workload, device: torch.device) -> None:
@@ -79,16 +80,6 @@ class FbgemmTables:
             eps=EPS,
             **({"device": torch.device("cuda", torch.cuda.current_device())} if on_gpu else {}),
         )
-
-    def weights(self) -> list[Tensor]:
-        return list(self.module.split_embedding_weights())
-
-    def forward(self, batch: Batch) -> Tensor:
-        pooled: Tensor = self.module(batch.values, batch.offsets)
-        return pooled
-
-    def backward(self, pooled: Tensor, gradient: Tensor) -> None:
-        pooled.backward(gradient)
 
 
 class TorchTables:

@@ -55,6 +55,7 @@ def test_a_step_does_not_wait_for_the_device(spec):
     with no_waiting():
         for step in steps[1:]:
             run_step(collection, *step)
+    assert int(collection.step) == len(steps), "a step did not run"
 
 
 def test_waiting_would_be_noticed():

@@ -128,15 +128,15 @@ class TestModules:
 
     @pytest.mark.parametrize("dtype", ROUNDING)
     def test_dot_interaction(self, device, dtype):
-        self.compare(te.nn.DotInteraction(6), [(5, 12), (5, 6, 12)], dtype, device)
+        self.assert_equals_reference(te.nn.DotInteraction(6), [(5, 12), (5, 6, 12)], dtype, device)
 
     @pytest.mark.parametrize("low_rank", [None, 3])
     @pytest.mark.parametrize("dtype", ROUNDING)
     def test_cross_network(self, device, dtype, low_rank):
         network = te.nn.CrossNetwork(20, 2, low_rank).to(device, dtype)
-        self.compare(network, [(5, 20)], dtype, device)
+        self.assert_equals_reference(network, [(5, 20)], dtype, device)
 
-    def compare(self, module, shapes, dtype, device) -> None:
+    def assert_equals_reference(self, module, shapes, dtype, device) -> None:
         inputs = [torch.randn(shape, device=device).to(dtype).requires_grad_() for shape in shapes]
         leaves = [*inputs, *module.parameters()]
         assert is_fused(inputs[0], inputs[-1])
