@@ -1,0 +1,148 @@
+"""What a trainer tells those who watch it: one small interface for displays, logs and a user's own hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tritonemb.training.metrics import Metrics
+
+
+@dataclass(frozen=True)
+class FitStart:
+    """Training begins, or goes on after a resume.
+
+    Args:
+        first_step: steps done before, 0 for a new run.
+        total_steps: the number of the last step, None where the data set does not know its size.
+        samples_done: samples trained on before.
+        total_samples: those of the whole run; None as above.
+        num_epochs: epochs of the whole run.
+        folder: where the run keeps its files, if it keeps any.
+        config: the whole configuration as nested plain values, empty for a trainer made by hand.
+        versions: of Python, torch, tritonemb and so on, and the device.
+    """
+
+    first_step: int = 0
+    total_steps: int | None = None
+    samples_done: int = 0
+    total_samples: int | None = None
+    num_epochs: int = 1
+    folder: Path | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class StepEnd:
+    """A step is done; nothing here was read from the device.
+
+    Args:
+        step: steps done, this one included.
+        epoch: the epoch it belongs to, from 0.
+        samples: samples trained on since the run began.
+    """
+
+    step: int
+    epoch: int
+    samples: int
+
+
+@dataclass(frozen=True)
+class Log:
+    """Where training stands, every `log_every` steps.
+
+    Args:
+        step, epoch, samples: as in `StepEnd`.
+        loss: mean training loss since the last log.
+        dense_lr, table_lr: learning rates of the step; None without such parameters.
+        samples_per_second: since the last log, evaluation and checkpoints left out.
+        data_wait: share of that time in which the trainer waited for data, 0 to 1.
+        memory_bytes: resident memory of the process, or memory allocated on the GPU.
+        seconds: time trained since the run began, evaluation and checkpoints left out.
+    """
+
+    step: int
+    epoch: int
+    samples: int
+    loss: float
+    dense_lr: float | None
+    table_lr: float | None
+    samples_per_second: float
+    data_wait: float
+    memory_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Quality on a split after `step` steps; `best` if no evaluation of this run was better."""
+
+    step: int
+    epoch: int
+    split: str
+    metrics: Metrics
+    best: bool
+
+
+@dataclass(frozen=True)
+class CheckpointSaved:
+    """A checkpoint is whole and in its place."""
+
+    step: int
+    path: Path
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class FitEnd:
+    """Training is over.
+
+    Args:
+        reason: "finished", "early stop", "SIGINT" or "SIGTERM".
+        step, samples: done since the run began.
+        seconds: time trained since the run began, evaluation and checkpoints left out.
+        samples_per_second: mean over this process, its first step left out.
+        test: metrics on the test rows, where they were evaluated.
+        best_auc: the best AUC that can be expected, where the data set knows it.
+    """
+
+    reason: str
+    step: int
+    samples: int
+    seconds: float
+    samples_per_second: float
+    test: Metrics | None = None
+    best_auc: float | None = None
+
+
+class Callback:
+    """Derive from this, override what you need, and give it to the `Trainer`.
+
+    Methods are called in the thread that trains, between steps, in the order of the callbacks; an exception ends
+    training. `on_end` is called once for every `on_start`, last of all, also when training fails.
+    """
+
+    def on_start(self, start: FitStart) -> None:
+        """Before the first step."""
+
+    def on_step(self, step: StepEnd) -> None:
+        """After every step. Do little here, and read nothing from the device."""
+
+    def on_log(self, log: Log) -> None:
+        """Every `log_every` steps, and after the last one."""
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        """After every evaluation during training."""
+
+    def on_checkpoint(self, saved: CheckpointSaved) -> None:
+        """After every checkpoint."""
+
+    def on_message(self, text: str) -> None:
+        """Something that a person should read: a warning, a failed checkpoint, rows that were skipped."""
+
+    def on_end(self, end: FitEnd | None) -> None:
+        """After the last step; None if training failed with an exception."""
