@@ -1,5 +1,5 @@
 # make train [DATA=movielens-100k|synthetic|path/to/train.txt] [ARGS="--epochs 2 ..."]
-# make test | test-all | lint | bench | clean
+# make test | test-all | lint | bench | docs | clean
 # make gpu | gpu-bench [PYTHON=python3] [ARGS="-k update"]
 #
 # Everything is installed into $(VENV); a second call installs nothing unless pyproject.toml or constraints.txt changed.
@@ -40,7 +40,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Whatever plugins that machine's pytest has: none of them is asked for.
 GPU_PYTEST := $(PYTHON) -m pytest -o addopts="-ra --import-mode=importlib" tests/gpu tests/kernels tests/nn tests/ops
 
-.PHONY: train test test-all lint bench clean gpu gpu-tests gpu-sanitize gpu-bench
+.PHONY: train test test-all lint bench docs clean gpu gpu-tests gpu-sanitize gpu-bench
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.train
@@ -66,6 +66,10 @@ lint: $(VENV)/.dev
 
 bench: $(VENV)/.bench
 	$(BIN)/python benchmarks/run.py $(ARGS)
+
+# The variable silences an advertisement of mkdocs-material's.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
 gpu: gpu-tests gpu-sanitize
 
@@ -104,7 +108,11 @@ $(VENV)/.train: $(VENV)/.torch pyproject.toml
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
-	$(PIP) install $(PIP_ARGS) -c $(CONSTRAINTS) -e ".[train,dev]"
+	$(PIP) install $(PIP_ARGS) -c $(CONSTRAINTS) -e ".[train,dev,docs]"
+	@touch $@
+
+$(VENV)/.docs: $(VENV)/.torch pyproject.toml
+	$(PIP) install $(PIP_ARGS) -c $(CONSTRAINTS) -e ".[docs]"
 	@touch $@
 
 # The peers pin nothing that we use and are not dependencies of the package, so they come last and alone.

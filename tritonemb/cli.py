@@ -1,53 +1,189 @@
-"""The `tritonemb` command."""
+"""The `tritonemb` command: reads the command line, calls what does the work, turns errors into one line."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from tritonemb.extras import MissingExtraError, require
 
-if TYPE_CHECKING:
-    from tritonemb.training.job import TrainResult
+USAGE = """\
+usage: tritonemb COMMAND ...
+
+Train recommendation models.
+
+  train     train a click model and report its quality on the test rows
+  predict   write the click probability of every row of a log
+  vocab     number the categories of a log by how often they occur
+  convert   make Parquet files from a log in Criteo's format
+  doctor    print versions, devices and kernels, and check that they work
+
+Each has its own --help. To begin with, on data that needs no download:
+
+  tritonemb train --data synthetic
+"""
+
+TRAIN_USAGE = """\
+usage: tritonemb train [--data NAME|PATH] [--config FILE] [--resume auto] ...
+
+Train a click model; print test AUC, log loss, normalized entropy, samples/s.
+
+  --data NAME|PATH      movielens-100k, synthetic, adult, criteo-kaggle,
+                        criteo-terabyte; or a log, a file or folder
+  --path PATH           where adult or a criteo set lies
+  --preset NAME         start from the values of another data set
+  --config FILE         a TOML file; flags given here win
+  --resume auto|PATH    go on from the newest, or from this, checkpoint
+  --out FOLDER          keep checkpoints, log and report here
+  --model dlrm|dcnv2    and --embedding-dim, --bottom-mlp, --top-mlp
+  --epochs N            or --max-steps N; --batch-size N; --accumulate N
+  --embedding-lr X      and --embedding-optimizer; --dense-lr X for the rest
+  --dense-decay cosine  and --table-decay, --dense-warmup-steps N, ...
+  --evaluate-every N    steps; --patience N stops when nothing improves
+  --checkpoint-steps N  or --checkpoint-minutes X; --keep N
+  --on-bad-row skip     leave out and count what cannot be read
+  --precision bf16      autocast; --compile runs torch.compile
+  --device cuda         --threads N on a CPU; --seed N
+  --profile-steps N     write a trace; --tensorboard writes curves
+  --help-all            every option, with its default
+
+  tritonemb train --data day_0.tsv --epochs 1 --out runs/first
+  tritonemb train --data day_0.tsv --epochs 1 --out runs/first --resume auto
+"""
+
+VOCAB_USAGE = """\
+usage: tritonemb vocab --data PATH [--out FILE] ...
+
+Number the categories of a log's train rows by how often they occur, instead
+of hashing them; for tritonemb train --vocabulary FILE.
+
+  --data PATH        the log, a file or a folder
+  --out FILE         the file to write (vocabulary.parquet)
+  --min-count N      rarer values share id 0 with missing ones (10)
+  --max-size N       the most frequent values that each feature keeps (all)
+  --on-bad-row skip  leave out and count what cannot be read
+  --label, --dense, --sparse, --split-by, ...   as given to train
+  --help-all         every option, with its default
+
+  tritonemb vocab --data train.txt --out vocabulary.parquet --min-count 5
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status, 2 for a mistake of the user's (one line on stderr says which)."""
-    parser = argparse.ArgumentParser(prog="tritonemb", description="Train recommendation models.")
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("train", add_help=False, help="train a click model (tritonemb train --help)")
-    _, rest = parser.parse_known_args(arguments)
+    """Run a command; returns the exit status: 2 for a mistake of the user's (one line on stderr says which)."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if not words:
+        print(USAGE, end="", file=sys.stderr)
+        return 2
+    name, *rest = words
+    if name in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0
+    if name == "--version":
+        from tritonemb import __version__
+
+        print(f"tritonemb {__version__}")
+        return 0
     try:
-        return _train(rest)
-    except (ValueError, FileNotFoundError, ConnectionError, MissingExtraError) as error:
+        if name not in COMMANDS:
+            nearest = difflib.get_close_matches(name, COMMANDS, n=1)
+            hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are {', '.join(COMMANDS)}"
+            raise ValueError(f"unknown command {name!r}; {hint}")
+        return COMMANDS[name](rest)
+    except (ValueError, FileNotFoundError, ConnectionError, MissingExtraError, PermissionError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 def _train(arguments: list[str]) -> int:
-    tyro = require("tyro")
+    if {"-h", "--help"} & set(arguments):
+        print(TRAIN_USAGE, end="")
+        return 0
+    require("tyro")
     from tritonemb.training.config import TrainConfig, preset
     from tritonemb.training.job import train
+    from tritonemb.training.signals import Interrupted
+    from tritonemb.training.toml import from_plain, load_toml
 
-    # The data set decides the defaults, so it is read before the rest.
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--data", default=TrainConfig.data)
-    data = first.parse_known_args(arguments)[0].data
-    config = tyro.cli(TrainConfig, prog="tritonemb train", default=preset(data), args=arguments)
-    print(summary(train(config)))
+    # The data set, the preset and the file decide the defaults, so they are read before the rest.
+    first = argparse.ArgumentParser(prog="tritonemb train", add_help=False, allow_abbrev=False)
+    for flag in ("--data", "--preset", "--config", "--resume"):
+        first.add_argument(flag)
+    chosen, rest = first.parse_known_args(arguments)
+    written = load_toml(chosen.config) if chosen.config else {}
+    data = chosen.data or written.get("data") or TrainConfig.data
+    base = preset(str(data), chosen.preset)
+    base = from_plain(written | ({"data": chosen.data} if chosen.data else {}), base, str(chosen.config))
+    config = _parse(TrainConfig, rest, "tritonemb train", default=base)
+    try:
+        train(config, chosen.resume)
+    except Interrupted as interrupted:
+        print(f"{interrupted}; go on with --resume auto", file=sys.stderr)
+        return interrupted.exit_status
     return 0
 
 
-def summary(result: TrainResult) -> str:
-    """The lines that a run ends with."""
-    best = "" if result.best_auc is None else f"  (best possible {result.best_auc:.4f})"
-    return "\n".join(
-        (
-            f"test AUC            {result.test.auc:.4f}{best}",
-            f"log loss            {result.test.log_loss:.4f}",
-            f"normalized entropy  {result.test.normalized_entropy:.4f}",
-            f"samples/s           {result.fit.samples_per_second:,.0f}  (training took {result.fit.seconds:.1f} s)",
-        )
+def _predict(arguments: list[str]) -> int:
+    require("tyro")
+    from tritonemb.training.predict import PredictOptions, predict
+
+    options = _parse(PredictOptions, arguments, "tritonemb predict")
+    print(predict(options))
+    return 0
+
+
+def _vocab(arguments: list[str]) -> int:
+    if {"-h", "--help"} & set(arguments):
+        print(VOCAB_USAGE, end="")
+        return 0
+    require("tyro")
+    from tritonemb.data.commands import VocabOptions, make_vocabulary
+
+    print(make_vocabulary(_parse(VocabOptions, arguments, "tritonemb vocab")))
+    return 0
+
+
+def _convert(arguments: list[str]) -> int:
+    require("tyro")
+    from tritonemb.data.commands import ConvertOptions, convert_log
+
+    print(convert_log(_parse(ConvertOptions, arguments, "tritonemb convert")))
+    return 0
+
+
+def _doctor(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="tritonemb doctor",
+        description="Print versions, devices and which kernel serves each op and why, and check a training step.",
+        epilog="example: tritonemb doctor --device cuda",
     )
+    parser.add_argument("--device", default=None, help="check this device only (default: the CPU and every GPU)")
+    device = parser.parse_args(arguments).device
+    from tritonemb.training.doctor import examine
+
+    text, healthy = examine(device)
+    print(text)
+    return 0 if healthy else 1
+
+
+def _parse(kind: type[Any], arguments: list[str], prog: str, **options: Any) -> Any:
+    tyro = require("tyro")
+    words = ["--help" if word == "--help-all" else word for word in arguments]
+    return tyro.cli(kind, args=words, prog=prog, config=(tyro.conf.OmitArgPrefixes,), **options)
+
+
+COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "train": _train,
+    "predict": _predict,
+    "vocab": _vocab,
+    "convert": _convert,
+    "doctor": _doctor,
+}

@@ -35,7 +35,7 @@ def trained(data: Dataset, kernels: str, device: torch.device) -> dict[str, torc
     """Everything that the model and its optimizers hold after a few steps."""
     config = dataclasses.replace(PRESETS["movielens-100k"], device=str(device))
     torch.manual_seed(0)
-    model = build_model(config, data)
+    model = build_model(config, data.features, data.num_dense)
     few = dataclasses.replace(data, train=data.train.slice(0, NUM_STEPS * BATCH_SIZE))
     with forced(kernels):
         te.Trainer(model, few, batch_size=BATCH_SIZE, dense_lr=config.dense_lr, epochs=1, verbose=False).fit()

@@ -6,6 +6,7 @@ pytest.importorskip("torchmetrics")
 
 import tritonemb as te
 from tritonemb.data import Column, Dataset, Feature, Rows, make_synthetic
+from tritonemb.training import Schedule
 from tritonemb.training.trainer import dense_parameters
 
 SPEC = te.optim.RowWiseAdagrad(lr=0.05)
@@ -127,11 +128,11 @@ def test_evaluation_does_not_depend_on_the_batch_size(data):
 def test_lines_are_printed_where_there_is_no_terminal(data, capsys):
     pytest.importorskip("rich")
     small = Dataset("small", data.features, data.train.slice(0, 500), data.test, data.train.slice(500, 900))
-    make_trainer(small, make_model(data), epochs=2, verbose=True).fit()
+    make_trainer(small, make_model(data), epochs=2, verbose=True).fit(test=True)
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2
-    assert lines[1].startswith("epoch 2/2: training loss 0.")
-    assert "validation AUC 0." in lines[1]
+    starts = ["training", "validation", "step 4/4", "validation", "test AUC", "log loss", "normalized", "samples/s"]
+    assert len(lines) == len(starts)
+    assert all(line.startswith(start) for line, start in zip(lines, starts, strict=True))
 
 
 def test_divergence_is_reported(data):
@@ -140,7 +141,11 @@ def test_divergence_is_reported(data):
         trainer.fit()
 
 
-@pytest.mark.parametrize("options", [{"batch_size": 0}, {"epochs": 0}])
+@pytest.mark.parametrize(
+    "options",
+    [{name: 0} for name in ("batch_size", "epochs", "max_steps", "accumulate", "log_every", "evaluate_every")],
+    ids=str,
+)
 def test_sizes_are_checked(data, options):
     with pytest.raises(ValueError, match=f"{next(iter(options))} must be at least 1, got 0"):
         make_trainer(data, make_model(data), **options)
@@ -163,3 +168,138 @@ def test_compiled_training_learns(data):
         for model, compile in ((eager, False), (compiled, True))
     ]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)  # fused kernels round the dense part differently
+
+
+def test_steps_of_several_batches_are_those_of_one_large_batch(data):
+    """The tables' gradients are gathered and applied once; the dense ones are added up in another order."""
+    small = Dataset("small", data.features, data.train.slice(0, 1_000), data.test.slice(0, 512))
+    large, parts = make_model(data), make_model(data)
+    make_trainer(small, large, batch_size=192).fit()
+    trainer = make_trainer(small, parts, batch_size=64, accumulate=3)
+    assert trainer.steps_per_epoch == 6
+    assert trainer.fit().steps == 6
+    for name, tensor in large.state_dict().items():
+        torch.testing.assert_close(parts.state_dict()[name], tensor, rtol=2e-4, atol=2e-6, msg=lambda m, n=name: n + m)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_sixteen_bit_products_learn_and_tables_stay_fp32(data, precision):
+    model = make_model(data)
+    trainer = make_trainer(data, model, precision=precision)
+    before = trainer.evaluate().auc
+    trainer.fit()
+    assert trainer.evaluate().auc > before + 0.1
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_an_overflow_under_fp16_changes_nothing_but_the_scale(data):
+    model = make_model(data)
+    trainer = make_trainer(data, model, precision="fp16")
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    (batch,) = [next(data.train_batches(64))]
+    trainer._loss_scale.factor = 2.0**40  # fp16 ends at 65,504
+    assert trainer.step([batch]) == 64
+    assert (trainer._loss_scale.factor, trainer._loss_scale.overflows) == (2.0**39, 1)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    trainer._loss_scale.factor = 2.0**10
+    trainer.step([batch])
+    assert not any(torch.equal(tensor, before[name]) for name, tensor in model.named_parameters())
+
+
+def test_the_loss_scale_does_not_change_the_step(data):
+    """Powers of two only move the exponent, as long as nothing leaves the range of fp16."""
+    states = []
+    for factor in (2.0**8, 2.0**12):
+        model = make_model(data)
+        trainer = make_trainer(data, model, precision="fp16")
+        trainer._loss_scale.factor = factor
+        trainer.step([next(data.train_batches(64))])
+        states.append(model.state_dict())
+    for name, tensor in states[0].items():
+        torch.testing.assert_close(states[1][name], tensor, rtol=1e-2, atol=1e-4, msg=lambda m, n=name: n + m)
+
+
+def test_an_unknown_precision_is_refused(data):
+    with pytest.raises(ValueError, match=r"precision must be one of \('fp32', 'bf16', 'fp16'\), got 'fp8'"):
+        make_trainer(data, make_model(data), precision="fp8")
+
+
+def test_schedules_set_the_rates_of_dense_part_and_tables_apart(data):
+    class Rates(te.training.Callback):
+        found: list[tuple[float | None, float | None]] = []  # noqa: RUF012 (one object is made)
+
+        def on_log(self, log):
+            self.found.append((log.dense_lr, log.table_lr))
+
+    rates = Rates()
+    trainer = make_trainer(
+        data,
+        make_model(data),
+        dense_lr=0.5,
+        max_steps=4,
+        log_every=1,
+        dense_schedule=Schedule(warmup_steps=2),
+        table_schedule=Schedule(decay="polynomial", power=1.0),
+        callbacks=[rates],
+    )
+    trainer.fit()
+    assert [dense for dense, _ in rates.found] == [0.25, 0.5, 0.5, 0.5]
+    assert [table for _, table in rates.found] == pytest.approx([0.05, 0.0375, 0.025, 0.0125])
+    (group,) = [group for group in trainer.model.embeddings.fused_optimizer.param_groups]  # noqa: C416
+    assert group["lr"] == pytest.approx(0.0125)
+    assert float(trainer.model.embeddings.learning_rate) == pytest.approx(0.0125)
+
+
+def test_callbacks_hear_everything_in_order(data):
+    class Recorder(te.training.Callback):
+        def __init__(self):
+            self.heard = []
+
+        def on_start(self, start):
+            self.heard.append(f"start {start.first_step} of {start.total_steps}, {start.total_samples} samples")
+
+        def on_step(self, step):
+            self.heard.append(f"step {step.step} epoch {step.epoch} samples {step.samples}")
+
+        def on_log(self, log):
+            self.heard.append(f"log {log.step}")
+
+        def on_evaluation(self, evaluation):
+            self.heard.append(f"evaluation {evaluation.step} {evaluation.split} {evaluation.best}")
+
+        def on_end(self, end):
+            self.heard.append(None if end is None else f"end {end.reason} {end.step}")
+
+    small = Dataset("small", data.features, data.train.slice(0, 300), data.test, data.train.slice(500, 900))
+    recorder = Recorder()
+    make_trainer(small, make_model(data), batch_size=200, log_every=2, callbacks=[recorder]).fit()
+    assert recorder.heard == [
+        "start 0 of 2, 300 samples",
+        "step 1 epoch 0 samples 200",
+        "step 2 epoch 0 samples 300",
+        "log 2",
+        "evaluation 2 validation True",
+        "end finished 2",
+    ]
+
+
+def test_callbacks_hear_of_a_failure(data):
+    class Failing(te.training.Callback):
+        ended = "not yet"
+
+        def on_step(self, step):
+            raise RuntimeError("no")
+
+        def on_end(self, end):
+            self.ended = end
+
+    failing = Failing()
+    with pytest.raises(RuntimeError, match="no"):
+        make_trainer(data, make_model(data), callbacks=[failing]).fit()
+    assert failing.ended is None
+
+
+@pytest.mark.parametrize("option", ["patience", "evaluate_every"])
+def test_watching_validation_rows_needs_them(data, option):
+    with pytest.raises(ValueError, match=f"{option} needs validation rows, and data set 'synthetic' has none"):
+        make_trainer(data, make_model(data), **{option: 2})

@@ -1,65 +1,122 @@
-"""Data sets for binary click prediction, in memory, and the batches cut from them."""
+"""Data sets for binary click prediction, in memory or read as they are needed, and the batches cut from them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tritonemb.data.adult import load_adult
 from tritonemb.data.batch import Batch
-from tritonemb.data.criteo import CriteoOptions, load_criteo
-from tritonemb.data.dataset import Column, Dataset, Feature, Rows, Split
+from tritonemb.data.click_log import ClickLog
+from tritonemb.data.convert import ConvertReport, convert
+from tritonemb.data.dataset import Dataset
+from tritonemb.data.log_vocabulary import Vocabulary
 from tritonemb.data.movielens import load_movielens_100k
+from tritonemb.data.options import LogOptions
+from tritonemb.data.rows import Column, Rows
+from tritonemb.data.schema import CRITEO, Schema
+from tritonemb.data.source import Data, Feature, Position, ReadReport, Split, Stream
+from tritonemb.data.splits import SplitRule
 from tritonemb.data.synthetic import make_synthetic
+from tritonemb.data.vocabulary_file import VocabularyReport, build_vocabulary
 
-NAMES = ("movielens-100k", "synthetic", "criteo", "adult")
+NAMES = ("movielens-100k", "synthetic", "adult", "criteo-kaggle", "criteo-terabyte")
+ALIASES = {"criteo": "criteo-kaggle"}
+_LOGS = {"criteo-kaggle": "file", "criteo-terabyte": "folder"}
 
 __all__ = [
+    "ALIASES",
+    "CRITEO",
     "NAMES",
     "Batch",
+    "ClickLog",
     "Column",
-    "CriteoOptions",
+    "ConvertReport",
+    "Data",
     "Dataset",
     "Feature",
+    "LogOptions",
+    "Position",
+    "ReadReport",
     "Rows",
+    "Schema",
     "Split",
+    "SplitRule",
+    "Stream",
+    "Vocabulary",
+    "VocabularyReport",
+    "build_vocabulary",
+    "convert",
+    "kind_of",
     "load_adult",
-    "load_criteo",
     "load_movielens_100k",
     "make_synthetic",
     "open_dataset",
+    "open_for_scoring",
 ]
 
 
 def kind_of(name_or_path: str) -> str:
-    """Which of `NAMES` is meant: a path stands for a file in Criteo's format."""
-    return name_or_path if name_or_path in NAMES else "criteo"
+    """Which of `NAMES` is meant; a path counts as "criteo-kaggle", whose settings suit a log of the user's own best."""
+    name = ALIASES.get(name_or_path, name_or_path)
+    return name if name in NAMES else "criteo-kaggle"
 
 
 def open_dataset(
-    name_or_path: str, path: str | Path | None = None, *, criteo: CriteoOptions | None = None, seed: int = 0
-) -> Dataset:
-    """Open a data set by name, or a file in Criteo's format by its path.
+    name_or_path: str,
+    path: str | Path | None = None,
+    *,
+    log: LogOptions | None = None,
+    seed: int = 0,
+    say: Callable[[str], None] | None = None,
+) -> Dataset | ClickLog:
+    """Open a data set by name, or a log of clicks by its path.
 
     Args:
-        name_or_path: one of `NAMES`, or a path.
-        path: the file of "criteo", the folder of "adult"; "movielens-100k" and "synthetic" take none.
-        criteo: how a Criteo file is split and numbered.
+        name_or_path: one of `NAMES` or `ALIASES`, or the path of a file or folder: Criteo's TSV or Parquet.
+        path: the file or folder of "criteo-kaggle" and "criteo-terabyte", the folder of "adult"; "movielens-100k" and
+            "synthetic" take none.
+        log: how a log is read.
         seed: of the synthetic data.
+        say: is told of work that takes a pass over the data; see `ClickLog`.
 
     Raises:
         ValueError, FileNotFoundError, ConnectionError: saying what to do.
     """
     kind = kind_of(name_or_path)
+    if name_or_path not in (*NAMES, *ALIASES):
+        if path is not None:
+            raise ValueError(
+                f"{name_or_path!r} is not one of {NAMES} but a path; a second one was given: {str(path)!r}"
+            )
+        if not Path(name_or_path).exists():
+            raise FileNotFoundError(f"{name_or_path!r} is neither a file or folder nor one of the data sets {NAMES}")
+        return ClickLog(name_or_path, log, say=say)
     if kind in ("movielens-100k", "synthetic"):
         if path is not None:
             raise ValueError(f"data set {kind!r} takes no path, got {str(path)!r}")
         return load_movielens_100k() if kind == "movielens-100k" else make_synthetic(seed=seed)
-    if name_or_path in NAMES:
-        if path is None:
-            raise ValueError(f"data set {kind!r} needs a path: the {'folder' if kind == 'adult' else 'file'} to read")
-        return load_adult(path) if kind == "adult" else load_criteo(path, criteo)
-    if path is not None:
-        raise ValueError(f"{name_or_path!r} is not one of {NAMES} but a path; a second one was given: {str(path)!r}")
-    if not Path(name_or_path).is_file():
-        raise FileNotFoundError(f"{name_or_path!r} is neither a file nor one of the data sets {NAMES}")
-    return load_criteo(name_or_path, criteo)
+    if path is None:
+        raise ValueError(f"data set {name_or_path!r} needs a path: the {_LOGS.get(kind, 'folder')} to read")
+    return load_adult(path) if kind == "adult" else ClickLog(path, log, name=kind, say=say)
+
+
+def open_for_scoring(path: str | Path, log: LogOptions, features: Sequence[Feature]) -> ClickLog:
+    """Open a log whose rows, all of them and in their order, are test rows, for a model trained on these features.
+
+    Args:
+        log: as in training; how it splits a log is not looked at.
+
+    Raises:
+        ValueError, FileNotFoundError: the log can not be read, or has other features.
+    """
+    if not Path(path).exists():
+        raise FileNotFoundError(f"{str(path)!r}: no such file or folder to score")
+    opened = ClickLog(path, replace(log, split=SplitRule(split_by="end", test_share=0.0)))
+    for found, expected in zip(opened.features, features, strict=False):
+        if found != expected:
+            raise ValueError(f"{path}: the log has {found}, the model was trained with {expected}")
+    if len(opened.features) != len(features):
+        raise ValueError(f"{path}: the log has {len(opened.features)} features, the model {len(features)}")
+    return opened.for_scoring()

@@ -2,26 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from tritonemb.jagged import KeyedJaggedTensor
+from tritonemb.jagged import KeyedJaggedTensor, _unflatten
+
+ALIGNMENT = 64  # bytes: a cache line, and more than any vector load asks for
 
 
 @dataclass(frozen=True)
 class Batch:
-    """B samples: `dense` `[B, num_dense]` float32, `sparse` ids per feature, `labels` `[B]` float32 in {0, 1}."""
+    """B samples: `dense` `[B, num_dense]` float32, `sparse` ids per feature, `labels` `[B]` float32 in {0, 1}.
+
+    Batches that a data set cuts lie in one buffer (see `Layout`), so that they are pinned and moved at once; a batch
+    put together from loose tensors is moved tensor by tensor.
+    """
 
     dense: Tensor
     sparse: KeyedJaggedTensor
     labels: Tensor
+    buffer: Tensor | None = field(default=None, repr=False, compare=False)
+    layout: Layout | None = field(default=None, repr=False, compare=False)
 
     def __len__(self) -> int:
         return self.labels.shape[0]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        if self.buffer is not None and self.layout is not None:
+            return self.layout.batch(self.buffer.to(device, non_blocking=non_blocking))
         return Batch(
             self.dense.to(device, non_blocking=non_blocking),
             self.sparse.to(device, non_blocking=non_blocking),
@@ -29,4 +39,59 @@ class Batch:
         )
 
     def pin_memory(self) -> Batch:
+        if self.buffer is not None and self.layout is not None:
+            return self.layout.batch(self.buffer.pin_memory())
         return Batch(self.dense.pin_memory(), self.sparse.pin_memory(), self.labels.pin_memory())
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the parts of a batch lie in its buffer of bytes, one after the other, each at a multiple of 64.
+
+    dense float32 `[batch_size, num_dense]`, labels float32 `[batch_size]`, values `[num_values]`, lengths int32
+    `[len(keys) * batch_size]`, offsets int32 `[len(keys) * batch_size + 1]`.
+
+    Args:
+        keys: names of the features.
+        values_dtype: int32 or int64.
+    """
+
+    keys: tuple[str, ...]
+    batch_size: int
+    num_dense: int
+    num_values: int
+    values_dtype: torch.dtype = torch.int32
+
+    def _parts(self) -> tuple[tuple[torch.dtype, int], ...]:
+        bags = len(self.keys) * self.batch_size
+        return (
+            (torch.float32, self.batch_size * self.num_dense),
+            (torch.float32, self.batch_size),
+            (self.values_dtype, self.num_values),
+            (torch.int32, bags),
+            (torch.int32, bags + 1),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(_aligned(dtype.itemsize * count) for dtype, count in self._parts())
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """Dense, labels, values, lengths and offsets: views of a uint8 tensor of `num_bytes`, on any device."""
+        views, start = [], 0
+        for dtype, count in self._parts():
+            size = dtype.itemsize * count
+            views.append(buffer[start : start + size].view(dtype))
+            start += _aligned(size)
+        views[0] = views[0].view(self.batch_size, self.num_dense)
+        return views
+
+    def batch(self, buffer: Tensor) -> Batch:
+        """The batch that a filled buffer holds; its contents are not looked at again."""
+        dense, labels, values, lengths, offsets = self.views(buffer)
+        sparse = _unflatten([values, None, lengths, offsets], self.keys)
+        return Batch(dense, sparse, labels, buffer, self)
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -1,87 +1,30 @@
-"""A data set in memory, column by column, and the batches cut from it."""
+"""A data set in memory, and the batches cut from it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from tritonemb.data.batch import Batch
-from tritonemb.jagged import KeyedJaggedTensor
+from tritonemb.data.rows import Array, Column, Rows, cut
+from tritonemb.data.source import (
+    SPLITS,
+    Feature,
+    Position,
+    ReadReport,
+    Split,
+    Step,
+    Stream,
+    check_batch_size,
+    check_position,
+    fingerprint,
+    tables_of,
+)
 from tritonemb.types import TableConfig
 
-Split = Literal["train", "validation", "test"]
-
-
-@dataclass(frozen=True)
-class Feature:
-    """A categorical feature: ids in `[0, num_embeddings)`, exactly one a row unless `multi_hot`."""
-
-    name: str
-    num_embeddings: int
-    multi_hot: bool = False
-
-
-@dataclass(frozen=True)
-class Column:
-    """One feature's ids for all rows.
-
-    Args:
-        values: int32 or int64; `[num_rows]` with one id a row, else all rows' ids one after the other.
-        offsets: `[num_rows + 1]` int64, where each row's ids start; None with one id a row.
-    """
-
-    values: Tensor
-    offsets: Tensor | None = None
-
-    def __len__(self) -> int:
-        return self.values.shape[0] if self.offsets is None else self.offsets.shape[0] - 1
-
-    def slice(self, start: int, stop: int) -> Column:
-        if self.offsets is None:
-            return Column(self.values[start:stop])
-        offsets = self.offsets[start : stop + 1]
-        return Column(self.values[int(offsets[0]) : int(offsets[-1])], offsets - offsets[0])
-
-    def take(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Values and int32 lengths of the given rows, in their order."""
-        if self.offsets is None:
-            return self.values[rows], torch.ones(rows.shape[0], dtype=torch.int32)
-        starts = self.offsets[rows]
-        lengths = self.offsets[rows + 1] - starts
-        ends = lengths.cumsum(0)
-        shift = (starts - ends + lengths).repeat_interleave(lengths)
-        return self.values[torch.arange(shift.shape[0]) + shift], lengths.to(torch.int32)
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Rows of a data set: `dense` `[N, num_dense]` float32, one column a feature, `labels` `[N]` float32 in {0, 1}.
-
-    Raises:
-        ValueError: where the numbers of rows differ.
-    """
-
-    dense: Tensor
-    columns: tuple[Column, ...]
-    labels: Tensor
-
-    def __post_init__(self) -> None:
-        sizes = {"dense": self.dense.shape[0], "labels": self.labels.shape[0]}
-        sizes |= {f"column {index}": len(column) for index, column in enumerate(self.columns)}
-        if len(set(sizes.values())) > 1:
-            raise ValueError(f"dense, labels and all columns need the same number of rows, got {sizes}")
-
-    def __len__(self) -> int:
-        return self.labels.shape[0]
-
-    def slice(self, start: int, stop: int) -> Rows:
-        columns = tuple(column.slice(start, stop) for column in self.columns)
-        return Rows(self.dense[start:stop], columns, self.labels[start:stop])
+__all__ = ["Column", "Dataset", "Feature", "Rows", "Split"]
 
 
 @dataclass(frozen=True)
@@ -133,10 +76,15 @@ class Dataset:
 
     def tables(self, embedding_dim: int) -> list[TableConfig]:
         """One table a feature, all of one dim; the bags of multi-hot features are averaged."""
-        return [
-            TableConfig(f.name, f.num_embeddings, embedding_dim, pooling="mean" if f.multi_hot else "sum")
-            for f in self.features
-        ]
+        return tables_of(self.features, embedding_dim)
+
+    def splits(self) -> tuple[Split, ...]:
+        """The splits that it has."""
+        return tuple(split for split in SPLITS if split != "validation" or self.validation is not None)
+
+    def num_rows(self, split: Split) -> int:
+        """ValueError if the data set has no such split."""
+        return len(self.rows(split))
 
     def rows(self, split: Split) -> Rows:
         """ValueError if the data set has no such split."""
@@ -145,23 +93,56 @@ class Dataset:
             raise ValueError(f"data set {self.name!r} has no {split!r} rows")
         return rows
 
-    def train_batches(self, batch_size: int, seed: int = 0, epoch: int = 0) -> Iterator[Batch]:
-        """The train rows, shuffled by (seed, epoch); the last batch may be smaller."""
-        state = np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)[0]
-        generator = torch.Generator().manual_seed(int(state))
-        return self._cut(self.train, torch.randperm(len(self.train), generator=generator), batch_size)
-
-    def batches(self, split: Split, batch_size: int) -> Iterator[Batch]:
-        """The rows of a split in their order; the last batch may be smaller."""
+    def open(
+        self,
+        split: Split,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        epoch: int = 0,
+        shuffle: bool = False,
+        position: Position | None = None,
+        pin_memory: bool = False,
+    ) -> Stream:
+        """See `tritonemb.data.source.Data.open`."""
+        check_batch_size(batch_size)
         rows = self.rows(split)
-        return self._cut(rows, torch.arange(len(rows)), batch_size)
+        belongs_to = fingerprint(self.name, len(rows), split, batch_size, *((seed, epoch) if shuffle else ()))
+        first = 0
+        if position is not None:
+            check_position(position, ("row",), belongs_to, self.name)
+            first = position["row"]
+            if first > len(rows) or (first % batch_size and first != len(rows)):
+                raise ValueError(
+                    f"data set {self.name!r}: no batch of {batch_size} begins at row {first} of {len(rows)}"
+                )
+        order = _shuffled(len(rows), seed, epoch) if shuffle else np.arange(len(rows))
+        steps = self._steps(rows, order, first, batch_size, belongs_to, pin_memory)
+        return Stream(steps, {"of": belongs_to, "row": first}, ReadReport(rows=first))
 
-    def test_batches(self, batch_size: int) -> Iterator[Batch]:
+    def train_batches(self, batch_size: int, seed: int = 0, epoch: int = 0) -> Stream:
+        """The train rows, shuffled by (seed, epoch); the last batch may be smaller."""
+        return self.open("train", batch_size, seed=seed, epoch=epoch, shuffle=True)
+
+    def batches(self, split: Split, batch_size: int) -> Stream:
+        """The rows of a split in their order; the last batch may be smaller."""
+        return self.open(split, batch_size)
+
+    def test_batches(self, batch_size: int) -> Stream:
         return self.batches("test", batch_size)
 
-    def _cut(self, rows: Rows, order: Tensor, batch_size: int) -> Iterator[Batch]:
-        keys = [feature.name for feature in self.features]
-        for chosen in order.split(batch_size):
-            values, lengths = zip(*(column.take(chosen) for column in rows.columns), strict=True)
-            sparse = KeyedJaggedTensor.from_lengths(keys, torch.cat(values), torch.cat(lengths))
-            yield Batch(rows.dense[chosen], sparse, rows.labels[chosen])
+    def _steps(
+        self, rows: Rows, order: Array, first: int, batch_size: int, belongs_to: int, pin_memory: bool
+    ) -> Iterator[Step]:
+        keys = tuple(feature.name for feature in self.features)
+        for start in range(first, len(rows), batch_size):
+            stop = min(start + batch_size, len(rows))
+            batch = cut(rows, keys, order[start:stop], pin_memory)
+            yield Step(batch, {"of": belongs_to, "row": stop}, ReadReport(rows=stop))
+
+
+def _shuffled(num_rows: int, seed: int, epoch: int) -> Array:
+    state = np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)[0]
+    generator = torch.Generator().manual_seed(int(state))
+    order: Array = torch.randperm(num_rows, generator=generator).numpy()
+    return order

@@ -153,6 +153,14 @@ class Collection(nn.Module):
             self.pending.zero_()
             self._accumulating = False
 
+    def scale_accumulated(self, factor: float) -> bool:
+        """Multiply the gradients gathered so far by `factor`; returns whether all of them are finite then.
+
+        For loss scaling: called in the block of `accumulate`, before it ends. Waits for the device.
+        """
+        grads = [batch.grad.mul_(factor) for batch in self._accumulator.kept()]
+        return all(bool(grad.isfinite().all()) for grad in grads)
+
     def group(self, features: Features) -> ops.RowGroups:
         """The distinct rows of a batch, from its ids alone; may be computed ahead and given to `forward`."""
         keys, values, offsets, _ = _parts(features)

@@ -38,6 +38,10 @@ class Accumulator:
         """Keep gradients from now on."""
         _pending[self.handle] = []
 
+    def kept(self) -> list[MicroBatch]:
+        """What has been kept so far, in order."""
+        return _pending.get(self.handle, [])
+
     def close(self) -> list[MicroBatch]:
         """What has been kept, in order; nothing is kept from now on."""
         return _pending.pop(self.handle, [])

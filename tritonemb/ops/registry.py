@@ -92,6 +92,26 @@ def choose(op: str, device: torch.device, tables: Sequence[Tensor] = ()) -> str:
     return name if fast else REFERENCE
 
 
+def why(op: str, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[str, str]:
+    """The name of the kernel that serves `op` on `device` for tables of `dtype`, and the reason in words."""
+    name = choose(op, device, [torch.empty(0, dtype=dtype)])
+    kernels = _KERNELS[op]
+    if name == TRITON:
+        return name, "a GPU" if device.type == "cuda" else "TRITON_INTERPRET=1: interpreted, slow"
+    if name != REFERENCE:
+        return name, "compiled for the CPU by Numba"
+    if device.type == "cuda" and not _HAS_TRITON:
+        return name, "Triton is not installed"
+    if device.type in kernels or (device.type == "cuda" and TRITON in kernels):
+        return name, f"no fast kernel for {str(dtype).removeprefix('torch.')} tables"
+    return name, f"plain PyTorch: there is no kernel of our own for {device.type}"
+
+
+def ops() -> tuple[str, ...]:
+    """The ops that have kernels."""
+    return tuple(_KERNELS)
+
+
 def kernel(op: str, device: torch.device, tables: Sequence[Tensor] = ()) -> Callable[..., Any]:
     """The function that serves `op` on `device` for these tables."""
     return _load(_KERNELS[op][choose(op, device, tables)])

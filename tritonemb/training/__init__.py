@@ -1,6 +1,21 @@
 """The trainer, its metrics, and runs from a configuration."""
 
+from tritonemb.training.callbacks import Callback
+from tritonemb.training.checkpoint import CheckpointError, CheckpointOptions
+from tritonemb.training.loop import FitResult
 from tritonemb.training.metrics import Metrics, binary_metrics
-from tritonemb.training.trainer import FitResult, Trainer
+from tritonemb.training.schedule import Schedule
+from tritonemb.training.signals import Interrupted
+from tritonemb.training.trainer import Trainer
 
-__all__ = ["FitResult", "Metrics", "Trainer", "binary_metrics"]
+__all__ = [
+    "Callback",
+    "CheckpointError",
+    "CheckpointOptions",
+    "FitResult",
+    "Interrupted",
+    "Metrics",
+    "Schedule",
+    "Trainer",
+    "binary_metrics",
+]

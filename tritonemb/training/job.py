@@ -2,61 +2,89 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from tritonemb.data import Dataset, open_dataset
+from tritonemb.data import open_dataset
+from tritonemb.data.source import Data, Feature, tables_of
 from tritonemb.nn import DLRM, DCNv2
 from tritonemb.optim import OPTIMIZERS, Optimizer
+from tritonemb.training.callbacks import Callback
 from tritonemb.training.config import TrainConfig
-from tritonemb.training.metrics import Metrics
-from tritonemb.training.trainer import FitResult, Trainer
+from tritonemb.training.loop import FitResult
+from tritonemb.training.profiling import Profile
+from tritonemb.training.run_folder import RunFolder
+from tritonemb.training.tensorboard import TensorBoard
+from tritonemb.training.toml import to_plain, to_toml
+from tritonemb.training.trainer import Trainer
+
+RUNS = Path("runs")
 
 
-@dataclass(frozen=True)
-class TrainResult:
-    """What a run reached; `best_auc` is the best that can be expected, where the data set knows it."""
-
-    fit: FitResult
-    test: Metrics
-    best_auc: float | None
-
-
-def train(config: TrainConfig, verbose: bool = True) -> TrainResult:
+def train(
+    config: TrainConfig, resume: str | None = None, callbacks: Sequence[Callback] = (), verbose: bool = True
+) -> FitResult:
     """Open the data set, build the model, train it and evaluate it on the test rows.
+
+    Args:
+        resume: "auto" for the newest checkpoint of the run's folder (of the newest folder of this data set, if `out` is
+            not given), a new run if there is none; or the path of a checkpoint.
+        callbacks: told of all that happens.
 
     Raises:
         ValueError, FileNotFoundError, ConnectionError: as the data set, the model and the trainer say.
+        Interrupted: a signal asked to stop.
     """
     if config.threads is not None:
         if config.threads < 1:
             raise ValueError(f"threads must be at least 1, got {config.threads}")
         torch.set_num_threads(config.threads)
-    data = open_dataset(config.data, config.path, criteo=config.criteo, seed=config.seed)
+    data = open_dataset(config.data, config.path, log=config.read, seed=config.seed)
+    folder = RunFolder(run_path(config, data, resume), config.checkpoint.keep)
     torch.manual_seed(config.seed)
     trainer = Trainer(
-        build_model(config, data),
+        build_model(config, data.features, data.num_dense),
         data,
         batch_size=config.batch_size,
         epochs=config.epochs,
+        max_steps=config.max_steps,
+        accumulate=config.accumulate,
         dense_lr=config.dense_lr,
+        dense_schedule=config.schedule.dense,
+        table_schedule=config.schedule.tables,
+        precision=config.precision,
         seed=config.seed,
         compile=config.compile,
+        log_every=config.output.log_every,
+        evaluate_every=config.evaluation.evaluate_every,
+        monitor=config.evaluation.monitor,
+        patience=config.evaluation.patience,
+        folder=folder.path,
+        checkpoints=config.checkpoint,
+        callbacks=[*_watchers(config, folder), *callbacks],
+        config=to_plain(config) | {"features": features_to_plain(data.features), "num_dense": data.num_dense},
         verbose=verbose,
     )
-    return TrainResult(trainer.fit(), trainer.evaluate("test"), data.best_auc)
+    if resume is not None:
+        trainer.resume(resume)
+    folder.path.mkdir(parents=True, exist_ok=True)
+    folder.config.write_text(to_toml(config))
+    return trainer.fit(test="test" in data.splits())
 
 
-def build_model(config: TrainConfig, data: Dataset) -> nn.Module:
-    """The model of a config, with one table for each feature of the data set."""
-    tables, optimizer = data.tables(config.embedding_dim), build_optimizer(config)
+def build_model(config: TrainConfig, features: Sequence[Feature], num_dense: int) -> nn.Module:
+    """The model of a config, with one table for each feature."""
+    tables, optimizer = tables_of(tuple(features), config.embedding_dim), build_optimizer(config)
     if config.model == "dcnv2":
-        return DCNv2(tables, data.num_dense, top_mlp=config.top_mlp, optimizer=optimizer, device=config.device)
+        return DCNv2(tables, num_dense, top_mlp=config.top_mlp, optimizer=optimizer, device=config.device)
     return DLRM(
         tables,
-        data.num_dense,
+        num_dense,
         bottom_mlp=config.bottom_mlp,
         top_mlp=config.top_mlp,
         optimizer=optimizer,
@@ -67,3 +95,34 @@ def build_model(config: TrainConfig, data: Dataset) -> nn.Module:
 def build_optimizer(config: TrainConfig) -> Optimizer:
     """The tables' fused optimizer."""
     return OPTIMIZERS[config.embedding_optimizer](lr=config.embedding_lr, weight_decay=config.embedding_weight_decay)
+
+
+def run_path(config: TrainConfig, data: Data, resume: str | None) -> Path:
+    """The folder of a run: the one that is named, the newest one of the data set to go on with, or a new one."""
+    if config.output.out is not None:
+        return config.output.out
+    name = Path(data.name).name
+    if resume == "auto":
+        runs = [path for path in RUNS.glob(f"{name}-*") if RunFolder(path).checkpoints.latest() is not None]
+        if runs:
+            return max(runs, key=lambda path: path.stat().st_mtime)
+    elif resume is not None:
+        return Path(resume).resolve().parents[1]
+    return RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def features_to_plain(features: Sequence[Feature]) -> list[dict[str, Any]]:
+    return [{"name": f.name, "num_embeddings": f.num_embeddings, "multi_hot": f.multi_hot} for f in features]
+
+
+def features_from_plain(values: Sequence[dict[str, Any]]) -> tuple[Feature, ...]:
+    return tuple(Feature(**value) for value in values)
+
+
+def _watchers(config: TrainConfig, folder: RunFolder) -> list[Callback]:
+    watchers: list[Callback] = []
+    if config.output.tensorboard:
+        watchers.append(TensorBoard(folder.tensorboard))
+    if config.profile.profile_steps:
+        watchers.append(Profile(folder.trace, config.profile))
+    return watchers

@@ -1,40 +1,38 @@
-"""The training loop of one process: fit, evaluate."""
+"""Trains, evaluates, saves and resumes a model in one process."""
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tritonemb.data.batch import Batch
-from tritonemb.data.dataset import Dataset, Split
+from tritonemb.data.dataset import Split
+from tritonemb.data.source import Data
 from tritonemb.nn import EmbeddingBagCollection, EmbeddingCollection
 from tritonemb.nn.errors import check_errors
+from tritonemb.training import state
+from tritonemb.training.callbacks import Callback, CheckpointSaved
+from tritonemb.training.checkpoint import CheckpointOptions, load_tensors, read_manifest, stored_tensors
+from tritonemb.training.display import make_display
+from tritonemb.training.inference import logits_of, predict
+from tritonemb.training.loop import FitResult, Loop
 from tritonemb.training.metrics import Metrics, binary_metrics
-from tritonemb.training.progress import Progress, show_progress
+from tritonemb.training.precision import LossScale, Precision, autocast
+from tritonemb.training.report import Report
+from tritonemb.training.run_folder import RunFolder
+from tritonemb.training.run_log import RunLog
+from tritonemb.training.schedule import Schedule
+from tritonemb.training.signals import StopRequest, stop_requests
+from tritonemb.training.versions import versions
 
-
-@dataclass(frozen=True)
-class FitResult:
-    """What a fit did.
-
-    Args:
-        losses: mean training loss of each epoch.
-        num_samples: samples trained on, all epochs together.
-        seconds: wall time of the fit.
-        samples_per_second: without the first step, which compiles and warms up.
-    """
-
-    losses: tuple[float, ...]
-    num_samples: int
-    seconds: float
-    samples_per_second: float
+Monitor = Literal["auc", "log_loss", "normalized_entropy"]
 
 
 class Trainer:
@@ -44,66 +42,164 @@ class Trainer:
     `dense_optimizer`. Batches are shuffled by (seed, epoch): the same seed gives the same batches. The initial weights
     are the caller's; seed them with `torch.manual_seed` before the model is made.
 
+    With a `folder` a run outlives its process: checkpoints, a log and a report are kept there, SIGINT and SIGTERM end
+    it after the step that is running, and `resume` goes on from a checkpoint with the bits of a run that never stopped.
+
     Args:
         model: on the device where it is to be trained, unless `device` is given.
-        data: a `tritonemb.data.Dataset`.
-        batch_size: samples a step; the last step of an epoch may have fewer.
+        data: a `tritonemb.data.Dataset` or `ClickLog`, or anything with the methods of `tritonemb.data.source.Data`.
+        batch_size: samples a batch; the last one of an epoch may have fewer.
+        epochs: passes over the training rows.
+        max_steps: end after so many steps, if the epochs have not ended before.
+        accumulate: batches a step: their gradients are applied together, as one batch's.
         dense_optimizer: called with the parameters and `lr=dense_lr`; a class of `torch.optim`, for example.
+        dense_schedule, table_schedule: of the learning rates of the dense part and of the fused tables.
+        precision: of the dense part: "fp32", or autocast to "bf16" or "fp16" (with a loss scale).
+        seed: of the order of the rows.
         device: where to train; the model is moved there.
         compile: run the model through `torch.compile`.
+        log_every: steps between two logs.
+        evaluate_every: steps between two evaluations of the validation rows; None for the end of each epoch. They are
+            evaluated where the data set has them and someone looks: a folder, callbacks, `verbose` or `patience`.
+        monitor: the metric that decides which evaluation is the best.
+        patience: stop after so many evaluations in a row that were not better than the best.
+        folder: where checkpoints, `log.jsonl` and `report.html` go.
+        checkpoints: when they are written.
+        callbacks: told of all that happens, see `Callback`.
+        config: shown in the report, kept in the log.
         verbose: show progress.
 
     Raises:
-        ValueError: for a batch size or a number of epochs below 1.
+        ValueError: for options out of range, or for `patience` without validation rows.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        data: Dataset,
+        data: Data,
         *,
         batch_size: int = 1024,
         epochs: int = 1,
+        max_steps: int | None = None,
+        accumulate: int = 1,
         dense_optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam,
         dense_lr: float = 1e-3,
+        dense_schedule: Schedule | None = None,
+        table_schedule: Schedule | None = None,
+        precision: Precision = "fp32",
         seed: int = 0,
         device: torch.device | str | None = None,
         compile: bool = False,
+        log_every: int = 100,
+        evaluate_every: int | None = None,
+        monitor: Monitor = "auc",
+        patience: int | None = None,
+        folder: str | Path | None = None,
+        checkpoints: CheckpointOptions | None = None,
+        callbacks: Sequence[Callback] = (),
+        config: Mapping[str, Any] | None = None,
         verbose: bool = True,
     ) -> None:
-        for name, value in (("batch_size", batch_size), ("epochs", epochs)):
-            if value < 1:
+        counts = {"batch_size": batch_size, "epochs": epochs, "accumulate": accumulate, "log_every": log_every}
+        optional = {"max_steps": max_steps, "evaluate_every": evaluate_every, "patience": patience}
+        for name, value in (counts | optional).items():
+            if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if monitor not in get_args(Monitor):
+            raise ValueError(f"monitor must be one of {get_args(Monitor)}, got {monitor!r}")
+        for name, given in (("evaluate_every", evaluate_every), ("patience", patience)):
+            if given is not None and "validation" not in data.splits():
+                raise ValueError(f"{name} needs validation rows, and data set {data.name!r} has none")
         self.model = model if device is None else model.to(device)
         self.data = data
         self.batch_size = batch_size
         self.epochs = epochs
+        self.max_steps = max_steps
+        self.accumulate = accumulate
+        self.precision: Precision = precision
         self.seed = seed
         self.device = torch.device(device) if device is not None else _device_of(model)
+        self.log_every = log_every
+        self.evaluate_every = evaluate_every
+        self.monitor: Monitor = monitor
+        self.patience = patience
+        self.checkpoints = checkpoints or CheckpointOptions()
+        self.folder = None if folder is None else RunFolder(folder, self.checkpoints.keep)
+        self.callbacks = list(callbacks)
+        self.config = dict(config or {})
         self.verbose = verbose
-        self._epochs_done = 0
+        self.progress = state.Progress()
+        autocast(precision, self.device)  # refuse a name before training
         dense = dense_parameters(model)
         self.dense_optimizer = dense_optimizer(dense, lr=dense_lr) if dense else None
+        self._collections = fused_collections(model)
+        self._schedules = (dense_schedule or Schedule(), table_schedule or Schedule())
+        self._base_rates = [float(group["lr"]) for group, _ in self._rates()]
+        self._loss_scale = LossScale()
+        self._fitted = False
+        self.last_epoch, self.last_step = epochs, max_steps
+        for schedule in self._schedules:
+            schedule.within(self.total_steps)  # refuse one that needs to know more, before training
         self._forward: Callable[..., Any] = torch.compile(self.model) if compile else self.model
+        # Sums of the loss over samples: since the last log, and in this epoch.
+        self.loss_sums = torch.zeros(2, dtype=torch.float64, device=self.device)
 
-    def fit(self) -> FitResult:
-        """Train for the given number of epochs; a second call goes on from where the first one ended.
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """None where the data set does not know its number of rows."""
+        rows = self.data.num_rows("train")
+        if rows is None:
+            return None
+        batches = -(-rows // self.batch_size)
+        return -(-batches // self.accumulate)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of the whole run, as far as they are known."""
+        each = self.steps_per_epoch
+        by_epochs = None if each is None else each * self.last_epoch
+        return min((steps for steps in (by_epochs, self.last_step) if steps is not None), default=None)
+
+    def fit(self, test: bool = False) -> FitResult:
+        """Train to the end of the run; a second call trains for as many epochs, or steps, again.
+
+        Args:
+            test: evaluate the test rows at the end.
 
         Raises:
-            ValueError: the loss of an epoch is not finite.
+            ValueError: the loss is not finite; the data says so; or the folder holds another run.
+            Interrupted: a signal asked to stop; what was done is saved. With a folder only.
+            CheckpointError: one could not be written, and `on_checkpoint_error` is "stop".
         """
-        num_samples = len(self.data.train) * self.epochs
-        losses, clock = [], _Clock()
-        with show_progress(num_samples, self.verbose) as progress:
-            for number in range(1, self.epochs + 1):
-                loss = self._fit_epoch(self._epochs_done, clock, progress)
-                check_errors(self.device)
-                self._epochs_done += 1
-                if not math.isfinite(loss):
-                    raise ValueError(f"the training loss is {loss} in epoch {number}; lower the learning rates")
-                losses.append(loss)
-                progress.say(f"epoch {number}/{self.epochs}: training loss {loss:.4f}{self._validated()}")
-        return FitResult(tuple(losses), num_samples, clock.seconds, clock.samples_per_second)
+        if self._fitted:
+            self.last_epoch = self.progress.epoch + self.epochs
+            self.last_step = None if self.max_steps is None else self.progress.step + self.max_steps
+            self.progress.ended = ""
+        with ExitStack() as stack:
+            request = StopRequest()
+            if self.folder is not None:
+                stack.enter_context(self.folder.lock())
+                self._refuse_another_run(self.folder)
+                request = stack.enter_context(stop_requests())
+            result = Loop(self, self._watchers(), request).run(test)
+        self._fitted = True
+        return result
+
+    def step(self, batches: Sequence[Batch]) -> int:
+        """One step on the batches' samples together; returns their number."""
+        self._set_learning_rates()
+        total = sum(len(batch) for batch in batches)
+        if self.dense_optimizer is not None:
+            self.dense_optimizer.zero_grad()
+        if self.precision == "fp16":
+            self._scaled_step(batches, total)
+        else:
+            with self._accumulating(len(batches) > 1):
+                for batch in batches:
+                    self._backward(batch, len(batch) / total)
+            if self.dense_optimizer is not None:
+                self.dense_optimizer.step()
+        return total
 
     def evaluate(self, split: Split = "test") -> Metrics:
         """Metrics on the test rows, or on another split.
@@ -111,91 +207,202 @@ class Trainer:
         Raises:
             ValueError: the data set has no such split, or a logit is NaN.
         """
-        was_training = self.model.training
-        self.model.eval()
-        logits, labels = [], []
         start = time.perf_counter()
-        with torch.no_grad():
-            for batch in self.data.batches(split, self.batch_size):
-                logits.append(self._logits(batch.to(self.device)))
-                labels.append(batch.labels)
+        with self.data.open(split, self.batch_size, pin_memory=self.device.type == "cuda") as stream:
+            logits, labels = predict(self.model, stream, self.device, self.precision, self._forward)
+        return binary_metrics(logits, labels, time.perf_counter() - start)
+
+    def save(self) -> CheckpointSaved:
+        """Write a checkpoint of this moment into the folder.
+
+        Raises:
+            ValueError: there is no folder.
+            CheckpointError: it could not be written; the earlier ones are as they were.
+        """
+        if self.folder is None:
+            raise ValueError("there is nowhere to save to: give the trainer a folder")
         check_errors(self.device)
-        all_logits = torch.cat(logits).cpu()
-        seconds = time.perf_counter() - start
-        self.model.train(was_training)
-        return binary_metrics(all_logits, torch.cat(labels), seconds)
+        start = time.perf_counter()
+        size = self.folder.checkpoints.save(self.progress.step, self._tensors(), self._manifest())
+        path = self.folder.checkpoints.path(self.progress.step)
+        return CheckpointSaved(self.progress.step, path, size, time.perf_counter() - start)
 
-    def _fit_epoch(self, epoch: int, clock: _Clock, progress: Progress) -> float:
-        self.model.train()
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        clock.start()
-        for batch in self.data.train_batches(self.batch_size, self.seed, epoch):
-            loss = self._step(batch.to(self.device, non_blocking=True))
-            total += loss.double() * len(batch)
-            clock.step(len(batch))
-            progress.advance(len(batch), loss)
-        mean = float(total) / len(self.data.train)
-        clock.stop()
-        return mean
+    def resume(self, checkpoint: str | Path = "auto") -> Path | None:
+        """Go on from a checkpoint: model, optimizers, schedules, position in the data and generators.
 
-    def _step(self, batch: Batch) -> Tensor:
-        loss = F.binary_cross_entropy_with_logits(self._logits(batch), batch.labels)
+        Args:
+            checkpoint: a checkpoint's folder, or "auto" for the newest one in the trainer's folder.
+
+        Returns:
+            the checkpoint, or None if "auto" found none.
+
+        Raises:
+            ValueError, FileNotFoundError: it is damaged, or of another model, optimizer, data set or batch size; all
+                differences are listed, and nothing has been changed then.
+        """
+        path = Path(checkpoint)
+        if checkpoint == "auto":
+            if self.folder is None:
+                raise ValueError('resume("auto") looks into the trainer\'s folder: give it one')
+            found = self.folder.checkpoints.latest()
+            if found is None:
+                return None
+            path = found
+        manifest = read_manifest(path)
+        self._check_same_run(path, manifest["run"])
+        tensors = self._tensors(optimizer=False)
+        tensors |= state.optimizer_templates(self.model, self.dense_optimizer, stored_tensors(path))
+        random = {name: tensors[name] for name in tensors if name.startswith("rng.")}
+        load_tensors(path, tensors, ignore=("rng.cuda",))
         if self.dense_optimizer is not None:
-            self.dense_optimizer.zero_grad()
-        loss.backward()
+            state.load_optimizer_tensors(self.model, self.dense_optimizer, tensors)
+        state.set_rng_tensors(random, self.device)
+        state.set_rng_plain(manifest["rng"])
+        self.progress = state.Progress.from_json(manifest["progress"])
+        if self.progress.ended == "finished":  # it may have more to do now
+            self.progress.ended = ""
+        self._loss_scale.load_state_dict(manifest["loss_scale"])
+        if manifest["base_rates"] == self._base_rates:
+            for (group, _), rate in zip(self._rates(), manifest["rates"], strict=True):
+                group["lr"] = rate
+        return path
+
+    def current_rates(self) -> tuple[float | None, float | None]:
+        """Learning rates of the dense part and of the fused tables; None where there are none."""
+        dense = None if self.dense_optimizer is None else float(self.dense_optimizer.param_groups[0]["lr"])
+        return dense, self._collections[0].current_learning_rate if self._collections else None
+
+    def take_loss(self, index: int) -> float:
+        """The sum of losses over samples since it was last taken: 0 for that of the logs, 1 for that of epochs."""
+        value = float(self.loss_sums[index])
+        self.loss_sums[index] = 0.0
+        return value
+
+    def _backward(self, batch: Batch, share: float, factor: float = 1.0) -> None:
+        """`share` of a step's samples are in this batch; `factor` is the loss scale."""
+        batch = batch.to(self.device, non_blocking=True)
+        loss = F.binary_cross_entropy_with_logits(
+            logits_of(self._forward, batch, self.precision, self.device), batch.labels
+        )
+        (loss if share * factor == 1.0 else loss * (share * factor)).backward()
+        self.loss_sums += loss.detach().double() * len(batch)
+
+    def _scaled_step(self, batches: Sequence[Batch], total: int) -> None:
+        """A step whose gradients are scaled, judged and only then applied, to all parameters or to none."""
+        scale = self._loss_scale.factor
+        try:
+            with self._accumulating(True):
+                for batch in batches:
+                    self._backward(batch, len(batch) / total, scale)
+                finite = [collection.scale_accumulated(1 / scale) for collection in self._collections]
+                for gradient in self._dense_gradients():
+                    finite.append(bool(gradient.mul_(1 / scale).isfinite().all()))  # noqa: PERF401 (for its effect)
+                if not all(finite):
+                    raise _Overflow
+        except _Overflow:
+            self._loss_scale.update(overflowed=True)
+            return
         if self.dense_optimizer is not None:
             self.dense_optimizer.step()
-        return loss.detach()
+        self._loss_scale.update(overflowed=False)
 
-    def _logits(self, batch: Batch) -> Tensor:
-        logits: Tensor = self._forward(batch.dense, batch.sparse)
-        if logits.shape != batch.labels.shape:
-            raise ValueError(f"the model must return logits [{len(batch)}], got shape {list(logits.shape)}")
-        return logits
+    def _dense_gradients(self) -> list[Tensor]:
+        parameters = [parameter for group in _groups(self.dense_optimizer) for parameter in group["params"]]
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
-    def _validated(self) -> str:
-        if self.data.validation is None or not self.verbose:
-            return ""
-        metrics = self.evaluate("validation")
-        return f", validation AUC {metrics.auc:.4f}, log loss {metrics.log_loss:.4f}"
+    @contextmanager
+    def _accumulating(self, several: bool) -> Iterator[None]:
+        with ExitStack() as stack:
+            for collection in self._collections if several else ():
+                stack.enter_context(collection.accumulate())
+            yield
+
+    def _rates(self) -> list[tuple[dict[str, Any], Schedule]]:
+        """Every parameter group and its schedule; not kept, since loading an optimizer's state makes new groups."""
+        dense, tables = self._schedules
+        fused = [c.fused_optimizer for c in self._collections if c.fused_optimizer is not None]
+        rates = [(group, dense) for group in _groups(self.dense_optimizer)]
+        return rates + [(group, tables) for optimizer in fused for group in optimizer.param_groups]
+
+    def _set_learning_rates(self) -> None:
+        for base, (group, schedule) in zip(self._base_rates, self._rates(), strict=True):
+            if not schedule.is_constant:
+                group["lr"] = base * schedule.within(self.total_steps).factor(self.progress.step)
+
+    def _watchers(self) -> list[Callback]:
+        watchers: list[Callback] = [make_display()] if self.verbose else []
+        if self.folder is not None:
+            watchers.append(RunLog(self.folder.log, resume_at_step=self.progress.step))
+            watchers.append(Report(self.folder.report, self.folder.log))
+        return watchers + self.callbacks
+
+    def _refuse_another_run(self, folder: RunFolder) -> None:
+        newest = folder.checkpoints.latest()
+        if self.progress.step == 0 and newest is not None:
+            raise ValueError(
+                f"{folder.path} holds a run with {newest.name}; resume it (--resume auto) or choose another folder"
+            )
+
+    def _tensors(self, optimizer: bool = True) -> dict[str, Tensor]:
+        own = state.optimizer_tensors(self.model, self.dense_optimizer) if optimizer else {}
+        return {
+            **state.model_tensors(self.model),
+            **own,
+            **state.rng_tensors(self.device),
+            "trainer.loss_sums": self.loss_sums,
+        }
+
+    def _manifest(self) -> dict[str, Any]:
+        return {
+            "versions": versions(self.device),
+            "run": self._run(),
+            "progress": self.progress.to_json(),
+            "base_rates": self._base_rates,
+            "rates": [float(group["lr"]) for group, _ in self._rates()],
+            "loss_scale": self._loss_scale.state_dict(),
+            "rng": state.rng_plain(),
+            "config": self.config,
+        }
+
+    def _run(self) -> dict[str, Any]:
+        """What must be the same for the bits of a run that never stopped."""
+        optimizer = self.dense_optimizer
+        return {
+            "data": self.data.name,
+            "batch_size": self.batch_size,
+            "accumulate": self.accumulate,
+            "seed": self.seed,
+            "dense_optimizer": None if optimizer is None else type(optimizer).__name__,
+            "table_optimizers": [collection.optimizer.name for collection in self._collections if collection.optimizer],
+        }
+
+    def _check_same_run(self, path: Path, run: dict[str, Any]) -> None:
+        here = self._run()
+        different = [f"{name} was {run.get(name)!r}, is {here[name]!r}" for name in here if run.get(name) != here[name]]
+        if different:
+            raise ValueError(f"checkpoint {path} is of another run: {'; '.join(different)}")
 
 
-class _Clock:
-    """Time of the training steps, validation left out; the very first step counts as warm-up."""
+class _Overflow(Exception):
+    """A gradient was not finite under the present loss scale."""
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self._samples = 0
-        self._warm_up: tuple[float, int] | None = None
-        self._started = 0.0
 
-    def start(self) -> None:
-        self._started = time.perf_counter()
+def _groups(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
+    return [] if optimizer is None else optimizer.param_groups
 
-    def step(self, num_samples: int) -> None:
-        self._samples += num_samples
-        if self._warm_up is None:
-            self._warm_up = (time.perf_counter() - self._started, num_samples)
 
-    def stop(self) -> None:
-        self.seconds += time.perf_counter() - self._started
-
-    @property
-    def samples_per_second(self) -> float:
-        seconds, samples = self._warm_up or (0.0, 0)
-        if self._samples == samples:  # a single step: nothing but warm-up was timed
-            return samples / self.seconds
-        return (self._samples - samples) / (self.seconds - seconds)
+def fused_collections(model: nn.Module) -> list[EmbeddingBagCollection | EmbeddingCollection]:
+    """The collections of a model that update their tables by themselves."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, EmbeddingBagCollection | EmbeddingCollection) and module.fused_optimizer is not None
+    ]
 
 
 def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that no fused embedding collection updates by itself."""
-    owned = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, EmbeddingBagCollection | EmbeddingCollection) and module.fused_optimizer is not None
-        for parameter in module.parameters()
-    }
+    owned = {id(parameter) for module in fused_collections(model) for parameter in module.parameters()}
     return [parameter for parameter in model.parameters() if id(parameter) not in owned and parameter.requires_grad]
 
 

@@ -1,0 +1,81 @@
+"""Small logs for the tests: lines in Criteo's format, files of them, and what a stream gave."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tritonemb.data import Batch, ClickLog, LogOptions, Schema, SplitRule
+
+ALL_TRAIN = SplitRule(split_by="end", test_share=0.0)
+
+
+def line(label: str = "0", integers: dict[int, str] | None = None, categories: dict[int, str] | None = None) -> str:
+    numbers = [(integers or {}).get(i, "1") for i in range(1, 14)]
+    return "\t".join([label, *numbers, *[(categories or {}).get(i, "0000abcd") for i in range(1, 27)]])
+
+
+def random_lines(num_lines: int, seed: int = 0) -> list[bytes]:
+    """Lines as different from each other as Criteo's: missing, negative and long values, odd widths."""
+    random = np.random.default_rng(seed)
+    lines = []
+    for _ in range(num_lines):
+        integers = [
+            b"" if draw < 0.2 else b"%d" % (int(random.integers(0, 10 ** int(random.integers(1, 18)))) - 2)
+            for draw in random.random(13)
+        ]
+        categories = [
+            b"" if draw < 0.1 else (b"%08x" if draw < 0.9 else b"%X") % int(random.integers(0, 1 << 32))
+            for draw in random.random(26)
+        ]
+        lines.append(b"\t".join([b"%d" % random.integers(0, 2), *integers, *categories]))
+    return lines
+
+
+def write(folder: Path, lines: Iterable[str | bytes], name: str = "train.txt") -> Path:
+    pa = __import__("pyarrow")
+    raw = b"".join(
+        (entry if isinstance(entry, bytes) else entry.encode(errors="surrogateescape")) + b"\n" for entry in lines
+    )
+    path = folder / name
+    if name.endswith(".gz"):  # in two members, as `cat a.gz b.gz` gives
+        half = len(raw) // 2
+        raw = gzip.compress(raw[:half]) + gzip.compress(raw[half:])
+    elif name.endswith(".zst"):
+        raw = pa.Codec("zstd").compress(raw, asbytes=True)
+    path.write_bytes(raw)
+    return path
+
+
+def options(split: SplitRule = ALL_TRAIN, **changes: Any) -> LogOptions:
+    """All rows are train rows, unless said otherwise; `num_embeddings` and the like go to the schema."""
+    schema = {name: changes.pop(name) for name in tuple(changes) if name in Schema.__dataclass_fields__}
+    return LogOptions(**({"schema": Schema(**schema), "split": split, "workers": 2} | changes))
+
+
+def contents(batch: Batch) -> list[torch.Tensor]:
+    return [batch.dense, batch.labels, batch.sparse.values(), batch.sparse.lengths(), batch.sparse.offsets()]
+
+
+def same(left: Iterable[Batch], right: Iterable[Batch]) -> bool:
+    """Whether two runs of batches have the same bits."""
+    left, right = list(left), list(right)
+    return len(left) == len(right) and all(
+        torch.equal(a, b) for pair in zip(left, right, strict=True) for a, b in zip(*map(contents, pair), strict=True)
+    )
+
+
+def rows_of(log: ClickLog, split: Any = "train", batch_size: int = 64, **how: Any) -> list[tuple[float, ...]]:
+    """Every row of a split: label, dense values and ids of one-hot features, in the order of the stream."""
+    rows = []
+    with log.open(split, batch_size, **how) as stream:
+        for batch in stream:
+            ids = batch.sparse.values().view(len(log.features), len(batch)).T
+            for label, dense, row in zip(batch.labels.tolist(), batch.dense.tolist(), ids.tolist(), strict=True):
+                rows.append((label, *dense, *row))
+    return rows

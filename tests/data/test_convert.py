@@ -1,0 +1,70 @@
+import re
+
+import pytest
+
+pytest.importorskip("pyarrow")
+import pyarrow.parquet as parquet
+
+from tests.data.logs import line, options, random_lines, same, write
+from tritonemb.data import ClickLog, convert
+
+
+@pytest.mark.parametrize("compression", ["zstd", "snappy", "none"])
+def test_a_file_keeps_its_values(tmp_path, compression):
+    lines = [
+        line("1", {1: "", 2: "-2", 3: "123456789012345678"}, {1: "68FD1E64", 2: ""}),
+        line("0", {1: "7", 2: "-", 3: "1"}),
+        line("0", {1: "7", 2: "0", 3: "1"}, {1: "f", 2: "ffffffff"}),
+    ]
+    path, told = write(tmp_path, lines), []
+    report = convert(path, tmp_path / "log.parquet", compression=compression, on_bad_row="skip", progress=told.append)
+    assert (report.rows, report.skipped, report.files) == (2, 1, (tmp_path / "log.parquet",))
+    assert told[-1] == 2
+    table = parquet.read_table(tmp_path / "log.parquet")
+    columns = table.to_pydict()
+    assert columns["label"] == [1, 0]
+    assert [columns[f"int_{i}"] for i in (1, 2, 3)] == [[None, 7], [-2, 0], [123456789012345678, 1]]
+    assert [columns[f"cat_{i}"] for i in (1, 2)] == [[0x68FD1E64, 15], [None, 0xFFFFFFFF]]
+    assert [str(table.schema.field(name).type) for name in ("label", "int_1", "cat_1")] == ["int8", "int64", "uint32"]
+
+
+def test_row_groups_have_the_number_of_rows_asked_for(tmp_path):
+    path = write(tmp_path, random_lines(100), "log.gz")
+    convert(path, tmp_path / "log.parquet", row_group_rows=30, chunk_bytes=3000)
+    metadata = parquet.read_metadata(tmp_path / "log.parquet")
+    assert [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)] == [30, 30, 30, 10]
+    logs = [ClickLog(source, options()) for source in (path, tmp_path / "log.parquet")]
+    assert same(*(log.open("train", 7, shuffle=True) for log in logs))
+
+
+def test_a_folder_becomes_a_folder(tmp_path):
+    (tmp_path / "text").mkdir()
+    for day in (0, 1, 10):
+        write(tmp_path / "text", random_lines(10, seed=day), f"day_{day}.gz")
+    report = convert(tmp_path / "text", tmp_path / "parquet")
+    assert [path.name for path in report.files] == ["day_0.parquet", "day_1.parquet", "day_10.parquet"]
+    assert sorted(path.name for path in (tmp_path / "parquet").iterdir()) == sorted(p.name for p in report.files)
+    logs = [ClickLog(tmp_path / name, options()) for name in ("text", "parquet")]
+    assert same(*(log.open("train", 8, shuffle=True) for log in logs))
+
+
+def test_nothing_half_written_is_left(tmp_path):
+    path = write(tmp_path, [*random_lines(50), line("x")])
+    with pytest.raises(ValueError, match=r"train.txt, line 51: field 1 \(label\) is 'x'"):
+        convert(path, tmp_path / "log.parquet", row_group_rows=10, chunk_bytes=2000)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["train.txt"]
+
+
+def test_mistakes_are_named(tmp_path):
+    path = write(tmp_path, random_lines(5))
+    convert(path, tmp_path / "log.parquet")
+    for source, target, message in (
+        (path, tmp_path / "log.parquet", "log.parquet is there already; remove it, or name another target"),
+        (tmp_path / "log.parquet", tmp_path / "other", "log.parquet is Parquet already; text files are converted"),
+        (path, tmp_path / "nowhere" / "log.parquet", "nowhere: no such folder to write log.parquet to"),
+        (tmp_path / "missing", tmp_path / "other", "missing: no such file or folder"),
+    ):
+        with pytest.raises((ValueError, FileNotFoundError), match=re.escape(message)):
+            convert(source, target)
+    with pytest.raises(ValueError, match="row_group_rows must be at least 1, got 0"):
+        convert(path, tmp_path / "other", row_group_rows=0)

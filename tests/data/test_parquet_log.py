@@ -1,0 +1,189 @@
+import datetime
+
+import numpy as np
+import pytest
+import torch
+
+pa = pytest.importorskip("pyarrow")
+import pyarrow.parquet as parquet  # noqa: E402
+
+from tests.data.logs import contents, options, rows_of, same  # noqa: E402
+from tritonemb.data import ClickLog, SplitRule  # noqa: E402
+from tritonemb.data.hashing import feature_seed, hash_integers, hash_strings, ids_of  # noqa: E402
+
+SCHEMA = {"label": "click", "dense": ("price",), "sparse": ("user",)}
+
+
+def write(folder, name="log.parquet", row_group_size=None, **columns):
+    table = {"click": [0, 1, 0], "price": [1.5, None, -2.0], "user": ["a", None, "b"]} | columns
+    parquet.write_table(pa.table(table), folder / name, row_group_size=row_group_size)
+    return folder / name
+
+
+def ids(log, name="user"):
+    return [bag for batch in log.open("train", 2) for bag in batch.sparse.to_lists()[name]]
+
+
+def of_strings(*strings: str) -> list[list[int]]:
+    raw = [string.encode() for string in strings]
+    offsets = np.cumsum([0, *map(len, raw)])
+    hashes = hash_strings(np.frombuffer(b"".join(raw), np.uint8), offsets, feature_seed("user"))
+    return [[id] for id in ids_of(hashes, 100_000).tolist()]
+
+
+def of_integers(*values: int) -> list[list[int]]:
+    return [[id] for id in ids_of(hash_integers(np.array(values), feature_seed("user")), 100_000).tolist()]
+
+
+@pytest.mark.parametrize(
+    ("users", "expected"),
+    [
+        (pa.array(["a", None, "bé"]), [*of_strings("a"), [0], *of_strings("bé")]),
+        (pa.array(["a", None, "bé"], pa.large_string()), [*of_strings("a"), [0], *of_strings("bé")]),
+        (pa.array([b"a", None, b"b"]), [*of_strings("a"), [0], *of_strings("b")]),
+        (pa.array(["a", None, "a"]).dictionary_encode(), [*of_strings("a"), [0], *of_strings("a")]),
+        (pa.array([5, None, -1]), [*of_integers(5), [0], *of_integers(-1)]),
+        (pa.array([5, None, 0], pa.uint8()), [*of_integers(5), [0], *of_integers(0)]),
+        (pa.array([2**64 - 1, None, 0], pa.uint64()), [*of_integers(-1), [0], *of_integers(0)]),
+        (pa.array([True, None, False]), [*of_integers(1), [0], *of_integers(0)]),
+        (pa.nulls(3), [[0], [0], [0]]),
+        (pa.array(["", "", ""]), of_strings("", "", "")),
+    ],
+    ids=range(10),
+)
+def test_categories_of_every_kind(tmp_path, users, expected):
+    assert ids(ClickLog(write(tmp_path, user=users), options(**SCHEMA))) == expected
+
+
+@pytest.mark.parametrize(
+    "tags",
+    [
+        pa.array([["a", "b"], None, ["a", None, "b"]]),
+        pa.array([["a", "b"], [], ["a", None, "b"]], pa.large_list(pa.large_string())),
+        pa.array([["a", "b"], [], ["a", None, "b"]], pa.list_(pa.dictionary(pa.int32(), pa.string()))),
+    ],
+    ids=range(3),
+)
+def test_lists_are_multi_hot(tmp_path, tags):
+    log = ClickLog(write(tmp_path, user=tags), options(**SCHEMA))
+    (a,), (b,) = of_strings("a", "b")
+    assert ids(log) == [[a, b], [], [a, 0, b]]
+    assert log.features[0].multi_hot
+    assert log.tables(4)[0].pooling == "mean"
+
+
+def test_lists_of_integers_shuffled_and_resumed(tmp_path):
+    random = np.random.default_rng(0)
+    bags = [random.integers(0, 50, random.integers(0, 6)).tolist() for _ in range(500)]
+    path = write(
+        tmp_path,
+        row_group_size=77,
+        click=[i % 2 for i in range(500)],
+        price=[float(i) for i in range(500)],
+        user=pa.array(bags, pa.list_(pa.int16())),
+    )
+    log = ClickLog(path, options(**SCHEMA, log_transform=False, shuffle_rows=90, chunk_bytes=256 * 31))
+    how = {"shuffle": True, "seed": 4}
+    whole = list(log.open("train", 16, **how))
+    for batch in whole:
+        for row, bag in zip(batch.dense[:, 0].int().tolist(), batch.sparse.to_lists()["user"], strict=True):
+            assert bag == [id for (id,) in of_integers(*bags[row])]
+    assert sorted(torch.cat([batch.dense[:, 0] for batch in whole]).int().tolist()) == list(range(500))
+    stream = log.open("train", 16, **how)
+    for _ in range(11):
+        next(stream)
+    assert same(log.open("train", 16, **how, position=stream.position), whole[11:])
+
+
+def test_numbers_of_every_kind(tmp_path):
+    for prices, expected in (
+        (pa.array([1.5, None, -2.0]), [1.5, 0, -2]),
+        (pa.array([1.5, float("nan"), -2.0], pa.float32()), [1.5, 0, -2]),
+        (pa.array([1, None, -2], pa.int8()), [1, 0, -2]),
+        (pa.array([True, None, False]), [1, 0, 0]),
+        (pa.nulls(3), [0, 0, 0]),
+    ):
+        log = ClickLog(write(tmp_path, price=prices), options(**SCHEMA, log_transform=False))
+        assert [row[1] for row in rows_of(log)] == expected
+        log = ClickLog(write(tmp_path, price=prices), options(**SCHEMA))
+        assert [row[1] for row in rows_of(log)] == pytest.approx(np.log1p(np.maximum(expected, 0)))
+
+
+@pytest.mark.parametrize("clicks", [[0, 1, 0], [0.0, 1.0, 0.0], [False, True, False]], ids=["int", "float", "bool"])
+def test_labels_of_every_kind(tmp_path, clicks):
+    assert [row[0] for row in rows_of(ClickLog(write(tmp_path, click=clicks), options(**SCHEMA)))] == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"click": [0, 2, 1]}, "row 2: field 1 (click) is '2', expected 0 or 1"),
+        ({"click": [0, None, 1]}, "row 2: field 1 (click) is 'missing', expected 0 or 1"),
+        ({"click": [0, 0.5, 1]}, "row 2: field 1 (click) is '0.5', expected 0 or 1"),
+        ({"price": [0, float("inf"), 1]}, "row 2: field 2 (price) is 'inf', expected a finite number or nothing"),
+    ],
+)
+def test_bad_rows(tmp_path, columns, message):
+    path = write(tmp_path, **columns)
+    with pytest.raises(ValueError, match="row 2") as caught:
+        rows_of(ClickLog(path, options(**SCHEMA, chunk_bytes=256)))
+    assert str(caught.value) == f"{path}, {message}"
+    log = ClickLog(path, options(**SCHEMA, on_bad_row="skip"))
+    with log.open("train", 2) as stream:
+        assert [len(batch) for batch in stream] == [2]
+        assert stream.report.skipped == 1
+        assert stream.report.problems == (f"{path}, {message}",)
+
+
+def test_columns_must_be_named_and_of_a_kind_that_fits(tmp_path):
+    path = write(tmp_path, when=[datetime.date(2014, 5, 1)] * 3, pair=[{"a": 1}] * 3)
+    with pytest.raises(ValueError, match=r"log.parquet: its columns are click, price, user, when, pair; they are not"):
+        ClickLog(path, options())
+    for schema, message in (
+        ({"label": "clicks"}, "the schema's label column 'clicks' is not there; columns: click, price, user"),
+        ({"dense": ("cost",)}, "the schema's dense column 'cost' is not there"),
+        ({"dense": ("user",), "sparse": ("price",)}, "column 'user' is string, but a dense column has numbers"),
+        ({"label": "when"}, "column 'when' is date32.*, but the label has numbers"),
+        ({"dense": (), "sparse": ("price",)}, "column 'price' is double, but a sparse column has integers, strings or"),
+        ({"sparse": ("pair",)}, "column 'pair' is struct.*, but a sparse column has integers"),
+    ):
+        with pytest.raises(ValueError, match=rf"log.parquet: {message}"):
+            ClickLog(path, options(**(SCHEMA | schema)))
+
+
+def test_files_must_have_the_same_columns(tmp_path):
+    folder = tmp_path / "log"
+    folder.mkdir()
+    write(folder, "a.parquet")
+    parquet.write_table(pa.table({"click": [1], "price": [1.0]}), folder / "b.parquet")
+    with pytest.raises(ValueError, match=r"b.parquet: the schema's sparse column 'user' is not there"):
+        ClickLog(folder, options(**SCHEMA))
+    write(folder, "b.parquet", user=[["a"]] * 3)
+    with pytest.raises(ValueError, match=r"b.parquet: other columns are lists than in .*a.parquet"):
+        ClickLog(folder, options(**SCHEMA))
+
+
+def test_damaged_files_are_refused(tmp_path):
+    good = write(tmp_path, user=["abc"] * 3).read_bytes()
+    for content in (good[:-9], b"PAR1" + b"x" * 100, good[:4] + b"\xff" * 40 + good[44:]):
+        (tmp_path / "bad.parquet").write_bytes(content)
+        with pytest.raises(
+            ValueError, match=r"bad.parquet is not a whole Parquet file \(.*\); write or fetch it again"
+        ):
+            rows_of(ClickLog(tmp_path / "bad.parquet", options(**SCHEMA, on_bad_row="skip")))
+    (tmp_path / "bad.parquet").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"bad.parquet is empty"):
+        ClickLog(tmp_path / "bad.parquet", options(**SCHEMA))
+    parquet.write_table(pa.table({"click": pa.array([], pa.int8())}), tmp_path / "bad.parquet")
+    with pytest.raises(ValueError, match=r"bad.parquet is empty: it has no rows"):
+        ClickLog(tmp_path / "bad.parquet", options(**SCHEMA))
+
+
+def test_large_row_groups_are_read_in_slices(tmp_path):
+    num_rows = 150_000
+    path = write(tmp_path, click=[0, 1] * 75_000, price=np.arange(num_rows), user=["u"] * num_rows)
+    log = ClickLog(path, options(SplitRule(), **SCHEMA))
+    sizes = [len(block.rows) for block in log.encoded("train")]
+    assert sum(sizes) == log.num_rows("train") == 125_000
+    assert max(sizes) <= 65_536
+    assert contents(next(log.open("test", 1)))[0].item() == pytest.approx(np.log1p(125_000))

@@ -1,0 +1,159 @@
+import gc
+import itertools
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from tritonemb.data import make_synthetic
+from tritonemb.data.prefetch import Prefetcher
+
+
+def running() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("tritonemb")]
+
+
+def wait_until(condition) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_items_come_in_order_and_no_further_ahead_than_asked():
+    made: list[int] = []
+
+    def count():
+        for number in range(20):
+            made.append(number)
+            yield number
+
+    items = Prefetcher(count(), 3, "tritonemb-test")
+    wait_until(lambda: len(made) == 4)
+    time.sleep(0.05)
+    assert len(made) == 4  # three wait, one more is made
+    assert list(items) == list(range(20))
+    assert list(items) == []
+    assert not running()
+
+
+def test_an_error_comes_in_its_place_with_its_type():
+    class Odd(Exception):
+        pass
+
+    def broken():
+        yield 1
+        yield 2
+        raise Odd("three")
+
+    items = Prefetcher(broken(), 10, "tritonemb-test")
+    time.sleep(0.05)
+    assert [next(items), next(items)] == [1, 2]
+    with pytest.raises(Odd, match="three"):
+        next(items)
+    with pytest.raises(StopIteration):
+        next(items)
+
+
+def test_closing_ends_the_thread_and_the_source():
+    ended: list[bool] = []
+
+    def endless():
+        try:
+            yield from itertools.count()
+        finally:
+            ended.append(True)
+
+    items = Prefetcher(endless(), 2, "tritonemb-test")
+    next(items)
+    items.close()
+    items.close()
+    assert ended == [True]
+    assert not running()
+    with pytest.raises(StopIteration):
+        next(items)
+
+
+def test_an_iterator_that_is_dropped_ends_its_thread():
+    items = Prefetcher(itertools.count(), 2, "tritonemb-test")
+    next(items)
+    del items
+    gc.collect()
+    wait_until(lambda: not running())
+
+
+def test_a_stream_that_is_left_ends_its_threads():
+    with make_synthetic(1000, 100).open("train", 8) as stream:
+        next(stream)
+        assert running()
+    assert not running()
+    with pytest.raises(StopIteration):
+        next(stream)
+
+
+def test_a_log_that_is_left_ends_its_threads(tmp_path):
+    pytest.importorskip("pyarrow")
+    from tests.data.logs import options, random_lines, write
+    from tritonemb.data import ClickLog
+
+    log = ClickLog(write(tmp_path, random_lines(500)), options(chunk_bytes=2000, shuffle_rows=20))
+    for taken in (0, 1, 30):
+        stream = log.open("train", 4, shuffle=True)
+        assert len(list(itertools.islice(stream, taken))) == taken
+        start = time.monotonic()
+        stream.close()
+        assert time.monotonic() - start < 5
+        assert not running()
+    stream = log.open("train", 4)
+    next(stream)
+    del stream
+    gc.collect()
+    wait_until(lambda: not running())
+
+
+def test_errors_of_a_log_come_after_the_batches_before_them(tmp_path):
+    pytest.importorskip("pyarrow")
+    from tests.data.logs import options, random_lines, write
+    from tritonemb.data import ClickLog
+
+    log = ClickLog(write(tmp_path, [*random_lines(40), b"bad"]), options(chunk_bytes=600, shuffle_rows=8))
+    stream = log.open("train", 8, shuffle=True)
+    assert [len(next(stream)) for _ in range(4)] == [8, 8, 8, 8]  # the fifth batch shares a chunk with the bad line
+    with pytest.raises(ValueError, match="line 41: expected 40 tab-separated fields, found 1"):
+        next(stream)
+    assert not running()
+
+
+def test_a_program_may_end_with_a_stream_open(tmp_path):
+    """Threads that are at work when Python goes away can abort the process."""
+    pytest.importorskip("pyarrow")
+    from tests.data.logs import random_lines, write
+
+    path = write(tmp_path, random_lines(2000))
+    program = f"from tritonemb.data import ClickLog; stream = ClickLog({str(path)!r}).open('train', 4); next(stream)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads /proc")
+def test_memory_does_not_grow_with_the_log(tmp_path):
+    pytest.importorskip("pyarrow")
+    from tests.data.logs import options, random_lines, write
+    from tritonemb.data import ClickLog
+
+    def resident() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    path = write(tmp_path, random_lines(1000) * 150, "log.txt")
+    assert path.stat().st_size > 40_000_000
+    log = ClickLog(path, options(chunk_bytes=1 << 18, shuffle_rows=4000))
+    peaks = []
+    with log.open("train", 1000, shuffle=True) as stream:
+        for number, _ in enumerate(stream):
+            if number % 5 == 0:
+                peaks.append(resident())
+    assert max(peaks) - peaks[4] < 30_000_000

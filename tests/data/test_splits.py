@@ -1,0 +1,210 @@
+import itertools
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pa = pytest.importorskip("pyarrow")
+import pyarrow.parquet as parquet  # noqa: E402
+
+from tests.data.logs import line, options, random_lines, rows_of, write  # noqa: E402
+from tritonemb.data import ClickLog, SplitRule, convert  # noqa: E402
+
+
+def numbered(num_rows: int, first: int = 0) -> list[str]:
+    """Lines whose int_1 is their number, of different lengths."""
+    return [line(integers={1: str(number)}) for number in range(first, first + num_rows)]
+
+
+def numbers(log: ClickLog, split) -> list[int]:
+    return [round(row[1]) for row in rows_of(log, split)] if split in log.splits() else []
+
+
+def reader(source, rule: SplitRule, **changes) -> ClickLog:
+    return ClickLog(source, options(rule, log_transform=False, **changes))
+
+
+@given(
+    st.integers(20, 60),
+    st.integers(1, 3),
+    st.sampled_from(("", ".gz", ".parquet")),
+    st.sampled_from(("end", "random")),
+    st.sampled_from(((1 / 6, 0.0), (0.2, 0.2), (0.0, 0.3), (0.5, 0.0), (0.0, 0.0))),
+    st.integers(100, 5000),
+)
+def test_splits_are_disjoint_and_complete(tmp_path_factory, num_rows, num_files, kind, by, shares, chunk_bytes):
+    folder = tmp_path_factory.mktemp("log")
+    (folder / "text").mkdir()
+    for number in range(num_files):
+        name = f"part_{number}.txt{kind if kind == '.gz' else ''}"
+        write(folder / "text", numbered(num_rows, number * num_rows), name)
+    source = folder / "text"
+    if kind == ".parquet":
+        convert(source, folder / "parquet", row_group_rows=17)
+        source = folder / "parquet"
+    test, validation = shares
+    log = reader(source, SplitRule(by, test, validation), chunk_bytes=chunk_bytes)
+    found = {split: numbers(log, split) for split in ("train", "validation", "test")}
+    assert sorted(itertools.chain(*found.values())) == list(range(num_rows * num_files))
+    assert (bool(found["test"]), bool(found["validation"])) == (test > 0, validation > 0) or by == "random"
+    assert all(rows == sorted(rows) for rows in found.values())
+    if by == "end":
+        assert [*found["train"], *found["validation"], *found["test"]] == list(range(num_rows * num_files))
+        expected = test * num_rows * num_files
+        assert abs(len(found["test"]) - expected) <= (0.5 if kind == ".parquet" else 2 + 0.02 * expected)
+
+
+def test_parquet_is_cut_by_rows_exactly_and_knows_their_number(tmp_path):
+    convert(write(tmp_path, numbered(60)), tmp_path / "log.parquet", row_group_rows=7)
+    log = reader(tmp_path / "log.parquet", SplitRule(test_share=0.25, validation_share=0.1))
+    assert [log.num_rows(split) for split in ("train", "validation", "test")] == [39, 6, 15]
+    assert numbers(log, "validation") == list(range(39, 45))
+
+
+@given(st.integers(0, 1999))
+def test_a_cut_at_any_byte_falls_between_lines(tmp_path_factory, byte):
+    folder = tmp_path_factory.mktemp("log")
+    lines = numbered(12)
+    path = write(folder, lines)
+    size = path.stat().st_size
+    byte = min(max(byte, 1), size - 1)
+    log = reader(path, SplitRule(test_share=1 - byte / size), chunk_bytes=50)
+    starts = list(itertools.accumulate((len(entry) + 1 for entry in lines), initial=0))[:-1]
+    cut = size - round(size * (1 - byte / size))
+    expected = sum(start < cut for start in starts)
+    if expected == len(lines):
+        with pytest.raises(ValueError, match="there are no test rows"):
+            numbers(log, "test")
+    else:
+        assert numbers(log, "test") == list(range(expected, 12))
+    assert numbers(log, "train") == list(range(expected))
+
+
+def test_random_rows_do_not_depend_on_chunks_or_splits_of_bad_rows(tmp_path):
+    lines = [*numbered(400), "bad"]
+    path = write(tmp_path, lines)
+    rule = SplitRule("random", 0.25, 0.25)
+    found = [
+        {split: numbers(reader(path, rule, chunk_bytes=size, on_bad_row="skip"), split) for split in ("train", "test")}
+        for size in (300, 100_000)
+    ]
+    assert found[0] == found[1]
+    assert 60 < len(found[0]["test"]) < 140
+    for split, low, high in (("train", 0.0, 0.5), ("test", 0.75, 1.0)):
+        assert found[0][split] == [row for row in range(400) if low <= place_of(row) < high]
+    skipped = 0
+    for split in ("train", "validation", "test"):
+        with reader(path, rule, on_bad_row="skip").open(split, 64) as stream:
+            list(stream)
+            skipped += stream.report.skipped
+    assert skipped == 1
+
+
+def place_of(row: int) -> float:
+    """Where the hash of a row of the first file falls in [0, 1): SplitMix64 of its number and the letters SPLIT."""
+    z = row ^ 0x53504C4954
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        z = ((z ^ (z >> shift)) * factor) & (1 << 64) - 1
+    return (z >> 11) / 2**53
+
+
+def test_days_have_the_last_one_as_test(tmp_path):
+    for day in range(11):
+        write(tmp_path, numbered(3, 10 * day), f"day_{day}" + (".gz" if day % 2 else ""))
+    log = reader(tmp_path, SplitRule())
+    assert [path.name.removesuffix(".gz") for path in log.files] == [f"day_{day}" for day in range(11)]
+    assert numbers(log, "train") == [10 * day + row for day in range(10) for row in range(3)]
+    assert numbers(log, "test") == [100, 101, 102]
+    assert log.splits() == ("train", "test")
+
+
+def test_files_can_be_named(tmp_path):
+    folder = tmp_path / "log"
+    folder.mkdir()
+    for day in range(4):
+        write(folder, numbered(2, 10 * day), f"part-{day}.txt")
+    outside = write(tmp_path, numbered(2, 90), "later.txt")
+    rule = SplitRule(test_files=(str(outside),), validation_files=(str(folder / "part-1.txt"),))
+    log = reader(folder, rule)
+    assert numbers(log, "train") == [0, 1, 20, 21, 30, 31]
+    assert numbers(log, "validation") == [10, 11]
+    assert numbers(log, "test") == [90, 91]
+    with pytest.raises(FileNotFoundError, match="nowhere: no such file"):
+        reader(folder, SplitRule(test_files=("nowhere",)))
+    with pytest.raises(ValueError, match="named for validation and for test"):
+        reader(folder, SplitRule(test_files=(str(outside),), validation_files=(str(outside),)))
+    with pytest.raises(ValueError, match="all files are held out, no train rows are left"):
+        reader(outside, SplitRule(test_files=(str(outside),)))
+
+
+@pytest.mark.parametrize("kind", ["timestamp", "date", "integer", "text"])
+def test_a_time_column_splits_a_parquet_file(tmp_path, kind):
+    days = [f"2014-05-{day:02}" for day in (1, 2, 3, 20, 21, 30, 31)]
+    times, bounds = {
+        "timestamp": (pa.array([*days, None]).cast(pa.timestamp("ms")), ("2014-05-20", "2014-05-30T00:00:00")),
+        "date": (pa.array([*days, None]).cast(pa.date32()), ("2014-05-20", "2014-05-30")),
+        "integer": (pa.array([1, 2, 3, 20, 21, 30, 31, None]), ("20", "30")),
+        "text": (pa.array([*days, None]), ("2014-05-20", "2014-05-30")),
+    }[kind]
+    table = pa.table({"when": times, "click": [0] * 8, "price": [float(i) for i in range(8)], "user": list("abcdefgh")})
+    parquet.write_table(table, tmp_path / "log.parquet")
+    schema = {"label": "click", "dense": ("price",), "sparse": ("user",)}
+    rule = SplitRule(time_column="when", validation_from=bounds[0], test_from=bounds[1])
+    log = reader(tmp_path / "log.parquet", rule, **schema)
+    assert [numbers(log, split) for split in ("train", "validation", "test")] == [[0, 1, 2, 7], [3, 4], [5, 6]]
+    assert log.splits() == ("train", "validation", "test")
+    if kind != "text":
+        with pytest.raises(ValueError, match="'soon' is not a time of the time column, which is"):
+            reader(tmp_path / "log.parquet", SplitRule(time_column="when", test_from="soon"), **schema)
+    with pytest.raises(ValueError, match="there is no column 'then'; columns: when, click"):
+        reader(tmp_path / "log.parquet", SplitRule(time_column="then", test_from="1"), **schema)
+
+
+def test_text_has_no_time_column(tmp_path):
+    with pytest.raises(ValueError, match="Criteo's text files have no time column; split by another rule"):
+        reader(write(tmp_path, random_lines(3)), SplitRule(time_column="when", test_from="3"))
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ({"test_share": 1.0}, "test_share must be a share of the rows, from 0 to less than 1, got 1.0"),
+        ({"validation_share": -0.1}, "validation_share must be a share"),
+        ({"test_share": 0.5, "validation_share": 0.5}, "shares of 0.5 and 0.5 leave no train rows"),
+        ({"split_by": "end", "test_files": ("a",)}, "are for split_by=\"files\", not for split_by='end'"),
+        ({"split_by": "random", "time_column": "a"}, 'a time column and times are for split_by="time"'),
+        ({"split_by": "time", "time_column": "a"}, "needs time_column and test_from, validation_from or both"),
+        ({"time_column": "a"}, "needs time_column and test_from"),
+    ],
+)
+def test_a_rule_that_makes_no_sense_is_refused(rule, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        SplitRule(**rule)
+
+
+def test_too_few_rows_are_refused(tmp_path):
+    path = write(tmp_path, random_lines(1))
+    log = ClickLog(path, options(SplitRule()))
+    with pytest.raises(ValueError, match="there are no test rows"):
+        rows_of(log, "test")
+    convert(path, tmp_path / "log.parquet")
+    with pytest.raises(ValueError, match=r"too few rows for a share of 0\.167 as test rows"):
+        ClickLog(tmp_path / "log.parquet", options(SplitRule()))
+
+
+def test_a_missing_split_is_named(tmp_path):
+    log = ClickLog(write(tmp_path, random_lines(9)), options(SplitRule()))
+    for ask in (lambda: log.open("validation", 4), lambda: log.num_rows("validation")):
+        with pytest.raises(ValueError, match=r"'train.txt' has no 'validation' rows, only train, test"):
+            ask()
+
+
+def test_unpacking_for_the_size_is_told(tmp_path):
+    said: list[str] = []
+    path = write(tmp_path, random_lines(9), "log.gz")
+    ClickLog(path, options(SplitRule()), say=said.append)
+    assert said == ["log.gz: unpacking it once to learn its size, so that its last rows can be held out"]
+    ClickLog(path, options(), say=said.append)
+    ClickLog(write(tmp_path, random_lines(9)), options(SplitRule()), say=said.append)
+    assert len(said) == 1

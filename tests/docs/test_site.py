@@ -1,0 +1,77 @@
+"""The site can be built, without a network and without a warning, and its reference has every public name."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+
+import tritonemb
+from tests.docs.blocks import ROOT
+
+FOREIGN = ("https://fonts.", "https://unpkg.com", "https://cdn.", "https://cdnjs.")
+
+
+def public_names() -> list[str]:
+    """The full names of what users are meant to use."""
+    for package in ("pyarrow", "torchmetrics", "rich", "filelock"):
+        pytest.importorskip(package)
+    import tritonemb.data
+    import tritonemb.training
+
+    names = [f"tritonemb.{name}" for name in tritonemb.__all__ if name not in ("nn", "optim")]
+    for module in (tritonemb.nn, tritonemb.data, tritonemb.training):
+        names += [f"{module.__name__}.{name}" for name in module.__all__]
+    return names + [f"tritonemb.optim.{kind.__name__}" for kind in tritonemb.optim.OPTIMIZERS.values()]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install 'tritonemb[docs]'")
+    pytest.importorskip("mkdocstrings", reason="mkdocstrings is not installed: pip install 'tritonemb[docs]'")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    output = done.stdout + done.stderr
+    assert done.returncode == 0, output
+    assert "WARNING" not in output, output
+    return folder
+
+
+def test_the_site_is_built_without_a_warning(site):
+    assert {"index.html", "training.html", "data.html", "troubleshooting.html", "kernels.html"} <= {
+        path.name for path in site.iterdir()
+    }
+
+
+def test_the_reference_has_every_public_name(site):
+    inventory = (site / "objects.inv").read_bytes()
+    listed = zlib.decompress(inventory.split(b"\n", 4)[4]).decode().splitlines()
+    missing = set(public_names()) - {line.split(" ")[0] for line in listed}
+    assert not missing
+
+
+def test_pages_load_nothing_from_elsewhere(site):
+    loaded = {
+        (path.name, address)
+        for path in site.rglob("*.html")
+        for address in FOREIGN
+        if f'src="{address}' in (text := path.read_text(encoding="utf-8")) or f'href="{address}' in text
+    }
+    assert not loaded
+
+
+def test_the_pages_ask_for_every_public_name():
+    """As the test of the built reference, where mkdocs is not installed."""
+    asked = {
+        line.removeprefix("::: ").strip()
+        for page in (ROOT / "docs" / "api").glob("*.md")
+        for line in page.read_text().splitlines()
+        if line.startswith("::: ")
+    }
+    assert not set(public_names()) - asked

@@ -1,0 +1,128 @@
+"""Training killed with SIGKILL at any moment, then resumed, ends with the bits of training that never stopped."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("pyarrow")
+pytest.importorskip("torchmetrics")
+pytest.importorskip("tyro")
+pytest.importorskip("tomli_w")
+pytest.importorskip("psutil")
+
+from tests.helpers import assert_same_bits
+from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, stored_tensors
+from tritonemb.training.run_log import read_run_log
+
+pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="a platform without SIGKILL")
+LAST_STEP = 120
+OPTIONS = (
+    "--data synthetic --batch-size 256 --embedding-dim 8 --bottom-mlp 8 --top-mlp 16 --threads 1 --log-every 5 "
+    "--checkpoint-steps 3 --keep 2 --dense-warmup-steps 20 --dense-decay cosine --table-decay polynomial "
+    f"--max-steps {LAST_STEP}"
+).split()
+
+
+def start(folder: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "tritonemb", "train", *OPTIONS, "--out", str(folder), "--resume", "auto"]
+    quiet = os.environ | {"OMP_WAIT_POLICY": "passive"}
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=quiet)
+
+
+def finish(folder: Path) -> None:
+    process = start(folder)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors.decode()
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    path = CheckpointFolder(folder / "checkpoints").path(LAST_STEP)
+    found = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored_tensors(path).items()
+    }
+    load_tensors(path, found)
+    return found
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    return [(event["step"], event["loss"]) for event in read_run_log(folder / "log.jsonl") if event["event"] == "log"]
+
+
+def kill_during_a_save(process: subprocess.Popen[bytes], folder: Path) -> None:
+    """Wait for a checkpoint that is being written, and kill."""
+    while process.poll() is None:
+        if any((folder / "checkpoints").glob(".writing-*")):
+            break
+        time.sleep(0.0005)
+    process.kill()
+
+
+def kill_at_random(process: subprocess.Popen[bytes], folder: Path, chance: random.Random) -> None:
+    """Let the first step come, since before it there is nothing to lose, then wait a moment and kill."""
+    checkpoints = CheckpointFolder(folder / "checkpoints")
+    before = checkpoints.steps()
+    while process.poll() is None and checkpoints.steps() == before:
+        time.sleep(0.002)
+    time.sleep(chance.uniform(0.0, 0.3))
+    process.kill()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    finish(folder)
+    return folder
+
+
+@pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.timeout(900)
+def test_killed_training_ends_with_the_same_bits(undisturbed, tmp_path, kills):
+    chance, killed = random.Random(kills), 0
+    for number in range(kills):
+        process = start(tmp_path)
+        if number % 2:
+            kill_during_a_save(process, tmp_path)
+        else:
+            kill_at_random(process, tmp_path, chance)
+        process.communicate()
+        killed += process.returncode == -signal.SIGKILL
+        if process.returncode == 0:  # it was faster: begin again, so that every kill counts
+            assert_same_run(tmp_path, undisturbed)
+            for path in sorted(tmp_path.rglob("*"), reverse=True):
+                path.rmdir() if path.is_dir() else path.unlink()
+    finish(tmp_path)
+    assert killed >= kills - 2
+    assert_same_run(tmp_path, undisturbed)
+
+
+def assert_same_run(found: Path, expected: Path) -> None:
+    assert_same_bits(tensors(found), tensors(expected))
+    assert losses(found) == losses(expected)
+    assert len(losses(found)) == LAST_STEP // 5
+    leftovers = [path.name for path in (found / "checkpoints").iterdir()]
+    assert sorted(leftovers) == sorted(path.name for path in (expected / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_training_after_the_step_and_saves(undisturbed, tmp_path, number, status):
+    process = start(tmp_path)
+    checkpoints = CheckpointFolder(tmp_path / "checkpoints")
+    while process.poll() is None and not checkpoints.steps():
+        time.sleep(0.005)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == status, errors.decode()
+    assert f"training was interrupted by {number.name}; go on with --resume auto" in errors.decode()
+    end = [event for event in read_run_log(tmp_path / "log.jsonl") if event["event"] == "end"][-1]
+    assert (end["reason"], end["step"]) == (number.name, checkpoints.steps()[-1])
+    finish(tmp_path)
+    assert_same_run(tmp_path, undisturbed)

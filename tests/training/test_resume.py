@@ -1,0 +1,225 @@
+"""A trainer that goes on from a checkpoint, in one process: whatever it was told to do, the bits are the same."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("torchmetrics")
+pytest.importorskip("psutil")
+
+import tritonemb as te
+from tests.helpers import assert_same_bits
+from tritonemb.data import Dataset, make_synthetic
+from tritonemb.training import Callback, CheckpointError, CheckpointOptions, Schedule
+from tritonemb.training.checkpoint import CheckpointFolder
+
+BATCH_SIZE = 128
+FUSED = te.optim.RowWiseAdagrad(lr=0.05)
+
+
+@pytest.fixture(scope="module")
+def data() -> Dataset:
+    made = make_synthetic(num_train=1_500, num_test=400, seed=0)
+    return Dataset("planted", made.features, made.train, made.test, validation=made.test.slice(0, 200))
+
+
+class Noisy(te.nn.DLRM):
+    """A model that draws random numbers while it trains."""
+
+    def forward(self, dense, sparse):
+        return super().forward(torch.nn.functional.dropout(dense, 0.2, self.training), sparse)
+
+
+def make_trainer(data, folder=None, *, optimizer=FUSED, **options) -> te.Trainer:
+    torch.manual_seed(0)
+    model = Noisy(data.tables(8), data.num_dense, bottom_mlp=(8,), top_mlp=(8,), optimizer=optimizer)
+    settings = {"batch_size": BATCH_SIZE, "epochs": 2, "dense_lr": 3e-3, "verbose": False, "log_every": 4} | options
+    return te.Trainer(model, data, folder=folder, **settings)
+
+
+class StopAt(Callback):
+    """Fails at a step, as a crash would."""
+
+    def __init__(self, step: int) -> None:
+        self.at = step
+
+    def on_step(self, step):
+        if step.step == self.at:
+            raise RuntimeError("crash")
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.found: list[tuple[int, float]] = []
+
+    def on_log(self, log):
+        self.found.append((log.step, log.loss))
+
+
+def state_of(trainer: te.Trainer) -> dict[str, torch.Tensor]:
+    found = dict(trainer.model.state_dict())
+    if trainer.dense_optimizer is not None:
+        for number, state in trainer.dense_optimizer.state_dict()["state"].items():
+            found |= {f"{number}.{name}": value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    found["random"] = torch.get_rng_state()
+    return found
+
+
+VARIANTS = {
+    "plain": {},
+    "dense": {"optimizer": None},
+    "adam": {"optimizer": te.optim.Adam(lr=0.01)},
+    "ftrl": {"optimizer": te.optim.FTRL(lr=0.1)},
+    "schedules": {
+        "dense_schedule": Schedule(warmup_steps=5, decay="cosine"),
+        "table_schedule": Schedule(warmup_steps=3, decay="polynomial", final=0.1),
+    },
+    "accumulate": {"accumulate": 3},
+    "bf16": {"precision": "bf16"},
+    "fp16": {"precision": "fp16"},
+    "sgd": {"dense_optimizer": lambda p, lr: torch.optim.SGD(p, lr=lr, momentum=0.9)},
+    "evaluations": {"evaluate_every": 5, "log_every": 3},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_crash_changes_nothing(data, tmp_path, name):
+    options = VARIANTS[name]
+    expected = Losses()
+    undisturbed = make_trainer(data, tmp_path / "a", callbacks=[expected], **options)
+    undisturbed.fit()
+    expected_state, random_number, random_array = state_of(undisturbed), random.random(), np.random.rand()  # noqa: NPY002
+
+    found: dict[int, float] = {}
+    every = CheckpointOptions(checkpoint_steps=2)
+    for crash in (3, 12, 10_000):
+        losses = Losses()
+        options_here = {**options, "callbacks": [losses, StopAt(crash)], "checkpoints": every}
+        trainer = make_trainer(data, tmp_path / "b", **options_here)
+        resumed = trainer.resume()
+        assert (resumed is None) == (crash == 3)
+        try:
+            result = trainer.fit()
+        except RuntimeError as error:
+            assert str(error) == "crash"  # noqa: PT017 (whether it is raised differs)
+        found |= dict(losses.found)
+    assert_same_bits(state_of(trainer), expected_state)
+    assert found == dict(expected.found)
+    assert result.reason == "finished"
+    assert result.losses == tuple(undisturbed.progress.losses)
+    assert (random.random(), np.random.rand()) != (random_number, random_array)  # noqa: NPY002
+
+
+def test_a_finished_run_has_nothing_more_to_do_and_more_epochs_go_on(data, tmp_path):
+    make_trainer(data, tmp_path / "run", epochs=2).fit()
+    again = make_trainer(data, tmp_path / "run", epochs=2)
+    assert again.resume() == tmp_path / "run" / "checkpoints" / "step-24"
+    before = state_of(again)
+    result = again.fit()
+    assert (result.steps, result.num_samples, len(result.losses)) == (24, 0, 2)
+    assert_same_bits(state_of(again), before)
+    longer = make_trainer(data, tmp_path / "run", epochs=3)
+    longer.resume()
+    assert longer.fit().steps == 36
+    at_once = make_trainer(data, epochs=3)
+    at_once.fit()
+    assert_same_bits(state_of(longer), state_of(at_once))
+
+
+def test_a_folder_that_holds_a_run_is_not_overwritten(data, tmp_path):
+    make_trainer(data, tmp_path / "run", epochs=1).fit()
+    with pytest.raises(
+        ValueError, match=r"run holds a run with step-12; resume it \(--resume auto\) or choose another"
+    ):
+        make_trainer(data, tmp_path / "run", epochs=1).fit()
+
+
+def test_two_processes_do_not_train_in_one_folder(data, tmp_path):
+    class Second(Callback):
+        def on_start(self, start):
+            with pytest.raises(ValueError, match="another process trains in"):
+                make_trainer(data, tmp_path / "run").fit()
+            self.tried = True
+
+    second = Second()
+    make_trainer(data, tmp_path / "run", epochs=1, callbacks=[second]).fit()
+    assert second.tried
+
+
+def test_another_run_is_refused_with_what_differs(data, tmp_path):
+    make_trainer(data, tmp_path / "run", epochs=1).fit()
+    other = make_trainer(
+        data, tmp_path / "run", batch_size=64, seed=3, optimizer=te.optim.SGD(lr=0.1), dense_optimizer=torch.optim.AdamW
+    )
+    message = (
+        "is of another run: batch_size was 128, is 64; seed was 0, is 3; dense_optimizer was 'Adam', is 'AdamW'; "
+        r"table_optimizers was \['row_wise_adagrad'\], is \['sgd'\]"
+    )
+    with pytest.raises(ValueError, match=message):
+        other.resume()
+
+
+def test_another_model_is_refused_and_nothing_is_changed(data, tmp_path):
+    make_trainer(data, tmp_path / "run", epochs=1).fit()
+    torch.manual_seed(1)
+    model = te.nn.DLRM(data.tables(8), data.num_dense, bottom_mlp=(8, 8), top_mlp=(8,), optimizer=FUSED)
+    trainer = te.Trainer(model, data, batch_size=BATCH_SIZE, folder=tmp_path / "run", verbose=False)
+    before = {name: tensor.clone() for name, tensor in state_of(trainer).items()}
+    with pytest.raises(ValueError, match=r"model\.bottom\.\S+ is not in the checkpoint"):
+        trainer.resume()
+    assert_same_bits(state_of(trainer), before)
+
+
+def test_early_stop_ends_the_run_and_keeps_the_best(data, tmp_path):
+    """Learning rates of nought: the first evaluation is the best, the next two are not better."""
+    options = {"optimizer": te.optim.SGD(lr=0.0), "dense_lr": 0.0, "evaluate_every": 3, "patience": 2, "epochs": 9}
+    trainer = make_trainer(data, tmp_path / "run", **options)
+    result = trainer.fit()
+    assert (result.reason, result.steps) == ("early stop", 9)
+    checkpoints = CheckpointFolder(tmp_path / "run" / "checkpoints")
+    assert checkpoints.best() == checkpoints.folder / "best-3"
+    again = make_trainer(data, tmp_path / "run", **options)
+    again.resume()
+    assert (again.fit().steps, again.progress.ended) == (9, "early stop")
+
+
+def test_a_failed_checkpoint_is_told_and_training_goes_on_or_stops(data, tmp_path, monkeypatch):
+    class Messages(Callback):
+        found: list[str]
+
+        def on_message(self, text):
+            self.found = [*getattr(self, "found", []), text]
+
+    messages = Messages()
+    every = CheckpointOptions(checkpoint_steps=5)
+    trainer = make_trainer(data, tmp_path / "a", epochs=1, checkpoints=every, callbacks=[messages])
+    real = CheckpointFolder.save
+
+    def fail_once(self, step, tensors, manifest):
+        if step == 10:
+            raise self._failure(step, 123_456, OSError("disk full"))
+        return real(self, step, tensors, manifest)
+
+    monkeypatch.setattr(CheckpointFolder, "save", fail_once)
+    assert trainer.fit().steps == 12
+    (message,) = messages.found
+    assert "the checkpoint of step 10 could not be written" in message
+    assert "disk full. It needs 123,456 bytes" in message
+    assert message.endswith("The checkpoint step-5 is whole. Training goes on")
+    assert CheckpointFolder(tmp_path / "a" / "checkpoints").steps() == [5, 12]
+    stop = CheckpointOptions(checkpoint_steps=5, on_checkpoint_error="stop")
+    trainer = make_trainer(data, tmp_path / "b", epochs=1, checkpoints=stop)
+    with pytest.raises(CheckpointError, match="The checkpoint step-5 is whole"):
+        trainer.fit()
+
+
+def test_saving_and_resuming_need_a_folder(data):
+    trainer = make_trainer(data)
+    with pytest.raises(ValueError, match="give the trainer a folder"):
+        trainer.save()
+    with pytest.raises(ValueError, match="looks into the trainer's folder: give it one"):
+        trainer.resume()

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("tomli_w")
+
+from tritonemb.training.toml import from_plain, read_toml, to_plain, to_toml
+
+
+@dataclass(frozen=True)
+class Inner:
+    rate: float = 0.5
+    kind: Literal["a", "b"] = "a"
+    sizes: tuple[int, ...] = (1, 2)
+    pairs: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.rate < 0:
+            raise ValueError(f"rate must not be negative, got {self.rate}")
+
+
+@dataclass(frozen=True)
+class Outer:
+    name: str = "x"
+    count: int | None = None
+    path: Path | None = None
+    flag: bool = False
+    either: bool | tuple[str, ...] = True
+    inner: Inner = field(default_factory=Inner)
+
+
+inners = st.builds(
+    Inner,
+    rate=st.floats(0, 1e9),
+    kind=st.sampled_from(["a", "b"]),
+    sizes=st.lists(st.integers(-(2**40), 2**40)).map(tuple),
+    pairs=st.lists(st.tuples(st.text(), st.integers(0, 9))).map(tuple),
+)
+outers = st.builds(
+    Outer,
+    name=st.text(),
+    count=st.none() | st.integers(0, 9),
+    path=st.none() | st.just(Path("a/b")),
+    flag=st.booleans(),
+    either=st.booleans() | st.lists(st.text(), min_size=1).map(tuple),
+    inner=inners,
+)
+
+
+@given(outers)
+def test_what_is_written_is_read_back(tmp_path_factory, config):
+    path = tmp_path_factory.mktemp("toml") / "run.toml"
+    path.write_text(to_toml(config), encoding="utf-8")
+    assert read_toml(path, Outer()) == config
+    assert from_plain(to_plain(config), Outer(), "here") == config
+
+
+def test_only_what_is_written_changes(tmp_path):
+    (tmp_path / "run.toml").write_text('count = 3\n[inner]\nkind = "b"\nrate = 2\n')
+    base = Outer(name="kept", inner=Inner(sizes=(7,)))
+    assert read_toml(tmp_path / "run.toml", base) == Outer("kept", 3, inner=Inner(2.0, "b", (7,)))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("naem = 'x'", "unknown key 'naem'; did you mean 'name'?"),
+        ("zzz = 1", "unknown key 'zzz'; known are count, either, flag, inner, name, path"),
+        ("[inner]\nsize = [1]", "unknown key 'inner.size'; did you mean 'sizes'?"),
+        ("count = 'three'", "count is 'three', expected a whole number"),
+        ("count = true", "count is True, expected a whole number"),
+        ("flag = 1", "flag is 1, expected true or false"),
+        ("path = 1", "path is 1, expected a path"),
+        ("[inner]\nkind = 'c'", "inner.kind is 'c', expected one of 'a', 'b'"),
+        ("[inner]\nsizes = [1, 'x']", "inner.sizes is [1, 'x'], expected a list of a whole number"),
+        ("[inner]\nrate = -1.0", "[inner]: rate must not be negative, got -1.0"),
+        ("inner = 3", "inner is 3, expected"),
+        ("name = ", "is no TOML"),
+    ],
+)
+def test_mistakes_are_named(tmp_path, text, message):
+    (tmp_path / "run.toml").write_text(text)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (the message is compared below)
+        read_toml(tmp_path / "run.toml", Outer())
+    assert str(tmp_path / "run.toml") in str(caught.value)
+    assert message in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.toml: no such file; expected a configuration in TOML"):
+        read_toml(tmp_path / "nowhere.toml", Outer())

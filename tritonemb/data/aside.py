@@ -1,0 +1,25 @@
+"""Files that are there whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def written_aside(path: Path) -> Iterator[Path]:
+    """A path beside `path` to write to; it takes the place of `path` at the end, or goes away if there is an error.
+
+    Raises:
+        FileNotFoundError: the folder is not there.
+    """
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path.parent}: no such folder to write {path.name} to")
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -1,0 +1,345 @@
+"""Click logs that need not fit in memory: read chunk by chunk, parsed by a few threads, shuffled window by window."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from tritonemb.data import splits
+from tritonemb.data.dataset import Dataset
+from tritonemb.data.encode import Encoder, numberings
+from tritonemb.data.files import find
+from tritonemb.data.options import LogOptions
+from tritonemb.data.pipeline import default_workers, in_order
+from tritonemb.data.problems import KEPT, Problem, Problems
+from tritonemb.data.rows import concat, cut
+from tritonemb.data.source import (
+    SPLITS,
+    Feature,
+    Position,
+    ReadReport,
+    Split,
+    Step,
+    Stream,
+    check_batch_size,
+    check_position,
+    fingerprint,
+    tables_of,
+)
+from tritonemb.data.sources import ParquetSource, Source, TextSource
+from tritonemb.data.splits import Part, SplitRule
+from tritonemb.data.text import Chunk
+from tritonemb.data.values import Checked
+from tritonemb.data.windows import Block, Place, Window, windows
+from tritonemb.extras import require
+from tritonemb.types import TableConfig
+
+Array = np.ndarray[Any, Any]
+R = TypeVar("R")
+
+UNSHUFFLED_ROWS = 16_384  # of a window whose rows keep their order
+_FIELDS = ("part", "offset", "line", "skip", "skipped", "window", "batch", "rows")
+
+
+class ClickLog:
+    """A log of clicks in one file, several, or a folder: Criteo's TSV (plain, .gz or .zst), or Parquet.
+
+    Memory holds, whatever the size of the log: `2 * workers + 5` chunks of `chunk_bytes` or what they were parsed to,
+    about `8 * workers` times `chunk_bytes` while they are parsed, and twice `shuffle_rows` rows.
+
+    Args:
+        source: a file, several in their order, or a folder with data files, in natural order of their names.
+        options: how it is read.
+        name: for messages; the file's or folder's if not given.
+        say: is told, before it is done, of work that takes a pass over the data.
+
+    Raises:
+        FileNotFoundError, ValueError: a file is missing, empty, unreadable or of the wrong kind; its first line is
+            bad; a column is not there; the split leaves no train rows. All of it before anything is trained.
+    """
+
+    def __init__(
+        self,
+        source: str | Path | Sequence[str | Path],
+        options: LogOptions | None = None,
+        *,
+        name: str | None = None,
+        say: Callable[[str], None] | None = None,
+    ) -> None:
+        self.options = options or LogOptions()
+        rule, files = self.options.split, find(source)
+        self.name = name or (
+            Path(source).resolve().name if isinstance(source, str | Path) else files[0].path.parent.name
+        )
+        self.best_auc: float | None = None
+        self._kind = rule.kind(files)
+        by_file: dict[Split, tuple[int, ...]] = {}
+        if self._kind == "files":
+            files, by_file = splits.split_files(rule, files)
+        self.files = tuple(file.path for file in files)
+        schema, lenient = self.options.schema, self.options.on_bad_row == "skip"
+        time = (rule.time_column,) if self._kind == "time" and rule.time_column else ()
+        if files[0].format == "parquet":
+            self._source: Source = ParquetSource(files, schema, time)
+        elif time:
+            raise ValueError(f"{files[0].path}: Criteo's text files have no time column; split by another rule")
+        else:
+            self._source = TextSource(files, schema, lenient)
+        self.schema = self._source.schema
+        self._numberings = numberings(self.schema)
+        self.features = tuple(
+            Feature(column, self._numberings[column].num_embeddings, column in self._source.multi_hot)
+            for column in self.schema.sparse
+        )
+        if (
+            self._kind == "end"
+            and any(file.codec for file in files)
+            and (rule.test_share or rule.validation_share)
+            and say
+        ):
+            say(f"{self.name}: unpacking it once to learn its size, so that its last rows can be held out")
+        self._parts = self._all_parts(by_file, len(files))
+        self._identity = tuple((file.path.name, file.size) for file in files)
+        self._known_rows: dict[Split, int] = {}
+
+    @property
+    def num_dense(self) -> int:
+        return len(self.schema.dense)
+
+    def tables(self, embedding_dim: int) -> list[TableConfig]:
+        """One table a feature, all of one dim; the bags of multi-hot features are averaged."""
+        return tables_of(self.features, embedding_dim)
+
+    def splits(self) -> tuple[Split, ...]:
+        """The splits that it has."""
+        return tuple(split for split in SPLITS if split in self._parts)
+
+    def num_rows(self, split: Split) -> int | None:
+        """Rows of a split: of Parquet at once, where whole runs of rows are held out and bad rows are errors; else None
+        until the split has been read to its end."""
+        parts = self._parts_of(split)
+        if self._kind in ("end", "files") and self.options.on_bad_row == "raise":
+            counts = [self._source.num_rows(part) for part in parts]
+            if all(count is not None for count in counts):
+                return sum(count for count in counts if count is not None)
+        return self._known_rows.get(split)
+
+    def open(
+        self,
+        split: Split,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        epoch: int = 0,
+        shuffle: bool = False,
+        position: Position | None = None,
+        pin_memory: bool = False,
+    ) -> Stream:
+        """See `tritonemb.data.source.Data.open`. Rows are shuffled inside windows of `shuffle_rows`, whole batches."""
+        check_batch_size(batch_size)
+        shuffle = shuffle and self.options.shuffle_rows > 0
+        wanted = self.options.shuffle_rows if shuffle else UNSHUFFLED_ROWS
+        window_rows = -(-wanted // batch_size) * batch_size
+        of = (self._identity, self.options.split, self.options.on_bad_row, split, batch_size, window_rows)
+        belongs_to = fingerprint(*of, *((seed, epoch) if shuffle else ()))
+        parts = self._parts_of(split)
+        if position is None:
+            position = dict.fromkeys(_FIELDS, 0) | {"of": belongs_to, "offset": parts[0].start}
+        else:
+            check_position(position, _FIELDS, belongs_to, self.name)
+            if position["part"] >= len(parts) or position["offset"] < parts[position["part"]].start:
+                raise ValueError(f"data set {self.name!r}: the position is in a file that the {split} rows do not have")
+            if position["batch"] * batch_size >= window_rows:
+                raise ValueError(f"data set {self.name!r}: the position is in batch {position['batch']} of a window")
+        cutter = _Cutter(self, split, batch_size, window_rows, (seed, epoch) if shuffle else None, pin_memory)
+        report = ReadReport(position["rows"], position["skipped"])
+
+        def at_end(report: ReadReport) -> None:
+            self._known_rows[split] = report.rows
+
+        return Stream(cutter.steps(position), dict(position), report, at_end)
+
+    def scan(self, split: Split, job: Callable[[Chunk], R], start: Place | None = None) -> Generator[R, None, None]:
+        """`job` of the chunks of a split, in order, by the log's threads; close the iterator to end them."""
+        parts = self._parts_of(split)
+        start = start or Place(offset=parts[0].start)
+        chunks = self._source.chunks(parts, self.options.chunk_bytes, start.part, start.offset, start.line)
+        return in_order(job, chunks, self.options.workers or default_workers())
+
+    def encoded(self, split: Split, start: Place | None = None) -> Generator[Block, None, None]:
+        """The rows of a split as ids and numbers, chunk by chunk; close the iterator to end its threads."""
+        return self.scan(split, lambda chunk: self._encode(split, chunk), start)
+
+    def parse(self, split: Split, chunk: Chunk, sink: Callable[[str, Any], None]) -> tuple[Array | None, Problems]:
+        """Hand the columns of a chunk to the sink: which of its rows are good and of the split (None: all), which bad.
+
+        Raises:
+            ValueError: there is a bad row, and they are not to be skipped.
+        """
+        checked = self._source.parse(chunk, sink)
+        chosen = self._chosen(split, chunk)
+        bad_rows = np.arange(len(checked.bad_rows))
+        keep = checked.good
+        if chosen is not None:
+            bad_rows = bad_rows[chosen(checked.bad_rows)]
+            mine = chosen(checked.rows)
+            keep = mine if keep is None else keep & mine
+        return keep, self._problems(split, chunk, checked, bad_rows)
+
+    def load(self) -> Dataset:
+        """All of it in memory."""
+        rows = {}
+        for split in self.splits():
+            with closing(self.encoded(split)) as blocks:
+                rows[split] = concat([block.rows for block in blocks])
+        if "test" not in rows:
+            raise ValueError(f"data set {self.name!r} has no test rows; a data set in memory needs some")
+        return Dataset(self.name, self.features, rows["train"], rows["test"], rows.get("validation"))
+
+    def for_scoring(self) -> ClickLog:
+        """The same log with all of its rows, in their order, as test rows."""
+        scored = copy.copy(self)
+        scored.options = replace(self.options, split=SplitRule(split_by="end", test_share=0.0))
+        scored._kind, scored._known_rows = "end", {}
+        scored._parts = {"test": tuple(Part(file, 0, None) for file in range(len(self.files)))}
+        return scored
+
+    def _encode(self, split: Split, chunk: Chunk) -> Block:
+        encoder = Encoder(self.schema, self.features, self._numberings)
+        keep, problems = self.parse(split, chunk, encoder.put)
+        rows = encoder.rows()
+        if keep is not None and not keep.all():
+            rows = rows.take(torch.from_numpy(np.flatnonzero(keep)))
+        return Block(chunk.part, chunk.offset, chunk.line, rows, problems)
+
+    def _chosen(self, split: Split, chunk: Chunk) -> Callable[[Array], Array] | None:
+        """Which of some rows of a chunk belong to the split; None: all do."""
+        rule = self.options.split
+        if self._kind == "random":
+            file = self._parts[split][chunk.part].file
+            return lambda rows: splits.drawn(rule, split, file, chunk.line + rows)
+        if self._kind == "time":
+            assert rule.time_column is not None
+            times = chunk.content.column(chunk.content.schema.get_field_index(rule.time_column))
+            mask = splits.time_mask(rule, split, times, require("pyarrow"), require("pyarrow.compute"))
+            return lambda rows: mask[rows]
+        return None
+
+    def _problems(self, split: Split, chunk: Chunk, checked: Checked, bad_rows: Array) -> Problems:
+        problems, part = Problems(), self._parts[split][chunk.part]
+        for number in bad_rows.tolist():
+            row = int(checked.bad_rows[number])
+            reason, message = checked.describe(number)
+            if self.options.on_bad_row == "raise":
+                raise ValueError(f"{self._source.where(part, chunk, row)}: {message}")
+            problems.counts[f"{self.files[part.file]}: {reason}"] += 1
+            if len(problems.first) < KEPT:
+                where = self._source.where(part, chunk, row)
+                problems.first.append(Problem(row, reason, f"{where}: {message}"))
+        return problems
+
+    def _all_parts(self, by_file: dict[Split, tuple[int, ...]], num_files: int) -> dict[Split, tuple[Part, ...]]:
+        rule = self.options.split
+        whole = tuple(Part(file, 0, None) for file in range(num_files))
+        if self._kind == "files":
+            parts = {split: tuple(whole[file] for file in indices) for split, indices in by_file.items()}
+        elif self._kind == "end" and not (rule.test_share or rule.validation_share):
+            parts = {"train": whole}
+        elif self._kind == "end":
+            parts = splits.end_parts(rule, self._source.sizes())
+        else:
+            bounds = {"validation": rule.validation_from, "test": rule.test_from}
+            shares = {"validation": rule.validation_share, "test": rule.test_share}
+            self._check_times([bound for bound in bounds.values() if bound is not None])
+            has = bounds if self._kind == "time" else shares
+            parts = {split: whole for split in SPLITS if split == "train" or has[split]}
+        wanted: dict[Split, float] = {"train": 1.0, "validation": rule.validation_share, "test": rule.test_share}
+        for split, share in wanted.items():
+            if self._kind == "end" and share and not parts.get(split):
+                raise ValueError(f"{self.name}: too few rows for a share of {share:.3f} as {split} rows")
+        return {split: kept for split, kept in parts.items() if kept}
+
+    def _check_times(self, bounds: list[str]) -> None:
+        if isinstance(self._source, ParquetSource) and self.options.split.time_column:
+            for bound in bounds:
+                splits.time_bound(bound, self._source.type_of(self.options.split.time_column), require("pyarrow"))
+
+    def _parts_of(self, split: Split) -> tuple[Part, ...]:
+        if split not in self._parts:
+            raise ValueError(f"data set {self.name!r} has no {split!r} rows, only {', '.join(self.splits())}")
+        return self._parts[split]
+
+
+class _Cutter:
+    """The steps of one stream."""
+
+    def __init__(
+        self,
+        log: ClickLog,
+        split: Split,
+        batch_size: int,
+        window_rows: int,
+        order: tuple[int, int] | None,
+        pin_memory: bool,
+    ) -> None:
+        self._log, self._split, self._batch_size, self._window_rows = log, split, batch_size, window_rows
+        self._order, self._pin_memory = order, pin_memory
+        self._keys = tuple(feature.name for feature in log.features)
+        self._skipped = 0
+        self._first: list[str] = []
+        self._reasons: Counter[str] = Counter()
+
+    def steps(self, position: Position) -> Iterator[Step]:
+        start = Place(*(position[field] for field in _FIELDS[:5]))
+        self._skipped = position["skipped"]
+        batch, rows = position["batch"], position["rows"]
+        with closing(self._log.encoded(self._split, start)) as blocks:
+            for window in windows(self._counted(blocks), self._window_rows, start, position["window"]):
+                for step in self._cut(window, batch, rows, position["of"]):
+                    rows = step.report.rows
+                    yield step
+                batch = 0
+        if rows == 0:
+            skipped = f" ({self._skipped} bad ones were skipped)" if self._skipped else ""
+            raise ValueError(f"data set {self._log.name!r}: there are no {self._split} rows{skipped}")
+
+    def _cut(self, window: Window, first: int, rows: int, belongs_to: int) -> Iterator[Step]:
+        num_rows, size = len(window.rows), self._batch_size
+        if first * size >= num_rows:
+            raise ValueError(f"data set {self._log.name!r}: there are fewer rows than the position says")
+        order = self._permutation(num_rows, window.number)
+        report = ReadReport(rows, self._skipped, tuple(self._first), tuple(sorted(self._reasons.items())))
+        for number in range(first, -(-num_rows // size)):
+            chosen = order[number * size : (number + 1) * size]
+            batch = cut(window.rows, self._keys, chosen, self._pin_memory)
+            rows += len(chosen)
+            if (number + 1) * size < num_rows:
+                place, at = window.start, (window.number, number + 1, rows)
+            else:
+                place, at = window.stop, (window.number + 1, 0, rows)
+            values = (place.part, place.offset, place.line, place.skip, place.skipped, *at)
+            position = {"of": belongs_to, **dict(zip(_FIELDS, values, strict=True))}
+            yield Step(batch, position, ReadReport(rows, report.skipped, report.problems, report.reasons))
+
+    def _counted(self, blocks: Iterator[Block]) -> Iterator[Block]:
+        for block in blocks:
+            self._skipped += block.problems.total
+            self._reasons.update(block.problems.counts)
+            self._first += [problem.message for problem in block.problems.first[: KEPT - len(self._first)]]
+            yield block
+
+    def _permutation(self, num_rows: int, window: int) -> Array:
+        if self._order is None:
+            return np.arange(num_rows)
+        state = np.random.SeedSequence([*self._order, window]).generate_state(1, np.uint64)[0]
+        generator = torch.Generator().manual_seed(int(state))
+        order: Array = torch.randperm(num_rows, generator=generator).numpy()
+        return order

@@ -1,0 +1,103 @@
+"""An iterator that runs ahead in a thread of its own, as far as a bounded queue lets it."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Generator, Iterator
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Prefetcher(Generic[T]):
+    """The items of `source`, in their order; its exception, if it raises one, comes out of `next` in its place.
+
+    Args:
+        source: run, and closed if it is a generator, in the thread.
+        size: items that may wait; one more may be in the making.
+        name: of the thread.
+    """
+
+    def __init__(self, source: Iterator[T], size: int, name: str) -> None:
+        self._channel: _Channel[T] = _Channel(size)
+        # The thread knows the channel but not this object, so that an iterator dropped half-way ends its thread too; so
+        # does the end of the program, which must not find it at work.
+        thread = threading.Thread(target=_fill, args=(self._channel, source), name=name, daemon=True)
+        self._end = weakref.finalize(self, _end, self._channel, thread)
+        thread.start()
+
+    def __iter__(self) -> Prefetcher[T]:
+        return self
+
+    def __next__(self) -> T:
+        return self._channel.get()
+
+    def close(self) -> None:
+        """Stop the thread and wait for it; it ends with the item that it is making."""
+        self._end()
+
+
+class _Channel(Generic[T]):
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._items: deque[T] = deque()
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._finished = False
+        self._error: BaseException | None = None
+
+    def put(self, item: T) -> bool:
+        """Wait for a place; False if nobody wants more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or len(self._items) < self._size)
+            if not self._stopped:
+                self._items.append(item)
+                self._changed.notify_all()
+            return not self._stopped
+
+    def finish(self, error: BaseException | None) -> None:
+        with self._changed:
+            self._finished, self._error = True, error
+            self._changed.notify_all()
+
+    def get(self) -> T:
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopped or self._finished or self._items)
+            if self._items:
+                self._changed.notify_all()
+                return self._items.popleft()
+            error, self._error = self._error, None
+        if error is not None:
+            raise error
+        raise StopIteration
+
+    def stop(self) -> None:
+        with self._changed:
+            self._stopped = True
+            self._items.clear()
+            self._changed.notify_all()
+
+
+def _end(channel: _Channel[Any], thread: threading.Thread) -> None:
+    channel.stop()
+    if thread is not threading.current_thread():
+        thread.join()
+
+
+def _fill(channel: _Channel[T], source: Iterator[T]) -> None:
+    error: BaseException | None = None
+    try:
+        for item in source:
+            if not channel.put(item):
+                break
+            del item  # or it would stay until the next one is there
+    except BaseException as caught:
+        error = caught
+    try:
+        if isinstance(source, Generator):
+            source.close()
+    except BaseException as caught:
+        error = error or caught
+    channel.finish(error)

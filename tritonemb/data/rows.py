@@ -1,0 +1,149 @@
+"""Rows in memory, column by column, and how a batch is cut from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tritonemb.data.batch import Batch, Layout
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One feature's ids for all rows.
+
+    Args:
+        values: int32 or int64; `[num_rows]` with one id a row, else all rows' ids one after the other.
+        offsets: `[num_rows + 1]` int64, where each row's ids start; None with one id a row.
+    """
+
+    values: Tensor
+    offsets: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.values.shape[0] if self.offsets is None else self.offsets.shape[0] - 1
+
+    def slice(self, start: int, stop: int) -> Column:
+        if self.offsets is None:
+            return Column(self.values[start:stop])
+        offsets = self.offsets[start : stop + 1]
+        return Column(self.values[int(offsets[0]) : int(offsets[-1])], offsets - offsets[0])
+
+    def take(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Values and int32 lengths of the given rows, in their order."""
+        if self.offsets is None:
+            return self.values[rows], torch.ones(rows.shape[0], dtype=torch.int32)
+        places, lengths = _places(self.offsets.numpy(), rows.numpy())
+        return self.values[torch.from_numpy(places)], torch.from_numpy(lengths.astype(np.int32))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a data set: `dense` `[N, num_dense]` float32, one column a feature, `labels` `[N]` float32 in {0, 1}.
+
+    Raises:
+        ValueError: where the numbers of rows differ.
+    """
+
+    dense: Tensor
+    columns: tuple[Column, ...]
+    labels: Tensor
+
+    def __post_init__(self) -> None:
+        sizes = {"dense": self.dense.shape[0], "labels": self.labels.shape[0]}
+        sizes |= {f"column {index}": len(column) for index, column in enumerate(self.columns)}
+        if len(set(sizes.values())) > 1:
+            raise ValueError(f"dense, labels and all columns need the same number of rows, got {sizes}")
+
+    def __len__(self) -> int:
+        return self.labels.shape[0]
+
+    def slice(self, start: int, stop: int) -> Rows:
+        columns = tuple(column.slice(start, stop) for column in self.columns)
+        return Rows(self.dense[start:stop], columns, self.labels[start:stop])
+
+    def take(self, rows: Tensor) -> Rows:
+        """The given rows, in their order."""
+        columns = []
+        for column in self.columns:
+            values, lengths = column.take(rows)
+            offsets = None if column.offsets is None else _offsets(lengths.numpy())
+            columns.append(Column(values, None if offsets is None else torch.from_numpy(offsets)))
+        return Rows(self.dense[rows], tuple(columns), self.labels[rows])
+
+
+def concat(parts: Sequence[Rows]) -> Rows:
+    """The rows of all parts, one part after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    columns = []
+    for columns_of_one in zip(*(part.columns for part in parts), strict=True):
+        values = _joined([column.values for column in columns_of_one])
+        if columns_of_one[0].offsets is None:
+            columns.append(Column(values))
+        else:
+            lengths = [np.diff(column.offsets.numpy()) for column in columns_of_one if column.offsets is not None]
+            columns.append(Column(values, torch.from_numpy(_offsets(np.concatenate(lengths)))))
+    return Rows(_joined([part.dense for part in parts]), tuple(columns), _joined([part.labels for part in parts]))
+
+
+def cut(rows: Rows, keys: tuple[str, ...], chosen: Array, pin_memory: bool = False) -> Batch:
+    """The batch of the chosen rows (int64 `[B]`), in their order, in one buffer.
+
+    NumPy copies, since this runs in a thread of its own: torch would start a team of workers for every such thread.
+    """
+    size = len(chosen)
+    picks: list[tuple[Array, Array] | None] = [
+        None if column.offsets is None else _places(column.offsets.numpy(), chosen) for column in rows.columns
+    ]
+    counts = [size if pick is None else len(pick[0]) for pick in picks]
+    wide = any(column.values.dtype == torch.int64 for column in rows.columns)
+    dtype = torch.int64 if wide else torch.int32
+    layout = Layout(keys, size, rows.dense.shape[1], sum(counts), dtype)
+    buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=pin_memory)
+    batch = layout.batch(buffer)
+    dense, labels, values, lengths, offsets = (view.numpy() for view in layout.views(buffer))
+    # Indices are in range: "clip" only spares NumPy a copy of the output.
+    np.take(rows.dense.numpy(), chosen, axis=0, out=dense, mode="clip")
+    np.take(rows.labels.numpy(), chosen, out=labels, mode="clip")
+    lengths.fill(1)
+    start = 0
+    for index, (column, pick, count) in enumerate(zip(rows.columns, picks, counts, strict=True)):
+        places = chosen if pick is None else pick[0]
+        source, target = column.values.numpy(), values[start : start + count]
+        if source.dtype == target.dtype:
+            np.take(source, places, out=target, mode="clip") if count else None
+        else:
+            target[:] = source[places]
+        if pick is not None:
+            lengths[index * size : (index + 1) * size] = pick[1]
+        start += count
+    offsets[0] = 0
+    np.cumsum(lengths, out=offsets[1:])
+    return batch
+
+
+def _places(offsets: Array, rows: Array) -> tuple[Array, Array]:
+    """Where the ids of the given rows stand, and how many there are in each."""
+    starts = offsets[rows]
+    lengths = offsets[rows + 1] - starts
+    ends = np.cumsum(lengths)
+    shift = np.repeat(starts - ends + lengths, lengths)
+    return np.arange(len(shift)) + shift, lengths
+
+
+def _offsets(lengths: Array) -> Array:
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def _joined(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.from_numpy(np.concatenate([tensor.numpy() for tensor in tensors]))

@@ -1,0 +1,171 @@
+"""The parts of a log, whatever their format: cut into chunks, parsed, and told about."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+from tritonemb.data import parquet, text, tsv
+from tritonemb.data.files import LogFile
+from tritonemb.data.problems import listed
+from tritonemb.data.schema import Schema
+from tritonemb.data.splits import Part
+from tritonemb.data.text import Chunk
+from tritonemb.data.values import Checked, Sink
+
+
+class Source(Protocol):
+    """Files of one format.
+
+    Attributes:
+        schema: with all columns filled in.
+        multi_hot: the sparse columns that are lists.
+    """
+
+    schema: Schema
+    multi_hot: tuple[str, ...]
+
+    def sizes(self) -> list[int]:
+        """Of the files, in the unit of `Part`: unpacked bytes or rows."""
+        ...
+
+    def num_rows(self, part: Part) -> int | None:
+        """Bad ones too; None where only reading tells."""
+        ...
+
+    def chunks(self, parts: tuple[Part, ...], chunk_bytes: int, first: int, offset: int, line: int) -> Iterator[Chunk]:
+        """The chunks of all parts, from the one at `offset` of part `first` on, after `line` lines of that part."""
+        ...
+
+    def parse(self, chunk: Chunk, sink: Sink) -> Checked: ...
+
+    def where(self, part: Part, chunk: Chunk, row: int) -> str:
+        """`train.txt, line 3`: the place of a chunk's row in its file."""
+        ...
+
+
+class TextSource:
+    """Criteo's TSV, plain or compressed.
+
+    Raises:
+        ValueError: a schema of other columns; a file whose first line is bad, unless `lenient`.
+    """
+
+    def __init__(self, files: tuple[LogFile, ...], schema: Schema, lenient: bool) -> None:
+        for part, names in (("dense", schema.dense), ("sparse", schema.sparse)):
+            if wrong := [name for name in names if name in tsv.FIELDS and not _fits(part, name)]:
+                raise ValueError(f"schema: {wrong[0]!r} of Criteo's TSV can not be {part}: it is {_kind(wrong[0])}")
+        if schema.label not in ("", tsv.LABEL):
+            raise ValueError(
+                f"{files[0].path}: text files are read in Criteo's format alone, whose label is {tsv.LABEL!r} and not "
+                f"{schema.label!r}; its columns: {listed(tsv.FIELDS)}. Other logs can be read from Parquet files"
+            )
+        self.schema = schema.of(tsv.FIELDS, str(files[0].path))
+        self.multi_hot: tuple[str, ...] = ()
+        self._files = files
+        self._lines_before: dict[Part, int] = {}
+        for file in files:
+            _check_beginning(file, lenient)
+
+    def sizes(self) -> list[int]:
+        return [text.unpacked_size(file) for file in self._files]
+
+    def num_rows(self, part: Part) -> int | None:
+        return None
+
+    def chunks(self, parts: tuple[Part, ...], chunk_bytes: int, first: int, offset: int, line: int) -> Iterator[Chunk]:
+        for number, part in enumerate(parts[first:], start=first):
+            begin, lines = (offset, line) if number == first else (part.start, 0)
+            file = self._files[part.file]
+            yield from text.text_chunks(file, number, part.start, part.stop, chunk_bytes, begin, lines)
+
+    def parse(self, chunk: Chunk, sink: Sink) -> Checked:
+        return tsv.parse(chunk.content, sink)
+
+    def where(self, part: Part, chunk: Chunk, row: int) -> str:
+        if part not in self._lines_before:
+            self._lines_before[part] = text.lines_before(self._files[part.file], part.start)
+        return f"{self._files[part.file].path}, line {self._lines_before[part] + chunk.line + row + 1}"
+
+
+class ParquetSource:
+    """Parquet files with the same columns.
+
+    Args:
+        extra: further columns to read, for splitting.
+
+    Raises:
+        ValueError: a file is damaged, has no rows, or lacks a column.
+    """
+
+    def __init__(self, files: tuple[LogFile, ...], schema: Schema, extra: tuple[str, ...] = ()) -> None:
+        self._files = files
+        self._heads = [parquet.head_of(file) for file in files]
+        for file, head in zip(files, self._heads, strict=True):
+            if head.num_rows == 0:
+                raise ValueError(f"{file.path} is empty: it has no rows")
+        self.schema = schema.of(self._heads[0].columns, str(files[0].path))
+        self.multi_hot = parquet.check_columns(self._heads[0], self.schema, str(files[0].path))
+        for file, head in zip(files, self._heads, strict=True):
+            self.schema.of(head.columns, str(file.path))
+            if parquet.check_columns(head, self.schema, str(file.path)) != self.multi_hot:
+                raise ValueError(f"{file.path}: other columns are lists than in {files[0].path}: {self.multi_hot}")
+            for name in extra:
+                if name not in head.columns:
+                    raise ValueError(f"{file.path}: there is no column {name!r}; columns: {listed(head.columns)}")
+        used = (self.schema.label, *self.schema.dense, *self.schema.sparse, *extra)
+        self._columns = tuple(dict.fromkeys(used))
+
+    def type_of(self, column: str) -> Any:
+        """The `pyarrow` type."""
+        return self._heads[0].schema.field(column).type
+
+    def sizes(self) -> list[int]:
+        return [head.num_rows for head in self._heads]
+
+    def num_rows(self, part: Part) -> int | None:
+        return self._stop(part) - part.start
+
+    def chunks(self, parts: tuple[Part, ...], chunk_bytes: int, first: int, offset: int, line: int) -> Iterator[Chunk]:
+        for number, part in enumerate(parts[first:], start=first):
+            begin = offset if number == first else part.start
+            stop = self._stop(part)
+            file = self._files[part.file]
+            yield from parquet.parquet_chunks(file, number, part.start, stop, chunk_bytes, begin, self._columns)
+
+    def parse(self, chunk: Chunk, sink: Sink) -> Checked:
+        return parquet.parse(chunk.content, self.schema, sink)
+
+    def where(self, part: Part, chunk: Chunk, row: int) -> str:
+        return f"{self._files[part.file].path}, row {chunk.offset + row + 1}"
+
+    def _stop(self, part: Part) -> int:
+        return self._heads[part.file].num_rows if part.stop is None else part.stop
+
+
+def _check_beginning(file: LogFile, lenient: bool) -> None:
+    beginning = text.first_lines(file)
+    if not beginning:
+        raise ValueError(f"{file.path} is empty")
+    if beginning.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise ValueError(
+            f"{file.path} does not look like text in ASCII or UTF-8: it begins with a mark of UTF-16. Convert it: "
+            f"iconv -f UTF-16 -t UTF-8"
+        )
+    if lenient:
+        return
+    lines = beginning.split(b"\n")
+    number, line = next(((n, line) for n, line in enumerate(lines) if line.removesuffix(b"\r")), (0, b""))
+    if not line:
+        return
+    checked = tsv.parse(line, lambda name, values: None)
+    if len(checked.bad_rows):
+        raise ValueError(f"{file.path}, line {number + 1}: {checked.describe(0)[1]}")
+
+
+def _fits(part: str, name: str) -> bool:
+    return name in tsv.INTEGERS or (part == "sparse" and name in tsv.CATEGORIES)
+
+
+def _kind(name: str) -> str:
+    return "the label" if name == tsv.LABEL else "a category"

@@ -1,0 +1,155 @@
+"""Text files, plain or compressed, cut into chunks of whole lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from tritonemb.data.files import LogFile
+from tritonemb.extras import require
+
+LONGEST_LINE = 1 << 16  # bytes; a longer line is none of a log's, and only its beginning is kept
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A run of rows of a part of a log.
+
+    Args:
+        part: which one, from 0.
+        offset: where the run begins: a byte of the unpacked text, or a row.
+        line: lines of the part before it.
+        content: whole lines, or a `pyarrow.RecordBatch`.
+    """
+
+    part: int
+    offset: int
+    line: int
+    content: Any
+
+
+class _Bytes(Protocol):
+    def read(self, size: int, /) -> bytes: ...
+
+
+@contextmanager
+def opened(file: LogFile) -> Iterator[_Bytes]:
+    """The unpacked bytes of a file.
+
+    Raises:
+        ValueError: the file is cut off or damaged.
+    """
+    pa = require("pyarrow")
+    if file.codec is None:
+        with file.path.open("rb", buffering=0) as plain:
+            yield plain
+        return
+    with pa.OSFile(str(file.path)) as raw, pa.CompressedInputStream(raw, file.codec) as unpacked:
+        yield _Unpacked(unpacked, file)
+
+
+class _Unpacked:
+    def __init__(self, stream: Any, file: LogFile) -> None:
+        self._stream, self._file = stream, file
+
+    def read(self, size: int, /) -> bytes:
+        try:
+            data: bytes = self._stream.read(size)
+        except OSError as error:
+            reason = f"{self._file.path} is not a whole {self._file.codec} file ({error}); fetch it again"
+            raise ValueError(reason) from error
+        return data
+
+
+def text_chunks(
+    file: LogFile, part: int, start: int, stop: int | None, chunk_bytes: int, offset: int, line: int = 0
+) -> Iterator[Chunk]:
+    """The lines that begin at byte `start` or later and before byte `stop`, in chunks of about `chunk_bytes`.
+
+    Args:
+        offset: where to begin, `start` or where a chunk began; `line` lines of the part come before.
+    """
+    with opened(file) as source:
+        if offset == start and start > 0:  # in the middle of a line, perhaps: go on after the first line feed from here
+            _advance(source, file, start - 1)
+            left_out, pending = _after_line_feed(source, chunk_bytes)
+            offset = start - 1 + left_out
+        else:
+            _advance(source, file, offset)
+            pending = b""
+        while stop is None or offset < stop:
+            block = source.read(chunk_bytes)
+            data = pending + block
+            if not data:
+                return
+            end = data.rfind(b"\n") + 1 if block else len(data)
+            if stop is not None and (last := data.find(b"\n", stop - 1 - offset)) >= 0:
+                end = last + 1
+            if end == 0 and len(data) > LONGEST_LINE:
+                yield Chunk(part, offset, line, data[:LONGEST_LINE])
+                left_out, pending = _after_line_feed(source, chunk_bytes)
+                offset, line = offset + len(data) + left_out, line + 1
+                continue
+            if end:
+                yield Chunk(part, offset, line, data[:end])
+                line += count_lines(data[:end])
+            offset, pending = offset + end, data[end:]
+
+
+def count_lines(data: bytes) -> int:
+    """Line feeds; NumPy lets other threads work meanwhile."""
+    return int(np.count_nonzero(np.frombuffer(data, np.uint8) == 10))
+
+
+def lines_before(file: LogFile, start: int) -> int:
+    """Lines of the file before the first one that begins at byte `start` or later. Reads all of them."""
+    if start == 0:
+        return 0
+    lines, left = 1, start - 1
+    with opened(file) as source:
+        while left > 0 and (block := source.read(min(left, 1 << 22))):
+            lines, left = lines + count_lines(block), left - len(block)
+    return lines
+
+
+def unpacked_size(file: LogFile) -> int:
+    """Bytes of the text; of a compressed file all of them are unpacked for it."""
+    if file.codec is None:
+        return file.size
+    size = 0
+    with opened(file) as source:
+        while block := source.read(1 << 22):
+            size += len(block)
+    return size
+
+
+def first_lines(file: LogFile, num_bytes: int = LONGEST_LINE) -> bytes:
+    """The beginning of the text."""
+    data = b""
+    with opened(file) as source:
+        while len(data) < num_bytes and (block := source.read(num_bytes - len(data))):
+            data += block
+    return data
+
+
+def _advance(source: _Bytes, file: LogFile, offset: int) -> None:
+    if file.codec is None:
+        source.seek(offset)  # type: ignore[attr-defined]
+        return
+    while offset > 0 and (block := source.read(min(offset, 1 << 22))):
+        offset -= len(block)
+
+
+def _after_line_feed(source: _Bytes, chunk_bytes: int) -> tuple[int, bytes]:
+    """Read past the next line feed: how many bytes that were, and what else was read."""
+    left_out = 0
+    while block := source.read(chunk_bytes):
+        end = block.find(b"\n") + 1
+        if end:
+            return left_out + end, block[end:]
+        left_out += len(block)
+    return left_out, b""

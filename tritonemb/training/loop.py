@@ -1,0 +1,269 @@
+"""The loop that a trainer runs: steps, and what is due after each of them."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tritonemb.data.batch import Batch
+from tritonemb.data.source import Position, Stream
+from tritonemb.nn.errors import check_errors
+from tritonemb.training.callbacks import Callback, Evaluation, FitEnd, FitStart, Log, StepEnd
+from tritonemb.training.checkpoint import CheckpointError
+from tritonemb.training.clock import Clock, memory_bytes
+from tritonemb.training.metrics import Metrics
+from tritonemb.training.signals import Interrupted, StopRequest
+from tritonemb.training.versions import versions
+
+if TYPE_CHECKING:
+    from tritonemb.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class FitResult:
+    """What a fit did.
+
+    Args:
+        losses: mean training loss of each epoch of the run that is done.
+        num_samples: samples trained on by this call.
+        seconds: wall time of training since the run began, evaluation and checkpoints left out.
+        samples_per_second: of this call, without its first step, which compiles and warms up.
+        reason: "finished" or "early stop".
+        steps: steps done since the run began.
+        test: metrics on the test rows, if they were asked for.
+    """
+
+    losses: tuple[float, ...]
+    num_samples: int
+    seconds: float
+    samples_per_second: float
+    reason: str = "finished"
+    steps: int = 0
+    test: Metrics | None = None
+
+
+class Loop:
+    """One fit of a trainer.
+
+    After a step come, in this order: log, evaluation, checkpoint. So whatever a log says of a step and of those before
+    it is decided when the step's checkpoint is written, and a run resumed from there says the rest, and says it once.
+    """
+
+    def __init__(self, trainer: Trainer, watchers: Sequence[Callback], request: StopRequest) -> None:
+        self.trainer = trainer
+        self.watchers = watchers
+        self.request = request
+        self.progress = trainer.progress
+        self.clock = Clock(self.progress.seconds)
+        self._saved_at, self._saved_step = time.monotonic(), self.progress.step
+        self._evaluated_step = -1
+        self._watched = bool(watchers) or trainer.patience is not None
+
+    def run(self, test: bool) -> FitResult:
+        """Train to the end, tell those who watch, and return what was done."""
+        trainer, before, end = self.trainer, self.progress.samples, None
+        self._start()
+        try:
+            reason = self._train()
+            metrics = None
+            if test and reason in ("finished", "early stop"):
+                with self.clock.pause():
+                    metrics = trainer.evaluate("test")
+            speed, seconds = self.clock.samples_per_second, self.clock.seconds
+            progress = self.progress
+            end = FitEnd(reason, progress.step, progress.samples, seconds, speed, metrics, trainer.data.best_auc)
+        finally:
+            for watcher in self.watchers:
+                watcher.on_end(end)
+        if self.request.signum is not None and reason == self.request.name:
+            raise Interrupted(self.request.signum)
+        samples = progress.samples - before
+        return FitResult(tuple(progress.losses), samples, seconds, speed, reason, progress.step, metrics)
+
+    def _start(self) -> None:
+        trainer, rows = self.trainer, self.trainer.data.num_rows("train")
+        start = FitStart(
+            first_step=self.progress.step,
+            total_steps=trainer.total_steps,
+            samples_done=self.progress.samples,
+            total_samples=_samples(trainer, rows),
+            num_epochs=trainer.last_epoch,
+            folder=None if trainer.folder is None else trainer.folder.path,
+            config=trainer.config,
+            versions=versions(trainer.device),
+        )
+        for watcher in self.watchers:
+            watcher.on_start(start)
+
+    def _train(self) -> str:
+        """Why it ended: "finished", "early stop", or the name of a signal."""
+        while not self.progress.ended and not self._over():
+            self._epoch()
+            if self.request.signum is not None and not self.progress.ended:
+                return self.request.name
+        return self.progress.ended or "finished"
+
+    def _over(self) -> bool:
+        last = self.trainer.last_step
+        return self.progress.epoch >= self.trainer.last_epoch or (last is not None and self.progress.step >= last)
+
+    def _epoch(self) -> None:
+        """Train to the end of the epoch, or of the run, or until a signal arrives."""
+        trainer, progress = self.trainer, self.progress
+        trainer.model.train()
+        with trainer.data.open(
+            "train",
+            trainer.batch_size,
+            seed=trainer.seed,
+            epoch=progress.epoch,
+            shuffle=True,
+            position=progress.position,
+            pin_memory=trainer.device.type == "cuda",
+        ) as stream:
+            batches, position = self._pull(stream)
+            if not batches:
+                self._end_epoch()
+            while batches:
+                samples = trainer.step(batches)
+                batches, after = self._pull(stream)
+                self.clock.step(samples)
+                progress.step += 1
+                progress.samples += samples
+                progress.epoch_samples += samples
+                progress.logged_samples += samples
+                progress.position, position = position, after
+                epoch = progress.epoch
+                if not batches:
+                    self._end_epoch()
+                    self._report_skipped(stream)
+                for watcher in self.watchers:
+                    watcher.on_step(StepEnd(progress.step, epoch, progress.samples))
+                self._due_after_step(epoch, last=not batches)
+                if progress.ended or self._over() or self.request.signum is not None:
+                    return
+
+    def _pull(self, stream: Stream) -> tuple[list[Batch], Position]:
+        """The next step's batches, and where the data goes on after them."""
+        with self.clock.waiting():
+            batches = []
+            for batch in stream:
+                batches.append(batch)
+                if len(batches) == self.trainer.accumulate:
+                    break
+        return batches, stream.position
+
+    def _end_epoch(self) -> None:
+        progress = self.progress
+        check_errors(self.trainer.device)
+        if progress.epoch_samples:
+            loss = self.trainer.take_loss(1) / progress.epoch_samples
+            self._refuse_nonfinite(loss, progress.epoch)
+            progress.losses.append(loss)
+        progress.epoch += 1
+        progress.position, progress.epoch_samples = None, 0
+
+    def _due_after_step(self, epoch: int, last: bool) -> None:
+        trainer, progress, over = self.trainer, self.progress, self._over()
+        if progress.step % trainer.log_every == 0 or over:
+            self._log(epoch)
+        every = trainer.evaluate_every
+        if self._watched and (progress.step % every == 0 if every else last or over):
+            self._evaluate(epoch)
+        if over and not progress.ended:
+            progress.ended = "finished"
+        if trainer.folder is not None and self._checkpoint_due():
+            self._checkpoint()
+
+    def _log(self, epoch: int) -> None:
+        trainer, progress = self.trainer, self.progress
+        loss = trainer.take_loss(0) / progress.logged_samples
+        progress.logged_samples = 0
+        self._refuse_nonfinite(loss, epoch)
+        if not self.watchers:
+            return
+        dense_lr, table_lr = trainer.current_rates()
+        speed, wait = self.clock.lap()
+        log = Log(
+            progress.step, epoch, progress.samples, loss, dense_lr, table_lr, speed, wait,
+            memory_bytes(trainer.device), self.clock.seconds,
+        )  # fmt: skip
+        for watcher in self.watchers:
+            watcher.on_log(log)
+
+    def _evaluate(self, epoch: int) -> None:
+        trainer, progress = self.trainer, self.progress
+        if "validation" not in trainer.data.splits():
+            return
+        with self.clock.pause():
+            metrics = trainer.evaluate("validation")
+        best = progress.best is None or _better(metrics, trainer.monitor, progress.best)
+        if best:
+            progress.best, progress.best_step = getattr(metrics, trainer.monitor), progress.step
+            progress.evaluations_since_best = 0
+        else:
+            progress.evaluations_since_best += 1
+        for watcher in self.watchers:
+            watcher.on_evaluation(Evaluation(progress.step, epoch, "validation", metrics, best))
+        if trainer.patience is not None and progress.evaluations_since_best >= trainer.patience:
+            progress.ended = "early stop"
+
+    def _checkpoint_due(self) -> bool:
+        options, progress = self.trainer.checkpoints, self.progress
+        if progress.ended or self.request.signum is not None or self._is_best():
+            return True
+        if options.checkpoint_steps is not None and progress.step % options.checkpoint_steps == 0:
+            return True
+        minutes = options.checkpoint_minutes
+        return minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
+
+    def _is_best(self) -> bool:
+        return self.progress.best is not None and self.progress.best_step == self.progress.step
+
+    def _checkpoint(self) -> None:
+        trainer = self.trainer
+        assert trainer.folder is not None
+        self._saved_at = time.monotonic()
+        self.progress.seconds = self.clock.seconds
+        try:
+            with self.clock.pause():
+                saved = trainer.save()
+                if self._is_best():
+                    trainer.folder.checkpoints.mark_best(self.progress.step)
+        except CheckpointError as error:
+            if trainer.checkpoints.on_checkpoint_error == "stop":
+                raise
+            self._say(f"{error}. Training goes on")
+            return
+        for watcher in self.watchers:
+            watcher.on_checkpoint(saved)
+
+    def _report_skipped(self, stream: Stream) -> None:
+        if stream.report.skipped:
+            self._say(str(stream.report))
+
+    def _say(self, text: str) -> None:
+        for watcher in self.watchers:
+            watcher.on_message(text)
+
+    def _refuse_nonfinite(self, loss: float, epoch: int) -> None:
+        if not math.isfinite(loss):
+            raise ValueError(f"the training loss is {loss} in epoch {epoch + 1}; lower the learning rates")
+
+
+def _samples(trainer: Trainer, rows: int | None) -> int | None:
+    """Samples of the whole run, as far as they are known."""
+    each, last = trainer.steps_per_epoch, trainer.last_step
+    if rows is None or each is None:
+        return None if last is None else last * trainer.batch_size * trainer.accumulate
+    if last is None or last >= each * trainer.last_epoch:
+        return rows * trainer.last_epoch
+    whole, rest = divmod(last, each)
+    return whole * rows + rest * trainer.batch_size * trainer.accumulate
+
+
+def _better(metrics: Metrics, monitor: str, best: float) -> bool:
+    value = getattr(metrics, monitor)
+    return bool(value > best if monitor == "auc" else value < best)

@@ -1,0 +1,118 @@
+"""Scores of a log by a trained model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tritonemb.data import open_for_scoring
+from tritonemb.data.batch import Batch
+from tritonemb.extras import require
+from tritonemb.training import inference
+from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, read_manifest
+from tritonemb.training.config import TrainConfig
+from tritonemb.training.job import build_model, features_from_plain
+from tritonemb.training.state import model_tensors
+from tritonemb.training.toml import from_plain
+
+SUFFIXES = (".parquet", ".csv")
+TRAINING_ONLY = ("optimizer.", "rng.", "trainer.")
+
+
+@dataclass(frozen=True)
+class PredictOptions:
+    """Write the click probability of every row of a log.
+
+    Example: tritonemb predict --checkpoint runs/mine --data day_23 --out scores.csv
+
+    Args:
+        checkpoint: a checkpoint, or the folder of a run: its best checkpoint, or its newest if none is marked best.
+        data: the log to score: a file or a folder.
+        out: the .parquet or .csv file to write: one row a row of the log, in its order.
+        batch_size: rows at a time.
+        device: where to compute.
+    """
+
+    checkpoint: Path
+    data: str
+    out: Path = Path("scores.parquet")
+    batch_size: int = 8192
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.out.suffix not in SUFFIXES:
+            raise ValueError(f"out must end with one of {SUFFIXES}, got {str(self.out)!r}")
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
+
+
+def predict(options: PredictOptions) -> str:
+    """Score a log and write the file, aside and renamed; returns a line that says what was done.
+
+    Raises:
+        ValueError, FileNotFoundError: the checkpoint or the log cannot be used, or the file cannot be written.
+    """
+    path = find_checkpoint(options.checkpoint)
+    manifest = read_manifest(path)
+    config = from_plain(_without_features(manifest["config"]), TrainConfig(), str(path))
+    features = features_from_plain(manifest["config"]["features"])
+    data = open_for_scoring(options.data, config.read, features)
+    config = replace(config, device=options.device)
+    model = build_model(config, features, manifest["config"]["num_dense"])
+    load_tensors(path, model_tensors(model), ignore=TRAINING_ONLY)
+    with data.open("test", options.batch_size) as stream:
+        scores = (_score(model, batch, config) for batch in stream)
+        num_rows = _write(options.out, scores)
+    return f"{options.out}: {num_rows:,} scores by {path}"
+
+
+def find_checkpoint(path: Path) -> Path:
+    """The checkpoint itself, or the best, else the newest one of a run's folder.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    for folder in (path / "checkpoints", path):
+        found = CheckpointFolder(folder).best() or CheckpointFolder(folder).latest()
+        if found is not None:
+            return found
+    return path
+
+
+def _score(model: nn.Module, batch: Batch, config: TrainConfig) -> Tensor:
+    logits, _ = inference.predict(model, [batch], torch.device(config.device), config.precision)
+    return torch.sigmoid(logits)
+
+
+def _write(out: Path, scores: Iterator[Tensor]) -> int:
+    """Batch by batch, so that a log of any size fits; returns the number of rows."""
+    pa = require("pyarrow")
+    aside = out.with_name(f".writing-{out.name}")
+    schema = pa.schema([("score", pa.float32())])
+    num_rows = 0
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with _writer(aside, out.suffix, schema) as writer:
+            for part in scores:
+                writer.write_table(pa.table([pa.array(part.numpy())], schema=schema))
+                num_rows += len(part)
+        os.replace(aside, out)
+    finally:
+        aside.unlink(missing_ok=True)
+    return num_rows
+
+
+def _writer(path: Path, suffix: str, schema: Any) -> Any:
+    if suffix == ".csv":
+        return require("pyarrow.csv").CSVWriter(path, schema)
+    return require("pyarrow.parquet").ParquetWriter(path, schema)
+
+
+def _without_features(config: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name not in ("features", "num_dense")}

@@ -1,0 +1,79 @@
+"""Learning rates over the steps of a run: warm-up, then constant, polynomial or cosine decay."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Decay = Literal["constant", "polynomial", "cosine"]
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What the base learning rate is multiplied by at each step.
+
+    Step `n` (from 0) of the warm-up has the factor `(n + 1) / warmup_steps`. The decay begins after the warm-up and
+    takes `decay_steps` steps, at a share `x` of which the factor is `final + (1 - final) * f(x)`, `f` being
+    `(1 - x) ** power` (polynomial) or `(1 + cos(pi * x)) / 2` (cosine; Loshchilov & Hutter, ICLR 2017); it stays at
+    `final` from then on.
+
+    Args:
+        warmup_steps: 0 for none.
+        decay: how it falls.
+        decay_steps: None for all steps of the run that are left after the warm-up.
+        power: of the polynomial; MLPerf's DLRM has 2.
+        final: the factor at the end, 0 to 1.
+
+    Raises:
+        ValueError: for numbers out of range.
+    """
+
+    warmup_steps: int = 0
+    decay: Decay = "constant"
+    decay_steps: int | None = None
+    power: float = 2.0
+    final: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps must not be negative, got {self.warmup_steps}")
+        if self.decay not in get_args(Decay):
+            raise ValueError(f"decay must be one of {get_args(Decay)}, got {self.decay!r}")
+        if self.decay_steps is not None and self.decay_steps < 1:
+            raise ValueError(f"decay_steps must be at least 1, got {self.decay_steps}")
+        if self.power <= 0:
+            raise ValueError(f"power must be positive, got {self.power}")
+        if not 0 <= self.final <= 1:
+            raise ValueError(f"final must lie in [0, 1], got {self.final}")
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether it leaves the base rate as it is."""
+        return self.warmup_steps == 0 and self.decay == "constant"
+
+    def within(self, total_steps: int | None) -> Schedule:
+        """The same schedule with its `decay_steps` known.
+
+        Raises:
+            ValueError: the rate decays over the whole run, and the number of its steps is not known.
+        """
+        if self.decay == "constant" or self.decay_steps is not None:
+            return self
+        if total_steps is None:
+            raise ValueError(
+                f"{self.decay} decay needs decay_steps (or max_steps): the data set does not know its size in advance"
+            )
+        left = max(total_steps - self.warmup_steps, 1)
+        return Schedule(self.warmup_steps, self.decay, left, self.power, self.final)
+
+    def factor(self, step: int) -> float:
+        """The factor of step `step`, counted from 0."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.decay == "constant":
+            return 1.0
+        assert self.decay_steps is not None, "ask the schedule that `within` returns"
+        share = min((step - self.warmup_steps) / self.decay_steps, 1.0)
+        fall = (1 - share) ** self.power if self.decay == "polynomial" else (1 + math.cos(math.pi * share)) / 2
+        return self.final + (1 - self.final) * fall

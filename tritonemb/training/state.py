@@ -1,0 +1,143 @@
+"""Everything that a run needs to go on as if it had never stopped, out of a trainer's parts and back into them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+
+@dataclass
+class Progress:
+    """Where a run stands.
+
+    Args:
+        step: optimizer steps done.
+        epoch: epochs done.
+        samples: samples trained on.
+        position: where the epoch's next batch begins; None at the beginning of an epoch.
+        epoch_samples: samples trained on in this epoch.
+        logged_samples: samples trained on since the last log.
+        losses: mean training loss of each epoch done.
+        best: the best value of the metric that is watched, and the step when it was reached.
+        evaluations_since_best: how many have not been better.
+        seconds: time trained.
+        ended: why the run is over, "" while it is not.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    samples: int = 0
+    position: dict[str, int] | None = None
+    epoch_samples: int = 0
+    logged_samples: int = 0
+    losses: list[float] = field(default_factory=list)
+    best: float | None = None
+    best_step: int = 0
+    evaluations_since_best: int = 0
+    seconds: float = 0.0
+    ended: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Progress:
+        return cls(**values)
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """`model.<key>` for every entry of the model's `state_dict`, sharing memory with the model.
+
+    Raises:
+        TypeError: for an entry that is no tensor.
+    """
+    state = model.state_dict()
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"the model's state_dict has {name!r} of type {type(value).__name__}; checkpoints hold tensors only"
+            )
+    return {f"model.{name}": value.detach() for name, value in state.items()}
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+    """`optimizer.<parameter>.<state>` for every tensor that the optimizer of the dense part keeps."""
+    found = {}
+    for name, parameter in _parameters_of(model, optimizer):
+        for key, value in optimizer.state.get(parameter, {}).items() if optimizer is not None else ():
+            if isinstance(value, Tensor):
+                found[f"optimizer.{name}.{key}"] = value
+    return found
+
+
+def optimizer_templates(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, stored: Mapping[str, TensorStorageMetadata]
+) -> dict[str, Tensor]:
+    """Empty CPU tensors for those stored optimizer states whose parameters this optimizer has."""
+    names = tuple(f"optimizer.{name}." for name, _ in _parameters_of(model, optimizer))
+    return {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in stored.items()
+        if any(name.startswith(prefix) and "." not in name.removeprefix(prefix) for prefix in names)
+    }
+
+
+def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
+    """Give the optimizer the states that `optimizer_tensors` took out of one like it."""
+    names = {id(parameter): name for name, parameter in _parameters_of(model, optimizer)}
+    packed = optimizer.state_dict()
+    numbers = [number for group in packed["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    packed["state"] = {}
+    for number, parameter in zip(numbers, parameters, strict=True):
+        prefix = f"optimizer.{names[id(parameter)]}."
+        state = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+        if state:
+            packed["state"][number] = state
+    optimizer.load_state_dict(packed)
+
+
+def rng_tensors(device: torch.device) -> dict[str, Tensor]:
+    """torch's generators, of the CPU and of the device that trains."""
+    found = {"rng.cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        found["rng.cuda"] = torch.cuda.get_rng_state(device)
+    return found
+
+
+def set_rng_tensors(tensors: dict[str, Tensor], device: torch.device) -> None:
+    torch.set_rng_state(tensors["rng.cpu"])
+    if "rng.cuda" in tensors:
+        torch.cuda.set_rng_state(tensors["rng.cuda"], device)
+
+
+def rng_plain() -> dict[str, Any]:
+    """The generators of Python and NumPy."""
+    version, numbers, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002
+    return {
+        "python": [version, list(numbers), gauss],
+        "numpy": [str(name), keys.tolist(), int(position), int(has_gauss), float(cached)],  # type: ignore[union-attr]
+    }
+
+
+def set_rng_plain(values: dict[str, Any]) -> None:
+    version, numbers, gauss = values["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, position, has_gauss, cached = values["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002
+
+
+def _parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, nn.Parameter]]:
+    """The optimizer's parameters under their names in the model."""
+    if optimizer is None:
+        return []
+    owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) in owned]
