@@ -196,9 +196,9 @@ def check_output(where: str, expected: list[str], output: str) -> None:
 
 
 def _pattern(line: str) -> str:
-    """Numbers match any number, runs of blanks any such run, `...` anything."""
-    parts = re.split(rf"({_NUMBER}|\.\.\.|\s+)", line.rstrip())
-    kinds = {"...": ".*"}
+    """Numbers match any number, MB matches GB, runs of blanks any such run, `...` anything."""
+    parts = re.split(rf"({_NUMBER}|\.\.\.|\s+|\b[MG]B\b)", line.rstrip())
+    kinds = {"...": ".*", "MB": "[MG]B", "GB": "[MG]B"}
     return "".join(
         kinds.get(part) or (r"\s+" if part.isspace() else _NUMBER if re.fullmatch(_NUMBER, part) else re.escape(part))
         for part in parts

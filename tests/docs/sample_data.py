@@ -40,7 +40,7 @@ def _make_logs(folder: Path, chance: random.Random) -> None:
     folder.mkdir()
     begin = datetime(2026, 1, 1)
     for part in range(2):
-        users = [chance.randrange(300) for _ in range(NUM_ROWS // 2)]
+        users = [chance.randrange(40) for _ in range(NUM_ROWS // 2)]
         table = pa.table(
             {
                 "clicked": pa.array([int(chance.random() < (0.2 if user % 2 else 0.7)) for user in users], pa.int8()),

@@ -78,9 +78,9 @@ def options() -> set[str]:
     for command in COMMANDS:
         for flag in ("--help", "--help-all"):
             output = io.StringIO()
-            with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-                with contextlib.suppress(SystemExit):
-                    main([command, flag])
+            to = contextlib.redirect_stdout(output), contextlib.redirect_stderr(output)
+            with to[0], to[1], contextlib.suppress(SystemExit):
+                main([command, flag])
             found |= set(re.findall(r"--[a-z][a-z-]*", output.getvalue()))
     return found
 

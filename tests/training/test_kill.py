@@ -25,21 +25,39 @@ from tritonemb.training.run_log import read_run_log
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="a platform without SIGKILL")
 LAST_STEP = 120
+NUM_ROWS = 9_000  # so that there are several epochs, and several windows of shuffled rows in each
 OPTIONS = (
-    "--data synthetic --batch-size 256 --embedding-dim 8 --bottom-mlp 8 --top-mlp 16 --threads 1 --log-every 5 "
-    "--checkpoint-steps 3 --keep 2 --dense-warmup-steps 20 --dense-decay cosine --table-decay polynomial "
-    f"--max-steps {LAST_STEP}"
+    "--batch-size 256 --epochs 9 --shuffle-rows 2000 --num-embeddings 500 --validation-share 0.1 --embedding-dim 8 "
+    "--bottom-mlp 8 --top-mlp 16 --threads 1 --log-every 5 --checkpoint-steps 3 --keep 2 --dense-warmup-steps 20 "
+    f"--dense-decay cosine --table-decay polynomial --max-steps {LAST_STEP}"
 ).split()
 
 
-def start(folder: Path) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "tritonemb", "train", *OPTIONS, "--out", str(folder), "--resume", "auto"]
+@pytest.fixture(scope="module", params=["train.txt", "synthetic"])
+def data(request, tmp_path_factory) -> str:
+    """A log in Criteo's format, or the name of a data set in memory."""
+    if request.param == "synthetic":
+        return "synthetic"
+    chance = random.Random(0)
+    path = tmp_path_factory.mktemp("data") / request.param
+    with path.open("w") as file:
+        for _ in range(NUM_ROWS):
+            categories = [f"{chance.randrange(300):x}" if chance.random() < 0.9 else "" for _ in range(26)]
+            integers = [str(chance.randrange(1000)) for _ in range(13)]
+            file.write("\t".join([str(chance.randrange(2)), *integers, *categories]) + "\n")
+    return str(path)
+
+
+def start(data: str, folder: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "tritonemb", "train", "--data", data, *OPTIONS]
+    command += [] if data == "synthetic" else ["--evaluate-every", "20"]
+    command += ["--out", str(folder), "--resume", "auto"]
     quiet = os.environ | {"OMP_WAIT_POLICY": "passive"}
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=quiet)
 
 
-def finish(folder: Path) -> None:
-    process = start(folder)
+def finish(data: str, folder: Path) -> None:
+    process = start(data, folder)
     _, errors = process.communicate(timeout=120)
     assert process.returncode == 0, errors.decode()
 
@@ -77,18 +95,18 @@ def kill_at_random(process: subprocess.Popen[bytes], folder: Path, chance: rando
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> Path:
+def undisturbed(data, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
-    finish(folder)
+    finish(data, folder)
     return folder
 
 
 @pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.timeout(900)
-def test_killed_training_ends_with_the_same_bits(undisturbed, tmp_path, kills):
+def test_killed_training_ends_with_the_same_bits(data, undisturbed, tmp_path, kills):
     chance, killed = random.Random(kills), 0
     for number in range(kills):
-        process = start(tmp_path)
+        process = start(data, tmp_path)
         if number % 2:
             kill_during_a_save(process, tmp_path)
         else:
@@ -99,7 +117,7 @@ def test_killed_training_ends_with_the_same_bits(undisturbed, tmp_path, kills):
             assert_same_run(tmp_path, undisturbed)
             for path in sorted(tmp_path.rglob("*"), reverse=True):
                 path.rmdir() if path.is_dir() else path.unlink()
-    finish(tmp_path)
+    finish(data, tmp_path)
     assert killed >= kills - 2
     assert_same_run(tmp_path, undisturbed)
 
@@ -113,8 +131,8 @@ def assert_same_run(found: Path, expected: Path) -> None:
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_training_after_the_step_and_saves(undisturbed, tmp_path, number, status):
-    process = start(tmp_path)
+def test_a_signal_ends_training_after_the_step_and_saves(data, undisturbed, tmp_path, number, status):
+    process = start(data, tmp_path)
     checkpoints = CheckpointFolder(tmp_path / "checkpoints")
     while process.poll() is None and not checkpoints.steps():
         time.sleep(0.005)
@@ -124,5 +142,5 @@ def test_a_signal_ends_training_after_the_step_and_saves(undisturbed, tmp_path, 
     assert f"training was interrupted by {number.name}; go on with --resume auto" in errors.decode()
     end = [event for event in read_run_log(tmp_path / "log.jsonl") if event["event"] == "end"][-1]
     assert (end["reason"], end["step"]) == (number.name, checkpoints.steps()[-1])
-    finish(tmp_path)
+    finish(data, tmp_path)
     assert_same_run(tmp_path, undisturbed)

@@ -1,7 +1,7 @@
 """Numbers in text, eight characters at a time: each uint64 holds the last eight bytes of a field, its last one on top.
 
 Every step treats the eight bytes of a word side by side (Lamport, "Multiple byte processing with full-word
-instructions", CACM 1975), so a column of a chunk costs a few dozen passes of plain NumPy.
+instructions", CACM 1975), so the numbers of a text cost a few dozen passes of plain NumPy.
 """
 
 from __future__ import annotations
@@ -29,21 +29,29 @@ _U = [np.uint64(number) for number in range(65)]
 _HUNDRED, _TEN_THOUSAND = np.uint64(100), np.uint64(10_000)
 
 
+def padded(data: bytes) -> Array:
+    """A text as uint8, with `PADDING` zeros before it and 8 after it."""
+    text = np.zeros(PADDING + len(data) + 8, dtype=np.uint8)
+    text[PADDING:-8] = np.frombuffer(data, np.uint8)
+    return text
+
+
 def words_of(text: Array) -> Array:
-    """All words of a text (uint8), one beginning at each byte: a view."""
-    return np.ndarray((len(text) - 7,), dtype="<u8", buffer=text, strides=(1,))
+    """All words of a padded text: a view, in which word i ends before byte i of the text without its padding."""
+    return np.ndarray((len(text) - PADDING + 1,), dtype="<u8", buffer=text, offset=PADDING - 8, strides=(1,))
 
 
 def hexadecimal(words: Array, ends: Array, lengths: Array) -> tuple[Array, Array]:
-    """Fields of up to 8 hexadecimal digits, in either case, as uint64; and which are such (an empty one is, as 0).
+    """Fields of up to 8 hexadecimal digits, in either case, as uint64; and which are such, as are empty ones.
 
     Args:
         words: of the text.
-        ends: where each field ends, at least 8.
+        ends: where each field ends in the text without its padding.
         lengths: its number of bytes.
     """
-    word, shift = words[ends - 8], _unused_bits(lengths)
-    if shift is not None:
+    word, shift = words[ends], None
+    if (lengths & 7).any():  # or all are empty or of 8 bytes, as Criteo's are
+        shift = _unused_bits(lengths)
         word >>= shift
         word <<= shift
     letter = word >> _U[6]
@@ -60,73 +68,76 @@ def hexadecimal(words: Array, ends: Array, lengths: Array) -> tuple[Array, Array
     text += digit
     text += _ZEROS
     text ^= word
-    text |= digit & _TENTH  # 'g' to 'o' would be digits 16 to 24
+    np.bitwise_and(digit, _TENTH, out=letter)  # 'g' to 'o' would be digits 16 to 24
+    text |= letter
     if shift is not None:
         text >>= shift
     number = digit << _U[4]
     digit >>= _U[8]
     number |= digit
     number &= _PAIRS
-    number = _joined(number, _U[8], _QUADS)
-    number = _joined(number, _U[16], _HALF)
+    _join(number, digit, _U[8], _QUADS)
+    _join(number, digit, _U[16], _HALF)
     valid = text == 0
+    valid |= lengths == 0
     valid &= lengths <= MAX_HEX_DIGITS
     return number, valid
 
 
-def decimal(words: Array, text: Array, starts: Array, ends: Array) -> tuple[Array, Array]:
-    """Fields of a minus sign or none and 1 to 18 digits as int64; and which are such (an empty one is, as 0).
-
-    Args:
-        starts, ends: of each field in the text; ends are at least 24.
-    """
-    lengths = ends - starts
-    negative = text[starts] == ord("-")
-    digits = lengths - negative
-    number, wrong = _eight_digits(words[ends - 8], digits)
+def decimal(words: Array, ends: Array, lengths: Array) -> tuple[Array, Array]:
+    """Fields of a minus sign or none and 1 to 18 digits as int64; and which are such. An empty one is, as 0."""
+    number, wrong = _eight_digits(words[ends], lengths)
     valid = wrong == 0
-    valid &= digits <= MAX_DIGITS
-    if (digits > 8).any():
-        long = np.flatnonzero((digits > 8) & valid)
-        for scale, place in ((10**8, 16), (10**16, 24)):
-            more, wrong = _eight_digits(words[ends[long] - place], np.maximum(digits[long] - place + 8, 0))
-            number[long] += more * np.uint64(scale)
-            valid[long] &= wrong == 0
     values = number.view(np.int64)
-    if negative.any():
-        valid &= ~negative | (digits > 0)
-        np.negative(values, out=values, where=negative)
+    odd = np.flatnonzero(~valid | (lengths > 8))
+    if len(odd):
+        values[odd], valid[odd] = _long_or_negative(words, ends[odd], lengths[odd])
     return values, valid
+
+
+def _long_or_negative(words: Array, ends: Array, lengths: Array) -> tuple[Array, Array]:
+    first = words[np.maximum(ends - lengths + 8, 0)] & np.uint64(0xFF)  # the word that begins with the field
+    negative = first == ord("-")
+    digits = lengths - negative
+    number, wrong = _eight_digits(words[ends], digits)
+    for scale, place in ((10**8, 8), (10**16, 16)):
+        more, wrong_there = _eight_digits(words[np.maximum(ends - place, 0)], np.clip(digits - place, 0, 8))
+        number += more * np.uint64(scale)
+        wrong |= wrong_there
+    values = number.view(np.int64)
+    np.negative(values, out=values, where=negative)
+    return values, (wrong == 0) & (digits <= MAX_DIGITS) & (~negative | (digits > 0))
 
 
 def _eight_digits(word: Array, digits: Array) -> tuple[Array, Array]:
     """The number that the last `digits` bytes of each word spell, and 0 where they are digits indeed."""
     shift = _unused_bits(digits)
     word ^= _ZEROS
-    if shift is not None:
-        word >>= shift
-        word <<= shift
+    word >>= shift
+    word <<= shift
     wrong = word + _ABOVE_NINE
     wrong |= word
     wrong &= _TOP
+    upper = shift
     for factor, bits, mask in ((_U[10], _U[8], _PAIRS), (_HUNDRED, _U[16], _QUADS), (_TEN_THOUSAND, _U[32], _HALF)):
-        upper = word >> bits
+        np.right_shift(word, bits, out=upper)
         word *= factor
         word += upper
         word &= mask
     return word, wrong
 
 
-def _unused_bits(lengths: Array) -> Array | None:
-    """How many bits of each word lie before its field; None if none do. NumPy shifts by 64 to 0."""
-    if len(lengths) and lengths.min() >= 8:
-        return None
-    return ((8 - np.minimum(lengths, 8)) << 3).astype(np.uint64)
+def _unused_bits(lengths: Array) -> Array:
+    """How many bits of each word lie before its field. NumPy shifts by 64 to 0."""
+    bits = np.minimum(lengths, 8)
+    bits <<= 3
+    np.subtract(64, bits, out=bits)
+    return bits.view(np.uint64)
 
 
-def _joined(lanes: Array, bits: np.uint64, mask: np.uint64) -> Array:
-    joined = lanes << bits
-    lanes >>= bits + bits
-    joined |= lanes
-    joined &= mask
-    return joined
+def _join(lanes: Array, scratch: Array, bits: np.uint64, mask: np.uint64) -> None:
+    """Bring each lane's two halves together; the lanes become twice as wide."""
+    np.right_shift(lanes, bits + bits, out=scratch)
+    lanes <<= bits
+    lanes |= scratch
+    lanes &= mask

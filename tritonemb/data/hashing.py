@@ -31,8 +31,8 @@ def feature_seed(name: str) -> np.uint64:
 
 
 def hash_integers(values: Array, seed: np.uint64) -> Array:
-    """uint64 hashes of int64 or uint64 `[N]`."""
-    return mix(values.view(np.uint64) ^ seed)
+    """uint64 hashes of integers `[N]`."""
+    return mix(values.astype(np.uint64) ^ seed)
 
 
 def hash_strings(data: Array, offsets: Array, seed: np.uint64) -> Array:

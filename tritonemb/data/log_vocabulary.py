@@ -93,7 +93,7 @@ class FeatureVocabulary:
         """int32 `[N]`; 0 for what is missing or not in the vocabulary. Looks up each distinct value once."""
         pa = require("pyarrow")
         if values.strings is None:
-            encoded = pa.array(values.numbers.view(np.int64)).dictionary_encode()
+            encoded = pa.array(values.numbers.astype(np.int64)).dictionary_encode()
             distinct, codes = encoded.dictionary.to_numpy(), encoded.indices.to_numpy()
             self._check_kind("integers", self._integers)
             found = self._lookup(distinct)

@@ -12,7 +12,7 @@ import re
 
 import numpy as np
 
-from tritonemb.data.digits import PADDING, Array, decimal, hexadecimal, words_of
+from tritonemb.data.digits import PADDING, Array, decimal, hexadecimal, padded, words_of
 from tritonemb.data.problems import wrong_value
 from tritonemb.data.values import Checked, Sink, Values
 
@@ -26,106 +26,144 @@ _EXPECTED = (
     *((re.compile(rb"-?[0-9]{1,18}|"), "an integer or nothing"),) * len(INTEGERS),
     *((re.compile(rb"[0-9a-fA-F]{1,8}|"), "up to 8 hexadecimal digits or nothing"),) * len(CATEGORIES),
 )
+BLOCK_BYTES = 1 << 18
+LONG_LINE = 1 << 12
+LINE_FEED = 10
 _GOOD = len(FIELDS)  # stands for "no field is wrong"
 
 
-def parse(data: bytes, sink: Sink) -> Checked:
+def parse(data: bytes | Array, sink: Sink) -> Checked:
     """Check the lines of a chunk and hand the columns of all lines with 40 fields to the sink, bad ones too.
 
-    The labels come as int64. Every line is judged by itself, wherever it stands.
+    Labels and integers come as int64, categories as uint32. Every line is judged by itself, wherever it stands.
 
     Args:
-        data: whole lines; the last may lack its end.
+        data: whole lines; the last may lack its end. Or such a text that ends with a line feed, as `padded` gives it.
     """
-    if not data.endswith(b"\n"):
-        data += b"\n"
-    if b"\r" in data:
-        data = data.replace(b"\r\n", b"\n")
-    text = np.empty(PADDING + len(data) + 8, dtype=np.uint8)
-    text[:PADDING] = 0
-    text[PADDING:-8] = np.frombuffer(data, np.uint8)
-    text[-8:] = 0
-    lines = _Lines(text)
-    words, ends = words_of(text), lines.ends
-    wrong = np.full(len(lines.starts), _GOOD, dtype=np.uint8)
-    starts = lines.starts
-    for place, name in enumerate(FIELDS):
-        stops = ends[place]
-        if place == 0:
-            numbers, valid = _labels(text, starts, stops)
-            missing = None
-        elif place <= len(INTEGERS):
-            numbers, valid = decimal(words, text, starts, stops)
-            missing = stops == starts
-        else:
-            numbers, valid = hexadecimal(words, stops, stops - starts)
-            missing = stops == starts
-        if not valid.all():
-            wrong[~valid & (wrong == _GOOD)] = place
-        sink(name, Values(numbers, missing if missing is not None and missing.any() else None))
-        starts = stops + 1
-    return _checked(lines, wrong)
+    if isinstance(data, bytes):
+        data = padded(data if data.endswith(b"\n") else data + b"\n")
+    if (data == ord("\r")).any():
+        data = padded(data[PADDING:-8].tobytes().replace(b"\r\n", b"\n"))
+    columns = _Columns(data)
+    begin, end = PADDING, len(data) - 8
+    while begin < end:
+        stop = _line_end(data, min(begin + BLOCK_BYTES, end), end)
+        columns.add(begin - PADDING, stop - PADDING)
+        begin = stop
+    return columns.hand_over(sink)
 
 
-def _labels(text: Array, starts: Array, ends: Array) -> tuple[Array, Array]:
-    digits = text[starts] - np.uint8(ord("0"))
-    return digits.astype(np.int64), (digits <= 1) & (ends - starts == 1)
+def _line_end(text: Array, wanted: int, end: int) -> int:
+    """Where the last line before `wanted` ends, or else the first one after it: near there, lines being short."""
+    if wanted == end:
+        return end
+    before = text[max(wanted - LONG_LINE, PADDING) : wanted].tobytes().rfind(b"\n")
+    if before >= 0:
+        return max(wanted - LONG_LINE, PADDING) + before + 1
+    return wanted + text[wanted:end].tobytes().index(b"\n") + 1
 
 
-class _Lines:
-    """Where the lines of a text begin and their fields end; int32, since a chunk is small.
+class _Columns:
+    """The columns of a text, filled block by block: what a block needs stays in the processor's cache.
 
-    Attributes:
-        ends: `[40, N]` of the lines with 40 fields.
-        starts: `[N]` of these lines.
-        rows: `[N]`, their places among all lines.
-        odd: places of the lines, not blank, with more fields or fewer.
-        num_lines: all of them.
+    Positions count from the beginning of the text without its padding.
     """
 
     def __init__(self, text: Array) -> None:
-        self.text, self.num_lines = text, int(np.count_nonzero(text == 10))
-        marks, num_lines = np.flatnonzero((text - np.uint8(9)) < 2), self.num_lines  # tabs and line feeds
-        if len(marks) == num_lines * len(FIELDS) and (text[marks[len(FIELDS) - 1 :: len(FIELDS)]] == 10).all():
-            self.ends = marks.reshape(-1, len(FIELDS)).T.astype(np.int32)
-            self.starts = _after(self.ends[-1])
-            self.rows = np.arange(num_lines)
-            self.odd = self.rows[:0]
-            self._stops = self.ends[-1]
-            return
-        last = np.flatnonzero(text[marks] == 10)  # of the marks of each line
-        first = np.concatenate([[0], last[:-1] + 1])
-        self._stops = marks[last].astype(np.int32)
-        starts = _after(self._stops)
-        whole = last - first + 1 == len(FIELDS)
-        self.rows = np.flatnonzero(whole)
-        self.odd = np.flatnonzero(~whole & (self._stops > starts))
-        self.ends = marks[first[whole] + np.arange(len(FIELDS))[:, None]].astype(np.int32)
-        self.starts = starts[whole]
+        self._text, self._plain, self._words = text, text[PADDING:-8], words_of(text)
+        most = int(np.count_nonzero(self._plain == LINE_FEED))
+        self._labels = np.empty(most, dtype=np.int64)
+        self._integers = np.empty((len(INTEGERS), most), dtype=np.int64)
+        self._categories = np.empty((len(CATEGORIES), most), dtype=np.uint32)
+        self._missing = np.empty((len(FIELDS) - 1, most), dtype=bool)
+        self._wrong = np.empty(most, dtype=np.uint8)
+        self._num_rows = self._num_lines = 0
+        self._rows: list[Array] = []  # the lines with 40 fields
+        self._odd: list[Array] = []  # lines, not blank, with more or fewer
+        self._line_ends: list[Array] = []
 
-    def line(self, row: int) -> bytes:
-        start = int(self._stops[row - 1]) + 1 if row else PADDING
-        return self.text[start : int(self._stops[row])].tobytes()
+    def add(self, begin: int, stop: int) -> None:
+        """Take the lines between two positions."""
+        text = self._plain[begin:stop]
+        marks = np.flatnonzero((text - np.uint8(9)) < 2)  # tabs and line feeds
+        num_lines, width = int(np.count_nonzero(text == LINE_FEED)), len(FIELDS)
+        marks += begin
+        if len(marks) == num_lines * width and (self._plain[marks[width - 1 :: width]] == LINE_FEED).all():
+            ends = marks.reshape(num_lines, width)
+            line_ends = ends[:, -1]
+            rows, starts = np.arange(num_lines), _after(line_ends, begin)
+        else:
+            last = np.flatnonzero(self._plain[marks] == LINE_FEED)  # of the marks of each line
+            first = np.concatenate([[0], last[:-1] + 1])
+            line_ends = marks[last]
+            starts, whole = _after(line_ends, begin), last - first + 1 == width
+            rows = np.flatnonzero(whole)
+            self._odd.append(np.flatnonzero(~whole & (line_ends > starts)) + self._num_lines)
+            ends, starts = marks[first[whole][:, None] + np.arange(width)], starts[whole]
+        self._line_ends.append(line_ends)
+        self._rows.append(rows + self._num_lines)
+        self._num_lines += num_lines
+        self._fill(ends, starts)
+
+    def _fill(self, ends: Array, starts: Array) -> None:
+        """The values of lines whose fields end at `ends` `[N, 40]`."""
+        begin, stop = self._num_rows, self._num_rows + len(ends)
+        self._num_rows = stop
+        lengths = np.diff(ends, axis=1)
+        lengths -= 1
+        self._missing[:, begin:stop] = (lengths == 0).T
+        label = self._plain[starts] - np.uint8(ord("0"))
+        self._labels[begin:stop] = label
+        wrong = np.full(len(ends), _GOOD, dtype=np.uint8)
+        wrong[(label > 1) | (ends[:, 0] - starts != 1)] = 0
+        first = 1
+        for names, read, target in (
+            (INTEGERS, decimal, self._integers),
+            (CATEGORIES, hexadecimal, self._categories),
+        ):
+            last = first + len(names)
+            fields = (ends[:, first:last].ravel(), lengths[:, first - 1 : last - 1].ravel())
+            numbers, valid = read(self._words, *fields)
+            target[:, begin:stop] = numbers.reshape(len(ends), len(names)).T
+            if not valid.all():
+                invalid = ~valid.reshape(len(ends), len(names))
+                rows = np.flatnonzero(invalid.any(axis=1))
+                wrong[rows] = np.minimum(wrong[rows], first + invalid[rows].argmax(axis=1))
+            first = last
+        self._wrong[begin:stop] = wrong
+
+    def hand_over(self, sink: Sink) -> Checked:
+        size = self._num_rows
+        sink(LABEL, Values(self._labels[:size]))
+        for place, name in enumerate(FIELDS[1:]):
+            integers = place < len(INTEGERS)
+            numbers = self._integers[place] if integers else self._categories[place - len(INTEGERS)]
+            missing = self._missing[place, :size]
+            sink(name, Values(numbers[:size], missing if missing.any() else None))
+        good = self._wrong[:size] == _GOOD
+        all_good = bool(good.all())
+        rows, line_ends = _joined(self._rows), _joined(self._line_ends)
+        bad = _joined(self._odd)
+        if not all_good:
+            bad = np.union1d(bad, rows[~good])
+
+        def describe(number: int) -> tuple[str, str]:
+            line = int(bad[number])
+            start = int(line_ends[line - 1]) + 1 if line else 0
+            return problem(self._plain[start : int(line_ends[line])].tobytes())
+
+        return Checked(None if all_good else good, rows, bad, describe, self._num_lines)
 
 
-def _after(stops: Array) -> Array:
+def _after(line_ends: Array, begin: int) -> Array:
     """Where lines begin that end there."""
-    starts = np.empty_like(stops)
-    starts[:1], starts[1:] = PADDING, stops[:-1] + 1
+    starts = np.empty_like(line_ends)
+    starts[:1], starts[1:] = begin, line_ends[:-1] + 1
     return starts
 
 
-def _checked(lines: _Lines, wrong: Array) -> Checked:
-    good = wrong == _GOOD
-    all_good = bool(good.all())
-    bad = lines.odd if all_good else np.union1d(lines.odd, lines.rows[~good])
-    return Checked(
-        None if all_good else good,
-        lines.rows,
-        bad,
-        lambda number: problem(lines.line(int(bad[number]))),
-        lines.num_lines,
-    )
+def _joined(parts: list[Array]) -> Array:
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
 
 
 def problem(line: bytes) -> tuple[str, str]:

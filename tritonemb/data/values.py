@@ -18,7 +18,7 @@ class Values:
     """The values of a column.
 
     Args:
-        numbers: int64, uint64 or float64 `[N]`; anything where missing. With `strings`, indices into them.
+        numbers: integers or float64 `[N]`; anything where missing. With `strings`, indices into them.
         missing: bool `[N]`; None if nothing is.
         strings: the distinct strings, a `pyarrow` string array.
         offsets: `[num_rows + 1]` int64 where each row's values start, for a column of lists; None with one value a row.

@@ -107,7 +107,7 @@ def counted(values: Values, good: Array | None) -> tuple[bool, Any]:
     keep = _kept(values, good)
     codes = values.numbers if keep is None else values.numbers[keep]
     if values.strings is None:
-        column = pa.array(codes.view(np.int64))
+        column = pa.array(codes.astype(np.int64))
     else:
         column = values.strings.cast(pa.large_string()).take(pa.array(codes))
     found = compute.value_counts(column)

@@ -1,0 +1,116 @@
+"""Reading a log in Criteo's format: ours, to encoded rows and to shuffled batches, against pyarrow's CSV reader alone.
+
+pyarrow only parses: its columns are numbers and strings, neither hashed nor cut into batches. The file is 1 GB of
+planted lines, or, where TRITONEMB_SAMPLE names a file in Criteo's format, of its lines with some categories redrawn;
+TRITONEMB_READER_BYTES makes it another size. The kernel keeps the file in memory, so what is measured is the processor.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from benchmarks.paired import Contender, measure
+from benchmarks.record import at_most, timing_rows
+from tritonemb.data import ClickLog, LogOptions, SplitRule
+from tritonemb.data.tsv import CATEGORIES, FIELDS, INTEGERS, LABEL
+
+pa = pytest.importorskip("pyarrow")
+csv = pytest.importorskip("pyarrow.csv")
+
+NUM_BYTES = int(os.environ.get("TRITONEMB_READER_BYTES", 10**9))
+BATCH_SIZE = 2048
+MOST_ROUNDS = 5
+BLOCK_BYTES = 1 << 24
+OP = "read Criteo's TSV"
+
+
+@dataclass(frozen=True)
+class File:
+    path: Path
+    num_rows: int
+
+    def __str__(self) -> str:
+        return f"{self.path.stat().st_size / 1e9:.1f} GB, {self.num_rows:,} rows"
+
+
+@pytest.fixture(scope="module")
+def log_file(tmp_path_factory: pytest.TempPathFactory) -> File:
+    random = np.random.default_rng(0)
+    sample = os.environ.get("TRITONEMB_SAMPLE")
+    lines = _sample(Path(sample), random) if sample else [_line(random) for _ in range(4000)]
+    path = tmp_path_factory.mktemp("reader") / "day_0"
+    block = b"\n".join(lines) + b"\n"
+    repeats = max(NUM_BYTES // len(block), 1)
+    with path.open("wb") as file:
+        for _ in range(repeats):
+            file.write(block)
+    return File(path, repeats * len(lines))
+
+
+def _sample(path: Path, random: np.random.Generator) -> list[bytes]:
+    lines = []
+    for line in path.read_bytes().splitlines()[:20_000]:
+        fields = line.split(b"\t")
+        for place in random.integers(1 + len(INTEGERS), len(FIELDS), 3):
+            if fields[place]:
+                fields[place] = b"%08x" % random.integers(0, 1 << 32)
+        lines.append(b"\t".join(fields))
+    return lines
+
+
+def _line(random: np.random.Generator) -> bytes:
+    """Widths and missing values as often as in Criteo's."""
+    integers = [b"" if u < 0.2 else b"%d" % int(10 ** (4 * v)) for u, v in random.random((len(INTEGERS), 2))]
+    categories = [b"" if u < 0.1 else b"%08x" % random.integers(0, 1 << 32) for u in random.random(len(CATEGORIES))]
+    return b"\t".join([b"%d" % random.integers(0, 2), *integers, *categories])
+
+
+def read_with_pyarrow(path: Path, strings: Any, threads: bool) -> int:
+    types = {LABEL: pa.int8()} | dict.fromkeys(INTEGERS, pa.int64()) | dict.fromkeys(CATEGORIES, strings)
+    reader = csv.open_csv(
+        path,
+        read_options=csv.ReadOptions(column_names=FIELDS, block_size=BLOCK_BYTES, use_threads=threads),
+        parse_options=csv.ParseOptions(delimiter="\t", quote_char=False),
+        convert_options=csv.ConvertOptions(column_types=types, null_values=[""], strings_can_be_null=True),
+    )
+    return sum(batch.num_rows for batch in reader)
+
+
+def read_rows(log: ClickLog) -> int:
+    return sum(len(block.rows) for block in log.encoded("train"))
+
+
+def read_batches(log: ClickLog) -> int:
+    with log.open("train", BATCH_SIZE, shuffle=True) as stream:
+        return sum(map(len, stream))
+
+
+def bench_reader(log_file: File, benchmark: Any, record: Callable[..., None], rounds: int, threads: int) -> None:
+    whole = SplitRule(split_by="end", test_share=0.0)
+    log = ClickLog(log_file.path, LogOptions(split=whole, workers=threads))
+    readers: dict[str, Callable[[], int]] = {
+        "tritonemb": lambda: read_batches(log),
+        "tritonemb, rows only": lambda: read_rows(log),
+    }
+    for name, strings in (("string", pa.string()), ("binary", pa.binary())):
+        for kind, many in (("threads", True), ("one thread", False)):
+            readers[f"pyarrow {name}, {kind}"] = lambda strings=strings, many=many: read_with_pyarrow(
+                log_file.path, strings, many
+            )
+    for name, read in readers.items():
+        assert read() == log_file.num_rows, name
+    contenders = [Contender(name, lambda _: None, lambda _, read=read: read()) for name, read in readers.items()]
+    timings = measure(benchmark, contenders, min(rounds, MOST_ROUNDS), warmup_rounds=1)
+    fastest = min(timings[2:], key=lambda timing: timing.percentile(50))
+    moved = {timing.name: log_file.path.stat().st_size for timing in timings}
+    record(
+        timing_rows(OP, log_file, timings, moved),
+        [at_most(OP, log_file, ours, fastest, 1.25) for ours in timings[:2]],
+    )
