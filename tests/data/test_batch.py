@@ -39,6 +39,13 @@ def test_a_batch_is_what_its_rows_are(dtype, chosen):
     assert len(batch) == len(chosen)
 
 
+@pytest.mark.parametrize(("start", "stop"), [(0, 5), (1, 3), (4, 5), (2, 2)])
+def test_a_run_of_rows_is_cut_like_chosen_ones(start, stop):
+    run = cut(rows(), KEYS, slice(start, stop))
+    chosen = cut(rows(), KEYS, torch.arange(start, stop).numpy())
+    assert all(torch.equal(a, b) for a, b in zip(contents(run), contents(chosen), strict=True))
+
+
 def test_all_parts_lie_in_one_buffer_at_multiples_of_64_bytes():
     batch = cut(rows(), KEYS, torch.tensor([0, 2, 1]).numpy())
     assert batch.buffer is not None
@@ -89,7 +96,12 @@ def test_rows_are_put_together_and_taken_apart():
         assert torch.equal(a.values, b.values)
         assert (a.offsets is None and b.offsets is None) or torch.equal(a.offsets, b.offsets)
     assert torch.equal(joined.dense, whole.dense)
+    shuffled = concat(parts, torch.tensor([3, 0]).numpy())
     taken = whole.take(torch.tensor([3, 0]))
+    assert shuffled.columns[1].values.tolist() == [0, 5, 1, 2, 3]
+    assert shuffled.columns[1].offsets.tolist() == [0, 2, 5]
+    assert (shuffled.columns[0].values.tolist(), shuffled.labels.tolist()) == ([3, 0], [1, 0])
+    assert torch.equal(shuffled.dense, whole.dense[[3, 0]])
     assert taken.columns[1].values.tolist() == [0, 5, 1, 2, 3]
     assert taken.columns[1].offsets.tolist() == [0, 2, 5]
     assert taken.labels.tolist() == [1, 0]

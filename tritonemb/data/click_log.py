@@ -302,7 +302,9 @@ class _Cutter:
         self._skipped = position["skipped"]
         batch, rows = position["batch"], position["rows"]
         with closing(self._log.encoded(self._split, start)) as blocks:
-            for window in windows(self._counted(blocks), self._window_rows, start, position["window"]):
+            for window in windows(
+                self._counted(blocks), self._window_rows, self._permutation, start, position["window"]
+            ):
                 for step in self._cut(window, batch, rows, position["of"]):
                     rows = step.report.rows
                     yield step
@@ -315,12 +317,11 @@ class _Cutter:
         num_rows, size = len(window.rows), self._batch_size
         if first * size >= num_rows:
             raise ValueError(f"data set {self._log.name!r}: there are fewer rows than the position says")
-        order = self._permutation(num_rows, window.number)
         report = ReadReport(rows, self._skipped, tuple(self._first), tuple(sorted(self._reasons.items())))
         for number in range(first, -(-num_rows // size)):
-            chosen = order[number * size : (number + 1) * size]
-            batch = cut(window.rows, self._keys, chosen, self._pin_memory)
-            rows += len(chosen)
+            run = slice(number * size, min((number + 1) * size, num_rows))
+            batch = cut(window.rows, self._keys, run, self._pin_memory)
+            rows += len(batch)
             if (number + 1) * size < num_rows:
                 place, at = window.start, (window.number, number + 1, rows)
             else:
@@ -336,9 +337,9 @@ class _Cutter:
             self._first += [problem.message for problem in block.problems.first[: KEPT - len(self._first)]]
             yield block
 
-    def _permutation(self, num_rows: int, window: int) -> Array:
+    def _permutation(self, num_rows: int, window: int) -> Array | None:
         if self._order is None:
-            return np.arange(num_rows)
+            return None
         state = np.random.SeedSequence([*self._order, window]).generate_state(1, np.uint64)[0]
         generator = torch.Generator().manual_seed(int(state))
         order: Array = torch.randperm(num_rows, generator=generator).numpy()

@@ -15,6 +15,8 @@ Array = np.ndarray[Any, Any]
 PADDING = 24  # bytes before the text, so that the words of its first field can be read
 MAX_DIGITS = 18  # of a decimal number: any such fits an int64
 MAX_HEX_DIGITS = 8
+LINE_FEED = 10
+PIECE = 1 << 18  # bytes that stay in the processor's cache
 
 
 def _each(byte: int) -> np.uint64:
@@ -34,6 +36,11 @@ def padded(data: bytes) -> Array:
     text = np.zeros(PADDING + len(data) + 8, dtype=np.uint8)
     text[PADDING:-8] = np.frombuffer(data, np.uint8)
     return text
+
+
+def count_bytes(text: Array, byte: int) -> int:
+    """How often a byte occurs."""
+    return sum(int(np.count_nonzero(text[i : i + PIECE] == byte)) for i in range(0, len(text), PIECE))
 
 
 def words_of(text: Array) -> Array:

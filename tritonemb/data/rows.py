@@ -79,55 +79,73 @@ class Rows:
         return Rows(self.dense[rows], tuple(columns), self.labels[rows])
 
 
-def concat(parts: Sequence[Rows]) -> Rows:
-    """The rows of all parts, one part after the other."""
-    if len(parts) == 1:
+def concat(parts: Sequence[Rows], order: Array | None = None) -> Rows:
+    """The rows of all parts, one part after the other; with `order` (int64 `[N]`), those rows in that order.
+
+    Column by column, so that there is never more than one of them twice.
+    """
+    if len(parts) == 1 and order is None:
         return parts[0]
     columns = []
     for columns_of_one in zip(*(part.columns for part in parts), strict=True):
         values = _joined([column.values for column in columns_of_one])
-        if columns_of_one[0].offsets is None:
-            columns.append(Column(values))
-        else:
+        offsets = None
+        if columns_of_one[0].offsets is not None:
             lengths = [np.diff(column.offsets.numpy()) for column in columns_of_one if column.offsets is not None]
-            columns.append(Column(values, torch.from_numpy(_offsets(np.concatenate(lengths)))))
-    return Rows(_joined([part.dense for part in parts]), tuple(columns), _joined([part.labels for part in parts]))
+            offsets = _offsets(np.concatenate(lengths))
+        if order is not None and offsets is not None:
+            places, kept = _places(offsets, order)
+            values, offsets = values[places], _offsets(kept)
+        elif order is not None:
+            values = values[order]
+        columns.append(Column(torch.from_numpy(values), None if offsets is None else torch.from_numpy(offsets)))
+    dense, labels = _joined([part.dense for part in parts]), _joined([part.labels for part in parts])
+    if order is not None:
+        dense, labels = np.take(dense, order, axis=0), labels[order]
+    return Rows(torch.from_numpy(dense), tuple(columns), torch.from_numpy(labels))
 
 
-def cut(rows: Rows, keys: tuple[str, ...], chosen: Array, pin_memory: bool = False) -> Batch:
-    """The batch of the chosen rows (int64 `[B]`), in their order, in one buffer.
+def cut(rows: Rows, keys: tuple[str, ...], chosen: Array | slice, pin_memory: bool = False) -> Batch:
+    """The batch of the chosen rows (int64 `[B]`, in their order, or a run of them), in one buffer.
 
     NumPy copies, since this runs in a thread of its own: torch would start a team of workers for every such thread.
     """
-    size = len(chosen)
-    picks: list[tuple[Array, Array] | None] = [
-        None if column.offsets is None else _places(column.offsets.numpy(), chosen) for column in rows.columns
-    ]
-    counts = [size if pick is None else len(pick[0]) for pick in picks]
+    size = chosen.stop - chosen.start if isinstance(chosen, slice) else len(chosen)
+    picks = [None if column.offsets is None else _pick(column.offsets.numpy(), chosen) for column in rows.columns]
+    counts = [size if pick is None else int(pick[1].sum()) for pick in picks]
     wide = any(column.values.dtype == torch.int64 for column in rows.columns)
     dtype = torch.int64 if wide else torch.int32
     layout = Layout(keys, size, rows.dense.shape[1], sum(counts), dtype)
     buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=pin_memory)
-    batch = layout.batch(buffer)
     dense, labels, values, lengths, offsets = (view.numpy() for view in layout.views(buffer))
-    # Indices are in range: "clip" only spares NumPy a copy of the output.
-    np.take(rows.dense.numpy(), chosen, axis=0, out=dense, mode="clip")
-    np.take(rows.labels.numpy(), chosen, out=labels, mode="clip")
+    _copy(rows.dense.numpy(), chosen, dense)
+    _copy(rows.labels.numpy(), chosen, labels)
     lengths.fill(1)
     start = 0
     for index, (column, pick, count) in enumerate(zip(rows.columns, picks, counts, strict=True)):
-        places = chosen if pick is None else pick[0]
-        source, target = column.values.numpy(), values[start : start + count]
-        if source.dtype == target.dtype:
-            np.take(source, places, out=target, mode="clip") if count else None
-        else:
-            target[:] = source[places]
+        _copy(column.values.numpy(), chosen if pick is None else pick[0], values[start : start + count])
         if pick is not None:
             lengths[index * size : (index + 1) * size] = pick[1]
         start += count
     offsets[0] = 0
     np.cumsum(lengths, out=offsets[1:])
-    return batch
+    return layout.batch(buffer)
+
+
+def _copy(source: Array, chosen: Array | slice, target: Array) -> None:
+    if isinstance(chosen, slice) or source.dtype != target.dtype:
+        target[...] = source[chosen]
+    elif len(chosen):
+        np.take(source, chosen, axis=0, out=target, mode="clip")  # all are in range; "clip" spares a copy of the output
+
+
+def _pick(offsets: Array, chosen: Array | slice) -> tuple[Array | slice, Array]:
+    """Where the ids of the chosen rows stand, and how many there are in each."""
+    if isinstance(chosen, slice):
+        return slice(int(offsets[chosen.start]), int(offsets[chosen.stop])), np.diff(
+            offsets[chosen.start : chosen.stop + 1]
+        )
+    return _places(offsets, chosen)
 
 
 def _places(offsets: Array, rows: Array) -> tuple[Array, Array]:
@@ -145,5 +163,6 @@ def _offsets(lengths: Array) -> Array:
     return offsets
 
 
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.from_numpy(np.concatenate([tensor.numpy() for tensor in tensors]))
+def _joined(tensors: Sequence[Tensor]) -> Array:
+    joined: Array = np.concatenate([tensor.numpy() for tensor in tensors])
+    return joined

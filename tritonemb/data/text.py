@@ -9,14 +9,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tritonemb.data.digits import PADDING, padded
+from tritonemb.data.digits import LINE_FEED, PADDING, count_bytes, padded
 from tritonemb.data.files import LogFile
 from tritonemb.extras import require
 
 Array = np.ndarray[Any, Any]
 
-LINE_FEED = 10
-_PIECE = 1 << 18
 LONGEST_LINE = 1 << 16  # bytes; a longer line is none of a log's, and only its beginning is kept
 
 
@@ -122,13 +120,8 @@ def text_chunks(
                     text[stop_at] = LINE_FEED
                     stop_at += 1
                 yield Chunk(part, offset, line, text[: stop_at + 8])
-                line += count_lines(text[PADDING:stop_at])
+                line += count_bytes(text[PADDING:stop_at], LINE_FEED)
             offset += end
-
-
-def count_lines(text: Array) -> int:
-    """Line feeds, counted in pieces that fit the processor's cache."""
-    return sum(int(np.count_nonzero(text[i : i + _PIECE] == LINE_FEED)) for i in range(0, len(text), _PIECE))
 
 
 def lines_before(file: LogFile, start: int) -> int:
@@ -138,7 +131,7 @@ def lines_before(file: LogFile, start: int) -> int:
     lines, left = 1, start - 1
     with opened(file) as source:
         while left > 0 and (block := source.read(min(left, 1 << 22))):
-            lines, left = lines + count_lines(_text(block)), left - len(block)
+            lines, left = lines + count_bytes(_text(block), LINE_FEED), left - len(block)
     return lines
 
 

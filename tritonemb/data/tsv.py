@@ -12,7 +12,7 @@ import re
 
 import numpy as np
 
-from tritonemb.data.digits import PADDING, Array, decimal, hexadecimal, padded, words_of
+from tritonemb.data.digits import LINE_FEED, PADDING, Array, count_bytes, decimal, hexadecimal, padded, words_of
 from tritonemb.data.problems import wrong_value
 from tritonemb.data.values import Checked, Sink, Values
 
@@ -26,9 +26,9 @@ _EXPECTED = (
     *((re.compile(rb"-?[0-9]{1,18}|"), "an integer or nothing"),) * len(INTEGERS),
     *((re.compile(rb"[0-9a-fA-F]{1,8}|"), "up to 8 hexadecimal digits or nothing"),) * len(CATEGORIES),
 )
-BLOCK_BYTES = 1 << 18
+BLOCK_BYTES = 1 << 19
 LONG_LINE = 1 << 12
-LINE_FEED = 10
+CARRIAGE_RETURN = 13
 _GOOD = len(FIELDS)  # stands for "no field is wrong"
 
 
@@ -42,7 +42,7 @@ def parse(data: bytes | Array, sink: Sink) -> Checked:
     """
     if isinstance(data, bytes):
         data = padded(data if data.endswith(b"\n") else data + b"\n")
-    if (data == ord("\r")).any():
+    if count_bytes(data, CARRIAGE_RETURN):
         data = padded(data[PADDING:-8].tobytes().replace(b"\r\n", b"\n"))
     columns = _Columns(data)
     begin, end = PADDING, len(data) - 8
@@ -71,7 +71,7 @@ class _Columns:
 
     def __init__(self, text: Array) -> None:
         self._text, self._plain, self._words = text, text[PADDING:-8], words_of(text)
-        most = int(np.count_nonzero(self._plain == LINE_FEED))
+        most = count_bytes(self._plain, LINE_FEED)
         self._labels = np.empty(most, dtype=np.int64)
         self._integers = np.empty((len(INTEGERS), most), dtype=np.int64)
         self._categories = np.empty((len(CATEGORIES), most), dtype=np.uint32)

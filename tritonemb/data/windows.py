@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from tritonemb.data.problems import Problems
-from tritonemb.data.rows import Rows, concat
+from tritonemb.data.rows import Array, Rows, concat
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,14 @@ class Window:
     stop: Place
 
 
-def windows(blocks: Iterable[Block], num_rows: int, start: Place, number: int) -> Iterator[Window]:
+Order = Callable[[int, int], Array | None]
+"""The order of a window's rows, from their number and the window's; None keeps it."""
+
+
+def windows(blocks: Iterable[Block], num_rows: int, order: Order, start: Place, number: int) -> Iterator[Window]:
     """The blocks' rows from `start` on in windows of `num_rows`, the last one smaller; `number` is that of the first.
+
+    All rows of a window are put in order at once: batch by batch, every one of them would be looked for in memory.
 
     Args:
         blocks: from the chunk that `start` names.
@@ -61,12 +67,12 @@ def windows(blocks: Iterable[Block], num_rows: int, start: Place, number: int) -
             gathered, row = gathered + end - row, end
             stop = Place(block.part, block.offset, block.line, row, skipped)
             if gathered == num_rows:
-                rows, pieces, gathered = concat(pieces), [], 0
-                yield Window(number, rows, start, stop)
-                del rows
+                joined, pieces, gathered = concat(pieces, order(gathered, number)), [], 0
+                yield Window(number, joined, start, stop)
+                del joined
                 start, number = stop, number + 1
         skipped += block.problems.total
     if left_out:
         raise ValueError(f"there are {left_out} rows fewer than the position says; the data are not what they were")
     if pieces:
-        yield Window(number, concat(pieces), start, stop)
+        yield Window(number, concat(pieces, order(gathered, number)), start, stop)

@@ -133,13 +133,13 @@ class Trainer:
         dense = dense_parameters(model)
         self.dense_optimizer = dense_optimizer(dense, lr=dense_lr) if dense else None
         self._collections = fused_collections(model)
-        self._schedules = (dense_schedule or Schedule(), table_schedule or Schedule())
+        self.last_epoch, self.last_step = epochs, max_steps
+        # What is learned of the data's size later on does not change them, or a resumed run would have other rates.
+        schedules = (dense_schedule or Schedule(), table_schedule or Schedule())
+        self._schedules = tuple(schedule.within(self.total_steps) for schedule in schedules)
         self._base_rates = [float(group["lr"]) for group, _ in self._rates()]
         self._loss_scale = LossScale()
         self._fitted = False
-        self.last_epoch, self.last_step = epochs, max_steps
-        for schedule in self._schedules:
-            schedule.within(self.total_steps)  # refuse one that needs to know more, before training
         self._forward: Callable[..., Any] = torch.compile(self.model) if compile else self.model
         # Sums of the loss over samples: since the last log, and in this epoch.
         self.loss_sums = torch.zeros(2, dtype=torch.float64, device=self.device)
@@ -147,7 +147,7 @@ class Trainer:
     @property
     def steps_per_epoch(self) -> int | None:
         """None where the data set does not know its number of rows."""
-        rows = self.data.num_rows("train")
+        rows = self.data.num_rows("train") if "train" in self.data.splits() else None
         if rows is None:
             return None
         batches = -(-rows // self.batch_size)
@@ -259,7 +259,7 @@ class Trainer:
         state.set_rng_tensors(random, self.device)
         state.set_rng_plain(manifest["rng"])
         self.progress = state.Progress.from_json(manifest["progress"])
-        if self.progress.ended == "finished":  # it may have more to do now
+        if not self._has_lost_patience():  # a run that was finished may have more to do now
             self.progress.ended = ""
         self._loss_scale.load_state_dict(manifest["loss_scale"])
         if manifest["base_rates"] == self._base_rates:
@@ -327,7 +327,7 @@ class Trainer:
     def _set_learning_rates(self) -> None:
         for base, (group, schedule) in zip(self._base_rates, self._rates(), strict=True):
             if not schedule.is_constant:
-                group["lr"] = base * schedule.within(self.total_steps).factor(self.progress.step)
+                group["lr"] = base * schedule.factor(self.progress.step)
 
     def _watchers(self) -> list[Callback]:
         watchers: list[Callback] = [make_display()] if self.verbose else []
@@ -335,6 +335,9 @@ class Trainer:
             watchers.append(RunLog(self.folder.log, resume_at_step=self.progress.step))
             watchers.append(Report(self.folder.report, self.folder.log))
         return watchers + self.callbacks
+
+    def _has_lost_patience(self) -> bool:
+        return self.patience is not None and self.progress.evaluations_since_best >= self.patience
 
     def _refuse_another_run(self, folder: RunFolder) -> None:
         newest = folder.checkpoints.latest()
