@@ -87,17 +87,6 @@ def test_versions_agree():
     assert tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"] == tritonemb.__version__
 
 
-def test_the_readme_runs():
-    pytest.importorskip("torchmetrics")
-    pytest.importorskip("rich")
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 2
-    check = "assert pooled.shape == (2, 32); assert 0.7 < trainer.evaluate().auc < data.best_auc\n"
-    done = run_python("\n".join(blocks) + check)
-    assert done.returncode == 0, done.stderr
-    assert "of at most 0." in done.stdout
-
-
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(ROOT).as_posix())
 def test_only_ops_names_torch_library(path):
     """import-linter sees packages, not the parts of other packages, so this contract is held here."""

@@ -85,6 +85,25 @@ def test_an_iterator_that_is_dropped_ends_its_thread():
     wait_until(lambda: not running())
 
 
+def test_collecting_an_iterator_does_not_wait_for_its_thread():
+    """The collector may run in a thread that this one waits for."""
+    release = threading.Event()
+
+    def slow():
+        yield 1
+        release.wait(10)
+        yield 2
+
+    items = Prefetcher(slow(), 2, "tritonemb-test")
+    next(items)
+    start = time.monotonic()
+    del items
+    gc.collect()
+    assert time.monotonic() - start < 5
+    release.set()
+    wait_until(lambda: not running())
+
+
 def test_a_stream_that_is_left_ends_its_threads():
     with make_synthetic(1000, 100).open("train", 8) as stream:
         next(stream)

@@ -9,7 +9,7 @@ pa = pytest.importorskip("pyarrow")
 import pyarrow.parquet as parquet  # noqa: E402
 
 from tests.data.logs import line, options, random_lines, rows_of, write  # noqa: E402
-from tritonemb.data import ClickLog, SplitRule, convert  # noqa: E402
+from tritonemb.data import ClickLog, SplitRule, convert, open_for_scoring  # noqa: E402
 
 
 def numbered(num_rows: int, first: int = 0) -> list[str]:
@@ -198,6 +198,19 @@ def test_a_missing_split_is_named(tmp_path):
     for ask in (lambda: log.open("validation", 4), lambda: log.num_rows("validation")):
         with pytest.raises(ValueError, match=r"'train.txt' has no 'validation' rows, only train, test"):
             ask()
+
+
+def test_a_log_to_score_has_all_rows_in_order_as_test_rows(tmp_path):
+    path = write(tmp_path, numbered(30))
+    log = open_for_scoring(path, options(SplitRule(), log_transform=False), ClickLog(path, options()).features)
+    assert log.splits() == ("test",)
+    assert numbers(log, "test") == list(range(30))
+    with pytest.raises(ValueError, match=r"the log has .*num_embeddings=100000.*, the model was trained with .*=500"):
+        open_for_scoring(path, options(), ClickLog(path, options(num_embeddings=500)).features)
+    with pytest.raises(ValueError, match="the log has 26 features, the model 3"):
+        open_for_scoring(path, options(), log.features[:3])
+    with pytest.raises(FileNotFoundError, match="no such file or folder to score"):
+        open_for_scoring(tmp_path / "missing", options(), log.features)
 
 
 def test_unpacking_for_the_size_is_told(tmp_path):

@@ -22,6 +22,7 @@ def start(**changes) -> FitStart:
         **{
             "total_steps": STEPS,
             "total_samples": STEPS * BATCH,
+            "epoch_samples": STEPS * BATCH // 2,
             "num_epochs": 2,
             "config": {"data": "synthetic", "training": {"batch_size": BATCH}},
         }

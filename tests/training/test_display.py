@@ -60,11 +60,25 @@ def test_the_lines_of_a_log_keep_their_columns():
 
 
 def test_without_known_totals_there_is_no_eta():
-    unknown = start(total_steps=None, total_samples=None)
+    unknown = start(total_steps=None, total_samples=None, epoch_samples=None)
     assert start_line(unknown) == "training  synthetic  2 epochs  batch 100"
     assert written(("on_log", log(700)), started=unknown) == [
         "step 700  epoch 2/2  loss 0.5432  41,003 samples/s  wait 2 %   812 MB"
     ]
+
+
+def test_estimated_totals_are_said_to_be_so_and_never_show_a_wrong_epoch():
+    estimated = start(total_steps=None, estimated=True)
+    assert start_line(estimated) == "training  synthetic  about 120,000 samples in 2 epochs  batch 100"
+    texts = [written(("on_log", log(number)), started=estimated)[0] for number in (599, 600, 601, 1201)]
+    assert [text.split("  ")[1] for text in texts] == ["epoch 0.99", "epoch 0.99", "epoch 1.00", "epoch 1.99"]
+    assert "ETA 0:00" in texts[-1]
+
+
+def test_a_number_of_steps_that_ends_the_run_before_its_epochs_is_what_is_told():
+    capped = start(total_steps=300, total_samples=30_000)
+    assert start_line(capped) == "training  synthetic  30,000 samples  batch 100  300 steps"
+    assert written(("on_log", log(150)), started=capped)[0].split("  ")[1] == "epoch 0.25"
 
 
 @pytest.mark.parametrize("rate", [0.0, math.nan, math.inf])

@@ -132,6 +132,17 @@ class ClickLog:
                 return sum(count for count in counts if count is not None)
         return self._known_rows.get(split)
 
+    def estimated_rows(self, split: Split) -> int | None:
+        """The number of rows, or what the sizes of the files and their first lines make of it."""
+        known = self.num_rows(split)
+        if known is not None:
+            return known
+        rows = sum(self._source.estimated_rows(part) for part in self._parts_of(split))
+        share = {"validation": self.options.split.validation_share, "test": self.options.split.test_share}
+        if self._kind == "random":
+            rows *= share[split] if split != "train" else 1 - sum(share.values())
+        return round(rows) if self._kind != "time" else None
+
     def open(
         self,
         split: Split,

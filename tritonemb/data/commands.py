@@ -80,7 +80,8 @@ def convert_log(options: ConvertOptions) -> str:
         on_bad_row=options.on_bad_row,
         progress=_progress("written"),
     )
-    return f"{options.out}: {report.rows:,} rows in {len(report.files)} files{_skipped(report.skipped)}"
+    files = f" in {len(report.files):,} files" if options.data.is_dir() else ""
+    return f"{options.out}: {report.rows:,} rows{files}{_skipped(report.skipped)}"
 
 
 def _skipped(rows: int) -> str:

@@ -93,6 +93,10 @@ class Dataset:
             raise ValueError(f"data set {self.name!r} has no {split!r} rows")
         return rows
 
+    def estimated_rows(self, split: Split) -> int | None:
+        """The number of rows."""
+        return self.num_rows(split)
+
     def open(
         self,
         split: Split,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import weakref
 from collections import deque
@@ -22,11 +23,13 @@ class Prefetcher(Generic[T]):
 
     def __init__(self, source: Iterator[T], size: int, name: str) -> None:
         self._channel: _Channel[T] = _Channel(size)
-        # The thread knows the channel but not this object, so that an iterator dropped half-way ends its thread too; so
-        # does the end of the program, which must not find it at work.
-        thread = threading.Thread(target=_fill, args=(self._channel, source), name=name, daemon=True)
-        self._end = weakref.finalize(self, _end, self._channel, thread)
-        thread.start()
+        # The thread knows the channel but not this object, so that an iterator dropped half-way ends its thread too.
+        # Whoever collects this object must not wait for the thread, as it may be one that the thread waits for.
+        self._stop = weakref.finalize(self, self._channel.stop)
+        self._stop.atexit = False
+        self._thread = threading.Thread(target=_fill, args=(self._channel, source), name=name, daemon=True)
+        _RUNNING[self._thread] = self._channel
+        self._thread.start()
 
     def __iter__(self) -> Prefetcher[T]:
         return self
@@ -36,7 +39,9 @@ class Prefetcher(Generic[T]):
 
     def close(self) -> None:
         """Stop the thread and wait for it; it ends with the item that it is making."""
-        self._end()
+        self._stop()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
 
 
 class _Channel(Generic[T]):
@@ -80,9 +85,16 @@ class _Channel(Generic[T]):
             self._changed.notify_all()
 
 
-def _end(channel: _Channel[Any], thread: threading.Thread) -> None:
-    channel.stop()
-    if thread is not threading.current_thread():
+_RUNNING: weakref.WeakKeyDictionary[threading.Thread, _Channel[Any]] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def _end_all() -> None:
+    """The end of the program must not find threads at work in libraries that are gone by then."""
+    running = list(_RUNNING.items())
+    for _, channel in running:
+        channel.stop()
+    for thread, _ in running:
         thread.join()
 
 

@@ -46,6 +46,12 @@ class ReadReport:
     problems: tuple[str, ...] = ()
     reasons: tuple[tuple[str, int], ...] = ()
 
+    def __str__(self) -> str:
+        """What a person wants to know of the rows that were left out."""
+        text = f"{self.rows:,} rows were read, {self.skipped:,} bad ones left out"
+        shown = [*(f"{where} ({count:,})" for where, count in self.reasons), *self.problems]
+        return "\n  ".join([text, *shown])
+
 
 @dataclass(frozen=True)
 class Step:
@@ -136,6 +142,10 @@ class Data(Protocol):
 
     def num_rows(self, split: Split) -> int | None:
         """Rows of a split; None where that is not known before it has been read."""
+        ...
+
+    def estimated_rows(self, split: Split) -> int | None:
+        """About how many rows a split has, told without reading it; None where nobody can say."""
         ...
 
     def open(

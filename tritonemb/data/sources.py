@@ -33,6 +33,10 @@ class Source(Protocol):
         """Bad ones too; None where only reading tells."""
         ...
 
+    def estimated_rows(self, part: Part) -> float:
+        """Told without reading the part."""
+        ...
+
     def chunks(self, parts: tuple[Part, ...], chunk_bytes: int, first: int, offset: int, line: int) -> Iterator[Chunk]:
         """The chunks of all parts, from the one at `offset` of part `first` on, after `line` lines of that part."""
         ...
@@ -72,6 +76,13 @@ class TextSource:
 
     def num_rows(self, part: Part) -> int | None:
         return None
+
+    def estimated_rows(self, part: Part) -> float:
+        """By the first lines of the file, which are taken to be as long, and as well compressed, as the others."""
+        file = self._files[part.file]
+        line = text.mean_line_bytes(file)
+        stop = text.estimated_lines(file) if part.stop is None else part.stop / line
+        return max(stop - part.start / line, 0.0)
 
     def chunks(self, parts: tuple[Part, ...], chunk_bytes: int, first: int, offset: int, line: int) -> Iterator[Chunk]:
         for number, part in enumerate(parts[first:], start=first):
@@ -124,6 +135,9 @@ class ParquetSource:
         return [head.num_rows for head in self._heads]
 
     def num_rows(self, part: Part) -> int | None:
+        return self._stop(part) - part.start
+
+    def estimated_rows(self, part: Part) -> float:
         return self._stop(part) - part.start
 
     def chunks(self, parts: tuple[Part, ...], chunk_bytes: int, first: int, offset: int, line: int) -> Iterator[Chunk]:

@@ -15,6 +15,7 @@ from tritonemb.extras import require
 
 Array = np.ndarray[Any, Any]
 
+_SAMPLE_BYTES = 1 << 20
 LONGEST_LINE = 1 << 16  # bytes; a longer line is none of a log's, and only its beginning is kept
 
 
@@ -144,6 +145,24 @@ def unpacked_size(file: LogFile) -> int:
         while block := source.read(1 << 22):
             size += len(block)
     return size
+
+
+def mean_line_bytes(file: LogFile) -> float:
+    """Unpacked bytes of a line, by the first ones."""
+    beginning = first_lines(file, _SAMPLE_BYTES)
+    return len(beginning) / max(beginning.count(b"\n"), 1)
+
+
+def estimated_lines(file: LogFile) -> float:
+    """Lines of a whole file, by the first ones."""
+    if file.codec is None:
+        return file.size / mean_line_bytes(file)
+    pa = require("pyarrow")
+    beginning = first_lines(file, _SAMPLE_BYTES)
+    if len(beginning) < _SAMPLE_BYTES:
+        return max(beginning.count(b"\n"), 1)
+    packed = len(pa.compress(beginning, codec=file.codec, asbytes=True))
+    return file.size / packed * max(beginning.count(b"\n"), 1)
 
 
 def first_lines(file: LogFile, num_bytes: int = LONGEST_LINE) -> bytes:

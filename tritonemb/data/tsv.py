@@ -70,7 +70,7 @@ class _Columns:
     """
 
     def __init__(self, text: Array) -> None:
-        self._text, self._plain, self._words = text, text[PADDING:-8], words_of(text)
+        self._plain, self._words = text[PADDING:-8], words_of(text)
         most = count_bytes(self._plain, LINE_FEED)
         self._labels = np.empty(most, dtype=np.int64)
         self._integers = np.empty((len(INTEGERS), most), dtype=np.int64)
@@ -88,41 +88,44 @@ class _Columns:
         marks = np.flatnonzero((text - np.uint8(9)) < 2)  # tabs and line feeds
         num_lines, width = int(np.count_nonzero(text == LINE_FEED)), len(FIELDS)
         marks += begin
+        lengths = np.empty_like(marks)  # of the fields that end there
+        np.subtract(marks[1:], marks[:-1], out=lengths[1:])
+        lengths[:1] = marks[:1] - begin + 1
+        lengths -= 1
         if len(marks) == num_lines * width and (self._plain[marks[width - 1 :: width]] == LINE_FEED).all():
-            ends = marks.reshape(num_lines, width)
-            line_ends = ends[:, -1]
-            rows, starts = np.arange(num_lines), _after(line_ends, begin)
+            ends, lengths = marks.reshape(num_lines, width), lengths.reshape(num_lines, width)
+            line_ends, rows = ends[:, -1], np.arange(num_lines)
         else:
             last = np.flatnonzero(self._plain[marks] == LINE_FEED)  # of the marks of each line
             first = np.concatenate([[0], last[:-1] + 1])
             line_ends = marks[last]
-            starts, whole = _after(line_ends, begin), last - first + 1 == width
-            rows = np.flatnonzero(whole)
-            self._odd.append(np.flatnonzero(~whole & (line_ends > starts)) + self._num_lines)
-            ends, starts = marks[first[whole][:, None] + np.arange(width)], starts[whole]
+            num_fields = last - first + 1
+            rows = np.flatnonzero(num_fields == width)
+            blank = (num_fields == 1) & (lengths[last] == 0)
+            self._odd.append(np.flatnonzero((num_fields != width) & ~blank) + self._num_lines)
+            places = first[rows][:, None] + np.arange(width)
+            ends, lengths = marks[places], lengths[places]
         self._line_ends.append(line_ends)
         self._rows.append(rows + self._num_lines)
         self._num_lines += num_lines
-        self._fill(ends, starts)
+        self._fill(ends, lengths)
 
-    def _fill(self, ends: Array, starts: Array) -> None:
-        """The values of lines whose fields end at `ends` `[N, 40]`."""
+    def _fill(self, ends: Array, lengths: Array) -> None:
+        """The values of lines whose fields end at `ends` `[N, 40]` and have `lengths`."""
         begin, stop = self._num_rows, self._num_rows + len(ends)
         self._num_rows = stop
-        lengths = np.diff(ends, axis=1)
-        lengths -= 1
-        self._missing[:, begin:stop] = (lengths == 0).T
-        label = self._plain[starts] - np.uint8(ord("0"))
+        self._missing[:, begin:stop] = (lengths[:, 1:] == 0).T
+        label = self._plain[ends[:, 0] - lengths[:, 0]] - np.uint8(ord("0"))
         self._labels[begin:stop] = label
         wrong = np.full(len(ends), _GOOD, dtype=np.uint8)
-        wrong[(label > 1) | (ends[:, 0] - starts != 1)] = 0
+        wrong[(label > 1) | (lengths[:, 0] != 1)] = 0
         first = 1
         for names, read, target in (
             (INTEGERS, decimal, self._integers),
             (CATEGORIES, hexadecimal, self._categories),
         ):
             last = first + len(names)
-            fields = (ends[:, first:last].ravel(), lengths[:, first - 1 : last - 1].ravel())
+            fields = (ends[:, first:last].ravel(), lengths[:, first:last].ravel())
             numbers, valid = read(self._words, *fields)
             target[:, begin:stop] = numbers.reshape(len(ends), len(names)).T
             if not valid.all():
@@ -153,13 +156,6 @@ class _Columns:
             return problem(self._plain[start : int(line_ends[line])].tobytes())
 
         return Checked(None if all_good else good, rows, bad, describe, self._num_lines)
-
-
-def _after(line_ends: Array, begin: int) -> Array:
-    """Where lines begin that end there."""
-    starts = np.empty_like(line_ends)
-    starts[:1], starts[1:] = begin, line_ends[:-1] + 1
-    return starts
 
 
 def _joined(parts: list[Array]) -> Array:

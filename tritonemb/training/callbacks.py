@@ -18,8 +18,10 @@ class FitStart:
         first_step: steps done before, 0 for a new run.
         total_steps: the number of the last step, None where the data set does not know its size.
         samples_done: samples trained on before.
-        total_samples: those of the whole run; None as above.
-        num_epochs: epochs of the whole run.
+        total_samples: those of the whole run; None where not even an estimate is to be had.
+        epoch_samples: those of an epoch; None likewise.
+        estimated: whether the two are estimates.
+        num_epochs: epochs of the whole run, if no number of steps ends it before.
         folder: where the run keeps its files, if it keeps any.
         config: the whole configuration as nested plain values, empty for a trainer made by hand.
         versions: of Python, torch, tritonemb and so on, and the device.
@@ -29,6 +31,8 @@ class FitStart:
     total_steps: int | None = None
     samples_done: int = 0
     total_samples: int | None = None
+    epoch_samples: int | None = None
+    estimated: bool = False
     num_epochs: int = 1
     folder: Path | None = None
     config: Mapping[str, Any] = field(default_factory=dict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -44,7 +45,7 @@ def train(
         if config.threads < 1:
             raise ValueError(f"threads must be at least 1, got {config.threads}")
         torch.set_num_threads(config.threads)
-    data = open_dataset(config.data, config.path, log=config.read, seed=config.seed)
+    data = open_dataset(config.data, config.path, log=config.read, seed=config.seed, say=_say if verbose else None)
     folder = RunFolder(run_path(config, data, resume), config.checkpoint.keep)
     torch.manual_seed(config.seed)
     trainer = Trainer(
@@ -117,6 +118,10 @@ def features_to_plain(features: Sequence[Feature]) -> list[dict[str, Any]]:
 
 def features_from_plain(values: Sequence[dict[str, Any]]) -> tuple[Feature, ...]:
     return tuple(Feature(**value) for value in values)
+
+
+def _say(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr, flush=True)
 
 
 def _watchers(config: TrainConfig, folder: RunFolder) -> list[Callback]:

@@ -51,12 +51,11 @@ class Lines(Callback):
 
 def start_line(start: FitStart) -> str:
     """What is to be trained on."""
-    epochs = "1 epoch" if start.num_epochs == 1 else f"{start.num_epochs:,} epochs"
     fields = ["training"]
     data, batch_size = start.config.get("data"), find(start.config, "batch_size")
     if isinstance(data, str):
         fields.append(data)
-    fields.append(epochs if start.total_samples is None else f"{start.total_samples:,} samples in {epochs}")
+    fields.append(amount(start))
     if batch_size is not None:
         fields.append(f"batch {batch_size:,}")
     if start.total_steps is not None:
@@ -64,6 +63,16 @@ def start_line(start: FitStart) -> str:
     if start.first_step:
         fields.append(f"resumed at step {start.first_step:,}")
     return "  ".join(fields)
+
+
+def amount(start: FitStart) -> str:
+    """Samples and epochs of the whole run, as far as they are known."""
+    epochs = "1 epoch" if start.num_epochs == 1 else f"{start.num_epochs:,} epochs"
+    if start.total_samples is None:
+        return epochs
+    samples = f"{'about ' * start.estimated}{start.total_samples:,} samples"
+    whole = start.epoch_samples is None or start.total_samples >= start.epoch_samples * start.num_epochs
+    return f"{samples} in {epochs}" if whole else samples
 
 
 def log_line(log: Log, start: FitStart) -> str:
@@ -137,9 +146,12 @@ def step_field(step: int, start: FitStart) -> str:
 
 def epoch_done(epoch: int, samples: int, start: FitStart) -> str:
     """Epochs done as 0.32, where the number of samples is known; else which epoch of how many it is."""
-    if not start.total_samples:
+    if not start.epoch_samples:
         return of(epoch + 1, start.num_epochs)
-    return f"{samples / start.total_samples * start.num_epochs:.2f}"
+    done = samples / start.epoch_samples
+    if start.estimated:  # what is known for sure: which epoch it is
+        done = min(max(done, epoch), epoch + 0.99)
+    return f"{done:.2f}"
 
 
 def eta(samples: int, samples_per_second: float, start: FitStart) -> float | None:

@@ -132,7 +132,7 @@ class LiveView(Callback):
             return Text(f"{done:,} samples", no_wrap=True, overflow="ellipsis")
         remaining = eta(done, self._speed(), self._state.start)
         left = "" if remaining is None else f"  ETA {duration(remaining)}"
-        text = f"{percent(done / total):>5}{left:<11}"
+        text = f"{percent(min(done / total, 1.0)):>5}{left:<11}"
         if width >= 70:
             text = f"{of(done, total)} samples  {text}"
         row = Table.grid(padding=(0, 2))

@@ -84,12 +84,16 @@ class Loop:
         return FitResult(tuple(progress.losses), samples, seconds, speed, reason, progress.step, metrics)
 
     def _start(self) -> None:
-        trainer, rows = self.trainer, self.trainer.data.num_rows("train")
+        trainer = self.trainer
+        exact = trainer.data.num_rows("train")
+        rows = trainer.data.estimated_rows("train") if exact is None else exact
         start = FitStart(
             first_step=self.progress.step,
             total_steps=trainer.total_steps,
             samples_done=self.progress.samples,
-            total_samples=_samples(trainer, rows),
+            total_samples=_total_samples(trainer, rows),
+            epoch_samples=rows,
+            estimated=exact is None,
             num_epochs=trainer.last_epoch,
             folder=None if trainer.folder is None else trainer.folder.path,
             config=trainer.config,
@@ -253,15 +257,16 @@ class Loop:
             raise ValueError(f"the training loss is {loss} in epoch {epoch + 1}; lower the learning rates")
 
 
-def _samples(trainer: Trainer, rows: int | None) -> int | None:
-    """Samples of the whole run, as far as they are known."""
-    each, last = trainer.steps_per_epoch, trainer.last_step
-    if rows is None or each is None:
-        return None if last is None else last * trainer.batch_size * trainer.accumulate
-    if last is None or last >= each * trainer.last_epoch:
+def _total_samples(trainer: Trainer, rows: int | None) -> int | None:
+    """Samples of the whole run, if an epoch has `rows`."""
+    size = trainer.batch_size * trainer.accumulate
+    by_steps = None if trainer.last_step is None else trainer.last_step * size
+    if rows is None:
+        return by_steps
+    if by_steps is None:
         return rows * trainer.last_epoch
-    whole, rest = divmod(last, each)
-    return whole * rows + rest * trainer.batch_size * trainer.accumulate
+    epochs, rest = divmod(trainer.last_step or 0, -(-rows // size))
+    return min(rows * trainer.last_epoch, rows * epochs + rest * size)
 
 
 def _better(metrics: Metrics, monitor: str, best: float) -> bool:
