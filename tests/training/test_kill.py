@@ -21,7 +21,7 @@ pytest.importorskip("psutil")
 
 from tests.helpers import assert_same_bits
 from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, stored_tensors
-from tritonemb.training.run_log import read_run_log
+from tritonemb.training.watch.run_log import read_run_log
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="a platform without SIGKILL")
 LAST_STEP = 120

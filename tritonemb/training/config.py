@@ -10,8 +10,8 @@ from typing import Literal
 from tritonemb.data import LogOptions, kind_of
 from tritonemb.training.checkpoint import CheckpointOptions
 from tritonemb.training.precision import Precision
-from tritonemb.training.profiling import ProfileOptions
 from tritonemb.training.schedule import Decay, Schedule
+from tritonemb.training.watch.profiling import ProfileOptions
 
 EmbeddingOptimizer = Literal[
     "sgd",

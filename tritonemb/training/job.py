@@ -18,11 +18,11 @@ from tritonemb.optim import OPTIMIZERS, Optimizer
 from tritonemb.training.callbacks import Callback
 from tritonemb.training.config import TrainConfig
 from tritonemb.training.loop import FitResult
-from tritonemb.training.profiling import Profile
 from tritonemb.training.run_folder import RunFolder
-from tritonemb.training.tensorboard import TensorBoard
 from tritonemb.training.toml import to_plain, to_toml
 from tritonemb.training.trainer import Trainer
+from tritonemb.training.watch.profiling import Profile
+from tritonemb.training.watch.tensorboard import TensorBoard
 
 RUNS = Path("runs")
 

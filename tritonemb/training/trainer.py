@@ -20,17 +20,17 @@ from tritonemb.nn.errors import check_errors
 from tritonemb.training import state
 from tritonemb.training.callbacks import Callback, CheckpointSaved
 from tritonemb.training.checkpoint import CheckpointOptions, load_tensors, read_manifest, stored_tensors
-from tritonemb.training.display import make_display
 from tritonemb.training.inference import logits_of, predict
 from tritonemb.training.loop import FitResult, Loop
 from tritonemb.training.metrics import Metrics, binary_metrics
 from tritonemb.training.precision import LossScale, Precision, autocast
-from tritonemb.training.report import Report
 from tritonemb.training.run_folder import RunFolder
-from tritonemb.training.run_log import RunLog
 from tritonemb.training.schedule import Schedule
 from tritonemb.training.signals import StopRequest, stop_requests
 from tritonemb.training.versions import versions
+from tritonemb.training.watch.display import make_display
+from tritonemb.training.watch.report import Report
+from tritonemb.training.watch.run_log import RunLog
 
 Monitor = Literal["auc", "log_loss", "normalized_entropy"]
 

@@ -8,12 +8,12 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from tritonemb.training.callbacks import Callback, FitEnd
-from tritonemb.training.chart import BYTES, COUNT, PLAIN, RATE, SHARE, Level, Point, Unit, chart, is_drawn
-from tritonemb.training.files import write_whole
-from tritonemb.training.lines import took
-from tritonemb.training.markup import escape, page, table, tile
-from tritonemb.training.run_log import read_run_log
-from tritonemb.training.text import of, size
+from tritonemb.training.watch.chart import BYTES, COUNT, PLAIN, RATE, SHARE, Level, Point, Unit, chart, is_drawn
+from tritonemb.training.watch.files import write_whole
+from tritonemb.training.watch.lines import took
+from tritonemb.training.watch.markup import escape, page, table, tile
+from tritonemb.training.watch.run_log import read_run_log
+from tritonemb.training.watch.text import of, size
 
 Event = Mapping[str, Any]
 

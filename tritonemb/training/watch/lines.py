@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, TextIO
 
 from tritonemb.training.callbacks import Callback, CheckpointSaved, Evaluation, FitEnd, FitStart, Log
-from tritonemb.training.text import duration, of, percent, printable, size
+from tritonemb.training.watch.text import duration, of, percent, printable, size
 
 
 class Lines(Callback):

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tritonemb.training.callbacks import Callback, CheckpointSaved, Evaluation, FitEnd, FitStart, Log, StepEnd
-from tritonemb.training.lines import (
+from tritonemb.training.watch.lines import (
     checkpoint_line,
     epoch_done,
     eta,
@@ -26,7 +26,7 @@ from tritonemb.training.lines import (
     start_line,
     summary,
 )
-from tritonemb.training.text import duration, learning_rate, of, percent, printable, size
+from tritonemb.training.watch.text import duration, learning_rate, of, percent, printable, size
 
 REFRESH_SECONDS = 0.5
 MAX_WIDTH = 100

@@ -7,11 +7,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.training.events import end, evaluation, log, start, step, train
+from tests.training.watch.events import end, evaluation, log, start, step, train
 from tritonemb.training.callbacks import FitEnd
-from tritonemb.training.chart import COUNT, HEIGHT, PLAIN, RATE, SHARE, WIDTH, Level, chart, decimals, thin, ticks
-from tritonemb.training.report import Report, render, write_report
-from tritonemb.training.run_log import RunLog, read_run_log
+from tritonemb.training.watch.chart import COUNT, HEIGHT, PLAIN, RATE, SHARE, WIDTH, Level, chart, decimals, thin, ticks
+from tritonemb.training.watch.report import Report, render, write_report
+from tritonemb.training.watch.run_log import RunLog, read_run_log
 
 EVIL = "<script>alert('1')</script>&\"\x1b[0m\x00\udcff"
 OPEN = {"meta", "link", "br", "img", "input", "hr"}  # never closed in HTML

@@ -2,9 +2,9 @@ import sys
 
 import pytest
 
-from tests.training.events import train
+from tests.training.watch.events import train
 from tritonemb.extras import MissingExtraError
-from tritonemb.training.tensorboard import TensorBoard
+from tritonemb.training.watch.tensorboard import TensorBoard
 
 
 def scalars(folder) -> dict[str, list[tuple[int, float]]]:

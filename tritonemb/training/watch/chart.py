@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from tritonemb.training.markup import escape
-from tritonemb.training.text import size
+from tritonemb.training.watch.markup import escape
+from tritonemb.training.watch.text import size
 
 WIDTH, HEIGHT = 400, 212
 LEFT, RIGHT, TOP, BOTTOM = 58, 16, 12, 40

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from tritonemb.training.callbacks import Callback, CheckpointSaved, Evaluation, FitEnd, FitStart, Log, StepEnd
-from tritonemb.training.files import write_whole
+from tritonemb.training.watch.files import write_whole
 
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 

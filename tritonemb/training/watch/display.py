@@ -8,7 +8,7 @@ from typing import TextIO
 
 from tritonemb.extras import require
 from tritonemb.training.callbacks import Callback
-from tritonemb.training.lines import Lines
+from tritonemb.training.watch.lines import Lines
 
 
 def make_display(stream: TextIO | None = None) -> Callback:
@@ -21,6 +21,6 @@ def make_display(stream: TextIO | None = None) -> Callback:
     if not stream.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
         return Lines(stream)
     require("rich")
-    from tritonemb.training.live import LiveView
+    from tritonemb.training.watch.live import LiveView
 
     return LiveView(stream)

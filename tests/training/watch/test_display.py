@@ -5,10 +5,10 @@ import sys
 
 import pytest
 
-from tests.training.events import STEPS, checkpoint, end, evaluation, log, start, step, train
-from tritonemb.training.display import make_display
-from tritonemb.training.lines import Lines, evaluation_line, fold, start_line, summary
-from tritonemb.training.text import duration, printable, size
+from tests.training.watch.events import STEPS, checkpoint, end, evaluation, log, start, step, train
+from tritonemb.training.watch.display import make_display
+from tritonemb.training.watch.lines import Lines, evaluation_line, fold, start_line, summary
+from tritonemb.training.watch.text import duration, printable, size
 
 SUMMARY = """\
 test AUC            0.7808  (best possible 0.8312)
@@ -200,7 +200,7 @@ class TestLive:
         self.stream, self.now = Terminal(), 0.0
 
     def view(self, **changes):
-        from tritonemb.training.live import LiveView
+        from tritonemb.training.watch.live import LiveView
 
         view = LiveView(self.stream, clock=lambda: self.now)
         view.on_start(start(**changes))
@@ -214,7 +214,7 @@ class TestLive:
         return [line.rstrip() for line in re.split(r"[\r\n]+", text) if line.strip()]
 
     def test_a_terminal_gets_the_live_view(self):
-        from tritonemb.training.live import LiveView
+        from tritonemb.training.watch.live import LiveView
 
         assert isinstance(make_display(self.stream), LiveView)
 
