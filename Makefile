@@ -108,7 +108,7 @@ $(VENV)/.train: $(VENV)/.torch pyproject.toml
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
-	$(PIP) install $(PIP_ARGS) -c $(CONSTRAINTS) -e ".[train,dev,docs]"
+	$(PIP) install $(PIP_ARGS) -c $(CONSTRAINTS) -e ".[train,tensorboard,dev,docs]"
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.torch pyproject.toml

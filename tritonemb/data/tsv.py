@@ -85,10 +85,10 @@ class _Columns:
     def add(self, begin: int, stop: int) -> None:
         """Take the lines between two positions."""
         text = self._plain[begin:stop]
-        marks = np.flatnonzero((text - np.uint8(9)) < 2)  # tabs and line feeds
+        marks: Array = np.flatnonzero((text - np.uint8(9)) < 2)  # tabs and line feeds
         num_lines, width = int(np.count_nonzero(text == LINE_FEED)), len(FIELDS)
         marks += begin
-        lengths = np.empty_like(marks)  # of the fields that end there
+        lengths: Array = np.empty_like(marks)  # of the fields that end there
         np.subtract(marks[1:], marks[:-1], out=lengths[1:])
         lengths[:1] = marks[:1] - begin + 1
         lengths -= 1
