@@ -7,7 +7,7 @@ pytest.importorskip("pyarrow")
 
 from tests.data.logs import line, options, rows_of, write
 from tritonemb.data import ClickLog
-from tritonemb.data.files import find, natural
+from tritonemb.data.logs.files import find, natural
 
 GOOD = line()
 

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 pytest.importorskip("pyarrow")
 
 from tests.data.logs import options, random_lines, rows_of, write
-from tritonemb.data import ClickLog, tsv
-from tritonemb.data.digits import decimal, hexadecimal, padded, words_of
+from tritonemb.data import ClickLog
+from tritonemb.data.logs import tsv
+from tritonemb.data.logs.digits import decimal, hexadecimal, padded, words_of
 
 LINES = random_lines(40)
 RULES = [rb"[01]", *[rb"(-?[0-9]{1,18})?"] * 13, *[rb"[0-9a-fA-F]{0,8}"] * 26]

@@ -27,7 +27,7 @@ def public_names() -> list[str]:
         names += [f"{module.__name__}.{name}" for name in module.__all__]
     names += [f"tritonemb.optim.{kind.__name__}" for kind in tritonemb.optim.OPTIMIZERS.values()]
     # The function hides the module of the same name, which mkdocstrings would take instead.
-    return ["tritonemb.data.convert.convert" if name == "tritonemb.data.convert" else name for name in names]
+    return names
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,10 @@ pytest.importorskip("tyro")
 pytest.importorskip("tomli_w")
 
 MOST_BYTES = 2_000_000_000
-OPTIONS = "--epochs 1 --embedding-dim 8 --bottom-mlp 16 --top-mlp 32 --batch-size 8192 --log-every 100".split()  # noqa: SIM905
+OPTIONS = [
+    *("--epochs", "1", "--embedding-dim", "8", "--bottom-mlp", "16", "--top-mlp", "32"),
+    *("--batch-size", "8192", "--log-every", "100", "--chunk-bytes", "1048576"),
+]
 
 
 def write_log(path: Path, num_bytes: int) -> None:

@@ -8,18 +8,18 @@ from pathlib import Path
 
 from tritonemb.data.adult import load_adult
 from tritonemb.data.batch import Batch
-from tritonemb.data.click_log import ClickLog
-from tritonemb.data.convert import ConvertReport, convert
 from tritonemb.data.dataset import Dataset
-from tritonemb.data.log_vocabulary import Vocabulary
+from tritonemb.data.logs.click_log import ClickLog
+from tritonemb.data.logs.convert import ConvertReport, convert
+from tritonemb.data.logs.counting import VocabularyReport, build_vocabulary
+from tritonemb.data.logs.options import LogOptions
+from tritonemb.data.logs.schema import CRITEO, Schema
+from tritonemb.data.logs.splits import SplitRule
+from tritonemb.data.logs.vocabulary import Vocabulary
 from tritonemb.data.movielens import load_movielens_100k
-from tritonemb.data.options import LogOptions
 from tritonemb.data.rows import Column, Rows
-from tritonemb.data.schema import CRITEO, Schema
 from tritonemb.data.source import Data, Feature, Position, ReadReport, Split, Stream
-from tritonemb.data.splits import SplitRule
 from tritonemb.data.synthetic import make_synthetic
-from tritonemb.data.vocabulary_file import VocabularyReport, build_vocabulary
 
 NAMES = ("movielens-100k", "synthetic", "adult", "criteo-kaggle", "criteo-terabyte")
 ALIASES = {"criteo": "criteo-kaggle"}

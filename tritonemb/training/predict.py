@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from tritonemb.data import open_for_scoring
 from tritonemb.data.batch import Batch
 from tritonemb.extras import require
+from tritonemb.files import written_aside
 from tritonemb.training import inference
 from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, read_manifest
 from tritonemb.training.config import TrainConfig
@@ -93,18 +93,13 @@ def _score(model: nn.Module, batch: Batch, config: TrainConfig) -> Tensor:
 def _write(out: Path, scores: Iterator[Tensor]) -> int:
     """Batch by batch, so that a log of any size fits; returns the number of rows."""
     pa = require("pyarrow")
-    aside = out.with_name(f".writing-{out.name}")
     schema = pa.schema([("score", pa.float32())])
     num_rows = 0
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with _writer(aside, out.suffix, schema) as writer:
-            for part in scores:
-                writer.write_table(pa.table([pa.array(part.numpy())], schema=schema))
-                num_rows += len(part)
-        os.replace(aside, out)
-    finally:
-        aside.unlink(missing_ok=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with written_aside(out) as part, _writer(part, out.suffix, schema) as writer:
+        for chunk in scores:
+            writer.write_table(pa.table([pa.array(chunk.numpy())], schema=schema))
+            num_rows += len(chunk)
     return num_rows
 
 

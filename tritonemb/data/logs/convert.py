@@ -10,17 +10,17 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tritonemb.data.aside import written_aside
-from tritonemb.data.files import LogFile, find
-from tritonemb.data.options import LogOptions
-from tritonemb.data.pipeline import default_workers, in_order
-from tritonemb.data.schema import Schema
-from tritonemb.data.sources import TextSource
-from tritonemb.data.splits import Part
-from tritonemb.data.text import Chunk
-from tritonemb.data.tsv import CATEGORIES, FIELDS, LABEL
-from tritonemb.data.values import Values
+from tritonemb.data.logs.files import LogFile, find
+from tritonemb.data.logs.options import LogOptions
+from tritonemb.data.logs.pipeline import default_workers, in_order
+from tritonemb.data.logs.schema import Schema
+from tritonemb.data.logs.sources import TextSource
+from tritonemb.data.logs.splits import Part
+from tritonemb.data.logs.text import Chunk
+from tritonemb.data.logs.tsv import CATEGORIES, FIELDS, LABEL
+from tritonemb.data.logs.values import Values
 from tritonemb.extras import require
+from tritonemb.files import written_aside
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from tritonemb.data.problems import Problems
+from tritonemb.data.logs.problems import Problems
 from tritonemb.data.rows import Array, Rows, concat
 
 
 @dataclass(frozen=True)
 class Block:
-    """The good rows of a chunk, and where the chunk begins; see `tritonemb.data.text.Chunk`."""
+    """The good rows of a chunk, and where the chunk begins; see `tritonemb.data.logs.text.Chunk`."""
 
     part: int
     offset: int

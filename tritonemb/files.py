@@ -23,3 +23,12 @@ def written_aside(path: Path) -> Iterator[Path]:
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write `text` in UTF-8, on the disk before it takes the place of `path`; the folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with written_aside(path) as part, part.open("w", encoding="utf-8", newline="\n") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())

@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tritonemb.data.files import LogFile, described, find
-from tritonemb.data.hashing import mix
-from tritonemb.data.problems import shown
+from tritonemb.data.logs.files import LogFile, described, find
+from tritonemb.data.logs.hashing import mix
+from tritonemb.data.logs.problems import shown
 from tritonemb.data.source import SPLITS, Split
 
 Array = np.ndarray[Any, Any]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Protocol
 
-from tritonemb.data import parquet, text, tsv
-from tritonemb.data.files import LogFile
-from tritonemb.data.problems import listed
-from tritonemb.data.schema import Schema
-from tritonemb.data.splits import Part
-from tritonemb.data.text import Chunk
-from tritonemb.data.values import Checked, Sink
+from tritonemb.data.logs import parquet, text, tsv
+from tritonemb.data.logs.files import LogFile
+from tritonemb.data.logs.problems import listed
+from tritonemb.data.logs.schema import Schema
+from tritonemb.data.logs.splits import Part
+from tritonemb.data.logs.text import Chunk
+from tritonemb.data.logs.values import Checked, Sink
 
 
 class Source(Protocol):

@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from tritonemb.data.files import LogFile
-from tritonemb.data.problems import wrong_value
-from tritonemb.data.schema import Schema
-from tritonemb.data.text import Chunk
-from tritonemb.data.values import Checked, Sink, Values
+from tritonemb.data.logs.files import LogFile
+from tritonemb.data.logs.problems import wrong_value
+from tritonemb.data.logs.schema import Schema
+from tritonemb.data.logs.text import Chunk
+from tritonemb.data.logs.values import Checked, Sink, Values
 from tritonemb.extras import require
 
 Array = np.ndarray[Any, Any]

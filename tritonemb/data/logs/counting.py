@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from tritonemb.data.aside import written_aside
-from tritonemb.data.click_log import ClickLog
-from tritonemb.data.log_vocabulary import COLUMNS, METADATA
-from tritonemb.data.text import Chunk
-from tritonemb.data.values import Values
+from tritonemb.data.logs.click_log import ClickLog
+from tritonemb.data.logs.text import Chunk
+from tritonemb.data.logs.values import Values
+from tritonemb.data.logs.vocabulary import COLUMNS, METADATA
 from tritonemb.extras import require
+from tritonemb.files import written_aside
 
 Array = np.ndarray[Any, Any]
 

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tritonemb.data.digits import LINE_FEED, PADDING, count_bytes, padded
-from tritonemb.data.files import LogFile
+from tritonemb.data.logs.digits import LINE_FEED, PADDING, count_bytes, padded
+from tritonemb.data.logs.files import LogFile
 from tritonemb.extras import require
 
 Array = np.ndarray[Any, Any]
@@ -27,7 +27,7 @@ class Chunk:
         part: which one, from 0.
         offset: where the run begins: a byte of the unpacked text, or a row.
         line: lines of the part before it.
-        content: whole lines, as `tritonemb.data.digits.padded` gives them, or a `pyarrow.RecordBatch`.
+        content: whole lines, as `tritonemb.data.logs.digits.padded` gives them, or a `pyarrow.RecordBatch`.
     """
 
     part: int

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from tritonemb.data.schema import Schema
-from tritonemb.data.splits import SplitRule
+from tritonemb.data.logs.schema import Schema
+from tritonemb.data.logs.splits import SplitRule
 
 LARGEST_CHUNK = 1 << 28
 

@@ -7,12 +7,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from tritonemb.data.hashing import feature_seed, hash_integers, hash_strings, ids_of
-from tritonemb.data.log_vocabulary import Vocabulary
+from tritonemb.data.logs.hashing import feature_seed, hash_integers, hash_strings, ids_of
+from tritonemb.data.logs.schema import Schema
+from tritonemb.data.logs.values import Values, string_buffers
+from tritonemb.data.logs.vocabulary import Vocabulary
 from tritonemb.data.rows import Column, Rows
-from tritonemb.data.schema import Schema
 from tritonemb.data.source import Feature
-from tritonemb.data.values import Values, string_buffers
 
 Array = np.ndarray[Any, Any]
 
@@ -31,7 +31,7 @@ class Numbering(Protocol):
 
 
 class Hashed:
-    """By the hash of `tritonemb.data.hashing`."""
+    """By the hash of `tritonemb.data.logs.hashing`."""
 
     def __init__(self, name: str, num_embeddings: int) -> None:
         self.num_embeddings = num_embeddings

@@ -12,9 +12,9 @@ import re
 
 import numpy as np
 
-from tritonemb.data.digits import LINE_FEED, PADDING, Array, count_bytes, decimal, hexadecimal, padded, words_of
-from tritonemb.data.problems import wrong_value
-from tritonemb.data.values import Checked, Sink, Values
+from tritonemb.data.logs.digits import LINE_FEED, PADDING, Array, count_bytes, decimal, hexadecimal, padded, words_of
+from tritonemb.data.logs.problems import wrong_value
+from tritonemb.data.logs.values import Checked, Sink, Values
 
 LABEL = "label"
 INTEGERS = tuple(f"int_{i}" for i in range(1, 14))

@@ -13,13 +13,18 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from tritonemb.data import splits
 from tritonemb.data.dataset import Dataset
-from tritonemb.data.encode import Encoder, numberings
-from tritonemb.data.files import find
-from tritonemb.data.options import LogOptions
-from tritonemb.data.pipeline import default_workers, in_order
-from tritonemb.data.problems import KEPT, Problem, Problems
+from tritonemb.data.logs import splits
+from tritonemb.data.logs.encode import Encoder, numberings
+from tritonemb.data.logs.files import find
+from tritonemb.data.logs.options import LogOptions
+from tritonemb.data.logs.pipeline import default_workers, in_order
+from tritonemb.data.logs.problems import KEPT, Problem, Problems
+from tritonemb.data.logs.sources import ParquetSource, Source, TextSource
+from tritonemb.data.logs.splits import Part, SplitRule
+from tritonemb.data.logs.text import Chunk
+from tritonemb.data.logs.values import Checked
+from tritonemb.data.logs.windows import Block, Place, Window, windows
 from tritonemb.data.rows import concat, cut
 from tritonemb.data.source import (
     SPLITS,
@@ -34,11 +39,6 @@ from tritonemb.data.source import (
     fingerprint,
     tables_of,
 )
-from tritonemb.data.sources import ParquetSource, Source, TextSource
-from tritonemb.data.splits import Part, SplitRule
-from tritonemb.data.text import Chunk
-from tritonemb.data.values import Checked
-from tritonemb.data.windows import Block, Place, Window, windows
 from tritonemb.extras import require
 from tritonemb.types import TableConfig
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from tritonemb.data.click_log import ClickLog
-from tritonemb.data.convert import convert
-from tritonemb.data.options import LogOptions
-from tritonemb.data.vocabulary_file import build_vocabulary
+from tritonemb.data.logs.click_log import ClickLog
+from tritonemb.data.logs.convert import convert
+from tritonemb.data.logs.counting import build_vocabulary
+from tritonemb.data.logs.options import LogOptions
 
 SECONDS_BETWEEN_LINES = 5.0
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tritonemb.data.problems import listed
-from tritonemb.data.tsv import CATEGORIES, FIELDS, INTEGERS, LABEL
+from tritonemb.data.logs.problems import listed
+from tritonemb.data.logs.tsv import CATEGORIES, FIELDS, INTEGERS, LABEL
 
 MAX_EMBEDDINGS = 1 << 31
 
@@ -99,4 +99,4 @@ def _check_size(what: str, number: int) -> None:
 
 
 CRITEO = Schema(LABEL, INTEGERS, CATEGORIES)
-"""Criteo's display-advertising log; `tritonemb.data.tsv` says what its columns hold."""
+"""Criteo's display-advertising log; `tritonemb.data.logs.tsv` says what its columns hold."""

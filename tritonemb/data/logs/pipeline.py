@@ -8,8 +8,8 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+from tritonemb.data.logs.text import Chunk
 from tritonemb.data.prefetch import Prefetcher
-from tritonemb.data.text import Chunk
 
 R = TypeVar("R")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from tritonemb.data.problems import listed
+from tritonemb.data.logs.problems import listed
 
 Format = Literal["tsv", "parquet"]
 PARQUET = (".parquet", ".pq", ".parq")

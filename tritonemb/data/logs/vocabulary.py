@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from tritonemb.data.hashing import hash_strings
-from tritonemb.data.problems import listed
-from tritonemb.data.values import Values, string_buffers
+from tritonemb.data.logs.hashing import hash_strings
+from tritonemb.data.logs.problems import listed
+from tritonemb.data.logs.values import Values, string_buffers
 from tritonemb.extras import require
 
 Array = np.ndarray[Any, Any]
