@@ -120,6 +120,27 @@ def test_predict_scores_every_row_in_order(log, tmp_path, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {"run", "scores.csv", "scores.parquet", "train.txt"}
 
 
+def test_predict_needs_no_labels(log, tmp_path, capsys):
+    pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    assert run("train", "--data", log, "--out", tmp_path / "run", "--max-steps", 3, *SMALL) == 0
+    assert run("convert", "--data", log, "--out", tmp_path / "train.parquet") == 0
+    unlabelled = [line.partition("\t")[2] for line in log.read_text().splitlines()]
+    (tmp_path / "test.txt").write_text("\n".join(unlabelled) + "\n")
+    columns = parquet.read_table(tmp_path / "train.parquet")
+    parquet.write_table(columns.drop_columns(["label"]), tmp_path / "test.parquet")
+    scores = []
+    for number, name in enumerate(("train.txt", "test.txt", "train.parquet", "test.parquet")):
+        out = tmp_path / f"{number}.parquet"
+        assert run("predict", "--checkpoint", tmp_path / "run", "--data", tmp_path / name, "--out", out) == 0
+        scores.append(parquet.read_table(out)["score"].combine_chunks())
+    assert len(scores[0]) == 1_200
+    assert all(pa.Array.equals(found, scores[0]) for found in scores[1:])
+    (tmp_path / "bad.txt").write_text("\n".join([*unlabelled[:5], "x" + unlabelled[5]]) + "\n")
+    capsys.readouterr()
+    assert run("predict", "--checkpoint", tmp_path / "run", "--data", tmp_path / "bad.txt") == 2
+    assert "bad.txt, line 6: field 1 (int_1) is 'x" in capsys.readouterr().err
+
+
 def test_vocabulary_and_conversion_serve_training(log, tmp_path, capsys):
     assert run("vocab", "--data", log, "--out", tmp_path / "v.parquet", "--min-count", 2) == 0
     assert "cat_1 21" in capsys.readouterr().out

@@ -26,7 +26,6 @@ def public_names() -> list[str]:
     for module in (tritonemb.nn, tritonemb.data, tritonemb.training):
         names += [f"{module.__name__}.{name}" for name in module.__all__]
     names += [f"tritonemb.optim.{kind.__name__}" for kind in tritonemb.optim.OPTIMIZERS.values()]
-    # The function hides the module of the same name, which mkdocstrings would take instead.
     return names
 
 

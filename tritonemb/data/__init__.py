@@ -12,8 +12,10 @@ from tritonemb.data.dataset import Dataset
 from tritonemb.data.logs.click_log import ClickLog
 from tritonemb.data.logs.convert import ConvertReport, convert
 from tritonemb.data.logs.counting import VocabularyReport, build_vocabulary
+from tritonemb.data.logs.files import find
 from tritonemb.data.logs.options import LogOptions
 from tritonemb.data.logs.schema import CRITEO, Schema
+from tritonemb.data.logs.sources import is_labelled
 from tritonemb.data.logs.splits import SplitRule
 from tritonemb.data.logs.vocabulary import Vocabulary
 from tritonemb.data.movielens import load_movielens_100k
@@ -106,14 +108,15 @@ def open_for_scoring(path: str | Path, log: LogOptions, features: Sequence[Featu
     """Open a log whose rows, all of them and in their order, are test rows, for a model trained on these features.
 
     Args:
-        log: as in training; how it splits a log is not looked at.
+        log: as in training; how it splits a log is not looked at. The label may be missing, as in Criteo's test.txt.
 
     Raises:
         ValueError, FileNotFoundError: the log can not be read, or has other features.
     """
     if not Path(path).exists():
         raise FileNotFoundError(f"{str(path)!r}: no such file or folder to score")
-    opened = ClickLog(path, replace(log, split=SplitRule(split_by="end", test_share=0.0)))
+    labelled = is_labelled(find(path)[0], log.schema)
+    opened = ClickLog(path, replace(log, split=SplitRule(split_by="end", test_share=0.0)), labelled=labelled)
     for found, expected in zip(opened.features, features, strict=False):
         if found != expected:
             raise ValueError(f"{path}: the log has {found}, the model was trained with {expected}")

@@ -60,6 +60,7 @@ class ClickLog:
         options: how it is read.
         name: for messages; the file's or folder's if not given.
         say: is told, before it is done, of work that takes a pass over the data.
+        labelled: whether rows have a label; those of a log that is only scored may have none, and get 0.
 
     Raises:
         FileNotFoundError, ValueError: a file is missing, empty, unreadable or of the wrong kind; its first line is
@@ -73,6 +74,7 @@ class ClickLog:
         *,
         name: str | None = None,
         say: Callable[[str], None] | None = None,
+        labelled: bool = True,
     ) -> None:
         self.options = options or LogOptions()
         rule, files = self.options.split, find(source)
@@ -88,11 +90,11 @@ class ClickLog:
         schema, lenient = self.options.schema, self.options.on_bad_row == "skip"
         time = (rule.time_column,) if self._kind == "time" and rule.time_column else ()
         if files[0].format == "parquet":
-            self._source: Source = ParquetSource(files, schema, time)
+            self._source: Source = ParquetSource(files, schema, time, labelled)
         elif time:
             raise ValueError(f"{files[0].path}: Criteo's text files have no time column; split by another rule")
         else:
-            self._source = TextSource(files, schema, lenient)
+            self._source = TextSource(files, schema, lenient, labelled)
         self.schema = self._source.schema
         self._numberings = numberings(self.schema)
         self.features = tuple(

@@ -90,10 +90,11 @@ class Encoder:
             self._columns[name] = Column(ids, None if values.offsets is None else torch.from_numpy(values.offsets))
 
     def rows(self) -> Rows:
-        assert self._labels is not None
-        dense = np.empty((len(self._labels), 0), dtype=np.float32) if self._dense is None else self._dense
         columns = tuple(self._columns[feature.name] for feature in self._features)
-        return Rows(torch.from_numpy(dense), columns, torch.from_numpy(self._labels))
+        # A log that is scored may have no labels.
+        labels = np.zeros(len(columns[0]), dtype=np.float32) if self._labels is None else self._labels
+        dense = np.empty((len(labels), 0), dtype=np.float32) if self._dense is None else self._dense
+        return Rows(torch.from_numpy(dense), columns, torch.from_numpy(labels))
 
 
 def numbers(values: Values, logarithmic: bool) -> Array:

@@ -56,7 +56,7 @@ def head_of(file: LogFile) -> Head:
         return Head(source.metadata.num_rows, source.schema_arrow)
 
 
-def check_columns(head: Head, schema: Schema, where: str) -> tuple[str, ...]:
+def check_columns(head: Head, schema: Schema, where: str, labelled: bool = True) -> tuple[str, ...]:
     """The sparse columns that are lists.
 
     Raises:
@@ -64,7 +64,7 @@ def check_columns(head: Head, schema: Schema, where: str) -> tuple[str, ...]:
     """
     pa = require("pyarrow")
     types = pa.types
-    for name in (schema.label, *schema.dense):
+    for name in (*(schema.label,) * labelled, *schema.dense):
         kind = _decoded(head.schema.field(name).type)
         if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_null(kind)):
             what = "the label" if name == schema.label else "a dense column"
@@ -103,16 +103,17 @@ def parquet_chunks(
                 row += batch.num_rows
 
 
-def parse(batch: Any, schema: Schema, sink: Sink) -> Checked:
+def parse(batch: Any, schema: Schema, sink: Sink, labelled: bool = True) -> Checked:
     """Check the rows of a slice and hand its columns to the sink, bad rows too."""
     wrong: list[tuple[str, str, Array]] = []
     places = {name: place for place, name in enumerate(batch.schema.names, start=1)}
-    labels = _numbers(batch.column(batch.schema.get_field_index(schema.label)))
-    bad = ~np.isin(labels.numbers, (0, 1))
-    if labels.missing is not None:
-        bad |= labels.missing
-    wrong.append((schema.label, "0 or 1", bad))
-    sink(schema.label, labels)
+    if labelled:
+        labels = _numbers(batch.column(batch.schema.get_field_index(schema.label)))
+        bad = ~np.isin(labels.numbers, (0, 1))
+        if labels.missing is not None:
+            bad |= labels.missing
+        wrong.append((schema.label, "0 or 1", bad))
+        sink(schema.label, labels)
     for name in schema.dense:
         values = _numbers(batch.column(batch.schema.get_field_index(name)))
         if values.numbers.dtype.kind == "f":
@@ -122,7 +123,7 @@ def parse(batch: Any, schema: Schema, sink: Sink) -> Checked:
         sink(name, values)
     for name in schema.sparse:
         sink(name, _categories(batch.column(batch.schema.get_field_index(name))))
-    any_bad = np.logical_or.reduce([rows for _, _, rows in wrong])
+    any_bad = np.logical_or.reduce([rows for _, _, rows in wrong] or [np.zeros(batch.num_rows, dtype=bool)])
     bad_rows = np.flatnonzero(any_bad)
 
     def describe(number: int) -> tuple[str, str]:

@@ -69,22 +69,25 @@ class Schema:
     def is_logarithmic(self, name: str) -> bool:
         return self.log_transform if isinstance(self.log_transform, bool) else name in self.log_transform
 
-    def of(self, columns: tuple[str, ...], where: str) -> Schema:
+    def of(self, columns: tuple[str, ...], where: str, labelled: bool = True) -> Schema:
         """With the columns filled in, all of them among those that the data at `where` has.
+
+        Args:
+            labelled: whether the label is among them.
 
         Raises:
             ValueError: listing the columns found.
         """
         if not self.label:
-            if not set(FIELDS) <= set(columns):
+            if not set(FIELDS if labelled else FIELDS[1:]) <= set(columns):
                 raise ValueError(
                     f"{where}: its columns are {listed(columns)}; they are not Criteo's ({LABEL}, {INTEGERS[0]} to "
                     f"{INTEGERS[-1]}, {CATEGORIES[0]} to {CATEGORIES[-1]}), so a schema must say which is the label, "
-                    'which are dense and which are sparse, for example Schema(label="click", dense=("price",), '
-                    'sparse=("user", "item"))'
+                    "which are dense and which are sparse: --label click --dense price --sparse user item, or "
+                    'Schema(label="click", dense=("price",), sparse=("user", "item"))'
                 )
             return replace(self, label=LABEL, dense=INTEGERS, sparse=CATEGORIES)
-        for part, names in (("label", (self.label,)), ("dense", self.dense), ("sparse", self.sparse)):
+        for part, names in (("label", (self.label,) * labelled), ("dense", self.dense), ("sparse", self.sparse)):
             unknown = [name for name in names if name not in columns]
             if unknown:
                 raise ValueError(

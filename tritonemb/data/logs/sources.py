@@ -55,7 +55,7 @@ class TextSource:
         ValueError: a schema of other columns; a file whose first line is bad, unless `lenient`.
     """
 
-    def __init__(self, files: tuple[LogFile, ...], schema: Schema, lenient: bool) -> None:
+    def __init__(self, files: tuple[LogFile, ...], schema: Schema, lenient: bool, labelled: bool = True) -> None:
         for part, names in (("dense", schema.dense), ("sparse", schema.sparse)):
             if wrong := [name for name in names if name in tsv.FIELDS and not _fits(part, name)]:
                 raise ValueError(f"schema: {wrong[0]!r} of Criteo's TSV can not be {part}: it is {_kind(wrong[0])}")
@@ -66,10 +66,10 @@ class TextSource:
             )
         self.schema = schema.of(tsv.FIELDS, str(files[0].path))
         self.multi_hot: tuple[str, ...] = ()
-        self._files = files
+        self._files, self._labelled = files, labelled
         self._lines_before: dict[Part, int] = {}
         for file in files:
-            _check_beginning(file, lenient)
+            _check_beginning(file, lenient, labelled)
 
     def sizes(self) -> list[int]:
         return [text.unpacked_size(file) for file in self._files]
@@ -91,7 +91,7 @@ class TextSource:
             yield from text.text_chunks(file, number, part.start, part.stop, chunk_bytes, begin, lines)
 
     def parse(self, chunk: Chunk, sink: Sink) -> Checked:
-        return tsv.parse(chunk.content, sink)
+        return tsv.parse(chunk.content, sink, self._labelled)
 
     def where(self, part: Part, chunk: Chunk, row: int) -> str:
         if part not in self._lines_before:
@@ -104,27 +104,30 @@ class ParquetSource:
 
     Args:
         extra: further columns to read, for splitting.
+        labelled: whether there is a label column.
 
     Raises:
         ValueError: a file is damaged, has no rows, or lacks a column.
     """
 
-    def __init__(self, files: tuple[LogFile, ...], schema: Schema, extra: tuple[str, ...] = ()) -> None:
-        self._files = files
+    def __init__(
+        self, files: tuple[LogFile, ...], schema: Schema, extra: tuple[str, ...] = (), labelled: bool = True
+    ) -> None:
+        self._files, self._labelled = files, labelled
         self._heads = [parquet.head_of(file) for file in files]
         for file, head in zip(files, self._heads, strict=True):
             if head.num_rows == 0:
                 raise ValueError(f"{file.path} is empty: it has no rows")
-        self.schema = schema.of(self._heads[0].columns, str(files[0].path))
-        self.multi_hot = parquet.check_columns(self._heads[0], self.schema, str(files[0].path))
+        self.schema = schema.of(self._heads[0].columns, str(files[0].path), labelled)
+        self.multi_hot = parquet.check_columns(self._heads[0], self.schema, str(files[0].path), labelled)
         for file, head in zip(files, self._heads, strict=True):
-            self.schema.of(head.columns, str(file.path))
-            if parquet.check_columns(head, self.schema, str(file.path)) != self.multi_hot:
+            self.schema.of(head.columns, str(file.path), labelled)
+            if parquet.check_columns(head, self.schema, str(file.path), labelled) != self.multi_hot:
                 raise ValueError(f"{file.path}: other columns are lists than in {files[0].path}: {self.multi_hot}")
             for name in extra:
                 if name not in head.columns:
                     raise ValueError(f"{file.path}: there is no column {name!r}; columns: {listed(head.columns)}")
-        used = (self.schema.label, *self.schema.dense, *self.schema.sparse, *extra)
+        used = (*(self.schema.label,) * labelled, *self.schema.dense, *self.schema.sparse, *extra)
         self._columns = tuple(dict.fromkeys(used))
 
     def type_of(self, column: str) -> Any:
@@ -148,7 +151,7 @@ class ParquetSource:
             yield from parquet.parquet_chunks(file, number, part.start, stop, chunk_bytes, begin, self._columns)
 
     def parse(self, chunk: Chunk, sink: Sink) -> Checked:
-        return parquet.parse(chunk.content, self.schema, sink)
+        return parquet.parse(chunk.content, self.schema, sink, self._labelled)
 
     def where(self, part: Part, chunk: Chunk, row: int) -> str:
         return f"{self._files[part.file].path}, row {chunk.offset + row + 1}"
@@ -157,7 +160,16 @@ class ParquetSource:
         return self._heads[part.file].num_rows if part.stop is None else part.stop
 
 
-def _check_beginning(file: LogFile, lenient: bool) -> None:
+def is_labelled(file: LogFile, schema: Schema) -> bool:
+    """Whether a log that is to be scored has labels, as far as a file's columns or its first line tell."""
+    if file.format == "parquet":
+        return (schema.label or tsv.LABEL) in parquet.head_of(file).columns
+    lines = text.first_lines(file).split(b"\n")
+    first = next((line for line in lines if line.removesuffix(b"\r")), b"")
+    return first.count(b"\t") != len(tsv.FIELDS) - 2
+
+
+def _check_beginning(file: LogFile, lenient: bool, labelled: bool) -> None:
     beginning = text.first_lines(file)
     if not beginning:
         raise ValueError(f"{file.path} is empty")
@@ -172,7 +184,7 @@ def _check_beginning(file: LogFile, lenient: bool) -> None:
     number, line = next(((n, line) for n, line in enumerate(lines) if line.removesuffix(b"\r")), (0, b""))
     if not line:
         return
-    checked = tsv.parse(line, lambda name, values: None)
+    checked = tsv.parse(line, lambda name, values: None, labelled)
     if len(checked.bad_rows):
         raise ValueError(f"{file.path}, line {number + 1}: {checked.describe(0)[1]}")
 

@@ -32,19 +32,20 @@ CARRIAGE_RETURN = 13
 _GOOD = len(FIELDS)  # stands for "no field is wrong"
 
 
-def parse(data: bytes | Array, sink: Sink) -> Checked:
+def parse(data: bytes | Array, sink: Sink, labelled: bool = True) -> Checked:
     """Check the lines of a chunk and hand the columns of all lines with 40 fields to the sink, bad ones too.
 
     Labels and integers come as int64, categories as uint32. Every line is judged by itself, wherever it stands.
 
     Args:
         data: whole lines; the last may lack its end. Or such a text that ends with a line feed, as `padded` gives it.
+        labelled: whether lines begin with the label; else they have 39 fields, as those of Criteo's test.txt.
     """
     if isinstance(data, bytes):
         data = padded(data if data.endswith(b"\n") else data + b"\n")
     if count_bytes(data, CARRIAGE_RETURN):
         data = padded(data[PADDING:-8].tobytes().replace(b"\r\n", b"\n"))
-    columns = _Columns(data)
+    columns = _Columns(data, FIELDS if labelled else FIELDS[1:])
     begin, end = PADDING, len(data) - 8
     while begin < end:
         stop = _line_end(data, min(begin + BLOCK_BYTES, end), end)
@@ -69,16 +70,17 @@ class _Columns:
     Positions count from the beginning of the text without its padding.
     """
 
-    def __init__(self, text: Array) -> None:
+    def __init__(self, text: Array, fields: tuple[str, ...]) -> None:
+        self._fields, self._labelled = fields, fields[0] == LABEL
         self._plain, self._words = text[PADDING:-8], words_of(text)
         most = count_bytes(self._plain, LINE_FEED)
         self._labels = np.empty(most, dtype=np.int64)
         self._integers = np.empty((len(INTEGERS), most), dtype=np.int64)
         self._categories = np.empty((len(CATEGORIES), most), dtype=np.uint32)
-        self._missing = np.empty((len(FIELDS) - 1, most), dtype=bool)
+        self._missing = np.empty((len(INTEGERS) + len(CATEGORIES), most), dtype=bool)
         self._wrong = np.empty(most, dtype=np.uint8)
         self._num_rows = self._num_lines = 0
-        self._rows: list[Array] = []  # the lines with 40 fields
+        self._rows: list[Array] = []  # the lines with as many fields as they should have
         self._odd: list[Array] = []  # lines, not blank, with more or fewer
         self._line_ends: list[Array] = []
 
@@ -86,7 +88,7 @@ class _Columns:
         """Take the lines between two positions."""
         text = self._plain[begin:stop]
         marks: Array = np.flatnonzero((text - np.uint8(9)) < 2)  # tabs and line feeds
-        num_lines, width = int(np.count_nonzero(text == LINE_FEED)), len(FIELDS)
+        num_lines, width = int(np.count_nonzero(text == LINE_FEED)), len(self._fields)
         marks += begin
         lengths: Array = np.empty_like(marks)  # of the fields that end there
         np.subtract(marks[1:], marks[:-1], out=lengths[1:])
@@ -111,15 +113,16 @@ class _Columns:
         self._fill(ends, lengths)
 
     def _fill(self, ends: Array, lengths: Array) -> None:
-        """The values of lines whose fields end at `ends` `[N, 40]` and have `lengths`."""
+        """The values of lines whose fields end at `ends` `[N, fields]` and have `lengths`."""
         begin, stop = self._num_rows, self._num_rows + len(ends)
         self._num_rows = stop
-        self._missing[:, begin:stop] = (lengths[:, 1:] == 0).T
-        label = self._plain[ends[:, 0] - lengths[:, 0]] - np.uint8(ord("0"))
-        self._labels[begin:stop] = label
+        first = int(self._labelled)
+        self._missing[:, begin:stop] = (lengths[:, first:] == 0).T
         wrong = np.full(len(ends), _GOOD, dtype=np.uint8)
-        wrong[(label > 1) | (lengths[:, 0] != 1)] = 0
-        first = 1
+        if self._labelled:
+            label = self._plain[ends[:, 0] - lengths[:, 0]] - np.uint8(ord("0"))
+            self._labels[begin:stop] = label
+            wrong[(label > 1) | (lengths[:, 0] != 1)] = 0
         for names, read, target in (
             (INTEGERS, decimal, self._integers),
             (CATEGORIES, hexadecimal, self._categories),
@@ -137,7 +140,8 @@ class _Columns:
 
     def hand_over(self, sink: Sink) -> Checked:
         size = self._num_rows
-        sink(LABEL, Values(self._labels[:size]))
+        if self._labelled:
+            sink(LABEL, Values(self._labels[:size]))
         for place, name in enumerate(FIELDS[1:]):
             integers = place < len(INTEGERS)
             numbers = self._integers[place] if integers else self._categories[place - len(INTEGERS)]
@@ -153,7 +157,7 @@ class _Columns:
         def describe(number: int) -> tuple[str, str]:
             line = int(bad[number])
             start = int(line_ends[line - 1]) + 1 if line else 0
-            return problem(self._plain[start : int(line_ends[line])].tobytes())
+            return problem(self._plain[start : int(line_ends[line])].tobytes(), self._labelled)
 
         return Checked(None if all_good else good, rows, bad, describe, self._num_lines)
 
@@ -162,14 +166,16 @@ def _joined(parts: list[Array]) -> Array:
     return np.concatenate(parts) if parts else np.zeros(0, dtype=np.int64)
 
 
-def problem(line: bytes) -> tuple[str, str]:
+def problem(line: bytes, labelled: bool = True) -> tuple[str, str]:
     """Reason and message for a bad line, without its end."""
-    fields = line.split(b"\t")
-    if len(fields) != len(FIELDS):
-        hint = " (Criteo's test.txt has no labels; use train.txt)" if len(fields) == len(FIELDS) - 1 else ""
-        message = f"expected {len(FIELDS)} tab-separated fields, found {len(fields)}{hint}"
-        return f"not {len(FIELDS)} fields", message + _encoding_hint(line)
-    for place, (name, value, (pattern, expected)) in enumerate(zip(FIELDS, fields, _EXPECTED, strict=True), start=1):
+    fields, names = line.split(b"\t"), FIELDS if labelled else FIELDS[1:]
+    if len(fields) != len(names):
+        unlabelled = labelled and len(fields) == len(FIELDS) - 1
+        hint = " (Criteo's test.txt has no labels; use train.txt)" if unlabelled else ""
+        message = f"expected {len(names)} tab-separated fields, found {len(fields)}{hint}"
+        return f"not {len(names)} fields", message + _encoding_hint(line)
+    rules = _EXPECTED[-len(names) :]
+    for place, (name, value, (pattern, expected)) in enumerate(zip(names, fields, rules, strict=True), start=1):
         if not pattern.fullmatch(value):
             reason = f"field {place} ({name}) is not {expected}"
             return reason, wrong_value(place, name, value, expected, _encoding_hint(line))
