@@ -30,6 +30,8 @@ class Batch:
         return self.labels.shape[0]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+        if self.labels.device == torch.device(device):
+            return self
         if self.buffer is not None and self.layout is not None:
             return self.layout.batch(self.buffer.to(device, non_blocking=non_blocking))
         return Batch(

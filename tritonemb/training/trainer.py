@@ -285,7 +285,7 @@ class Trainer:
             logits_of(self._forward, batch, self.precision, self.device), batch.labels
         )
         (loss if share * factor == 1.0 else loss * (share * factor)).backward()
-        self.loss_sums += loss.detach().double() * len(batch)
+        self.loss_sums.add_(loss.detach(), alpha=len(batch))
 
     def _scaled_step(self, batches: Sequence[Batch], total: int) -> None:
         """A step whose gradients are scaled, judged and only then applied, to all parameters or to none."""
