@@ -58,6 +58,12 @@ class Problem:
         return torch.zeros((), dtype=torch.int64), zeros, torch.tensor(0.1)
 
 
+def one_table(pooled: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Ids, offsets and per-sample weights of three bags, or of six values."""
+    ids = torch.tensor([1, 9, 1, 0, 4, 9])
+    return ids, torch.tensor([0, 3, 3, 6] if pooled else [0, 6]), torch.rand(6) if pooled else None
+
+
 @pytest.fixture(
     params=[
         (True, False, 5, torch.int64),
@@ -92,6 +98,30 @@ class TestOpcheck:
         sample_weights = torch.ones(problem.values.numel())
         args = (problem.grad(), problem.weights(), problem.values, problem.offsets, sample_weights)
         torch.library.opcheck(OPS.sample_weight_gradient.default, (*args, *problem.layout))
+
+    @pytest.mark.parametrize("pooled", [True, False])
+    def test_bag(self, pooled):
+        ids, offsets, weights = one_table(pooled)
+        for dtype in (torch.float32, torch.bfloat16):
+            args = (torch.randn(10, 3), ids, offsets, weights, pooled, pooled and weights is None, True, dtype)
+            torch.library.opcheck(OPS.bag.default, args)
+
+    @pytest.mark.parametrize("pooled", [True, False])
+    def test_bag_gradient(self, pooled):
+        ids, offsets, weights = one_table(pooled)
+        grad = torch.randn(3 if pooled else 6, 3)
+        torch.library.opcheck(OPS.bag_gradient.default, (grad, ids, offsets, weights, 10, pooled, False, torch.float32))
+
+    @pytest.mark.parametrize("pooled", [True, False])
+    def test_bag_sample_weight_gradient(self, pooled):
+        ids, offsets, _ = one_table(pooled)
+        grad = torch.randn(3 if pooled else 6, 3)
+        args = (grad, torch.randn(10, 3), ids, offsets, pooled, False, torch.float32)
+        torch.library.opcheck(OPS.bag_sample_weight_gradient.default, args)
+
+    def test_drop_padding(self):
+        ids, offsets, _ = one_table(True)
+        torch.library.opcheck(OPS.drop_padding.default, (ids, offsets, 9, 10))
 
     @pytest.mark.parametrize("optimizer", OPTIMIZERS)
     def test_row_update_(self, problem, optimizer):

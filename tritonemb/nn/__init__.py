@@ -2,9 +2,21 @@
 
 from tritonemb.nn.cross import CrossNetwork, DCNv2
 from tritonemb.nn.dlrm import DLRM
+from tritonemb.nn.embedding import Embedding
+from tritonemb.nn.embedding_bag import EmbeddingBag
 from tritonemb.nn.embedding_bag_collection import EmbeddingBagCollection
 from tritonemb.nn.embedding_collection import EmbeddingCollection
 from tritonemb.nn.interaction import DotInteraction
 from tritonemb.nn.mlp import MLP
 
-__all__ = ["DLRM", "MLP", "CrossNetwork", "DCNv2", "DotInteraction", "EmbeddingBagCollection", "EmbeddingCollection"]
+__all__ = [
+    "DLRM",
+    "MLP",
+    "CrossNetwork",
+    "DCNv2",
+    "DotInteraction",
+    "Embedding",
+    "EmbeddingBag",
+    "EmbeddingBagCollection",
+    "EmbeddingCollection",
+]

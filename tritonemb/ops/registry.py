@@ -38,6 +38,15 @@ _KERNELS: dict[str, dict[str, str]] = {
         "cpu": "tritonemb.kernels.cpu.embedding_bag:sample_weight_gradient",
         TRITON: "tritonemb.kernels.embedding_bag:sample_weight_gradient",
     },
+    "bag_gradient_": {
+        REFERENCE: "tritonemb.kernels.bag_gradient:bag_gradient_reference_",
+        "cpu": "tritonemb.kernels.cpu.bag_gradient:bag_gradient_",
+        TRITON: "tritonemb.kernels.bag_gradient:bag_gradient_",
+    },
+    "drop_padding": {
+        REFERENCE: "tritonemb.kernels.padding:drop_padding_reference",
+        TRITON: "tritonemb.kernels.padding:drop_padding",
+    },
     "row_update_": {
         REFERENCE: "tritonemb.kernels.row_update:row_update_reference_",
         "cpu": "tritonemb.kernels.cpu.row_update:row_update_",

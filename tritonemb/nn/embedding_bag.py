@@ -1,0 +1,195 @@
+"""Embedding bags of one table: `torch.nn.EmbeddingBag` by tritonemb's kernels."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tritonemb.nn.single_table import SingleTable, new_weight
+from tritonemb.ops.bag import Bags, drop_padding
+from tritonemb.optim import Optimizer
+from tritonemb.types import TRAINABLE_DTYPES
+
+MODES = ("sum", "mean", "max")
+
+
+class EmbeddingBag(SingleTable, torch.nn.EmbeddingBag):
+    """Sums, means or maxima of bags of embeddings, with the arguments and the meaning of `torch.nn.EmbeddingBag`.
+
+    It is a `torch.nn.EmbeddingBag`: one can stand in the other's place, and loads its `state_dict`. Sums and means, and
+    their gradients, are tritonemb's kernels': deterministic, sums of 16-bit rows in float32, sparse gradients coalesced
+    (on the CPU), gradients differentiable again. `mode="max"`, `scale_grad_by_freq` and what else those do not serve is
+    left to PyTorch.
+
+    Args:
+        num_embeddings: rows of the table.
+        embedding_dim: columns.
+        max_norm: rows that a call uses are scaled down to this norm first, in place; None for no limit.
+        norm_type: which norm, 2 for the Euclidean.
+        scale_grad_by_freq: divide a row's gradient by the number of its uses in the call; by PyTorch.
+        mode: "sum", "mean" or "max".
+        sparse: the weight's gradient is a sparse COO tensor.
+        _weight: the table itself `[num_embeddings, embedding_dim]`, instead of a new one.
+        include_last_offset: offsets end with the number of ids.
+        padding_idx: an id that has no part in a bag nor in the gradient; from the end if negative.
+        device: where the table lives.
+        dtype: of the table.
+        optimizer: with one of `tritonemb.optim`, the backward updates the weight exactly, deterministically and in
+            place, and `weight.grad` stays None; `sparse` means nothing then.
+
+    Shapes:
+        input: int32 or int64 ids, `[B, L]`, or `[N]` with `offsets` `[B]` (`[B + 1]` with `include_last_offset`), or a
+            jagged nested tensor.
+        per_sample_weights: of the input's shape and the weight's dtype, for `mode="sum"`.
+        Result: `[B, embedding_dim]`, of the weight's dtype.
+
+    Raises:
+        RuntimeError: for an id out of range (IndexError with `max_norm`), offsets that do not fit, wrong dtypes. On a
+            GPU the first two are a ValueError at the next lookup, or from `te.check_errors`; compiled, with an
+            optimizer, a ValueError.
+        ValueError: for wrong shapes, an unknown mode, or options that exclude each other.
+        NotImplementedError: for per-sample weights in another mode than "sum".
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        optimizer: Optimizer | None = None,
+    ) -> None:
+        weight = new_weight(num_embeddings, embedding_dim, device, dtype) if _weight is None else _weight
+        torch.nn.EmbeddingBag.__init__(
+            self, num_embeddings, embedding_dim, max_norm, norm_type, scale_grad_by_freq, mode, sparse, weight,
+            include_last_offset, padding_idx,
+        )  # fmt: skip
+        if _weight is None:
+            self.reset_parameters()
+        self._fuse(optimizer)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        embeddings: Tensor,
+        freeze: bool = True,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        mode: str = "mean",
+        sparse: bool = False,
+        include_last_offset: bool = False,
+        padding_idx: int | None = None,
+        optimizer: Optimizer | None = None,
+    ) -> EmbeddingBag:
+        """A module around `embeddings` `[num_embeddings, embedding_dim]`; frozen, it is not trained."""
+        module: Any = super().from_pretrained(
+            embeddings, freeze, max_norm, norm_type, scale_grad_by_freq, mode, sparse, include_last_offset, padding_idx
+        )
+        module._fuse(optimizer)
+        return cast(EmbeddingBag, module)
+
+    def _fuse(self, optimizer: Optimizer | None) -> None:
+        if optimizer is not None and self.mode == "max":
+            raise ValueError('mode="max" has no fused update; use "sum" or "mean", or leave out the optimizer')
+        super()._fuse(optimizer)
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """`[B, embedding_dim]`."""
+        self._check(input, offsets, per_sample_weights)
+        nested = input.is_nested and input.layout == torch.jagged
+        given = [] if nested else [input, offsets, per_sample_weights]
+        if self.mode == "max" or not self._is_served(*given) or input.device != self.weight.device:
+            return torch.nn.EmbeddingBag.forward(self, input, offsets, per_sample_weights)
+        values, offsets, per_sample_weights = self._parts(input, offsets, per_sample_weights)
+        if self.max_norm is not None:
+            torch.embedding_renorm_(self.weight.detach(), values, self.max_norm, self.norm_type)
+        mean = self.mode == "mean"
+        if self.padding_idx is None:
+            bags = Bags(offsets, True, mean)
+            return self._look_up(values, values, per_sample_weights, bags, self.weight.dtype)
+        kept = drop_padding(values, offsets, self.padding_idx, self.weight.shape[0])
+        dtype = torch.float32 if mean and self.weight.dtype in TRAINABLE_DTYPES else self.weight.dtype
+        out = self._look_up(kept, kept, per_sample_weights, Bags(offsets, True, False, False), dtype)
+        return (out / _counts(kept, offsets)).to(self.weight.dtype) if mean else out
+
+    def _parts(
+        self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Ids `[N]`, offsets `[B + 1]` from 0 to N, weights `[N]`."""
+        if input.is_nested:
+            jagged: Any = input
+            flat: Any = per_sample_weights
+            return jagged.values().reshape(-1), jagged.offsets(), None if flat is None else flat.values().reshape(-1)
+        if input.dim() == 2:
+            values = input.reshape(-1)
+            offsets = torch.arange(0, values.shape[0] + 1, input.shape[1], device=input.device)
+            return values, offsets, None if per_sample_weights is None else per_sample_weights.reshape(-1)
+        assert offsets is not None
+        if input.dtype not in (torch.int32, torch.int64):
+            input = input.to(offsets.dtype)
+        if self.include_last_offset:
+            end = input.shape[0]
+            if offsets.device.type == "cpu" and not torch.compiler.is_compiling():
+                end = min(end, max(0, int(offsets[-1])))
+        else:
+            end = input.shape[0] if offsets.shape[0] else 0
+            offsets = torch.cat([offsets, offsets.new_full((1,), end)])
+        if end != input.shape[0]:  # what lies behind the last bag belongs to none
+            input = input[:end]
+            per_sample_weights = None if per_sample_weights is None else per_sample_weights[:end]
+        return input, offsets, per_sample_weights
+
+    def _check(self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None) -> None:
+        """Raise, for arguments that do not go together, what PyTorch's module raises."""
+        if per_sample_weights is not None and input.size() != per_sample_weights.size():
+            raise ValueError(
+                f"per_sample_weights must have the input's shape {list(input.shape)}, "
+                f"got {list(per_sample_weights.shape)}"
+            )
+        if input.dim() == 2:
+            if offsets is not None:
+                raise ValueError("a 2-D input has bags of one length; leave out offsets, or flatten it")
+            if not input.is_nested and input.shape[1] == 0:
+                raise RuntimeError(f"input {list(input.shape)} has bags of no ids; use 1-D input and offsets")
+        elif input.dim() != 1:
+            raise ValueError(f"input must be 1-D or 2-D, got shape {list(input.shape)}")
+        elif offsets is None or offsets.dim() != 1:
+            found = "none" if offsets is None else f"shape {list(offsets.shape)}"
+            raise ValueError(f"a 1-D input needs 1-D offsets, the first position of each bag; got {found}")
+        elif self.include_last_offset and offsets.shape[0] == 0:
+            raise RuntimeError("with include_last_offset=True, offsets has at least one element, the number of ids")
+        if self.mode not in MODES:
+            raise ValueError(f"mode must be one of {MODES}, got {self.mode!r}")
+        if self.mode == "max" and (self.scale_grad_by_freq or self.sparse):
+            raise ValueError('mode="max" goes neither with scale_grad_by_freq=True nor with sparse=True')
+        if per_sample_weights is not None:
+            if self.mode != "sum":
+                raise NotImplementedError(f'per_sample_weights are for mode="sum" only, got mode={self.mode!r}')
+            if per_sample_weights.dtype != self.weight.dtype:
+                raise RuntimeError(
+                    f"per_sample_weights must have the weight's dtype {self.weight.dtype}, "
+                    f"got {per_sample_weights.dtype}"
+                )
+        dtype = input.dtype if offsets is None else torch.promote_types(input.dtype, offsets.dtype)
+        if dtype not in (torch.int32, torch.int64):
+            given = f"{input.dtype}" if offsets is None else f"{input.dtype} and offsets of {offsets.dtype}"
+            raise RuntimeError(f"input and offsets must be int32 or int64, got input of {given}")
+
+
+def _counts(kept: Tensor, offsets: Tensor) -> Tensor:
+    """`[B, 1]`: how many of a bag's ids are not padding, at least 1."""
+    before = pad(torch.cumsum(kept >= 0, 0), (1, 0))
+    ends = offsets.clamp(0, kept.shape[0])
+    return (before[ends[1:]] - before[ends[:-1]]).clamp(min=1).unsqueeze(1)
