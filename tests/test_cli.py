@@ -120,6 +120,33 @@ def test_predict_scores_every_row_in_order(log, tmp_path, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {"run", "scores.csv", "scores.parquet", "train.txt"}
 
 
+def test_predict_leaves_no_row_out(log, tmp_path, capsys):
+    """A model that was trained without the bad rows still scores a log row by row, or not at all."""
+    lines = log.read_text().splitlines()
+    lines[3] = "x" + lines[3]
+    log.write_text("\n".join(lines) + "\n")
+    options = ["--on-bad-row", "skip", "--max-steps", 3, *SMALL]
+    assert run("train", "--data", log, "--out", tmp_path / "run", *options) == 0
+    assert "1 bad ones left out" in capsys.readouterr().out
+    assert run("predict", "--checkpoint", tmp_path / "run", "--data", log, "--out", tmp_path / "scores.csv") == 2
+    assert "train.txt, line 4: field 1 (label)" in capsys.readouterr().err
+    assert not (tmp_path / "scores.csv").exists()
+
+
+def test_a_refused_run_leaves_the_configuration_of_the_other_alone(log, tmp_path, capsys):
+    assert run("train", "--data", log, "--out", tmp_path / "run", "--max-steps", 3, *SMALL) == 0
+    before = (tmp_path / "run" / "config.toml").read_text()
+    assert run("train", "--data", log, "--out", tmp_path / "run", "--max-steps", 5, "--dense-lr", 0.5, *SMALL) == 2
+    assert (tmp_path / "run" / "config.toml").read_text() == before
+
+
+def test_a_run_can_be_resumed_by_its_folder(log, tmp_path, capsys):
+    base = ["train", "--data", log, "--log-every", 1, *SMALL]
+    assert run(*base, "--max-steps", 2, "--out", tmp_path / "run") == 0
+    assert run(*base, "--max-steps", 4, "--resume", tmp_path / "run") == 0
+    assert len(losses(tmp_path / "run")) == 4
+
+
 def test_predict_needs_no_labels(log, tmp_path, capsys):
     pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     assert run("train", "--data", log, "--out", tmp_path / "run", "--max-steps", 3, *SMALL) == 0
@@ -211,6 +238,7 @@ def test_defaults_follow_the_data_set(capsys):
         (["predict", "--checkpoint", "nowhere", "--data", "x"], "nowhere is no checkpoint: it has no trainer.json"),
         (["convert", "--data", "nowhere", "--out", "x"], "nowhere: no such file"),
         (["vocab", "--data", "nowhere"], "nowhere: no such file"),
+        (["train", "--data", "synthetic", "--device", "nonsense"], "device 'nonsense' cannot be used"),
         (["doctor", "--device", "nonsense"], "device 'nonsense' cannot be used"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

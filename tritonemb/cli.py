@@ -94,12 +94,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are {', '.join(COMMANDS)}"
             raise ValueError(f"unknown command {name!r}; {hint}")
         return COMMANDS[name](rest)
-    except (ValueError, FileNotFoundError, ConnectionError, MissingExtraError, PermissionError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except BrokenPipeError:  # whoever read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except (ValueError, FileNotFoundError, ConnectionError, MissingExtraError, PermissionError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

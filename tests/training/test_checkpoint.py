@@ -186,7 +186,7 @@ def test_a_folder_without_permission_is_reported(tmp_path):
     ("options", "message"),
     [
         ({"checkpoint_steps": 0}, "checkpoint_steps must be at least 1"),
-        ({"checkpoint_minutes": 0.0}, "checkpoint_minutes must be positive"),
+        ({"checkpoint_minutes": -1.0}, "checkpoint_minutes must not be negative"),
         ({"keep": 0}, "keep must be at least 1"),
         ({"on_checkpoint_error": "ignore"}, "on_checkpoint_error must be 'continue' or 'stop', got 'ignore'"),
     ],

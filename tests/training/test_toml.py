@@ -80,7 +80,7 @@ def test_only_what_is_written_changes(tmp_path):
         ("[inner]\nkind = 'c'", "inner.kind is 'c', expected one of 'a', 'b'"),
         ("[inner]\nsizes = [1, 'x']", "inner.sizes is [1, 'x'], expected a list of a whole number"),
         ("[inner]\nrate = -1.0", "[inner]: rate must not be negative, got -1.0"),
-        ("inner = 3", "inner is 3, expected"),
+        ("inner = 3", "inner is 3, expected a section"),
         ("name = ", "is no TOML"),
     ],
 )

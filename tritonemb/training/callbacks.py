@@ -128,7 +128,12 @@ class Callback:
 
     Methods are called in the thread that trains, between steps, in the order of the callbacks; an exception ends
     training. `on_end` is called once for every `on_start`, last of all, also when training fails.
+
+    Attributes:
+        essential: whether an `OSError` of its methods ends training too; if not, it is told on stderr.
     """
+
+    essential = True
 
     def on_start(self, start: FitStart) -> None:
         """Before the first step."""

@@ -1,7 +1,8 @@
 """Checkpoints of a run: written aside and renamed, so that whatever stands in the folder is whole.
 
 A checkpoint is a folder: the tensors in the format of `torch.distributed.checkpoint` (`model.<key of state_dict>`,
-`optimizer.<parameter>.<state>`, `rng.<device>`), and `trainer.json`, which holds all else and the sizes of the files.
+`optimizer.<parameter>.<state>`, `rng.<device>`), and `trainer.json`, which holds all else, and sizes and
+checksums of the files.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import json
 import os
 import shutil
 import warnings
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -34,7 +36,7 @@ class CheckpointOptions:
 
     Args:
         checkpoint_steps: write one every so many steps.
-        checkpoint_minutes: write one when so many minutes have passed since the last.
+        checkpoint_minutes: write one when so many minutes have passed since the last; 0 for never.
         keep: how many of the last checkpoints stay; the best one stays besides.
         on_checkpoint_error: go on training with the earlier checkpoints, or stop.
 
@@ -43,15 +45,15 @@ class CheckpointOptions:
     """
 
     checkpoint_steps: int | None = None
-    checkpoint_minutes: float | None = 10.0
+    checkpoint_minutes: float = 10.0
     keep: int = 3
     on_checkpoint_error: Literal["continue", "stop"] = "continue"
 
     def __post_init__(self) -> None:
         if self.checkpoint_steps is not None and self.checkpoint_steps < 1:
             raise ValueError(f"checkpoint_steps must be at least 1, got {self.checkpoint_steps}")
-        if self.checkpoint_minutes is not None and self.checkpoint_minutes <= 0:
-            raise ValueError(f"checkpoint_minutes must be positive, got {self.checkpoint_minutes}")
+        if self.checkpoint_minutes < 0:
+            raise ValueError(f"checkpoint_minutes must not be negative, got {self.checkpoint_minutes}")
         if self.keep < 1:
             raise ValueError(f"keep must be at least 1, got {self.keep}")
         if self.on_checkpoint_error not in ("continue", "stop"):
@@ -102,14 +104,15 @@ class CheckpointFolder:
             aside.mkdir(parents=True)
             with _as_one_process():
                 save(dict(tensors), storage_writer=FileSystemWriter(aside, sync_files=True), no_dist=True)
-            sizes = {entry.name: entry.stat().st_size for entry in sorted(aside.iterdir())}
-            _write(aside / MANIFEST, json.dumps({"format": FORMAT, **manifest, "files": sizes}, indent=1))
+            files = {entry.name: [entry.stat().st_size, _checksum(entry)] for entry in sorted(aside.iterdir())}
+            _write(aside / MANIFEST, json.dumps({"format": FORMAT, **manifest, "files": files}, indent=1))
             self._put(aside, self.path(step))
+            self._drop_after(step)
             for old in self.steps()[: -self.keep]:
                 self._drop(self.path(old))
         except (OSError, CheckpointException) as error:
             raise self._failure(step, needed, error) from error
-        return sum(sizes.values())
+        return sum(size for size, _ in files.values())
 
     def mark_best(self, step: int) -> None:
         """Keep the checkpoint of this step as the best one, whatever becomes of the newest ones.
@@ -131,8 +134,15 @@ class CheckpointFolder:
                 if old != step:
                     self._drop(self.folder / f"best-{old}")
         except OSError as error:
-            needed = sum(entry.stat().st_size for entry in source.iterdir())
+            needed = sum(entry.stat().st_size for entry in source.iterdir()) if source.is_dir() else 0
             raise self._failure(step, needed, error) from error
+
+    def _drop_after(self, step: int) -> None:
+        """Remove later checkpoints: the run has gone back behind them, and now goes another way."""
+        for kind in ("step", "best"):
+            for later in self._numbers(kind):
+                if later > step:
+                    self._drop(self.folder / f"{kind}-{later}")
 
     def _numbers(self, kind: str) -> list[int]:
         if not self.folder.is_dir():
@@ -165,6 +175,8 @@ class CheckpointFolder:
         cause = error
         if isinstance(error, CheckpointException):
             cause = next((failure[0] for failure in error.failures.values()), error)
+            if not isinstance(cause, Exception):  # somebody wants the process to end
+                raise cause
             if not isinstance(cause, OSError | RuntimeError):
                 raise error
         free = _free_bytes(self.folder)
@@ -197,13 +209,15 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
             f"{path} has checkpoint format {found}, this version of tritonemb reads format {FORMAT}; it was written by "
             f"tritonemb {manifest.get('versions', {}).get('tritonemb', 'of an unknown version')}"
         )
-    for name, size in files.items():
+    for name, (size, checksum) in files.items():
         there = (path / name).stat().st_size if (path / name).is_file() else None
         if there != size:
             raise ValueError(
                 f"{path} is damaged: {name} has {'vanished' if there is None else f'{there:,} bytes'} "
                 f"instead of {size:,} bytes; use another checkpoint"
             )
+        if _checksum(path / name) != checksum:
+            raise ValueError(f"{path} is damaged: {name} does not have the checksum that was written; use another one")
     assert isinstance(manifest, dict)
     return manifest
 
@@ -252,6 +266,15 @@ def _as_one_process() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         yield
+
+
+def _checksum(path: Path) -> int:
+    """CRC-32 of a file."""
+    found = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            found = zlib.crc32(block, found)
+    return found
 
 
 def _write(path: Path, text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tritonemb.nn.doctor import TOLERANCE, check_step, serving
+from tritonemb.training.devices import check_device
 from tritonemb.training.versions import versions
 
 
@@ -17,7 +18,7 @@ def examine(device: str | None = None) -> tuple[str, bool]:
     Raises:
         ValueError: there is no such device.
     """
-    devices = [_device(device)] if device is not None else _devices()
+    devices = [check_device(device)] if device is not None else _devices()
     lines = ["versions", *_columns(list(versions().items()))]
     healthy = True
     for each in devices:
@@ -41,15 +42,6 @@ def _verdict(device: torch.device) -> tuple[str, bool]:
     if difference <= TOLERANCE:
         return f"a training step agrees with the reference (largest difference {difference:.1e})", True
     return f"a training step is WRONG: it differs from the reference by {difference:.1e}", False
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
-    return device
 
 
 def _devices() -> list[torch.device]:

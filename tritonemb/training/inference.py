@@ -47,7 +47,7 @@ def predict(
     try:
         for batch in batches:
             there = batch.to(device, non_blocking=True)
-            logits.append(logits_of(forward or model, there, precision, device))
+            logits.append(logits_of(model if forward is None else forward, there, precision, device))
             labels.append(batch.labels)
         check_errors(device)
     finally:

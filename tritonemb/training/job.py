@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -13,10 +14,12 @@ from torch import nn
 
 from tritonemb.data import open_dataset
 from tritonemb.data.source import Data, Feature, tables_of
+from tritonemb.files import write_whole
 from tritonemb.nn import DLRM, DCNv2
 from tritonemb.optim import OPTIMIZERS, Optimizer
-from tritonemb.training.callbacks import Callback
+from tritonemb.training.callbacks import Callback, FitStart
 from tritonemb.training.config import TrainConfig
+from tritonemb.training.devices import check_device
 from tritonemb.training.loop import FitResult
 from tritonemb.training.run_folder import RunFolder
 from tritonemb.training.toml import to_plain, to_toml
@@ -45,6 +48,7 @@ def train(
         if config.threads < 1:
             raise ValueError(f"threads must be at least 1, got {config.threads}")
         torch.set_num_threads(config.threads)
+    check_device(config.device)
     data = open_dataset(config.data, config.path, log=config.read, seed=config.seed, say=_say if verbose else None)
     folder = RunFolder(run_path(config, data, resume), config.checkpoint.keep)
     torch.manual_seed(config.seed)
@@ -67,14 +71,12 @@ def train(
         patience=config.evaluation.patience,
         folder=folder.path,
         checkpoints=config.checkpoint,
-        callbacks=[*_watchers(config, folder), *callbacks],
+        callbacks=[SavedConfig(folder.config, config), *_watchers(config, folder), *callbacks],
         config=to_plain(config) | {"features": features_to_plain(data.features), "num_dense": data.num_dense},
         verbose=verbose,
     )
     if resume is not None:
-        trainer.resume(resume)
-    folder.path.mkdir(parents=True, exist_ok=True)
-    folder.config.write_text(to_toml(config))
+        trainer.resume(resume if resume == "auto" else newest(Path(resume)))
     return trainer.fit(test="test" in data.splits())
 
 
@@ -104,12 +106,29 @@ def run_path(config: TrainConfig, data: Data, resume: str | None) -> Path:
         return config.output.out
     name = Path(data.name).name
     if resume == "auto":
-        runs = [path for path in RUNS.glob(f"{name}-*") if RunFolder(path).checkpoints.latest() is not None]
+        started = re.compile(re.escape(name) + r"-\d{8}-\d{6}")
+        folders = [path for path in RUNS.iterdir() if started.fullmatch(path.name)] if RUNS.is_dir() else []
+        runs = [path for path in folders if RunFolder(path).checkpoints.latest() is not None]
         if runs:
             return max(runs, key=lambda path: path.stat().st_mtime)
     elif resume is not None:
-        return Path(resume).resolve().parents[1]
+        return newest(Path(resume)).resolve().parents[1]
     return RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def newest(path: Path) -> Path:
+    """The newest checkpoint of a run's folder, or the path itself."""
+    return RunFolder(path).checkpoints.latest() or path
+
+
+class SavedConfig(Callback):
+    """Writes the effective configuration, once the folder is this run's."""
+
+    def __init__(self, path: Path, config: TrainConfig) -> None:
+        self._path, self._config = path, config
+
+    def on_start(self, start: FitStart) -> None:
+        write_whole(self._path, to_toml(self._config))
 
 
 def features_to_plain(features: Sequence[Feature]) -> list[dict[str, Any]]:

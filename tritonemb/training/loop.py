@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tritonemb.data.batch import Batch
-from tritonemb.data.source import Position, Stream
+from tritonemb.data.source import Position, Split, Stream
 from tritonemb.nn.errors import check_errors
-from tritonemb.training.callbacks import Callback, Evaluation, FitEnd, FitStart, Log, StepEnd
+from tritonemb.training.callbacks import Evaluation, FitEnd, FitStart, Log, StepEnd
 from tritonemb.training.checkpoint import CheckpointError
 from tritonemb.training.clock import Clock, memory_bytes
-from tritonemb.training.metrics import Metrics
+from tritonemb.training.metrics import Metrics, UndefinedMetricsError
 from tritonemb.training.signals import Interrupted, StopRequest
 from tritonemb.training.versions import versions
+from tritonemb.training.watchers import Watchers
 
 if TYPE_CHECKING:
     from tritonemb.training.trainer import Trainer
@@ -52,33 +52,29 @@ class Loop:
     it is decided when the step's checkpoint is written, and a run resumed from there says the rest, and says it once.
     """
 
-    def __init__(self, trainer: Trainer, watchers: Sequence[Callback], request: StopRequest) -> None:
+    def __init__(self, trainer: Trainer, watchers: Watchers, request: StopRequest) -> None:
         self.trainer = trainer
         self.watchers = watchers
         self.request = request
         self.progress = trainer.progress
         self.clock = Clock(self.progress.seconds)
         self._saved_at, self._saved_step = time.monotonic(), self.progress.step
-        self._evaluated_step = -1
+        self._said_skipped: dict[str, int] = {}
         self._watched = bool(watchers) or trainer.patience is not None
 
     def run(self, test: bool) -> FitResult:
         """Train to the end, tell those who watch, and return what was done."""
         trainer, before, end = self.trainer, self.progress.samples, None
-        self._start()
         try:
+            self._start()
             reason = self._train()
-            metrics = None
-            if test and reason in ("finished", "early stop"):
-                with self.clock.pause():
-                    metrics = trainer.evaluate("test")
+            metrics = self._metrics("test") if test and reason in ("finished", "early stop") else None
             speed, seconds = self.clock.samples_per_second, self.clock.seconds
             progress = self.progress
             end = FitEnd(reason, progress.step, progress.samples, seconds, speed, metrics, trainer.data.best_auc)
         finally:
-            for watcher in self.watchers:
-                watcher.on_end(end)
-        if self.request.signum is not None and reason == self.request.name:
+            self.watchers.on_end(end)
+        if self.request.signum is not None:
             raise Interrupted(self.request.signum)
         samples = progress.samples - before
         return FitResult(tuple(progress.losses), samples, seconds, speed, reason, progress.step, metrics)
@@ -99,14 +95,15 @@ class Loop:
             config=trainer.config,
             versions=versions(trainer.device),
         )
-        for watcher in self.watchers:
-            watcher.on_start(start)
+        self.watchers.on_start(start)
 
     def _train(self) -> str:
         """Why it ended: "finished", "early stop", or the name of a signal."""
         while not self.progress.ended and not self._over():
             self._epoch()
             if self.request.signum is not None and not self.progress.ended:
+                if self.trainer.folder is not None and self._saved_step != self.progress.step:
+                    self._checkpoint()  # the signal came too late for that of the step
                 return self.request.name
         return self.progress.ended or "finished"
 
@@ -132,19 +129,18 @@ class Loop:
                 self._end_epoch()
             while batches:
                 samples = trainer.step(batches)
-                batches, after = self._pull(stream)
-                self.clock.step(samples)
                 progress.step += 1
                 progress.samples += samples
                 progress.epoch_samples += samples
                 progress.logged_samples += samples
-                progress.position, position = position, after
-                epoch = progress.epoch
+                progress.position, epoch = position, progress.epoch
+                self.watchers.on_step(StepEnd(progress.step, epoch, progress.samples))
+                batches, position = self._pull(stream)
+                self.clock.step(samples)
                 if not batches:
                     self._end_epoch()
-                    self._report_skipped(stream)
-                for watcher in self.watchers:
-                    watcher.on_step(StepEnd(progress.step, epoch, progress.samples))
+                if not batches or self._over() or self.request.signum is not None:
+                    self._say_skipped(stream.report.skipped, f"train {epoch}", str(stream.report))
                 self._due_after_step(epoch, last=not batches)
                 if progress.ended or self._over() or self.request.signum is not None:
                     return
@@ -194,25 +190,36 @@ class Loop:
             progress.step, epoch, progress.samples, loss, dense_lr, table_lr, speed, wait,
             memory_bytes(trainer.device), self.clock.seconds,
         )  # fmt: skip
-        for watcher in self.watchers:
-            watcher.on_log(log)
+        self.watchers.on_log(log)
 
     def _evaluate(self, epoch: int) -> None:
         trainer, progress = self.trainer, self.progress
         if "validation" not in trainer.data.splits():
             return
-        with self.clock.pause():
-            metrics = trainer.evaluate("validation")
+        metrics = self._metrics("validation")
+        if metrics is None:
+            return
         best = progress.best is None or _better(metrics, trainer.monitor, progress.best)
         if best:
             progress.best, progress.best_step = getattr(metrics, trainer.monitor), progress.step
             progress.evaluations_since_best = 0
         else:
             progress.evaluations_since_best += 1
-        for watcher in self.watchers:
-            watcher.on_evaluation(Evaluation(progress.step, epoch, "validation", metrics, best))
+        self.watchers.on_evaluation(Evaluation(progress.step, epoch, "validation", metrics, best))
         if trainer.patience is not None and progress.evaluations_since_best >= trainer.patience:
             progress.ended = "early stop"
+
+    def _metrics(self, split: Split) -> Metrics | None:
+        """Those of a split; None, and a message, where its labels define none."""
+        try:
+            with self.clock.pause():
+                metrics = self.trainer.evaluate(split)
+        except UndefinedMetricsError as error:
+            self.watchers.on_message(f"the {split} rows are not evaluated: {error}")
+            return None
+        skipped = f"{split}: {metrics.num_samples:,} rows were read, {metrics.num_skipped:,} bad ones left out"
+        self._say_skipped(metrics.num_skipped, split, skipped)
+        return metrics
 
     def _checkpoint_due(self) -> bool:
         options, progress = self.trainer.checkpoints, self.progress
@@ -221,7 +228,7 @@ class Loop:
         if options.checkpoint_steps is not None and progress.step % options.checkpoint_steps == 0:
             return True
         minutes = options.checkpoint_minutes
-        return minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
+        return minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
 
     def _is_best(self) -> bool:
         return self.progress.best is not None and self.progress.best_step == self.progress.step
@@ -239,18 +246,16 @@ class Loop:
         except CheckpointError as error:
             if trainer.checkpoints.on_checkpoint_error == "stop":
                 raise
-            self._say(f"{error}. Training goes on")
+            self.watchers.on_message(f"{error}. Training goes on")
             return
-        for watcher in self.watchers:
-            watcher.on_checkpoint(saved)
+        self._saved_step = self.progress.step
+        self.watchers.on_checkpoint(saved)
 
-    def _report_skipped(self, stream: Stream) -> None:
-        if stream.report.skipped:
-            self._say(str(stream.report))
-
-    def _say(self, text: str) -> None:
-        for watcher in self.watchers:
-            watcher.on_message(text)
+    def _say_skipped(self, skipped: int, what: str, text: str) -> None:
+        """Say how many rows were left out, once for each number."""
+        if skipped and self._said_skipped.get(what) != skipped:
+            self._said_skipped[what] = skipped
+            self.watchers.on_message(text)
 
     def _refuse_nonfinite(self, loss: float, epoch: int) -> None:
         if not math.isfinite(loss):

@@ -10,6 +10,10 @@ from torch.nn import functional as F
 from tritonemb.extras import require
 
 
+class UndefinedMetricsError(ValueError):
+    """The rows have labels of one kind only, so that neither AUC nor normalized entropy is defined."""
+
+
 @dataclass(frozen=True)
 class Metrics:
     """Quality on some rows.
@@ -21,6 +25,7 @@ class Metrics:
             (He et al., ADKDD 2014).
         num_samples: rows evaluated.
         samples_per_second: speed of the evaluation, metrics not included; 0 where nothing was timed.
+        num_skipped: bad rows that were left out.
     """
 
     auc: float
@@ -28,6 +33,7 @@ class Metrics:
     normalized_entropy: float
     num_samples: int
     samples_per_second: float = 0.0
+    num_skipped: int = 0
 
 
 def binary_metrics(logits: Tensor, labels: Tensor, seconds: float | None = None) -> Metrics:
@@ -43,7 +49,9 @@ def binary_metrics(logits: Tensor, labels: Tensor, seconds: float | None = None)
         raise ValueError(f"{int(logits.isnan().sum())} of {logits.numel()} logits are NaN: training has diverged")
     base_rate = labels.mean()
     if not 0 < float(base_rate) < 1:
-        raise ValueError(f"all {labels.numel()} labels are the same, so neither AUC nor normalized entropy is defined")
+        raise UndefinedMetricsError(
+            f"all {labels.numel()} labels are the same, so neither AUC nor normalized entropy is defined"
+        )
     binary_auroc = require("torchmetrics.functional.classification").binary_auroc
     log_loss = float(F.binary_cross_entropy_with_logits(logits, labels))
     base_loss = float(F.binary_cross_entropy(base_rate, base_rate))

@@ -17,6 +17,7 @@ from tritonemb.files import written_aside
 from tritonemb.training import inference
 from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, read_manifest
 from tritonemb.training.config import TrainConfig
+from tritonemb.training.devices import check_device
 from tritonemb.training.job import build_model, features_from_plain
 from tritonemb.training.state import model_tensors
 from tritonemb.training.toml import from_plain
@@ -60,9 +61,13 @@ def predict(options: PredictOptions) -> str:
     """
     path = find_checkpoint(options.checkpoint)
     manifest = read_manifest(path)
+    if "features" not in manifest["config"]:
+        raise ValueError(f"{path} was not written by tritonemb train, so nobody knows how to build its model")
+    check_device(options.device)
     config = from_plain(_without_features(manifest["config"]), TrainConfig(), str(path))
     features = features_from_plain(manifest["config"]["features"])
-    data = open_for_scoring(options.data, config.read, features)
+    # A row that is left out would give all later ones another row's score.
+    data = open_for_scoring(options.data, replace(config.read, on_bad_row="raise"), features)
     config = replace(config, device=options.device)
     model = build_model(config, features, manifest["config"]["num_dense"])
     load_tensors(path, model_tensors(model), ignore=TRAINING_ONLY)

@@ -45,13 +45,15 @@ def stop_requests() -> Iterator[StopRequest]:
         yield request
         return
     before = {number: signal.getsignal(number) for number in SIGNALS}
+    # Whoever started this process may have it ignore a signal: then it goes on doing so.
+    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
 
     def note(signum: int, frame: FrameType | None) -> None:
         request.signum = signum
         for number, handler in before.items():
             signal.signal(number, handler)
 
-    for number in SIGNALS:
+    for number in before:
         signal.signal(number, note)
     try:
         yield request

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+PLAIN = (int, float, str, bool, type(None))
+
 
 @dataclass
 class Progress:
@@ -77,6 +79,35 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None)
     return found
 
 
+def optimizer_plain(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Any]]:
+    """What the optimizer keeps of each parameter that is no tensor, by the parameter's name.
+
+    Raises:
+        TypeError: for a value that JSON does not know.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name, parameter in _parameters_of(model, optimizer):
+        for key, value in optimizer.state.get(parameter, {}).items() if optimizer is not None else ():
+            if isinstance(value, Tensor):
+                continue
+            if not isinstance(value, PLAIN):
+                raise TypeError(
+                    f"{type(optimizer).__name__} keeps {key!r} of type {type(value).__name__} for {name}; checkpoints "
+                    "hold tensors and plain values only"
+                )
+            found.setdefault(name, {})[key] = value
+    return found
+
+
+def group_options(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
+    """The plain options of the parameter groups, learning rates among them."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return [
+        {name: value for name, value in group.items() if name != "params" and isinstance(value, PLAIN)}
+        for group in groups
+    ]
+
+
 def optimizer_templates(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, stored: Mapping[str, TensorStorageMetadata]
 ) -> dict[str, Tensor]:
@@ -89,8 +120,13 @@ def optimizer_templates(
     }
 
 
-def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Give the optimizer the states that `optimizer_tensors` took out of one like it."""
+def load_optimizer_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tensors: Mapping[str, Tensor],
+    plain: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Give the optimizer what `optimizer_tensors` and `optimizer_plain` took out of one like it."""
     names = {id(parameter): name for name, parameter in _parameters_of(model, optimizer)}
     packed = optimizer.state_dict()
     numbers = [number for group in packed["param_groups"] for number in group["params"]]
@@ -98,7 +134,8 @@ def load_optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer, t
     packed["state"] = {}
     for number, parameter in zip(numbers, parameters, strict=True):
         prefix = f"optimizer.{names[id(parameter)]}."
-        state = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+        state: dict[str, Any] = dict(plain.get(names[id(parameter)], {}))
+        state |= {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
         if state:
             packed["state"][number] = state
     optimizer.load_state_dict(packed)

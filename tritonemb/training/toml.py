@@ -17,7 +17,7 @@ Config = TypeVar("Config")
 def to_plain(config: Any) -> dict[str, Any]:
     """A dataclass as nested dicts of what TOML and JSON know; fields that are None are left out."""
     return {
-        field.name: _plain(value)
+        field.name: plain(value)
         for field in dataclasses.fields(config)
         if (value := getattr(config, field.name)) is not None
     }
@@ -63,15 +63,16 @@ def from_plain(values: dict[str, Any], base: Config, where: str) -> Config:
     return _merged(values, base, where, "")
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A value as nested lists and dicts of what TOML and JSON know."""
     if dataclasses.is_dataclass(value):
         return to_plain(value)
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, tuple | list):
-        return [_plain(part) for part in value]
+        return [plain(part) for part in value]
     if isinstance(value, dict):
-        return {str(key): _plain(part) for key, part in value.items()}
+        return {str(key): plain(part) for key, part in value.items()}
     return value
 
 
@@ -145,6 +146,8 @@ def _words(hint: Any) -> str:
             words.append("one of " + ", ".join(repr(value) for value in get_args(choice)))
         elif origin is tuple:
             words.append("a list of " + _words(get_args(choice)[0]))
+        elif dataclasses.is_dataclass(choice):
+            words.append("a section")
         elif choice is not type(None):
             words.append(names.get(choice, str(choice)))
     return " or ".join(words)

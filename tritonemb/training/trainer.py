@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -27,10 +29,12 @@ from tritonemb.training.precision import LossScale, Precision, autocast
 from tritonemb.training.run_folder import RunFolder
 from tritonemb.training.schedule import Schedule
 from tritonemb.training.signals import StopRequest, stop_requests
+from tritonemb.training.toml import plain
 from tritonemb.training.versions import versions
 from tritonemb.training.watch.display import make_display
 from tritonemb.training.watch.report import Report
 from tritonemb.training.watch.run_log import RunLog
+from tritonemb.training.watchers import Watchers
 
 Monitor = Literal["auc", "log_loss", "normalized_entropy"]
 
@@ -138,6 +142,7 @@ class Trainer:
         schedules = (dense_schedule or Schedule(), table_schedule or Schedule())
         self._schedules = tuple(schedule.within(self.total_steps) for schedule in schedules)
         self._base_rates = [float(group["lr"]) for group, _ in self._rates()]
+        self._base_options = state.group_options(self.dense_optimizer)
         self._loss_scale = LossScale()
         self._fitted = False
         self._forward: Callable[..., Any] = torch.compile(self.model) if compile else self.model
@@ -180,8 +185,11 @@ class Trainer:
             if self.folder is not None:
                 stack.enter_context(self.folder.lock())
                 self._refuse_another_run(self.folder)
+                self._mark_best_again(self.folder)
+                json.dumps(self._manifest())  # what cannot be saved is refused before training
+                self._tensors()
                 request = stack.enter_context(stop_requests())
-            result = Loop(self, self._watchers(), request).run(test)
+            result = Loop(self, Watchers(self._watchers()), request).run(test)
         self._fitted = True
         return result
 
@@ -210,7 +218,9 @@ class Trainer:
         start = time.perf_counter()
         with self.data.open(split, self.batch_size, pin_memory=self.device.type == "cuda") as stream:
             logits, labels = predict(self.model, stream, self.device, self.precision, self._forward)
-        return binary_metrics(logits, labels, time.perf_counter() - start)
+            skipped = stream.report.skipped
+        metrics = binary_metrics(logits, labels, time.perf_counter() - start)
+        return replace(metrics, num_skipped=skipped)
 
     def save(self) -> CheckpointSaved:
         """Write a checkpoint of this moment into the folder.
@@ -231,7 +241,8 @@ class Trainer:
         """Go on from a checkpoint: model, optimizers, schedules, position in the data and generators.
 
         Args:
-            checkpoint: a checkpoint's folder, or "auto" for the newest one in the trainer's folder.
+            checkpoint: a checkpoint's folder, or "auto" for the newest one in the trainer's folder. Later checkpoints
+                than the one that is named go away when the next one is written.
 
         Returns:
             the checkpoint, or None if "auto" found none.
@@ -250,18 +261,31 @@ class Trainer:
             path = found
         manifest = read_manifest(path)
         self._check_same_run(path, manifest["run"])
+        try:
+            progress = state.Progress.from_json(manifest["progress"])
+            plain, options = manifest["optimizer"], manifest["options"]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path / 'trainer.json'} is damaged ({error!r}); use another checkpoint") from error
+        if self.folder is not None and self.folder.checkpoints.latest() is not None:
+            own = self.folder.checkpoints.folder.resolve()
+            if path.resolve().parent != own:
+                raise ValueError(f"{self.folder.path} holds another run than {path}; choose another folder")
         tensors = self._tensors(optimizer=False)
         tensors |= state.optimizer_templates(self.model, self.dense_optimizer, stored_tensors(path))
         random = {name: tensors[name] for name in tensors if name.startswith("rng.")}
         load_tensors(path, tensors, ignore=("rng.cuda",))
         if self.dense_optimizer is not None:
-            state.load_optimizer_tensors(self.model, self.dense_optimizer, tensors)
+            state.load_optimizer_state(self.model, self.dense_optimizer, tensors, plain)
         state.set_rng_tensors(random, self.device)
         state.set_rng_plain(manifest["rng"])
-        self.progress = state.Progress.from_json(manifest["progress"])
+        self.progress = progress
         if not self._has_lost_patience():  # a run that was finished may have more to do now
             self.progress.ended = ""
         self._loss_scale.load_state_dict(manifest["loss_scale"])
+        # What was changed while training is taken over; what the user has changed since is not taken back.
+        if manifest["base_options"] == self._base_options:
+            for group, saved in zip(_groups(self.dense_optimizer), options, strict=True):
+                group.update(saved)
         if manifest["base_rates"] == self._base_rates:
             for (group, _), rate in zip(self._rates(), manifest["rates"], strict=True):
                 group["lr"] = rate
@@ -346,6 +370,14 @@ class Trainer:
                 f"{folder.path} holds a run with {newest.name}; resume it (--resume auto) or choose another folder"
             )
 
+    def _mark_best_again(self, folder: RunFolder) -> None:
+        """A process may have been killed after it had written its best checkpoint, before that was marked."""
+        step = self.progress.best_step
+        best = folder.checkpoints.best()
+        marked = best is not None and best.name == f"best-{step}"
+        if self.progress.best is not None and not marked and folder.checkpoints.path(step).is_dir():
+            folder.checkpoints.mark_best(step)
+
     def _tensors(self, optimizer: bool = True) -> dict[str, Tensor]:
         own = state.optimizer_tensors(self.model, self.dense_optimizer) if optimizer else {}
         return {
@@ -362,9 +394,12 @@ class Trainer:
             "progress": self.progress.to_json(),
             "base_rates": self._base_rates,
             "rates": [float(group["lr"]) for group, _ in self._rates()],
+            "base_options": self._base_options,
+            "options": state.group_options(self.dense_optimizer),
+            "optimizer": state.optimizer_plain(self.model, self.dense_optimizer),
             "loss_scale": self._loss_scale.state_dict(),
             "rng": state.rng_plain(),
-            "config": self.config,
+            "config": plain(self.config),
         }
 
     def _run(self) -> dict[str, Any]:

@@ -21,6 +21,8 @@ class Lines(Callback):
         stream: flushed after every line.
     """
 
+    essential = False
+
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._start = FitStart()

@@ -60,6 +60,8 @@ class LiveView(Callback):
         clock: seconds, for tests.
     """
 
+    essential = False
+
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.perf_counter) -> None:
         self._stream, self._clock = stream, clock
         self._console = Console(file=stream, highlight=False, force_terminal=True, force_jupyter=False)

@@ -26,6 +26,8 @@ class Report(Callback):
         log_path: of the run log.
     """
 
+    essential = False
+
     def __init__(self, path: Path | str, log_path: Path | str) -> None:
         self._path, self._log_path = Path(path), Path(log_path)
 

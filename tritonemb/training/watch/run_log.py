@@ -11,12 +11,14 @@ from __future__ import annotations
 import json
 import math
 import numbers
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from datetime import UTC, datetime
+from io import FileIO
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from tritonemb.files import write_whole
 from tritonemb.training.callbacks import Callback, CheckpointSaved, Evaluation, FitEnd, FitStart, Log, StepEnd
@@ -25,7 +27,7 @@ NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class RunLog(Callback):
-    """Writes a run log. Every line is flushed, so a killed process loses at most the line that it was writing.
+    """Writes a run log. Every line is written at once, so a killed process loses at most the one that it was writing.
 
     Args:
         path: of the file; its folder is made.
@@ -37,13 +39,16 @@ class RunLog(Callback):
         ValueError: from `on_start`, the log of the run that goes on is damaged.
     """
 
+    essential = False
+
     def __init__(self, path: Path | str, resume_at_step: int | None = None) -> None:
         self._path = Path(path)
         if resume_at_step is None and self._path.exists():
             raise FileExistsError(f"{path} is the log of another run; give resume_at_step to go on with that run")
         self._resume_at_step = resume_at_step
         self._step = 0
-        self._file: TextIO | None = None
+        self._file: FileIO | None = None
+        self._pending: list[bytes] = []  # lines that have not been written yet: there was no room
 
     def on_start(self, start: FitStart) -> None:
         self._step = start.first_step
@@ -51,7 +56,7 @@ class RunLog(Callback):
         if self._resume_at_step is not None and self._path.exists():
             cut_after(self._path, self._resume_at_step)
         self._resume_at_step = None  # a second fit in this process only adds to the log
-        self._file = self._path.open("a", encoding="utf-8", newline="\n")
+        self._file = FileIO(self._path, "ab")
         self._write("start", _fields(start) | {"time": _now()})
 
     def on_step(self, step: StepEnd) -> None:
@@ -70,20 +75,36 @@ class RunLog(Callback):
         self._write("message", {"step": self._step, "text": text})
 
     def on_end(self, end: FitEnd | None) -> None:
-        if end is None:
-            error = sys.exception()
-            text = None if error is None else f"{type(error).__name__}: {error}"
-            self._write("end", {"reason": "failed", "step": self._step, "error": text, "time": _now()})
-        else:
-            self._write("end", _fields(end) | {"time": _now()})
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        try:
+            if end is None:
+                error = sys.exception()
+                text = None if error is None else f"{type(error).__name__}: {error}"
+                self._write("end", {"reason": "failed", "step": self._step, "error": text, "time": _now()})
+            else:
+                self._write("end", _fields(end) | {"time": _now()})
+        finally:
+            if self._file is not None:
+                self._file.close()
+            self._file, self._pending = None, []
 
     def _write(self, event: str, values: Mapping[str, Any]) -> None:
-        if self._file is not None:
-            self._file.write(_line({"event": event, **values}))
-            self._file.flush()
+        if self._file is None:
+            return
+        self._pending.append(_line({"event": event, **values}).encode())
+        while self._pending:
+            size = self._file.seek(0, os.SEEK_END)
+            try:
+                _write_all(self._file, self._pending[0])
+            except OSError:
+                self._file.truncate(size)  # no half lines: what is left out now is written with the next event
+                raise
+            del self._pending[0]
+
+
+def _write_all(file: FileIO, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) :]
 
 
 def read_run_log(path: Path | str) -> list[dict[str, Any]]:

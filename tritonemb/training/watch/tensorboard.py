@@ -24,6 +24,8 @@ class TensorBoard(Callback):
         MissingExtraError: tensorboard is not installed.
     """
 
+    essential = False
+
     def __init__(self, folder: Path | str) -> None:
         require("tensorboard", "tensorboard")
         from torch.utils.tensorboard import SummaryWriter

@@ -1,0 +1,318 @@
+"""What goes wrong around training, and what becomes of it."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+
+import pytest
+import torch
+
+pytest.importorskip("torchmetrics")
+pytest.importorskip("psutil")
+pytest.importorskip("rich")
+
+import tritonemb as te
+from tests.helpers import assert_same_bits
+from tritonemb.data import Dataset, make_synthetic
+from tritonemb.training import Callback, CheckpointError, CheckpointOptions, Interrupted
+from tritonemb.training.checkpoint import CheckpointFolder, read_manifest
+from tritonemb.training.watch.display import make_display
+from tritonemb.training.watch.run_log import RunLog, read_run_log
+from tritonemb.training.watchers import Watchers
+
+
+@pytest.fixture(scope="module")
+def data() -> Dataset:
+    made = make_synthetic(num_train=600, num_test=400, seed=0)
+    return Dataset("planted", made.features, made.train, made.test, validation=made.test.slice(0, 200))
+
+
+def make_trainer(data, folder=None, **options) -> te.Trainer:
+    torch.manual_seed(0)
+    model = te.nn.DLRM(
+        data.tables(4), data.num_dense, bottom_mlp=(4,), top_mlp=(4,), optimizer=te.optim.RowWiseAdagrad(lr=0.05)
+    )
+    settings = {"batch_size": 50, "epochs": 2, "verbose": False, "log_every": 4} | options
+    return te.Trainer(model, data, folder=folder, **settings)
+
+
+def checkpoints(folder) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+class Messages(Callback):
+    def __init__(self) -> None:
+        self.found: list[str] = []
+
+    def on_message(self, text):
+        self.found.append(text)
+
+
+def test_a_compiled_model_is_evaluated_while_it_trains(data, tmp_path):
+    trainer = make_trainer(data, tmp_path / "run", epochs=1, compile=True, evaluate_every=6)
+    assert trainer.fit(test=True).test.num_samples == 400
+    assert trainer.progress.best is not None
+
+
+def test_going_back_to_an_earlier_checkpoint_takes_the_later_ones_away(data, tmp_path):
+    every = CheckpointOptions(checkpoint_steps=4, keep=9)
+    make_trainer(data, tmp_path / "run", checkpoints=every, evaluate_every=4).fit()
+    names = [f"step-{step}" for step in (4, 8, 12, 16, 20, 24)]
+    assert set(names) < set(checkpoints(tmp_path / "run"))
+    few = CheckpointOptions(checkpoint_steps=2, keep=2)
+    trainer = make_trainer(data, tmp_path / "run", checkpoints=few, evaluate_every=4, epochs=1)
+    trainer.resume(tmp_path / "run" / "checkpoints" / "step-8")
+    trainer.fit()
+    left = checkpoints(tmp_path / "run")
+    assert [name for name in left if name.startswith("step")] == ["step-10", "step-12"]
+    (best,) = [name for name in left if name.startswith("best")]
+    assert best == f"best-{trainer.progress.best_step}"
+
+
+def test_a_checkpoint_of_another_folder_is_not_mixed_into_a_run(data, tmp_path):
+    make_trainer(data, tmp_path / "a", epochs=1).fit()
+    make_trainer(data, tmp_path / "b", epochs=1).fit()
+    trainer = make_trainer(data, tmp_path / "b")
+    with pytest.raises(ValueError, match=r"b holds another run than .*step-12; choose another folder"):
+        trainer.resume(tmp_path / "a" / "checkpoints" / "step-12")
+    fresh = make_trainer(data, tmp_path / "c")
+    fresh.resume(tmp_path / "a" / "checkpoints" / "step-12")
+    assert fresh.fit().steps == 24
+
+
+def test_a_best_checkpoint_that_was_not_marked_any_more_is_marked_on_resume(data, tmp_path):
+    make_trainer(data, tmp_path / "run", epochs=1, evaluate_every=12).fit()
+    assert checkpoints(tmp_path / "run") == ["best-12", "step-12"]
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "best-12")  # as if killed right before
+    trainer = make_trainer(data, tmp_path / "run", epochs=1, evaluate_every=12)
+    trainer.resume()
+    trainer.fit()
+    assert checkpoints(tmp_path / "run") == ["best-12", "step-12"]
+
+
+def test_a_flipped_bit_is_found(data, tmp_path):
+    make_trainer(data, tmp_path / "run", epochs=1).fit()
+    (file,) = (tmp_path / "run" / "checkpoints" / "step-12").glob("*.distcp")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(bytes(content))
+    with pytest.raises(ValueError, match="does not have the checksum that was written; use another one"):
+        make_trainer(data, tmp_path / "run").resume()
+
+
+def test_a_damaged_manifest_changes_nothing(data, tmp_path):
+    make_trainer(data, tmp_path / "run", epochs=1).fit()
+    path = tmp_path / "run" / "checkpoints" / "step-12" / "trainer.json"
+    manifest = json.loads(path.read_text())
+    manifest["progress"]["unknown"] = 1
+    path.write_text(json.dumps(manifest))
+    trainer = make_trainer(data, tmp_path / "run")
+    before = {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+    with pytest.raises(ValueError, match=r"trainer\.json is damaged .*unknown"):
+        trainer.resume()
+    assert_same_bits(dict(trainer.model.state_dict()), before)
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a plain number for each parameter, and changes an option of its group."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["momentum"] = min(group["momentum"] + 0.01, 0.9)
+            for parameter in group["params"]:
+                count = self.state[parameter].get("count", 0) + 1
+                self.state[parameter]["count"] = count
+                if parameter.grad is not None:
+                    parameter.grad.mul_(1 + 1 / count)
+        return super().step(closure)
+
+
+def test_plain_numbers_of_an_optimizer_are_saved_too(data, tmp_path):
+    options = {"dense_optimizer": Counting, "dense_lr": 0.01}
+    whole = make_trainer(data, tmp_path / "a", **options)
+    whole.fit()
+    make_trainer(data, tmp_path / "b", **options, epochs=1).fit()
+    resumed = make_trainer(data, tmp_path / "b", **options)
+    resumed.resume()
+    resumed.fit()
+    assert_same_bits(dict(resumed.model.state_dict()), dict(whole.model.state_dict()))
+    assert resumed.dense_optimizer.param_groups[0]["momentum"] == whole.dense_optimizer.param_groups[0]["momentum"]
+
+
+def test_what_cannot_be_saved_is_refused_before_training(data, tmp_path):
+    trainer = make_trainer(data, tmp_path / "run", config={"what": object()})
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        trainer.fit()
+    assert trainer.progress.step == 0
+
+
+def test_validation_rows_of_one_label_are_told_and_training_goes_on(data, tmp_path):
+    ones = data.train.labels.nonzero().squeeze(1)[:20]
+    rows = data.train.take(ones)
+    messages = Messages()
+    trainer = make_trainer(
+        Dataset("ones", data.features, data.train, data.test, validation=rows),
+        tmp_path / "run",
+        epochs=1,
+        callbacks=[messages],
+    )
+    assert trainer.fit().reason == "finished"
+    assert messages.found == [
+        "the validation rows are not evaluated: all 20 labels are the same, so neither AUC nor normalized entropy is "
+        "defined"
+    ]
+
+
+@pytest.mark.parametrize("when", ["last step", "evaluation"])
+def test_a_late_signal_is_heard_and_nothing_is_lost(data, tmp_path, when):
+    class Late(Callback):
+        def on_step(self, step):
+            if when == "last step" and step.step == 12:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def on_evaluation(self, evaluation):
+            if when == "evaluation":
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = make_trainer(data, tmp_path / "run", epochs=1, callbacks=[Late()])
+    with pytest.raises(Interrupted) as interrupted:
+        trainer.fit(test=True)
+    assert interrupted.value.exit_status == 143
+    assert "step-12" in checkpoints(tmp_path / "run")
+
+
+def test_a_signal_that_is_to_be_ignored_stays_ignored(data, tmp_path):
+    class Send(Callback):
+        def on_step(self, step):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert make_trainer(data, tmp_path / "run", epochs=1, callbacks=[Send()]).fit().steps == 12
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+class Full(io.StringIO):
+    """A stream without room, as a closed pipe or a full disk has none."""
+
+    def write(self, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_display_that_cannot_write_does_not_end_training(data, capsys):
+    trainer = make_trainer(data, epochs=1, callbacks=[make_display(Full())])
+    assert trainer.fit().steps == 12
+    notes = capsys.readouterr().err.splitlines()
+    assert notes == ["note: Lines cannot write: [Errno 28] No space left on device. Training goes on"]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 1 MB, where the tests may mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    try:
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True, check=False
+        )
+    except FileNotFoundError:
+        pytest.skip("there is no mount")
+    if done.returncode:
+        pytest.skip("a small file system cannot be mounted here")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("on_error", ["continue", "stop"])
+def test_a_disk_that_fills_up(data, small_disk, on_error, capsys):
+    class FillUp(Callback):
+        def on_step(self, step):
+            if step.step == 10:
+                with (small_disk / "filler").open("wb", buffering=0) as file:
+                    try:
+                        while file.write(b"x" * 4096):
+                            pass
+                    except OSError:
+                        pass
+            if step.step == 20:
+                (small_disk / "filler").unlink()
+
+    options = CheckpointOptions(checkpoint_steps=4, keep=2, on_checkpoint_error=on_error)
+    trainer = make_trainer(
+        data, small_disk / "run", checkpoints=options, callbacks=[FillUp()], log_every=1, verbose=False
+    )
+    if on_error == "stop":
+        with pytest.raises(CheckpointError, match=r"step 12 could not be written .* It needs [\d,]+ bytes"):
+            trainer.fit()
+        assert "step-8" in checkpoints(small_disk / "run")
+        return
+    assert trainer.fit().steps == 24
+    steps = [event["step"] for event in read_run_log(small_disk / "run" / "log.jsonl") if event["event"] == "log"]
+    assert steps == list(range(1, 25))  # what found no room was written later
+    folder = CheckpointFolder(small_disk / "run" / "checkpoints")
+    assert folder.steps()[-1] == 24
+    assert read_manifest(folder.latest())["progress"]["step"] == 24
+    assert "RunLog cannot write" in capsys.readouterr().err
+
+
+class TestWatchers:
+    def test_every_callback_that_was_started_is_told_of_the_end(self):
+        heard = []
+
+        class Named(Callback):
+            def __init__(self, name, fails=()):
+                self.name, self.fails = name, fails
+
+            def on_start(self, start):
+                heard.append(f"{self.name} start")
+                if "start" in self.fails:
+                    raise RuntimeError(f"{self.name} at the start")
+
+            def on_end(self, end):
+                heard.append(f"{self.name} end")
+                if "end" in self.fails:
+                    raise RuntimeError(f"{self.name} at the end")
+
+        watchers = Watchers([Named("a", ["end"]), Named("b"), Named("c", ["start"]), Named("d")])
+
+        def fit():
+            try:
+                watchers.on_start(None)
+            finally:
+                watchers.on_end(None)
+
+        with pytest.raises(RuntimeError, match="c at the start") as caught:
+            fit()
+        assert heard == ["a start", "b start", "c start", "a end", "b end"]
+        assert caught.value.__notes__ == ["besides, Named.on_end failed: RuntimeError('a at the end')"]
+
+    def test_the_failure_of_an_end_is_raised_where_training_went_well(self):
+        class Fails(Callback):
+            def on_end(self, end):
+                raise RuntimeError("at the end")
+
+        watchers = Watchers([Fails()])
+        watchers.on_start(None)
+        with pytest.raises(RuntimeError, match="at the end"):
+            watchers.on_end(None)
+
+    def test_an_essential_callback_ends_training_with_its_error(self):
+        class Writes(Callback):
+            def on_step(self, step):
+                raise OSError("no")
+
+        watchers = Watchers([Writes()])
+        watchers.on_start(None)
+        with pytest.raises(OSError, match="no"):
+            watchers.on_step(None)
+
+    def test_the_log_is_not_essential(self):
+        assert Callback.essential
+        assert not RunLog.essential
