@@ -133,6 +133,23 @@ def test_predict_leaves_no_row_out(log, tmp_path, capsys):
     assert not (tmp_path / "scores.csv").exists()
 
 
+def test_another_vocabulary_is_noticed(log, tmp_path, capsys):
+    vocabulary, out = tmp_path / "v.parquet", tmp_path / "run"
+    assert run("vocab", "--data", log, "--out", vocabulary, "--min-count", 2) == 0
+    options = ["--data", log, "--out", out, "--vocabulary", vocabulary, *SMALL]
+    assert run("train", *options, "--max-steps", 2) == 0
+    lines = log.read_text().splitlines()
+    lines = [line.replace("00000003", "000000aa").replace("00000004", "00000003") for line in lines]
+    (tmp_path / "other.txt").write_text("\n".join(lines) + "\n")
+    vocabulary.unlink()
+    assert run("vocab", "--data", tmp_path / "other.txt", "--out", vocabulary, "--min-count", 2) == 0
+    capsys.readouterr()
+    assert run("predict", "--checkpoint", out, "--data", log, "--out", tmp_path / "scores.csv") == 2
+    assert "would be numbered otherwise than in training" in capsys.readouterr().err
+    assert run("train", *options, "--max-steps", 4, "--resume", "auto") == 2
+    assert "is of another run: encoding was" in capsys.readouterr().err
+
+
 def test_a_refused_run_leaves_the_configuration_of_the_other_alone(log, tmp_path, capsys):
     assert run("train", "--data", log, "--out", tmp_path / "run", "--max-steps", 3, *SMALL) == 0
     before = (tmp_path / "run" / "config.toml").read_text()

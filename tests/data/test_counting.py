@@ -5,7 +5,7 @@ import pytest
 pa = pytest.importorskip("pyarrow")
 import pyarrow.parquet as parquet  # noqa: E402
 
-from tests.data.logs import line, options, rows_of, write  # noqa: E402
+from tests.data.logs import line, options, random_lines, rows_of, write  # noqa: E402
 from tritonemb.data import ClickLog, Schema, SplitRule, Vocabulary, build_vocabulary, convert  # noqa: E402
 
 SCHEMA = {"label": "click", "dense": (), "sparse": ("user", "item", "tags")}
@@ -143,3 +143,32 @@ def test_mistakes_are_named(tmp_path):
     ):
         lists(ClickLog(other, options(**SCHEMA, vocabulary=target)), "train")
     assert Schema(**SCHEMA).vocabulary is None
+
+
+def test_the_encoding_follows_what_makes_numbers_of_a_row(tmp_path):
+    path = write(tmp_path, random_lines(40))
+    vocabularies = [tmp_path / "a.parquet", tmp_path / "b.parquet", tmp_path / "c.parquet"]
+    for vocabulary, min_count in zip(vocabularies, (1, 1, 2), strict=True):
+        build_vocabulary(ClickLog(path, options()), vocabulary, min_count=min_count)
+
+    def encoding(file=path, **how):
+        return ClickLog(file, options(**how)).encoding
+
+    other = write(tmp_path, random_lines(50, seed=1), "other.txt")
+    assert encoding() == encoding(other) == encoding(split=SplitRule(), on_bad_row="skip", shuffle_rows=5, workers=1)
+    assert encoding() == encoding(sizes=("cat_1=100000",))
+    assert encoding(vocabulary=vocabularies[0]) == encoding(other, vocabulary=vocabularies[1])
+    columns = {"label": "label", "dense": ("int_1", "int_2"), "sparse": ("cat_1", "cat_2")}
+    changes = (
+        {},
+        {"log_transform": False},
+        {"log_transform": ("int_1",)},
+        {"num_embeddings": 1000},
+        {"sizes": ("cat_1=1000",)},
+        {"vocabulary": vocabularies[0]},
+        {"vocabulary": vocabularies[2]},
+        columns,
+        columns | {"dense": ("int_2", "int_1")},
+        columns | {"sparse": ("cat_2", "cat_1")},
+    )
+    assert len({encoding(**change) for change in changes}) == len(changes)

@@ -86,6 +86,27 @@ def test_a_dataset_that_does_not_fit_is_refused(changes, message):
         dataset(**changes)
 
 
+@pytest.mark.parametrize("label", [-1.0, 0.5, 2.0, float("nan")])
+@pytest.mark.parametrize("split", ["train", "test", "validation"])
+def test_labels_that_are_neither_0_nor_1_are_refused(split, label):
+    good = rows()
+    labels = good.labels.clone()
+    labels[3:] = label
+    with pytest.raises(ValueError, match=rf"'tiny', {split} rows: the label of row 3 is {label}, expected 0 or 1"):
+        dataset(**{split: Rows(good.dense, good.columns, labels)})
+
+
+def test_the_encoding_follows_names_and_sizes():
+    features = dataset().features
+    encoding = dataset().encoding
+    assert encoding == dataset(name="other", train=rows().slice(1, 4)).encoding
+    assert len(int(encoding, 16).to_bytes(32)) == 32
+    more = (features[0], Feature("many", 7, multi_hot=True))
+    named = (Feature("two", 5), features[1])
+    single = (features[0], Feature("many", 6))
+    assert len({encoding, *(dataset(features=changed).encoding for changed in (more, named, single))}) == 4
+
+
 def test_rows_of_different_lengths_are_refused():
     with pytest.raises(ValueError, match=r"same number of rows.*'labels': 4"):
         Rows(torch.zeros(5, 1), (Column(torch.arange(5)),), torch.zeros(4))

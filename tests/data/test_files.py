@@ -1,15 +1,24 @@
 import os
 import re
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("pyarrow")
 
-from tests.data.logs import line, options, rows_of, write
-from tritonemb.data import ClickLog
+from tests.data.logs import line, options, random_lines, rows_of, write
+from tritonemb.data import ClickLog, SplitRule, convert
 from tritonemb.data.logs.files import find, natural
+from tritonemb.data.logs.parquet import parquet_chunks
+from tritonemb.data.logs.text import text_chunks
 
 GOOD = line()
+
+
+def convert_to(path: Path, target: Path) -> Path:
+    target.unlink(missing_ok=True)
+    convert(path, target)
+    return target
 
 
 def test_natural_order():
@@ -101,3 +110,59 @@ def test_a_file_of_empty_lines_has_no_rows(tmp_path):
     path.write_bytes(b"\n\r\n\n")
     with pytest.raises(ValueError, match="there are no train rows"):
         rows_of(ClickLog(path, options()))
+
+
+@pytest.mark.parametrize("name", ["log.txt", "log.txt.gz", "log.txt.zst", "log.parquet"])
+@pytest.mark.parametrize("num_rows", [150, 250])
+def test_a_file_that_has_changed_is_refused(tmp_path, name, num_rows):
+    lines = random_lines(250)
+
+    def put(count: int) -> Path:
+        path = write(tmp_path, lines[:count], "text.txt" if name.endswith(".parquet") else name)
+        return convert_to(path, tmp_path / name) if name.endswith(".parquet") else path
+
+    path = put(200)
+    log = ClickLog(path, options(SplitRule()))
+    old = path.stat().st_size
+    for split in ("train", "test"):
+        assert rows_of(log, split)
+    put(num_rows)
+    message = rf"{name} has changed since it was opened first: it had {old} bytes and now has {path.stat().st_size}; "
+    for split in ("train", "test"):
+        with pytest.raises(ValueError, match=message):
+            rows_of(log, split)
+
+
+@pytest.mark.parametrize("more", [False, True])
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_a_file_that_changes_while_it_is_read_is_refused(tmp_path, split, more):
+    lines = random_lines(3000)
+    path = write(tmp_path, lines)
+    log = ClickLog(path, options(SplitRule(test_share=0.5), chunk_bytes=1000, workers=1, shuffle_rows=8))
+    with log.open(split, 8, shuffle=True) as stream:
+        next(stream)
+        if more:
+            with path.open("ab") as file:
+                file.write(lines[0] + b"\n")
+        else:
+            os.truncate(path, sum(len(line) + 1 for line in lines[: 2900 if split == "test" else 1400]))
+        if more and split == "train":  # its rows are what they were
+            assert sum(map(len, stream)) > 1000
+        else:
+            with pytest.raises(ValueError, match=r"train.txt has changed since it was opened first: it had"):
+                list(stream)
+
+
+def test_parquet_of_the_same_size_with_fewer_rows_is_refused(tmp_path):
+    path = convert_to(write(tmp_path, random_lines(50)), tmp_path / "log.parquet")
+    file = find(path)[0]
+    with pytest.raises(ValueError, match=r"log.parquet has changed .*: it had at least 60 rows and now has 50; "):
+        list(parquet_chunks(file, 0, 0, 60, 1000, 0, ("label",)))
+
+
+def test_text_of_the_same_packed_size_with_less_in_it_is_refused(tmp_path):
+    path = write(tmp_path, random_lines(50), "log.txt.gz")
+    with pytest.raises(
+        ValueError, match=r"log.txt.gz has changed .*: its text ends at byte \d+ and had at least 90000"
+    ):
+        list(text_chunks(find(path)[0], 0, 0, 90_000, 1000, 0))

@@ -121,14 +121,22 @@ def test_labels_of_every_kind(tmp_path, clicks):
         ({"click": [0, None, 1]}, "row 2: field 1 (click) is 'missing', expected 0 or 1"),
         ({"click": [0, 0.5, 1]}, "row 2: field 1 (click) is '0.5', expected 0 or 1"),
         ({"price": [0, float("inf"), 1]}, "row 2: field 2 (price) is 'inf', expected a finite number or nothing"),
+        (
+            {"price": [0, -1e300, float("nan")]},
+            "row 2: field 2 (price) is '-1e+300', expected a number that fits float32",
+        ),
+        (
+            {"price": [3.4028235e38, 3.4028236e38, 0]},
+            "row 2: field 2 (price) is '3.4028236e+38', expected a number that fits float32",
+        ),
     ],
 )
 def test_bad_rows(tmp_path, columns, message):
     path = write(tmp_path, **columns)
     with pytest.raises(ValueError, match="row 2") as caught:
-        rows_of(ClickLog(path, options(**SCHEMA, chunk_bytes=256)))
+        rows_of(ClickLog(path, options(**SCHEMA, chunk_bytes=256, log_transform=False)))
     assert str(caught.value) == f"{path}, {message}"
-    log = ClickLog(path, options(**SCHEMA, on_bad_row="skip"))
+    log = ClickLog(path, options(**SCHEMA, on_bad_row="skip", log_transform=False))
     with log.open("train", 2) as stream:
         assert [len(batch) for batch in stream] == [2]
         assert stream.report.skipped == 1
@@ -161,6 +169,54 @@ def test_files_must_have_the_same_columns(tmp_path):
     write(folder, "b.parquet", user=[["a"]] * 3)
     with pytest.raises(ValueError, match=r"b.parquet: other columns are lists than in .*a.parquet"):
         ClickLog(folder, options(**SCHEMA))
+
+
+def test_large_numbers_have_logarithms(tmp_path):
+    log = ClickLog(write(tmp_path, price=[1e300, 3.5, -1e300]), options(**SCHEMA))
+    assert [row[1] for row in rows_of(log)] == pytest.approx(np.log1p([1e300, 3.5, 0]))
+
+
+@pytest.mark.parametrize("log_transform", [False, True])
+def test_large_unsigned_numbers_stay_positive(tmp_path, log_transform):
+    prices = pa.array([2**63, 5, 2**64 - 1], pa.uint64())
+    log = ClickLog(write(tmp_path, price=prices), options(**SCHEMA, log_transform=log_transform))
+    expected = np.array([2.0**63, 5, 2.0**64])
+    assert [row[1] for row in rows_of(log)] == pytest.approx(np.log1p(expected) if log_transform else expected)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [([1, 2, 3], ["1", "2", "3"]), (["1", "2", "3"], [1, 2, 3]), ([["1"]] * 3, [[1]] * 3)]
+)
+def test_a_column_with_integers_here_and_strings_there_is_refused(tmp_path, first, second):
+    paths = [write(tmp_path, "a.parquet", user=first), write(tmp_path, "c.parquet", user=second)]
+    if not isinstance(first[0], list):
+        paths.insert(1, write(tmp_path, "b.parquet", user=pa.nulls(3)))  # fits both
+        ClickLog(paths[:2], options(**SCHEMA))
+    kinds = ("integers", "strings") if isinstance(np.ravel(first)[0], str) else ("strings", "integers")
+    with pytest.raises(ValueError, match=rf"c.parquet: column 'user' has {kinds[0]}, but {kinds[1]} in .*a.parquet; "):
+        ClickLog(paths, options(**SCHEMA))
+
+
+@pytest.mark.parametrize("twice", ["click", "price", "user", "when"])
+def test_a_column_that_is_there_twice_is_refused(tmp_path, twice):
+    columns = {"click": [0, 1, 0], "price": [1.5, None, -2.0], "user": ["a", None, "b"], "when": [1, 2, 3]}
+    table = pa.table([*map(pa.array, columns.values()), pa.array(columns[twice])], names=[*columns, twice])
+    parquet.write_table(table, tmp_path / "log.parquet")
+    rule = SplitRule(time_column="when", test_from="3")
+    with pytest.raises(ValueError, match=rf"log.parquet: there are 2 columns '{twice}'; give them names of their own"):
+        ClickLog(tmp_path / "log.parquet", options(rule, **SCHEMA))
+    if twice == "when":  # nobody reads it
+        assert len(rows_of(ClickLog(tmp_path / "log.parquet", options(**SCHEMA)))) == 3
+
+
+def test_struct_columns(tmp_path):
+    path = write(tmp_path, pair=[{"a": 1, "user": "x"}] * 3, name="pair.parquet")
+    assert len(rows_of(ClickLog(path, options(**SCHEMA)))) == 3
+    for schema in ({"label": "pair"}, {"dense": ("pair",)}, {"sparse": ("pair",)}):
+        with pytest.raises(ValueError, match=r"pair.parquet: column 'pair' is struct"):
+            ClickLog(path, options(**(SCHEMA | schema)))
+    with pytest.raises(ValueError, match="is not a time of the time column, which is struct"):
+        ClickLog(path, options(SplitRule(time_column="pair", test_from="3"), **SCHEMA))
 
 
 def test_damaged_files_are_refused(tmp_path):

@@ -157,6 +157,50 @@ def test_a_program_may_end_with_a_stream_open(tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+FORKING = """
+import os, sys, threading, time, warnings
+from tritonemb.data.prefetch import Prefetcher
+
+warnings.simplefilter("ignore")
+items = Prefetcher(iter(range(100)), 2, "tritonemb-test")
+print(next(items), flush=True)
+held, done = threading.Event(), threading.Event()
+
+def hold():  # as the stream's own thread does now and then
+    with items._channel._changed:
+        held.set()
+        done.wait()
+
+threading.Thread(target=hold).start()
+held.wait()
+child = os.fork()
+if child == 0:
+    try:
+        next(items)
+    except RuntimeError as error:
+        print(error, flush=True)
+    print(list(Prefetcher(iter(range(3)), 2, "tritonemb-test")), flush=True)
+    items.close()
+    sys.exit(7)
+deadline = time.monotonic() + 20
+while (ended := os.waitpid(child, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+    time.sleep(0.01)
+if ended[0] == 0:
+    os.kill(child, 9)
+done.set()
+print(os.waitstatus_to_exitcode(ended[1]) if ended[0] else "hangs", next(items))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_process_forked_off_ends_without_the_threads_of_its_streams():
+    done = subprocess.run([sys.executable, "-c", FORKING], capture_output=True, text=True, timeout=120, check=False)
+    first, refused, fresh, last = done.stdout.splitlines()
+    assert (first, fresh, last) == ("0", "[0, 1, 2]", "7 1")
+    assert refused.startswith("this stream was opened before the process was forked")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads /proc")
 def test_memory_does_not_grow_with_the_log(tmp_path):
     pytest.importorskip("pyarrow")

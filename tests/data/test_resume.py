@@ -179,6 +179,52 @@ def test_rows_that_were_read_are_known(tmp_path):
     assert log.num_rows("train") == 40
 
 
+@pytest.mark.parametrize("num_good", [100, 128, 129, 256])
+def test_bad_rows_after_the_last_batch_are_counted(tmp_path, num_good):
+    path = write(tmp_path, [*random_lines(num_good), *[b"bad"] * 500])
+    log = ClickLog(path, options(on_bad_row="skip", chunk_bytes=4096, shuffle_rows=128))
+    with log.open("train", 128, shuffle=True) as stream:
+        assert sum(map(len, stream)) == num_good
+        assert (stream.report.rows, stream.report.skipped) == (num_good, 500)
+        assert stream.report.reasons == ((f"{path}: not 40 fields", 500),)
+        position = stream.position
+    with log.open("train", 128, shuffle=True, position=position) as stream:
+        assert list(stream) == []
+        assert (stream.report.rows, stream.report.skipped) == (num_good, 500)
+
+
+def test_a_run_that_a_bad_row_stopped_goes_on_without_it(tmp_path):
+    lines = random_lines(80)
+    path = write(tmp_path, [*lines[:50], b"bad", *lines[50:]])
+    strict, lenient = (
+        ClickLog(path, options(on_bad_row=how, chunk_bytes=1000, shuffle_rows=16)) for how in ("raise", "skip")
+    )
+    whole = list(lenient.open("train", 8, shuffle=True))
+    with strict.open("train", 8, shuffle=True) as stream:
+        before = list(itertools.islice(stream, 2))
+        position = stream.position
+    with lenient.open("train", 8, shuffle=True, position=position) as stream:
+        assert same([*before, *stream], whole)
+        assert stream.report.skipped == 1
+
+
+def test_a_run_that_left_out_rows_can_not_become_strict(tmp_path):
+    lines = random_lines(80)
+    path = write(tmp_path, [*lines[:40], b"bad", *lines[40:], b"bad"])
+    strict, lenient = (ClickLog(path, options(on_bad_row=how, chunk_bytes=1000)) for how in ("raise", "skip"))
+    with lenient.open("train", 8) as stream:
+        list(itertools.islice(stream, 3))
+        early = stream.position
+    with lenient.open("train", 8) as stream:
+        list(stream)
+        late = stream.position
+    assert (early["skipped"], late["skipped"]) == (0, 1)
+    with strict.open("train", 8, position=early) as stream, pytest.raises(ValueError, match="line 41"):
+        list(stream)
+    with pytest.raises(ValueError, match="1 bad rows had been left out at this position, so it can not go on with"):
+        strict.open("train", 8, position=late)
+
+
 @pytest.mark.slow
 def test_every_place_of_a_larger_log(tmp_path):
     lines = random_lines(4000, seed=5)

@@ -19,6 +19,7 @@ from tritonemb.data.source import (
     Stream,
     check_batch_size,
     check_position,
+    digest,
     fingerprint,
     tables_of,
 )
@@ -37,7 +38,7 @@ class Dataset:
         best_auc: the AUC on the test rows that no model can be expected to beat, where it is known.
 
     Raises:
-        ValueError: where rows and features do not fit together, or an id has no embedding.
+        ValueError: where rows and features do not fit together, an id has no embedding, or a label is neither 0 nor 1.
     """
 
     name: str
@@ -60,6 +61,10 @@ class Dataset:
             raise ValueError(f"{where}: {len(rows.columns)} columns for {len(self.features)} features")
         if rows.dense.shape[1] != self.num_dense:
             raise ValueError(f"{where}: {rows.dense.shape[1]} dense values a row, the train rows have {self.num_dense}")
+        wrong = torch.nonzero((rows.labels != 0) & (rows.labels != 1))
+        if len(wrong):
+            row = int(wrong[0, 0])
+            raise ValueError(f"{where}: the label of row {row} is {rows.labels[row].item()}, expected 0 or 1")
         for feature, column in zip(self.features, rows.columns, strict=True):
             if column.values.numel() == 0:
                 continue
@@ -73,6 +78,11 @@ class Dataset:
     @property
     def num_dense(self) -> int:
         return self.train.dense.shape[1]
+
+    @property
+    def encoding(self) -> str:
+        """See `tritonemb.data.source.Data.encoding`: by the features' names and sizes."""
+        return digest("in memory", self.num_dense, self.features)
 
     def tables(self, embedding_dim: int) -> list[TableConfig]:
         """One table a feature, all of one dim; the bags of multi-hot features are averaged."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import weakref
 from collections import deque
@@ -19,6 +20,8 @@ class Prefetcher(Generic[T]):
         source: run, and closed if it is a generator, in the thread.
         size: items that may wait; one more may be in the making.
         name: of the thread.
+
+    A process forked off has no such thread: there `next` raises a RuntimeError, and `close` does nothing.
     """
 
     def __init__(self, source: Iterator[T], size: int, name: str) -> None:
@@ -40,18 +43,23 @@ class Prefetcher(Generic[T]):
     def close(self) -> None:
         """Stop the thread and wait for it; it ends with the item that it is making."""
         self._stop()
-        if self._thread is not threading.current_thread():
+        if not self._channel.inherited and self._thread is not threading.current_thread():
             self._thread.join()
 
 
 class _Channel(Generic[T]):
     def __init__(self, size: int) -> None:
-        self._size = size
+        self._size, self._forks = size, _forks
         self._items: deque[T] = deque()
         self._changed = threading.Condition()
         self._stopped = False
         self._finished = False
         self._error: BaseException | None = None
+
+    @property
+    def inherited(self) -> bool:
+        """Whether the thread is in the process that this one was forked from; the lock may be held for ever then."""
+        return self._forks != _forks
 
     def put(self, item: T) -> bool:
         """Wait for a place; False if nobody wants more."""
@@ -68,6 +76,11 @@ class _Channel(Generic[T]):
             self._changed.notify_all()
 
     def get(self) -> T:
+        if self.inherited:
+            raise RuntimeError(
+                "this stream was opened before the process was forked, and its threads are not in this process; "
+                "open it here"
+            )
         with self._changed:
             self._changed.wait_for(lambda: self._stopped or self._finished or self._items)
             if self._items:
@@ -79,6 +92,8 @@ class _Channel(Generic[T]):
         raise StopIteration
 
     def stop(self) -> None:
+        if self.inherited:
+            return
         with self._changed:
             self._stopped = True
             self._items.clear()
@@ -86,6 +101,18 @@ class _Channel(Generic[T]):
 
 
 _RUNNING: weakref.WeakKeyDictionary[threading.Thread, _Channel[Any]] = weakref.WeakKeyDictionary()
+_forks = 0  # between this process and the one that imported this module
+
+
+def _forget_all() -> None:
+    """In a process forked off: the threads are not in it."""
+    global _RUNNING, _forks
+    _RUNNING = weakref.WeakKeyDictionary()
+    _forks += 1
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)
 
 
 @atexit.register

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -66,19 +67,19 @@ class Stream:
     """Batches in their order, made ahead in a thread of its own; errors of the reader come out of `next`.
 
     Args:
-        steps: makes the batches; closed with the stream.
+        steps: makes the batches; closed with the stream. The report of all that was read may come after the last one.
         position: where it starts.
         report: what was read before.
         at_end: is told the report when the last batch has been returned and the next one is asked for.
 
     Attributes:
         position: where the batch after the last one returned begins.
-        report: the rows returned and left out so far.
+        report: the rows returned and left out so far; those of the whole epoch once there are no more batches.
     """
 
     def __init__(
         self,
-        steps: Iterator[Step],
+        steps: Iterator[Step | ReadReport],
         position: Position,
         report: ReadReport | None = None,
         at_end: Callable[[ReadReport], None] | None = None,
@@ -94,6 +95,9 @@ class Stream:
     def __next__(self) -> Batch:
         try:
             step = next(self._steps)
+            while isinstance(step, ReadReport):
+                self.report = step
+                step = next(self._steps)
         except StopIteration:
             if self._at_end is not None:
                 self._at_end(self.report)
@@ -126,6 +130,14 @@ class Data(Protocol):
 
     @property
     def num_dense(self) -> int: ...
+
+    @property
+    def encoding(self) -> str:
+        """A digest, in hex, of what decides how a row becomes numbers: a model fits data of the same encoding alone.
+
+        It depends on the columns, their ids and their treatment, but neither on the rows nor on where they lie.
+        """
+        ...
 
     @property
     def best_auc(self) -> float | None:
@@ -177,6 +189,11 @@ def tables_of(features: tuple[Feature, ...], embedding_dim: int) -> list[TableCo
     return [
         TableConfig(f.name, f.num_embeddings, embedding_dim, pooling="mean" if f.multi_hot else "sum") for f in features
     ]
+
+
+def digest(*parts: object) -> str:
+    """For `Data.encoding`: the same for parts with the same `repr`, in every process."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
 
 
 def fingerprint(*parts: object) -> int:

@@ -68,6 +68,11 @@ def predict(options: PredictOptions) -> str:
     features = features_from_plain(manifest["config"]["features"])
     # A row that is left out would give all later ones another row's score.
     data = open_for_scoring(options.data, replace(config.read, on_bad_row="raise"), features)
+    if data.encoding != manifest["run"]["encoding"]:
+        raise ValueError(
+            f"{options.data} would be numbered otherwise than in training, so its ids would mean something else: the "
+            "vocabulary file has changed since, or the columns are others"
+        )
     config = replace(config, device=options.device)
     model = build_model(config, features, manifest["config"]["num_dense"])
     load_tensors(path, model_tensors(model), ignore=TRAINING_ONLY)

@@ -407,6 +407,7 @@ class Trainer:
         optimizer = self.dense_optimizer
         return {
             "data": self.data.name,
+            "encoding": self.data.encoding,
             "batch_size": self.batch_size,
             "accumulate": self.accumulate,
             "seed": self.seed,

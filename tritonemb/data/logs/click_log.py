@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
@@ -36,6 +37,7 @@ from tritonemb.data.source import (
     Stream,
     check_batch_size,
     check_position,
+    digest,
     fingerprint,
     tables_of,
 )
@@ -97,6 +99,7 @@ class ClickLog:
             self._source = TextSource(files, schema, lenient, labelled)
         self.schema = self._source.schema
         self._numberings = numberings(self.schema)
+        self._vocabulary = _digest_of(self.schema.vocabulary)
         self.features = tuple(
             Feature(column, self._numberings[column].num_embeddings, column in self._source.multi_hot)
             for column in self.schema.sparse
@@ -115,6 +118,13 @@ class ClickLog:
     @property
     def num_dense(self) -> int:
         return len(self.schema.dense)
+
+    @property
+    def encoding(self) -> str:
+        """See `tritonemb.data.source.Data.encoding`: by the schema, and the vocabulary file's bytes if there is one."""
+        schema = self.schema
+        dense = tuple((name, schema.is_logarithmic(name)) for name in schema.dense)
+        return digest("log", schema.label, dense, self.features, self._vocabulary)
 
     def tables(self, embedding_dim: int) -> list[TableConfig]:
         """One table a feature, all of one dim; the bags of multi-hot features are averaged."""
@@ -161,7 +171,7 @@ class ClickLog:
         shuffle = shuffle and self.options.shuffle_rows > 0
         wanted = self.options.shuffle_rows if shuffle else UNSHUFFLED_ROWS
         window_rows = -(-wanted // batch_size) * batch_size
-        of = (self._identity, self.options.split, self.options.on_bad_row, split, batch_size, window_rows)
+        of = (self._identity, self.options.split, split, batch_size, window_rows)
         belongs_to = fingerprint(*of, *((seed, epoch) if shuffle else ()))
         parts = self._parts_of(split)
         if position is None:
@@ -172,6 +182,11 @@ class ClickLog:
                 raise ValueError(f"data set {self.name!r}: the position is in a file that the {split} rows do not have")
             if position["batch"] * batch_size >= window_rows:
                 raise ValueError(f"data set {self.name!r}: the position is in batch {position['batch']} of a window")
+            if self.options.on_bad_row == "raise" and position["skipped"]:
+                raise ValueError(
+                    f"data set {self.name!r}: {position['skipped']} bad rows had been left out at this position, so it "
+                    'can not go on with on_bad_row="raise"; use on_bad_row="skip", or start the epoch again'
+                )
         cutter = _Cutter(self, split, batch_size, window_rows, (seed, epoch) if shuffle else None, pin_memory)
         report = ReadReport(position["rows"], position["skipped"])
 
@@ -291,6 +306,13 @@ class ClickLog:
         return self._parts[split]
 
 
+def _digest_of(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 class _Cutter:
     """The steps of one stream."""
 
@@ -310,7 +332,7 @@ class _Cutter:
         self._first: list[str] = []
         self._reasons: Counter[str] = Counter()
 
-    def steps(self, position: Position) -> Iterator[Step]:
+    def steps(self, position: Position) -> Iterator[Step | ReadReport]:
         start = Place(*(position[field] for field in _FIELDS[:5]))
         self._skipped = position["skipped"]
         batch, rows = position["batch"], position["rows"]
@@ -325,12 +347,13 @@ class _Cutter:
         if rows == 0:
             skipped = f" ({self._skipped} bad ones were skipped)" if self._skipped else ""
             raise ValueError(f"data set {self._log.name!r}: there are no {self._split} rows{skipped}")
+        yield self._report(rows)  # after the last batch, bad rows may have come
 
     def _cut(self, window: Window, first: int, rows: int, belongs_to: int) -> Iterator[Step]:
         num_rows, size = len(window.rows), self._batch_size
         if first * size >= num_rows:
             raise ValueError(f"data set {self._log.name!r}: there are fewer rows than the position says")
-        report = ReadReport(rows, self._skipped, tuple(self._first), tuple(sorted(self._reasons.items())))
+        report = self._report(rows)
         for number in range(first, -(-num_rows // size)):
             run = slice(number * size, min((number + 1) * size, num_rows))
             batch = cut(window.rows, self._keys, run, self._pin_memory)
@@ -341,7 +364,10 @@ class _Cutter:
                 place, at = window.stop, (window.number + 1, 0, rows)
             values = (place.part, place.offset, place.line, place.skip, place.skipped, *at)
             position = {"of": belongs_to, **dict(zip(_FIELDS, values, strict=True))}
-            yield Step(batch, position, ReadReport(rows, report.skipped, report.problems, report.reasons))
+            yield Step(batch, position, replace(report, rows=rows))
+
+    def _report(self, rows: int) -> ReadReport:
+        return ReadReport(rows, self._skipped, tuple(self._first), tuple(sorted(self._reasons.items())))
 
     def _counted(self, blocks: Iterator[Block]) -> Iterator[Block]:
         for block in blocks:

@@ -103,7 +103,8 @@ def numbers(values: Values, logarithmic: bool) -> Array:
     if values.missing is not None:
         found = np.where(values.missing, found.dtype.type(0), found)
     if not logarithmic:
-        return found.astype(np.float32)
+        with np.errstate(over="ignore"):  # in bad rows
+            return found.astype(np.float32)
     if found.dtype.kind == "f":
         return np.log1p(np.maximum(found, 0)).astype(np.float32)
     found = np.maximum(found, 0)

@@ -27,6 +27,14 @@ class LogFile:
     codec: str | None
     size: int
 
+    def check_size(self, size: int) -> None:
+        """ValueError if the file, as it is opened again, has not the bytes that it had."""
+        if size != self.size:
+            raise ValueError(
+                f"{self.path} has changed since it was opened first: it had {self.size} bytes and now has {size}; "
+                "start again"
+            )
+
     @property
     def stem(self) -> str:
         """The name without the endings that say how it is stored: `day_0` of `day_0.gz` and of `day_0.parquet`."""

@@ -19,6 +19,7 @@ from tritonemb.extras import require
 Array = np.ndarray[Any, Any]
 
 SLICE_ROWS = 65_536  # at most: large row groups are read in slices
+_INFINITE = 2.0**128 - 2.0**103  # from here on, numbers are rounded to infinity in float32
 ROW_BYTES = 256  # that a row is taken to have, to make slices as large as chunks of text
 
 
@@ -27,13 +28,15 @@ def opened(file: LogFile) -> Iterator[Any]:
     """A `pyarrow.parquet.ParquetFile`.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: it is damaged, or has other bytes than when it was found.
     """
     pa, parquet = require("pyarrow"), require("pyarrow.parquet")
     try:
-        # Pages are read as they are needed, in place of whole row groups.
-        with parquet.ParquetFile(str(file.path), buffer_size=1 << 20, pre_buffer=False) as opened_file:
-            yield opened_file
+        with pa.OSFile(str(file.path)) as raw:
+            file.check_size(raw.size())
+            # Pages are read as they are needed, in place of whole row groups.
+            with parquet.ParquetFile(raw, buffer_size=1 << 20, pre_buffer=False) as opened_file:
+                yield opened_file
     except (pa.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{file.path} is not a whole Parquet file ({reason}); write or fetch it again") from error
@@ -60,10 +63,12 @@ def check_columns(head: Head, schema: Schema, where: str, labelled: bool = True)
     """The sparse columns that are lists.
 
     Raises:
-        ValueError: a column has values of another kind than it needs.
+        ValueError: a column is there twice, or has values of another kind than it needs.
     """
     pa = require("pyarrow")
     types = pa.types
+    for name in (*(schema.label,) * labelled, *schema.dense, *schema.sparse):
+        check_single(head, name, where)
     for name in (*(schema.label,) * labelled, *schema.dense):
         kind = _decoded(head.schema.field(name).type)
         if not (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_null(kind)):
@@ -81,6 +86,21 @@ def check_columns(head: Head, schema: Schema, where: str, labelled: bool = True)
                 f"{where}: column {name!r} is {kind}, but a sparse column has integers, strings or lists of them"
             )
     return tuple(lists)
+
+
+def check_single(head: Head, name: str, where: str) -> None:
+    """ValueError if a column that is there is there twice."""
+    count = head.columns.count(name)
+    if count > 1:
+        raise ValueError(f"{where}: there are {count} columns {name!r}; give them names of their own")
+
+
+def is_text(head: Head, name: str) -> bool | None:
+    """Whether a sparse column has strings, and not integers; None where all is missing."""
+    pa = require("pyarrow")
+    kind = head.schema.field(name).type
+    inner = _decoded(kind.value_type if _is_list(kind) else kind)
+    return None if pa.types.is_null(inner) else _is_text(inner)
 
 
 def parquet_chunks(
@@ -101,6 +121,11 @@ def parquet_chunks(
                     content = batch.slice(first, last - first)
                     yield Chunk(part, row + first, row + first - start, content)
                 row += batch.num_rows
+    if row < stop:
+        raise ValueError(
+            f"{file.path} has changed since it was opened first: it had at least {stop} rows and now has {row}; "
+            "start again"
+        )
 
 
 def parse(batch: Any, schema: Schema, sink: Sink, labelled: bool = True) -> Checked:
@@ -120,6 +145,10 @@ def parse(batch: Any, schema: Schema, sink: Sink, labelled: bool = True) -> Chec
             bad = np.isinf(values.numbers)
             if bad.any():
                 wrong.append((name, "a finite number or nothing", bad))
+            if not schema.is_logarithmic(name):
+                bad = (np.abs(values.numbers) >= _INFINITE) & ~bad
+                if bad.any():
+                    wrong.append((name, "a number that fits float32", bad))
         sink(name, values)
     for name in schema.sparse:
         sink(name, _categories(batch.column(batch.schema.get_field_index(name))))
@@ -138,7 +167,7 @@ def parse(batch: Any, schema: Schema, sink: Sink, labelled: bool = True) -> Chec
 
 
 def _numbers(array: Any) -> Values:
-    """Integers as int64, floating point as float64 with NaN missing."""
+    """Integers as int64; uint64, which may not fit, and floating point as float64 with NaN missing."""
     pa, compute = require("pyarrow"), require("pyarrow.compute")
     array = _decode(array)
     kind = array.type
@@ -152,6 +181,8 @@ def _numbers(array: Any) -> Values:
             found = np.where(undefined, 0.0, found)
             missing = undefined if missing is None else missing | undefined
         return Values(found, missing)
+    if pa.types.is_uint64(kind):
+        return Values(compute.fill_null(array, 0).to_numpy(zero_copy_only=False).astype(np.float64), missing)
     return Values(_integers(array), missing)
 
 

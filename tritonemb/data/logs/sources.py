@@ -107,7 +107,8 @@ class ParquetSource:
         labelled: whether there is a label column.
 
     Raises:
-        ValueError: a file is damaged, has no rows, or lacks a column.
+        ValueError: a file is damaged, has no rows, lacks a column or has it twice, or has it of another kind than it
+            needs or than other files have.
     """
 
     def __init__(
@@ -120,6 +121,7 @@ class ParquetSource:
                 raise ValueError(f"{file.path} is empty: it has no rows")
         self.schema = schema.of(self._heads[0].columns, str(files[0].path), labelled)
         self.multi_hot = parquet.check_columns(self._heads[0], self.schema, str(files[0].path), labelled)
+        texts: dict[str, tuple[bool, LogFile]] = {}
         for file, head in zip(files, self._heads, strict=True):
             self.schema.of(head.columns, str(file.path), labelled)
             if parquet.check_columns(head, self.schema, str(file.path), labelled) != self.multi_hot:
@@ -127,6 +129,18 @@ class ParquetSource:
             for name in extra:
                 if name not in head.columns:
                     raise ValueError(f"{file.path}: there is no column {name!r}; columns: {listed(head.columns)}")
+                parquet.check_single(head, name, str(file.path))
+            for name in self.schema.sparse:
+                text = parquet.is_text(head, name)
+                if text is None:
+                    continue
+                before, other = texts.setdefault(name, (text, file))
+                if text != before:
+                    kinds = ("strings", "integers") if text else ("integers", "strings")
+                    raise ValueError(
+                        f"{file.path}: column {name!r} has {kinds[0]}, but {kinds[1]} in {other.path}; the same value "
+                        "would have different ids"
+                    )
         used = (*(self.schema.label,) * labelled, *self.schema.dense, *self.schema.sparse, *extra)
         self._columns = tuple(dict.fromkeys(used))
 

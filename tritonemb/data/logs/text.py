@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ class Chunk:
 
 
 class _Bytes(Protocol):
+    def fileno(self) -> int: ...
+
     def read(self, size: int, /) -> bytes: ...
 
     def readinto(self, buffer: memoryview, /) -> int: ...
@@ -47,20 +50,27 @@ def opened(file: LogFile) -> Iterator[_Bytes]:
     """The unpacked bytes of a file.
 
     Raises:
-        ValueError: the file is cut off or damaged.
+        ValueError: the file is cut off or damaged, or has other bytes than when it was found.
     """
     pa = require("pyarrow")
     if file.codec is None:
         with file.path.open("rb", buffering=0) as plain:
+            file.check_size(os.fstat(plain.fileno()).st_size)
             yield plain
         return
-    with pa.OSFile(str(file.path)) as raw, pa.CompressedInputStream(raw, file.codec) as unpacked:
-        yield _Unpacked(unpacked, file)
+    with pa.OSFile(str(file.path)) as raw:
+        fileno = raw.fileno()
+        file.check_size(os.fstat(fileno).st_size)
+        with pa.CompressedInputStream(raw, file.codec) as unpacked:
+            yield _Unpacked(unpacked, file, fileno)
 
 
 class _Unpacked:
-    def __init__(self, stream: Any, file: LogFile) -> None:
-        self._stream, self._file = stream, file
+    def __init__(self, stream: Any, file: LogFile, fileno: int) -> None:
+        self._stream, self._file, self._fileno = stream, file, fileno
+
+    def fileno(self) -> int:
+        return self._fileno
 
     def read(self, size: int, /) -> bytes:
         with self._explained():
@@ -87,6 +97,9 @@ def text_chunks(
 
     Args:
         offset: where to begin, `start` or where a chunk began; `line` lines of the part come before.
+
+    Raises:
+        ValueError: the file is damaged, or is not what it was.
     """
     with opened(file) as source:
         if offset == start and start > 0:  # in the middle of a line, perhaps: go on after the first line feed from here
@@ -103,6 +116,8 @@ def text_chunks(
             text[PADDING : PADDING + len(pending)] = pending
             num_read = source.readinto(memoryview(text)[PADDING + len(pending) : -9])
             data = text[PADDING : PADDING + len(pending) + num_read]
+            if not num_read:
+                _check_end(source, file, offset + len(data), stop)
             if not len(data):
                 return
             end = _last_line_end(data) if num_read else len(data)
@@ -172,6 +187,17 @@ def first_lines(file: LogFile, num_bytes: int = LONGEST_LINE) -> bytes:
         while len(data) < num_bytes and (block := source.read(num_bytes - len(data))):
             data += block
     return data
+
+
+def _check_end(source: _Bytes, file: LogFile, end: int, stop: int | None) -> None:
+    """The text has ended at byte `end`: ValueError if it has not always done so."""
+    file.check_size(os.fstat(source.fileno()).st_size)
+    least = max(stop or 0, file.size if file.codec is None else 0)
+    if end < least:
+        raise ValueError(
+            f"{file.path} has changed since it was opened first: its text ends at byte {end} and had at least {least}; "
+            "start again"
+        )
 
 
 def _advance(source: _Bytes, file: LogFile, offset: int) -> None:
