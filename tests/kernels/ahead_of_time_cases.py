@@ -71,11 +71,12 @@ def problem(
     weighted: bool = False,
     ids: torch.dtype = torch.int64,
     num_rows: int = 48,
+    longest: int = 5,
 ) -> Problem:
-    """A table a dim with bags of up to 5 ids; offsets have the ids' dtype."""
+    """A table a dim with bags of up to `longest` ids; offsets have the ids' dtype."""
     configs = [te.TableConfig(f"t{i}", num_rows, dim, pooling=pooling) for i, dim in enumerate(dims)]
     names = [config.name for config in configs]
-    batch = random_batch(dict.fromkeys(names, num_rows), names, 16, 5, weighted, ids, ids).to(_device)
+    batch = random_batch(dict.fromkeys(names, num_rows), names, 16, longest, weighted, ids, ids).to(_device)
     weights = [torch.randn(num_rows, dim).to(_device, dtype) for dim in dims]
     return Problem(weights, batch, make_layout(configs, names, pooling != "none", _device))
 
@@ -179,6 +180,15 @@ def forward_cases() -> Iterator[Case]:
     for pooling in POOLINGS[1:]:
         yield Case(f"forward-{pooling}", lambda pooling=pooling: look_up(problem(pooling=pooling)), True)
     yield Case("forward-int32", lambda: look_up(problem(ids=torch.int32, weighted=True), torch.bfloat16), True)
+    for dtype in (*FLOATS, *FLOAT8):
+
+        def call_long(dtype: torch.dtype = dtype) -> None:
+            for weighted, ids, dim, check in itertools.product(
+                (False, True), (torch.int32, torch.int64), (16, 64, 128, 1024), (False, True)
+            ):
+                look_up(problem((dim, dim), dtype, "sum", weighted, ids, longest=40), check_bounds=check)
+
+        yield Case(f"forward-long-{short(dtype)}", call_long, False)
     for pooling, dtype in itertools.product(POOLINGS, (*FLOATS, *FLOAT8)):
 
         def call(pooling: te.types.Pooling = pooling, dtype: torch.dtype = dtype) -> None:

@@ -39,6 +39,7 @@ from tritonemb.kernels.row_groups import entries_reference
 MAX_BLOCK = 1024  # columns of a tile; wider rows take several
 VECTORS_IN_FLIGHT = 8  # 16-byte loads that a lane asks for before it adds the first
 MAX_SUMS = 16  # sums that a lane keeps, in as many registers
+MAX_ELEMENTS = 32  # elements of a bag's rows that are on their way to a lane: narrow ones are widened as they are added
 NO_POSITION = tl.constexpr(2**62)
 
 
@@ -79,14 +80,14 @@ def _pool_kernel(
 
         columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         total = tl.zeros((BAGS, BLOCK), tl.float32)
-        worst = tl.full((BAGS,), NO_POSITION, tl.int64)
+        bad = tl.zeros((BAGS,), tl.int1)
         for first in range(0, tl.max(end - begin), UNROLL):
             for i in tl.static_range(UNROLL):
                 position = begin + first + i
                 live = position < end
                 row = tl.load(values + position, mask=live, other=0).to(tl.int64)
                 inside = live & (row >= 0) & (row < num_rows)
-                worst = tl.where(live & (inside == 0), tl.minimum(worst, position), worst)
+                bad |= live & (inside == 0)
                 bits = tl.load(
                     rows + (row[:, None] * dim + columns[None, :]),
                     mask=inside[:, None] & (columns[None, :] < dim),
@@ -104,14 +105,26 @@ def _pool_kernel(
             mask=(sample < batch_size)[:, None] & (columns[None, :] < dim),
         )
         if CHECK:
-            where = tl.min(worst)
-            if where != NO_POSITION:
-                found = tl.max(tl.where(worst == where, sample, -1))
-                report(lock, record, BAD_ID, names, where, tl.load(values + where), table, key, found, num_rows)
+            if tl.max(bad.to(tl.int32)) != 0:
+                _report_id(values, begin, end, sample, num_rows, lock, record, names, table, key)
         if num_broken > 0:
             _report_bags(offsets, bag, sample, batch_size, num_values, lock, record, names, table, key)
     if tl.program_id(0) == 0:
         _check_ends(offsets, num_keys * batch_size, num_values, lock, record, names)
+
+
+@jit
+def _report_id(values, begin, end, sample, num_rows, lock, record, names, table, key):
+    """Report the first id of these bags that is out of range; that there is one is known, not where."""
+    worst = tl.full(begin.shape, NO_POSITION, tl.int64)
+    for index in range(tl.max(end - begin)):
+        position = begin + index
+        row = tl.load(values + position, mask=position < end, other=0).to(tl.int64)
+        bad = (position < end) & ((row < 0) | (row >= num_rows))
+        worst = tl.where(bad, tl.minimum(worst, position), worst)
+    where = tl.min(worst)
+    found = tl.max(tl.where(worst == where, sample, -1))
+    report(lock, record, BAD_ID, names, where, tl.load(values + where), table, key, found, num_rows)
 
 
 @jit
@@ -234,16 +247,21 @@ class Tile(NamedTuple):
 
 
 def choose_tile(max_dim: int, item_size: int, mean_length: float) -> Tile:
-    """Lanes read 16 bytes each, and VECTORS_IN_FLIGHT of them: along the bag if it is long, else of several bags."""
+    """Lanes read 16 bytes each, and VECTORS_IN_FLIGHT of them: along the bag if it is long, else of several bags.
+
+    Not both: several bags a lane with several ids each take so many registers that compilers spill to keep more warps.
+    """
     block = min(MAX_BLOCK, next_power_of_2(max_dim))
     warp_elements = lanes() * 16 // item_size
     num_warps = max(1, min(4, block // (2 * warp_elements)))
-    rows = max(1, min(32, warp_elements // block))
-    vectors = max(1, block // (num_warps * warp_elements))
-    unroll = min(VECTORS_IN_FLIGHT // vectors, next_power_of_2(max(1, round(mean_length))))
-    more_rows = max(1, VECTORS_IN_FLIGHT // vectors // unroll)
-    rows = min(32, rows * more_rows, max(1, MAX_SUMS * lanes() * num_warps // block))
-    return Tile(rows, block, unroll, num_warps)
+    rows = max(1, min(lanes(), warp_elements // block))
+    in_flight = VECTORS_IN_FLIGHT // max(1, block // (num_warps * warp_elements))
+    unroll = min(in_flight, next_power_of_2(max(1, round(mean_length))))
+    is_long = unroll == in_flight
+    if not is_long:
+        rows = min(lanes(), rows * in_flight, max(1, MAX_SUMS * lanes() * num_warps // block))
+    sums = max(1, rows * block // (lanes() * num_warps))
+    return Tile(rows, block, min(unroll, max(1, (MAX_ELEMENTS if is_long else MAX_SUMS) // sums)), num_warps)
 
 
 def alignment_of(tensors: Sequence[Tensor], dims: Iterable[int] = ()) -> int:

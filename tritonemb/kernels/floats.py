@@ -93,12 +93,14 @@ def _narrow8(values, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.con
 
 @jit
 def row_sum(x, ROWS: tl.constexpr, SIZE: tl.constexpr):
-    """Sum of each row of `x` `[ROWS, SIZE]`: neighbours in pairs, then pairs of sums, so that its order is fixed."""
+    """Sum of each row of `x` `[ROWS, SIZE]`: neighbours in pairs, then pairs of sums, so that its order is fixed.
+
+    Two at a time `tl.sum` has but one order, and lanes exchange them; `tl.split` would give all of them to every lane.
+    """
     if SIZE == 1:
         return tl.reshape(x, (ROWS,))
     else:
-        even, odd = tl.split(tl.reshape(x, (ROWS, SIZE // 2, 2)))
-        return row_sum(even + odd, ROWS, SIZE // 2)
+        return row_sum(tl.sum(tl.reshape(x, (ROWS, SIZE // 2, 2)), 2), ROWS, SIZE // 2)
 
 
 @jit

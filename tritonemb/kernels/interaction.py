@@ -121,6 +121,8 @@ def interaction(dense: Tensor, sparse: Tensor) -> Tensor:
     F, D = num_features(dense, sparse), dense.shape[1]
     tiles = _tiles(F, D, dense)
     out = dense.new_empty(dense.shape[0], D + F * (F + 1) // 2)
+    if tiles["ROWS"] <= F:
+        tiles["num_warps"] *= 2  # two tiles at a time, not one with itself
     launch(
         _forward, (dense.shape[0], cdiv(F + 1, tiles["ROWS"])), dense, sparse, out,
         F=F, D=D, DENSE=next_power_of_2(D), **tiles,
@@ -159,14 +161,19 @@ def _readable(tensor: Tensor) -> Tensor:
 def _tiles(F: int, D: int, dense: Tensor) -> dict[str, Any]:
     """Vectors and elements at a time, warps and the precision of products.
 
-    Chosen by what ptxas makes of them for sm_80, sm_90 and sm_100: up to 31 vectors of dims up to 128 spill nothing
-    (with TF32 8 bytes a thread), more or longer ones at most 8 bytes a thread.
+    Chosen by what ptxas makes of them for sm_80, sm_90 and sm_100: no spills and at most 128 registers a thread, as
+    long as products are not TF32.
     """
     rows = min(64, max(16, next_power_of_2(F + 1)))
-    num_bytes = 16384 if rows > F else 8192  # one tile is multiplied with itself, two with each other
-    size = min(256 // dense.element_size(), next_power_of_2(D), num_bytes // (rows * dense.element_size()))
+    if dense.dtype == torch.float32:
+        size = 16 if rows == 64 else 64  # exact dots hold what they read in registers
+    elif rows <= F or D > 128:
+        size = 64
+    else:
+        size = 128
+    size = max(16, min(size, next_power_of_2(D)))
     tf32 = torch.version.hip is None and torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return {"ROWS": rows, "SIZE": max(16, size), "PRECISION": "tf32" if tf32 else "ieee", "num_warps": rows // 8}
+    return {"ROWS": rows, "SIZE": size, "PRECISION": "tf32" if tf32 else "ieee", "num_warps": rows // 8}
 
 
 def interaction_reference(dense: Tensor, sparse: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ _LIMITS = {
     torch.uint8: (2.0**125, 2.0**125 + 2.0**102),
 }
 INT8_CODE = 5
-_TILE = 2048  # elements of a program
+_TILE = 2048  # elements of a program; half as many if each is reached by itself, with an address and a mask of its own
 _FIELDS, _INT8 = tl.constexpr(7), tl.constexpr(INT8_CODE)
 
 
@@ -203,10 +203,11 @@ def _launch(
 ) -> None:
     """One program for each piece and run of rows."""
     is_int8, dtype, num_rows = packing.codec == INT8, CODECS[packing.codec], matrix.shape[0]
-    COLUMNS = next_power_of_2(packing.widest)
-    ROWS = max(1, _TILE // COLUMNS)
     stride = matrix.stride(0) if num_rows > 1 else matrix.shape[1]
     aligned = matrix.data_ptr() % 16 == 0 and message.data_ptr() % 16 == 0 and stride % packing.vector == 0
+    vector = packing.vector if aligned else 1
+    COLUMNS = next_power_of_2(packing.widest)
+    ROWS = max(1, (_TILE if vector > 1 else _TILE // 2) // COLUMNS)
     launch(
         kernel, (cdiv(num_rows, ROWS), packing.pieces.shape[0]),
         bits_of(matrix), bits_of(message.view(dtype)), message.view(torch.float32) if is_int8 else message,
@@ -214,7 +215,7 @@ def _launch(
         stride, num_rows, num_message_rows,
         MATRIX=CODES[matrix.dtype], CODE=INT8_CODE if is_int8 else CODES[dtype], COUNTED=counted,
         LARGEST=_LIMITS[written][0], FIRST_LOST=_LIMITS[written][1],
-        VECTOR=packing.vector if aligned else 1, ROWS=ROWS, COLUMNS=COLUMNS,
+        VECTOR=vector, ROWS=ROWS, COLUMNS=COLUMNS,
     )  # fmt: skip
 
 
