@@ -1,4 +1,4 @@
-"""The optimizers' formulas once more, for one row in float64 NumPy, written from `tritonemb/optim.py` alone."""
+"""The optimizers' formulas once more, for one row in float64 NumPy, written from `tritonemb/optimizers.py` alone."""
 
 from __future__ import annotations
 

@@ -71,8 +71,7 @@ class TableConfig:
         if self.init is not None and not callable(self.init):
             raise TypeError(f"table {self.name!r}: init must be a function that fills a tensor, got {self.init!r}")
         object.__setattr__(self, "features", self._checked_features())
-        digest = hashlib.sha256(self.name.encode()).digest()
-        object.__setattr__(self, "seed", int.from_bytes(digest[:8], "little") >> 1)
+        object.__setattr__(self, "seed", seed_of(self.name))
 
     def _checked_features(self) -> tuple[str, ...]:
         if self.features is None:
@@ -94,3 +93,9 @@ class TableConfig:
         """The keys that look this table up, never None."""
         assert isinstance(self.features, tuple)
         return self.features
+
+
+def seed_of(name: str) -> int:
+    """The seed of a table's own stream of random numbers: 63 bits from its name."""
+    digest = hashlib.sha256(name.encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1

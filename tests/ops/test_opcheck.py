@@ -52,10 +52,12 @@ class Problem:
             for c in self.configs
         ]
 
-    def counters(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Step, skipped, learning rate."""
+    def counters(self, by_table: bool = False) -> tuple[list[Tensor], list[Tensor], Tensor]:
+        """Steps, skipped, learning rate."""
         zeros = torch.zeros(len(self.configs), dtype=torch.int64)
-        return torch.zeros((), dtype=torch.int64), zeros, torch.tensor(0.1)
+        if by_table:
+            return [zero.clone() for zero in zeros], [zero.clone() for zero in zeros.split(1)], torch.tensor(0.1)
+        return [zeros[0].clone()], [zeros], torch.tensor(0.1)
 
 
 def one_table(pooled: bool) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -87,12 +89,13 @@ class TestOpcheck:
             sample_weights = problem.sample_weights
             if sample_weights is not None:
                 sample_weights = sample_weights.clone().requires_grad_()
-            args = (problem.weights(True), problem.values, problem.offsets, sample_weights, True, dtype)
-            torch.library.opcheck(OPS.embedding_bag.default, (*args, *problem.layout))
+            for trained in (None, problem.values.masked_fill(problem.values == 1, -1)):
+                args = (problem.weights(True), problem.values, problem.offsets, sample_weights, trained, True, dtype)
+                torch.library.opcheck(OPS.embedding_bag.default, (*args, *problem.layout))
 
     def test_embedding_bag_weight_gradient(self, problem):
-        args = (problem.grad(), problem.weights(), problem.values, problem.offsets, problem.sample_weights)
-        torch.library.opcheck(OPS.embedding_bag_weight_gradient.default, (*args, *problem.layout))
+        args = (problem.grad(), problem.weights(), problem.offsets, problem.sample_weights)
+        torch.library.opcheck(OPS.embedding_bag_weight_gradient.default, (*args, *problem.groups, *problem.layout))
 
     def test_sample_weight_gradient(self, problem):
         sample_weights = torch.ones(problem.values.numel())
@@ -103,8 +106,29 @@ class TestOpcheck:
     def test_bag(self, pooled):
         ids, offsets, weights = one_table(pooled)
         for dtype in (torch.float32, torch.bfloat16):
-            args = (torch.randn(10, 3), ids, offsets, weights, pooled, pooled and weights is None, True, dtype)
-            torch.library.opcheck(OPS.bag.default, args)
+            for trained in (None, ids.masked_fill(ids == 9, -1)):
+                bags = (ids, offsets, weights, trained, pooled, pooled and weights is None, True)
+                torch.library.opcheck(OPS.bag.default, (torch.randn(10, 3, requires_grad=True), *bags, dtype))
+
+    @pytest.mark.parametrize("pooled", [True, False])
+    def test_bag_fused(self, pooled):
+        ids, offsets, weights = one_table(pooled)
+        step, skipped, rate = torch.zeros((), dtype=torch.int64), torch.zeros(1, dtype=torch.int64), torch.tensor(0.1)
+        optimizer = te.optim.RowWiseAdagrad(lr=0.1)
+        update = ([torch.zeros(10)], step, skipped, rate, optimizer.name, list(optimizer.hyperparameters), "a")
+        for trained in (None, ids.masked_fill(ids == 9, -1)):
+            bags = (ids, offsets, weights, trained, pooled, pooled and weights is None, True)
+            args = (torch.randn(10, 3, requires_grad=True), *update, *bags, torch.float32)
+            torch.library.opcheck(OPS.bag_fused.default, args)
+
+    @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+    def test_bag_update_(self, optimizer):
+        ids, offsets, weights = one_table(True)
+        spec = OPTIMIZERS[optimizer](lr=0.1)
+        states = [torch.zeros(10, 3) if state.per_element else torch.zeros(10) for state in spec.states]
+        counters = torch.zeros((), dtype=torch.int64), torch.zeros(1, dtype=torch.int64), torch.tensor(0.1)
+        batch = (torch.randn(3, 3), ids, offsets, weights, optimizer, list(spec.hyperparameters), "a", True, False)
+        torch.library.opcheck(OPS.bag_update_.default, (torch.randn(10, 3), states, *counters, *batch))
 
     @pytest.mark.parametrize("pooled", [True, False])
     def test_bag_gradient(self, pooled):
@@ -123,10 +147,11 @@ class TestOpcheck:
         ids, offsets, _ = one_table(True)
         torch.library.opcheck(OPS.drop_padding.default, (ids, offsets, 9, 10))
 
+    @pytest.mark.parametrize("by_table", [False, True])
     @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-    def test_row_update_(self, problem, optimizer):
+    def test_row_update_(self, problem, optimizer, by_table):
         args = (
-            problem.weights(), problem.states(optimizer), *problem.counters(), problem.grad(), problem.offsets,
+            problem.weights(), problem.states(optimizer), *problem.counters(by_table), problem.grad(), problem.offsets,
             problem.sample_weights, optimizer, list(OPTIMIZERS[optimizer](lr=0.1).hyperparameters),
         )  # fmt: skip
         torch.library.opcheck(OPS.row_update_.default, (*args, *problem.groups, *problem.layout))

@@ -18,7 +18,7 @@ from tritonemb.kernels.addresses import on_device
 from tritonemb.kernels.gradient_sums import sum_gradients_reference
 from tritonemb.kernels.layout import Layout
 from tritonemb.kernels.row_update import row_update_
-from tritonemb.optim import SGD
+from tritonemb.optimizers import SGD
 
 _PLAIN_SGD = SGD(stochastic_rounding=False)
 

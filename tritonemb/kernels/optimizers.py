@@ -1,4 +1,4 @@
-"""The nine optimizers on rows, one step: in Triton, and in slow, obvious PyTorch. Formulas: `tritonemb/optim.py`.
+"""The nine optimizers on rows, one step: in Triton, and in slow, obvious PyTorch. Formulas: `tritonemb/optimizers.py`.
 
 Divisions and roots are IEEE's and sums over a row have one order, so both give the same bits.
 """
@@ -13,9 +13,8 @@ from torch import Tensor
 
 from tritonemb.kernels.floats import row_sum, row_sum_reference
 from tritonemb.kernels.language import jit, tl
-from tritonemb.optim import OPTIMIZERS, Hyperparameters, WeightDecayMode
+from tritonemb.optimizers import KINDS, Hyperparameters, WeightDecayMode
 
-KINDS = {name: kind for kind, name in enumerate(OPTIMIZERS)}
 SGD, ROW_WISE_ADAGRAD, ADAGRAD, ADAM, PARTIAL_ROW_WISE_ADAM, LAMB, PARTIAL_ROW_WISE_LAMB, LARS_SGD, FTRL = (
     tl.constexpr(kind) for kind in KINDS.values()
 )
@@ -35,6 +34,15 @@ def _norm(x, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @jit
+def _along_rows(value):
+    """A value of each row, `[ROWS]`, or of all rows, as it meets `[ROWS, BLOCK]`."""
+    if value.type.is_block():
+        return value[:, None]
+    else:
+        return value
+
+
+@jit
 def _adam_rows(m, v, g, dim, h, corrections, ROW_WISE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """The moments, moved, and the bias-corrected direction."""
     m = tl.load(h + BETA1) * m + tl.load(h + REST1) * g
@@ -43,8 +51,8 @@ def _adam_rows(m, v, g, dim, h, corrections, ROW_WISE: tl.constexpr, ROWS: tl.co
         root = (tl.sqrt_rn(tl.div_rn(v, tl.load(corrections + 1))) + tl.load(h + EPS))[:, None]
     else:
         v = tl.load(h + BETA2) * v + tl.load(h + REST2) * (g * g)
-        root = tl.sqrt_rn(tl.div_rn(v, tl.load(corrections + 1))) + tl.load(h + EPS)
-    return m, v, tl.div_rn(tl.div_rn(m, tl.load(corrections)), root)
+        root = tl.sqrt_rn(tl.div_rn(v, _along_rows(tl.load(corrections + 1)))) + tl.load(h + EPS)
+    return m, v, tl.div_rn(tl.div_rn(m, _along_rows(tl.load(corrections))), root)
 
 
 @jit
@@ -54,7 +62,8 @@ def step_rows(
 ):  # fmt: skip
     """One step for rows `w` `[ROWS, BLOCK]` with states of that shape or `[ROWS]`; columns beyond `dim` are zero.
 
-    `h` points to what `constants_of` lists, `corrections` to 1 - beta1^t and 1 - beta2^t, all float32.
+    `h` points to what `constants_of` lists, `corrections` to 1 - beta1^t and 1 - beta2^t, all float32; there may be a
+    pointer for each row, `[ROWS]`, to corrections of its own.
     """
     if DECAY == L2_DECAY and KIND != LARS_SGD:
         g = g + tl.load(h + WEIGHT_DECAY) * w

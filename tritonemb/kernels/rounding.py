@@ -18,10 +18,16 @@ _MASK32 = 0xFFFFFFFF
 
 @jit
 def random16(seed, row, step, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """int32 `[ROWS, BLOCK]` in [0, 2^16): noise of the first BLOCK ≥ 8 elements of rows `row` int64 `[ROWS]`."""
+    """int32 `[ROWS, BLOCK]` in [0, 2^16): noise of the first BLOCK ≥ 8 elements of rows `row` int64 `[ROWS]`.
+
+    `step` is one for all rows, or `[ROWS]`.
+    """
     counter = tl.zeros((ROWS, BLOCK // 8), tl.int32) + tl.arange(0, BLOCK // 8)[None, :]
     low, high = counter * 0 + row.to(tl.int32)[:, None], counter * 0 + (row >> 32).to(tl.int32)[:, None]
-    w0, w1, w2, w3 = tl.philox(seed[:, None], counter, low, high, counter * 0 + step.to(tl.int32))
+    steps = step.to(tl.int32)
+    if step.type.is_block():
+        steps = steps[:, None]
+    w0, w1, w2, w3 = tl.philox(seed[:, None], counter, low, high, counter * 0 + steps)
     words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3)).to(tl.int32, bitcast=True)
     return tl.interleave(words & 0xFFFF, (words >> 16) & 0xFFFF)
 

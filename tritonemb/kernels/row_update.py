@@ -1,7 +1,7 @@
 """The update: one owner per row sums its gradients in a fixed order and applies the optimizer once, in place.
 
 A row's gradients are summed as `kernels/gradient_sums.py` says. Then one step of the optimizer, whose formula and
-source stand in `tritonemb/optim.py`, in float32; 16-bit rows are rounded back as in `kernels/rounding.py`.
+source stand in `tritonemb/optimizers.py`, in float32; 16-bit rows are rounded back as in `kernels/rounding.py`.
 
 Bytes: for each position `4 · dim` of gradient read; for each distinct row its weight and state read and written.
 """
@@ -30,7 +30,7 @@ from tritonemb.kernels.gradient_sums import (
 )
 from tritonemb.kernels.language import cdiv, jit, lanes, launch, next_power_of_2, num_programs, tl
 from tritonemb.kernels.layout import FIRST_ROW, SEED, Layout, batch_size_of
-from tritonemb.kernels.optimizers import KINDS, constants_of, step_reference, step_rows
+from tritonemb.kernels.optimizers import constants_of, step_reference, step_rows
 from tritonemb.kernels.rounding import (
     narrow_reference,
     narrow_stochastic,
@@ -38,7 +38,7 @@ from tritonemb.kernels.rounding import (
     random16,
     random16_reference,
 )
-from tritonemb.optim import OPTIMIZERS, Adam, Hyperparameters, NonFinite
+from tritonemb.optimizers import KINDS, OPTIMIZERS, Adam, Hyperparameters, NonFinite
 
 NONFINITE_MODES = get_args(NonFinite)
 NO_STATE, ROW_STATE, ELEMENT_STATE = (tl.constexpr(kind) for kind in range(3))
@@ -71,13 +71,15 @@ def _update_kernel(
     step, corrections, constants, skipped, bad_row, lock, record, names, num_tables, max_gradient,
     CODE: tl.constexpr, GRAD_CODE: tl.constexpr, KIND: tl.constexpr, STATE1: tl.constexpr, STATE2: tl.constexpr,
     DECAY: tl.constexpr, CLAMPED: tl.constexpr, LIMITED: tl.constexpr, STOCHASTIC: tl.constexpr,
-    NONFINITE: tl.constexpr, CHECK_ONLY: tl.constexpr, ALIGN: tl.constexpr, STATE_ALIGN: tl.constexpr,
-    STEP: tl.constexpr, GRAD_STEP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, UNROLL: tl.constexpr,
+    NONFINITE: tl.constexpr, CHECK_ONLY: tl.constexpr, OWN_STEP: tl.constexpr, ALIGN: tl.constexpr,
+    STATE_ALIGN: tl.constexpr, STEP: tl.constexpr, GRAD_STEP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):  # fmt: skip
     """ROWS groups at a time, from `program_id` on in steps of `num_programs`: sum, step, store.
 
     NONFINITE 1: the first pass, CHECK_ONLY, leaves the lowest row whose gradient is not finite in `bad_row`; the second
-    reports it and does nothing if there is one. NONFINITE 2: such rows are counted in `skipped`.
+    reports it and does nothing if there is one. NONFINITE 2: such rows are counted in `skipped`. OWN_STEP: each table
+    has a step and corrections of its own.
     """
     count = tl.load(num_groups).to(tl.int32)
     if NONFINITE == 1 and not CHECK_ONLY:
@@ -130,13 +132,19 @@ def _update_kernel(
             w = widen(tl.load(weights, mask=mask, other=0), CODE)
             state1 = _load_state(address1, row, offset, mask, dim, STATE1, STATE_ALIGN)
             state2 = _load_state(address2, row, offset, mask, dim, STATE2, STATE_ALIGN)
+            mine = corrections
+            if OWN_STEP and corrections is not None:
+                mine = corrections + table * 2
             w, state1, state2 = step_rows(
-                w, state1, state2, g, tl.maximum(dim, 1).to(tl.float32), lr, constants, corrections, KIND, DECAY,
-                LIMITED, ROWS, BLOCK,
+                w, state1, state2, g, tl.maximum(dim, 1).to(tl.float32), lr, constants, mine, KIND, DECAY, LIMITED,
+                ROWS, BLOCK,
             )  # fmt: skip
             if STOCHASTIC:
                 seed = tl.load(tables + table * 4 + 3)
-                bits = narrow_stochastic(w, random16(seed, row, now, ROWS, BLOCK), CODE)
+                row_step = now
+                if OWN_STEP:
+                    row_step = tl.load(step + table) + 1
+                bits = narrow_stochastic(w, random16(seed, row, row_step, ROWS, BLOCK), CODE)
             else:
                 bits = narrow(w, CODE)
             tl.store(weights, bits, mask=mask)
@@ -164,6 +172,7 @@ def row_update_(
     kernels are interpreted, and on a GPU by the next lookup or update, or by `check_errors`.
     """
     device, h = grad.device, Hyperparameters(*hyperparameters)
+    assert step.dim() == 0 or step.shape == (len(weights),)
     poll(device)
     rows, starts, _, num_groups = groups
     num_entries, num_tables = rows.numel(), len(weights)
@@ -180,7 +189,7 @@ def row_update_(
     nonfinite = int(h.nonfinite)
     bad_row = torch.full((1,), NO_ROW_FOUND, dtype=torch.int64, device=device) if nonfinite == 1 else None
     args = (
-        layout.tables, rows, starts, num_groups, *placed, learning_rate, step,
+        layout.tables, rows, starts, num_groups, *placed, learning_rate, step.contiguous(),
         _corrections(optimizer, h, step), on_device(constants_of(h), device, torch.float32), skipped, bad_row,
         *error_word(device), names_of(layout, device), num_tables, h.max_gradient,
     )  # fmt: skip
@@ -198,7 +207,7 @@ def row_update_(
                 CODE=CODES[dtype], GRAD_CODE=CODES[grad.dtype], KIND=KINDS[optimizer], STATE1=kinds[0], STATE2=kinds[1],
                 DECAY=int(h.weight_decay_mode) if h.weight_decay else 0, CLAMPED=h.max_gradient < torch.inf,
                 LIMITED=h.max_norm < torch.inf, STOCHASTIC=bool(h.stochastic_rounding) and dtype != torch.float32,
-                NONFINITE=nonfinite, CHECK_ONLY=check_only, ALIGN=align,
+                NONFINITE=nonfinite, CHECK_ONLY=check_only, OWN_STEP=step.dim() == 1, ALIGN=align,
                 STATE_ALIGN=math.gcd(16, 4 * row_step, *pointers), STEP=row_step, GRAD_STEP=grad_step, ROWS=tile_rows,
                 BLOCK=block, UNROLL=2, num_warps=warps_for(block),
             )  # fmt: skip
@@ -218,11 +227,13 @@ def _tile_rows(optimizer: str, dtype: torch.dtype, align: int, block: int) -> in
 
 
 def _corrections(optimizer: str, h: Hyperparameters, step: Tensor) -> Tensor | None:
-    """float32 `[2]`: 1 - beta^t of Adam's two moments, for the step that comes; no host ever learns t."""
+    """float32 `[2]`, or `[T, 2]` for `T` steps: 1 - beta^t of Adam's two moments, for the step that comes; no host ever
+    learns t.
+    """
     if not issubclass(OPTIMIZERS[optimizer], Adam):
         return None
     betas = on_device([h.beta1, h.beta2], step.device, torch.float64)
-    return (1 - torch.pow(betas, (step + 1).to(torch.float64))).to(torch.float32)
+    return (1 - torch.pow(betas, (step + 1).to(torch.float64).unsqueeze(-1))).to(torch.float32)
 
 
 def row_update_reference_(
@@ -244,7 +255,7 @@ def row_update_reference_(
     Args:
         weights: `[T]` of `[rows, dim]`, changed in place.
         states: the first state of every table, then the second; float32 `[rows]` or `[rows, dim]`, changed in place.
-        step: int64 `[]`, updates so far, one more afterwards.
+        step: int64 `[]`, updates so far, one more afterwards; or `[T]`, each table's own, all one more afterwards.
         skipped: int64 `[T]`, rows left untouched for a gradient that is not finite, counted up.
         learning_rate: float32 `[]`.
         grad: gradient of the output, `[B, width]` or `[N, width]`.
@@ -262,6 +273,7 @@ def row_update_reference_(
         if mode == "raise" and not bool(good.all()):
             raise errors.bad_gradient(int(rows[table][~good][0] + layout.tables[table, FIRST_ROW]), layout)
     step += 1
+    steps = step.expand(len(weights)).tolist()
     for table, weight in enumerate(weights):
         mine, gradient = rows[table], gradients[table]
         if mode == "skip":
@@ -271,8 +283,8 @@ def row_update_reference_(
         row_states = [state.view(state.shape[0], -1)[mine].to(gradient.dtype) for state in table_states]
         row = weight[mine].to(gradient.dtype)
         lr = learning_rate.to(gradient.dtype)
-        row, row_states = step_reference(optimizer, row, row_states, gradient, lr, int(step), h)
-        weight[mine] = _narrow(row, weight.dtype, int(layout.tables[table, SEED]), mine, int(step), h)
+        row, row_states = step_reference(optimizer, row, row_states, gradient, lr, steps[table], h)
+        weight[mine] = _narrow(row, weight.dtype, int(layout.tables[table, SEED]), mine, steps[table], h)
         for state, new in zip(table_states, row_states, strict=True):
             state.view(state.shape[0], -1)[mine] = new.to(state.dtype)
 

@@ -15,7 +15,7 @@ from tritonemb.kernels.layout import Layout, make_layout
 from tritonemb.nn.fused_optimizer import FusedOptimizer
 from tritonemb.nn.table import Table
 from tritonemb.ops.accumulate import NOT_ACCUMULATING, Accumulator
-from tritonemb.optim import Optimizer
+from tritonemb.optimizers import Optimizer
 from tritonemb.types import TRAINABLE_DTYPES, TableConfig
 
 BoundsCheck = Literal["raise", "ignore"]
@@ -109,12 +109,16 @@ class Collection(nn.Module):
         self._learning_rate = float(lr)
         self.learning_rate.fill_(lr)
         if self._fused_optimizer is not None:
-            dict.__setitem__(self._fused_optimizer.param_groups[0], "lr", float(lr))
+            self._fused_optimizer.show_learning_rate()
 
     @property
     def current_learning_rate(self) -> float:
         """What the fused optimizer's learning rate was last set to; the update reads the tensor `learning_rate`."""
         return self._learning_rate
+
+    def optimizer_states(self) -> list[tuple[str, Tensor, dict[str, Tensor]]]:
+        """Each table's name, weight, and the step and states of its fused optimizer by name."""
+        return [(t.config.name, t.weight, {"step": self.step, **dict(t.named_buffers())}) for t in self.tables]
 
     def skipped_rows(self) -> dict[str, int]:
         """For `nonfinite="skip"`: how many row updates each table has skipped so far."""
@@ -213,7 +217,7 @@ class Collection(nn.Module):
         states = [table.state(state.name) for state in spec.states for table in self.tables]
         accumulator = self._accumulator.handle if self._accumulating else NOT_ACCUMULATING
         return ops.Fused(
-            weights, states, self.step, self.skipped, self.learning_rate, self.pending, spec.name,
+            weights, states, [self.step], [self.skipped], self.learning_rate, self.pending, spec.name,
             list(spec.hyperparameters), accumulator,
         )  # fmt: skip
 
@@ -257,7 +261,7 @@ class Collection(nn.Module):
             grad = grad[order.values()]
         fused = self._fused([table.weight for table in self.tables])
         ops.row_update_(
-            fused.weights, fused.states, fused.step, fused.skipped, fused.learning_rate, grad, stacked.offsets(),
+            fused.weights, fused.states, fused.steps, fused.skipped, fused.learning_rate, grad, stacked.offsets(),
             stacked.weights_or_none(), fused.optimizer, fused.hyperparameters,
             ops.row_groups(stacked.values(), stacked.offsets(), layout), layout,
         )  # fmt: skip

@@ -11,7 +11,7 @@ from tritonemb.nn.collection import Features
 from tritonemb.nn.embedding_bag_collection import EmbeddingBagCollection
 from tritonemb.nn.mlp import MLP
 from tritonemb.ops.cross import cross, is_fused
-from tritonemb.optim import Optimizer
+from tritonemb.optimizers import Optimizer
 from tritonemb.types import TableConfig
 
 

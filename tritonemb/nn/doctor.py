@@ -6,11 +6,11 @@ import copy
 
 import torch
 
-from tritonemb import optim
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.nn.embedding_bag_collection import EmbeddingBagCollection
 from tritonemb.nn.errors import check_errors
 from tritonemb.ops.registry import REFERENCE, forced, ops, why
+from tritonemb.optimizers import RowWiseAdagrad
 from tritonemb.types import TableConfig
 
 # Sums of at most 8 products of numbers of about 1: a few units in the last place.
@@ -29,7 +29,7 @@ def check_step(device: torch.device) -> float:
     """
     tables = [TableConfig("sums", 50, 16), TableConfig("means", 7, 16, pooling="mean")]
     torch.manual_seed(0)
-    served = EmbeddingBagCollection(tables, optim.RowWiseAdagrad(lr=0.1), device=device)
+    served = EmbeddingBagCollection(tables, RowWiseAdagrad(lr=0.1), device=device)
     reference = copy.deepcopy(served)
     lengths = torch.tensor([2, 0, 3, 1, 1, 0, 4, 2])
     ids = torch.randint(7, (int(lengths.sum()),))

@@ -10,7 +10,7 @@ from torch import Tensor
 from tritonemb.nn.single_table import SingleTable, new_weight
 from tritonemb.ops.bag import Bags
 from tritonemb.ops.row_groups import ID_DTYPES
-from tritonemb.optim import Optimizer
+from tritonemb.optimizers import Optimizer
 
 
 class Embedding(SingleTable, torch.nn.Embedding):

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from tritonemb.nn.single_table import SingleTable, new_weight
 from tritonemb.ops.bag import Bags, drop_padding
-from tritonemb.optim import Optimizer
+from tritonemb.optimizers import Optimizer
 from tritonemb.types import TRAINABLE_DTYPES
 
 MODES = ("sum", "mean", "max")
@@ -100,10 +100,11 @@ class EmbeddingBag(SingleTable, torch.nn.EmbeddingBag):
         module._fuse(optimizer)
         return cast(EmbeddingBag, module)
 
-    def _fuse(self, optimizer: Optimizer | None) -> None:
-        if optimizer is not None and self.mode == "max":
-            raise ValueError('mode="max" has no fused update; use "sum" or "mean", or leave out the optimizer')
-        super()._fuse(optimizer)
+    def why_not_fused(self) -> str | None:
+        """Why no optimizer can be fused, or None if one can."""
+        if self.mode == "max":
+            return 'mode="max" has no fused update; use "sum" or "mean", or leave out the optimizer'
+        return super().why_not_fused()
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """`[B, embedding_dim]`."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tritonemb import ops
 from tritonemb.nn.collection import BoundsCheck, Collection, Features
-from tritonemb.optim import Optimizer
+from tritonemb.optimizers import Optimizer
 from tritonemb.types import TableConfig
 
 

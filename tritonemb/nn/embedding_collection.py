@@ -9,7 +9,7 @@ import torch
 from tritonemb import ops
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.nn.collection import BoundsCheck, Collection, Features
-from tritonemb.optim import Optimizer
+from tritonemb.optimizers import Optimizer
 from tritonemb.types import TableConfig
 
 

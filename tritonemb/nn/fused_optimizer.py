@@ -1,19 +1,32 @@
-"""A collection's fused optimizer in the shape of `torch.optim.Optimizer`, for schedulers and training frameworks."""
+"""A fused optimizer in the shape of `torch.optim.Optimizer`, for schedulers and training frameworks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
-if TYPE_CHECKING:
-    from tritonemb.nn.collection import Collection
+from tritonemb.optimizers import Optimizer
 
 
-class _ParamGroup(dict[str, Any]):
-    """A parameter group whose learning rate is the collection's: setting one sets the other."""
+class FusedTables(Protocol):
+    """Tables that backward passes update: a collection, or modules of a group."""
+
+    @property
+    def optimizer(self) -> Optimizer | None: ...
+    @property
+    def current_learning_rate(self) -> float: ...
+    def set_learning_rate(self, lr: float) -> None: ...
+    def optimizer_states(self) -> list[tuple[str, Tensor, dict[str, Tensor]]]:
+        """Each table's name, weight, and `step` and states by name: the tensors themselves."""
+        ...
+
+
+class ParamGroup(dict[str, Any]):
+    """A parameter group whose learning rate is the tables': setting one sets the other."""
 
     def __init__(self, items: dict[str, Any], set_learning_rate: Callable[[float], None]) -> None:
         super().__init__(items)
@@ -31,21 +44,31 @@ class _ParamGroup(dict[str, Any]):
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """One parameter group with a collection's tables. The step has been done in the backward: `step` does nothing.
+    """One parameter group with tables. The step has been done in the backward: `step` does nothing.
 
     `param_groups[0]["lr"]` may be set by hand or by `torch.optim.lr_scheduler`. `state_dict` holds each table's state
-    tensors, the same that the collection's own `state_dict` holds.
+    tensors themselves.
     """
 
-    def __init__(self, collection: Collection) -> None:
-        spec = collection.optimizer
+    def __init__(self, tables: FusedTables) -> None:
+        spec = tables.optimizer
         assert spec is not None
-        self._collection = collection
-        super().__init__([table.weight for table in collection.tables], asdict(spec))
-        group = dict(self.param_groups[0], lr=collection.current_learning_rate)
-        self.param_groups[0] = _ParamGroup(group, collection.set_learning_rate)
-        for table in collection.tables:
-            self.state[table.weight] = {"step": collection.step, **dict(table.named_buffers())}
+        self._tables = tables
+        super().__init__([weight for _, weight, _ in tables.optimizer_states()], asdict(spec))
+        self.param_groups[0] = ParamGroup(self.param_groups[0], tables.set_learning_rate)
+        self.show_learning_rate()
+        self.refresh()
+
+    def show_learning_rate(self) -> None:
+        """Let the parameter group say what the tables' learning rate is."""
+        dict.__setitem__(self.param_groups[0], "lr", self._tables.current_learning_rate)
+
+    def refresh(self) -> None:
+        """Refer to the tables' tensors as they are now: they are others since the tables were moved."""
+        found = self._tables.optimizer_states()
+        self.param_groups[0]["params"][:] = [weight for _, weight, _ in found]
+        self.state.clear()
+        self.state.update({weight: dict(states) for _, weight, states in found})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Does nothing: the backward has updated the tables. Returns the closure's result."""
@@ -54,23 +77,25 @@ class FusedOptimizer(torch.optim.Optimizer):
         with torch.enable_grad():
             return closure()
 
+    def state_dict(self) -> dict[str, Any]:
+        self.refresh()
+        return super().state_dict()
+
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy learning rate and state into the collection's own tensors.
+        """Copy learning rate and state into the tables' own tensors.
 
         Raises:
             ValueError: if a state is missing or has another shape; nothing has been copied then.
         """
-        tables = self._collection.tables
         pairs = []
-        for index, table in enumerate(tables):
+        for index, (table, _, states) in enumerate(self._tables.optimizer_states()):
             given = state_dict["state"].get(index, {})
-            for name, tensor in self.state[table.weight].items():
+            for name, tensor in states.items():
                 if name not in given or given[name].shape != tensor.shape:
                     found = tuple(given[name].shape) if name in given else "nothing"
                     raise ValueError(
-                        f"table {table.config.name!r}: state {name!r} must have shape {tuple(tensor.shape)}, "
-                        f"got {found}"
+                        f"table {table!r}: state {name!r} must have shape {tuple(tensor.shape)}, got {found}"
                     )
                 pairs.append((tensor, given[name]))
         for tensor, value in pairs:

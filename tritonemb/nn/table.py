@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tritonemb.kernels.cpu.hugepages import advise_huge_pages
-from tritonemb.optim import StateSpec
+from tritonemb.optimizers import StateSpec
 from tritonemb.types import TRAINABLE_DTYPES, TableConfig
 
 

@@ -1,5 +1,6 @@
 """`torch.ops.tritonemb.*`: schema, fake, autograd formula, input checks and dispatch."""
 
+from tritonemb.ops.bag_fused import BagGradient, FusedTable, bag_fused
 from tritonemb.ops.cross import cross
 from tritonemb.ops.embedding_bag import embedding_bag
 from tritonemb.ops.embedding_bag_fused import Fused, embedding_bag_fused
@@ -10,9 +11,12 @@ from tritonemb.ops.row_groups import RowGroups, row_groups
 from tritonemb.ops.row_update import row_update_
 
 __all__ = [
+    "BagGradient",
     "Fused",
+    "FusedTable",
     "Packing",
     "RowGroups",
+    "bag_fused",
     "block_bucketize",
     "cross",
     "embedding_bag",

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.layout import Layout, make_layout
+from tritonemb.kernels.layout import SEED, Layout, make_layout
 from tritonemb.ops.registry import REFERENCE, choose, kernel, plain_eager
 from tritonemb.ops.row_groups import RowGroups
-from tritonemb.types import TableConfig
+from tritonemb.types import TableConfig, seed_of
 
 
 class Bags(NamedTuple):
@@ -67,10 +67,14 @@ def bag(
             on a GPU as a ValueError by the next lookup, or by `te.check_errors`.
     """
     dtype, trained = dtype or weight.dtype, None if trained is values else trained
-    if not torch.is_grad_enabled() and not torch._C._functorch.maybe_current_level():
+    if torch.compiler.is_compiling():
+        return torch.ops.tritonemb.bag(
+            weight, values, bags.offsets, sample_weights, trained, bags.pooled, bags.mean, bags.checked, dtype
+        )
+    transformed = torch._C._functorch.maybe_current_level()
+    if not torch.is_grad_enabled() and not transformed:
         return _pool(weight, values, bags.offsets, sample_weights, bags.pooled, bags.mean, bags.checked, dtype)
-    ordinary = not torch.compiler.is_compiling() and not torch._C._functorch.maybe_current_level()
-    apply = _EagerLookup.apply if ordinary else _Lookup.apply
+    apply = _Lookup.apply if transformed else _EagerLookup.apply
     return apply(weight, sample_weights, values, trained, *bags, sparse, dtype)
 
 
@@ -214,10 +218,9 @@ def _pool(
     weight: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None, pooled: bool, mean: bool,
     checked: bool, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    run: Callable[..., Tensor] = (
-        _pool_now if _at_once(weight, values, offsets, sample_weights) else torch.ops.tritonemb.bag
-    )
-    return run(weight, values, offsets, sample_weights, pooled, mean, checked, dtype)
+    if _at_once(weight, values, offsets, sample_weights):
+        return look_up(weight, values, offsets, sample_weights, pooled, mean, checked, dtype)
+    return torch.ops.tritonemb.bag(weight, values, offsets, sample_weights, None, pooled, mean, checked, dtype)
 
 
 def _gradient(
@@ -233,23 +236,49 @@ def _sample_weight_gradient(
     grad: Tensor, weight: Tensor, values: Tensor, offsets: Tensor, pooled: bool, mean: bool, dtype: torch.dtype
 ) -> Tensor:
     now = _at_once(grad, weight, values, offsets)
-    run: Callable[..., Tensor] = _dots_now if now else torch.ops.tritonemb.bag_sample_weight_gradient
+    run: Callable[..., Tensor] = derive_sample_weights if now else torch.ops.tritonemb.bag_sample_weight_gradient
     return run(grad, weight, values, offsets, pooled, mean, dtype)
 
 
+class BagTable(NamedTuple):
+    """A table as its lookups see it, and a name for error messages, which also seeds its stochastic rounding."""
+
+    num_rows: int
+    dim: int
+    mean: bool = False
+    name: str = "weight"
+
+
 @functools.lru_cache(maxsize=1024)
-def _layout(num_rows: int, dim: int, pooled: bool, mean: bool, device: torch.device) -> Layout:
-    """Of one table and one key; kept, so that nothing is sent to the device again."""
-    table = TableConfig("weight", num_rows, dim, ["input"], pooling="mean" if mean else "sum")
+def layout_of(tables: tuple[BagTable, ...], pooled: bool, device: torch.device) -> Layout:
+    """Of one key for each table; kept, so that nothing is sent to the device again."""
+    configs = [
+        TableConfig(f"{place}", table.num_rows, table.dim, pooling="mean" if table.mean else "sum")
+        for place, table in enumerate(tables)
+    ]
+    names = "\n".join(table.name for table in tables)
     with torch.inference_mode(False):
-        return make_layout([table], ["input"], pooled, device)
+        layout = make_layout(configs, [config.name for config in configs], pooled)
+        layout.tables[:, SEED] = torch.tensor([seed_of(table.name) for table in tables])
+        return layout._replace(
+            tables=layout.tables.to(device),
+            lookups=layout.lookups.to(device),
+            key_starts=layout.key_starts.to(device),
+            table_names=names,
+            feature_names=names,
+        )
 
 
-def _pool_now(
+def _layout(weight_shape: tuple[int, ...], pooled: bool, mean: bool, device: torch.device) -> Layout:
+    num_rows, dim = weight_shape
+    return layout_of((BagTable(num_rows, dim, mean),), pooled, device)
+
+
+def look_up(
     weight: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None, pooled: bool, mean: bool,
     checked: bool, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    layout = _layout(*weight.shape, pooled, mean, values.device)
+    layout = _layout(weight.shape, pooled, mean, values.device)
     look_up, serving = (
         kernel("embedding_bag", values.device, [weight]),
         choose("embedding_bag", values.device, [weight]),
@@ -287,7 +316,7 @@ def explained(error: Exception, values: Tensor, num_rows: int, pooled: bool) -> 
 
 
 def _drop_padding_now(values: Tensor, offsets: Tensor, padding_idx: int, num_rows: int) -> Tensor:
-    layout = _layout(num_rows, 1, True, False, values.device)
+    layout = _layout((num_rows, 1), True, False, values.device)
     try:
         return kernel("drop_padding", values.device)(values, offsets, padding_idx, layout)
     except ValueError as error:
@@ -299,7 +328,7 @@ def _grouped(
 ) -> tuple[RowGroups, Layout]:
     if values.shape[0] >= 2**31:
         raise ValueError(f"one call may look up at most {2**31 - 1} ids, got {values.shape[0]}")
-    layout = _layout(num_rows, grad.shape[1], pooled, mean, values.device)
+    layout = _layout((num_rows, grad.shape[1]), pooled, mean, values.device)
     return RowGroups(*kernel("row_groups", values.device)(values, offsets, layout)), layout
 
 
@@ -347,10 +376,10 @@ def places_of(groups: RowGroups) -> Tensor:
     return rows.minimum(rows.masked_fill(behind, 0).amax())
 
 
-def _dots_now(
+def derive_sample_weights(
     grad: Tensor, weight: Tensor, values: Tensor, offsets: Tensor, pooled: bool, mean: bool, dtype: torch.dtype
 ) -> Tensor:
-    layout = _layout(*weight.shape, pooled, mean, values.device)
+    layout = _layout(weight.shape, pooled, mean, values.device)
     dots = kernel("sample_weight_gradient", grad.device, [weight])
     return dots([weight.contiguous()], values, offsets, grad, layout).to(dtype)
 
@@ -361,22 +390,53 @@ _BATCH = "Tensor values, Tensor offsets, Tensor? sample_weights"
 @torch.library.custom_op(
     "tritonemb::bag",
     mutates_args=(),
-    schema=f"(Tensor weight, {_BATCH}, bool pooled, bool mean, bool checked, ScalarType dtype) -> Tensor",
+    schema=f"(Tensor weight, {_BATCH}, Tensor? trained, bool pooled, bool mean, bool checked, ScalarType dtype) "
+    "-> Tensor",
 )
 def _bag(
-    weight: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None, pooled: bool, mean: bool,
-    checked: bool, dtype: torch.dtype,
+    weight: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None, trained: Tensor | None,
+    pooled: bool, mean: bool, checked: bool, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    return _pool_now(weight, values, offsets, sample_weights, pooled, mean, checked, dtype)
+    return look_up(weight, values, offsets, sample_weights, pooled, mean, checked, dtype)
 
 
 @_bag.register_fake
 def _(
-    weight: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None, pooled: bool, mean: bool,
-    checked: bool, dtype: torch.dtype,
+    weight: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None, trained: Tensor | None,
+    pooled: bool, mean: bool, checked: bool, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
+    return empty_output(weight, values, offsets, pooled, dtype)
+
+
+def empty_output(weight: Tensor, values: Tensor, offsets: Tensor, pooled: bool, dtype: torch.dtype) -> Tensor:
+    """The shape of a lookup's result."""
     num_rows = offsets.shape[0] - 1 if pooled else values.shape[0]
     return weight.new_empty(num_rows, weight.shape[1], dtype=dtype)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    weight, values, offsets, sample_weights, trained, ctx.pooled, ctx.mean, _, _ = inputs
+    ctx.num_rows, ctx.dtype = weight.shape[0], weight.dtype
+    needed = weight if sample_weights is not None and ctx.needs_input_grad[3] else None
+    ctx.save_for_backward(needed, values if trained is None else trained, offsets, sample_weights)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """As that of `_Lookup`, for what is traced: once differentiable."""
+    weight, values, offsets, sample_weights = ctx.saved_tensors
+    ops, by_weight, by_sample_weight = torch.ops.tritonemb, None, None
+    if ctx.needs_input_grad[0]:
+        by_weight = ops.bag_gradient(
+            grad, values, offsets, sample_weights, ctx.num_rows, ctx.pooled, ctx.mean, ctx.dtype
+        )
+    if weight is not None:
+        by_sample_weight = ops.bag_sample_weight_gradient(
+            grad, weight, values, offsets, ctx.pooled, ctx.mean, sample_weights.dtype
+        )
+    return by_weight, None, None, by_sample_weight, *[None] * 5
+
+
+_bag.register_autograd(_backward, setup_context=_save)
 
 
 @torch.library.custom_op("tritonemb::drop_padding", mutates_args=())
@@ -418,7 +478,7 @@ def _(
 def _bag_sample_weight_gradient(
     grad: Tensor, weight: Tensor, values: Tensor, offsets: Tensor, pooled: bool, mean: bool, dtype: torch.dtype
 ) -> Tensor:
-    return _dots_now(grad, weight, values, offsets, pooled, mean, dtype)
+    return derive_sample_weights(grad, weight, values, offsets, pooled, mean, dtype)
 
 
 @_bag_sample_weight_gradient.register_fake

@@ -14,8 +14,8 @@ from torch import Tensor
 from tritonemb.kernels.layout import Layout, batch_size_of
 from tritonemb.ops import schema
 from tritonemb.ops.registry import kernel, plain_eager
-from tritonemb.ops.row_groups import check_ids
-from tritonemb.optim import SGD
+from tritonemb.ops.row_groups import RowGroups, check_ids
+from tritonemb.optimizers import SGD
 
 _PLAIN_SGD = SGD(stochastic_rounding=False)
 
@@ -28,8 +28,11 @@ def embedding_bag(
     layout: Layout,
     check_bounds: bool = True,
     output_dtype: torch.dtype = torch.float32,
+    trained: Tensor | None = None,
 ) -> Tensor:
     """Look `values` `[N]` up in `weights` `[T]`; `[B, width]`, or `[N, width]` if the layout is not pooled.
+
+    `trained` `[N]` are the ids that gradients go to, if others than `values`; -1 for none.
 
     Raises:
         TypeError: for ids that are not int32 or int64.
@@ -42,7 +45,7 @@ def embedding_bag(
         look_up = kernel("embedding_bag", values.device, weights)
         return look_up(weights, values, offsets, sample_weights, layout, check_bounds, output_dtype)
     return torch.ops.tritonemb.embedding_bag(
-        list(weights), values, offsets, sample_weights, check_bounds, output_dtype, *layout
+        list(weights), values, offsets, sample_weights, trained, check_bounds, output_dtype, *layout
     )
 
 
@@ -60,13 +63,15 @@ def check_devices(weights: Sequence[Tensor], values: Tensor, layout: Layout) -> 
 @torch.library.custom_op(
     "tritonemb::embedding_bag",
     mutates_args=(),
-    schema=f"(Tensor[] weights, {schema.BATCH}, bool check_bounds, ScalarType output_dtype, {schema.LAYOUT}) -> Tensor",
+    schema=f"(Tensor[] weights, {schema.BATCH}, Tensor? trained, bool check_bounds, ScalarType output_dtype, "
+    f"{schema.LAYOUT}) -> Tensor",
 )
 def _embedding_bag(
     weights: list[Tensor],
     values: Tensor,
     offsets: Tensor,
     sample_weights: Tensor | None,
+    trained: Tensor | None,
     check_bounds: bool,
     output_dtype: torch.dtype,
     *layout: Any,
@@ -81,6 +86,7 @@ def _(
     values: Tensor,
     offsets: Tensor,
     sample_weights: Tensor | None,
+    trained: Tensor | None,
     check_bounds: bool,
     output_dtype: torch.dtype,
     *layout: Any,
@@ -97,17 +103,14 @@ def empty_output(values: Tensor, offsets: Tensor, layout: Layout, dtype: torch.d
 @torch.library.custom_op(
     "tritonemb::embedding_bag_weight_gradient",
     mutates_args=(),
-    schema=f"(Tensor grad, Tensor[] weights, {schema.BATCH}, {schema.LAYOUT}) -> Tensor[]",
+    schema="(Tensor grad, Tensor[] weights, Tensor offsets, Tensor? sample_weights, "
+    f"{schema.GROUPS}, {schema.LAYOUT}) -> Tensor[]",
 )
 def _weight_gradient(
-    grad: Tensor,
-    weights: list[Tensor],
-    values: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    *layout_fields: Any,
+    grad: Tensor, weights: list[Tensor], offsets: Tensor, sample_weights: Tensor | None, *groups_and_layout: Any
 ) -> list[Tensor]:
     """Dense gradients: one step of SGD with learning rate -1 from zero leaves each row's summed gradient."""
+    groups, layout = RowGroups(*groups_and_layout[:4]), Layout(*groups_and_layout[4:])
     for weight in weights:
         if weight.dtype.itemsize < 2:
             raise TypeError(
@@ -115,8 +118,6 @@ def _weight_gradient(
             )
         if weight.device != grad.device:
             raise ValueError(f"a table on {weight.device} takes no dense gradient on {grad.device}; fuse its optimizer")
-    layout = Layout(*layout_fields)
-    groups = kernel("row_groups", values.device)(values, offsets, layout)
     gradients = [torch.zeros_like(weight, memory_format=torch.contiguous_format) for weight in weights]
     step, skipped = grad.new_zeros((), dtype=torch.int64), grad.new_zeros(len(weights), dtype=torch.int64)
     kernel("row_update_", grad.device, weights)(
@@ -128,12 +129,7 @@ def _weight_gradient(
 
 @_weight_gradient.register_fake
 def _(
-    grad: Tensor,
-    weights: list[Tensor],
-    values: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    *layout_fields: Any,
+    grad: Tensor, weights: list[Tensor], offsets: Tensor, sample_weights: Tensor | None, *groups_and_layout: Any
 ) -> list[Tensor]:
     return [torch.empty_like(weight, memory_format=torch.contiguous_format) for weight in weights]
 
@@ -159,23 +155,25 @@ def _(
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    weights, values, offsets, sample_weights, _, _, *layout = inputs
+    weights, values, offsets, sample_weights, trained, _, _, *layout = inputs
     ctx.layout = Layout(*layout)
-    ctx.save_for_backward(*weights, values, offsets, sample_weights, *ctx.layout[:3])
+    ctx.save_for_backward(*weights, values, offsets, sample_weights, trained, *ctx.layout[:3])
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    *weights, values, offsets, sample_weights, tables, lookups, key_starts = ctx.saved_tensors
+    *weights, values, offsets, sample_weights, trained, tables, lookups, key_starts = ctx.saved_tensors
     layout = ctx.layout._replace(tables=tables, lookups=lookups, key_starts=key_starts)
     weight_grads: list[Tensor | None] = [None] * len(weights)
     sample_weight_grad = None
+    trained = values if trained is None else trained
     ops = torch.ops.tritonemb
     if any(ctx.needs_input_grad[0]):
-        computed = ops.embedding_bag_weight_gradient(grad, weights, values, offsets, sample_weights, *layout)
+        groups = ops.row_groups(trained, offsets, *layout)
+        computed = ops.embedding_bag_weight_gradient(grad, weights, offsets, sample_weights, *groups, *layout)
         weight_grads = [g if needed else None for g, needed in zip(computed, ctx.needs_input_grad[0], strict=True)]
     if sample_weights is not None and ctx.needs_input_grad[3]:
-        sample_weight_grad = ops.sample_weight_gradient(grad, weights, values, offsets, sample_weights, *layout)
-    return weight_grads, None, None, sample_weight_grad, None, None, *([None] * len(layout))
+        sample_weight_grad = ops.sample_weight_gradient(grad, weights, trained, offsets, sample_weights, *layout)
+    return weight_grads, None, None, sample_weight_grad, None, None, None, *([None] * len(layout))
 
 
 _embedding_bag.register_autograd(_backward, setup_context=_save)

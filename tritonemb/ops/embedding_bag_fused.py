@@ -29,7 +29,7 @@ class Fused(NamedTuple):
     Attributes:
         weights: `[T]` tables.
         states: the first optimizer state of every table, then the second.
-        step, skipped, learning_rate: as in `row_update_`.
+        steps, skipped, learning_rate: as in `row_update_`.
         pending: int64 `[]`, micro-batches kept in the accumulator.
         optimizer: name of the optimizer.
         hyperparameters: values of `optim.Hyperparameters`.
@@ -38,8 +38,8 @@ class Fused(NamedTuple):
 
     weights: list[Tensor]
     states: list[Tensor]
-    step: Tensor
-    skipped: Tensor
+    steps: list[Tensor]
+    skipped: list[Tensor]
     learning_rate: Tensor
     pending: Tensor
     optimizer: str
@@ -57,7 +57,7 @@ def embedding_bag_fused(
     check_bounds: bool = True,
     output_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """As `embedding_bag`; the backward updates weights, states, step and skipped in place, or accumulates."""
+    """As `embedding_bag`; the backward updates weights, states, steps and skipped in place, or accumulates."""
     check_ids(values)
     check_devices(fused.weights, values, layout)
     if plain_eager(values, offsets, sample_weights, *fused.weights):
@@ -105,7 +105,7 @@ def _finish(x: _Inputs, grad: Tensor, needs_sample_weight_grad: bool) -> Tensor 
         )
     if fused.accumulator == NOT_ACCUMULATING:
         row_update_(
-            fused.weights, fused.states, fused.step, fused.skipped, fused.learning_rate, grad, x.offsets,
+            fused.weights, fused.states, fused.steps, fused.skipped, fused.learning_rate, grad, x.offsets,
             x.sample_weights, fused.optimizer, fused.hyperparameters, x.groups, x.layout,
         )  # fmt: skip
     else:
@@ -130,8 +130,8 @@ class _Eager(torch.autograd.Function):
 @torch.library.custom_op(
     "tritonemb::embedding_bag_fused",
     mutates_args=(),
-    schema="(Tensor[] weights, Tensor[] states, Tensor step, Tensor skipped, Tensor learning_rate, Tensor pending, "
-    f"str optimizer, float[] hyperparameters, int accumulator, {schema.BATCH}, bool check_bounds, "
+    schema="(Tensor[] weights, Tensor[] states, Tensor[] steps, Tensor[] skipped, Tensor learning_rate, "
+    f"Tensor pending, str optimizer, float[] hyperparameters, int accumulator, {schema.BATCH}, bool check_bounds, "
     f"ScalarType output_dtype, {schema.GROUPS}, {schema.LAYOUT}) -> Tensor",
 )
 def _embedding_bag_fused(*args: Any) -> Tensor:
@@ -152,9 +152,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     x: _Inputs = ctx.inputs
     place = len(Fused._fields) + 2
     sample_weight_grad = _finish(x, grad, ctx.needs_input_grad[place])
-    lists = [None] * len(x.fused.weights), [None] * len(x.fused.states)
+    lists = [[None] * len(tensors) for tensors in x.fused[:4]]
     after = [None] * (2 + len(RowGroups._fields) + len(Layout._fields))
-    return *lists, *([None] * (place - 2)), sample_weight_grad, *after
+    return *lists, *([None] * (place - 4)), sample_weight_grad, *after
 
 
 _embedding_bag_fused.register_autograd(_backward, setup_context=_save)

@@ -16,7 +16,7 @@ from tritonemb.data import open_dataset
 from tritonemb.data.source import Data, Feature, tables_of
 from tritonemb.files import write_whole
 from tritonemb.nn import DLRM, DCNv2
-from tritonemb.optim import OPTIMIZERS, Optimizer
+from tritonemb.optimizers import OPTIMIZERS, Optimizer
 from tritonemb.training.callbacks import Callback, FitStart
 from tritonemb.training.config import TrainConfig
 from tritonemb.training.devices import check_device

@@ -1,4 +1,4 @@
-"""The nine optimizers on one row: float32 arrays in, changed in place. Formulas and sources: `tritonemb/optim.py`."""
+"""The nine optimizers on one row: float32 arrays in, changed in place. Formulas: `tritonemb/optimizers.py`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import numpy as np
 from tritonemb.kernels.cpu.jit import inlined
 from tritonemb.kernels.cpu.memory import FLOAT32
 from tritonemb.kernels.cpu.simd import dot
-from tritonemb.optim import OPTIMIZERS, Hyperparameters
+from tritonemb.optimizers import KINDS, Hyperparameters
 
-KINDS = {name: kind for kind, name in enumerate(OPTIMIZERS)}
 SGD = KINDS["sgd"]
 ROW_WISE_ADAGRAD = KINDS["row_wise_adagrad"]
 ADAGRAD = KINDS["adagrad"]

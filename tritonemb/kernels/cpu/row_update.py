@@ -14,7 +14,7 @@ from tritonemb.kernels.cpu.arrays import addresses_of, as_float32, as_int64, dty
 from tritonemb.kernels.cpu.jagged import bags_of, one_value_a_bag, uses_by_table
 from tritonemb.kernels.cpu.jit import called, compiled, inlined
 from tritonemb.kernels.cpu.memory import FLOAT32, element_size, float32_row, prefetch, uint16_row
-from tritonemb.kernels.cpu.optimizers import KINDS, MAX_GRADIENT, NONFINITE, STOCHASTIC_ROUNDING, apply
+from tritonemb.kernels.cpu.optimizers import MAX_GRADIENT, NONFINITE, STOCHASTIC_ROUNDING, apply
 from tritonemb.kernels.cpu.parallel import run_tasks
 from tritonemb.kernels.cpu.rounding import (
     ELEMENTS_PER_COUNTER,
@@ -34,7 +34,7 @@ from tritonemb.kernels.layout import (
     Layout,
     batch_size_of,
 )
-from tritonemb.optim import OPTIMIZERS
+from tritonemb.optimizers import KINDS, OPTIMIZERS
 
 AHEAD = 4  # groups between asking for a row and updating it
 GRADIENTS_AHEAD = 12  # positions between asking for a gradient and adding it
@@ -111,7 +111,7 @@ def _ask_for_row(row, table, weight, row_bytes, states, state_bytes):
 def _update_rows(
     task, check_only, bounds, table_groups, found, skipped, kind, addresses, dtypes, states, per_element, tables,
     lookups, uses_of_table, uses, key_of, batch_size, offsets, bags, pooled, scaled, ask_for_gradients, rows, starts,
-    order, grad, width, sample_weights, learning_rate, step, hyperparameters,
+    order, grad, width, sample_weights, learning_rate, steps, hyperparameters,
 ):  # fmt: skip
     """Update groups [bounds[task], bounds[task + 1]). The first whose gradient must be refused goes into `found`."""
     most = np.int64(0)
@@ -131,6 +131,7 @@ def _update_rows(
         first, last = max(bounds[task], table_groups[table]), min(bounds[task + 1], table_groups[table + 1])
         if first >= last:
             continue
+        step = steps[table]
         origin, dim, dtype, base = tables[table, FIRST_ROW], tables[table, ROW_DIM], dtypes[table], addresses[table]
         row_bytes = dim * element_size(dtype)
         state_bytes = (4 * dim if per_element[0] else 4, 4 * dim if per_element[1] else 4)
@@ -211,7 +212,7 @@ def _groups_of_tables(rows, num_groups, tables):
 def _update(
     team, num_threads, num_tasks, skipped, kind, addresses, dtypes, states, per_element, tables, lookups, key_starts,
     batch_size, offsets, pooled, scaled, rows, starts, order, num_groups, grad, width, sample_weights, learning_rate,
-    step, hyperparameters,
+    steps, hyperparameters,
 ):  # fmt: skip
     """Update all rows; or none, and return the first group whose gradient must be refused (else -1)."""
     uses_of_table, uses, key_of = uses_by_table(lookups, key_starts, tables.shape[0])
@@ -230,7 +231,7 @@ def _update(
                 check_only, bounds, _groups_of_tables(rows, num_groups, tables), found, skipped, kind, addresses,
                 dtypes, states, per_element, tables, lookups, uses_of_table, uses, key_of, batch_size, offsets, bags,
                 pooled, scaled, ask_for_gradients, rows, starts, order, grad, width, sample_weights, learning_rate,
-                step, hyperparameters,
+                steps, hyperparameters,
             ),
         )  # fmt: skip
         if found.min() != NO_GROUP:
@@ -265,8 +266,8 @@ def row_update_(
         dtypes_of(weights), *_states_of(states, optimizer, len(weights)), layout.tables.numpy(), lookups,
         layout.key_starts.numpy(), batch_size_of(offsets, layout.key_starts), as_int64(offsets), layout.pooled,
         sample_weights is not None or bool((lookups[:, POOLING] == MEAN).any()), rows, starts, order, int(num_groups),
-        gradient.ctypes.data, layout.width, as_float32(sample_weights), np.float32(learning_rate.item()), int(step) + 1,
-        constants,
+        gradient.ctypes.data, layout.width, as_float32(sample_weights), np.float32(learning_rate.item()),
+        (step + 1).expand(len(weights)).contiguous().numpy(), constants,
     )  # fmt: skip
     if refused >= 0:
         raise errors.bad_gradient(int(rows[refused]), layout)

@@ -1,0 +1,225 @@
+"""Optimizers of embedding tables: frozen dataclasses that say *what* is computed for a row.
+
+Each is applied once per distinct row and step to `g`, the sum of the row's gradients in a fixed order, after `g`'s
+parts were clamped to ±`max_gradient`. Arithmetic is float32 whatever the table's dtype; `t` counts steps from 1; `D` is
+the embedding dim; sums and norms run over one row. How it is computed stands in `kernels/row_update.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, fields
+from typing import ClassVar, Literal, NamedTuple, get_args
+
+WeightDecayMode = Literal["none", "l2", "decoupled"]
+NonFinite = Literal["propagate", "raise", "skip"]
+
+
+class StateSpec(NamedTuple):
+    """A piece of optimizer state: its name in `state_dict`, and whether a row has one value or one per element."""
+
+    name: str
+    per_element: bool
+
+
+class Hyperparameters(NamedTuple):
+    """Every optimizer's constants in one flat, fixed order: what the kernels receive. Unused ones are zero."""
+
+    weight_decay: float = 0.0
+    weight_decay_mode: float = 0.0  # index into WeightDecayMode
+    max_gradient: float = math.inf
+    max_norm: float = math.inf
+    stochastic_rounding: float = 1.0
+    nonfinite: float = 0.0  # index into NonFinite
+    eps: float = 0.0
+    beta1: float = 0.0
+    beta2: float = 0.0
+    momentum: float = 0.0
+    eta: float = 0.0
+    beta: float = 0.0
+    l1: float = 0.0
+    l2: float = 0.0
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """What all optimizers share.
+
+    Args:
+        lr: learning rate, at least 0; change it later with the module's `set_learning_rate`.
+        weight_decay: strength of the decay, at least 0. Only rows in the batch decay.
+        weight_decay_mode: "l2" adds `weight_decay · w` to `g`; "decoupled" shrinks `w` by `lr · weight_decay · w`
+            beside the step (inside the trust ratio for the LAMB family, as in its paper); "none" forbids decay.
+        max_gradient: each element of the incoming gradient is clamped to ±max_gradient before rows are summed.
+        max_norm: after the step a row longer than this (L2) is scaled back to it.
+        stochastic_rounding: for 16-bit tables, round up or down at random in proportion to the distance, by a
+            counter-based generator keyed on (table, row, step, element), so that small steps are not lost.
+        nonfinite: a NaN or Inf in a row's gradient is written ("propagate"), raised before anything is changed
+            ("raise"), or leaves its row untouched and is counted ("skip").
+
+    Raises:
+        ValueError: naming the optimizer, the field and its range.
+    """
+
+    lr: float = 0.01
+    weight_decay: float = field(default=0.0, kw_only=True)
+    weight_decay_mode: WeightDecayMode = field(default="l2", kw_only=True)
+    max_gradient: float | None = field(default=None, kw_only=True)
+    max_norm: float | None = field(default=None, kw_only=True)
+    stochastic_rounding: bool = field(default=True, kw_only=True)
+    nonfinite: NonFinite = field(default="propagate", kw_only=True)
+
+    name: ClassVar[str]
+    states: ClassVar[tuple[StateSpec, ...]] = ()
+
+    def __post_init__(self) -> None:
+        for part in ("lr", "weight_decay", "eps", "momentum", "eta", "beta", "l1", "l2"):
+            self._check(part, 0.0, math.inf)
+        for part in ("beta1", "beta2"):
+            self._check(part, 0.0, 1.0)
+        for part in ("max_gradient", "max_norm"):
+            if getattr(self, part) is not None:
+                self._check(part, 0.0, math.inf, open_low=True)
+        for part, choices in (("weight_decay_mode", get_args(WeightDecayMode)), ("nonfinite", get_args(NonFinite))):
+            if getattr(self, part) not in choices:
+                raise ValueError(f"{self._title}: {part} must be one of {choices}, got {getattr(self, part)!r}")
+        if self.weight_decay and self.weight_decay_mode == "none":
+            raise ValueError(
+                f"{self._title}: weight_decay is {self.weight_decay} but weight_decay_mode is 'none'; "
+                "choose 'l2' or 'decoupled', or leave weight_decay at 0"
+            )
+
+    @property
+    def _title(self) -> str:
+        return type(self).__name__
+
+    def _check(self, part: str, low: float, high: float, open_low: bool = False) -> None:
+        value = getattr(self, part, low if not open_low else None)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise TypeError(f"{self._title}: {part} must be a number, got {value!r}")
+        if not (low < value if open_low else low <= value) or not value < high:
+            bracket = "(" if open_low else "["
+            raise ValueError(f"{self._title}: {part} must lie in {bracket}{low}, {high}), got {value}")
+
+    @property
+    def hyperparameters(self) -> Hyperparameters:
+        """The constants in the order the kernels expect (the learning rate is a tensor and travels apart)."""
+        values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        values["weight_decay_mode"] = get_args(WeightDecayMode).index(self.weight_decay_mode)
+        values["nonfinite"] = get_args(NonFinite).index(self.nonfinite)
+        values["max_gradient"] = math.inf if self.max_gradient is None else self.max_gradient
+        values["max_norm"] = math.inf if self.max_norm is None else self.max_norm
+        return Hyperparameters(**{name: float(values[name]) for name in Hyperparameters._fields if name in values})
+
+
+@dataclass(frozen=True)
+class SGD(Optimizer):
+    """`w -= lr · g`."""
+
+    name: ClassVar[str] = "sgd"
+
+
+@dataclass(frozen=True)
+class RowWiseAdagrad(Optimizer):
+    """Adagrad with one accumulator a row: `s += mean(g²)`, `w -= lr · g / (sqrt(s) + eps)`.
+
+    Source: FBGEMM's EXACT_ROWWISE_ADAGRAD; Mudigere et al., ISCA 2022, section 4.1.4.
+    """
+
+    eps: float = 1e-8
+    name: ClassVar[str] = "row_wise_adagrad"
+    states: ClassVar[tuple[StateSpec, ...]] = (StateSpec("sum", False),)
+
+
+@dataclass(frozen=True)
+class Adagrad(Optimizer):
+    """Adagrad: `s += g²`, `w -= lr · g / (sqrt(s) + eps)`, element by element.
+
+    Source: Duchi et al., JMLR 2011; FBGEMM's EXACT_ADAGRAD.
+    """
+
+    eps: float = 1e-8
+    name: ClassVar[str] = "adagrad"
+    states: ClassVar[tuple[StateSpec, ...]] = (StateSpec("sum", True),)
+
+
+@dataclass(frozen=True)
+class Adam(Optimizer):
+    """Adam on the rows of the batch (Kingma & Ba, ICLR 2015; FBGEMM's ADAM, whose decay is decoupled).
+
+    `m = β₁m + (1-β₁)g`, `v = β₂v + (1-β₂)g²`, `w -= lr · (m / (1-β₁ᵗ)) / (sqrt(v / (1-β₂ᵗ)) + eps)`.
+    Rows that are not in the batch keep `m` and `v`; `t` is the module's step, not the row's.
+    """
+
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay_mode: WeightDecayMode = field(default="decoupled", kw_only=True)
+    name: ClassVar[str] = "adam"
+    states: ClassVar[tuple[StateSpec, ...]] = (StateSpec("exp_avg", True), StateSpec("exp_avg_sq", True))
+
+
+@dataclass(frozen=True)
+class PartialRowWiseAdam(Adam):
+    """Adam whose second moment is one value a row: `v = β₂v + (1-β₂)·mean(g²)` (FBGEMM's PARTIAL_ROWWISE_ADAM)."""
+
+    name: ClassVar[str] = "partial_row_wise_adam"
+    states: ClassVar[tuple[StateSpec, ...]] = (StateSpec("exp_avg", True), StateSpec("exp_avg_sq", False))
+
+
+@dataclass(frozen=True)
+class LAMB(Adam):
+    """Adam's direction scaled by a trust ratio per row (You et al., ICLR 2020; FBGEMM's LAMB).
+
+    `r = (m / (1-β₁ᵗ)) / (sqrt(v / (1-β₂ᵗ)) + eps) + weight_decay · w`, `w -= lr · (‖w‖ / ‖r‖) · r`. The ratio is
+    1 where either norm is 0, as in the paper's own implementation, so that a row of zeros can leave zero.
+    """
+
+    name: ClassVar[str] = "lamb"
+
+
+@dataclass(frozen=True)
+class PartialRowWiseLAMB(LAMB):
+    """LAMB whose second moment is one value a row: `v = β₂v + (1-β₂)·mean(g²)` (FBGEMM's PARTIAL_ROWWISE_LAMB)."""
+
+    name: ClassVar[str] = "partial_row_wise_lamb"
+    states: ClassVar[tuple[StateSpec, ...]] = (StateSpec("exp_avg", True), StateSpec("exp_avg_sq", False))
+
+
+@dataclass(frozen=True)
+class LARSSGD(Optimizer):
+    """Momentum SGD with a learning rate per row (You et al., arXiv:1708.03888; FBGEMM's LARS_SGD).
+
+    `a = lr · eta · ‖w‖ / (‖g‖ + weight_decay · ‖w‖)` (0 where the divisor is 0),
+    `m = momentum · m + a · (g + weight_decay · w)`, `w -= m`. A row of zeros stays
+    zero, as the formula says; initialise tables away from zero.
+    """
+
+    momentum: float = 0.9
+    eta: float = 0.001
+    name: ClassVar[str] = "lars_sgd"
+    states: ClassVar[tuple[StateSpec, ...]] = (StateSpec("momentum_buffer", True),)
+
+
+@dataclass(frozen=True)
+class FTRL(Optimizer):
+    """Follow the regularised leader, element by element (McMahan et al., KDD 2013, algorithm 1).
+
+    `σ = (sqrt(n + g²) - sqrt(n)) / lr`, `z += g - σw`, `n += g²`; `w = 0` where `|z| ≤ l1`, else
+    `w = -(z - sign(z)·l1) / ((beta + sqrt(n)) / lr + l2)`. `z` starts at 0, as in the paper, where weights
+    do too: a row's initial weights live on through `σw` only, wholly so with `beta = 0`.
+    A learning rate of 0 leaves rows untouched.
+    """
+
+    beta: float = 1.0
+    l1: float = 0.0
+    l2: float = 0.0
+    name: ClassVar[str] = "ftrl"
+    states: ClassVar[tuple[StateSpec, ...]] = (StateSpec("linear", True), StateSpec("sum", True))
+
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    kind.name: kind
+    for kind in (SGD, RowWiseAdagrad, Adagrad, Adam, PartialRowWiseAdam, LAMB, PartialRowWiseLAMB, LARSSGD, FTRL)
+}
+KINDS = {name: kind for kind, name in enumerate(OPTIMIZERS)}  # the number by which kernels know each
