@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from tritonemb import nn, optim
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.nn.errors import check_errors
+from tritonemb.nn.fuse import fuse, unfuse
 from tritonemb.types import TableConfig
 
 if TYPE_CHECKING:
+    from tritonemb import compiler
     from tritonemb.training import Trainer
 
 __version__ = "0.1.0"
-__all__ = ["KeyedJaggedTensor", "TableConfig", "Trainer", "check_errors", "nn", "optim"]
+__all__ = [
+    "KeyedJaggedTensor",
+    "TableConfig",
+    "Trainer",
+    "check_errors",
+    "compiler",
+    "fuse",
+    "nn",
+    "optim",
+    "unfuse",
+]
 
 
 def __getattr__(name: str) -> Any:
-    """The trainer and what it needs are loaded when first used."""
+    """The trainer, the compiler and what they need are loaded when first used."""
     if name == "Trainer":
         from tritonemb.training import Trainer
 
         return Trainer
+    if name == "compiler":
+        return importlib.import_module("tritonemb.compiler")
     raise AttributeError(f"module 'tritonemb' has no attribute {name!r}")

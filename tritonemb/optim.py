@@ -1,5 +1,6 @@
 """Optimizers: what is computed for the rows of tables, and `fused`, one optimizer for a whole model."""
 
+from tritonemb.nn.model_optimizer import ModelOptimizer, fused
 from tritonemb.optimizers import (
     FTRL,
     LAMB,
@@ -22,8 +23,10 @@ __all__ = [
     "SGD",
     "Adagrad",
     "Adam",
+    "ModelOptimizer",
     "Optimizer",
     "PartialRowWiseAdam",
     "PartialRowWiseLAMB",
     "RowWiseAdagrad",
+    "fused",
 ]

@@ -100,12 +100,6 @@ class EmbeddingBag(SingleTable, torch.nn.EmbeddingBag):
         module._fuse(optimizer)
         return cast(EmbeddingBag, module)
 
-    def why_not_fused(self) -> str | None:
-        """Why no optimizer can be fused, or None if one can."""
-        if self.mode == "max":
-            return 'mode="max" has no fused update; use "sum" or "mean", or leave out the optimizer'
-        return super().why_not_fused()
-
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """`[B, embedding_dim]`."""
         self._check(input, offsets, per_sample_weights)

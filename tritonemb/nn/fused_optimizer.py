@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -23,6 +24,8 @@ class FusedTables(Protocol):
     def optimizer_states(self) -> list[tuple[str, Tensor, dict[str, Tensor]]]:
         """Each table's name, weight, and `step` and states by name: the tensors themselves."""
         ...
+
+    def accumulate(self) -> AbstractContextManager[None]: ...
 
 
 class ParamGroup(dict[str, Any]):
@@ -76,6 +79,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             return None
         with torch.enable_grad():
             return closure()
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Gather the gradients of several micro-batches and apply them once, when the block ends."""
+        return self._tables.accumulate()
 
     def state_dict(self) -> dict[str, Any]:
         self.refresh()

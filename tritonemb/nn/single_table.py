@@ -130,7 +130,7 @@ class SingleTable(nn.Module):
         Raises:
             ValueError: for what `why_not_fused` says.
         """
-        reason = self.why_not_fused()
+        reason = why_not_fused(self)
         if reason is not None:
             raise ValueError(reason)
         weight = self.weight
@@ -156,17 +156,6 @@ class SingleTable(nn.Module):
                 delattr(self, name)
         for name in ("_group", "_name", "_holder", "_fused_optimizer"):
             self.__dict__.pop(name, None)
-
-    def why_not_fused(self) -> str | None:
-        """Why no optimizer can be fused, or None if one can."""
-        weight = self.weight
-        if weight.dtype not in TRAINABLE_DTYPES:
-            return f"an optimizer can be fused for a weight of {TRAINABLE_DTYPES}, got {weight.dtype}"
-        if self.scale_grad_by_freq:
-            return "scale_grad_by_freq=True has no fused update; leave one of them out"
-        if 0 in weight.shape:
-            return f"there is nothing to update in a weight of shape {list(weight.shape)}"
-        return None
 
     def _is_served(self, *tensors: Tensor | None) -> bool:
         """Whether tritonemb's kernels can look this table up; else PyTorch's module must."""
@@ -228,6 +217,20 @@ class SingleTable(nn.Module):
         return text if self._group is None else f"{text}, optimizer={self._group.spec}"
 
 
+def why_not_fused(module: Any) -> str | None:
+    """Why no optimizer can be fused into an `EmbeddingBag` or `Embedding`, PyTorch's or ours; None if one can."""
+    weight: Tensor = module.weight
+    if getattr(module, "mode", None) == "max":
+        return 'mode="max" has no fused update; use "sum" or "mean", or leave out the optimizer'
+    if weight.dtype not in TRAINABLE_DTYPES:
+        return f"an optimizer can be fused for a weight of {TRAINABLE_DTYPES}, got {weight.dtype}"
+    if module.scale_grad_by_freq:
+        return "scale_grad_by_freq=True has no fused update; leave one of them out"
+    if 0 in weight.shape:
+        return f"there is nothing to update in a weight of shape {list(weight.shape)}"
+    return None
+
+
 def checked(optimizer: object) -> Optimizer:
     """Raises TypeError for what is no optimizer of tables."""
     if not isinstance(optimizer, Optimizer):
@@ -250,6 +253,9 @@ class FusedModules:
 
     def set_learning_rate(self, lr: float) -> None:
         self._group.set_learning_rate(lr)
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        return self._group.accumulate()
 
     def optimizer_states(self) -> list[tuple[str, Tensor, dict[str, Tensor]]]:
         return [(name, module.weight, module.optimizer_states()) for name, module in self._modules]

@@ -1,0 +1,490 @@
+"""`te.fuse`, `te.unfuse` and `te.optim.fused`: an existing model trains as it did, by fused updates."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import re
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+import tritonemb as te
+from tests.helpers import assert_same_bits
+
+pytestmark = pytest.mark.public
+
+# Losses and weights are of size 1, sums of at most 40 terms: a few units in the last place of float32.
+CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+class Towers(nn.Module):
+    """Bags and rows, a table that two modules share, and a module that is called twice."""
+
+    def __init__(self, sparse: bool = False) -> None:
+        super().__init__()
+        self.bags = nn.ModuleDict(
+            {
+                "genre": nn.EmbeddingBag(7, 4, mode="mean", sparse=sparse),
+                "tags": nn.EmbeddingBag(11, 3, mode="sum", sparse=sparse),
+            }
+        )
+        self.item = nn.Embedding(13, 4, padding_idx=0, sparse=sparse)
+        self.candidate = nn.EmbeddingBag(13, 4, mode="sum", padding_idx=0, sparse=sparse)
+        self.candidate.weight = self.item.weight
+        self.top = nn.Linear(4 + 3 + 4 + 4 + 4, 1)
+
+    def forward(self, ids: Tensor, history: Tensor) -> Tensor:
+        offsets = torch.arange(0, ids.numel(), 5)
+        parts = [
+            self.bags["genre"](ids.flatten() % 7, offsets),
+            self.bags["tags"](ids % 11),
+            self.item(history).mean(1),
+            self.item(ids[:, 0]),
+            self.candidate(ids.flatten(), offsets, torch.linspace(0.5, 1.5, ids.numel())),
+        ]
+        return self.top(torch.cat(parts, 1)).squeeze(1)
+
+
+def batches(count: int, seed: int = 0) -> list[tuple[Tensor, Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (
+            torch.randint(13, (6, 5), generator=generator),
+            torch.randint(13, (6, 3), generator=generator),
+            torch.randn(6, generator=generator),
+        )
+        for _ in range(count)
+    ]
+
+
+def train(model: nn.Module, optimizers: list[torch.optim.Optimizer], steps, schedules=()) -> list[float]:
+    losses = []
+    for ids, history, target in steps:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = (model(ids, history) - target).square().mean()
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        for schedule in schedules:
+            schedule.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def pair() -> tuple[Towers, Towers]:
+    torch.manual_seed(0)
+    model = Towers()
+    return model, copy.deepcopy(model)
+
+
+SPECS = {
+    "sgd": (te.optim.SGD(lr=0.01), lambda p: torch.optim.SGD(p, lr=0.01)),
+    "adagrad": (te.optim.Adagrad(lr=0.1, eps=1e-10), lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-10)),
+}
+
+
+class TestTraining:
+    @pytest.mark.parametrize("name", SPECS)
+    def test_a_fused_model_trains_as_pytorch_does(self, name):
+        """Rows that are not in a batch have no gradient, and neither SGD nor Adagrad moves them."""
+        spec, plain = SPECS[name]
+        model, reference = pair()
+        optimizer = te.optim.fused(model, spec)
+        steps = batches(8)
+        losses = train(model, [optimizer], steps)
+        expected = train(reference, [plain(reference.parameters())], steps)
+        torch.testing.assert_close(losses, expected, **CLOSE)
+        torch.testing.assert_close(dict(model.state_dict()), dict(reference.state_dict()), **CLOSE)
+        assert model.item.weight.grad is None
+        assert model.item.weight is model.candidate.weight
+
+    def test_adam_is_sparse_adam(self):
+        model, reference = pair()
+        for module in reference.modules():
+            if hasattr(module, "sparse"):
+                module.sparse = True
+        optimizer = te.optim.fused(model, te.optim.Adam(lr=0.05))
+        tables = [p for name, p in reference.named_parameters() if not name.startswith("top")]
+        both = [torch.optim.SparseAdam(tables, lr=0.05), torch.optim.Adam(reference.top.parameters(), lr=0.05)]
+        steps = batches(6)
+        # Its steps are about ±lr whatever a gradient's size, so where one is near zero its rounding counts in full.
+        torch.testing.assert_close(
+            train(model, [optimizer], steps), train(reference, both, steps), rtol=1e-4, atol=1e-5
+        )
+
+    def test_without_an_optimizer_gradients_are_ordinary(self):
+        model, reference = pair()
+        report = te.fuse(model)
+        assert report.optimizer is None
+        ids, history, target = batches(1)[0]
+        for each in (model, reference):
+            (each(ids, history) - target).square().mean().backward()
+        for name, parameter in reference.named_parameters():
+            torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad, **CLOSE)
+
+    def test_a_table_that_is_looked_up_twice_is_updated_once(self):
+        weight = torch.randn(5, 3)
+        model = nn.ModuleList([nn.Embedding(5, 3, _weight=nn.Parameter(weight.clone()))])
+        report = te.fuse(model, te.optim.Adagrad(lr=0.1))
+        module = model[0]
+        (module(torch.tensor([1, 2])).sum() + 2 * module(torch.tensor([[2]])).sum()).backward()
+        assert int(module.step) == 1
+        gradient = torch.tensor([0.0, 1.0, 3.0, 0.0, 0.0]).unsqueeze(1).expand(5, 3)
+        torch.testing.assert_close(module.sum, gradient.square())
+        assert report.optimizer.state[module.weight]["sum"] is module.sum
+
+    def test_one_grouping_and_one_update_for_a_backward(self, monkeypatch):
+        from tritonemb import ops
+
+        calls = []
+        for name in ("row_groups", "row_update_"):
+            function = getattr(ops, name)
+            monkeypatch.setattr(
+                ops, name, lambda *args, name=name, function=function: calls.append(name) or function(*args)
+            )
+        model = nn.ModuleList([nn.EmbeddingBag(9, dim, mode="sum") for dim in (4, 4, 8)])
+        te.fuse(model, te.optim.RowWiseAdagrad())
+        ids = torch.randint(9, (6, 2))
+        torch.cat([module(ids) for module in model], 1).sum().backward()
+        assert calls == ["row_groups", "row_update_"]
+
+    def test_only_what_a_backward_reaches_is_updated(self):
+        model = nn.ModuleList([nn.Embedding(5, 3), nn.Embedding(5, 3)])
+        te.fuse(model, te.optim.SGD(lr=1.0))
+        first, second = (module(torch.tensor([1])) for module in model)
+        first.sum().backward()
+        assert [int(module.step) for module in model] == [1, 0]
+        second.sum().backward()
+        assert [int(module.step) for module in model] == [1, 1]
+
+    def test_a_backward_that_fails_updates_nothing_and_leaves_nothing_behind(self):
+        class Fails(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, x):
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx, grad):
+                raise ZeroDivisionError("here")
+
+        model = nn.ModuleList([nn.Embedding(5, 3), nn.Embedding(5, 3)])
+        te.fuse(model, te.optim.SGD(lr=1.0))
+        before = copy.deepcopy(model.state_dict())
+        one, two = model[0](torch.tensor([1])), model[1](torch.tensor([1]))
+        with pytest.raises(ZeroDivisionError):
+            (Fails.apply(one).sum() * 1.0 + two.sum()).backward()
+        assert_same_bits(model.state_dict(), before)
+        assert not model[0]._group._open
+        two = model[1](torch.tensor([2])).sum()
+        two.backward()
+        assert torch.equal(before["1.weight"][1], model[1].weight[1])
+        assert [int(module.step) for module in model] == [0, 1]
+
+    def test_a_gradient_that_must_be_refused_is_raised_by_backward(self):
+        model = nn.ModuleDict({"a": nn.Embedding(5, 3), "b": nn.Embedding(5, 3)})
+        te.fuse(model, te.optim.SGD(lr=1.0, nonfinite="raise"))
+        before = copy.deepcopy(model.state_dict())
+        with pytest.raises(ValueError, match=r"'b'.*row 4"):
+            (model["a"](torch.tensor([1])).sum() + model["b"](torch.tensor([4])).sum() * torch.inf).backward()
+        assert_same_bits(model.state_dict(), before)
+
+    def test_accumulating_is_one_step_on_all_samples(self):
+        model, other = pair()
+        optimizers = [te.optim.fused(each, te.optim.Adagrad(lr=0.1)) for each in (model, other)]
+        whole = batches(1)[0]
+        halves = [tuple(tensor[part] for tensor in whole) for part in (slice(0, 4), slice(4, 6))]
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        other.candidate.forward = None  # weights of samples depend on their place in the batch
+        for each in (model, other):
+            del each.top
+            each.top = nn.Identity()
+
+        def loss(each, batch):
+            ids, history, _ = batch
+            return (each.bags["tags"](ids % 11).sum() + each.item(history).square().sum()) / 6
+
+        with optimizers[0].accumulate():
+            for half in halves:
+                loss(model, half).backward()
+            assert int(model.item.step) == 0
+        loss(other, whole).backward()
+        assert int(model.item.step) == int(other.item.step) == 1
+        assert torch.equal(model.item.weight, other.item.weight)
+        assert torch.equal(model.bags["tags"].weight, other.bags["tags"].weight)
+
+    def test_16_bit_tables_have_streams_of_their_own(self):
+        model = nn.ModuleList([nn.Embedding(64, 8, dtype=torch.bfloat16) for _ in range(2)])
+        model[1].weight.data.copy_(model[0].weight.data)
+        te.fuse(model, te.optim.SGD(lr=1e-3))
+        ids = torch.arange(64)
+        (model[0](ids).float().sum() + model[1](ids).float().sum()).backward()
+        assert not torch.equal(model[0].weight, model[1].weight)
+
+
+class TestConversion:
+    def test_paths_parameters_hooks_and_state_dict_stay(self):
+        model, plain = pair()
+        weights = dict(model.named_parameters())
+        seen = []
+        model.item.register_forward_hook(lambda *_: seen.append(1))
+        modules = dict(model.named_modules())
+        report = te.fuse(model, te.optim.Adam())
+        assert report.fused == ("bags.genre", "bags.tags", "item", "candidate")
+        assert not report.left_alone
+        assert all(model.get_submodule(path) is module for path, module in modules.items())
+        assert all(model.get_parameter(name) is weight for name, weight in weights.items())
+        assert list(model.state_dict()) == list(plain.state_dict())
+        model(*batches(1)[0][:2])
+        assert seen == [1, 1]
+        assert isinstance(model.item, te.nn.Embedding)
+
+    def test_saving_and_loading_between_plain_and_fused(self):
+        model, _ = pair()
+        optimizer = te.optim.fused(model, te.optim.Adagrad(lr=0.1))
+        train(model, [optimizer], batches(3))
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        file.seek(0)
+        plain = Towers()
+        plain.load_state_dict(torch.load(file, weights_only=True))
+        assert_same_bits(plain.state_dict(), model.state_dict())
+        fresh = Towers()
+        te.fuse(fresh, te.optim.Adagrad(lr=0.1))
+        fresh.load_state_dict(plain.state_dict())
+        assert_same_bits(fresh.state_dict(), plain.state_dict())
+
+    def test_unfusing_goes_back(self):
+        model, plain = pair()
+        te.fuse(model, te.optim.Adam())
+        te.unfuse(model)
+        assert [type(m) for m in model.modules()] == [type(m) for m in plain.modules()]
+        assert [sorted(m.__dict__) for m in model.modules()] == [sorted(m.__dict__) for m in plain.modules()]
+        assert [sorted(m._buffers) for m in model.modules()] == [sorted(m._buffers) for m in plain.modules()]
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+        assert train(model, optimizers[:1], batches(2)) == train(plain, optimizers[1:], batches(2))
+        ours = nn.ModuleList([te.nn.Embedding(4, 2)])
+        te.fuse(ours, te.optim.SGD())
+        te.unfuse(ours)
+        assert type(ours[0]) is te.nn.Embedding
+        assert ours[0].optimizer is None
+
+    def test_unfusing_while_gradients_wait_is_refused(self):
+        model, _ = pair()
+        optimizer = te.optim.fused(model, te.optim.SGD())
+        with optimizer.accumulate(), pytest.raises(RuntimeError, match="leave the block first"):
+            te.unfuse(model)
+        assert isinstance(model.item, te.nn.Embedding)
+
+    def test_the_model_itself_can_be_an_embedding(self):
+        model = nn.Embedding(4, 2)
+        before = model.weight.detach().clone()
+        assert te.fuse(model, te.optim.SGD(lr=1.0)).fused == ("",)
+        model(torch.tensor([1])).sum().backward()
+        torch.testing.assert_close(model.weight[1], before[1] - 1)
+
+    @pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+    def test_copies_train_apart(self, copied):
+        model, _ = pair()
+        te.fuse(model, te.optim.Adagrad(lr=0.1))
+        other = copied(model)
+        assert other.item.weight is other.candidate.weight
+        before = copy.deepcopy(model.state_dict())
+        ids, history, _ = batches(1)[0]
+        other(ids, history).sum().backward()
+        assert_same_bits(model.state_dict(), before)
+        assert int(other.item.step) == 1
+        assert int(model.item.step) == 0
+        assert other.candidate.optimizer_states()["sum"] is other.item.sum
+
+
+class Loud(nn.Embedding):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+def odd_modules() -> nn.ModuleDict:
+    computed = nn.Embedding(4, 2)
+    parametrize.register_parametrization(computed, "weight", Doubled())
+    patched = nn.Embedding(4, 2)
+    patched.forward = lambda input: input
+    frozen = nn.Embedding.from_pretrained(torch.zeros(4, 2))
+    head = nn.Linear(2, 4)
+    tied, also = nn.Embedding(4, 2), nn.EmbeddingBag(4, 2, mode="sum")
+    tied.weight = also.weight = head.weight
+    memory = torch.randn(6, 2)
+    one, other = nn.Embedding(4, 2, _weight=memory[:4]), nn.Embedding(4, 2, _weight=memory[2:])
+    return nn.ModuleDict(
+        {
+            "subclass": Loud(4, 2), "computed": computed, "patched": patched, "frozen": frozen, "head": head,
+            "tied": tied, "also": also, "one": one, "other": other, "max": nn.EmbeddingBag(4, 2, mode="max"),
+            "frequency": nn.Embedding(4, 2, scale_grad_by_freq=True), "wide": nn.Embedding(4, 2, dtype=torch.float64),
+            "own": te.nn.Embedding(4, 2, optimizer=te.optim.SGD()), "good": nn.Embedding(4, 2, max_norm=1.0),
+        }
+    )  # fmt: skip
+
+
+class TestLeftAlone:
+    def test_each_is_named_with_its_reason(self):
+        model = odd_modules()
+        kinds = {path: type(module) for path, module in model.named_modules()}
+        report = te.fuse(model, te.optim.SGD())
+        reasons = {
+            "subclass": "a Loud", "computed": "Parametrized", "patched": "forward was replaced", "frozen": "frozen",
+            "tied": r"head\.weight", "also": r"head\.weight", "one": r"memory with other\.weight",
+            "other": r"memory with one\.weight", "max": "max", "frequency": "scale_grad_by_freq",
+            "wide": "float64", "own": "already",
+        }  # fmt: skip
+        assert report.fused == ("good",)
+        assert set(report.left_alone) == set(reasons)
+        for path, reason in reasons.items():
+            assert re.search(reason, report.left_alone[path]), report.left_alone[path]
+            assert type(model[path]) is kinds[path]
+            assert f"{path}: {report.left_alone[path]}" in str(report)
+
+    def test_without_an_optimizer_only_what_has_other_code(self):
+        model = odd_modules()
+        report = te.fuse(model)
+        assert set(report.left_alone) == {"subclass", "computed", "patched", "own"}
+        model["tied"](torch.tensor([1, 1])).sum().backward()
+        assert model["head"].weight.grad[1].tolist() == [2.0, 2.0]
+
+    def test_fusing_twice_changes_nothing(self):
+        model, _ = pair()
+        te.fuse(model, te.optim.SGD())
+        again = te.fuse(model, te.optim.Adam())
+        assert again.fused == ()
+        assert set(again.left_alone.values()) == {"it is fused already"}
+        assert model.item.optimizer == te.optim.SGD()
+
+    def test_wrong_arguments(self):
+        with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
+            te.fuse([nn.Embedding(3, 2)])
+        model = nn.Embedding(3, 2)
+        with pytest.raises(TypeError, match=r"tritonemb\.optim"):
+            te.fuse(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        assert type(model) is nn.Embedding
+
+
+class TestModelOptimizer:
+    def test_it_is_an_optimizer_with_the_groups_of_both(self):
+        model, _ = pair()
+        optimizer = te.optim.fused(model, te.optim.RowWiseAdagrad(lr=0.1))
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        assert isinstance(optimizer.dense, torch.optim.Adagrad)
+        dense, tables = optimizer.param_groups
+        assert {id(p) for p in dense["params"]} == {id(p) for p in model.top.parameters()}
+        assert {id(p) for p in tables["params"]} == {id(p) for n, p in model.named_parameters() if "top" not in n}
+
+    def test_schedules_set_both_learning_rates(self):
+        model, reference = pair()
+        optimizer = te.optim.fused(model, te.optim.SGD(lr=0.1))
+        other = torch.optim.SGD(reference.parameters(), lr=0.1)
+        schedules = [torch.optim.lr_scheduler.StepLR(each, 2, 0.5) for each in (optimizer, other)]
+        steps = batches(6)
+        losses = train(model, [optimizer], steps, schedules[:1])
+        torch.testing.assert_close(losses, train(reference, [other], steps, schedules[1:]), **CLOSE)
+        assert [group["lr"] for group in optimizer.param_groups] == [pytest.approx(0.0125)] * 2
+        assert float(model.item.learning_rate) == pytest.approx(0.0125)
+
+    @pytest.mark.parametrize("spec", [te.optim.Adam(lr=0.05), te.optim.RowWiseAdagrad(lr=0.1)])
+    def test_state_goes_on_where_it_was(self, spec):
+        model, _ = pair()
+        optimizer = te.optim.fused(model, spec)
+        train(model, [optimizer], batches(3))
+        file = io.BytesIO()
+        torch.save((model.state_dict(), optimizer.state_dict()), file)
+        expected = train(model, [optimizer], batches(3, seed=1))
+        file.seek(0)
+        weights, states = torch.load(file, weights_only=True)
+        other = Towers()
+        resumed = te.optim.fused(other, spec)
+        other.load_state_dict(weights)
+        resumed.load_state_dict(states)
+        assert train(other, [resumed], batches(3, seed=1)) == expected
+        assert_same_bits(other.state_dict(), model.state_dict())
+
+    def test_states_that_do_not_fit_change_nothing(self):
+        model, _ = pair()
+        optimizer = te.optim.fused(model, te.optim.Adagrad(lr=0.1))
+        train(model, [optimizer], batches(2))
+        good = copy.deepcopy(optimizer.state_dict())
+        bad = copy.deepcopy(good)
+        bad["state"][len(optimizer.dense.param_groups[0]["params"])]["sum"] = torch.zeros(3)
+        with pytest.raises(ValueError, match=r"'bags\.genre': state 'sum'"):
+            optimizer.load_state_dict(bad)
+        del bad["param_groups"][0]["params"][0]
+        with pytest.raises(ValueError, match="parameters"):
+            optimizer.load_state_dict(bad)
+        torch.testing.assert_close(optimizer.state_dict()["state"], good["state"], rtol=0, atol=0)
+        assert optimizer.state_dict()["param_groups"] == good["param_groups"]
+
+    def test_the_dense_optimizer_can_be_chosen(self):
+        model, _ = pair()
+        optimizer = te.optim.fused(model, te.optim.FTRL(lr=0.1), dense=lambda p: torch.optim.AdamW(p, lr=0.01))
+        assert isinstance(optimizer.dense, torch.optim.AdamW)
+        before = model.top.weight.detach().clone()
+        train(model, [optimizer], batches(1))
+        assert not torch.equal(model.top.weight, before)
+
+    @pytest.mark.parametrize(
+        "spec", [te.optim.FTRL(), te.optim.LAMB(), te.optim.SGD(max_norm=1.0)], ids=lambda spec: type(spec).__name__
+    )
+    def test_what_has_no_counterpart_must_be_said(self, spec):
+        model, _ = pair()
+        with pytest.raises(ValueError, match="dense="):
+            te.optim.fused(model, spec)
+        assert type(model.item) is nn.Embedding
+
+    def test_a_failure_leaves_the_model_as_it_was(self):
+        model, _ = pair()
+        with pytest.raises(ValueError, match="learning rate"):
+            te.optim.fused(model, te.optim.SGD(), dense=lambda p: torch.optim.Adam(p, lr=-1))
+        assert type(model.item) is nn.Embedding
+        with pytest.raises(ValueError, match="frozen"):
+            te.optim.fused(nn.Embedding.from_pretrained(torch.zeros(3, 2)), te.optim.SGD())
+
+    def test_a_closure_is_evaluated_once(self):
+        model, reference = pair()
+        ids, history, target = batches(1)[0]
+        optimizer = te.optim.fused(model, te.optim.SGD(lr=0.1))
+        other = torch.optim.SGD(reference.parameters(), lr=0.1)
+        for each, by in ((model, optimizer), (reference, other)):
+
+            def closure(each=each, by=by):
+                by.zero_grad()
+                loss = (each(ids, history) - target).square().mean()
+                loss.backward()
+                return loss
+
+            assert by.step(closure).item() > 0
+        torch.testing.assert_close(dict(model.state_dict()), dict(reference.state_dict()), **CLOSE)
+
+    def test_a_gradient_scaler_is_refused(self):
+        model, _ = pair()
+        optimizer = te.optim.fused(model, te.optim.SGD(lr=0.1))
+        scaler = torch.amp.GradScaler("cpu")
+        ids, history, target = batches(1)[0]
+        scaler.scale((model(ids, history) - target).square().mean()).backward()
+        with pytest.raises(ValueError, match="GradScaler"):
+            scaler.step(optimizer)
+
+    def test_dense_parameters_can_be_added(self):
+        model, _ = pair()
+        optimizer = te.optim.fused(model, te.optim.SGD(lr=0.1))
+        extra = nn.Parameter(torch.ones(2))
+        optimizer.add_param_group({"params": [extra], "lr": 0.5})
+        extra.sum().backward()
+        optimizer.step()
+        assert extra.tolist() == [0.5, 0.5]
+        assert [len(group["params"]) for group in optimizer.param_groups] == [2, 1, 3]
