@@ -9,7 +9,7 @@ from tritonemb.ops.interaction import interaction, is_fused
 
 
 class DotInteraction(nn.Module):
-    """Dot products of all pairs of feature vectors, behind the dense vector; on a GPU in one kernel.
+    """Dot products of all pairs of feature vectors, behind the dense vector, in one kernel; differentiable once.
 
     Source: Naumov et al., arXiv:1906.00091, section 2.
 

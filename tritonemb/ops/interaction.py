@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonemb.ops.registry import TRITON, choose, kernel, plain_eager
+from tritonemb.ops.registry import REFERENCE, choose, kernel, plain_eager
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -32,8 +32,8 @@ def interaction(dense: Tensor, sparse: Tensor) -> Tensor:
 
 
 def is_fused(dense: Tensor, sparse: Tensor) -> bool:
-    """Whether a Triton kernel serves `interaction` of these tensors."""
-    return dense.dtype == sparse.dtype and choose("interaction", dense.device, (dense, sparse)) == TRITON
+    """Whether a kernel of our own serves `interaction` of these tensors."""
+    return dense.dtype == sparse.dtype and choose("interaction", dense.device, (dense, sparse)) != REFERENCE
 
 
 def check_vectors(dense: Tensor, sparse: Tensor) -> None:

@@ -70,10 +70,12 @@ _KERNELS: dict[str, dict[str, str]] = {
     },
     "interaction": {
         REFERENCE: "tritonemb.kernels.interaction:interaction_reference",
+        "cpu": "tritonemb.kernels.cpu.interaction:interaction",
         TRITON: "tritonemb.kernels.interaction:interaction",
     },
     "interaction_gradient": {
         REFERENCE: "tritonemb.kernels.interaction:interaction_gradient_reference",
+        "cpu": "tritonemb.kernels.cpu.interaction:interaction_gradient",
         TRITON: "tritonemb.kernels.interaction:interaction_gradient",
     },
     "cross": {
