@@ -488,3 +488,16 @@ class TestModelOptimizer:
         optimizer.step()
         assert extra.tolist() == [0.5, 0.5]
         assert [len(group["params"]) for group in optimizer.param_groups] == [2, 1, 3]
+
+
+def test_a_compiled_model_follows_its_learning_rate():
+    """From its first call on: the rate is a tensor that the graph reads."""
+    torch._dynamo.reset()
+    model = nn.Embedding(5, 3)
+    optimizer = te.optim.fused(model, te.optim.SGD(lr=1.0))
+    forward = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for lr in (1.0, 0.25, 2.0):
+        optimizer.param_groups[-1]["lr"] = lr
+        before = model.weight.detach().clone()
+        forward(torch.tensor([1])).sum().backward()
+        torch.testing.assert_close(before[1] - model.weight[1], torch.full((3,), lr), rtol=1e-6, atol=1e-6)

@@ -218,7 +218,7 @@ class Collection(nn.Module):
         accumulator = self._accumulator.handle if self._accumulating else NOT_ACCUMULATING
         return ops.Fused(
             weights, states, [self.step], [self.skipped], self.learning_rate, self.pending, spec.name,
-            list(spec.hyperparameters), accumulator,
+            spec.constants(), accumulator,
         )  # fmt: skip
 
     def _check_trainable(self, weights: list[Tensor]) -> None:

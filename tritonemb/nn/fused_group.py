@@ -62,9 +62,10 @@ class FusedGroup:
         self._views.add(view)
 
     def rate_on(self, device: torch.device) -> Tensor:
-        """The learning rate as float32 `[]`, always the same tensor."""
+        """The learning rate as float32 `[]`, always the same tensor, made before a lookup is traced."""
         found = self._rates.get(device)
         if found is None:
+            assert not torch.compiler.is_compiling(), "a traced graph would keep the learning rate of its first call"
             with torch.inference_mode(False):
                 found = torch.tensor(self._learning_rate, dtype=torch.float32, device=device)
             self._rates[device] = found
@@ -112,10 +113,11 @@ class FusedGroup:
             self._kept = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"spec": self.spec, "_learning_rate": self._learning_rate, "_rates": {}}
+        return {"spec": self.spec, "_learning_rate": self._learning_rate, "_rates": self._rates}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self._rates = {rate.device: rate for rate in self._rates.values()}  # perhaps loaded onto another device
         self._begin()
 
 

@@ -137,6 +137,7 @@ class SingleTable(nn.Module):
         if not weight.is_contiguous():
             self.weight = nn.Parameter(weight.detach().contiguous(), requires_grad=weight.requires_grad)
         self._group, self._name = group, name
+        group.rate_on(weight.device)
         if holder is not None:
             self._holder = (holder,)
             return
@@ -193,7 +194,7 @@ class SingleTable(nn.Module):
             raise RuntimeError("accumulate() is not for a compiled module with a fused optimizer; run it in eager mode")
         table = ops.FusedTable(
             self.weight, [cast(Tensor, holder._buffers[state.name]) for state in group.spec.states], holder.step,
-            holder.skipped, group.rate_on(self.weight.device), group.spec.name, list(group.spec.hyperparameters),
+            holder.skipped, group.rate_on(self.weight.device), group.spec.name, group.spec.constants(),
             self._name,
         )  # fmt: skip
         return ops.bag_fused(table, values, sample_weights, bags, trained, dtype, group.gather)
@@ -206,6 +207,8 @@ class SingleTable(nn.Module):
             original = before[name]
             if buffer is not None and original is not None and buffer.dtype != original.dtype:
                 self._buffers[name] = original.to(buffer.device)
+        if self._group is not None:
+            self._group.rate_on(self.weight.device)
         return self
 
     def __getstate__(self) -> dict[str, Any]:
