@@ -103,7 +103,10 @@ def group(p: Problem) -> None:
     row_groups(p.batch.values(), p.batch.offsets(), p.layout)
 
 
-def update(p: Problem, optimizer: te.optim.Optimizer, grad_dtype: torch.dtype = torch.float32) -> None:
+def update(
+    p: Problem, optimizer: te.optim.Optimizer, grad_dtype: torch.dtype = torch.float32, own_steps: bool = False
+) -> None:
+    """One update; with `own_steps` each table has a step of its own."""
     from tritonemb.kernels.row_update import row_update_
 
     states = [
@@ -111,13 +114,30 @@ def update(p: Problem, optimizer: te.optim.Optimizer, grad_dtype: torch.dtype = 
         for spec in optimizer.states
         for weight in p.weights
     ]
-    counts = torch.zeros(1 + len(p.weights), dtype=torch.int64, device=_device)
+    skipped = torch.zeros(len(p.weights), dtype=torch.int64, device=_device)
+    step = torch.zeros(len(p.weights) if own_steps else (), dtype=torch.int64, device=_device)
     grad = torch.randn(p.num_outputs, p.layout.width, device=_device).to(grad_dtype)
     groups = row_groups_reference(p.batch.values(), p.batch.offsets(), p.layout)
     row_update_(
-        p.weights, states, counts[0], counts[1:], torch.tensor(0.1, device=_device), grad, p.batch.offsets(),
+        p.weights, states, step, skipped, torch.tensor(0.1, device=_device), grad, p.batch.offsets(),
         p.sample_weights, optimizer.name, optimizer.hyperparameters, groups, p.layout,
     )  # fmt: skip
+
+
+def bag_gradient(p: Problem, compact: bool, grad_dtype: torch.dtype = torch.float32) -> None:
+    """The gradient of the problem's only table, dense or compact."""
+    from tritonemb.kernels.bag_gradient import bag_gradient_
+
+    grad = torch.randn(p.num_outputs, p.layout.width, device=_device).to(grad_dtype)
+    groups = row_groups_reference(p.batch.values(), p.batch.offsets(), p.layout)
+    out = torch.zeros(groups[0].numel() if compact else p.layout.num_rows, p.layout.width, device=_device)
+    bag_gradient_(out, grad, p.batch.offsets(), p.sample_weights, groups, p.layout, compact)
+
+
+def drop_padding(p: Problem) -> None:
+    from tritonemb.kernels.padding import drop_padding
+
+    drop_padding(p.batch.values(), p.batch.offsets(), 3, p.layout)
 
 
 def interact(num_features: int, dim: int, dtype: torch.dtype) -> None:
@@ -247,7 +267,17 @@ def update_cases() -> Iterator[Case]:
     yield Case("update-none", functools.partial(_update, adagrad, (128,), torch.float32, "none"), True)
     clipped = te.optim.Adam(lr=0.1, weight_decay=0.1, max_gradient=1.0, max_norm=1.0, nonfinite="skip")
     yield Case("update-clipped", functools.partial(_update, clipped), True)
+    for name, dtype in (("adam", torch.float32), ("partial_row_wise_lamb", torch.bfloat16)):
+        case = functools.partial(_update, OPTIMIZERS[name](lr=0.1), dtype=dtype, own_steps=True)
+        yield Case(f"update-own-steps-{name}-{short(dtype)}", case, True)
     for (name, kind), dtype in itertools.product(OPTIMIZERS.items(), FLOATS):
+
+        def call_own(kind: type[te.optim.Optimizer] = kind, dtype: torch.dtype = dtype) -> None:
+            for dim in (3, 100, 128, 512, 1024):
+                _update(kind(lr=0.1), (dim,), dtype, own_steps=True)
+                _update(_everything(kind), (dim,), dtype, own_steps=True)
+
+        yield Case(f"update-own-steps-all-{name}-{short(dtype)}", call_own, False)
 
         def call(kind: type[te.optim.Optimizer] = kind, dtype: torch.dtype = dtype) -> None:
             for pooling, weighted, grad_dtype, dim in itertools.product(POOLINGS, (False, True), FLOATS, (100, 128)):
@@ -270,8 +300,27 @@ def _update(
     pooling: te.types.Pooling = "sum",
     weighted: bool = False,
     grad_dtype: torch.dtype = torch.float32,
+    own_steps: bool = False,
 ) -> None:
-    update(problem(dims, dtype, pooling, weighted), optimizer, grad_dtype)
+    update(problem(dims, dtype, pooling, weighted), optimizer, grad_dtype, own_steps)
+
+
+def bag_gradient_cases() -> Iterator[Case]:
+    for dim, compact in itertools.product((3, 128), (False, True)):
+        name = f"bag_gradient-dim{dim}{'-compact' if compact else ''}"
+        yield Case(name, lambda dim=dim, compact=compact: bag_gradient(problem((dim,)), compact), dim == 128)
+    for grad_dtype in FLOATS:
+
+        def call(grad_dtype: torch.dtype = grad_dtype) -> None:
+            for dim, pooling, weighted in itertools.product((64, 100, 1024), POOLINGS, (False, True)):
+                bag_gradient(problem((dim,), pooling=pooling, weighted=weighted), False, grad_dtype)
+
+        yield Case(f"bag_gradient-all-{short(grad_dtype)}", call, False)
+
+
+def padding_cases() -> Iterator[Case]:
+    for ids in (torch.int32, torch.int64):
+        yield Case(f"padding-{short(ids)}", lambda ids=ids: drop_padding(problem((16,), ids=ids)), True)
 
 
 def interaction_cases() -> Iterator[Case]:
@@ -314,6 +363,8 @@ CASES = [
     *sample_weight_cases(),
     *group_cases(),
     *update_cases(),
+    *bag_gradient_cases(),
+    *padding_cases(),
     *interaction_cases(),
     *cross_cases(),
     *exchange_cases(),

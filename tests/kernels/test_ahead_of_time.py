@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 
+from tritonemb.kernels.floats import CODES
 from tritonemb.kernels.language import Launch, interpreting, jit, launch, tl
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
@@ -24,30 +26,48 @@ from tests.kernels.ahead_of_time_cases import CASES, Case
 MOST_REGISTERS = 128
 # A gfx942 wave has 512; with 256 two waves share a SIMD, and a wave of 64 holds twice the elements of a warp.
 MOST_VECTOR_REGISTERS = 256
-# Kernels that may use more, and why.
-EXCEPTIONS: dict[str, tuple[int, str]] = {}
+# Kernels that may spill, outside the core cases, for NVIDIA and where a program has several warps: how many bytes a
+# thread, and why.
+EXCEPTIONS = {
+    "_pool_kernel": (
+        8,
+        "ptxas keeps to fewer registers than it may use (40 here), so that more programs fit, and stores two values "
+        "before the loop over ids, to load them once behind it, where an id is out of range.",
+    ),
+    "_update_kernel": (
+        16,
+        "ptxas keeps to fewer registers than it may use, so that more programs fit, and stores what it computes once, "
+        "before the loop over groups: the condition of a reduction across warps, or an address. Each is loaded once a "
+        "group. Other tiles, and fewer values that live long, move it to other specialisations.",
+    ),
+}
 
 
-def bound_of(code: ahead_of_time.Code) -> int:
-    default = MOST_REGISTERS if code.target.startswith("sm_") else MOST_VECTOR_REGISTERS
-    return EXCEPTIONS.get(code.kernel, (default, ""))[0]
+def most_spilled(code: ahead_of_time.Code, core: bool) -> int:
+    may = not core and code.target.startswith("sm_") and code.num_warps > 1
+    return EXCEPTIONS.get(code.kernel, (0, ""))[0] if may else 0
 
 
-def complaints(code: ahead_of_time.Code, aligned: bool) -> list[str]:
+def complaints(code: ahead_of_time.Code, aligned: bool, core: bool = True) -> list[str]:
     """What is wrong with the code of a launch; `aligned` if its rows begin at multiples of 16 bytes."""
     found = []
-    if code.spilled:
-        found.append(f"spills {code.spilled}")
-    if code.registers > bound_of(code):
-        found.append(f"needs {code.registers} registers, more than {bound_of(code)}")
+    most = MOST_REGISTERS if code.target.startswith("sm_") else MOST_VECTOR_REGISTERS
+    if code.spilled > most_spilled(code, core):
+        found.append(f"spills {code.spilled}, more than {most_spilled(code, core)}")
+    if code.registers > most:
+        found.append(f"needs {code.registers} registers, more than {most}")
     if aligned and not code.wide_loads:
         found.append(f"has no 16-byte load though rows are aligned: {code.loads}")
     return [f"{code.kernel} for {code.target} {problem} ({code.constants})" for problem in found]
 
 
-def says_aligned(launch: Launch) -> bool:
-    """Whether the launcher told the kernel that rows begin at multiples of 16 bytes."""
-    return launch.constants.get("ALIGN", 0) >= 16
+def says_aligned(launch: Launch, target: str) -> bool:
+    """Whether the launcher told the kernel that rows begin at multiples of 16 bytes, and a lane has 16 of them."""
+    constants = launch.constants
+    if "STEP" in constants and "ALIGN" not in constants:  # sums of gradients, whose dims are multiples of STEP
+        lanes = ahead_of_time.TARGETS[target].warp_size * launch.num_warps
+        return constants["CODE"] == CODES[torch.float32] and constants["STEP"] == 4 and constants["BLOCK"] >= 4 * lanes
+    return constants.get("ALIGN", 0) >= 16
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,10 +86,10 @@ def test_kernels_compile_well(case: Case, target: str) -> None:
     assert launches, "the case launched nothing"
     codes, found = [], []
     for aligned in (True, False):
-        chosen = [launch for launch in launches if says_aligned(launch) == aligned]
+        chosen = [launch for launch in launches if says_aligned(launch, target) == aligned]
         made = ahead_of_time.compile_all(case.name, chosen, target)
         codes += made
-        found += [complaint for code in made for complaint in complaints(code, aligned)]
+        found += [complaint for code in made for complaint in complaints(code, aligned, case.core)]
     ahead_of_time.keep(codes, case.name, target)
     assert not found, "\n".join(found)
 
@@ -92,6 +112,15 @@ def test_a_kernel_that_spills_is_caught(target):
     (code,) = ahead_of_time.compile_all("toy", toy(1 << 15), target)
     assert code.spilled > 0
     assert any("spills" in complaint for complaint in complaints(code, aligned=False))
+
+
+def test_spills_are_excepted_by_kernel_size_warps_target_and_case():
+    (toy_code,) = ahead_of_time.compile_all("toy", toy(256), "sm_90")
+    code = replace(toy_code, kernel="_update_kernel", num_warps=4, spilled=16)
+    assert not complaints(code, aligned=False, core=False)
+    assert complaints(code, aligned=False, core=True)
+    for change in ({"spilled": 20}, {"num_warps": 1}, {"target": "gfx942"}, {"kernel": "_gather_kernel"}):
+        assert complaints(replace(code, **change), aligned=False, core=False), change
 
 
 @pytest.mark.parametrize("target", [name for name in ahead_of_time.TARGETS if name.startswith("sm_")])

@@ -51,6 +51,8 @@ def _pool_kernel(
     CHECK: tl.constexpr,
 ):  # fmt: skip
     """BAGS bags of one lookup, BLOCK columns: each bag is summed id by id, UNROLL rows of it are asked for at once."""
+    if tl.program_id(0) == 0:
+        _check_ends(offsets, num_keys * batch_size, num_values, lock, record, names)
     num_blocks = tl.cdiv(batch_size, BAGS)
     use = tl.program_id(0) // num_blocks
     key = use // multiplicity
@@ -61,33 +63,31 @@ def _pool_kernel(
         address = tl.load(addresses + table)
     if address != 0:
         table = tl.load(lookups + lookup * 4)
-        column = tl.multiple_of(tl.load(lookups + lookup * 4 + 1), STEP)
-        dim = tl.multiple_of(tl.load(lookups + lookup * 4 + 2), STEP)
+        # A dim of 64 bits would cost registers in every mask, and on AMD wide loads.
+        dim = tl.multiple_of(tl.load(lookups + lookup * 4 + 2).to(tl.int32), STEP)
         mean = tl.load(lookups + lookup * 4 + 3) == 1
         num_rows = tl.load(tables + table * 4 + 1)
         rows = pointer_to(address, CODE, ALIGN)
 
         sample = (tl.program_id(0) % num_blocks) * BAGS + tl.arange(0, BAGS)
         bag = key.to(tl.int64) * batch_size + sample
-        begin = tl.load(offsets + bag, mask=sample < batch_size, other=0).to(tl.int64)
-        end = tl.load(offsets + bag + 1, mask=sample < batch_size, other=0).to(tl.int64)
-        broken = (begin < 0) | (begin > end) | (end > num_values)
-        end = tl.where(broken, begin, end)
-        num_broken = tl.sum(broken.to(tl.int32))
+        begin, end, broken = _bounds(offsets, bag, sample < batch_size, num_values)
+        if tl.max(broken.to(tl.int32)) != 0:
+            _report_bags(offsets, bag, sample, batch_size, num_values, lock, record, names, table, key)
         scale = tl.full((BAGS,), 1.0, tl.float32)
         if mean:
             scale = tl.div_rn(scale, tl.maximum(end - begin, 1).to(tl.float32))
 
         columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
         total = tl.zeros((BAGS, BLOCK), tl.float32)
-        bad = tl.zeros((BAGS,), tl.int1)
+        num_bad = tl.zeros((BAGS,), tl.int32)
         for first in range(0, tl.max(end - begin), UNROLL):
             for i in tl.static_range(UNROLL):
                 position = begin + first + i
                 live = position < end
                 row = tl.load(values + position, mask=live, other=0).to(tl.int64)
                 inside = live & (row >= 0) & (row < num_rows)
-                bad |= live & (inside == 0)
+                num_bad += (live & (inside == 0)).to(tl.int32)
                 bits = tl.load(
                     rows + (row[:, None] * dim + columns[None, :]),
                     mask=inside[:, None] & (columns[None, :] < dim),
@@ -97,6 +97,8 @@ def _pool_kernel(
                 if WEIGHTED:
                     factor *= tl.load(sample_weights + position, mask=live, other=0.0)
                 total += widen(bits, CODE) * factor[:, None]
+        # Only now, so that it takes no registers before; so does what `_report_id` needs.
+        column = tl.multiple_of(tl.load(lookups + lookup * 4 + 1), STEP)
         tl.store(
             out
             + (sample.to(tl.int64)[:, None] * tl.multiple_of(tl.zeros((), tl.int64) + width, STEP))
@@ -105,17 +107,26 @@ def _pool_kernel(
             mask=(sample < batch_size)[:, None] & (columns[None, :] < dim),
         )
         if CHECK:
-            if tl.max(bad.to(tl.int32)) != 0:
-                _report_id(values, begin, end, sample, num_rows, lock, record, names, table, key)
-        if num_broken > 0:
-            _report_bags(offsets, bag, sample, batch_size, num_values, lock, record, names, table, key)
-    if tl.program_id(0) == 0:
-        _check_ends(offsets, num_keys * batch_size, num_values, lock, record, names)
+            if tl.max(num_bad) != 0:
+                table = tl.load(lookups + lookup * 4)
+                _report_id(values, offsets, sample, batch_size, num_values, num_rows, lock, record, names, table, key)
 
 
 @jit
-def _report_id(values, begin, end, sample, num_rows, lock, record, names, table, key):
+def _bounds(offsets, bag, there, num_values):
+    """Where bags begin and end, and whether their offsets are wrong: such a bag ends where it begins."""
+    begin = tl.load(offsets + bag, mask=there, other=0).to(tl.int64)
+    end = tl.load(offsets + bag + 1, mask=there, other=0).to(tl.int64)
+    broken = (begin < 0) | (begin > end) | (end > num_values)
+    return begin, tl.where(broken, begin, end), broken
+
+
+@jit
+def _report_id(values, offsets, sample, batch_size, num_values, num_rows, lock, record, names, table, key):
     """Report the first id of these bags that is out of range; that there is one is known, not where."""
+    sample = tl.minimum(sample, batch_size - 1)
+    bag = key.to(tl.int64) * batch_size + sample
+    begin, end, _ = _bounds(offsets, bag, sample < batch_size, num_values)
     worst = tl.full(begin.shape, NO_POSITION, tl.int64)
     for index in range(tl.max(end - begin)):
         position = begin + index
@@ -166,7 +177,7 @@ def _gather_kernel(
     table = tl.load(lookups + lookup * 4, mask=used, other=0)
     address = tl.load(addresses + table)
     used = used & (address != 0)
-    dim = tl.multiple_of(tl.load(lookups + lookup * 4 + 2, mask=used, other=0), STEP)
+    dim = tl.multiple_of(tl.load(lookups + lookup * 4 + 2, mask=used, other=0).to(tl.int32), STEP)
     num_rows = tl.load(tables + table * 4 + 1)
     row = tl.load(values + position, mask=live, other=0).to(tl.int64)
     inside = used & (row >= 0) & (row < num_rows)
@@ -220,7 +231,7 @@ def _sample_weight_gradient_kernel(
         address = tl.load(addresses + table)
         used = used & (address != 0) & (row >= 0) & (row < tl.load(tables + table * 4 + 1))
         column = tl.multiple_of(tl.load(lookups + lookup * 4 + 1, mask=used, other=0), STEP)
-        dim = tl.multiple_of(tl.load(lookups + lookup * 4 + 2, mask=used, other=0), STEP)
+        dim = tl.multiple_of(tl.load(lookups + lookup * 4 + 2, mask=used, other=0).to(tl.int32), STEP)
         mean = tl.load(lookups + lookup * 4 + 3, mask=used, other=0) == 1
         pitch = tl.multiple_of(tl.zeros((), tl.int64) + width, STEP)
         start = sample * pitch + column if POOLED else position * pitch

@@ -129,7 +129,7 @@ def _sum_pieces_kernel(
         group, begin, end, first, there = _find_piece(window, slot, starts, num_groups)
         if there:
             table = last_at_most(tables, num_tables, tl.load(rows + group), 4)
-            dim = tl.zeros((1,), tl.int64) + tl.multiple_of(tl.load(tables + table * 4 + 2), STEP)
+            dim = tl.zeros((1,), tl.int32) + tl.multiple_of(tl.load(tables + table * 4 + 2).to(tl.int32), STEP)
             stop = tl.minimum(first + PIECE_SIZE, end)
             total = add_gradients(
                 tl.zeros((1, BLOCK), tl.float32), tl.zeros((1,), tl.int32) + first, tl.zeros((1,), tl.int32) + stop,

@@ -102,7 +102,8 @@ def _update_kernel(
         first = tl.load(starts + group, mask=ours, other=0)
         stop = tl.load(starts + group + 1, mask=ours, other=0)
         row = linear - tl.load(tables + table * 4)
-        dim = tl.multiple_of(tl.load(tables + table * 4 + 2, mask=ours, other=0), STEP)
+        # A dim of 64 bits would cost registers in every mask, and on AMD wide loads.
+        dim = tl.multiple_of(tl.load(tables + table * 4 + 2, mask=ours, other=0).to(tl.int32), STEP)
         mask = columns[None, :] < dim[:, None]
         long = stop - first > PIECE_SIZE
         g = add_gradients(
