@@ -9,7 +9,8 @@ import pickle
 import pytest
 
 import tritonemb as te
-from tritonemb.optim import OPTIMIZERS, Hyperparameters, Optimizer
+from tritonemb.optim import OPTIMIZERS, Optimizer
+from tritonemb.optimizers import Hyperparameters
 
 NAMES = {
     "sgd": "SGD",

@@ -1,0 +1,95 @@
+"""`torch.compile(backend="tritonemb")`, by Inductor."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+from importlib.metadata import entry_points
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+
+import tritonemb.compiler
+from tests.compiler.graphs import CLOSE, gradients_of
+
+pytestmark = pytest.mark.usefixtures("dynamo")
+
+
+class Model(nn.Module):
+    """Plain PyTorch: bags of two forms, a sequence, an MLP with dropout and batch normalization."""
+
+    def __init__(self):
+        super().__init__()
+        self.bags = nn.ModuleList(nn.EmbeddingBag(50, 4, mode="sum") for _ in range(3))
+        self.items, self.genres = nn.Embedding(50, 4, padding_idx=0), nn.Embedding(9, 4)
+        self.top = nn.Sequential(nn.Linear(20, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, flat, offsets, matrix):
+        pooled = [self.bags[0](flat, offsets), self.bags[1](matrix), self.bags[2](matrix)]
+        pooled += [self.items(matrix).mean(1), self.genres(matrix % 9).amax(1)]
+        return self.top(torch.cat(pooled, 1))
+
+
+def batch(batch_size, length):
+    flat = torch.randint(0, 50, (3 * batch_size,))
+    return flat, torch.arange(batch_size) * 3, torch.randint(0, 50, (batch_size, length))
+
+
+def test_training_with_several_batch_sizes():
+    model = Model()
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(model, backend="tritonemb", dynamic=True, fullgraph=True)
+    counters.clear()
+    for batch_size, length in ((5, 3), (8, 2), (6, 7)):
+        args = batch(batch_size, length)
+        found, wanted = compiled(*args), twin(*args)
+        # Batch normalization of some samples divides by small numbers.
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        for mine, theirs in zip(gradients_of(model, [found]), gradients_of(twin, [wanted]), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("options", [{"mode": "reduce-overhead"}, {"options": {"max-fusion-size": 8}}])
+def test_inference_with_a_mode_and_with_options(options):
+    model = Model().eval()
+    compiled = torch.compile(model, backend="tritonemb", **options)
+    args = batch(5, 3)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*args), model(*args), **CLOSE)
+
+
+def test_an_unknown_option_is_named():
+    compiled = torch.compile(Model(), backend="tritonemb", options={"no_such": 1})
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no_such"):
+        compiled(*batch(5, 3))
+
+
+def test_it_is_registered_once():
+    assert "tritonemb" in torch._dynamo.list_backends()
+    tritonemb.compiler.backend.register()
+    assert torch._dynamo.lookup_backend("tritonemb") is tritonemb.compiler.tritonemb
+
+
+@pytest.mark.skipif(
+    not any(point.name == "tritonemb" for point in entry_points(group="torch_dynamo_backends")),
+    reason="needs the package to be installed: pip install -e .",
+)
+def test_by_name_without_importing_it():
+    program = """
+import sys, torch
+from torch import nn
+bags = nn.ModuleList(nn.EmbeddingBag(20, 4, mode="sum") for _ in range(3))
+model = lambda ids: torch.cat([bag(ids) for bag in bags], 1)
+assert "tritonemb" not in sys.modules
+compiled = torch.compile(model, backend="tritonemb")
+ids = torch.randint(0, 20, (5, 3))
+torch.testing.assert_close(compiled(ids), model(ids))
+assert "tritonemb.compiler" in sys.modules
+print("fine")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=250, check=False)
+    assert done.stdout.strip() == "fine", done.stderr

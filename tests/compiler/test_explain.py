@@ -1,0 +1,59 @@
+"""`explain` says what happens, and changes nothing."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from tritonemb.compiler import explain
+
+pytestmark = pytest.mark.usefixtures("dynamo")
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bags = nn.ModuleList(nn.EmbeddingBag(50, 4, mode="sum") for _ in range(3))
+        self.most = nn.EmbeddingBag(50, 4, mode="max")
+        self.limited = nn.Embedding(50, 4, max_norm=0.1)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, ids):
+        pooled = torch.stack([bag(ids) for bag in self.bags]).sum(0) + self.most(ids)
+        torch._dynamo.graph_break()
+        return nn.functional.dropout(self.norm(pooled) + self.limited(ids[:, 0]), 0.5)
+
+
+def test_it_says_what_was_fused_what_not_and_where_the_graph_breaks():
+    found = explain(Model(), torch.randint(0, 50, (5, 3)))
+    assert [item.members for item in found.fused] == [("bags.0", "bags.1", "bags.2")]
+    assert {item.name for item in found.left_alone} == {"most", "limited"}
+    assert found.num_graphs == 2
+    (graph_break,) = found.graph_breaks
+    assert graph_break.place.startswith(__file__)
+    text = str(found)
+    for part in ("3 nn.EmbeddingBag", "bags.0, bags.1, bags.2", 'mode="max"', "max_norm", "test_explain.py"):
+        assert part in text
+    assert max(len(line) for line in text.splitlines() if "/" not in line) <= 88
+
+
+def test_it_changes_nothing():
+    model = Model()
+    before = copy.deepcopy(model.state_dict())
+    state = torch.get_rng_state()
+    explain(model, torch.randint(0, 50, (5, 3), generator=torch.Generator().manual_seed(0)))
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert model.training
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
+
+
+def test_a_model_with_nothing_to_do():
+    text = str(explain(nn.Linear(3, 2), torch.randn(4, 3)))
+    assert "Fused: nothing" in text
+    assert "Left alone: nothing" in text
+    assert "Graph breaks: none" in text

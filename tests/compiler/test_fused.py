@@ -1,0 +1,167 @@
+"""Modules of tritonemb's, and fused optimizers: one lookup, one update, the bits of the uncompiled model."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import tritonemb as te
+from tests.compiler.graphs import Compiled, Recorded, assert_same, copies_of, count_ops
+
+pytestmark = [pytest.mark.public, pytest.mark.usefixtures("dynamo")]
+ROWS = 11
+
+
+class Model(nn.Module):
+    """Bags with and without padding, single rows and sequences."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.bags = nn.ModuleList(te.nn.EmbeddingBag(ROWS, dim, mode="sum", dtype=dtype) for dim in (3, 4))
+        self.mean = te.nn.EmbeddingBag(ROWS, 4, mode="mean", padding_idx=2, dtype=dtype)
+        self.sum = te.nn.EmbeddingBag(ROWS, 4, mode="sum", padding_idx=2, dtype=dtype)
+        self.user = te.nn.Embedding(ROWS, 4, dtype=dtype)
+        self.items = te.nn.Embedding(ROWS, 4, padding_idx=1, dtype=dtype)
+        self.genres = te.nn.Embedding(ROWS, 4, dtype=dtype)
+
+    def forward(self, flat, offsets, matrix, users):
+        pooled = [bag(flat, offsets) for bag in self.bags]
+        pooled += [self.mean(matrix), self.sum(matrix), self.user(users)]
+        return torch.cat(pooled, 1), self.items(matrix).sum(1), self.genres(matrix)
+
+
+MEMBERS = [("bags.0", "bags.1", "user"), ("mean", "sum"), ("items", "genres")]
+
+
+def batch(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    draw = [torch.randint(0, ROWS, shape, generator=generator) for shape in ((12,), (5, 3), (5,))]
+    return draw[0], torch.tensor([0, 2, 2, 7, 12]), draw[1], draw[2]
+
+
+def test_modules_without_an_optimizer():
+    model = Model()
+    twin = copy.deepcopy(model)
+    found = Compiled(model, fullgraph=True)
+    assert_same(found, model, twin, batch())
+    assert found.fused == MEMBERS
+
+
+@pytest.mark.parametrize("optimizer", [te.optim.SGD(lr=0.1), te.optim.RowWiseAdagrad(lr=0.1), te.optim.Adam(lr=0.1)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fused_optimizers_have_the_bits_of_the_uncompiled_model(optimizer, dtype):
+    """Stochastic rounding too: a table has its own random numbers, whatever it was merged with."""
+    model = Model(dtype)
+    twin = copy.deepcopy(model)
+    reports = [te.fuse(one, optimizer) for one in (model, twin)]
+    found = Compiled(model, fullgraph=True)
+    for step in range(3):
+        for report in reports:
+            report.optimizer.param_groups[0]["lr"] = 0.1 / (1 + step)
+        results = [run(*batch(step)) for run in (found, twin)]
+        for mine, theirs in zip(*results, strict=True):
+            assert torch.equal(mine, theirs)
+        grads = [torch.randn_like(result) for result in results[0]]
+        for result in results:
+            torch.autograd.backward(result, grads)
+        for (name, mine), theirs in zip(model.state_dict().items(), twin.state_dict().values(), strict=True):
+            assert torch.equal(mine, theirs), f"{name} after step {step}"
+    # A mean without its padding is a float32 sum first, so it goes with other sums of float32 tables only.
+    assert set(found.fused) == {members for members in MEMBERS if dtype == torch.float32 or "mean" not in members}
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_table_that_is_looked_up_twice_is_updated_once():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = (nn.EmbeddingBag(ROWS, 4, mode="sum") for _ in range(2))
+
+        def forward(self, one, two):
+            return self.a(one) * self.a(two) + self.b(one)
+
+    model = Twice()
+    twin = copy.deepcopy(model)
+    for one in (model, twin):
+        te.fuse(one, te.optim.RowWiseAdagrad(lr=0.1))
+    found = Compiled(model, fullgraph=True)
+    args = [torch.randint(0, ROWS, (5, 3)) for _ in range(2)]
+    for run in (found, twin):
+        run(*args).sum().backward()
+    assert found.fused == [("a", "b", "a")] or found.fused == [("a", "a", "b")]
+    for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
+        # The gradient of each use is summed in another order: float32, some ten terms of size 1.
+        torch.testing.assert_close(mine, theirs, rtol=2e-6, atol=2e-6)
+
+
+def test_a_fused_table_that_would_be_updated_twice_raises():
+    class Apart(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = (nn.EmbeddingBag(ROWS, 4, mode="sum") for _ in range(2))
+
+        def forward(self, one, two):
+            return self.a(one).sum() + self.b(one).sum() + self.a(two).sum()
+
+    model = Apart()
+    te.fuse(model, te.optim.SGD(lr=0.1))
+    found = Compiled(model)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"table 'a\.weight' has a fused optimizer"):
+        found(torch.zeros(5, 3).long(), torch.zeros(4, 3).long())
+
+
+def test_optimizers_of_their_own_are_not_merged():
+    model = nn.ModuleList(te.nn.EmbeddingBag(ROWS, 4, optimizer=te.optim.SGD(lr=0.1)) for _ in range(2))
+    found = Compiled(lambda i: model[0](i) + model[1](i))
+    found(torch.zeros(5, 3).long()).sum().backward()
+    assert found.fused == []
+    assert len(found.reasons) == 2
+    assert all("optimizer" in reason for reason in found.reasons.values())
+
+
+class Plain(nn.Module):
+    """PyTorch's own modules only."""
+
+    def __init__(self):
+        super().__init__()
+        self.bags = nn.ModuleList(nn.EmbeddingBag(97, 4, mode="sum") for _ in range(4))
+        self.top = nn.Linear(16, 1)
+
+    def forward(self, ids):
+        return self.top(torch.cat([bag(ids) for bag in self.bags], 1))
+
+
+def test_one_lookup_and_one_gradient_in_the_graphs():
+    model = Plain()
+    found = Recorded(model, fullgraph=True)
+    found(torch.randint(0, 97, (5, 3))).sum().backward()
+    (forward,), (backward,) = found.forwards, found.backwards
+    ops = count_ops(forward) + count_ops(backward)
+    assert ops["tritonemb.embedding_bag"] == 1
+    assert ops["tritonemb.row_groups"] == 1
+    assert ops["tritonemb.embedding_bag_weight_gradient"] == 1
+    assert not any("aten.embedding" in name or "aten._embedding_bag" in name for name in ops)
+    assert copies_of(forward, (97, 4)) == copies_of(backward, (97, 4)) == []
+    assert all(bag.weight.grad is not None for bag in model.bags)
+
+
+def test_one_lookup_and_one_update_in_the_graphs():
+    model = Plain()
+    twin = copy.deepcopy(model)
+    for one in (model, twin):
+        te.fuse(one, te.optim.RowWiseAdagrad(lr=0.1))
+    found = Recorded(model, fullgraph=True)
+    ids = torch.randint(0, 97, (5, 3))
+    for run in (found, twin):
+        run(ids).sum().backward()
+    (forward,), (backward,) = found.forwards, found.backwards
+    ops = count_ops(forward) + count_ops(backward)
+    assert ops["tritonemb.embedding_bag_fused"] == 1
+    assert ops["tritonemb.row_groups"] == 1
+    assert ops["tritonemb.row_update_"] == 1
+    assert copies_of(forward, (97, 4)) == []
+    for mine, theirs in zip(model.bags, twin.bags, strict=True):
+        assert torch.equal(mine.weight, theirs.weight)

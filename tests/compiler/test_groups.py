@@ -1,0 +1,330 @@
+"""What may be merged, what stays, and why."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.compiler.graphs import Compiled, assert_same
+from tritonemb.ops.registry import forced
+
+pytestmark = [pytest.mark.public, pytest.mark.usefixtures("dynamo")]
+ROWS = 11
+
+
+class Model(nn.Module):
+    """Three bags, and what `use(model, *args)` does with them."""
+
+    def __init__(self, use, **options):
+        super().__init__()
+        self.a, self.b, self.c = (nn.EmbeddingBag(ROWS, 4, **{"mode": "sum", **options}) for _ in range(3))
+        self.row, self.other_row = nn.Embedding(ROWS, 4), nn.Embedding(ROWS, 4)
+        self.use = use
+
+    def forward(self, *args):
+        return self.use(self, *args)
+
+
+def compiled(use, *args, fullgraph=True, options=None, **changes):
+    """Compile a model and compare it, and its gradients, with itself."""
+    model = Model(use, **(options or {}))
+    for name, module in changes.items():
+        setattr(model, name, module)
+    twin = copy.deepcopy(model)
+    found = Compiled(model, fullgraph=fullgraph)
+    assert_same(found, model, twin, args)
+    return found
+
+
+def ids(*shape):
+    return torch.randint(0, ROWS, shape)
+
+
+def ops_in(found):
+    return [getattr(node.target, "__name__", node.target) for gm in found.graphs for node in gm.graph.nodes]
+
+
+def test_a_lookup_of_another_ones_result_is_not_merged_with_it():
+    def use(m, i):
+        first = m.a(i)
+        return first, m.b(first.detach().abs().long().clamp(max=ROWS - 1)), m.c(i)
+
+    found = compiled(use, ids(5, 3))
+    assert found.fused == [("a", "c")]
+    assert "depends on a, c" in found.reasons["b"]
+
+
+def test_a_chain_of_lookups_is_merged_by_depth():
+    def use(m, i):
+        nexts = [(bag(i).detach().abs() * 3).long().clamp(max=ROWS - 1) for bag in (m.a, m.b)]
+        return m.c(nexts[0]), m.a(nexts[1])
+
+    assert compiled(use, ids(5, 4)).fused == [("a", "b"), ("c", "a")]
+
+
+def test_groups_that_need_each_other_are_not_both_merged():
+    """a → row, other_row → b: merging (a, b) and (row, other_row) would go round in a circle."""
+
+    def use(m, i):
+        a = m.a(i)
+        row = m.row(a.detach().abs().long().clamp(max=ROWS - 1))
+        other = m.other_row(i)
+        b = m.b(other.detach().abs().long().clamp(max=ROWS - 1).flatten(1)[:, :3])
+        return a, row, other, b
+
+    found = compiled(use, ids(5, 3))
+    assert found.fused == [("a", "b")]
+    assert set(found.reasons) == {"row", "other_row"}
+
+
+def test_other_batch_sizes_are_other_groups():
+    found = compiled(lambda m, i, j: (m.a(i), m.b(j), m.c(i)), ids(5, 3), ids(4, 3))
+    assert found.fused == [("a", "c")]
+    assert found.reasons == {"b": "nothing to merge with"}
+
+
+def test_a_lone_lookup_is_left_to_pytorch():
+    found = compiled(lambda m, i: m.a(i) + 1, ids(5, 3))
+    assert found.fused == []
+    assert found.reasons == {"a": "nothing to merge with"}
+
+
+def test_a_graph_without_lookups_is_not_touched():
+    found = compiled(lambda m, x: x @ x.t(), torch.randn(3, 4))
+    assert found.fused == []
+    assert not found.reasons
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"mode": "max"}, 'mode="max"'),
+        ({"max_norm": 1.0}, "max_norm"),
+        ({"scale_grad_by_freq": True}, "scale_grad_by_freq"),
+        ({"sparse": True}, "sparse=True"),
+        ({"dtype": torch.float64}, "torch.float64"),
+    ],
+)
+def test_what_is_not_served_is_left_alone(options, reason):
+    odd = nn.EmbeddingBag(ROWS, 4, **{"mode": "sum", **options})
+    if options.get("sparse"):
+        model = Model(lambda m, i: m.a(i) + m.b(i) + m.c(i))
+        model.b = odd
+        found = Compiled(model)
+        found(ids(5, 3)).sum().backward()
+        assert model.b.weight.grad.layout == torch.sparse_coo
+        assert model.a.weight.grad.layout == torch.strided
+    else:
+        found = compiled(lambda m, i: (m.a(i), m.b(i), m.c(i)), ids(5, 3), b=odd)
+    if "max_norm" in options:  # it changes its weight, so that nothing is moved across it
+        assert found.fused == []
+    else:
+        assert found.fused == [("a", "c")]
+    assert reason in found.reasons["b"]
+
+
+def test_a_computed_weight_is_left_alone():
+    def use(m, i):
+        return m.a(i), F.embedding_bag(i, m.b.weight * 2, mode="sum"), m.c(i)
+
+    found = compiled(use, ids(5, 3))
+    assert found.fused == [("a", "c")]
+    assert "computed" in next(iter(found.reasons.values()))
+
+
+def test_nothing_is_moved_across_a_change_of_a_tensor():
+    def use(m, i):
+        i = i.clone()
+        first = m.a(i.clone())
+        i[0] = 0
+        i.clamp_(max=5)
+        return first, m.b(i), m.c(i)
+
+    found = compiled(use, ids(5, 3))
+    assert found.fused == [("b", "c")]
+    assert "a tensor or a state" in found.reasons["a"]
+
+
+def test_nothing_is_moved_across_a_change_of_a_state():
+    def use(m, i):
+        first = m.a(i)
+        with torch.no_grad():
+            second, third = m.b(i), m.c(i)
+        return first, second, third, m.c(i)
+
+    assert compiled(use, ids(5, 3)).fused == [("b", "c")]
+
+
+def test_a_weight_that_changes_between_two_lookups():
+    def use(m, i):
+        first = m.a(i)
+        with torch.no_grad():
+            m.b.weight.mul_(2)
+        return first, m.b(i)
+
+    model = Model(use)
+    twin = copy.deepcopy(model)
+    found = Compiled(model)
+    with torch.no_grad():
+        for mine, theirs in zip(found(ids(5, 3) * 0 + 1), twin(torch.ones(5, 3).long()), strict=True):
+            assert torch.equal(mine, theirs)
+    assert found.fused == []
+
+
+def test_results_that_are_changed_in_place_or_viewed_are_copies():
+    def use(m, i, j):
+        a, b, c = m.a(i), m.b(i), m.c(i)
+        together = torch.cat([a, b], 1)
+        a += 1
+        b.mul_(3)
+        row, other = m.row(j), m.other_row(j)
+        row[0] = 0
+        return together, a.view(-1), b, c.view(2, -1), row.view(-1), other
+
+    found = compiled(use, ids(6, 3), ids(6, 2))
+    assert ("a", "b", "c") in found.fused
+    assert ("row", "other_row") in found.fused
+
+
+def test_a_concatenation_that_is_changed_in_place():
+    def use(m, i):
+        a, b = m.a(i), m.b(i)
+        together = torch.cat([a, b], 1)
+        together += 1
+        return together, a * 2
+
+    assert compiled(use, ids(6, 3)).fused == [("a", "b")]
+
+
+def test_a_concatenation_decides_the_order_of_columns():
+    def use(m, x, i):
+        a, b, c = m.a(i), m.b(i), m.c(i)
+        return torch.cat([x, c, a, b, x], dim=-1) * 1
+
+    found = compiled(use, torch.randn(5, 2), ids(5, 3))
+    assert found.fused == [("a", "b", "c")]
+    (cat,) = [node for node in found.graphs[0].graph.nodes if node.target is torch.cat and node.args[1:] == ()
+              and node.kwargs.get("dim") == -1]  # fmt: skip
+    assert len(cat.args[0]) == 3
+    assert "split" not in ops_in(found)
+
+
+def test_a_concatenation_of_all_results_is_the_lookups_own_output():
+    found = compiled(lambda m, i: torch.cat([m.b(i), m.a(i), m.c(i)], 1), ids(5, 3))
+    output = next(node for node in found.graphs[0].graph.nodes if node.op == "output")
+    assert output.args[0][0].target is torch.ops.tritonemb.embedding_bag.default
+
+
+def test_two_concatenations_and_another_use():
+    def use(m, i, j):
+        a, b, c, d = m.a(i), m.b(i), m.c(i), m.a(j)
+        return torch.cat([b, a], 1) * 2, torch.cat([c, d], 1), torch.cat([a, d], 1), c + 1
+
+    assert compiled(use, ids(5, 3), ids(5, 2)).fused == [("a", "b", "c", "a")]
+
+
+def test_random_numbers_keep_their_order():
+    def use(m, i):
+        a = F.dropout(m.a(i), 0.5)
+        b = F.dropout(m.b(torch.randint(0, ROWS, (5, 2))), 0.5)
+        return a, b, F.dropout(m.c(i), 0.5)
+
+    model = Model(use)
+    twin = copy.deepcopy(model)
+    found = Compiled(model)
+    i = ids(5, 3)
+    torch.manual_seed(7)
+    mine = found(i)
+    torch.manual_seed(7)
+    theirs = twin(i)
+    for one, other in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)  # sums in another order
+    assert found.fused == [("a", "c")]
+
+
+def test_what_is_not_used_has_no_gradient():
+    def use(m, i):
+        a, _, c = m.a(i), m.b(i) * 2, m.c(i)
+        return a, c
+
+    assert compiled(use, ids(5, 3)).fused == [("a", "c")]
+
+
+def test_lookups_on_both_sides_of_a_graph_break():
+    def use(m, i):
+        first = m.a(i) + m.b(i)
+        torch._dynamo.graph_break()
+        return first + m.c(i) + m.a(i)
+
+    found = compiled(use, ids(5, 3), fullgraph=False)
+    assert found.fused == [("a", "b"), ("c", "a")]
+
+
+def test_a_checkpointed_region_is_left_alone():
+    def use(m, i):
+        inner = torch.utils.checkpoint.checkpoint(lambda j: m.a(j) + m.b(j), i, use_reentrant=False)
+        return inner, m.c(i)
+
+    found = compiled(use, ids(5, 3))
+    assert found.fused == []
+    assert sum("inside" in reason for reason in found.reasons.values()) == 2
+
+
+def test_under_a_transform_of_torch_func_nothing_is_merged():
+    def use(m, i):
+        return torch.func.vmap(lambda j: m.row(j) + m.other_row(j))(i)
+
+    found = compiled(use, ids(5, 3), fullgraph=False)
+    assert found.fused == []
+    assert all("torch.func" in reason for reason in found.reasons.values())
+
+
+def test_dynamic_sizes_need_no_graph_of_their_own():
+    def use(m, i, flat, offsets, rows):
+        return torch.cat([m.a(i), m.b(flat, offsets), m.c(i), m.row(rows)], 1)
+
+    model = Model(use)
+    twin = copy.deepcopy(model)
+    found = Compiled(model, dynamic=True, fullgraph=True)
+    for batch_size, length in ((5, 3), (7, 2), (2, 6), (31, 4), (9, 5)):
+        offsets = torch.arange(batch_size) * 2
+        assert_same(found, model, twin, [ids(batch_size, length), ids(2 * batch_size), offsets, ids(batch_size)])
+    assert found.fused == [("a", "b", "c", "row")]
+
+
+def test_an_id_out_of_range_is_reported_with_its_table():
+    found = Compiled(Model(lambda m, i, j: m.a(i) + m.b(j)))
+    with pytest.raises(ValueError, match=r"'b\.weight'.*id 11 of feature 'b', sample 1"):
+        found(ids(5, 3), torch.tensor([[1, 2], [3, ROWS], [0, 0], [1, 1], [2, 2]]))
+
+
+@pytest.mark.parametrize("ended", [False, True])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_bad_offsets_give_no_ids_to_a_neighbour(ended, place):
+    """They are PyTorch's error, and ours, wherever the bag stands in the batch."""
+    good = torch.tensor([0, 2, 3, 6] if ended else [0, 2, 3])
+    bad = [
+        torch.tensor([1, 2, 3, 6]),
+        torch.tensor([-1, 2, 3, 6]),
+        torch.tensor([0, 3, 2, 6]),
+        torch.tensor([0, 2, 9, 6]),
+    ]
+    if ended:
+        bad += [torch.tensor([0, 2, 3, 5]), torch.tensor([0, 2, 3, 7])]
+    model = Model(
+        lambda m, i, *offsets: [bag(i, o) for bag, o in zip((m.a, m.b, m.c), offsets, strict=True)],
+        include_last_offset=ended,
+    )
+    with forced("cpu"):  # the references take offsets as they are
+        found = Compiled(model)
+        found(ids(6), good, good, good)
+        for one in bad:
+            offsets = [good, good, good]
+            offsets[place] = one if ended else one[:3]
+            with pytest.raises(ValueError, match="offsets must"):
+                found(ids(6), *offsets)
+    assert len(found.fused[0]) == 3

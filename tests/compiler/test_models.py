@@ -1,0 +1,225 @@
+"""Models in plain `torch.nn` train to the same losses by our backend, with one lookup, grouping and update a graph."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._inductor.utils import run_fw_bw_and_get_code
+from torch.nn import functional as F
+
+import tritonemb as te
+from tests.compiler.graphs import Recorded, copies_of, count_ops
+from tests.compiler.models import DCN, DLRM, DeepFM, SequenceTower, TwoTower
+
+BATCH_SIZE, NUM_STEPS = 64, 100
+# Losses in float32 after up to 100 steps whose sums are taken in another order.
+CLOSE = {"rtol": 1e-5, "atol": 0.0}
+ROWS = [3 + (k * 37) % 90 for k in range(26)]
+
+# Features that have as many ids in the first batch, by chance, are taken to have as many always, until they do not.
+MOST_GRAPHS = 3
+
+Step = tuple[Any, ...]
+
+
+def drawn(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def dlrm_steps(count: int) -> list[Step]:
+    steps = []
+    for number in range(count):
+        g = drawn(number)
+        lengths = [torch.randint(0, 4, (BATCH_SIZE,), generator=g) for _ in ROWS]
+        ids = [torch.randint(rows, (int(n.sum()),), generator=g) for rows, n in zip(ROWS, lengths, strict=True)]
+        offsets = [n.cumsum(0) - n for n in lengths]
+        steps.append((torch.randn(BATCH_SIZE, 13, generator=g), ids, offsets))
+    return steps
+
+
+def field_steps(count: int, num_dense: int = 0) -> list[Step]:
+    steps = []
+    for number in range(count):
+        g = drawn(number)
+        sparse = torch.stack([torch.randint(rows, (BATCH_SIZE,), generator=g) for rows in ROWS], 1)
+        steps.append((torch.randn(BATCH_SIZE, num_dense, generator=g), sparse) if num_dense else (sparse,))
+    return steps
+
+
+def tower_steps(count: int) -> list[Step]:
+    steps = []
+    for number in range(count):
+        g = drawn(number)
+        user, country, item = (torch.randint(rows, (BATCH_SIZE,), generator=g) for rows in (50, 5, 70))
+        lengths = torch.randint(0, 4, (BATCH_SIZE,), generator=g)
+        offsets = F.pad(lengths.cumsum(0), (1, 0))
+        steps.append((user, country, item, torch.randint(9, (int(offsets[-1]),), generator=g), offsets))
+    return steps
+
+
+def sequence_steps(count: int) -> list[Step]:
+    steps = []
+    for number in range(count):
+        g = drawn(number)
+        user, item = (torch.randint(1, rows, (BATCH_SIZE,), generator=g) for rows in (50, 70))
+        present = torch.randint(2, (BATCH_SIZE, 5), generator=g)
+        steps.append((user, torch.randint(1, 70, (BATCH_SIZE, 5), generator=g) * present, item))
+    return steps
+
+
+def click_loss(out: Tensor) -> Tensor:
+    return F.binary_cross_entropy_with_logits(out, (torch.arange(out.shape[0]) % 3 == 0).float())
+
+
+def in_batch_softmax(out: Tensor) -> Tensor:
+    return F.cross_entropy(out, torch.arange(out.shape[0]))
+
+
+class Case:
+    """A model, its batches, its loss, and how many lookups are left of all."""
+
+    def __init__(self, make: Callable[[], nn.Module], steps: Callable[[int], list[Step]], loss: Any, num_lookups: int):
+        self.make, self.steps, self.loss, self.num_lookups = make, steps, loss, num_lookups
+
+
+CASES = {
+    "dlrm": Case(lambda: DLRM(ROWS, 8), dlrm_steps, click_loss, 1),
+    "dcn": Case(lambda: DCN(ROWS), lambda count: field_steps(count, 13), click_loss, 1),
+    "deepfm": Case(lambda: DeepFM(ROWS), field_steps, click_loss, 1),
+    "two-tower": Case(lambda: TwoTower(50, 5, 70, 9), tower_steps, in_batch_softmax, 1),
+    # A row for every id of a history has another form than one for every sample.
+    "sequence": Case(lambda: SequenceTower(50, 70), sequence_steps, in_batch_softmax, 1),
+}
+
+
+def train(forward: Any, case: Case, optimizers: list[torch.optim.Optimizer], steps: list[Step]) -> list[float]:
+    losses = []
+    for step in steps:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        loss = case.loss(forward(*step))
+        loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def pair(case: Case) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = case.make()
+    return model, copy.deepcopy(model)
+
+
+def graphs_of(recorded: Recorded) -> list[tuple[Counter[str], Counter[str]]]:
+    """The ops of every graph, forward and backward."""
+    assert 1 <= len(recorded.forwards) == len(recorded.backwards) <= MOST_GRAPHS
+    return [
+        (count_ops(forward), count_ops(backward))
+        for forward, backward in zip(recorded.forwards, recorded.backwards, strict=True)
+    ]
+
+
+def table_shapes(model: nn.Module) -> set[tuple[int, ...]]:
+    kinds = (nn.EmbeddingBag, nn.Embedding)
+    return {tuple(module.weight.shape) for module in model.modules() if isinstance(module, kinds)}
+
+
+@pytest.mark.parametrize("name", CASES)
+class TestGraphs:
+    def test_one_lookup_one_grouping_one_gradient(self, name):
+        case = CASES[name]
+        model, plain = pair(case)
+        recorded = Recorded(model, fullgraph=True, dynamic=True)
+        steps = case.steps(12)
+        optimizers = [torch.optim.Adagrad(each.parameters(), lr=0.05) for each in (model, plain)]
+        found = train(recorded, case, optimizers[:1], steps)
+        torch.testing.assert_close(found, train(plain, case, optimizers[1:], steps), **CLOSE)
+        for forward, backward in graphs_of(recorded):
+            assert forward["tritonemb.embedding_bag"] == case.num_lookups
+            assert (forward + backward)["tritonemb.row_groups"] == case.num_lookups
+            assert backward["tritonemb.embedding_bag_weight_gradient"] == case.num_lookups
+        for graph in (*recorded.forwards, *recorded.backwards):
+            for shape in table_shapes(model):
+                assert not copies_of(graph, shape)
+
+    def test_one_lookup_one_grouping_one_update(self, name):
+        case = CASES[name]
+        model, plain = pair(case)
+        fused = te.optim.fused(model, te.optim.Adagrad(lr=0.05, eps=1e-10))
+        recorded = Recorded(model, fullgraph=True, dynamic=True)
+        steps = case.steps(12)
+        found = train(recorded, case, [fused], steps)
+        other = torch.optim.Adagrad(plain.parameters(), lr=0.05)
+        torch.testing.assert_close(found, train(plain, case, [other], steps), **CLOSE)
+        for forward, backward in graphs_of(recorded):
+            assert forward["tritonemb.embedding_bag_fused"] == case.num_lookups
+            assert (forward + backward)["tritonemb.row_groups"] == case.num_lookups
+            assert backward["tritonemb.row_update_"] == case.num_lookups
+        for graph in recorded.forwards:
+            for shape in table_shapes(model):
+                assert not copies_of(graph, shape)
+
+    def test_compiled_or_eager_a_fused_model_has_the_same_bits(self, name):
+        """The graph runs as it is; Inductor would sum the dense part in another order."""
+        case = CASES[name]
+        model, other = pair(case)
+        optimizers = [te.optim.fused(each, te.optim.RowWiseAdagrad(lr=0.05)) for each in (model, other)]
+        steps = case.steps(3)
+        found = train(Recorded(model, fullgraph=True), case, optimizers[:1], steps)
+        torch.testing.assert_close(found, train(other, case, optimizers[1:], steps), rtol=1e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_by_inductor_a_hundred_steps_have_the_same_losses(name):
+    case = CASES[name]
+    model, plain = pair(case)
+    forward = torch.compile(model, backend=te.compiler.tritonemb, fullgraph=True, dynamic=True)
+    steps = case.steps(NUM_STEPS)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, plain)]
+    found = train(forward, case, optimizers[:1], steps)
+    wanted = train(plain, case, optimizers[1:], steps)
+    assert wanted[-1] < wanted[0]
+    torch.testing.assert_close(found, wanted, **CLOSE)
+
+
+def test_by_inductor_no_table_is_copied():
+    rows = [10_007, 10_009, 10_037]  # numbers that nothing else in a graph has
+    torch._dynamo.reset()
+    model = DLRM(rows, 8)
+    te.fuse(model, te.optim.Adagrad(lr=0.05))
+    places = [tensor.data_ptr() for bag in model.emb_l for tensor in (bag.weight, bag.sum, bag.step)]
+    before = [bag.weight.detach().clone() for bag in model.emb_l]
+    ids = [torch.arange(6), torch.arange(6), torch.arange(6)]
+    offsets = [torch.tensor([0, 2, 2]) for _ in rows]
+    forward = torch.compile(model, backend=te.compiler.tritonemb, fullgraph=True)
+    _, codes = run_fw_bw_and_get_code(lambda: forward(torch.randn(3, 13), ids, offsets))
+    code = "\n".join(codes)
+    assert code.count("embedding_bag_fused.default(") == code.count("row_update_.default(") == 1
+    assert "embedding_bag_weight_gradient" not in code
+    made = re.compile(r"= *(empty_strided\w*|aten\.\w+|torch\.\w+|extern_kernels\.\w+)\(.*(10007|10009|10037)")
+    copied = re.compile(r"copy_|clone|\b(80056|80072|80296)L?\b")  # elements of a table
+    assert [line for line in code.splitlines() if made.search(line) or copied.search(line)] == []
+    assert places == [tensor.data_ptr() for bag in model.emb_l for tensor in (bag.weight, bag.sum, bag.step)]
+    assert not any(torch.equal(bag.weight, old) for bag, old in zip(model.emb_l, before, strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_evaluation_has_the_same_results(name):
+    case = CASES[name]
+    model, plain = pair(case)
+    recorded = Recorded(model.eval(), fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for step in case.steps(3):
+            torch.testing.assert_close(recorded(*step), plain(*step), rtol=1e-5, atol=1e-6)
+    assert 1 <= len(recorded.forwards) <= MOST_GRAPHS
+    for graph in recorded.forwards:
+        assert count_ops(graph)["tritonemb.embedding_bag"] == case.num_lookups
