@@ -29,7 +29,8 @@ GPU_PEERS ?= .peers
 QUIET := OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-passive}
 INTERPRETED := TRITON_INTERPRET=1 HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-few}
 # Compiled or not, a module calls the same reference.
-BY_REFERENCE := --kernels reference tests/ops tests/nn --ignore tests/nn/test_compile.py
+BY_REFERENCE := --kernels reference tests/ops tests/nn --ignore tests/nn/test_compile.py tests/compiler \
+  --ignore tests/compiler/test_backend.py --ignore tests/compiler/test_models.py
 
 ifeq ($(OS),Windows_NT)
 BIN := $(VENV)/Scripts
@@ -38,7 +39,7 @@ BIN := $(VENV)/bin
 endif
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Whatever plugins that machine's pytest has: none of them is asked for.
-GPU_PYTEST := $(PYTHON) -m pytest -o addopts="-ra --import-mode=importlib" tests/gpu tests/kernels tests/nn tests/ops
+GPU_PYTEST := $(PYTHON) -m pytest -o addopts="-ra --import-mode=importlib" tests/gpu tests/compiler tests/kernels tests/nn tests/ops
 
 .PHONY: train test test-all lint bench docs clean gpu gpu-tests gpu-sanitize gpu-bench
 .DELETE_ON_ERROR:
@@ -108,7 +109,7 @@ $(VENV)/.train: $(VENV)/.torch pyproject.toml
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.torch pyproject.toml
-	$(PIP) install $(PIP_ARGS) -c $(CONSTRAINTS) -e ".[train,tensorboard,dev,docs]"
+	$(PIP) install $(PIP_ARGS) -c $(CONSTRAINTS) -e ".[train,tensorboard,dev,docs,frameworks]"
 	@touch $@
 
 $(VENV)/.docs: $(VENV)/.torch pyproject.toml

@@ -25,6 +25,8 @@ from tests.docs.blocks import PAGES, blocks_of, name_of, outside_of_blocks
 from tests.docs.page import Page, check_output, commands_of
 
 CASES = [(page, number) for page in PAGES for number in range(len(blocks_of(page)))]
+# What a page is about, and the tests cannot do without.
+NEEDS = {"docs/accelerate.md": "accelerate", "docs/from-torchrec.md": "torchrec", "docs/lightning.md": "lightning"}
 # Options of other commands than ours.
 FOREIGN = {"--extra-index-url", "--list", "--logdir"}
 
@@ -48,6 +50,9 @@ def pages(samples: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Path,
 
 @pytest.mark.parametrize(("page", "number"), CASES, ids=[blocks_of(page)[number].name for page, number in CASES])
 def test_a_block_does_what_it_shows(pages, page, number):
+    if name_of(page) in NEEDS:
+        needed = NEEDS[name_of(page)]
+        pytest.importorskip(needed, reason=f"{needed} is not installed")
     torch.manual_seed(0)
     failed = pages[page].run(number)
     if failed is not None:

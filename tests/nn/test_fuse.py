@@ -501,3 +501,17 @@ def test_a_compiled_model_follows_its_learning_rate():
         before = model.weight.detach().clone()
         forward(torch.tensor([1])).sum().backward()
         torch.testing.assert_close(before[1] - model.weight[1], torch.full((3,), lr), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_accumulating_is_not_for_a_compiled_model(fullgraph):
+    torch._dynamo.reset()
+    model = nn.Embedding(5, 3)
+    optimizer = te.optim.fused(model, te.optim.SGD(lr=1.0))
+    before = model.weight.detach().clone()
+    forward = torch.compile(model, backend="aot_eager", fullgraph=fullgraph)
+    with pytest.raises(RuntimeError, match="call the model itself"), optimizer.accumulate():
+        forward(torch.tensor([1])).sum().backward()
+    assert torch.equal(model.weight, before)
+    forward(torch.tensor([1])).sum().backward()
+    assert not torch.equal(model.weight, before)

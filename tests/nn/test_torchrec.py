@@ -44,3 +44,12 @@ def test_accumulating_torchrec_batches():
             collection(sparse.KeyedJaggedTensor(batch.keys(), batch.values(), lengths=batch.lengths())).backward(grad)
             twin(batch).backward(grad)
     assert_same_bits(contents(collection), contents(twin))
+
+
+def test_a_batch_with_several_batch_sizes_is_refused():
+    collection = make_collection([te.TableConfig(name, 9, 5) for name in "ab"], None)
+    batch = sparse.KeyedJaggedTensor(
+        ["a", "b"], torch.arange(5), lengths=torch.tensor([1, 2, 2]), stride_per_key_per_rank=[[1], [2]]
+    )
+    with pytest.raises(ValueError, match="another number of samples for each feature"):
+        collection(batch)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tritonemb import ops
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.kernels.layout import Layout, make_layout
+from tritonemb.nn.data_parallel import refuse_data_parallel
 from tritonemb.nn.fused_optimizer import FusedOptimizer
 from tritonemb.nn.table import Table
 from tritonemb.ops.accumulate import NOT_ACCUMULATING, Accumulator
@@ -193,6 +194,7 @@ class Collection(nn.Module):
         check_bounds, dtype = self.bounds_check == "raise", self._dtype(weights)
         if self.optimizer is None or not torch.is_grad_enabled():
             return ops.embedding_bag(weights, values, offsets, sample_weights, layout, check_bounds, dtype)
+        refuse_data_parallel(self.configs[0].name)
         self._check_trainable(weights)
         if self._accumulating:
             self._remember_keys(keys)
@@ -290,6 +292,11 @@ def _parts(features: Features) -> tuple[list[str], Tensor, Tensor, Tensor | None
     for method in ("keys", "values", "offsets", "weights_or_none"):
         if not callable(getattr(features, method, None)):
             raise TypeError(f"expected a KeyedJaggedTensor, got {type(features).__name__}, which has no {method}()")
+    if getattr(features, "variable_stride_per_key", bool)():  # TorchRec's
+        raise ValueError(
+            "the batch has another number of samples for each feature; give every feature a bag, perhaps an empty one, "
+            "for every sample"
+        )
     return list(features.keys()), features.values(), features.offsets(), features.weights_or_none()
 
 

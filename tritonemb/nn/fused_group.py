@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tritonemb import ops
 from tritonemb.nn.fused_optimizer import FusedOptimizer
+from tritonemb.ops.accumulate import gathering
 from tritonemb.ops.bag import Bags, BagTable, layout_of
 from tritonemb.optimizers import Optimizer
 
@@ -98,7 +99,7 @@ class FusedGroup:
         """Gather the gradients of several backward passes and apply them once, when the block ends.
 
         The tables then have the bits of one step on all samples as one batch. Leaving the block with an exception
-        discards what was gathered. Not for compiled modules.
+        discards what was gathered. Not for compiled modules: calling one in the block raises RuntimeError.
 
         Raises:
             RuntimeError: if it is active already.
@@ -107,7 +108,8 @@ class FusedGroup:
             raise RuntimeError("accumulate() is already active")
         self._kept = []
         try:
-            yield
+            with gathering(list(self._rates.values())):
+                yield
             update(self._kept)
         finally:
             self._kept = None

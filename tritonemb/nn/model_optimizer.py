@@ -88,7 +88,8 @@ class ModelOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: from a `GradScaler`.
         """
-        if getattr(self, "grad_scale", None) is not None or getattr(self, "found_inf", None) is not None:
+        scaled = [self.__dict__.pop(name, None) for name in ("grad_scale", "found_inf")]
+        if any(value is not None for value in scaled):
             raise ValueError(
                 "GradScaler scales the loss, so the backward updated the tables by scaled gradients; use bfloat16, "
                 "which needs no scaling, or tritonemb.Trainer"

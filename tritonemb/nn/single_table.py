@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tritonemb import ops
 from tritonemb.kernels.cpu.hugepages import advise_huge_pages
+from tritonemb.nn.data_parallel import refuse_data_parallel
 from tritonemb.nn.fused_group import FusedGroup
 from tritonemb.nn.fused_optimizer import FusedOptimizer
 from tritonemb.ops.bag import Bags, bag, serves_sparse
@@ -96,7 +97,7 @@ class SingleTable(nn.Module):
         """Gather the gradients of several micro-batches and apply them once, when the block ends.
 
         The table then has the bits of one step on all samples as one batch. Leaving the block with an exception
-        discards what was gathered. Not under `torch.compile`.
+        discards what was gathered. Not for a compiled module, which raises RuntimeError when it is called.
 
         Raises:
             ValueError: without a fused optimizer.
@@ -189,9 +190,8 @@ class SingleTable(nn.Module):
         """`[B, dim]` or `[N, dim]`; its backward makes a gradient, or updates if there is an optimizer."""
         if self._group is None or not torch.is_grad_enabled():
             return bag(self.weight, values, sample_weights, bags, trained, self.sparse, dtype)
+        refuse_data_parallel(self._name)
         group, holder = self._group, self._state_holder
-        if group.accumulating and torch.compiler.is_compiling():
-            raise RuntimeError("accumulate() is not for a compiled module with a fused optimizer; run it in eager mode")
         table = ops.FusedTable(
             self.weight, [cast(Tensor, holder._buffers[state.name]) for state in group.spec.states], holder.step,
             holder.skipped, group.rate_on(self.weight.device), group.spec.name, group.spec.constants(),

@@ -7,6 +7,8 @@ that the result has the bits of a step on all samples at once.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -83,3 +85,23 @@ def _(
     pending: Tensor, handle: int, grad: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None
 ) -> None:
     return None
+
+
+_gathering: set[int] = set()
+
+
+@contextmanager
+def gathering(learning_rates: Sequence[Tensor]) -> Iterator[None]:
+    """Tables with these learning rates wait for their gradients: a graph that would update them at once must not."""
+    places = {rate.data_ptr() for rate in learning_rates}
+    _gathering.update(places)
+    try:
+        yield
+    finally:
+        _gathering.difference_update(places)
+
+
+def check_not_gathering(learning_rate: Tensor) -> None:
+    """Raise RuntimeError if called by a compiled graph in a block that gathers gradients."""
+    if _gathering and learning_rate.data_ptr() in _gathering:
+        raise RuntimeError("accumulate() is not for a compiled model with a fused optimizer; call the model itself")

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tritonemb.ops.accumulate import check_not_gathering
 from tritonemb.ops.bag import Bags, BagTable, derive_sample_weights, empty_output, layout_of, look_up
 from tritonemb.ops.registry import kernel, plain_eager
 from tritonemb.ops.row_groups import RowGroups, check_ids
@@ -107,6 +108,7 @@ class _EagerLookup(torch.autograd.Function):
     "ScalarType dtype) -> Tensor",
 )
 def _bag_fused(weight: Tensor, *rest: Any) -> Tensor:
+    check_not_gathering(rest[3])
     name, values, offsets, sample_weights, _, pooled, mean, checked, dtype = rest[6:]
     layout = layout_of((BagTable(weight.shape[0], weight.shape[1], mean, name),), pooled, values.device)
     return kernel("embedding_bag", values.device, [weight])(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tritonemb.kernels.layout import Layout
 from tritonemb.ops import schema
-from tritonemb.ops.accumulate import NOT_ACCUMULATING, accumulate_
+from tritonemb.ops.accumulate import NOT_ACCUMULATING, accumulate_, check_not_gathering
 from tritonemb.ops.embedding_bag import check_devices, empty_output
 from tritonemb.ops.registry import kernel, plain_eager
 from tritonemb.ops.row_groups import RowGroups, check_ids
@@ -135,7 +135,9 @@ class _Eager(torch.autograd.Function):
     f"ScalarType output_dtype, {schema.GROUPS}, {schema.LAYOUT}) -> Tensor",
 )
 def _embedding_bag_fused(*args: Any) -> Tensor:
-    return _look_up(_named(args))
+    x = _named(args)
+    check_not_gathering(x.fused.learning_rate)
+    return _look_up(x)
 
 
 @_embedding_bag_fused.register_fake
