@@ -58,7 +58,7 @@ def trained_by_hand(epochs: int) -> Clicks:
 
 class TestLightning:
     @staticmethod
-    def module(clip: bool = False) -> Any:
+    def module(clip: bool = False, update: str = "backward") -> Any:
         lightning = pytest.importorskip("lightning", reason="lightning is not installed")
 
         class Module(lightning.LightningModule):
@@ -74,7 +74,7 @@ class TestLightning:
                 return loss
 
             def configure_optimizers(self):
-                optimizer = te.optim.fused(self, te.optim.RowWiseAdagrad(lr=0.1))
+                optimizer = te.optim.fused(self, te.optim.RowWiseAdagrad(lr=0.1), update=update)
                 return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
 
         class Clipped(Module):
@@ -130,10 +130,11 @@ class TestLightning:
         self.trainer(1, precision="bf16-mixed").fit(clipped, loader())
         assert all(parameter.grad.norm() <= 1.001e-3 for parameter in clipped.net.top.parameters())
 
-    def test_accumulated_batches_are_several_updates_of_a_table(self):
-        module = self.module()
+    @pytest.mark.parametrize(("update", "steps"), [("backward", 6), ("step", 3)])
+    def test_accumulated_batches_are_as_many_updates_as_was_asked_for(self, update, steps):
+        module = self.module(update=update)
         self.trainer(1, accumulate_grad_batches=2).fit(module, loader())
-        assert int(module.net.item.step) == 6
+        assert int(module.net.item.step) == steps
 
 
 class TestAccelerate:

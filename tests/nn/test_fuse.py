@@ -515,3 +515,74 @@ def test_accumulating_is_not_for_a_compiled_model(fullgraph):
     assert torch.equal(model.weight, before)
     forward(torch.tensor([1])).sum().backward()
     assert not torch.equal(model.weight, before)
+
+
+class TestByStep:
+    def test_several_backward_passes_are_one_step(self):
+        model, reference = pair()
+        optimizer = te.optim.fused(model, te.optim.Adagrad(lr=0.1, eps=1e-10), update="step")
+        other = torch.optim.Adagrad(reference.parameters(), lr=0.1)
+        for first, second, left_out in zip(*[iter(batches(9))] * 3, strict=True):
+            for each, by in ((model, optimizer), (reference, other)):
+                for ids, history, target in (left_out,):  # a step that is never made
+                    (each(ids, history) - target).square().mean().backward()
+                by.zero_grad()
+                for ids, history, target in (first, second):
+                    (each(ids, history) - target).square().mean().backward()
+                by.step()
+            torch.testing.assert_close(dict(model.state_dict()), dict(reference.state_dict()), **CLOSE)
+        assert int(model.item.step) == 3
+
+    def test_a_closure_steps_as_the_loop_does(self):
+        model, other = pair()
+        spec = te.optim.SGD(lr=0.1)
+        optimizers = [te.optim.fused(each, spec, update=when) for each, when in ((model, "step"), (other, "backward"))]
+        ids, history, target = batches(1)[0]
+        for each, optimizer in zip((model, other), optimizers, strict=True):
+
+            def closure(each=each, optimizer=optimizer):
+                optimizer.zero_grad()
+                loss = (each(ids, history) - target).square().mean()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+        assert_same_bits(model.state_dict(), other.state_dict())
+
+    def test_compiled_it_breaks_the_graph_and_waits_all_the_same(self):
+        torch._dynamo.reset()
+        model = nn.Embedding(5, 3)
+        optimizer = te.optim.fused(model, te.optim.SGD(lr=1.0), update="step")
+        before = model.weight.detach().clone()
+        forward = torch.compile(model, backend="aot_eager")
+        for _ in range(2):
+            forward(torch.tensor([1])).sum().backward()
+        assert torch.equal(model.weight, before)
+        optimizer.step()
+        torch.testing.assert_close(before[1] - model.weight[1], torch.full((3,), 2.0), rtol=1e-6, atol=1e-6)
+        optimizer.step()
+        torch.testing.assert_close(before[1] - model.weight[1], torch.full((3,), 2.0), rtol=1e-6, atol=1e-6)
+
+    def test_wrong_use(self):
+        model, _ = pair()
+        with pytest.raises(ValueError, match="update must be one of"):
+            te.optim.fused(model, te.optim.SGD(), update="never")
+        assert type(model.item) is nn.Embedding
+        optimizer = te.optim.fused(model, te.optim.SGD(), update="step")
+        with pytest.raises(RuntimeError, match=r"gathered until step\(\)"), optimizer.accumulate():
+            pass
+
+
+def test_a_refused_gradient_changes_no_table_of_any_batch_size():
+    model = nn.ModuleDict({"a": nn.Embedding(5, 3), "b": nn.EmbeddingBag(5, 3, mode="sum"), "c": nn.EmbeddingBag(5, 3)})
+    te.fuse(model, te.optim.SGD(lr=1.0, nonfinite="raise"))
+    before = copy.deepcopy(model.state_dict())
+    for bad, row in (("a", 1), ("b", 2), ("c", 4)):
+        outputs = {
+            "a": model["a"](torch.tensor([[1, 3]])),
+            "b": model["b"](torch.tensor([3, 2]), torch.tensor([0, 0, 1])),
+            "c": model["c"](torch.tensor([[4, 4]])),
+        }
+        with pytest.raises(ValueError, match=rf"'{bad}': the gradient of row {row}"):
+            sum(out[-1:].sum() * (torch.inf if name == bad else 1.0) for name, out in outputs.items()).backward()
+        assert_same_bits(model.state_dict(), before)

@@ -43,7 +43,7 @@ class FuseReport:
         return "\n".join(lines)
 
 
-def fuse(model: nn.Module, optimizer: Optimizer | None = None) -> FuseReport:
+def fuse(model: nn.Module, optimizer: Optimizer | None = None, *, by_step: bool = False) -> FuseReport:
     """Let every `torch.nn.EmbeddingBag` and `torch.nn.Embedding` of `model` be served by tritonemb's kernels, in place.
 
     Modules keep their identity, path, parameters, hooks and `state_dict`; only their class changes, to that of
@@ -57,6 +57,8 @@ def fuse(model: nn.Module, optimizer: Optimizer | None = None) -> FuseReport:
     Args:
         model: changed in place.
         optimizer: one of `tritonemb.optim`; None for ordinary gradients.
+        by_step: tables are updated by `step` of the report's optimizer, from all gradients since `zero_grad`, instead
+            of at the end of each backward pass. In eager mode only: under `torch.compile` lookups are graph breaks.
 
     Returns:
         What was fused, and what was left alone, with the reason: subclasses and modules with a `forward` of their own,
@@ -68,7 +70,7 @@ def fuse(model: nn.Module, optimizer: Optimizer | None = None) -> FuseReport:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"fuse expects a torch.nn.Module, got {type(model).__name__}")
-    group = None if optimizer is None else FusedGroup(checked(optimizer))
+    group = None if optimizer is None else FusedGroup(checked(optimizer), by_step)
     embeddings = {path: module for path, module in model.named_modules() if _is_embedding(module)}
     reasons = {path: _why_not(module, group is not None) for path, module in embeddings.items()}
     left_alone = {path: reason for path, reason in reasons.items() if reason is not None}
@@ -84,7 +86,8 @@ def fuse(model: nn.Module, optimizer: Optimizer | None = None) -> FuseReport:
             holders.setdefault(table.weight, table)
     view = None
     if group is not None and holders:
-        view = FusedOptimizer(FusedModules(group, [(table._name, table) for table in holders.values()]))
+        tables = FusedModules(group, [(table._name, table) for table in holders.values()])
+        view = FusedOptimizer(tables, tables if by_step else None)
         group.watch(view)
     return FuseReport(tuple(path for path, _ in fused), left_alone, view)
 

@@ -11,33 +11,41 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from tritonemb import ops
+from tritonemb.kernels.errors import gradient_not_finite
 from tritonemb.nn.fused_optimizer import FusedOptimizer
 from tritonemb.ops.accumulate import gathering
 from tritonemb.ops.bag import Bags, BagTable, layout_of
-from tritonemb.optimizers import Optimizer
+from tritonemb.optimizers import Hyperparameters, NonFinite, Optimizer
+
+NONFINITE_MODES = get_args(NonFinite)
 
 
 class FusedGroup:
     """The optimizer of some tables: what is computed, its learning rate, and the gradients that wait for it.
 
     It does not know its tables: a lookup brings its own.
+
+    Attributes:
+        spec: the optimizer.
+        by_step: gradients wait for `apply`, instead of being applied when their backward pass ends.
     """
 
-    def __init__(self, spec: Optimizer) -> None:
-        self.spec = spec
+    def __init__(self, spec: Optimizer, by_step: bool = False) -> None:
+        self.spec, self.by_step = spec, by_step
         self._learning_rate = spec.lr
         self._rates: dict[torch.device, Tensor] = {}
         self._begin()
 
     def _begin(self) -> None:
-        self._kept: list[ops.BagGradient] | None = None
+        self._kept: list[ops.BagGradient] = []
+        self._in_block = False
         # By backward pass. One that fails forgets its callback, and with it what was gathered.
         self._open: WeakValueDictionary[int, _Gathered] = WeakValueDictionary()
         self._lock = threading.Lock()
@@ -84,15 +92,24 @@ class FusedGroup:
             gathered.append(gradient)
 
     def _finish(self, gathered: _Gathered) -> None:
-        if self._kept is not None:
+        if self.by_step or self._in_block:
             self._kept += gathered
         else:
             update(gathered)
 
+    def apply(self) -> None:
+        """Update the tables by all gradients that wait, as one step on all samples."""
+        kept, self._kept = self._kept, []
+        update(kept)
+
+    def discard(self) -> None:
+        """Forget the gradients that wait."""
+        self._kept = []
+
     @property
     def accumulating(self) -> bool:
         """Whether gradients wait for the end of a block of `accumulate`."""
-        return self._kept is not None
+        return self._in_block
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -102,20 +119,25 @@ class FusedGroup:
         discards what was gathered. Not for compiled modules: calling one in the block raises RuntimeError.
 
         Raises:
-            RuntimeError: if it is active already.
+            RuntimeError: if it is active already, or if gradients wait for `step` anyway.
         """
-        if self._kept is not None:
+        if self.by_step:
+            raise RuntimeError('with update="step" gradients are gathered until step(); leave out accumulate()')
+        if self._in_block:
             raise RuntimeError("accumulate() is already active")
-        self._kept = []
+        self._in_block = True
         try:
             with gathering(list(self._rates.values())):
                 yield
-            update(self._kept)
+            self.apply()
         finally:
-            self._kept = None
+            self._in_block = False
+            self.discard()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"spec": self.spec, "_learning_rate": self._learning_rate, "_rates": self._rates}
+        """Gradients that wait stay behind."""
+        names = ("spec", "by_step", "_learning_rate", "_rates")
+        return {name: self.__dict__[name] for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -139,8 +161,27 @@ def update(gradients: list[ops.BagGradient]) -> None:
         size = gradient.grad.shape[0] if gradient.bags.pooled else gradient.grad.shape[1]
         key = gradient.grad.device, gradient.bags.pooled, size, gradient.table.learning_rate.data_ptr()
         together.setdefault(key, []).append(gradient)
+    if len(together) > 1:
+        _refuse_bad([gradient for found in together.values() for gradient in found])
     for found in together.values():
         _update(found)
+
+
+def _refuse_bad(gradients: list[ops.BagGradient]) -> None:
+    """For `nonfinite="raise"`, before the first of several calls changes anything.
+
+    On a GPU, where nobody may wait, each call refuses for itself.
+    """
+    for table, values, _, bags, grad in gradients:
+        raises = NONFINITE_MODES[int(Hyperparameters(*table.hyperparameters).nonfinite)] == "raise"
+        if not raises or grad.device.type != "cpu" or bool(grad.isfinite().all()):
+            continue
+        by_position = ~grad.isfinite().all(1)
+        if bags.pooled:
+            by_position = by_position[torch.repeat_interleave(bags.offsets.diff(), output_size=values.shape[0])]
+        rows = values[by_position & (values >= 0)]
+        if rows.numel():
+            raise gradient_not_finite(table.name, int(rows.min()))
 
 
 def _update(gradients: list[ops.BagGradient]) -> None:

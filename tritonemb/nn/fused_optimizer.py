@@ -28,6 +28,13 @@ class FusedTables(Protocol):
     def accumulate(self) -> AbstractContextManager[None]: ...
 
 
+class Waiting(Protocol):
+    """Gradients that wait for `step`."""
+
+    def apply(self) -> None: ...
+    def discard(self) -> None: ...
+
+
 class ParamGroup(dict[str, Any]):
     """A parameter group whose learning rate is the tables': setting one sets the other."""
 
@@ -47,16 +54,16 @@ class ParamGroup(dict[str, Any]):
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """One parameter group with tables. The step has been done in the backward: `step` does nothing.
+    """One parameter group with tables. The step has been done in the backward: `step` does nothing, unless `waiting`.
 
     `param_groups[0]["lr"]` may be set by hand or by `torch.optim.lr_scheduler`. `state_dict` holds each table's state
     tensors themselves.
     """
 
-    def __init__(self, tables: FusedTables) -> None:
+    def __init__(self, tables: FusedTables, waiting: Waiting | None = None) -> None:
         spec = tables.optimizer
         assert spec is not None
-        self._tables = tables
+        self._tables, self._waiting = tables, waiting
         super().__init__([weight for _, weight, _ in tables.optimizer_states()], asdict(spec))
         self.param_groups[0] = ParamGroup(self.param_groups[0], tables.set_learning_rate)
         self.show_learning_rate()
@@ -74,11 +81,20 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.state.update({weight: dict(states) for _, weight, states in found})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Does nothing: the backward has updated the tables. Returns the closure's result."""
-        if closure is None:
-            return None
-        with torch.enable_grad():
-            return closure()
+        """Does nothing if the backward has updated the tables, else updates them. Returns the closure's result."""
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        if self._waiting is not None:
+            self._waiting.apply()
+        return result
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients that wait for `step`; the weights have none of their own."""
+        if self._waiting is not None:
+            self._waiting.discard()
+        super().zero_grad(set_to_none)
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Gather the gradients of several micro-batches and apply them once, when the block ends."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -12,10 +12,13 @@ from torch import nn
 from tritonemb.nn.fuse import FuseReport, fuse, unfuse
 from tritonemb.optimizers import SGD, Adagrad, Adam, Optimizer, PartialRowWiseAdam, RowWiseAdagrad
 
+Update = Literal["backward", "step"]
 Dense = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
-def fused(model: nn.Module, tables: Optimizer, dense: Dense | None = None) -> ModelOptimizer:
+def fused(
+    model: nn.Module, tables: Optimizer, dense: Dense | None = None, *, update: Update = "backward"
+) -> ModelOptimizer:
     """Fuse `tables` into the embeddings of `model`, and make an optimizer of the other parameters.
 
     A loop of `zero_grad`, `backward` and `step` stays as it is: each backward pass updates the embeddings, `step` the
@@ -27,13 +30,19 @@ def fused(model: nn.Module, tables: Optimizer, dense: Dense | None = None) -> Mo
         dense: makes the other parameters' optimizer, e.g. `lambda p: torch.optim.AdamW(p, lr=1e-3)`. If not given, the
             counterpart of `tables` in `torch.optim` with the same settings: SGD, Adagrad (for RowWiseAdagrad too), or
             Adam (AdamW with decay; for PartialRowWiseAdam too).
+        update: "backward": each backward pass updates the embeddings, at the least cost. "step": `step` does, from all
+            gradients since `zero_grad`, for loops and frameworks that call `backward` several times for a step, or
+            leave steps out; under `torch.compile` lookups are graph breaks then.
 
     Raises:
-        ValueError: if `model` has no embedding to fuse, with the reasons; if there is no counterpart and `dense` is not
-            given. Whatever is raised, `dense`'s own errors too, the model is as it was then.
+        ValueError: for another `update`; if `model` has no embedding to fuse, with the reasons; if there is no
+            counterpart and `dense` is not given. Whatever is raised, `dense`'s own errors too, the model is as it was
+            then.
     """
+    if update not in get_args(Update):
+        raise ValueError(f"update must be one of {get_args(Update)}, got {update!r}")
     make = _counterpart(tables) if dense is None else dense
-    report = fuse(model, tables)
+    report = fuse(model, tables, by_step=update == "step")
     if report.optimizer is None:
         raise ValueError(f"the model has no embedding that can be fused:\n{report}")
     try:
@@ -83,7 +92,7 @@ class ModelOptimizer(torch.optim.Optimizer):
                 self.state.update(part.state)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the dense parameters; the backward has updated the tables. Returns the closure's result.
+        """Update the dense parameters, and the tables if the backward has not. Returns the closure's result.
 
         Raises:
             ValueError: from a `GradScaler`.
@@ -94,12 +103,16 @@ class ModelOptimizer(torch.optim.Optimizer):
                 "GradScaler scales the loss, so the backward updated the tables by scaled gradients; use bfloat16, "
                 "which needs no scaling, or tritonemb.Trainer"
             )
-        if self.dense is None:
-            return self._tables.step(closure)
-        return self.dense.step(closure)
+        if self.dense is None or closure is None:
+            result = self._tables.step(closure)  # first: it may refuse a gradient
+            return result if self.dense is None else self.dense.step()
+        result = self.dense.step(closure)
+        self._tables.step()
+        return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the dense parameters' gradients; the tables have none."""
+        """Clear the dense parameters' gradients, and those of tables that wait for `step`."""
+        self._tables.zero_grad(set_to_none)
         if self.dense is not None:
             self.dense.zero_grad(set_to_none)
 

@@ -197,7 +197,8 @@ class SingleTable(nn.Module):
             holder.skipped, group.rate_on(self.weight.device), group.spec.name, group.spec.constants(),
             self._name,
         )  # fmt: skip
-        return ops.bag_fused(table, values, sample_weights, bags, trained, dtype, group.gather)
+        look_up = _look_up_eagerly if group.by_step else ops.bag_fused
+        return look_up(table, values, sample_weights, bags, trained, dtype, group.gather)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SingleTable:
         """Casting a module to 16 bits casts the weight; optimizer state stays float32."""
@@ -218,6 +219,11 @@ class SingleTable(nn.Module):
     def extra_repr(self) -> str:
         text: str = super().extra_repr()
         return text if self._group is None else f"{text}, optimizer={self._group.spec}"
+
+
+@torch.compiler.disable(reason='with update="step" gradients are gathered in eager mode')
+def _look_up_eagerly(*args: Any) -> Tensor:
+    return ops.bag_fused(*args)
 
 
 def why_not_fused(module: Any) -> str | None:
@@ -259,6 +265,12 @@ class FusedModules:
 
     def accumulate(self) -> AbstractContextManager[None]:
         return self._group.accumulate()
+
+    def apply(self) -> None:
+        self._group.apply()
+
+    def discard(self) -> None:
+        self._group.discard()
 
     def optimizer_states(self) -> list[tuple[str, Tensor, dict[str, Tensor]]]:
         return [(name, module.weight, module.optimizer_states()) for name, module in self._modules]
