@@ -71,7 +71,6 @@ class Optimizer:
 
     name: ClassVar[str]
     states: ClassVar[tuple[StateSpec, ...]] = ()
-    _hyperparameters_text: ClassVar[str]
 
     def __post_init__(self) -> None:
         for part in ("lr", "weight_decay", "eps", "momentum", "eta", "beta", "l1", "l2"):
@@ -89,9 +88,6 @@ class Optimizer:
                 f"{self._title}: weight_decay is {self.weight_decay} but weight_decay_mode is 'none'; "
                 "choose 'l2' or 'decoupled', or leave weight_decay at 0"
             )
-
-        text = ",".join(repr(value) for value in self.hyperparameters)
-        object.__setattr__(self, "_hyperparameters_text", text)
 
     @property
     def _title(self) -> str:
@@ -115,12 +111,19 @@ class Optimizer:
         values["max_norm"] = math.inf if self.max_norm is None else self.max_norm
         return Hyperparameters(**{name: float(values[name]) for name in Hyperparameters._fields if name in values})
 
-    def constants(self) -> list[float]:
-        """`hyperparameters` as a list; constants to a tracer.
 
-        It takes floats for inputs that change, where shapes do; a text it takes as it is.
-        """
-        return [float(value) for value in self._hyperparameters_text.split(",")]
+class Constants:
+    """Hyperparameters that a tracer takes as they are.
+
+    It takes floats for inputs that change from call to call, where shapes do; a text it takes for a constant.
+    """
+
+    def __init__(self, hyperparameters: Hyperparameters) -> None:
+        self._text = ",".join(repr(value) for value in hyperparameters)
+
+    def as_list(self) -> list[float]:
+        """The values, in the order of `Hyperparameters`."""
+        return [float(value) for value in self._text.split(",")]
 
 
 @dataclass(frozen=True)

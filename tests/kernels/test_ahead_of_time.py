@@ -26,25 +26,25 @@ from tests.kernels.ahead_of_time_cases import CASES, Case
 MOST_REGISTERS = 128
 # A gfx942 wave has 512; with 256 two waves share a SIMD, and a wave of 64 holds twice the elements of a warp.
 MOST_VECTOR_REGISTERS = 256
-# Kernels that may spill, outside the core cases, for NVIDIA and where a program has several warps: how many bytes a
-# thread, and why.
+# Kernels that may spill a little, outside the core cases and for NVIDIA: how many bytes a thread, and why. In each,
+# ptxas keeps to fewer registers than it may use (32 to 72 here), so that more programs fit, and stores what it computes
+# once, before a loop. Every edit of a kernel moves such spills to other specialisations.
 EXCEPTIONS = {
-    "_pool_kernel": (
+    "_pool_kernel": (8, "Two values are stored before the loop over ids and loaded once behind it."),
+    "_sample_weight_gradient_kernel": (
         8,
-        "ptxas keeps to fewer registers than it may use (40 here), so that more programs fit, and stores two values "
-        "before the loop over ids, to load them once behind it, where an id is out of range.",
+        "An address is stored once and loaded once a position, beside a row's loads.",
     ),
     "_update_kernel": (
         16,
-        "ptxas keeps to fewer registers than it may use, so that more programs fit, and stores what it computes once, "
-        "before the loop over groups: the condition of a reduction across warps, or an address. Each is loaded once a "
-        "group. Other tiles, and fewer values that live long, move it to other specialisations.",
+        "The condition of a reduction across warps, or an address, is stored before the loop over groups and loaded "
+        "once a group.",
     ),
 }
 
 
 def most_spilled(code: ahead_of_time.Code, core: bool) -> int:
-    may = not core and code.target.startswith("sm_") and code.num_warps > 1
+    may = not core and code.target.startswith("sm_")
     return EXCEPTIONS.get(code.kernel, (0, ""))[0] if may else 0
 
 
@@ -114,12 +114,12 @@ def test_a_kernel_that_spills_is_caught(target):
     assert any("spills" in complaint for complaint in complaints(code, aligned=False))
 
 
-def test_spills_are_excepted_by_kernel_size_warps_target_and_case():
+def test_spills_are_excepted_by_kernel_size_target_and_case():
     (toy_code,) = ahead_of_time.compile_all("toy", toy(256), "sm_90")
     code = replace(toy_code, kernel="_update_kernel", num_warps=4, spilled=16)
     assert not complaints(code, aligned=False, core=False)
     assert complaints(code, aligned=False, core=True)
-    for change in ({"spilled": 20}, {"num_warps": 1}, {"target": "gfx942"}, {"kernel": "_gather_kernel"}):
+    for change in ({"spilled": 20}, {"target": "gfx942"}, {"kernel": "_gather_kernel"}):
         assert complaints(replace(code, **change), aligned=False, core=False), change
 
 

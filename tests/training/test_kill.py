@@ -53,7 +53,12 @@ def start(data: str, folder: Path) -> subprocess.Popen[bytes]:
     command += [] if data == "synthetic" else ["--evaluate-every", "20"]
     command += ["--out", str(folder), "--resume", "auto"]
     quiet = os.environ | {"OMP_WAIT_POLICY": "passive"}
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=quiet)
+    # A shell's background jobs, and so this test perhaps, ignore an interrupt; their children would do so, too.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=quiet)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def finish(data: str, folder: Path) -> None:

@@ -16,7 +16,7 @@ from tritonemb.nn.data_parallel import refuse_data_parallel
 from tritonemb.nn.fused_optimizer import FusedOptimizer
 from tritonemb.nn.table import Table
 from tritonemb.ops.accumulate import NOT_ACCUMULATING, Accumulator
-from tritonemb.optimizers import Optimizer
+from tritonemb.optimizers import Constants, Hyperparameters, Optimizer
 from tritonemb.types import TRAINABLE_DTYPES, TableConfig
 
 BoundsCheck = Literal["raise", "ignore"]
@@ -73,6 +73,7 @@ class Collection(nn.Module):
         for config in self.configs:  # not add_module, which would refuse a table that is called like a method
             self._modules[config.name] = Table(config, optimizer.states if optimizer else (), device)
         self._learning_rate = 0.0 if optimizer is None else optimizer.lr
+        self._constants = Constants(Hyperparameters() if optimizer is None else optimizer.hyperparameters)
         self._layouts: dict[tuple[tuple[str, ...], torch.device], Layout] = {}
         self._accumulator = Accumulator()
         self._accumulated_keys: tuple[str, ...] | None = None
@@ -220,7 +221,7 @@ class Collection(nn.Module):
         accumulator = self._accumulator.handle if self._accumulating else NOT_ACCUMULATING
         return ops.Fused(
             weights, states, [self.step], [self.skipped], self.learning_rate, self.pending, spec.name,
-            spec.constants(), accumulator,
+            self._constants.as_list(), accumulator,
         )  # fmt: skip
 
     def _check_trainable(self, weights: list[Tensor]) -> None:

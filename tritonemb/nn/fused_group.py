@@ -22,7 +22,7 @@ from tritonemb.kernels.errors import gradient_not_finite
 from tritonemb.nn.fused_optimizer import FusedOptimizer
 from tritonemb.ops.accumulate import gathering
 from tritonemb.ops.bag import Bags, BagTable, layout_of
-from tritonemb.optimizers import Hyperparameters, NonFinite, Optimizer
+from tritonemb.optimizers import Constants, Hyperparameters, NonFinite, Optimizer
 
 NONFINITE_MODES = get_args(NonFinite)
 
@@ -34,11 +34,13 @@ class FusedGroup:
 
     Attributes:
         spec: the optimizer.
+        constants: its hyperparameters.
         by_step: gradients wait for `apply`, instead of being applied when their backward pass ends.
     """
 
     def __init__(self, spec: Optimizer, by_step: bool = False) -> None:
         self.spec, self.by_step = spec, by_step
+        self.constants = Constants(spec.hyperparameters)
         self._learning_rate = spec.lr
         self._rates: dict[torch.device, Tensor] = {}
         self._begin()
@@ -136,7 +138,7 @@ class FusedGroup:
 
     def __getstate__(self) -> dict[str, Any]:
         """Gradients that wait stay behind."""
-        names = ("spec", "by_step", "_learning_rate", "_rates")
+        names = ("spec", "by_step", "constants", "_learning_rate", "_rates")
         return {name: self.__dict__[name] for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

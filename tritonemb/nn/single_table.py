@@ -194,7 +194,7 @@ class SingleTable(nn.Module):
         group, holder = self._group, self._state_holder
         table = ops.FusedTable(
             self.weight, [cast(Tensor, holder._buffers[state.name]) for state in group.spec.states], holder.step,
-            holder.skipped, group.rate_on(self.weight.device), group.spec.name, group.spec.constants(),
+            holder.skipped, group.rate_on(self.weight.device), group.spec.name, group.constants.as_list(),
             self._name,
         )  # fmt: skip
         look_up = _look_up_eagerly if group.by_step else ops.bag_fused
