@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import pickle
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
 import tritonemb as te
 from tests.helpers import assert_same_bits
@@ -586,3 +588,189 @@ def test_a_refused_gradient_changes_no_table_of_any_batch_size():
         with pytest.raises(ValueError, match=rf"'{bad}': the gradient of row {row}"):
             sum(out[-1:].sum() * (torch.inf if name == bad else 1.0) for name, out in outputs.items()).backward()
         assert_same_bits(model.state_dict(), before)
+
+
+class TestWhatWouldGoWrongUnseen:
+    """Each of these trained something else than was asked for, or nothing, without a word."""
+
+    @pytest.mark.parametrize("weighted", [False, True])
+    def test_a_table_that_is_frozen_later_stays_as_it_is(self, weighted):
+        model = nn.EmbeddingBag(5, 3, mode="sum")
+        te.fuse(model, te.optim.SGD(lr=1.0))
+        model.weight.requires_grad_(False)
+        before = model.weight.clone()
+        weights = torch.ones(1, 2, requires_grad=True)
+        out = model(torch.tensor([[1, 2]]), per_sample_weights=weights if weighted else None)
+        if weighted:
+            out.sum().backward()
+            torch.testing.assert_close(weights.grad, before[1:3].sum(1)[None])
+        assert not weighted or torch.equal(model.weight, before)
+        assert out.requires_grad == weighted
+
+    @pytest.mark.parametrize("update", ["backward", "step"])
+    def test_gradients_that_wait_are_nobody_elses_memory(self, update):
+        """A parameter's `grad` may be the very tensor that a lookup's backward got; ids may lie in a reused buffer."""
+
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.emb, self.bias = nn.Embedding(5, 3), nn.Parameter(torch.zeros(1, 3))
+
+            def forward(self, ids):
+                return self.emb(ids) + self.bias.view(1, 3)
+
+        model = Model()
+        optimizer = te.optim.fused(model, te.optim.SGD(lr=1.0), update=update)
+        before, ids = model.emb.weight.detach().clone(), torch.tensor([1])
+        with optimizer.accumulate() if update == "backward" else contextlib.nullcontext():
+            model(ids).sum().backward()
+            model.bias.grad.zero_()
+            ids.fill_(2)
+            model(ids).sum().backward()
+            ids.fill_(3)
+        optimizer.step()
+        torch.testing.assert_close((before - model.emb.weight)[:, 0], torch.tensor([0.0, 1.0, 1.0, 0.0, 0.0]))
+
+    @pytest.mark.parametrize("reentrant", [False, True])
+    def test_checkpointed_regions(self, reentrant):
+        """Each region's backward is one within the outer one; the table changes when that has ended."""
+
+        class Model(nn.Module):
+            def __init__(self, regions):
+                super().__init__()
+                self.emb, self.mix, self.regions = nn.Embedding(5, 4), nn.Linear(4, 4), regions
+
+            def forward(self, x, ids):
+                def part(x):
+                    return torch.tanh(self.mix(x) + self.emb(ids))
+
+                for _ in range(3):
+                    x = checkpoint(part, x, use_reentrant=reentrant) if self.regions else part(x)
+                return x.square().sum()
+
+        torch.manual_seed(0)
+        model, reference = Model(regions=True), Model(regions=False)
+        reference.load_state_dict(model.state_dict())
+        optimizer = te.optim.fused(model, te.optim.Adagrad(lr=0.1, eps=1e-10))
+        other = torch.optim.Adagrad(reference.parameters(), lr=0.1)
+        for _ in range(2):
+            for each, by in ((model, optimizer), (reference, other)):
+                by.zero_grad()
+                each(torch.ones(2, 4, requires_grad=True), torch.tensor([1, 3])).backward()
+                by.step()
+        torch.testing.assert_close(dict(model.state_dict()), dict(reference.state_dict()), **CLOSE)
+        assert int(model.emb.step) == 2
+
+    @pytest.mark.parametrize("changed", ["ids", "offsets", "weights"])
+    def test_a_batch_that_is_changed_before_its_backward_is_refused(self, changed):
+        model = nn.EmbeddingBag(5, 3, mode="sum")
+        te.fuse(model, te.optim.SGD(lr=1.0))
+        before = model.weight.detach().clone()
+        parts = {"ids": torch.tensor([1, 2]), "offsets": torch.tensor([0, 1]), "weights": torch.ones(2)}
+        out = model(parts["ids"], parts["offsets"], parts["weights"])
+        parts[changed].mul_(2)
+        if changed == "offsets":  # without the last offset, they are copied
+            out.sum().backward()
+            torch.testing.assert_close(before[1] - model.weight[1], torch.ones(3))
+            return
+        with pytest.raises(RuntimeError, match="changed in place"):
+            out.sum().backward()
+        assert torch.equal(model.weight, before)
+
+    def test_a_weight_that_is_computed_later_is_refused(self):
+        model = nn.Embedding(5, 3)
+        te.fuse(model, te.optim.SGD(lr=1.0))
+        with pytest.raises(RuntimeError, match="put in place of"):
+            torch.func.functional_call(model, {"weight": torch.zeros(5, 3, requires_grad=True)}, (torch.tensor([1]),))
+
+    def test_a_weight_with_another_use_is_refused_by_step(self):
+        model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 1))
+        optimizer = te.optim.fused(model, te.optim.SGD(lr=1.0))
+        (model(torch.tensor([1])).sum() + model[0].weight.square().sum()).backward()
+        with pytest.raises(RuntimeError, match="outside of its lookups"):
+            optimizer.step()
+
+    def test_gradients_from_before_are_forgotten(self):
+        model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 1))
+        model(torch.tensor([1])).sum().backward()
+        optimizer = te.optim.fused(model, te.optim.SGD(lr=1.0))
+        model(torch.tensor([1])).sum().backward()
+        optimizer.step()
+
+    def test_states_of_a_module_that_was_on_the_meta_device(self):
+        model = nn.Embedding(5, 3, device="meta")
+        te.fuse(model, te.optim.Adagrad(lr=0.1))
+        model.to_empty(device="cpu")
+        assert (model.sum == 0).all()
+        assert int(model.step) == 0
+        other = nn.Embedding(5, 3, device="meta")
+        te.fuse(other, te.optim.Adagrad(lr=0.1))
+        other.load_state_dict({"weight": torch.zeros(5, 3)}, assign=True)
+        with pytest.raises(RuntimeError, match="fuse after loading"):
+            other(torch.tensor([1]))
+
+    def test_settings_that_cannot_change_are_refused(self):
+        model, _ = pair()
+        optimizer = te.optim.fused(model, te.optim.Adagrad(lr=0.1))
+        tables = optimizer.param_groups[-1]
+        with pytest.raises(ValueError, match=r"weight_decay is 0\.0 and cannot become 0\.5"):
+            tables["weight_decay"] = 0.5
+        tables |= {"lr": 0.5}
+        assert float(model.item.learning_rate) == 0.5
+        other, _ = pair()
+        for spec in (te.optim.Adagrad(lr=0.1, eps=1e-3), te.optim.SGD(lr=0.1), te.optim.Adam(lr=0.1)):
+            te.unfuse(other)
+            wrong = te.fuse(other, spec).optimizer
+            with pytest.raises(ValueError, match=r"another optimizer|cannot become|must have shape"):
+                wrong.load_state_dict(
+                    model.item.fused_optimizer.state_dict() | {"state": optimizer._tables.state_dict()["state"]}
+                )
+
+    @pytest.mark.parametrize("copied", [copy.deepcopy, pickle.dumps])
+    def test_an_optimizer_is_not_copied(self, copied):
+        model, _ = pair()
+        optimizer = te.optim.fused(model, te.optim.SGD(lr=0.1))
+        for each in (optimizer, optimizer.report.optimizer):
+            with pytest.raises(TypeError, match=r"save its state_dict\(\)"):
+                copied(each)
+
+    def test_max_norm_compiled_breaks_the_graph(self):
+        torch._dynamo.reset()
+        model = nn.Embedding(5, 3, max_norm=1.0)
+        te.fuse(model, te.optim.SGD(lr=1.0))
+        other = copy.deepcopy(model)
+        forward = torch.compile(model, backend="aot_eager")
+        for each in (forward, other):
+            each(torch.tensor([1, 2])).sum().backward()
+        assert torch.equal(model.weight, other.weight)
+
+    def test_a_part_whose_states_others_use_is_not_unfused(self):
+        model, _ = pair()
+        te.fuse(model, te.optim.SGD(lr=0.1))
+        with pytest.raises(ValueError, match="'item' is also that of 'candidate'"):
+            te.unfuse(model.item)
+        te.unfuse(model)
+        assert type(model.item) is nn.Embedding
+
+    def test_weights_that_are_tied_afterwards_are_refused(self):
+        model = nn.ModuleList([nn.Embedding(5, 3), nn.Embedding(5, 3)])
+        te.fuse(model, te.optim.Adagrad(lr=0.1))
+        model[1].weight = model[0].weight
+        before = model[0].weight.detach().clone()
+        with pytest.raises(RuntimeError, match="fused apart"):
+            (model[0](torch.tensor([1])).sum() + model[1](torch.tensor([1])).sum()).backward()
+        assert torch.equal(model[0].weight, before)
+
+    def test_lbfgs_needs_tables_that_wait(self):
+        model, _ = pair()
+        with pytest.raises(ValueError, match='use update="step"'):
+            te.optim.fused(model, te.optim.SGD(), dense=torch.optim.LBFGS)
+        assert type(model.item) is nn.Embedding
+        te.optim.fused(model, te.optim.SGD(), dense=torch.optim.LBFGS, update="step")
+
+    def test_fused_in_inference_mode_it_is_trained_all_the_same(self):
+        model = nn.Embedding(5, 3)
+        with torch.inference_mode():
+            te.fuse(model, te.optim.Adagrad(lr=0.1))
+        model(torch.tensor([1])).sum().backward()
+        assert int(model.step) == 1

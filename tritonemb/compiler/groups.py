@@ -17,6 +17,7 @@ from tritonemb.compiler.order import (
     depths,
     grad_states,
     is_transformed,
+    learning_nodes,
     live_nodes,
     stretches,
 )
@@ -34,11 +35,13 @@ class Group:
         lookups: none depends on another.
         pooled: rows are bags, side by side; else ids, one below the other.
         stretch: where they are.
+        idle: no backward pass reaches them.
     """
 
     lookups: tuple[Lookup, ...]
     pooled: bool
     stretch: Stretch
+    idle: bool = False
 
     @property
     def checked(self) -> bool:
@@ -50,13 +53,13 @@ def next_group(gm: GraphModule, grad_enabled: bool) -> Group | None:
     """The first group that is found in a graph; pooled ones first."""
     if is_transformed(gm):
         return None
-    live = live_nodes(gm)
+    live, learning = live_nodes(gm), learning_nodes(gm)
     parts = [(stretch, _lookups_of(stretch, live)) for stretch in stretches(gm, grad_enabled)]
     for pooled in (True, False):
         for stretch, lookups in parts:
-            for members in _sets(stretch, lookups, pooled):
+            for members in _sets(stretch, lookups, pooled, learning):
                 if len(members) > 1:
-                    return Group(tuple(members), pooled, stretch)
+                    return Group(tuple(members), pooled, stretch, members[0].node not in learning)
     return None
 
 
@@ -91,13 +94,13 @@ def check_fused_tables(gm: GraphModule, merged: list[Group]) -> None:
     uses: Counter[Node] = Counter()
     names: dict[Node, str] = {}
     for group in merged:
-        tables = {lookup.weight: lookup.table for lookup in group.lookups if lookup.optimizer is not None}
+        updated = [lookup for lookup in group.lookups if lookup.optimizer is not None and not group.idle]
+        tables = {lookup.weight: lookup.table for lookup in updated}
         uses.update(tables.keys())
         names |= tables
-    for node in gm.graph.nodes:
-        if node.op == "call_function" and node.target in FUSED_BAGS:
-            uses[node.args[0]] += 1
-            names[node.args[0]] = source_path(node.args[0])
+    for weight in _fused_weights(gm):
+        uses[weight] += 1
+        names[weight] = source_path(weight)
     for weight, count in uses.items():
         if count > 1:
             raise ValueError(
@@ -105,6 +108,22 @@ def check_fused_tables(gm: GraphModule, merged: list[Group]) -> None:
                 "cannot be merged, so that one step would become several. Look it up once, on the ids of all uses "
                 "together, or leave out the module's optimizer and use one of torch.optim"
             )
+
+
+def _fused_weights(gm: GraphModule) -> Iterator[Node]:
+    """The table of each lookup, in a graph and in those that it runs, that an update in the backward may follow."""
+    learning = learning_nodes(gm)
+    for node in gm.graph.nodes:
+        if node.op != "call_function" or node not in learning:
+            continue
+        if node.target in FUSED_BAGS:
+            yield node.args[0]
+        elif isinstance(node.target, torch._ops.HigherOrderOperator):
+            for body in bodies(node, gm):
+                inner = [part for part in body.graph.nodes if part.op == "placeholder"]
+                outer = [arg for arg in node.args if isinstance(arg, Node) and arg.op != "get_attr"]
+                known = dict(zip(inner, outer, strict=False))
+                yield from (known.get(weight, weight) for weight in _fused_weights(body))
 
 
 def drops_padding(lookup: Lookup) -> bool:
@@ -128,13 +147,14 @@ def _lookups_of(stretch: Stretch, live: set[Node]) -> list[Lookup]:
     return [lookup for lookup in found if isinstance(lookup, Lookup)]
 
 
-def _sets(stretch: Stretch, lookups: list[Lookup], pooled: bool) -> Iterator[list[Lookup]]:
+def _sets(stretch: Stretch, lookups: list[Lookup], pooled: bool, learning: set[Node]) -> Iterator[list[Lookup]]:
     """Lookups that go together by what they are, then by what they depend on."""
     by_key: dict[Hashable, list[Lookup]] = defaultdict(list)
     rows = _tables_by_row(lookups)
     for lookup in lookups:
         if _can_be_pooled(lookup) and not (lookup.single and lookup.weight in rows) if pooled else lookup.single:
-            by_key[_key(lookup, pooled)].append(lookup)
+            idle = _may_learn(lookup) and lookup.node not in learning
+            by_key[idle, _key(lookup, pooled)].append(lookup)
     before = dependencies(stretch.nodes) if len(by_key) < len(lookups) else {}
     for members in by_key.values():
         if len(members) == 1:
@@ -145,6 +165,11 @@ def _sets(stretch: Stretch, lookups: list[Lookup], pooled: bool) -> Iterator[lis
         for lookup in members:
             by_depth[depth[lookup.node]].append(lookup)
         yield from by_depth.values()
+
+
+def _may_learn(lookup: Lookup) -> bool:
+    """Whether its table gets a gradient if a backward pass reaches its result; merged, an unreached one gets zeros."""
+    return bool(value_of(lookup.weight).requires_grad)
 
 
 def _tables_by_row(lookups: list[Lookup]) -> set[Node]:

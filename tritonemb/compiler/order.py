@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 _STATE_SETTERS = {"_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode",
                   "_exit_inference_mode", "manual_seed", "_saved_tensors_hooks_disable",
@@ -26,6 +27,8 @@ _IN_PLACE_OPERATORS = {
     operator.ilshift, operator.imod, operator.imul, operator.imatmul, operator.ior, operator.ipow, operator.irshift,
     operator.isub, operator.itruediv, operator.ixor,
 }  # fmt: skip
+
+_IN_PLACE_METHODS = {f"__{function.__name__}__" for function in _IN_PLACE_OPERATORS}
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,8 @@ def has_side_effect(node: Node, gm: GraphModule) -> bool:
     if name.endswith("_") and not name.endswith("__"):  # PyTorch's convention for what works in place
         return True
     if node.op == "call_method":
+        if name in _IN_PLACE_METHODS:
+            return True
         return name in ("backward", "register_hook", "__setitem__", "set_", "retain_grad")
     target: Any = node.target
     if isinstance(target, torch._ops.HigherOrderOperator):
@@ -115,6 +120,24 @@ def live_nodes(gm: GraphModule) -> set[Node]:
                 found.add(node)
                 waiting.append(node)
     return found
+
+
+def learning_nodes(gm: GraphModule) -> set[Node]:
+    """What a backward pass can reach from a graph's results and side effects."""
+    waiting = [node for node in gm.graph.nodes if node.op == "output" or (_runs(node) and has_side_effect(node, gm))]
+    found = set(waiting)
+    while waiting:
+        for node in waiting.pop().all_input_nodes:
+            if node not in found and _may_require_grad(node):
+                found.add(node)
+                waiting.append(node)
+    return found
+
+
+def _may_require_grad(node: Node) -> bool:
+    value = node.meta.get("example_value")
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return not tensors or any(tensor.requires_grad for tensor in tensors)
 
 
 def is_random(node: Node) -> bool:

@@ -72,7 +72,8 @@ def narrow(values, CODE: tl.constexpr):
         rounded = magnitude + 0x7FFF + ((magnitude >> 16) & 1)
         rounded = tl.where(magnitude < 0x7F800000, tl.minimum(rounded, 0x7F7FFFFF), rounded)
         rounded = tl.where(magnitude > 0x7F800000, 0x7FC00000, tl.where(magnitude == 0x7F800000, magnitude, rounded))
-        return ((rounded | (bits & -0x80000000)) >> 16).to(tl.int16)
+        # Joined before it is shifted, LLVM cannot compile it for gfx942 where vectors of floats were just loaded.
+        return ((rounded >> 16) | ((bits >> 16) & 0x8000)).to(tl.int16)
 
 
 @jit

@@ -95,7 +95,7 @@ class Embedding(SingleTable, torch.nn.Embedding):
             raise RuntimeError(f"input must be int32 or int64, got {input.dtype}")
         values = input.reshape(-1)
         if self.max_norm is not None:
-            torch.embedding_renorm_(self.weight.detach(), values, self.max_norm, self.norm_type)
+            self._renormalise(values, self.max_norm, self.norm_type)
         trained = values if self.padding_idx is None else values.masked_fill(values == self.padding_idx, -1)
         offsets = torch.arange(2, device=values.device) * values.shape[0]
         rows = self._look_up(values, trained, None, Bags(offsets, False), self.weight.dtype)

@@ -109,7 +109,7 @@ class EmbeddingBag(SingleTable, torch.nn.EmbeddingBag):
             return torch.nn.EmbeddingBag.forward(self, input, offsets, per_sample_weights)
         values, offsets, per_sample_weights = self._parts(input, offsets, per_sample_weights)
         if self.max_norm is not None:
-            torch.embedding_renorm_(self.weight.detach(), values, self.max_norm, self.norm_type)
+            self._renormalise(values, self.max_norm, self.norm_type)
         mean = self.mode == "mean"
         if self.padding_idx is None:
             bags = Bags(offsets, True, mean)

@@ -95,15 +95,30 @@ def fuse(model: nn.Module, optimizer: Optimizer | None = None, *, by_step: bool 
 def unfuse(model: nn.Module) -> None:
     """Undo `fuse`: modules are of the class again that they had, with ordinary gradients; optimizer state is dropped.
 
+    Gradients that wait for `step` are forgotten.
+
     Raises:
         RuntimeError: in a block of `accumulate`, whose gradients would be lost; nothing has been changed then.
+        ValueError: for a part of a model whose weight another part shares; nothing has been changed then.
     """
-    fused = [module for module in model.modules() if "_fused_from" in module.__dict__]
+    unfuse_all([module for module in model.modules() if "_fused_from" in module.__dict__])
+
+
+def unfuse_all(fused: list[Any]) -> None:
+    """`unfuse` for these modules."""
     for module in fused:
         group = module._group if isinstance(module, SingleTable) else None
         if group is not None and group.accumulating:
             raise RuntimeError("unfuse() in a block of accumulate() would lose its gradients; leave the block first")
+        left = [other for other in getattr(module, "_borrowers", ()) if other not in fused]
+        if left:
+            raise ValueError(
+                f"the weight of {module._name!r} is also that of {left[0]._name!r}, and so is its optimizer's state; "
+                "unfuse the model that has both"
+            )
     for module in fused:
+        if isinstance(module, SingleTable) and module._group is not None:
+            module._group.discard()
         cast(SingleTable, module)._leave()
         module.__class__ = module.__dict__.pop("_fused_from")
 

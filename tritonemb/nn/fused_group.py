@@ -8,7 +8,7 @@ is updated once, by the sum of its gradients, as PyTorch's optimizers do it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, get_args
@@ -84,6 +84,20 @@ class FusedGroup:
 
     def gather(self, gradient: ops.BagGradient) -> None:
         """Keep a gradient until this backward pass ends, and update the table then."""
+        self._of_this_pass().append(gradient)
+
+    @property
+    def receiver(self) -> Callable[[ops.BagGradient], None]:
+        """Where a lookup hands its gradient.
+
+        One that is made within a backward pass, as by a reentrant checkpoint, has its own backward within it, too: its
+        gradient belongs to the outer pass, at whose end tables are updated once.
+        """
+        if torch.compiler.is_compiling() or torch._C._current_graph_task_id() < 0:
+            return self.gather
+        return self._of_this_pass().append
+
+    def _of_this_pass(self) -> _Gathered:
         task = torch._C._current_graph_task_id()
         with self._lock:
             gathered = self._open.get(task)
@@ -91,11 +105,11 @@ class FusedGroup:
                 gathered = self._open[task] = _Gathered()
                 engine: Any = torch.autograd.Variable._execution_engine
                 engine.queue_callback(partial(self._finish, gathered))
-            gathered.append(gradient)
+        return gathered
 
     def _finish(self, gathered: _Gathered) -> None:
         if self.by_step or self._in_block:
-            self._kept += gathered
+            self._kept += [_copied(gradient) for gradient in gathered]
         else:
             update(gathered)
 
@@ -145,6 +159,17 @@ class FusedGroup:
         self.__dict__.update(state)
         self._rates = {rate.device: rate for rate in self._rates.values()}  # perhaps loaded onto another device
         self._begin()
+
+
+def _copied(gradient: ops.BagGradient) -> ops.BagGradient:
+    """What nobody else can change: the batch's buffers may be used again, the gradient be a parameter's `grad` too."""
+    weights, bags = gradient.sample_weights, gradient.bags
+    return gradient._replace(
+        values=gradient.values.clone(),
+        sample_weights=None if weights is None else weights.detach().clone(),
+        bags=bags._replace(offsets=bags.offsets.clone()),
+        grad=gradient.grad.clone(),
+    )
 
 
 class _Gathered(list[ops.BagGradient]):
@@ -244,6 +269,11 @@ def _joined(gradients: list[ops.BagGradient]) -> ops.BagGradient:
     first = gradients[0]
     if len(gradients) == 1:
         return first
+    if any(gradient.table.step is not first.table.step for gradient in gradients):
+        raise RuntimeError(
+            f"the weight of {first.table.name!r} is also that of another module, which was fused apart from it; "
+            "te.unfuse the model, and fuse it anew"
+        )
     if len({(gradient.bags.pooled, gradient.bags.mean) for gradient in gradients}) > 1:
         gradients = [_by_position(gradient) for gradient in gradients]
     pooled = gradients[0].bags.pooled

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -36,21 +36,36 @@ class Waiting(Protocol):
 
 
 class ParamGroup(dict[str, Any]):
-    """A parameter group whose learning rate is the tables': setting one sets the other."""
+    """A parameter group whose learning rate is the tables': setting one sets the other. Their optimizer stays."""
 
-    def __init__(self, items: dict[str, Any], set_learning_rate: Callable[[float], None]) -> None:
+    def __init__(self, items: dict[str, Any], spec: dict[str, Any], set_learning_rate: Callable[[float], None]) -> None:
         super().__init__(items)
-        self._set_learning_rate = set_learning_rate
+        self._spec, self._set_learning_rate = spec, set_learning_rate
 
     def __setitem__(self, key: str, value: Any) -> None:
+        """Raises ValueError for another value of what the update was made for."""
         if key == "lr":
             value = float(value)
             self._set_learning_rate(value)
+        else:
+            self.check(key, value)
         super().__setitem__(key, value)
+
+    def check(self, key: str, value: Any) -> None:
+        """Raises ValueError unless `value` is what the tables are updated with."""
+        if key != "lr" and key in self._spec and self._spec[key] != value:
+            raise ValueError(
+                f"a fused optimizer's {key} is {self._spec[key]!r} and cannot become {value!r}; unfuse the tables, and "
+                "fuse them with another optimizer"
+            )
 
     def update(self, *args: Any, **kwargs: Any) -> None:
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
+
+    def __ior__(self, other: Any) -> ParamGroup:  # type: ignore[override,misc]
+        self.update(other)
+        return self
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -65,7 +80,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         assert spec is not None
         self._tables, self._waiting = tables, waiting
         super().__init__([weight for _, weight, _ in tables.optimizer_states()], asdict(spec))
-        self.param_groups[0] = ParamGroup(self.param_groups[0], tables.set_learning_rate)
+        self.param_groups[0] = ParamGroup(self.param_groups[0], asdict(spec), tables.set_learning_rate)
         self.show_learning_rate()
         self.refresh()
 
@@ -80,12 +95,25 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.state.clear()
         self.state.update({weight: dict(states) for _, weight, states in found})
 
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a fused optimizer cannot be copied or pickled; save its state_dict(), and fuse the copy anew")
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Does nothing if the backward has updated the tables, else updates them. Returns the closure's result."""
+        """Does nothing if the backward has updated the tables, else updates them. Returns the closure's result.
+
+        Raises:
+            RuntimeError: if a table has an ordinary gradient too, from a use other than a lookup.
+        """
         result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
+        for weight in self.param_groups[0]["params"]:
+            if weight.grad is not None:
+                raise RuntimeError(
+                    "a fused table has an ordinary gradient too, which nothing applies: its weight is used outside of "
+                    "its lookups, say in a penalty; te.unfuse that module, or use its lookups only"
+                )
         if self._waiting is not None:
             self._waiting.apply()
         return result
@@ -109,9 +137,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Copy learning rate and state into the tables' own tensors.
 
         Raises:
-            ValueError: if a state is missing or has another shape; nothing has been copied then.
+            ValueError: if a state is missing or has another shape, or for another optimizer; nothing has been copied
+                then.
         """
         pairs = []
+        group = {key: value for key, value in state_dict["param_groups"][0].items() if key != "params"}
+        for key, value in group.items():
+            cast(ParamGroup, self.param_groups[0]).check(key, value)
         for index, (table, _, states) in enumerate(self._tables.optimizer_states()):
             given = state_dict["state"].get(index, {})
             for name, tensor in states.items():
@@ -121,7 +153,10 @@ class FusedOptimizer(torch.optim.Optimizer):
                         f"table {table!r}: state {name!r} must have shape {tuple(tensor.shape)}, got {found}"
                     )
                 pairs.append((tensor, given[name]))
+            if len(given) > len(states):
+                raise ValueError(
+                    f"table {table!r} has the states {list(states)}, got {list(given)}: another optimizer's"
+                )
         for tensor, value in pairs:
             tensor.copy_(value)
-        group = {key: value for key, value in state_dict["param_groups"][0].items() if key != "params"}
         self.param_groups[0].update(group)

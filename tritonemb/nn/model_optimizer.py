@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from tritonemb.nn.fuse import FuseReport, fuse, unfuse
+from tritonemb.nn.fuse import FuseReport, fuse, unfuse_all
 from tritonemb.optimizers import SGD, Adagrad, Adam, Optimizer, PartialRowWiseAdam, RowWiseAdagrad
 
 Update = Literal["backward", "step"]
@@ -46,10 +46,9 @@ def fused(
     if report.optimizer is None:
         raise ValueError(f"the model has no embedding that can be fused:\n{report}")
     try:
-        return ModelOptimizer(model, report, make)
+        return ModelOptimizer(model, report, make, update == "step")
     except Exception:
-        for path in report.fused:
-            unfuse(model.get_submodule(path))
+        unfuse_all([model.get_submodule(path) for path in report.fused])
         raise
 
 
@@ -68,16 +67,23 @@ class ModelOptimizer(torch.optim.Optimizer):
     # Tells GradScaler to hand its scale to `step`, which can then refuse it.
     _step_supports_amp_scaling = True
 
-    def __init__(self, model: nn.Module, report: FuseReport, make: Dense) -> None:
+    def __init__(self, model: nn.Module, report: FuseReport, make: Dense, by_step: bool = False) -> None:
         assert report.optimizer is not None
         self.report, self._tables = report, report.optimizer
         weights = {weight for group in self._tables.param_groups for weight in group["params"]}
         rest = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter not in weights]
         self.dense = make(rest) if rest else None
+        if isinstance(self.dense, torch.optim.LBFGS) and not by_step:
+            raise ValueError(
+                'LBFGS calls backward several times a step, and each updates the tables; use update="step"'
+            )
         self._made = False
         super().__init__([*self._dense_groups(), *self._tables.param_groups], {})
         self._made = True
         self._link()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("a fused optimizer cannot be copied or pickled; save its state_dict(), and fuse the copy anew")
 
     def _dense_groups(self) -> list[dict[str, Any]]:
         return [] if self.dense is None else self.dense.param_groups

@@ -40,6 +40,7 @@ class SingleTable(nn.Module):
     _group: FusedGroup | None = None
     _name: str = "weight"
     _holder: tuple[SingleTable, ...] = ()  # of the states, if that is another module with the same weight
+    _borrowers: tuple[SingleTable, ...] = ()  # modules that this one holds the states of
     _fused_optimizer: FusedOptimizer | None = None
 
     @property
@@ -139,10 +140,17 @@ class SingleTable(nn.Module):
             self.weight = nn.Parameter(weight.detach().contiguous(), requires_grad=weight.requires_grad)
         self._group, self._name = group, name
         group.rate_on(weight.device)
+        self.weight.grad = None
         if holder is not None:
             self._holder = (holder,)
+            holder._borrowers += (self,)
             return
-        device = "cpu" if weight.is_meta else weight.device  # counters wait there for a meta module to be moved
+        with torch.inference_mode(False):
+            self._make_states(group, persistent)
+
+    def _make_states(self, group: FusedGroup, persistent: bool) -> None:
+        weight = self.weight
+        device = weight.device
         self.register_buffer("step", torch.zeros((), dtype=torch.int64, device=device), persistent)
         self.register_buffer("skipped", torch.zeros(1, dtype=torch.int64, device=device), persistent=False)
         for spec in group.spec.states:
@@ -156,7 +164,7 @@ class SingleTable(nn.Module):
         if self._group is not None and not self._holder:
             for name in ("skipped", *self.optimizer_states()):
                 delattr(self, name)
-        for name in ("_group", "_name", "_holder", "_fused_optimizer"):
+        for name in ("_group", "_name", "_holder", "_borrowers", "_fused_optimizer"):
             self.__dict__.pop(name, None)
 
     def _is_served(self, *tensors: Tensor | None) -> bool:
@@ -188,17 +196,33 @@ class SingleTable(nn.Module):
         self, values: Tensor, trained: Tensor, sample_weights: Tensor | None, bags: Bags, dtype: torch.dtype
     ) -> Tensor:
         """`[B, dim]` or `[N, dim]`; its backward makes a gradient, or updates if there is an optimizer."""
-        if self._group is None or not torch.is_grad_enabled():
+        if self._group is None or not torch.is_grad_enabled() or not self.weight.requires_grad:
             return bag(self.weight, values, sample_weights, bags, trained, self.sparse, dtype)
         refuse_data_parallel(self._name)
         group, holder = self._group, self._state_holder
+        if self._parameters.get("weight") is not self.weight or not isinstance(self.weight, nn.Parameter):
+            raise RuntimeError(
+                f"the weight of {self._name!r} is computed or was put in place of the module's parameter "
+                "(parametrize, prune, functional_call), so the fused optimizer would update a passing tensor; "
+                "te.unfuse the module first"
+            )
+        if holder.step.device != self.weight.device:
+            raise RuntimeError(
+                f"the weight of {self._name!r} is on {self.weight.device}, its optimizer state on "
+                f"{holder.step.device}; move the module as a whole, or fuse after loading"
+            )
         table = ops.FusedTable(
             self.weight, [cast(Tensor, holder._buffers[state.name]) for state in group.spec.states], holder.step,
             holder.skipped, group.rate_on(self.weight.device), group.spec.name, group.constants.as_list(),
             self._name,
         )  # fmt: skip
         look_up = _look_up_eagerly if group.by_step else ops.bag_fused
-        return look_up(table, values, sample_weights, bags, trained, dtype, group.gather)
+        return look_up(table, values, sample_weights, bags, trained, dtype, group.receiver)
+
+    def _renormalise(self, values: Tensor, max_norm: float, norm_type: float) -> None:
+        """Scale the rows that are looked up down to `max_norm`, in place."""
+        renormalise = torch.embedding_renorm_ if self._group is None else _renormalise_eagerly
+        renormalise(self.weight.detach(), values, max_norm, norm_type)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SingleTable:
         """Casting a module to 16 bits casts the weight; optimizer state stays float32."""
@@ -206,7 +230,11 @@ class SingleTable(nn.Module):
         super()._apply(fn, recurse)
         for name, buffer in self._buffers.items():
             original = before[name]
-            if buffer is not None and original is not None and buffer.dtype != original.dtype:
+            if buffer is None or original is None:
+                continue
+            if original.is_meta and not buffer.is_meta:
+                self._buffers[name] = torch.zeros_like(original, device=buffer.device)
+            elif buffer.dtype != original.dtype:
                 self._buffers[name] = original.to(buffer.device)
         if self._group is not None:
             self._group.rate_on(self.weight.device)
@@ -224,6 +252,11 @@ class SingleTable(nn.Module):
 @torch.compiler.disable(reason='with update="step" gradients are gathered in eager mode')
 def _look_up_eagerly(*args: Any) -> Tensor:
     return ops.bag_fused(*args)
+
+
+@torch.compiler.disable(reason="max_norm changes rows that a fused optimizer's backward changes too")
+def _renormalise_eagerly(*args: Any) -> None:
+    torch.embedding_renorm_(*args)
 
 
 def why_not_fused(module: Any) -> str | None:

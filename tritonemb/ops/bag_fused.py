@@ -84,13 +84,21 @@ class _EagerLookup(torch.autograd.Function):
         ctx: Any, weight: Tensor, sample_weights: Tensor | None, table: FusedTable, values: Tensor, bags: Bags,
         trained: Tensor | None, dtype: torch.dtype, gather: Callable[[BagGradient], None],
     ) -> Tensor:  # fmt: skip
-        ctx.rest = table, values if trained is None else trained, sample_weights, bags, gather
+        ids = values if trained is None else trained
+        ctx.rest = table, ids, sample_weights, bags, gather
+        ctx.versions = _versions(ids, bags.offsets, sample_weights, weight if ctx.needs_input_grad[1] else None)
         return look_up(weight, values, bags.offsets, sample_weights, bags.pooled, bags.mean, bags.checked, dtype)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         table, ids, sample_weights, bags, gather = ctx.rest
+        needed = table.weight if ctx.needs_input_grad[1] else None
+        if ctx.versions != _versions(ids, bags.offsets, sample_weights, needed):
+            raise RuntimeError(
+                f"ids, offsets, per_sample_weights or, where those have a gradient, rows of table {table.name!r} were "
+                "changed in place between the lookup and its backward; change a copy"
+            )
         by_sample_weight = None
         if ctx.needs_input_grad[1]:
             by_sample_weight = derive_sample_weights(
@@ -98,6 +106,10 @@ class _EagerLookup(torch.autograd.Function):
             )
         gather(BagGradient(table, ids, sample_weights, bags, grad))
         return None, by_sample_weight, *[None] * 6
+
+
+def _versions(*tensors: Tensor | None) -> list[int]:
+    return [0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 @torch.library.custom_op(
