@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from tritonemb import ops
 from tritonemb.kernels.cpu.hugepages import advise_huge_pages
@@ -216,12 +217,13 @@ class SingleTable(nn.Module):
             holder.skipped, group.rate_on(self.weight.device), group.spec.name, group.constants.as_list(),
             self._name,
         )  # fmt: skip
-        look_up = _look_up_eagerly if group.by_step else ops.bag_fused
+        look_up = _look_up_untraced if group.by_step and torch.compiler.is_compiling() else ops.bag_fused
         return look_up(table, values, sample_weights, bags, trained, dtype, group.receiver)
 
     def _renormalise(self, values: Tensor, max_norm: float, norm_type: float) -> None:
         """Scale the rows that are looked up down to `max_norm`, in place."""
-        renormalise = torch.embedding_renorm_ if self._group is None else _renormalise_eagerly
+        untraced = self._group is not None and torch.compiler.is_compiling()
+        renormalise = _renormalise_untraced if untraced else torch.embedding_renorm_
         renormalise(self.weight.detach(), values, max_norm, norm_type)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SingleTable:
@@ -249,13 +251,16 @@ class SingleTable(nn.Module):
         return text if self._group is None else f"{text}, optimizer={self._group.spec}"
 
 
-@torch.compiler.disable(reason='with update="step" gradients are gathered in eager mode')
-def _look_up_eagerly(*args: Any) -> Tensor:
+# Graph breaks. Unlike `torch.compiler.disable`, this loads no compiler before one is used.
+@_disable_dynamo
+def _look_up_untraced(*args: Any) -> Tensor:
+    """With `update="step"` gradients are gathered in eager mode."""
     return ops.bag_fused(*args)
 
 
-@torch.compiler.disable(reason="max_norm changes rows that a fused optimizer's backward changes too")
-def _renormalise_eagerly(*args: Any) -> None:
+@_disable_dynamo
+def _renormalise_untraced(*args: Any) -> None:
+    """Of rows that a backward of the same graph updates."""
     torch.embedding_renorm_(*args)
 
 
