@@ -696,6 +696,8 @@ class TestWhatWouldGoWrongUnseen:
         optimizer = te.optim.fused(model, te.optim.SGD(lr=1.0))
         model(torch.tensor([1])).sum().backward()
         optimizer.step()
+        assert model[0].weight.grad is None
+        assert int(model[0].step) == 1
 
     def test_states_of_a_module_that_was_on_the_meta_device(self):
         model = nn.Embedding(5, 3, device="meta")

@@ -242,15 +242,11 @@ def _one_batch(gradients: list[ops.BagGradient]) -> tuple[Tensor, Tensor]:
 
 def _stacked_offsets(gradients: list[ops.BagGradient]) -> Tensor:
     """`[K * B + 1]` of K lookups with offsets `[B + 1]`, each of which begins where the one before ends."""
-    firsts = torch.cat([gradient.bags.offsets[:-1] for gradient in gradients])
-    counts = [gradient.bags.offsets.shape[0] - 1 for gradient in gradients]
-    before, total = [], 0
-    for gradient, count in zip(gradients, counts, strict=True):
-        before += [total] * count if len(set(counts)) > 1 else [total]
+    parts, total = [], 0
+    for gradient in gradients:
+        parts.append(gradient.bags.offsets[:-1] + total)
         total += gradient.values.shape[0]
-    shift = torch.tensor(before, dtype=firsts.dtype).to(firsts.device, non_blocking=True)
-    shifted = firsts.view(len(counts), -1) + shift[:, None] if len(set(counts)) == 1 else firsts + shift
-    return torch.cat([shifted.view(-1), firsts.new_full((1,), total)])
+    return torch.cat([*parts, parts[0].new_full((1,), total)])
 
 
 def _all_sample_weights(gradients: list[ops.BagGradient]) -> Tensor | None:

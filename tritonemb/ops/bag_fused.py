@@ -77,7 +77,7 @@ def bag_fused(
 
 
 class _EagerLookup(torch.autograd.Function):
-    """Keeps its tensors as they are, without a version check: the table may be updated before this backward runs."""
+    """Checks the batch's versions itself, as the table may be updated before this backward runs."""
 
     @staticmethod
     def forward(
