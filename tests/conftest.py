@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 
 import pytest
@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.helpers import INTERPRETED
+from tests.ranks import Ranks
 from tritonemb.ops.registry import forced
 
 _COMMON = {
@@ -45,6 +46,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> torch.device:
     """Where Triton kernels run: a CUDA device, or the CPU if they are interpreted."""
     return torch.device("cuda" if torch.cuda.is_available() and not INTERPRETED else "cpu")
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable[[int], Ranks]]:
+    """`ranks(n)`: n processes in one gloo job, started when first asked for."""
+    made: dict[int, Ranks] = {}
+    yield lambda size: made.setdefault(size, Ranks(size))
+    for job in made.values():
+        job.close()
 
 
 @pytest.fixture(autouse=True)

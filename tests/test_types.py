@@ -45,6 +45,35 @@ def test_the_seed_is_63_bits_of_the_names_hash():
     assert te.TableConfig("user", 10, 4).seed == 0x54DBB1D3B6CCFC02
 
 
+def test_a_part_rounds_where_it_stands_in_the_whole_table():
+    whole = te.TableConfig("t", 100, 64, ["a"], "mean", torch.bfloat16, "host", torch.nn.init.zeros_)
+    assert (whole.row_origin, whole.column_origin) == (0, 0)
+    part = whole.part("p", (20, 30), (16, 40), ["b", "c"])
+    assert part == te.TableConfig("p", 30, 40, ["b", "c"], "mean", torch.bfloat16, "host")
+    assert (part.seed, part.row_origin, part.column_origin) == (whole.seed, 20, 16)
+    assert part.init is None
+    again = part.part("q", (29, 1), (8, 8), ["q"])
+    assert (again.seed, again.row_origin, again.column_origin) == (whole.seed, 49, 24)
+    copied = pickle.loads(pickle.dumps(again))
+    assert (copied.seed, copied.row_origin, copied.column_origin) == (whole.seed, 49, 24)
+    assert whole.part("t", (0, 100), (0, 64), ["a"]).row_origin == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "message"),
+    [
+        ((0, 0), (0, 4), "rows 0 to 9; 0 rows from 0 on are no part of it"),
+        ((-1, 3), (0, 4), "3 rows from -1 on"),
+        ((8, 3), (0, 4), "3 rows from 8 on"),
+        ((0, 10), (4, 0), "columns 0 to 3; 0 columns from 4 on"),
+        ((0, 10), (1, 4), "4 columns from 1 on"),
+    ],
+)
+def test_a_part_lies_inside_its_table(rows, columns, message):
+    with pytest.raises(ValueError, match=f"table 't' .*{message}"):
+        te.TableConfig("t", 10, 4).part("p", rows, columns, ["p"])
+
+
 BAD = [
     (ValueError, "'' *: a name must be non-empty", {"name": ""}),
     (ValueError, "'a.b': a name must be non-empty, without dots", {"name": "a.b"}),

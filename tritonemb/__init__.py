@@ -12,11 +12,13 @@ from tritonemb.nn.fuse import fuse, unfuse
 from tritonemb.types import TableConfig
 
 if TYPE_CHECKING:
-    from tritonemb import compiler
+    from tritonemb import compiler, sharding
+    from tritonemb.sharding import HybridParallel
     from tritonemb.training import Trainer
 
 __version__ = "0.1.0"
 __all__ = [
+    "HybridParallel",
     "KeyedJaggedTensor",
     "TableConfig",
     "Trainer",
@@ -25,16 +27,21 @@ __all__ = [
     "fuse",
     "nn",
     "optim",
+    "sharding",
     "unfuse",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """The trainer, the compiler and what they need are loaded when first used."""
+    """The trainer, sharding, the compiler and what they need are loaded when first used."""
     if name == "Trainer":
         from tritonemb.training import Trainer
 
         return Trainer
-    if name == "compiler":
-        return importlib.import_module("tritonemb.compiler")
+    if name == "HybridParallel":
+        from tritonemb.sharding import HybridParallel
+
+        return HybridParallel
+    if name in ("compiler", "sharding"):
+        return importlib.import_module(f"tritonemb.{name}")
     raise AttributeError(f"module 'tritonemb' has no attribute {name!r}")

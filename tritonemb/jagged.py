@@ -131,13 +131,7 @@ class KeyedJaggedTensor:
         weighted = _all_weighted(parts)
         lengths = [part.lengths().reshape(len(keys), -1) for part in parts]
         values = torch.cat([part.values() for part in parts])
-        # A run is one key of one part. Runs lie part by part; they are wanted key by key.
-        run_lengths = torch.stack([part_lengths.sum(1) for part_lengths in lengths])
-        run_starts = torch.cumsum(run_lengths.flatten(), 0).reshape(run_lengths.shape) - run_lengths
-        wanted_lengths, wanted_starts = run_lengths.T.flatten(), run_starts.T.flatten()
-        shifts = wanted_starts - (torch.cumsum(wanted_lengths, 0) - wanted_lengths)
-        source = torch.arange(values.shape[0], device=values.device)
-        source = source + torch.repeat_interleave(shifts, wanted_lengths, output_size=values.shape[0])
+        source = key_by_key(lengths, values.shape[0])
         weights = torch.cat([part.weights() for part in parts])[source] if weighted else None
         return KeyedJaggedTensor(keys, values[source], weights, lengths=torch.cat(lengths, dim=1).flatten())
 
@@ -307,6 +301,25 @@ class KeyedJaggedTensor:
 
     def _where(self, bag: int, batch_size: int) -> str:
         return f"feature {self._keys[bag // batch_size]!r}, sample {bag % batch_size}"
+
+
+def key_by_key(lengths: Sequence[Tensor], num_values: int) -> Tensor:
+    """Where the values of parts that lie one after the other come from when they are to lie key by key.
+
+    Args:
+        lengths: of each part, `[K, B]`: values a bag; `B` may differ.
+        num_values: of all parts.
+
+    Returns:
+        int64 `[num_values]`: the place, part by part, of what is wanted here: by key, then part, then sample.
+    """
+    # A run is one key of one part. Runs lie part by part; they are wanted key by key.
+    run_lengths = torch.stack([part.sum(1, dtype=torch.int64) for part in lengths])
+    run_starts = torch.cumsum(run_lengths.flatten(), 0).reshape(run_lengths.shape) - run_lengths
+    wanted_lengths, wanted_starts = run_lengths.T.flatten(), run_starts.T.flatten()
+    shifts = wanted_starts - (torch.cumsum(wanted_lengths, 0) - wanted_lengths)
+    source = torch.arange(num_values, device=run_lengths.device)
+    return source + torch.repeat_interleave(shifts, wanted_lengths, output_size=num_values)
 
 
 def _offsets_of(lengths: Tensor | None) -> Tensor:

@@ -34,6 +34,8 @@ class TableConfig:
 
     Attributes:
         seed: of the table's own stream of random numbers, 63 bits from its name: the same wherever the table lives.
+        row_origin, column_origin: where the first row and column stand in the whole table, of a `part`; 0 of a whole
+            table.
 
     Raises:
         TypeError, ValueError: naming the table and the field.
@@ -48,18 +50,20 @@ class TableConfig:
     placement: Placement = "device"
     init: Callable[[Tensor], object] | None = None
     seed: int = field(init=False, compare=False, repr=False)
+    row_origin: int = field(default=0, init=False, compare=False, repr=False)
+    column_origin: int = field(default=0, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
             raise TypeError(f"a table's name must be a str, got {type(self.name).__name__}")
         if not self.name or "." in self.name or "\n" in self.name:
             raise ValueError(f"table {self.name!r}: a name must be non-empty, without dots or line breaks")
-        for part in ("num_embeddings", "embedding_dim"):
-            value = getattr(self, part)
+        for size in ("num_embeddings", "embedding_dim"):
+            value = getattr(self, size)
             if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"table {self.name!r}: {part} must be an int, got {value!r}")
+                raise TypeError(f"table {self.name!r}: {size} must be an int, got {value!r}")
             if value < 1:
-                raise ValueError(f"table {self.name!r}: {part} must be at least 1, got {value}")
+                raise ValueError(f"table {self.name!r}: {size} must be at least 1, got {value}")
         if self.pooling not in get_args(Pooling):
             raise ValueError(f"table {self.name!r}: pooling must be one of {get_args(Pooling)}, got {self.pooling!r}")
         if self.placement not in get_args(Placement):
@@ -87,6 +91,33 @@ class TableConfig:
         if len(set(features)) != len(features):
             raise ValueError(f"table {self.name!r}: a feature is named twice in {list(features)}")
         return features
+
+    def part(self, name: str, rows: tuple[int, int], columns: tuple[int, int], features: Sequence[str]) -> TableConfig:
+        """A rectangle of this table as a table of its own, whose updates give the bits that this one's give there.
+
+        It rounds by the random numbers of the elements' places here, so its seed is this table's; `init`, which fills
+        whole tables, is not carried over. `dataclasses.replace` of a part makes a whole table.
+
+        Args:
+            rows, columns: the first, and how many.
+            features: the keys that look the part up, with ids that count from its own first row.
+
+        Raises:
+            ValueError: for a rectangle that is empty or not inside this table.
+        """
+        for what, (first, count), whole in (
+            ("rows", rows, self.num_embeddings),
+            ("columns", columns, self.embedding_dim),
+        ):
+            if first < 0 or count < 1 or first + count > whole:
+                raise ValueError(
+                    f"table {self.name!r} has {what} 0 to {whole - 1}; {count} {what} from {first} on are no part of it"
+                )
+        part = TableConfig(name, rows[1], columns[1], features, self.pooling, self.dtype, self.placement)
+        object.__setattr__(part, "seed", self.seed)
+        object.__setattr__(part, "row_origin", self.row_origin + rows[0])
+        object.__setattr__(part, "column_origin", self.column_origin + columns[0])
+        return part
 
     @property
     def feature_names(self) -> tuple[str, ...]:

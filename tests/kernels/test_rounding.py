@@ -31,8 +31,8 @@ KNOWN_ANSWERS = [
 
 
 @compiled
-def _words(words, seed, row, step):
-    fill_random(words, seed, row, step)
+def _words(words, seed, row, column, step):
+    fill_random(words, seed, row, column, step)
 
 
 @compiled
@@ -50,9 +50,9 @@ def _widen(bits, dtype, row):
     widen_row(bits, dtype, row)
 
 
-def words_of(seed: int, row: int, step: int, num_counters: int) -> np.ndarray:
+def words_of(seed: int, row: int, step: int, num_counters: int, column: int = 0) -> np.ndarray:
     words = np.zeros(4 * num_counters, dtype=np.uint32)
-    _words(words, np.int64(seed), np.int64(row), np.int64(step))
+    _words(words, np.int64(seed), np.int64(row), np.int64(column), np.int64(step))
     return words
 
 
@@ -81,16 +81,19 @@ def test_philox_of_zeros_is_the_known_answer():
     assert [low | high << 16 for low, high in zip(halves[::2], halves[1::2], strict=True)] == expected
 
 
-@given(st.integers(0, 2**63 - 1), st.integers(0, 2**62), st.integers(0, 2**33), st.integers(1, 9))
-def test_both_generators_are_philox(seed, row, step, num_counters):
+@given(
+    st.integers(0, 2**63 - 1), st.integers(0, 2**62), st.integers(0, 2**33), st.integers(1, 9), st.integers(0, 2**20)
+)
+def test_both_generators_are_philox(seed, row, step, num_counters, first_counter):
     expected: list[int] = []
-    for index in range(num_counters):
+    for index in range(first_counter, first_counter + num_counters):
         counter = (index, row & 0xFFFFFFFF, row >> 32, step & 0xFFFFFFFF)
         expected += philox(counter, (seed & 0xFFFFFFFF, seed >> 32))
-    assert words_of(seed, row, step, num_counters).tolist() == expected
+    column = 8 * first_counter
+    assert words_of(seed, row, step, num_counters, column).tolist() == expected
     halves = [half for word in expected for half in (word & 0xFFFF, word >> 16)]
     dim = 8 * num_counters - 3
-    assert random16_reference(seed, torch.tensor([row]), step, dim)[0].tolist() == halves[:dim]
+    assert random16_reference(seed, torch.tensor([row]), step, dim, column)[0].tolist() == halves[:dim]
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from tritonemb.compiler.order import ancestors, dependencies
 from tritonemb.compiler.report import Fused
 from tritonemb.compiler.results import find_runs, in_order, use_columns, use_rows, use_runs
 from tritonemb.compiler.values import Writer, value_of
-from tritonemb.kernels.layout import MEAN, SUM, Layout
+from tritonemb.kernels.layout import MEAN, SUM, Layout, TableRow
 from tritonemb.ops.accumulate import NOT_ACCUMULATING
 from tritonemb.types import seed_of
 
@@ -74,7 +74,10 @@ def _write_layout(lookups: Sequence[Lookup], tables: list[Node], pooled: bool, w
         [place[lookup.weight], column, lookup.dim, MEAN if lookup.mean and not divides_later(lookup) else SUM]
         for lookup, column in zip(lookups, columns, strict=False)
     ]
-    rows = [[first, *shape, seed] for first, shape, seed in zip(first_rows, shapes, seeds, strict=False)]
+    rows = [
+        TableRow(first, num_rows, dim, seed)
+        for first, (num_rows, dim), seed in zip(first_rows, shapes, seeds, strict=False)
+    ]
     layout = Layout(
         torch.tensor(rows, dtype=torch.int64, device=device),
         torch.tensor(uses, dtype=torch.int64, device=device),

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tritonemb.kernels.addresses import on_device
 from tritonemb.kernels.gradient_sums import sum_gradients_reference
-from tritonemb.kernels.layout import Layout
+from tritonemb.kernels.layout import TABLE_SIZE, Layout, TableRow
 from tritonemb.kernels.row_update import row_update_
 from tritonemb.optimizers import SGD
 
@@ -39,7 +39,8 @@ def bag_gradient_(
     if compact:
         num_rows, dim = out.shape
         groups = (torch.arange(groups[0].numel(), device=device), *groups[1:])
-        layout = layout._replace(tables=on_device([0, num_rows, dim, 0], device).view(1, 4), num_rows=num_rows)
+        tables = on_device(TableRow(0, num_rows, dim), device).view(1, TABLE_SIZE)
+        layout = layout._replace(tables=tables, num_rows=num_rows)
     step, skipped = torch.zeros(2, 1, dtype=torch.int64, device=device)
     row_update_(
         [out], [], step[0], skipped, torch.full((), -1.0, device=device), grad, offsets, sample_weights,

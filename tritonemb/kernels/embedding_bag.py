@@ -35,6 +35,7 @@ from tritonemb.kernels.floats import CODES, bits_of, last_at_most, narrow, point
 from tritonemb.kernels.language import cdiv, jit, lanes, launch, next_power_of_2, tl
 from tritonemb.kernels.layout import MEAN, NUM_ROWS, Layout, batch_size_of
 from tritonemb.kernels.row_groups import entries_reference
+from tritonemb.kernels.tables import num_rows_at
 
 MAX_BLOCK = 1024  # columns of a tile; wider rows take several
 VECTORS_IN_FLIGHT = 8  # 16-byte loads that a lane asks for before it adds the first
@@ -66,7 +67,7 @@ def _pool_kernel(
         # A dim of 64 bits would cost registers in every mask, and on AMD wide loads.
         dim = tl.multiple_of(tl.load(lookups + lookup * 4 + 2).to(tl.int32), STEP)
         mean = tl.load(lookups + lookup * 4 + 3) == 1
-        num_rows = tl.load(tables + table * 4 + 1)
+        num_rows = tl.load(num_rows_at(tables, table))
         rows = pointer_to(address, CODE, ALIGN)
 
         sample = (tl.program_id(0) % num_blocks) * BAGS + tl.arange(0, BAGS)
@@ -178,7 +179,7 @@ def _gather_kernel(
     address = tl.load(addresses + table)
     used = used & (address != 0)
     dim = tl.multiple_of(tl.load(lookups + lookup * 4 + 2, mask=used, other=0).to(tl.int32), STEP)
-    num_rows = tl.load(tables + table * 4 + 1)
+    num_rows = tl.load(num_rows_at(tables, table))
     row = tl.load(values + position, mask=live, other=0).to(tl.int64)
     inside = used & (row >= 0) & (row < num_rows)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -229,7 +230,7 @@ def _sample_weight_gradient_kernel(
         used = used & (position >= tl.load(offsets)) & (position < tl.load(offsets + num_keys * batch_size))
         table = tl.load(lookups + lookup * 4, mask=used, other=0)
         address = tl.load(addresses + table)
-        used = used & (address != 0) & (row >= 0) & (row < tl.load(tables + table * 4 + 1))
+        used = used & (address != 0) & (row >= 0) & (row < tl.load(num_rows_at(tables, table)))
         column = tl.multiple_of(tl.load(lookups + lookup * 4 + 1, mask=used, other=0), STEP)
         dim = tl.multiple_of(tl.load(lookups + lookup * 4 + 2, mask=used, other=0).to(tl.int32), STEP)
         mean = tl.load(lookups + lookup * 4 + 3, mask=used, other=0) == 1

@@ -22,6 +22,7 @@ from tritonemb.kernels.embedding_bag import scales_reference
 from tritonemb.kernels.floats import CODES, bits_of, last_at_most, widen
 from tritonemb.kernels.language import cdiv, jit, lanes, launch, tl
 from tritonemb.kernels.layout import COLUMN, FIRST_ROW, MEAN, NUM_ROWS, POOLING, TABLE, Layout, batch_size_of
+from tritonemb.kernels.tables import dim_at, table_of
 
 PIECE = 256  # positions of a row that are summed before they are added to the rest
 ENTRIES = 256  # entries of a program that places them
@@ -49,7 +50,7 @@ def _place_kernel(
     lookup = tl.load(key_starts + bag // batch_size)
     if multiplicity > 1:  # which of its key's lookups an entry is, its row tells
         group = last_at_most(starts, tl.load(num_groups).to(tl.int32), entry)
-        table = last_at_most(tables, num_tables, tl.load(rows + group), 4)
+        table = table_of(tables, num_tables, tl.load(rows + group))
         first = lookup
         for use in range(1, multiplicity):
             candidate = first + use
@@ -128,8 +129,8 @@ def _sum_pieces_kernel(
     for slot in range(2):
         group, begin, end, first, there = _find_piece(window, slot, starts, num_groups)
         if there:
-            table = last_at_most(tables, num_tables, tl.load(rows + group), 4)
-            dim = tl.zeros((1,), tl.int32) + tl.multiple_of(tl.load(tables + table * 4 + 2).to(tl.int32), STEP)
+            table = table_of(tables, num_tables, tl.load(rows + group))
+            dim = tl.zeros((1,), tl.int32) + tl.multiple_of(tl.load(dim_at(tables, table)).to(tl.int32), STEP)
             stop = tl.minimum(first + PIECE_SIZE, end)
             total = add_gradients(
                 tl.zeros((1, BLOCK), tl.float32), tl.zeros((1,), tl.int32) + first, tl.zeros((1,), tl.int32) + stop,

@@ -16,15 +16,37 @@ from torch import Tensor
 from tritonemb.types import TableConfig
 
 TABLE, COLUMN, DIM, POOLING = range(4)  # columns of `lookups`
-FIRST_ROW, NUM_ROWS, ROW_DIM, SEED = range(4)  # columns of `tables`
+FIRST_ROW, NUM_ROWS, ROW_DIM, SEED, ROW_ORIGIN, COLUMN_ORIGIN = range(6)  # columns of `tables`, a `TableRow` each
 SUM, MEAN = range(2)  # values of `lookups[:, POOLING]`
+ELEMENTS_PER_COUNTER = 8  # neighbours in a row of 16 bits that one random counter rounds
+
+
+class TableRow(NamedTuple):
+    """A row of `Layout.tables`.
+
+    Attributes:
+        first_row: linear row of the table's first.
+        num_rows, dim: its shape.
+        seed: of its stochastic rounding.
+        row_origin, column_origin: where its first row and column stand in the whole table that it is a part of.
+    """
+
+    first_row: int
+    num_rows: int
+    dim: int
+    seed: int = 0
+    row_origin: int = 0
+    column_origin: int = 0
+
+
+TABLE_SIZE = len(TableRow._fields)
 
 
 class Layout(NamedTuple):
     """What a batch's keys mean to a collection of `T` tables with `L` lookups; `K` keys in the batch.
 
     Attributes:
-        tables: int64 `[T, 4]`: first linear row, rows, dim, seed of stochastic rounding.
+        tables: int64 `[T, 6]`, a `TableRow` each.
         lookups: int64 `[L, 4]`, by key: table, first column of the output, dim, pooling.
         key_starts: int64 `[K + 1]`: the lookups of key `k` are `key_starts[k] … key_starts[k + 1] - 1`.
         table_names, feature_names: one a line; for error messages.
@@ -48,12 +70,22 @@ class Layout(NamedTuple):
 def make_layout(
     tables: Sequence[TableConfig], keys: Sequence[str], pooled: bool, device: torch.device | str | None = None
 ) -> Layout:
-    """Lay out `tables` over a batch with these `keys`; output columns follow the tables and their features in order."""
+    """Lay out `tables` over a batch with these `keys`; output columns follow the tables and their features in order.
+
+    Raises:
+        ValueError: for a part of a 16-bit table that begins in the middle of eight columns that round together.
+    """
     place = {key: index for index, key in enumerate(keys)}
     by_key: list[list[list[int]]] = [[] for _ in keys]
     table_rows, column, first_row = [], 0, 0
     for index, table in enumerate(tables):
-        table_rows.append([first_row, table.num_embeddings, table.embedding_dim, table.seed])
+        if table.dtype.itemsize == 2 and table.column_origin % ELEMENTS_PER_COUNTER:
+            raise ValueError(
+                f"table {table.name!r} begins with column {table.column_origin} of the whole table; tables of "
+                f"{table.dtype} may be cut at multiples of {ELEMENTS_PER_COUNTER} columns, which are rounded together"
+            )
+        shape = table.num_embeddings, table.embedding_dim
+        table_rows.append(TableRow(first_row, *shape, table.seed, table.row_origin, table.column_origin))
         first_row += table.num_embeddings
         for feature in table.feature_names:
             pooling = MEAN if table.pooling == "mean" else SUM
@@ -65,7 +97,7 @@ def make_layout(
     width = column if pooled else max(table.embedding_dim for table in tables)
     lookups = [use for uses in by_key for use in uses]
     return Layout(
-        torch.tensor(table_rows, dtype=torch.int64, device=device).reshape(-1, 4),
+        torch.tensor(table_rows, dtype=torch.int64, device=device).reshape(-1, TABLE_SIZE),
         torch.tensor(lookups, dtype=torch.int64, device=device).reshape(-1, 4),
         torch.tensor(key_starts, dtype=torch.int64, device=device),
         "\n".join(table.name for table in tables),

@@ -1,7 +1,8 @@
 """Narrowing float32 to 16 bits, to nearest or stochastically, and the counter-based random numbers for it.
 
-Philox-4x32-10 (Salmon et al., SC 2011) with key = the table's seed and counter = (element // 8, row, row >> 32, step):
-the bits that round an element depend on nothing else. Element `j` takes word `j % 8 // 2`, its low half if `j` is even.
+Philox-4x32-10 (Salmon et al., SC 2011) with key = the table's seed and counter = (column // 8, row, row >> 32, step):
+the bits that round an element depend on nothing else. Column `j` takes word `j % 8 // 2`, its low half if `j` is even.
+Rows and columns are those of the whole table, so a table that is a part of another rounds as the whole one would.
 Finite values stay finite: they saturate at the largest one.
 """
 
@@ -11,18 +12,19 @@ import torch
 from torch import Tensor
 
 from tritonemb.kernels.floats import BFLOAT16, narrow
-from tritonemb.kernels.language import jit, tl
+from tritonemb.kernels.language import cdiv, jit, tl
+from tritonemb.kernels.layout import ELEMENTS_PER_COUNTER
 
 _MASK32 = 0xFFFFFFFF
 
 
 @jit
-def random16(seed, row, step, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """int32 `[ROWS, BLOCK]` in [0, 2^16): noise of the first BLOCK ≥ 8 elements of rows `row` int64 `[ROWS]`.
+def random16(seed, row, column, step, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """int32 `[ROWS, BLOCK]` in [0, 2^16): noise of BLOCK ≥ 8 elements of rows `row` from columns `column` on.
 
-    `step` is one for all rows, or `[ROWS]`.
+    `row` and `column` are int64 `[ROWS]`, columns multiples of 8; `step` is one for all rows, or `[ROWS]`.
     """
-    counter = tl.zeros((ROWS, BLOCK // 8), tl.int32) + tl.arange(0, BLOCK // 8)[None, :]
+    counter = (column >> 3).to(tl.int32)[:, None] + tl.arange(0, BLOCK // 8)[None, :]
     low, high = counter * 0 + row.to(tl.int32)[:, None], counter * 0 + (row >> 32).to(tl.int32)[:, None]
     steps = step.to(tl.int32)
     if step.type.is_block():
@@ -52,10 +54,13 @@ def narrow_stochastic(values, noise, CODE: tl.constexpr):
     return tl.where(magnitude < 0x7F800000, rounded, narrow(values, CODE))
 
 
-def random16_reference(seed: int, rows: Tensor, step: int, dim: int) -> Tensor:
-    """int64 `[R, dim]` in [0, 2^16): the noise of each element of the table's rows `rows` (int64 `[R]`)."""
-    num_counters = (dim + 7) // 8
-    c0 = torch.arange(num_counters, device=rows.device).expand(rows.numel(), -1)
+def random16_reference(seed: int, rows: Tensor, step: int, dim: int, column: int = 0) -> Tensor:
+    """int64 `[R, dim]` in [0, 2^16): the noise of the table's rows `rows` (int64 `[R]`) from column `column` on.
+
+    `column` is a multiple of 8.
+    """
+    num_counters = cdiv(dim, ELEMENTS_PER_COUNTER)
+    c0 = (column // ELEMENTS_PER_COUNTER + torch.arange(num_counters, device=rows.device)).expand(rows.numel(), -1)
     c1, c2 = (rows & _MASK32).unsqueeze(1).expand_as(c0), (rows >> 32).unsqueeze(1).expand_as(c0)
     c3 = torch.full_like(c0, step & _MASK32)
     k0, k1 = seed & _MASK32, seed >> 32

@@ -23,6 +23,7 @@ from tritonemb.kernels.floats import last_at_most
 from tritonemb.kernels.language import cdiv, jit, launch, tl
 from tritonemb.kernels.layout import FIRST_ROW, NUM_ROWS, TABLE, Layout, batch_size_of
 from tritonemb.kernels.radix_sort import radix_sort
+from tritonemb.kernels.tables import first_row_at, num_rows_at
 
 BLOCK = 1024  # entries of a program
 
@@ -43,8 +44,8 @@ def _linear_rows_kernel(
     live = live & (lookup < tl.load(key_starts + key + 1))
     table = tl.load(lookups + lookup * 4, mask=live, other=0)
     row = tl.load(values + position, mask=live, other=-1).to(tl.int64)
-    inside = live & (row >= 0) & (row < tl.load(tables + table * 4 + 1))
-    linear = tl.where(inside, tl.load(tables + table * 4) + row, total_rows)
+    inside = live & (row >= 0) & (row < tl.load(num_rows_at(tables, table)))
+    linear = tl.where(inside, tl.load(first_row_at(tables, table), mask=inside, other=0) + row, total_rows)
     tl.store(keys + entry, linear.to(keys.dtype.element_ty), mask=entry < num_entries)
 
 

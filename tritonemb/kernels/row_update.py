@@ -19,7 +19,7 @@ from tritonemb.kernels import errors
 from tritonemb.kernels.addresses import on_device
 from tritonemb.kernels.embedding_bag import alignment_of, by_dtype
 from tritonemb.kernels.error_word import BAD_GRADIENT, error_word, names_of, poll, report
-from tritonemb.kernels.floats import CODES, FLOAT32, last_at_most, narrow, pointer_to, widen
+from tritonemb.kernels.floats import CODES, FLOAT32, narrow, pointer_to, widen
 from tritonemb.kernels.gradient_sums import (
     PIECE_SIZE,
     add_gradients,
@@ -29,7 +29,7 @@ from tritonemb.kernels.gradient_sums import (
     warps_for,
 )
 from tritonemb.kernels.language import cdiv, jit, lanes, launch, next_power_of_2, num_programs, tl
-from tritonemb.kernels.layout import FIRST_ROW, SEED, Layout, batch_size_of
+from tritonemb.kernels.layout import COLUMN_ORIGIN, FIRST_ROW, ROW_ORIGIN, SEED, Layout, batch_size_of
 from tritonemb.kernels.optimizers import constants_of, step_reference, step_rows
 from tritonemb.kernels.rounding import (
     narrow_reference,
@@ -38,6 +38,7 @@ from tritonemb.kernels.rounding import (
     random16,
     random16_reference,
 )
+from tritonemb.kernels.tables import column_origin_at, dim_at, first_row_at, row_origin_at, seed_at, table_of
 from tritonemb.optimizers import KINDS, OPTIMIZERS, Adam, Hyperparameters, NonFinite
 
 NONFINITE_MODES = get_args(NonFinite)
@@ -87,8 +88,8 @@ def _update_kernel(
         if found != NO_ROW:
             count = 0
             if tl.program_id(0) == 0:
-                table = last_at_most(tables, num_tables, found, 4)
-                where = found - tl.load(tables + table * 4)
+                table = table_of(tables, num_tables, found)
+                where = found - tl.load(first_row_at(tables, table))
                 report(lock, record, BAD_GRADIENT, names, where, where, table, where, where, where)
     lr = tl.load(learning_rate)
     now = tl.load(step) + 1
@@ -96,14 +97,14 @@ def _update_kernel(
     for tile in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
         group = tile * ROWS + tl.arange(0, ROWS)
         linear = tl.load(rows + group, mask=group < count, other=0)
-        table = last_at_most(tables, num_tables, linear, 4)
+        table = table_of(tables, num_tables, linear)
         address = tl.load(addresses + table)
         ours = (group < count) & (address != 0)
         first = tl.load(starts + group, mask=ours, other=0)
         stop = tl.load(starts + group + 1, mask=ours, other=0)
-        row = linear - tl.load(tables + table * 4)
+        row = linear - tl.load(first_row_at(tables, table))
         # A dim of 64 bits would cost registers in every mask, and on AMD wide loads.
-        dim = tl.multiple_of(tl.load(tables + table * 4 + 2, mask=ours, other=0).to(tl.int32), STEP)
+        dim = tl.multiple_of(tl.load(dim_at(tables, table), mask=ours, other=0).to(tl.int32), STEP)
         mask = columns[None, :] < dim[:, None]
         long = stop - first > PIECE_SIZE
         g = add_gradients(
@@ -141,11 +142,14 @@ def _update_kernel(
                 ROWS, BLOCK,
             )  # fmt: skip
             if STOCHASTIC:
-                seed = tl.load(tables + table * 4 + 3)
                 row_step = now
                 if OWN_STEP:
                     row_step = tl.load(step + table) + 1
-                bits = narrow_stochastic(w, random16(seed, row, row_step, ROWS, BLOCK), CODE)
+                noise = random16(
+                    tl.load(seed_at(tables, table)), row + tl.load(row_origin_at(tables, table)),
+                    tl.load(column_origin_at(tables, table)), row_step, ROWS, BLOCK,
+                )  # fmt: skip
+                bits = narrow_stochastic(w, noise, CODE)
             else:
                 bits = narrow(w, CODE)
             tl.store(weights, bits, mask=mask)
@@ -285,14 +289,16 @@ def row_update_reference_(
         row = weight[mine].to(gradient.dtype)
         lr = learning_rate.to(gradient.dtype)
         row, row_states = step_reference(optimizer, row, row_states, gradient, lr, steps[table], h)
-        weight[mine] = _narrow(row, weight.dtype, int(layout.tables[table, SEED]), mine, steps[table], h)
+        weight[mine] = _narrow(row, weight.dtype, layout.tables[table], mine, steps[table], h)
         for state, new in zip(table_states, row_states, strict=True):
             state.view(state.shape[0], -1)[mine] = new.to(state.dtype)
 
 
-def _narrow(row: Tensor, dtype: torch.dtype, seed: int, rows: Tensor, step: int, h: Hyperparameters) -> Tensor:
+def _narrow(row: Tensor, dtype: torch.dtype, table: Tensor, rows: Tensor, step: int, h: Hyperparameters) -> Tensor:
     if dtype not in (torch.float16, torch.bfloat16):
         return row.to(dtype)
     if not h.stochastic_rounding:
         return narrow_reference(row, dtype)
-    return narrow_stochastic_reference(row, dtype, random16_reference(seed, rows, step, row.shape[1]))
+    seed, row_origin, column_origin = table[[SEED, ROW_ORIGIN, COLUMN_ORIGIN]].tolist()
+    noise = random16_reference(seed, rows + row_origin, step, row.shape[1], column_origin)
+    return narrow_stochastic_reference(row, dtype, noise)

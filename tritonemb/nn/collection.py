@@ -169,7 +169,7 @@ class Collection(nn.Module):
 
     def group(self, features: Features) -> ops.RowGroups:
         """The distinct rows of a batch, from its ids alone; may be computed ahead and given to `forward`."""
-        keys, values, offsets, _ = _parts(features)
+        keys, values, offsets, _ = parts_of(features)
         return ops.row_groups(values, offsets, self.layout(keys, values.device))
 
     def layout(self, keys: Sequence[str], device: torch.device) -> Layout:
@@ -189,13 +189,13 @@ class Collection(nn.Module):
 
     def look_up(self, features: Features, groups: ops.RowGroups | None) -> Tensor:
         """The op behind `forward`: `[B, width]` if pooled, else `[N, width]`."""
-        keys, values, offsets, sample_weights = _parts(features)
+        keys, values, offsets, sample_weights = parts_of(features)
         layout = self.layout(keys, values.device)
         weights: list[Tensor] = [table.weight for table in self.tables]
-        check_bounds, dtype = self.bounds_check == "raise", self._dtype(weights)
+        check_bounds, dtype = self.bounds_check == "raise", self.dtype_of(weights)
         if self.optimizer is None or not torch.is_grad_enabled():
             return ops.embedding_bag(weights, values, offsets, sample_weights, layout, check_bounds, dtype)
-        refuse_data_parallel(self.configs[0].name)
+        self._refuse_replicas()
         self._check_trainable(weights)
         if self._accumulating:
             self._remember_keys(keys)
@@ -208,7 +208,10 @@ class Collection(nn.Module):
             self._fused(weights), values, offsets, sample_weights, groups, layout, check_bounds, dtype
         )
 
-    def _dtype(self, weights: list[Tensor]) -> torch.dtype:
+    def _refuse_replicas(self) -> None:
+        refuse_data_parallel(self.configs[0].name)
+
+    def dtype_of(self, weights: list[Tensor]) -> torch.dtype:
         if self.output_dtype is not None:
             return self.output_dtype
         dtypes = {weight.dtype for weight in weights}
@@ -262,11 +265,25 @@ class Collection(nn.Module):
                 ]
             )
             grad = grad[order.values()]
+        self._step(
+            grad, stacked.values(), stacked.offsets(), stacked.weights_or_none(), layout,
+            ops.row_groups(stacked.values(), stacked.offsets(), layout),
+        )  # fmt: skip
+
+    def _step(
+        self,
+        grad: Tensor,
+        values: Tensor,
+        offsets: Tensor,
+        sample_weights: Tensor | None,
+        layout: Layout,
+        groups: ops.RowGroups,
+    ) -> None:
+        """One step of the optimizer on the rows of a batch."""
         fused = self._fused([table.weight for table in self.tables])
         ops.row_update_(
-            fused.weights, fused.states, fused.steps, fused.skipped, fused.learning_rate, grad, stacked.offsets(),
-            stacked.weights_or_none(), fused.optimizer, fused.hyperparameters,
-            ops.row_groups(stacked.values(), stacked.offsets(), layout), layout,
+            fused.weights, fused.states, fused.steps, fused.skipped, fused.learning_rate, grad, offsets,
+            sample_weights, fused.optimizer, fused.hyperparameters, groups, layout,
         )  # fmt: skip
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -289,7 +306,7 @@ class Collection(nn.Module):
         return {**self.__dict__, "_fused_optimizer": None, "_layouts": {}}
 
 
-def _parts(features: Features) -> tuple[list[str], Tensor, Tensor, Tensor | None]:
+def parts_of(features: Features) -> tuple[list[str], Tensor, Tensor, Tensor | None]:
     for method in ("keys", "values", "offsets", "weights_or_none"):
         if not callable(getattr(features, method, None)):
             raise TypeError(f"expected a KeyedJaggedTensor, got {type(features).__name__}, which has no {method}()")

@@ -21,7 +21,8 @@ from tritonemb import ops
 from tritonemb.kernels.errors import gradient_not_finite
 from tritonemb.nn.fused_optimizer import FusedOptimizer
 from tritonemb.ops.accumulate import gathering
-from tritonemb.ops.bag import Bags, BagTable, layout_of
+from tritonemb.ops.bag import Bags
+from tritonemb.ops.bag_kernels import BagTable, layout_of
 from tritonemb.optimizers import Constants, Hyperparameters, NonFinite, Optimizer
 
 NONFINITE_MODES = get_args(NonFinite)
@@ -214,9 +215,7 @@ def _refuse_bad(gradients: list[ops.BagGradient]) -> None:
 def _update(gradients: list[ops.BagGradient]) -> None:
     first = gradients[0]
     pooled, device, dim = first.bags.pooled, first.grad.device, 1 if first.bags.pooled else 0
-    described = tuple(
-        BagTable(g.table.weight.shape[0], g.table.weight.shape[1], g.bags.mean, g.table.name) for g in gradients
-    )
+    described = tuple(BagTable.of(g.table.weight, g.bags.mean, g.table.name) for g in gradients)
     layout = layout_of(described, pooled, device)
     values, offsets = _one_batch(gradients)
     grads = [gradient.grad for gradient in gradients]

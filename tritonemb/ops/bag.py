@@ -10,17 +10,15 @@ An id below zero is a position that takes no part, where ids are not checked (`d
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.layout import SEED, Layout, make_layout
-from tritonemb.ops.registry import REFERENCE, choose, kernel, plain_eager
-from tritonemb.ops.row_groups import RowGroups
-from tritonemb.types import TableConfig, seed_of
+import tritonemb.ops.bag_ops  # noqa: F401  it registers what is called where something is traced
+from tritonemb.ops import bag_kernels
+from tritonemb.ops.registry import plain_eager
 
 
 class Bags(NamedTuple):
@@ -89,7 +87,8 @@ def drop_padding(values: Tensor, offsets: Tensor, padding_idx: int, num_rows: in
     Raises:
         RuntimeError: for an id out of range, as `bag` does.
     """
-    run: Callable[..., Tensor] = _drop_padding_now if _at_once(values, offsets) else torch.ops.tritonemb.drop_padding
+    now = _at_once(values, offsets)
+    run: Callable[..., Tensor] = bag_kernels.drop_padding if now else torch.ops.tritonemb.drop_padding
     return run(values, offsets, padding_idx, num_rows)
 
 
@@ -173,7 +172,7 @@ class _SparseGradient(torch.autograd.Function):
         grad: Tensor, sample_weights: Tensor | None, values: Tensor, offsets: Tensor, pooled: bool, mean: bool,
         num_rows: int, dtype: torch.dtype,
     ) -> Tensor:  # fmt: skip
-        return _sparse_gradient(grad, values, offsets, sample_weights, num_rows, pooled, mean, dtype)
+        return bag_kernels.derive_weight_sparsely(grad, values, offsets, sample_weights, num_rows, pooled, mean, dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -219,7 +218,7 @@ def _pool(
     checked: bool, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     if _at_once(weight, values, offsets, sample_weights):
-        return look_up(weight, values, offsets, sample_weights, pooled, mean, checked, dtype)
+        return bag_kernels.look_up(weight, values, offsets, sample_weights, pooled, mean, checked, dtype)
     return torch.ops.tritonemb.bag(weight, values, offsets, sample_weights, None, pooled, mean, checked, dtype)
 
 
@@ -228,7 +227,7 @@ def _gradient(
     mean: bool, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     now = _at_once(grad, values, offsets, sample_weights)
-    run: Callable[..., Tensor] = _gradient_now if now else torch.ops.tritonemb.bag_gradient
+    run: Callable[..., Tensor] = bag_kernels.derive_weight if now else torch.ops.tritonemb.bag_gradient
     return run(grad, values, offsets, sample_weights, num_rows, pooled, mean, dtype)
 
 
@@ -236,253 +235,7 @@ def _sample_weight_gradient(
     grad: Tensor, weight: Tensor, values: Tensor, offsets: Tensor, pooled: bool, mean: bool, dtype: torch.dtype
 ) -> Tensor:
     now = _at_once(grad, weight, values, offsets)
-    run: Callable[..., Tensor] = derive_sample_weights if now else torch.ops.tritonemb.bag_sample_weight_gradient
-    return run(grad, weight, values, offsets, pooled, mean, dtype)
-
-
-class BagTable(NamedTuple):
-    """A table as its lookups see it, and a name for error messages, which also seeds its stochastic rounding."""
-
-    num_rows: int
-    dim: int
-    mean: bool = False
-    name: str = "weight"
-
-
-@functools.lru_cache(maxsize=1024)
-def layout_of(tables: tuple[BagTable, ...], pooled: bool, device: torch.device) -> Layout:
-    """Of one key for each table; kept, so that nothing is sent to the device again."""
-    configs = [
-        TableConfig(f"{place}", table.num_rows, table.dim, pooling="mean" if table.mean else "sum")
-        for place, table in enumerate(tables)
-    ]
-    names = "\n".join(table.name for table in tables)
-    with torch.inference_mode(False):
-        layout = make_layout(configs, [config.name for config in configs], pooled)
-        layout.tables[:, SEED] = torch.tensor([seed_of(table.name) for table in tables])
-        return layout._replace(
-            tables=layout.tables.to(device),
-            lookups=layout.lookups.to(device),
-            key_starts=layout.key_starts.to(device),
-            table_names=names,
-            feature_names=names,
-        )
-
-
-def _layout(weight_shape: tuple[int, ...], pooled: bool, mean: bool, device: torch.device) -> Layout:
-    num_rows, dim = weight_shape
-    return layout_of((BagTable(num_rows, dim, mean),), pooled, device)
-
-
-def look_up(
-    weight: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None, pooled: bool, mean: bool,
-    checked: bool, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    layout = _layout(weight.shape, pooled, mean, values.device)
-    look_up, serving = (
-        kernel("embedding_bag", values.device, [weight]),
-        choose("embedding_bag", values.device, [weight]),
+    run: Callable[..., Tensor] = (
+        bag_kernels.derive_sample_weights if now else torch.ops.tritonemb.bag_sample_weight_gradient
     )
-    if serving == REFERENCE:
-        _check_offsets(values, offsets)
-    try:
-        if serving == "cpu" and not pooled and checked and sample_weights is None and dtype == weight.dtype:
-            return weight.index_select(0, values)  # rows as they are: PyTorch copies them as well as anyone
-        return look_up([weight], values, offsets, sample_weights, layout, checked, dtype)
-    except (ValueError, IndexError) as error:
-        raise explained(error, values, weight.shape[0], pooled) from None
-
-
-def _check_offsets(values: Tensor, offsets: Tensor) -> None:
-    """What a reference takes for granted, and kernels find out by themselves."""
-    first, last, num_values = int(offsets[0]), int(offsets[-1]), values.shape[0]
-    if first != 0 or last != num_values or bool((offsets.diff() < 0).any()):
-        raise RuntimeError(f"offsets must ascend from 0 to {num_values}, the number of ids; got {first} to {last}")
-
-
-def explained(error: Exception, values: Tensor, num_rows: int, pooled: bool) -> Exception:
-    """What a CPU kernel found wrong with a batch, as the exception that PyTorch's module raises for it.
-
-    On a GPU the finding may be another module's, and stays as it is.
-    """
-    if values.device.type != "cpu":
-        return error
-    kind = RuntimeError if pooled else IndexError
-    bad = ((values < 0) | (values >= num_rows)).nonzero()
-    if not bad.numel():
-        return kind(str(error))
-    place = int(bad[0])
-    return kind(f"input[{place}] is {int(values[place])}, which is out of range; valid ids are 0 to {num_rows - 1}")
-
-
-def _drop_padding_now(values: Tensor, offsets: Tensor, padding_idx: int, num_rows: int) -> Tensor:
-    layout = _layout((num_rows, 1), True, False, values.device)
-    try:
-        return kernel("drop_padding", values.device)(values, offsets, padding_idx, layout)
-    except ValueError as error:
-        raise explained(error, values, num_rows, True) from None
-
-
-def _grouped(
-    grad: Tensor, values: Tensor, offsets: Tensor, num_rows: int, pooled: bool, mean: bool
-) -> tuple[RowGroups, Layout]:
-    if values.shape[0] >= 2**31:
-        raise ValueError(f"one call may look up at most {2**31 - 1} ids, got {values.shape[0]}")
-    layout = _layout((num_rows, grad.shape[1]), pooled, mean, values.device)
-    return RowGroups(*kernel("row_groups", values.device)(values, offsets, layout)), layout
-
-
-def _zeros(grad: Tensor, num_rows: int) -> Tensor:
-    """What sums are written into."""
-    dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
-    return grad.new_zeros(num_rows, grad.shape[1], dtype=dtype)
-
-
-def _gradient_now(
-    grad: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None, num_rows: int, pooled: bool,
-    mean: bool, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    groups, layout = _grouped(grad, values, offsets, num_rows, pooled, mean)
-    out = _zeros(grad, num_rows)
-    kernel("bag_gradient_", out.device, [out])(out, grad, offsets, sample_weights, groups, layout, False)
-    return out.to(dtype)
-
-
-def _sparse_gradient(
-    grad: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None, num_rows: int, pooled: bool,
-    mean: bool, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    """The gradient of a table as a sparse COO tensor `[num_rows, dim]`, rows ascending.
-
-    On the CPU it is coalesced: one entry for each distinct row. On a GPU nobody may wait for the number of distinct
-    rows, so there are as many entries as values; those behind the last distinct row repeat it, with zeros.
-    """
-    groups, layout = _grouped(grad, values, offsets, num_rows, pooled, mean)
-    exact = grad.device.type == "cpu"
-    count = int(groups.num_groups) if exact else values.shape[0]
-    out = _zeros(grad, count)
-    kernel("bag_gradient_", out.device, [out])(out, grad, offsets, sample_weights, groups, layout, True)
-    rows = groups.rows[:count].clone() if exact else places_of(groups)
-    shape = (num_rows, grad.shape[1])
-    return torch.sparse_coo_tensor(rows.unsqueeze(0), out.to(dtype), shape, check_invariants=False, is_coalesced=exact)
-
-
-def places_of(groups: RowGroups) -> Tensor:
-    """int64 `[N]`: the distinct rows, then the last of them again and again; row 0 if there is none."""
-    rows = groups.rows
-    if rows.numel() == 0:
-        return rows
-    behind = torch.arange(rows.numel(), device=rows.device) >= groups.num_groups
-    return rows.minimum(rows.masked_fill(behind, 0).amax())
-
-
-def derive_sample_weights(
-    grad: Tensor, weight: Tensor, values: Tensor, offsets: Tensor, pooled: bool, mean: bool, dtype: torch.dtype
-) -> Tensor:
-    layout = _layout(weight.shape, pooled, mean, values.device)
-    dots = kernel("sample_weight_gradient", grad.device, [weight])
-    return dots([weight.contiguous()], values, offsets, grad, layout).to(dtype)
-
-
-_BATCH = "Tensor values, Tensor offsets, Tensor? sample_weights"
-
-
-@torch.library.custom_op(
-    "tritonemb::bag",
-    mutates_args=(),
-    schema=f"(Tensor weight, {_BATCH}, Tensor? trained, bool pooled, bool mean, bool checked, ScalarType dtype) "
-    "-> Tensor",
-)
-def _bag(
-    weight: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None, trained: Tensor | None,
-    pooled: bool, mean: bool, checked: bool, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    return look_up(weight, values, offsets, sample_weights, pooled, mean, checked, dtype)
-
-
-@_bag.register_fake
-def _(
-    weight: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None, trained: Tensor | None,
-    pooled: bool, mean: bool, checked: bool, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    return empty_output(weight, values, offsets, pooled, dtype)
-
-
-def empty_output(weight: Tensor, values: Tensor, offsets: Tensor, pooled: bool, dtype: torch.dtype) -> Tensor:
-    """The shape of a lookup's result."""
-    num_rows = offsets.shape[0] - 1 if pooled else values.shape[0]
-    return weight.new_empty(num_rows, weight.shape[1], dtype=dtype)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    weight, values, offsets, sample_weights, trained, ctx.pooled, ctx.mean, _, _ = inputs
-    ctx.num_rows, ctx.dtype = weight.shape[0], weight.dtype
-    needed = weight if sample_weights is not None and ctx.needs_input_grad[3] else None
-    ctx.save_for_backward(needed, values if trained is None else trained, offsets, sample_weights)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """As that of `_Lookup`, for what is traced: once differentiable."""
-    weight, values, offsets, sample_weights = ctx.saved_tensors
-    ops, by_weight, by_sample_weight = torch.ops.tritonemb, None, None
-    if ctx.needs_input_grad[0]:
-        by_weight = ops.bag_gradient(
-            grad, values, offsets, sample_weights, ctx.num_rows, ctx.pooled, ctx.mean, ctx.dtype
-        )
-    if weight is not None:
-        by_sample_weight = ops.bag_sample_weight_gradient(
-            grad, weight, values, offsets, ctx.pooled, ctx.mean, sample_weights.dtype
-        )
-    return by_weight, None, None, by_sample_weight, *[None] * 5
-
-
-_bag.register_autograd(_backward, setup_context=_save)
-
-
-@torch.library.custom_op("tritonemb::drop_padding", mutates_args=())
-def _drop_padding(values: Tensor, offsets: Tensor, padding_idx: int, num_rows: int) -> Tensor:
-    return _drop_padding_now(values, offsets, padding_idx, num_rows)
-
-
-@_drop_padding.register_fake
-def _(values: Tensor, offsets: Tensor, padding_idx: int, num_rows: int) -> Tensor:
-    return torch.empty_like(values)
-
-
-@torch.library.custom_op(
-    "tritonemb::bag_gradient",
-    mutates_args=(),
-    schema=f"(Tensor grad, {_BATCH}, SymInt num_rows, bool pooled, bool mean, ScalarType dtype) -> Tensor",
-)
-def _bag_gradient(
-    grad: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None, num_rows: int, pooled: bool,
-    mean: bool, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    return _gradient_now(grad, values, offsets, sample_weights, num_rows, pooled, mean, dtype)
-
-
-@_bag_gradient.register_fake
-def _(
-    grad: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None, num_rows: int, pooled: bool,
-    mean: bool, dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    return grad.new_empty(num_rows, grad.shape[1], dtype=dtype)
-
-
-@torch.library.custom_op(
-    "tritonemb::bag_sample_weight_gradient",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor weight, Tensor values, Tensor offsets, bool pooled, bool mean, ScalarType dtype) "
-    "-> Tensor",
-)
-def _bag_sample_weight_gradient(
-    grad: Tensor, weight: Tensor, values: Tensor, offsets: Tensor, pooled: bool, mean: bool, dtype: torch.dtype
-) -> Tensor:
-    return derive_sample_weights(grad, weight, values, offsets, pooled, mean, dtype)
-
-
-@_bag_sample_weight_gradient.register_fake
-def _(
-    grad: Tensor, weight: Tensor, values: Tensor, offsets: Tensor, pooled: bool, mean: bool, dtype: torch.dtype
-) -> Tensor:
-    return values.new_empty(values.shape[0], dtype=dtype)
+    return run(grad, weight, values, offsets, pooled, mean, dtype)

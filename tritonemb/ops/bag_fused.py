@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from tritonemb.ops.accumulate import check_not_gathering
-from tritonemb.ops.bag import Bags, BagTable, derive_sample_weights, empty_output, layout_of, look_up
+from tritonemb.ops.bag import Bags
+from tritonemb.ops.bag_kernels import BagTable, derive_sample_weights, layout_of, look_up
+from tritonemb.ops.bag_ops import empty_output
 from tritonemb.ops.registry import kernel, plain_eager
 from tritonemb.ops.row_groups import RowGroups, check_ids
-
-_BATCH = "Tensor values, Tensor offsets, Tensor? sample_weights"
+from tritonemb.ops.schema import BATCH
 
 
 class FusedTable(NamedTuple):
@@ -116,13 +117,13 @@ def _versions(*tensors: Tensor | None) -> list[int]:
     "tritonemb::bag_fused",
     mutates_args=(),
     schema="(Tensor weight, Tensor[] states, Tensor step, Tensor skipped, Tensor learning_rate, str optimizer, "
-    f"float[] hyperparameters, str name, {_BATCH}, Tensor? trained, bool pooled, bool mean, bool checked, "
+    f"float[] hyperparameters, str name, {BATCH}, Tensor? trained, bool pooled, bool mean, bool checked, "
     "ScalarType dtype) -> Tensor",
 )
 def _bag_fused(weight: Tensor, *rest: Any) -> Tensor:
     check_not_gathering(rest[3])
     name, values, offsets, sample_weights, _, pooled, mean, checked, dtype = rest[6:]
-    layout = layout_of((BagTable(weight.shape[0], weight.shape[1], mean, name),), pooled, values.device)
+    layout = layout_of((BagTable.of(weight, mean, name),), pooled, values.device)
     return kernel("embedding_bag", values.device, [weight])(
         [weight], values, offsets, sample_weights, layout, checked, dtype
     )
@@ -161,7 +162,7 @@ _bag_fused.register_autograd(_backward, setup_context=_save)
     "tritonemb::bag_update_",
     mutates_args=("weight", "states", "step", "skipped"),
     schema="(Tensor(a!) weight, Tensor(b!)[] states, Tensor(c!) step, Tensor(d!) skipped, Tensor learning_rate, "
-    f"Tensor grad, {_BATCH}, str optimizer, float[] hyperparameters, str name, bool pooled, bool mean) "
+    f"Tensor grad, {BATCH}, str optimizer, float[] hyperparameters, str name, bool pooled, bool mean) "
     "-> ()",
 )
 def _bag_update_(
@@ -169,7 +170,7 @@ def _bag_update_(
     values: Tensor, offsets: Tensor, sample_weights: Tensor | None, optimizer: str, hyperparameters: list[float],
     name: str, pooled: bool, mean: bool,
 ) -> None:  # fmt: skip
-    layout = layout_of((BagTable(weight.shape[0], weight.shape[1], mean, name),), pooled, values.device)
+    layout = layout_of((BagTable.of(weight, mean, name),), pooled, values.device)
     groups = RowGroups(*kernel("row_groups", values.device)(values, offsets, layout))
     kernel("row_update_", grad.device, [weight])(
         [weight], states, step, skipped, learning_rate, grad, offsets, sample_weights, optimizer, hyperparameters,

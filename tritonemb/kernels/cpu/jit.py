@@ -1,7 +1,8 @@
 """How CPU kernels are compiled: Numba, without the GIL, cached on disk.
 
 Numba's own cache looks at one source file only, so a kernel would stay stale when a helper in another file changes.
-Here the cache's folder is named after a hash of all kernel sources. `TRITONEMB_CACHE_DIR` moves it.
+Here the cache's folder is named after a hash of all kernel sources, and of the files whose constants are compiled in.
+`TRITONEMB_CACHE_DIR` moves it.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ def cache_dir() -> Path:
 @functools.cache
 def _kernel_cache_dir() -> Path:
     digest = hashlib.sha256(f"{numba.__version__} {sys.version}".encode())
-    for source in sorted(Path(__file__).parent.glob("*.py")):
+    here, kernels, package = Path(__file__).parents[:3]
+    for source in (*sorted(here.glob("*.py")), kernels / "layout.py", package / "optimizers.py"):
         digest.update(source.read_bytes())
     folder = cache_dir() / "kernels" / digest.hexdigest()[:16]
     try:

@@ -13,8 +13,8 @@ from tritonemb.kernels.cpu.memory import (
     float32_from_bits,
     float32_to_float16,
 )
+from tritonemb.kernels.layout import ELEMENTS_PER_COUNTER
 
-ELEMENTS_PER_COUNTER = 8
 _MASK32 = np.uint64(0xFFFFFFFF)
 _MULTIPLIER_0, _MULTIPLIER_1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _WEYL_0, _WEYL_1 = np.uint32(0x9E3779B9), np.uint32(0xBB67AE85)
@@ -23,10 +23,10 @@ _MIN_NORMAL_FLOAT16 = np.float32(2.0**-14)
 
 
 @inlined
-def fill_random(words, seed, row, step):
-    """Philox words for the elements of one row; `words` uint32 [4 * counters]."""
+def fill_random(words, seed, row, column, step):
+    """Philox words for the elements of one row from `column` on, a multiple of 8; `words` uint32 [4 * counters]."""
     for counter in range(words.size // 4):
-        c0, c1 = np.uint32(counter), np.uint32(row & 0xFFFFFFFF)
+        c0, c1 = np.uint32(column // ELEMENTS_PER_COUNTER + counter), np.uint32(row & 0xFFFFFFFF)
         c2, c3 = np.uint32(row >> 32), np.uint32(step & 0xFFFFFFFF)
         k0, k1 = np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32)
         for _ in range(10):

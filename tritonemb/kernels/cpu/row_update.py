@@ -16,20 +16,17 @@ from tritonemb.kernels.cpu.jit import called, compiled, inlined
 from tritonemb.kernels.cpu.memory import FLOAT32, element_size, float32_row, prefetch, uint16_row
 from tritonemb.kernels.cpu.optimizers import MAX_GRADIENT, NONFINITE, STOCHASTIC_ROUNDING, apply
 from tritonemb.kernels.cpu.parallel import run_tasks
-from tritonemb.kernels.cpu.rounding import (
-    ELEMENTS_PER_COUNTER,
-    fill_random,
-    narrow_row,
-    narrow_row_stochastic,
-    widen_row,
-)
+from tritonemb.kernels.cpu.rounding import fill_random, narrow_row, narrow_row_stochastic, widen_row
 from tritonemb.kernels.cpu.simd import sum_float32_rows
 from tritonemb.kernels.layout import (
     COLUMN,
+    COLUMN_ORIGIN,
+    ELEMENTS_PER_COUNTER,
     FIRST_ROW,
     MEAN,
     POOLING,
     ROW_DIM,
+    ROW_ORIGIN,
     SEED,
     Layout,
     batch_size_of,
@@ -132,11 +129,11 @@ def _update_rows(
         if first >= last:
             continue
         step = steps[table]
-        origin, dim, dtype, base = tables[table, FIRST_ROW], tables[table, ROW_DIM], dtypes[table], addresses[table]
+        first_row, dim, dtype, base = tables[table, FIRST_ROW], tables[table, ROW_DIM], dtypes[table], addresses[table]
         row_bytes = dim * element_size(dtype)
         state_bytes = (4 * dim if per_element[0] else 4, 4 * dim if per_element[1] else 4)
         for group in range(first, min(first + AHEAD, last)):
-            _ask_for_row(rows[group] - origin, table, base, row_bytes, states, state_bytes)
+            _ask_for_row(rows[group] - first_row, table, base, row_bytes, states, state_bytes)
         first_entry, num_entries = np.int64(starts[first]), np.int64(starts[last] - starts[first])
         gradients, scales = gradients_room[:num_entries], scales_room[: num_entries if scaled else 0]
         positions = order[first_entry : first_entry + num_entries]
@@ -147,9 +144,9 @@ def _update_rows(
         if scaled:
             _find_scales(positions, uses_here, lookups, key_of, batch_size, offsets, bags, sample_weights, scales)
         for group in range(first, last):
-            row = rows[group] - origin
+            row = rows[group] - first_row
             if group + AHEAD < last:
-                _ask_for_row(rows[group + AHEAD] - origin, table, base, row_bytes, states, state_bytes)
+                _ask_for_row(rows[group + AHEAD] - first_row, table, base, row_bytes, states, state_bytes)
             begin, end = np.int64(starts[group] - first_entry), np.int64(starts[group + 1] - first_entry)
             if ask_for_gradients:
                 for entry in range(begin + GRADIENTS_AHEAD, min(end + GRADIENTS_AHEAD, num_entries)):
@@ -175,7 +172,8 @@ def _update_rows(
             apply(kind, weight, state1, state2, sums, learning_rate, step, hyperparameters)
             if dtype != FLOAT32 and stochastic:
                 words = words_room[: (dim + ELEMENTS_PER_COUNTER - 1) // ELEMENTS_PER_COUNTER * 4]
-                fill_random(words, tables[table, SEED], row, step)
+                whole_row = tables[table, ROW_ORIGIN] + row
+                fill_random(words, tables[table, SEED], whole_row, tables[table, COLUMN_ORIGIN], step)
                 narrow_row_stochastic(weight, dtype, uint16_row(address, dim), words)
             elif dtype != FLOAT32:
                 narrow_row(weight, dtype, uint16_row(address, dim))

@@ -1,0 +1,201 @@
+"""Tables that are parts of others: what the whole table's update gives there, parts give by themselves."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tritonemb as te
+from tests.helpers import Step, fewer, make_collection, random_steps, train
+from tests.strategies import optimizers, seeds
+from tritonemb.kernels.layout import COLUMN_ORIGIN, ROW_ORIGIN, SEED, make_layout
+from tritonemb.kernels.row_groups import row_groups_reference
+from tritonemb.nn.collection import Collection
+from tritonemb.ops.registry import forced, kernel
+from tritonemb.optim import OPTIMIZERS
+
+Run = tuple[int, int]  # the first, and how many
+DTYPES = (torch.bfloat16, torch.float16)
+ELEMENT_WISE = ("sgd", "adagrad", "adam", "ftrl")
+NUM_STEPS = 3
+IMPLEMENTATIONS = [
+    pytest.param("cpu"),
+    pytest.param("reference"),
+    pytest.param("triton", marks=pytest.mark.triton),
+]
+
+
+@st.composite
+def runs(draw: st.DrawFn, size: int, step: int) -> list[Run]:
+    """All of `size`, in two to four runs that begin at multiples of `step`; in one if it is no more than `step`."""
+    most = (size - 1) // step
+    places = draw(st.lists(st.integers(1, most), min_size=1, max_size=3, unique=True)) if most else []
+    bounds = [0, *sorted(place * step for place in places), size]
+    return [(begin, end - begin) for begin, end in itertools.pairwise(bounds)]
+
+
+def place_of(part: te.TableConfig) -> tuple[slice, slice]:
+    """The rows and columns of the whole table that a part of it holds."""
+    row, column = part.row_origin, part.column_origin
+    return slice(row, row + part.num_embeddings), slice(column, column + part.embedding_dim)
+
+
+def cut_step(step: Step, parts: Sequence[te.TableConfig]) -> Step:
+    """What a batch for a whole table, and the gradient of its output, are to parts: a key for each."""
+    batch, grad = step
+    ((_, samples),) = batch.to_lists().items()
+    lists = {}
+    for part in parts:
+        rows, _ = place_of(part)
+        lists[part.name] = [[row - rows.start for row in ids if rows.start <= row < rows.stop] for ids in samples]
+    return te.KeyedJaggedTensor.from_lists(lists), torch.cat([grad[:, place_of(part)[1]] for part in parts], dim=1)
+
+
+def cut(whole: Collection, rows: Sequence[Run], columns: Sequence[Run]) -> Collection:
+    """The tables of one that has a single table, cut along `rows` and `columns`; with its weights."""
+    (config,), (table,) = whole.configs, whole.tables
+    parts = []
+    for index, (mine, its) in enumerate(itertools.product(rows, columns)):
+        parts.append(config.part(f"part{index}", mine, its, [f"part{index}"]))
+    collection = make_collection(parts, whole.optimizer)
+    with torch.no_grad():
+        for part, own in zip(parts, collection.tables, strict=True):
+            own.weight.copy_(table.weight[place_of(part)])
+    return collection
+
+
+def check_parts_have_the_wholes_bits(
+    device: torch.device,
+    implementation: str,
+    config: te.TableConfig,
+    optimizer: te.optim.Optimizer,
+    rows: Sequence[Run],
+    columns: Sequence[Run],
+    seed: int = 0,
+) -> None:
+    whole = make_collection([config], optimizer)
+    parts = cut(whole, rows, columns)
+    steps = random_steps(whole, NUM_STEPS, batch_size=fewer(30, 9), seed=seed)
+    cut_steps = [cut_step(step, parts.configs) for step in steps]
+    before = whole.tables[0].weight.detach().clone()
+    device = device if implementation == "triton" else torch.device("cpu")
+    with forced(implementation):
+        for collection, given_steps in ((whole, steps), (parts, cut_steps)):
+            collection.to(device)
+            train(collection, [(batch.to(device), grad.to(device)) for batch, grad in given_steps])
+    te.check_errors()
+    assert not torch.equal(whole.tables[0].weight.cpu(), before)
+    for part, own in zip(parts.configs, parts.tables, strict=True):
+        where = place_of(part)
+        expected = {"weight": whole.tables[0].weight, **dict(whole.tables[0].named_buffers())}
+        found = {"weight": own.weight, **dict(own.named_buffers())}
+        assert found.keys() == expected.keys()
+        for name, tensor in expected.items():
+            mine = tensor.detach()[where[: tensor.dim()]].contiguous()
+            same = torch.equal(found[name].detach().view(torch.uint8), mine.view(torch.uint8))
+            assert same, f"{name} of rows and columns {where}: {(found[name] != mine).sum()} of {mine.numel()} differ"
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ELEMENT_WISE)
+@settings(max_examples=fewer(8, 2))
+@given(data=st.data(), seed=seeds)
+def test_rectangles_are_updated_as_the_whole_table(device, name, dtype, implementation, data, seed):
+    config = te.TableConfig("whole", 23, data.draw(st.sampled_from((7, 20, 24, 60))), dtype=dtype)
+    rows, columns = data.draw(runs(23, 1)), data.draw(runs(config.embedding_dim, 8))
+    optimizer = data.draw(optimizers(name, max_norm=None))
+    check_parts_have_the_wholes_bits(device, implementation, config, optimizer, rows, columns, seed)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - set(ELEMENT_WISE)))
+@settings(max_examples=fewer(5, 1))
+@given(data=st.data(), seed=seeds)
+def test_runs_of_rows_are_updated_as_the_whole_table(device, name, dtype, implementation, data, seed):
+    """By optimizers that look at whole rows."""
+    config = te.TableConfig("whole", 23, data.draw(st.sampled_from((7, 24, 60))), dtype=dtype)
+    rows, optimizer = data.draw(runs(23, 1)), data.draw(optimizers(name))
+    check_parts_have_the_wholes_bits(
+        device, implementation, config, optimizer, rows, [(0, config.embedding_dim)], seed
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_every_cut_at_once(device, implementation):
+    """Parts of one row, and of as few columns as there may be."""
+    config = te.TableConfig("whole", 6, 20, dtype=torch.bfloat16)
+    rows, columns = [(row, 1) for row in range(6)], [(0, 8), (8, 8), (16, 4)]
+    check_parts_have_the_wholes_bits(device, implementation, config, te.optim.SGD(lr=0.1), rows, columns)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_and_column_far_from_the_origin(device, implementation, dtype):
+    """Where the row's number has more than 32 bits; the whole table is but a name."""
+    device = device if implementation == "triton" else torch.device("cpu")
+    whole = te.TableConfig("whole", 2**35, 2**24, dtype=dtype)
+    here = (2**33 + 2**31 + 3, 5), (2**23 + 8, 16)
+    found = {}
+    for serving in (implementation, "reference"):
+        table = make_collection([whole.part("part", *here, ["part"])], te.optim.SGD(lr=0.1))
+        steps = random_steps(table, NUM_STEPS)
+        where = device if serving == implementation else torch.device("cpu")
+        table.to(where)
+        with forced(serving):
+            train(table, [(batch.to(where), grad.to(where)) for batch, grad in steps])
+        found[serving] = table.tables[0].weight.detach().cpu()
+    assert torch.equal(found[implementation], found["reference"])
+    (part,) = table.configs
+    layout = make_layout([part], ["part"], True)
+    numbers = layout.tables[0, [SEED, ROW_ORIGIN, COLUMN_ORIGIN]].tolist()
+    assert numbers == [whole.seed, 2**33 + 2**31 + 3, 2**23 + 8]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("columns", [(0, 8), (8, 8)], ids=["another row", "another column"])
+def test_equal_rows_in_other_places_round_differently(device, implementation, columns):
+    device = device if implementation == "triton" else torch.device("cpu")
+    whole = te.TableConfig("whole", 80, 16, dtype=torch.bfloat16)
+    rows = (40, 40) if columns[0] == 0 else (0, 40)
+    configs = [whole.part("a", (0, 40), (0, 8), ["a"]), whole.part("b", rows, columns, ["b"])]
+    weights = [torch.ones(40, 8, dtype=torch.bfloat16, device=device) for _ in configs]
+    layout = make_layout(configs, ["a", "b"], True, device)
+    values = torch.arange(40, device=device).repeat(2)
+    offsets = torch.arange(81, device=device)
+    groups = tuple(group.to(device) for group in row_groups_reference(values, offsets, layout))
+    counters = [torch.zeros(shape, dtype=torch.int64, device=device) for shape in ((), (2,))]
+    spec, rate = te.optim.SGD(lr=1.0), torch.tensor(1.0, device=device)
+    grad = torch.full((40, 16), 2.0**-10, device=device)  # a quarter of the gap below 1
+    with forced(implementation):
+        kernel("row_update_", device, weights)(
+            weights, [], *counters, rate, grad, offsets, None, spec.name, spec.hyperparameters, groups, layout
+        )
+    down = [weight < 1 for weight in weights]
+    # Each goes down with probability 1/4: 320 draws have a mean of 80 and a standard deviation of 8; five of those.
+    assert all(abs(int(mask.sum()) - 80) <= 40 for mask in down)
+    assert not torch.equal(*down)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_16_bit_tables_are_cut_between_those_that_round_together(dtype):
+    whole = te.TableConfig("whole", 10, 64, dtype=dtype)
+    make_layout([whole.part("part", (3, 2), (56, 8), ["part"])], ["part"], True)
+    part = whole.part("part", (3, 2), (20, 8), ["part"])
+    with pytest.raises(ValueError, match=r"'part' begins with column 20 .* may be cut at multiples of 8 columns"):
+        make_layout([part], ["part"], True)
+    with pytest.raises(ValueError, match=r"'part' begins with column 20"):
+        te.nn.EmbeddingBagCollection([part], te.optim.SGD())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn])
+def test_tables_that_are_not_rounded_at_random_are_cut_anywhere(dtype):
+    part = te.TableConfig("whole", 10, 64, dtype=dtype).part("part", (0, 10), (3, 5), ["part"])
+    layout = make_layout([part], ["part"], True)
+    assert layout.tables[0, COLUMN_ORIGIN] == 3

@@ -1,0 +1,1 @@
+"""Exchanges between ranks. Nothing outside of this package calls a collective."""

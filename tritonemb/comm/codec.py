@@ -1,0 +1,64 @@
+"""One end of an exchange of matrices: what `quantize` needs beside the matrix, and what to do where nothing is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tritonemb.ops import quantize
+from tritonemb.ops.quantize import Packing, make_packing
+
+Run = tuple[int, int]  # first column, number of columns
+
+
+class Ends:
+    """Packings by device, and a count of what was too large for a codec.
+
+    Args:
+        parts: for each rank, the runs of columns that its part of the message holds.
+        width: columns of the matrix.
+    """
+
+    def __init__(self, parts: Sequence[Sequence[Run]], width: int, codec: str) -> None:
+        self._parts, self._width, self._codec = parts, width, codec
+        self._made: dict[torch.device, tuple[Packing, Tensor]] = {}
+
+    def pack(self, matrix: Tensor, scale: Tensor | None = None, rows: Tensor | None = None) -> Tensor:
+        """See `ops.quantize_pack`."""
+        packing, saturated = self._on(matrix.device)
+        if packing.row_bytes == 0 or matrix.shape[0] == 0:
+            return matrix.new_empty(0, dtype=torch.uint8)
+        return quantize.quantize_pack(matrix.contiguous(), packing, saturated, scale, rows)
+
+    def unpack(
+        self,
+        message: Tensor,
+        num_rows: int,
+        dtype: torch.dtype,
+        scale: Tensor | None = None,
+        rows: Tensor | None = None,
+    ) -> Tensor:
+        """See `ops.quantize_unpack`."""
+        packing, saturated = self._on(message.device)
+        if packing.row_bytes == 0 or num_rows == 0:
+            return message.new_zeros(num_rows, self._width, dtype=dtype)
+        return quantize.quantize_unpack(message, packing, dtype, saturated, scale, rows)
+
+    def part_bytes(self, device: torch.device) -> tuple[int, ...]:
+        """Bytes of a row in each part."""
+        return self._on(device)[0].part_bytes
+
+    def saturated(self) -> int:
+        """How many elements were too large for the codec so far. Waits for the device."""
+        return sum(int(count) for _, count in self._made.values())
+
+    def _on(self, device: torch.device) -> tuple[Packing, Tensor]:
+        found = self._made.get(device)
+        if found is None:
+            with torch.inference_mode(False):
+                packing = make_packing(self._parts, self._width, self._codec, device)
+                found = packing, torch.zeros((), dtype=torch.int64, device=device)
+            self._made[device] = found
+        return found

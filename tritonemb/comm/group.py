@@ -1,0 +1,151 @@
+"""Ranks that exchange: the few collectives that tritonemb uses, with what they send counted."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from tritonemb.comm.traffic import Traffic
+from tritonemb.ops.exchange import Exchange, all_to_all
+
+
+class Group:
+    """Some of the processes of a job; made by all processes of the job together, in the same order.
+
+    With one rank, or without `torch.distributed`, every collective is what it would be for one rank alone.
+
+    Args:
+        process_group: of `torch.distributed`; None for one process.
+        local_world_size: ranks of the whole job on each node; those of this group on the same node are neighbours.
+            By default what torchrun says (`LOCAL_WORLD_SIZE`), else all of them.
+        traffic: where bytes are counted; one counter may serve several groups.
+
+    Attributes:
+        rank, size: of this process in the group, and how many there are.
+        ranks: the group's members as ranks of the whole job.
+        nodes: the node of each member.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None = None,
+        local_world_size: int | None = None,
+        traffic: Traffic | None = None,
+    ) -> None:
+        self.process_group = process_group
+        self.rank = 0 if process_group is None else dist.get_rank(process_group)
+        self.size = 1 if process_group is None else dist.get_world_size(process_group)
+        self.ranks = [0] if process_group is None else dist.get_process_group_ranks(process_group)
+        self.local_world_size = local_world_size or ranks_of_a_node()
+        self.nodes = [rank // self.local_world_size for rank in self.ranks]
+        self.traffic = Traffic() if traffic is None else traffic
+        self._exchange = Exchange(self._all_to_all)
+
+    @classmethod
+    def world(cls, local_world_size: int | None = None) -> Group:
+        """All processes of the job, or this process alone where `torch.distributed` is not in use."""
+        joined = dist.is_available() and dist.is_initialized()
+        return cls(dist.group.WORLD if joined else None, local_world_size)
+
+    @classmethod
+    def of_mesh(cls, mesh: DeviceMesh, dim: str | int = 0, local_world_size: int | None = None) -> Group:
+        """The ranks along one dimension of a mesh."""
+        return cls(mesh.get_group(dim), local_world_size)
+
+    def subgroup(
+        self, members: Sequence[Sequence[int]], timeout: timedelta | None = None, backend: str | None = None
+    ) -> Group:
+        """The one of several disjoint sets of ranks that this process is in; every process of the job calls it alike.
+
+        Its bytes are counted with this group's. `timeout`, `backend`: of its collectives; torch's default, and this
+        job's, if not given.
+        """
+        found = None
+        for ranks in members:
+            if self.process_group is not None:
+                made = dist.new_group([self.ranks[rank] for rank in ranks], timeout=timeout, backend=backend)
+                found = made if self.rank in ranks else found
+        assert self.process_group is None or found is not None, "this process is in none of the sets"
+        return Group(found, self.local_world_size, self.traffic)
+
+    def twin(self, backend: str | None = None, timeout: timedelta | None = None) -> Group:
+        """The same ranks with channels of their own, for another thread: collectives of a group have one order."""
+        made = None
+        if self.process_group is not None:
+            made = dist.new_group(self.ranks, timeout=timeout, backend=backend)
+        return Group(made, self.local_world_size, self.traffic)
+
+    def all_to_all(self, message: Tensor, send: Sequence[int], receive: Sequence[int], kind: str) -> Tensor:
+        """`send[r]` elements of a 1-D message go to rank `r`; returns `receive[r]` elements of each rank, in order.
+
+        Args:
+            kind: what the bytes are counted as.
+        """
+        if torch.compiler.is_compiling():
+            return all_to_all(message, send, receive, self._exchange.number, kind)
+        return self._all_to_all(message, send, receive, kind)
+
+    def _all_to_all(self, message: Tensor, send: Sequence[int], receive: Sequence[int], kind: str) -> Tensor:
+        assert message.shape == (sum(send),), (message.shape, send)
+        self.traffic.add(kind, [n * message.element_size() for n in send], self.nodes, self.rank)
+        if self.size == 1:
+            return message
+        received = message.new_empty(sum(receive))
+        dist.all_to_all_single(received, message, list(receive), list(send), group=self.process_group)
+        return received
+
+    def all_gather(self, message: Tensor, kind: str) -> Tensor:
+        """Every rank's tensor, all of one shape: `[size, *shape]`."""
+        size = message.numel() * message.element_size()
+        self.traffic.add(kind, [size] * self.size, self.nodes, self.rank)
+        if self.size == 1:
+            return message.unsqueeze(0)
+        gathered = message.new_empty(self.size * message.numel())
+        dist.all_gather_into_tensor(gathered, message.contiguous().view(-1), group=self.process_group)
+        return gathered.view(self.size, *message.shape)
+
+    def all_gather_object(self, item: Any) -> list[Any]:
+        """Every rank's object, by pickle: for what is small and seldom."""
+        if self.size == 1:
+            return [item]
+        items: list[Any] = [None] * self.size
+        dist.all_gather_object(items, item, group=self.process_group)
+        return items
+
+    def broadcast(self, tensor: Tensor, source: int = 0, kind: str = "broadcast") -> None:
+        """Give every rank the values of rank `source`, in place."""
+        if self.size == 1:
+            return
+        if self.rank == source:
+            size = tensor.numel() * tensor.element_size()
+            self.traffic.add(kind, [size] * self.size, self.nodes, self.rank)
+        dist.broadcast(tensor, self.ranks[source], group=self.process_group)
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.size > 1:
+            dist.barrier(group=self.process_group)
+
+
+def ranks_of_a_node() -> int:
+    """What torchrun says, else all processes of the job are on one node."""
+    told = os.environ.get("LOCAL_WORLD_SIZE")
+    if told is not None:
+        return int(told)
+    joined = dist.is_available() and dist.is_initialized()
+    return dist.get_world_size() if joined else 1
+
+
+def device_of(group: Group) -> torch.device:
+    """Where the group's tensors for small agreements are to lie: the CPU if a backend of it serves that."""
+    if group.process_group is None:
+        return torch.device("cpu")
+    devices = [device.type for device in group.process_group._device_types]
+    return torch.device("cpu" if "cpu" in devices else "cuda")

@@ -1,0 +1,351 @@
+"""What sharded collections share: this rank's shards, their optimizer, and the whole-table names of their state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tritonemb.comm.gradients import Block
+from tritonemb.comm.group import Group
+from tritonemb.comm.ids import Arrived
+from tritonemb.comm.precision import ExchangePrecision
+from tritonemb.jagged import KeyedJaggedTensor
+from tritonemb.nn.collection import Collection, Features, parts_of
+from tritonemb.nn.fused_optimizer import FusedOptimizer
+from tritonemb.optimizers import Optimizer
+from tritonemb.sharding.gathered_update import Columns, Gathering, WholeRowUpdate, needs_whole_rows
+from tritonemb.sharding.groups import ShardGroups
+from tritonemb.sharding.initial import copy_shard, fill_shard
+from tritonemb.sharding.local_tables import LocalTables
+from tritonemb.sharding.placement import Held, Placement, named_parts, split
+from tritonemb.sharding.plan import ShardingPlan
+from tritonemb.sharding.sent import SentFeatures, SentIds
+from tritonemb.sharding.table_shards import LocalShard, TableShards
+from tritonemb.types import TableConfig
+
+PIECE_BYTES = 1 << 26  # of a table that are averaged over replicas at once
+
+
+class ShardedCollection(nn.Module):
+    """A collection whose tables are spread over ranks; see `ShardedEmbeddingBagCollection`.
+
+    The shards are no parameters of this module, as nobody else may update or average them: `table_weights` has them.
+    """
+
+    pooled: bool
+
+    def __init__(
+        self,
+        collection: Collection,
+        plan: ShardingPlan,
+        groups: ShardGroups,
+        precision: ExchangePrecision,
+        device: torch.device,
+        gather_replicas: bool = True,
+    ) -> None:
+        super().__init__()
+        if collection.optimizer is None:
+            raise ValueError(
+                "only collections with a fused optimizer can be sharded, as ordinary gradients are averaged over whole "
+                f"parameters; give the collection of tables {[c.name for c in collection.configs]} an optimizer"
+            )
+        if plan.world_size != groups.shards.size:
+            raise ValueError(f"the plan is for {plan.world_size} ranks, the tables have {groups.shards.size}")
+        self.configs = collection.configs
+        self.optimizer: Optimizer = collection.optimizer
+        self.bounds_check = collection.bounds_check
+        self.output_dtype = collection.dtype_of([table.weight for table in collection.tables])
+        self.plan, self.groups, self.precision, self.device = plan, groups, precision, device
+        self._gather_replicas = gather_replicas and groups.replicas.size > 1
+        self.placement = Placement.of(self.configs, plan, self.pooled)
+        self._learning_rate = collection.current_learning_rate
+        self._fused_optimizer: FusedOptimizer | None = None
+        self._nothing = torch.empty(0, device=device)
+        self.locals, self._held = self._make_locals()
+        self._begin(collection)
+
+    def _make_locals(self) -> tuple[tuple[LocalTables, ...], tuple[tuple[Held, ...], ...]]:
+        """Collections of this rank's shards, and the shards in each, in their order."""
+        raise NotImplementedError
+
+    @property
+    def feature_names(self) -> tuple[str, ...]:
+        """The keys that a batch must bring, each once, in the order of tables."""
+        return tuple(dict.fromkeys(feature for config in self.configs for feature in config.feature_names))
+
+    @property
+    def fused_optimizer(self) -> FusedOptimizer:
+        """The fused optimizer of this rank's shards as a `torch.optim.Optimizer`."""
+        if self._fused_optimizer is None:
+            self._fused_optimizer = FusedOptimizer(self)
+        return self._fused_optimizer
+
+    @property
+    def current_learning_rate(self) -> float:
+        """What the learning rate was last set to."""
+        return self._learning_rate
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Set the learning rate of the fused optimizer, on this rank; every rank is to set the same."""
+        for tables in self.locals:
+            tables.set_learning_rate(lr)
+        self._learning_rate = float(lr)
+        if self._fused_optimizer is not None:
+            self._fused_optimizer.show_learning_rate()
+
+    def optimizer_states(self) -> list[tuple[str, Tensor, dict[str, Tensor]]]:
+        """Each shard's name, weight, and the step and states of its fused optimizer by name."""
+        found = [states for tables in self.locals for states in tables.optimizer_states()]
+        return found or [("", self._nothing, {})]  # a rank without tables has a learning rate too
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Gather the gradients of several micro-batches and apply them once, when the block ends; on every rank."""
+        with ExitStack() as stack:
+            for tables in reversed(self.locals):  # the first is entered last, and so applied first, on every rank
+                stack.enter_context(tables.accumulate())
+            yield
+        for update in self._whole_rows.values():
+            update.flush()
+
+    def scale_accumulated(self, factor: float) -> bool:
+        """Multiply the gradients gathered so far by `factor`; returns whether all of this rank's are finite then."""
+        finite = [tables.scale_accumulated(factor) for tables in self.locals]
+        return all(finite)
+
+    def skipped_rows(self) -> dict[str, int]:
+        """For `nonfinite="skip"`: how many row updates this rank has skipped so far, by table."""
+        found = dict.fromkeys((config.name for config in self.configs), 0)
+        for tables, held in zip(self.locals, self._held, strict=True):
+            for each, count in zip(held, tables.skipped.tolist(), strict=True):
+                found[self.configs[each.table].name] += count
+        return found
+
+    def table_weights(self) -> dict[str, TableShards]:
+        """The whole tables' weights by table, of which this rank holds some shards."""
+        return {name: tensors["weight"] for name, tensors in self._table_tensors().items()}
+
+    def send(self, features: Features | SentFeatures) -> SentIds:
+        """Send the ids of this rank's batch to the ranks that own their rows, and group what arrives; a collective.
+
+        May be called ahead of `forward`, from another thread, if every rank does so in the same order.
+        """
+        raise NotImplementedError
+
+    def saturated(self) -> int:
+        """Elements that were too large for the exchanges' codecs so far. Waits for the device."""
+        raise NotImplementedError
+
+    def _sent(self, features: Features | SentFeatures) -> SentIds:
+        return features.of(self) if isinstance(features, SentFeatures) else self.send(features)
+
+    def _own_batch(self, features: Features) -> KeyedJaggedTensor:
+        """The batch as one of ours, on the CPU, where ids travel."""
+        keys, values, offsets, weights = parts_of(features)
+        missing = [feature for feature in self.feature_names if feature not in keys]
+        if missing:
+            raise ValueError(f"the batch lacks the features {missing}; it has the keys {keys}")
+        if weights is not None and weights.requires_grad:
+            raise ValueError("per-sample weights of a sharded collection get no gradient; detach them")
+        batch = KeyedJaggedTensor(keys, values, weights, offsets=offsets)
+        return batch.to("cpu") if self.groups.shards.size > 1 else batch
+
+    def _to_device(self, batch: KeyedJaggedTensor, arrived: Sequence[Arrived]) -> tuple[Any, list[Arrived]]:
+        """Where the tables are."""
+        sent = SentIds(batch, tuple(arrived), ()).map(lambda tensor: tensor.to(self.device, non_blocking=True))
+        return sent.batch, list(sent.arrived)
+
+    def _local(self, held: Sequence[Held], bounds_check: bool = False) -> list[tuple[LocalTables, tuple[Held, ...]]]:
+        """Collections of these shards: first of those that are updated here alone, then of those that need others."""
+        made = []
+        alone, cut = self._split(held)
+        for part in (alone, cut):
+            if not part:
+                continue
+            everywhere = part[0].way == "everywhere"
+            group: Group | None = self.groups.world if everywhere else self.groups.replicas
+            if group is None or group.size == 1 or not (everywhere or self._gather_replicas):
+                group = None
+            gathering = None
+            if part is cut:
+                update = self._whole_rows[part[0].way]
+                gathering = Gathering(group, 1 if group is None else group.size, update, self._blocks(part))
+            elif group is not None:
+                gathering = Gathering(group, group.size)
+            tables = LocalTables(
+                named_parts(self.placement, part), self.pooled, self.optimizer, self.device,
+                self.bounds_check if bounds_check else "ignore", torch.float32, gathering,
+            )  # fmt: skip
+            made.append((tables, tuple(part)))
+        return made
+
+    def _split(self, held: Sequence[Held]) -> tuple[list[Held], list[Held]]:
+        """Shards that are updated by what this rank knows, and those for which others' columns are needed."""
+        return split(held, lambda each: each.cut and needs_whole_rows(self.optimizer))
+
+    def _blocks(self, held: Sequence[Held]) -> tuple[Block, ...]:
+        """Shards as blocks of columns among the ranks that have such blocks; each run of a table's rows is numbered."""
+        cut = self._cut(held[0].way)
+        ranks = sorted({h.shard.rank for h in cut})
+        rows = sorted({(h.table, h.shard.first_row) for h in cut})
+        return tuple(
+            Block(
+                rows.index((h.table, h.shard.first_row)),
+                ranks.index(h.shard.rank),
+                h.shard.first_column,
+                h.shard.num_columns,
+            )
+            for h in held
+        )
+
+    def _cut(self, way: str) -> list[Held]:
+        return [h for h in self.placement.held if h.cut and h.way == way]
+
+    def _make_whole_row_updates(self) -> None:
+        """Made by all ranks, whether they hold blocks of columns or not."""
+        self._whole_rows: dict[str, WholeRowUpdate] = {}
+        for way in ("direct", "by node"):
+            cut = self._cut(way)
+            if cut and needs_whole_rows(self.optimizer):
+                among = self.groups.among(sorted({h.shard.rank for h in cut}))
+                self._whole_rows[way] = WholeRowUpdate(Columns(among, self._blocks(cut)), self.optimizer)
+
+    @torch.no_grad()
+    def _begin(self, collection: Collection) -> None:
+        """Take over values and states of a collection, or draw them if it has none yet."""
+        drawn = collection.tables[0].weight.device.type == "meta"
+        for tables, held in zip(self.locals, self._held, strict=True):
+            for each, table in zip(held, tables.tables, strict=True):
+                if drawn:
+                    fill_shard(table.weight, self.configs[each.table], each.shard)
+                    continue
+                source = collection.tables[each.table]
+                copy_shard(table.weight, source.weight, each.shard)
+                for name, state in table.named_buffers():
+                    copy_shard(state, source.state(name), each.shard)
+            if not drawn:
+                tables.step.copy_(collection.step)
+            tables.set_learning_rate(self._learning_rate)
+            for each, table in zip(held, tables.tables, strict=True):
+                group = self.groups.world if each.way == "everywhere" else self.groups.replicas
+                for tensor in (table.weight, *table.buffers()):
+                    group.broadcast(tensor.detach(), 0, "initial values")
+
+    def _table_tensors(self) -> dict[str, dict[str, TableShards]]:
+        """By table: its weight and states by name, as this rank holds them."""
+        shards: dict[str, dict[str, list[LocalShard]]] = {
+            config.name: {"weight": [], **{state.name: [] for state in self.optimizer.states}}
+            for config in self.configs
+        }
+        first_copy = self.groups.replicas.rank == 0
+        for tables, held in zip(self.locals, self._held, strict=True):
+            for each, table in zip(held, tables.tables, strict=True):
+                shard, of_table = each.shard, shards[self.configs[each.table].name]
+                mine = first_copy and (each.way != "everywhere" or self.groups.world.rank == 0)
+                weight = LocalShard(table.weight.detach(), shard.first_row, shard.first_column, mine)
+                of_table["weight"].append(weight)
+                for state in self.optimizer.states:
+                    # Ranks with other columns of the same rows hold the same values of a row.
+                    one = mine and (state.per_element or shard.first_column == 0)
+                    column = shard.first_column if state.per_element else 0
+                    of_table[state.name].append(LocalShard(table.state(state.name), shard.first_row, column, one))
+        return {config.name: self._whole(config, shards[config.name]) for config in self.configs}
+
+    def _whole(self, config: TableConfig, shards: dict[str, list[LocalShard]]) -> dict[str, TableShards]:
+        size = (config.num_embeddings, config.embedding_dim)
+        found = {"weight": TableShards(size, config.dtype, shards["weight"])}
+        for state in self.optimizer.states:
+            found[state.name] = TableShards(size if state.per_element else size[:1], torch.float32, shards[state.name])
+        return found
+
+    def _step_shards(self) -> TableShards:
+        """The number of steps; saved by the first rank that has tables."""
+        holders = sorted({h.shard.rank for h in self.placement.held})
+        mine = self.groups.replicas.rank == 0 and self.groups.shards.rank == holders[0]
+        return TableShards(
+            (), torch.int64, [LocalShard(tables.step, mine=mine and not n) for n, tables in enumerate(self.locals)]
+        )
+
+    @torch.no_grad()
+    def average_replicas(self) -> None:
+        """Give the copies of the tables the mean of their weights and states; a collective of `groups.replicas`."""
+        for tables in self.locals:
+            for table in tables.tables:
+                for tensor in (table.weight.detach(), *table.buffers()):
+                    _average(self.groups.replicas, tensor)
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """Whole-table keys, `TableShards` as values."""
+        destination = {} if destination is None else destination
+        destination[f"{prefix}step"] = self._step_shards()
+        for table, tensors in self._table_tensors().items():
+            for name, value in tensors.items():
+                destination[f"{prefix}{table}.{name}"] = value
+        return destination
+
+    @torch.no_grad()
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Whole tensors are cut; `TableShards` are this rank's own already, or are copied shard by shard."""
+        wanted = self.state_dict(prefix=prefix)
+        for key, here in wanted.items():
+            if key not in state_dict:
+                missing_keys.append(key)
+                continue
+            try:
+                _load(here, state_dict[key])
+            except ValueError as error:
+                error_msgs.append(f"{key}: {error}")
+        if strict:
+            unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in wanted]
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ShardedCollection:
+        for tables in self.locals:
+            tables._apply(fn, recurse)
+        self._nothing = fn(self._nothing)
+        self.device = self._nothing.device
+        if self._fused_optimizer is not None:
+            self._fused_optimizer.refresh()
+        return self
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{config.name}: {self.plan.tables[config.name]}" for config in self.configs)
+
+
+def _average(group: Group, tensor: Tensor) -> None:
+    """The mean over ranks, added in their order, by pieces of rows."""
+    rows = max(1, PIECE_BYTES // max(1, tensor[:1].numel() * tensor.element_size()))
+    for piece in tensor.split(rows):
+        gathered = group.all_gather(piece, "replicas")
+        mean = gathered[0].float()
+        for more in gathered[1:]:
+            mean += more
+        piece.copy_(mean / group.size)
+
+
+def _load(here: TableShards, given: Tensor) -> None:
+    if not isinstance(given, TableShards):
+        here.copy_from(given)
+        return
+    places = {(s.first_row, s.first_column, s.tensor.shape): s.tensor for s in given.shards}
+    for shard in here.shards:
+        found = places.get((shard.first_row, shard.first_column, shard.tensor.shape))
+        if found is None:
+            raise ValueError(
+                "these shards are of another plan; load a checkpoint with torch.distributed.checkpoint, or give whole "
+                "tensors"
+            )
+        if found.data_ptr() != shard.tensor.data_ptr():
+            shard.tensor.copy_(found)

@@ -1,0 +1,75 @@
+"""The groups of ranks that a sharded model needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from tritonemb.comm.group import Group
+
+
+class ShardGroups(NamedTuple):
+    """Made by all ranks together.
+
+    Attributes:
+        world: all ranks of the job, with an order of their own: `DistributedDataParallel` uses the job's.
+        shards: ranks that hold one copy of the tables between them.
+        ids: the same ranks, for ids, on the CPU and with an order of their own, so that these may travel ahead.
+        node: those of `shards` on this node.
+        across: those of `shards` with this rank's place on their nodes.
+        replicas: ranks that hold the same shards in other copies of the tables; one if there is one copy.
+    """
+
+    world: Group
+    shards: Group
+    ids: Group
+    node: Group
+    across: Group
+    replicas: Group
+
+    @classmethod
+    def make(
+        cls, mesh: DeviceMesh | None = None, local_world_size: int | None = None, timeout: timedelta | None = None
+    ) -> ShardGroups:
+        """The groups of a job, or of a mesh of its ranks: one dimension of shards, or ("replicate", "shard").
+
+        Raises:
+            ValueError: for a mesh of more dimensions, or nodes that do not divide the ranks.
+        """
+        world = Group.world(local_world_size)
+        replicas, shards = 1, world.size
+        if mesh is not None:
+            if mesh.ndim > 2 or mesh.size() != world.size:
+                raise ValueError(
+                    f"the mesh must have all {world.size} ranks in 1 dimension (shards) or 2 (replicas, shards), got "
+                    f"shape {tuple(mesh.shape)}"
+                )
+            if mesh.mesh.flatten().tolist() != list(range(world.size)):
+                raise ValueError("the mesh must hold the ranks in their order, replica by replica")
+            replicas, shards = (1, *mesh.shape)[-2:]
+        node = min(world.local_world_size, shards)
+        if shards % node:
+            raise ValueError(f"{shards} ranks of a copy of the tables cannot be nodes of {node} ranks each")
+        copies = [[copy * shards + rank for rank in range(shards)] for copy in range(replicas)]
+        nodes = [copy[first : first + node] for copy in copies for first in range(0, shards, node)]
+        places = [copy[place::node] for copy in copies for place in range(node)]
+        same = [[copy[rank] for copy in copies] for rank in range(shards)]
+        of_shards = world.subgroup(copies, timeout)
+        return cls(
+            world.twin(timeout=timeout), of_shards, _ids(world, copies, timeout), world.subgroup(nodes, timeout),
+            world.subgroup(places, timeout), world.subgroup(same, timeout),
+        )  # fmt: skip
+
+    def among(self, ranks: Sequence[int]) -> Group:
+        """Some ranks of each copy of the tables, or, for a rank that is not one of them, the others."""
+        copies, size = self.world.size // self.shards.size, self.shards.size
+        others = [rank for rank in range(size) if rank not in ranks]
+        sets = [[copy * size + rank for rank in each] for copy in range(copies) for each in (ranks, others) if each]
+        return self.world.subgroup(sets)
+
+
+def _ids(world: Group, copies: list[list[int]], timeout: timedelta | None) -> Group:
+    return world.subgroup(copies, timeout, backend="gloo")

@@ -1,0 +1,253 @@
+"""Hybrid parallelism: tables cut over ranks, all else as copies (or FSDP2's shards) on each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from tritonemb.comm.group import Group
+from tritonemb.comm.precision import ExchangePrecision
+from tritonemb.nn import EmbeddingBagCollection, EmbeddingCollection
+from tritonemb.nn.collection import Features
+from tritonemb.sharding.collection import ShardedCollection
+from tritonemb.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection
+from tritonemb.sharding.embedding_collection import ShardedEmbeddingCollection
+from tritonemb.sharding.groups import ShardGroups
+from tritonemb.sharding.plan import ShardingPlan, uniform_plan
+from tritonemb.sharding.sent import SentFeatures
+from tritonemb.types import TableConfig
+
+Dense = Literal["ddp", "fsdp"]
+
+
+class HybridParallel(nn.Module):
+    """A model whose fused embedding collections are cut over the ranks of a job, and whose other layers are on each.
+
+    Every rank calls it with its own samples, in step with the others. Gradients of the other layers are averaged over
+    ranks by `DistributedDataParallel`, or by `fully_shard`, which cuts them too; those of the tables as well. So with
+    a loss that is the mean over a rank's samples, and as many samples on each rank, it trains as the model itself does
+    on the samples of all ranks.
+
+    Args:
+        model: with `EmbeddingBagCollection` or `EmbeddingCollection` modules that have a fused optimizer. It is changed
+            in place. Made on the "meta" device, it takes no memory, and its parameters are drawn here: those of a table
+            by torch's seed and the table's name, the same however it is cut; those of other layers by their
+            `reset_parameters`. Otherwise their values are taken over; of layers that every rank has, rank 0's.
+        plan: where tables go; `uniform_plan` if not given. For the ranks of one replica.
+        mesh: of all ranks; one dimension, or two: ("replicate", "shard"), whose first counts copies of the tables.
+        dense: "ddp", or "fsdp" for `torch.distributed.fsdp.fully_shard`.
+        exchange: in how many bits vectors and gradients cross.
+        device: of the tables, and of layers made on "meta"; the model's own by default, or for "meta" the current
+            CUDA device if the job can use it, else the CPU.
+        local_world_size: ranks of a node; what torchrun says by default.
+        average_every: with several copies of the tables, their gradients are gathered in every step (1); or the copies
+            train apart and are averaged every so many steps, when `end_step` is called (local SGD).
+        timeout: of collectives between tables; torch's default if not given.
+
+    Attributes:
+        module: the model.
+        plan: where tables went.
+        groups: of ranks.
+
+    Raises:
+        ValueError: the model has no collection to cut, or plan and ranks do not fit together.
+
+    `torch.distributed` must be initialized in a job of several processes: torchrun, and
+    `torch.distributed.init_process_group("cpu:gloo,cuda:nccl")`. One process needs nothing, and no plan.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: ShardingPlan | None = None,
+        mesh: DeviceMesh | None = None,
+        *,
+        dense: Dense = "ddp",
+        exchange: ExchangePrecision | None = None,
+        device: torch.device | str | None = None,
+        local_world_size: int | None = None,
+        average_every: int = 1,
+        timeout: timedelta | None = None,
+    ) -> None:
+        super().__init__()
+        if dense not in get_args(Dense):
+            raise ValueError(f"dense must be one of {get_args(Dense)}, got {dense!r}")
+        if average_every < 1:
+            raise ValueError(f"average_every must be at least 1, got {average_every}")
+        found = [
+            module
+            for module in model.modules()
+            if isinstance(module, EmbeddingBagCollection | EmbeddingCollection) and module.optimizer is not None
+        ]
+        if not found:
+            raise ValueError(
+                "the model has no embedding collection with a fused optimizer; give its te.nn.EmbeddingBagCollection "
+                "an optimizer, or wrap a model without one in DistributedDataParallel"
+            )
+        if plan is not None and mesh is None and local_world_size is None:
+            local_world_size = plan.local_world_size
+        self.groups = ShardGroups.make(mesh, local_world_size, timeout)
+        size, node = self.groups.shards.size, self.groups.node.size
+        self.plan = uniform_plan(_tables(found), size, node) if plan is None else plan
+        if (self.plan.world_size, self.plan.local_world_size) != (size, node):
+            raise ValueError(
+                f"the plan is for {self.plan.world_size} ranks, {self.plan.local_world_size} a node; the tables have "
+                f"{size}, {node} a node"
+            )
+        self.exchange = ExchangePrecision() if exchange is None else exchange
+        self.average_every, self._steps = average_every, 0
+        placed = _place(model, device)
+        sharded = {
+            collection: _shard(collection, self.plan, self.groups, self.exchange, placed, average_every == 1)
+            for collection in found
+        }
+        self.collections: tuple[ShardedCollection, ...] = tuple(sharded.values())
+        self.module: nn.Module = _replace(model, sharded)
+        _materialise(self.module, placed)
+        self._called = (_parallel(self.module, dense, mesh, placed, self.groups.world),)
+
+    @property
+    def group(self) -> Group:
+        """All ranks of the job."""
+        return self.groups.world
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model returns for this rank's samples. Features may be given as `send` returns them."""
+        return self._called[0](*args, **kwargs)
+
+    def send(self, features: Features | SentFeatures) -> SentFeatures:
+        """Send the ids of a batch to the ranks that own their rows, ahead of `forward`; all ranks, in the same order.
+
+        Another thread may do so for the next batch while this one is computed.
+        """
+        if isinstance(features, SentFeatures):
+            return features
+        batch = self.collections[0]._own_batch(features)
+        return SentFeatures(batch, {id(collection): collection.send(features) for collection in self.collections})
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes in this block leave gradients of the other layers on their ranks, for accumulation."""
+        called = self._called[0]
+        if isinstance(called, DistributedDataParallel):
+            with called.no_sync():
+                yield
+        elif isinstance(called, FSDPModule):
+            called.set_requires_gradient_sync(False)
+            try:
+                yield
+            finally:
+                called.set_requires_gradient_sync(True)
+        else:
+            yield
+
+    def end_step(self) -> None:
+        """To be called after each step where `average_every` is not 1: averages the copies of the tables if it is time.
+
+        Raises nothing, and does nothing, where there is one copy or gradients are gathered in every step.
+        """
+        self._steps += 1
+        if self.average_every > 1 and self.groups.replicas.size > 1 and self._steps % self.average_every == 0:
+            for collection in self.collections:
+                collection.average_replicas()
+
+    def saturated(self) -> int:
+        """Elements that were too large for the exchanges' codecs so far, on this rank. Waits for the device."""
+        return sum(collection.saturated() for collection in self.collections)
+
+    def table_weights(self) -> dict[str, Tensor]:
+        """The whole tables' weights by table, of which this rank holds some shards."""
+        return {name: weight for each in self.collections for name, weight in each.table_weights().items()}
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The keys of the model itself; tables are `TableShards`."""
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Whole tensors, or what `state_dict` returned."""
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Those of the other layers, under their names in the model."""
+        return self.module.named_parameters(*args, **kwargs)
+
+
+def _tables(collections: list[Any]) -> list[TableConfig]:
+    return [config for collection in collections for config in collection.configs]
+
+
+def _place(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    """Where tables are to live."""
+    if device is not None:
+        return torch.device(device)
+    own = next(model.parameters()).device
+    if own.type != "meta":
+        return own
+    if torch.cuda.is_available() and "nccl" in str(_backend()):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _backend() -> str:
+    joined = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return str(torch.distributed.get_backend_config()) if joined else "nccl"
+
+
+def _shard(
+    collection: EmbeddingBagCollection | EmbeddingCollection,
+    plan: ShardingPlan,
+    groups: ShardGroups,
+    exchange: ExchangePrecision,
+    device: torch.device,
+    gather_replicas: bool,
+) -> ShardedCollection:
+    pooled = isinstance(collection, EmbeddingBagCollection)
+    kind = ShardedEmbeddingBagCollection if pooled else ShardedEmbeddingCollection
+    return kind(collection, plan, groups, exchange, device, gather_replicas)
+
+
+def _replace(model: nn.Module, sharded: dict[Any, ShardedCollection]) -> nn.Module:
+    """The model with its collections replaced, wherever they are."""
+    if model in sharded:
+        return sharded[model]
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if child in sharded:
+                setattr(module, name, sharded[child])
+    return model
+
+
+def _materialise(model: nn.Module, device: torch.device) -> None:
+    """Give modules made on "meta" memory and first values."""
+    for module in model.modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if not any(tensor.is_meta for tensor in own):
+            continue
+        reset = getattr(module, "reset_parameters", None)
+        if not callable(reset):
+            raise ValueError(
+                f"{type(module).__name__} was made on the meta device and has no reset_parameters() to fill it; make "
+                "it on a device, or give it one"
+            )
+        module.to_empty(device=device, recurse=False)
+        reset()
+
+
+def _parallel(model: nn.Module, dense: Dense, mesh: DeviceMesh | None, device: torch.device, world: Group) -> nn.Module:
+    """What is called in the model's place."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if world.size == 1 or not trained:
+        return model
+    if dense == "ddp":
+        return DistributedDataParallel(model, gradient_as_bucket_view=True)
+    ranks = init_device_mesh(device.type, (world.size,)) if mesh is None or mesh.ndim > 1 else mesh
+    fully_shard(model, mesh=ranks)
+    return model

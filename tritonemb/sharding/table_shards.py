@@ -1,0 +1,295 @@
+"""A whole table in a `state_dict`, of which each rank holds some rectangles.
+
+`torch.distributed.checkpoint` asks such a value what this rank writes and what it has room for, and cuts what was
+saved to what is loaded. So a table that was saved under one plan is loaded under any other, and into a plain tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from tritonemb.comm.group import Group, device_of
+
+PIECE_BYTES = 1 << 27  # what is written, read and sent at once: a reader fetches whole pieces into host memory
+_INSTEAD = (
+    "this rank holds only some rows and columns of it. Use gather() for the whole tensor, copy_from() to fill it, "
+    "the tensors in `shards` for the parts, or torch.distributed.checkpoint to save and load it"
+)
+
+
+class LocalShard(NamedTuple):
+    """A rectangle of a table, or of a state of it, on this rank.
+
+    Args:
+        tensor: [rows, columns], or [rows] for a state of one value a row.
+        first_row, first_column: where it begins in the whole.
+        mine: this rank saves it; others that hold the same load it only.
+    """
+
+    tensor: Tensor
+    first_row: int = 0
+    first_column: int = 0
+    mine: bool = True
+
+    @property
+    def offset(self) -> tuple[int, ...]:
+        return (self.first_row, self.first_column)[: self.tensor.dim()]
+
+
+class Rectangle(NamedTuple):
+    """Rows and columns of a table; a state of one value a row counts as one column."""
+
+    first_row: int
+    num_rows: int
+    first_column: int
+    num_columns: int
+
+    def __str__(self) -> str:
+        rows = f"rows {self.first_row}:{self.first_row + self.num_rows}"
+        return f"{rows}, columns {self.first_column}:{self.first_column + self.num_columns}"
+
+
+class TableShards(Tensor):
+    """What a `state_dict` holds for a sharded table's weight `[rows, columns]` or its state, of that shape or `[rows]`.
+
+    It has the shape and dtype of the whole, and shares memory with the module. It can be saved, loaded, gathered,
+    filled and copied; operators refuse it, since there is no whole tensor here. Of all ranks' shards that are `mine`,
+    each element is in exactly one.
+
+    Args:
+        size: of the whole.
+        dtype: of the whole, and of every shard.
+        shards: what this rank holds; may be none.
+
+    Raises:
+        ValueError: a shard does not fit into the whole, or has another dtype.
+    """
+
+    shards: tuple[LocalShard, ...]
+    _loading: bool  # whether shards are asked for to be filled, or to be written
+
+    @staticmethod
+    def __new__(cls, size: Iterable[int], dtype: torch.dtype, shards: Iterable[LocalShard]) -> TableShards:
+        shape, held = torch.Size(size), tuple(shards)
+        _check(shape, dtype, held)
+        # A module without memory yet has shards on "meta"; the whole is not to look as if it could be made anew.
+        device = next((s.tensor.device for s in held if not s.tensor.is_meta), torch.device("cpu"))
+        made: TableShards = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        made.shards = tuple(s._replace(tensor=s.tensor.detach()) for s in held if s.tensor.numel())
+        made._loading = False
+        return made
+
+    def rectangles(self) -> list[Rectangle]:
+        """The parts of the whole that this rank saves."""
+        return [_rectangle(shard) for shard in self.shards if shard.mine]
+
+    def bytes_to_save(self) -> int:
+        """The size of what this rank saves."""
+        return sum(shard.tensor.numel() * shard.tensor.element_size() for shard in self.shards if shard.mine)
+
+    def map(self, function: Callable[[Tensor], Tensor], only_mine: bool = False) -> TableShards:
+        """The same shards with other tensors of their shapes, e.g. copies of them."""
+        kept = [shard for shard in self.shards if shard.mine or not only_mine]
+        return TableShards(self.shape, self.dtype, [shard._replace(tensor=function(shard.tensor)) for shard in kept])
+
+    @torch.no_grad()
+    def copy_from(self, whole: Tensor) -> None:
+        """Fill this rank's shards from the whole tensor, of the same shape and dtype, on any device."""
+        if whole.shape != self.shape or whole.dtype != self.dtype:
+            raise ValueError(
+                f"expected a tensor of {_named(self.dtype)} {list(self.shape)}, got {_named(whole.dtype)} "
+                f"{list(whole.shape)}"
+            )
+        for shard in self.shards:
+            shard.tensor.copy_(_cut(whole, _rectangle(shard)))
+
+    @torch.no_grad()
+    def gather(  # type: ignore[override]
+        self, group: Group | None = None, device: torch.device | str = "cpu"
+    ) -> Tensor:
+        """The whole tensor, on every rank; all ranks call it together.
+
+        Args:
+            group: the ranks that hold the table; None if this one holds all of it.
+            device: of the result.
+
+        Raises:
+            ValueError: on every rank, if their shards do not make up the whole.
+        """
+        group = Group() if group is None else group
+        held: list[list[Rectangle]] = group.all_gather_object(self.rectangles())
+        refuse_gaps(self.shape, [rectangle for of_rank in held for rectangle in of_rank])
+        whole = torch.empty(self.shape, dtype=self.dtype, device=device)
+        between = device_of(group)
+        for rank, rectangles in enumerate(held):
+            own = [shard for shard in self.shards if shard.mine] if rank == group.rank else []
+            for number, rectangle in enumerate(rectangles):
+                for piece in _pieces(rectangle, self.dtype):
+                    target = _cut(whole, piece)
+                    if rank == group.rank:
+                        source = own[number].tensor
+                        if source.dim():
+                            source = source[piece.first_row - rectangle.first_row :][: piece.num_rows]
+                        target.copy_(source)
+                    if group.size > 1:
+                        message = target.to(between).contiguous()
+                        group.broadcast(message, rank, "gather")
+                        target.copy_(message)
+        return whole
+
+    # What torch.distributed.checkpoint asks; it knows these names.
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        self._loading = False
+        properties = TensorProperties(dtype=self.dtype)
+        return [
+            WriteItem(
+                MetadataIndex(fqn, torch.Size(offset)),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    ChunkStorageMetadata(torch.Size(offset), tensor.shape), properties, self.shape
+                ),
+            )
+            for offset, tensor in self._written()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        self._loading = True
+        for shard in self.shards:
+            if shard.tensor.is_meta:
+                raise RuntimeError(f"{self!r} has no memory; call to_empty() of its module before it is loaded")
+        return [ChunkStorageMetadata(torch.Size(shard.offset), shard.tensor.shape) for shard in self.shards]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        """The shard to fill, by its number in the list of chunks, or the piece to write, by its place in the whole."""
+        assert index.offset is not None, index
+        if self._loading and index.index is not None:
+            return self.shards[index.index].tensor
+        places = [(s.offset, s.tensor) for s in self.shards] if self._loading else self._written()
+        for offset, tensor in places:
+            if offset == tuple(index.offset):
+                return tensor
+        raise ValueError(f"{index.fqn} has no shard at {tuple(index.offset)} on this rank: {self!r}")
+
+    def _written(self) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+        """What this rank writes, piece by piece, and where each begins."""
+        for shard in self.shards:
+            if shard.mine:
+                for piece in _pieces(_rectangle(shard), self.dtype):
+                    if not self.dim():
+                        yield (), shard.tensor
+                        continue
+                    tensor = shard.tensor[piece.first_row - shard.first_row :][: piece.num_rows]
+                    yield (piece.first_row, piece.first_column)[: self.dim()], tensor
+
+    # What a state_dict's values go through.
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return args[0].map(lambda tensor: tensor)
+        if func is torch.ops.aten.clone.default:
+            return args[0].map(torch.clone)
+        # A TypeError in `table + 1` would be replaced by Python's own.
+        raise NotImplementedError(f"{func} cannot work on a sharded table: {_INSTEAD}")
+
+    def __copy__(self) -> TableShards:
+        return self.map(lambda tensor: tensor)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TableShards:
+        made = memo.get(id(self))
+        if made is None:
+            made = memo[id(self)] = self.map(torch.clone)
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(f"a sharded table cannot be pickled, by torch.save for example: {_INSTEAD}")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        held = "; ".join(
+            f"{_rectangle(shard)} on {shard.tensor.device}{'' if shard.mine else ', saved by another'}"
+            for shard in self.shards
+        )
+        return f"TableShards({_named(self.dtype)} {list(self.shape)}: {held or 'nothing of it here'})"
+
+    __str__ = __repr__
+
+
+def refuse_gaps(size: torch.Size, rectangles: Iterable[Rectangle]) -> None:
+    """Raise ValueError unless each element of a tensor of this size is in exactly one of the rectangles."""
+    size = torch.Size((*size, 1, 1)[:2])
+    columns = size[1]
+    ordered = sorted(rectangles)
+    rows = sorted({0, size[0], *(edge for r in ordered for edge in (r.first_row, r.first_row + r.num_rows))})
+    beginning = 0
+    active: list[Rectangle] = []
+    for row, stop in pairwise(rows):
+        active = [r for r in active if r.first_row + r.num_rows > row]
+        while beginning < len(ordered) and ordered[beginning].first_row <= row:
+            active.append(ordered[beginning])
+            beginning += 1
+        column = 0
+        for rectangle in sorted(active, key=lambda r: r.first_column):
+            _refuse_gap(row, stop, column, rectangle.first_column)
+            column = rectangle.first_column + rectangle.num_columns
+        _refuse_gap(row, stop, column, columns)
+
+
+def _refuse_gap(row: int, stop: int, column: int, found: int) -> None:
+    if column != found:
+        where = Rectangle(row, stop - row, min(column, found), abs(found - column))
+        raise ValueError(f"{where} of a sharded table are saved by {'no rank' if column < found else 'two ranks'}")
+
+
+def _check(size: torch.Size, dtype: torch.dtype, shards: tuple[LocalShard, ...]) -> None:
+    if len(size) > 2 or 0 in size:
+        raise ValueError(f"a sharded table or its state has up to two dimensions of at least 1, got {list(size)}")
+    for shard in shards:
+        tensor = shard.tensor
+        if tensor.dim() != len(size) or tensor.dtype != dtype:
+            raise ValueError(
+                f"a shard of {_named(dtype)} {list(size)} is {_named(tensor.dtype)} {list(tensor.shape)}: it must have "
+                "the dtype and the number of dimensions of the whole"
+            )
+        if len(size) == 1 and shard.first_column:
+            raise ValueError(f"a shard of {list(size)} begins at column {shard.first_column}, but there are no columns")
+        ends = [first + n for first, n in zip(shard.offset, tensor.shape, strict=True)]
+        if min(shard.offset, default=0) < 0 or any(end > whole for end, whole in zip(ends, size, strict=True)):
+            raise ValueError(f"a shard has {_rectangle(shard)}, outside of the whole {list(size)}")
+
+
+def _rectangle(shard: LocalShard) -> Rectangle:
+    rows, columns = (*shard.tensor.shape, 1, 1)[:2]
+    return Rectangle(shard.first_row, rows, shard.first_column, columns)
+
+
+def _pieces(rectangle: Rectangle, dtype: torch.dtype) -> Iterator[Rectangle]:
+    """Blocks of rows of at most `PIECE_BYTES`, but of at least one row."""
+    at_once = max(1, PIECE_BYTES // (rectangle.num_columns * dtype.itemsize))
+    for number in range(math.ceil(rectangle.num_rows / at_once)):
+        first = number * at_once
+        rows = min(at_once, rectangle.num_rows - first)
+        yield rectangle._replace(first_row=rectangle.first_row + first, num_rows=rows)
+
+
+def _cut(whole: Tensor, rectangle: Rectangle) -> Tensor:
+    if not whole.dim():
+        return whole
+    rows = whole[rectangle.first_row :][: rectangle.num_rows]
+    return rows if whole.dim() == 1 else rows[:, rectangle.first_column :][:, : rectangle.num_columns]
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
