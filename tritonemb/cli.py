@@ -6,6 +6,7 @@ import argparse
 import difflib
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,9 +50,10 @@ Train a click model; print test AUC, log loss, normalized entropy, samples/s.
   --precision bf16      autocast; --compile runs torch.compile
   --device cuda         --threads N on a CPU; --seed N
   --profile-steps N     write a trace; --tensorboard writes curves
+  --readers N           processes that read, apart from those that train
+  --plan FILE           where tables go, on the ranks that torchrun starts
   --help-all            every option, with its default
 
-  tritonemb train --data day_0.tsv --epochs 1 --out runs/first
   tritonemb train --data day_0.tsv --epochs 1 --out runs/first --resume auto
 """
 
@@ -99,12 +101,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except (ValueError, FileNotFoundError, ConnectionError, MissingExtraError, PermissionError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return _end(2)
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
-        return 1
+        return _end(1)
     except KeyboardInterrupt:
-        return 130
+        return _end(130)
+    except Exception as error:
+        if not _in_a_job():
+            raise
+        if _is_of_another_rank(error):
+            print(f"error: {error}", file=sys.stderr)
+        else:
+            traceback.print_exc()
+        return _end(1)
+
+
+def _in_a_job() -> bool:
+    """Whether this process is one of a job's ranks."""
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and bool(distributed.is_initialized())
+
+
+def _is_of_another_rank(error: Exception) -> bool:
+    """Whether another rank of the job is to blame, so that a traceback would tell nothing."""
+    from tritonemb.comm.agreement import RankFailed
+
+    return isinstance(error, RankFailed)
+
+
+def _end(status: int) -> int:
+    """In a job, end at once: there may be threads that wait for ranks that are gone."""
+    if _in_a_job():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    return status
 
 
 def _train(arguments: list[str]) -> int:

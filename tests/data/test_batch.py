@@ -116,3 +116,23 @@ def test_pinned_batches_reach_the_device():
     moved = batch.to("cuda", non_blocking=True)
     torch.cuda.synchronize()
     assert all(torch.equal(a.cpu(), b) for a, b in zip(contents(moved), contents(batch), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_a_batch_of_loose_tensors_is_packed(dtype):
+    lengths = torch.tensor([2, 0, 1, 3])
+    sparse = KeyedJaggedTensor(["a", "b"], torch.arange(6, dtype=dtype), lengths=lengths)
+    batch = Batch(torch.randn(2, 3), sparse, torch.tensor([0.0, 1.0]))
+    packed = batch.packed()
+    assert packed.packed() is packed
+    assert packed.layout == Layout(("a", "b"), 2, 3, 6, dtype)
+    assert torch.equal(packed.dense, batch.dense)
+    assert torch.equal(packed.labels, batch.labels)
+    assert packed.sparse.to_lists() == sparse.to_lists()
+    assert packed.sparse.values().dtype == dtype
+    assert packed.layout.bytes_before_offsets == packed.layout.num_bytes - 64
+    weighted = KeyedJaggedTensor(["a", "b"], torch.arange(6), torch.ones(6), lengths=lengths)
+    with pytest.raises(ValueError, match="ids have weights"):
+        Batch(batch.dense, weighted, batch.labels).packed()
+    with pytest.raises(ValueError, match=r"float32 \[B\], got torch.float64 \(2, 3\)"):
+        Batch(batch.dense.double(), sparse, batch.labels).packed()

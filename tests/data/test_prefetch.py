@@ -77,6 +77,28 @@ def test_closing_ends_the_thread_and_the_source():
         next(items)
 
 
+def test_a_source_that_waits_is_told_to_give_up():
+    told = threading.Event()
+
+    def waiting():
+        yield 1
+        told.wait(20)
+
+    for leave in ("close", "drop"):
+        told.clear()
+        items = Prefetcher(waiting(), 2, "tritonemb-test", told.set)
+        next(items)
+        start = time.monotonic()
+        if leave == "drop":
+            del items
+            gc.collect()
+        else:
+            items.close()
+        assert told.is_set()
+        wait_until(lambda: not running())
+        assert time.monotonic() - start < 10
+
+
 def test_an_iterator_that_is_dropped_ends_its_thread():
     items = Prefetcher(itertools.count(), 2, "tritonemb-test")
     next(items)

@@ -30,6 +30,8 @@ def gather_sums(group: Group, own: RowSums) -> RowSums:
     all_counts = group.all_gather(counts, "sizes").tolist()
     dims = [sums.shape[1] for sums in own.sums]
     words = [sum(n * (2 + dim) for n, dim in zip(mine, dims, strict=True)) for mine in all_counts]
+    if not any(words):
+        return own
     longest = max(words) + max(words) % 2  # rows are 8 bytes
     message = torch.empty(longest, dtype=torch.int32, device=device)
     rows = torch.cat(own.rows).view(torch.int32)

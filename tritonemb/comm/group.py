@@ -10,10 +10,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from tritonemb.comm.traffic import Traffic
 from tritonemb.ops.exchange import Exchange, all_to_all
+
+# torch 2.13 has given it another name, and warns of the old one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Group:
@@ -26,6 +28,7 @@ class Group:
         local_world_size: ranks of the whole job on each node; those of this group on the same node are neighbours.
             By default what torchrun says (`LOCAL_WORLD_SIZE`), else all of them.
         traffic: where bytes are counted; one counter may serve several groups.
+        timeout: of collectives of groups that are made of this one; torch's default if not given.
 
     Attributes:
         rank, size: of this process in the group, and how many there are.
@@ -38,6 +41,7 @@ class Group:
         process_group: dist.ProcessGroup | None = None,
         local_world_size: int | None = None,
         traffic: Traffic | None = None,
+        timeout: timedelta | None = None,
     ) -> None:
         self.process_group = process_group
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
@@ -46,41 +50,38 @@ class Group:
         self.local_world_size = local_world_size or ranks_of_a_node()
         self.nodes = [rank // self.local_world_size for rank in self.ranks]
         self.traffic = Traffic() if traffic is None else traffic
+        self.timeout = timeout
         self._exchange = Exchange(self._all_to_all)
 
     @classmethod
-    def world(cls, local_world_size: int | None = None) -> Group:
+    def world(cls, local_world_size: int | None = None, timeout: timedelta | None = None) -> Group:
         """All processes of the job, or this process alone where `torch.distributed` is not in use."""
         joined = dist.is_available() and dist.is_initialized()
-        return cls(dist.group.WORLD if joined else None, local_world_size)
-
-    @classmethod
-    def of_mesh(cls, mesh: DeviceMesh, dim: str | int = 0, local_world_size: int | None = None) -> Group:
-        """The ranks along one dimension of a mesh."""
-        return cls(mesh.get_group(dim), local_world_size)
+        return cls(dist.group.WORLD if joined else None, local_world_size, timeout=timeout)
 
     def subgroup(
         self, members: Sequence[Sequence[int]], timeout: timedelta | None = None, backend: str | None = None
     ) -> Group:
         """The one of several disjoint sets of ranks that this process is in; every process of the job calls it alike.
 
-        Its bytes are counted with this group's. `timeout`, `backend`: of its collectives; torch's default, and this
-        job's, if not given.
+        Its bytes are counted with this group's. `timeout`, `backend`: of its collectives; this group's time-out and the
+        job's backend if not given.
         """
+        timeout = self.timeout if timeout is None else timeout
         found = None
         for ranks in members:
             if self.process_group is not None:
                 made = dist.new_group([self.ranks[rank] for rank in ranks], timeout=timeout, backend=backend)
                 found = made if self.rank in ranks else found
         assert self.process_group is None or found is not None, "this process is in none of the sets"
-        return Group(found, self.local_world_size, self.traffic)
+        return Group(found, self.local_world_size, self.traffic, timeout)
 
     def twin(self, backend: str | None = None, timeout: timedelta | None = None) -> Group:
         """The same ranks with channels of their own, for another thread: collectives of a group have one order."""
-        made = None
+        made, timeout = None, self.timeout if timeout is None else timeout
         if self.process_group is not None:
             made = dist.new_group(self.ranks, timeout=timeout, backend=backend)
-        return Group(made, self.local_world_size, self.traffic)
+        return Group(made, self.local_world_size, self.traffic, timeout)
 
     def all_to_all(self, message: Tensor, send: Sequence[int], receive: Sequence[int], kind: str) -> Tensor:
         """`send[r]` elements of a 1-D message go to rank `r`; returns `receive[r]` elements of each rank, in order.
@@ -108,7 +109,7 @@ class Group:
         if self.size == 1:
             return message.unsqueeze(0)
         gathered = message.new_empty(self.size * message.numel())
-        dist.all_gather_into_tensor(gathered, message.contiguous().view(-1), group=self.process_group)
+        _all_gather(gathered, message.contiguous().view(-1), group=self.process_group)
         return gathered.view(self.size, *message.shape)
 
     def all_gather_object(self, item: Any) -> list[Any]:

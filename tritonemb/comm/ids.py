@@ -83,10 +83,19 @@ class IdsExchange:
         check_bounds: raise for an id that its table does not have; else its owner finds it out of range.
         once: send an id that comes several times in a lane once; what samples the ids are of is not told then, nor
             their weights.
+        means: lanes whose ids go with one over the length of their bag as a factor of their weights.
     """
 
-    def __init__(self, group: Group, lanes: Sequence[Lane], check_bounds: bool = True, once: bool = False) -> None:
+    def __init__(
+        self,
+        group: Group,
+        lanes: Sequence[Lane],
+        check_bounds: bool = True,
+        once: bool = False,
+        means: Sequence[int] = (),
+    ) -> None:
         self.group = group
+        self.means = list(means)
         self.lanes = tuple(lanes)
         self.check_bounds, self.once = check_bounds, once
         # The lanes that each rank has rows of, rank by rank.
@@ -101,18 +110,23 @@ class IdsExchange:
         """The lanes that this rank has rows of."""
         return self._owned[self.group.rank]
 
-    def __call__(self, batch: KeyedJaggedTensor) -> Arrived:
+    def __call__(self, batch: KeyedJaggedTensor, problem: ValueError | None = None) -> Arrived:
         """Exchange the ids of every rank's batch; a collective.
 
+        Args:
+            problem: what the caller has found wrong with this rank's batch.
+
         Raises:
-            ValueError: for an id out of range; the other ranks get a RuntimeError that names this one.
+            ValueError: for an id out of range, or the problem; the other ranks get a RuntimeError that names this one.
         """
         group, constants = self.group, self._on(batch.device())
-        lanes, problem, inverse = self._lane_by_lane(batch), None, None
-        try:
-            ids, lane = self._checked(lanes, batch, constants)
-        except ValueError as error:
-            problem, ids, lane = error, lanes.values()[:0].to(torch.int64), lanes.values()[:0].to(torch.int64)
+        lanes, inverse = self._weigh(self._lane_by_lane(batch)), None
+        ids = lane = lanes.values()[:0].to(torch.int64)
+        if problem is None:
+            try:
+                ids, lane = self._checked(lanes, batch, constants)
+            except ValueError as error:
+                problem = error
         offsets = lanes.offsets() if problem is None else torch.zeros_like(lanes.offsets())
         weights = None if self.once or problem is not None else lanes.weights_or_none()
         if self.once:
@@ -154,6 +168,16 @@ class IdsExchange:
         place = torch.tensor(order, dtype=torch.int64, device=batch.device())
         moved = ops.jagged_permute(batch.values(), offsets, place, len(keys), batch.weights_or_none(), total)
         return KeyedJaggedTensor(names, moved.values, moved.weights, offsets=moved.offsets)
+
+    def _weigh(self, lanes: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        if not self.means:
+            return lanes
+        lengths, weights = lanes.lengths().reshape(len(self.lanes), -1), lanes.weights_or_none()
+        shares = torch.ones(lengths.shape, dtype=torch.float32, device=lengths.device)
+        shares[self.means] = 1.0 / lengths[self.means].clamp(min=1)
+        own = shares.flatten().repeat_interleave(lanes.lengths(), output_size=lanes.values().shape[0])
+        weights = own if weights is None else own * weights
+        return KeyedJaggedTensor(lanes.keys(), lanes.values(), weights, offsets=lanes.offsets())
 
     def _checked(
         self, lanes: KeyedJaggedTensor, batch: KeyedJaggedTensor, constants: _Constants
@@ -202,13 +226,13 @@ class IdsExchange:
         sizes = torch.empty(world, _SIZES, dtype=torch.int64, device=lengths.device)
         sizes[:, 0] = bags
         sizes[:, 1] = lengths.reshape(world, -1).sum(1)
-        sizes[:, 2] = int(weighted) if ids.values.shape[0] else -1
+        sizes[:, 2] = 1 if weighted else 0 if ids.values.shape[0] else -1
         sizes[:, 3] = _READY if good else _REFUSED
         sizes[:, 4] = samples
         return lengths[constants.owned].to(torch.int32), sizes
 
     def _weighted(self, sizes: Sequence[Sequence[int]]) -> bool:
-        """Whether the ranks' ids have weights: -1 says that a rank has no ids to tell by."""
+        """Whether the ranks' ids have weights: -1 says that a rank has neither ids nor weights to tell by."""
         said = {size[2] for size in sizes if size[2] >= 0}
         if len(said) > 1:
             without = [self.group.ranks[rank] for rank, size in enumerate(sizes) if size[2] == 0]

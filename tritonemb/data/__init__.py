@@ -19,8 +19,10 @@ from tritonemb.data.logs.sources import is_labelled
 from tritonemb.data.logs.splits import SplitRule
 from tritonemb.data.logs.vocabulary import Vocabulary
 from tritonemb.data.movielens import load_movielens_100k
+from tritonemb.data.readers import ReaderProcesses, RemoteStream
 from tritonemb.data.rows import Column, Rows
-from tritonemb.data.source import Data, Feature, Position, ReadReport, Split, Stream
+from tritonemb.data.shares import merge_positions, open_shares, rank_position
+from tritonemb.data.source import Batches, Data, Feature, Position, ReadReport, Share, Split, Stream
 from tritonemb.data.synthetic import make_synthetic
 
 NAMES = ("movielens-100k", "synthetic", "adult", "criteo-kaggle", "criteo-terabyte")
@@ -32,6 +34,7 @@ __all__ = [
     "CRITEO",
     "NAMES",
     "Batch",
+    "Batches",
     "ClickLog",
     "Column",
     "ConvertReport",
@@ -41,8 +44,11 @@ __all__ = [
     "LogOptions",
     "Position",
     "ReadReport",
+    "ReaderProcesses",
+    "RemoteStream",
     "Rows",
     "Schema",
+    "Share",
     "Split",
     "SplitRule",
     "Stream",
@@ -54,8 +60,11 @@ __all__ = [
     "load_adult",
     "load_movielens_100k",
     "make_synthetic",
+    "merge_positions",
     "open_dataset",
     "open_for_scoring",
+    "open_shares",
+    "rank_position",
 ]
 
 

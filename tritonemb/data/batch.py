@@ -40,6 +40,30 @@ class Batch:
             self.labels.to(device, non_blocking=non_blocking),
         )
 
+    def packed(self) -> Batch:
+        """The same batch in one buffer; this one if it is.
+
+        Raises:
+            ValueError: ids have weights, or numbers are of another type than a buffer has.
+        """
+        if self.buffer is not None and self.layout is not None:
+            return self
+        values, lengths = self.sparse.values(), self.sparse.lengths()
+        if self.sparse.weights_or_none() is not None:
+            raise ValueError("a batch whose ids have weights does not fit into one buffer")
+        if self.dense.dim() != 2 or any(part.dtype != torch.float32 for part in (self.dense, self.labels)):
+            shape = tuple(self.dense.shape)
+            raise ValueError(
+                "dense numbers must be float32 [B, num_dense] and labels float32 [B], got "
+                f"{self.dense.dtype} {shape} and {self.labels.dtype}"
+            )
+        layout = Layout(tuple(self.sparse.keys()), len(self), self.dense.shape[1], len(values), values.dtype)
+        buffer = torch.empty(layout.num_bytes, dtype=torch.uint8)
+        parts = (self.dense, self.labels, values, lengths, self.sparse.offsets())
+        for view, part in zip(layout.views(buffer), parts, strict=True):
+            view.copy_(part)
+        return layout.batch(buffer)
+
     def pin_memory(self) -> Batch:
         if self.buffer is not None and self.layout is not None:
             return self.layout.batch(self.buffer.pin_memory())
@@ -77,6 +101,11 @@ class Layout:
     @property
     def num_bytes(self) -> int:
         return sum(_aligned(dtype.itemsize * count) for dtype, count in self._parts())
+
+    @property
+    def bytes_before_offsets(self) -> int:
+        """Of all that the offsets, which come last, can be made from."""
+        return sum(_aligned(dtype.itemsize * count) for dtype, count in self._parts()[:-1])
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Dense, labels, values, lengths and offsets: views of a uint8 tensor of `num_bytes`, on any device."""

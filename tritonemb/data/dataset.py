@@ -11,14 +11,17 @@ import torch
 from tritonemb.data.rows import Array, Column, Rows, cut
 from tritonemb.data.source import (
     SPLITS,
+    WHOLE,
     Feature,
     Position,
     ReadReport,
+    Share,
     Split,
     Step,
     Stream,
     check_batch_size,
     check_position,
+    check_share,
     digest,
     fingerprint,
     tables_of,
@@ -117,20 +120,27 @@ class Dataset:
         shuffle: bool = False,
         position: Position | None = None,
         pin_memory: bool = False,
+        share: Share = WHOLE,
     ) -> Stream:
-        """See `tritonemb.data.source.Data.open`."""
+        """See `tritonemb.data.source.Data.open`. A share has every `count`-th row of the epoch's order."""
         check_batch_size(batch_size)
+        check_share(share)
         rows = self.rows(split)
-        belongs_to = fingerprint(self.name, len(rows), split, batch_size, *((seed, epoch) if shuffle else ()))
+        order_of = ((seed, epoch) if shuffle else ()) + (share if share != WHOLE else ())
+        belongs_to = fingerprint(self.name, len(rows), split, batch_size, *order_of)
+        index, count = share
+        num_rows = len(range(index, len(rows), count))
         first = 0
         if position is not None:
             check_position(position, ("row",), belongs_to, self.name)
             first = position["row"]
-            if first > len(rows) or (first % batch_size and first != len(rows)):
+            if first > num_rows or (first % batch_size and first != num_rows):
                 raise ValueError(
-                    f"data set {self.name!r}: no batch of {batch_size} begins at row {first} of {len(rows)}"
+                    f"data set {self.name!r}: no batch of {batch_size} begins at row {first} of {num_rows}"
                 )
         order = _shuffled(len(rows), seed, epoch) if shuffle else np.arange(len(rows))
+        if share != WHOLE:
+            order = order[index::count].copy()  # or all of it would stay in memory
         steps = self._steps(rows, order, first, batch_size, belongs_to, pin_memory)
         return Stream(steps, {"of": belongs_to, "row": first}, ReadReport(rows=first))
 
@@ -149,8 +159,8 @@ class Dataset:
         self, rows: Rows, order: Array, first: int, batch_size: int, belongs_to: int, pin_memory: bool
     ) -> Iterator[Step]:
         keys = tuple(feature.name for feature in self.features)
-        for start in range(first, len(rows), batch_size):
-            stop = min(start + batch_size, len(rows))
+        for start in range(first, len(order), batch_size):
+            stop = min(start + batch_size, len(order))
             batch = cut(rows, keys, order[start:stop], pin_memory)
             yield Step(batch, {"of": belongs_to, "row": stop}, ReadReport(rows=stop))
 

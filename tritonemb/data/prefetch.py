@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -20,12 +20,14 @@ class Prefetcher(Generic[T]):
         source: run, and closed if it is a generator, in the thread.
         size: items that may wait; one more may be in the making.
         name: of the thread.
+        on_stop: is called when nobody wants more, in any thread: lets a source give up what it waits for. It does not
+            wait itself.
 
     A process forked off has no such thread: there `next` raises a RuntimeError, and `close` does nothing.
     """
 
-    def __init__(self, source: Iterator[T], size: int, name: str) -> None:
-        self._channel: _Channel[T] = _Channel(size)
+    def __init__(self, source: Iterator[T], size: int, name: str, on_stop: Callable[[], None] | None = None) -> None:
+        self._channel: _Channel[T] = _Channel(size, on_stop)
         # The thread knows the channel but not this object, so that an iterator dropped half-way ends its thread too.
         # Whoever collects this object must not wait for the thread, as it may be one that the thread waits for.
         self._stop = weakref.finalize(self, self._channel.stop)
@@ -48,8 +50,8 @@ class Prefetcher(Generic[T]):
 
 
 class _Channel(Generic[T]):
-    def __init__(self, size: int) -> None:
-        self._size, self._forks = size, _forks
+    def __init__(self, size: int, on_stop: Callable[[], None] | None) -> None:
+        self._size, self._on_stop, self._forks = size, on_stop, _forks
         self._items: deque[T] = deque()
         self._changed = threading.Condition()
         self._stopped = False
@@ -98,6 +100,8 @@ class _Channel(Generic[T]):
             self._stopped = True
             self._items.clear()
             self._changed.notify_all()
+        if self._on_stop is not None:
+            self._on_stop()
 
 
 _RUNNING: weakref.WeakKeyDictionary[threading.Thread, _Channel[Any]] = weakref.WeakKeyDictionary()

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from tritonemb.data.batch import Batch
 from tritonemb.data.prefetch import Prefetcher
@@ -15,6 +15,10 @@ from tritonemb.types import TableConfig
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+
+Share = tuple[int, int]
+"""Index and count: one of `count` disjoint parts of a split's rows."""
+WHOLE: Share = (0, 1)
 
 Position = dict[str, int]
 """Where a stream stands: JSON-able, of no meaning but to `Data.open`, and only with the arguments of its stream."""
@@ -71,6 +75,7 @@ class Stream:
         position: where it starts.
         report: what was read before.
         at_end: is told the report when the last batch has been returned and the next one is asked for.
+        on_stop: lets `steps` give up what it waits for; see `Prefetcher`.
 
     Attributes:
         position: where the batch after the last one returned begins.
@@ -83,11 +88,12 @@ class Stream:
         position: Position,
         report: ReadReport | None = None,
         at_end: Callable[[ReadReport], None] | None = None,
+        on_stop: Callable[[], None] | None = None,
     ) -> None:
         self.position = position
         self.report = report or ReadReport()
         self._at_end = at_end
-        self._steps = Prefetcher(steps, PREFETCHED, "tritonemb-batches")
+        self._steps = Prefetcher(steps, PREFETCHED, "tritonemb-batches", on_stop)
 
     def __iter__(self) -> Stream:
         return self
@@ -117,6 +123,28 @@ class Stream:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class Batches(Protocol):
+    """What `Stream` is: batches that can be left and taken up again. Their position may be a nested one."""
+
+    @property
+    def position(self) -> Mapping[str, Any]: ...
+
+    @property
+    def report(self) -> ReadReport: ...
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+    def __next__(self) -> Batch: ...
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Batches: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
 
 
 class Data(Protocol):
@@ -170,16 +198,19 @@ class Data(Protocol):
         shuffle: bool = False,
         position: Position | None = None,
         pin_memory: bool = False,
+        share: Share = WHOLE,
     ) -> Stream:
-        """The batches of a split; the last one may be smaller.
+        """The batches of a split, or of a share of it; the last one may be smaller.
 
         Args:
             seed, epoch: decide the order if `shuffle`.
             position: of a stream opened with the same arguments: go on exactly there.
             pin_memory: cut the batches into page-locked memory.
+            share: (index, count): the index-th of `count` disjoint shares that together are all rows of the split. A
+                share that has no rows ends at once, as there may be more shares than rows.
 
         Raises:
-            ValueError: no such split; a batch size below 1; a position that cannot be one of this stream.
+            ValueError: no such split or share; a batch size below 1; a position that cannot be one of this stream.
         """
         ...
 
@@ -214,8 +245,19 @@ def check_position(position: Position, fields: tuple[str, ...], belongs_to: int,
     if position["of"] != belongs_to:
         raise ValueError(
             f"data set {name!r}: this position was taken in a stream of other data or other settings; a stream goes on "
-            "only with the files, split, batch size, seed, epoch and order that it was opened with"
+            "only with the files, split, batch size, seed, epoch, order and share that it was opened with"
         )
+
+
+def check_share(share: Share) -> None:
+    """ValueError unless it is (index, count) with 0 <= index < count."""
+    good = isinstance(share, tuple) and len(share) == 2
+    if (
+        not good
+        or not all(isinstance(n, int) and not isinstance(n, bool) for n in share)
+        or not 0 <= share[0] < share[1]
+    ):
+        raise ValueError(f"share must be (index, count) with 0 <= index < count, got {share!r}")
 
 
 def check_batch_size(batch_size: int) -> None:

@@ -3,8 +3,10 @@
 from tritonemb.comm.precision import ExchangePrecision
 from tritonemb.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection
 from tritonemb.sharding.embedding_collection import ShardedEmbeddingCollection
+from tritonemb.sharding.foreign import load_tables
 from tritonemb.sharding.hybrid import HybridParallel
 from tritonemb.sharding.plan import ShardingPlan, uniform_plan
+from tritonemb.sharding.table_shards import TableShards
 from tritonemb.sharding.types import (
     ColumnWise,
     DataParallel,
@@ -31,6 +33,8 @@ __all__ = [
     "ShardingPlan",
     "TableColumnWise",
     "TableRowWise",
+    "TableShards",
     "TableWise",
+    "load_tables",
     "uniform_plan",
 ]

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from tritonemb.comm.gradients import Block
 from tritonemb.comm.group import Group
-from tritonemb.comm.ids import Arrived
 from tritonemb.comm.precision import ExchangePrecision
 from tritonemb.jagged import KeyedJaggedTensor
+from tritonemb.kernels.errors import id_out_of_range
 from tritonemb.nn.collection import Collection, Features, parts_of
 from tritonemb.nn.fused_optimizer import FusedOptimizer
 from tritonemb.optimizers import Optimizer
@@ -67,6 +67,9 @@ class ShardedCollection(nn.Module):
         self._nothing = torch.empty(0, device=device)
         self.locals, self._held = self._make_locals()
         self._begin(collection)
+        # A compiled model's graphs end before it and begin behind it: sizes of what is sent are read on the host, and
+        # gathered updates exchange as many rows as a batch happens to have.
+        self.forward = torch.compiler.disable(self.forward)
 
     def _make_locals(self) -> tuple[tuple[LocalTables, ...], tuple[tuple[Held, ...], ...]]:
         """Collections of this rank's shards, and the shards in each, in their order."""
@@ -154,10 +157,32 @@ class ShardedCollection(nn.Module):
         batch = KeyedJaggedTensor(keys, values, weights, offsets=offsets)
         return batch.to("cpu") if self.groups.shards.size > 1 else batch
 
-    def _to_device(self, batch: KeyedJaggedTensor, arrived: Sequence[Arrived]) -> tuple[Any, list[Arrived]]:
+    def _refusal(self, batch: KeyedJaggedTensor) -> ValueError | None:
+        """What is wrong with ids of tables that every rank has: the others are to hear of it, not to wait.
+
+        Ids of other tables are looked at when they are sent.
+        """
+        if self.groups.shards.size == 1 or self.bounds_check != "raise":
+            return None
+        keys, size = batch.keys(), batch.stride()
+        for held in self.placement.on(self.groups.shards.rank, "everywhere"):
+            config = self.configs[held.table]
+            for feature in config.feature_names:
+                ends = batch.offsets()[keys.index(feature) * size :][: size + 1]
+                ids = batch.values()[int(ends[0]) : int(ends[-1])]
+                bad = ((ids < 0) | (ids >= config.num_embeddings)).nonzero()
+                if bad.numel():
+                    place = int(bad[0]) + int(ends[0])
+                    sample = int(torch.searchsorted(ends, place, right=True)) - 1
+                    value = int(batch.values()[place])
+                    return id_out_of_range(config.name, feature, sample, place, value, config.num_embeddings)
+        return None
+
+    def _to_device(self, sent: SentIds) -> SentIds:
         """Where the tables are."""
-        sent = SentIds(batch, tuple(arrived), ()).map(lambda tensor: tensor.to(self.device, non_blocking=True))
-        return sent.batch, list(sent.arrived)
+        if self.device.type == "cpu":
+            return sent
+        return sent.map(lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def _local(self, held: Sequence[Held], bounds_check: bool = False) -> list[tuple[LocalTables, tuple[Held, ...]]]:
         """Collections of these shards: first of those that are updated here alone, then of those that need others."""
@@ -335,17 +360,29 @@ def _average(group: Group, tensor: Tensor) -> None:
         piece.copy_(mean / group.size)
 
 
+def why_not(here: TableShards, given: Any) -> str | None:
+    """Why a table or a state of it cannot be filled from a tensor, whole or sharded; None if it can."""
+    if not isinstance(given, Tensor) or (given.shape, given.dtype) != (here.shape, here.dtype):
+        found = f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+        return f"expected a tensor of {here.dtype} {list(here.shape)}, got {found}"
+    if isinstance(given, TableShards) and any(_place(shard) not in map(_place, given.shards) for shard in here.shards):
+        return "these shards are of another plan; load a checkpoint with torch.distributed.checkpoint, or whole tensors"
+    return None
+
+
+def _place(shard: LocalShard) -> tuple[int, int, torch.Size]:
+    return shard.first_row, shard.first_column, shard.tensor.shape
+
+
 def _load(here: TableShards, given: Tensor) -> None:
+    problem = why_not(here, given)
+    if problem is not None:
+        raise ValueError(problem)
     if not isinstance(given, TableShards):
         here.copy_from(given)
         return
-    places = {(s.first_row, s.first_column, s.tensor.shape): s.tensor for s in given.shards}
+    places = {_place(shard): shard.tensor for shard in given.shards}
     for shard in here.shards:
-        found = places.get((shard.first_row, shard.first_column, shard.tensor.shape))
-        if found is None:
-            raise ValueError(
-                "these shards are of another plan; load a checkpoint with torch.distributed.checkpoint, or give whole "
-                "tensors"
-            )
+        found = places[_place(shard)]
         if found.data_ptr() != shard.tensor.data_ptr():
             shard.tensor.copy_(found)

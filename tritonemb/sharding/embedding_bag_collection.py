@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from tritonemb.comm.codec import Run
 from tritonemb.comm.columns import ColumnExchange
 from tritonemb.comm.ids import IdsExchange
+from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.nn.collection import Features
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.local_tables import LocalTables
@@ -28,7 +31,8 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
     The tables' gradients are averaged over ranks, as `DistributedDataParallel` averages those of other parameters: with
     a loss that is the mean over a rank's samples, and as many samples on each, tables are updated as by the mean over
-    all of them.
+    all of them. Tables that are whole or cut by columns have the bits of one process then, if each names its features
+    in the order of the batch's keys; of others some sums are added in another order.
     """
 
     pooled = True
@@ -37,7 +41,8 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         self._make_whole_row_updates()
         groups, place = self.groups, self.placement
         size, rank = groups.shards.size, groups.shards.rank
-        self._ids = IdsExchange(groups.ids, place.lanes, self.bounds_check == "raise")
+        means = self._means_of_rows()
+        self._ids = IdsExchange(groups.ids, place.lanes, self.bounds_check == "raise", means=self._lanes_of(means))
         self._ways = tuple(way for way in WAYS if place.tables_of(way))
         self._locals_of: dict[Way, list[LocalTables]] = {}
         made: list[LocalTables] = []
@@ -90,14 +95,15 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         if isinstance(features, SentFeatures):
             return features.of(self)
         batch = self._own_batch(features)
-        arrived = (self._ids(batch),) if self.placement.lanes else ()
-        batch, moved = self._to_device(batch, arrived)
+        arrived = (self._ids(batch, self._refusal(batch)),) if self.placement.lanes else ()
+        shares = None if self._mean_of is None else self._shares(batch)
+        sent = self._to_device(SentIds(batch, arrived, (), shares))
         groups = [
-            tables.group(batch if way == "everywhere" else moved[0].features)
+            tables.group(sent.batch if way == "everywhere" else sent.arrived[0].features)
             for way in self._ways
             for tables in self._locals_of[way]
         ]
-        return SentIds(batch, tuple(moved), tuple(groups))
+        return replace(sent, groups=tuple(groups))
 
     def forward(self, features: Features | SentFeatures) -> Tensor:
         """`[B, sum of dims]`, columns by table, then by that table's features."""
@@ -118,7 +124,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         if self._columns is not None:
             self._columns = self._columns.to(pooled.device)
             pooled = pooled.index_select(1, self._columns)
-        return self._mean(pooled, sent).to(self.output_dtype)
+        return self._mean(pooled, sent.shares).to(self.output_dtype)
 
     def saturated(self) -> int:
         return sum(exchange.saturated() for exchange in self._exchanges)
@@ -139,12 +145,25 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         summed = self._inside(torch.cat(by_place), to_place)
         return self._across(summed, batch_sizes[rank % size :: size])
 
+    def _means_of_rows(self) -> set[int]:
+        """Tables with means as results that are cut by rows: no owner knows a bag's whole length."""
+        return {h.table for h in self.placement.held if h.summed and self.configs[h.table].pooling == "mean"}
+
+    def _lanes_of(self, means: set[int]) -> list[int]:
+        """The lanes of such tables whose sums become means by weights of the ids.
+
+        Where gradients are clamped, which is before they are divided; otherwise it takes fewer bytes to divide results.
+        """
+        if self.optimizer.max_gradient is None:
+            return []
+        return sorted({lane for held in self.placement.held if held.table in means for lane in held.lanes})
+
     def _columns_by_mean(self) -> Tensor | None:
-        """For each column of the result: which lane's lengths it is to be divided by, or -1; None if none is."""
-        summed = {held.table for held in self.placement.held if held.summed}
-        means = [t in summed and config.pooling == "mean" for t, config in enumerate(self.configs)]
-        if not any(means):
+        """For each column of the result: which of the `_shares` it is multiplied with; None if all with ones."""
+        tables = self._means_of_rows()
+        if not tables or self._lanes_of(tables):
             return None
+        means = [table in tables for table in range(len(self.configs))]
         column: list[int] = []
         names = list(self.feature_names)
         for is_mean, config in zip(means, self.configs, strict=True):
@@ -152,13 +171,17 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
                 column += [names.index(feature) if is_mean else len(names)] * config.embedding_dim
         return torch.tensor(column)
 
-    def _mean(self, pooled: Tensor, sent: SentIds) -> Tensor:
-        """Sums of tables that are cut by rows become means here: an owner does not know a bag's whole length."""
+    def _shares(self, batch: KeyedJaggedTensor) -> Tensor:
+        """One over the length of each feature's bags, and a row of ones."""
+        keys = batch.keys()
+        order = torch.tensor([keys.index(name) for name in self.feature_names], device=batch.device())
+        lengths = batch.lengths().reshape(len(keys), -1).index_select(0, order).to(torch.float32)
+        return torch.cat([1.0 / lengths.clamp(min=1.0), lengths.new_ones(1, lengths.shape[1])])
+
+    def _mean(self, pooled: Tensor, shares: Tensor | None) -> Tensor:
+        """Sums of tables that are cut by rows become means."""
         if self._mean_of is None:
             return pooled
+        assert shares is not None
         self._mean_of = self._mean_of.to(pooled.device)
-        keys = sent.batch.keys()
-        order = torch.tensor([keys.index(name) for name in self.feature_names], device=pooled.device)
-        lengths = sent.batch.lengths().reshape(len(keys), -1).index_select(0, order).to(torch.float32)
-        shares = torch.cat([1.0 / lengths.clamp(min=1.0), lengths.new_ones(1, lengths.shape[1])])
-        return pooled * shares.index_select(0, self._mean_of).T.to(pooled.dtype)
+        return pooled * shares.index_select(0, self._mean_of).T

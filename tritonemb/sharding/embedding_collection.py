@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +52,8 @@ class ShardedEmbeddingCollection(ShardedCollection):
         groups, place = self.groups, self.placement
         made: list[LocalTables] = []
         held: list[tuple[Held, ...]] = []
+        # Gradients are clamped one by one, and before weights multiply them: owners need all of both.
+        self._apart = self.optimizer.max_gradient is not None
         self._parts: list[_Part] = []
         ways = sorted({((h.shard.first_column, h.shard.num_columns), h.summed) for h in place.held if h.lanes})
         for columns, distinct in ways:
@@ -60,7 +63,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
             renamed = [h._replace(lanes=tuple(lanes.index(lane) for lane in h.lanes)) for h in here]
             local = self._local(renamed)
             chosen_lanes, check = [place.lanes[lane] for lane in lanes], self.bounds_check == "raise"
-            ids = IdsExchange(groups.ids, chosen_lanes, check, once=distinct)
+            ids = IdsExchange(groups.ids, chosen_lanes, check, once=distinct and not self._apart)
             rows = RowExchange(groups.shards, columns[1], self.precision, groups.shards.size)
             self._parts.append(_Part(columns, ids, rows, tuple(t for t, _ in local)))
             made += [tables for tables, _ in local]
@@ -80,12 +83,14 @@ class ShardedEmbeddingCollection(ShardedCollection):
         if isinstance(features, SentFeatures):
             return features.of(self)
         batch = self._own_batch(features)
-        # Weights stay here: they multiply rows when these have come back.
-        plain = KeyedJaggedTensor(batch.keys(), batch.values(), offsets=batch.offsets())
-        batch, arrived = self._to_device(batch, [part.ids(plain) for part in self._parts])
-        groups = [t.group(ids.features) for part, ids in zip(self._parts, arrived, strict=True) for t in part.locals]
-        groups += [tables.group(batch) for tables in self._everywhere]
-        return SentIds(batch, tuple(arrived), tuple(groups))
+        # Weights stay here, as a rule: they multiply rows when these have come back.
+        plain = batch if self._apart else KeyedJaggedTensor(batch.keys(), batch.values(), offsets=batch.offsets())
+        problem = self._refusal(batch) if self._parts else None
+        sent = self._to_device(SentIds(batch, tuple(part.ids(plain, problem) for part in self._parts), ()))
+        pairs = zip(self._parts, sent.arrived, strict=True)
+        groups = [tables.group(ids.features) for part, ids in pairs for tables in part.locals]
+        groups += [tables.group(sent.batch) for tables in self._everywhere]
+        return replace(sent, groups=tuple(groups))
 
     def forward(self, features: Features | SentFeatures) -> KeyedJaggedTensor:
         """Rows `[N, dim]` under the batch's keys and offsets; values of keys that no table knows are zero."""
@@ -97,7 +102,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         for part, ids in zip(self._parts, sent.arrived, strict=True):
             rows = self._rows(part, ids, [next(groups) for _ in part.locals])
             own = self._in_place(part, rows, batch)
-            if batch.weights_or_none() is not None:
+            if batch.weights_or_none() is not None and not self._apart:
                 own = own * batch.weights().to(own.dtype).unsqueeze(1)
             first, width = part.columns
             own = own if width == dim else torch.nn.functional.pad(own, (first, dim - first - width))

@@ -76,7 +76,9 @@ def gathered_update_(
         fused: the tables that this rank holds, their states and counters.
         grad, offsets, sample_weights, layout, groups: of this rank's batch.
     """
-    sums = row_sums(grad, offsets, sample_weights, layout, groups, optimizer.max_gradient)
+    # What the bound is of is the gradient of the mean over replicas.
+    bound = None if optimizer.max_gradient is None else optimizer.max_gradient * gathering.average
+    sums = row_sums(grad, offsets, sample_weights, layout, groups, bound)
     optimizer = replace(optimizer, max_gradient=None)
     if gathering.replicas is not None:
         sums = gather_sums(gathering.replicas, sums)

@@ -39,7 +39,7 @@ class ShardGroups(NamedTuple):
         Raises:
             ValueError: for a mesh of more dimensions, or nodes that do not divide the ranks.
         """
-        world = Group.world(local_world_size)
+        world = Group.world(local_world_size, timeout)
         replicas, shards = 1, world.size
         if mesh is not None:
             if mesh.ndim > 2 or mesh.size() != world.size:
@@ -57,10 +57,9 @@ class ShardGroups(NamedTuple):
         nodes = [copy[first : first + node] for copy in copies for first in range(0, shards, node)]
         places = [copy[place::node] for copy in copies for place in range(node)]
         same = [[copy[rank] for copy in copies] for rank in range(shards)]
-        of_shards = world.subgroup(copies, timeout)
         return cls(
-            world.twin(timeout=timeout), of_shards, _ids(world, copies, timeout), world.subgroup(nodes, timeout),
-            world.subgroup(places, timeout), world.subgroup(same, timeout),
+            world.twin(), world.subgroup(copies), world.subgroup(copies, backend="gloo"), world.subgroup(nodes),
+            world.subgroup(places), world.subgroup(same),
         )  # fmt: skip
 
     def among(self, ranks: Sequence[int]) -> Group:
@@ -69,7 +68,3 @@ class ShardGroups(NamedTuple):
         others = [rank for rank in range(size) if rank not in ranks]
         sets = [[copy * size + rank for rank in each] for copy in range(copies) for each in (ranks, others) if each]
         return self.world.subgroup(sets)
-
-
-def _ids(world: Group, copies: list[list[int]], timeout: timedelta | None) -> Group:
-    return world.subgroup(copies, timeout, backend="gloo")

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal, get_args
@@ -11,18 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tritonemb.comm.group import Group
 from tritonemb.comm.precision import ExchangePrecision
 from tritonemb.nn import EmbeddingBagCollection, EmbeddingCollection
 from tritonemb.nn.collection import Features
-from tritonemb.sharding.collection import ShardedCollection
+from tritonemb.sharding.collection import ShardedCollection, why_not
 from tritonemb.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection
 from tritonemb.sharding.embedding_collection import ShardedEmbeddingCollection
 from tritonemb.sharding.groups import ShardGroups
 from tritonemb.sharding.plan import ShardingPlan, uniform_plan
 from tritonemb.sharding.sent import SentFeatures
+from tritonemb.sharding.table_shards import TableShards
 from tritonemb.types import TableConfig
 
 Dense = Literal["ddp", "fsdp"]
@@ -164,20 +167,60 @@ class HybridParallel(nn.Module):
         return sum(collection.saturated() for collection in self.collections)
 
     def table_weights(self) -> dict[str, Tensor]:
-        """The whole tables' weights by table, of which this rank holds some shards."""
-        return {name: weight for each in self.collections for name, weight in each.table_weights().items()}
+        """The whole tables' weights by path, of which this rank holds some shards."""
+        paths = [(path, m) for path, m in self.module.named_modules() if isinstance(m, ShardedCollection)]
+        return {
+            f"{path}.{table}" if path else table: weight
+            for path, collection in paths
+            for table, weight in collection.table_weights().items()
+        }
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The keys of the model itself; tables are `TableShards`."""
         return self.module.state_dict(*args, **kwargs)
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Whole tensors, or what `state_dict` returned."""
-        return self.module.load_state_dict(*args, **kwargs)
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Whole tensors, or what `state_dict` returned; every rank is to be given the same.
+
+        Raises:
+            RuntimeError: for keys that are missing or unexpected, if `strict`, for values of other shapes, and for
+                tables of another dtype or plan; nothing has been changed then.
+        """
+        own = self.state_dict()
+        _refuse_other_state(own, state_dict, strict)
+        given = OrderedDict((key, _as_distributed(own.get(key), value)) for key, value in state_dict.items())
+        if hasattr(state_dict, "_metadata"):
+            given._metadata = state_dict._metadata  # type: ignore[attr-defined]
+        return self.module.load_state_dict(given, strict=strict, assign=assign)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Those of the other layers, under their names in the model."""
         return self.module.named_parameters(*args, **kwargs)
+
+
+def _refuse_other_state(own: Mapping[str, Any], given: Mapping[str, Any], strict: bool) -> None:
+    """Raise RuntimeError unless a state can be loaded into this one."""
+    missing, unexpected = [key for key in own if key not in given], [key for key in given if key not in own]
+    problems = []
+    if strict and missing:
+        problems.append(f"it lacks {missing}")
+    if strict and unexpected:
+        problems.append(f"the model does not have {unexpected}")
+    for key, here in own.items():
+        if key in given and isinstance(here, TableShards):
+            problem = why_not(here, given[key])
+            problems += [] if problem is None else [f"{key}: {problem}"]
+        elif key in given and isinstance(here, Tensor) and getattr(given[key], "shape", None) != here.shape:
+            problems.append(f"{key} has shape {list(here.shape)}, got {list(getattr(given[key], 'shape', []))}")
+    if problems:
+        raise RuntimeError("this state cannot be loaded: " + "; ".join(problems))
+
+
+def _as_distributed(here: Any, given: Any) -> Any:
+    """A whole tensor as FSDP2 holds its own."""
+    if isinstance(here, DTensor) and isinstance(given, Tensor) and not isinstance(given, DTensor):
+        return distribute_tensor(given.to(here.device), here.device_mesh, here.placements, src_data_rank=None)
+    return given
 
 
 def _tables(collections: list[Any]) -> list[TableConfig]:

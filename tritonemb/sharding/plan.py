@@ -138,7 +138,7 @@ def _given(sharding: Sharding) -> dict[str, Any]:
 
 
 def _sharding(table: str, values: Any) -> Sharding:
-    if not isinstance(values, dict) or values.get("type") not in SHARDINGS:
+    if not isinstance(values, dict) or not isinstance(values.get("type"), str) or values["type"] not in SHARDINGS:
         raise ValueError(f'table {table!r}: expected {{"type": …}} with a type of {sorted(SHARDINGS)}, got {values!r}')
     kind = SHARDINGS[values["type"]]
     rest = {name: value for name, value in values.items() if name != "type"}

@@ -22,11 +22,14 @@ class SentIds:
         batch: this rank's own.
         arrived: the ids that this rank owns rows of, for each exchange.
         groups: the distinct rows, for each collection of shards on this rank.
+        shares: `[features + 1, B]`, one over each bag's length, then ones: for means of which no owner knows the
+            length; or None.
     """
 
     batch: KeyedJaggedTensor
     arrived: tuple[Arrived, ...]
     groups: tuple[ops.RowGroups, ...]
+    shares: Tensor | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> SentIds:
         """The same with other tensors."""
@@ -43,6 +46,7 @@ class SentIds:
                 for a in self.arrived
             ),
             groups=tuple(ops.RowGroups(*[function(tensor) for tensor in groups]) for groups in self.groups),
+            shares=None if self.shares is None else function(self.shares),
         )
 
 

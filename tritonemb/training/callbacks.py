@@ -22,6 +22,7 @@ class FitStart:
         epoch_samples: those of an epoch; None likewise.
         estimated: whether the two are estimates.
         num_epochs: epochs of the whole run, if no number of steps ends it before.
+        num_ranks: processes that train together.
         folder: where the run keeps its files, if it keeps any.
         config: the whole configuration as nested plain values, empty for a trainer made by hand.
         versions: of Python, torch, tritonemb and so on, and the device.
@@ -34,6 +35,7 @@ class FitStart:
     epoch_samples: int | None = None
     estimated: bool = False
     num_epochs: int = 1
+    num_ranks: int = 1
     folder: Path | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -66,6 +68,8 @@ class Log:
         data_wait: share of that time in which the trainer waited for data, 0 to 1.
         memory_bytes: resident memory of the process, or memory allocated on the GPU.
         seconds: time trained since the run began, evaluation and checkpoints left out.
+        sent: bytes that all ranks together have sent each other in a step, mean since the last log, by kind.
+        sent_across_nodes: bytes of these that went to another node.
     """
 
     step: int
@@ -78,6 +82,8 @@ class Log:
     data_wait: float
     memory_bytes: int
     seconds: float
+    sent: Mapping[str, int] = field(default_factory=dict)
+    sent_across_nodes: int = 0
 
 
 @dataclass(frozen=True)
@@ -127,7 +133,8 @@ class Callback:
     """Derive from this, override what you need, and give it to the `Trainer`.
 
     Methods are called in the thread that trains, between steps, in the order of the callbacks; an exception ends
-    training. `on_end` is called once for every `on_start`, last of all, also when training fails.
+    training. `on_end` is called once for every `on_start`, last of all, also when training fails. Where several ranks
+    train, each calls its own callbacks, at the same steps with the same numbers but for speed, waiting and memory.
 
     Attributes:
         essential: whether an `OSError` of its methods ends training too; if not, it is told on stderr.

@@ -13,6 +13,7 @@ from tritonemb.training.precision import Precision
 from tritonemb.training.schedule import Decay, Schedule
 from tritonemb.training.watch.profiling import ProfileOptions
 
+Codec = Literal["fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8"]
 EmbeddingOptimizer = Literal[
     "sgd",
     "row_wise_adagrad",
@@ -107,6 +108,33 @@ class OutputOptions:
 
 
 @dataclass(frozen=True)
+class ParallelOptions:
+    """How a job of several processes shares the work; torchrun starts them.
+
+    Args:
+        plan: a sharding plan (JSON), which says where each table goes; chosen by the tables' sizes if not given.
+        dense_layers: all that is no table: a copy on every rank (ddp), or cut over the ranks (fsdp).
+        exchange: in how many bits embeddings cross between ranks: fp32, fp16, bf16, fp8_e4m3, fp8_e5m2, int8.
+        exchange_gradients: likewise their gradients.
+        readers: processes a host that read the data, apart from those that train.
+        timeout: seconds to wait for a rank that does not answer.
+    """
+
+    plan: Path | None = None
+    dense_layers: Literal["ddp", "fsdp"] = "ddp"
+    exchange: Codec = "fp16"
+    exchange_gradients: Codec = "bf16"
+    readers: int = 0
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.readers < 0:
+            raise ValueError(f"readers must not be negative, got {self.readers}")
+        if not self.timeout > 0:
+            raise ValueError(f"timeout must be positive, got {self.timeout}")
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """Train a click model and report its quality on the test rows.
 
@@ -117,7 +145,7 @@ class TrainConfig:
         embedding_dim: columns of every table.
         bottom_mlp: hidden widths of the dense part of dlrm; the embedding dim follows.
         top_mlp: hidden widths before the logit.
-        batch_size: samples a batch.
+        batch_size: samples a batch, of each rank.
         epochs: passes over the training rows.
         max_steps: stop after so many steps.
         accumulate: batches a step.
@@ -136,6 +164,7 @@ class TrainConfig:
         checkpoint: when checkpoints are written.
         output: what is kept of the run.
         profile: a window of steps under the profiler.
+        parallel: how several processes share the work.
     """
 
     data: str = "movielens-100k"
@@ -163,6 +192,7 @@ class TrainConfig:
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
     output: OutputOptions = field(default_factory=OutputOptions)
     profile: ProfileOptions = field(default_factory=ProfileOptions)
+    parallel: ParallelOptions = field(default_factory=ParallelOptions)
 
 
 PRESETS = {

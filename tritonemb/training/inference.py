@@ -31,7 +31,7 @@ def logits_of(forward: Forward, batch: Batch, precision: Precision, device: torc
 @torch.no_grad()
 def predict(
     model: nn.Module,
-    batches: Iterable[Batch],
+    batches: Iterable[Batch | tuple[Batch, Tensor]],
     device: torch.device,
     precision: Precision = "fp32",
     forward: Forward | None = None,
@@ -39,16 +39,18 @@ def predict(
     """Logits and labels `[N]` of all samples, on the CPU, by the model in evaluation mode.
 
     Args:
+        batches: those that are on the device already come with their labels on the CPU.
         forward: what to call in place of the model, for example a compiled form of it.
     """
     was_training = model.training
     model.eval()
     logits, labels = _Growing(device), _Growing(torch.device("cpu"))
     try:
-        for batch in batches:
+        for item in batches:
+            batch, its_labels = item if isinstance(item, tuple) else (item, item.labels)
             there = batch.to(device, non_blocking=True)
             logits.append(logits_of(model if forward is None else forward, there, precision, device))
-            labels.append(batch.labels)
+            labels.append(its_labels)
         check_errors(device)
     finally:
         model.train(was_training)

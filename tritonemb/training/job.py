@@ -1,27 +1,37 @@
-"""One training run from a `TrainConfig`: data set, model, fit, test."""
+"""One training run from a `TrainConfig`: data set, model, fit, test; in one process, or in all that torchrun starts."""
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from tritonemb.comm.group import Group
+from tritonemb.comm.joining import join
 from tritonemb.data import open_dataset
 from tritonemb.data.source import Data, Feature, tables_of
 from tritonemb.files import write_whole
 from tritonemb.nn import DLRM, DCNv2
 from tritonemb.optimizers import OPTIMIZERS, Optimizer
+from tritonemb.sharding import ExchangePrecision, HybridParallel, ShardingPlan
 from tritonemb.training.callbacks import Callback, FitStart
+from tritonemb.training.checkpoints.together import of_first, together
 from tritonemb.training.config import TrainConfig
 from tritonemb.training.devices import check_device
 from tritonemb.training.loop import FitResult
 from tritonemb.training.run_folder import RunFolder
+from tritonemb.training.signals import Interrupted
 from tritonemb.training.toml import to_plain, to_toml
 from tritonemb.training.trainer import Trainer
 from tritonemb.training.watch.profiling import Profile
@@ -43,41 +53,99 @@ def train(
     Raises:
         ValueError, FileNotFoundError, ConnectionError: as the data set, the model and the trainer say.
         Interrupted: a signal asked to stop.
+        RankFailed: another rank of the job has failed, or does not answer.
     """
     if config.threads is not None:
         if config.threads < 1:
             raise ValueError(f"threads must be at least 1, got {config.threads}")
         torch.set_num_threads(config.threads)
-    check_device(config.device)
-    data = open_dataset(config.data, config.path, log=config.read, seed=config.seed, say=_say if verbose else None)
-    folder = RunFolder(run_path(config, data, resume), config.checkpoint.keep)
-    torch.manual_seed(config.seed)
-    trainer = Trainer(
-        build_model(config, data.features, data.num_dense),
-        data,
-        batch_size=config.batch_size,
-        epochs=config.epochs,
-        max_steps=config.max_steps,
-        accumulate=config.accumulate,
-        dense_lr=config.dense_lr,
-        dense_schedule=config.schedule.dense,
-        table_schedule=config.schedule.tables,
-        precision=config.precision,
-        seed=config.seed,
-        compile=config.compile,
-        log_every=config.output.log_every,
-        evaluate_every=config.evaluation.evaluate_every,
-        monitor=config.evaluation.monitor,
-        patience=config.evaluation.patience,
-        folder=folder.path,
-        checkpoints=config.checkpoint,
-        callbacks=[SavedConfig(folder.config, config), *_watchers(config, folder), *callbacks],
-        config=to_plain(config) | {"features": features_to_plain(data.features), "num_dense": data.num_dense},
-        verbose=verbose,
+    with joined(config) as (group, device):
+        data = _open(config, group, verbose)
+        folder = RunFolder(of_first(group, lambda: run_path(config, data, resume)), config.checkpoint.keep)
+        first = group.rank == 0
+        torch.manual_seed(config.seed)
+        trainer = Trainer(
+            _model(config, data, group, device),
+            data,
+            batch_size=config.batch_size,
+            epochs=config.epochs,
+            max_steps=config.max_steps,
+            accumulate=config.accumulate,
+            dense_lr=config.dense_lr,
+            dense_schedule=config.schedule.dense,
+            table_schedule=config.schedule.tables,
+            precision=config.precision,
+            seed=config.seed,
+            compile=config.compile,
+            log_every=config.output.log_every,
+            evaluate_every=config.evaluation.evaluate_every,
+            monitor=config.evaluation.monitor,
+            patience=config.evaluation.patience,
+            folder=folder.path,
+            checkpoints=config.checkpoint,
+            callbacks=[*(_watchers(config, folder) if first else []), *callbacks],
+            config=to_plain(config) | {"features": features_to_plain(data.features), "num_dense": data.num_dense},
+            verbose=verbose,
+            readers=config.parallel.readers,
+            timeout=config.parallel.timeout,
+        )
+        if resume is not None:
+            trainer.resume(resume if resume == "auto" else newest(Path(resume)))
+        return trainer.fit(test="test" in data.splits())
+
+
+@contextmanager
+def joined(config: TrainConfig) -> Iterator[tuple[Group, torch.device]]:
+    """The ranks that torchrun has started, and this one's device; this process alone without it.
+
+    Raises:
+        ValueError: what torchrun tells its processes is not there in full.
+    """
+    if "WORLD_SIZE" not in os.environ:
+        yield Group(), check_device(config.device)
+        return
+    rank_of_node = os.environ.get("LOCAL_RANK", "0")
+    device = check_device(f"cuda:{rank_of_node}" if config.device == "cuda" else config.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    join(backend, timedelta(seconds=config.parallel.timeout))
+    try:
+        yield Group.world(), device
+    except Interrupted:
+        dist.destroy_process_group()
+        raise
+    # After any other exception ranks may be gone, and to take leave of them would be to wait for them.
+    dist.destroy_process_group()
+
+
+def _open(config: TrainConfig, group: Group, verbose: bool) -> Data:
+    """The data set; what has to be fetched or counted is, by one process a node, before the others look."""
+    opened: list[Data] = []
+
+    def open_once(mine: bool) -> None:
+        if mine and not opened:
+            say = _say if verbose and group.rank == 0 else None
+            opened.append(open_dataset(config.data, config.path, log=config.read, seed=config.seed, say=say))
+
+    together(group, lambda: open_once(group.nodes.index(group.nodes[group.rank]) == group.rank))
+    together(group, lambda: open_once(True))
+    return opened[0]
+
+
+def _model(config: TrainConfig, data: Data, group: Group, device: torch.device) -> nn.Module:
+    """On several ranks, made without memory, and drawn shard by shard."""
+    if group.process_group is None:
+        return build_model(config, data.features, data.num_dense)
+    options = config.parallel
+    return HybridParallel(
+        build_model(replace(config, device="meta"), data.features, data.num_dense),
+        None if options.plan is None else ShardingPlan.load(options.plan),
+        dense=options.dense_layers,
+        exchange=ExchangePrecision(options.exchange, options.exchange_gradients),
+        device=device,
+        timeout=timedelta(seconds=options.timeout),
     )
-    if resume is not None:
-        trainer.resume(resume if resume == "auto" else newest(Path(resume)))
-    return trainer.fit(test="test" in data.splits())
 
 
 def build_model(config: TrainConfig, features: Sequence[Feature], num_dense: int) -> nn.Module:
@@ -144,7 +212,7 @@ def _say(text: str) -> None:
 
 
 def _watchers(config: TrainConfig, folder: RunFolder) -> list[Callback]:
-    watchers: list[Callback] = []
+    watchers: list[Callback] = [SavedConfig(folder.config, config)]
     if config.output.tensorboard:
         watchers.append(TensorBoard(folder.tensorboard))
     if config.profile.profile_steps:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+import signal
 import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tritonemb.data.batch import Batch
-from tritonemb.data.source import Position, Split, Stream
+from tritonemb.comm.agreement import RankFailed, lost_contact
+from tritonemb.data.source import Split
 from tritonemb.nn.errors import check_errors
-from tritonemb.training.callbacks import Evaluation, FitEnd, FitStart, Log, StepEnd
+from tritonemb.training.callbacks import CheckpointSaved, Evaluation, FitEnd, FitStart, Log, StepEnd
 from tritonemb.training.checkpoint import CheckpointError
 from tritonemb.training.clock import Clock, memory_bytes
 from tritonemb.training.metrics import Metrics, UndefinedMetricsError
+from tritonemb.training.pipeline import Prepared, Say
 from tritonemb.training.signals import Interrupted, StopRequest
 from tritonemb.training.versions import versions
 from tritonemb.training.watchers import Watchers
@@ -50,6 +54,8 @@ class Loop:
 
     After a step come, in this order: log, evaluation, checkpoint. So whatever a log says of a step and of those before
     it is decided when the step's checkpoint is written, and a run resumed from there says the rest, and says it once.
+
+    Several ranks do all this alike: what decides it (rows, metrics, signals, rank 0's clock) they have agreed upon.
     """
 
     def __init__(self, trainer: Trainer, watchers: Watchers, request: StopRequest) -> None:
@@ -58,9 +64,12 @@ class Loop:
         self.request = request
         self.progress = trainer.progress
         self.clock = Clock(self.progress.seconds)
-        self._saved_at, self._saved_step = time.monotonic(), self.progress.step
+        self._began = time.monotonic()
+        self._now, self._saved_at, self._saved_step = 0, 0, self.progress.step  # milliseconds by rank 0's clock
+        self._logged_step = self.progress.step
+        self._signal: int | None = None  # that the ranks have agreed upon
         self._said_skipped: dict[str, int] = {}
-        self._watched = bool(watchers) or trainer.patience is not None
+        self._watched = trainer.parallel.any(bool(watchers) or trainer.patience is not None)
 
     def run(self, test: bool) -> FitResult:
         """Train to the end, tell those who watch, and return what was done."""
@@ -68,14 +77,21 @@ class Loop:
         try:
             self._start()
             reason = self._train()
+            self._finish_saving()
             metrics = self._metrics("test") if test and reason in ("finished", "early stop") else None
             speed, seconds = self.clock.samples_per_second, self.clock.seconds
             progress = self.progress
             end = FitEnd(reason, progress.step, progress.samples, seconds, speed, metrics, trainer.data.best_auc)
+        except Exception as error:
+            if not isinstance(error, RankFailed) and not lost_contact(error):
+                with suppress(CheckpointError):  # what is being written is worth having
+                    trainer.saving.finish()
+            raise
         finally:
             self.watchers.on_end(end)
-        if self.request.signum is not None:
-            raise Interrupted(self.request.signum)
+        signum = trainer.parallel.most(self._stopped or self.request.signum or 0)  # some rank's may have come late
+        if signum:
+            raise Interrupted(signum)
         samples = progress.samples - before
         return FitResult(tuple(progress.losses), samples, seconds, speed, reason, progress.step, metrics)
 
@@ -91,6 +107,7 @@ class Loop:
             epoch_samples=rows,
             estimated=exact is None,
             num_epochs=trainer.last_epoch,
+            num_ranks=trainer.parallel.size,
             folder=None if trainer.folder is None else trainer.folder.path,
             config=trainer.config,
             versions=versions(trainer.device),
@@ -101,65 +118,62 @@ class Loop:
         """Why it ended: "finished", "early stop", or the name of a signal."""
         while not self.progress.ended and not self._over():
             self._epoch()
-            if self.request.signum is not None and not self.progress.ended:
+            if self._stopped is not None and not self.progress.ended:
                 if self.trainer.folder is not None and self._saved_step != self.progress.step:
                     self._checkpoint()  # the signal came too late for that of the step
-                return self.request.name
+                return signal.Signals(self._stopped).name
         return self.progress.ended or "finished"
 
     def _over(self) -> bool:
         last = self.trainer.last_step
         return self.progress.epoch >= self.trainer.last_epoch or (last is not None and self.progress.step >= last)
 
+    @property
+    def _stopped(self) -> int | None:
+        """The signal that ends training: one rank's own at once, else the one that all ranks have agreed upon."""
+        return self.request.signum if self.trainer.parallel.size == 1 else self._signal
+
     def _epoch(self) -> None:
         """Train to the end of the epoch, or of the run, or until a signal arrives."""
         trainer, progress = self.trainer, self.progress
         trainer.model.train()
-        with trainer.data.open(
-            "train",
-            trainer.batch_size,
-            seed=trainer.seed,
-            epoch=progress.epoch,
-            shuffle=True,
-            position=progress.position,
-            pin_memory=trainer.device.type == "cuda",
-        ) as stream:
-            batches, position = self._pull(stream)
-            if not batches:
+        say = Say(lambda: self.request.signum or 0, lambda: int(1000 * (time.monotonic() - self._began)))
+        with trainer.open_epoch(say) as steps:
+            step, over = self._pull(steps)
+            if over:
                 self._end_epoch()
-            while batches:
-                samples = trainer.step(batches)
+            while step.batches:
+                trainer.parallel.note("computing", progress.step + 1)
+                trainer.train_on(step)
                 progress.step += 1
-                progress.samples += samples
-                progress.epoch_samples += samples
-                progress.logged_samples += samples
-                progress.position, epoch = position, progress.epoch
+                progress.samples += step.rows
+                progress.epoch_samples += step.rows
+                progress.logged_samples += step.rows
+                progress.position, epoch, samples = step.position, progress.epoch, step.rows
                 self.watchers.on_step(StepEnd(progress.step, epoch, progress.samples))
-                batches, position = self._pull(stream)
+                step, over = self._pull(steps)
                 self.clock.step(samples)
-                if not batches:
+                if over:
                     self._end_epoch()
-                if not batches or self._over() or self.request.signum is not None:
-                    self._say_skipped(stream.report.skipped, f"train {epoch}", str(stream.report))
-                self._due_after_step(epoch, last=not batches)
-                if progress.ended or self._over() or self.request.signum is not None:
+                if over or self._over() or self._stopped is not None:
+                    self._say_left_out(step, f"train {epoch}")
+                self._due_after_step(epoch, last=over)
+                if progress.ended or self._over() or self._stopped is not None:
                     return
 
-    def _pull(self, stream: Stream) -> tuple[list[Batch], Position]:
-        """The next step's batches, and where the data goes on after them."""
+    def _pull(self, steps: Iterator[Prepared]) -> tuple[Prepared, bool]:
+        """The next step, and whether the epoch has none more."""
+        self.trainer.parallel.note("waiting", self.progress.step + 1)
         with self.clock.waiting():
-            batches = []
-            for batch in stream:
-                batches.append(batch)
-                if len(batches) == self.trainer.accumulate:
-                    break
-        return batches, stream.position
+            step = next(steps)
+        self._now, self._signal = step.clock, step.signal or None
+        return step, not step.batches and not step.signal
 
     def _end_epoch(self) -> None:
         progress = self.progress
         check_errors(self.trainer.device)
         if progress.epoch_samples:
-            loss = self.trainer.take_loss(1) / progress.epoch_samples
+            loss = self.trainer.stepper.take_loss(1) / progress.epoch_samples
             self._refuse_nonfinite(loss, progress.epoch)
             progress.losses.append(loss)
         progress.epoch += 1
@@ -179,16 +193,19 @@ class Loop:
 
     def _log(self, epoch: int) -> None:
         trainer, progress = self.trainer, self.progress
-        loss = trainer.take_loss(0) / progress.logged_samples
+        loss = trainer.stepper.take_loss(0) / progress.logged_samples
         progress.logged_samples = 0
         self._refuse_nonfinite(loss, epoch)
+        sent, across = trainer.parallel.sent()
+        steps, self._logged_step = progress.step - self._logged_step, progress.step
         if not self.watchers:
             return
-        dense_lr, table_lr = trainer.current_rates()
+        dense_lr, table_lr = trainer.stepper.current_rates()
         speed, wait = self.clock.lap()
         log = Log(
             progress.step, epoch, progress.samples, loss, dense_lr, table_lr, speed, wait,
             memory_bytes(trainer.device), self.clock.seconds,
+            {kind: num_bytes // steps for kind, num_bytes in sent.items()}, across // steps,
         )  # fmt: skip
         self.watchers.on_log(log)
 
@@ -212,7 +229,8 @@ class Loop:
     def _metrics(self, split: Split) -> Metrics | None:
         """Those of a split; None, and a message, where its labels define none."""
         try:
-            with self.clock.pause():
+            self.trainer.parallel.note("evaluating", self.progress.step)
+            with self.clock.pause(), self.trainer.parallel.unmetered():
                 metrics = self.trainer.evaluate(split)
         except UndefinedMetricsError as error:
             self.watchers.on_message(f"the {split} rows are not evaluated: {error}")
@@ -223,33 +241,49 @@ class Loop:
 
     def _checkpoint_due(self) -> bool:
         options, progress = self.trainer.checkpoints, self.progress
-        if progress.ended or self.request.signum is not None or self._is_best():
+        if progress.ended or self._stopped is not None or self._is_best():
             return True
         if options.checkpoint_steps is not None and progress.step % options.checkpoint_steps == 0:
             return True
         minutes = options.checkpoint_minutes
-        return minutes > 0 and time.monotonic() - self._saved_at >= 60 * minutes
+        return minutes > 0 and self._now - self._saved_at >= 60_000 * minutes
 
     def _is_best(self) -> bool:
         return self.progress.best is not None and self.progress.best_step == self.progress.step
 
     def _checkpoint(self) -> None:
         trainer = self.trainer
-        assert trainer.folder is not None
-        self._saved_at = time.monotonic()
+        self._saved_at = self._now
+        trainer.parallel.note("saving", self.progress.step)
         self.progress.seconds = self.clock.seconds
+        self._finish_saving()  # of the one before, if that is still being written
+        check_errors(trainer.device)
+        if self._save(lambda: trainer.saving.start(self._is_best())):
+            self._saved_step = self.progress.step
+
+    def _finish_saving(self) -> None:
+        self._save(self.trainer.saving.finish)
+
+    def _save(self, call: Callable[[], CheckpointSaved | None]) -> bool:
+        """Tell what has been saved; False if it could not be, and training goes on."""
         try:
-            with self.clock.pause():
-                saved = trainer.save()
-                if self._is_best():
-                    trainer.folder.checkpoints.mark_best(self.progress.step)
+            with self.clock.pause(), self.trainer.parallel.unmetered():
+                saved = call()
         except CheckpointError as error:
-            if trainer.checkpoints.on_checkpoint_error == "stop":
+            if self.trainer.checkpoints.on_checkpoint_error == "stop":
                 raise
             self.watchers.on_message(f"{error}. Training goes on")
-            return
-        self._saved_step = self.progress.step
-        self.watchers.on_checkpoint(saved)
+            return False
+        if saved is not None:
+            self.watchers.on_checkpoint(saved)
+        return True
+
+    def _say_left_out(self, step: Prepared, what: str) -> None:
+        """Say how many rows the ranks have left out of this epoch, and which."""
+        reports = self.trainer.parallel.gather(step.report)
+        told = [(rank, report) for rank, report in enumerate(reports) if report.skipped]
+        texts = [str(report) if len(reports) == 1 else f"rank {rank}: {report}" for rank, report in told]
+        self._say_skipped(sum(report.skipped for report in reports), what, "\n".join(texts))
 
     def _say_skipped(self, skipped: int, what: str, text: str) -> None:
         """Say how many rows were left out, once for each number."""
@@ -264,7 +298,7 @@ class Loop:
 
 def _total_samples(trainer: Trainer, rows: int | None) -> int | None:
     """Samples of the whole run, if an epoch has `rows`."""
-    size = trainer.batch_size * trainer.accumulate
+    size = trainer.batch_size * trainer.accumulate * trainer.parallel.size
     by_steps = None if trainer.last_step is None else trainer.last_step * size
     if rows is None:
         return by_steps

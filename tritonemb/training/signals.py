@@ -28,11 +28,6 @@ class StopRequest:
 
     signum: int | None = None
 
-    @property
-    def name(self) -> str:
-        assert self.signum is not None
-        return signal.Signals(self.signum).name
-
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
 
 PLAIN = (int, float, str, bool, type(None))
 
@@ -23,7 +24,7 @@ class Progress:
         step: optimizer steps done.
         epoch: epochs done.
         samples: samples trained on.
-        position: where the epoch's next batch begins; None at the beginning of an epoch.
+        position: where the epoch's next batch begins, on this rank; None at the beginning of an epoch.
         epoch_samples: samples trained on in this epoch.
         logged_samples: samples trained on since the last log.
         losses: mean training loss of each epoch done.
@@ -36,7 +37,7 @@ class Progress:
     step: int = 0
     epoch: int = 0
     samples: int = 0
-    position: dict[str, int] | None = None
+    position: dict[str, Any] | None = None
     epoch_samples: int = 0
     logged_samples: int = 0
     losses: list[float] = field(default_factory=list)
@@ -99,25 +100,21 @@ def optimizer_plain(model: nn.Module, optimizer: torch.optim.Optimizer | None) -
     return found
 
 
-def group_options(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
-    """The plain options of the parameter groups, learning rates among them."""
-    groups = [] if optimizer is None else optimizer.param_groups
-    return [
-        {name: value for name, value in group.items() if name != "params" and isinstance(value, PLAIN)}
-        for group in groups
-    ]
-
-
 def optimizer_templates(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, stored: Mapping[str, TensorStorageMetadata]
 ) -> dict[str, Tensor]:
-    """Empty CPU tensors for those stored optimizer states whose parameters this optimizer has."""
-    names = tuple(f"optimizer.{name}." for name, _ in _parameters_of(model, optimizer))
-    return {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in stored.items()
-        if any(name.startswith(prefix) and "." not in name.removeprefix(prefix) for prefix in names)
-    }
+    """Room for those stored optimizer states whose parameters this optimizer has: on the CPU, or where the parameter is
+    a DTensor cut as that is.
+    """
+    owners: dict[str, Tensor] = {f"optimizer.{name}": parameter for name, parameter in _parameters_of(model, optimizer)}
+    found: dict[str, Tensor] = {}
+    for name, entry in stored.items():
+        parameter = owners.get(name.rpartition(".")[0])
+        if isinstance(parameter, DTensor) and parameter.shape == entry.size:
+            found[name] = torch.empty_like(parameter, dtype=entry.properties.dtype, requires_grad=False)
+        elif parameter is not None:
+            found[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    return found
 
 
 def load_optimizer_state(
@@ -141,18 +138,53 @@ def load_optimizer_state(
     optimizer.load_state_dict(packed)
 
 
-def rng_tensors(device: torch.device) -> dict[str, Tensor]:
-    """torch's generators, of the CPU and of the device that trains."""
-    found = {"rng.cpu": torch.get_rng_state()}
+def rng_tensors(device: torch.device, rank: int | None = None) -> dict[str, Tensor]:
+    """torch's generators, of the CPU and of the device that trains: `rng.<device>`, or `rng.<rank>.<device>`."""
+    prefix = "rng." if rank is None else f"rng.{rank}."
+    found = {f"{prefix}cpu": torch.get_rng_state()}
     if device.type == "cuda":
-        found["rng.cuda"] = torch.cuda.get_rng_state(device)
+        found[f"{prefix}cuda"] = torch.cuda.get_rng_state(device)
     return found
 
 
-def set_rng_tensors(tensors: dict[str, Tensor], device: torch.device) -> None:
-    torch.set_rng_state(tensors["rng.cpu"])
-    if "rng.cuda" in tensors:
-        torch.cuda.set_rng_state(tensors["rng.cuda"], device)
+def rng_templates(stored: Mapping[str, TensorStorageMetadata], rank: int, device: torch.device) -> dict[str, Tensor]:
+    """Room for the generators of a rank, as far as a checkpoint has them; one process counts as rank 0."""
+    found = {}
+    for name in rng_tensors(device):
+        kind = name.removeprefix("rng.")
+        for there in [f"rng.{rank}.{kind}", *([name] if rank == 0 else [])]:
+            if there in stored:
+                found[there] = torch.empty(stored[there].size, dtype=torch.uint8)
+    return found
+
+
+def rng_manifest(every: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """`rng_plain` of all ranks: that of the first, and where there are more, those of all."""
+    return {"rng": every[0], **({"rng_of_ranks": list(every)} if len(every) > 1 else {})}
+
+
+def set_rng(
+    tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], seed: int, rank: int, device: torch.device
+) -> None:
+    """Set all generators to what a checkpoint has for this rank; a rank that it does not know begins anew."""
+    plain = manifest.get("rng_of_ranks", [manifest["rng"]])
+    if rank >= len(plain):
+        seed_rank(seed, rank)
+        return
+    for name, tensor in tensors.items():
+        if name.endswith(".cpu"):
+            torch.set_rng_state(tensor)
+        else:
+            torch.cuda.set_rng_state(tensor, device)
+    set_rng_plain(plain[rank])
+
+
+def seed_rank(seed: int, rank: int) -> None:
+    """Generators of a rank's own, which depend on nothing else."""
+    state = [int(word) for word in np.random.SeedSequence([seed, rank]).generate_state(3, np.uint32)]
+    torch.manual_seed(state[0])
+    random.seed(state[1])
+    np.random.seed(state[2])  # noqa: NPY002
 
 
 def rng_plain() -> dict[str, Any]:
@@ -173,8 +205,12 @@ def set_rng_plain(values: dict[str, Any]) -> None:
 
 
 def _parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, nn.Parameter]]:
-    """The optimizer's parameters under their names in the model."""
+    """The optimizer's parameters under their names in the model's `state_dict`, which wrappers of the model keep."""
     if optimizer is None:
         return []
     owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    return [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) in owned]
+    named: dict[int, tuple[str, nn.Parameter]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) in owned:
+            named.setdefault(id(value), (name, value))
+    return list(named.values())

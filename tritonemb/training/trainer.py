@@ -1,10 +1,10 @@
-"""Trains, evaluates, saves and resumes a model in one process."""
+"""Trains, evaluates, saves and resumes a model, in one process or on several ranks together."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,25 +12,27 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from tritonemb.data.batch import Batch
-from tritonemb.data.dataset import Split
-from tritonemb.data.source import Data
-from tritonemb.nn import EmbeddingBagCollection, EmbeddingCollection
+from tritonemb.data.source import Batches, Data, Split
 from tritonemb.nn.errors import check_errors
+from tritonemb.sharding.hybrid import HybridParallel
 from tritonemb.training import state
+from tritonemb.training.ahead import Ahead
 from tritonemb.training.callbacks import Callback, CheckpointSaved
-from tritonemb.training.checkpoint import CheckpointOptions, load_tensors, read_manifest, stored_tensors
-from tritonemb.training.inference import logits_of, predict
+from tritonemb.training.checkpoint import CheckpointOptions
+from tritonemb.training.inference import predict
 from tritonemb.training.loop import FitResult, Loop
-from tritonemb.training.metrics import Metrics, binary_metrics
-from tritonemb.training.precision import LossScale, Precision, autocast
+from tritonemb.training.metrics import Metrics, UndefinedMetricsError, binary_metrics
+from tritonemb.training.parallel import Parallel
+from tritonemb.training.pipeline import DEPTH, Prepared, Say, empty_batch, prepare
+from tritonemb.training.precision import Precision
+from tritonemb.training.reading import Reading
 from tritonemb.training.run_folder import RunFolder
+from tritonemb.training.saving import Saving
 from tritonemb.training.schedule import Schedule
 from tritonemb.training.signals import StopRequest, stop_requests
-from tritonemb.training.toml import plain
-from tritonemb.training.versions import versions
+from tritonemb.training.stepper import Stepper
 from tritonemb.training.watch.display import make_display
 from tritonemb.training.watch.report import Report
 from tritonemb.training.watch.run_log import RunLog
@@ -49,10 +51,16 @@ class Trainer:
     With a `folder` a run outlives its process: checkpoints, a log and a report are kept there, SIGINT and SIGTERM end
     it after the step that is running, and `resume` goes on from a checkpoint with the bits of a run that never stopped.
 
+    On several ranks the model is a `tritonemb.HybridParallel`, and every rank makes a trainer with the same arguments.
+    A step trains the ranks' batches as one, in the order of ranks; each rank reads its own share of the data, and while
+    a step computes, the batches of the next two are read, their ids are sent, and they are copied to the device. Rank 0
+    shows progress, and writes log, report and what else one rank has to. A signal to any rank ends all after the same
+    step; a checkpoint is written by all, to a folder that all share, and read by any number of them.
+
     Args:
         model: on the device where it is to be trained, unless `device` is given.
         data: a `tritonemb.data.Dataset` or `ClickLog`, or anything with the methods of `tritonemb.data.source.Data`.
-        batch_size: samples a batch; the last one of an epoch may have fewer.
+        batch_size: samples a batch of each rank; the last ones of an epoch may have fewer.
         epochs: passes over the training rows.
         max_steps: end after so many steps, if the epochs have not ended before.
         accumulate: batches a step: their gradients are applied together, as one batch's.
@@ -72,9 +80,15 @@ class Trainer:
         callbacks: told of all that happens, see `Callback`.
         config: shown in the report, kept in the log.
         verbose: show progress.
+        readers: processes a host that read the data, apart from those that train.
+        pipeline: prepare the next steps while one computes; False for a model that changes the features that it is
+            given before it looks them up.
+        timeout: seconds to wait for a rank that does not answer. The model's own exchanges wait as long as they were
+            told to: `HybridParallel(..., timeout=...)`, `torch.distributed.init_process_group(..., timeout=...)`.
 
     Raises:
-        ValueError: for options out of range, or for `patience` without validation rows.
+        ValueError: for options out of range, or for `patience` without validation rows; the job has several ranks and
+            the model is no `tritonemb.HybridParallel`.
     """
 
     def __init__(
@@ -103,26 +117,33 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         config: Mapping[str, Any] | None = None,
         verbose: bool = True,
+        readers: int = 0,
+        pipeline: bool = True,
+        timeout: float = 600.0,
     ) -> None:
         counts = {"batch_size": batch_size, "epochs": epochs, "accumulate": accumulate, "log_every": log_every}
         optional = {"max_steps": max_steps, "evaluate_every": evaluate_every, "patience": patience}
         for name, value in (counts | optional).items():
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if readers < 0:
+            raise ValueError(f"readers must not be negative, got {readers}")
+        if not timeout > 0:
+            raise ValueError(f"timeout must be positive, got {timeout}")
         if monitor not in get_args(Monitor):
             raise ValueError(f"monitor must be one of {get_args(Monitor)}, got {monitor!r}")
         for name, given in (("evaluate_every", evaluate_every), ("patience", patience)):
             if given is not None and "validation" not in data.splits():
                 raise ValueError(f"{name} needs validation rows, and data set {data.name!r} has none")
+        self.parallel = Parallel(model, timeout)
         self.model = model if device is None else model.to(device)
         self.data = data
         self.batch_size = batch_size
         self.epochs = epochs
         self.max_steps = max_steps
         self.accumulate = accumulate
-        self.precision: Precision = precision
         self.seed = seed
-        self.device = torch.device(device) if device is not None else _device_of(model)
+        self.device = _device_of(model) if device is None else _with_index(torch.device(device))
         self.log_every = log_every
         self.evaluate_every = evaluate_every
         self.monitor: Monitor = monitor
@@ -132,22 +153,22 @@ class Trainer:
         self.callbacks = list(callbacks)
         self.config = dict(config or {})
         self.verbose = verbose
+        self.pipeline = pipeline
         self.progress = state.Progress()
-        autocast(precision, self.device)  # refuse a name before training
-        dense = dense_parameters(model)
-        self.dense_optimizer = dense_optimizer(dense, lr=dense_lr) if dense else None
-        self._collections = fused_collections(model)
+        self.stepper = Stepper(self.model, self.device, self.parallel, dense_optimizer, dense_lr, precision, compile)
+        self.reading = Reading(data, self.parallel, batch_size, seed, self.device.type == "cuda", readers)
+        self.saving = Saving(self, self.folder, self.checkpoints.checkpoint_async)
         self.last_epoch, self.last_step = epochs, max_steps
         # What is learned of the data's size later on does not change them, or a resumed run would have other rates.
-        schedules = (dense_schedule or Schedule(), table_schedule or Schedule())
-        self._schedules = tuple(schedule.within(self.total_steps) for schedule in schedules)
-        self._base_rates = [float(group["lr"]) for group, _ in self._rates()]
-        self._base_options = state.group_options(self.dense_optimizer)
-        self._loss_scale = LossScale()
-        self._fitted = False
-        self._forward: Callable[..., Any] = torch.compile(self.model) if compile else self.model
-        # Sums of the loss over samples: since the last log, and in this epoch.
-        self.loss_sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+        schedules = [(schedule or Schedule()).within(self.total_steps) for schedule in (dense_schedule, table_schedule)]
+        self.stepper.schedule(*schedules)
+        self._fitted = self._begun = False
+        self._steps: Ahead[Prepared] | None = None  # of the epoch that is being trained
+
+    @property
+    def dense_optimizer(self) -> torch.optim.Optimizer | None:
+        """The optimizer of what is in no fused table; None where there is nothing else."""
+        return self.stepper.dense_optimizer
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -155,7 +176,7 @@ class Trainer:
         rows = self.data.num_rows("train") if "train" in self.data.splits() else None
         if rows is None:
             return None
-        batches = -(-rows // self.batch_size)
+        batches = -(-rows // (self.batch_size * self.parallel.size))
         return -(-batches // self.accumulate)
 
     @property
@@ -175,39 +196,49 @@ class Trainer:
             ValueError: the loss is not finite; the data says so; or the folder holds another run.
             Interrupted: a signal asked to stop; what was done is saved. With a folder only.
             CheckpointError: one could not be written, and `on_checkpoint_error` is "stop".
+            RankFailed: another rank has failed, is gone, or has not answered in time; says which, and what it did.
         """
         if self._fitted:
             self.last_epoch = self.progress.epoch + self.epochs
             self.last_step = None if self.max_steps is None else self.progress.step + self.max_steps
             self.progress.ended = ""
         with ExitStack() as stack:
+            stack.enter_context(self.parallel.watched())
+            self._begin()
             request = StopRequest()
             if self.folder is not None:
-                stack.enter_context(self.folder.lock())
-                self._refuse_another_run(self.folder)
-                self._mark_best_again(self.folder)
-                json.dumps(self._manifest())  # what cannot be saved is refused before training
-                self._tensors()
+                folder = self.folder
+                self.parallel.on_first(lambda: self._take(folder, stack))
+                json.dumps(self.saving.manifest())  # what cannot be saved is refused before training
+                self.saving.tensors()
                 request = stack.enter_context(stop_requests())
             result = Loop(self, Watchers(self._watchers()), request).run(test)
         self._fitted = True
         return result
 
     def step(self, batches: Sequence[Batch]) -> int:
-        """One step on the batches' samples together; returns their number."""
-        self._set_learning_rates()
-        total = sum(len(batch) for batch in batches)
-        if self.dense_optimizer is not None:
-            self.dense_optimizer.zero_grad()
-        if self.precision == "fp16":
-            self._scaled_step(batches, total)
-        else:
-            with self._accumulating(len(batches) > 1):
-                for batch in batches:
-                    self._backward(batch, len(batch) / total)
-            if self.dense_optimizer is not None:
-                self.dense_optimizer.step()
+        """One step on the samples of the batches of all ranks together, as many on each; returns their number."""
+        total = int(self.parallel.sum(torch.tensor(sum(len(batch) for batch in batches))))
+        world = self.parallel.size
+        self.stepper(self.progress.step, batches, [len(batch) * world / total for batch in batches])
         return total
+
+    def train_on(self, step: Prepared) -> None:
+        """One step of those that `open_epoch` prepares."""
+        self.stepper(self.progress.step, step.take(), step.weights)
+
+    @contextmanager
+    def open_epoch(self, say: Say) -> Iterator[Ahead[Prepared]]:
+        """The steps that are left of the present epoch."""
+        progress = self.progress
+        with (
+            self.reading.open("train", True, progress.epoch, progress.position) as stream,
+            self._prepared(stream, self.accumulate, progress.step, say) as self._steps,
+        ):
+            try:
+                yield self._steps
+            finally:
+                self._steps = None
 
     def evaluate(self, split: Split = "test") -> Metrics:
         """Metrics on the test rows, or on another split.
@@ -216,10 +247,19 @@ class Trainer:
             ValueError: the data set has no such split, or a logit is NaN.
         """
         start = time.perf_counter()
-        with self.data.open(split, self.batch_size, pin_memory=self.device.type == "cuda") as stream:
-            logits, labels = predict(self.model, stream, self.device, self.precision, self._forward)
-            skipped = stream.report.skipped
-        metrics = binary_metrics(logits, labels, time.perf_counter() - start)
+        with self.parallel.watched():
+            if self._steps is not None:  # its collectives and those of the evaluation must not mix
+                self._steps.settle()
+            with self.reading.open(split) as stream, self._prepared(stream) as steps:
+                logits, labels = predict(
+                    self.model, _batches(steps), self.device, self.stepper.precision, self.stepper.forward
+                )
+                skipped = sum(self.parallel.gather(stream.report.skipped))
+            logits, labels = self.parallel.to_first(logits), self.parallel.to_first(labels)
+            seconds = time.perf_counter() - start
+            metrics, undefined = self.parallel.on_first(lambda: _metrics(logits, labels, seconds))
+        if metrics is None:
+            raise UndefinedMetricsError(undefined)
         return replace(metrics, num_skipped=skipped)
 
     def save(self) -> CheckpointSaved:
@@ -232,10 +272,8 @@ class Trainer:
         if self.folder is None:
             raise ValueError("there is nowhere to save to: give the trainer a folder")
         check_errors(self.device)
-        start = time.perf_counter()
-        size = self.folder.checkpoints.save(self.progress.step, self._tensors(), self._manifest())
-        path = self.folder.checkpoints.path(self.progress.step)
-        return CheckpointSaved(self.progress.step, path, size, time.perf_counter() - start)
+        with self.parallel.watched():
+            return self.saving.save()
 
     def resume(self, checkpoint: str | Path = "auto") -> Path | None:
         """Go on from a checkpoint: model, optimizers, schedules, position in the data and generators.
@@ -251,114 +289,45 @@ class Trainer:
             ValueError, FileNotFoundError: it is damaged, or of another model, optimizer, data set or batch size; all
                 differences are listed, and nothing has been changed then.
         """
-        path = Path(checkpoint)
-        if checkpoint == "auto":
-            if self.folder is None:
-                raise ValueError('resume("auto") looks into the trainer\'s folder: give it one')
-            found = self.folder.checkpoints.latest()
-            if found is None:
-                return None
-            path = found
-        manifest = read_manifest(path)
-        self._check_same_run(path, manifest["run"])
-        try:
-            progress = state.Progress.from_json(manifest["progress"])
-            plain, options = manifest["optimizer"], manifest["options"]
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{path / 'trainer.json'} is damaged ({error!r}); use another checkpoint") from error
-        if self.folder is not None and self.folder.checkpoints.latest() is not None:
-            own = self.folder.checkpoints.folder.resolve()
-            if path.resolve().parent != own:
-                raise ValueError(f"{self.folder.path} holds another run than {path}; choose another folder")
-        tensors = self._tensors(optimizer=False)
-        tensors |= state.optimizer_templates(self.model, self.dense_optimizer, stored_tensors(path))
-        random = {name: tensors[name] for name in tensors if name.startswith("rng.")}
-        load_tensors(path, tensors, ignore=("rng.cuda",))
-        if self.dense_optimizer is not None:
-            state.load_optimizer_state(self.model, self.dense_optimizer, tensors, plain)
-        state.set_rng_tensors(random, self.device)
-        state.set_rng_plain(manifest["rng"])
-        self.progress = progress
-        if not self._has_lost_patience():  # a run that was finished may have more to do now
-            self.progress.ended = ""
-        self._loss_scale.load_state_dict(manifest["loss_scale"])
-        # What was changed while training is taken over; what the user has changed since is not taken back.
-        if manifest["base_options"] == self._base_options:
-            for group, saved in zip(_groups(self.dense_optimizer), options, strict=True):
-                group.update(saved)
-        if manifest["base_rates"] == self._base_rates:
-            for (group, _), rate in zip(self._rates(), manifest["rates"], strict=True):
-                group["lr"] = rate
+        with self.parallel.watched():
+            path = self.saving.restore(checkpoint)
+        if path is not None:
+            self._begun = True
+            if not self._has_lost_patience():  # a run that was finished may have more to do now
+                self.progress.ended = ""
         return path
 
-    def current_rates(self) -> tuple[float | None, float | None]:
-        """Learning rates of the dense part and of the fused tables; None where there are none."""
-        dense = None if self.dense_optimizer is None else float(self.dense_optimizer.param_groups[0]["lr"])
-        return dense, self._collections[0].current_learning_rate if self._collections else None
-
-    def take_loss(self, index: int) -> float:
-        """The sum of losses over samples since it was last taken: 0 for that of the logs, 1 for that of epochs."""
-        value = float(self.loss_sums[index])
-        self.loss_sums[index] = 0.0
-        return value
-
-    def _backward(self, batch: Batch, share: float, factor: float = 1.0) -> None:
-        """`share` of a step's samples are in this batch; `factor` is the loss scale."""
-        batch = batch.to(self.device, non_blocking=True)
-        loss = F.binary_cross_entropy_with_logits(
-            logits_of(self._forward, batch, self.precision, self.device), batch.labels
-        )
-        (loss if share * factor == 1.0 else loss * (share * factor)).backward()
-        self.loss_sums.add_(loss.detach(), alpha=len(batch))
-
-    def _scaled_step(self, batches: Sequence[Batch], total: int) -> None:
-        """A step whose gradients are scaled, judged and only then applied, to all parameters or to none."""
-        scale = self._loss_scale.factor
-        try:
-            with self._accumulating(True):
-                for batch in batches:
-                    self._backward(batch, len(batch) / total, scale)
-                finite = [collection.scale_accumulated(1 / scale) for collection in self._collections]
-                for gradient in self._dense_gradients():
-                    finite.append(bool(gradient.mul_(1 / scale).isfinite().all()))  # noqa: PERF401 (for its effect)
-                if not all(finite):
-                    raise _Overflow
-        except _Overflow:
-            self._loss_scale.update(overflowed=True)
-            return
-        if self.dense_optimizer is not None:
-            self.dense_optimizer.step()
-        self._loss_scale.update(overflowed=False)
-
-    def _dense_gradients(self) -> list[Tensor]:
-        parameters = [parameter for group in _groups(self.dense_optimizer) for parameter in group["params"]]
-        return [parameter.grad for parameter in parameters if parameter.grad is not None]
-
-    @contextmanager
-    def _accumulating(self, several: bool) -> Iterator[None]:
-        with ExitStack() as stack:
-            for collection in self._collections if several else ():
-                stack.enter_context(collection.accumulate())
-            yield
-
-    def _rates(self) -> list[tuple[dict[str, Any], Schedule]]:
-        """Every parameter group and its schedule; not kept, since loading an optimizer's state makes new groups."""
-        dense, tables = self._schedules
-        fused = [c.fused_optimizer for c in self._collections if c.fused_optimizer is not None]
-        rates = [(group, dense) for group in _groups(self.dense_optimizer)]
-        return rates + [(group, tables) for optimizer in fused for group in optimizer.param_groups]
-
-    def _set_learning_rates(self) -> None:
-        for base, (group, schedule) in zip(self._base_rates, self._rates(), strict=True):
-            if not schedule.is_constant:
-                group["lr"] = base * schedule.factor(self.progress.step)
-
     def _watchers(self) -> list[Callback]:
-        watchers: list[Callback] = [make_display()] if self.verbose else []
-        if self.folder is not None:
+        watchers: list[Callback] = [make_display()] if self.verbose and self.parallel.is_first else []
+        if self.folder is not None and self.parallel.is_first:
             watchers.append(RunLog(self.folder.log, resume_at_step=self.progress.step))
             watchers.append(Report(self.folder.report, self.folder.log))
         return watchers + self.callbacks
+
+    def _prepared(
+        self, stream: Batches, accumulate: int = 1, first_step: int = 0, say: Say | None = None
+    ) -> Ahead[Prepared]:
+        """Steps on a stream's batches, made ahead where that takes exchanges or copies."""
+        parallel, model = self.parallel, self.model
+        ahead = self.pipeline and (parallel.size > 1 or self.device.type == "cuda")
+        send = model.send if self.pipeline and isinstance(model, HybridParallel) else None
+        steps = prepare(
+            stream, self.device, parallel.agreement, lambda: empty_batch(self.data), world=parallel.size,
+            accumulate=accumulate, send=send, heartbeat=parallel.heartbeat, first_step=first_step, say=say,
+        )  # fmt: skip
+        return Ahead(steps, DEPTH if ahead else 0, "tritonemb-pipeline", collective=parallel.size > 1)
+
+    def _begin(self) -> None:
+        """Ranks that start alike draw random numbers of their own."""
+        if not self._begun and self.parallel.rank > 0:
+            state.seed_rank(self.seed, self.parallel.rank)
+        self._begun = True
+
+    def _take(self, folder: RunFolder, stack: ExitStack) -> None:
+        """Keep other jobs out of the folder, and see that it is this run's."""
+        stack.enter_context(folder.lock())
+        self._refuse_another_run(folder)
+        self.saving.mark_best_again()
 
     def _has_lost_patience(self) -> bool:
         return self.patience is not None and self.progress.evaluations_since_best >= self.patience
@@ -370,81 +339,26 @@ class Trainer:
                 f"{folder.path} holds a run with {newest.name}; resume it (--resume auto) or choose another folder"
             )
 
-    def _mark_best_again(self, folder: RunFolder) -> None:
-        """A process may have been killed after it had written its best checkpoint, before that was marked."""
-        step = self.progress.best_step
-        best = folder.checkpoints.best()
-        marked = best is not None and best.name == f"best-{step}"
-        if self.progress.best is not None and not marked and folder.checkpoints.path(step).is_dir():
-            folder.checkpoints.mark_best(step)
-
-    def _tensors(self, optimizer: bool = True) -> dict[str, Tensor]:
-        own = state.optimizer_tensors(self.model, self.dense_optimizer) if optimizer else {}
-        return {
-            **state.model_tensors(self.model),
-            **own,
-            **state.rng_tensors(self.device),
-            "trainer.loss_sums": self.loss_sums,
-        }
-
-    def _manifest(self) -> dict[str, Any]:
-        return {
-            "versions": versions(self.device),
-            "run": self._run(),
-            "progress": self.progress.to_json(),
-            "base_rates": self._base_rates,
-            "rates": [float(group["lr"]) for group, _ in self._rates()],
-            "base_options": self._base_options,
-            "options": state.group_options(self.dense_optimizer),
-            "optimizer": state.optimizer_plain(self.model, self.dense_optimizer),
-            "loss_scale": self._loss_scale.state_dict(),
-            "rng": state.rng_plain(),
-            "config": plain(self.config),
-        }
-
-    def _run(self) -> dict[str, Any]:
-        """What must be the same for the bits of a run that never stopped."""
-        optimizer = self.dense_optimizer
-        return {
-            "data": self.data.name,
-            "encoding": self.data.encoding,
-            "batch_size": self.batch_size,
-            "accumulate": self.accumulate,
-            "seed": self.seed,
-            "dense_optimizer": None if optimizer is None else type(optimizer).__name__,
-            "table_optimizers": [collection.optimizer.name for collection in self._collections if collection.optimizer],
-        }
-
-    def _check_same_run(self, path: Path, run: dict[str, Any]) -> None:
-        here = self._run()
-        different = [f"{name} was {run.get(name)!r}, is {here[name]!r}" for name in here if run.get(name) != here[name]]
-        if different:
-            raise ValueError(f"checkpoint {path} is of another run: {'; '.join(different)}")
-
-
-class _Overflow(Exception):
-    """A gradient was not finite under the present loss scale."""
-
-
-def _groups(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
-    return [] if optimizer is None else optimizer.param_groups
-
-
-def fused_collections(model: nn.Module) -> list[EmbeddingBagCollection | EmbeddingCollection]:
-    """The collections of a model that update their tables by themselves."""
-    return [
-        module
-        for module in model.modules()
-        if isinstance(module, EmbeddingBagCollection | EmbeddingCollection) and module.fused_optimizer is not None
-    ]
-
-
-def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that no fused embedding collection updates by itself."""
-    owned = {id(parameter) for module in fused_collections(model) for parameter in module.parameters()}
-    return [parameter for parameter in model.parameters() if id(parameter) not in owned and parameter.requires_grad]
-
 
 def _device_of(model: nn.Module) -> torch.device:
     parameter = next(model.parameters(), None)
     return torch.device("cpu") if parameter is None else parameter.device
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """The device as its tensors name it."""
+    return torch.empty(0, device=device).device
+
+
+def _batches(steps: Iterable[Prepared]) -> Iterator[tuple[Batch, Tensor]]:
+    """Batches on the device, and their labels on the CPU."""
+    for step in steps:
+        yield from zip(step.take(), step.labels, strict=True)
+
+
+def _metrics(logits: Tensor, labels: Tensor, seconds: float) -> tuple[Metrics | None, str]:
+    """Metrics, or why they are not defined."""
+    try:
+        return binary_metrics(logits, labels, seconds), ""
+    except UndefinedMetricsError as error:
+        return None, str(error)

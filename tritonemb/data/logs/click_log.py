@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 
 from tritonemb.data.dataset import Dataset
 from tritonemb.data.logs import splits
+from tritonemb.data.logs.cutter import FIELDS, Cutter
 from tritonemb.data.logs.encode import Encoder, numberings
 from tritonemb.data.logs.files import find
 from tritonemb.data.logs.options import LogOptions
@@ -25,18 +25,20 @@ from tritonemb.data.logs.sources import ParquetSource, Source, TextSource
 from tritonemb.data.logs.splits import Part, SplitRule
 from tritonemb.data.logs.text import Chunk
 from tritonemb.data.logs.values import Checked
-from tritonemb.data.logs.windows import Block, Place, Window, windows
-from tritonemb.data.rows import concat, cut
+from tritonemb.data.logs.windows import Block, Place
+from tritonemb.data.rows import concat
 from tritonemb.data.source import (
     SPLITS,
+    WHOLE,
     Feature,
     Position,
     ReadReport,
+    Share,
     Split,
-    Step,
     Stream,
     check_batch_size,
     check_position,
+    check_share,
     digest,
     fingerprint,
     tables_of,
@@ -48,7 +50,6 @@ Array = np.ndarray[Any, Any]
 R = TypeVar("R")
 
 UNSHUFFLED_ROWS = 16_384  # of a window whose rows keep their order
-_FIELDS = ("part", "offset", "line", "skip", "skipped", "window", "batch", "rows")
 
 
 class ClickLog:
@@ -165,20 +166,33 @@ class ClickLog:
         shuffle: bool = False,
         position: Position | None = None,
         pin_memory: bool = False,
+        share: Share = WHOLE,
     ) -> Stream:
-        """See `tritonemb.data.source.Data.open`. Rows are shuffled inside windows of `shuffle_rows`, whole batches."""
+        """See `tritonemb.data.source.Data.open`. Rows are shuffled inside windows of `shuffle_rows`, whole batches.
+
+        A share is a run of bytes of plain text, or of row groups of Parquet, that nobody else parses. Compressed files
+        are dealt out whole if there is one for each share; else every share unpacks all of them and parses every
+        count-th stripe. Where rows are drawn at random, a share of plain text counts the lines before it first. Where
+        they are split by time, row groups are left out whose statistics say that they have none of the split.
+        """
         check_batch_size(batch_size)
+        check_share(share)
         shuffle = shuffle and self.options.shuffle_rows > 0
         wanted = self.options.shuffle_rows if shuffle else UNSHUFFLED_ROWS
         window_rows = -(-wanted // batch_size) * batch_size
         of = (self._identity, self.options.split, split, batch_size, window_rows)
-        belongs_to = fingerprint(*of, *((seed, epoch) if shuffle else ()))
-        parts = self._parts_of(split)
+        extra = share if share != WHOLE else ()
+        order = (seed, epoch, *extra)
+        belongs_to = fingerprint(*of, *(order if shuffle else extra))
+        log = self._share(split, share)
+        parts = log._parts[split]
+        first = parts[0].start if parts else 0
         if position is None:
-            position = dict.fromkeys(_FIELDS, 0) | {"of": belongs_to, "offset": parts[0].start}
+            position = dict.fromkeys(FIELDS, 0) | {"of": belongs_to, "offset": first}
         else:
-            check_position(position, _FIELDS, belongs_to, self.name)
-            if position["part"] >= len(parts) or position["offset"] < parts[position["part"]].start:
+            check_position(position, FIELDS, belongs_to, self.name)
+            part = position["part"]
+            if part >= max(len(parts), 1) or position["offset"] < (parts[part].start if parts else 0):
                 raise ValueError(f"data set {self.name!r}: the position is in a file that the {split} rows do not have")
             if position["batch"] * batch_size >= window_rows:
                 raise ValueError(f"data set {self.name!r}: the position is in batch {position['batch']} of a window")
@@ -187,18 +201,22 @@ class ClickLog:
                     f"data set {self.name!r}: {position['skipped']} bad rows had been left out at this position, so it "
                     'can not go on with on_bad_row="raise"; use on_bad_row="skip", or start the epoch again'
                 )
-        cutter = _Cutter(self, split, batch_size, window_rows, (seed, epoch) if shuffle else None, pin_memory)
+        cutter = Cutter(log, split, batch_size, window_rows, order if shuffle else None, pin_memory, share == WHOLE)
         report = ReadReport(position["rows"], position["skipped"])
 
         def at_end(report: ReadReport) -> None:
-            self._known_rows[split] = report.rows
+            if share == WHOLE:
+                self._known_rows[split] = report.rows
 
         return Stream(cutter.steps(position), dict(position), report, at_end)
 
     def scan(self, split: Split, job: Callable[[Chunk], R], start: Place | None = None) -> Generator[R, None, None]:
         """`job` of the chunks of a split, in order, by the log's threads; close the iterator to end them."""
         parts = self._parts_of(split)
-        start = start or Place(offset=parts[0].start)
+        start = start or Place(offset=parts[0].start if parts else 0)
+        if self._kind == "random":  # here, and not in the threads
+            for part in parts:
+                self._source.rows_before(part)
         chunks = self._source.chunks(parts, self.options.chunk_bytes, start.part, start.offset, start.line)
         return in_order(job, chunks, self.options.workers or default_workers())
 
@@ -240,6 +258,17 @@ class ClickLog:
         scored._parts = {"test": tuple(Part(file, 0, None) for file in range(len(self.files)))}
         return scored
 
+    def _share(self, split: Split, share: Share) -> ClickLog:
+        """The same log with one share of a split as all of it."""
+        parts = self._parts_of(split)
+        if share == WHOLE:
+            return self
+        if self._kind == "time" and isinstance(self._source, ParquetSource):
+            parts = self._source.within(self.options.split, split)
+        shared = copy.copy(self)
+        shared._parts = {split: self._source.share(parts, share)}
+        return shared
+
     def _encode(self, split: Split, chunk: Chunk) -> Block:
         encoder = Encoder(self.schema, self.features, self._numberings)
         keep, problems = self.parse(split, chunk, encoder.put)
@@ -252,8 +281,9 @@ class ClickLog:
         """Which of some rows of a chunk belong to the split; None: all do."""
         rule = self.options.split
         if self._kind == "random":
-            file = self._parts[split][chunk.part].file
-            return lambda rows: splits.drawn(rule, split, file, chunk.line + rows)
+            part = self._parts[split][chunk.part]
+            before = self._source.rows_before(part) + chunk.line
+            return lambda rows: splits.drawn(rule, split, part.file, before + rows)
         if self._kind == "time":
             assert rule.time_column is not None
             times = chunk.content.column(chunk.content.schema.get_field_index(rule.time_column))
@@ -311,75 +341,3 @@ def _digest_of(path: Path | None) -> str | None:
         return None
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-class _Cutter:
-    """The steps of one stream."""
-
-    def __init__(
-        self,
-        log: ClickLog,
-        split: Split,
-        batch_size: int,
-        window_rows: int,
-        order: tuple[int, int] | None,
-        pin_memory: bool,
-    ) -> None:
-        self._log, self._split, self._batch_size, self._window_rows = log, split, batch_size, window_rows
-        self._order, self._pin_memory = order, pin_memory
-        self._keys = tuple(feature.name for feature in log.features)
-        self._skipped = 0
-        self._first: list[str] = []
-        self._reasons: Counter[str] = Counter()
-
-    def steps(self, position: Position) -> Iterator[Step | ReadReport]:
-        start = Place(*(position[field] for field in _FIELDS[:5]))
-        self._skipped = position["skipped"]
-        batch, rows = position["batch"], position["rows"]
-        with closing(self._log.encoded(self._split, start)) as blocks:
-            for window in windows(
-                self._counted(blocks), self._window_rows, self._permutation, start, position["window"]
-            ):
-                for step in self._cut(window, batch, rows, position["of"]):
-                    rows = step.report.rows
-                    yield step
-                batch = 0
-        if rows == 0:
-            skipped = f" ({self._skipped} bad ones were skipped)" if self._skipped else ""
-            raise ValueError(f"data set {self._log.name!r}: there are no {self._split} rows{skipped}")
-        yield self._report(rows)  # after the last batch, bad rows may have come
-
-    def _cut(self, window: Window, first: int, rows: int, belongs_to: int) -> Iterator[Step]:
-        num_rows, size = len(window.rows), self._batch_size
-        if first * size >= num_rows:
-            raise ValueError(f"data set {self._log.name!r}: there are fewer rows than the position says")
-        report = self._report(rows)
-        for number in range(first, -(-num_rows // size)):
-            run = slice(number * size, min((number + 1) * size, num_rows))
-            batch = cut(window.rows, self._keys, run, self._pin_memory)
-            rows += len(batch)
-            if (number + 1) * size < num_rows:
-                place, at = window.start, (window.number, number + 1, rows)
-            else:
-                place, at = window.stop, (window.number + 1, 0, rows)
-            values = (place.part, place.offset, place.line, place.skip, place.skipped, *at)
-            position = {"of": belongs_to, **dict(zip(_FIELDS, values, strict=True))}
-            yield Step(batch, position, replace(report, rows=rows))
-
-    def _report(self, rows: int) -> ReadReport:
-        return ReadReport(rows, self._skipped, tuple(self._first), tuple(sorted(self._reasons.items())))
-
-    def _counted(self, blocks: Iterator[Block]) -> Iterator[Block]:
-        for block in blocks:
-            self._skipped += block.problems.total
-            self._reasons.update(block.problems.counts)
-            self._first += [problem.message for problem in block.problems.first[: KEPT - len(self._first)]]
-            yield block
-
-    def _permutation(self, num_rows: int, window: int) -> Array | None:
-        if self._order is None:
-            return None
-        state = np.random.SeedSequence([*self._order, window]).generate_state(1, np.uint64)[0]
-        generator = torch.Generator().manual_seed(int(state))
-        order: Array = torch.randperm(num_rows, generator=generator).numpy()
-        return order

@@ -44,19 +44,46 @@ def opened(file: LogFile) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Head:
-    """What a file says of itself: its number of rows and its columns."""
+    """What a file says of itself: its columns, its number of rows and that of each row group.
+
+    Args:
+        group_times: earliest and latest time of each row group, a `pyarrow` array of two; None if it has rows without
+            a time, or does not say.
+    """
 
     num_rows: int
     schema: Any
+    group_rows: tuple[int, ...]
+    group_times: tuple[Any, ...]
 
     @property
     def columns(self) -> tuple[str, ...]:
         return tuple(self.schema.names)
 
 
-def head_of(file: LogFile) -> Head:
+def head_of(file: LogFile, time_column: str | None = None) -> Head:
     with opened(file) as source:
-        return Head(source.metadata.num_rows, source.schema_arrow)
+        groups = [source.metadata.row_group(group) for group in range(source.num_row_groups)]
+        rows = tuple(group.num_rows for group in groups)
+        times: tuple[Any, ...] = (None,) * len(groups)
+        if time_column is not None and source.schema_arrow.names.count(time_column) == 1:
+            kind = source.schema_arrow.field(time_column).type
+            times = tuple(_times(group, time_column, kind) for group in groups)
+        return Head(source.metadata.num_rows, source.schema_arrow, rows, times)
+
+
+def _times(group: Any, column: str, kind: Any) -> Any:
+    pa = require("pyarrow")
+    known = pa.types.is_integer(kind) or pa.types.is_date32(kind) or pa.types.is_string(kind)
+    if not known and not (pa.types.is_timestamp(kind) and kind.unit in ("ms", "us")):
+        return None  # others are rounded, or may hold what is neither early nor late
+    for place in range(group.num_columns):
+        chunk = group.column(place)
+        if chunk.path_in_schema == column and chunk.statistics is not None:
+            found = chunk.statistics
+            if found.has_min_max and found.null_count == 0:
+                return pa.array([found.min, found.max], type=kind)
+    return None
 
 
 def check_columns(head: Head, schema: Schema, where: str, labelled: bool = True) -> tuple[str, ...]:
@@ -112,7 +139,7 @@ def parquet_chunks(
         row = 0
         for group in range(source.num_row_groups):
             group_rows = source.metadata.row_group(group).num_rows
-            if row + group_rows <= offset or row >= stop:
+            if row + group_rows <= offset:
                 row += group_rows
                 continue
             for batch in source.iter_batches(slice_rows, row_groups=[group], columns=list(columns), use_threads=False):
@@ -121,6 +148,8 @@ def parquet_chunks(
                     content = batch.slice(first, last - first)
                     yield Chunk(part, row + first, row + first - start, content)
                 row += batch.num_rows
+                if row >= stop:
+                    return
     if row < stop:
         raise ValueError(
             f"{file.path} has changed since it was opened first: it had at least {stop} rows and now has {row}; "

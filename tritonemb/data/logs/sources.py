@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Protocol
 
-from tritonemb.data.logs import parquet, text, tsv
+from tritonemb.data.logs import parquet, shares, splits, text, tsv
 from tritonemb.data.logs.files import LogFile
 from tritonemb.data.logs.problems import listed
 from tritonemb.data.logs.schema import Schema
-from tritonemb.data.logs.splits import Part
+from tritonemb.data.logs.splits import Part, SplitRule
 from tritonemb.data.logs.text import Chunk
 from tritonemb.data.logs.values import Checked, Sink
+from tritonemb.data.source import Share, Split
+from tritonemb.extras import require
+
+_COUNTING = threading.Lock()  # several threads may ask for the same lines
 
 
 class Source(Protocol):
@@ -43,6 +49,14 @@ class Source(Protocol):
 
     def parse(self, chunk: Chunk, sink: Sink) -> Checked: ...
 
+    def share(self, parts: tuple[Part, ...], share: Share) -> tuple[Part, ...]:
+        """Of all rows of some parts, those of one share."""
+        ...
+
+    def rows_before(self, part: Part) -> int:
+        """Lines or rows of the file before those of the part. May have to read them, once."""
+        ...
+
     def where(self, part: Part, chunk: Chunk, row: int) -> str:
         """`train.txt, line 3`: the place of a chunk's row in its file."""
         ...
@@ -67,7 +81,7 @@ class TextSource:
         self.schema = schema.of(tsv.FIELDS, str(files[0].path))
         self.multi_hot: tuple[str, ...] = ()
         self._files, self._labelled = files, labelled
-        self._lines_before: dict[Part, int] = {}
+        self._lines_before: list[dict[int, int]] = [{0: 0} for _ in files]  # by byte
         for file in files:
             _check_beginning(file, lenient, labelled)
 
@@ -87,23 +101,45 @@ class TextSource:
     def chunks(self, parts: tuple[Part, ...], chunk_bytes: int, first: int, offset: int, line: int) -> Iterator[Chunk]:
         for number, part in enumerate(parts[first:], start=first):
             begin, lines = (offset, line) if number == first else (part.start, 0)
-            file = self._files[part.file]
-            yield from text.text_chunks(file, number, part.start, part.stop, chunk_bytes, begin, lines)
+            file, (index, count) = self._files[part.file], part.stripes
+            chunks = text.text_chunks(file, number, part.start, part.stop, chunk_bytes, begin, lines)
+            if count > 1:
+                chunks = text.striped(chunks, index, count, text.stripe_bytes(file, count))
+            yield from chunks
 
     def parse(self, chunk: Chunk, sink: Sink) -> Checked:
         return tsv.parse(chunk.content, sink, self._labelled)
 
+    def share(self, parts: tuple[Part, ...], share: Share) -> tuple[Part, ...]:
+        """Plain text is cut by bytes. Compressed text can not be entered in the middle: whole files are dealt out if
+        there is one for each share; else every share unpacks all of them and keeps every count-th stripe."""
+        plain = [part for part in parts if self._files[part.file].codec is None]
+        packed = [part for part in parts if self._files[part.file].codec is not None]
+        sizes = [(self._files[part.file].size if part.stop is None else part.stop) - part.start for part in plain]
+        pieces = shares.even(plain, sizes, share)
+        if len(packed) >= share[1]:
+            pieces += shares.whole(packed, [self._files[part.file].size for part in packed], share)
+        else:
+            pieces += [replace(part, stripes=share) for part in packed]
+        return tuple(sorted(pieces, key=lambda part: (part.file, part.start)))
+
+    def rows_before(self, part: Part) -> int:
+        with _COUNTING:
+            known = self._lines_before[part.file]
+            if part.start not in known:
+                near = max(byte for byte in known if byte < part.start)
+                known[part.start] = known[near] + text.lines_before(self._files[part.file], part.start, near)
+            return known[part.start]
+
     def where(self, part: Part, chunk: Chunk, row: int) -> str:
-        if part not in self._lines_before:
-            self._lines_before[part] = text.lines_before(self._files[part.file], part.start)
-        return f"{self._files[part.file].path}, line {self._lines_before[part] + chunk.line + row + 1}"
+        return f"{self._files[part.file].path}, line {self.rows_before(part) + chunk.line + row + 1}"
 
 
 class ParquetSource:
     """Parquet files with the same columns.
 
     Args:
-        extra: further columns to read, for splitting.
+        extra: the time column, if rows are split by it.
         labelled: whether there is a label column.
 
     Raises:
@@ -115,7 +151,7 @@ class ParquetSource:
         self, files: tuple[LogFile, ...], schema: Schema, extra: tuple[str, ...] = (), labelled: bool = True
     ) -> None:
         self._files, self._labelled = files, labelled
-        self._heads = [parquet.head_of(file) for file in files]
+        self._heads = [parquet.head_of(file, extra[0] if extra else None) for file in files]
         for file, head in zip(files, self._heads, strict=True):
             if head.num_rows == 0:
                 raise ValueError(f"{file.path} is empty: it has no rows")
@@ -166,6 +202,37 @@ class ParquetSource:
 
     def parse(self, chunk: Chunk, sink: Sink) -> Checked:
         return parquet.parse(chunk.content, self.schema, sink, self._labelled)
+
+    def share(self, parts: tuple[Part, ...], share: Share) -> tuple[Part, ...]:
+        """Runs of whole row groups where there are enough of them; else one may be cut in two, and be read twice."""
+        sizes = [self._stop(part) - part.start for part in parts]
+        ends: list[int] = []
+        first = 0
+        for part, size in zip(parts, sizes, strict=True):
+            row = first - part.start
+            for rows in self._heads[part.file].group_rows:
+                row += rows
+                if first < row < first + size:
+                    ends.append(row)
+            first += size
+            ends.append(first)
+        return tuple(shares.even(parts, sizes, share, ends))
+
+    def within(self, rule: SplitRule, split: Split) -> tuple[Part, ...]:
+        """The row groups that may have rows of a split by time: its shares would else have very different numbers."""
+        pa, compute = require("pyarrow"), require("pyarrow.compute")
+        parts: list[Part] = []
+        for file, head in enumerate(self._heads):
+            row = 0
+            for rows, times in zip(head.group_rows, head.group_times, strict=True):
+                if times is None or splits.may_have(rule, split, times, pa, compute):
+                    start = parts.pop().start if parts and (parts[-1].file, parts[-1].stop) == (file, row) else row
+                    parts.append(Part(file, start, row + rows))
+                row += rows
+        return tuple(parts)
+
+    def rows_before(self, part: Part) -> int:
+        return part.start
 
     def where(self, part: Part, chunk: Chunk, row: int) -> str:
         return f"{self._files[part.file].path}, row {chunk.offset + row + 1}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ import numpy as np
 from tritonemb.data.logs.files import LogFile, described, find
 from tritonemb.data.logs.hashing import mix
 from tritonemb.data.logs.problems import shown
-from tritonemb.data.source import SPLITS, Split
+from tritonemb.data.source import SPLITS, WHOLE, Share, Split
 
 Array = np.ndarray[Any, Any]
 
@@ -78,11 +79,14 @@ class Part:
     Args:
         file: index among the log's files.
         stop: None for the end of the file.
+        stripes: (index, count): of compressed text, which nobody can enter in the middle, only every count-th stripe;
+            see `tritonemb.data.logs.text.striped`.
     """
 
     file: int
     start: int
     stop: int | None
+    stripes: Share = WHOLE
 
 
 def split_files(
@@ -125,17 +129,19 @@ def end_parts(rule: SplitRule, sizes: list[int]) -> dict[Split, tuple[Part, ...]
         "validation": (validation, test),
         "test": (test, total),
     }
-    return {split: tuple(_parts(sizes, *ends)) for split, ends in bounds.items()}
+    files = [Part(file, 0, None) for file in range(len(sizes))]
+    return {split: tuple(between(files, sizes, *ends)) for split, ends in bounds.items()}
 
 
-def _parts(sizes: list[int], start: int, stop: int) -> list[Part]:
-    parts, first = [], 0
-    for file, size in enumerate(sizes):
+def between(parts: Sequence[Part], sizes: Sequence[int], start: int, stop: int) -> list[Part]:
+    """What lies between two places of the parts, counted through all of them in the unit of their `sizes`."""
+    pieces, first = [], 0
+    for part, size in zip(parts, sizes, strict=True):
         low, high = max(start - first, 0), min(stop - first, size)
         if low < high:
-            parts.append(Part(file, low, None if high == size else high))
+            pieces.append(Part(part.file, part.start + low, part.stop if high == size else part.start + high))
         first += size
-    return parts
+    return pieces
 
 
 def drawn(rule: SplitRule, split: Split, file: int, rows: Array) -> Array:
@@ -159,6 +165,13 @@ def time_mask(rule: SplitRule, split: Split, times: Any, pa: Any, compute: Any) 
         return test
     late = _at_or_after(times, rule.validation_from, pa, compute)
     return late & ~test if split == "validation" else ~late & ~test
+
+
+def may_have(rule: SplitRule, split: Split, times: Any, pa: Any, compute: Any) -> bool:
+    """Whether rows from one time to another, a `pyarrow` array of these two, may be of a split, for "time"."""
+    validation, test = (time_mask(rule, name, times, pa, compute) for name in ("validation", "test"))
+    first, last = validation + 2 * test  # as the splits follow each other in time
+    return bool(first <= SPLITS.index(split) <= last)
 
 
 def _at_or_after(times: Any, bound: str | None, pa: Any, compute: Any) -> Array:

@@ -140,12 +140,44 @@ def text_chunks(
             offset += end
 
 
-def lines_before(file: LogFile, start: int) -> int:
-    """Lines of the file before the first one that begins at byte `start` or later. Reads all of them."""
-    if start == 0:
+def stripe_bytes(file: LogFile, count: int) -> int:
+    """Unpacked bytes of a stripe of a compressed file that `count` readers share.
+
+    By the file's size alone, since all of them must come to the same, whatever their chunks; enough of them for each
+    reader to get much the same.
+    """
+    return min(max(file.size // (8 * count), 1 << 12), 1 << 22)
+
+
+def striped(chunks: Iterator[Chunk], index: int, count: int, width: int) -> Iterator[Chunk]:
+    """Of the lines of some chunks, those that begin in every count-th stripe of `width` bytes, from the index-th on."""
+    for chunk in chunks:
+        data, line, begin = chunk.content[PADDING:-8].tobytes(), chunk.line, 0
+        while begin < len(data):
+            stripe = (chunk.offset + begin) // width
+            stop = (stripe + 1) * width - chunk.offset  # a line that begins at `stop` or later is of another stripe
+            end = len(data)
+            if stop < end:
+                end = data.index(b"\n", stop - 1) + 1
+            lines = data[begin:end]
+            if stripe % count == index:
+                yield Chunk(chunk.part, chunk.offset + begin, line, padded(lines))
+            line += lines.count(b"\n")
+            begin = end
+
+
+def lines_before(file: LogFile, start: int, first: int = 0) -> int:
+    """Lines that begin at byte `first` or later and before the first one that begins at byte `start` or later.
+
+    Reads all that is before `start`, or what is between, where that can be done.
+    """
+    if start <= first:
         return 0
-    lines, left = 1, start - 1
+    lines = 0 if first else 1
+    begin = max(first - 1, 0)
+    left = start - 1 - begin
     with opened(file) as source:
+        _advance(source, file, begin)
         while left > 0 and (block := source.read(min(left, 1 << 22))):
             lines, left = lines + count_bytes(_text(block), LINE_FEED), left - len(block)
     return lines

@@ -59,7 +59,9 @@ def start_line(start: FitStart) -> str:
         fields.append(data)
     fields.append(amount(start))
     if batch_size is not None:
-        fields.append(f"batch {batch_size:,}")
+        fields.append(
+            f"batch {batch_size:,}" + (f" on each of {start.num_ranks:,} ranks" if start.num_ranks > 1 else "")
+        )
     if start.total_steps is not None:
         fields.append(f"{start.total_steps:,} steps")
     if start.first_step:

@@ -134,6 +134,8 @@ def _charts(run: _Run) -> Iterable[str]:
     yield _card("Samples a second", "speed", _points(logs, "samples_per_second"), COUNT, run, from_zero=True)
     yield _card("Waiting for data", "speed", _points(logs, "data_wait"), SHARE, run, from_zero=True)
     yield _card("Memory", "speed", _points(logs, "memory_bytes"), BYTES, run, from_zero=True)
+    sent = [(log["step"], float(sum(log["sent"].values()))) for log in logs if log.get("sent")]
+    yield _card("Sent between ranks, a step", "speed", sent, BYTES, run, from_zero=True)
     yield _card("Learning rate, dense", "rates", _points(logs, "dense_lr"), RATE, run, from_zero=True)
     yield _card("Learning rate, tables", "rates", _points(logs, "table_lr"), RATE, run, from_zero=True)
 
@@ -171,6 +173,11 @@ def _tables(run: _Run) -> Iterable[str]:
     ]
     head = ("step", "AUC", "log loss", "normalized entropy")
     yield table("Validation", validations, head, numbers=(0, 1, 2, 3))
+    last = next((log for log in reversed(run.logs) if log.get("sent")), None)
+    if last is not None:
+        kinds = [*last["sent"].items(), ("of these to other nodes", last["sent_across_nodes"])]
+        rows = [(kind, size(num_bytes)) for kind, num_bytes in kinds]
+        yield table("Sent between ranks", rows, ("what", "a step"), numbers=(1,))
     messages = [(of(message["step"], None), message["text"]) for message in run.messages]
     yield table("Messages", messages, ("step", "message"), numbers=(0,))
 

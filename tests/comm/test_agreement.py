@@ -1,0 +1,138 @@
+"""Rounds of agreement, and what is known of a rank that takes part in none."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+
+from tritonemb.comm.agreement import Agreement, RankFailed, Round, lost_contact
+from tritonemb.comm.group import Group
+from tritonemb.comm.heartbeat import SILENCE, Heartbeat, Sign, lagging
+
+
+def rounds(rank, given):
+    agreement = Agreement(Group.world())
+    return [agreement.next(**each[rank]) for each in given]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_all_ranks_hear_the_same(ranks, size):
+    given = [
+        [{"rows": 3 + rank, "batches": rank + 1, "clock": 100 * rank + 7} for rank in range(size)],
+        [{"rows": 0, "state": "over"} if rank else {"rows": 2} for rank in range(size)],
+        [{"rows": 0, "state": "over", "batches": 0, "signal": 15 * (rank == size - 1)} for rank in range(size)],
+    ]
+    heard = ranks(size).run(rounds, given)
+    assert all(each == heard[0] for each in heard)
+    first, second, third = heard[0]
+    assert first == Round(tuple(3 + rank for rank in range(size)), size, clock=7)
+    assert first.total == sum(first.rows)
+    assert (second.rows, second.over) == ((2, *[0] * (size - 1)), False)
+    assert (third.over, third.signal, third.batches) == (True, 15, 0)
+
+
+def failing(rank, who):
+    agreement = Agreement(Group.world())
+    agreement.next(1)
+    try:
+        agreement.next(1, "failed" if rank in who else "ready", f"ValueError: bad line of {rank}")
+    except RankFailed as error:
+        return str(error), error.ranks
+    return None
+
+
+@pytest.mark.parametrize("who", [[2], [0, 3]])
+def test_a_failure_reaches_all_ranks_with_its_reason(ranks, who):
+    heard = ranks(4).run(failing, who)
+    expected = "; ".join(f"rank {rank} has failed: ValueError: bad line of {rank}" for rank in who)
+    assert heard == [(expected, tuple(who))] * 4
+
+
+def beside_the_main_thread(rank, count):
+    """Two agreements at once, one in a thread: their channels are their own."""
+    world = Group.world()
+    here, there = Agreement(world), Agreement(world)
+    found = []
+    thread = threading.Thread(target=lambda: found.extend(there.next(rank + 10 * i).total for i in range(count)))
+    thread.start()
+    mine = [here.next(rank + i).total for i in range(count)]
+    thread.join()
+    return mine, found
+
+
+def test_it_may_be_held_in_a_thread(ranks):
+    for mine, found in ranks(2).run(beside_the_main_thread, 50):
+        assert mine == [1 + 2 * i for i in range(50)]
+        assert found == [1 + 20 * i for i in range(50)]
+
+
+def silent(rank, who, seconds):
+    """Rank `who` brings nothing; what the others say of it."""
+    world = Group.world()
+    agreement = Agreement(world, timedelta(seconds=seconds))
+    done = world.twin("gloo")
+    with Heartbeat(world) as heartbeat:
+        heartbeat.note("computing", 6)
+        heartbeat.note("exchanging", 7, ahead=True)
+        agreement.next(1)
+        told = None
+        if rank == who:
+            heartbeat.note("reading", 8, ahead=True)
+            time.sleep(seconds + 1.0)
+        else:
+            heartbeat.note("exchanging", 8, ahead=True)
+            begin = time.monotonic()
+            with pytest.raises(RuntimeError) as caught:
+                agreement.next(1)
+            assert lost_contact(caught.value)
+            failure = heartbeat.explain(caught.value)
+            told = str(failure), failure.ranks, time.monotonic() - begin
+        done.barrier()
+        return told
+
+
+@pytest.mark.timeout(60)
+def test_a_rank_that_does_not_answer_is_named_with_its_step_and_phase(ranks):
+    who, seconds = 1, 2.0
+    heard = ranks(4).run(silent, who, seconds)
+    ranks(4).close()  # the group of the agreement is broken
+    for rank, told in enumerate(heard):
+        if rank == who:
+            continue
+        text, blamed, took = told
+        assert blamed == (who,)
+        assert text.startswith("rank 1: alive computing step 6 for ")
+        assert ", reading for step 8 for " in text
+        assert "imed out" in text
+        assert seconds <= took < seconds + 2.0
+
+
+def test_who_is_to_blame():
+    own = Sign(0, 6, "computing", 8, "exchanging")
+    fine = Sign(1, 6, "computing", 8, "exchanging")
+    behind = Sign(2, 6, "computing", 8, "reading")
+    gone = Sign(3, 6, "computing", 8, "exchanging", silent=SILENCE + 1)
+    failed = Sign(4, 5, "computing", 7, "reading", failure="ValueError: no")
+    left = Sign(1, 6, "computing", 8, "exchanging", blames=(2,))
+    assert lagging([fine, behind, gone, failed], own) == ([failed], True)
+    assert lagging([fine, behind, gone], own) == ([gone], True)
+    assert lagging([fine, behind], own) == ([behind], False)
+    assert lagging([left, behind, gone], own) == ([behind], True)
+    assert lagging([fine], own) == ([fine], False)
+    unheard = Sign(5, silent=math.inf)
+    assert lagging([fine, unheard], own) == ([unheard], True)
+    assert str(unheard) == "rank 5 was never heard of"
+    assert str(failed) == "rank 4 failed at step 5: ValueError: no"
+    assert str(gone).startswith("rank 3: not heard of for 4.0 s, last computing step 6 for 0.0 s, exchanging for step")
+
+
+def test_what_counts_as_lost_contact():
+    assert lost_contact(RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:12345"))
+    assert lost_contact(RuntimeError("[unbound_buffer.cc:129] Timed out waiting 3000ms for send operation"))
+    assert not lost_contact(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not lost_contact(ValueError("connection"))
+    assert not lost_contact(RankFailed("rank 1 has failed: connection", (1,)))

@@ -1,0 +1,143 @@
+"""Ids go to the owners of their rows, and what owners send back comes to where it was asked for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+import tritonemb as te
+from tests.comm.definitions import FEATURES, IdsCase, ids_cases, lists_of
+from tritonemb.comm.group import Group
+from tritonemb.comm.ids import IdsExchange, Lane
+from tritonemb.comm.precision import EXACT
+from tritonemb.comm.rows import RowExchange
+
+UNSHRUNK = [Phase.explicit, Phase.generate]  # a smaller case takes as long, as every rank must run it
+DIM = 3
+
+
+def row_of(lane: int, value: int) -> list[float]:
+    """What a table holds for an id; nothing for one that it does not have."""
+    return [1.0 + lane, float(value % 1009), float(value // 1009 % 1009)]
+
+
+def exchange(rank, cases):
+    """For each case: what arrived, and the rows that came back for what was asked."""
+    found = []
+    for case in cases:
+        group = Group.world()
+        ids = IdsExchange(group, case.lanes, case.check, case.once)
+        arrived = ids(case.batch(rank))
+        narrow = all(lane.block < 2**31 - 1 for lane in case.lanes)
+        assert arrived.features.values().dtype == (torch.int32 if narrow else torch.int64)
+        lists = lists_of(arrived.features, 2**31 - 1 if narrow else 2**40 - 1)
+        rows = []
+        for key, bags in lists.items():
+            lane = case.lanes[int(key)]
+            first = lane.owners.index(rank) * lane.block
+            rows += [[0.0] * DIM if row is None else row_of(int(key), first + row) for bag in bags for row, _ in bag]
+        own = torch.tensor(rows).reshape(-1, DIM).requires_grad_()
+        back = RowExchange(group, DIM, EXACT)(own, arrived)
+        (back * torch.arange(1, back.shape[0] + 1).unsqueeze(1)).sum().backward()
+        every = back if arrived.inverse is None else back[arrived.inverse]
+        sizes = list(arrived.batch_sizes)
+        bytes_sent = {kind: sent.total for kind, sent in group.traffic.by_kind().items()}
+        found.append((lists, arrived.samples, sizes, every.tolist(), float(own.grad.double().sum()), bytes_sent))
+    return found
+
+
+def check(ranks, world: int, cases: list[IdsCase]) -> None:
+    found = ranks(world).run(exchange, cases)
+    for number, case in enumerate(cases):
+        samples = [len(batch[FEATURES[0]]) for batch in case.ids]
+        given_back = received = 0.0
+        for rank in range(world):
+            lists, total, sizes, rows, grad_sum, bytes_sent = found[rank][number]
+            expected = case.arriving(rank)
+            assert lists == expected, case
+            assert total == sum(samples)
+            if expected or not case.once:
+                assert sizes == ([1] * world if case.once else samples)
+            asked = case.asked(rank)
+            assert rows == [row_of(n, v) if case.is_inside(n, v) else [0.0] * DIM for n, v in asked], case
+            given_back += grad_sum
+            sent = len(asked) if not case.once else len({(n, v if case.is_inside(n, v) else -1) for n, v in asked})
+            received += DIM * sent * (sent + 1) / 2
+            assert bytes_sent.get("ids", 0) == ids_bytes(case, rank, world, found, number), case
+            assert bytes_sent["sizes"] == 40 * (world - 1)
+        assert given_back == received  # every rank's gradients came to some owner, once
+
+
+def ids_bytes(case: IdsCase, rank: int, world: int, found, number: int) -> int:
+    """Lengths of bags, ids and weights, to every other rank."""
+    wide = 4 if all(lane.block < 2**31 - 1 for lane in case.lanes) else 8
+    weighted = case.weights is not None and not case.once and any(v for b in case.ids for v in b.values() if any(v))
+    bags = [1 if case.once else len(batch[FEATURES[0]]) for batch in case.ids]
+    total, first = 0, sum(bags[:rank])
+    for other in range(world):
+        if other == rank:
+            continue
+        to = found[other][number][0]
+        for of_lane in to.values():
+            mine = of_lane[first : first + bags[rank]]
+            total += 4 * len(mine) + sum(len(bag) for bag in mine) * (wide + 4 * weighted)
+    return total
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_ids_reach_their_owners(ranks, world):
+    @settings(max_examples=2, phases=UNSHRUNK)
+    @given(
+        st.lists(ids_cases(world), min_size=15, max_size=15), st.lists(ids_cases(world, True), min_size=5, max_size=5)
+    )
+    def run(given, wild):
+        check(ranks, world, given + wild)
+
+    run()
+
+
+LANES = (Lane("b", "user", 10, 5, (0, 1)), Lane("a", "item", 3, 3, (1,)))
+
+
+def refused(rank, bad_rank, once):
+    """A batch out of range on one rank, then a good one."""
+    group = Group.world()
+    exchange = IdsExchange(group, LANES, once=once)
+    a, b = [[0, 2], [1]], [[9], [0, 5, 4]]
+    bad = [[9], [0, 10, 4]]
+    message = None
+    try:
+        exchange(te.KeyedJaggedTensor.from_lists({"a": a, "b": bad if rank == bad_rank else b}))
+    except (ValueError, RuntimeError) as error:
+        message = (type(error).__name__, str(error))
+    arrived = exchange(te.KeyedJaggedTensor.from_lists({"a": a, "b": b}))
+    return message, arrived.features.to_lists()
+
+
+@pytest.mark.parametrize("once", [False, True])
+def test_an_id_out_of_range_is_told_by_the_rank_that_has_it(ranks, once):
+    found = ranks(4).run(refused, 2, once)
+    kind, message = found[2][0]
+    assert kind == "ValueError"
+    for part in ("user", "'b'", "sample 1", "position 5", "10", "9"):  # table, feature, sample, position, value, range
+        assert part in message, message
+    for rank in (0, 1, 3):
+        kind, message = found[rank][0]
+        assert kind == "RuntimeError"
+        assert "rank 2 has refused its batch" in message
+    assert found[0][1]["0"][:2] == ([[], [0, 4]] if not once else [[0, 4], [0, 4]])  # and the next batch is exchanged
+
+
+def some_weighted(rank):
+    weights = {"a": [[1.0]], "b": [[1.0]]} if rank else None
+    try:
+        IdsExchange(Group.world(), LANES)(te.KeyedJaggedTensor.from_lists({"a": [[0]], "b": [[0]]}, weights))
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_weights_on_some_ranks_only(ranks):
+    assert ranks(2).run(some_weighted) == ["ids have weights on some ranks only; those without are [0]"] * 2

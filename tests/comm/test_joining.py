@@ -1,0 +1,42 @@
+"""Meeting beside what earlier attempts have left in the store."""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from tritonemb.comm.joining import agreed_name
+
+
+def meet(store: dist.Store, size: int, seconds: float = 30.0) -> list[str]:
+    names = [""] * size
+
+    def join(rank: int) -> None:
+        names[rank] = agreed_name(store, rank, size, timedelta(seconds=seconds))
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return names
+
+
+@pytest.mark.parametrize("sizes", [[1, 1], [2, 2, 2], [4, 2, 4], [1, 3]], ids=str)
+def test_every_attempt_has_a_name_of_its_own(sizes):
+    store = dist.HashStore()
+    found = [set(meet(store, size)) for size in sizes]
+    assert all(len(names) == 1 for names in found)
+    assert len(set.union(*found)) == len(sizes)
+
+
+def test_an_attempt_that_did_not_come_together_leaves_nothing_in_the_way():
+    store = dist.HashStore()
+    with pytest.raises(RuntimeError, match=r"did not come together in time: ranks \[1\] did not come"):
+        agreed_name(store, 0, 2, timedelta(seconds=0.1))
+    with pytest.raises(RuntimeError, match="rank 0 did not answer"):
+        agreed_name(store, 1, 2, timedelta(seconds=0.1))
+    assert len(set(meet(store, 2))) == 1

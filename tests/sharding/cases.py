@@ -1,0 +1,386 @@
+"""Trainings of one collection by several ranks, and by one process on the batches of all of them."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import tritonemb as te
+from tests.helpers import make_collection, output_of
+from tests.strategies import rows_of
+from tritonemb.optim import OPTIMIZERS, Optimizer
+from tritonemb.sharding import (
+    ColumnWise,
+    DataParallel,
+    ExchangePrecision,
+    Grid,
+    RowWise,
+    ShardedEmbeddingBagCollection,
+    ShardedEmbeddingCollection,
+    Sharding,
+    ShardingPlan,
+    TableColumnWise,
+    TableRowWise,
+    TableWise,
+)
+from tritonemb.sharding.groups import ShardGroups
+
+EXACT = ExchangePrecision("fp32", "fp32")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is trained, and how.
+
+    Args:
+        sizes: for each step, and each micro-batch of it, the samples of every rank.
+        copies: of the tables, each on as many ranks as the others.
+        weighted: whether ids have weights.
+        rates: the learning rate of each step; the optimizer's where there is none.
+        spare: whether batches have a key that no table knows, before the others.
+        wild: whether some ids are out of range, and ignored.
+        bad_at: the step whose gradients have some NaN and infinities.
+        size: of gradients.
+    """
+
+    tables: tuple[te.TableConfig, ...]
+    shardings: tuple[Sharding, ...]
+    optimizer: Optimizer
+    sizes: tuple[tuple[tuple[int, ...], ...], ...]
+    pooled: bool = True
+    local: int = 0
+    copies: int = 1
+    precision: ExchangePrecision = EXACT
+    weighted: bool = False
+    rates: tuple[float, ...] = ()
+    spare: bool = False
+    wild: bool = False
+    bad_at: int = -1
+    size: float = 1.0
+    id_dtype: torch.dtype = torch.int64
+    max_length: int = 4
+    seed: int = 0
+    title: str = field(default="", compare=False)
+
+    @property
+    def world(self) -> int:
+        return len(self.sizes[0][0])
+
+    def collection(self) -> Any:
+        bounds = "ignore" if self.wild else "raise"
+        return make_collection(self.tables, self.optimizer, self.pooled, bounds_check=bounds)
+
+    def plan(self) -> ShardingPlan:
+        by_table = {table.name: sharding for table, sharding in zip(self.tables, self.shardings, strict=True)}
+        return ShardingPlan(by_table, self.world // self.copies, self.local)
+
+    def sharded(self, groups: ShardGroups) -> Any:
+        kind = ShardedEmbeddingBagCollection if self.pooled else ShardedEmbeddingCollection
+        return kind(self.collection(), self.plan(), groups, self.precision, torch.device("cpu"))
+
+    def batches(self, step: int) -> list[list[te.KeyedJaggedTensor]]:
+        """For each micro-batch, that of every rank."""
+        generator = torch.Generator().manual_seed(1000 * self.seed + step)
+        rows = rows_of(self.tables)
+        keys = [*(["spare"] if self.spare else []), *sorted(rows)]  # each table names its features in this order
+        found = []
+        for sizes in self.sizes[step]:
+            parts = []
+            for size in sizes:
+                lengths = torch.randint(0, self.max_length + 1, (len(keys), size), generator=generator)
+                values = [
+                    self._ids(rows.get(k, 9), int(n.sum()), generator) for k, n in zip(keys, lengths, strict=True)
+                ]
+                flat = torch.cat(values).to(self.id_dtype)
+                weights = torch.rand(flat.shape, generator=generator) if self.weighted else None
+                parts.append(te.KeyedJaggedTensor(keys, flat, weights, lengths=lengths))
+            found.append(parts)
+        return found
+
+    def _ids(self, rows: int, count: int, generator: torch.Generator) -> Tensor:
+        ids = torch.randint(0, rows, (count,), generator=generator)
+        few = torch.rand(count, generator=generator) < 0.5
+        ids = torch.where(few, ids % 3, ids)
+        if self.wild:
+            ids = torch.where(torch.rand(count, generator=generator) < 0.1, ids + 1000 * (1 - 2 * (ids % 2)), ids)
+        return ids
+
+    def gradient(self, step: int, shape: tuple[int, ...]) -> Tensor:
+        """Of the result for all samples of a step, micro-batch by micro-batch and rank by rank."""
+        grad = torch.randn(shape, generator=torch.Generator().manual_seed(77 * self.seed + step)) * self.size
+        if step == self.bad_at and grad.numel():
+            grad.view(-1)[:: max(1, grad.numel() // 3)] = float("inf")
+            grad.view(-1)[:: max(1, grad.numel() // 2)] = float("nan")
+        return grad / max(1, sum(sum(sizes) for sizes in self.sizes[step]))
+
+
+class Trained(NamedTuple):
+    """Results for each step's samples, as `Case.gradient` orders them, and what tables and states are in the end."""
+
+    outputs: list[Tensor]
+    state: dict[str, Tensor]
+    skipped: dict[str, int]
+
+
+def alone(case: Case) -> Trained:
+    """One process, and one batch of all samples a step."""
+    collection, outputs = case.collection(), []
+    for step in range(len(case.sizes)):
+        if step < len(case.rates):
+            collection.set_learning_rate(case.rates[step])
+        parts = [part for micro in case.batches(step) for part in micro]
+        whole = te.KeyedJaggedTensor.stack(parts)
+        found = output_of(collection, whole)
+        if not case.pooled:
+            found = found[_places(parts)]
+        found.backward(case.gradient(step, found.shape).to(found.dtype))
+        outputs.append(found.detach())
+    state = {name: tensor.detach().clone() for name, tensor in collection.state_dict().items()}
+    return Trained(outputs, state, collection.skipped_rows())
+
+
+def together(rank: int, cases: list[Case], times: int = 1) -> list[list[Trained]]:
+    """The same by all ranks, each case several times. Tables are those of rank 0 only; outputs are this rank's."""
+    return [[_train(case, rank) for _ in range(times)] for case in cases]
+
+
+def _train(case: Case, rank: int) -> Trained:
+    groups = groups_of(case.local or None, case.copies)
+    collection, outputs = case.sharded(groups), []
+    for step in range(len(case.sizes)):
+        if step < len(case.rates):
+            collection.fused_optimizer.param_groups[0]["lr"] = case.rates[step]
+        micros = case.batches(step)
+        with collection.accumulate() if len(micros) > 1 else nullcontext():
+            parts = []
+            for number, micro in enumerate(micros):
+                found = output_of(collection, micro[rank])
+                grad = _own(case, step, number, rank, found)
+                found.backward(grad.to(found.dtype) * case.world)  # rounded first: small float16 numbers would be lost
+                parts.append(found.detach())
+            outputs.append(torch.cat(parts))
+    state = {name: shards.gather(groups.world) for name, shards in collection.state_dict().items()}
+    return Trained(outputs, state if rank == 0 else {}, collection.skipped_rows())
+
+
+def _own(case: Case, step: int, micro: int, rank: int, found: Tensor) -> Tensor:
+    sizes = rows_of_parts(case, step)
+    place = micro * case.world + rank
+    whole = case.gradient(step, (sum(sizes), *found.shape[1:]))
+    return whole.split(sizes)[place]
+
+
+def rows_of_parts(case: Case, step: int) -> list[int]:
+    """Rows of the result for every micro-batch and rank."""
+    parts = [part for micro in case.batches(step) for part in micro]
+    return [part.stride() if case.pooled else part.values().shape[0] for part in parts]
+
+
+def own_outputs(case: Case, whole: Trained, rank: int) -> list[Tensor]:
+    """Of what one process found for all ranks, one rank's part."""
+    found = []
+    for step, output in enumerate(whole.outputs):
+        parts = output.split(rows_of_parts(case, step))
+        found.append(torch.cat(parts[rank :: case.world]))
+    return found
+
+
+def _places(parts: list[te.KeyedJaggedTensor]) -> Tensor:
+    """Where in a stacked batch each value of each part is, part by part."""
+    counts = [part.values().shape[0] for part in parts]
+    numbers = torch.arange(sum(counts)).split(counts)
+    numbered = [
+        te.KeyedJaggedTensor(part.keys(), number, lengths=part.lengths())
+        for part, number in zip(parts, numbers, strict=True)
+    ]
+    return torch.argsort(te.KeyedJaggedTensor.stack(numbered).values())
+
+
+_GROUPS: dict[Any, ShardGroups] = {}
+
+
+def groups_of(local: int | None = None, copies: int = 1) -> ShardGroups:
+    """The groups of this process's job, made once: every group takes connections."""
+    if (local, copies) not in _GROUPS:
+        mesh = None
+        if copies > 1:
+            mesh = init_device_mesh("cpu", (copies, torch.distributed.get_world_size() // copies))
+        _GROUPS[local, copies] = ShardGroups.make(mesh, local)
+    return _GROUPS[local, copies]
+
+
+# What hypothesis draws.
+
+
+@st.composite
+def cases(draw: st.DrawFn, world: int, steps: int = 3) -> Case:
+    """Any tables, any way to cut each of them, any optimizer."""
+    pooled = draw(st.booleans())
+    local = draw(st.sampled_from([size for size in (1, 2, 3, 4) if world % size == 0]))
+    tables = draw(tables_of(pooled))
+    shardings = tuple(draw(sharding_of(table, world, local)) for table in tables)
+    sizes = tuple(
+        tuple(
+            tuple(draw(st.sampled_from((0, 1, 3, 8))) for _ in range(world))
+            for _ in range(draw(st.sampled_from((1, 1, 2))))
+        )
+        for _ in range(steps)
+    )
+    return Case(
+        tables,
+        shardings,
+        draw(optimizers()),
+        sizes,
+        pooled,
+        local,
+        weighted=draw(st.booleans()),
+        rates=draw(st.sampled_from(((), (0.1, 0.03)))),
+        spare=draw(st.booleans()),
+        wild=draw(st.sampled_from((False, False, True))),
+        id_dtype=draw(st.sampled_from((torch.int32, torch.int64))),
+        seed=draw(st.integers(0, 999)),
+    )
+
+
+@st.composite
+def tables_of(draw: st.DrawFn, pooled: bool) -> tuple[te.TableConfig, ...]:
+    """Features are named in one order by all tables: sums over features of a table have the order of the batch."""
+    number = draw(st.integers(1, 3))
+    dim = draw(st.sampled_from((4, 16, 24)))
+    features = [f"feature{index}" for index in range(2 * number + 1)]
+    found = []
+    for index in range(number):
+        if pooled:
+            chosen = draw(st.sets(st.sampled_from(features), min_size=1, max_size=3))
+            mine = [feature for feature in features if feature in chosen]
+            dim = draw(st.sampled_from((1, 3, 8, 16, 24, 40)))
+        else:
+            mine = features[2 * index : 2 * index + draw(st.integers(1, 2))]
+        found.append(
+            te.TableConfig(
+                f"table{index}",
+                draw(st.sampled_from((1, 2, 5, 11, 64))),
+                dim,
+                features=mine,
+                pooling=draw(st.sampled_from(("sum", "mean"))) if pooled else "none",
+                dtype=draw(st.sampled_from((torch.float32, torch.float32, torch.bfloat16, torch.float16))),
+            )
+        )
+    return tuple(found)
+
+
+@st.composite
+def sharding_of(draw: st.DrawFn, table: te.TableConfig, world: int, local: int) -> Sharding:
+    rank, node = st.integers(0, world - 1), st.integers(0, world // local - 1)
+    widths = st.none()
+    if table.embedding_dim in (16, 24, 40):
+        widths = st.sampled_from(([8, table.embedding_dim - 8], [table.embedding_dim]))
+    columns = draw(widths)
+    blocks = len(columns) if columns else 1
+    some = draw(st.lists(rank, min_size=blocks, max_size=blocks))
+    kinds: list[st.SearchStrategy[Sharding]] = [
+        st.builds(TableWise, rank),
+        st.just(RowWise()),
+        st.permutations(range(world)).map(lambda order: RowWise(order[: max(1, world - 1)])),
+        st.just(ColumnWise()),
+        st.just(ColumnWise(some, columns)),
+        st.builds(TableRowWise, node),
+        st.builds(TableColumnWise, node, st.just(columns)),
+        st.just(Grid()),
+        st.just(Grid([r // local for r in some], columns)),
+        st.just(DataParallel()),
+    ]
+    return draw(st.one_of(kinds))
+
+
+@st.composite
+def optimizers(draw: st.DrawFn) -> Optimizer:
+    kind = OPTIMIZERS[draw(st.sampled_from(sorted(OPTIMIZERS)))]
+    return kind(
+        lr=0.05,
+        weight_decay=draw(st.sampled_from((0.0, 0.01))),
+        max_norm=draw(st.sampled_from((None, None, 0.7))),
+        max_gradient=draw(st.sampled_from((None, None, 0.05))),
+        nonfinite=draw(st.sampled_from(("propagate", "skip"))),
+    )
+
+
+# What must be the same.
+
+
+def is_summed(sharding: Sharding) -> bool:
+    """Whether several ranks have rows of the same columns."""
+    return isinstance(sharding, RowWise | TableRowWise | Grid)
+
+
+def same_outputs(case: Case) -> bool:
+    """Whether what is looked up has the bits of one process: nothing is added in another order."""
+    whole_rows = TableWise | ColumnWise | TableColumnWise
+    same = all(same_tables(case, table) for table in range(len(case.tables)))
+    return same and case.precision == EXACT and all(isinstance(sharding, whole_rows) for sharding in case.shardings)
+
+
+def same_tables(case: Case, table: int) -> bool:
+    """Whether a table is updated by the same gradients, added in the same order."""
+    sharding, config = case.shardings[table], case.tables[table]
+    if isinstance(sharding, DataParallel) or case.copies > 1 or case.world == 3:  # a mean over 3 ranks is rounded
+        return False
+    in_16_bits = config.dtype.itemsize == 2 and len({other.dtype for other in case.tables}) == 1
+    if in_16_bits and case.optimizer.max_gradient is not None:
+        return False  # one process clamps the 16-bit gradients of 16-bit results to a bound of 16 bits
+    return not is_summed(sharding) or (case.pooled and config.pooling == "sum")
+
+
+def with_steps(case: Case, steps: int) -> Case:
+    return replace(case, sizes=tuple(case.sizes[step % len(case.sizes)] for step in range(steps)))
+
+
+def differences(case: Case, whole: Trained, found: list[Trained]) -> list[str]:
+    """What differs from one process's training, by more than it may.
+
+    Where sums are added in another order, each is off by at most the rounding of float32, 6e-8 of the sum of its
+    magnitudes, a few times a step, and what has been learnt from it after 20 steps by less than 1e-6 of the
+    tensor's largest magnitude. A 16-bit table may be rounded the other way each time.
+    """
+    title = f"{case}\n"
+    wrong: list[str] = []
+    for rank in range(case.world):
+        for step, (own, expected) in enumerate(zip(found[rank].outputs, own_outputs(case, whole, rank), strict=True)):
+            what = f"{title}output of step {step} on rank {rank}"
+            wrong += _differ(what, own, expected, same_outputs(case), _coarsest(case))
+    by_name = {table.name: number for number, table in enumerate(case.tables)}
+    assert found[0].state.keys() == whole.state.keys()
+    for name, expected in whole.state.items():
+        table = by_name.get(name.partition(".")[0])
+        exact = table is None or same_tables(case, table)
+        tolerance = 0.0 if table is None else _tolerance(case.tables[table].dtype)
+        wrong += _differ(f"{title}{name} in the end", found[0].state[name], expected, exact, tolerance)
+    return wrong
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """float32: as above; 16 bits: one step of the dtype, twice."""
+    return 1e-6 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+
+
+def _coarsest(case: Case) -> float:
+    return max(_tolerance(table.dtype) for table in case.tables)
+
+
+def _differ(what: str, found: Tensor, expected: Tensor, exact: bool, tolerance: float) -> list[str]:
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return [f"{what}: {found.dtype} {tuple(found.shape)}, expected {expected.dtype} {tuple(expected.shape)}"]
+    if torch.equal(found.isnan(), expected.isnan()) and torch.equal(found.nan_to_num(), expected.nan_to_num()):
+        return []
+    finite = expected.double()[expected.isfinite()].abs()
+    bound = 0.0 if exact else tolerance * max(1e-3, float(finite.max()) if finite.numel() else 0.0)
+    off = (found.double() - expected.double()).abs()
+    if exact or bool((off > bound).any()) or not torch.equal(found.isnan(), expected.isnan()):
+        return [f"{what}: off by {float(off.nan_to_num().max())}, allowed {bound}"]
+    return []

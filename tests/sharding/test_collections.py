@@ -1,0 +1,332 @@
+"""Sharded collections: what each rank looks up and learns is what one process would on the batches of all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+import tritonemb as te
+from tests.helpers import output_of
+from tests.sharding.cases import (
+    Case,
+    alone,
+    cases,
+    differences,
+    groups_of,
+    own_outputs,
+    together,
+    with_steps,
+)
+from tritonemb.optim import OPTIMIZERS
+from tritonemb.sharding import (
+    ColumnWise,
+    DataParallel,
+    ExchangePrecision,
+    Grid,
+    RowWise,
+    TableColumnWise,
+    TableRowWise,
+    TableWise,
+)
+
+UNSHRUNK = [Phase.explicit, Phase.generate]  # a smaller case takes as long, as every rank must run it
+
+
+def tables(pooled: bool, count: int, dtype: torch.dtype = torch.float32) -> tuple[te.TableConfig, ...]:
+    dims = [16, 8, 24, 16, 40, 3] if pooled and dtype == torch.float32 else [16] * 6
+    return tuple(
+        te.TableConfig(
+            f"table{index}",
+            (11, 37, 5, 64, 2, 90)[index],
+            dims[index],
+            features=[f"a{index}", f"b{index}"] if index % 2 else [f"a{index}"],
+            pooling=("sum", "mean")[index % 2] if pooled else "none",
+            dtype=dtype,
+        )
+        for index in range(count)
+    )
+
+
+UNEVEN = {
+    1: ((4,), (0,), (3,)),
+    2: ((4, 4), (3, 0), (0, 5)),
+    4: ((4, 4, 4, 4), (3, 0, 5, 2), (0, 0, 0, 0), (0, 1, 0, 7)),
+}
+
+
+def sizes(world: int, steps: int, micro: int = 1) -> tuple[tuple[tuple[int, ...], ...], ...]:
+    given = UNEVEN[world]
+    return tuple(tuple(given[(step + part) % len(given)] for part in range(micro)) for step in range(steps))
+
+
+ALONE = {
+    "table-wise": lambda world: ([TableWise(0), TableWise(world - 1)], 0),
+    "row-wise": lambda world: ([RowWise(), RowWise(range(world - 1, -1, -1))], 0),
+    "column-wise": lambda world: ([ColumnWise(), ColumnWise([world - 1])], 0),
+    "data-parallel": lambda world: ([DataParallel()] * 2, 0),
+    "table-row-wise": lambda world: ([TableRowWise(0), TableRowWise((world - 1) // 2)], min(2, world)),
+    "table-column-wise": lambda world: ([TableColumnWise(0), TableColumnWise((world - 1) // 2)], min(2, world)),
+    "grid": lambda world: ([Grid(), Grid()], min(2, world)),
+    "mixed": lambda world: (
+        [TableWise(world - 1), RowWise(), ColumnWise(), DataParallel(), Grid(), TableRowWise(0)],
+        min(2, world),
+    ),
+}
+
+
+def run(ranks, given: list[Case]) -> list[str]:
+    found = ranks(given[0].world).run(together, given)
+    wrong = []
+    for number, case in enumerate(given):
+        wrong += differences(case, alone(case), [of_rank[number][0] for of_rank in found])
+    return wrong
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("kind", sorted(ALONE))
+def test_every_way_to_cut_trains_as_one_process(ranks, world, kind):
+    """Pooled and not, uneven and empty batches, weights or none, int32 and int64 ids."""
+    shardings, local = ALONE[kind](world)
+    steps = 20 if kind == "mixed" and world == 4 else 5
+    given = [
+        Case(
+            tables(pooled, len(shardings)),
+            tuple(shardings),
+            OPTIMIZERS[optimizer](lr=0.05),
+            sizes(world, steps),
+            pooled,
+            local,
+            weighted=pooled != (optimizer == "adagrad"),
+            spare=optimizer == "adagrad",
+            seed=1,
+            id_dtype=torch.int32 if pooled else torch.int64,
+        )
+        for pooled in (True, False)
+        for optimizer in ("row_wise_adagrad", "adagrad")
+    ]
+    assert not run(ranks, given)
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_every_optimizer_with_its_options(ranks, name):
+    kind, world = OPTIMIZERS[name], 4
+    plain = kind(lr=0.05)
+    options = [
+        plain,
+        replace(plain, weight_decay=0.01, max_norm=0.7),
+        replace(plain, weight_decay=0.01, weight_decay_mode="decoupled", nonfinite="skip"),
+        replace(plain, max_gradient=0.02),
+    ]
+    shardings, local = ALONE["mixed"](world)
+    given = [
+        Case(
+            tables(pooled, 6),
+            tuple(shardings),
+            optimizer,
+            sizes(world, 4, 1 + pooled),
+            pooled,
+            local,
+            weighted=pooled,
+            bad_at=3 if optimizer.nonfinite == "skip" else -1,
+            rates=(0.05, 0.02, 0.1),
+            seed=2,
+        )
+        for optimizer in options
+        for pooled in (True, False)
+    ]
+    assert not run(ranks, given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_16_bit_tables_are_rounded_as_whole_ones(ranks, dtype):
+    """The same random numbers round the same elements, however the table is cut: bit for bit where sums are."""
+    cut = [TableWise(1), ColumnWise(), RowWise(), TableColumnWise(1), Grid(), TableRowWise(0)]
+    given = [
+        Case(
+            tuple(replace(t, pooling="sum" if pooled else "none") for t in tables(pooled, 6, dtype)),
+            tuple(cut),
+            OPTIMIZERS[name](lr=0.05),
+            sizes(4, 4),
+            pooled,
+            2,
+            seed=3,
+        )
+        for name in ("sgd", "row_wise_adagrad", "adam", "lamb")
+        for pooled in (True, False)
+    ]
+    assert not run(ranks, given)
+
+
+def test_micro_batches_are_one_step(ranks):
+    shardings, local = ALONE["mixed"](4)
+    given = [
+        Case(tables(pooled, 6), tuple(shardings), OPTIMIZERS[name](lr=0.05), sizes(4, 3, 3), pooled, local, seed=4)
+        for name in ("row_wise_adagrad", "sgd")
+        for pooled in (True, False)
+    ]
+    assert not run(ranks, given)
+
+
+@pytest.mark.parametrize("name", ["row_wise_adagrad", "adam", "lamb"])
+def test_copies_of_the_tables_are_alike(ranks, name):
+    """Two copies, each on two ranks: gradients of both make a step, of whole rows and of blocks of columns."""
+    shardings, _ = ALONE["mixed"](2)
+    plain = OPTIMIZERS[name](lr=0.05)
+    given = [
+        Case(tables(pooled, 6), tuple(shardings), optimizer, sizes(4, 5, micro), pooled, 0, 2, weighted=pooled, seed=9)
+        for pooled, optimizer, micro in (
+            (True, plain, 1),
+            (False, plain, 1),
+            (True, replace(plain, max_gradient=0.02, max_norm=0.7), 2),
+            (False, replace(plain, max_gradient=0.02), 1),
+        )
+    ]
+    assert not run(ranks, given)
+
+
+def skipping(world: int) -> Case:
+    shardings = (TableWise(world - 1), TableWise(0), RowWise())
+    bad = te.optim.SGD(lr=0.1, nonfinite="skip")
+    return Case(tables(True, 3), shardings, bad, sizes(world, 3), bad_at=0, seed=5)
+
+
+def test_skipped_rows_are_counted_where_they_are(ranks):
+    case = skipping(4)
+    found = ranks(4).run(together, [case])
+    expected = alone(case).skipped
+    assert sum(expected.values()) > 0
+    assert {name: sum(rank[0][0].skipped[name] for rank in found) for name in expected} == expected
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_any_tables_any_plan(ranks, world):
+    @settings(max_examples=3, phases=UNSHRUNK)
+    @given(st.lists(cases(world), min_size=8, max_size=8))
+    def check(given):
+        wrong = run(ranks, given)
+        assert not wrong, wrong[0]
+
+    check()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_any_tables_any_plan_at_length(ranks, world):
+    @settings(max_examples=25, phases=UNSHRUNK)
+    @given(st.lists(cases(world, steps=6), min_size=8, max_size=8))
+    def check(given):
+        wrong = run(ranks, given)
+        assert not wrong, wrong[0]
+
+    check()
+
+
+PRECISIONS = {
+    ("fp32", "fp32"): 0.0,
+    ("fp16", "bf16"): 2.0**-11,
+    ("bf16", "fp16"): 2.0**-8,
+    ("fp8_e4m3", "fp8_e5m2"): 2.0**-4,
+    ("int8", "int8"): 1 / 255,  # half a step of a row's range, which is at most twice its largest magnitude
+}
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+def test_the_same_bits_in_every_run_whatever_crosses(ranks, pooled):
+    """Two trainings are alike to the bit, and vectors are as near as their codec allows."""
+    shardings, local = ALONE["mixed"](4)
+    given = [
+        Case(
+            tables(pooled, 6),
+            tuple(shardings),
+            te.optim.RowWiseAdagrad(lr=0.05),
+            sizes(4, 3),
+            pooled,
+            local,
+            precision=ExchangePrecision(*codecs),
+            weighted=True,
+            seed=6,
+        )
+        for codecs in PRECISIONS
+    ]
+    found = ranks(4).run(together, given, 2)
+    for number, case in enumerate(given):
+        for rank in range(4):
+            one, other = found[rank][number]
+            for a, b in zip([*one.outputs, *one.state.values()], [*other.outputs, *other.state.values()], strict=True):
+                assert torch.equal(a, b), (case.precision, rank)
+            expected = own_outputs(case, alone(case), rank)[0]
+            # Twice: those of Grid and TableRowWise cross twice, in parts; the parts may be larger than their sum.
+            parts = 4 * float(expected.abs().max())
+            error = float((one.outputs[0] - expected).abs().max())
+            assert error <= PRECISIONS[case.precision.forward, case.precision.backward] * 2 * parts + 1e-6, (
+                case.precision
+            )
+
+
+def test_learning_rates_reach_every_shard(ranks):
+    shardings, local = ALONE["mixed"](4)
+    given = [
+        Case(
+            tables(pooled, 6),
+            tuple(shardings),
+            te.optim.SGD(lr=1.0),
+            sizes(4, 4),
+            pooled,
+            local,
+            rates=(0.5, 0.0, 0.25, 2.0),
+            seed=7,
+        )
+        for pooled in (True, False)
+    ]
+    assert not run(ranks, given)
+    constant = replace(given[0], rates=())
+    assert run(ranks, [constant]) == []
+    assert not torch.equal(alone(given[0]).state["table0.weight"], alone(constant).state["table0.weight"])
+
+
+def test_a_long_training_keeps_near(ranks):
+    given = [with_steps(skipping(2), 20)]
+    assert not run(ranks, given)
+
+
+OUT_OF_RANGE = (te.TableConfig("cut", 10, 8, features=["a"]), te.TableConfig("everywhere", 5, 8, features=["b"]))
+
+
+def refused(rank, pooled):
+    """One rank brings a bad id of either table, then all bring good ones."""
+    pooling = "sum" if pooled else "none"
+    shardings = (RowWise(), DataParallel())
+    given = tuple(replace(table, pooling=pooling) for table in OUT_OF_RANGE)
+    case = Case(given, shardings, te.optim.SGD(lr=0.1), (((1, 1, 1, 1),),), pooled)
+    collection = case.sharded(groups_of(None))
+    messages = []
+    for bad in ({"a": [[1], [2, 10]], "b": [[0], [1]]}, {"a": [[1], [2]], "b": [[0], [1, -7]]}):
+        good = {"a": [[1], [2]], "b": [[], [4]]}
+        try:
+            collection(te.KeyedJaggedTensor.from_lists(bad if rank == 2 else good))
+            messages.append("nothing")
+        except (ValueError, RuntimeError) as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    output_of(collection, te.KeyedJaggedTensor.from_lists(good)).sum().backward()
+    return messages
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+def test_ids_out_of_range_stop_all_ranks(ranks, pooled):
+    """Those of tables that every rank has too, although no other rank needs them."""
+    found = ranks(4).run(refused, pooled)
+    for rank, (cut, everywhere) in enumerate(found):
+        if rank == 2:
+            for part, message in (
+                (("cut", "'a'", "sample 1", "position 2", "10"), cut),
+                (("everywhere", "'b'", "sample 1", "position 4", "-7"), everywhere),
+            ):
+                assert message.startswith("ValueError")
+                assert all(piece in message for piece in part), message
+        else:
+            for message in (cut, everywhere):
+                assert message.startswith("RuntimeError: rank 2 has refused its batch"), message

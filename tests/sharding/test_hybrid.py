@@ -1,0 +1,463 @@
+"""Whole models in parallel: what they learn, and what their state is called, is the plain model's."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from contextlib import ExitStack
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional as F
+
+import tritonemb as te
+from tests.sharding.cases import EXACT
+from tritonemb.sharding import (
+    ColumnWise,
+    DataParallel,
+    ExchangePrecision,
+    RowWise,
+    ShardingPlan,
+    TableRowWise,
+    TableWise,
+)
+
+KEYS = [f"t{n}" for n in range(4)]
+BATCH = 6
+
+
+def tables() -> list[te.TableConfig]:
+    return [te.TableConfig(key, 50 + n, 8, pooling=("sum", "mean")[n % 2]) for n, key in enumerate(KEYS)]
+
+
+def dlrm(device: str | None = None, optimizer=te.optim.RowWiseAdagrad(lr=0.1)) -> te.nn.DLRM:  # noqa: B008
+    torch.manual_seed(1)
+    return te.nn.DLRM(tables(), 4, (16,), (16,), optimizer=optimizer, device=device)
+
+
+def dcn(device: str | None = None) -> te.nn.DCNv2:
+    torch.manual_seed(1)
+    return te.nn.DCNv2(tables(), 4, 2, None, (16,), te.optim.Adam(lr=0.01), device)
+
+
+def plan(world: int, local: int = 0) -> ShardingPlan:
+    given = {"t0": TableWise(world - 1), "t1": RowWise(), "t2": ColumnWise(), "t3": DataParallel()}
+    if local and local < world:
+        given["t1"] = TableRowWise(1)
+    return ShardingPlan(given, world, local)
+
+
+def batch(step: int, world: int) -> tuple[torch.Tensor, te.KeyedJaggedTensor, torch.Tensor]:
+    """Of all ranks."""
+    generator = torch.Generator().manual_seed(step)
+    size = BATCH * world
+    dense = torch.randn(size, 4, generator=generator)
+    ids = torch.randint(0, 50, (4, 2 * size), generator=generator)
+    lengths = torch.full((4, size), 2)
+    return (
+        dense,
+        te.KeyedJaggedTensor(KEYS, ids.flatten(), lengths=lengths),
+        torch.rand(size, generator=generator).round(),
+    )
+
+
+def part(whole, rank: int):
+    dense, sparse, labels = whole
+    rows = slice(rank * BATCH, (rank + 1) * BATCH)
+    ids = sparse.values().reshape(4, -1)[:, 2 * rows.start : 2 * rows.stop]
+    return dense[rows], te.KeyedJaggedTensor(KEYS, ids.flatten(), lengths=torch.full((4, BATCH), 2)), labels[rows]
+
+
+def loss_of(model, dense, sparse, labels):
+    return F.binary_cross_entropy_with_logits(model(dense, sparse), labels)
+
+
+def dense_parameters(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for name, parameter in model.named_parameters() if not name.startswith("embeddings")]
+
+
+def alone(model: nn.Module, steps: int, world: int, micro: int = 1) -> dict[str, torch.Tensor]:
+    optimizer = torch.optim.SGD(dense_parameters(model), lr=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        parts = [batch(micro * step + m, world) for m in range(micro)]
+        dense, labels = (torch.cat([p[n] for p in parts]) for n in (0, 2))
+        loss_of(model, dense, te.KeyedJaggedTensor.stack([p[1] for p in parts]), labels).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def whole_state(parallel: te.HybridParallel) -> dict[str, torch.Tensor]:
+    """Whole tensors, on every rank."""
+    found = {}
+    for key, value in parallel.state_dict().items():
+        if isinstance(value, te.sharding.TableShards):
+            found[key] = value.gather(parallel.group)
+        else:
+            found[key] = (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+    return found
+
+
+def train(parallel, rank, world, steps=3, first=0, ahead=False):
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    losses = []
+    for step in range(first, first + steps):
+        dense, sparse, labels = part(batch(step, world), rank)
+        loss = loss_of(parallel, dense, parallel.send(sparse) if ahead else sparse, labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        parallel.end_step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def trained(rank, world, cases):
+    """Each case: model, its device, how the dense part is, copies of the tables, ids ahead or not, a node's ranks."""
+    found = []
+    for kind, device, dense, copies, ahead, local in cases:
+        mesh = None
+        if copies > 1:
+            mesh = init_device_mesh("cpu", (copies, world // copies), mesh_dim_names=("replicate", "shard"))
+        parallel = te.HybridParallel(
+            kind(device),
+            plan(world // copies, local),
+            mesh,
+            dense=dense,
+            exchange=EXACT,
+            local_world_size=local or None,
+        )
+        losses = train(parallel, rank, world, ahead=ahead)
+        found.append((losses, whole_state(parallel)))
+    return found
+
+
+CASES = [
+    (dlrm, None, "ddp", 1, False, 0),
+    (dlrm, None, "fsdp", 1, True, 0),
+    (dcn, None, "ddp", 1, True, 0),
+    (dlrm, None, "ddp", 2, False, 0),
+    (dlrm, None, "fsdp", 2, True, 0),
+]
+NODES = [(dlrm, None, "ddp", 1, True, 2), (dcn, None, "fsdp", 1, False, 2)]
+
+
+def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Means over ranks are added in another order than means over samples: some roundings of float32 a step."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=2e-6, msg=lambda text, n=name: f"{n}: {text}")
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_models_train_as_one_process_on_all_samples(ranks, world):
+    cases = CASES + (NODES if world == 4 else [])
+    found = ranks(world).run(trained, world, cases)
+    for number, case in enumerate(cases):
+        expected = alone(case[0](), 3, world)
+        for rank in range(world):
+            assert_near(found[rank][number][1], expected)
+            for name, tensor in found[0][number][1].items():
+                assert torch.equal(found[rank][number][1][name], tensor), (case, name)  # and all ranks are alike
+
+
+def test_without_a_job_nothing_changes():
+    """One process, without torch.distributed: the plain model's bits."""
+    parallel = te.HybridParallel(dlrm(), exchange=EXACT)
+    train(parallel, 0, 1, 5, ahead=True)
+    expected = alone(dlrm(), 5, 1)
+    state = whole_state(parallel)
+    assert list(state) == list(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(state[name], tensor), name
+
+
+def drawn(rank, world, other_plan):
+    torch.manual_seed(11)
+    given = None if other_plan else plan(world)
+    model = te.nn.DLRM(tables(), 4, (16,), (16,), optimizer=te.optim.SGD(lr=0.1), device="meta")
+    parallel = te.HybridParallel(model, given, exchange=EXACT)
+    losses = train(parallel, rank, world, 1)
+    fresh = whole_state(te.HybridParallel(_meta(), given, exchange=EXACT))
+    return losses, fresh
+
+
+def _meta():
+    torch.manual_seed(11)
+    return te.nn.DLRM(tables(), 4, (16,), (16,), optimizer=te.optim.SGD(lr=0.1), device="meta")
+
+
+def test_models_made_on_meta_have_the_same_tables_however_they_are_cut(ranks):
+    expected = drawn(0, 1, True)[1]
+    bound = 50**-0.5
+    for world, other in ((2, False), (4, False), (4, True)):
+        for _, state in ranks(world).run(drawn, world, other):
+            for key in KEYS:
+                weight = state[f"embeddings.{key}.weight"]
+                assert torch.equal(weight, expected[f"embeddings.{key}.weight"]), (world, key)
+                assert weight.abs().max() <= bound
+                assert weight.std() > bound / 3  # uniform: bound / 1.73
+            assert all(tensor.isfinite().all() for tensor in state.values())
+
+
+def averaged(rank, world, every):
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    parallel = te.HybridParallel(
+        dlrm(optimizer=te.optim.SGD(lr=0.1)), plan(world // 2), mesh, exchange=EXACT, average_every=every
+    )
+    states = []
+    for step in range(4):
+        train(parallel, rank, world, 1, first=step)
+        states.append([s.tensor.clone() for w in parallel.table_weights().values() for s in w.shards])
+    return states
+
+
+def test_copies_of_tables_train_apart_until_they_are_averaged(ranks):
+    found = ranks(4).run(averaged, 4, 2)
+    for step in range(4):
+        for rank in (0, 1):
+            same = [torch.equal(a, b) for a, b in zip(found[rank][step], found[rank + 2][step], strict=True)]
+            # Data-parallel tables are one over all ranks; others part between averages.
+            assert all(same) == (step % 2 == 1), (step, rank, same)
+
+
+def in_a_thread(rank, world):
+    """The ids of the next batch travel while this one is computed."""
+    states = []
+    for ahead in (True, False):
+        parallel = te.HybridParallel(dlrm(), plan(world), exchange=EXACT)
+        optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+        parts = [part(batch(step, world), rank) for step in range(6)]
+        ready: dict[int, object] = {}
+
+        def send(step, parallel=parallel, ready=ready, parts=parts):
+            ready[step] = parallel.send(parts[step][1])
+
+        if ahead:
+            send(0)
+        for step, (dense, sparse, labels) in enumerate(parts):
+            thread = threading.Thread(target=send, args=(step + 1,)) if ahead and step + 1 < len(parts) else None
+            if thread is not None:
+                thread.start()
+            loss = loss_of(parallel, dense, ready.pop(step) if ahead else sparse, labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            if thread is not None:
+                thread.join()
+        states.append(whole_state(parallel))
+    return all(torch.equal(states[0][name], tensor) for name, tensor in states[1].items())
+
+
+def test_ids_sent_ahead_from_another_thread(ranks):
+    assert ranks(4).run(in_a_thread, 4) == [True] * 4
+
+
+def accumulated(rank, world, dense, micro):
+    parallel = te.HybridParallel(dlrm(), plan(world), dense=dense, exchange=EXACT)
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        with ExitStack() as stack:
+            for collection in parallel.collections:
+                stack.enter_context(collection.accumulate())
+            for number in range(micro):
+                own = part(batch(micro * step + number, world), rank)
+                with parallel.no_sync() if number < micro - 1 else ExitStack():
+                    (loss_of(parallel, *own) / micro).backward()
+        optimizer.step()
+    return whole_state(parallel)
+
+
+@pytest.mark.parametrize("dense", ["ddp", "fsdp"])
+def test_micro_batches_are_one_large_batch(ranks, dense):
+    expected = alone(dlrm(), 2, 2, micro=3)
+    for state in ranks(2).run(accumulated, 2, dense, 3):
+        assert_near(state, expected)
+
+
+def loaded(rank, world, dense, state, bad):
+    parallel = te.HybridParallel(dlrm(), plan(world), dense=dense, exchange=EXACT)
+    before = whole_state(parallel)
+    messages = []
+    for broken in bad:
+        with pytest.raises(RuntimeError) as raised:
+            parallel.load_state_dict(broken)
+        messages.append(str(raised.value))
+        after = whole_state(parallel)
+        assert all(torch.equal(after[name], tensor) for name, tensor in before.items()), messages
+    parallel.load_state_dict(state)
+    first = whole_state(parallel)
+    parallel.load_state_dict(parallel.state_dict())  # its own
+    parallel.load_state_dict({name: state[name] for name in list(state)[:3]}, strict=False)
+    again = whole_state(parallel)
+    assert all(torch.equal(again[name], tensor) for name, tensor in first.items())
+    train(parallel, rank, world, 1)
+    return messages, first, list(parallel.state_dict())
+
+
+@pytest.mark.parametrize("dense", ["ddp", "fsdp"])
+def test_the_state_of_a_plain_model(ranks, dense):
+    plain = dlrm()
+    alone(plain, 2, 2)
+    state = plain.state_dict()
+    wrong = dict.fromkeys(("embeddings.t1.weight", "bottom.0.weight"), torch.ones(3, 3))
+    bad = [
+        {name: tensor for name, tensor in state.items() if name != "embeddings.t1.sum"},
+        {name: tensor for name, tensor in state.items() if not name.startswith("top")},
+        {**state, "embeddings.t9.weight": torch.ones(1)},
+        {**state, "elsewhere": torch.ones(1)},
+        *({**state, name: tensor} for name, tensor in wrong.items() if name in state),
+        {**state, "embeddings.t1.weight": state["embeddings.t1.weight"].half()},
+    ]
+    for messages, first, names in ranks(2).run(loaded, 2, dense, state, bad):
+        assert names == list(state)
+        for name, tensor in state.items():
+            assert torch.equal(first[name], tensor), name
+        assert "embeddings.t1.sum" in messages[0]
+        assert "top" in messages[1]
+        assert "embeddings.t9.weight" in messages[2]
+        assert "elsewhere" in messages[3]
+        assert "embeddings.t1.weight" in messages[4]
+        assert "float16" in messages[-1]
+    assert copy.copy(state).keys() == state.keys()
+
+
+def traffic(rank, precisions):
+    found = []
+    for codecs in precisions:
+        model = te.nn.DLRM(tables(), 4, (16,), (16,), optimizer=te.optim.SGD(lr=0.1))
+        parallel = te.HybridParallel(model, plan(2), exchange=ExchangePrecision(*codecs))
+        parallel.group.traffic.reset()
+        train(parallel, rank, 2, 2)
+        found.append({kind: sent.total for kind, sent in parallel.group.traffic.by_kind().items()})
+    return found
+
+
+def test_16_bits_halve_what_crosses(ranks):
+    for full, half, other in ranks(2).run(traffic, [("fp32", "fp32"), ("fp16", "bf16"), ("bf16", "fp16")]):
+        for kind in ("pooled", "pooled gradients"):
+            assert full[kind] > 0
+            assert half[kind] * 2 == other[kind] * 2 == full[kind]
+        assert half["ids"] == full["ids"]
+
+
+class Frozen(nn.Module):
+    """A collection with a fused optimizer, and one without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused = te.nn.EmbeddingBagCollection([te.TableConfig("a", 9, 4)], te.optim.SGD(lr=0.1))
+        self.plain = te.nn.EmbeddingBagCollection([te.TableConfig("b", 9, 4)])
+
+    def forward(self, features):
+        return torch.cat([self.fused(features), self.plain(features)], dim=1)
+
+
+def with_plain(rank):
+    torch.manual_seed(3)
+    parallel = te.HybridParallel(Frozen(), ShardingPlan({"a": RowWise()}, 2), exchange=EXACT)
+    assert isinstance(parallel.module.plain, te.nn.EmbeddingBagCollection)
+    assert [name for name, _ in parallel.named_parameters()] == ["plain.b.weight"]
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
+    lists = {"a": [[rank, 8], [3]], "b": [[1 + rank], [7, 7]]}
+    parallel(te.KeyedJaggedTensor.from_lists(lists)).square().mean().backward()
+    optimizer.step()
+    return whole_state(parallel)
+
+
+def test_collections_without_a_fused_optimizer_stay_ordinary(ranks):
+    torch.manual_seed(3)
+    model = Frozen()
+    optimizer = torch.optim.SGD(model.plain.parameters(), lr=0.1)
+    model(
+        te.KeyedJaggedTensor.from_lists({"a": [[0, 8], [3], [1, 8], [3]], "b": [[1], [7, 7], [2], [7, 7]]})
+    ).square().mean().backward()
+    optimizer.step()
+    for state in ranks(2).run(with_plain):
+        assert_near(state, model.state_dict())
+
+
+class Hashes(nn.Module):
+    """Changes its features before it looks them up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = te.nn.EmbeddingBagCollection([te.TableConfig("a", 9, 4)], te.optim.SGD(lr=0.1))
+
+    def forward(self, features):
+        ids = features.values() % 9
+        return self.embeddings(te.KeyedJaggedTensor(features.keys(), ids, offsets=features.offsets()))
+
+
+def test_features_that_have_been_sent_cannot_be_changed():
+    parallel = te.HybridParallel(Hashes())
+    features = te.KeyedJaggedTensor.from_lists({"a": [[10, 3], []]})
+    small = te.KeyedJaggedTensor.from_lists({"a": [[1, 3], []]})
+    assert parallel(features).shape == (2, 4)
+    sent = parallel.send(small)
+    assert (sent.keys(), sent.stride()) == (["a"], 2)
+    with pytest.raises(
+        AttributeError, match=r"has no 'values'; a model that changes its features .* cannot be fed ahead"
+    ):
+        parallel(sent)
+    with pytest.raises(ValueError, match="sent by another model"):
+        te.HybridParallel(dlrm())(torch.ones(2, 4), sent)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dense": "zero"}, r"dense must be one of \('ddp', 'fsdp'\), got 'zero'"),
+        ({"average_every": 0}, "average_every must be at least 1, got 0"),
+        ({"plan": ShardingPlan({"t0": RowWise()}, 2)}, "the plan is for 2 ranks"),
+        ({"plan": ShardingPlan({"t0": RowWise()}, 1)}, r"lacks the tables \['t1', 't2', 't3'\]"),
+        ({"plan": ShardingPlan({key: TableWise(1) for key in KEYS}, 1)}, "table 't0': rank 1"),
+    ],
+)
+def test_what_the_constructor_refuses(options, message):
+    with pytest.raises(ValueError, match=message):
+        te.HybridParallel(dlrm(), **options)
+
+
+def test_models_that_have_nothing_to_cut():
+    for model in (nn.Linear(2, 2), te.nn.EmbeddingBagCollection(tables())):
+        with pytest.raises(ValueError, match="no embedding collection with a fused optimizer"):
+            te.HybridParallel(model)
+
+
+def test_a_layer_on_meta_that_cannot_fill_itself():
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1, device="meta"))
+
+    model = nn.Sequential(te.nn.EmbeddingBagCollection(tables(), te.optim.SGD(lr=0.1), device="meta"), Scale())
+    with pytest.raises(ValueError, match=r"Scale was made on the meta device and has no reset_parameters"):
+        te.HybridParallel(model)
+
+
+def refused(rank):
+    messages = []
+    for mesh, local in (((4,), 3), ((1, 2, 2), None), ((2, 2), 4)):
+        try:
+            given = init_device_mesh("cpu", mesh)
+            te.HybridParallel(dlrm(), mesh=given, local_world_size=local)
+            messages.append("")
+        except ValueError as error:
+            messages.append(str(error))
+    try:
+        te.HybridParallel(dlrm(), plan(2))
+    except ValueError as error:
+        messages.append(str(error))
+    return messages
+
+
+def test_meshes_and_nodes_that_do_not_fit(ranks):
+    for uneven, deep, small, other in ranks(4).run(refused):
+        assert "4 ranks of a copy of the tables cannot be nodes of 3 ranks each" in uneven
+        assert "must have all 4 ranks in 1 dimension (shards) or 2" in deep
+        assert small == ""  # both copies on one node
+        assert "the plan is for 2 ranks" in other

@@ -1,0 +1,73 @@
+"""What leaves a node: of tables cut by rows inside nodes, one vector for each sample of other nodes."""
+
+from __future__ import annotations
+
+import pytest
+
+import tritonemb as te
+from tests.sharding.cases import Case, alone, differences, groups_of, together
+from tritonemb.sharding import Grid, RowWise, TableRowWise
+
+SIZES = (1, 2, 3, 4)
+DIM = 16
+
+
+def case_of(sharding) -> Case:
+    return Case((te.TableConfig("t", 40, DIM),), (sharding,), te.optim.SGD(lr=0.1), ((SIZES,),), local=2, seed=8)
+
+
+def sent(rank, case):
+    """Bytes to all others and to other nodes, by kind, of one forward and backward."""
+    groups = groups_of(2)
+    collection = case.sharded(groups)
+    groups.world.traffic.reset()
+    result = collection(case.batches(0)[0][rank])
+    result.sum().backward()
+    return {kind: tuple(sizes) for kind, sizes in groups.world.traffic.by_kind().items()}
+
+
+def across_nodes(found, back: bool) -> int:
+    """Of all ranks together, pooled vectors, or their gradients."""
+    return sum(
+        sizes[1]
+        for of_rank in found
+        for kind, sizes in of_rank.items()
+        if kind.startswith("pooled") and kind.endswith("gradients") == back
+    )
+
+
+@pytest.mark.parametrize(
+    ("sharding", "vectors", "flat", "flat_vectors"),
+    [
+        # 7 samples on the second node. Each of the two ranks that have rows would send it a part of their vectors.
+        (TableRowWise(0), 7 * DIM, RowWise([0, 1]), 2 * 7 * DIM),
+        (TableRowWise(1), 3 * DIM, RowWise([2, 3]), 2 * 3 * DIM),
+        # Half of the columns of every sample come from the other node; or parts of all columns from its two ranks.
+        (Grid(), 10 * DIM // 2, RowWise(), 2 * 10 * DIM),
+    ],
+)
+def test_one_vector_a_sample_leaves_a_node(ranks, sharding, vectors, flat, flat_vectors):
+    found = ranks(4).run(sent, case_of(sharding))
+    for back in (False, True):
+        assert across_nodes(found, back) == 4 * vectors
+        assert across_nodes(ranks(4).run(sent, case_of(flat)), back) == 4 * flat_vectors
+    assert all("pooled" not in kinds for kinds in found)
+    assert all(kinds["pooled inside a node"][1] == 0 for kinds in found)
+
+
+def test_what_is_summed_inside_a_node(ranks):
+    """A rank sends its neighbour its part for the samples of the ranks in the neighbour's place on every node."""
+    found = ranks(4).run(sent, case_of(TableRowWise(0)))
+    assert found[0]["pooled inside a node"] == (4 * DIM * (SIZES[1] + SIZES[3]), 0)
+    assert found[1]["pooled inside a node"] == (4 * DIM * (SIZES[0] + SIZES[2]), 0)
+    assert found[0]["pooled across nodes"] == (4 * DIM * SIZES[2],) * 2
+    assert found[1]["pooled across nodes"] == (4 * DIM * SIZES[3],) * 2
+    assert found[2]["pooled across nodes"] == found[3]["pooled inside a node"] == (0, 0)
+    assert found[2]["pooled across nodes gradients"] == (4 * DIM * SIZES[2],) * 2
+
+
+def test_both_ways_train_alike(ranks):
+    given = [case_of(sharding) for sharding in (TableRowWise(0), Grid(), RowWise())]
+    found = ranks(4).run(together, given)
+    for number, case in enumerate(given):
+        assert not differences(case, alone(case), [of_rank[number][0] for of_rank in found])

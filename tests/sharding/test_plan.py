@@ -1,0 +1,236 @@
+"""Plans: what they say of tables, as text too, and what they refuse."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import tritonemb as te
+from tritonemb.sharding import (
+    ColumnWise,
+    DataParallel,
+    Grid,
+    RowWise,
+    ShardingPlan,
+    TableColumnWise,
+    TableRowWise,
+    TableWise,
+    uniform_plan,
+)
+from tritonemb.sharding.plan import SMALL_TABLE
+
+WORLDS = [(1, 1), (2, 2), (2, 1), (3, 3), (4, 2), (6, 3), (8, 2), (12, 4)]
+
+
+@st.composite
+def jobs(draw):
+    """A table, the size of a job, and a sharding that fits both."""
+    world, local = draw(st.sampled_from(WORLDS))
+    dtype = draw(st.sampled_from((torch.float32, torch.bfloat16, torch.float16)))
+    table = te.TableConfig("table", draw(st.integers(1, 40)), draw(st.integers(1, 70)), dtype=dtype)
+    unit = 1 if dtype == torch.float32 else 8
+    most = max(1, table.embedding_dim // unit)
+    rank, node = st.integers(0, world - 1), st.integers(0, world // local - 1)
+
+    def widths(blocks: int):
+        cuts = draw(st.sets(st.integers(1, max(1, most - 1)), min_size=blocks - 1, max_size=blocks - 1))
+        edges = [0, *sorted(cut * unit for cut in cuts), table.embedding_dim]
+        return [stop - start for start, stop in pairwise(edges)]
+
+    blocks = draw(st.integers(1, min(5, max(1, most - 1))))
+    given_widths = draw(st.booleans()) and blocks > 1
+    columns = widths(blocks) if given_widths else None
+    sharding = draw(
+        st.one_of(
+            st.builds(TableWise, rank),
+            st.just(RowWise()),
+            st.builds(RowWise, st.lists(rank, min_size=1, unique=True)),
+            st.just(ColumnWise()),
+            st.builds(ColumnWise, st.lists(rank, min_size=blocks, max_size=blocks), st.just(columns)),
+            st.builds(TableRowWise, node),
+            st.builds(TableColumnWise, node, st.just(columns)),
+            st.just(Grid()),
+            st.builds(Grid, st.lists(node, min_size=blocks, max_size=blocks), st.just(columns)),
+            st.just(DataParallel()),
+        )
+    )
+    return table, world, local, sharding
+
+
+@given(jobs())
+def test_shards_cover_the_table_once(job):
+    table, world, local, sharding = job
+    shards = ShardingPlan({"table": sharding}, world, local).shards(table)
+    times = torch.zeros(table.num_embeddings, table.embedding_dim, dtype=torch.int64)
+    for shard in shards:
+        assert shard.num_rows > 0
+        assert shard.num_columns > 0
+        assert 0 <= shard.rank < world
+        rows, columns = shard.first_row + shard.num_rows, shard.first_column + shard.num_columns
+        assert rows <= table.num_embeddings
+        assert columns <= table.embedding_dim
+        times[shard.first_row : rows, shard.first_column : columns] += 1
+        if table.dtype != torch.float32:
+            assert shard.first_column % 8 == 0
+    expected = world if isinstance(sharding, DataParallel) else 1
+    assert torch.equal(times, torch.full_like(times, expected))
+    if isinstance(sharding, TableRowWise | TableColumnWise):
+        assert {shard.rank // local for shard in shards} == {sharding.node}
+    if isinstance(sharding, ColumnWise | TableColumnWise) and sharding.columns is None and table.embedding_dim >= 8:
+        widths = [shard.num_columns for shard in shards]
+        assert max(widths) - min(widths) < 16  # as equal as multiples of 8 can be, and a rest
+
+
+@given(st.lists(jobs(), min_size=1, max_size=5), st.integers(1, 3))
+def test_plans_are_the_same_after_json(given, copies):
+    world, local = 12, 4
+    shardings = {f'table {n} "quoted" é': job[3] for n, job in enumerate(given)}
+    plan = ShardingPlan(shardings, world, local)
+    text = plan.to_json()
+    assert ShardingPlan.from_json(text) == plan
+    assert ShardingPlan.from_json(text).to_json() == text
+    assert json.loads(text)["world_size"] == world
+    assert hash(next(iter(plan.tables.values()))) == hash(next(iter(ShardingPlan.from_json(text).tables.values())))
+
+
+def test_a_plan_in_a_file(tmp_path):
+    plan = ShardingPlan({"user": RowWise(), "item": ColumnWise([1, 0], [8, 24])}, 2)
+    plan.save(tmp_path / "plan.json")
+    assert ShardingPlan.load(tmp_path / "plan.json") == plan
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(ValueError, match=r"bad\.json: a sharding plan must be JSON"):
+        ShardingPlan.load(tmp_path / "bad.json")
+
+
+def test_a_plan_written_by_hand():
+    text = '{"world_size": 4, "tables": {"user": {"type": "row_wise"}, "item": {"type": "table_wise", "rank": 3}}}'
+    assert ShardingPlan.from_json(text) == ShardingPlan({"user": RowWise(), "item": TableWise(3)}, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "must be JSON"),
+        ("[]", r"an object with the fields \['format', 'local_world_size', 'tables', 'world_size'\]"),
+        ('{"world_size": 1}', "an object with the fields"),
+        ('{"world_size": 1, "tables": []}', "an object with the fields"),
+        ('{"world_size": 1, "tables": {}, "more": 1}', "an object with the fields"),
+        ('{"format": 2, "world_size": 1, "tables": {}}', "reads sharding plans of format 1, got 2"),
+        ('{"tables": {}}', "needs a world_size"),
+        ('{"world_size": "4", "tables": {}}', "world_size must be an int, got '4'"),
+        ('{"world_size": true, "tables": {}}', "world_size must be an int, got True"),
+        ('{"world_size": 0, "tables": {}}', "world_size must be at least 1, got 0"),
+        ('{"world_size": 4, "local_world_size": 3, "tables": {}}', "local_world_size must divide world_size"),
+        ('{"world_size": 4, "local_world_size": -4, "tables": {}}', "local_world_size must divide world_size"),
+        ('{"world_size": 1, "tables": {"user": "row_wise"}}', "table 'user': expected"),
+        ('{"world_size": 1, "tables": {"user": {"rank": 0}}}', "table 'user': expected"),
+        ('{"world_size": 1, "tables": {"user": {"type": "rows"}}}', r"table 'user': expected .*'table_wise'"),
+        ('{"world_size": 1, "tables": {"user": {"type": ["row_wise"]}}}', "table 'user': expected"),
+        (
+            '{"world_size": 1, "tables": {"user": {"type": "row_wise", "rank": 0}}}',
+            r"knows \['ranks'\], got \['rank'\]",
+        ),
+        ('{"world_size": 1, "tables": {"user": {"type": "table_wise"}}}', r"'user': table_wise needs \['rank'\]"),
+        (
+            '{"world_size": 1, "tables": {"user": {"type": "row_wise", "ranks": 0}}}',
+            r"'user': row_wise needs \['ranks'\]",
+        ),
+    ],
+)
+def test_text_that_is_no_plan(text, message):
+    with pytest.raises(ValueError, match=message):
+        ShardingPlan.from_json(text)
+
+
+USER = te.TableConfig("user", 10, 16)
+HALF = te.TableConfig("user", 10, 20, dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "table", "message"),
+    [
+        (TableWise(4), USER, r"'user': rank 4 of TableWise\(rank=4\) is not one of the plan's 4"),
+        (TableWise(-1), USER, "'user': rank -1"),
+        (RowWise([]), USER, "'user': .* needs at least one rank"),
+        (RowWise([0, 4]), USER, "'user': rank 4"),
+        (RowWise([1, 1]), USER, "'user': .* names a rank twice"),
+        (ColumnWise([]), USER, "needs at least one rank"),
+        (ColumnWise([0, 1, 2, 3] * 5), USER, "'user': .* cuts 16 columns of torch.float32 into 20 blocks"),
+        (ColumnWise([0, 1, 2]), HALF, "'user': .* cuts 20 columns of torch.float16 into 3 blocks"),
+        (ColumnWise([0, 1], [8, 9]), USER, "must be 2 positive widths that add up to 16"),
+        (ColumnWise([0, 1], [16]), USER, "must be 2 positive widths"),
+        (ColumnWise([0, 1], [16, 0]), USER, "must be 2 positive widths"),
+        (ColumnWise([0, 1], [4, 16]), HALF, r"begin at columns \[0, 4\]; .* must begin at multiples of 8"),
+        (TableRowWise(2), USER, "'user': node 2 .* is not one of the plan's 2"),
+        (TableColumnWise(-1), USER, "'user': node -1"),
+        (TableColumnWise(0, [8, 9]), USER, "positive widths"),
+        (Grid([0, 2]), USER, "'user': node 2"),
+        (Grid([]), USER, "needs at least one node"),
+        (Grid([0, 1], [15]), USER, "must be 2 positive widths"),
+    ],
+)
+def test_shardings_that_do_not_fit(sharding, table, message):
+    plan = ShardingPlan({"user": sharding}, 4, 2)
+    with pytest.raises(ValueError, match=message):
+        plan.shards(table)
+
+
+@pytest.mark.parametrize("rank", [True, 1.0, "1", None])
+def test_ranks_are_ints(rank):
+    with pytest.raises(TypeError, match="table 'user': a rank must be an int, got"):
+        ShardingPlan({"user": TableWise(rank)}, 4).shards(USER)
+
+
+def test_plans_that_are_none():
+    with pytest.raises(TypeError, match=r"table 'user': expected a sharding such as te\.sharding\.RowWise\(\), got"):
+        ShardingPlan({"user": RowWise}, 4)
+    with pytest.raises(ValueError, match="world_size must be at least 1"):
+        ShardingPlan({}, 0)
+    with pytest.raises(ValueError, match=r"lacks the tables \['user'\]; it has \['item'\]"):
+        ShardingPlan({"item": RowWise()}, 4).shards(USER)
+
+
+@st.composite
+def table_lists(draw):
+    rows = st.sampled_from((1, 3, 100, 5000, 20_000, 100_000))
+    return [
+        te.TableConfig(f"table{n}", draw(rows), draw(st.sampled_from((4, 16, 64))))
+        for n in range(draw(st.integers(1, 12)))
+    ]
+
+
+@given(table_lists(), st.sampled_from(WORLDS))
+def test_uniform_plans_spread_the_bytes(tables, job):
+    world, local = job
+    plan = uniform_plan(tables, world, local)
+    assert plan == uniform_plan(list(tables), world, local)
+    assert list(plan.tables) == [table.name for table in tables]
+    held, whole = [0] * world, [0]
+    for table in tables:
+        size = table.num_embeddings * table.embedding_dim * 4
+        sharding = plan.tables[table.name]
+        if isinstance(sharding, DataParallel):
+            assert size <= SMALL_TABLE
+            continue
+        if isinstance(sharding, TableWise):
+            whole.append(size)
+        for shard in plan.shards(table):
+            held[shard.rank] += shard.num_rows * shard.num_columns * 4
+    # Greedy: the fullest was the emptiest before its last table came. Blocks of rows may differ by a row a rank.
+    rest = sum(64 * 4 * world for table in tables)
+    assert max(held) <= sum(held) / world + max(whole) + rest
+
+
+def test_one_rank_holds_all():
+    tables = [te.TableConfig("small", 3, 4), te.TableConfig("large", 100_000, 64)]
+    assert set(uniform_plan(tables, 1).tables.values()) == {TableWise(0)}
+
+
+def test_a_table_beyond_a_share_is_cut_by_rows():
+    tables = [te.TableConfig("huge", 1_000_000, 16), te.TableConfig("b", 10_000, 16), te.TableConfig("c", 3, 16)]
+    assert uniform_plan(tables, 4).tables == {"huge": RowWise(), "b": TableWise(0), "c": DataParallel()}

@@ -1,0 +1,289 @@
+"""Checkpoints that are written while training goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from tests.sharding.cuts import Cut, holds, shards_of, values
+from tritonemb.comm.group import Group
+from tritonemb.training.checkpoint import (
+    AsyncSave,
+    CheckpointError,
+    CheckpointFolder,
+    Saved,
+    load_tensors,
+    read_manifest,
+    stored_tensors,
+)
+from tritonemb.training.checkpoints import writing
+from tritonemb.training.checkpoints.staging import HostCopies
+
+CUTS = [Cut((0, 6), (0, 4), (0, 1)), Cut((6, 12), (0, 4), (1, 0))]  # each saves one, and holds both
+
+
+class Gate:
+    """Holds writers up until it is opened."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open = threading.Event()
+        real = writing.FileSystemWriter.write_data
+
+        def wait(*args: Any) -> Any:
+            assert self.open.wait(30)
+            return real(*args)
+
+        monkeypatch.setattr(writing.FileSystemWriter, "write_data", wait)
+
+
+@pytest.fixture
+def gate(monkeypatch):
+    made = Gate(monkeypatch)
+    yield made
+    made.open.set()
+
+
+def loaded(folder: CheckpointFolder, step: int) -> dict[str, torch.Tensor]:
+    stored = stored_tensors(folder.path(step))
+    found = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored.items()}
+    load_tensors(folder.path(step), found)
+    return found
+
+
+def test_it_holds_the_moment_of_its_start(tmp_path, gate):
+    folder = CheckpointFolder(tmp_path)
+    save, progress = AsyncSave(folder), {"step": 1, "losses": [0.5]}
+    tensors = {"a": torch.arange(12.0).view(3, 4), "t": torch.arange(12.0).view(4, 3).t(), "step": torch.tensor(1)}
+    expected = {name: tensor.clone() for name, tensor in tensors.items()}
+    assert save.done()
+    assert save.start(1, tensors, {"progress": progress}) is None
+    for tensor in tensors.values():
+        tensor.fill_(9)
+    progress["losses"].append(0.25)
+    assert not save.done()
+    assert folder.steps() == []
+    gate.open.set()
+    saved = save.wait()
+    assert saved is not None
+    files = [path for path in folder.path(1).iterdir() if path.name != "trainer.json"]
+    assert saved[:2] == (1, sum(path.stat().st_size for path in files))
+    assert 0 < saved.stopped < saved.seconds
+    assert (save.done(), save.wait()) == (True, None)
+    found = loaded(folder, 1)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert read_manifest(folder.path(1))["progress"] == {"step": 1, "losses": [0.5]}
+
+
+def test_there_is_one_at_a_time_and_buffers_are_used_again(tmp_path, gate):
+    folder = CheckpointFolder(tmp_path)
+    save, tensor = AsyncSave(folder), torch.zeros(1000)
+    save.start(1, {"a": tensor}, {})
+    buffer = save._copies._buffers["a"].data_ptr()
+    threading.Timer(0.2, gate.open.set).start()
+    before = save.start(2, {"a": tensor + 1}, {}, best=True)
+    assert before is not None
+    assert before.step == 1
+    assert folder.steps()[0] == 1  # it waited
+    save.wait()
+    assert save._copies._buffers["a"].data_ptr() == buffer
+    save.start(3, {"a": torch.ones(5), "b": tensor}, {})  # of other shapes
+    save.wait()
+    assert [loaded(folder, step)["a"].sum().item() for step in (1, 2, 3)] == [0, 1000, 5]
+    assert folder.best().name == "best-2"
+
+
+def wait_until_done(save: AsyncSave) -> None:
+    while not save.done():
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "ask", [AsyncSave.wait, wait_until_done, lambda save: save.start(3, {"a": torch.zeros(3)}, {})]
+)
+def test_a_failure_comes_out_once(tmp_path, monkeypatch, ask):
+    folder = CheckpointFolder(tmp_path)
+    save, tensors = AsyncSave(folder), {"a": torch.zeros(3)}
+    folder.save(1, tensors, {})
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(writing.FileSystemWriter, "write_data", full)
+        save.start(2, tensors, {})
+        with pytest.raises(CheckpointError, match=r"step 2 could not be written .* The checkpoint step-1 is whole"):
+            ask(save)
+    assert save.done()
+    assert save.wait() is None
+    save.start(4, tensors, {})
+    assert save.wait().step == 4
+    assert folder.steps() == [1, 4]
+
+
+def test_what_json_does_not_know_is_refused_at_once(tmp_path):
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        AsyncSave(CheckpointFolder(tmp_path)).start(1, {}, {"what": object()})
+
+
+def save_and_change(rank: int, folder: str) -> tuple[Saved | None, Saved | None, bool]:
+    whole, group = values((12, 4), torch.bfloat16), Group.world()
+    mesh = init_device_mesh("cpu", (group.size,))
+    dense, plain = distribute_tensor(torch.arange(7.0), mesh, [Shard(0)]), torch.tensor(3)
+    shards, checkpoints = shards_of(rank, whole, CUTS), CheckpointFolder(folder)
+    save = AsyncSave(checkpoints, group)
+    found = []
+    for step in (1, 2):  # the second into the buffers of the first
+        save.start(step, {"t": shards, "dense": dense, "plain": plain}, {"step": step})
+        for shard in shards.shards:
+            shard.tensor.add_(1)
+        dense.add_(1)
+        plain.add_(1)
+        group.barrier()  # training exchanges at the same time
+        found.append(save.wait())
+    good = True
+    for step in (1, 2):
+        read = {"t": shards_of(rank, whole, CUTS, -1.0), "dense": torch.zeros(7), "plain": torch.tensor(0)}
+        load_tensors(checkpoints.path(step), read, group=group)
+        good &= holds(rank, read["t"], whole + (step - 1)) and int(read["plain"]) == 2 + step
+        good &= torch.equal(read["dense"], torch.arange(7.0) + step - 1)
+    return (*found, good)
+
+
+def test_several_ranks_write_while_they_train(ranks, tmp_path):
+    (first, second, good), (other, _, too) = ranks(2).run(save_and_change, str(tmp_path))
+    assert good
+    assert too
+    assert (first.step, second.step, first.size) == (1, 2, other.size)
+
+
+def fail_on_one(rank: int, folder: str) -> str:
+    save, group = AsyncSave(CheckpointFolder(folder), Group.world()), Group.world()
+    real = writing.FileSystemWriter.write_data
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    whole = values((12, 4), torch.float32)
+    if rank == 1:
+        writing.FileSystemWriter.write_data = full  # type: ignore[method-assign,assignment]
+    try:
+        save.start(1, {"t": shards_of(rank, whole, CUTS)}, {})
+        with pytest.raises(CheckpointError) as caught:
+            save.wait()
+    finally:
+        writing.FileSystemWriter.write_data = real  # type: ignore[method-assign]
+    group.barrier()
+    save.start(2, {"t": shards_of(rank, whole, CUTS)}, {})
+    assert save.wait().step == 2
+    return str(caught.value)
+
+
+def test_the_failure_of_one_rank_is_everyones(ranks, tmp_path):
+    for message in ranks(2).run(fail_on_one, str(tmp_path)):
+        assert "rank 1: [Errno 28] No space left on device" in message
+        assert "There is no earlier checkpoint" in message
+    assert CheckpointFolder(tmp_path).steps() == [2]
+
+
+def run_out_of_memory(rank: int, folder: str) -> str:
+    save, tensors = AsyncSave(CheckpointFolder(folder), Group.world()), {"a": torch.ones(3)}
+    real = HostCopies.copy
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("no memory")
+
+    if rank == 1:
+        HostCopies.copy = fail  # type: ignore[method-assign,assignment]
+    try:
+        with pytest.raises(CheckpointError) as caught:
+            save.start(1, tensors, {})
+    finally:
+        HostCopies.copy = real  # type: ignore[method-assign]
+    save.start(2, tensors, {})
+    save.wait()
+    return str(caught.value)
+
+
+def test_no_memory_for_the_copy_on_one_rank(ranks, tmp_path):
+    message = "rank 1: step 1 could not be copied to host memory to be saved: no memory"
+    assert ranks(2).run(run_out_of_memory, str(tmp_path)) == [message] * 2
+    assert CheckpointFolder(tmp_path).steps() == [2]
+
+
+PROCESS = """
+    import sys, time, torch
+    from pathlib import Path
+    from tritonemb.training.checkpoint import AsyncSave, CheckpointFolder
+    from tritonemb.training.checkpoints import writing
+
+    folder, what = Path(sys.argv[1]), sys.argv[2]
+    save = AsyncSave(CheckpointFolder(folder))
+    save.start(1, {"a": torch.full((1000,), 1.0)}, {"progress": {"step": 1}})
+    save.wait()
+    real = writing.FileSystemWriter.write_data
+
+    def slow(*args):
+        done = real(*args)
+        print("written", flush=True)
+        time.sleep(60 if what == "hang" else 0.5)
+        return done
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    writing.FileSystemWriter.write_data = full if what == "fail" else slow
+    save.start(2, {"a": torch.full((1000,), 2.0)}, {"progress": {"step": 2}})
+    if what == "hang" and len(sys.argv) == 4:
+        save.abandon()
+"""
+
+
+def start(folder: Path, *what: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", textwrap.dedent(PROCESS), str(folder), *what]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="a platform without SIGKILL")
+def test_a_process_that_is_killed_leaves_the_last_checkpoint_whole(tmp_path):
+    process = start(tmp_path, "hang")
+    assert process.stdout.readline() == "written\n"
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    folder = CheckpointFolder(tmp_path)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == [".writing-step-2"]
+    assert folder.steps() == [1]
+    assert read_manifest(folder.latest())["progress"] == {"step": 1}
+    assert torch.equal(loaded(folder, 1)["a"], torch.full((1000,), 1.0))
+    AsyncSave(folder).start(3, {"a": torch.zeros(3)}, {})
+    while folder.steps() != [1, 3]:
+        time.sleep(0.01)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-3"]
+
+
+def test_a_process_ends_when_its_checkpoint_is_written(tmp_path):
+    process = start(tmp_path, "slow")
+    _, errors = process.communicate(timeout=120)
+    assert (process.returncode, CheckpointFolder(tmp_path).steps()) == (0, [1, 2]), errors
+
+
+def test_a_failure_that_nobody_has_asked_for_is_told_at_the_end(tmp_path):
+    _, errors = start(tmp_path, "fail").communicate(timeout=120)
+    assert f"error: the checkpoint of step 2 could not be written to {tmp_path}: [Errno 28]" in errors
+
+
+def test_a_process_that_abandons_its_checkpoint_ends_at_once(tmp_path):
+    process = start(tmp_path, "hang", "abandon")
+    process.communicate(timeout=50)  # not the 60 seconds of the writer
+    assert (process.returncode, CheckpointFolder(tmp_path).steps()) == (0, [1])

@@ -1,0 +1,394 @@
+"""Checkpoints that several ranks write and read together."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import tritonemb as te
+from tests.sharding.cuts import Cut, draw_cuts, holds, shapes, shards_of, values
+from tritonemb.comm.group import Group
+from tritonemb.sharding.table_shards import TableShards
+from tritonemb.training.checkpoint import (
+    MANIFEST,
+    CheckpointError,
+    CheckpointFolder,
+    load_tensors,
+    read_manifest,
+    stored_tensors,
+)
+from tritonemb.training.checkpoints import folder as folder_module
+from tritonemb.training.checkpoints import reading, writing
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+HALVES = [Cut((0, 6), (0, 4), (0,)), Cut((6, 12), (0, 4), (1,))]
+
+
+def tensors_of(rank: int, whole: torch.Tensor, cuts: list[Cut], fill: float | None = None) -> dict[str, torch.Tensor]:
+    """A sharded table, a dense weight, a counter, and what each rank has of its own."""
+    dense = values((3, 2), torch.float32, 1)
+    return {
+        "model.t.weight": shards_of(rank, whole, cuts, fill),
+        "model.over.weight": dense if fill is None else torch.full_like(dense, fill),
+        "model.step": torch.tensor(5 if fill is None else 0),
+        f"rng.{rank}.cpu": torch.full((4,), rank if fill is None else -1, dtype=torch.uint8),
+    }
+
+
+def save(rank: int, folder: str, step: int, whole: torch.Tensor, cuts: list[Cut]) -> int:
+    manifest = {"progress": {"step": step}, "of": rank}
+    return CheckpointFolder(folder).save(step, tensors_of(rank, whole, cuts), manifest, Group.world())
+
+
+def load(rank: int, path: str, whole: torch.Tensor, cuts: list[Cut], saved_by: int) -> tuple[bool, dict[str, Any]]:
+    group = Group.world()
+    manifest = read_manifest(path, group)
+    found = tensors_of(rank, whole, cuts, fill=-1)
+    if rank >= saved_by:
+        del found[f"rng.{rank}.cpu"]
+    load_tensors(path, found, ignore=("rng.",), group=group)
+    expected = tensors_of(rank, whole, cuts)
+    same = all(torch.equal(found[name], expected[name]) for name in found if name != "model.t.weight")
+    return same and holds(rank, found["model.t.weight"], whole), manifest
+
+
+@settings(max_examples=20)
+@given(data=st.data())
+def test_any_number_of_ranks_reads_what_any_number_has_saved(ranks, tmp_path_factory, data):
+    shape, dtype, seed = data.draw(shapes()), data.draw(st.sampled_from(DTYPES)), data.draw(st.integers(0, 10_000))
+    before, after = data.draw(st.sampled_from([1, 2, 4])), data.draw(st.sampled_from([1, 2, 4]))
+    whole, folder = values(shape, dtype, seed), CheckpointFolder(tmp_path_factory.mktemp("checkpoints"))
+    sizes = ranks(before).run(save, str(folder.folder), 3, whole, draw_cuts(shape, before, seed))
+    path = folder.path(3)
+    assert set(sizes) == {sum(file.stat().st_size for file in path.iterdir() if file.name != MANIFEST)}
+    results = ranks(after).run(load, str(path), whole, draw_cuts(shape, after, seed + 1), before)
+    assert all(same for same, _ in results)
+    assert all(manifest == results[0][1] for _, manifest in results)
+    assert results[0][1]["of"] == 0
+    assert read_manifest(path)["progress"] == {"step": 3}  # one process, too, finds all files whole
+    assert f"rng.{before - 1}.cpu" in stored_tensors(path)
+
+
+def test_one_process_writes_what_it_always_wrote(tmp_path):
+    tensors = {"model.a": torch.rand(30, 4), "model.b": torch.rand(5).bfloat16(), "model.step": torch.tensor(3)}
+    CheckpointFolder(tmp_path).save(1, tensors, {}, Group())
+    with writing.as_one_process():
+        torch.distributed.checkpoint.save(tensors, checkpoint_id=tmp_path / "plain", no_dist=True)
+    ours = {path.name: path.read_bytes() for path in (tmp_path / "step-1").glob("*.distcp")}
+    assert ours == {path.name: path.read_bytes() for path in (tmp_path / "plain").glob("*.distcp")}
+    assert list(ours) == ["__0_0.distcp"]
+
+
+def save_and_load_dtensors(rank: int, folder: str) -> bool:
+    mesh = init_device_mesh("cpu", (2,))
+    whole, group = torch.arange(35.0).view(7, 5), Group.world()
+    tensors = {"a": distribute_tensor(whole, mesh, [Shard(0)]), "b": distribute_tensor(whole + 1, mesh, [Replicate()])}
+    CheckpointFolder(folder).save(1, tensors, {}, group)
+    found = {"a": distribute_tensor(whole * 0, mesh, [Shard(1)]), "b": torch.zeros(7, 5)}
+    load_tensors(CheckpointFolder(folder).path(1), found, group=group)
+    return torch.equal(found["a"].full_tensor(), whole) and torch.equal(found["b"], whole + 1)
+
+
+def test_dtensors_are_saved_once_and_loaded_under_another_placement(ranks, tmp_path):
+    assert ranks(2).run(save_and_load_dtensors, str(tmp_path)) == [True, True]
+
+
+def click_model(dim: int = 8) -> te.nn.DLRM:
+    torch.manual_seed(3)
+    tables = [te.TableConfig(f"t{i}", 20 + i, dim) for i in range(3)]
+    return te.nn.DLRM(tables, 4, bottom_mlp=(4,), top_mlp=(4,), optimizer=te.optim.RowWiseAdagrad(lr=0.1))
+
+
+def train_and_save(rank: int, folder: str, way: str) -> dict[str, torch.Tensor]:
+    """A step of a hybrid model; returns the whole tensors."""
+    sharding = {
+        "row_wise": te.sharding.RowWise(),
+        "column_wise": te.sharding.ColumnWise((1, 1, 0)),  # two blocks on one rank, each with a copy of the row's state
+        "data_parallel": te.sharding.DataParallel(),
+    }[way]
+    group = Group.world()
+    model = te.HybridParallel(
+        click_model(), te.sharding.ShardingPlan({f"t{i}": sharding for i in range(3)}, group.size)
+    )
+    ids = torch.randint(0, 20, (15,), generator=torch.Generator().manual_seed(rank))
+    batch = te.KeyedJaggedTensor.from_lengths(["t0", "t1", "t2"], ids, torch.ones(15, dtype=torch.int64))
+    model(torch.ones(5, 4), batch).sum().backward()
+    state = model.state_dict()
+    CheckpointFolder(folder).save(3, {f"model.{key}": value.detach() for key, value in state.items()}, {}, group)
+    return {
+        f"model.{key}": value.gather(group) if isinstance(value, TableShards) else value.detach().clone()
+        for key, value in state.items()
+    }
+
+
+@pytest.mark.parametrize("way", ["row_wise", "column_wise", "data_parallel"])
+def test_a_hybrid_model_is_saved_as_the_model_itself(ranks, tmp_path, way):
+    whole, other = ranks(2).run(train_and_save, str(tmp_path), way)
+    before = click_model().state_dict()
+    found = {f"model.{key}": value.detach() for key, value in click_model().state_dict().items()}
+    load_tensors(tmp_path / "step-3", found)
+    assert set(found) == set(whole)
+    for key, value in found.items():
+        assert torch.equal(value, whole[key]), key
+        assert torch.equal(value, other[key]), key
+    assert not torch.equal(found["model.embeddings.t0.weight"], before["embeddings.t0.weight"])
+    assert not torch.equal(found["model.embeddings.t0.sum"], before["embeddings.t0.sum"])
+
+
+class Odd(Exception):
+    """Cannot be pickled."""
+
+    def __init__(self, a, b):
+        super().__init__("odd")
+
+    def __reduce__(self):
+        raise TypeError("this one stays here")
+
+
+FAILURES = {
+    "disk": OSError(28, "No space left on device"),
+    "odd": Odd(1, 2),
+    "memory": MemoryError("no memory"),
+    "stop": KeyboardInterrupt("stop"),
+}
+
+
+def save_and_fail(rank: int, folder: str, failing: int, where: str, what: str) -> tuple[str, str]:
+    """A save in which one rank's file system fails somewhere; returns what it raised there, and on this rank."""
+    whole = values((12, 4), torch.float32)
+    places = {
+        "begin": (folder_module.CheckpointFolder, "_remove_leftovers"),
+        "write": (writing.FileSystemWriter, "write_data"),
+        "metadata": (writing.FileSystemWriter, "finish"),
+        "checksum": (writing, "checksum"),
+        "manifest": (folder_module, "write"),
+    }
+    owner, name = places[where]
+    real = getattr(owner, name)
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise FAILURES[what]
+
+    if rank == failing:
+        setattr(owner, name, fail)
+    try:
+        save(rank, folder, 2, whole, HALVES)
+    except BaseException as error:
+        return type(error).__name__, str(error)
+    finally:
+        setattr(owner, name, real)
+    return "", ""
+
+
+@pytest.mark.parametrize(
+    ("failing", "where", "what"),
+    [
+        (0, "begin", "disk"),
+        (0, "write", "disk"),
+        (1, "write", "disk"),
+        (1, "write", "odd"),
+        (0, "write", "odd"),
+        (1, "write", "memory"),
+        (1, "write", "stop"),
+        (0, "metadata", "disk"),
+        (0, "metadata", "odd"),
+        (1, "checksum", "disk"),
+        (0, "manifest", "disk"),
+    ],
+)
+def test_the_failure_of_one_rank_is_everyones(ranks, tmp_path, failing, where, what):
+    whole, folder = values((12, 4), torch.float32), CheckpointFolder(tmp_path / "checkpoints")
+    ranks(2).run(save, str(folder.folder), 1, whole, HALVES)
+    caught = ranks(2).run(save_and_fail, str(folder.folder), failing, where, what)
+    for rank, (kind, message) in enumerate(caught):
+        if what == "stop" and rank == failing:  # who wants to stop stops
+            assert (kind, message) == ("KeyboardInterrupt", "stop")
+            continue
+        assert kind == "CheckpointError"
+        assert f"the checkpoint of step 2 could not be written to {folder.folder}: rank {failing}: " in message
+        assert str(FAILURES[what]) in message
+        assert "It needs 228 bytes" in message  # 12 * 4 * 4 of the table, 24 + 8 of what all have, 4 of what each has
+        assert "The checkpoint step-1 is whole" in message
+    assert [path.name for path in folder.folder.iterdir()] == ["step-1"]
+    assert all(same for same, _ in ranks(2).run(load, str(folder.path(1)), whole, HALVES, 2))
+    ranks(2).run(save, str(folder.folder), 3, whole, HALVES)
+    assert folder.steps() == [1, 3]
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 4 MB, where the tests may mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
+    try:
+        done = subprocess.run(command, capture_output=True, check=False)
+    except FileNotFoundError:
+        pytest.skip("there is no mount")
+    if done.returncode:
+        pytest.skip("a small file system cannot be mounted here")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def save_too_much(rank: int, folder: str) -> str:
+    whole = torch.zeros(2_000_000)
+    cuts = [Cut((0, 10), (0, 1), (0,)), Cut((10, 2_000_000), (0, 1), (1,))]
+    with pytest.raises(CheckpointError) as caught:
+        CheckpointFolder(folder).save(2, {"t": shards_of(rank, whole, cuts)}, {}, Group.world())
+    return str(caught.value)
+
+
+def test_a_full_disk_leaves_the_earlier_checkpoint_whole(ranks, small_disk):
+    folder, whole = CheckpointFolder(small_disk / "checkpoints"), values((12, 4), torch.float32)
+    ranks(2).run(save, str(folder.folder), 1, whole, HALVES)
+    for message in ranks(2).run(save_too_much, str(folder.folder)):
+        assert re.search(r"rank [01]: .*It needs 8,000,000 bytes", message)  # or on both there is no room
+        assert "The checkpoint step-1 is whole" in message
+    assert [path.name for path in folder.folder.iterdir()] == ["step-1"]
+    assert all(same for same, _ in ranks(2).run(load, str(folder.path(1)), whole, HALVES, 2))
+
+
+def save_apart(rank: int, folder: str) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        save(rank, f"{folder}/{rank}", 1, values((12, 4), torch.float32), HALVES)
+    return str(caught.value)
+
+
+def test_folders_that_are_not_shared_are_found_out(ranks, tmp_path):
+    for message in ranks(2).run(save_apart, str(tmp_path)):
+        assert "rank 1: " in message
+        assert "is not there: all ranks must write to one folder, on a file system they share" in message
+    assert not list(tmp_path.rglob("*.distcp"))
+
+
+def save_with_a_gap(rank: int, folder: str) -> str:
+    with pytest.raises(ValueError, match="model") as caught:
+        save(rank, folder, 1, values((12, 4), torch.float32), HALVES[:1])
+    return str(caught.value)
+
+
+def test_a_table_that_is_not_whole_is_not_saved(ranks, tmp_path):
+    found = ranks(2).run(save_with_a_gap, str(tmp_path / "checkpoints"))
+    assert found == ["model.t.weight: rows 6:12, columns 0:4 of a sharded table are saved by no rank"] * 2
+    shards = shards_of(0, torch.zeros(12, 4), HALVES)
+    with pytest.raises(ValueError, match=r"t: rows 6:12, columns 0:4 .* saved by no rank"):
+        CheckpointFolder(tmp_path / "checkpoints").save(1, {"t": shards}, {})
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def load_other(rank: int, path: str) -> tuple[str, bool]:
+    other = tensors_of(rank, values((12, 4), torch.float32), HALVES, fill=-1)
+    other["model.t.weight"] = shards_of(rank, torch.zeros(12, 5), [Cut((0, 12), (0, 5), (0,))], -1.0)
+    if rank == 1:
+        other["model.over.weight"] = torch.zeros(3, 3)
+        other["model.new"] = torch.zeros(1)
+    del other["model.step"]
+    with pytest.raises(ValueError, match="is of another model") as caught:
+        load_tensors(path, other, group=Group.world())
+    return str(caught.value), all(bool((s.tensor == -1).all()) for s in other["model.t.weight"].shards)
+
+
+def test_another_model_is_refused_on_every_rank_alike(ranks, tmp_path):
+    ranks(2).run(save, str(tmp_path), 1, values((12, 4), torch.float32), HALVES)
+    (first, kept), (second, _) = ranks(2).run(load_other, str(tmp_path / "step-1"))
+    assert first == second
+    assert first.splitlines()[1:] == [
+        "  model.new is not in the checkpoint",
+        "  model.over.weight is float32 [3, 2] in the checkpoint, float32 [3, 3] on rank 1",
+        "  model.step is in the checkpoint only",
+        "  model.t.weight is float32 [12, 4] in the checkpoint, float32 [12, 5] here",
+    ]
+    assert kept
+
+
+def read_damaged(rank: int, path: str) -> tuple[str, str]:
+    try:
+        read_manifest(path, Group.world())
+    except (ValueError, FileNotFoundError) as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def test_damage_is_found_by_whoever_looks_at_the_file_and_told_to_all(ranks, tmp_path):
+    ranks(2).run(save, str(tmp_path), 1, values((12, 4), torch.float32), HALVES)
+    path = tmp_path / "step-1"
+    for name in ("__0_0.distcp", "__1_0.distcp", ".metadata"):
+        whole = (path / name).read_bytes()
+        (path / name).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        first, second = ranks(2).run(read_damaged, str(path))
+        assert first == second
+        assert first[0] == "ValueError"
+        assert f"{path} is damaged: {name} does not have the checksum that was written" in first[1]
+        (path / name).write_bytes(whole)
+    assert ranks(2).run(read_damaged, str(path)) == [("", "")] * 2
+    missing = f"{tmp_path} is no checkpoint: it has no {reading.MANIFEST}"
+    assert ranks(2).run(read_damaged, str(tmp_path)) == [("FileNotFoundError", missing)] * 2
+
+
+def mark(rank: int, folder: str) -> tuple[str | None, str]:
+    group, checkpoints = Group.world(), CheckpointFolder(folder)
+    checkpoints.mark_best(1, group)
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.mark_best(9, group)
+    latest = checkpoints.latest(group)
+    return None if latest is None else latest.name, str(caught.value)
+
+
+def test_the_best_is_marked_by_one_rank_for_all(ranks, tmp_path):
+    ranks(2).run(save, str(tmp_path), 1, values((12, 4), torch.float32), HALVES)
+    results = ranks(2).run(mark, str(tmp_path))
+    assert [latest for latest, _ in results] == ["step-1"] * 2
+    assert all("the checkpoint of step 9 could not be written" in message for _, message in results)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best-1", "step-1"]
+    assert json.loads((tmp_path / "best-1" / MANIFEST).read_text())["progress"] == {"step": 1}
+
+
+def save_and_vanish(rank: int, folder: str, port: int) -> str:
+    """Run as a process of its own: rank 1 ends in the middle of writing."""
+    import os
+
+    from tests.ranks import joined
+
+    with joined(rank, 2, port, timeout=20.0):
+        group = Group.world()
+        whole = values((12, 4), torch.float32)
+        save(rank, folder, 1, whole, HALVES)
+        group.barrier()
+        if rank == 1:
+            writing.FileSystemWriter.write_data = lambda *_: os._exit(9)  # type: ignore[method-assign]
+        try:
+            save(rank, folder, 2, whole, HALVES)
+        except CheckpointError:
+            raise
+        except RuntimeError as error:
+            Path(folder, "told").write_text(str(error))
+            os._exit(0)
+    return ""
+
+
+def test_a_rank_that_vanishes_leaves_nobody_waiting(tmp_path):
+    import torch.multiprocessing as mp
+
+    from tests.ranks import free_port
+
+    port, context = free_port(), mp.get_context("spawn")
+    jobs = [context.Process(target=save_and_vanish, args=(rank, str(tmp_path), port)) for rank in range(2)]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join(60)
+    assert [job.exitcode for job in jobs] == [0, 9]
+    assert (tmp_path / "told").read_text()  # the exchange failed: that is no CheckpointError
+    assert CheckpointFolder(tmp_path).steps() == [1]
+    assert read_manifest(tmp_path / "step-1")["progress"] == {"step": 1}

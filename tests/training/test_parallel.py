@@ -1,0 +1,315 @@
+"""A trainer on several ranks: what it does is what one process does, however the ranks fare."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+
+import pytest
+import torch
+
+import tritonemb as te
+
+pytest.importorskip("torchmetrics")
+pytest.importorskip("psutil")
+
+from tests.helpers import assert_same_bits
+from tests.training import jobs
+from tritonemb.training import CheckpointOptions
+
+SAMPLES_A_STEP = 200
+
+
+def run(ranks, size, **options):
+    """Every rank's account of one job."""
+    return ranks(size).run(jobs.fit, {"batch_size": SAMPLES_A_STEP // size, **options})
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """One process that is in no job."""
+    return jobs.fit(0, {"batch_size": SAMPLES_A_STEP})
+
+
+def close(found, expected):
+    """Sums of gradients over ranks have another order of additions: some units in the last place of float32 a step."""
+    assert [step for step, *_ in found] == [step for step, *_ in expected]
+    for mine, other in zip(found, expected, strict=True):
+        assert mine == pytest.approx(other, rel=1e-4)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_ranks_together_train_as_one_process(ranks, alone, size):
+    told = run(ranks, size)
+    for each in told:
+        assert (each["reason"], each["steps"]) == ("finished", 10)
+        assert each["samples"] == alone["samples"]
+        close(each["losses"], alone["losses"])
+        close(each["evaluations"], alone["evaluations"])
+        assert each["test"] == pytest.approx(alone["test"], rel=1e-4)
+        assert each["epoch_losses"] == pytest.approx(alone["epoch_losses"], rel=1e-4)
+    assert all(each["losses"] == told[0]["losses"] for each in told)
+    assert all(each["test"] == told[0]["test"] for each in told)
+
+
+@pytest.mark.parametrize(("size", "rows"), [(2, 997), (4, 601), (4, 3), (2, 1)], ids=str)
+def test_uneven_shares_change_nothing(ranks, size, rows):
+    """601 rows: the last step has one sample; 3 rows: one rank has none at all."""
+    options = {"num_train": rows, "log_every": 1, "epochs": 3}
+    expected = jobs.fit(0, {"batch_size": SAMPLES_A_STEP, **options})
+    for each in run(ranks, size, **options):
+        assert each["samples"] == expected["samples"]
+        close(each["losses"], expected["losses"])
+
+
+@pytest.mark.parametrize("options", [{"accumulate": 3}, {"precision": "fp16"}, {"precision": "bf16"}], ids=str)
+def test_other_ways_to_step_agree_too(ranks, options):
+    """997 rows in steps of 600: in the last one, ranks have different numbers of batches."""
+    options = {"num_train": 997, "log_every": 1, "epochs": 1, **options}
+    expected = jobs.fit(0, {"batch_size": SAMPLES_A_STEP, **options})
+    for each in run(ranks, 4, **options):
+        assert each["samples"] == expected["samples"]
+        for (_, loss), (_, other) in zip(each["losses"], expected["losses"], strict=True):
+            assert loss == pytest.approx(other, rel=2e-2 if "precision" in options else 1e-4)
+
+
+def test_two_runs_have_the_same_bits(ranks):
+    first, second = (run(ranks, 4, dropout=0.2) for _ in range(2))
+    for one, other in zip(first, second, strict=True):
+        assert one["losses"] == other["losses"]
+        assert one["random"] == other["random"]
+        assert_same_bits(one["tensors"], other["tensors"])
+    assert len({one["random"] for one in first}) == 4  # ranks drop out other inputs
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_crash_changes_nothing(ranks, tmp_path, asynchronous):
+    """On as many ranks the bits are those of a run that never stopped, generators included."""
+    options = {"dropout": 0.2, "log_every": 3}
+    expected = run(ranks, 2, folder=tmp_path / "a", **options)
+    every = CheckpointOptions(checkpoint_steps=2, checkpoint_async=asynchronous)
+    found = {}
+    for crash, resumed in ((3, None), (9, "step-2"), (None, "step-8")):
+        told = run(ranks, 2, folder=tmp_path / "b", resume=True, crash_at=crash, checkpoints=every, **options)
+        assert [each["resumed"] for each in told] == [resumed] * 2
+        found |= dict(told[0]["losses"])
+    assert found == dict(expected[0]["losses"])
+    for one, other in zip(told, expected, strict=True):
+        assert_same_bits(one["tensors"], other["tensors"])
+        assert one["random"] == other["random"]
+        assert one["test"] == other["test"]
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (4, 2), (2, 4), (1, 4)])
+def test_another_number_of_ranks_goes_on_in_mid_epoch(ranks, tmp_path, before, after):
+    """Each row is seen once: there are 600 samples in the epoch, whose shares keep to the ranks that it began with."""
+    every = CheckpointOptions(checkpoint_steps=1)
+    options = {
+        "batch_size": 50,
+        "folder": tmp_path,
+        "num_train": 600,
+        "epochs": 1,
+        "checkpoints": every,
+        "log_every": 1,
+    }
+    told = ranks(before).run(jobs.fit, {**options, "crash_at": 2})
+    assert told[0]["samples"] == [50 * before, 100 * before]
+    told = ranks(after).run(jobs.fit, {**options, "resume": True})
+    for each in told:
+        assert each["resumed"] == "step-1"
+        assert each["samples"][-1] == 600
+        assert each["reason"] == "finished"
+    assert all(each["losses"] == told[0]["losses"] for each in told)
+
+
+def seen(rank, folder, options):
+    """The rows that a rank trains on, told by their dense values, before a crash or after it."""
+    data, found = jobs.planted(600), []
+    crash_at = options.pop("crash_at", None)
+    callbacks = [jobs.CrashAt(crash_at)] if crash_at else []
+    trainer = jobs.make_trainer(data, folder, callbacks=callbacks, epochs=1, **options)
+    trainer.resume()
+    real = trainer.train_on
+
+    def train_on(step):
+        found.append([batch.dense.clone() for batch in step.batches])
+        real(step)
+
+    trainer.train_on = train_on
+    with suppress(jobs.Crash):
+        trainer.fit()
+    return found
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (4, 2)])
+def test_every_row_is_seen_once_across_a_change_of_ranks(ranks, tmp_path, before, after):
+    options = {"batch_size": 32, "checkpoints": CheckpointOptions(checkpoint_steps=2)}
+    first = ranks(before).run(seen, tmp_path, {**options, "crash_at": 3})
+    second = ranks(after).run(seen, tmp_path, options)
+    rows = [batch for rank in first for step in rank[:2] for batch in step]  # what came after the checkpoint is undone
+    rows += [batch for rank in second for step in rank for batch in step]
+    found, expected = torch.cat(rows), jobs.planted(600).train.dense
+    assert torch.equal(found[found[:, 0].argsort()], expected[expected[:, 0].argsort()])
+
+
+def test_what_is_sent_is_in_the_log(ranks):
+    told = run(ranks, 2)
+    first = told[0]["sent"][0]
+    assert {"agreement", "sizes", "ids", "control"} <= first.keys()
+    assert all(num_bytes > 0 for num_bytes in first.values())
+    assert told[0]["sent"] == told[1]["sent"]
+
+
+def test_readers_change_nothing(ranks):
+    """Processes that read bring the same batches as the ranks themselves."""
+    expected = run(ranks, 2, epochs=1)
+    told = run(ranks, 2, epochs=1, readers=2)
+    assert told[0]["losses"] == expected[0]["losses"]
+    assert told[0]["test"] == expected[0]["test"]
+    assert_same_bits(told[1]["tensors"], expected[1]["tensors"])
+
+
+def sharded_dense(rank, folder, resume):
+    """FSDP2 cuts the dense part; a checkpoint has it whole."""
+    trainer = jobs.make_trainer(jobs.planted(), folder, epochs=2 if resume else 1, dense="fsdp", batch_size=100)
+    path = trainer.resume()
+    assert (path is not None) == resume
+    return trainer.fit(test=True).losses
+
+
+def test_a_dense_part_that_is_cut_is_saved_whole(ranks, alone, tmp_path):
+    first = ranks(2).run(sharded_dense, tmp_path, False)
+    second = ranks(2).run(sharded_dense, tmp_path, True)
+    assert second[0] == second[1]
+    assert second[0][:1] == first[0]
+    assert second[0] == pytest.approx(alone["epoch_losses"], rel=1e-4)
+    copies = ranks(4).run(jobs.fit, {"folder": tmp_path, "resume": True, "batch_size": 100, "epochs": 3})
+    assert copies[0]["resumed"] == "step-10"
+    assert copies[0]["reason"] == "finished"
+
+
+def overflowing(rank, who):
+    """A step in fp16 whose gradients are not finite on one rank."""
+    data = jobs.planted(200, validation=False)
+    trainer = jobs.make_trainer(data, precision="fp16", epochs=1, max_steps=1)
+    before = {name: jobs.whole(tensor) for name, tensor in trainer.model.state_dict().items()}
+    factor = trainer.stepper.loss_scale.factor
+    if rank == who:
+        collection = trainer.stepper.collections[0]
+        collection.scale_accumulated = lambda factor: False
+    trainer.fit()
+    scale = trainer.stepper.loss_scale
+    assert (scale.factor, scale.overflows) == (factor / 2, 1)
+    assert_same_bits({name: jobs.whole(tensor) for name, tensor in trainer.model.state_dict().items()}, before)
+
+
+def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(ranks):
+    ranks(2).run(overflowing, 1)
+
+
+def impatient(rank, folder):
+    """Learning rates of nought: the first evaluation is the best, the next two are not better."""
+    trainer = jobs.make_trainer(
+        jobs.planted(), folder, dense_lr=0.0, table_lr=0.0, evaluate_every=3, patience=2, epochs=9, batch_size=100
+    )
+    result = trainer.fit()
+    return result.reason, result.steps, trainer.progress.best_step, trainer.folder.checkpoints.best().name
+
+
+def test_an_early_stop_is_the_same_for_all(ranks, tmp_path):
+    assert ranks(2).run(impatient, tmp_path) == [("early stop", 9, 3, "best-3")] * 2
+
+
+class SendTo(te.training.Callback):
+    """A signal to this process, at a step."""
+
+    def __init__(self, step: int, signum: int) -> None:
+        self.at, self.signum = step, signum
+
+    def on_step(self, step):
+        if step.step == self.at:
+            os.kill(os.getpid(), self.signum)
+
+
+def interrupted(rank, folder, who):
+    callbacks = [SendTo(4, signal.SIGTERM)] if rank == who else []
+    trainer = jobs.make_trainer(jobs.planted(), folder, callbacks=callbacks, epochs=9)
+    with pytest.raises(te.training.Interrupted) as caught:
+        trainer.fit()
+    return trainer.progress.step, caught.value.exit_status, trainer.folder.checkpoints.steps()
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_signal_to_one_rank_ends_all_after_the_same_step(ranks, tmp_path, who):
+    told = ranks(2).run(interrupted, tmp_path, who)
+    step, status, saved = told[0]
+    assert told[1] == told[0]
+    assert 4 <= step <= 4 + 3  # steps that were agreed upon already
+    assert status == 143
+    assert saved == [step]
+
+
+def stopped(rank, who, timeout):
+    """Rank `who` is stopped by a signal that no process can handle, and goes on after a while."""
+    callbacks = []
+    if rank == who:
+        wake = f"import os, time; time.sleep({timeout + 8}); os.kill({os.getpid()}, {int(signal.SIGCONT)})"
+
+        class Stop(te.training.Callback):
+            def on_step(self, step):
+                if step.step == 4:
+                    subprocess.Popen([sys.executable, "-c", wake])
+                    os.kill(os.getpid(), signal.SIGSTOP)
+
+        callbacks = [Stop()]
+    trainer = jobs.make_trainer(jobs.planted(), callbacks=callbacks, epochs=9, timeout=timeout)
+    begin = time.monotonic()
+    with pytest.raises(te.training.RankFailed) as caught:
+        trainer.fit()
+    return str(caught.value), caught.value.ranks, time.monotonic() - begin
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="a platform without SIGSTOP")
+@pytest.mark.timeout(120)
+def test_a_rank_that_is_stopped_is_named_in_time(ranks):
+    timeout = 3.0
+    told = ranks(2).run(stopped, 1, timeout)
+    ranks(2).close()  # its groups are broken
+    text, blamed, took = told[0]
+    assert text.startswith("rank 1: not heard of for ")
+    assert " s, last " in text
+    assert "imed out" in text
+    assert blamed == (1,)
+    assert took < timeout + 6.0
+
+
+def crashing(rank, who, path):
+    """A callback that fails on one rank, whose process ends; what the other one raises is left in a file."""
+    trainer = jobs.make_trainer(jobs.planted(), callbacks=[jobs.CrashAt(4)] if rank == who else [], epochs=9)
+    try:
+        trainer.fit()
+    except jobs.Crash:
+        os._exit(1)
+    except te.training.RankFailed as error:
+        path.write_text(f"{error.ranks} {error}")
+
+
+def test_a_rank_that_fails_is_named_with_its_error(ranks, tmp_path):
+    with pytest.raises(AssertionError, match="rank 1: the process has ended"):
+        ranks(2).run(crashing, 1, tmp_path / "told")
+    assert (tmp_path / "told").read_text().startswith("(1,) rank 1 failed at step 4: Crash:  (")
+
+
+def unwrapped(rank):
+    data = jobs.planted()
+    model = te.nn.DLRM(data.tables(4), data.num_dense, bottom_mlp=(4,), top_mlp=(4,))
+    with pytest.raises(ValueError, match=r"the job has 2 ranks, and a DLRM trains on one of them: .*HybridParallel"):
+        te.Trainer(model, data)
+
+
+def test_a_model_that_trains_on_one_rank_is_refused(ranks):
+    ranks(2).run(unwrapped)

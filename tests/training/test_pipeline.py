@@ -1,0 +1,220 @@
+"""The steps to come: what is made ahead and when, on one rank and on several."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+import torch
+
+from tests.training import jobs
+from tritonemb.comm.agreement import Agreement, RankFailed
+from tritonemb.comm.group import Group
+from tritonemb.data.source import ReadReport, Step, Stream
+from tritonemb.training.ahead import Ahead
+from tritonemb.training.pipeline import Say, empty_batch, prepare
+
+CPU = torch.device("cpu")
+
+
+class TestAhead:
+    def counting(self, made: list[int], number: int = 10):
+        for item in range(number):
+            made.append(item)
+            yield item
+
+    @pytest.mark.parametrize("depth", [0, 1, 2])
+    def test_it_makes_so_many_ahead_and_no_more(self, depth):
+        made: list[int] = []
+        with Ahead(self.counting(made), depth, "test") as ahead:
+            for taken in range(1, 6):
+                assert next(ahead) == taken - 1
+                ahead.settle()
+                assert len(made) == taken + depth
+            assert list(ahead) == [5, 6, 7, 8, 9]
+
+    def test_an_error_comes_in_the_place_of_the_item(self):
+        def failing():
+            yield 1
+            raise ValueError("no")
+
+        with Ahead(failing(), 2, "test") as ahead:
+            assert next(ahead) == 1
+            with pytest.raises(ValueError, match="no"):
+                next(ahead)
+            with pytest.raises(StopIteration):
+                next(ahead)
+
+    @pytest.mark.parametrize("collective", [False, True])
+    def test_closing_early_ends_thread_and_source(self, collective):
+        closed, made = [], []
+
+        def source():
+            try:
+                yield from self.counting(made)
+            finally:
+                closed.append(True)
+
+        ahead = Ahead(source(), 2, "test-closing", collective)
+        assert next(ahead) == 0
+        ahead.close()
+        assert closed == [True]
+        assert not any(thread.name == "test-closing" for thread in threading.enumerate())
+        assert len(made) == 3 or not collective  # ranks that close end with as many
+
+    def test_after_a_failure_nobody_waits_for_a_thread_that_hangs(self):
+        release = threading.Event()
+
+        def hanging():
+            yield 0
+            release.wait()
+            yield 1
+
+        ahead = Ahead(hanging(), 1, "test", collective=True)
+        assert next(ahead) == 0
+        begin = time.monotonic()
+        ahead.__exit__(RuntimeError, RuntimeError("elsewhere"), None)
+        assert time.monotonic() - begin < 10.0
+        release.set()
+
+
+def stream_of(batches, fail_after: int | None = None, hang_after: int | None = None, hang: float = 0.0) -> Stream:
+    def steps():
+        for number, batch in enumerate(batches):
+            if number == fail_after:
+                raise ValueError(f"line {number} is bad")
+            if number == hang_after:
+                time.sleep(hang)
+            yield Step(batch, {"of": 1, "row": number + 1}, ReadReport(rows=number + 1))
+
+    return Stream(steps(), {"of": 1, "row": 0})
+
+
+def joining(rank, counts, accumulate):
+    """Each rank's rows, weights and positions, step by step; rank r has `counts[r]` batches of r + 1 rows."""
+    data, world = jobs.planted(64, validation=False), Group.world()
+    batches = list(data.open("train", rank + 1))[: counts[rank]]
+    with stream_of(batches) as stream:
+        steps = prepare(
+            stream, CPU, Agreement(world), lambda: empty_batch(data), world=world.size, accumulate=accumulate
+        )
+        with Ahead(steps, 2, "test", collective=True) as ahead:
+            return [
+                (step.rows, [len(batch) for batch in step.batches], step.weights, dict(step.position),
+                 {tuple(batch.sparse.keys()) for batch in step.batches})
+                for step in ahead
+            ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("counts", "accumulate"), [([2, 3], 1), ([0, 3], 1), ([0, 0], 1), ([5, 1, 0, 3], 2)], ids=str)
+def test_ranks_without_data_bring_empty_batches_until_all_have_none(ranks, counts, accumulate):
+    size = len(counts)
+    told = ranks(size).run(joining, counts, accumulate)
+    num_steps = -(-max(counts) // accumulate)
+    assert all(len(steps) == num_steps + 1 for steps in told)
+    for number in range(num_steps):
+        steps = [each[number] for each in told]
+        total = steps[0][0]
+        brought = [max(0, min(count - number * accumulate, accumulate)) for count in counts]
+        assert total == sum((rank + 1) * n for rank, n in enumerate(brought))
+        for rank, (rows, sizes, weights, position, keys) in enumerate(steps):
+            assert rows == total
+            assert len(sizes) == max(brought)
+            assert sizes == [rank + 1] * brought[rank] + [0] * (len(sizes) - brought[rank])
+            assert weights == pytest.approx([n * size / total for n in sizes])
+            assert position["row"] == min((number + 1) * accumulate, counts[rank])
+            assert len(keys) == 1
+        assert sum(sum(weights) for _, _, weights, *_ in steps) == pytest.approx(size)
+    assert all(each[-1][0] == 0 and each[-1][1] == [] for each in told)
+
+
+def stopping(rank):
+    """Rank 1 is asked to stop while its third step is made."""
+    data, world, asked = jobs.planted(64, validation=False), Group.world(), []
+
+    def signal():
+        asked.append(0)
+        return 15 if rank == 1 and len(asked) > 2 else 0
+
+    with stream_of(list(data.open("train", 4))) as stream:
+        steps = prepare(
+            stream, CPU, Agreement(world), lambda: empty_batch(data), world=world.size, say=Say(signal, lambda: rank)
+        )
+        with Ahead(steps, 2, "test", collective=True) as ahead:
+            return [(len(step.batches), step.signal, step.clock, step.position["row"]) for step in ahead]
+
+
+def test_a_signal_to_one_rank_ends_the_steps_of_all(ranks):
+    told = ranks(2).run(stopping)
+    assert told == [[(1, 0, 0, 1), (1, 0, 0, 2), (0, 15, 0, 2)]] * 2
+
+
+def failing(rank, who):
+    data, world = jobs.planted(64, validation=False), Group.world()
+    taken = []
+    with stream_of(list(data.open("train", 4)), fail_after=2 if rank == who else None) as stream:
+        steps = prepare(stream, CPU, Agreement(world), lambda: empty_batch(data), world=world.size)
+        ahead = Ahead(steps, 2, "test", collective=True)
+        with pytest.raises(ValueError if rank == who else RankFailed) as caught:
+            taken.extend(ahead)
+        ahead.close(failed=True)
+    return len(taken), str(caught.value)
+
+
+def test_an_error_of_one_ranks_data_reaches_all(ranks):
+    told = ranks(4).run(failing, 2)
+    for rank, (taken, text) in enumerate(told):
+        assert taken == 2
+        assert text == ("line 2 is bad" if rank == 2 else "rank 2 has failed: ValueError: line 2 is bad")
+
+
+def fit_with_bad_data(rank, who, kind, timeout):
+    """A trainer, one rank of which has bad data, or data that do not come; what each of them raises, and when."""
+    data = jobs.planted(600, validation=False)
+    real = data.open
+
+    class Bad(type(data)):
+        def open(self, split, batch_size, **options):
+            batches = list(real(split, batch_size, **options))
+            return stream_of(batches, **({kind: 3} if rank == who else {}), hang=timeout + 3.0)
+
+    bad = Bad(data.name, data.features, data.train, data.test)
+    trainer = jobs.make_trainer(bad, timeout=timeout, epochs=1, batch_size=25)
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError if rank != who or kind == "hang_after" else ValueError) as caught:
+        trainer.fit()
+    took = time.monotonic() - begin
+    if kind == "hang_after":
+        time.sleep(timeout)  # the others end first, as they would in a job
+    return type(caught.value).__name__, str(caught.value), getattr(caught.value, "ranks", None), took
+
+
+def test_a_trainer_names_the_rank_whose_data_failed(ranks):
+    for rank, (kind, text, blamed, _) in enumerate(ranks(2).run(fit_with_bad_data, 1, "fail_after", 30.0)):
+        if rank == 1:
+            assert (kind, text) == ("ValueError", "line 3 is bad")
+        else:
+            assert (kind, text, blamed) == ("RankFailed", "rank 1 has failed: ValueError: line 3 is bad", (1,))
+
+
+@pytest.mark.timeout(120)
+def test_a_trainer_names_the_rank_whose_data_do_not_come(ranks):
+    timeout = 3.0
+    told = ranks(2).run(fit_with_bad_data, 1, "hang_after", timeout)
+    ranks(2).close()  # its groups are broken
+    kind, text, blamed, took = told[0]
+    assert (kind, blamed) == ("RankFailed", (1,))
+    assert text.startswith("rank 1: alive waiting step 4 for ")
+    assert "reading for step 4 for " in text
+    assert took < timeout + 10.0
+
+
+def test_an_empty_batch_has_the_keys_of_the_data():
+    data = jobs.planted(64)
+    empty, full = empty_batch(data), next(iter(data.open("train", 4)))
+    assert len(empty) == 0
+    assert empty.sparse.keys() == full.sparse.keys()
+    assert empty.sparse.stride() == 0
+    assert empty.dense.shape == (0, data.num_dense)
+    assert (empty.dense.dtype, empty.labels.dtype) == (full.dense.dtype, full.labels.dtype)

@@ -1,0 +1,233 @@
+"""Jobs that torchrun starts: ranks that are killed, stopped, or asked to end."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("psutil")
+pytest.importorskip("pyarrow")
+pytest.importorskip("torchmetrics")
+pytest.importorskip("tyro")
+pytest.importorskip("tomli_w")
+
+import psutil
+
+from tests.helpers import assert_same_bits
+from tests.training.test_kill import losses
+from tritonemb.cli import main
+from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, stored_tensors
+from tritonemb.training.watch.run_log import read_run_log
+
+pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="a platform without SIGKILL")
+LAST_STEP = 60
+OPTIONS = (
+    "--batch-size 64 --epochs 9 --shuffle-rows 500 --num-embeddings 500 --validation-share 0.1 --embedding-dim 8 "
+    "--bottom-mlp 8 --top-mlp 16 --log-every 5 --checkpoint-steps 3 --keep 2 --dense-warmup-steps 20 "
+    f"--dense-decay cosine --max-steps {LAST_STEP} --evaluate-every 20"
+).split()
+
+
+class Job:
+    """torchrun with ranks that train in a folder; what they print is kept.
+
+    Args:
+        options: more of those of `tritonemb train`.
+    """
+
+    def __init__(self, data: Path, folder: Path, ranks: int = 2, restarts: int = 0, options: str = "") -> None:
+        self.folder = folder
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--max-restarts", str(restarts)]
+        command += ["-m", "tritonemb", "train", "--data", str(data), *OPTIONS, "--out", str(folder)]
+        command += ["--resume", "auto", *options.split()]
+        quiet = os.environ | {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=quiet, text=True)
+        self._lines: list[str] = []
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        self._lines.extend(self.process.stdout)
+
+    @property
+    def output(self) -> str:
+        return "".join(self._lines)
+
+    def workers(self) -> dict[int, psutil.Process]:
+        """The processes that train, by rank."""
+        found = {}
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            try:
+                if "tritonemb" in child.cmdline():
+                    found[int(child.environ()["RANK"])] = child
+            except (psutil.Error, KeyError):  # it has just begun, or has just ended
+                continue
+        return found
+
+    def wait_for_checkpoint(self, step: int = 0) -> dict[int, psutil.Process]:
+        """The processes, once they have saved that step or a later one."""
+        checkpoints = CheckpointFolder(self.folder / "checkpoints")
+        while max(checkpoints.steps(), default=-1) < step:
+            assert self.process.poll() is None, self.output
+            time.sleep(0.005)
+        return self.workers()
+
+    def finish(self, timeout: float = 240.0) -> int:
+        """The exit status of torchrun; nothing that it has started is left."""
+        before = psutil.Process(self.process.pid).children(recursive=True) if self.process.poll() is None else []
+        status = self.process.wait(timeout)
+        self._reader.join(10.0)
+        _, alive = psutil.wait_procs(before, timeout=5.0)
+        assert not alive, alive
+        return status
+
+    def end(self) -> None:
+        """Whatever has become of it."""
+        for process in (
+            [psutil.Process(self.process.pid).children(recursive=True)] if self.process.poll() is None else []
+        ):
+            for child in process:
+                child.kill()
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture
+def start(data, tmp_path):
+    jobs: list[Job] = []
+
+    def started(folder: Path = tmp_path, **options) -> Job:
+        jobs.append(Job(data, folder, **options))
+        return jobs[-1]
+
+    yield started
+    for job in jobs:
+        job.end()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    """2,000 rows in Criteo's format."""
+    chance = random.Random(0)
+    path = tmp_path_factory.mktemp("data") / "train.txt"
+    with path.open("w") as file:
+        for _ in range(2_000):
+            categories = [f"{chance.randrange(300):x}" if chance.random() < 0.9 else "" for _ in range(26)]
+            integers = [str(chance.randrange(1000)) for _ in range(13)]
+            file.write("\t".join([str(chance.randrange(2)), *integers, *categories]) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def undisturbed(data, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    job = Job(data, folder)
+    assert job.finish() == 0, job.output
+    return folder
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    path = CheckpointFolder(folder / "checkpoints").path(LAST_STEP)
+    found = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored_tensors(path).items()
+    }
+    load_tensors(path, found)
+    return found
+
+
+def assert_same_run(found: Path, expected: Path) -> None:
+    assert_same_bits(tensors(found), tensors(expected))
+    assert losses(found) == losses(expected)
+    assert len(losses(found)) == LAST_STEP // 5
+
+
+@pytest.mark.parametrize("options", ["", pytest.param("--checkpoint-async", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [1, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.timeout(900)
+def test_a_rank_that_is_killed_changes_nothing(start, undisturbed, tmp_path, kills, options):
+    chance = random.Random(kills)
+    job, step = start(restarts=kills, options=options), 0
+    for _ in range(kills):
+        workers = job.wait_for_checkpoint(step + 3)
+        time.sleep(chance.uniform(0.0, 0.1))
+        step = max(CheckpointFolder(tmp_path / "checkpoints").steps())
+        if step < LAST_STEP - 3:
+            workers[chance.randrange(2)].kill()
+            gone, _ = psutil.wait_procs(workers.values(), timeout=60.0)
+            assert len(gone) == 2
+    assert job.finish() == 0, job.output
+    assert_same_run(tmp_path, undisturbed)
+    starts = [event for event in read_run_log(tmp_path / "log.jsonl") if event["event"] == "start"]
+    assert len(starts) > 1
+    assert starts[-1]["first_step"] > 0
+
+
+def test_one_process_predicts_with_what_a_job_has_saved(data, undisturbed, tmp_path):
+    out = tmp_path / "scores.csv"
+    assert main(["predict", "--checkpoint", str(undisturbed), "--data", str(data), "--out", str(out)]) == 0
+    assert len(out.read_text().splitlines()) == 2_001
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_signal_to_one_rank_ends_all_after_the_same_step(start, undisturbed, tmp_path):
+    job = start()
+    job.wait_for_checkpoint(3)[1].send_signal(signal.SIGTERM)
+    assert job.finish() != 0
+    assert job.output.count("training was interrupted by SIGTERM; go on with --resume auto") == 2
+    end = read_run_log(tmp_path / "log.jsonl")[-1]
+    assert (end["event"], end["reason"]) == ("end", "SIGTERM")
+    assert end["step"] == CheckpointFolder(tmp_path / "checkpoints").steps()[-1] < LAST_STEP
+    again = start()
+    assert again.finish() == 0, again.output
+    assert_same_run(tmp_path, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_rank_that_is_stopped_ends_the_others_in_time(start, tmp_path):
+    job = start(options="--timeout 10")
+    workers = job.wait_for_checkpoint(3)
+    workers[1].suspend()
+    begin = time.monotonic()
+    assert workers[0].wait(120) != 0
+    took = time.monotonic() - begin
+    assert took < 10.0 + 20.0  # the error is explained, and the process ended
+    workers[1].kill()  # torchrun would do so itself, in half a minute
+    assert job.finish() != 0
+    line = next(line for line in job.output.splitlines() if "error: rank" in line)
+    assert "error: rank 1: not heard of for " in line
+    assert " s, last " in line
+    assert " step " in line
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_torchrun_leaves_no_process_of_a_stopped_rank(start, tmp_path):
+    job = start(options="--timeout 10")
+    job.wait_for_checkpoint(3)[0].suspend()
+    assert job.finish() != 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_job_goes_on_with_another_number_of_ranks(start, tmp_path, ranks):
+    job = start()
+    job.wait_for_checkpoint(15)[0].send_signal(signal.SIGTERM)
+    assert job.finish() != 0
+    job = start(ranks=ranks, options="--readers 2")
+    assert job.finish() == 0, job.output
+    found = losses(tmp_path)
+    assert [step for step, _ in found] == list(range(5, LAST_STEP + 1, 5))

@@ -1,0 +1,193 @@
+"""Checkpoints of a run: written aside and renamed, so that whatever stands in the folder is whole.
+
+A checkpoint is a folder: the tensors in the format of `torch.distributed.checkpoint` (`model.<key of state_dict>`,
+`optimizer.<parameter>.<state>`, `rng.<device>`), and `trainer.json`, which holds all else, and sizes and
+checksums of the files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+
+from tritonemb.comm.group import Group
+from tritonemb.training.checkpoints.files import free_bytes, sync, write
+from tritonemb.training.checkpoints.options import CheckpointError
+from tritonemb.training.checkpoints.reading import FORMAT, MANIFEST
+from tritonemb.training.checkpoints.tensors import bytes_to_write, refuse_missing_parts
+from tritonemb.training.checkpoints.together import is_first, of_first, together
+from tritonemb.training.checkpoints.writing import write_tensors
+
+Value = TypeVar("Value")
+
+
+class CheckpointFolder:
+    """The checkpoints of one run: `step-<n>`, the newest `keep` of them, and `best-<n>`.
+
+    What a killed process left half-written begins with a dot, and is removed when the next checkpoint is written.
+
+    With a `group` of several ranks all of them call a method together. Each writes its own tensors into one folder,
+    which must be on a file system that all of them share; rank 0 does all else. What fails on one fails on all.
+    """
+
+    def __init__(self, folder: str | Path, keep: int = 3) -> None:
+        self.folder = Path(folder)
+        self.keep = keep
+
+    def steps(self) -> list[int]:
+        """The steps of which there is a checkpoint, ascending."""
+        return self._numbers("step")
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step}"
+
+    def latest(self, group: Group | None = None) -> Path | None:
+        """The newest checkpoint, if there is one; with several ranks, what rank 0 finds."""
+
+        def found() -> str | None:
+            steps = self.steps()
+            return self.path(steps[-1]).name if steps else None
+
+        name = of_first(group, found)
+        return None if name is None else self.folder / name
+
+    def best(self) -> Path | None:
+        """The checkpoint of the best evaluation, if there is one."""
+        steps = self._numbers("best")
+        return self.folder / f"best-{steps[-1]}" if steps else None
+
+    def save(
+        self, step: int, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], group: Group | None = None
+    ) -> int:
+        """Write the checkpoint of a step; returns its size in bytes.
+
+        Args:
+            tensors: this rank's; what has the same name and is no `TableShards` or DTensor is the same on all ranks.
+            manifest: what `trainer.json` is to hold, for JSON; rank 0's is taken.
+            group: ranks that write it together, over a backend that serves the CPU; None for this process alone.
+
+        Raises:
+            CheckpointError: it could not be written; says why, on which rank, and how many bytes were needed. Every
+                rank raises it.
+            ValueError: on every rank, if the ranks' parts do not make up a sharded table.
+        """
+        refuse_missing_parts(tensors, group)
+        needed = bytes_to_write(tensors, group)
+        aside = self.folder / f".writing-step-{step}"
+
+        def begin() -> None:
+            self._remove_leftovers()
+            aside.mkdir(parents=True)
+
+        def refuse_other_folder() -> None:
+            if not aside.is_dir():
+                raise OSError(f"{aside} is not there: all ranks must write to one folder, on a file system they share")
+
+        def finish() -> None:
+            _refuse_missing(aside, files)
+            write(aside / MANIFEST, json.dumps({"format": FORMAT, **manifest, "files": files}, indent=1))
+            self._put(aside, self.path(step))
+            self._drop_after(step)
+            for old in self.steps()[: -self.keep]:
+                self._drop(self.path(old))
+
+        try:
+            of_first(group, begin, OSError)
+            together(group, refuse_other_folder, OSError)
+            files = write_tensors(aside, tensors, group)
+            of_first(group, finish, OSError)
+        except (OSError, CheckpointException) as error:
+            raise self._failure(step, needed, error, group) from error
+        return sum(size for size, _ in files.values())
+
+    def mark_best(self, step: int, group: Group | None = None) -> None:
+        """Keep the checkpoint of this step as the best one, whatever becomes of the newest ones.
+
+        Raises:
+            CheckpointError: as `save` does.
+        """
+        source, aside = self.path(step), self.folder / f".writing-best-{step}"
+
+        def mark() -> None:
+            self._remove_leftovers()
+            aside.mkdir()
+            for entry in source.iterdir():
+                try:
+                    os.link(entry, aside / entry.name)
+                except OSError:  # a file system without hard links
+                    shutil.copy2(entry, aside / entry.name)
+            self._put(aside, self.folder / f"best-{step}")
+            for old in self._numbers("best"):
+                if old != step:
+                    self._drop(self.folder / f"best-{old}")
+
+        try:
+            of_first(group, mark, OSError)
+        except OSError as error:
+            needed = sum(entry.stat().st_size for entry in source.iterdir()) if source.is_dir() else 0
+            raise self._failure(step, needed, error, group) from error
+
+    def _drop_after(self, step: int) -> None:
+        """Remove later checkpoints: the run has gone back behind them, and now goes another way."""
+        for kind in ("step", "best"):
+            for later in self._numbers(kind):
+                if later > step:
+                    self._drop(self.folder / f"{kind}-{later}")
+
+    def _numbers(self, kind: str) -> list[int]:
+        if not self.folder.is_dir():
+            return []
+        parts = [entry.name.partition("-") for entry in self.folder.iterdir() if (entry / MANIFEST).is_file()]
+        return sorted(int(number) for name, _, number in parts if name == kind and number.isdecimal())
+
+    def _put(self, aside: Path, final: Path) -> None:
+        """Give a whole folder its name; a checkpoint of the same name, of a run that has been taken back, goes."""
+        sync(aside)
+        if final.exists():
+            self._drop(final)
+        os.rename(aside, final)
+        sync(self.folder)
+
+    def _drop(self, path: Path) -> None:
+        """Take its name away first: a half-removed checkpoint is none."""
+        aside = self.folder / f".dropped-{path.name}"
+        shutil.rmtree(aside, ignore_errors=True)
+        os.rename(path, aside)
+        shutil.rmtree(aside)
+
+    def _remove_leftovers(self) -> None:
+        if self.folder.is_dir():
+            for entry in self.folder.iterdir():
+                if entry.name.startswith((".writing-", ".dropped-")):
+                    shutil.rmtree(entry)
+
+    def _failure(self, step: int, needed: int, error: BaseException, group: Group | None) -> CheckpointError:
+        cause = error
+        if isinstance(error, CheckpointException):
+            cause = next((failure[0] for failure in error.failures.values()), error)
+            if not isinstance(cause, Exception):  # somebody wants the process to end
+                raise cause
+        if is_first(group):  # all ranks have stopped writing
+            for entry in (self.folder / f".writing-step-{step}", self.folder / f".writing-best-{step}"):
+                shutil.rmtree(entry, ignore_errors=True)
+        free, kept = free_bytes(self.folder), self.latest()
+        return CheckpointError(
+            f"the checkpoint of step {step} could not be written to {self.folder}: {cause}. It needs {needed:,} bytes, "
+            f"{'an unknown number' if free is None else format(free, ',')} are free there. "
+            f"{f'The checkpoint {kept.name} is whole' if kept else 'There is no earlier checkpoint'}"
+        )
+
+
+def _refuse_missing(folder: Path, files: Mapping[str, list[int]]) -> None:
+    """Raise unless rank 0, too, sees what the ranks say they have written."""
+    for name, (size, _) in files.items():
+        there = (folder / name).stat().st_size if (folder / name).is_file() else None
+        if there != size:
+            raise OSError(f"{folder / name} should have {size:,} bytes, rank 0 finds {there}: do all ranks share it?")
