@@ -19,11 +19,11 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]], text_co
     return "\n".join("| " + " | ".join(line) + " |" for line in (header, rule, *rows))
 
 
-def replace_section(text: str, name: str, content: str) -> str:
-    """`text` with what stands between `<!-- name:begin -->` and `<!-- name:end -->` replaced."""
+def replace_section(text: str, name: str, content: str, page: str = "README.md") -> str:
+    """The text of a page with what stands between `<!-- name:begin -->` and `<!-- name:end -->` replaced."""
     begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
     if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
-        raise ValueError(f"README.md needs one line {begin!r} and, after it, one line {end!r}; add both of them")
+        raise ValueError(f"{page} needs one line {begin!r} and, after it, one line {end!r}; add both of them")
     head, rest = text.split(begin)
     return f"{head}{begin}\n{content}\n{end}{rest.split(end)[1]}"
 
@@ -91,6 +91,30 @@ def accuracy_section(results: dict[str, Any]) -> str:
     ]
     header = ["data, optimizer", "tritonemb AUC", "torch.nn AUC", "difference", "seeds", "test rows seen in training"]
     return markdown_table(header, lines)
+
+
+def exchange_section(results: dict[str, Any]) -> str:
+    """The conditions; for every data set and precision: mean AUC, difference to float32, bytes that a rank sends."""
+    rows = results["rows"]
+    exact = {row["data"]: sum(row["bytes_a_step"].values()) for row in rows if row["exchange"] == "fp32"}
+    lines = [
+        [
+            f"{row['data']}, {row['exchange']}",
+            f"{row['auc']:.4f}",
+            "-" if row["exchange"] == "fp32" else f"{row['difference']:+.4f}",
+            f"{max(map(abs, row['difference_of_each_seed'])):.4f}",
+            f"{sum(row['bytes_a_step'].values()) / 1000:,.0f}",
+            f"{sum(row['bytes_a_step'].values()) / exact[row['data']]:.2f}",
+        ]
+        for row in rows
+    ]
+    header = ["data, codec", "AUC", "difference", "largest of a seed", "kB a step and rank", "of fp32's"]
+    row = rows[0]
+    conditions = (
+        f"{row['world_size']} ranks on one CPU, over gloo; {row['seeds']} seeds; torch {row['torch']}, tritonemb "
+        f"{row['tritonemb']} at {row['commit']}, {row['date']}."
+    )
+    return f"{conditions}\n\n{markdown_table(header, lines)}"
 
 
 def gpu_section(results: dict[str, Any], picture: Path | None) -> str:
@@ -171,6 +195,13 @@ def report_accuracy() -> None:
     update_readme("accuracy", accuracy_section(results_file.read(results_file.newest("accuracy"))))
 
 
+def report_exchange() -> None:
+    """In the page about training in parallel."""
+    page = ROOT / "docs" / "parallel.md"
+    content = exchange_section(results_file.read(results_file.newest("exchange-accuracy")))
+    page.write_text(replace_section(page.read_text(), "exchange", content, "docs/parallel.md"))
+
+
 def report_gpu() -> None:
     """A section for every GPU that was measured; without one the README says nothing about GPUs."""
     for path in results_file.newest_of_gpus():
@@ -188,6 +219,8 @@ def main() -> None:
     report_gpu()
     if list(results_file.RESULTS.glob("accuracy-*.json")):
         report_accuracy()
+    if list(results_file.RESULTS.glob("exchange-accuracy-*.json")):
+        report_exchange()
 
 
 if __name__ == "__main__":

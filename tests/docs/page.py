@@ -2,14 +2,18 @@
 
 How each kind of block is proven:
 
-python     Run, in the page's order and in one namespace.
+python     Run, in the page's order and in one namespace; one with a title is written to a file of that name instead.
 console    Each line that begins with `$ ` is run, and the lines below it must be in its output, in this order. Numbers
            in them may differ, `...` stands for anything. `tritonemb ...` must end with status 0, or with 2 where an
            expected line begins with "error: ". It runs in this process. `ls` runs as it is. `make` is proven by
-           `make -n`: there is such a target. `pip install` must name tritonemb, or this folder, and extras that it has.
+           `make -n`: there is such a target. `torchrun` is run on CPUs with at most 2 processes, 4 with `--standalone`,
+           whatever it is told of nodes and devices (`tests/docs/launch.py`). `pip install` must name tritonemb, or this
+           folder, and extras that it has.
            `git clone` and `tensorboard` need what tests do not have, a network and a browser: `git clone` must be a
            whole command, `tensorboard` must name a folder that an earlier command has made.
 toml       Loaded as a configuration; one with a title is written to a file of that name, for the blocks that follow.
+bash       A batch script for Slurm: run, with stubs that start every node's task on this machine.
+yaml       A TrainJob of Kubeflow: has fields that there are, and its command is run as torchrun's are.
 json       Each line is an event of a run log: it must have the fields of that event, and no others.
 text       By its title. "output": what the python block before it printed, compared as for console. "message": an error
            message; the source must have its words, `...` stands for values. The path of a source file: the lines must
@@ -26,12 +30,16 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from tests.docs import launch
 from tests.docs.blocks import ROOT, Block, blocks_of
 from tests.docs.messages import is_in_source
 
@@ -79,6 +87,8 @@ class Page:
             "toml": self._toml,
             "json": self._json,
             "text": self._text,
+            "bash": self._bash,
+            "yaml": self._yaml,
         }
         if block.language not in kinds:
             raise AssertionError(
@@ -87,6 +97,9 @@ class Page:
         return kinds[block.language]
 
     def _python(self, block: Block) -> None:
+        if block.title:
+            Path(block.title).write_text(block.text)
+            return
         source = "\n" * block.line + block.text  # so that a traceback names the line of the page
         printed = io.StringIO()
         with redirect_stdout(printed):
@@ -99,6 +112,13 @@ class Page:
         for command, expected in commands:
             output = run_command(command, any(line.startswith("error: ") for line in expected))
             check_output(f"{block.name}: {command}", expected, output)
+
+    def _bash(self, block: Block) -> None:
+        launch.sbatch(block.text)
+
+    def _yaml(self, block: Block) -> None:
+        yaml = pytest.importorskip("yaml", reason="PyYAML is not installed: pip install 'tritonemb[docs]'")
+        launch.train_job(yaml.safe_load(block.text))
 
     def _toml(self, block: Block) -> None:
         from tritonemb.training.config import preset
@@ -172,6 +192,8 @@ def run_command(command: str, may_fail: bool) -> str:
             output += subprocess.run(words, capture_output=True, text=True, check=True).stdout
         elif words[0] == "make":
             _check_make(words)
+        elif words[0] == "torchrun":
+            output += launch.torchrun(words[1:])
         elif words[0] == "cd":
             assert len(words) == 2, words
         elif words[:2] == ["pip", "install"]:
@@ -256,7 +278,9 @@ def _check_pip(words: list[str]) -> None:
 def _inside(folder: Path) -> Iterator[None]:
     before = Path.cwd()
     os.chdir(folder)
+    sys.path.insert(0, str(folder))  # as it is for whoever types the blocks there
     try:
         yield
     finally:
+        sys.path.remove(str(folder))
         os.chdir(before)

@@ -22,6 +22,7 @@ import torch
 
 from tests.docs import sample_data
 from tests.docs.blocks import PAGES, blocks_of, name_of, outside_of_blocks
+from tests.docs.launch import torchrun_options
 from tests.docs.page import Page, check_output, commands_of
 
 CASES = [(page, number) for page in PAGES for number in range(len(blocks_of(page)))]
@@ -67,7 +68,9 @@ def test_options_that_the_text_names_exist(page, options):
         for code in re.findall(r"`([^`]+)`", line)
         for option in re.findall(r"(?<![\w-])--[a-z][a-z-]*", code)
     }
-    unknown = sorted((number, option) for number, option in named if option not in options | FOREIGN)
+    unknown = sorted(
+        (number, option) for number, option in named if option not in options | FOREIGN | torchrun_options()
+    )
     assert not unknown, f"{name_of(page)}: no command has these (line, option): {unknown}"
 
 

@@ -13,6 +13,8 @@ import pytest
 
 from tests.docs.blocks import ROOT
 
+MODULES = ("compiler", "nn", "optim", "sharding")
+
 
 def public_names() -> list[str]:
     """The full names of what users are meant to use."""
@@ -21,10 +23,11 @@ def public_names() -> list[str]:
     import tritonemb
     import tritonemb.compiler
     import tritonemb.data
+    import tritonemb.sharding
     import tritonemb.training
 
-    names = [f"tritonemb.{name}" for name in tritonemb.__all__ if name not in ("compiler", "nn", "optim")]
-    for module in (tritonemb.nn, tritonemb.compiler, tritonemb.data, tritonemb.training):
+    names = [f"tritonemb.{name}" for name in tritonemb.__all__ if name not in MODULES]
+    for module in (tritonemb.nn, tritonemb.compiler, tritonemb.data, tritonemb.sharding, tritonemb.training):
         names += [f"{module.__name__}.{name}" for name in module.__all__]
     names += [f"tritonemb.optim.{name}" for name in tritonemb.optim.__all__ if name != "OPTIMIZERS"]
     return [*names, "tritonemb.nn.fuse.FuseReport"]

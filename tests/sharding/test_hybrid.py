@@ -163,9 +163,10 @@ def test_models_train_as_one_process_on_all_samples(ranks, world):
                 assert torch.equal(found[rank][number][1][name], tensor), (case, name)  # and all ranks are alike
 
 
-def test_without_a_job_nothing_changes():
+@pytest.mark.parametrize("exchange", [EXACT, None, ExchangePrecision("int8", "fp8_e5m2")])
+def test_without_a_job_nothing_changes(exchange):
     """One process, without torch.distributed: the plain model's bits."""
-    parallel = te.HybridParallel(dlrm(), exchange=EXACT)
+    parallel = te.HybridParallel(dlrm(), exchange=exchange)
     train(parallel, 0, 1, 5, ahead=True)
     expected = alone(dlrm(), 5, 1)
     state = whole_state(parallel)

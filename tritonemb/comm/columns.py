@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tritonemb.comm.codec import Ends, Run
 from tritonemb.comm.group import Group
-from tritonemb.comm.precision import ExchangePrecision
+from tritonemb.comm.precision import EXACT, ExchangePrecision
 
 
 class ColumnExchange:
@@ -44,6 +44,7 @@ class ColumnExchange:
         average: int = 1,
         kind: str = "pooled",
     ) -> None:
+        precision = EXACT if group.size == 1 else precision  # nothing is sent
         self.group, self.width, self.precision, self.average, self.kind = group, width, precision, average, kind
         self.widths = [sum(size for _, size in mine) for mine in runs]
         own = self.widths[group.rank]

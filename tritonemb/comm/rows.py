@@ -16,7 +16,7 @@ from torch import Tensor
 from tritonemb.comm.codec import Ends
 from tritonemb.comm.group import Group
 from tritonemb.comm.ids import Arrived
-from tritonemb.comm.precision import ExchangePrecision
+from tritonemb.comm.precision import EXACT, ExchangePrecision
 
 
 class RowExchange:
@@ -29,6 +29,7 @@ class RowExchange:
     def __init__(
         self, group: Group, dim: int, precision: ExchangePrecision, average: int = 1, kind: str = "rows"
     ) -> None:
+        precision = EXACT if group.size == 1 else precision  # nothing is sent
         self.group, self.dim, self.precision, self.average, self.kind = group, dim, precision, average, kind
         self._ends = Ends([[(0, dim)]], dim, precision.forward)
         self._back = Ends([[(0, dim)]], dim, precision.backward)
