@@ -46,6 +46,8 @@ def test_columns_reach_the_ranks_of_their_samples(ranks, world):
         cases = mixed + exact
         found = ranks(world).run(exchange, cases)
         for number, case in enumerate(cases):
+            if world == 1:  # nothing crosses, so nothing is rounded
+                case = case._replace(forward="fp32", backward="fp32")
             scale = ExchangePrecision(case.forward, case.backward).scale(sum(case.rows))
             for rank in range(world):
                 result, grad, sent, saturated = found[rank][number]

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import tritonemb as te
 from tests.helpers import make_collection, output_of
+from tests.ranks import KEPT
 from tests.strategies import rows_of
 from tritonemb.optim import OPTIMIZERS, Optimizer
 from tritonemb.sharding import (
@@ -211,7 +212,8 @@ def groups_of(local: int | None = None, copies: int = 1) -> ShardGroups:
         mesh = None
         if copies > 1:
             mesh = init_device_mesh("cpu", (copies, torch.distributed.get_world_size() // copies))
-        _GROUPS[local, copies] = ShardGroups.make(mesh, local)
+        made = _GROUPS[local, copies] = ShardGroups.make(mesh, local)
+        KEPT.update(group.process_group for group in made if group.process_group is not None)
     return _GROUPS[local, copies]
 
 

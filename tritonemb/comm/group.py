@@ -46,7 +46,7 @@ class Group:
         self.process_group = process_group
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
         self.size = 1 if process_group is None else dist.get_world_size(process_group)
-        self.ranks = [0] if process_group is None else dist.get_process_group_ranks(process_group)
+        self.ranks = [_own_rank()] if process_group is None else dist.get_process_group_ranks(process_group)
         self.local_world_size = local_world_size or ranks_of_a_node()
         self.nodes = [rank // self.local_world_size for rank in self.ranks]
         self.traffic = Traffic() if traffic is None else traffic
@@ -70,10 +70,10 @@ class Group:
         timeout = self.timeout if timeout is None else timeout
         found = None
         for ranks in members:
-            if self.process_group is not None:
+            if len(ranks) > 1:  # one alone needs no channels
                 made = dist.new_group([self.ranks[rank] for rank in ranks], timeout=timeout, backend=backend)
                 found = made if self.rank in ranks else found
-        assert self.process_group is None or found is not None, "this process is in none of the sets"
+        assert any(self.rank in ranks for ranks in members), "this process is in none of the sets"
         return Group(found, self.local_world_size, self.traffic, timeout)
 
     def twin(self, backend: str | None = None, timeout: timedelta | None = None) -> Group:
@@ -133,6 +133,11 @@ class Group:
         """Wait until every rank is here."""
         if self.size > 1:
             dist.barrier(group=self.process_group)
+
+
+def _own_rank() -> int:
+    joined = dist.is_available() and dist.is_initialized()
+    return dist.get_rank() if joined else 0
 
 
 def ranks_of_a_node() -> int:

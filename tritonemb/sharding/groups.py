@@ -57,9 +57,10 @@ class ShardGroups(NamedTuple):
         nodes = [copy[first : first + node] for copy in copies for first in range(0, shards, node)]
         places = [copy[place::node] for copy in copies for place in range(node)]
         same = [[copy[rank] for copy in copies] for rank in range(shards)]
+        of_shards = world.subgroup(copies)
         return cls(
-            world.twin(), world.subgroup(copies), world.subgroup(copies, backend="gloo"), world.subgroup(nodes),
-            world.subgroup(places), world.subgroup(same),
+            world.twin(), of_shards, world.subgroup(copies, backend="gloo"),
+            of_shards if node == shards else world.subgroup(nodes), world.subgroup(places), world.subgroup(same),
         )  # fmt: skip
 
     def among(self, ranks: Sequence[int]) -> Group:
