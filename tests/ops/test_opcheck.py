@@ -13,6 +13,7 @@ from tritonemb.kernels.layout import make_layout
 from tritonemb.kernels.packing import CODECS, make_packing
 from tritonemb.ops import row_groups
 from tritonemb.ops.accumulate import NOT_ACCUMULATING, Accumulator
+from tritonemb.ops.exchange import Exchange
 from tritonemb.optim import OPTIMIZERS
 
 pytestmark = pytest.mark.public
@@ -225,6 +226,12 @@ class TestOpcheck:
     def test_block_bucketize(self, problem):
         args = (problem.values, problem.offsets, torch.tensor([3, 1, 2]), problem.sample_weights, 4)
         torch.library.opcheck(OPS.block_bucketize.default, args)
+
+    @pytest.mark.parametrize("call", [lambda message, *_: message.flip(0), lambda message, *_: message])
+    def test_all_to_all(self, call):
+        exchange = Exchange(call)
+        for message in (torch.arange(5), torch.rand(5), torch.zeros(5, dtype=torch.uint8)):
+            torch.library.opcheck(OPS.all_to_all.default, (message, [3, 2], [2, 3], exchange.number, "ids"))
 
 
 def test_every_op_is_checked():
