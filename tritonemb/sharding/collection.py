@@ -108,6 +108,8 @@ class ShardedCollection(nn.Module):
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Gather the gradients of several micro-batches and apply them once, when the block ends; on every rank."""
+        for update in self._whole_rows.values():
+            update.discard()
         with ExitStack() as stack:
             for tables in reversed(self.locals):  # the first is entered last, and so applied first, on every rank
                 stack.enter_context(tables.accumulate())

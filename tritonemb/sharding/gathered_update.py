@@ -23,6 +23,8 @@ from tritonemb.kernels.rounding import narrow_reference, narrow_stochastic_refer
 from tritonemb.optimizers import SGD, Optimizer
 from tritonemb.types import TableConfig
 
+NO_BACKWARD = -1  # what autograd calls it when it is not running
+
 
 class Columns(NamedTuple):
     """The ranks among which columns are spread.
@@ -211,12 +213,20 @@ class WholeRowUpdate:
         self._columns = columns
         self._optimizer = replace(optimizer, max_gradient=None)
         self._waiting: list[tuple[list[_Cut], ops.Fused]] = []
+        self._backward = NO_BACKWARD  # that they wait for the end of
 
     def add(self, cuts: list[_Cut], fused: ops.Fused) -> None:
         """Keep gradients until the backward pass ends; outside of one, until `flush`."""
-        self._waiting.append((cuts, fused))
-        if len(self._waiting) == 1 and torch._C._current_graph_task_id() != -1:
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:  # what is left of a pass that has failed is void
+            self._waiting, self._backward = [], backward
+        if not self._waiting and backward != NO_BACKWARD:
             torch.autograd.Variable._execution_engine.queue_callback(self.flush)
+        self._waiting.append((cuts, fused))
+
+    def discard(self) -> None:
+        """Forget what waits."""
+        self._waiting = []
 
     @torch.no_grad()
     def flush(self) -> None:
