@@ -8,6 +8,7 @@ which gives the bits of the uncut table, and keeps its own columns.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -18,7 +19,16 @@ from torch import Tensor
 from tritonemb import ops
 from tritonemb.comm.gradients import Block, RowSums, exchange_columns, gather_sums
 from tritonemb.comm.group import Group
-from tritonemb.kernels.layout import NUM_ROWS, TABLE_SIZE, Layout, TableRow, make_layout
+from tritonemb.kernels.layout import (
+    COLUMN_ORIGIN,
+    FIRST_ROW,
+    NUM_ROWS,
+    ROW_DIM,
+    ROW_ORIGIN,
+    SEED,
+    Layout,
+    make_layout,
+)
 from tritonemb.kernels.rounding import narrow_reference, narrow_stochastic_reference, random16_reference
 from tritonemb.optimizers import SGD, Optimizer
 from tritonemb.types import TableConfig
@@ -116,15 +126,14 @@ def row_sums(
     It is a step of plain gradient descent from zero with learning rate -1, on tables of just these rows.
     """
     device = grad.device
-    first_rows = layout.tables[:, 0].contiguous()
+    first_rows = layout.tables[:, FIRST_ROW].contiguous()
     rows = groups.rows[: int(groups.num_groups)]
     starts = torch.searchsorted(rows, first_rows)
     counts = torch.diff(starts, append=starts.new_tensor([rows.shape[0]]))
     sizes = counts.tolist()
-    compact = torch.zeros(len(sizes), TABLE_SIZE, dtype=torch.int64, device=device)
-    compact[:, :3] = layout.tables[:, :3]
-    compact[:, 0], compact[:, NUM_ROWS] = starts, counts
-    sums = [torch.zeros(n, dim, device=device) for n, dim in zip(sizes, compact[:, 2].tolist(), strict=True)]
+    compact = layout.tables.clone()
+    compact[:, FIRST_ROW], compact[:, NUM_ROWS] = starts, counts
+    sums = [torch.zeros(n, dim, device=device) for n, dim in zip(sizes, compact[:, ROW_DIM].tolist(), strict=True)]
     _plain_update(
         sums, grad, offsets, sample_weights, max_gradient,
         groups._replace(rows=torch.arange(groups.rows.shape[0], device=device)),
@@ -157,18 +166,13 @@ def _as_batch(tables: Sequence[TableConfig], sums: RowSums) -> tuple[Tensor, Ten
     named = [TableConfig(str(n), t.num_embeddings, t.embedding_dim, dtype=t.dtype) for n, t in enumerate(tables)]
     values = torch.cat(sums.rows)
     layout = make_layout(named, [table.name for table in named], False, values.device)
-    whole = torch.tensor([_origin(table) for table in tables], dtype=torch.int64, device=values.device)
-    layout.tables[:, 3:] = whole
+    random = [[table.seed, table.row_origin, table.column_origin] for table in tables]
+    layout.tables[:, [SEED, ROW_ORIGIN, COLUMN_ORIGIN]] = torch.tensor(random, device=values.device)
     layout = layout._replace(table_names="\n".join(table.name for table in tables))
     offsets = torch.tensor([0, *[rows.shape[0] for rows in sums.rows]], device=values.device).cumsum(0)
     widest = max(of_table.shape[1] for of_table in sums.sums)
     grad = torch.cat([torch.nn.functional.pad(s, (0, widest - s.shape[1])) for s in sums.sums])
     return values, offsets, grad, layout
-
-
-def _origin(table: TableConfig) -> list[int]:
-    whole = TableRow(0, table.num_embeddings, table.embedding_dim, table.seed, table.row_origin, table.column_origin)
-    return list(whole[3:])
 
 
 def _apply(tables: Sequence[TableConfig], optimizer: Optimizer, fused: ops.Fused, sums: RowSums) -> None:
@@ -230,10 +234,21 @@ class WholeRowUpdate:
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Apply what waits: exchange columns, step on whole rows in float32, keep one's own columns; a collective."""
+        """Apply what waits; a collective. Tables that were looked up several times are updated as often, in order."""
         waiting, self._waiting = self._waiting, []
-        if not waiting:
-            return
+        rounds: list[list[tuple[list[_Cut], ops.Fused]]] = []
+        times: Counter[Block] = Counter()
+        for part in waiting:
+            block = part[0][0].block
+            if times[block] == len(rounds):
+                rounds.append([])
+            rounds[times[block]].append(part)
+            times[block] += 1
+        for each in rounds:
+            self._apply(each)
+
+    def _apply(self, waiting: list[tuple[list[_Cut], ops.Fused]]) -> None:
+        """Exchange columns, step on whole rows in float32, keep one's own columns."""
         cuts = [cut for part, _ in waiting for cut in part]
         per_element = [state.per_element for state in self._optimizer.states]
         # What belongs to single columns, one under the other: gradient, weight, states.
