@@ -40,8 +40,8 @@ class Saved(NamedTuple):
 class AsyncSave:
     """Writes one checkpoint at a time in a thread: training stops only while the tensors are copied to host memory.
 
-    The thread has a process group of its own. The end of the process waits for it, unless it is to `abandon` it; a
-    process that is killed leaves the last checkpoint whole, as `CheckpointFolder` does.
+    The thread has a process group of its own. The end of the process waits for it; a process that is killed leaves the
+    last checkpoint whole, as `CheckpointFolder` does.
 
     All ranks make it, start it and wait for it together, in the same order. Whether it is `done` is of one rank alone:
     ranks that are to do something about a failure together must `wait` together, where all get the same answer.
@@ -124,10 +124,6 @@ class AsyncSave:
         self._raise_failure()
         saved, self._saved = self._saved, None
         return saved
-
-    def abandon(self) -> None:
-        """Wait for nothing any more: the job is broken, and the process is to end."""
-        self._thread = None
 
     def _write(
         self,
