@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import tritonemb as te
 from tests.helpers import Step, fewer, make_collection, random_steps, train
 from tests.strategies import optimizers, seeds
-from tritonemb.kernels.layout import COLUMN_ORIGIN, ROW_ORIGIN, SEED, make_layout
+from tritonemb.kernels.layout import COLUMN_ORIGIN, ROW_IDS, ROW_ORIGIN, SEED, Layout, make_layout
 from tritonemb.kernels.row_groups import row_groups_reference
 from tritonemb.nn.collection import Collection
 from tritonemb.ops.registry import forced, kernel
@@ -181,6 +181,65 @@ def test_equal_rows_in_other_places_round_differently(device, implementation, co
     # Each goes down with probability 1/4: 320 draws have a mean of 80 and a standard deviation of 8; five of those.
     assert all(abs(int(mask.sum()) - 80) <= 40 for mask in down)
     assert not torch.equal(*down)
+
+
+def held(whole: te.TableConfig, rows: torch.Tensor) -> tuple[torch.Tensor, Layout]:
+    """A layout of a table that holds these rows of another, as a cache does; and the tensor that names them."""
+    own = te.TableConfig(whole.name, rows.numel(), whole.embedding_dim, dtype=whole.dtype)
+    layout = make_layout([own], [whole.name], True, rows.device)
+    layout.tables[0, ROW_IDS] = rows.data_ptr()
+    return rows, layout
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_rows_held_elsewhere_are_updated_as_in_the_table(device, name, dtype, implementation):
+    device = device if implementation == "triton" else torch.device("cpu")
+    whole, spec = te.TableConfig("whole", 60, 24, dtype=dtype), OPTIMIZERS[name](lr=0.1)
+    generator = torch.Generator().manual_seed(0)
+    ids, layout = held(whole, torch.randperm(60, generator=generator)[:17].to(device))
+    slots = torch.randint(17, (40,), generator=generator).to(device)
+    offsets, grad = torch.arange(41, device=device), torch.randn(40, 24, generator=generator).to(device)
+    drawn = torch.randn(60, 24, generator=generator).to(device, dtype)
+    results = []
+    for values, where in ((ids[slots], make_layout([whole], ["whole"], True, device)), (slots, layout)):
+        weight = (drawn if values is not slots else drawn[ids]).clone()
+        states = [torch.zeros(weight.shape[: 1 + state.per_element], device=device) for state in spec.states]
+        counters = [torch.zeros(shape, dtype=torch.int64, device=device) for shape in ((), (1,))]
+        groups = tuple(group.to(device) for group in row_groups_reference(values, offsets, where))
+        with forced(implementation):
+            kernel("row_update_", device, [weight])(
+                [weight], states, *counters, torch.tensor(0.1, device=device), grad, offsets, None, spec.name,
+                spec.hyperparameters, groups, where,
+            )  # fmt: skip
+        results.append([weight, *states] if values is slots else [tensor[ids] for tensor in (weight, *states)])
+    assert not torch.equal(results[1][0], drawn[ids])
+    for expected, found in zip(*results, strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_bad_gradient_of_a_row_held_elsewhere_names_the_row(device, implementation):
+    device = device if implementation == "triton" else torch.device("cpu")
+    whole, spec = te.TableConfig("whole", 60, 8), te.optim.SGD(lr=0.1, nonfinite="raise")
+    _, layout = held(whole, torch.tensor([7, 41, 3], device=device))
+    weight, offsets = torch.ones(3, 8, device=device), torch.arange(3, device=device)
+    values, grad = torch.tensor([0, 1], device=device), torch.tensor([[1.0], [float("nan")]], device=device)
+    groups = tuple(group.to(device) for group in row_groups_reference(values, offsets, layout))
+    counters = [torch.zeros(shape, dtype=torch.int64, device=device) for shape in ((), (1,))]
+    update, rate = kernel("row_update_", device, [weight]), torch.tensor(0.1, device=device)
+    grad = grad.expand(2, 8).contiguous()
+
+    def step():
+        update(
+            [weight], [], *counters, rate, grad, offsets, None, spec.name, spec.hyperparameters, groups, layout
+        )  # fmt: skip
+        te.check_errors()
+
+    with pytest.raises(ValueError, match="table 'whole': the gradient of row 41 is NaN"), forced(implementation):
+        step()
+    assert torch.equal(weight, torch.ones_like(weight))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

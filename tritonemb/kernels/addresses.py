@@ -6,6 +6,7 @@ pinned memory. Tables in pinned host memory are read through the same addresses 
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -26,6 +27,24 @@ class _Upload(NamedTuple):
 _kept: OrderedDict[tuple[torch.device, torch.dtype, tuple[float, ...]], _Upload] = OrderedDict()
 _in_graphs: list[Tensor] = []  # a captured graph reads them as long as it lives
 _lock = threading.Lock()
+
+
+class _OnGPU(NamedTuple):
+    """int64 numbers at an address of a GPU, for `torch.as_tensor`."""
+
+    address: int
+    size: int
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        return {"shape": (self.size,), "typestr": "<i8", "data": (self.address, False), "version": 3}
+
+
+def int64_at(address: int, count: int, device: torch.device | str = "cpu") -> Tensor:
+    """The int64 numbers `[count]` at an address, where they are: somebody else keeps them alive."""
+    if torch.device(device).type == "cuda":
+        return torch.as_tensor(_OnGPU(address, count), device=device)
+    return torch.frombuffer((ctypes.c_int64 * count).from_address(address), dtype=torch.int64)
 
 
 def on_device(numbers: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:

@@ -7,7 +7,8 @@ from bisect import bisect_right
 import numpy as np
 from torch import Tensor
 
-from tritonemb.kernels.layout import FIRST_ROW, NUM_ROWS, TABLE, Layout, batch_size_of
+from tritonemb.kernels.addresses import int64_at
+from tritonemb.kernels.layout import FIRST_ROW, NUM_ROWS, ROW_IDS, TABLE, Layout, batch_size_of
 
 
 def bad_id(position: int, values: Tensor, offsets: Tensor, layout: Layout) -> ValueError:
@@ -62,7 +63,9 @@ def bad_gradient(row: int, layout: Layout) -> ValueError:
     """The summed gradient of linear row `row` is NaN or infinite."""
     first_rows = layout.tables[:, FIRST_ROW].numpy()
     table = int(np.searchsorted(first_rows, row, side="right")) - 1
-    return gradient_not_finite(layout.table_names.splitlines()[table], row - int(first_rows[table]))
+    name, place = layout.table_names.splitlines()[table], row - int(first_rows[table])
+    num_rows, row_ids = layout.tables[table, [NUM_ROWS, ROW_IDS]].tolist()
+    return gradient_not_finite(name, int(int64_at(row_ids, num_rows)[place]) if row_ids else place)
 
 
 def gradient_not_finite(table: str, row: int) -> ValueError:

@@ -16,7 +16,8 @@ from torch import Tensor
 from tritonemb.types import TableConfig
 
 TABLE, COLUMN, DIM, POOLING = range(4)  # columns of `lookups`
-FIRST_ROW, NUM_ROWS, ROW_DIM, SEED, ROW_ORIGIN, COLUMN_ORIGIN = range(6)  # columns of `tables`, a `TableRow` each
+# Columns of `tables`, a `TableRow` each.
+FIRST_ROW, NUM_ROWS, ROW_DIM, SEED, ROW_ORIGIN, COLUMN_ORIGIN, ROW_IDS = range(7)
 SUM, MEAN = range(2)  # values of `lookups[:, POOLING]`
 ELEMENTS_PER_COUNTER = 8  # neighbours in a row of 16 bits that one random counter rounds
 
@@ -29,6 +30,8 @@ class TableRow(NamedTuple):
         num_rows, dim: its shape.
         seed: of its stochastic rounding.
         row_origin, column_origin: where its first row and column stand in the whole table that it is a part of.
+        row_ids: where these are some rows of a larger table: address of int64 `[num_rows]`, the row that each one is.
+            0: each is its own. Whoever makes the layout keeps that tensor alive.
     """
 
     first_row: int
@@ -37,6 +40,7 @@ class TableRow(NamedTuple):
     seed: int = 0
     row_origin: int = 0
     column_origin: int = 0
+    row_ids: int = 0
 
 
 TABLE_SIZE = len(TableRow._fields)
@@ -46,7 +50,7 @@ class Layout(NamedTuple):
     """What a batch's keys mean to a collection of `T` tables with `L` lookups; `K` keys in the batch.
 
     Attributes:
-        tables: int64 `[T, 6]`, a `TableRow` each.
+        tables: int64 `[T, 7]`, a `TableRow` each.
         lookups: int64 `[L, 4]`, by key: table, first column of the output, dim, pooling.
         key_starts: int64 `[K + 1]`: the lookups of key `k` are `key_starts[k] … key_starts[k + 1] - 1`.
         table_names, feature_names: one a line; for error messages.

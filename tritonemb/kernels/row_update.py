@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.kernels import errors
-from tritonemb.kernels.addresses import on_device
+from tritonemb.kernels.addresses import int64_at, on_device
 from tritonemb.kernels.embedding_bag import alignment_of, by_dtype
 from tritonemb.kernels.error_word import BAD_GRADIENT, error_word, names_of, poll, report
 from tritonemb.kernels.floats import CODES, FLOAT32, narrow, pointer_to, widen
@@ -29,7 +29,16 @@ from tritonemb.kernels.gradient_sums import (
     warps_for,
 )
 from tritonemb.kernels.language import cdiv, jit, lanes, launch, next_power_of_2, num_programs, tl
-from tritonemb.kernels.layout import COLUMN_ORIGIN, FIRST_ROW, ROW_ORIGIN, SEED, Layout, batch_size_of
+from tritonemb.kernels.layout import (
+    COLUMN_ORIGIN,
+    FIRST_ROW,
+    NUM_ROWS,
+    ROW_IDS,
+    ROW_ORIGIN,
+    SEED,
+    Layout,
+    batch_size_of,
+)
 from tritonemb.kernels.optimizers import constants_of, step_reference, step_rows
 from tritonemb.kernels.rounding import (
     narrow_reference,
@@ -38,7 +47,7 @@ from tritonemb.kernels.rounding import (
     random16,
     random16_reference,
 )
-from tritonemb.kernels.tables import column_origin_at, dim_at, first_row_at, row_origin_at, seed_at, table_of
+from tritonemb.kernels.tables import column_origin_at, dim_at, first_row_at, row_id, row_origin_at, seed_at, table_of
 from tritonemb.optimizers import KINDS, OPTIMIZERS, Adam, Hyperparameters, NonFinite
 
 NONFINITE_MODES = get_args(NonFinite)
@@ -89,7 +98,7 @@ def _update_kernel(
             count = 0
             if tl.program_id(0) == 0:
                 table = table_of(tables, num_tables, found)
-                where = found - tl.load(first_row_at(tables, table))
+                where = row_id(tables, table, found - tl.load(first_row_at(tables, table)), found != NO_ROW)
                 report(lock, record, BAD_GRADIENT, names, where, where, table, where, where, where)
     lr = tl.load(learning_rate)
     now = tl.load(step) + 1
@@ -145,8 +154,9 @@ def _update_kernel(
                 row_step = now
                 if OWN_STEP:
                     row_step = tl.load(step + table) + 1
+                whole_row = row_id(tables, table, row, ours) + tl.load(row_origin_at(tables, table))
                 noise = random16(
-                    tl.load(seed_at(tables, table)), row + tl.load(row_origin_at(tables, table)),
+                    tl.load(seed_at(tables, table)), whole_row,
                     tl.load(column_origin_at(tables, table)), row_step, ROWS, BLOCK,
                 )  # fmt: skip
                 bits = narrow_stochastic(w, noise, CODE)
@@ -299,6 +309,8 @@ def _narrow(row: Tensor, dtype: torch.dtype, table: Tensor, rows: Tensor, step: 
         return row.to(dtype)
     if not h.stochastic_rounding:
         return narrow_reference(row, dtype)
-    seed, row_origin, column_origin = table[[SEED, ROW_ORIGIN, COLUMN_ORIGIN]].tolist()
+    seed, row_origin, column_origin, row_ids = table[[SEED, ROW_ORIGIN, COLUMN_ORIGIN, ROW_IDS]].tolist()
+    if row_ids:
+        rows = int64_at(row_ids, int(table[NUM_ROWS]), rows.device)[rows]
     noise = random16_reference(seed, rows + row_origin, step, row.shape[1], column_origin)
     return narrow_stochastic_reference(row, dtype, noise)

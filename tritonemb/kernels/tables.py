@@ -8,6 +8,7 @@ from tritonemb.kernels.language import jit, tl
 
 _SIZE, _NUM_ROWS, _DIM = (tl.constexpr(n) for n in (layout.TABLE_SIZE, layout.NUM_ROWS, layout.ROW_DIM))
 _SEED, _ROW_ORIGIN, _COLUMN_ORIGIN = (tl.constexpr(n) for n in (layout.SEED, layout.ROW_ORIGIN, layout.COLUMN_ORIGIN))
+_ROW_IDS = tl.constexpr(layout.ROW_IDS)
 
 
 @jit
@@ -40,6 +41,14 @@ def seed_at(tables, table):
 @jit
 def row_origin_at(tables, table):
     return first_row_at(tables, table) + _ROW_ORIGIN
+
+
+@jit
+def row_id(tables, table, row, mask):
+    """The row of its table that each row of the memory holds."""
+    row_ids = tl.load(first_row_at(tables, table) + _ROW_IDS, mask=mask, other=0)
+    found = tl.load(row_ids.to(tl.pointer_type(tl.int64)) + row, mask=row_ids != 0, other=0)
+    return tl.where(row_ids != 0, found, row)
 
 
 @jit

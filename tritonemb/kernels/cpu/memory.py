@@ -36,6 +36,7 @@ def _pointer(item: types.Type, code: ir.Type) -> Any:
 
 
 _float32_pointer = _pointer(types.float32, _FLOAT)
+_int64_pointer = _pointer(types.int64, ir.IntType(64))
 _uint16_pointer = _pointer(types.uint16, _SHORT)
 float32_bits = _cast(types.float32, types.uint32, lambda b, a: b.bitcast(a, ir.IntType(32)))
 float32_from_bits = _cast(types.uint32, types.float32, lambda b, a: b.bitcast(a, _FLOAT))
@@ -74,6 +75,12 @@ def float32_row(address, size):
 def uint16_row(address, size):
     """Likewise, 16-bit values."""
     return numba.carray(_uint16_pointer(address), size)
+
+
+@inlined
+def int64_row(address, size):
+    """Likewise, int64 values."""
+    return numba.carray(_int64_pointer(address), size)
 
 
 @inlined

@@ -13,7 +13,7 @@ from tritonemb.kernels.cpu import pool
 from tritonemb.kernels.cpu.arrays import addresses_of, as_float32, as_int64, dtypes_of
 from tritonemb.kernels.cpu.jagged import bags_of, one_value_a_bag, uses_by_table
 from tritonemb.kernels.cpu.jit import called, compiled, inlined
-from tritonemb.kernels.cpu.memory import FLOAT32, element_size, float32_row, prefetch, uint16_row
+from tritonemb.kernels.cpu.memory import FLOAT32, element_size, float32_row, int64_row, prefetch, uint16_row
 from tritonemb.kernels.cpu.optimizers import MAX_GRADIENT, NONFINITE, STOCHASTIC_ROUNDING, apply
 from tritonemb.kernels.cpu.parallel import run_tasks
 from tritonemb.kernels.cpu.rounding import fill_random, narrow_row, narrow_row_stochastic, widen_row
@@ -24,8 +24,10 @@ from tritonemb.kernels.layout import (
     ELEMENTS_PER_COUNTER,
     FIRST_ROW,
     MEAN,
+    NUM_ROWS,
     POOLING,
     ROW_DIM,
+    ROW_IDS,
     ROW_ORIGIN,
     SEED,
     Layout,
@@ -129,6 +131,7 @@ def _update_rows(
         if first >= last:
             continue
         step = steps[table]
+        row_ids = int64_row(tables[table, ROW_IDS], tables[table, NUM_ROWS] if tables[table, ROW_IDS] else 0)
         first_row, dim, dtype, base = tables[table, FIRST_ROW], tables[table, ROW_DIM], dtypes[table], addresses[table]
         row_bytes = dim * element_size(dtype)
         state_bytes = (4 * dim if per_element[0] else 4, 4 * dim if per_element[1] else 4)
@@ -172,7 +175,7 @@ def _update_rows(
             apply(kind, weight, state1, state2, sums, learning_rate, step, hyperparameters)
             if dtype != FLOAT32 and stochastic:
                 words = words_room[: (dim + ELEMENTS_PER_COUNTER - 1) // ELEMENTS_PER_COUNTER * 4]
-                whole_row = tables[table, ROW_ORIGIN] + row
+                whole_row = tables[table, ROW_ORIGIN] + (row_ids[row] if row_ids.size else row)
                 fill_random(words, tables[table, SEED], whole_row, tables[table, COLUMN_ORIGIN], step)
                 narrow_row_stochastic(weight, dtype, uint16_row(address, dim), words)
             elif dtype != FLOAT32:
