@@ -213,6 +213,7 @@ def test_any_tables_any_plan(ranks, world):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_any_tables_any_plan_at_length(ranks, world):
     @settings(max_examples=25, phases=UNSHRUNK)
