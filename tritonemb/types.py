@@ -120,6 +120,11 @@ class TableConfig:
         return part
 
     @property
+    def bound(self) -> float:
+        """First values are uniform in ± this, where there is no `init`."""
+        return float(self.num_embeddings**-0.5)
+
+    @property
     def feature_names(self) -> tuple[str, ...]:
         """The keys that look this table up, never None."""
         assert isinstance(self.features, tuple)

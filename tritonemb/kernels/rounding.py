@@ -60,18 +60,23 @@ def random16_reference(seed: int, rows: Tensor, step: int, dim: int, column: int
     `column` is a multiple of 8.
     """
     num_counters = cdiv(dim, ELEMENTS_PER_COUNTER)
-    c0 = (column // ELEMENTS_PER_COUNTER + torch.arange(num_counters, device=rows.device)).expand(rows.numel(), -1)
-    c1, c2 = (rows & _MASK32).unsqueeze(1).expand_as(c0), (rows >> 32).unsqueeze(1).expand_as(c0)
-    c3 = torch.full_like(c0, step & _MASK32)
+    first = column // ELEMENTS_PER_COUNTER
+    counters = torch.arange(first, first + num_counters, device=rows.device).expand(rows.numel(), -1)
+    words = philox_reference(seed, counters, rows.unsqueeze(1).expand_as(counters), torch.full_like(counters, step))
+    halves = torch.stack([words & 0xFFFF, words >> 16], dim=-1).flatten(1)
+    return halves[:, :dim]
+
+
+def philox_reference(seed: int, counters: Tensor, rows: Tensor, steps: Tensor) -> Tensor:
+    """int64 `[R, 4 C]` in [0, 2^32): the words of counters (counter, row, row >> 32, step), all int64 `[R, C]`."""
+    c0, c1, c2, c3 = counters & _MASK32, rows & _MASK32, rows >> 32, steps & _MASK32
     k0, k1 = seed & _MASK32, seed >> 32
     for _ in range(10):
         high0, low0 = _multiply(0xD2511F53, c0)
         high1, low1 = _multiply(0xCD9E8D57, c2)
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
         k0, k1 = (k0 + 0x9E3779B9) & _MASK32, (k1 + 0xBB67AE85) & _MASK32
-    words = torch.stack([c0, c1, c2, c3], dim=-1).flatten(1)
-    halves = torch.stack([words & 0xFFFF, words >> 16], dim=-1).flatten(1)
-    return halves[:, :dim]
+    return torch.stack([c0, c1, c2, c3], dim=-1).flatten(1)
 
 
 def _multiply(constant: int, value: Tensor) -> tuple[Tensor, Tensor]:

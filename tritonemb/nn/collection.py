@@ -14,8 +14,9 @@ from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.kernels.layout import Layout, make_layout
 from tritonemb.nn.data_parallel import refuse_data_parallel
 from tritonemb.nn.fused_optimizer import FusedOptimizer
+from tritonemb.nn.lookup import Lookup
 from tritonemb.nn.table import Table
-from tritonemb.ops.accumulate import NOT_ACCUMULATING, Accumulator
+from tritonemb.ops.accumulate import NOT_ACCUMULATING, Accumulator, accumulate_
 from tritonemb.optimizers import Constants, Hyperparameters, Optimizer
 from tritonemb.types import TRAINABLE_DTYPES, TableConfig
 
@@ -265,25 +266,32 @@ class Collection(nn.Module):
                 ]
             )
             grad = grad[order.values()]
-        self._step(
-            grad, stacked.values(), stacked.offsets(), stacked.weights_or_none(), layout,
-            ops.row_groups(stacked.values(), stacked.offsets(), layout),
+        values, offsets = stacked.values(), stacked.offsets()
+        groups = ops.row_groups(values, offsets, layout)
+        self._step(grad, Lookup(values, offsets, stacked.weights_or_none(), groups, layout))
+
+    def read(self, lookup: Lookup) -> Tensor:
+        """`[B, width]` if pooled, else `[N, width]`; no gradient."""
+        weights: list[Tensor] = [table.weight for table in self.tables]
+        return ops.embedding_bag(
+            weights, lookup.values, lookup.offsets, lookup.sample_weights, lookup.layout,
+            self.bounds_check == "raise", self.dtype_of(weights),
         )  # fmt: skip
 
-    def _step(
-        self,
-        grad: Tensor,
-        values: Tensor,
-        offsets: Tensor,
-        sample_weights: Tensor | None,
-        layout: Layout,
-        groups: ops.RowGroups,
-    ) -> None:
+    def take_gradient(self, grad: Tensor, lookup: Lookup) -> None:
+        """Update the rows of a batch, or keep its gradient while gradients are accumulated."""
+        if self._accumulating:
+            handle = self._accumulator.handle
+            accumulate_(self.pending, handle, grad, lookup.values, lookup.offsets, lookup.sample_weights)
+        else:
+            self._step(grad, lookup)
+
+    def _step(self, grad: Tensor, lookup: Lookup) -> None:
         """One step of the optimizer on the rows of a batch."""
         fused = self._fused([table.weight for table in self.tables])
         ops.row_update_(
-            fused.weights, fused.states, fused.steps, fused.skipped, fused.learning_rate, grad, offsets,
-            sample_weights, fused.optimizer, fused.hyperparameters, groups, layout,
+            fused.weights, fused.states, fused.steps, fused.skipped, fused.learning_rate, grad, lookup.offsets,
+            lookup.sample_weights, fused.optimizer, fused.hyperparameters, lookup.groups, lookup.layout,
         )  # fmt: skip
 
     def __setattr__(self, name: str, value: Any) -> None:

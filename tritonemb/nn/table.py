@@ -7,10 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 
 from tritonemb.kernels.cpu.hugepages import advise_huge_pages
+from tritonemb.ops.initial import fill_initial_
 from tritonemb.optimizers import StateSpec
 from tritonemb.types import TRAINABLE_DTYPES, TableConfig
+
+
+def draw_seed() -> int:
+    """A table's seed, 63 bits from torch's generator."""
+    return int(torch.randint(2**63 - 1, (), dtype=torch.int64))
 
 
 class Table(nn.Module):
@@ -40,16 +47,15 @@ class Table(nn.Module):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initialise the weight as the config says, states to zero."""
-        if self.weight.device.type == "meta":
+        if self.weight.device.type == "meta" or isinstance(self.weight, FakeTensor):
             return
-        trainable = self.weight.dtype in TRAINABLE_DTYPES
-        weight = self.weight if trainable else torch.empty_like(self.weight, dtype=torch.float32)
-        if self.config.init is not None:
-            self.config.init(weight)
+        if self.config.init is None:
+            fill_initial_(self.weight, draw_seed(), self.config.bound)
+        elif self.weight.dtype in TRAINABLE_DTYPES:
+            self.config.init(self.weight)
         else:
-            bound = self.config.num_embeddings**-0.5
-            weight.uniform_(-bound, bound)
-        if not trainable:
+            weight = torch.empty_like(self.weight, dtype=torch.float32)
+            self.config.init(weight)
             self.weight.copy_(weight)
         for state in self.buffers(recurse=False):
             state.zero_()

@@ -47,10 +47,35 @@ _KERNELS: dict[str, dict[str, str]] = {
         REFERENCE: "tritonemb.kernels.padding:drop_padding_reference",
         TRITON: "tritonemb.kernels.padding:drop_padding",
     },
+    "initial_rows": {
+        REFERENCE: "tritonemb.kernels.initial:initial_rows_reference",
+        "cpu": "tritonemb.kernels.cpu.initial:initial_rows",
+        TRITON: "tritonemb.kernels.initial:initial_rows",
+    },
     "row_update_": {
         REFERENCE: "tritonemb.kernels.row_update:row_update_reference_",
         "cpu": "tritonemb.kernels.cpu.row_update:row_update_",
         TRITON: "tritonemb.kernels.row_update:row_update_",
+    },
+    "row_cache_look_up_": {
+        REFERENCE: "tritonemb.kernels.row_cache:row_cache_look_up_reference_",
+        "cpu": "tritonemb.kernels.cpu.row_cache:row_cache_look_up_",
+        TRITON: "tritonemb.kernels.row_cache:row_cache_look_up_",
+    },
+    "row_cache_allocate_": {
+        REFERENCE: "tritonemb.kernels.row_cache:row_cache_allocate_reference_",
+        "cpu": "tritonemb.kernels.cpu.row_cache:row_cache_allocate_",
+        TRITON: "tritonemb.kernels.row_cache:row_cache_allocate_",
+    },
+    "row_cache_translate": {
+        REFERENCE: "tritonemb.kernels.row_cache:row_cache_translate_reference",
+        "cpu": "tritonemb.kernels.cpu.row_cache:row_cache_translate",
+        TRITON: "tritonemb.kernels.row_cache:row_cache_translate",
+    },
+    "move_rows_": {
+        REFERENCE: "tritonemb.kernels.move_rows:move_rows_reference_",
+        "cpu": "tritonemb.kernels.cpu.move_rows:move_rows_",
+        TRITON: "tritonemb.kernels.move_rows:move_rows_",
     },
     "quantize_pack": {
         REFERENCE: "tritonemb.kernels.quantize:quantize_pack_reference",

@@ -30,6 +30,7 @@ from tritonemb.kernels.layout import (
     make_layout,
 )
 from tritonemb.kernels.rounding import narrow_reference, narrow_stochastic_reference, random16_reference
+from tritonemb.nn.lookup import Lookup
 from tritonemb.optimizers import SGD, Optimizer
 from tritonemb.types import TableConfig
 
@@ -77,20 +78,17 @@ def gathered_update_(
     optimizer: Optimizer,
     fused: ops.Fused,
     grad: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    layout: Layout,
-    groups: ops.RowGroups,
+    lookup: Lookup,
 ) -> None:
     """One step on the rows of the batches of all these ranks, in place; a collective.
 
     Args:
         fused: the tables that this rank holds, their states and counters.
-        grad, offsets, sample_weights, layout, groups: of this rank's batch.
+        grad, lookup: this rank's batch, and the gradient of what was looked up.
     """
     # What the bound is of is the gradient of the mean over replicas.
     bound = None if optimizer.max_gradient is None else optimizer.max_gradient * gathering.average
-    sums = row_sums(grad, offsets, sample_weights, layout, groups, bound)
+    sums = row_sums(grad, lookup, bound)
     optimizer = replace(optimizer, max_gradient=None)
     if gathering.replicas is not None:
         sums = gather_sums(gathering.replicas, sums)
@@ -113,19 +111,12 @@ def gathered_update_(
         )
 
 
-def row_sums(
-    grad: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    layout: Layout,
-    groups: ops.RowGroups,
-    max_gradient: float | None = None,
-) -> RowSums:
+def row_sums(grad: Tensor, lookup: Lookup, max_gradient: float | None = None) -> RowSums:
     """The distinct rows of each table, ascending, and the sum of each one's gradients. Waits for the device.
 
     It is a step of plain gradient descent from zero with learning rate -1, on tables of just these rows.
     """
-    device = grad.device
+    device, layout, groups = grad.device, lookup.layout, lookup.groups
     first_rows = layout.tables[:, FIRST_ROW].contiguous()
     rows = groups.rows[: int(groups.num_groups)]
     starts = torch.searchsorted(rows, first_rows)
@@ -135,7 +126,7 @@ def row_sums(
     compact[:, FIRST_ROW], compact[:, NUM_ROWS] = starts, counts
     sums = [torch.zeros(n, dim, device=device) for n, dim in zip(sizes, compact[:, ROW_DIM].tolist(), strict=True)]
     _plain_update(
-        sums, grad, offsets, sample_weights, max_gradient,
+        sums, grad, lookup.offsets, lookup.sample_weights, max_gradient,
         groups._replace(rows=torch.arange(groups.rows.shape[0], device=device)),
         layout._replace(tables=compact, num_rows=rows.shape[0]),
     )  # fmt: skip
@@ -187,7 +178,7 @@ def _apply(tables: Sequence[TableConfig], optimizer: Optimizer, fused: ops.Fused
 def _add_equal_rows(tables: Sequence[TableConfig], sums: RowSums) -> RowSums:
     """Rows that came from several ranks, once."""
     values, offsets, grad, layout = _as_batch(tables, sums)
-    return row_sums(grad, offsets, None, layout, ops.row_groups(values, offsets, layout))
+    return row_sums(grad, Lookup(values, offsets, None, ops.row_groups(values, offsets, layout), layout))
 
 
 class _Cut(NamedTuple):

@@ -25,8 +25,14 @@ _MIN_NORMAL_FLOAT16 = np.float32(2.0**-14)
 @inlined
 def fill_random(words, seed, row, column, step):
     """Philox words for the elements of one row from `column` on, a multiple of 8; `words` uint32 [4 * counters]."""
+    fill_philox(words, seed, column // ELEMENTS_PER_COUNTER, row, step)
+
+
+@inlined
+def fill_philox(words, seed, first, row, step):
+    """The words of counters (first …, row, row >> 32, step); `words` uint32 [4 * counters]."""
     for counter in range(words.size // 4):
-        c0, c1 = np.uint32(column // ELEMENTS_PER_COUNTER + counter), np.uint32(row & 0xFFFFFFFF)
+        c0, c1 = np.uint32(first + counter), np.uint32(row & 0xFFFFFFFF)
         c2, c3 = np.uint32(row >> 32), np.uint32(step & 0xFFFFFFFF)
         k0, k1 = np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32)
         for _ in range(10):

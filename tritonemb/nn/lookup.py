@@ -1,0 +1,69 @@
+"""A lookup whose backward is Python code: what the tables do with its gradient may exchange rows or move them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from tritonemb import ops
+from tritonemb.kernels.layout import Layout
+
+
+class Lookup(NamedTuple):
+    """A batch as kernels see it.
+
+    Attributes:
+        values: int32 or int64 `[N]`, rows of the tables' memory.
+        offsets: `[K * B + 1]`.
+        sample_weights: float32 `[N]`, or None.
+        groups: the distinct rows.
+        layout: of the batch's keys.
+    """
+
+    values: Tensor
+    offsets: Tensor
+    sample_weights: Tensor | None
+    groups: ops.RowGroups
+    layout: Layout
+
+
+class Updated(Protocol):
+    """Tables that a backward pass updates."""
+
+    def read(self, lookup: Lookup) -> Tensor:
+        """`[B, width]` if pooled, else `[N, width]`."""
+        ...
+
+    def take_gradient(self, grad: Tensor, lookup: Lookup) -> None:
+        """Update the rows, or keep the gradient for later."""
+        ...
+
+
+def look_up(tables: Updated, weight: Tensor, lookup: Lookup, then: Callable[[], None] | None = None) -> Tensor:
+    """Read rows; the backward hands the gradient to the tables.
+
+    Args:
+        weight: stands for all tables in the graph; it gets no gradient.
+        then: called when the backward has been.
+    """
+    found: Tensor = _LookUp.apply(weight, tables, lookup, then)
+    return found
+
+
+class _LookUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, tables: Updated, lookup: Lookup, then: Callable[[], None] | None) -> Tensor:
+        ctx.inputs = tables, lookup, then
+        return tables.read(lookup)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        tables, lookup, then = ctx.inputs
+        tables.take_gradient(grad, lookup)
+        if then is not None:
+            then()
+        return (None,) * 4
