@@ -185,6 +185,35 @@ def jagged(weighted: bool, ids: torch.dtype) -> None:
     block_bucketize(values, offsets, torch.tensor([16, 16, 16], device=_device), weights, 4)
 
 
+def row_cache(policy: str, num_sets: Sequence[int]) -> None:
+    """Two batches of a cache whose tables have these numbers of sets, the second with other rows."""
+    from tritonemb.kernels.row_cache import row_cache_allocate_, row_cache_look_up_, row_cache_translate
+
+    p = problem([16] * len(num_sets), num_rows=200)
+    tags, used, pins = [], [], []
+    for sets in num_sets:
+        tags.append(torch.full((sets * 32,), -1, device=_device))
+        used.append(torch.zeros(sets * 32, dtype=torch.int64, device=_device))
+        pins.append(torch.zeros(sets * 32, dtype=torch.int32, device=_device))
+    sets, now = torch.tensor(num_sets, device=_device), torch.tensor(5, device=_device)
+    for ids in (p.batch.values(), p.batch.values() // 2):
+        rows, starts, order, num_groups = row_groups_reference(ids, p.batch.offsets(), p.layout)
+        slots = row_cache_look_up_(tags, used, pins, rows, num_groups, p.layout.tables, sets, now, policy)
+        row_cache_allocate_(tags, used, pins, rows, slots, num_groups, p.layout.tables, sets, now, policy)
+        row_cache_translate(slots, starts, order, num_groups)
+
+
+def move_rows(rows_of: Sequence[tuple[torch.dtype, int, int]]) -> None:
+    """Pairs of these dtypes, widths and numbers of elements between rows."""
+    from tritonemb.kernels.move_rows import move_rows_
+
+    tensors = []
+    for rows in (40, 60):
+        made = [torch.zeros(rows, width + gap, device=_device).to(dtype)[:, :width] for dtype, width, gap in rows_of]
+        tensors.append([tensor[:, 0] if tensor.shape[1] == 1 else tensor for tensor in made])
+    move_rows_(*tensors, torch.arange(40, device=_device), torch.arange(40, device=_device) - 1)
+
+
 def short(dtype: torch.dtype) -> str:
     """ "float16" for `torch.float16`."""
     return str(dtype).removeprefix("torch.")
@@ -358,6 +387,23 @@ def jagged_cases() -> Iterator[Case]:
         yield Case(name, functools.partial(jagged, weighted, ids), weighted == (ids == torch.int32))
 
 
+def row_cache_cases() -> Iterator[Case]:
+    for policy, (name, num_sets) in itertools.product(("lru", "lfu"), (("one", (2,)), ("several", (3, 0, 4)))):
+        yield Case(f"row_cache-{policy}-{name}", functools.partial(row_cache, policy, num_sets), True)
+    float32, float16, uint8 = (torch.float32, torch.float16, torch.uint8)
+    kinds: dict[str, tuple[tuple[torch.dtype, int, int], ...]] = {
+        "wide": ((float32, 128, 0), (float16, 64, 0)),
+        "longer": ((float32, 1024, 0),),
+        "records": ((float32, 128, 1), (float32, 1, 128)),
+        "mixed": ((float32, 128, 0), (float32, 1, 0), (float16, 64, 64)),
+        "odd": ((float16, 3, 0), (float32, 64, 0)),
+        "bytes": ((uint8, 7, 0), (float16, 128, 0)),
+        "longs": ((torch.int64, 1, 0), (torch.int64, 3, 0)),
+    }
+    for name, rows_of in kinds.items():
+        yield Case(f"move_rows-{name}", functools.partial(move_rows, rows_of), True)
+
+
 CASES = [
     *forward_cases(),
     *sample_weight_cases(),
@@ -369,5 +415,6 @@ CASES = [
     *cross_cases(),
     *exchange_cases(),
     *jagged_cases(),
+    *row_cache_cases(),
 ]
 assert len({case.name for case in CASES}) == len(CASES)

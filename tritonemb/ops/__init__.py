@@ -7,10 +7,23 @@ from tritonemb.ops.embedding_bag_fused import Fused, embedding_bag_fused
 from tritonemb.ops.interaction import interaction
 from tritonemb.ops.jagged import block_bucketize, jagged_permute, segment_offsets
 from tritonemb.ops.quantize import Packing, make_packing, quantize_pack, quantize_unpack
+from tritonemb.ops.row_cache import (
+    NO_ROW,
+    POLICIES,
+    WAYS,
+    move_rows_,
+    row_cache_allocate_,
+    row_cache_look_up_,
+    row_cache_translate,
+    set_of,
+)
 from tritonemb.ops.row_groups import RowGroups, row_groups
 from tritonemb.ops.row_update import row_update_
 
 __all__ = [
+    "NO_ROW",
+    "POLICIES",
+    "WAYS",
     "BagGradient",
     "Fused",
     "FusedTable",
@@ -24,9 +37,14 @@ __all__ = [
     "interaction",
     "jagged_permute",
     "make_packing",
+    "move_rows_",
     "quantize_pack",
     "quantize_unpack",
+    "row_cache_allocate_",
+    "row_cache_look_up_",
+    "row_cache_translate",
     "row_groups",
     "row_update_",
     "segment_offsets",
+    "set_of",
 ]

@@ -1,0 +1,400 @@
+"""Row caches against lists of ways, and moved rows against copies one by one: CPU kernels, references and Triton's."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import tritonemb as te
+from tests.helpers import fewer
+from tests.strategies import seeds
+from tritonemb.kernels import cache_sets
+from tritonemb.kernels.cpu import row_cache as cpu
+from tritonemb.kernels.layout import make_layout
+from tritonemb.kernels.row_groups import row_groups_reference
+
+WAYS = 32
+MASK64 = 2**64 - 1
+POISON = 2**62 + 3
+OVERFLOW = 5  # elements behind the sets, which are somebody else's
+MODULES = {"cpu": "tritonemb.kernels.cpu.{}", "reference": "tritonemb.kernels.{}", "triton": "tritonemb.kernels.{}"}
+
+
+def served(kernels: str, module: str, function: str) -> Any:
+    """A function of the CPU's, Triton's or the reference's kernels."""
+    if kernels == "reference":
+        function = f"{function.removesuffix('_')}_reference{'_' * function.endswith('_')}"
+    return getattr(importlib.import_module(MODULES[kernels].format(module)), function)
+
+
+def mixed(row: int) -> int:
+    """SplitMix64's finaliser, on Python's integers."""
+    row = ((row ^ (row >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
+    row = ((row ^ (row >> 27)) * 0x94D049BB133111EB) & MASK64
+    return row ^ (row >> 31)
+
+
+class Model:
+    """Each way of each set of each table is None or a list of row, use and pins."""
+
+    def __init__(self, first_rows: list[int], num_sets: list[int], policy: str) -> None:
+        self.first_rows, self.policy = first_rows, policy
+        self.tables: list[list[list[list[int] | None]]] = [[[None] * WAYS for _ in range(n)] for n in num_sets]
+
+    def place(self, linear: int) -> tuple[int, int, int]:
+        """Table, row and set; set -1 where there is no cache."""
+        table = max(t for t, first in enumerate(self.first_rows) if first <= linear)
+        row = linear - self.first_rows[table]
+        return table, row, mixed(row) % len(self.tables[table]) if self.tables[table] else -1
+
+    def look_up(self, rows: list[int], now: int) -> list[int]:
+        slots = []
+        for linear in rows:
+            table, row, number = self.place(linear)
+            slots.append(row if number < 0 else -1)
+            for way, held in enumerate(self.tables[table][number] if number >= 0 else []):
+                if held is not None and held[0] == row:
+                    held[1] = now if self.policy == "lru" else held[1] + 1
+                    held[2] += 1
+                    slots[-1] = number * WAYS + way
+        return slots
+
+    def allocate(self, rows: list[int], slots: list[int], now: int) -> tuple[list[int], list[int]]:
+        slots, evicted = list(slots), [-1] * len(rows)
+        for index, linear in enumerate(rows):
+            table, row, number = self.place(linear)
+            if slots[index] != -1 or number < 0:
+                continue
+            ways = self.tables[table][number]
+            free = [way for way in range(WAYS) if ways[way] is None]
+            old = sorted((held[1], way) for way, held in enumerate(ways) if held is not None and held[2] == 0)
+            if not free and not old:
+                continue
+            way = free[0] if free else old[0][1]
+            evicted[index] = -1 if ways[way] is None else ways[way][0]
+            ways[way] = [row, now if self.policy == "lru" else 1, 1]
+            slots[index] = number * WAYS + way
+        return slots, evicted
+
+    def release(self, linear: int, slot: int) -> tuple[int, int]:
+        """Take one pin off; the table and slot."""
+        table = self.place(linear)[0]
+        self.tables[table][slot // WAYS][slot % WAYS][2] -= 1
+        return table, slot
+
+    def parts(self, table: int) -> tuple[list[int], list[int]]:
+        """Tags and pins."""
+        ways = [held or [-1, 0, 0] for ways in self.tables[table] for held in ways]
+        return [held[0] for held in ways], [held[2] for held in ways]
+
+    def uses(self, table: int) -> dict[int, int]:
+        """The use of every slot that holds a row."""
+        ways = [held for ways in self.tables[table] for held in ways]
+        return {slot: held[1] for slot, held in enumerate(ways) if held is not None}
+
+
+class Problem(NamedTuple):
+    """Tables, and for each step the linear rows of its batch and how many of the rows behind them are poison."""
+
+    num_rows: list[int]
+    num_sets: list[int]
+    policy: str
+    steps: list[tuple[list[int], int]]
+    kept: float  # share of the pins that outlive their batch
+    seed: int
+
+    @property
+    def first_rows(self) -> list[int]:
+        return [sum(self.num_rows[:table]) for table in range(len(self.num_rows))]
+
+
+@st.composite
+def problems(draw: st.DrawFn, max_steps: int = 6) -> Problem:
+    """Some tables without a cache; more rows than ways; pins for ever, for a while, or for one batch."""
+    num_tables = draw(st.integers(1, 4))
+    num_sets = [draw(st.sampled_from((0, 1, 1, 2, 3))) for _ in range(num_tables)]
+    num_rows = [draw(st.sampled_from((0, 1, 40, 200, 2**33 + 7))) for _ in range(num_tables)]
+    generator = torch.Generator().manual_seed(draw(seeds))
+    known: list[int] = []
+    for table, rows in enumerate(num_rows):
+        first = sum(num_rows[:table])
+        drawn = torch.randint(0, max(1, rows), (min(rows, 80),), generator=generator)
+        known += [first + row for row in set(drawn.tolist())]
+    steps = []
+    for _ in range(draw(st.integers(1, max_steps))):
+        share = draw(st.sampled_from((0.0, 0.1, 0.4, 1.0)))
+        chosen = (torch.rand(len(known), generator=generator) < share).tolist()
+        batch = sorted(row for row, taken in zip(known, chosen, strict=True) if taken)
+        steps.append((batch, draw(st.sampled_from((0, 3)))))
+    kept, policy = draw(st.sampled_from((0.0, 0.3, 1.0))), draw(st.sampled_from(cache_sets.POLICIES))
+    return Problem(num_rows, num_sets, policy, steps, kept, draw(seeds))
+
+
+def run(problem: Problem, kernels: str, device: torch.device | str = "cpu") -> Model:
+    """Every step by these kernels and by lists: the same slots, evictions and tensors, overflow included."""
+    look_up = served(kernels, "row_cache", "row_cache_look_up_")
+    allocate = served(kernels, "row_cache", "row_cache_allocate_")
+    configs = [te.TableConfig(f"t{t}", max(1, rows), 4) for t, rows in enumerate(problem.num_rows)]
+    tables = make_layout(configs, [config.name for config in configs], True).tables
+    tables[:, :2] = torch.tensor([problem.first_rows, problem.num_rows]).T
+    sizes = [sets * WAYS + OVERFLOW if sets else 0 for sets in problem.num_sets]
+    tags, used = [torch.full((n,), -1) for n in sizes], [torch.zeros(n, dtype=torch.int64) for n in sizes]
+    pins = [torch.zeros(n, dtype=torch.int32) for n in sizes]
+    for part, behind in ((tags, 0), (used, -7), (pins, -9)):  # a tag that would be found, a use and a pin for eviction
+        for tensor in part:
+            tensor[-OVERFLOW:] = behind
+    parts = [[tensor.to(device) for tensor in part] for part in (tags, used, pins)]
+    shared = (tables.to(device), torch.tensor(problem.num_sets, device=device))
+    model = Model(problem.first_rows, problem.num_sets, problem.policy)
+    generator, held = torch.Generator().manual_seed(problem.seed), []
+    for step, (batch, behind) in enumerate(problem.steps):
+        now = 100 + step // 2  # so that uses are often equal
+        rows = torch.tensor([*batch, *[POISON, -5, 0][:behind]], dtype=torch.int64, device=device)
+        count, clock = torch.tensor(len(batch), device=device), torch.tensor(now, device=device)
+        slots = look_up(*parts, rows, count, *shared, clock, problem.policy)
+        expected = model.look_up(batch, now)
+        assert slots.dtype == torch.int64
+        assert slots.tolist() == expected + [-1] * behind
+        evicted = allocate(*parts, rows, slots, count, *shared, clock, problem.policy)
+        expected, gone = model.allocate(batch, expected, now)
+        assert evicted.dtype == torch.int64
+        assert slots.tolist() == expected + [-1] * behind
+        assert evicted.tolist() == gone + [-1] * behind
+        for table in range(len(sizes)):
+            got_tags, got_used, got_pins = (part[table].tolist() for part in parts)
+            end, (want_tags, want_pins) = max(0, sizes[table] - OVERFLOW), model.parts(table)
+            assert (got_tags[:end], got_pins[:end]) == (want_tags, want_pins)
+            assert {slot: use for slot, use in enumerate(got_used[:end]) if got_tags[slot] >= 0} == model.uses(table)
+            if sizes[table]:
+                behind_sets = [part[end:] for part in (got_tags, got_used, got_pins)]
+                assert behind_sets == [[0] * OVERFLOW, [-7] * OVERFLOW, [-9] * OVERFLOW]
+        held += [(row, s) for row, s in zip(batch, expected, strict=True) if s >= 0 and model.place(row)[2] >= 0]
+        stays = (torch.rand(len(held), generator=generator) < problem.kept).tolist()
+        for (row, slot), stay in zip(held, stays, strict=True):
+            if not stay:
+                table, slot = model.release(row, slot)
+                parts[2][table][slot] -= 1
+        held = [pin for pin, stay in zip(held, stays, strict=True) if stay]
+    return model
+
+
+@given(problems())
+@pytest.mark.usefixtures("poisoned")
+def test_the_reference_is_a_cache_of_lists(problem):
+    run(problem, "reference")
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 4])
+@settings(max_examples=fewer(25, 5))
+@given(problems())
+@pytest.mark.usefixtures("poisoned")
+def test_the_cpu_kernels_are_a_cache_of_lists_on_any_number_of_threads(monkeypatch, num_threads, problem):
+    monkeypatch.setattr(cpu, "FEW_ROWS", 0)
+    torch.set_num_threads(num_threads)
+    run(problem, "cpu")
+
+
+@pytest.mark.triton
+@settings(max_examples=8)
+@given(problems(max_steps=4))
+@pytest.mark.usefixtures("poisoned")
+def test_triton_is_a_cache_of_lists(device, problem):
+    run(problem, "triton", device)
+
+
+def hard_problem(name: str, policy: str) -> Problem:
+    """One set for all rows; or every row pinned for good, and more misses than ways; or nothing at all."""
+    if name == "one set":  # of each table; the second's rows begin with 100
+        batches = [range(step * 20, step * 20 + 32) for step in range(4)]
+        steps = [([*rows, *[100 + 2**31 + row for row in rows]], 3) for rows in batches]
+        return Problem([100, 2**40], [1, 1], policy, steps, 0.0, 0)
+    if name == "all pinned":
+        return Problem([3, 500], [0, 2], policy, [(list(range(90)), 0), (list(range(60, 203)), 3)], 1.0, 0)
+    return Problem([0, 10], [1, 0], policy, [([], 0), ([], 3), ([4, 9], 0)], 0.0, 0)
+
+
+@pytest.mark.parametrize("policy", cache_sets.POLICIES)
+@pytest.mark.parametrize("name", ["one set", "all pinned", "nothing"])
+@pytest.mark.parametrize("kernels", ["cpu", "reference", pytest.param("triton", marks=pytest.mark.triton)])
+@pytest.mark.usefixtures("poisoned")
+def test_hard_problems(request, kernels, name, policy):
+    model = run(
+        hard_problem(name, policy), kernels, request.getfixturevalue("device") if kernels == "triton" else "cpu"
+    )
+    tags, pins = model.parts(1)
+    if name == "all pinned":  # 64 slots, 200 rows: the first to come stay
+        assert min(pins) > 0
+        assert max(pins) > 1
+        assert -1 not in tags
+    if name == "one set":
+        assert sum(tag >= 2**31 for tag in tags) == WAYS
+
+
+def test_a_set_gets_its_share_of_rows():
+    """Multiples of a power of two, of which a poor hash would leave most sets empty."""
+    num_sets = 1_000
+    sets = cache_sets.set_of(torch.arange(64 * num_sets) << 20, num_sets)
+    counts = torch.bincount(sets, minlength=num_sets)
+    assert counts.numel() == num_sets
+    assert (counts.min() > 25, counts.max() < 110) == (True, True)  # 64 ± 5 standard deviations of 8
+    for row in (0, 1, 2**31 + 5, 2**62, 2**63 - 1):
+        for sets in (1, 3, 2**40 + 1):
+            assert int(cache_sets.set_of(torch.tensor([row]), sets)) == mixed(row) % sets
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 4])
+@pytest.mark.usefixtures("poisoned")
+def test_large_batches_are_cached_alike_on_any_number_of_threads(num_threads):
+    torch.set_num_threads(num_threads)
+    generator = torch.Generator().manual_seed(5)
+    num_rows, num_sets = [30_000, 2**34, 50], [100, 90, 0]
+    steps = []
+    for _ in range(2):
+        ids = torch.cat([torch.randint(0, 30_000, (4_000,), generator=generator),
+                         torch.randint(30_000, 2**34, (3_000,), generator=generator)])  # fmt: skip
+        steps.append((sorted(set(ids.tolist())), 3))
+    run(Problem(num_rows, num_sets, "lru", steps, 0.5, 0), "cpu")
+
+
+@pytest.mark.parametrize("num_threads", [1, 3])
+@pytest.mark.parametrize("kernels", ["cpu", "reference", pytest.param("triton", marks=pytest.mark.triton)])
+@settings(max_examples=10)
+@given(st.integers(0, 60), st.integers(1, 12), seeds)
+@pytest.mark.usefixtures("poisoned")
+def test_every_position_gets_the_slot_of_its_row(monkeypatch, request, kernels, num_threads, num_values, num_ids, seed):
+    """Ids out of range too; slots behind the groups are poison."""
+    monkeypatch.setattr(cpu, "FEW_ROWS", 0)
+    torch.set_num_threads(num_threads)
+    device = request.getfixturevalue("device") if kernels == "triton" else "cpu"
+    layout = make_layout([te.TableConfig("t", num_ids, 4)], ["t"], True)
+    values = torch.randint(-2, num_ids + 3, (num_values,), generator=torch.Generator().manual_seed(seed))
+    groups = row_groups_reference(values, torch.tensor([0, num_values]), layout)
+    slots = torch.full((num_values,), POISON)
+    slot_of = {row: 1000 + index * 7 for index, row in enumerate(groups[0][: int(groups[3])].tolist())}
+    slots[: len(slot_of)] = torch.tensor(list(slot_of.values()), dtype=torch.int64)
+    translate = served(kernels, "row_cache", "row_cache_translate")
+    found = translate(*(tensor.to(device) for tensor in (slots, *groups[1:])))
+    assert found.dtype == torch.int64
+    assert found.tolist() == [slot_of.get(id, -1) for id in values.tolist()]
+
+
+class Pair(NamedTuple):
+    """A matrix of bytes and the view of it that rows are moved to or from, twice."""
+
+    to_memory: Tensor
+    to: Tensor
+    source_memory: Tensor
+    source: Tensor
+
+    def on(self, device: torch.device | str) -> Pair:
+        memories = self.to_memory.to(device, copy=True), self.source_memory.to(device, copy=True)
+        views = [
+            memory.as_strided(view.shape, view.stride(), view.storage_offset())
+            for memory, view in zip(
+                [m.view(v.dtype) for m, v in zip(memories, (self.to, self.source), strict=True)],
+                (self.to, self.source),
+                strict=True,
+            )
+        ]
+        return Pair(memories[0], views[0], memories[1], views[1])
+
+
+DTYPES = (
+    torch.uint8, torch.bool, torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.float32, torch.int64,
+    torch.complex64,
+)  # fmt: skip
+
+
+@st.composite
+def pairs_of(draw: st.DrawFn) -> Pair:
+    """Rows of one element, aligned ones and others, with gaps between them or none."""
+    dtype, width = draw(st.sampled_from(DTYPES)), draw(st.sampled_from((None, 1, 3, 16, 64, 300)))
+    generator = torch.Generator().manual_seed(draw(seeds))
+    parts = []
+    for rows in (20, 30):
+        begin, gap = draw(st.sampled_from((0, 0, 1, 16))), draw(st.sampled_from((0, 0, 1, 16)))
+        pitch = begin + (width or 1) + gap
+        memory = torch.randint(0, 2, (rows, pitch * dtype.itemsize), dtype=torch.uint8, generator=generator)
+        if dtype != torch.bool:
+            memory *= torch.randint(1, 256, memory.shape, dtype=torch.uint8, generator=generator)
+        view = memory.view(dtype)[:, begin : begin + (width or 1)]
+        parts += [memory, view if width else view[:, 0]]
+    return Pair(*parts)
+
+
+@st.composite
+def moves(draw: st.DrawFn) -> tuple[Tensor, Tensor]:
+    """Distinct rows of 20 from any of 30; some are skipped."""
+    generator = torch.Generator().manual_seed(draw(seeds))
+    count = draw(st.integers(0, 20))
+    to, source = torch.randperm(20, generator=generator)[:count], torch.randint(0, 30, (count,), generator=generator)
+    to[::5], source[1::4] = -1, -1
+    return to, source
+
+
+def check_moves(
+    kernels: str, pairs: list[Pair], to: Tensor, source: Tensor, device: torch.device | str = "cpu"
+) -> None:
+    expected = [pair.on("cpu") for pair in pairs]
+    for pair in expected:
+        for to_row, from_row in zip(to.tolist(), source.tolist(), strict=True):
+            if to_row >= 0 and from_row >= 0:
+                pair.to[to_row] = pair.source[from_row]
+    found = [pair.on(device) for pair in pairs]
+    move = served(kernels, "move_rows", "move_rows_")
+    move([pair.to for pair in found], [pair.source for pair in found], to.to(device), source.to(device))
+    for mine, theirs in zip(found, expected, strict=True):
+        assert torch.equal(mine.to_memory.cpu(), theirs.to_memory)  # what lies between rows too
+
+
+@pytest.mark.parametrize("kernels", ["cpu", "reference"])
+@given(st.lists(pairs_of(), max_size=4), moves())
+def test_rows_move_bit_for_bit(kernels, pairs, rows):
+    check_moves(kernels, pairs, *rows)
+
+
+@pytest.mark.triton
+@settings(max_examples=20)
+@given(st.lists(pairs_of(), max_size=4), moves())
+def test_triton_moves_rows_bit_for_bit(device, pairs, rows):
+    check_moves("triton", pairs, *rows, device)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 4])
+def test_many_rows_move_on_any_number_of_threads(num_threads):
+    torch.set_num_threads(num_threads)
+    source, to, state = torch.randn(9_000, 24), torch.zeros(5_000, 24), torch.zeros(5_000)
+    to_rows, from_rows = torch.randperm(5_000), torch.randint(-1, 9_000, (5_000,))
+    served("cpu", "move_rows", "move_rows_")([to, state], [source, source[:, 3]], to_rows, from_rows)
+    moved = from_rows >= 0
+    expected = torch.zeros(5_000, 24)
+    expected[to_rows[moved]] = source[from_rows[moved]]
+    assert torch.equal(to, expected)
+    assert torch.equal(state, expected[:, 3])
+
+
+@pytest.mark.triton
+def test_triton_leaves_out_rows_that_there_are_not(device):
+    to, source = torch.zeros(4, 8, device=device), torch.ones(3, 8, device=device)
+    to_rows, from_rows = torch.tensor([0, 1, 4, 2], device=device), torch.tensor([2, 3, 0, 2**40], device=device)
+    served("triton", "move_rows", "move_rows_")([to], [source], to_rows, from_rows)
+    assert to.sum(1).tolist() == [8, 0, 0, 0]
+
+
+@pytest.mark.gpu
+def test_rows_move_to_and_from_pinned_memory():
+    source, to = torch.randn(50, 33).pin_memory(), torch.zeros(40, 33).pin_memory()
+    on_gpu = torch.zeros(40, 33, device="cuda")
+    rows = torch.arange(40, device="cuda")
+    move = served("triton", "move_rows", "move_rows_")
+    move([on_gpu], [source], rows, rows + 10)
+    move([to], [on_gpu], rows, rows)
+    torch.cuda.synchronize()
+    assert torch.equal(on_gpu.cpu(), source[10:])
+    assert torch.equal(to, source[10:])

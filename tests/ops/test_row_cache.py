@@ -1,0 +1,237 @@
+"""The ops of a row cache: PyTorch's own checks, compilation, what they refuse, and a cached table in use."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import tritonemb as te
+from tritonemb import ops
+from tritonemb.kernels.layout import make_layout
+
+pytestmark = pytest.mark.public
+OPS = torch.ops.tritonemb
+
+
+class Cache(NamedTuple):
+    """The arguments that ops share: three tables, the second not cached, and some rows of each."""
+
+    tags: list[Tensor]
+    used: list[Tensor]
+    pins: list[Tensor]
+    rows: Tensor
+    num_groups: Tensor
+    tables: Tensor
+    num_sets: Tensor
+    now: Tensor
+    policy: str
+
+    @property
+    def parts(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        return self.tags, self.used, self.pins
+
+    @property
+    def rest(self) -> tuple[Tensor, Tensor, Tensor, Tensor, str]:
+        return self[4:]
+
+    def copy(self) -> Cache:
+        return self._replace(
+            tags=[t.clone() for t in self.tags], used=[t.clone() for t in self.used],
+            pins=[t.clone() for t in self.pins],
+        )  # fmt: skip
+
+
+def make_cache(policy: str = "lru") -> Cache:
+    configs = [te.TableConfig("a", 100, 4), te.TableConfig("b", 7, 4), te.TableConfig("c", 300, 4)]
+    num_sets, sizes = torch.tensor([1, 0, 2]), (32, 0, 70)
+    return Cache(
+        [torch.full((n,), -1) for n in sizes],
+        [torch.zeros(n, dtype=torch.int64) for n in sizes],
+        [torch.zeros(n, dtype=torch.int32) for n in sizes],
+        torch.tensor([3, 50, 102, 110, 111, 400, 407, 407]),
+        torch.tensor(6),
+        make_layout(configs, ["a", "b", "c"], True).tables,
+        num_sets,
+        torch.tensor(9),
+        policy,
+    )
+
+
+def serve(cache: Cache) -> tuple[Tensor, Tensor]:
+    """Slots of all rows, and what was evicted."""
+    slots = ops.row_cache_look_up_(*cache)
+    evicted = ops.row_cache_allocate_(*cache.parts, cache.rows, slots, *cache.rest)
+    return slots, evicted
+
+
+@pytest.mark.usefixtures("dynamo")
+class TestOpcheck:
+    @pytest.mark.parametrize("policy", ops.POLICIES)
+    def test_look_up(self, policy):
+        cache = make_cache(policy)
+        serve(cache)
+        torch.library.opcheck(OPS.row_cache_look_up_.default, tuple(cache))
+
+    @pytest.mark.parametrize("policy", ops.POLICIES)
+    def test_allocate(self, policy):
+        cache = make_cache(policy)
+        slots = torch.full_like(cache.rows, -1)
+        torch.library.opcheck(
+            OPS.row_cache_allocate_.default, (*cache.parts, cache.rows, slots, *cache.rest)
+        )  # fmt: skip
+
+    def test_translate(self):
+        starts, order = torch.tensor([0, 2, 3, 3], dtype=torch.int32), torch.tensor([0, 2, 1], dtype=torch.int32)
+        args = (torch.tensor([7, 9, 2**40]), starts, order, torch.tensor(2))
+        torch.library.opcheck(OPS.row_cache_translate.default, args)
+
+    def test_move_rows(self):
+        to, sources = [torch.zeros(4, 3), torch.zeros(4)], [torch.randn(5, 3), torch.randn(5)]
+        args = (to, sources, torch.tensor([0, 3, -1]), torch.tensor([4, 4, 2]))
+        torch.library.opcheck(OPS.move_rows_.default, args)
+
+
+def test_rows_are_found_where_they_were_put():
+    cache = make_cache()
+    slots, evicted = serve(cache)
+    assert slots[2].item() == 2  # of the table that is not cached: the row itself
+    assert slots[6:].tolist() == [-1, -1]
+    assert (evicted == -1).all()
+    assert (slots[:6] >= 0).all()
+    rows = cache.rows - torch.tensor([0, 0, 100, 107, 107, 107, 107, 107])
+    for table, group in ((0, 0), (0, 1), (2, 3), (2, 4), (2, 5)):
+        assert cache.tags[table][slots[group]] == rows[group]
+    assert [int((pins > 0).sum()) for pins in cache.pins] == [2, 0, 3]
+    assert torch.equal(ops.row_cache_look_up_(*cache), slots)
+    assert [int(pins.sum()) for pins in cache.pins] == [4, 0, 6]
+
+
+def test_a_batch_reads_its_rows_through_the_cache():
+    """Look up, allocate, bring rows in with their state, translate the ids, change rows: as if in the table itself."""
+    weight, state = torch.randn(300, 5), torch.rand(300)
+    expected = weight.clone()
+    layout = make_layout([te.TableConfig("t", 300, 5)], ["t"], True)
+    slots_weight, slots_state = torch.zeros(64, 5), torch.zeros(64)
+    tags, used = [torch.full((64,), -1)], [torch.zeros(64, dtype=torch.int64)]
+    pins, sets = [torch.zeros(64, dtype=torch.int32)], torch.tensor([2])
+    for step in range(6):
+        ids = torch.randint(-1, 301, (40,))
+        groups = ops.row_groups(ids, torch.tensor([0, 40]), layout)
+        rest = (groups.num_groups, layout.tables, sets, torch.tensor(step), "lru")
+        slots = ops.row_cache_look_up_(tags, used, pins, groups.rows, *rest)
+        absent = slots == -1
+        evicted = ops.row_cache_allocate_(tags, used, pins, groups.rows, slots, *rest)
+        # What leaves goes home first; then what was absent comes in.
+        ops.move_rows_([weight, state], [slots_weight, slots_state], evicted, slots)
+        incoming = torch.where(absent & (slots >= 0), slots, -1)
+        ops.move_rows_([slots_weight, slots_state], [weight, state], incoming, groups.rows)
+        places = ops.row_cache_translate(slots, *groups[1:])
+        valid = (ids >= 0) & (ids < 300)
+        held = valid & (places >= 0)
+        assert torch.equal(places >= 0, held)
+        assert int(held.sum()) > 20
+        assert torch.equal(slots_weight[places[held]], expected[ids[held]])
+        assert torch.equal(slots_state[places[held]], state[ids[held]])
+        slots_weight[places[held].unique()] += 1.0
+        expected[ids[held].unique()] += 1.0
+        pins[0].zero_()
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_compiled_as_one_graph():
+    def step(cache: Cache, to: Tensor, source: Tensor) -> tuple[Tensor, Tensor]:
+        slots, evicted = serve(cache)
+        ops.move_rows_([to], [source], slots, evicted + 1)
+        return slots, evicted
+
+    eager, compiled = make_cache(), make_cache()
+    to, source = torch.zeros(100, 3), torch.randn(2, 3)
+    expected = step(eager, to, source)
+    found_to = torch.zeros(100, 3)
+    found = torch.compile(step, fullgraph=True)(compiled, found_to, source)
+    for mine, theirs in zip(
+        [*found, found_to, *compiled.tags, *compiled.used, *compiled.pins],
+        [*expected, to, *eager.tags, *eager.used, *eager.pins],
+        strict=True,
+    ):
+        assert torch.equal(mine, theirs)
+
+
+def test_autograd_learns_of_changes():
+    cache = make_cache()
+    tensors = [*cache.tags, *cache.used, *cache.pins]
+    before = [tensor._version for tensor in tensors]
+    slots, _ = serve(cache)
+    assert all(tensor._version > old for tensor, old in zip(tensors, before, strict=True))
+    assert slots._version > 0
+    weight = torch.nn.Parameter(torch.zeros(3, 2))
+    ops.move_rows_([weight], [torch.ones(3, 2)], torch.tensor([1]), torch.tensor([2]))
+    assert weight._version > 0
+    assert weight.detach().tolist() == [[0, 0], [1, 1], [0, 0]]
+
+
+def test_inference_mode_serves_too():
+    cache = make_cache()
+    with torch.inference_mode():
+        slots, _ = serve(cache)
+    assert torch.equal(slots, serve(make_cache())[0])
+
+
+def test_caches_that_cannot_be_are_refused():
+    cache = make_cache()
+
+    def refuse(error: type[Exception], match: str, **changes: object) -> None:
+        changed = cache._replace(**changes)
+        with pytest.raises(error, match=match):
+            ops.row_cache_look_up_(*changed)
+        with pytest.raises(error, match=match):
+            ops.row_cache_allocate_(*changed.parts, changed.rows, torch.full_like(changed.rows, -1), *changed.rest)
+
+    refuse(ValueError, "no policy is called 'fifo'", policy="fifo")
+    refuse(ValueError, "got 3 tags, 2 used, 3 pins", used=cache.used[:2])
+    refuse(ValueError, r"used\[2\] must have shape \(70,\), got \(64,\)", used=[*cache.used[:2], cache.used[2][:64]])
+    refuse(TypeError, r"pins\[0\] must be torch.int32, got torch.int64", pins=cache.used)
+    refuse(ValueError, r"tags\[0\] must be contiguous", tags=[torch.zeros(64, dtype=torch.int64)[::2], *cache.tags[1:]])
+    refuse(TypeError, "rows must be torch.int64", rows=cache.rows.int())
+    refuse(ValueError, r"num_groups must have shape \(\)", num_groups=torch.tensor([6]))
+    refuse(ValueError, r"tables must have shape \(3, 7\)", tables=cache.tables[:, :2])
+    refuse(ValueError, r"num_sets\[2\] is 3, but tags\[2\] has 70", num_sets=torch.tensor([1, 0, 3]))
+    refuse(ValueError, r"num_sets\[1\] is -1", num_sets=torch.tensor([1, -1, 2]))
+    refuse(ValueError, "now must be on cpu", now=torch.tensor(1, device="meta"))
+    with pytest.raises(ValueError, match=r"slots must have shape \(8,\)"):
+        ops.row_cache_allocate_(*cache.parts, cache.rows, torch.full((3,), -1), *cache.rest)
+    with pytest.raises(TypeError, match=r"starts must be torch.int32"):
+        ops.row_cache_translate(torch.zeros(1).long(), torch.zeros(2).long(), torch.zeros(1).int(), torch.tensor(1))
+    with pytest.raises(ValueError, match=r"starts must have shape \(2,\)"):
+        ops.row_cache_translate(torch.zeros(1).long(), torch.zeros(3).int(), torch.zeros(1).int(), torch.tensor(1))
+
+
+def test_moves_that_cannot_be_are_refused():
+    to, source, rows = torch.zeros(4, 3), torch.ones(5, 3), torch.tensor([0, 3])
+    for error, match, args in (
+        (ValueError, "come in pairs, got 2 and 1", ([to, to], [source], rows, rows)),
+        (TypeError, "one dtype of 1, 2, 4 or 8 bytes, got torch.float32 and", ([to], [source.half()], rows, rows)),
+        (TypeError, "complex128", ([to.to(torch.complex128)], [source.to(torch.complex128)], rows, rows)),
+        (ValueError, r"rows of one width, got shapes \(4, 3\) and \(5, 2\)", ([to], [source[:, :2]], rows, rows)),
+        (ValueError, "1-D, or 2-D", ([to[None]], [source[None]], rows, rows)),
+        (ValueError, r"sources\[0\] must have rows of neighbours", ([to[:, :3]], [source[:3].T], rows, rows)),
+        (ValueError, "rows that overlap", ([torch.zeros(3).expand(4, 3)], [source], rows, rows)),
+        (ValueError, "must be on cpu like the rows", ([to.to("meta")], [source], rows, rows)),
+        (ValueError, r"from_rows must have shape \(2,\)", ([to], [source], rows, rows[:1])),
+        (TypeError, "to_rows must be torch.int64", ([to], [source], rows.int(), rows)),
+    ):
+        with pytest.raises(error, match=match):
+            ops.move_rows_(*args)
+    assert (to == 0).all()
+
+
+def test_the_cpu_kernel_refuses_rows_that_there_are_not():
+    from tritonemb.kernels.cpu.move_rows import move_rows_
+
+    to = torch.zeros(4, 3)
+    with pytest.raises(ValueError, match="move 1 goes from row 5 to row 3, but the shortest source has 5 rows"):
+        move_rows_([to], [torch.ones(5, 3)], torch.tensor([0, 3, -1]), torch.tensor([1, 5, 9]))
+    assert (to == 0).all()

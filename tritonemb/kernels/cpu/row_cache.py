@@ -1,0 +1,274 @@
+"""CPU twin of `kernels/row_cache.py`: look-ups in parallel over rows, allocation over sets.
+
+A set belongs to one task, which serves its misses in ascending order, so nothing depends on how many tasks there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import types
+from torch import Tensor
+
+from tritonemb.kernels import cache_sets
+from tritonemb.kernels.cpu import pool
+from tritonemb.kernels.cpu.arrays import addresses_of
+from tritonemb.kernels.cpu.jit import called, compiled, inlined
+from tritonemb.kernels.cpu.memory import _pointer, int64_row, prefetch
+from tritonemb.kernels.cpu.parallel import run_tasks
+from tritonemb.kernels.layout import FIRST_ROW, NUM_ROWS
+
+WAYS, NO_ROW = 32, -1  # compiled in, and the cache of what is compiled is named after this file
+assert (WAYS, NO_ROW) == (cache_sets.WAYS, cache_sets.NO_ROW)
+CHUNK = 32  # rows whose sets are asked for together
+FEW_ROWS = 4_096  # fewer are not worth a second thread
+TAGS, USED, PINS = range(3)  # rows of `directory`, addresses
+_int32_pointer = _pointer(types.int32, ir.IntType(32))
+
+
+@inlined
+def _pins_at(address, size):
+    """The `size` int32 values at `address` as an array."""
+    return numba.carray(_int32_pointer(address), size)
+
+
+@inlined
+def _set_of(row, num_sets):
+    """`cache_sets.set_of`."""
+    mixed = np.uint64(row)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed = mixed ^ (mixed >> np.uint64(31))
+    return np.int64(mixed % np.uint64(num_sets))
+
+
+@inlined
+def _table_of(linear, table, tables):
+    """The table of a linear row that is not before `table`."""
+    while table + 1 < tables.shape[0] and linear >= tables[table, FIRST_ROW] + tables[table, NUM_ROWS]:
+        table += 1
+    return table
+
+
+@called
+def _look_up(task, num_tasks, directory, tables, num_sets, rows, num_groups, now, lfu, slots):
+    """A share of the groups; then of what stands behind them. Each step of a chunk asks for what the next reads."""
+    begin, end = num_groups * task // num_tasks, num_groups * (task + 1) // num_tasks
+    table_of = np.empty(CHUNK, dtype=np.int64)
+    table = 0
+    for start in range(begin, end, CHUNK):
+        stop = min(start + CHUNK, end)
+        for group in range(start, stop):
+            table = _table_of(rows[group], table, tables)
+            table_of[group - start] = table
+            slots[group] = rows[group] - tables[table, FIRST_ROW]
+            if num_sets[table] > 0:
+                slots[group] = _set_of(slots[group], num_sets[table]) * WAYS
+                prefetch(directory[TAGS, table] + slots[group] * 8, WAYS * 8)
+        for group in range(start, stop):
+            table = table_of[group - start]
+            if num_sets[table] == 0:
+                continue
+            first, found = slots[group], -1
+            row, tags = rows[group] - tables[table, FIRST_ROW], int64_row(directory[TAGS, table] + first * 8, WAYS)
+            for way in range(WAYS):
+                found = first + way if tags[way] == row else found
+            slots[group] = found
+            if found >= 0:
+                prefetch(directory[USED, table] + found * 8, 8)
+                prefetch(directory[PINS, table] + found * 4, 4)
+        for group in range(start, stop):
+            table, slot = table_of[group - start], slots[group]
+            if num_sets[table] == 0 or slot < 0:
+                continue
+            used = int64_row(directory[USED, table] + slot * 8, 1)
+            used[0] = used[0] + 1 if lfu else now
+            _pins_at(directory[PINS, table] + slot * 4, 1)[0] += 1
+    rest = rows.size - num_groups
+    slots[num_groups + rest * task // num_tasks : num_groups + rest * (task + 1) // num_tasks] = -1
+
+
+@compiled
+def _look_up_all(team, num_threads, num_tasks, directory, tables, num_sets, rows, num_groups, now, lfu, slots):
+    run_tasks(
+        team, num_threads, num_tasks, _look_up,
+        (num_tasks, directory, tables, num_sets, rows, num_groups, now, lfu, slots),
+    )  # fmt: skip
+
+
+@called
+def _find_misses(task, num_tasks, tables, num_sets, first_sets, rows, num_groups, slots, evicted, sets, counts):
+    """Each row's set among those of all tables, -1 if it needs no slot; how many misses each task will serve."""
+    table = 0
+    for group in range(num_groups * task // num_tasks, num_groups * (task + 1) // num_tasks):
+        sets[group] = -1
+        if slots[group] != -1:
+            continue
+        table = _table_of(rows[group], table, tables)
+        if num_sets[table] > 0:
+            sets[group] = first_sets[table] + _set_of(rows[group] - tables[table, FIRST_ROW], num_sets[table])
+            counts[sets[group] % num_tasks, task] += 1
+    evicted[rows.size * task // num_tasks : rows.size * (task + 1) // num_tasks] = -1
+
+
+@called
+def _hand_out_misses(task, num_tasks, num_groups, sets, places, misses):
+    """Misses to the tasks that serve them, `places[server, task]` on."""
+    mine = places[:, task].copy()
+    for group in range(num_groups * task // num_tasks, num_groups * (task + 1) // num_tasks):
+        if sets[group] >= 0:
+            server = sets[group] % num_tasks
+            misses[mine[server]] = group
+            mine[server] += 1
+
+
+@inlined
+def _way_to_take(tags, used, pins):
+    """The first empty way; else the unpinned one used least, the first of several; -1 if there is none."""
+    for way in range(WAYS):
+        if tags[way] == NO_ROW:
+            return way
+    best = -1
+    for way in range(WAYS):
+        if pins[way] == 0 and (best < 0 or used[way] < used[best]):
+            best = way
+    return best
+
+
+@called
+def _allocate(task, directory, tables, first_sets, rows, sets, places, misses, now, lfu, slots, evicted):
+    """Slots for the misses of the sets that are this task's."""
+    begin = places[task, 0]
+    end = places[task + 1, 0] if task + 1 < places.shape[0] else misses.size
+    table_of = np.empty(CHUNK, dtype=np.int64)
+    table = 0
+    for start in range(begin, end, CHUNK):
+        stop = min(start + CHUNK, end)
+        for i in range(start, stop):
+            group = misses[i]
+            table = _table_of(rows[group], table, tables)
+            table_of[i - start] = table
+            first = (sets[group] - first_sets[table]) * WAYS
+            prefetch(directory[TAGS, table] + first * 8, WAYS * 8)
+            prefetch(directory[USED, table] + first * 8, WAYS * 8)
+            prefetch(directory[PINS, table] + first * 4, WAYS * 4)
+        for i in range(start, stop):
+            group, table = misses[i], table_of[i - start]
+            first = (sets[group] - first_sets[table]) * WAYS
+            tags = int64_row(directory[TAGS, table] + first * 8, WAYS)
+            used = int64_row(directory[USED, table] + first * 8, WAYS)
+            pins = _pins_at(directory[PINS, table] + first * 4, WAYS)
+            way = _way_to_take(tags, used, pins)
+            if way >= 0:
+                slots[group], evicted[group] = first + way, tags[way]
+                tags[way] = rows[group] - tables[table, FIRST_ROW]
+                used[way] = 1 if lfu else now
+                pins[way] = 1
+
+
+@compiled
+def _allocate_all(
+    team, num_threads, num_tasks, directory, tables, num_sets, rows, num_groups, now, lfu, slots, evicted
+):
+    first_sets = np.zeros(num_sets.size + 1, dtype=np.int64)
+    for table in range(num_sets.size):
+        first_sets[table + 1] = first_sets[table] + num_sets[table]
+    sets = np.empty(num_groups, dtype=np.int64)
+    counts = np.zeros((num_tasks, num_tasks), dtype=np.int64)
+    run_tasks(
+        team, num_threads, num_tasks, _find_misses,
+        (num_tasks, tables, num_sets, first_sets, rows, num_groups, slots, evicted, sets, counts),
+    )  # fmt: skip
+    places, total = np.empty((num_tasks, num_tasks), dtype=np.int64), 0
+    for server in range(num_tasks):
+        for finder in range(num_tasks):
+            places[server, finder] = total
+            total += counts[server, finder]
+    misses = np.empty(total, dtype=np.int64)
+    run_tasks(team, num_threads, num_tasks, _hand_out_misses, (num_tasks, num_groups, sets, places, misses))
+    run_tasks(
+        team, num_threads, num_tasks, _allocate,
+        (directory, tables, first_sets, rows, sets, places, misses, now, lfu, slots, evicted),
+    )  # fmt: skip
+
+
+@called
+def _translate(task, num_tasks, slots, starts, order, num_groups, values):
+    """A share of the entries, whoever's group they are of."""
+    total = np.int64(starts[num_groups])
+    begin, end = total * task // num_tasks, total * (task + 1) // num_tasks
+    group = np.searchsorted(starts[: num_groups + 1], begin, side="right") - 1
+    for entry in range(begin, end):
+        while starts[group + 1] <= entry:
+            group += 1
+        values[order[entry]] = slots[group]
+
+
+@compiled
+def _translate_all(team, num_threads, num_tasks, slots, starts, order, num_groups, values):
+    run_tasks(team, num_threads, num_tasks, _translate, (num_tasks, slots, starts, order, num_groups, values))
+
+
+def _directory(tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor]) -> np.ndarray:
+    return addresses_of([*tags, *used, *pins]).reshape(3, -1)
+
+
+def _tasks(num_rows: int) -> tuple[int, int, int]:
+    """Team, threads and tasks."""
+    if num_rows < FEW_ROWS:
+        return 0, 1, 1
+    return pool.team(), pool.num_threads(), pool.num_threads()
+
+
+def row_cache_look_up_(
+    tags: Sequence[Tensor],
+    used: Sequence[Tensor],
+    pins: Sequence[Tensor],
+    rows: Tensor,
+    num_groups: Tensor,
+    tables: Tensor,
+    num_sets: Tensor,
+    now: Tensor,
+    policy: str,
+) -> Tensor:
+    """See `kernels/row_cache.py`."""
+    slots = torch.empty_like(rows)
+    _look_up_all(
+        *_tasks(rows.numel()), _directory(tags, used, pins), tables.numpy(), num_sets.numpy(), rows.numpy(),
+        int(num_groups), int(now), policy == "lfu", slots.numpy(),
+    )  # fmt: skip
+    return slots
+
+
+def row_cache_allocate_(
+    tags: Sequence[Tensor],
+    used: Sequence[Tensor],
+    pins: Sequence[Tensor],
+    rows: Tensor,
+    slots: Tensor,
+    num_groups: Tensor,
+    tables: Tensor,
+    num_sets: Tensor,
+    now: Tensor,
+    policy: str,
+) -> Tensor:
+    """See `kernels/row_cache.py`."""
+    evicted = torch.empty_like(rows)
+    _allocate_all(
+        *_tasks(rows.numel()), _directory(tags, used, pins), tables.numpy(), num_sets.numpy(), rows.numpy(),
+        int(num_groups), int(now), policy == "lfu", slots.numpy(), evicted.numpy(),
+    )  # fmt: skip
+    return evicted
+
+
+def row_cache_translate(slots: Tensor, starts: Tensor, order: Tensor, num_groups: Tensor) -> Tensor:
+    """See `kernels/row_cache.py`."""
+    values = torch.full((order.numel(),), -1, dtype=torch.int64)
+    _translate_all(
+        *_tasks(order.numel()), slots.numpy(), starts.numpy(), order.numpy(), int(num_groups), values.numpy()
+    )
+    return values

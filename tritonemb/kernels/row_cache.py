@@ -1,0 +1,370 @@
+"""The directory of a row cache: which rows of a table lie on the device, in which slots, and which must go.
+
+A table with `S` sets (`kernels/cache_sets.py`) has three tensors with an entry for each of its `S · WAYS` slots; what
+they hold beyond those is somebody else's:
+
+    tags  int64  row of the table that the slot holds, -1: none
+    used  int64  when it was last used (policy "lru"), or how often (policy "lfu")
+    pins  int32  batches in flight that use it: such a slot keeps its row
+
+A table with no sets is not cached: all of its rows are on the device, row r in "slot" r, and nothing here touches it.
+Rows come as row groups give them, distinct and ascending, so each is looked up once a batch, and no two share a slot.
+
+**look up**: one row of a tile reads the tags of its set at once.
+Bytes a row: 16 for row and slot, `8 · WAYS` of tags; if it is there, 8 of pin, and 8 (lru) or 16 (lfu) of use.
+
+**allocate**: misses are sorted by set, stably, so those of a set stand together in ascending order. The first of them
+acts for all: it reads the set once, then gives ways away in turn, as many as there are, and writes what changed.
+Bytes: 16 read and 12 written a row to find misses, and the sort, 12 a pass; `20 · WAYS` for each set with misses; 36
+written for each row that gets a slot.
+
+**translate**: each position finds its group by a binary search and takes its slot.
+Bytes: `8 · N` filled, `4 · N` of order read, 8 written for each position of a group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tritonemb.kernels import cache_sets
+from tritonemb.kernels.addresses import on_device
+from tritonemb.kernels.cache_sets import NO_ROW, set_of
+from tritonemb.kernels.floats import last_at_most
+from tritonemb.kernels.language import cdiv, jit, launch, tl
+from tritonemb.kernels.layout import FIRST_ROW, NUM_ROWS
+from tritonemb.kernels.tables import first_row_at, table_of
+
+WAYS = tl.constexpr(cache_sets.WAYS)
+EMPTY = tl.constexpr(NO_ROW)
+TAGS, USED, PINS = (tl.constexpr(part) for part in range(3))  # rows of `directory`, addresses
+LOOK_UP_ROWS = 16  # of a program of two warps: four loads of 16 bytes a lane
+ALLOCATE_SETS = 8  # of a program of one warp: so few that none waits long for the one with the most misses
+BLOCK = 1024  # entries of a program
+
+
+@jit
+def _set_of(row, num_sets):
+    """`cache_sets.set_of`; 0 where there are no sets."""
+    mixed = row.to(tl.uint64)
+    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9
+    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB
+    mixed = mixed ^ (mixed >> 31)
+    return (mixed % tl.maximum(num_sets, 1).to(tl.uint64)).to(tl.int64)
+
+
+@jit
+def _longs(directory, num_tables, table, mask, PART: tl.constexpr, ALIGN: tl.constexpr):
+    """Pointers to the first of each table's tags, or of its uses."""
+    address = tl.load(directory + PART * num_tables + table, mask=mask, other=0)
+    return tl.multiple_of(address.to(tl.pointer_type(tl.int64)), ALIGN)
+
+
+@jit
+def _pins(directory, num_tables, table, mask, ALIGN: tl.constexpr):
+    address = tl.load(directory + PINS * num_tables + table, mask=mask, other=0)
+    return tl.multiple_of(address.to(tl.pointer_type(tl.int32)), ALIGN)
+
+
+@jit(varying=["num_rows"])
+def _look_up_kernel(
+    directory, tables, num_sets, rows, num_groups, now, slots, num_tables, num_rows, LFU: tl.constexpr,
+    ALIGN: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    group = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    valid = (group < num_rows) & (group < tl.load(num_groups))
+    linear = tl.load(rows + group, mask=valid, other=0)
+    table = table_of(tables, num_tables, linear)
+    row = linear - tl.load(first_row_at(tables, table))
+    sets = tl.load(num_sets + table)
+    cached = valid & (sets > 0)
+    first = _set_of(row, sets) * WAYS
+    ways = tl.arange(0, WAYS)
+    place = first[:, None] + ways[None, :]
+    tags = _longs(directory, num_tables, table, cached, TAGS, ALIGN)
+    tag = tl.load(tags[:, None] + place, mask=cached[:, None] & (ways[None, :] >= 0), other=EMPTY)
+    way = tl.max(tl.where(tag == row[:, None], ways[None, :], -1), 1)
+    present = cached & (way >= 0)
+    slot = first + way
+    pin = _pins(directory, num_tables, table, present, 4) + slot
+    tl.store(pin, tl.load(pin, mask=present, other=0) + 1, mask=present)
+    used = _longs(directory, num_tables, table, present, USED, 8) + slot
+    use = tl.zeros((ROWS,), tl.int64) + tl.load(now)
+    if LFU:
+        use = tl.load(used, mask=present, other=0) + 1
+    tl.store(used, use, mask=present)
+    slot = tl.where(present, slot, tl.where(valid & (sets == 0), row, -1))
+    tl.store(slots + group, slot, mask=group < num_rows)
+
+
+@jit(varying=["num_rows"])
+def _miss_kernel(
+    tables, num_sets, set_ends, rows, slots, num_groups, keys, evicted, num_tables, no_set, num_rows,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`keys`: each miss's set among those of all tables, `no_set` for rows that need no slot."""
+    group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    valid = (group < num_rows) & (group < tl.load(num_groups))
+    linear = tl.load(rows + group, mask=valid, other=0)
+    table = table_of(tables, num_tables, linear)
+    sets = tl.load(num_sets + table)
+    miss = valid & (sets > 0) & (tl.load(slots + group, mask=valid, other=0) == -1)
+    first_set = tl.load(set_ends + table) - sets
+    key = tl.where(miss, first_set + _set_of(linear - tl.load(first_row_at(tables, table)), sets), no_set)
+    tl.store(keys + group, key.to(keys.dtype.element_ty), mask=group < num_rows)
+    tl.store(evicted + group, tl.zeros((BLOCK,), tl.int64) - 1, mask=group < num_rows)
+
+
+@jit(varying=["num_rows"])
+def _allocate_kernel(
+    directory, tables, num_sets, rows, keys, misses, now, slots, evicted, num_tables, no_set, num_rows,
+    LFU: tl.constexpr, ALIGN: tl.constexpr, SETS: tl.constexpr,
+):  # fmt: skip
+    """Give slots to misses sorted by set, `keys`; `misses` says which rows they are."""
+    start = tl.program_id(0).to(tl.int64) * SETS
+    if tl.load(keys + start) < no_set:  # misses stand before all other rows
+        place = start + tl.arange(0, SETS)
+        key = tl.load(keys + place, mask=place < num_rows, other=no_set)
+        before = tl.load(keys + place - 1, mask=(place > 0) & (place < num_rows), other=-1)
+        live = (key < no_set) & (key != before)
+        group = tl.load(misses + place, mask=live, other=0)
+        linear = tl.load(rows + group, mask=live, other=0)
+        table = table_of(tables, num_tables, linear)
+        first_row = tl.load(first_row_at(tables, table))
+        first = _set_of(linear - first_row, tl.load(num_sets + table)) * WAYS
+        ways = tl.arange(0, WAYS)
+        slot = first[:, None] + ways[None, :]
+        mask = live[:, None] & (ways[None, :] >= 0)
+        tags = _longs(directory, num_tables, table, live, TAGS, ALIGN)
+        used = _longs(directory, num_tables, table, live, USED, ALIGN)
+        pins = _pins(directory, num_tables, table, live, ALIGN)
+        tag = tl.load(tags[:, None] + slot, mask=mask, other=0)
+        use = tl.load(used[:, None] + slot, mask=mask, other=0)
+        free = tl.load(pins[:, None] + slot, mask=mask, other=1) == 0
+        stamp = tl.load(now)
+        if LFU:
+            stamp = stamp * 0 + 1
+        while tl.max(live.to(tl.int32), 0) > 0:
+            empty = tag == EMPTY
+            any_empty = tl.max(empty.to(tl.int32), 1) > 0
+            may = tl.where(any_empty[:, None], empty, free)
+            rank = tl.where(any_empty[:, None], 0, use)
+            least = tl.min(tl.where(may, rank, 0x7FFFFFFFFFFFFFFF), 1)
+            way = tl.min(tl.where(may & (rank == least[:, None]), ways[None, :], WAYS), 1)
+            live = live & (way < WAYS)
+            chosen = live[:, None] & (ways[None, :] == way[:, None])
+            row = linear - first_row
+            tl.store(evicted + group, tl.sum(tl.where(chosen, tag, 0), 1), mask=live)
+            tl.store(slots + group, first + way, mask=live)
+            tl.store(tags + first + way, row, mask=live)
+            tl.store(used + first + way, tl.zeros((SETS,), tl.int64) + stamp, mask=live)
+            tl.store(pins + first + way, tl.full((SETS,), 1, tl.int32), mask=live)
+            tag = tl.where(chosen, row[:, None], tag)
+            free = free & (chosen == 0)
+            place += 1
+            inside = live & (place < num_rows)
+            live = live & (tl.load(keys + place, mask=inside, other=no_set) == key)
+            group = tl.load(misses + place, mask=live, other=0)
+            linear = tl.load(rows + group, mask=live, other=0)
+
+
+@jit(varying=["num_entries"])
+def _translate_kernel(slots, starts, order, num_groups, values, num_entries, BLOCK: tl.constexpr):
+    entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    groups = tl.load(num_groups).to(tl.int32)
+    inside = (entry < num_entries) & (entry < tl.load(starts + groups))
+    position = tl.load(order + entry, mask=inside, other=0)
+    group = last_at_most(starts, groups, entry)
+    tl.store(values + position, tl.load(slots + group, mask=inside, other=-1), mask=inside)
+
+
+def _directory(
+    tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], device: torch.device
+) -> tuple[Tensor, int]:
+    """Addresses int64 `[3 · T]` of all parts, and the largest power of two up to 16 that divides them."""
+    pointers = [part.data_ptr() for part in (*tags, *used, *pins)]
+    return on_device(pointers, device), math.gcd(16, *pointers)
+
+
+def row_cache_look_up_(
+    tags: Sequence[Tensor],
+    used: Sequence[Tensor],
+    pins: Sequence[Tensor],
+    rows: Tensor,
+    num_groups: Tensor,
+    tables: Tensor,
+    num_sets: Tensor,
+    now: Tensor,
+    policy: str,
+) -> Tensor:
+    """One launch. Arguments and result as in the reference."""
+    slots, num_rows = torch.empty_like(rows), rows.numel()
+    directory, align = _directory(tags, used, pins, rows.device)
+    launch(
+        _look_up_kernel, (cdiv(num_rows, LOOK_UP_ROWS),),
+        directory, tables, num_sets, rows, num_groups, now, slots, len(tags), num_rows,
+        LFU=policy == "lfu", ALIGN=align, ROWS=LOOK_UP_ROWS, num_warps=2,
+    )  # fmt: skip
+    return slots
+
+
+def row_cache_allocate_(
+    tags: Sequence[Tensor],
+    used: Sequence[Tensor],
+    pins: Sequence[Tensor],
+    rows: Tensor,
+    slots: Tensor,
+    num_groups: Tensor,
+    tables: Tensor,
+    num_sets: Tensor,
+    now: Tensor,
+    policy: str,
+) -> Tensor:
+    """Two launches and a sort, nothing read back. Arguments and result as in the reference."""
+    evicted, num_rows, device = torch.empty_like(rows), rows.numel(), rows.device
+    no_set = sum(part.numel() // cache_sets.WAYS for part in tags)  # at least as many as there are sets
+    keys = torch.empty(num_rows, dtype=torch.int32 if no_set < 2**31 else torch.int64, device=device)
+    launch(
+        _miss_kernel, (cdiv(num_rows, BLOCK),),
+        tables, num_sets, torch.cumsum(num_sets, 0), rows, slots, num_groups, keys, evicted, len(tags), no_set,
+        num_rows, BLOCK=BLOCK,
+    )  # fmt: skip
+    keys, misses = torch.sort(keys, stable=True)
+    directory, align = _directory(tags, used, pins, device)
+    launch(
+        _allocate_kernel, (cdiv(num_rows, ALLOCATE_SETS),),
+        directory, tables, num_sets, rows, keys, misses, now, slots, evicted, len(tags), no_set, num_rows,
+        LFU=policy == "lfu", ALIGN=align, SETS=ALLOCATE_SETS, num_warps=1,
+    )  # fmt: skip
+    return evicted
+
+
+def row_cache_translate(slots: Tensor, starts: Tensor, order: Tensor, num_groups: Tensor) -> Tensor:
+    """One launch behind a fill. Arguments and result as in the reference."""
+    values = torch.full((order.numel(),), -1, dtype=torch.int64, device=order.device)
+    launch(
+        _translate_kernel, (cdiv(order.numel(), BLOCK),),
+        slots, starts, order, num_groups, values, order.numel(), BLOCK=BLOCK,
+    )  # fmt: skip
+    return values
+
+
+def _table_rows(rows: Tensor, num_groups: Tensor, tables: Tensor, table: int) -> tuple[Tensor, Tensor]:
+    """The groups of a table, and their rows counted from its first; both int64 `[n]`."""
+    valid = rows[: int(num_groups)]
+    first = int(tables[table, FIRST_ROW])
+    groups = ((valid >= first) & (valid < first + int(tables[table, NUM_ROWS]))).nonzero()[:, 0]
+    return groups, valid[groups] - first
+
+
+def row_cache_look_up_reference_(
+    tags: Sequence[Tensor],
+    used: Sequence[Tensor],
+    pins: Sequence[Tensor],
+    rows: Tensor,
+    num_groups: Tensor,
+    tables: Tensor,
+    num_sets: Tensor,
+    now: Tensor,
+    policy: str,
+) -> Tensor:
+    """Table by table.
+
+    Args:
+        tags, used, pins: `[T]` each, as above; empty tensors for tables without sets. Uses and pins of the rows that
+            are there change in place.
+        rows: int64 `[N]`, distinct linear rows, ascending; the first `num_groups`, int64 `[]`, are valid.
+        tables: int64 `[T, 7]`, see `Layout.tables`; first rows and numbers of rows are read.
+        num_sets: int64 `[T]`, 0 for a table that is not cached.
+        now: int64 `[]`, what "lru" notes as the time of use.
+        policy: "lru" or "lfu".
+
+    Returns:
+        Slots int64 `[N]`: of its table, where the row is; -1 if it is not there, and behind the valid rows. A row of a
+        table without sets is its own slot.
+    """
+    slots = torch.full_like(rows, -1)
+    for table, sets in enumerate(num_sets.tolist()):
+        groups, mine = _table_rows(rows, num_groups, tables, table)
+        if sets == 0:
+            slots[groups] = mine
+            continue
+        first = set_of(mine, sets) * cache_sets.WAYS
+        ways = torch.arange(cache_sets.WAYS, device=rows.device)
+        present, way = (tags[table][first[:, None] + ways] == mine[:, None]).nonzero(as_tuple=True)
+        found = first[present] + way
+        slots[groups[present]] = found
+        pins[table][found] += 1
+        used[table][found] = used[table][found] + 1 if policy == "lfu" else now
+    return slots
+
+
+def row_cache_allocate_reference_(
+    tags: Sequence[Tensor],
+    used: Sequence[Tensor],
+    pins: Sequence[Tensor],
+    rows: Tensor,
+    slots: Tensor,
+    num_groups: Tensor,
+    tables: Tensor,
+    num_sets: Tensor,
+    now: Tensor,
+    policy: str,
+) -> Tensor:
+    """Row by row, in ascending order.
+
+    A row without a slot takes the first empty way of its set; if there is none, the one whose row is not pinned and has
+    the least (use, way). It is pinned once, and its use is `now` ("lru") or 1 ("lfu"). Where every row of the set is
+    pinned, the row stays without a slot.
+
+    Args:
+        slots: int64 `[N]`, from the look-up; slots of rows that get one are written.
+        tags, used, pins, rows, num_groups, tables, num_sets, now, policy: as for the look-up.
+
+    Returns:
+        int64 `[N]`: the table's row that had to leave the slot, -1 if there was none or no slot was given.
+    """
+    evicted = torch.full_like(rows, -1)
+    for table, sets in enumerate(num_sets.tolist()):
+        if sets == 0:
+            continue
+        groups, mine = _table_rows(rows, num_groups, tables, table)
+        missing = slots[groups] == -1
+        firsts = set_of(mine[missing], sets) * cache_sets.WAYS
+        misses = zip(groups[missing].tolist(), mine[missing].tolist(), firsts.tolist(), strict=True)
+        for group, row, first in misses:
+            ways = slice(first, first + cache_sets.WAYS)
+            empty = (tags[table][ways] == NO_ROW).nonzero()
+            unpinned = (pins[table][ways] == 0).nonzero()
+            if empty.numel():
+                way = int(empty[0])
+            elif unpinned.numel():
+                way = min(unpinned[:, 0].tolist(), key=lambda way: (int(used[table][first + way]), way))
+            else:
+                continue
+            slots[group], evicted[group] = first + way, tags[table][first + way]
+            tags[table][first + way] = row
+            used[table][first + way] = 1 if policy == "lfu" else now
+            pins[table][first + way] = 1
+    return evicted
+
+
+def row_cache_translate_reference(slots: Tensor, starts: Tensor, order: Tensor, num_groups: Tensor) -> Tensor:
+    """By `repeat_interleave`.
+
+    Args:
+        slots: int64 `[N]`, one for each group.
+        starts, order, num_groups: int32 `[N + 1]`, int32 `[N]` and int64 `[]` of row groups in which no key feeds
+            several tables, so that a position belongs to one group at most.
+
+    Returns:
+        int64 `[N]`: for each position the slot of its group; -1 for a position of none.
+    """
+    groups = int(num_groups)
+    values = torch.full((order.numel(),), -1, dtype=torch.int64, device=order.device)
+    positions = order[: int(starts[groups])].to(torch.int64)
+    values[positions] = slots[:groups].repeat_interleave(torch.diff(starts[: groups + 1]))
+    return values

@@ -1,0 +1,351 @@
+"""`tritonemb::row_cache_*` and `move_rows_`: a cache on the device for rows that live elsewhere; see
+`kernels/row_cache.py` and `kernels/move_rows.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from tritonemb.kernels.cache_sets import NO_ROW, POLICIES, WAYS, set_of
+from tritonemb.kernels.layout import TABLE_SIZE
+from tritonemb.ops.registry import kernel, plain_eager
+
+__all__ = [
+    "NO_ROW",
+    "POLICIES",
+    "WAYS",
+    "move_rows_",
+    "row_cache_allocate_",
+    "row_cache_look_up_",
+    "row_cache_translate",
+    "set_of",
+]
+
+_PARTS = (("tags", torch.int64), ("used", torch.int64), ("pins", torch.int32))
+_DIRECTORY = "Tensor{} tags, Tensor(b!)[] used, Tensor(c!)[] pins"
+_REST = "Tensor num_groups, Tensor tables, Tensor num_sets, Tensor now, str policy"
+
+
+def row_cache_look_up_(
+    tags: Sequence[Tensor],
+    used: Sequence[Tensor],
+    pins: Sequence[Tensor],
+    rows: Tensor,
+    num_groups: Tensor,
+    tables: Tensor,
+    num_sets: Tensor,
+    now: Tensor,
+    policy: str,
+) -> Tensor:
+    """Where each distinct row of a batch lies on the device; rows that are there are pinned once and noted as used.
+
+    Args:
+        tags, used, pins: int64, int64 and int32 for each of `T` tables, with `num_sets · WAYS` elements or more (the
+            others are left alone); empty for a table that is not cached. `used` and `pins` change in place.
+        rows: int64 `[N]`, ascending linear rows; the first `num_groups`, int64 `[]`, are valid: as in `RowGroups`.
+        tables: int64 `[T, 7]`, `Layout.tables`.
+        num_sets: int64 `[T]`, 0 for a table that is not cached. What it says of a table on a GPU is not checked.
+        now: int64 `[]`: what policy "lru" notes as the time of use; it should ascend.
+        policy: "lru" or "lfu".
+
+    Returns:
+        int64 `[N]`: the row's slot in its table; -1 if it is not there, and behind the valid rows. A row of a table
+        that is not cached is its own slot.
+
+    Raises:
+        TypeError, ValueError: for other dtypes, shapes and devices, or a policy that there is not.
+    """
+    _check(tags, used, pins, rows, num_groups, tables, num_sets, now, policy)
+    if plain_eager(rows, *tags, *used, *pins):
+        slots = _look_up(tags, used, pins, rows, num_groups, tables, num_sets, now, policy)
+        _changed([*used, *pins])
+        return slots
+    return torch.ops.tritonemb.row_cache_look_up_(
+        list(tags), list(used), list(pins), rows, num_groups, tables, num_sets, now, policy
+    )
+
+
+def row_cache_allocate_(
+    tags: Sequence[Tensor],
+    used: Sequence[Tensor],
+    pins: Sequence[Tensor],
+    rows: Tensor,
+    slots: Tensor,
+    num_groups: Tensor,
+    tables: Tensor,
+    num_sets: Tensor,
+    now: Tensor,
+    policy: str,
+) -> Tensor:
+    """Give a slot to each row that has none, in ascending order within a set, and pin it once.
+
+    A row takes the first empty way of its set, else that of the unpinned row with the least (use, way). If all rows of
+    the set are pinned it stays without one. A slot given by this call is pinned, so it is not given twice.
+
+    Args:
+        slots: int64 `[N]`, from `row_cache_look_up_`; written where a slot is given.
+        tags, used, pins: as there; all change in place.
+        rows, num_groups, tables, num_sets, now, policy: as there.
+
+    Returns:
+        int64 `[N]`: the row, counted from its table's first, that was in the slot; -1 if none was, or none was given.
+
+    Raises:
+        TypeError, ValueError: for other dtypes, shapes and devices, or a policy that there is not.
+    """
+    _check(tags, used, pins, rows, num_groups, tables, num_sets, now, policy)
+    _check_tensor("slots", slots, torch.int64, tuple(rows.shape), rows.device)
+    if plain_eager(rows, slots, *tags, *used, *pins):
+        evicted = _allocate(tags, used, pins, rows, slots, num_groups, tables, num_sets, now, policy)
+        _changed([*tags, *used, *pins, slots])
+        return evicted
+    return torch.ops.tritonemb.row_cache_allocate_(
+        list(tags), list(used), list(pins), rows, slots, num_groups, tables, num_sets, now, policy
+    )
+
+
+def row_cache_translate(slots: Tensor, starts: Tensor, order: Tensor, num_groups: Tensor) -> Tensor:
+    """The ids of a batch as slots: each position gets the slot of the group that it belongs to.
+
+    Args:
+        slots: int64 `[N]`, one for each group.
+        starts, order, num_groups: of `RowGroups`, int32 `[N + 1]`, int32 `[N]` and int64 `[]`, of a batch in which no
+            key feeds several tables (`Layout.multiplicity` 1), so that a position belongs to one group at most.
+
+    Returns:
+        int64 `[N]`; -1 for a position of no group, such as an id out of range.
+
+    Raises:
+        TypeError, ValueError: for other dtypes, shapes and devices.
+    """
+    num_entries, device = order.shape[0] if order.dim() else 0, slots.device
+    _check_tensor("slots", slots, torch.int64, (num_entries,), device)
+    _check_tensor("starts", starts, torch.int32, (num_entries + 1,), device)
+    _check_tensor("order", order, torch.int32, (num_entries,), device)
+    _check_tensor("num_groups", num_groups, torch.int64, (), device)
+    if plain_eager(slots, starts, order):
+        return _translate(slots, starts, order, num_groups)
+    return torch.ops.tritonemb.row_cache_translate(slots, starts, order, num_groups)
+
+
+def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_rows: Tensor, from_rows: Tensor) -> None:
+    """`destination[to_rows[i]] = source[from_rows[i]]` for each pair of tensors, bit for bit.
+
+    Args:
+        destinations, sources: in pairs of one dtype, of 1, 2, 4 or 8 bytes, and one row width: `[rows]` or
+            `[rows, width]`. Elements of a row stand side by side; rows may stand any distance apart. A tensor may be
+            both, but no row of it. Tensors lie where the indices do; with those on a GPU also in pinned host memory,
+            which must not be freed or changed before the GPU has passed this call.
+        to_rows, from_rows: int64 `[n]` on one device. A move with a negative one is skipped; `to_rows` are distinct
+            otherwise.
+
+    Raises:
+        TypeError, ValueError: for other dtypes, shapes, strides and devices; on the CPU also for rows that a tensor
+            does not have. On a GPU, which nobody waits for, such moves are skipped.
+    """
+    _check_moves(destinations, sources, to_rows, from_rows)
+    if plain_eager(to_rows, from_rows, *destinations, *sources):
+        _move(destinations, sources, to_rows, from_rows)
+        _changed(destinations)
+        return
+    torch.ops.tritonemb.move_rows_(list(destinations), list(sources), to_rows, from_rows)
+
+
+def _changed(tensors: Iterable[Tensor]) -> None:
+    """Tell autograd of a change in place. Tensors made in inference mode keep no count."""
+    torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+
+
+def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
+    """Raise unless a tensor has this dtype, shape and device, and is contiguous."""
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
+    if tensor.shape != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device} like the rest, got {tensor.device}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {tensor.stride()}")
+
+
+def _check(
+    tags: Sequence[Tensor],
+    used: Sequence[Tensor],
+    pins: Sequence[Tensor],
+    rows: Tensor,
+    num_groups: Tensor,
+    tables: Tensor,
+    num_sets: Tensor,
+    now: Tensor,
+    policy: str,
+) -> None:
+    if policy not in POLICIES:
+        raise ValueError(f"no policy is called {policy!r}; there are {list(POLICIES)}")
+    num_tables, device = len(tags), rows.device
+    if num_tables == 0 or len(used) != num_tables or len(pins) != num_tables:
+        raise ValueError(f"a table each, at least one: got {num_tables} tags, {len(used)} used, {len(pins)} pins")
+    for table, parts in enumerate(zip(tags, used, pins, strict=True)):
+        for (name, dtype), part in zip(_PARTS, parts, strict=True):
+            _check_tensor(f"{name}[{table}]", part, dtype, (parts[0].numel(),), device)
+    _check_tensor("rows", rows, torch.int64, (rows.numel(),), device)
+    _check_tensor("num_groups", num_groups, torch.int64, (), device)
+    _check_tensor("tables", tables, torch.int64, (num_tables, TABLE_SIZE), device)
+    _check_tensor("num_sets", num_sets, torch.int64, (num_tables,), device)
+    _check_tensor("now", now, torch.int64, (), device)
+
+
+def _check_sets(tags: Sequence[Tensor], num_sets: Tensor) -> None:
+    """Raise where tables have not room for their sets, if that can be known without waiting."""
+    if num_sets.device.type != "cpu":
+        return
+    for table, sets in enumerate(num_sets.tolist()):
+        if not 0 <= sets <= tags[table].numel() // WAYS:
+            raise ValueError(
+                f"num_sets[{table}] is {sets}, but tags[{table}] has {tags[table].numel()} elements, room for "
+                f"{tags[table].numel() // WAYS} sets of {WAYS}"
+            )
+
+
+def _check_moves(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_rows: Tensor, from_rows: Tensor) -> None:
+    device = to_rows.device
+    _check_tensor("to_rows", to_rows, torch.int64, (to_rows.numel(),), device)
+    _check_tensor("from_rows", from_rows, torch.int64, (to_rows.numel(),), device)
+    if len(destinations) != len(sources):
+        raise ValueError(f"destinations and sources come in pairs, got {len(destinations)} and {len(sources)}")
+    for pair, (destination, source) in enumerate(zip(destinations, sources, strict=True)):
+        if destination.dtype != source.dtype or source.element_size() > 8:
+            raise TypeError(
+                f"pair {pair} must have one dtype of 1, 2, 4 or 8 bytes, got {destination.dtype} and {source.dtype}"
+            )
+        if source.dim() not in (1, 2) or destination.shape[1:] != source.shape[1:]:
+            raise ValueError(
+                f"pair {pair} must be 1-D, or 2-D with rows of one width, got shapes {tuple(destination.shape)} and "
+                f"{tuple(source.shape)}"
+            )
+        for name, tensor in (("destinations", destination), ("sources", source)):
+            if tensor.dim() == 2 and tensor.shape[1] > 1 and tensor.stride(1) != 1:
+                raise ValueError(f"{name}[{pair}] must have rows of neighbours, got strides {tensor.stride()}")
+            pinned = tensor.device.type == "cpu" and device.type == "cuda" and tensor.is_pinned()
+            if tensor.device != device and not pinned:
+                raise ValueError(
+                    f"{name}[{pair}] must be on {device} like the rows, or in pinned host memory, got {tensor.device}"
+                )
+        width = destination.shape[1] if destination.dim() == 2 else 1
+        if destination.shape[0] > 1 and destination.stride(0) < width:
+            raise ValueError(f"destinations[{pair}] has rows that overlap: strides {destination.stride()}")
+
+
+def _look_up(
+    tags: Sequence[Tensor],
+    used: Sequence[Tensor],
+    pins: Sequence[Tensor],
+    rows: Tensor,
+    num_groups: Tensor,
+    tables: Tensor,
+    num_sets: Tensor,
+    now: Tensor,
+    policy: str,
+) -> Tensor:
+    _check_sets(tags, num_sets)
+    return kernel("row_cache_look_up_", rows.device)(tags, used, pins, rows, num_groups, tables, num_sets, now, policy)
+
+
+def _allocate(
+    tags: Sequence[Tensor],
+    used: Sequence[Tensor],
+    pins: Sequence[Tensor],
+    rows: Tensor,
+    slots: Tensor,
+    num_groups: Tensor,
+    tables: Tensor,
+    num_sets: Tensor,
+    now: Tensor,
+    policy: str,
+) -> Tensor:
+    _check_sets(tags, num_sets)
+    return kernel("row_cache_allocate_", rows.device)(
+        tags, used, pins, rows, slots, num_groups, tables, num_sets, now, policy
+    )
+
+
+def _translate(slots: Tensor, starts: Tensor, order: Tensor, num_groups: Tensor) -> Tensor:
+    return kernel("row_cache_translate", slots.device)(slots, starts, order, num_groups)
+
+
+def _move(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_rows: Tensor, from_rows: Tensor) -> None:
+    kernel("move_rows_", to_rows.device)(destinations, sources, to_rows, from_rows)
+
+
+@torch.library.custom_op(
+    "tritonemb::row_cache_look_up_",
+    mutates_args=("used", "pins"),
+    schema=f"({_DIRECTORY.format('[]')}, Tensor rows, {_REST}) -> Tensor",
+)
+def _row_cache_look_up_(
+    tags: list[Tensor],
+    used: list[Tensor],
+    pins: list[Tensor],
+    rows: Tensor,
+    num_groups: Tensor,
+    tables: Tensor,
+    num_sets: Tensor,
+    now: Tensor,
+    policy: str,
+) -> Tensor:
+    return _look_up(tags, used, pins, rows, num_groups, tables, num_sets, now, policy)
+
+
+@torch.library.custom_op(
+    "tritonemb::row_cache_allocate_",
+    mutates_args=("tags", "used", "pins", "slots"),
+    schema=f"({_DIRECTORY.format('(a!)[]')}, Tensor rows, Tensor(d!) slots, {_REST}) -> Tensor",
+)
+def _row_cache_allocate_(
+    tags: list[Tensor],
+    used: list[Tensor],
+    pins: list[Tensor],
+    rows: Tensor,
+    slots: Tensor,
+    num_groups: Tensor,
+    tables: Tensor,
+    num_sets: Tensor,
+    now: Tensor,
+    policy: str,
+) -> Tensor:
+    return _allocate(tags, used, pins, rows, slots, num_groups, tables, num_sets, now, policy)
+
+
+@_row_cache_look_up_.register_fake
+@_row_cache_allocate_.register_fake
+def _(tags: list[Tensor], used: list[Tensor], pins: list[Tensor], rows: Tensor, *rest: Tensor | str) -> Tensor:
+    return torch.empty_like(rows)
+
+
+@torch.library.custom_op(
+    "tritonemb::row_cache_translate",
+    mutates_args=(),
+    schema="(Tensor slots, Tensor starts, Tensor order, Tensor num_groups) -> Tensor",
+)
+def _row_cache_translate(slots: Tensor, starts: Tensor, order: Tensor, num_groups: Tensor) -> Tensor:
+    return _translate(slots, starts, order, num_groups)
+
+
+@_row_cache_translate.register_fake
+def _(slots: Tensor, starts: Tensor, order: Tensor, num_groups: Tensor) -> Tensor:
+    return slots.new_empty(order.shape[0])
+
+
+@torch.library.custom_op(
+    "tritonemb::move_rows_",
+    mutates_args=("destinations",),
+    schema="(Tensor(a!)[] destinations, Tensor[] sources, Tensor to_rows, Tensor from_rows) -> ()",
+)
+def _move_rows_(destinations: list[Tensor], sources: list[Tensor], to_rows: Tensor, from_rows: Tensor) -> None:
+    _move(destinations, sources, to_rows, from_rows)
+
+
+@_move_rows_.register_fake
+def _(destinations: list[Tensor], sources: list[Tensor], to_rows: Tensor, from_rows: Tensor) -> None:
+    return None
