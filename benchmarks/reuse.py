@@ -85,3 +85,29 @@ def draw_ids(num_rows: int, num_ids: int, rng: np.random.Generator) -> Ints:
     ids: Ints = np.repeat(distinct, lengths)
     rng.shuffle(ids)
     return ids
+
+
+class Population:
+    """Rows of a table some of which are popular all the time, as `draw_ids` knows nothing of.
+
+    The published statistics are of single batches. Here a row's popularity is a run length of their distribution: a
+    batch's distinct rows are drawn with chances in proportion to it, without replacement, and the batch's longer runs
+    go to those of them that are more popular. So each batch has the published reuse, and rows come back in later
+    batches.
+    """
+
+    def __init__(self, num_rows: int, rng: np.random.Generator) -> None:
+        probabilities = run_length_probabilities()
+        self.popularity: Floats = 1.0 + rng.choice(len(probabilities), size=num_rows, p=probabilities)
+        self._rng = rng
+
+    def draw_ids(self, num_ids: int) -> Ints:
+        """`num_ids` ids in random order."""
+        lengths = np.sort(draw_run_lengths(num_ids, self._rng))[::-1]
+        # The largest keys of u^(1/w) are a weighted sample without replacement (Efraimidis and Spirakis, IPL 2006).
+        keys = np.log(self._rng.random(len(self.popularity))) / self.popularity
+        distinct = np.argpartition(keys, -len(lengths))[-len(lengths) :]
+        distinct = distinct[np.argsort(self.popularity[distinct], kind="stable")[::-1]]
+        ids: Ints = np.repeat(distinct.astype(np.int64), lengths)
+        self._rng.shuffle(ids)
+        return ids

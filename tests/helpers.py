@@ -12,6 +12,7 @@ import tritonemb as te
 from tests.strategies import random_batch, random_weights, rows_of
 from tritonemb.kernels.language import interpreting
 from tritonemb.nn.collection import Collection
+from tritonemb.nn.tiered_table import TieredTable
 from tritonemb.optim import OPTIMIZERS
 
 Step = tuple[te.KeyedJaggedTensor, Tensor]
@@ -34,7 +35,8 @@ def assert_same_bits(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor
     assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
         assert actual[name].dtype == tensor.dtype, f"{title} {name}"
-        same = torch.equal(actual[name].view(torch.uint8), tensor.view(torch.uint8)) if tensor.dim() else True
+        bits = [given.contiguous().view(torch.uint8) for given in (actual[name], tensor)] if tensor.dim() else []
+        same = torch.equal(*bits) if bits else True
         assert same, f"{title} {name}: {(actual[name] != tensor).sum()} of {tensor.numel()} elements differ"
         assert tensor.dim() or torch.equal(actual[name], tensor), f"{title} {name}"
 
@@ -61,7 +63,10 @@ def make_collection(
     collection = kind(configs, optimizer=optimizer, **options)
     with torch.no_grad():
         for table, weight in zip(collection.tables, random_weights(configs), strict=True):
-            table.weight.copy_(weight)
+            if isinstance(table, TieredTable):
+                table.assign({**table.tensors(), "weight": weight})
+            else:
+                table.weight.copy_(weight)
     return collection
 
 

@@ -9,7 +9,7 @@ from tritonemb import nn, optim
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.nn.errors import check_errors
 from tritonemb.nn.fuse import fuse, unfuse
-from tritonemb.types import TableConfig
+from tritonemb.types import CacheConfig, TableConfig
 
 if TYPE_CHECKING:
     from tritonemb import compiler, sharding
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
+    "CacheConfig",
     "HybridParallel",
     "KeyedJaggedTensor",
     "TableConfig",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -17,6 +19,45 @@ TABLE_DTYPES = (*TRAINABLE_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(frozen=True)
+class CacheConfig:
+    """How much of a table that does not live on the device is kept there, and which of its rows.
+
+    Args:
+        rows: kept on the device, at least 1, by each rank that holds some of the table; rounded up to sets of 32.
+        share: of the table's rows, in (0, 1], where `rows` is not given.
+        policy: which row makes room for another: the one used longest ago ("lru") or least often ("lfu"). Rows of
+            batches that are being trained, or are about to be, never do.
+        folder: where a table on disk has its file while it is in use; the system's folder of temporary files if not
+            given. Nothing is left there when the process has ended.
+
+    Raises:
+        TypeError, ValueError: naming the field.
+    """
+
+    rows: int | None = None
+    share: float = 0.1
+    policy: Literal["lru", "lfu"] = "lru"
+    folder: str | os.PathLike[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.rows is not None and (not isinstance(self.rows, int) or isinstance(self.rows, bool)):
+            raise TypeError(f"a cache's rows must be an int, got {self.rows!r}")
+        if self.rows is not None and self.rows < 1:
+            raise ValueError(f"a cache's rows must be at least 1, got {self.rows}")
+        if not 0 < self.share <= 1:
+            raise ValueError(f"a cache's share must lie in (0, 1], got {self.share}")
+        if self.policy not in ("lru", "lfu"):
+            raise ValueError(f"a cache's policy must be 'lru' or 'lfu', got {self.policy!r}")
+        if self.folder is not None and not isinstance(self.folder, (str, os.PathLike)):
+            raise TypeError(f"a cache's folder must be a path, got {self.folder!r}")
+
+    def rows_of(self, num_embeddings: int) -> int:
+        """Rows to keep of a table, at least 1."""
+        wanted = math.ceil(self.share * num_embeddings) if self.rows is None else self.rows
+        return min(wanted, num_embeddings)
+
+
+@dataclass(frozen=True)
 class TableConfig:
     """One embedding table.
 
@@ -28,14 +69,17 @@ class TableConfig:
         pooling: how the rows of a bag become one: "sum", "mean", or "none" (each id keeps its row).
         dtype: `torch.float32`, `torch.float16` or `torch.bfloat16`; `torch.float8_e4m3fn` or `torch.float8_e5m2` for
             tables that are looked up but not trained. Optimizer state is always float32.
-        placement: where the rows live.
+        placement: where the rows live: on the device, or, with some of them cached there, in the host's memory or on
+            its disk. Training gives the same bits.
         init: fills the weight `[num_embeddings, embedding_dim]` in place; uniform in ±1/sqrt(num_embeddings)
             if not given.
+        cache: of a table that is placed elsewhere than on the device.
 
     Attributes:
         seed: of the table's own stream of random numbers, 63 bits from its name: the same wherever the table lives.
         row_origin, column_origin: where the first row and column stand in the whole table, of a `part`; 0 of a whole
             table.
+        whole_rows: rows of the whole table.
 
     Raises:
         TypeError, ValueError: naming the table and the field.
@@ -49,9 +93,11 @@ class TableConfig:
     dtype: torch.dtype = torch.float32
     placement: Placement = "device"
     init: Callable[[Tensor], object] | None = None
+    cache: CacheConfig = CacheConfig()
     seed: int = field(init=False, compare=False, repr=False)
     row_origin: int = field(default=0, init=False, compare=False, repr=False)
     column_origin: int = field(default=0, init=False, compare=False, repr=False)
+    whole_rows: int = field(default=0, init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -74,8 +120,11 @@ class TableConfig:
             raise ValueError(f"table {self.name!r}: dtype must be one of {TABLE_DTYPES}, got {self.dtype}")
         if self.init is not None and not callable(self.init):
             raise TypeError(f"table {self.name!r}: init must be a function that fills a tensor, got {self.init!r}")
+        if not isinstance(self.cache, CacheConfig):
+            raise TypeError(f"table {self.name!r}: cache must be a CacheConfig, got {self.cache!r}")
         object.__setattr__(self, "features", self._checked_features())
         object.__setattr__(self, "seed", seed_of(self.name))
+        object.__setattr__(self, "whole_rows", self.num_embeddings)
 
     def _checked_features(self) -> tuple[str, ...]:
         if self.features is None:
@@ -113,8 +162,11 @@ class TableConfig:
                 raise ValueError(
                     f"table {self.name!r} has {what} 0 to {whole - 1}; {count} {what} from {first} on are no part of it"
                 )
-        part = TableConfig(name, rows[1], columns[1], features, self.pooling, self.dtype, self.placement)
+        part = TableConfig(
+            name, rows[1], columns[1], features, self.pooling, self.dtype, self.placement, cache=self.cache
+        )
         object.__setattr__(part, "seed", self.seed)
+        object.__setattr__(part, "whole_rows", self.whole_rows)
         object.__setattr__(part, "row_origin", self.row_origin + rows[0])
         object.__setattr__(part, "column_origin", self.column_origin + columns[0])
         return part
@@ -122,7 +174,7 @@ class TableConfig:
     @property
     def bound(self) -> float:
         """First values are uniform in ± this, where there is no `init`."""
-        return float(self.num_embeddings**-0.5)
+        return float(self.whole_rows**-0.5)
 
     @property
     def feature_names(self) -> tuple[str, ...]:

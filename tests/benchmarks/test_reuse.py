@@ -13,6 +13,7 @@ from benchmarks.reuse import (
     MEAN_RUN_LENGTH,
     SHARE_OF_DISTINCT,
     SHARE_OF_LOOKUPS,
+    Population,
     draw_ids,
     draw_run_lengths,
     longest_run,
@@ -96,3 +97,20 @@ def test_the_same_seed_draws_the_same_ids() -> None:
 def test_a_table_with_too_few_rows_is_refused() -> None:
     with pytest.raises(ValueError, match="only 10 rows; use a larger table or fewer ids"):
         draw_ids(10, 5000, np.random.default_rng(0))
+
+
+def test_rows_of_a_population_come_back_by_their_popularity() -> None:
+    population = Population(20_000, np.random.default_rng(4))
+    batches = [population.draw_ids(20_000) for _ in range(30)]
+    assert all(len(ids) == 20_000 for ids in batches)
+    seen = np.zeros(20_000)
+    for ids in batches:
+        distinct, counts = np.unique(ids, return_counts=True)
+        seen[distinct] += 1
+        # Of a batch's rows the more popular ones recur more often.
+        popular = population.popularity[distinct]
+        assert counts[popular > np.median(popular)].mean() > 2 * counts[popular <= np.median(popular)].mean()
+    by_popularity = seen[np.argsort(population.popularity)]
+    quarters = [part.mean() / 30 for part in np.split(by_popularity, 4)]
+    assert quarters[0] < 0.03
+    assert quarters[3] > 0.2

@@ -7,11 +7,15 @@ from tritonemb.nn.embedding_bag import EmbeddingBag
 from tritonemb.nn.embedding_bag_collection import EmbeddingBagCollection
 from tritonemb.nn.embedding_collection import EmbeddingCollection
 from tritonemb.nn.interaction import DotInteraction
+from tritonemb.nn.look_ahead import send
 from tritonemb.nn.mlp import MLP
+from tritonemb.nn.row_cache import CacheStatistics
+from tritonemb.nn.sent import SentFeatures
 
 __all__ = [
     "DLRM",
     "MLP",
+    "CacheStatistics",
     "CrossNetwork",
     "DCNv2",
     "DotInteraction",
@@ -19,4 +23,6 @@ __all__ = [
     "EmbeddingBag",
     "EmbeddingBagCollection",
     "EmbeddingCollection",
+    "SentFeatures",
+    "send",
 ]

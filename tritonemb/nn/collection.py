@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Literal, Protocol, get_args
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,24 +12,20 @@ from torch import Tensor, nn
 from tritonemb import ops
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.kernels.layout import Layout, make_layout
+from tritonemb.nn.cached_lookup import bring, look_up_cached, make_cache, slot_layouts
 from tritonemb.nn.data_parallel import refuse_data_parallel
+from tritonemb.nn.features import Features, parts_of
 from tritonemb.nn.fused_optimizer import FusedOptimizer
 from tritonemb.nn.lookup import Lookup
+from tritonemb.nn.row_cache import Brought, CacheStatistics, Lease
+from tritonemb.nn.sent import Grouped, Groups, SentFeatures
 from tritonemb.nn.table import Table
+from tritonemb.nn.tiered_table import TieredTable
 from tritonemb.ops.accumulate import NOT_ACCUMULATING, Accumulator, accumulate_
 from tritonemb.optimizers import Constants, Hyperparameters, Optimizer
 from tritonemb.types import TRAINABLE_DTYPES, TableConfig
 
 BoundsCheck = Literal["raise", "ignore"]
-
-
-class Features(Protocol):
-    """What a batch must offer: tritonemb's or TorchRec's `KeyedJaggedTensor`."""
-
-    def keys(self) -> list[str]: ...
-    def values(self) -> Tensor: ...
-    def offsets(self) -> Tensor: ...
-    def weights_or_none(self) -> Tensor | None: ...
 
 
 class Collection(nn.Module):
@@ -72,13 +68,16 @@ class Collection(nn.Module):
             self.register_buffer("skipped", skipped, persistent=False)
             self.register_buffer("pending", torch.zeros((), dtype=torch.int64, device=_real(device)), persistent=False)
         for config in self.configs:  # not add_module, which would refuse a table that is called like a method
-            self._modules[config.name] = Table(config, optimizer.states if optimizer else (), device)
+            kind = Table if config.placement == "device" else TieredTable
+            self._modules[config.name] = kind(config, optimizer.states if optimizer else (), device)
+        self.cache = make_cache(self.tables)
         self._learning_rate = 0.0 if optimizer is None else optimizer.lr
         self._constants = Constants(Hyperparameters() if optimizer is None else optimizer.hyperparameters)
         self._layouts: dict[tuple[tuple[str, ...], torch.device], Layout] = {}
         self._accumulator = Accumulator()
         self._accumulated_keys: tuple[str, ...] | None = None
         self._accumulating = False
+        self._leases: list[Lease] = []
         self._fused_optimizer: FusedOptimizer | None = None
         self.layout(self.feature_names, self.tables[0].weight.device)
 
@@ -120,8 +119,18 @@ class Collection(nn.Module):
         return self._learning_rate
 
     def optimizer_states(self) -> list[tuple[str, Tensor, dict[str, Tensor]]]:
-        """Each table's name, weight, and the step and states of its fused optimizer by name."""
-        return [(t.config.name, t.weight, {"step": self.step, **dict(t.named_buffers())}) for t in self.tables]
+        """Each table's name, weight, and the step and states of its fused optimizer by name.
+
+        Without the states of tables that live elsewhere than on the device, which `state_dict` alone has.
+        """
+        return [
+            (
+                t.config.name,
+                t.weight,
+                {"step": self.step, **({} if isinstance(t, TieredTable) else dict(t.named_buffers()))},
+            )
+            for t in self.tables
+        ]
 
     def skipped_rows(self) -> dict[str, int]:
         """For `nonfinite="skip"`: how many row updates each table has skipped so far."""
@@ -157,6 +166,9 @@ class Collection(nn.Module):
             self._apply_accumulated()
         finally:
             self._accumulator.close()
+            leases, self._leases = self._leases, []
+            for lease in leases:
+                lease.end()
             self.pending.zero_()
             self._accumulating = False
 
@@ -168,10 +180,34 @@ class Collection(nn.Module):
         grads = [batch.grad.mul_(factor) for batch in self._accumulator.kept()]
         return all(bool(grad.isfinite().all()) for grad in grads)
 
-    def group(self, features: Features) -> ops.RowGroups:
-        """The distinct rows of a batch, from its ids alone; may be computed ahead and given to `forward`."""
+    def group(self, features: Features) -> Groups:
+        """The distinct rows of a batch, from its ids alone; may be computed ahead and given to `forward`.
+
+        Rows of tables that live elsewhere than on the device are brought there, and held until the batch's backward has
+        been, or, where gradients are not recorded, until it has been looked up. This may be done in another thread.
+        """
+        if self.cache is not None:
+            return bring(self, self.cache, features)
         keys, values, offsets, _ = parts_of(features)
         return ops.row_groups(values, offsets, self.layout(keys, values.device))
+
+    def send(self, features: Features) -> Grouped:
+        """What `SentFeatures` hold for this collection: the batch, and what `group` says where that takes time."""
+        keys, values, offsets, weights = parts_of(features)
+        batch = KeyedJaggedTensor(keys, values, weights, offsets=offsets)
+        return Grouped(batch, None if self.cache is None else self.group(features))
+
+    @torch.compiler.disable
+    def _told(self, features: Features | SentFeatures, groups: Groups | None) -> tuple[Features, Groups | None]:
+        """Features, and their groups if they are known."""
+        if isinstance(features, SentFeatures):
+            told: Grouped = features.of(self)
+            return told.batch, told.groups
+        return features, groups
+
+    def cache_statistics(self) -> dict[str, CacheStatistics]:
+        """What the caches of tables that live elsewhere than on the device have done so far, by table."""
+        return {} if self.cache is None else self.cache.statistics()
 
     def layout(self, keys: Sequence[str], device: torch.device) -> Layout:
         """What these keys mean to the tables; made once for each order of keys."""
@@ -188,8 +224,11 @@ class Collection(nn.Module):
             self._layouts[key] = found
         return found
 
-    def look_up(self, features: Features, groups: ops.RowGroups | None) -> Tensor:
+    def look_up(self, features: Features, groups: Groups | None) -> Tensor:
         """The op behind `forward`: `[B, width]` if pooled, else `[N, width]`."""
+        if self.cache is not None:
+            return look_up_cached(self, self.cache, features, groups)
+        assert not isinstance(groups, Brought)
         keys, values, offsets, sample_weights = parts_of(features)
         layout = self.layout(keys, values.device)
         weights: list[Tensor] = [table.weight for table in self.tables]
@@ -257,7 +296,7 @@ class Collection(nn.Module):
             [KeyedJaggedTensor(keys, b.values, b.sample_weights, offsets=b.offsets) for b in batches]
         )
         grad = torch.cat([batch.grad for batch in batches])
-        layout = self.layout(keys, grad.device)
+        layout = self._own_layout(keys, grad.device)
         if not self.pooled:
             order = KeyedJaggedTensor.stack(
                 [
@@ -268,15 +307,22 @@ class Collection(nn.Module):
             grad = grad[order.values()]
         values, offsets = stacked.values(), stacked.offsets()
         groups = ops.row_groups(values, offsets, layout)
-        self._step(grad, Lookup(values, offsets, stacked.weights_or_none(), groups, layout))
+        with self._memory():
+            self._step(grad, Lookup(values, offsets, stacked.weights_or_none(), groups, layout))
+
+    def _own_layout(self, keys: tuple[str, ...], device: torch.device) -> Layout:
+        """What keys mean to the rows that are on the device."""
+        return self.layout(keys, device) if self.cache is None else slot_layouts(self, self.cache, keys, device)[1]
 
     def read(self, lookup: Lookup) -> Tensor:
         """`[B, width]` if pooled, else `[N, width]`; no gradient."""
         weights: list[Tensor] = [table.weight for table in self.tables]
-        return ops.embedding_bag(
-            weights, lookup.values, lookup.offsets, lookup.sample_weights, lookup.layout,
-            self.bounds_check == "raise", self.dtype_of(weights),
-        )  # fmt: skip
+        check_bounds = self.bounds_check == "raise" and self.cache is None  # who brings rows in has looked
+        with self._memory():
+            return ops.embedding_bag(
+                weights, lookup.values, lookup.offsets, lookup.sample_weights, lookup.layout, check_bounds,
+                self.dtype_of(weights),
+            )  # fmt: skip
 
     def take_gradient(self, grad: Tensor, lookup: Lookup) -> None:
         """Update the rows of a batch, or keep its gradient while gradients are accumulated."""
@@ -284,7 +330,12 @@ class Collection(nn.Module):
             handle = self._accumulator.handle
             accumulate_(self.pending, handle, grad, lookup.values, lookup.offsets, lookup.sample_weights)
         else:
-            self._step(grad, lookup)
+            with self._memory():
+                self._step(grad, lookup)
+
+    def _memory(self) -> AbstractContextManager[Any]:
+        """While tables' tensors are used, nobody replaces them by larger ones."""
+        return nullcontext() if self.cache is None else self.cache.memory
 
     def _step(self, grad: Tensor, lookup: Lookup) -> None:
         """One step of the optimizer on the rows of a batch."""
@@ -314,18 +365,6 @@ class Collection(nn.Module):
         return {**self.__dict__, "_fused_optimizer": None, "_layouts": {}}
 
 
-def parts_of(features: Features) -> tuple[list[str], Tensor, Tensor, Tensor | None]:
-    for method in ("keys", "values", "offsets", "weights_or_none"):
-        if not callable(getattr(features, method, None)):
-            raise TypeError(f"expected a KeyedJaggedTensor, got {type(features).__name__}, which has no {method}()")
-    if getattr(features, "variable_stride_per_key", bool)():  # TorchRec's
-        raise ValueError(
-            "the batch has another number of samples for each feature; give every feature a bag, perhaps an empty one, "
-            "for every sample"
-        )
-    return list(features.keys()), features.values(), features.offsets(), features.weights_or_none()
-
-
 def _counted(batches: Sequence[Any]) -> list[Tensor]:
     """A running number for every value of every micro-batch."""
     sizes = [batch.values.numel() for batch in batches]
@@ -346,9 +385,10 @@ def _check_tables(tables: Sequence[TableConfig]) -> None:
             raise TypeError(f"tables must be TableConfig, got {table!r}")
         if table.name in names:
             raise ValueError(f"table {table.name!r} is given twice; names must be unique in a collection")
-        if table.placement != "device":
+        if table.placement == "server":
             raise ValueError(
-                f"table {table.name!r}: placement {table.placement!r} is not available in this collection; use 'device'"
+                f"table {table.name!r}: placement {table.placement!r} is not available in this collection; use "
+                "'device', 'host' or 'disk'"
             )
         names.add(table.name)
 

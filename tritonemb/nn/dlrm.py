@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from tritonemb.nn.collection import Features
 from tritonemb.nn.embedding_bag_collection import EmbeddingBagCollection
+from tritonemb.nn.features import Features
 from tritonemb.nn.interaction import DotInteraction
 from tritonemb.nn.mlp import MLP
 from tritonemb.optimizers import Optimizer

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tritonemb import ops
-from tritonemb.nn.collection import BoundsCheck, Collection, Features
+from tritonemb.nn.collection import BoundsCheck, Collection
+from tritonemb.nn.features import Features
+from tritonemb.nn.sent import Groups, SentFeatures
 from tritonemb.optimizers import Optimizer
 from tritonemb.types import TableConfig
 
@@ -57,6 +58,8 @@ class EmbeddingBagCollection(Collection):
         """Width of each part of the result, in order: `pooled.split(collection.embedding_dims, dim=1)`."""
         return [config.embedding_dim for config in self.configs for _ in config.feature_names]
 
-    def forward(self, features: Features, groups: ops.RowGroups | None = None) -> Tensor:
+    def forward(self, features: Features | SentFeatures, groups: Groups | None = None) -> Tensor:
         """`[B, sum of dims]`. `groups`, from `self.group(features)`, saves grouping the ids again."""
+        if isinstance(features, SentFeatures):
+            features, groups = self._told(features, groups)
         return self.look_up(features, groups)

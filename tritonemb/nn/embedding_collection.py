@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from tritonemb import ops
 from tritonemb.jagged import KeyedJaggedTensor
-from tritonemb.nn.collection import BoundsCheck, Collection, Features
+from tritonemb.nn.collection import BoundsCheck, Collection
+from tritonemb.nn.features import Features
+from tritonemb.nn.sent import Groups, SentFeatures
 from tritonemb.optimizers import Optimizer
 from tritonemb.types import TableConfig
 
@@ -49,7 +50,9 @@ class EmbeddingCollection(Collection):
                 fed[feature] = table.name
         super().__init__(tables, optimizer, device, bounds_check, output_dtype)
 
-    def forward(self, features: Features, groups: ops.RowGroups | None = None) -> KeyedJaggedTensor:
+    def forward(self, features: Features | SentFeatures, groups: Groups | None = None) -> KeyedJaggedTensor:
         """Rows `[N, dim]` under the batch's keys and offsets."""
+        if isinstance(features, SentFeatures):
+            features, groups = self._told(features, groups)
         rows = self.look_up(features, groups)
         return KeyedJaggedTensor(list(features.keys()), rows, offsets=features.offsets())

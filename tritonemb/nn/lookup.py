@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -42,28 +41,25 @@ class Updated(Protocol):
         ...
 
 
-def look_up(tables: Updated, weight: Tensor, lookup: Lookup, then: Callable[[], None] | None = None) -> Tensor:
+def look_up(tables: Updated, weight: Tensor, lookup: Lookup) -> Tensor:
     """Read rows; the backward hands the gradient to the tables.
 
     Args:
         weight: stands for all tables in the graph; it gets no gradient.
-        then: called when the backward has been.
     """
-    found: Tensor = _LookUp.apply(weight, tables, lookup, then)
+    found: Tensor = _LookUp.apply(weight, tables, lookup)
     return found
 
 
 class _LookUp(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, tables: Updated, lookup: Lookup, then: Callable[[], None] | None) -> Tensor:
-        ctx.inputs = tables, lookup, then
+    def forward(ctx: Any, weight: Tensor, tables: Updated, lookup: Lookup) -> Tensor:
+        ctx.inputs = tables, lookup
         return tables.read(lookup)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
-        tables, lookup, then = ctx.inputs
+        tables, lookup = ctx.inputs
         tables.take_gradient(grad, lookup)
-        if then is not None:
-            then()
-        return (None,) * 4
+        return (None,) * 3

@@ -21,14 +21,23 @@ def draw_seed() -> int:
 
 
 class Table(nn.Module):
-    """Weight `[num_embeddings, embedding_dim]` and float32 states `[num_embeddings]` or of the weight's shape."""
+    """Weight `[num_rows, embedding_dim]` and float32 states `[num_rows]` or of the weight's shape.
+
+    Args:
+        num_rows: on the device; all `num_embeddings` if not given.
+    """
 
     def __init__(
-        self, config: TableConfig, states: tuple[StateSpec, ...], device: torch.device | str | None = None
+        self,
+        config: TableConfig,
+        states: tuple[StateSpec, ...],
+        device: torch.device | str | None = None,
+        num_rows: int | None = None,
     ) -> None:
         super().__init__()
         self.config = config
-        weight = torch.empty(config.num_embeddings, config.embedding_dim, dtype=config.dtype, device=device)
+        num_rows = config.num_embeddings if num_rows is None else num_rows
+        weight = torch.empty(num_rows, config.embedding_dim, dtype=config.dtype, device=device)
         advise_huge_pages(weight)
         self.weight = nn.Parameter(weight, requires_grad=weight.dtype in TRAINABLE_DTYPES)
         for spec in states:

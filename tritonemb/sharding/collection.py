@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -14,16 +14,19 @@ from tritonemb.comm.group import Group
 from tritonemb.comm.precision import ExchangePrecision
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.kernels.errors import id_out_of_range
-from tritonemb.nn.collection import Collection, Features, parts_of
+from tritonemb.nn.collection import Collection
+from tritonemb.nn.features import Features, parts_of
 from tritonemb.nn.fused_optimizer import FusedOptimizer
+from tritonemb.nn.sent import SentFeatures
+from tritonemb.nn.tiered_table import TieredTable
 from tritonemb.optimizers import Optimizer
 from tritonemb.sharding.gathered_update import Columns, Gathering, WholeRowUpdate, needs_whole_rows
 from tritonemb.sharding.groups import ShardGroups
-from tritonemb.sharding.initial import copy_shard, fill_shard
+from tritonemb.sharding.initial import begin_elsewhere, copy_shard, fill_shard, tensors_of
 from tritonemb.sharding.local_tables import LocalTables
 from tritonemb.sharding.placement import Held, Placement, named_parts, split
 from tritonemb.sharding.plan import ShardingPlan
-from tritonemb.sharding.sent import SentFeatures, SentIds
+from tritonemb.sharding.sent import SentIds
 from tritonemb.sharding.table_shards import LocalShard, TableShards
 from tritonemb.types import TableConfig
 
@@ -66,10 +69,30 @@ class ShardedCollection(nn.Module):
         self._fused_optimizer: FusedOptimizer | None = None
         self._nothing = torch.empty(0, device=device)
         self.locals, self._held = self._make_locals()
+        self._refuse_elsewhere()
         self._begin(collection)
         # A compiled model's graphs end before it and begin behind it: sizes of what is sent are read on the host, and
         # gathered updates exchange as many rows as a batch happens to have.
         self.forward = torch.compiler.disable(self.forward)
+
+    def _refuse_elsewhere(self) -> None:
+        """Updates that rows of several ranks have a part in reach rows that a rank has not brought to its device."""
+        for held in self.placement.held:
+            config = self.configs[held.table]
+            if config.placement == "device":
+                continue
+            why = (
+                "every rank has it" if held.way == "everywhere"
+                else "there are copies of it" if self.groups.replicas.size > 1
+                else f"it is cut by columns, and {self.optimizer.name} looks at whole rows"
+                if held.cut and needs_whole_rows(self.optimizer) else ""
+            )  # fmt: skip
+            if why:
+                raise ValueError(
+                    f"table {config.name!r} is placed on {config.placement!r}, and {why}: its gradients are gathered "
+                    "from several ranks, which is for tables on the device; place it there, or give it to one rank or "
+                    "cut it by rows"
+                )
 
     def _make_locals(self) -> tuple[tuple[LocalTables, ...], tuple[tuple[Held, ...], ...]]:
         """Collections of this rank's shards, and the shards in each, in their order."""
@@ -146,7 +169,8 @@ class ShardedCollection(nn.Module):
         raise NotImplementedError
 
     def _sent(self, features: Features | SentFeatures) -> SentIds:
-        return features.of(self) if isinstance(features, SentFeatures) else self.send(features)
+        sent: SentIds = features.of(self) if isinstance(features, SentFeatures) else self.send(features)
+        return sent
 
     def _own_batch(self, features: Features) -> KeyedJaggedTensor:
         """The batch as one of ours, on the CPU, where ids travel."""
@@ -247,6 +271,11 @@ class ShardedCollection(nn.Module):
         drawn = collection.tables[0].weight.device.type == "meta"
         for tables, held in zip(self.locals, self._held, strict=True):
             for each, table in zip(held, tables.tables, strict=True):
+                if isinstance(table, TieredTable):
+                    begin_elsewhere(
+                        table, self.configs[each.table], each.shard, None if drawn else collection.tables[each.table]
+                    )
+                    continue
                 if drawn:
                     fill_shard(table.weight, self.configs[each.table], each.shard)
                     continue
@@ -272,14 +301,15 @@ class ShardedCollection(nn.Module):
         for tables, held in zip(self.locals, self._held, strict=True):
             for each, table in zip(held, tables.tables, strict=True):
                 shard, of_table = each.shard, shards[self.configs[each.table].name]
+                tensors = tensors_of(table)
                 mine = first_copy and (each.way != "everywhere" or self.groups.world.rank == 0)
-                weight = LocalShard(table.weight.detach(), shard.first_row, shard.first_column, mine)
+                weight = LocalShard(tensors["weight"], shard.first_row, shard.first_column, mine)
                 of_table["weight"].append(weight)
                 for state in self.optimizer.states:
                     # Ranks with other columns of the same rows hold the same values of a row.
                     one = mine and (state.per_element or shard.first_column == 0)
                     column = shard.first_column if state.per_element else 0
-                    of_table[state.name].append(LocalShard(table.state(state.name), shard.first_row, column, one))
+                    of_table[state.name].append(LocalShard(tensors[state.name], shard.first_row, column, one))
         return {config.name: self._whole(config, shards[config.name]) for config in self.configs}
 
     def _whole(self, config: TableConfig, shards: dict[str, list[LocalShard]]) -> dict[str, TableShards]:
@@ -335,8 +365,26 @@ class ShardedCollection(nn.Module):
                 _load(here, state_dict[key])
             except ValueError as error:
                 error_msgs.append(f"{key}: {error}")
+        self._store(wanted, prefix)
         if strict:
             unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in wanted]
+
+    def _store(self, loaded: Mapping[str, TableShards], prefix: str) -> None:
+        """Bring what was loaded to where tables live that are not on the device."""
+        for tables, held in zip(self.locals, self._held, strict=True):
+            for each, table in zip(held, tables.tables, strict=True):
+                if isinstance(table, TieredTable):
+                    name, shard = self.configs[each.table].name, each.shard
+                    own = {}
+                    for field in table.record.fields:
+                        of_table = loaded[f"{prefix}{name}.{field.name}"]
+                        column = 0 if field.one_a_row else shard.first_column
+                        own[field.name] = next(
+                            of.tensor
+                            for of in of_table.shards
+                            if (of.first_row, of.first_column) == (shard.first_row, column)
+                        )
+                    table.assign(own)
 
     def _apply(self, fn: Any, recurse: bool = True) -> ShardedCollection:
         for tables in self.locals:

@@ -11,11 +11,12 @@ from tritonemb.comm.codec import Run
 from tritonemb.comm.columns import ColumnExchange
 from tritonemb.comm.ids import IdsExchange
 from tritonemb.jagged import KeyedJaggedTensor
-from tritonemb.nn.collection import Features
+from tritonemb.nn.features import Features
+from tritonemb.nn.sent import SentFeatures
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.local_tables import LocalTables
 from tritonemb.sharding.placement import Held, Way
-from tritonemb.sharding.sent import SentFeatures, SentIds
+from tritonemb.sharding.sent import SentIds
 
 WAYS: tuple[Way, ...] = ("direct", "by node", "everywhere")
 
@@ -93,7 +94,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
     def send(self, features: Features | SentFeatures) -> SentIds:
         if isinstance(features, SentFeatures):
-            return features.of(self)
+            return self._sent(features)
         batch = self._own_batch(features)
         arrived = (self._ids(batch, self._refusal(batch)),) if self.placement.lanes else ()
         shares = None if self._mean_of is None else self._shares(batch)

@@ -13,12 +13,13 @@ from tritonemb.comm.codec import Run
 from tritonemb.comm.ids import Arrived, IdsExchange
 from tritonemb.comm.rows import RowExchange
 from tritonemb.jagged import KeyedJaggedTensor
-from tritonemb.nn.collection import Features
+from tritonemb.nn.features import Features
+from tritonemb.nn.sent import Groups, SentFeatures
 from tritonemb.ops.bag import Bags, bag
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.local_tables import LocalTables
 from tritonemb.sharding.placement import Held
-from tritonemb.sharding.sent import SentFeatures, SentIds
+from tritonemb.sharding.sent import SentIds
 
 
 class _Part(NamedTuple):
@@ -81,7 +82,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
 
     def send(self, features: Features | SentFeatures) -> SentIds:
         if isinstance(features, SentFeatures):
-            return features.of(self)
+            return self._sent(features)
         batch = self._own_batch(features)
         # Weights stay here, as a rule: they multiply rows when these have come back.
         plain = batch if self._apart else KeyedJaggedTensor(batch.keys(), batch.values(), offsets=batch.offsets())
@@ -117,7 +118,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
     def saturated(self) -> int:
         return sum(part.rows.saturated() for part in self._parts)
 
-    def _rows(self, part: _Part, ids: Arrived, groups: list[ops.RowGroups]) -> Tensor:
+    def _rows(self, part: _Part, ids: Arrived, groups: list[Groups]) -> Tensor:
         """A row for each id of the batch, lane by lane."""
         found = [tables(ids.features, group) for tables, group in zip(part.locals, groups, strict=True)]
         if found:

@@ -18,13 +18,13 @@ from torch.nn.parallel import DistributedDataParallel
 from tritonemb.comm.group import Group
 from tritonemb.comm.precision import ExchangePrecision
 from tritonemb.nn import EmbeddingBagCollection, EmbeddingCollection
-from tritonemb.nn.collection import Features
+from tritonemb.nn.features import Features
+from tritonemb.nn.sent import SentFeatures
 from tritonemb.sharding.collection import ShardedCollection, why_not
 from tritonemb.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection
 from tritonemb.sharding.embedding_collection import ShardedEmbeddingCollection
 from tritonemb.sharding.groups import ShardGroups
 from tritonemb.sharding.plan import ShardingPlan, uniform_plan
-from tritonemb.sharding.sent import SentFeatures
 from tritonemb.sharding.table_shards import TableShards
 from tritonemb.types import TableConfig
 

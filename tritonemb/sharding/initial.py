@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tritonemb.nn.table import Table
+from tritonemb.nn.tiered_table import TieredTable
 from tritonemb.ops.initial import fill_initial_
 from tritonemb.sharding.types import Shard
 from tritonemb.types import TRAINABLE_DTYPES, TableConfig
@@ -18,19 +20,51 @@ def copy_shard(own: Tensor, whole: Tensor, shard: Shard) -> None:
     own.copy_(rows)
 
 
+def tensors_of(table: Table) -> dict[str, Tensor]:
+    """Weight and states of all rows that a table has."""
+    if isinstance(table, TieredTable):
+        return table.tensors()
+    return {"weight": table.weight.detach(), **dict(table.named_buffers(recurse=False))}
+
+
+def begin_elsewhere(own: TieredTable, table: TableConfig, shard: Shard, source: Table | None) -> None:
+    """Give a shard that does not live on the device the values of a whole table, or those that are drawn for it."""
+    if source is None and table.init is None:
+        own.reset_parameters(_seed_of(table))
+        return
+    if source is None:
+        given: dict[str, Tensor] = {"weight": _initialised(table)}
+    else:
+        given = tensors_of(source)
+    tensors = own.tensors()
+    for name, tensor in tensors.items():
+        if name in given:
+            copy_shard(tensor, given[name], shard)
+    own.assign(tensors)
+
+
+def _seed_of(table: TableConfig) -> int:
+    return (table.seed ^ torch.initial_seed()) & (2**63 - 1)
+
+
+def _initialised(table: TableConfig) -> Tensor:
+    """A whole table as its `init` makes it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(_seed_of(table))
+        dtype = table.dtype if table.dtype in TRAINABLE_DTYPES else torch.float32
+        whole = torch.empty(table.num_embeddings, table.embedding_dim, dtype=dtype)
+        assert table.init is not None
+        table.init(whole)
+    return whole
+
+
 def fill_shard(own: Tensor, table: TableConfig, shard: Shard) -> None:
     """Draw a shard's first values: those that the whole table has there, however it is cut.
 
     A table's values depend on its name and on torch's seed (`torch.initial_seed`, which `torch.manual_seed` sets), each
     on its place, so nobody draws the whole; a table with an `init` of its own is made whole on the CPU, and cut.
     """
-    seed = (table.seed ^ torch.initial_seed()) & (2**63 - 1)
     if table.init is not None:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            dtype = table.dtype if table.dtype in TRAINABLE_DTYPES else torch.float32
-            whole = torch.empty(table.num_embeddings, table.embedding_dim, dtype=dtype)
-            table.init(whole)
-        copy_shard(own, whole, shard)
+        copy_shard(own, _initialised(table), shard)
         return
-    fill_initial_(own, seed, table.bound, shard.first_row, shard.first_column)
+    fill_initial_(own, _seed_of(table), table.bound, shard.first_row, shard.first_column)

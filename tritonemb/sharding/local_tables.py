@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 
 from tritonemb import ops
-from tritonemb.nn.collection import BoundsCheck, Collection, Features, parts_of
+from tritonemb.nn.collection import BoundsCheck, Collection
+from tritonemb.nn.features import Features, parts_of
 from tritonemb.nn.lookup import Lookup, look_up
+from tritonemb.nn.row_cache import Brought
+from tritonemb.nn.sent import Groups
 from tritonemb.optimizers import Optimizer
 from tritonemb.sharding.gathered_update import Gathering, gathered_update_
 from tritonemb.types import TableConfig
@@ -41,10 +44,11 @@ class LocalTables(Collection):
     def _refuse_replicas(self) -> None:
         """These are sharded, or their gradients are gathered: nothing drifts apart."""
 
-    def look_up(self, features: Features, groups: ops.RowGroups | None) -> Tensor:
+    def look_up(self, features: Features, groups: Groups | None) -> Tensor:
         """The op behind `forward`: `[B, width]` if pooled, else `[N, width]`."""
         if self.gathering is None or not torch.is_grad_enabled():
             return super().look_up(features, groups)
+        assert not isinstance(groups, Brought)  # refused where the tables are sharded
         keys, values, offsets, sample_weights = parts_of(features)
         layout = self.layout(keys, values.device)
         if self._accumulating:
@@ -52,7 +56,7 @@ class LocalTables(Collection):
         groups = ops.row_groups(values, offsets, layout) if groups is None else groups
         return look_up(self, self.tables[0].weight, Lookup(values, offsets, sample_weights, groups, layout))
 
-    def forward(self, features: Features, groups: ops.RowGroups | None = None) -> Tensor:
+    def forward(self, features: Features, groups: Groups | None = None) -> Tensor:
         """As `look_up`."""
         return self.look_up(features, groups)
 

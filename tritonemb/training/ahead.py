@@ -55,6 +55,13 @@ class Ahead(Generic[T]):
             raise error
         raise StopIteration
 
+    def widen(self) -> None:
+        """One item more may be made beyond those taken, from now on. Not for items that hold collectives."""
+        assert not self._collective
+        with self._changed:
+            self._allowed += 1
+            self._changed.notify_all()
+
     def settle(self) -> None:
         """Wait until everything is made that may be made for now: no collective of the source is under way then."""
         if self._thread is not None:

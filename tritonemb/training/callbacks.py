@@ -70,6 +70,9 @@ class Log:
         seconds: time trained since the run began, evaluation and checkpoints left out.
         sent: bytes that all ranks together have sent each other in a step, mean since the last log, by kind.
         sent_across_nodes: bytes of these that went to another node.
+        cache: where tables live elsewhere than on the device, of this rank, mean of a step since the last log: distinct
+            `rows`, their `hit_rate`, bytes `read` from where they live and `written` there, and seconds of `stall` in
+            which training waited for them.
     """
 
     step: int
@@ -84,6 +87,7 @@ class Log:
     seconds: float
     sent: Mapping[str, int] = field(default_factory=dict)
     sent_across_nodes: int = 0
+    cache: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 from tritonemb.training.checkpoints.background import AsyncSave, Saved
 from tritonemb.training.checkpoints.folder import CheckpointFolder
+from tritonemb.training.checkpoints.manifest import FORMAT, MANIFEST
 from tritonemb.training.checkpoints.options import CheckpointError, CheckpointOptions
-from tritonemb.training.checkpoints.reading import FORMAT, MANIFEST, load_tensors, read_manifest, stored_tensors
+from tritonemb.training.checkpoints.reading import load_tensors, read_manifest, stored_tensors
 
 __all__ = [
     "FORMAT",

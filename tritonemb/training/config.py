@@ -11,6 +11,7 @@ from tritonemb.data import LogOptions, kind_of
 from tritonemb.training.checkpoint import CheckpointOptions
 from tritonemb.training.precision import Precision
 from tritonemb.training.schedule import Decay, Schedule
+from tritonemb.training.table_options import TableOptions
 from tritonemb.training.watch.profiling import ProfileOptions
 
 Codec = Literal["fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8"]
@@ -158,6 +159,7 @@ class TrainConfig:
         compile: run the model through torch.compile.
         threads: CPU threads; torch's choice if not given.
         device: where to train.
+        tables: where they live.
         read: how a log is read.
         schedule: learning rates over the steps.
         evaluation: of the validation rows.
@@ -186,6 +188,7 @@ class TrainConfig:
     compile: bool = False
     threads: int | None = None
     device: str = "cpu"
+    tables: TableOptions = field(default_factory=TableOptions)
     read: LogOptions = field(default_factory=LogOptions)
     schedule: ScheduleOptions = field(default_factory=ScheduleOptions)
     evaluation: EvaluationOptions = field(default_factory=EvaluationOptions)

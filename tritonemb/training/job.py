@@ -88,6 +88,7 @@ def train(
             verbose=verbose,
             readers=config.parallel.readers,
             timeout=config.parallel.timeout,
+            look_ahead=config.tables.look_ahead,
         )
         if resume is not None:
             trainer.resume(resume if resume == "auto" else newest(Path(resume)))
@@ -150,7 +151,8 @@ def _model(config: TrainConfig, data: Data, group: Group, device: torch.device) 
 
 def build_model(config: TrainConfig, features: Sequence[Feature], num_dense: int) -> nn.Module:
     """The model of a config, with one table for each feature."""
-    tables, optimizer = tables_of(tuple(features), config.embedding_dim), build_optimizer(config)
+    tables = config.tables.place(tables_of(tuple(features), config.embedding_dim))
+    optimizer = build_optimizer(config)
     if config.model == "dcnv2":
         return DCNv2(tables, num_dense, top_mlp=config.top_mlp, optimizer=optimizer, device=config.device)
     return DLRM(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from tritonemb.comm.agreement import RankFailed, lost_contact
 from tritonemb.data.source import Split
 from tritonemb.nn.errors import check_errors
+from tritonemb.training.ahead import Ahead
+from tritonemb.training.cache_meter import CacheMeter
 from tritonemb.training.callbacks import CheckpointSaved, Evaluation, FitEnd, FitStart, Log, StepEnd
 from tritonemb.training.checkpoint import CheckpointError
 from tritonemb.training.clock import Clock, memory_bytes
@@ -64,6 +66,7 @@ class Loop:
         self.request = request
         self.progress = trainer.progress
         self.clock = Clock(self.progress.seconds)
+        self.caches = CacheMeter(trainer.model)
         self._began = time.monotonic()
         self._now, self._saved_at, self._saved_step = 0, 0, self.progress.step  # milliseconds by rank 0's clock
         self._logged_step = self.progress.step
@@ -161,11 +164,15 @@ class Loop:
                 if progress.ended or self._over() or self._stopped is not None:
                     return
 
-    def _pull(self, steps: Iterator[Prepared]) -> tuple[Prepared, bool]:
+    def _pull(self, steps: Ahead[Prepared]) -> tuple[Prepared, bool]:
         """The next step, and whether the epoch has none more."""
         self.trainer.parallel.note("waiting", self.progress.step + 1)
+        begin = time.perf_counter()
         with self.clock.waiting():
             step = next(steps)
+        self.caches.stalled(begin, time.perf_counter(), step.moved)
+        if self.trainer.look_ahead is None and self.caches.wants_more_ahead() and self.trainer.parallel.size == 1:
+            steps.widen()
         self._now, self._signal = step.clock, step.signal or None
         return step, not step.batches and not step.signal
 
@@ -198,6 +205,7 @@ class Loop:
         self._refuse_nonfinite(loss, epoch)
         sent, across = trainer.parallel.sent()
         steps, self._logged_step = progress.step - self._logged_step, progress.step
+        cache = self.caches.lap(steps)
         if not self.watchers:
             return
         dense_lr, table_lr = trainer.stepper.current_rates()
@@ -205,7 +213,7 @@ class Loop:
         log = Log(
             progress.step, epoch, progress.samples, loss, dense_lr, table_lr, speed, wait,
             memory_bytes(trainer.device), self.clock.seconds,
-            {kind: num_bytes // steps for kind, num_bytes in sent.items()}, across // steps,
+            {kind: num_bytes // steps for kind, num_bytes in sent.items()}, across // steps, cache,
         )  # fmt: skip
         self.watchers.on_log(log)
 

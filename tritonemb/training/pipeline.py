@@ -6,20 +6,23 @@ batches without samples until all have.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from tritonemb.comm.agreement import Agreement, describe
 from tritonemb.comm.heartbeat import Heartbeat
 from tritonemb.data.batch import Batch, Layout
 from tritonemb.data.source import Batches, Data, ReadReport
-from tritonemb.sharding.sent import SentFeatures
+from tritonemb.nn.look_ahead import looks_ahead, send
+from tritonemb.nn.sent import SentFeatures
+from tritonemb.sharding.hybrid import HybridParallel
 
 DEPTH = 2  # steps beyond the one that is trained
 Send = Callable[[Any], Any]
@@ -40,6 +43,7 @@ class Prepared:
         signal: that some rank was sent, 0 for none.
         clock: rank 0's.
         copied: when the batches are on the device.
+        moved: from when to when it took to bring them there, and the rows that they need.
     """
 
     batches: tuple[Batch, ...]
@@ -51,6 +55,7 @@ class Prepared:
     signal: int = 0
     clock: int = 0
     copied: torch.cuda.Event | None = field(default=None, repr=False)
+    moved: tuple[float, float] | None = None
 
     def take(self) -> tuple[Batch, ...]:
         """The batches, for the stream of this thread."""
@@ -127,12 +132,28 @@ def prepare(
         batches += [empty() for _ in range(agreed.batches - len(batches))]
         total = max(agreed.total, 1)
         weights = tuple(len(batch) * world / total for batch in batches)
+        began = time.perf_counter()
         there, copied = move(batches, send)
+        moved = began, time.perf_counter()
         labels = tuple(batch.labels for batch in batches)
         yield Prepared(
-            there, weights, agreed.total, labels, stream.position, stream.report, clock=agreed.clock, copied=copied
-        )
+            there, weights, agreed.total, labels, stream.position, stream.report, clock=agreed.clock, copied=copied,
+            moved=moved,
+        )  # fmt: skip
         del batches, there, labels  # or they would stay until the next ones are there
+
+
+def sender(model: nn.Module, training: bool) -> Send | None:
+    """Tells a model's collections of batches ahead, with gradients to come or without; None if there is no need."""
+    parallel = isinstance(model, HybridParallel)
+    if not parallel and not looks_ahead(model):
+        return None
+
+    def bring(features: Any) -> SentFeatures:
+        with torch.set_grad_enabled(training):
+            return model.send(features) if isinstance(model, HybridParallel) else send(model, features)
+
+    return bring
 
 
 def empty_batch(data: Data) -> Batch:

@@ -19,7 +19,7 @@ from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, read_m
 from tritonemb.training.config import TrainConfig
 from tritonemb.training.devices import check_device
 from tritonemb.training.job import build_model, features_from_plain
-from tritonemb.training.state import model_tensors
+from tritonemb.training.state import model_tensors, read_again
 from tritonemb.training.toml import from_plain
 
 SUFFIXES = (".parquet", ".csv")
@@ -76,6 +76,7 @@ def predict(options: PredictOptions) -> str:
     config = replace(config, device=options.device)
     model = build_model(config, features, manifest["config"]["num_dense"])
     load_tensors(path, model_tensors(model), ignore=TRAINING_ONLY)
+    read_again(model)
     with data.open("test", options.batch_size) as stream:
         scores = (_score(model, batch, config) for batch in stream)
         num_rows = _write(options.out, scores)

@@ -14,9 +14,9 @@ from tritonemb.training.checkpoint import CheckpointFolder
 class RunFolder:
     """`checkpoints/`, `log.jsonl`, `report.html`, `config.toml`, `trace.json`, `tensorboard/` of one run."""
 
-    def __init__(self, path: str | Path, keep: int = 3) -> None:
+    def __init__(self, path: str | Path, keep: int = 3, incremental: bool = False) -> None:
         self.path = Path(path)
-        self.checkpoints = CheckpointFolder(self.path / "checkpoints", keep)
+        self.checkpoints = CheckpointFolder(self.path / "checkpoints", keep, incremental)
         self.log = self.path / "log.jsonl"
         self.report = self.path / "report.html"
         self.config = self.path / "config.toml"

@@ -117,6 +117,7 @@ class Saving:
         entry = stored.get("trainer.loss_sums")
         sums = torch.zeros(2 if entry is None else entry.size, dtype=torch.float64)
         load_tensors(path, tensors | {"trainer.loss_sums": sums}, ignore=("rng.",), group=self._control)
+        state.read_again(trainer.model)
         if trainer.dense_optimizer is not None:
             state.load_optimizer_state(trainer.model, trainer.dense_optimizer, tensors, options["optimizer"])
         stepper.load_loss_sums(sums)

@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from tritonemb.nn.stand_in import stand_ins
+from tritonemb.nn.tiered_table import TieredTable
+
 PLAIN = (int, float, str, bool, type(None))
 
 
@@ -58,16 +61,26 @@ class Progress:
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """`model.<key>` for every entry of the model's `state_dict`, sharing memory with the model.
 
+    An `OnDisk` stands for each tensor of a table on disk.
+
     Raises:
         TypeError: for an entry that is no tensor.
     """
-    state = model.state_dict()
+    with stand_ins():
+        state = model.state_dict()
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise TypeError(
                 f"the model's state_dict has {name!r} of type {type(value).__name__}; checkpoints hold tensors only"
             )
     return {f"model.{name}": value.detach() for name, value in state.items()}
+
+
+def read_again(model: nn.Module) -> None:
+    """What of tables in host memory is on the device comes anew from there, where values have been loaded."""
+    for table in model.modules():
+        if isinstance(table, TieredTable) and table.config.placement == "host":
+            table.read_again()
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
@@ -210,7 +223,9 @@ def _parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
         return []
     owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     named: dict[int, tuple[str, nn.Parameter]] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
+    with stand_ins():
+        entries = model.state_dict(keep_vars=True)
+    for name, value in entries.items():
         if id(value) in owned:
             named.setdefault(id(value), (name, value))
     return list(named.values())

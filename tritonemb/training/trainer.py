@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tritonemb.data.batch import Batch
 from tritonemb.data.source import Batches, Data, Split
 from tritonemb.nn.errors import check_errors
-from tritonemb.sharding.hybrid import HybridParallel
+from tritonemb.nn.look_ahead import looks_ahead
 from tritonemb.training import state
 from tritonemb.training.ahead import Ahead
 from tritonemb.training.callbacks import Callback, CheckpointSaved
@@ -25,7 +25,7 @@ from tritonemb.training.inference import predict
 from tritonemb.training.loop import FitResult, Loop
 from tritonemb.training.metrics import Metrics, UndefinedMetricsError, binary_metrics
 from tritonemb.training.parallel import Parallel
-from tritonemb.training.pipeline import DEPTH, Prepared, Say, empty_batch, prepare
+from tritonemb.training.pipeline import DEPTH, Prepared, Say, empty_batch, prepare, sender
 from tritonemb.training.precision import Precision
 from tritonemb.training.reading import Reading
 from tritonemb.training.run_folder import RunFolder
@@ -83,6 +83,9 @@ class Trainer:
         readers: processes a host that read the data, apart from those that train.
         pipeline: prepare the next steps while one computes; False for a model that changes the features that it is
             given before it looks them up.
+        look_ahead: where tables live elsewhere than on the device: steps for which rows are brought there before they
+            compute. Chosen while training if not given: more, up to 8, while training has to wait for rows. Only how
+            fast training is depends on it.
         timeout: seconds to wait for a rank that does not answer. The model's own exchanges wait as long as they were
             told to: `HybridParallel(..., timeout=...)`, `torch.distributed.init_process_group(..., timeout=...)`.
 
@@ -120,6 +123,7 @@ class Trainer:
         readers: int = 0,
         pipeline: bool = True,
         timeout: float = 600.0,
+        look_ahead: int | None = None,
     ) -> None:
         counts = {"batch_size": batch_size, "epochs": epochs, "accumulate": accumulate, "log_every": log_every}
         optional = {"max_steps": max_steps, "evaluate_every": evaluate_every, "patience": patience}
@@ -128,6 +132,8 @@ class Trainer:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if readers < 0:
             raise ValueError(f"readers must not be negative, got {readers}")
+        if look_ahead is not None and look_ahead < 0:
+            raise ValueError(f"look_ahead must not be negative, got {look_ahead}")
         if not timeout > 0:
             raise ValueError(f"timeout must be positive, got {timeout}")
         if monitor not in get_args(Monitor):
@@ -149,11 +155,12 @@ class Trainer:
         self.monitor: Monitor = monitor
         self.patience = patience
         self.checkpoints = checkpoints or CheckpointOptions()
-        self.folder = None if folder is None else RunFolder(folder, self.checkpoints.keep)
+        options = self.checkpoints
+        self.folder = None if folder is None else RunFolder(folder, options.keep, options.checkpoint_incremental)
         self.callbacks = list(callbacks)
         self.config = dict(config or {})
         self.verbose = verbose
-        self.pipeline = pipeline
+        self.pipeline, self.look_ahead = pipeline, look_ahead
         self.progress = state.Progress()
         self.stepper = Stepper(self.model, self.device, self.parallel, dense_optimizer, dense_lr, precision, compile)
         self.reading = Reading(data, self.parallel, batch_size, seed, self.device.type == "cuda", readers)
@@ -250,7 +257,7 @@ class Trainer:
         with self.parallel.watched():
             if self._steps is not None:  # its collectives and those of the evaluation must not mix
                 self._steps.settle()
-            with self.reading.open(split) as stream, self._prepared(stream) as steps:
+            with self.reading.open(split) as stream, self._prepared(stream, training=False) as steps:
                 logits, labels = predict(
                     self.model, _batches(steps), self.device, self.stepper.precision, self.stepper.forward
                 )
@@ -305,17 +312,19 @@ class Trainer:
         return watchers + self.callbacks
 
     def _prepared(
-        self, stream: Batches, accumulate: int = 1, first_step: int = 0, say: Say | None = None
+        self, stream: Batches, accumulate: int = 1, first_step: int = 0, say: Say | None = None, training: bool = True
     ) -> Ahead[Prepared]:
-        """Steps on a stream's batches, made ahead where that takes exchanges or copies."""
+        """Steps on a stream's batches, made ahead where that takes exchanges or copies, or reads rows."""
         parallel, model = self.parallel, self.model
-        ahead = self.pipeline and (parallel.size > 1 or self.device.type == "cuda")
-        send = model.send if self.pipeline and isinstance(model, HybridParallel) else None
+        send = sender(model, training) if self.pipeline else None
+        caches = looks_ahead(model)
+        ahead = self.pipeline and (parallel.size > 1 or self.device.type == "cuda" or caches)
+        depth = self.look_ahead if caches and self.look_ahead is not None else DEPTH
         steps = prepare(
             stream, self.device, parallel.agreement, lambda: empty_batch(self.data), world=parallel.size,
             accumulate=accumulate, send=send, heartbeat=parallel.heartbeat, first_step=first_step, say=say,
         )  # fmt: skip
-        return Ahead(steps, DEPTH if ahead else 0, "tritonemb-pipeline", collective=parallel.size > 1)
+        return Ahead(steps, depth if ahead else 0, "tritonemb-pipeline", collective=parallel.size > 1)
 
     def _begin(self) -> None:
         """Ranks that start alike draw random numbers of their own."""

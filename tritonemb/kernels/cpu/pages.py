@@ -113,6 +113,27 @@ def _page_state(page, seed):
     return NEVER_WRITTEN if bits == 0 else DAMAGED
 
 
+@inlined
+def _seal_block(block, first_page, pages_per_block):
+    seed = first_page
+    for page in range(pages_per_block):
+        address = block + page * PAGE_BYTES
+        seed = _checksum(address, seed)
+        int64_row(address, WORDS + 1)[WORDS] = seed
+
+
+@inlined
+def _is_damaged(block, first_page, pages_per_block):
+    seed, state = first_page, DAMAGED
+    for page in range(pages_per_block):
+        address = block + page * PAGE_BYTES
+        found = _page_state(address, seed)
+        if found == DAMAGED or (page > 0 and found != state):
+            return True
+        seed, state = int64_row(address, WORDS + 1)[WORDS], found
+    return False
+
+
 @compiled
 def seal(buffer, first_pages, pages_per_block):
     """Write the checksums of blocks that stand one behind the other.
@@ -120,31 +141,16 @@ def seal(buffer, first_pages, pages_per_block):
     `buffer` is the address of the first; `first_pages`, int64 `[blocks]`, numbers each one's first page in the file.
     """
     for block in range(first_pages.size):
-        seed = first_pages[block]
-        for page in range(pages_per_block):
-            address = buffer + (block * pages_per_block + page) * PAGE_BYTES
-            seed = _checksum(address, seed)
-            int64_row(address, WORDS + 1)[WORDS] = seed
+        _seal_block(buffer + block * pages_per_block * PAGE_BYTES, first_pages[block], pages_per_block)
 
 
 @compiled
 def check(buffer, first_pages, pages_per_block):
-    """The state of the first block that is `DAMAGED`, by its index; the number of blocks if none is."""
+    """The index of the first block that is damaged, the number of blocks if none is; arguments as of `seal`."""
     for block in range(first_pages.size):
-        seed, state = first_pages[block], DAMAGED
-        for page in range(pages_per_block):
-            address = buffer + (block * pages_per_block + page) * PAGE_BYTES
-            found = _page_state(address, seed)
-            if found == DAMAGED or (page > 0 and found != state):
-                return block
-            seed, state = int64_row(address, WORDS + 1)[WORDS], found
+        if _is_damaged(buffer + block * pages_per_block * PAGE_BYTES, first_pages[block], pages_per_block):
+            return block
     return first_pages.size
-
-
-@inlined
-def _slot(buffer, block, row, number, rows_per_block, pages_per_block, record_bytes):
-    """The address of a row's byte in block `block` of the buffer, which is the table's block `number`."""
-    return buffer + block * pages_per_block * PAGE_BYTES + (row - number * rows_per_block) * (record_bytes + 1)
 
 
 @inlined
@@ -165,37 +171,58 @@ def _copy_record(slot, record, num_bytes, into_slot):
 
 @compiled
 def copy_out(buffer, blocks, rows, rows_per_block, pages_per_block, record_bytes, records, written):
-    """Copy records of rows out of their blocks; those never written are left alone.
+    """Check blocks and copy records out of them; records never written are left alone. Reads each block once.
 
     Args:
         buffer: address of the blocks, one behind the other.
-        blocks: int64, their numbers in the table, ascending, those of the rows.
+        blocks: int64 `[b]`, their numbers in the table, ascending, those of the rows; page 0 of the file is its header.
         rows: int64 `[n]`, ascending.
         records: address of `n` times `record_bytes` bytes.
         written: uint8 `[n]`, becomes whether a row was ever written.
+
+    Returns:
+        the index of the first block that is damaged, at which it stops; the number of blocks if none is.
     """
-    block = 0
-    for i in range(rows.size):
-        number = rows[i] // rows_per_block
-        while blocks[block] < number:
-            block += 1
-        slot = _slot(buffer, block, rows[i], number, rows_per_block, pages_per_block, record_bytes)
-        written[i] = _byte_at(slot)
-        if written[i] != 0:
-            _copy_record(slot, records + i * record_bytes, record_bytes, False)
+    i = 0
+    for block in range(blocks.size):
+        address, first_row = buffer + block * pages_per_block * PAGE_BYTES, blocks[block] * rows_per_block
+        if _is_damaged(address, 1 + blocks[block] * pages_per_block, pages_per_block):
+            return block
+        while i < rows.size and rows[i] < first_row + rows_per_block:
+            slot = address + (rows[i] - first_row) * (record_bytes + 1)
+            written[i] = _byte_at(slot)
+            if written[i] != 0:
+                _copy_record(slot, records + i * record_bytes, record_bytes, False)
+            i += 1
+    return blocks.size
 
 
 @compiled
-def copy_in(buffer, blocks, rows, rows_per_block, pages_per_block, record_bytes, records):
-    """Copy records of rows into their blocks and mark them as written; arguments as of `copy_out`."""
-    block = 0
-    for i in range(rows.size):
-        number = rows[i] // rows_per_block
-        while blocks[block] < number:
-            block += 1
-        slot = _slot(buffer, block, rows[i], number, rows_per_block, pages_per_block, record_bytes)
-        _set_byte(slot, numba.uint8(1))
-        _copy_record(slot, records + i * record_bytes, record_bytes, True)
+def copy_in(buffer, blocks, whole, rows, rows_per_block, pages_per_block, record_bytes, records):
+    """Check blocks, copy records into them, mark those as written, and write the blocks' checksums.
+
+    Other arguments and what it returns as of `copy_out`.
+
+    Args:
+        whole: bool `[b]`, whether all rows of a block are given: whatever stands in its place is cleared, not checked.
+    """
+    i = 0
+    for block in range(blocks.size):
+        address, first_row = buffer + block * pages_per_block * PAGE_BYTES, blocks[block] * rows_per_block
+        first_page = 1 + blocks[block] * pages_per_block
+        if whole[block]:
+            words = int64_row(address, pages_per_block * PAGE_BYTES // 8)
+            for word in range(words.size):
+                words[word] = 0
+        elif _is_damaged(address, first_page, pages_per_block):
+            return block
+        while i < rows.size and rows[i] < first_row + rows_per_block:
+            slot = address + (rows[i] - first_row) * (record_bytes + 1)
+            _set_byte(slot, numba.uint8(1))
+            _copy_record(slot, records + i * record_bytes, record_bytes, True)
+            i += 1
+        _seal_block(address, first_page, pages_per_block)
+    return blocks.size
 
 
 @called

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tritonemb.comm.group import Group
-from tritonemb.training.checkpoints.folder import CheckpointFolder
+from tritonemb.training.checkpoints.folder import Begun, CheckpointFolder
 from tritonemb.training.checkpoints.options import CheckpointError
 from tritonemb.training.checkpoints.staging import HostCopies
+from tritonemb.training.checkpoints.tables_out import tables_of
 from tritonemb.training.checkpoints.together import alone, together
 
 
@@ -39,6 +40,9 @@ class Saved(NamedTuple):
 
 class AsyncSave:
     """Writes one checkpoint at a time in a thread: training stops only while the tensors are copied to host memory.
+
+    Tables on disk are not copied there: they are asked for a snapshot, which what training reads and writes of them
+    afterwards has to wait for, and which takes no time where the file system makes copy-on-write clones.
 
     The thread has a process group of its own. The end of the process waits for it; a process that is killed leaves the
     last checkpoint whole, as `CheckpointFolder` does.
@@ -74,9 +78,11 @@ class AsyncSave:
 
         Raises:
             CheckpointError, ValueError: the one before could not be written, or there is no memory for this one on some
-                rank; this one has not begun then. Where the ranks could not be reached, the error is that of the
-                exchange.
+                rank, or its folder cannot be made; this one has not begun then. Where the ranks could not be reached,
+                the error is that of the exchange.
+            StorageError: what was trained could not be written to a table on disk.
         """
+        plain, tables = tables_of(tensors)
         before = self.wait()
         begin = time.perf_counter()
         kept: dict[str, Any] = {}
@@ -86,15 +92,16 @@ class AsyncSave:
             nonlocal kept, copies
             kept = json.loads(json.dumps(manifest))
             try:
-                copies = self._copies.copy(tensors)
+                copies = self._copies.copy(plain)
             except (MemoryError, RuntimeError) as error:
                 raise CheckpointError(f"step {step} could not be copied to host memory to be saved: {error}") from error
 
         together(self._group, keep)
+        begun = self.folder.begin(step, tables, self._group)
         stopped = time.perf_counter() - begin
         self._thread = threading.Thread(
             target=self._write,
-            args=(step, copies, kept, best, begin, stopped),
+            args=(begun, copies, kept, best, begin, stopped),
             name=f"checkpoint of step {step}",
             daemon=True,  # the end of the process waits in `_finish`
         )
@@ -127,7 +134,7 @@ class AsyncSave:
 
     def _write(
         self,
-        step: int,
+        begun: Begun,
         tensors: Mapping[str, Tensor],
         manifest: Mapping[str, Any],
         best: bool,
@@ -135,10 +142,10 @@ class AsyncSave:
         stopped: float,
     ) -> None:
         try:
-            size = self.folder.save(step, tensors, manifest, self._group)
+            size = self.folder.finish(begun, tensors, manifest, self._group)
             if best:
-                self.folder.mark_best(step, self._group)
-            self._saved = Saved(step, size, stopped, time.perf_counter() - begin)
+                self.folder.mark_best(begun.step, self._group)
+            self._saved = Saved(begun.step, size, stopped, time.perf_counter() - begin)
         except BaseException as error:
             self._failure = error
 

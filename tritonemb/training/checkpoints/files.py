@@ -7,9 +7,15 @@ import shutil
 import zlib
 from pathlib import Path
 
+from tritonemb.storage import copy_rows, digest
+
+ROWS, CHANGES = ".rows", ".changes"  # of a table on disk: files with holes
+
 
 def checksum(path: Path) -> int:
-    """CRC-32 of a file."""
+    """CRC-32 of a file; of a table's rows, whose file may be nearly all holes, their `digest`."""
+    if path.suffix in (ROWS, CHANGES):
+        return digest(path)
     found = 0
     with path.open("rb") as file:
         while block := file.read(1 << 22):
@@ -23,6 +29,23 @@ def write(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def allocated(path: Path) -> int:
+    """Bytes that a file takes on the disk; its size where the system does not tell."""
+    found = path.stat()
+    return 512 * found.st_blocks if hasattr(found, "st_blocks") else found.st_size
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """The same file under another name; a copy, where the file system has no hard links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        if source.suffix in (ROWS, CHANGES):
+            copy_rows(source, target)
+        else:
+            shutil.copy2(source, target)
 
 
 def sync(folder: Path) -> None:

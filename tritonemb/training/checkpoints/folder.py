@@ -1,8 +1,8 @@
 """Checkpoints of a run: written aside and renamed, so that whatever stands in the folder is whole.
 
 A checkpoint is a folder: the tensors in the format of `torch.distributed.checkpoint` (`model.<key of state_dict>`,
-`optimizer.<parameter>.<state>`, `rng.<device>`), and `trainer.json`, which holds all else, and sizes and
-checksums of the files.
+`optimizer.<parameter>.<state>`, `rng.<device>`), the files of tables on disk, and `trainer.json`, which holds all else,
+and sizes and checksums of the files.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,14 +20,31 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tritonemb.comm.group import Group
-from tritonemb.training.checkpoints.files import free_bytes, sync, write
+from tritonemb.nn.tiered_table import TieredTable, write_back
+from tritonemb.training.checkpoints.files import allocated, free_bytes, link_or_copy, sync, write
+from tritonemb.training.checkpoints.manifest import FORMAT, MANIFEST, read_text
 from tritonemb.training.checkpoints.options import CheckpointError
-from tritonemb.training.checkpoints.reading import FORMAT, MANIFEST
+from tritonemb.training.checkpoints.tables_out import TableSnapshot, ask, bytes_of, finish, settle, tables_of
 from tritonemb.training.checkpoints.tensors import bytes_to_write, refuse_missing_parts
-from tritonemb.training.checkpoints.together import is_first, of_first, together
+from tritonemb.training.checkpoints.together import alone, is_first, of_first, together
 from tritonemb.training.checkpoints.writing import write_tensors
 
 Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A checkpoint whose folder is there, and whose tables on disk are being written.
+
+    Args:
+        step: of which.
+        tables: on their way.
+        table_bytes: that they need at most.
+    """
+
+    step: int
+    tables: Sequence[TableSnapshot]
+    table_bytes: int
 
 
 class CheckpointFolder:
@@ -35,11 +54,16 @@ class CheckpointFolder:
 
     With a `group` of several ranks all of them call a method together. Each writes its own tensors into one folder,
     which must be on a file system that all of them share; rank 0 does all else. What fails on one fails on all.
+
+    Args:
+        keep: how many of the newest stay.
+        incremental: write what has changed in tables on disk since the last checkpoint, where that is less.
     """
 
-    def __init__(self, folder: str | Path, keep: int = 3) -> None:
+    def __init__(self, folder: str | Path, keep: int = 3, incremental: bool = False) -> None:
         self.folder = Path(folder)
         self.keep = keep
+        self.incremental = incremental
 
     def steps(self) -> list[int]:
         """The steps of which there is a checkpoint, ascending."""
@@ -70,6 +94,7 @@ class CheckpointFolder:
 
         Args:
             tensors: this rank's; what has the same name and is no `TableShards` or DTensor is the same on all ranks.
+                An `OnDisk` stands for a table on disk, whose file is copied.
             manifest: what `trainer.json` is to hold, for JSON; rank 0's is taken.
             group: ranks that write it together, over a backend that serves the CPU; None for this process alone.
 
@@ -77,10 +102,27 @@ class CheckpointFolder:
             CheckpointError: it could not be written; says why, on which rank, and how many bytes were needed. Every
                 rank raises it.
             ValueError: on every rank, if the ranks' parts do not make up a sharded table.
+            StorageError: what was trained could not be written to a table on disk.
         """
-        refuse_missing_parts(tensors, group)
-        needed = bytes_to_write(tensors, group)
+        plain, tables = tables_of(tensors)
+        return self.finish(self.begin(step, tables, group), plain, manifest, group)
+
+    def begin(self, step: int, tables: Mapping[str, TieredTable], group: Group | None = None) -> Begun:
+        """Begin to write the checkpoint of this moment as far as tables on disk go; `finish` does the rest.
+
+        Args:
+            tables: by the beginning of their names.
+
+        Raises:
+            CheckpointError, StorageError: as `save`.
+            ValueError: there are several ranks, and tables on disk.
+        """
         aside = self.folder / f".writing-step-{step}"
+
+        def bring_back() -> None:
+            if tables and not alone(group):
+                raise ValueError(f"tables on disk ({', '.join(tables)}) are saved by one process, not by several ranks")
+            write_back(tables.values())
 
         def begin() -> None:
             self._remove_leftovers()
@@ -90,22 +132,51 @@ class CheckpointFolder:
             if not aside.is_dir():
                 raise OSError(f"{aside} is not there: all ranks must write to one folder, on a file system they share")
 
-        def finish() -> None:
+        together(group, bring_back)  # what fails here is lost to training, too
+        needed = bytes_of(tables.values())
+        try:
+            of_first(group, begin, OSError)
+            together(group, refuse_other_folder, OSError)
+            return Begun(step, ask(aside, tables, self._before(step) if tables else ()), needed)
+        except OSError as error:
+            raise self._failure(step, needed, error, group) from error
+
+    def finish(
+        self, begun: Begun, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], group: Group | None = None
+    ) -> int:
+        """Write what `begin` has begun; arguments and what is returned and raised as of `save`.
+
+        Args:
+            tensors: without those of tables on disk.
+        """
+        step = begun.step
+        aside = self.folder / f".writing-step-{step}"
+
+        def put() -> None:
             _refuse_missing(aside, files)
-            write(aside / MANIFEST, json.dumps({"format": FORMAT, **manifest, "files": files}, indent=1))
+            said = {"tables": of_tables} if of_tables else {}
+            write(aside / MANIFEST, json.dumps({"format": FORMAT, **manifest, **said, "files": files}, indent=1))
             self._put(aside, self.path(step))
             self._drop_after(step)
             for old in self.steps()[: -self.keep]:
                 self._drop(self.path(old))
 
         try:
-            of_first(group, begin, OSError)
-            together(group, refuse_other_folder, OSError)
+            refuse_missing_parts(tensors, group)
+        except ValueError:
+            self._clear(begun, group)
+            raise
+        needed = begun.table_bytes + bytes_to_write(tensors, group)
+        try:
             files = write_tensors(aside, tensors, group)
-            of_first(group, finish, OSError)
+            written = sum(size for size, _ in files.values())
+            table_files, of_tables, table_bytes = finish(begun.tables)
+            files |= table_files
+            of_first(group, put, OSError)
         except (OSError, CheckpointException) as error:
+            self._clear(begun, group)
             raise self._failure(step, needed, error, group) from error
-        return sum(size for size, _ in files.values())
+        return written + table_bytes
 
     def mark_best(self, step: int, group: Group | None = None) -> None:
         """Keep the checkpoint of this step as the best one, whatever becomes of the newest ones.
@@ -119,10 +190,7 @@ class CheckpointFolder:
             self._remove_leftovers()
             aside.mkdir()
             for entry in source.iterdir():
-                try:
-                    os.link(entry, aside / entry.name)
-                except OSError:  # a file system without hard links
-                    shutil.copy2(entry, aside / entry.name)
+                link_or_copy(entry, aside / entry.name)
             self._put(aside, self.folder / f"best-{step}")
             for old in self._numbers("best"):
                 if old != step:
@@ -131,8 +199,23 @@ class CheckpointFolder:
         try:
             of_first(group, mark, OSError)
         except OSError as error:
-            needed = sum(entry.stat().st_size for entry in source.iterdir()) if source.is_dir() else 0
+            needed = sum(allocated(entry) for entry in source.iterdir()) if source.is_dir() else 0
             raise self._failure(step, needed, error, group) from error
+
+    def _before(self, step: int) -> list[tuple[Path, Mapping[str, Any]]]:
+        """Earlier checkpoints and their manifests, newest first, if changes of tables on disk may follow them."""
+        found: list[tuple[Path, Mapping[str, Any]]] = []
+        for number in reversed(self.steps() if self.incremental else []):
+            with suppress(ValueError):  # nothing follows a damaged one
+                if number < step:
+                    found.append((self.path(number), read_text(self.path(number))[1]))
+        return found
+
+    def _clear(self, begun: Begun, group: Group | None) -> None:
+        """Remove what is written of a checkpoint, once all ranks have stopped writing."""
+        settle(begun.tables)
+        if is_first(group):
+            shutil.rmtree(self.folder / f".writing-step-{begun.step}", ignore_errors=True)
 
     def _drop_after(self, step: int) -> None:
         """Remove later checkpoints: the run has gone back behind them, and now goes another way."""

@@ -15,6 +15,8 @@ class CheckpointOptions:
         checkpoint_minutes: write one when so many minutes have passed since the last; 0 for never.
         keep: how many of the last checkpoints stay; the best one stays besides.
         on_checkpoint_error: go on training with the earlier checkpoints, or stop.
+        checkpoint_incremental: of tables on disk, write the rows that have changed since the last checkpoint only, as
+            long as such changes together are smaller than the table.
         checkpoint_async: write checkpoints in a thread while training goes on; copies of the tensors stay in memory.
 
     Raises:
@@ -25,6 +27,7 @@ class CheckpointOptions:
     checkpoint_minutes: float = 10.0
     keep: int = 3
     on_checkpoint_error: Literal["continue", "stop"] = "continue"
+    checkpoint_incremental: bool = False
     checkpoint_async: bool = False
 
     def __post_init__(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,12 +14,21 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from tritonemb.comm.group import Group
 from tritonemb.training.checkpoints.files import checksum
+from tritonemb.training.checkpoints.manifest import read_text
+from tritonemb.training.checkpoints.tables_in import (
+    FileRows,
+    TensorRows,
+    entries_of,
+    fill,
+    from_files,
+    from_tensors,
+    saved_tables,
+)
+from tritonemb.training.checkpoints.tables_out import tables_of
 from tritonemb.training.checkpoints.tensors import describe
 from tritonemb.training.checkpoints.together import together
 from tritonemb.training.checkpoints.writing import as_one_process
 
-FORMAT = 1
-MANIFEST = "trainer.json"
 MOST_LISTED = 20
 
 
@@ -39,7 +47,7 @@ def read_manifest(path: str | Path, group: Group | None = None) -> dict[str, Any
 
     def read() -> int:
         nonlocal manifest
-        text, manifest = _read(path)
+        text, manifest = read_text(path)
         return zlib.crc32(text.encode())
 
     if len(set(together(group, read))) > 1:
@@ -52,12 +60,14 @@ def read_manifest(path: str | Path, group: Group | None = None) -> dict[str, Any
 
 
 def stored_tensors(path: str | Path, group: Group | None = None) -> dict[str, TensorStorageMetadata]:
-    """Names, shapes and dtypes of a checkpoint's tensors; each rank of a group reads them itself."""
+    """Names, shapes and dtypes of a checkpoint's tensors, those of tables that are files among them; each rank of a
+    group reads them itself.
+    """
     found: dict[str, Any] = {}
 
     def read() -> None:
         nonlocal found
-        found = FileSystemReader(path).read_metadata().state_dict_metadata
+        found = FileSystemReader(path).read_metadata().state_dict_metadata | entries_of(saved_tables(Path(path)))
 
     together(group, read)
     return {name: entry for name, entry in found.items() if isinstance(entry, TensorStorageMetadata)}
@@ -69,14 +79,18 @@ def load_tensors(
     """Read a checkpoint into `tensors`, in place.
 
     Args:
-        tensors: this rank's, whole ones or parts (`TableShards`, DTensors), however they were saved.
+        tensors: this rank's, whole ones or parts (`TableShards`, DTensors), however they were saved. The table that an
+            `OnDisk` stands for takes other rows for its own, when all else has been read.
         ignore: beginnings of names that may be in the checkpoint alone.
         group: ranks that load it together; a tensor of the checkpoint need not be on all of them.
 
     Raises:
         ValueError: names, shapes or dtypes differ, on any rank; all differences are listed, and nothing has been read
             then. Every rank raises it.
+        StorageError: a file of a table is missing, damaged, or of another table, or there is no room for its rows;
+            no table on disk has been changed then, and nothing else if there are only such tables in the checkpoint.
     """
+    path = Path(path)
     stored = stored_tensors(path, group)
     own = {name: describe(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     problems = _differences(stored, together(group, lambda: own), ignore)
@@ -85,29 +99,37 @@ def load_tensors(
         listed = "\n  ".join(problems[:MOST_LISTED] + [f"and {more} more"] * (more > 0))
         raise ValueError(f"checkpoint {path} is of another model or optimizer:\n  {listed}")
 
-    def read() -> None:
-        with as_one_process():
-            load(tensors, checkpoint_id=path, no_dist=True)  # nobody needs to agree on what he reads
-
-    together(group, read)
+    together(group, lambda: _load(path, tensors, stored))
 
 
-def _read(path: Path) -> tuple[str, dict[str, Any]]:
-    if not (path / MANIFEST).is_file():
-        raise FileNotFoundError(f"{path} is no checkpoint: it has no {MANIFEST}")
+def _load(path: Path, tensors: dict[str, Tensor], stored: Mapping[str, TensorStorageMetadata]) -> None:
+    files = saved_tables(path)
+    in_memory, on_disk = tables_of(tensors)
+    fresh = []  # rows that tables are to adopt, once nothing can go wrong any more
     try:
-        text = (path / MANIFEST).read_text()
-        manifest = json.loads(text)
-        _, found = dict(manifest["files"]), manifest["format"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path / MANIFEST} is damaged ({error!r}); use another checkpoint") from error
-    if found != FORMAT:
-        raise ValueError(
-            f"{path} has checkpoint format {found}, this version of tritonemb reads format {FORMAT}; it was written by "
-            f"tritonemb {manifest.get('versions', {}).get('tritonemb', 'of an unknown version')}"
-        )
-    assert isinstance(manifest, dict)
-    return text, manifest
+        for prefix, table in on_disk.items():
+            if prefix in files:
+                fresh.append((table, from_files(path, files[prefix], table)))
+            else:
+                entries = {field.name: stored[f"{prefix}.{field.name}"] for field in table.record.fields}
+                fresh.append((table, from_tensors(TensorRows(path, prefix, entries), table)))
+        plain = {name: tensor for name, tensor in in_memory.items() if name.rpartition(".")[0] not in files}
+        if plain:
+            with as_one_process():
+                load(plain, checkpoint_id=path, no_dist=True)  # nobody needs to agree on what he reads
+        for prefix, said in files.items():
+            targets = {
+                name: in_memory[f"{prefix}.{name}"] for name in said["fields"] if f"{prefix}.{name}" in in_memory
+            }
+            if targets:
+                with FileRows(path, said) as rows:
+                    fill(rows, targets, rows.row_bytes)
+    except BaseException:
+        for _, store in fresh:
+            store.close()
+        raise
+    for table, store in fresh:
+        table.adopt(store)
 
 
 def _check_files(path: Path, files: Mapping[str, Any]) -> None:

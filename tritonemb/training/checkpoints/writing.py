@@ -15,7 +15,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from tritonemb.comm.group import Group
+from tritonemb.sharding.table_shards import PIECE_BYTES, LocalShard, TableShards
 from tritonemb.training.checkpoints.files import checksum
+from tritonemb.training.checkpoints.tensors import is_part
 from tritonemb.training.checkpoints.together import alone, together
 
 
@@ -30,12 +32,23 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], group: Group | No
     writer = _Writer(folder, sync_files=True, per_thread_copy_ahead=copy_ahead)
     if alone(group):
         with as_one_process():
-            save(dict(tensors), storage_writer=writer, no_dist=True)
+            save(_in_pieces(tensors), storage_writer=writer, no_dist=True)
     else:
         assert group is not None
         save(dict(tensors), storage_writer=writer, process_group=group.process_group)
     every = together(group, lambda: _files_of(writer, folder, group), OSError)
     return dict(sorted((name, entry) for of_rank in every for name, entry in of_rank.items()))
+
+
+def _in_pieces(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Large tensors as ones that are written, and so read again, piece by piece: a writer copies a whole piece of a
+    table in host memory, as its rows do not stand one behind the other there, and a reader holds a whole one.
+    """
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        if not is_part(tensor) and tensor.dim() in (1, 2) and tensor.nbytes > PIECE_BYTES:
+            found[name] = TableShards(tensor.shape, tensor.dtype, [LocalShard(tensor)])
+    return found
 
 
 @contextmanager

@@ -178,6 +178,17 @@ def _tables(run: _Run) -> Iterable[str]:
         kinds = [*last["sent"].items(), ("of these to other nodes", last["sent_across_nodes"])]
         rows = [(kind, size(num_bytes)) for kind, num_bytes in kinds]
         yield table("Sent between ranks", rows, ("what", "a step"), numbers=(1,))
+    last = next((log for log in reversed(run.logs) if log.get("cache")), None)
+    if last is not None:
+        cache = last["cache"]
+        rows = [
+            ("distinct rows", f"{cache['rows']:,.0f}"),
+            ("of these on the device", f"{100 * cache['hit_rate']:.1f} %"),
+            ("read from where they live", size(round(cache["read"]))),
+            ("written there", size(round(cache["written"]))),
+            ("training waited", f"{1000 * cache['stall']:.1f} ms"),
+        ]
+        yield table("Rows that live elsewhere", rows, ("what", "a step"), numbers=(1,))
     messages = [(of(message["step"], None), message["text"]) for message in run.messages]
     yield table("Messages", messages, ("step", "message"), numbers=(0,))
 

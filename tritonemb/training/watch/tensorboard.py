@@ -13,7 +13,8 @@ FLUSH_SECONDS = 10
 
 class TensorBoard(Callback):
     """Writes scalars over steps: train/loss, train/samples_per_second, train/data_wait, train/memory_bytes, lr/dense,
-    lr/tables, and auc, log_loss and normalized_entropy under the name of each split.
+    lr/tables, and auc, log_loss and normalized_entropy under the name of each split. Where tables live elsewhere than
+    on the device, also cache/rows, cache/hit_rate, cache/read, cache/written and cache/stall.
 
     Where a run goes on from a checkpoint, what was written after that step is hidden.
 
@@ -43,6 +44,8 @@ class TensorBoard(Callback):
         self._add("train/samples_per_second", log.samples_per_second, log.step)
         self._add("train/data_wait", log.data_wait, log.step)
         self._add("train/memory_bytes", log.memory_bytes, log.step)
+        for name, value in log.cache.items():
+            self._add(f"cache/{name}", value, log.step)
         self._add("lr/dense", log.dense_lr, log.step)
         self._add("lr/tables", log.table_lr, log.step)
 

@@ -1,0 +1,117 @@
+"""Pages of records: their checksums against plain NumPy, and what is damage."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from tritonemb.kernels.cpu import pages
+from tritonemb.kernels.cpu.pages import PAGE_BYTES, PAYLOAD_BYTES, WORDS, check, seal
+from tritonemb.storage import layout
+from tritonemb.storage.file import Buffer
+
+
+def mix(x: int) -> int:
+    """splitmix64's finaliser, by Python's integers."""
+    mask = (1 << 64) - 1
+    x = ((x & mask) ^ (x & mask) >> 30) * 0xBF58476D1CE4E5B9 & mask
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & mask
+    return x ^ x >> 31
+
+
+def reference(page: np.ndarray, seed: int) -> int:
+    """The checksum of uint8 `[PAGE_BYTES]`, word by word as the formula says."""
+    words, keys = page[:PAYLOAD_BYTES].view(np.uint64).tolist(), pages.KEYS.view(np.uint64).tolist()
+    low, sums = 0xFFFFFFFF, [0, 0]
+    for number, word in enumerate(words):
+        for shift in (0, 1):
+            key = keys[number + shift]
+            sums[shift] += (((word & low) + (key & low)) & low) * (((word >> 32) + (key >> 32)) & low)
+    return mix(mix(sums[0] ^ seed) + sums[1]) or 1
+
+
+@pytest.fixture
+def three() -> Buffer:
+    """Three pages of random bytes."""
+    buffer = Buffer(3 * PAGE_BYTES)
+    buffer.array[:] = np.random.default_rng(0).integers(0, 256, buffer.array.size, dtype=np.uint8)
+    return buffer
+
+
+def checksums(buffer: Buffer) -> list[int]:
+    return buffer.array.reshape(-1, PAGE_BYTES)[:, PAYLOAD_BYTES:].copy().view(np.uint64)[:, 0].tolist()
+
+
+def test_both_know_one_page():
+    assert (layout.PAGE_BYTES, layout.PAYLOAD_BYTES) == (PAGE_BYTES, PAYLOAD_BYTES)
+    assert pages.KEYS.shape == (WORDS + 1,)
+    assert len(set(pages.KEYS.tolist())) == WORDS + 1
+    assert pages.KEYS.view(np.uint64)[0] == 0xE220A8397B1DCDAF  # splitmix64's first output from the state 0
+
+
+@pytest.mark.parametrize("fill", [None, 0, 255])
+def test_checksums_are_those_of_the_formula(three, fill):
+    if fill is not None:
+        three.array[:] = fill
+    seal(three.address, np.array([1, 2, 1 << 40]), 1)
+    whole = three.array.reshape(3, PAGE_BYTES)
+    assert checksums(three) == [reference(page, seed) for page, seed in zip(whole, (1, 2, 1 << 40), strict=True)]
+    seal(three.address, np.array([7]), 3)  # one block: each page's seed is the checksum before
+    seeds = [7, *checksums(three)[:2]]
+    assert checksums(three) == [reference(page, seed) for page, seed in zip(whole, seeds, strict=True)]
+
+
+def test_any_changed_bit_and_any_other_place_is_damage(three):
+    numbers = np.array([5, 6, 7])
+    seal(three.address, numbers, 1)
+    assert check(three.address, numbers, 1) == 3
+    for byte in (0, 3, 4, 4087, 4088, 4095, PAGE_BYTES, 2 * PAGE_BYTES + 2000):
+        for bit in (0, 7):
+            three.array[byte] ^= 1 << bit
+            assert check(three.address, numbers, 1) == byte // PAGE_BYTES, byte
+            three.array[byte] ^= 1 << bit
+    assert check(three.address, np.array([5, 7, 6]), 1) == 1
+    three.array[PAGE_BYTES : 2 * PAGE_BYTES] = 0  # never written
+    assert check(three.address, numbers, 1) == 3
+    three.array[PAGE_BYTES + 100] = 1
+    assert check(three.address, numbers, 1) == 1
+
+
+def test_pages_of_two_versions_make_no_block(three):
+    numbers = np.array([5])
+    seal(three.address, numbers, 3)
+    old = three.array.copy()
+    three.array[10] ^= 1
+    seal(three.address, numbers, 3)
+    new = three.array.copy()
+    assert check(three.address, numbers, 3) == 1
+    for kept in (1, 2, 3, 4, 5, 6):  # each mixture of old and new pages
+        for page in range(3):
+            source = old if kept >> page & 1 else new
+            three.array[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] = source[
+                page * PAGE_BYTES : (page + 1) * PAGE_BYTES
+            ]
+        assert check(three.address, numbers, 3) == 0
+    three.array[:] = old
+    for page in range(3):  # a page that was lost
+        three.array[page * PAGE_BYTES : (page + 1) * PAGE_BYTES] = 0
+        assert check(three.address, numbers, 3) == 0
+        three.array[:] = old
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 4])
+@pytest.mark.parametrize("num_bytes", [1, 5, 516, 5000])
+def test_records_move_between_tables_and_batches(num_bytes, num_threads):
+    torch.set_num_threads(num_threads)
+    random = np.random.default_rng(0)
+    table = random.integers(0, 256, (3000, num_bytes), dtype=np.uint8)
+    for count in (0, 1, 700):
+        rows = np.sort(random.permutation(3000)[:count])
+        found = np.zeros((count, num_bytes), dtype=np.uint8)
+        pages.move_records(rows, table.ctypes.data, found.ctypes.data, num_bytes, False)
+        assert (found == table[rows]).all()
+        expected, found = table.copy(), found + np.uint8(1)
+        expected[rows] = found
+        pages.move_records(rows, table.ctypes.data, found.ctypes.data, num_bytes, True)
+        assert (table == expected).all()

@@ -1,0 +1,56 @@
+"""How much of a table is kept on the device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import tritonemb as te
+from tritonemb.types import CacheConfig
+
+
+@pytest.mark.parametrize(
+    ("config", "num_embeddings", "expected"),
+    [
+        (CacheConfig(), 1000, 100),
+        (CacheConfig(), 1001, 101),
+        (CacheConfig(), 1, 1),
+        (CacheConfig(share=1.0), 7, 7),
+        (CacheConfig(share=1e-9), 10**12, 1000),
+        (CacheConfig(rows=5), 1000, 5),
+        (CacheConfig(rows=5, share=0.5), 1000, 5),
+        (CacheConfig(rows=5000), 1000, 1000),
+        (CacheConfig(rows=1), 1, 1),
+    ],
+)
+def test_rows_that_are_kept(config, num_embeddings, expected):
+    assert config.rows_of(num_embeddings) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"rows": 0}, ValueError, "a cache's rows must be at least 1, got 0"),
+        ({"rows": -5}, ValueError, "a cache's rows must be at least 1, got -5"),
+        ({"rows": 2.0}, TypeError, "a cache's rows must be an int, got 2.0"),
+        ({"rows": True}, TypeError, "a cache's rows must be an int, got True"),
+        ({"share": 0.0}, ValueError, r"a cache's share must lie in \(0, 1\], got 0.0"),
+        ({"share": 1.5}, ValueError, r"a cache's share must lie in \(0, 1\], got 1.5"),
+        ({"share": float("nan")}, ValueError, r"a cache's share must lie in \(0, 1\], got nan"),
+        ({"policy": "fifo"}, ValueError, "a cache's policy must be 'lru' or 'lfu', got 'fifo'"),
+        ({"folder": 5}, TypeError, "a cache's folder must be a path, got 5"),
+    ],
+)
+def test_what_it_cannot_be(options, kind, message):
+    with pytest.raises(kind, match=message):
+        CacheConfig(**options)
+
+
+def test_a_table_has_one():
+    assert te.TableConfig("t", 9, 2).cache == CacheConfig()
+    cache = CacheConfig(rows=7, policy="lfu", folder=Path("folder"))
+    table = te.TableConfig("t", 9, 2, placement="disk", cache=cache)
+    assert table.part("p", (3, 4), (0, 1), ["f"]).cache is cache
+    with pytest.raises(TypeError, match="table 't': cache must be a CacheConfig, got 5"):
+        te.TableConfig("t", 9, 2, cache=5)

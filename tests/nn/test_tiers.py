@@ -1,0 +1,199 @@
+"""Training gives the same bits wherever tables live, whatever the cache's size, policy and look-ahead."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tritonemb as te
+from tests.helpers import assert_same_bits, configurations, contents, fewer, output_of
+from tests.nn.tiers import ELSEWHERE, outputs_of, same, seeded, train_ahead, varied_steps
+from tests.strategies import TABLE_DTYPES
+from tritonemb.ops.row_cache import set_of
+from tritonemb.types import CacheConfig
+
+pytestmark = pytest.mark.public
+POOLED = [
+    te.TableConfig("user", 500, 12, features=["u", "shared"]),
+    te.TableConfig("genre", 70, 5, features=["shared", "g"], pooling="mean"),
+    te.TableConfig("country", 3, 8),
+]
+UNPOOLED = [
+    te.TableConfig("user", 500, 6, features=["u", "friend"], pooling="none"),
+    te.TableConfig("genre", 70, 6, pooling="none"),
+]
+CACHES = [CacheConfig(rows=1), CacheConfig(rows=33, policy="lfu"), CacheConfig(rows=300)]
+
+
+def check(configs, optimizer, pooled, placements, cache, depth, num_steps, weighted=False):
+    """Outputs, tables and states against a twin on the device."""
+    twin = seeded(configs, optimizer, pooled)
+    mine = seeded(configs, optimizer, pooled, placements, cache)
+    assert_same_bits(contents(mine), contents(twin), "before")
+    steps = varied_steps(twin, num_steps, weighted=weighted)
+    same(train_ahead(mine, steps, depth), outputs_of(twin, steps))
+    assert_same_bits(contents(mine), contents(twin), "after")
+    assert all(found.read > 0 for found in mine.cache_statistics().values())
+
+
+@pytest.mark.parametrize("dtype", fewer(TABLE_DTYPES, TABLE_DTYPES[:1]), ids=str)
+@pytest.mark.parametrize("optimizer", configurations(), ids=lambda optimizer: optimizer.name)
+def test_training_has_the_bits_of_tables_on_the_device(optimizer, dtype):
+    """Placements, caches and look-ahead go around together, so that each meets many optimizers."""
+    turn = list(te.optim.OPTIMIZERS).index(optimizer.name) + TABLE_DTYPES.index(dtype)
+    for pooled, configs in ((True, POOLED), (False, UNPOOLED)):
+        placements = (("host",), ("disk",), ("disk", "host", "device"))[turn % 3]
+        cast = [replace(config, dtype=dtype) for config in configs]
+        check(cast, optimizer, pooled, placements, CACHES[turn // 3 % 3], turn % 5, fewer(20, 4), weighted=turn % 2 == 0)
+        turn += 1
+
+
+@pytest.mark.parametrize("depth", range(5))
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+@pytest.mark.parametrize("placement", ELSEWHERE)
+def test_no_look_ahead_shows_in_the_bits(placement, policy, depth):
+    """Every batch shares most rows with those that are on their way while it is trained."""
+    cache = CacheConfig(rows=1, policy=policy)
+    check(POOLED, te.optim.Adam(lr=0.1), True, (placement,), cache, depth, fewer(20, 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cache", CACHES, ids=str)
+@pytest.mark.parametrize("placements", [("host",), ("disk",), ("device", "disk", "host")], ids=str)
+@pytest.mark.parametrize("optimizer", configurations(), ids=lambda optimizer: optimizer.name)
+def test_long_training_has_the_bits_of_tables_on_the_device(optimizer, placements, cache):
+    for pooled, configs in ((True, POOLED), (False, UNPOOLED)):
+        for depth in (0, 3):
+            check(configs, optimizer, pooled, placements, cache, depth, 200)
+
+
+@pytest.mark.parametrize("rows", [1, 32, 33, 64, 499, 500])
+@pytest.mark.parametrize("share", [False, True])
+def test_every_size_of_cache(rows, share):
+    cache = CacheConfig(share=rows / 500) if share else CacheConfig(rows=rows)
+    check(POOLED, te.optim.RowWiseAdagrad(lr=0.1), True, ("host", "disk"), cache, 2, fewer(8, 2))
+
+
+def ids_of_one_set(num_rows: int, num_sets: int) -> torch.Tensor:
+    rows = torch.arange(num_rows)
+    return rows[set_of(rows, num_sets) == 0]
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> tuple[int, list[list[int]]]:
+    """Rows of a cache, and a list of ids for each step: at random, or meant to hurt."""
+    rows = draw(st.sampled_from((1, 64, 128)))
+    kind = draw(st.sampled_from(("any", "one set", "more than fit", "always new", "always the same")))
+    num_steps, size = draw(st.integers(1, 6)), draw(st.integers(1, 90))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    pool = {
+        "any": torch.arange(1000),
+        "one set": ids_of_one_set(1000, -(-rows // 32)),
+        "more than fit": torch.arange(1000),
+        "always new": torch.randperm(1000, generator=generator),
+        "always the same": torch.randperm(1000, generator=generator)[:size],
+    }[kind]
+    steps = []
+    for step in range(num_steps):
+        if kind == "always new":
+            ids = pool[step * size : (step + 1) * size]
+        elif kind == "always the same":
+            ids = pool
+        elif kind == "more than fit":
+            ids = pool[torch.randperm(1000, generator=generator)[: 2 * rows + size]]
+        else:
+            ids = pool[torch.randint(pool.numel(), (size,), generator=generator)]
+        steps.append(ids.tolist())
+    return rows, steps
+
+
+@settings(max_examples=fewer(40, 3))
+@given(streams(), st.sampled_from(ELSEWHERE), st.sampled_from(("lru", "lfu")), st.integers(0, 4))
+def test_any_stream_of_ids(stream, placement, policy, depth):
+    rows, ids = stream
+    configs = [te.TableConfig("t", 1000, 4)]
+    twin = seeded(configs, te.optim.Adagrad(lr=0.1))
+    mine = seeded(configs, te.optim.Adagrad(lr=0.1), True, (placement,), CacheConfig(rows=rows, policy=policy))
+    batches = [te.KeyedJaggedTensor.from_lists({"t": [[i] for i in step]}) for step in ids]
+    steps = [(batch, torch.randn(batch.stride(), 4)) for batch in batches]
+    same(train_ahead(mine, steps, depth), outputs_of(twin, steps))
+    assert_same_bits(contents(mine), contents(twin))
+
+
+@pytest.mark.parametrize("placement", ELSEWHERE)
+def test_ids_of_one_set_use_the_overflow_and_leave_it(placement):
+    """Their set has 32 ways; the other 61 sets stay empty."""
+    ids = ids_of_one_set(20_000, 62)[:100]
+    configs = [te.TableConfig("t", 20_000, 4)]
+    mine = seeded(configs, te.optim.SGD(), True, (placement,), CacheConfig(rows=62 * 32))
+    batch = te.KeyedJaggedTensor.from_lists({"t": [ids.tolist()]})
+    for _ in range(3):
+        mine(batch).sum().backward()
+    found = mine.cache_statistics()["t"]
+    assert (found.lookups, found.hits, found.overflows) == (300, 200, 68)
+    other = ids_of_one_set(20_000, 62)[100:132].tolist()
+    mine(te.KeyedJaggedTensor.from_lists({"t": [other]})).sum().backward()
+    assert mine.cache_statistics()["t"].evictions == 100  # 32 of the set, 68 of the overflow
+
+
+@pytest.mark.parametrize("placement", ELSEWHERE)
+@pytest.mark.parametrize("pooled", [True, False])
+def test_micro_batches_have_the_bits_of_tables_on_the_device(placement, pooled):
+    """The overflow grows in the midst of it, and gradients of all micro-batches wait in slots."""
+    configs = POOLED if pooled else UNPOOLED
+    twin = seeded(configs, te.optim.LAMB(lr=0.1), pooled)
+    mine = seeded(configs, te.optim.LAMB(lr=0.1), pooled, (placement,))
+    steps = varied_steps(twin, fewer(9, 3), weighted=True)
+    for collection in (twin, mine):
+        for first in range(0, len(steps), 3):
+            with collection.accumulate():
+                outputs_of(collection, steps[first : first + 3])
+    assert_same_bits(contents(mine), contents(twin))
+    assert mine.cache_statistics()["user"].overflows > 0
+
+
+@pytest.mark.parametrize("placement", ELSEWHERE)
+def test_two_forwards_before_their_backwards(placement):
+    twin, mine = seeded(POOLED, te.optim.Adam()), seeded(POOLED, te.optim.Adam(), True, (placement,))
+    (a, grad_a), (b, grad_b), (c, grad_c) = varied_steps(twin, 3, sizes=(20,))
+    for collection in (twin, mine):
+        first, second = output_of(collection, a), output_of(collection, b)
+        second.backward(grad_b)
+        output_of(collection, c).backward(grad_c)
+        first.backward(grad_a)
+    assert_same_bits(contents(mine), contents(twin))
+
+
+@pytest.mark.parametrize("placement", ELSEWHERE)
+def test_lookups_without_gradients_between_steps(placement):
+    """Rows that were only looked up are evicted and come back; they are not written."""
+    twin, mine = seeded(POOLED, te.optim.Adam()), seeded(POOLED, te.optim.Adam(), True, (placement,))
+    steps, others = varied_steps(twin, 6, sizes=(20,)), varied_steps(twin, 6, sizes=(30,), seed=1)
+    for step, (batch, _) in zip(steps, others, strict=True):
+        same(outputs_of(mine, [step]), outputs_of(twin, [step]))
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                assert torch.equal(mine(batch), twin(batch))
+    assert_same_bits(contents(mine), contents(twin))
+    fresh = seeded(POOLED, te.optim.Adam(), True, (placement,))
+    with torch.no_grad():
+        for batch, _ in others:
+            fresh(batch)
+    assert fresh.cache_statistics()["user"].evictions > 0
+    assert fresh.cache_statistics()["user"].written == 0
+
+
+@pytest.mark.parametrize("placement", ELSEWHERE)
+def test_the_learning_rate_can_change(placement):
+    twin, mine = seeded(POOLED, te.optim.SGD(lr=1.0)), seeded(POOLED, te.optim.SGD(lr=1.0), True, (placement,))
+    steps = varied_steps(twin, 4, sizes=(20,))
+    for collection in (twin, mine):
+        outputs_of(collection, steps[:2])
+        collection.set_learning_rate(0.01)
+        collection.fused_optimizer.param_groups[0]["lr"] = 0.5
+        outputs_of(collection, steps[2:])
+    assert_same_bits(contents(mine), contents(twin))

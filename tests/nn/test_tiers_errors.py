@@ -1,0 +1,301 @@
+"""What goes wrong with tables elsewhere has a name, and never a wrong value."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import re
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import tritonemb as te
+from tests.helpers import assert_same_bits, contents, output_of
+from tests.nn.test_bad_offsets import BAD_OFFSETS, unchecked
+from tests.nn.tiers import ELSEWHERE, outputs_of, same, seeded, varied_steps
+from tritonemb.storage import DiskRows, HostRows, StorageError
+from tritonemb.types import CacheConfig
+
+pytestmark = pytest.mark.public
+TABLES = [te.TableConfig("user", 500, 4, features=["u", "shared"]), te.TableConfig("genre", 70, 2, features=["shared"])]
+UNPOOLED = [te.TableConfig(name, 70, 4, pooling="none") for name in ("u", "shared")]
+
+
+def make(placement="host", optimizer=te.optim.Adam(lr=0.1), pooled=True, **options):
+    return seeded(TABLES if pooled else UNPOOLED, optimizer, pooled, (placement,), **options)
+
+
+def batch_of(u, shared, dtype=torch.int64):
+    return te.KeyedJaggedTensor.from_lists({"other": [[-5], [2**31 - 1]], "u": u, "shared": shared}, dtype=dtype)
+
+
+def trained_alike(mine, twin):
+    """Both still train, to the same bits."""
+    steps = varied_steps(twin, 3, sizes=(20,))
+    same(outputs_of(mine, steps), outputs_of(twin, steps))
+    assert_same_bits(contents(mine), contents(twin))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("value", [70, -1, 2**31 - 1])
+@pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.parametrize("placement", ELSEWHERE)
+def test_an_id_out_of_range_is_reported_as_on_the_device(placement, pooled, value, dtype):
+    mine, twin = make(placement, pooled=pooled), make("device", pooled=pooled)
+    bad = batch_of([[1], [2, 3]], [[0, 4], [1, value, -1]], dtype)
+    before = contents(mine)
+    with pytest.raises(ValueError, match="out of range") as expected:
+        output_of(twin, bad)
+    for use in (lambda: output_of(mine, bad), lambda: mine.group(bad), lambda: te.nn.look_ahead.send(mine, bad)):
+        with pytest.raises(ValueError, match=f"^{re.escape(str(expected.value))}$"):
+            use()
+    assert_same_bits(contents(mine), before)
+    assert mine.cache_statistics()["u" if not pooled else "user"].lookups == 0
+    trained_alike(mine, twin)
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.parametrize("placement", ELSEWHERE)
+def test_ignored_ids_read_as_zero_and_update_nothing(placement, pooled):
+    mine, twin = (make(where, pooled=pooled, bounds_check="ignore") for where in (placement, "device"))
+    for batch in (batch_of([[1, 500], [-1]], [[70, 2, 70], []]), batch_of([[-1], []], [[], [70]])):
+        out, expected = output_of(mine, batch), output_of(twin, batch)
+        assert torch.equal(out, expected)
+        grad = torch.randn_like(out)
+        out.backward(grad)
+        expected.backward(grad)
+    assert_same_bits(contents(mine), contents(twin))
+
+
+@pytest.mark.parametrize("message", BAD_OFFSETS)
+def test_offsets_that_nobody_looked_at(message, request):
+    if request.config.getoption("--kernels") == "reference":
+        pytest.skip("references do not check offsets")
+    for pooled in (True, False):
+        mine, twin = make(pooled=pooled), make("device", pooled=pooled)
+        batch = unchecked(["u", "shared"], torch.tensor([1, 2, 3, 4]), offsets=torch.tensor(BAD_OFFSETS[message]))
+        for use in (lambda: output_of(mine, batch), lambda: mine.group(batch)):  # noqa: B023
+            with pytest.raises(ValueError, match=message):
+                use()
+        trained_alike(mine, twin)
+
+
+@pytest.mark.parametrize("placement", ELSEWHERE)
+def test_a_gradient_that_is_not_finite_names_the_row_of_the_table(placement):
+    """Its slot has another number."""
+    mine = make(placement, te.optim.SGD(nonfinite="raise"))
+    twin = make("device", te.optim.SGD(nonfinite="raise"))
+    before = contents(mine)
+    grad = torch.ones(2, 10)
+    grad[1, 8] = float("nan")  # the table of genres, whose rows 61 and 7 sample 1 has
+    for collection in (mine, twin):
+        with pytest.raises(ValueError, match="table 'genre': the gradient of row 7 is NaN or infinite"):
+            collection(batch_of([[400], [444]], [[3], [61, 7]])).backward(grad)
+    assert_same_bits(contents(mine), before)
+    trained_alike(mine, twin)
+
+
+@pytest.mark.parametrize("placement", ELSEWHERE)
+def test_rows_with_such_gradients_are_skipped_and_counted(placement):
+    mine, twin = (make(where, te.optim.SGD(nonfinite="skip")) for where in (placement, "device"))
+    for collection in (mine, twin):
+        grad = torch.ones(2, 10)
+        grad[1, 8] = float("nan")
+        collection(batch_of([[400], [444]], [[3], [61, 7]])).backward(grad)
+        assert collection.skipped_rows() == {"user": 0, "genre": 2}
+    trained_alike(mine, twin)
+
+
+def test_placements_and_caches_that_do_not_go_together():
+    with pytest.raises(ValueError, match="table 't': placement 'server' is not available in this collection"):
+        te.nn.EmbeddingBagCollection([te.TableConfig("t", 3, 2, placement="server")])
+    several = [
+        te.TableConfig(name, 9, 2, placement="host", cache=CacheConfig(policy=policy))
+        for name, policy in (("a", "lru"), ("b", "lfu"))
+    ]
+    with pytest.raises(ValueError, match=r"tables \['a', 'b'\] have caches of several policies, \['lfu', 'lru'\]"):
+        te.nn.EmbeddingBagCollection(several)
+    with pytest.raises(ValueError, match="table 't': an init fills a whole table in memory"):
+        te.nn.EmbeddingBagCollection([te.TableConfig("t", 9, 2, placement="disk", init=torch.nn.init.zeros_)])
+
+
+@pytest.mark.parametrize("placement", ELSEWHERE)
+def test_a_module_stays_where_it_was_made(placement):
+    mine, twin = make(placement), make("device")
+    for move in (lambda: mine.double(), lambda: mine.to("meta"), lambda: mine.bfloat16()):
+        with pytest.raises(RuntimeError, match=f"table 'user' is placed on '{placement}' .* cannot become"):
+            move()
+    for copying in (copy.deepcopy, copy.copy, pickle.dumps):
+        with pytest.raises(TypeError, match=f"table 'user' is placed on '{placement}' and cannot be copied"):
+            copying(mine if copying is not copy.copy else mine.tables[0])
+    assert mine.to("cpu").float() is mine
+    trained_alike(mine, twin)
+
+
+@pytest.mark.parametrize("placement", ELSEWHERE)
+def test_a_module_without_memory(placement):
+    config = te.TableConfig("t", 10**12, 4, placement=placement, cache=CacheConfig(rows=5))
+    mine = te.nn.EmbeddingBagCollection([config], optimizer=te.optim.RowWiseAdagrad(), device="meta")
+    shapes = {name: (tuple(value.shape), value.dtype) for name, value in mine.state_dict().items() if name != "step"}
+    assert shapes == {"t.weight": ((10**12, 4), torch.float32), "t.sum": ((10**12,), torch.float32)}
+    with pytest.raises(RuntimeError, match="make the module there"):
+        mine.to_empty(device="cpu")
+
+
+def test_weights_of_samples_get_no_gradient():
+    weights = torch.ones(2, requires_grad=True)
+    batch = te.KeyedJaggedTensor(["u", "shared"], torch.tensor([1, 2]), weights, lengths=torch.tensor([1, 1]))
+    for optimizer in (te.optim.SGD(), None):
+        mine = make(optimizer=optimizer)
+        with pytest.raises(ValueError, match="per-sample weights get no gradient where table 'user' is placed on 'host'"):
+            mine(batch)
+        with torch.no_grad():
+            assert mine(batch).shape == (1, 10)
+
+
+@pytest.mark.parametrize("placement", ELSEWHERE)
+def test_without_an_optimizer_rows_are_looked_up_and_not_trained(placement):
+    """A gradient that nobody would apply does not get lost in silence."""
+    mine, twin = make(placement, None), make("device", None)
+    batch = batch_of([[1], [2, 400]], [[0], [5]])
+    with torch.no_grad():
+        assert torch.equal(mine(batch), twin(batch))
+    out = mine(batch)
+    assert torch.equal(out, twin(batch))
+    assert out.requires_grad
+    with pytest.raises(ValueError, match=f"table 'user' is placed on '{placement}', where only a fused optimizer can"):
+        out.sum().backward()
+    mine.requires_grad_(False)
+    dense = torch.ones(10, requires_grad=True)
+    (mine(batch) * dense).sum().backward()
+    assert torch.equal(dense.grad, twin(batch).sum(0).detach())
+    assert_same_bits(contents(mine), contents(twin))
+
+
+def test_frozen_tables():
+    mine, twin = make(), make("device")
+    for collection in (mine, twin):
+        collection.tables[0].weight.requires_grad_(False)
+        with pytest.raises(ValueError, match=r"tables \['user'\] do not require gradients"):
+            collection(batch_of([[1], []], [[1], []]))
+        collection.requires_grad_(False)
+        assert not collection(batch_of([[1], []], [[1], []])).requires_grad
+    assert mine.cache_statistics()["user"].written == 0
+    assert_same_bits(contents(mine), contents(twin))
+
+
+@pytest.mark.parametrize("placement", ELSEWHERE)
+def test_a_lookup_has_one_backward(placement):
+    """After it, other rows may be in the slots."""
+    mine = make(placement)
+    batch = batch_of([[1], [2]], [[0], [5]])
+    out = mine(batch).sum()
+    out.backward(retain_graph=True)
+    before = contents(mine)
+    mine(batch_of([list(range(10, 60)), []], [[], []]))
+    with pytest.raises(RuntimeError, match="the rows of this batch have left the device"):
+        out.backward()
+    with mine.accumulate():
+        late = mine(batch).sum()
+    with pytest.raises(RuntimeError, match=r"have left the device.*inside the accumulate\(\) block"):
+        late.backward()
+    assert_same_bits(contents(mine), before)
+
+
+@pytest.mark.parametrize("placement", ELSEWHERE)
+def test_groups_serve_one_lookup_and_are_made_again_for_others(placement):
+    """As when a forward is computed again for its backward."""
+    mine, twin = make(placement), make("device")
+    batch, other = batch_of([[1], [2]], [[0], [5]]), batch_of([list(range(100, 160)), []], [[], []])
+    for collection in (mine, twin):
+        groups = collection.group(batch)
+        first = collection(batch, groups)
+        collection(other).sum().backward()
+        second = collection(batch, groups)
+        first.sum().backward()
+        second.sum().backward()
+        collection(batch, groups).sum().backward()
+    assert_same_bits(contents(mine), contents(twin))
+
+
+def test_checkpointed_forwards():
+    mine, twin = make(), make("device")
+    for collection in (mine, twin):
+        told = te.nn.look_ahead.send(collection, batch_of([[1], [2]], [[0], [5]]))
+        out = torch.utils.checkpoint.checkpoint(collection, told, use_reentrant=False)
+        collection(batch_of([list(range(100, 160)), []], [[], []])).sum().backward()
+        out.sum().backward()
+    assert_same_bits(contents(mine), contents(twin))
+
+
+def test_groups_of_another_collection_or_another_mode():
+    mine, batch = make(), batch_of([[1], [2]], [[0], [5]])
+    with pytest.raises(ValueError, match="these groups were made by another collection"):
+        mine(batch, make().group(batch))
+    with pytest.raises(ValueError, match="were sent by another model"):
+        mine(te.nn.look_ahead.send(make(), batch))
+    with torch.no_grad():
+        groups = mine.group(batch)
+    with pytest.raises(ValueError, match="were brought to be looked up only"):
+        mine(batch, groups)
+
+
+def test_a_folder_that_cannot_have_a_file(tmp_path):
+    taken = tmp_path / "taken"
+    taken.write_text("a file")
+    for folder in (taken, taken / "below", "/proc/none"):
+        config = te.TableConfig("t", 9, 2, placement="disk", cache=CacheConfig(folder=folder))
+        with pytest.raises(StorageError, match=re.escape(f"table 't' cannot have its file in folder {folder}")):
+            te.nn.EmbeddingBagCollection([config])
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_may_not_be_written(tmp_path):
+    tmp_path.chmod(0o500)
+    config = te.TableConfig("t", 9, 2, placement="disk", cache=CacheConfig(folder=tmp_path))
+    with pytest.raises(StorageError, match=f"table 't' cannot have its file in folder {tmp_path}: .*denied"):
+        te.nn.EmbeddingBagCollection([config])
+
+
+@pytest.mark.parametrize("operation", ["read", "write"])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_disk_that_fails_in_the_midst_of_training(monkeypatch, operation, ahead):
+    """Nothing is computed from rows that were lost, then or later."""
+    mine = make("disk")
+    steps = varied_steps(mine, 12, sizes=(40,))
+    outputs_of(mine, steps[:3])
+    before = contents(mine)
+
+    def fail(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(DiskRows, f"_{operation}", fail)
+
+    def go_on() -> None:
+        for batch, grad in steps[3:]:
+            if ahead:
+                with ThreadPoolExecutor(1) as other:
+                    mine(batch, other.submit(mine.group, batch).result()).backward(grad)
+            else:
+                mine(batch).backward(grad)
+
+    with pytest.raises(OSError, match="Input/output error"):
+        go_on()
+    monkeypatch.undo()
+    for use in (
+        lambda: mine(steps[0][0]), lambda: mine.group(steps[0][0]), mine.state_dict, mine.reset_parameters,
+        lambda: mine.load_state_dict(before),
+    ):  # fmt: skip
+        with pytest.raises(RuntimeError, match=r"(?s)rows of these tables could not be moved before"):
+            use()
+
+
+def test_a_host_that_has_no_memory(monkeypatch):
+    def fail(*_: object, **__: object) -> None:
+        raise StorageError("table 't' needs 9 bytes of host memory")
+
+    monkeypatch.setattr(HostRows, "__init__", fail)
+    with pytest.raises(StorageError, match="needs 9 bytes"):
+        make("host")

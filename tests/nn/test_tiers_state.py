@@ -1,0 +1,236 @@
+"""What tables elsewhere hold: `state_dict` from and into any placement, first values, leases that end."""
+
+from __future__ import annotations
+
+import gc
+import io
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tritonemb as te
+from tests.helpers import assert_same_bits, contents, output_of
+from tests.nn.tiers import ELSEWHERE, outputs_of, same, seeded, varied_steps
+from tests.strategies import TABLE_DTYPES
+from tritonemb.types import CacheConfig
+
+pytestmark = pytest.mark.public
+TABLES = [te.TableConfig("user", 500, 12, features=["u", "shared"]), te.TableConfig("shared", 70, 5, pooling="mean")]
+PLACEMENTS = [("device",), ("host",), ("disk",)]
+OPTIMIZER = te.optim.RowWiseAdagrad(lr=0.1)
+
+
+def make(placements, seed_steps=0, **options):
+    """A collection, trained for some steps."""
+    collection = seeded(TABLES, options.pop("optimizer", OPTIMIZER), True, placements, **options)
+    outputs_of(collection, varied_steps(collection, seed_steps, sizes=(20,), seed=seed_steps))
+    return collection
+
+
+def batch_of(*ids: int) -> te.KeyedJaggedTensor:
+    return te.KeyedJaggedTensor.from_lists({"u": [list(ids)], "shared": [[0]]})
+
+
+def pinned(collection) -> int:
+    """Slots that batches hold."""
+    collection.cache._settle()
+    return int((collection.cache._directory.pins > 0).sum())
+
+
+@pytest.mark.parametrize("placements", PLACEMENTS[1:], ids=str)
+def test_keys_shapes_and_dtypes_are_those_of_tables_on_the_device(placements):
+    for optimizer in (OPTIMIZER, te.optim.Adam(), te.optim.SGD(), None):
+        mine, twin = make(placements, optimizer=optimizer), make(PLACEMENTS[0], optimizer=optimizer)
+        assert list(mine.state_dict()) == list(twin.state_dict())
+        assert_same_bits(contents(mine), contents(twin))
+
+
+@pytest.mark.parametrize("to", PLACEMENTS, ids=str)
+@pytest.mark.parametrize("source", PLACEMENTS, ids=str)
+def test_a_state_dict_goes_from_any_placement_into_any(source, to):
+    """Into one that was trained, whose cache is full of other values; then both train on alike."""
+    first, second = make(source, 5), make(to, 3)
+    second.load_state_dict(first.state_dict())
+    assert_same_bits(contents(second), contents(first))
+    steps = varied_steps(first, 4, sizes=(20,), seed=9)
+    same(outputs_of(second, steps), outputs_of(first, steps))
+    assert_same_bits(contents(second), contents(first))
+
+
+@pytest.mark.parametrize("placements", PLACEMENTS[1:], ids=str)
+def test_loading_while_batches_that_were_brought_ahead_wait(placements):
+    """They read the rows that were loaded, not those that were there when they were brought."""
+    loaded = contents(make(PLACEMENTS[0], 5))
+    mine, twin = make(placements, 3), make(PLACEMENTS[0])
+    steps = varied_steps(twin, 3, sizes=(20,), seed=4)
+    groups = [mine.group(batch) for batch, _ in steps]
+    for collection in (mine, twin):
+        collection.load_state_dict(loaded)
+    for (batch, grad), made in zip(steps, groups, strict=True):
+        out, expected = mine(batch, made), twin(batch)
+        assert torch.equal(out, expected)
+        out.backward(grad)
+        expected.backward(grad)
+    assert_same_bits(contents(mine), contents(twin))
+
+
+@pytest.mark.parametrize("placements", PLACEMENTS[1:], ids=str)
+def test_loading_and_saving_while_another_thread_brings_batches(placements):
+    """Rows that leave their slots meanwhile do not come after those that are loaded."""
+    mine, loaded = make(placements, 3), contents(make(PLACEMENTS[0], 5))
+    batches = [batch for batch, _ in varied_steps(mine, 40, sizes=(30,), seed=4)]
+    stop = threading.Event()
+
+    def bring() -> int:
+        number = 0
+        while not stop.is_set():
+            mine.group(batches[number % len(batches)])
+            number += 1
+        return number
+
+    with ThreadPoolExecutor(1) as other:
+        brought = other.submit(bring)
+        try:
+            for _ in range(10):
+                mine.load_state_dict(loaded)
+                assert_same_bits(contents(mine), loaded)
+        finally:
+            stop.set()
+        assert brought.result() > 0
+
+
+@pytest.mark.parametrize("placements", PLACEMENTS[1:], ids=str)
+def test_loading_a_part(placements):
+    """Weights without states keep the states, also those that are only in slots."""
+    given = {name: value for name, value in contents(make(PLACEMENTS[0], 5)).items() if name.endswith("weight")}
+    mine, twin = make(placements, 3), make(PLACEMENTS[0], 3)
+    for collection in (mine, twin):
+        missing, unexpected = collection.load_state_dict(given | {"user.other": torch.zeros(1)}, strict=False)
+        assert missing == ["step", "user.sum", "shared.sum"]
+        assert unexpected == ["user.other"]
+    assert_same_bits(contents(mine), contents(twin))
+    for collection in (mine, twin):
+        with pytest.raises(RuntimeError, match=r'(?s)Missing key.*"user.sum".*Unexpected key.*"user.other"'):
+            collection.load_state_dict(given | {"user.other": torch.zeros(1)})
+        with pytest.raises(RuntimeError, match=r"size mismatch for user.weight"):
+            collection.load_state_dict({**contents(collection), "user.weight": torch.zeros(3, 12)})
+    assert_same_bits(contents(mine), contents(twin))
+
+
+@pytest.mark.parametrize("dtype", TABLE_DTYPES, ids=str)
+@pytest.mark.parametrize("placement", ELSEWHERE)
+def test_a_state_dict_can_be_written_to_a_file(placement, dtype):
+    config = te.TableConfig("t", 50, 6, dtype=dtype)
+    mine = seeded([config], te.optim.PartialRowWiseAdam(), True, (placement,))
+    outputs_of(mine, varied_steps(mine, 3))
+    file = io.BytesIO()
+    torch.save(mine.state_dict(), file)
+    file.seek(0)
+    assert_same_bits(torch.load(file), contents(mine))
+
+
+@pytest.mark.parametrize("placements", [*PLACEMENTS[1:], ("host", "disk"), ("device", "disk")], ids=str)
+def test_reset_parameters_begins_anew(placements):
+    mine, twin = make(placements, 3), make(PLACEMENTS[0], 3)
+    for collection in (mine, twin):
+        torch.manual_seed(11)
+        collection.reset_parameters()
+    assert_same_bits(contents(mine), contents(twin))
+    steps = varied_steps(twin, 3, sizes=(20,))
+    same(outputs_of(mine, steps), outputs_of(twin, steps))
+    assert_same_bits(contents(mine), contents(twin))
+
+
+@pytest.mark.parametrize("placements", PLACEMENTS[1:], ids=str)
+def test_resetting_one_table_leaves_the_others(placements):
+    """What training changed in their slots is not lost."""
+    mine, twin = make(placements, 3), make(PLACEMENTS[0], 3)
+    for collection in (mine, twin):
+        torch.manual_seed(11)
+        collection.tables[1].reset_parameters()
+    assert_same_bits(contents(mine), contents(twin))
+
+
+@pytest.mark.parametrize("placements", PLACEMENTS[1:], ids=str)
+def test_a_table_whose_rows_a_batch_holds_is_not_reset(placements):
+    mine = make(placements, 2)
+    before, out = contents(mine), mine(batch_of(1, 2))
+    with pytest.raises(RuntimeError, match="a batch holds rows of table 'user'; finish its backward pass, or drop it"):
+        mine.reset_parameters()
+    assert_same_bits(contents(mine), before)
+    del out
+    mine.reset_parameters()
+
+
+def test_first_values_by_an_init():
+    config = te.TableConfig("t", 100, 3, init=lambda weight: torch.nn.init.normal_(weight, std=2.0))
+    for dtype in TABLE_DTYPES:
+        typed = [replace(config, dtype=dtype)]
+        assert_same_bits(contents(seeded(typed, None, True, ("host",))), contents(seeded(typed, None)))
+
+
+@pytest.mark.parametrize("placements", PLACEMENTS[1:], ids=str)
+def test_rows_are_held_until_the_backward_has_been_or_cannot_come(placements):
+    mine = make(placements)
+    batch = batch_of(1, 2, 3)
+    out = output_of(mine, batch)
+    assert pinned(mine) == 5  # users 1, 2, 3 and 0, by feature "shared", and a row of the other table
+    out.sum().backward()
+    assert pinned(mine) == 0
+    out = output_of(mine, batch)
+    del out  # nobody can call its backward
+    assert pinned(mine) == 0
+    groups = mine.group(batch)
+    assert pinned(mine) == 5
+    del groups
+    assert pinned(mine) == 0
+    with torch.no_grad():
+        mine(batch, mine.group(batch))
+    assert pinned(mine) == 0
+
+
+@pytest.mark.parametrize("placements", PLACEMENTS[1:], ids=str)
+def test_rows_are_given_up_where_a_step_fails(placements):
+    mine = make(placements, optimizer=te.optim.SGD(nonfinite="raise"))
+    before = contents(mine)
+    with pytest.raises(ValueError, match="NaN or infinite"):
+        (mine(batch_of(1, 2)) * float("nan")).sum().backward()
+    gc.collect()
+    assert pinned(mine) == 0
+    assert_same_bits(contents(mine), before)
+    with pytest.raises(ZeroDivisionError), mine.accumulate():
+        mine(batch_of(1, 2)).sum().backward()
+        raise ZeroDivisionError
+    assert pinned(mine) == 0
+    assert_same_bits(contents(mine), before)
+
+
+@pytest.mark.parametrize("placements", PLACEMENTS[1:], ids=str)
+def test_a_collection_goes_when_nobody_has_it(placements):
+    """At once: its memory may be most of the machine's."""
+    mine = make(placements, 2)
+    table, store = weakref.ref(mine.tables[0]), weakref.ref(mine.tables[0].store)
+    gc.disable()
+    try:
+        del mine
+        assert table() is None
+        assert store() is None
+    finally:
+        gc.enable()
+
+
+def test_a_table_without_its_collection_does_not_pretend_to_be_whole():
+    table = make(("host",), 2).tables[0]
+    with pytest.raises(RuntimeError, match="the collection of table 'user' is no more"):
+        table.state_dict()
+
+
+def test_nothing_is_left_on_disk(tmp_path):
+    mine = make(("disk",), 2, cache=CacheConfig(rows=1, folder=tmp_path / "new" / "folder"))
+    assert list((tmp_path / "new" / "folder").iterdir()) == []
+    mine.reset_parameters()
+    assert list((tmp_path / "new" / "folder").iterdir()) == []

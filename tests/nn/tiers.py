@@ -1,0 +1,106 @@
+"""Collections whose tables live in host memory or on disk, beside their twins on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import cycle
+from typing import Any
+
+import torch
+
+import tritonemb as te
+from tests.helpers import Step, output_of, width_of
+from tests.strategies import random_batch, rows_of
+from tritonemb.nn.collection import Collection
+from tritonemb.nn.sent import Groups
+from tritonemb.types import CacheConfig, Placement
+
+ELSEWHERE: tuple[Placement, ...] = ("host", "disk")
+
+
+def placed(
+    configs: Sequence[te.TableConfig], placements: Sequence[Placement], cache: CacheConfig
+) -> list[te.TableConfig]:
+    """The tables in these places, taken in turn."""
+    return [
+        replace(config, placement=placement, cache=cache)
+        for config, placement in zip(configs, cycle(placements), strict=False)
+    ]
+
+
+def seeded(
+    configs: Sequence[te.TableConfig],
+    optimizer: te.optim.Optimizer | None,
+    pooled: bool = True,
+    placements: Sequence[Placement] = ("device",),
+    cache: CacheConfig = CacheConfig(rows=1),
+    **options: Any,
+) -> Collection:
+    """A collection whose first values are the same wherever its tables are placed."""
+    torch.manual_seed(3)
+    kind = te.nn.EmbeddingBagCollection if pooled else te.nn.EmbeddingCollection
+    return kind(placed(configs, placements, cache), optimizer=optimizer, **options)
+
+
+def varied_steps(
+    collection: Collection, num_steps: int, sizes: Sequence[int] = (33, 1, 0, 40), weighted: bool = False, seed: int = 0
+) -> list[Step]:
+    """Batches of several sizes, with keys that nobody uses, some without any ids; gradients in the output's dtype."""
+    rows = rows_of(collection.configs)
+    keys = ["unused", *reversed(rows)]
+    generator = torch.Generator().manual_seed(seed)
+    dtypes = {table.weight.dtype for table in collection.tables}
+    dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
+    steps = []
+    for index in range(num_steps):
+        longest = 0 if index % 7 == 5 else 5
+        batch = random_batch(
+            rows, keys, sizes[index % len(sizes)], longest, weighted, (torch.int64, torch.int32)[index % 2],
+            seed=1000 * seed + index,
+        )  # fmt: skip
+        steps.append((batch, torch.randn(width_of(collection, batch), generator=generator).to(dtype)))
+    return steps
+
+
+def ahead_of(collection: Collection, steps: Iterable[Step], depth: int) -> Iterator[tuple[Step, Groups]]:
+    """Each step with its groups, made in another thread while up to `depth` steps before it are computed."""
+    with ThreadPoolExecutor(1) as other:
+        waiting: list[tuple[Step, Any]] = []
+        for step in steps:
+            waiting.append((step, other.submit(collection.group, step[0])))
+            if len(waiting) > depth:
+                first, made = waiting.pop(0)
+                yield first, made.result()
+        for first, made in waiting:
+            yield first, made.result()
+
+
+def train_ahead(collection: Collection, steps: Iterable[Step], depth: int) -> list[torch.Tensor]:
+    """Train, with look-ahead; the outputs."""
+    outputs = []
+    for (batch, grad), groups in ahead_of(collection, steps, depth):
+        result = collection(batch, groups)
+        out = result if isinstance(result, torch.Tensor) else result.values()
+        out.backward(grad)
+        outputs.append(out.detach())
+    return outputs
+
+
+def outputs_of(collection: Collection, steps: Iterable[Step]) -> list[torch.Tensor]:
+    """Train; the outputs."""
+    outputs = []
+    for batch, grad in steps:
+        out = output_of(collection, batch)
+        out.backward(grad)
+        outputs.append(out.detach())
+    return outputs
+
+
+def same(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> None:
+    """Equal outputs, step by step."""
+    assert len(actual) == len(expected)
+    for step, (mine, theirs) in enumerate(zip(actual, expected, strict=True)):
+        assert mine.dtype == theirs.dtype, step
+        assert torch.equal(mine, theirs), f"step {step}"

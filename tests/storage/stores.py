@@ -1,0 +1,119 @@
+"""Tables for the tests of where rows live, and a plain model of them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonemb.storage import DiskRows, Field, Pending, Record, RowStore
+
+SIZES = (5, 516, 4087, 4088, 4089, 10000)  # many in a page, several, one; then two pages, and three
+
+
+def plain_record(num_bytes: int) -> Record:
+    """One field of bytes."""
+    return Record((Field("weight", torch.uint8, num_bytes, 0),), num_bytes)
+
+
+def initial(rows: Tensor, records: Tensor) -> None:
+    """Of each row, other bytes."""
+    records.copy_((rows[:, None] * 37 + torch.arange(records.shape[1]) * 11 + 3) % 251)
+
+
+def disk_rows(path: Path, num_rows: int, num_bytes: int, **options: Any) -> DiskRows:
+    """Opened if it is there, else made."""
+    make = DiskRows.open if path.exists() else DiskRows.create
+    return make(path, "user", num_rows, plain_record(num_bytes), 7, initial, **options)
+
+
+def some_records(count: int, num_bytes: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 256, (count, num_bytes), dtype=torch.uint8, generator=generator)
+
+
+def start_read(store: RowStore, rows: Sequence[int]) -> tuple[Pending, Tensor]:
+    records = torch.full((len(rows), store.record.num_bytes), 254, dtype=torch.uint8)  # which `initial` never writes
+    return store.read(torch.tensor(rows, dtype=torch.int64), records), records
+
+
+def read(store: RowStore, rows: Sequence[int]) -> Tensor:
+    pending, records = start_read(store, rows)
+    pending.wait()
+    return records
+
+
+def write(store: RowStore, rows: Sequence[int], seed: int) -> Pending:
+    return store.write(torch.tensor(rows, dtype=torch.int64), some_records(len(rows), store.record.num_bytes, seed))
+
+
+class Model:
+    """What a table should hold: a dict."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.written: dict[int, Tensor] = {}
+
+    def write(self, rows: Sequence[int], seed: int) -> None:
+        self.written.update(zip(rows, some_records(len(rows), self.num_bytes, seed), strict=True))
+
+    def read(self, rows: Sequence[int]) -> Tensor:
+        found = torch.empty(len(rows), self.num_bytes, dtype=torch.uint8)
+        initial(torch.tensor(rows, dtype=torch.int64), found)
+        for place, row in enumerate(rows):
+            if row in self.written:
+                found[place] = self.written[row]
+        return found
+
+    def copy(self) -> Model:
+        other = Model(self.num_bytes)
+        other.written = dict(self.written)
+        return other
+
+
+def failing(
+    real: Callable[..., int], code: int, offsets: range = range(1 << 62), after: int = 0
+) -> Callable[..., int]:  # fmt: skip
+    """`os.preadv` or `os.pwritev` that fails within some bytes of a file, from the call number `after` on."""
+    calls = [0]
+
+    def call(handle: int, views: Sequence[memoryview], offset: int) -> int:
+        if offset < offsets.stop and offset + len(views[0]) > offsets.start:
+            calls[0] += 1
+            if calls[0] > after:
+                raise OSError(code, os.strerror(code))
+        return real(handle, views, offset)
+
+    return call
+
+
+def short(real: Callable[..., int], most: int) -> Callable[..., int]:
+    """Likewise, which moves at most so many bytes at a time."""
+    return lambda handle, views, offset: real(handle, [views[0][:most]], offset)
+
+
+def without_direct(real: Callable[..., int]) -> Callable[..., int]:
+    """`os.open` of a file system that knows no direct I/O."""
+
+    def opened(path: Any, flags: int, *mode: Any) -> int:
+        if flags & getattr(os, "O_DIRECT", 0):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return real(path, flags, *mode)
+
+    return opened
+
+
+def mount(folder: Path, size: str) -> str | None:
+    """Mount a small file system in memory; why that cannot be done."""
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    try:
+        done = subprocess.run(command, capture_output=True, check=False)
+    except FileNotFoundError:
+        return "there is no mount"
+    return "a small file system cannot be mounted here" if done.returncode else None

@@ -1,0 +1,296 @@
+"""Rows on disk, against a dict: in any order, by many threads, in files of any size."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.storage.stores import (
+    SIZES,
+    Model,
+    disk_rows,
+    initial,
+    plain_record,
+    read,
+    some_records,
+    start_read,
+    without_direct,
+    write,
+)
+from tritonemb.optimizers import Adam
+from tritonemb.storage import DiskRows, record_of
+from tritonemb.storage import blocks as blocks_module
+
+ROOT = Path(__file__).parents[2]
+
+
+def streams(num_rows: int) -> st.SearchStrategy[list[tuple[str, list[int]]]]:
+    """Reads, writes, and closing and opening again, of rows at both ends or in a stretch."""
+    near_ends = st.lists(st.integers(0, 40) | st.integers(num_rows - 20, num_rows - 1), unique=True)
+    stretch = st.tuples(st.integers(0, num_rows - 1), st.integers(1, num_rows // 2)).map(
+        lambda pair: list(range(pair[0], min(pair[0] + pair[1], num_rows)))
+    )
+    return st.lists(st.tuples(st.sampled_from("rwo"), (near_ends | stretch).map(sorted)), max_size=10)
+
+
+@pytest.mark.parametrize("num_bytes", SIZES)
+@pytest.mark.parametrize("threads", [1, 3])
+def test_it_is_as_a_dict(tmp_path, num_bytes, threads, monkeypatch):
+    monkeypatch.setattr(blocks_module, "BUFFER_BYTES", 3 * 4096)  # so that a request is of several tasks
+    num_rows = 1700 if num_bytes == 5 else 150  # two pages of the smallest records and a part of a third
+
+    @settings(max_examples=12)
+    @given(streams(num_rows))
+    def check(asked):
+        path = tmp_path / "rows"
+        path.unlink(missing_ok=True)
+        store, model = disk_rows(path, num_rows, num_bytes, threads=threads), Model(num_bytes)
+        found = []
+        for seed, (kind, rows) in enumerate(asked):
+            if kind == "r":
+                found.append((start_read(store, rows), model.read(rows)))  # nobody waits between operations
+            elif kind == "w":
+                write(store, rows, seed)
+                model.write(rows, seed)
+            else:
+                store.close()
+                store = disk_rows(path, num_rows, num_bytes, threads=threads)
+        found.append((start_read(store, range(num_rows)), model.read(range(num_rows))))
+        for (pending, records), expected in found:
+            pending.wait()
+            assert records.equal(expected)
+        store.close()
+
+    check()
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_table_of_10_billion_rows_takes_no_room(tmp_path, direct, monkeypatch):
+    if not direct:
+        monkeypatch.setattr(os, "open", without_direct(os.open))
+    num_rows, num_bytes, path = 10**10, 516, tmp_path / "rows"
+    disk_rows(tmp_path / "other", 10, num_bytes).close()  # what is loaded once is loaded
+    memory, begin = psutil.Process().memory_info().rss, time.perf_counter()
+    store = disk_rows(path, num_rows, num_bytes, threads=2)
+    assert time.perf_counter() - begin < 2  # milliseconds, on a machine that does nothing else
+    assert psutil.Process().memory_info().rss - memory < 8 << 20
+    rows = [0, 1, 6, 7, 4_294_967_295, 4_294_967_296, num_rows - 2, num_rows - 1]
+    assert read(store, rows).equal(Model(num_bytes).read(rows))
+    write(store, rows[::2], 3)
+    model = Model(num_bytes)
+    model.write(rows[::2], 3)
+    assert read(store, rows).equal(model.read(rows))
+    assert store.changed_pages().tolist() == [1, 4_294_967_295 // 7 + 1, (num_rows - 2) // 7 + 1]
+    assert path.stat().st_size == 4096 * (1 + -(-num_rows // 7))
+    assert path.stat().st_blocks * 512 < 1 << 20
+    store.close()
+    with disk_rows(path, num_rows, num_bytes) as store:
+        assert read(store, rows).equal(model.read(rows))
+
+
+@pytest.mark.parametrize("num_bytes", [516, 10000])
+def test_empty_batches(tmp_path, num_bytes):
+    with disk_rows(tmp_path / "rows", 30, num_bytes) as store:
+        write(store, [], 0).wait()
+        assert read(store, []).shape == (0, num_bytes)
+        assert store.changed_pages().tolist() == []
+
+
+def test_many_threads_ask_at_once(tmp_path):
+    """Each writes rows of its own, which share pages with those of the others, and reads them right behind it."""
+    store, failures = disk_rows(tmp_path / "rows", 4000, 100, threads=4), []
+
+    def work(number: int) -> None:
+        rows, model = list(range(number, 4000, 8)), Model(100)
+        for turn in range(6):
+            part = rows[turn::2]
+            pending = write(store, part, number * 100 + turn)
+            model.write(part, number * 100 + turn)
+            if not read(store, rows).equal(model.read(rows)) or not pending.done():
+                failures.append((number, turn))
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    store.close()
+    assert failures == []
+
+
+def test_initial_is_asked_once_for_those_never_written(tmp_path):
+    asked = []
+
+    def fill(rows, records):
+        asked.append(rows.tolist())
+        initial(rows, records)
+
+    with DiskRows.create(tmp_path / "rows", "user", 100, plain_record(516), 7, fill) as store:
+        write(store, [3, 50], 0)
+        read(store, [2, 3, 4, 50, 99])
+        read(store, [3, 50])
+        read(store, [0, 1])
+    assert asked == [[2, 4, 99], [0, 1]]
+
+
+def test_an_initial_that_fails_fails_its_read_alone(tmp_path):
+    def fill(rows, records):
+        raise KeyError("no values")
+
+    with DiskRows.create(tmp_path / "rows", "user", 100, plain_record(516), 7, fill) as store:
+        write(store, [3], 5)
+        with pytest.raises(KeyError, match="no values"):
+            read(store, [2, 3])
+        assert read(store, [3]).equal(some_records(1, 516, 5))
+
+
+def test_memory_does_not_grow_with_what_is_read_and_written(tmp_path):
+    """4 threads have a buffer of 2 MB each; a batch is 0.5 MB; the table is 40 MB."""
+    store, process = disk_rows(tmp_path / "rows", 80_000, 516, threads=4), psutil.Process()
+    batches = torch.arange(80_000).view(80, 1000)
+    records = torch.zeros(1000, 516, dtype=torch.uint8)
+    store.write(batches[0], records).wait()
+    store.read(batches[0], records).wait()
+    memory = process.memory_info().rss
+    for rows in batches:
+        store.write(rows, records).wait()
+        store.read(rows, records).wait()
+    assert process.memory_info().rss - memory < 16 << 20
+    store.close()
+
+
+def test_a_table_that_nobody_has_any_more_ends_its_threads(tmp_path):
+    before = threading.active_count()
+    store = disk_rows(tmp_path / "rows", 1000, 516, threads=3)
+    write(store, range(1000), 0).wait()
+    assert threading.active_count() > before
+    del store
+    gc.collect()
+    deadline = time.monotonic() + 20
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() == before
+    with disk_rows(tmp_path / "rows", 1000, 516) as store:  # and its lock is gone
+        assert read(store, range(1000)).equal(some_records(1000, 516, 0))
+
+
+def test_it_holds_weights_and_states(tmp_path):
+    """Adam on a table of bfloat16, the states of a row that was never updated being zero."""
+    record = record_of(5, torch.bfloat16, Adam.states)
+
+    def fill(rows, records):
+        records.zero_()
+        record.views(records)["weight"].copy_(rows[:, None].expand(-1, 5))
+
+    rows, records = torch.tensor([0, 77, 200]), torch.zeros(3, record.num_bytes, dtype=torch.uint8)
+    with DiskRows.create(tmp_path / "rows", "user", 1000, record, 7, fill) as store:
+        store.read(rows, records).wait()
+        views = record.views(records)
+        assert views["weight"][:, 4].tolist() == [0, 77, 200]
+        assert not views["exp_avg"].any()
+        views["exp_avg_sq"][1] = torch.arange(5) / 8
+        store.write(rows[1:2], records[1:2]).wait()
+    with DiskRows.open(tmp_path / "rows", "user", 1000, record, 7, fill) as store:
+        found = torch.ones(3, record.num_bytes, dtype=torch.uint8)
+        store.read(rows, found).wait()
+    assert found.equal(records)
+    assert record.views(found)["exp_avg_sq"][1].tolist() == [0, 0.125, 0.25, 0.375, 0.5]
+
+
+def run_python(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_the_end_of_a_program_waits_for_its_writes(tmp_path):
+    program = """
+import sys
+from pathlib import Path
+from tests.storage.stores import disk_rows, write
+store = disk_rows(Path(sys.argv[1]), 100_000, 100)
+for seed in range(20):
+    write(store, range(seed, 100_000, 20), seed)
+"""
+    done = run_python(program, tmp_path / "rows")
+    assert (done.returncode, done.stderr) == (0, "")
+    with disk_rows(tmp_path / "rows", 100_000, 100) as store:
+        for seed in range(20):
+            rows = range(seed, 100_000, 20)
+            assert read(store, rows).equal(some_records(len(rows), 100, seed))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_process_forked_off_is_refused(tmp_path):
+    program = """
+import os, sys
+from pathlib import Path
+from tests.storage.stores import disk_rows, read, write
+from tritonemb.storage import StorageError
+store = disk_rows(Path(sys.argv[1]) / "rows", 1000, 100)
+write(store, range(1000), 1).wait()
+child = os.fork()
+if child == 0:
+    code = 1
+    try:
+        read(store, [1])
+    except StorageError as error:
+        code = 3 if "before this process was forked off" in str(error) else 2
+    store.close()  # does nothing, and does not hang
+    with disk_rows(Path(sys.argv[1]) / "own", 1000, 100) as own:  # a table of its own works, with threads of its own
+        write(own, range(1000), 2)
+        if read(own, [5]).equal(read(own, [6])):
+            code = 4
+    os._exit(code)
+_, status = os.waitpid(child, 0)
+read(store, [1])
+store.close()
+disk_rows(Path(sys.argv[1]) / "rows", 1000, 100).close()
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+    done = run_python(program, tmp_path)
+    assert (done.returncode, done.stderr) == (3, "")
+
+
+def test_a_process_that_is_killed_leaves_whole_pages(tmp_path):
+    """It writes all rows again and again; what it has said is written is there, and each row is of one version."""
+    program = """
+import sys
+from pathlib import Path
+from tests.storage.stores import disk_rows, write
+store = disk_rows(Path(sys.argv[1]), 7000, 516)
+for seed in range(100_000):
+    write(store, range(7000), seed).wait()
+    print(seed, flush=True)
+"""
+    command = [sys.executable, "-c", program, str(tmp_path / "rows")]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as child:
+        said = [child.stdout.readline() for _ in range(10)]
+        child.kill()
+        said += child.stdout.readlines()
+    last = int(said[-1] if said[-1].endswith("\n") else said[-2])
+    with disk_rows(tmp_path / "rows", 7000, 516) as store:
+        found = read(store, range(7000))
+    versions = [some_records(7000, 516, seed) for seed in (last, last + 1, last + 2)]
+    assert torch.stack([(found == version).all(1) for version in versions]).any(0).all()
+
+
+def test_no_compiler_is_loaded_before_rows_move():
+    program = """
+import sys, torch
+before = set(sys.modules)
+import tritonemb.storage
+print(sorted({"numba", "llvmlite"} & (set(sys.modules) - before)))
+"""
+    done = run_python(program)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr

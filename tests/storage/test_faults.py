@@ -1,0 +1,350 @@
+"""Disks that fail, files that are damaged: a clear message, and nothing wrong is ever read."""
+
+from __future__ import annotations
+
+import errno
+import os
+
+import pytest
+import torch
+
+from tests.storage.stores import (
+    Model,
+    disk_rows,
+    failing,
+    initial,
+    plain_record,
+    read,
+    short,
+    some_records,
+    start_read,
+    without_direct,
+    write,
+)
+from tritonemb.optimizers import Adam, RowWiseAdagrad
+from tritonemb.storage import DiskRows, StorageError, record_of
+from tritonemb.storage import header as headers
+
+PAGE = 4096
+
+
+@pytest.fixture
+def filled(tmp_path):
+    """100 rows of 516 bytes, 7 in a page, in a file."""
+    path = tmp_path / "rows"
+    with disk_rows(path, 100, 516) as store:
+        write(store, range(100), 1).wait()
+    return path
+
+
+def test_a_read_that_fails_harms_nothing_else(filled, monkeypatch):
+    store = disk_rows(filled, 100, 516, threads=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", failing(os.preadv, errno.EIO, range(2 * PAGE, 3 * PAGE)))
+        with pytest.raises(StorageError) as caught:
+            read(store, [6, 7, 20])
+        message = str(caught.value)
+        assert message.startswith(
+            f"table 'user', file {filled}: the part with rows 0 to 20, at byte 4,096, could not be"
+        )
+        assert "read: [Errno 5] Input/output error; check the disk" in message
+        assert read(store, [3, 21]).equal(some_records(100, 516, 1)[[3, 21]])
+    assert read(store, range(100)).equal(some_records(100, 516, 1))
+    store.close()
+
+
+@pytest.mark.parametrize("partial", [True, False])
+def test_a_failed_write_is_the_last_operation(filled, monkeypatch, partial):
+    store = disk_rows(filled, 100, 516)
+    rows = [8, 50, 99] if partial else range(100)
+    monkeypatch.setattr(os, "pwritev", failing(os.pwritev, errno.EIO, range(8 * PAGE, 9 * PAGE)))
+    first, second, (third, _) = write(store, rows, 2), write(store, [0], 3), start_read(store, [0])
+    with pytest.raises(StorageError, match=r"could not be written: \[Errno 5\] Input/output error; check the disk"):
+        first.wait()
+    for later in (second.wait, third.wait, lambda: read(store, [1]), lambda: write(store, [1], 0), store.flush):
+        with pytest.raises(
+            StorageError, match=r"takes nothing more, because a write has failed: table 'user'.*Errno 5"
+        ):
+            later()
+    store.close()  # everybody knows by now
+    monkeypatch.undo()
+    with disk_rows(filled, 100, 516) as store:  # each page is as it was, or as it was to be
+        found, old, new = read(store, range(100)), Model(516), Model(516)
+        old.write(range(100), 1)
+        new.write(range(100), 1)
+        new.write(rows, 2)
+        same_as_new = (found == new.read(range(100))).all(1)
+        assert (same_as_new | (found == old.read(range(100))).all(1)).all()
+        assert not same_as_new[50]  # which stands in page 8
+        assert found[0].equal(old.read([0])[0]) or not partial
+
+
+def test_a_failure_that_nobody_has_waited_for_comes_out_of_close(filled, monkeypatch):
+    store = disk_rows(filled, 100, 516)
+    monkeypatch.setattr(os, "pwritev", failing(os.pwritev, errno.EIO))
+    write(store, [1], 2)
+    with pytest.raises(StorageError, match=r"could not be written: \[Errno 5\]"):
+        store.close()
+    store.close()
+
+
+def test_a_disk_that_loses_what_was_written_is_told(filled, monkeypatch):
+    store = disk_rows(filled, 100, 516)
+
+    def fail(handle: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    write(store, [1], 2).wait()
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(StorageError, match="what was written could not be brought to the disk"):
+        store.flush().wait()
+    with pytest.raises(StorageError, match="takes nothing more"):
+        read(store, [1])
+    store.close()
+
+
+@pytest.mark.parametrize("most", [512, 4096, 5000 // 512 * 512])
+def test_what_is_read_and_written_in_part_is_continued(tmp_path, monkeypatch, most):
+    monkeypatch.setattr(os, "preadv", short(os.preadv, most))
+    monkeypatch.setattr(os, "pwritev", short(os.pwritev, most))
+    model = Model(10000)
+    with disk_rows(tmp_path / "rows", 30, 10000) as store:
+        for rows, seed in ((range(10), 1), (range(5, 25, 3), 2), ([29], 3)):
+            write(store, rows, seed)
+            model.write(rows, seed)
+        assert read(store, range(30)).equal(model.read(range(30)))
+
+
+def test_a_disk_that_takes_nothing_more_ends_the_write(filled, monkeypatch):
+    store = disk_rows(filled, 100, 516)
+    monkeypatch.setattr(os, "pwritev", lambda *_: 0)
+    with pytest.raises(StorageError, match="nothing more could be written"):
+        write(store, [1], 2).wait()
+    store.close()
+
+
+def test_a_full_disk(small_disk):
+    """The rows of pages that found no room read as before."""
+    path = small_disk / "rows"
+    store = disk_rows(path, 100_000, 516, threads=2)
+    model = Model(516)
+    write(store, range(700), 1).wait()
+    model.write(range(700), 1)
+    with pytest.raises(StorageError, match=r"could not be written: \[Errno 28\] No space left on device; make room"):
+        write(store, range(700, 4000), 2).wait()
+    with pytest.raises(StorageError, match="takes nothing more"):
+        read(store, [0])
+    store.close()
+    with disk_rows(path, 100_000, 516) as store:
+        found, never = read(store, range(4000)), model.read(range(4000))
+        model.write(range(700, 4000), 2)
+        written = (found == model.read(range(4000))).all(1)
+        assert (written | (found == never).all(1)).all()
+        assert written[:700].all()
+        assert 700 < int(written.sum()) < 4000
+
+
+def test_a_table_too_large_for_the_file_system_or_without_a_folder(tmp_path):
+    with pytest.raises(StorageError, match=r"table 'user': file .* bytes \(sparse\) cannot be made: .*choose another"):
+        disk_rows(tmp_path / "rows", 10**16, 4000)
+    with pytest.raises(StorageError, match=r"cannot be made: .*No such file"):
+        disk_rows(tmp_path / "nowhere" / "rows", 10, 4)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_damage_is_found_and_not_written_over(filled):
+    content = bytearray(filled.read_bytes())
+    content[3 * PAGE + 1000] ^= 4
+    filled.write_bytes(content)
+    for ask in (lambda store: read(store, [15, 30]), lambda store: write(store, [15], 0).wait()):
+        store = disk_rows(filled, 100, 516)
+        assert read(store, [0, 30]).equal(some_records(100, 516, 1)[[0, 30]])
+        with pytest.raises(StorageError, match="the part with rows 14 to 20, at byte 12,288, is damaged: its checksum"):
+            ask(store)
+        store.close()
+    assert filled.read_bytes() == content
+    with disk_rows(filled, 100, 516) as store:  # a page that is written whole needs nothing of what was there
+        write(store, range(14, 21), 9).wait()
+        assert read(store, range(14, 21)).equal(some_records(7, 516, 9))
+
+
+def test_a_page_at_a_wrong_place_is_damage(filled):
+    content = bytearray(filled.read_bytes())
+    content[2 * PAGE : 3 * PAGE] = content[PAGE : 2 * PAGE]
+    filled.write_bytes(content)
+    with disk_rows(filled, 100, 516) as store, pytest.raises(StorageError, match=r"rows 7 to 13, .* is damaged"):
+        read(store, [7])
+
+
+def test_a_record_of_which_only_a_part_was_written_is_damage(tmp_path):
+    path = tmp_path / "rows"
+    with disk_rows(path, 10, 10000) as store:
+        write(store, [0, 4], 1).wait()
+        old = path.read_bytes()
+        write(store, [4], 2).wait()
+    content = bytearray(path.read_bytes())
+    place = PAGE * (1 + 4 * 3 + 1)
+    content[place : place + PAGE] = old[place : place + PAGE]
+    path.write_bytes(content)
+    with disk_rows(path, 10, 10000) as store:
+        assert read(store, [0, 3, 5]).shape == (3, 10000)
+        with pytest.raises(StorageError, match="the part with row 4, at byte 53,248, is damaged"):
+            read(store, [4])
+
+
+def test_a_file_that_is_cut_short(filled):
+    store = disk_rows(filled, 100, 516)
+    os.truncate(filled, 6 * PAGE)
+    assert read(store, [34]).equal(some_records(100, 516, 1)[[34]])
+    with pytest.raises(
+        StorageError, match=r"rows 35 to 41, .* could not be read: the file ends at byte 24,576; somebody"
+    ):
+        read(store, [35])
+    store.close()
+    with pytest.raises(StorageError, match="has 24,576 bytes instead of 65,536, it was cut"):
+        disk_rows(filled, 100, 516)
+    os.truncate(filled, 100)
+    with pytest.raises(StorageError, match="is too short to have a header"):
+        disk_rows(filled, 100, 516)
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [(0, "has no header of rows"), (17, "or it is damaged"), (60, "or it is damaged"), (PAGE - 1, "or it is damaged")],
+)
+def test_a_damaged_header(filled, place, message):
+    content = bytearray(filled.read_bytes())
+    content[place] ^= 1
+    filled.write_bytes(content)
+    with pytest.raises(StorageError, match=message):
+        disk_rows(filled, 100, 516)
+
+
+def test_a_file_of_another_format(filled, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(headers, "FORMAT", 2)
+        disk_rows(filled.with_name("new"), 100, 516).close()
+    with pytest.raises(StorageError, match="has format 2, this version of tritonemb reads format 1"):
+        disk_rows(filled.with_name("new"), 100, 516)
+
+
+def test_a_file_of_another_table_is_refused_with_each_difference(tmp_path):
+    path, record = tmp_path / "rows", record_of(16, torch.float32, RowWiseAdagrad.states)
+    given = {"table_name": "user", "num_rows": 100, "record": record, "seed": 7, "row_origin": 0, "column_origin": 0}
+    DiskRows.create(path, initial=initial, **given).close()
+    cases = [
+        ({"table_name": "item"}, "the table's name: 'user' in the file, 'item' here"),
+        ({"num_rows": 101}, "the number of rows: 100 in the file, 101 here"),
+        ({"seed": 8}, "the seed: 7 in the file, 8 here"),
+        ({"row_origin": 9}, "the first row in the whole table: 0 in the file, 9 here"),
+        ({"column_origin": 9}, "the first column in the whole table: 0 in the file, 9 here"),
+        (
+            {"record": record_of(8, torch.float32, RowWiseAdagrad.states)},
+            "the weight of a row: 16 float32 at byte 0 in the file, 8 float32 at byte 0 here",
+        ),
+        (
+            {"record": record_of(16, torch.bfloat16, RowWiseAdagrad.states)},
+            "the weight of a row: 16 float32 at byte 0 in the file, 16 bfloat16 at byte 0 here",
+        ),
+        (
+            {"record": record_of(16, torch.float32, Adam.states)},
+            "optimizer state 'sum': one float32 at byte 64 in the file, none here\n"
+            "  optimizer state 'exp_avg': none in the file, 16 float32 at byte 64 here",
+        ),
+    ]
+    for change, message in cases:
+        with pytest.raises(StorageError) as caught:
+            DiskRows.open(path, initial=initial, **given | change)
+        assert f"file {path} is of another table or optimizer:\n" in str(caught.value)
+        assert message in str(caught.value)
+    DiskRows.open(path, initial=initial, **given).close()
+
+
+def test_a_file_has_one_owner_and_is_not_overwritten(filled):
+    store = disk_rows(filled, 100, 516)
+    with pytest.raises(StorageError, match="is open for another table or process; close it there first"):
+        disk_rows(filled, 100, 516)
+    store.close()
+    with pytest.raises(StorageError, match=r"there is a file .* already; open it, remove it"):
+        DiskRows.create(filled, "user", 100, plain_record(516), 7, initial)
+    with pytest.raises(StorageError, match=r"cannot be opened: .*No such file"):
+        DiskRows.open(filled.with_name("none"), "user", 100, plain_record(516), 7, initial)
+    with pytest.raises(StorageError, match="is closed; open it again"):
+        read(store, [1])
+    with pytest.raises(ValueError, match="num_rows must be at least 1"):
+        disk_rows(filled.with_name("none"), 0, 516)
+    with pytest.raises(ValueError, match="its name is too long"):
+        DiskRows.create(filled.with_name("none"), "n" * 5000, 5, plain_record(5), 7, initial)
+    with pytest.raises(ValueError, match="threads must be at least 1"):
+        disk_rows(filled.with_name("none"), 100, 516, threads=0)
+    assert not filled.with_name("none").exists()
+    disk_rows(filled, 100, 516).close()
+
+
+def test_a_table_half_made_has_no_name(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "pwritev", failing(os.pwritev, errno.ENOSPC))
+    with pytest.raises(StorageError, match="No space left on device"):
+        disk_rows(tmp_path / "rows", 100, 516)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("system", ["plain", "refuses at the first read", "not linux", "windows"])
+def test_systems_without_direct_io(tmp_path, monkeypatch, system):
+    if system == "plain":
+        monkeypatch.setattr(os, "open", without_direct(os.open))
+    elif system.startswith("refuses"):
+        real_open, real_read, handles = os.open, os.preadv, set()
+
+        def note(path, flags, *mode):
+            handle = real_open(path, flags, *mode)
+            (handles.add if flags & os.O_DIRECT else handles.discard)(handle)
+            return handle
+
+        def refuse(handle, views, offset):
+            if handle in handles:
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return real_read(handle, views, offset)
+
+        monkeypatch.setattr(os, "open", note)
+        monkeypatch.setattr(os, "preadv", refuse)
+    else:
+        names = ["O_DIRECT", "posix_fadvise"]
+        if system == "windows":
+            names += ["preadv", "pwritev", "SEEK_DATA", "SEEK_HOLE"]
+            for module in ("file", "clone"):
+                monkeypatch.setattr(f"tritonemb.storage.{module}.fcntl", None)
+        for name in names:
+            monkeypatch.delattr(os, name)
+    path, model = tmp_path / "rows", Model(516)
+    with disk_rows(path, 3000, 516, threads=3) as store:
+        assert not store.direct
+        for rows, seed in ((range(1000), 1), (range(500, 3000, 7), 2), (range(0, 3000, 50), 3)):
+            write(store, rows, seed)
+            model.write(rows, seed)
+        assert read(store, range(3000)).equal(model.read(range(3000)))
+        store.snapshot(tmp_path / "snapshot").wait()
+    for name in (path, tmp_path / "snapshot"):
+        with disk_rows(name, 3000, 516) as store:
+            assert read(store, range(3000)).equal(model.read(range(3000)))
+
+
+def test_the_page_cache_is_asked_to_keep_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "open", without_direct(os.open))
+    monkeypatch.setattr("tritonemb.storage.file.SWEEP_BYTES", 100 * PAGE)
+    asked, real = [], os.posix_fadvise
+
+    def note(handle, offset, size, advice):
+        assert advice == os.POSIX_FADV_DONTNEED
+        asked.append((offset, size))
+        real(handle, offset, size, advice)
+
+    monkeypatch.setattr(os, "posix_fadvise", note)
+    with disk_rows(tmp_path / "rows", 2000, 516, threads=1) as store:
+        asked.clear()
+        write(store, range(70), 1).wait()
+        assert asked == [(PAGE, 10 * PAGE)]
+        write(store, range(700), 1).wait()
+        assert (0, 0) in asked
+        asked.clear()
+        read(store, [0, 7, 21])
+        assert asked == [(PAGE, 2 * PAGE), (4 * PAGE, PAGE)]

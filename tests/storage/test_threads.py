@@ -1,0 +1,89 @@
+"""The threads that wait for a disk, and the one that keeps operations in order."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from tritonemb.storage.threads import IoThreads, Operations
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+@pytest.mark.parametrize("num_tasks", [0, 1, 2, 40])
+def test_every_task_runs_once(num_tasks, num_threads):
+    pool, runs = IoThreads(num_threads), [0] * num_tasks
+
+    def work(task: int) -> None:
+        runs[task] += 1
+
+    pool.run(work, num_tasks)
+    pool.close()
+    assert runs == [1] * num_tasks
+
+
+def test_as_many_run_side_by_side_as_it_has_threads():
+    pool, everyone = IoThreads(4), threading.Barrier(4, timeout=30)
+    pool.run(lambda _: everyone.wait(), 4)  # fewer would never get past it
+    pool.close()
+
+
+def test_the_first_failure_is_raised_when_all_have_ended():
+    pool, begun, ended = IoThreads(3), [], []
+    together = threading.Barrier(3, timeout=30)
+
+    def work(task: int) -> None:
+        begun.append(task)
+        if task < 3:
+            together.wait()
+        if task in (1, 2):
+            raise KeyError(task)
+        threading.Event().wait(0.05)
+        ended.append(task)
+
+    with pytest.raises(KeyError, match="1"):
+        pool.run(work, 100)
+    assert set(begun) - set(ended) == {1, 2}
+    assert len(begun) < 10  # what had not begun was left out
+    pool.run(ended.append, 2)  # it goes on
+    pool.close()
+
+
+def test_jobs_have_their_tasks_in_turn():
+    """A short one does not wait until a long one is over."""
+    pool, order, begun = IoThreads(1), [], threading.Event()
+
+    def long(task: int) -> None:
+        begun.set()
+        order.append("long")
+        threading.Event().wait(0.01)
+
+    other = threading.Thread(target=lambda: pool.run(long, 100))
+    other.start()
+    assert begun.wait(30)
+    pool.run(lambda _: order.append("short"), 3)
+    other.join()
+    pool.close()
+    assert order.count("long") == 100
+    assert "".join(order).endswith("long" * 50)
+
+
+def test_operations_run_in_order_and_a_failure_stays_its_own():
+    operations, order, gate = Operations("test"), [], threading.Event()
+
+    def fail() -> None:
+        raise KeyError("second")
+
+    first = operations.ask(lambda: order.append(gate.wait(30)))
+    second, third = operations.ask(fail), operations.ask(lambda: order.append("third"))
+    assert not first.done()
+    gate.set()
+    third.wait()
+    assert order == [True, "third"]
+    for _ in range(2):
+        with pytest.raises(KeyError, match="second"):
+            second.wait()
+    thread = operations.end()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert operations.end() is None

@@ -1,0 +1,155 @@
+"""Training on tables that live in host memory or on disk: the bits of the device, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("torchmetrics")
+pytest.importorskip("psutil")
+
+import tritonemb as te
+from tests.helpers import assert_same_bits
+from tests.training import jobs
+from tritonemb.training.ahead import Ahead
+from tritonemb.training.cache_meter import MANY_STALLS, MOST_WIDENED, CacheMeter
+from tritonemb.training.watch.report import Report
+from tritonemb.training.watch.tensorboard import TensorBoard
+from tritonemb.types import CacheConfig
+
+
+class Told(te.training.Callback):
+    """What a run said, without what depends on time."""
+
+    def __init__(self) -> None:
+        self.losses: list[tuple[int, float]] = []
+        self.aucs: list[tuple[int, float]] = []
+        self.caches: list[dict[str, float]] = []
+
+    def on_log(self, log: Any) -> None:
+        self.losses.append((log.step, log.loss))
+        self.caches.append(dict(log.cache))
+
+    def on_evaluation(self, evaluation: Any) -> None:
+        self.aucs.append((evaluation.step, evaluation.metrics.auc))
+
+
+def trained(placement: str, cache_rows: int = 40, **options: Any) -> tuple[te.Trainer, Told, Any]:
+    torch.manual_seed(0)
+    data, told = jobs.planted(), Told()
+    cache = CacheConfig(rows=cache_rows)
+    tables = [replace(table, placement=placement, cache=cache) for table in data.tables(8)]
+    optimizer = te.optim.RowWiseAdagrad(lr=0.05)
+    model = te.nn.DLRM(tables, data.num_dense, bottom_mlp=(8,), top_mlp=(8,), optimizer=optimizer)
+    settings = {"batch_size": 100, "epochs": 2, "log_every": 5, "evaluate_every": 5, "verbose": False} | options
+    trainer = te.Trainer(model, data, callbacks=[told, *settings.pop("callbacks", [])], **settings)
+    return trainer, told, trainer.fit(test=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"pipeline": False},
+        {"look_ahead": 0},
+        {"look_ahead": 4, "cache_rows": 1},
+        {"accumulate": 3},
+        {"precision": "fp16"},
+        {"patience": 1, "table_schedule": te.training.Schedule(warmup_steps=4)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("placement", ["host", "disk"])
+def test_training_gives_the_bits_of_the_device(placement, options):
+    reference, expected, its_result = trained("device", **{k: v for k, v in options.items() if k != "cache_rows"})
+    trainer, told, result = trained(placement, **options)
+    assert_same_bits(dict(trainer.model.state_dict()), dict(reference.model.state_dict()))
+    assert (told.losses, told.aucs) == (expected.losses, expected.aucs)
+    assert (result.losses, result.steps, result.test.auc) == (its_result.losses, its_result.steps, its_result.test.auc)
+    assert all(not cache for cache in expected.caches)
+    for cache in told.caches:
+        assert cache.keys() == {"rows", "hit_rate", "read", "written", "stall"}
+        assert cache["rows"] > 0
+        assert 0 <= cache["hit_rate"] <= 1
+
+
+def test_logs_add_up_to_what_the_caches_counted():
+    trainer, told, _ = trained("disk", epochs=1, evaluate_every=None)
+    statistics = trainer.model.embeddings.cache_statistics().values()
+    steps = [5] * len(told.caches)
+    rows = sum(cache["rows"] * n for cache, n in zip(told.caches, steps, strict=True))
+    hits = sum(cache["rows"] * cache["hit_rate"] * n for cache, n in zip(told.caches, steps, strict=True))
+    total = sum(count.lookups for count in statistics)
+    # The evaluations at the end look rows up too.
+    assert 0 < rows <= total
+    assert 0 < hits <= sum(count.hits for count in statistics)
+    assert all(count.read > 0 for count in statistics)
+
+
+def test_the_report_and_the_log_have_what_was_brought(tmp_path):
+    _, told, _ = trained("host", folder=tmp_path / "run")
+    events = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
+    assert [event["cache"] for event in events if event["event"] == "log"] == told.caches
+    Report(tmp_path / "run" / "report.html", tmp_path / "run" / "log.jsonl")
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "Rows that live elsewhere" in page
+    assert f"{told.caches[-1]['rows']:,.0f}" in page
+
+
+def test_tensorboard_has_what_was_brought(tmp_path):
+    accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    board = TensorBoard(tmp_path)
+    _, told, _ = trained("disk", callbacks=[board])
+    read = accumulators.EventAccumulator(str(tmp_path))
+    read.Reload()
+    for name in ("rows", "hit_rate", "read", "written", "stall"):
+        found = [event.value for event in read.Scalars(f"cache/{name}")]
+        assert found == pytest.approx([cache[name] for cache in told.caches], rel=1e-6)  # of float32
+
+
+def test_more_is_made_ahead_when_asked_for():
+    made = []
+
+    def numbers():
+        for number in range(10):
+            made.append(number)
+            yield number
+
+    with Ahead(numbers(), 1, "numbers") as ahead:
+        ahead.settle()
+        assert made == [0]
+        ahead.widen()
+        ahead.settle()
+        assert made == [0, 1]
+        assert next(ahead) == 0
+        ahead.settle()
+        assert made == [0, 1, 2]
+        assert list(ahead) == list(range(1, 10))
+
+
+def test_waiting_for_rows_asks_for_more_ahead():
+    torch.manual_seed(0)
+    table = te.TableConfig("t", 100, 4, placement="host")
+    meter = CacheMeter(te.nn.EmbeddingBagCollection([table], te.optim.SGD(lr=0.1)))
+    asked = 0
+    for step in range(1000):
+        # Waits from 10 to 11; rows were brought from 9 to 10.5, so half a second of it was for rows.
+        meter.stalled(10.0, 11.0, (9.0, 10.5))
+        asked += meter.wants_more_ahead()
+        if asked == 1:
+            assert step == MANY_STALLS - 1 or step >= MANY_STALLS
+    assert asked == MOST_WIDENED
+    assert meter.lap(1000)["stall"] == pytest.approx(0.5)
+    # Before it waited, or not at all: nothing.
+    meter.stalled(10.0, 11.0, (8.0, 9.5))
+    meter.stalled(10.0, 11.0, None)
+    assert meter.lap(1)["stall"] == 0.0
+
+
+def test_options_out_of_range_are_refused():
+    with pytest.raises(ValueError, match="look_ahead must not be negative, got -1"):
+        trained("host", look_ahead=-1)

@@ -1,0 +1,106 @@
+"""Which rows of a collection's tables are in slots on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tritonemb.ops.row_cache import NO_ROW, WAYS
+
+
+class Directory:
+    """Tags, uses, pins and dirty marks of all tables' slots, side by side.
+
+    The slots of a table are those of its sets, then its overflow: rows of a batch for which their set has no way left,
+    because others that are in use fill it. The overflow grows as batches need it.
+
+    Attributes:
+        tags: int64 `[S]`, the row in each slot, or `NO_ROW`.
+        used: int64 `[S]`, when it was used last, or how often.
+        pins: int32 `[S]`, how many batches hold the slot.
+        dirty: bool `[S]`, whether the row differs from where it lives.
+        num_slots: of each table; 0 of one that lives on the device.
+        starts: of each table, where its slots begin; `places_of` is the same, int64 `[T]`.
+        parts: tags, uses and pins of each table: views.
+    """
+
+    def __init__(self, num_sets: Sequence[int], device: torch.device) -> None:
+        self.device = device
+        self.num_sets = torch.tensor(num_sets, dtype=torch.int64, device=device)
+        self.in_sets = [sets * WAYS for sets in num_sets]
+        self.overflow = [_Overflow(size) for size in self.in_sets]
+        self.num_slots = list(self.in_sets)
+        size = sum(self.num_slots)
+        self.tags = torch.full((size,), NO_ROW, dtype=torch.int64, device=device)
+        self.used = torch.zeros(size, dtype=torch.int64, device=device)
+        self.pins = torch.zeros(size, dtype=torch.int32, device=device)
+        self.dirty = torch.zeros(size, dtype=torch.bool, device=device)
+        self._cut()
+
+    def empty(self, table: int) -> None:
+        """None of a table's rows is in a slot any more. No batch may hold one."""
+        mine = self.slice_of(table)
+        for values, nothing in ((self.tags, NO_ROW), (self.used, 0), (self.pins, 0), (self.dirty, False)):
+            values[mine] = nothing
+        self.overflow[table].empty(self.num_slots[table])
+
+    def slice_of(self, table: int) -> slice:
+        """Where a table's slots stand among all."""
+        return slice(self.starts[table], self.starts[table] + self.num_slots[table])
+
+    def grow(self, table: int, more: int) -> None:
+        """Give a table's overflow room for more rows; places of later tables' slots change."""
+        for name, empty in (("tags", NO_ROW), ("used", 0), ("pins", 0), ("dirty", False)):
+            parts = list(getattr(self, name).split(self.num_slots))
+            parts[table] = torch.cat([parts[table], parts[table].new_full((more,), empty)])
+            setattr(self, name, torch.cat(parts))
+        self.overflow[table].grow(self.num_slots[table], more)
+        self.num_slots[table] += more
+        self._cut()
+
+    def _cut(self) -> None:
+        self.starts = [sum(self.num_slots[:table]) for table in range(len(self.num_slots))]
+        self.places_of = torch.tensor(self.starts, dtype=torch.int64, device=self.device)
+        self.parts: tuple[list[Tensor], list[Tensor], list[Tensor]] = (
+            list(self.tags.split(self.num_slots)),
+            list(self.used.split(self.num_slots)),
+            list(self.pins.split(self.num_slots)),
+        )
+
+
+class _Overflow:
+    """The rows of a table that found no way in their set, on the CPU: few, or none, unless a cache is too small."""
+
+    def __init__(self, first: int) -> None:
+        self._first = first
+        self.empty(first)
+
+    def empty(self, end: int) -> None:
+        """No rows; slots up to `end` are free."""
+        self.rows = torch.empty(0, dtype=torch.int64)  # ascending
+        self.slots = torch.empty(0, dtype=torch.int64)
+        self.free = torch.arange(self._first, end)
+
+    def grow(self, first: int, more: int) -> None:
+        self.free = torch.cat([self.free, torch.arange(first, first + more)])
+
+    def find(self, rows: Tensor) -> Tensor:
+        """The slots of these rows, -1 where there is none."""
+        if not self.rows.numel():
+            return torch.full_like(rows, -1)
+        place = torch.searchsorted(self.rows, rows).clamp_(max=self.rows.numel() - 1)
+        return torch.where(self.rows[place] == rows, self.slots[place], -1)
+
+    def put(self, rows: Tensor) -> Tensor:
+        """Give slots to rows that have none, ascending; there must be enough."""
+        slots, self.free = self.free[: rows.numel()], self.free[rows.numel() :]
+        merged, order = torch.cat([self.rows, rows]).sort()
+        self.rows, self.slots = merged, torch.cat([self.slots, slots])[order]
+        return slots
+
+    def drop(self, which: Tensor) -> None:
+        """Free the slots of the rows in these places, bool."""
+        self.free = torch.cat([self.slots[which], self.free]).sort().values
+        self.rows, self.slots = self.rows[~which], self.slots[~which]

@@ -1,0 +1,227 @@
+"""Lookups of a collection of which some tables live elsewhere than on the device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tritonemb import ops
+from tritonemb.jagged import KeyedJaggedTensor
+from tritonemb.kernels import errors
+from tritonemb.kernels.layout import NUM_ROWS, TABLE, Layout, make_layout
+from tritonemb.nn.features import Features, parts_of
+from tritonemb.nn.lookup import Lookup, look_up
+from tritonemb.nn.row_cache import Brought, Lease, RowCache
+from tritonemb.nn.table import Table
+from tritonemb.nn.tiered_table import TieredTable
+from tritonemb.ops.accumulate import NOT_ACCUMULATING, accumulate_
+from tritonemb.types import TableConfig
+
+if TYPE_CHECKING:
+    from tritonemb.nn.collection import Collection
+
+
+def make_cache(tables: Sequence[Table]) -> RowCache | None:
+    """The cache of a collection's tables, or None if all live on the device.
+
+    Raises:
+        ValueError: for tables with several policies.
+    """
+    tiered = [table.config for table in tables if isinstance(table, TieredTable)]
+    if not tiered or tables[0].weight.device.type == "meta":
+        return None
+    policies = {config.cache.policy: config.name for config in tiered}
+    if len(policies) > 1:
+        raise ValueError(
+            f"tables {sorted(policies.values())} have caches of several policies, {sorted(policies)}; put them into "
+            "collections of their own"
+        )
+    return RowCache(tables, tiered[0].cache.policy)
+
+
+def bring(collection: Collection, cache: RowCache, features: Features) -> Brought:
+    """Bring a batch's rows to the device; the batch with their slots in place of ids."""
+    keys, values, offsets, weights = parts_of(features)
+    given = KeyedJaggedTensor(keys, values, weights, offsets=offsets)
+    layout = collection.layout(keys, values.device)
+    batch = given if layout.multiplicity <= 1 else _lanes_of(collection, given)
+    whole, own = slot_layouts(collection, cache, tuple(batch.keys()), batch.values().device)
+
+    def refuse_bad_ids() -> None:
+        if collection.bounds_check == "raise":
+            _refuse_bad_ids(values, offsets, layout)
+
+    return cache.bring(batch, whole, own, torch.is_grad_enabled() and _trains(collection), refuse_bad_ids)
+
+
+@torch.compiler.disable
+def look_up_cached(
+    collection: Collection, cache: RowCache, features: Features, groups: ops.RowGroups | Brought | None
+) -> Tensor:
+    """As `Collection.look_up`. A compiled model's graphs end before it and begin behind it.
+
+    Without an optimizer the result wants gradients as ordinary weights do, and its backward raises.
+
+    Raises:
+        ValueError: for weights of samples that want gradients, or a batch that was brought for another collection, or
+            to be looked up only and now is to be trained.
+    """
+    # A batch that is looked up twice, by a checkpointed forward say, is brought again: its rows are still there.
+    if isinstance(groups, Brought) and groups.lease.take(cache):
+        brought = groups
+    else:
+        begin = time.perf_counter()
+        brought = bring(collection, cache, features)
+        brought.lease.take(cache)
+        cache.stall += time.perf_counter() - begin
+    lookup, lease = cache.take(brought), brought.lease
+    if not torch.is_grad_enabled():
+        found = collection.read(lookup)
+        lease.end()
+        return found
+    _check_gradients(collection, brought)
+    weights: list[Tensor] = [table.weight for table in collection.tables]
+    if not _trains(collection):
+        found = look_up(_Untrained(collection), next((w for w in weights if w.requires_grad), weights[0]), lookup)
+        lease.end()
+        return found
+    collection._refuse_replicas()
+    collection._check_trainable(weights)
+    if collection._accumulating:
+        collection._remember_keys(list(lookup.layout.feature_names.splitlines()))
+        collection._leases.append(lease)
+    return look_up(_Held(collection, cache, lease), weights[0], lookup)
+
+
+class _Held:
+    """The slots of a batch, read and updated as long as they are the batch's."""
+
+    def __init__(self, collection: Collection, cache: RowCache, lease: Lease) -> None:
+        self._collection, self._cache, self._lease = collection, cache, lease
+        self._handle = collection._accumulator.handle if collection._accumulating else NOT_ACCUMULATING
+
+    def read(self, lookup: Lookup) -> Tensor:
+        return self._collection.read(lookup)
+
+    def take_gradient(self, grad: Tensor, lookup: Lookup) -> None:
+        """Update the rows and give their slots up; or keep the gradient, if the lookup was made in `accumulate`.
+
+        Raises:
+            RuntimeError: the slots have been given up.
+        """
+        if self._lease.ended:
+            raise RuntimeError(
+                "the rows of this batch have left the device: each lookup of tables placed elsewhere has one backward, "
+                "inside the accumulate() block if it was made in one; look the batch up again"
+            )
+        if self._handle != NOT_ACCUMULATING:
+            pending, weights = self._collection.pending, lookup.sample_weights
+            accumulate_(pending, self._handle, grad, lookup.values, lookup.offsets, weights)
+            return
+        try:
+            with self._cache.memory:
+                self._collection._step(grad, lookup)
+        finally:
+            self._lease.end()
+
+
+class _Untrained:
+    """Slots of tables without an optimizer."""
+
+    def __init__(self, collection: Collection) -> None:
+        self._collection = collection
+
+    def read(self, lookup: Lookup) -> Tensor:
+        return self._collection.read(lookup)
+
+    def take_gradient(self, grad: Tensor, lookup: Lookup) -> None:
+        config = _elsewhere(self._collection)
+        raise ValueError(
+            f"table {config.name!r} is placed on {config.placement!r}, where only a fused optimizer can train it; give "
+            "its collection one, or freeze it with requires_grad_(False)"
+        )
+
+
+def _trains(collection: Collection) -> bool:
+    """Whether a backward updates the tables."""
+    return collection.optimizer is not None and any(table.weight.requires_grad for table in collection.tables)
+
+
+def _elsewhere(collection: Collection) -> TableConfig:
+    return next(config for config in collection.configs if config.placement != "device")
+
+
+def _check_gradients(collection: Collection, brought: Brought) -> None:
+    config, weights = _elsewhere(collection), brought.lookup.sample_weights
+    if weights is not None and weights.requires_grad:
+        raise ValueError(
+            f"per-sample weights get no gradient where table {config.name!r} is placed on {config.placement!r}; detach "
+            "them, or place the tables on the device"
+        )
+    if _trains(collection) and not brought.training:
+        raise ValueError(
+            f"the rows of table {config.name!r} were brought to be looked up only (under no_grad), and now gradients "
+            "are recorded; call group() where gradients are recorded"
+        )
+
+
+def _refuse_bad_ids(values: Tensor, offsets: Tensor, layout: Layout) -> None:
+    """Raise the ValueError of the first id that lies outside a table which its key looks up."""
+    num_keys = layout.key_starts.numel() - 1
+    bags = torch.diff(offsets)
+    for_key = []
+    for key in range(num_keys):
+        uses = layout.lookups[int(layout.key_starts[key]) : int(layout.key_starts[key + 1])]
+        for_key.append(min((int(layout.tables[table, NUM_ROWS]) for table in uses[:, TABLE].tolist()), default=-1))
+    rows = torch.tensor(for_key, device=values.device).repeat_interleave(bags.numel() // num_keys)
+    rows = torch.repeat_interleave(rows, bags)
+    bad = (rows >= 0) & ((values < 0) | (values >= rows))
+    if bool(bad.any()):
+        raise errors.bad_id(int(bad.nonzero()[0]), values, offsets, layout)
+
+
+def _lanes_of(collection: Collection, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    """The batch with a key for each lookup: a value is one row of one table then.
+
+    Keys keep their order, so a row's gradients are summed in the order in which they would be on the device.
+    """
+    parts = []
+    for feature in list(batch.keys()):
+        for config in collection.configs:
+            if feature in config.feature_names:
+                part, lane = batch[feature], _lane(config.name, feature)
+                parts.append(KeyedJaggedTensor([lane], part.values(), part.weights_or_none(), offsets=part.offsets()))
+    return KeyedJaggedTensor.concat(parts)
+
+
+def _lane(table: str, feature: str) -> str:
+    """A feature as one table sees it."""
+    return f"{feature} of {table}"
+
+
+def slot_layouts(
+    collection: Collection, cache: RowCache, keys: tuple[str, ...], device: torch.device
+) -> tuple[Layout, Layout]:
+    """What the keys of a batch with a key for each lookup mean to the tables and to their slots; made once.
+
+    Any thread may call this.
+    """
+    if keys in cache.layouts:
+        return cache.layouts[keys]
+    configs: Sequence[TableConfig] = collection.configs
+    if any(feature not in keys for feature in collection.feature_names):
+        configs = [
+            config.part(
+                config.name,
+                (0, config.num_embeddings),
+                (0, config.embedding_dim),
+                [_lane(config.name, feature) for feature in config.feature_names],
+            )
+            for config in configs
+        ]
+    with torch.inference_mode(False):  # they are kept, for training too
+        return cache.add_layout(keys, make_layout(configs, keys, collection.pooled, device))

@@ -1,0 +1,513 @@
+"""A collection's cache on the device of rows that live elsewhere.
+
+Before a batch is looked up its distinct rows are brought in: those that are there are pinned; others are read from
+where they live, into slots whose rows no batch holds, and these are written back if training has changed them. A pinned
+row is never evicted, and a row is in one slot only. So batches that are brought in ahead see every update of those
+before them: staleness 0, whatever the cache's size.
+
+What this does waits for the device that holds the ids, so it is done ahead, in another thread and on another stream
+than training.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonemb import ops
+from tritonemb.kernels.layout import FIRST_ROW, NUM_ROWS, ROW_IDS, Layout
+from tritonemb.nn.cache_directory import Directory
+from tritonemb.nn.lookup import Lookup
+from tritonemb.nn.table import Table
+from tritonemb.nn.tiered_table import TieredTable
+from tritonemb.ops.row_cache import NO_ROW
+from tritonemb.storage import HostRows, Pending
+
+LEAST_GROWTH = 256  # slots by which an overflow grows
+CHUNK_BYTES = 1 << 26  # of rows that are moved at once where all of a table's are
+LOOKUPS, HITS, OVERFLOWS, EVICTIONS, READ, WRITTEN = range(6)  # columns of what is counted
+
+
+@dataclass(frozen=True)
+class CacheStatistics:
+    """What a table's cache has done so far.
+
+    Args:
+        lookups: distinct rows of batches, counted in each batch.
+        hits: of those, rows that were in slots already.
+        overflows: of the others, rows for which their set had no way left.
+        evictions: rows that made room for others.
+        read: bytes that came from where the table lives.
+        written: bytes that went there.
+    """
+
+    lookups: int = 0
+    hits: int = 0
+    overflows: int = 0
+    evictions: int = 0
+    read: int = 0
+    written: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits a lookup; 1 if there were none."""
+        return self.hits / self.lookups if self.lookups else 1.0
+
+
+class Lease:
+    """The slots of a batch's rows, which stay where they are until it ends. One that is forgotten ends by itself.
+
+    Args:
+        tables, slots: int64 `[n]`, of each row.
+    """
+
+    def __init__(self, cache: RowCache, tables: Tensor, slots: Tensor) -> None:
+        self._cache: RowCache | None = cache
+        self._tables, self._slots = tables, slots
+        self._taken = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether the slots may be other rows' by now."""
+        return self._cache is None
+
+    def take(self, cache: RowCache) -> bool:
+        """Have the slots for a lookup; False if another lookup has had them.
+
+        Raises:
+            ValueError: they are another collection's.
+        """
+        if self._taken or self._cache is None:
+            return False
+        if self._cache is not cache:
+            raise ValueError("these groups were made by another collection; use group() of the one that is called")
+        self._taken = True
+        return True
+
+    def end(self) -> None:
+        """The batch needs its rows no more; what it has changed has been asked for on this thread's stream."""
+        cache, self._cache = self._cache, None
+        if cache is not None:
+            cache._ended.append((self._tables, self._slots, cache._event()))
+
+    def __del__(self) -> None:
+        self.end()
+
+
+@dataclass(frozen=True)
+class Brought:
+    """A batch whose rows have been brought in: `lookup` reads slots.
+
+    Args:
+        ready: when they are there, on a GPU.
+    """
+
+    lookup: Lookup
+    lease: Lease = field(repr=False)
+    training: bool
+    ready: torch.cuda.Event | None = field(default=None, repr=False)
+
+    def map(self, function: Any) -> Brought:
+        """The same with other tensors of the same values."""
+        lookup = self.lookup
+        weights = None if lookup.sample_weights is None else function(lookup.sample_weights)
+        groups = ops.RowGroups(*[function(tensor) for tensor in lookup.groups])
+        moved = lookup._replace(
+            values=function(lookup.values), offsets=function(lookup.offsets), sample_weights=weights, groups=groups
+        )
+        return replace(self, lookup=moved)
+
+
+class RowCache:
+    """The cache of a collection's tables, of which at least one lives elsewhere than on the device.
+
+    Args:
+        tables: of the collection.
+        policy: which row makes room.
+
+    Any thread may bring batches in; one does at a time.
+    """
+
+    def __init__(self, tables: Sequence[Table], policy: str) -> None:
+        self._tables, self._policy = list(tables), policy
+        self.tiered = [table if isinstance(table, TieredTable) else None for table in tables]
+        self._device = tables[0].weight.device
+        self._directory = Directory([0 if table is None else table.num_sets for table in self.tiered], self._device)
+        self._now = torch.zeros((), dtype=torch.int64, device=self._device)
+        self._is_tiered = torch.tensor([table is not None for table in self.tiered], device=self._device)
+        self._all_tiered = None not in self.tiered
+        self._counts = [[0] * (WRITTEN + 1) for _ in tables]
+        self.stall = 0.0  # seconds of lookups that had to wait for rows, as nobody had brought them ahead
+        self.layouts: dict[tuple[str, ...], tuple[Layout, Layout]] = {}  # by keys: of the tables, of their slots
+        self._bringing, self.memory = threading.RLock(), threading.RLock()
+        self._ended: deque[tuple[Tensor, Tensor, torch.cuda.Event | None]] = deque()
+        self._last: torch.cuda.Event | None = None  # of the turn before
+        self._writes: list[Pending] = []
+        self._failure: BaseException | None = None
+        for table in self.tiered:
+            if table is not None:
+                table.slots = self
+
+    def statistics(self) -> dict[str, CacheStatistics]:
+        """By table that lives elsewhere."""
+        pairs = zip(self.tiered, self._counts, strict=True)
+        return {table.config.name: CacheStatistics(*counts) for table, counts in pairs if table is not None}
+
+    def add_layout(self, keys: tuple[str, ...], whole: Layout) -> tuple[Layout, Layout]:
+        """Keep a layout of the tables, and make it one of their slots.
+
+        Slots have numbers for as many as there could ever be: an overflow holds distinct rows.
+        """
+        with self._bringing:  # or slots that grow meanwhile would not be shown to it
+            if keys not in self.layouts:
+                rows, first = whole.tables.clone(), 0
+                for index, table in enumerate(self.tiered):
+                    rows[index, FIRST_ROW] = first
+                    first += int(rows[index, NUM_ROWS])
+                    if table is not None:
+                        first += self._directory.in_sets[index]
+                own = whole._replace(tables=rows, num_rows=first)
+                self._show_memory(own)
+                self.layouts[keys] = whole, own
+            return self.layouts[keys]
+
+    @torch.no_grad()
+    def bring(
+        self, batch: Any, whole: Layout, own: Layout, training: bool, refuse_bad_ids: Callable[[], object]
+    ) -> Brought:
+        """Bring a batch's rows in, and hold them.
+
+        Args:
+            batch: a `KeyedJaggedTensor` with one key for each lookup.
+            whole, own: what its keys mean to the tables, and to their slots.
+            training: whether the rows are going to be changed.
+            refuse_bad_ids: called if some id belongs to no row, before anything is brought; it may raise. Such ids
+                read as zero otherwise.
+
+        Raises:
+            StorageError: rows cannot be read or written. The cache is of no use any more.
+        """
+        with torch.inference_mode(False):  # what changes here is used in training too
+            values, offsets = batch.values(), batch.offsets()
+            groups = ops.row_groups(values, offsets, whole)
+            count = int(groups.num_groups)
+            if int(groups.starts[count]) != values.numel():
+                refuse_bad_ids()
+            first_rows = whole.tables[:, FIRST_ROW].contiguous()
+            tables = torch.searchsorted(first_rows, groups.rows[:count], right=True) - 1
+            with self._turn():
+                slots = self._hold(groups, tables, first_rows, whole, training)
+                lease = Lease(self, *self._elsewhere(tables, slots[:count]))
+            rows = groups.rows.clone()
+            rows[:count] = own.tables[:, FIRST_ROW][tables] + slots[:count]
+            inside = ops.row_cache_translate(slots, groups.starts, groups.order, groups.num_groups)
+            lookup = Lookup(inside, offsets, batch.weights_or_none(), groups._replace(rows=rows), own)
+            return Brought(lookup, lease, training, self._event())
+
+    def take(self, brought: Brought) -> Lookup:
+        """The lookup, for this thread's stream."""
+        if brought.ready is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(brought.ready)
+            lookup = brought.lookup
+            for tensor in (lookup.values, lookup.offsets, lookup.sample_weights, *lookup.groups):
+                if tensor is not None:
+                    tensor.record_stream(stream)
+        return brought.lookup
+
+    def write_back(self) -> None:
+        """Bring what was trained to where it lives; rows stay in their slots."""
+        with self._turn():
+            directory = self._directory
+            for index, table in enumerate(self.tiered):
+                if table is None:
+                    continue
+                mine = directory.slice_of(index)
+                for slots in self._chunks(table, directory.dirty[mine].nonzero()[:, 0]):
+                    self._write(index, directory.tags[mine][slots], slots)
+                    self._finish_writes()
+            directory.dirty &= directory.pins > 0  # those that are held may be changed again
+            self._wait_for_device()  # the host reads next
+
+    @contextmanager
+    def replacing(self, table: TieredTable) -> Iterator[None]:
+        """While the rows of a table change where they live; then those in slots are read anew. Batches keep theirs."""
+        with self._turn():
+            self._finish_writes()
+            self._wait_for_device()
+            yield
+            index, directory = self.tiered.index(table), self._directory
+            mine = directory.slice_of(index)
+            rows, order = directory.tags[mine].sort()
+            slots = order[rows != NO_ROW]
+            for chunk in self._chunks(table, slots):
+                self._finish_reads([self._begin_read(index, directory.tags[mine][chunk], chunk)])
+            directory.dirty[mine] &= directory.pins[mine] > 0
+            self._wait_for_device()
+
+    @contextmanager
+    def emptying(self, table: TieredTable) -> Iterator[None]:
+        """While a table gets another place where its rows live; none of them is in a slot any more.
+
+        Raises:
+            RuntimeError: a batch holds some.
+        """
+        index, directory = self.tiered.index(table), self._directory
+        with self._bringing:
+            self._refuse_failed()
+            self._settle()
+            if bool((directory.pins[directory.slice_of(index)] > 0).any()):
+                raise RuntimeError(
+                    f"a batch holds rows of table {table.config.name!r}; finish its backward pass, or drop it, first"
+                )
+            with self._turn():
+                self._finish_writes()
+                self._wait_for_device()
+                directory.empty(index)
+                yield
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One thread at a time moves rows, on its own stream, behind what was moved before."""
+        with self._bringing, torch.no_grad(), torch.inference_mode(False):
+            self._refuse_failed()
+            try:
+                if self._last is not None:
+                    torch.cuda.current_stream(self._device).wait_event(self._last)
+                self._settle()
+                yield
+                self._last = self._event()
+            except BaseException as error:
+                self._failure = error
+                raise
+
+    def _settle(self) -> None:
+        """Unpin the slots of batches that have ended."""
+        while self._ended:
+            tables, slots, event = self._ended.popleft()
+            if event is not None:
+                torch.cuda.current_stream(self._device).wait_event(event)
+            with torch.inference_mode(False):
+                self._directory.pins[self._directory.places_of[tables] + slots] -= 1
+
+    def _hold(self, groups: ops.RowGroups, tables: Tensor, first_rows: Tensor, whole: Layout, training: bool) -> Tensor:
+        """Give every row of a batch a slot, with the row in it."""
+        directory, count = self._directory, tables.numel()
+        self._now += 1
+        slots = ops.row_cache_look_up_(
+            *directory.parts, groups.rows, groups.num_groups, whole.tables, directory.num_sets, self._now, self._policy
+        )
+        every = (slots[:count] < 0).nonzero()[:, 0]  # misses; rows of tables on the device have slots
+        bounds = torch.searchsorted(tables, torch.arange(len(self.tiered) + 1, device=self._device))
+        cuts = torch.searchsorted(every, bounds).tolist()
+        misses = [every[begin:end] for begin, end in pairwise(cuts)]
+        for counts, lookups, missing in zip(self._counts, torch.diff(bounds).tolist(), misses, strict=True):
+            counts[LOOKUPS] += lookups
+            counts[HITS] += lookups - missing.numel()
+        if every.numel():
+            self._place_misses(groups, misses, first_rows, slots, whole)
+        if training:
+            tables, slots_there = self._elsewhere(tables, slots[:count])
+            directory.dirty[directory.places_of[tables] + slots_there] = True
+        return slots
+
+    def _place_misses(
+        self, groups: ops.RowGroups, misses: list[Tensor], first_rows: Tensor, slots: Tensor, whole: Layout
+    ) -> None:
+        """Give slots to rows that have none, with the rows in them.
+
+        Args:
+            misses: for each table, which of the rows.
+        """
+        directory = self._directory
+        misses = [
+            self._find_in_overflow(t, groups.rows, first_rows, slots, missing) if missing.numel() else missing
+            for t, missing in enumerate(misses)
+        ]
+        self._empty_overflows()
+        evicted = ops.row_cache_allocate_(
+            *directory.parts, groups.rows, slots, groups.num_groups, whole.tables, directory.num_sets, self._now,
+            self._policy,
+        )  # fmt: skip
+        reads = []
+        for t, missing in enumerate(misses):
+            if not missing.numel():
+                continue
+            rows, places, gone = groups.rows[missing] - first_rows[t], slots[missing], evicted[missing]
+            there = gone != NO_ROW
+            self._evict(t, gone[there], places[there])
+            homeless = places < 0
+            if bool(homeless.any()):
+                places[homeless] = self._take_overflow(t, rows[homeless])
+                slots[missing] = places
+            reads.append(self._begin_read(t, rows, places))
+        self._finish_reads(reads)
+
+    def _find_in_overflow(self, table: int, rows: Tensor, first_rows: Tensor, slots: Tensor, missing: Tensor) -> Tensor:
+        """Hold rows that are in the overflow already; the others."""
+        overflow = self._directory.overflow[table]
+        if not overflow.rows.numel():
+            return missing
+        found = overflow.find((rows[missing] - first_rows[table]).cpu()).to(slots.device)
+        there = found >= 0
+        slots[missing[there]] = found[there]
+        self._directory.parts[2][table][found[there]] += 1
+        self._counts[table][HITS] += int(there.sum())
+        return missing[~there]
+
+    def _empty_overflows(self) -> None:
+        """Rows in an overflow that no batch holds go."""
+        directory = self._directory
+        for table, overflow in enumerate(directory.overflow):
+            if overflow.rows.numel():
+                idle = (directory.parts[2][table][overflow.slots.to(self._device)] == 0).cpu()
+                slots = overflow.slots[idle].to(self._device)
+                self._evict(table, overflow.rows[idle].to(self._device), slots)
+                directory.parts[0][table][slots] = NO_ROW
+                overflow.drop(idle)
+
+    def _take_overflow(self, table: int, rows: Tensor) -> Tensor:
+        """Slots of the overflow for rows that have none."""
+        directory = self._directory
+        overflow = directory.overflow[table]
+        lacking = rows.numel() - overflow.free.numel()
+        if lacking > 0:
+            size, room = directory.num_slots[table] - directory.in_sets[table], self._num_rows(table)
+            more = min(max(lacking, size, LEAST_GROWTH), room - size)
+            with self.memory:
+                self._wait_for_device()  # nobody may be reading what is about to move
+                directory.grow(table, more)
+                self._resize(table, directory.num_slots[table])
+                self._show_memory(*[own for _, own in self.layouts.values()])
+                self._wait_for_device()  # nor what has not arrived
+        slots = overflow.put(rows.cpu()).to(self._device)
+        tags, used, pins = (part[table] for part in directory.parts)
+        tags[slots], used[slots], pins[slots] = rows, self._now, torch.ones_like(slots, dtype=torch.int32)
+        self._counts[table][OVERFLOWS] += rows.numel()
+        return slots
+
+    def _resize(self, index: int, num_slots: int) -> None:
+        """Give a table memory for more slots; rows keep theirs."""
+        table = self._tables[index]
+        for name, tensor in (("weight", table.weight.data), *table.named_buffers(recurse=False)):
+            grown = tensor.new_zeros((num_slots, *tensor.shape[1:]))
+            grown[: tensor.shape[0]] = tensor
+            if name == "weight":
+                table.weight.data = grown
+            else:
+                table._buffers[name] = grown
+
+    def _show_memory(self, *layouts: Layout) -> None:
+        """Tell layouts how many slots there are, and where their rows are written."""
+        for layout in layouts:
+            for index, table in enumerate(self.tiered):
+                if table is not None:
+                    layout.tables[index, NUM_ROWS] = self._directory.num_slots[index]
+                    layout.tables[index, ROW_IDS] = self._directory.parts[0][index].data_ptr()
+
+    def _evict(self, table: int, rows: Tensor, slots: Tensor) -> None:
+        """Rows leave their slots; those that were changed are written back."""
+        if not rows.numel():
+            return
+        places = slots + self._directory.starts[table]
+        changed = self._directory.dirty[places]
+        self._write(table, rows[changed], slots[changed])
+        self._directory.dirty[places] = False
+        self._counts[table][EVICTIONS] += rows.numel()
+
+    def _write(self, index: int, rows: Tensor, slots: Tensor) -> None:
+        """Begin to write rows from their slots; what is in these may change at once."""
+        if not rows.numel():
+            return
+        table = self.tiered[index]
+        assert table is not None
+        here = table.tensors_on_device()
+        self._counts[index][WRITTEN] += rows.numel() * table.record.num_bytes
+        if isinstance(table.store, HostRows):
+            fields = table.store.fields()
+            ops.move_rows_([fields[name] for name in here], list(here.values()), rows, slots)
+            return
+        rows, order = rows.sort()
+        records = self._records(table, rows.numel())
+        views = table.record.views(records)
+        target = torch.arange(rows.numel(), device=self._device)
+        self._move([views[name] for name in here], list(here.values()), target, slots[order])
+        self._writes = [pending for pending in self._writes if not self._ended_well(pending)]
+        self._writes.append(table.store.write(rows.cpu(), records))
+
+    def _begin_read(self, index: int, rows: Tensor, slots: Tensor) -> Any:
+        """Begin to read rows, ascending, into slots."""
+        table = self.tiered[index]
+        assert table is not None
+        self._counts[index][READ] += rows.numel() * table.record.num_bytes
+        if isinstance(table.store, HostRows):
+            here, fields = table.tensors_on_device(), table.store.fields()
+            ops.move_rows_(list(here.values()), [fields[name] for name in here], slots, rows)
+            return None
+        records = self._records(table, rows.numel())
+        return table, records, slots, table.store.read(rows.cpu(), records)
+
+    def _finish_reads(self, reads: Sequence[Any]) -> None:
+        for table, records, slots, pending in (read for read in reads if read is not None):
+            pending.wait()
+            here, views = table.tensors_on_device(), table.record.views(records)
+            source = torch.arange(slots.numel(), device=self._device)
+            self._move(list(here.values()), [views[name] for name in here], slots, source)
+
+    def _move(self, to: list[Tensor], source: list[Tensor], to_rows: Tensor, from_rows: Tensor) -> None:
+        """Between slots and records, which are in host memory."""
+        ops.move_rows_(to, source, to_rows, from_rows)
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # the host uses the records next
+
+    def _records(self, table: TieredTable, number: int) -> Tensor:
+        pin = self._device.type == "cuda"
+        return torch.zeros(number, table.record.num_bytes, dtype=torch.uint8, pin_memory=pin)
+
+    def _finish_writes(self) -> None:
+        writes, self._writes = self._writes, []
+        for pending in writes:
+            pending.wait()
+
+    @staticmethod
+    def _ended_well(pending: Pending) -> bool:
+        if pending.done():
+            pending.wait()  # raises what went wrong
+            return True
+        return False
+
+    def _chunks(self, table: TieredTable, slots: Tensor) -> Sequence[Tensor]:
+        """So few slots at once that their records take little memory."""
+        return slots.split(max(1, CHUNK_BYTES // table.record.num_bytes)) if slots.numel() else ()
+
+    def _elsewhere(self, tables: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Of a batch's rows, those of tables that live elsewhere."""
+        if self._all_tiered:
+            return tables, slots.clone()
+        which = self._is_tiered[tables]
+        return tables[which], slots[which]
+
+    def _num_rows(self, index: int) -> int:
+        return self._tables[index].config.num_embeddings
+
+    def _wait_for_device(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+    def _event(self) -> torch.cuda.Event | None:
+        return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
+
+    def _refuse_failed(self) -> None:
+        if self._failure is not None:
+            raise RuntimeError(
+                f"rows of these tables could not be moved before, so some are lost ({self._failure}); load a "
+                "checkpoint into a new module"
+            ) from self._failure

@@ -1,0 +1,127 @@
+"""The first page of a file of rows: whose rows they are, and what they look like."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tritonemb.storage.layout import PAGE_BYTES
+from tritonemb.storage.record import WEIGHT, Field, Record
+from tritonemb.storage.store import StorageError
+
+FORMAT = 1
+ROWS, CHANGES = b"tritonemb rows\n\0", b"tritonemb diff\n\0"
+_HEAD = struct.Struct("<16sII")  # the kind of file, its format, the length of the JSON
+_CHECKSUM_BYTES = 8
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Whose rows a file holds.
+
+    Args:
+        table: its name.
+        num_rows: at least 1.
+        record: the layout of a row.
+        seed: of the initial values of rows that were never written.
+        row_origin, column_origin: where the first row and column stand in the whole table, of a part.
+    """
+
+    table: str
+    num_rows: int
+    record: Record
+    seed: int
+    row_origin: int = 0
+    column_origin: int = 0
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "table": self.table,
+            "num_rows": self.num_rows,
+            "record_bytes": self.record.num_bytes,
+            "fields": [[f.name, _name(f), f.size, f.offset, f.one_a_row] for f in self.record.fields],
+            "seed": self.seed,
+            "row_origin": self.row_origin,
+            "column_origin": self.column_origin,
+        }
+
+
+def encode(kind: bytes, header: Mapping[str, Any]) -> bytes:
+    """A header page that says what `decode` gives back: an `Identity.as_json()`, and more.
+
+    Raises:
+        ValueError: the table's name is so long that it does not fit.
+    """
+    text = json.dumps(header).encode()
+    if _HEAD.size + len(text) + _CHECKSUM_BYTES > PAGE_BYTES:
+        raise ValueError(f"table {header['table'][:40]!r}...: its name is too long for the header of a file")
+    body = (_HEAD.pack(kind, FORMAT, len(text)) + text).ljust(PAGE_BYTES - _CHECKSUM_BYTES, b"\0")
+    return body + _checksum(body)
+
+
+def decode(kind: bytes, page: bytes, path: Path) -> dict[str, Any]:
+    """What a header page says.
+
+    Raises:
+        StorageError: it is no such page, is damaged, or of a format that this version cannot read.
+    """
+    what = "rows of a table" if kind == ROWS else "changes of a table"
+    body, checksum = page[:-_CHECKSUM_BYTES], page[-_CHECKSUM_BYTES:]
+    found, format_number, length = _HEAD.unpack_from(page)
+    other = CHANGES if kind == ROWS else ROWS
+    if found not in (kind, other) or _checksum(body) != checksum:
+        raise StorageError(
+            f"file {path} has no header of {what}, or it is damaged: restore the file from a snapshot, or name "
+            "another one"
+        )
+    if format_number != FORMAT:
+        raise StorageError(
+            f"file {path} has format {format_number}, this version of tritonemb reads format {FORMAT}: read it with "
+            "the version that wrote it"
+        )
+    if found != kind:
+        holds = "changes, restore them onto their snapshot" if found == CHANGES else "whole rows, no changes"
+        raise StorageError(f"file {path} holds {holds}")
+    header: dict[str, Any] = json.loads(body[_HEAD.size : _HEAD.size + length])
+    return header
+
+
+def refuse_other(header: Mapping[str, Any], identity: Identity, path: Path) -> None:
+    """Raise a StorageError that lists each difference between a file and what it should be."""
+    there, here = _describe(header), _describe(identity.as_json())
+    problems = [
+        f"{name}: {there.get(name, 'none')} in the file, {here.get(name, 'none')} here"
+        for name in there | here
+        if there.get(name) != here.get(name)
+    ]
+    if problems:
+        listed = "\n  ".join(problems)
+        raise StorageError(f"table {identity.table!r}: file {path} is of another table or optimizer:\n  {listed}")
+
+
+def _describe(header: Mapping[str, Any]) -> dict[str, str]:
+    found = {
+        "the table's name": repr(header["table"]),
+        "the number of rows": f"{header['num_rows']:,}",
+        "the seed": str(header["seed"]),
+        "the first row in the whole table": str(header["row_origin"]),
+        "the first column in the whole table": str(header["column_origin"]),
+        "the size of a record": f"{header['record_bytes']} bytes",
+    }
+    for name, dtype, size, offset, one_a_row in header["fields"]:
+        title = "the weight of a row" if name == WEIGHT else f"optimizer state {name!r}"
+        found[title] = f"{'one' if one_a_row else size} {dtype} at byte {offset}"
+    return found
+
+
+def _name(field: Field) -> str:
+    return str(field.dtype).removeprefix("torch.")
+
+
+def _checksum(body: bytes) -> bytes:
+    return hashlib.sha256(body).digest()[:_CHECKSUM_BYTES]

@@ -1,0 +1,113 @@
+"""Rows out of a snapshot's file, which is left as it is and may be read by many."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonemb.storage import header as headers
+from tritonemb.storage.blocks import Blocks
+from tritonemb.storage.file import PageFile, read_page
+from tritonemb.storage.layout import Layout
+from tritonemb.storage.record import Field, Record
+from tritonemb.storage.store import Initial, StorageError, check_request
+from tritonemb.storage.threads import shared_threads
+
+
+def snapshot_header(path: str | Path) -> dict[str, Any]:
+    """What the header of a snapshot says, be it of a whole table or of changes: see `Identity.as_json`, `snapshot`
+    its own name, `after` that of the snapshot that changes follow.
+
+    Raises:
+        StorageError: the file cannot be read, or has no such header.
+    """
+    path = Path(path)
+    file = _open(path)
+    try:
+        return _header(file, path)
+    finally:
+        file.close()
+
+
+class SavedRows:
+    """The rows of a whole snapshot.
+
+    Args:
+        path: of its file.
+
+    Attributes:
+        header: what the file says of itself, see `snapshot_header`.
+        record: the layout of a row.
+
+    Raises:
+        StorageError: there is no such file, it is damaged, of another format, or holds changes.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._file = _open(self.path)
+        try:
+            self.header = headers.decode(headers.ROWS, read_page(self._file), self.path)
+            self.num_rows: int = self.header["num_rows"]
+            fields = [
+                Field(name, getattr(torch, dtype), size, offset, one_a_row)
+                for name, dtype, size, offset, one_a_row in self.header["fields"]
+            ]
+            self.record = Record(tuple(fields), self.header["record_bytes"])
+            layout = Layout(self.num_rows, self.record.num_bytes)
+            expected, found = layout.file_bytes, self._file.size()
+            if found != expected:
+                raise StorageError(f"snapshot {path} has {found:,} bytes instead of {expected:,}; use another one")
+        except EOFError:
+            self.close()
+            raise StorageError(f"snapshot {path} is too short to have a header; use another one") from None
+        except BaseException:
+            self.close()
+            raise
+        self._blocks = Blocks(self.header["table"], self._file, layout)
+
+    def read(self, rows: Tensor, records: Tensor, initial: Initial) -> None:
+        """Fill `records` with those of the rows, as `RowStore.read` does, and wait for it.
+
+        Args:
+            initial: gives never-written rows the values that they have.
+
+        Raises:
+            StorageError: a part of the file cannot be read, or is damaged.
+        """
+        check_request(self.header["table"], self.num_rows, self.record, rows, records)
+        written = self._blocks.read(shared_threads(), rows.numpy(), records.data_ptr())
+        never = (torch.from_numpy(written) == 0).nonzero()[:, 0]
+        if never.numel():
+            drawn = torch.empty(never.numel(), self.record.num_bytes, dtype=torch.uint8)
+            initial(rows[never], drawn)
+            records[never] = drawn
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> SavedRows:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _open(path: Path) -> PageFile:
+    try:
+        return PageFile(path, writable=False)
+    except OSError as error:
+        raise StorageError(f"snapshot {path} cannot be opened: {error}") from error
+
+
+def _header(file: PageFile, path: Path) -> dict[str, Any]:
+    try:
+        page = read_page(file)
+    except EOFError:
+        raise StorageError(f"snapshot {path} is too short to have a header; use another one") from None
+    except OSError as error:
+        raise StorageError(f"the header of snapshot {path} cannot be read: {error}") from error
+    return headers.decode(headers.CHANGES if page.startswith(headers.CHANGES) else headers.ROWS, page, path)

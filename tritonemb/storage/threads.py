@@ -1,0 +1,177 @@
+"""Threads that wait for the disk, so that many reads are on their way at once; and one that keeps them in order."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+
+from tritonemb.storage.store import Pending, StorageError
+
+DEFAULT_THREADS = 16
+"""Reads on their way at once. Measured by `benchmarks/bench_storage.py`: fewer leave a solid-state disk idle, more wait
+for the interpreter's lock."""
+
+
+class _Job:
+    """Numbered tasks, drawn by several threads; after a failure no more are drawn."""
+
+    def __init__(self, work: Callable[[int], object], num_tasks: int) -> None:
+        self._work, self._lock = work, threading.Lock()
+        self._next, self._num_tasks, self._running = 0, num_tasks, 0
+        self._ended = threading.Event()
+        self._failures: list[tuple[int, BaseException]] = []
+
+    def step(self) -> bool:
+        """Run a task, if one is left; whether there may be more."""
+        with self._lock:
+            task = self._next
+            if task >= self._num_tasks:
+                return False
+            self._next += 1
+            self._running += 1
+        failure = None
+        try:
+            self._work(task)
+        except BaseException as error:
+            failure = error
+        with self._lock:
+            if failure is not None:
+                self._failures.append((task, failure))
+                self._next = self._num_tasks
+            self._running -= 1
+            over = self._next >= self._num_tasks
+            if over and self._running == 0:
+                self._ended.set()
+        return not over
+
+    def wait(self) -> None:
+        """Wait for all tasks, and raise the failure of the first that failed."""
+        self._ended.wait()
+        if self._failures:
+            raise min(self._failures, key=lambda entry: entry[0])[1]
+
+
+class IoThreads:
+    """A pool of threads for tasks that wait for a disk. Jobs that run at once have their tasks in turn.
+
+    Args:
+        num_threads: tasks at work at once.
+    """
+
+    def __init__(self, num_threads: int = DEFAULT_THREADS) -> None:
+        if num_threads < 1:
+            raise ValueError(f"the number of threads must be at least 1, got {num_threads}")
+        self.num_threads = num_threads
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._lock, self._started = threading.Lock(), 0
+
+    def run(self, work: Callable[[int], object], num_tasks: int) -> None:
+        """Call `work(0) … work(num_tasks - 1)`, each once; returns when all have ended. May be called by many threads.
+
+        Raises:
+            BaseException: what the first of them that failed has raised; those not begun by then are left out.
+        """
+        if num_tasks == 0:
+            return
+        job, wanted = _Job(work, num_tasks), min(num_tasks, self.num_threads)
+        self._start(wanted)
+        for _ in range(wanted):
+            self._jobs.put(job)
+        job.wait()
+
+    def close(self) -> None:
+        """End the threads. Nothing may be running."""
+        with self._lock:
+            for _ in range(self._started):
+                self._jobs.put(None)
+            self._started = 0
+
+    def _start(self, wanted: int) -> None:
+        with self._lock:
+            while self._started < wanted:
+                name = f"tritonemb-disk-{self._started}"
+                threading.Thread(target=_help, args=(self._jobs,), name=name, daemon=True).start()
+                self._started += 1
+
+
+def _help(jobs: queue.SimpleQueue[_Job | None]) -> None:
+    while (job := jobs.get()) is not None:
+        if job.step():
+            jobs.put(job)
+        del job  # while it waits for the next one, it must not keep this one's memory
+
+
+class Operations:
+    """Runs what it is asked for in a thread of its own, first in, first out.
+
+    Args:
+        name: of the thread.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._lock = name, threading.Lock()
+        self._queue: queue.SimpleQueue[tuple[Callable[[], None], Pending] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def ask(self, work: Callable[[], None]) -> Pending:
+        pending = Pending()
+        with self._lock:
+            if self._thread is None:  # the thread knows the queue alone: a store that is dropped must be collected
+                self._thread = threading.Thread(target=_work, args=(self._queue,), name=self._name, daemon=True)
+                self._thread.start()
+            self._queue.put((work, pending))
+        return pending
+
+    def end(self) -> threading.Thread | None:
+        """Let the thread end after what it was asked for; what to wait for, if there is anything."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+            if thread is not None:
+                self._queue.put(None)
+        return thread
+
+
+def _work(asked: queue.SimpleQueue[tuple[Callable[[], None], Pending] | None]) -> None:
+    while (entry := asked.get()) is not None:
+        work, pending = entry
+        try:
+            work()
+        except BaseException as failure:
+            pending.end(failure)
+        else:
+            pending.end()
+        del work, pending, entry
+
+
+_shared: IoThreads | None = None
+_shared_lock = threading.Lock()
+
+
+def shared_threads() -> IoThreads:
+    """The process's pool, which all stores use that are not given one."""
+    global _shared
+    with _shared_lock:
+        if _shared is None:
+            _shared = IoThreads()
+        return _shared
+
+
+def refuse_fork(process: int, table: str) -> None:
+    """Raise a StorageError unless this is the process of that number."""
+    if os.getpid() != process:
+        raise StorageError(
+            f"table {table!r} was opened before this process was forked off, and its threads are not in this process; "
+            "use it in the process that opened it"
+        )
+
+
+def _forget() -> None:
+    """In a process forked off: the threads are not in it, and the lock may be held for ever."""
+    global _shared, _shared_lock
+    _shared, _shared_lock = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,78 @@
+"""What caches of rows that live elsewhere than on the device have done between two logs."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from torch import nn
+
+from tritonemb.nn.collection import Collection
+from tritonemb.sharding.collection import ShardedCollection
+
+LEAST_STALL = 1e-3  # seconds that count
+RECENT_STEPS, MANY_STALLS = 10, 3  # so many stalls in so many steps ask for more look-ahead
+MOST_WIDENED = 6
+
+
+class CacheMeter:
+    """Means a step of what a model's caches count.
+
+    Args:
+        model: with the tables of this rank.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        found = [module for module in model.modules() if isinstance(module, Collection)]
+        for module in model.modules():
+            if isinstance(module, ShardedCollection):
+                found += module.locals
+        self._caches = [collection.cache for collection in found if collection.cache is not None]
+        self._stall = self._stall_before = 0.0
+        self._recent: deque[bool] = deque(maxlen=RECENT_STEPS)
+        self._widened = 0
+        self._before = self._totals()
+
+    def stalled(self, begin: float, end: float, moved: tuple[float, float] | None) -> None:
+        """Training has waited from `begin` to `end` for a step whose rows were brought in the time `moved`."""
+        if self._caches and moved is not None:
+            self._stall += max(0.0, min(end, moved[1]) - max(begin, moved[0]))
+
+    def wants_more_ahead(self) -> bool:
+        """Whether training has waited for rows in several of the last steps; asked after each step."""
+        self._recent.append(self._stall - self._stall_before > LEAST_STALL)
+        self._stall_before = self._stall
+        if sum(self._recent) < MANY_STALLS or self._widened == MOST_WIDENED:
+            return False
+        self._recent.clear()
+        self._widened += 1
+        return True
+
+    def lap(self, steps: int) -> dict[str, float]:
+        """Since the last call, a step: distinct `rows`, `hit_rate`, bytes `read` and `written`, seconds of `stall`.
+
+        Empty where all tables live on the device.
+        """
+        if not self._caches:
+            return {}
+        now = self._totals()
+        rows, hits, read, written, stall = (
+            after - before for after, before in zip(now, self._before, strict=True)
+        )  # fmt: skip
+        self._before = now
+        return {
+            "rows": rows / steps,
+            "hit_rate": hits / rows if rows else 1.0,
+            "read": read / steps,
+            "written": written / steps,
+            "stall": stall / steps,
+        }
+
+    def _totals(self) -> tuple[float, ...]:
+        counts = [found for cache in self._caches for found in cache.statistics().values()]
+        return (
+            sum(count.lookups for count in counts),
+            sum(count.hits for count in counts),
+            sum(count.read for count in counts),
+            sum(count.written for count in counts),
+            self._stall + sum(cache.stall for cache in self._caches),
+        )
