@@ -17,7 +17,7 @@ from tritonemb.types import CacheConfig
         (CacheConfig(), 1001, 101),
         (CacheConfig(), 1, 1),
         (CacheConfig(share=1.0), 7, 7),
-        (CacheConfig(share=1e-9), 10**12, 1000),
+        (CacheConfig(share=2**-30), 2**40, 1024),
         (CacheConfig(rows=5), 1000, 5),
         (CacheConfig(rows=5, share=0.5), 1000, 5),
         (CacheConfig(rows=5000), 1000, 1000),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import tritonemb as te
 from tests.helpers import fewer
+from tests.nn.made import elements_made
 from tests.nn.test_tiers import streams
 from tests.nn.tiers import ELSEWHERE, seeded
 from tritonemb.nn.row_cache import CacheStatistics
@@ -126,11 +127,10 @@ def test_statistics_are_counted_by_table():
 @pytest.mark.parametrize("placement", ELSEWHERE)
 def test_a_step_moves_the_rows_of_its_batch_however_many_there_are(placement):
     """Counted bytes, and counted elements of all tensors that a step makes."""
-    from tests.nn.made import elements_made
-
     moved, made = [], []
     for num_rows in (10_000, 1_000_000):
-        mine = seeded([te.TableConfig("t", num_rows, 4)], te.optim.RowWiseAdagrad(), True, (placement,), CacheConfig(rows=64))
+        table, cache = te.TableConfig("t", num_rows, 4), CacheConfig(rows=64)
+        mine = seeded([table], te.optim.RowWiseAdagrad(), True, (placement,), cache)
         generator = torch.Generator().manual_seed(0)
         ids = torch.randint(num_rows, (20, 200), generator=generator)
         for step in range(20):

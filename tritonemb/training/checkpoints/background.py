@@ -78,8 +78,8 @@ class AsyncSave:
 
         Raises:
             CheckpointError, ValueError: the one before could not be written, or there is no memory for this one on some
-                rank, or its folder cannot be made; this one has not begun then. Where the ranks could not be reached,
-                the error is that of the exchange.
+                rank, or there are tables on disk and its folder cannot be made; this one has not begun then. Where the
+                ranks could not be reached, the error is that of the exchange.
             StorageError: what was trained could not be written to a table on disk.
         """
         plain, tables = tables_of(tensors)
@@ -97,11 +97,12 @@ class AsyncSave:
                 raise CheckpointError(f"step {step} could not be copied to host memory to be saved: {error}") from error
 
         together(self._group, keep)
-        begun = self.folder.begin(step, tables, self._group)
+        # What is no copy must be asked for now; all else can be begun in the thread.
+        begun = self.folder.begin(step, tensors, self._group) if tables else None
         stopped = time.perf_counter() - begin
         self._thread = threading.Thread(
             target=self._write,
-            args=(begun, copies, kept, best, begin, stopped),
+            args=(step, begun, copies, kept, best, begin, stopped),
             name=f"checkpoint of step {step}",
             daemon=True,  # the end of the process waits in `_finish`
         )
@@ -134,7 +135,8 @@ class AsyncSave:
 
     def _write(
         self,
-        begun: Begun,
+        step: int,
+        begun: Begun | None,
         tensors: Mapping[str, Tensor],
         manifest: Mapping[str, Any],
         best: bool,
@@ -142,10 +144,12 @@ class AsyncSave:
         stopped: float,
     ) -> None:
         try:
+            if begun is None:
+                begun = self.folder.begin(step, tensors, self._group)
             size = self.folder.finish(begun, tensors, manifest, self._group)
             if best:
-                self.folder.mark_best(begun.step, self._group)
-            self._saved = Saved(begun.step, size, stopped, time.perf_counter() - begin)
+                self.folder.mark_best(step, self._group)
+            self._saved = Saved(step, size, stopped, time.perf_counter() - begin)
         except BaseException as error:
             self._failure = error
 

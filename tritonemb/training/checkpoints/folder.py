@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tritonemb.comm.group import Group
-from tritonemb.nn.tiered_table import TieredTable, write_back
+from tritonemb.nn.tiered_table import write_back
 from tritonemb.training.checkpoints.files import allocated, free_bytes, link_or_copy, sync, write
 from tritonemb.training.checkpoints.manifest import FORMAT, MANIFEST, read_text
 from tritonemb.training.checkpoints.options import CheckpointError
@@ -39,12 +39,12 @@ class Begun:
     Args:
         step: of which.
         tables: on their way.
-        table_bytes: that they need at most.
+        needed: bytes, at most.
     """
 
     step: int
     tables: Sequence[TableSnapshot]
-    table_bytes: int
+    needed: int
 
 
 class CheckpointFolder:
@@ -104,19 +104,17 @@ class CheckpointFolder:
             ValueError: on every rank, if the ranks' parts do not make up a sharded table.
             StorageError: what was trained could not be written to a table on disk.
         """
-        plain, tables = tables_of(tensors)
-        return self.finish(self.begin(step, tables, group), plain, manifest, group)
+        return self.finish(self.begin(step, tensors, group), tables_of(tensors)[0], manifest, group)
 
-    def begin(self, step: int, tables: Mapping[str, TieredTable], group: Group | None = None) -> Begun:
-        """Begin to write the checkpoint of this moment as far as tables on disk go; `finish` does the rest.
-
-        Args:
-            tables: by the beginning of their names.
+    def begin(self, step: int, tensors: Mapping[str, Tensor], group: Group | None = None) -> Begun:
+        """Make the folder of a checkpoint, and ask tables on disk for snapshots of this moment; `finish` does the rest.
 
         Raises:
-            CheckpointError, StorageError: as `save`.
-            ValueError: there are several ranks, and tables on disk.
+            as `save`; ValueError also if there are several ranks, and tables on disk.
         """
+        plain, tables = tables_of(tensors)
+        refuse_missing_parts(plain, group)
+        needed = bytes_of(tables.values()) + bytes_to_write(plain, group)
         aside = self.folder / f".writing-step-{step}"
 
         def bring_back() -> None:
@@ -133,7 +131,6 @@ class CheckpointFolder:
                 raise OSError(f"{aside} is not there: all ranks must write to one folder, on a file system they share")
 
         together(group, bring_back)  # what fails here is lost to training, too
-        needed = bytes_of(tables.values())
         try:
             of_first(group, begin, OSError)
             together(group, refuse_other_folder, OSError)
@@ -162,20 +159,14 @@ class CheckpointFolder:
                 self._drop(self.path(old))
 
         try:
-            refuse_missing_parts(tensors, group)
-        except ValueError:
-            self._clear(begun, group)
-            raise
-        needed = begun.table_bytes + bytes_to_write(tensors, group)
-        try:
             files = write_tensors(aside, tensors, group)
             written = sum(size for size, _ in files.values())
             table_files, of_tables, table_bytes = finish(begun.tables)
             files |= table_files
             of_first(group, put, OSError)
         except (OSError, CheckpointException) as error:
-            self._clear(begun, group)
-            raise self._failure(step, needed, error, group) from error
+            settle(begun.tables)
+            raise self._failure(step, begun.needed, error, group) from error
         return written + table_bytes
 
     def mark_best(self, step: int, group: Group | None = None) -> None:
@@ -210,12 +201,6 @@ class CheckpointFolder:
                 if number < step:
                     found.append((self.path(number), read_text(self.path(number))[1]))
         return found
-
-    def _clear(self, begun: Begun, group: Group | None) -> None:
-        """Remove what is written of a checkpoint, once all ranks have stopped writing."""
-        settle(begun.tables)
-        if is_first(group):
-            shutil.rmtree(self.folder / f".writing-step-{begun.step}", ignore_errors=True)
 
     def _drop_after(self, step: int) -> None:
         """Remove later checkpoints: the run has gone back behind them, and now goes another way."""
