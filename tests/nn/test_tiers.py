@@ -48,7 +48,9 @@ def test_training_has_the_bits_of_tables_on_the_device(optimizer, dtype):
     for pooled, configs in ((True, POOLED), (False, UNPOOLED)):
         placements = (("host",), ("disk",), ("disk", "host", "device"))[turn % 3]
         cast = [replace(config, dtype=dtype) for config in configs]
-        check(cast, optimizer, pooled, placements, CACHES[turn // 3 % 3], turn % 5, fewer(20, 4), weighted=turn % 2 == 0)
+        check(
+            cast, optimizer, pooled, placements, CACHES[turn // 3 % 3], turn % 5, fewer(20, 4), weighted=turn % 2 == 0
+        )
         turn += 1
 
 

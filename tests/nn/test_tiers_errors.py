@@ -23,7 +23,10 @@ TABLES = [te.TableConfig("user", 500, 4, features=["u", "shared"]), te.TableConf
 UNPOOLED = [te.TableConfig(name, 70, 4, pooling="none") for name in ("u", "shared")]
 
 
-def make(placement="host", optimizer=te.optim.Adam(lr=0.1), pooled=True, **options):
+ADAM = te.optim.Adam(lr=0.1)
+
+
+def make(placement="host", optimizer=ADAM, pooled=True, **options):
     return seeded(TABLES if pooled else UNPOOLED, optimizer, pooled, (placement,), **options)
 
 
@@ -149,7 +152,9 @@ def test_weights_of_samples_get_no_gradient():
     batch = te.KeyedJaggedTensor(["u", "shared"], torch.tensor([1, 2]), weights, lengths=torch.tensor([1, 1]))
     for optimizer in (te.optim.SGD(), None):
         mine = make(optimizer=optimizer)
-        with pytest.raises(ValueError, match="per-sample weights get no gradient where table 'user' is placed on 'host'"):
+        with pytest.raises(
+            ValueError, match="per-sample weights get no gradient where table 'user' is placed on 'host'"
+        ):
             mine(batch)
         with torch.no_grad():
             assert mine(batch).shape == (1, 10)

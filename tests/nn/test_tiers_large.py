@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers import INTERPRETED
 
-# A cache of 20 thousand rows of 129 floats, and 21 bytes for each slot: 11 MB.
+# A cache of 5 thousand rows of 129 floats, and 21 bytes for each slot: 3 MB.
 PROGRAM = """
 import resource, sys, tempfile
 import torch, tritonemb as te
@@ -18,15 +18,15 @@ from tritonemb.types import CacheConfig
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
-rows = 20_000
+rows = 5_000
 def train(num_embeddings, placement, cached):
     cache = CacheConfig(rows=cached, folder=sys.argv[1])
     table = te.TableConfig("t", num_embeddings, 128, placement=placement, cache=cache)
     collection = te.nn.EmbeddingBagCollection([table], optimizer=te.optim.RowWiseAdagrad(lr=0.1))
     generator = torch.Generator().manual_seed(0)
-    for step in range(12):
-        ids = torch.randint(num_embeddings, (4096,), generator=generator)
-        batch = te.KeyedJaggedTensor(["t"], ids, lengths=torch.full((1024,), 4))
+    for step in range(6):
+        ids = torch.randint(num_embeddings, (2048,), generator=generator)
+        batch = te.KeyedJaggedTensor(["t"], ids, lengths=torch.full((512,), 4))
         collection(batch).sum().backward()
     return collection
 

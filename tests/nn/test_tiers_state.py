@@ -11,10 +11,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import tritonemb as te
 from tests.helpers import assert_same_bits, contents, output_of
-from tests.nn.tiers import ELSEWHERE, outputs_of, same, seeded, varied_steps
+from tests.nn.tiers import ELSEWHERE, outputs_of, placed, same, seeded, varied_steps
 from tests.strategies import TABLE_DTYPES
 from tritonemb.types import CacheConfig
 
@@ -202,9 +203,14 @@ def test_rows_are_given_up_where_a_step_fails(placements):
     gc.collect()
     assert pinned(mine) == 0
     assert_same_bits(contents(mine), before)
-    with pytest.raises(ZeroDivisionError), mine.accumulate():
-        mine(batch_of(1, 2)).sum().backward()
-        raise ZeroDivisionError
+
+    def fail_in_the_block() -> None:
+        with mine.accumulate():
+            mine(batch_of(1, 2)).sum().backward()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail_in_the_block()
     assert pinned(mine) == 0
     assert_same_bits(contents(mine), before)
 
@@ -234,3 +240,42 @@ def test_nothing_is_left_on_disk(tmp_path):
     assert list((tmp_path / "new" / "folder").iterdir()) == []
     mine.reset_parameters()
     assert list((tmp_path / "new" / "folder").iterdir()) == []
+
+
+@pytest.mark.parametrize("placements", PLACEMENTS[1:], ids=str)
+def test_another_default_device(placements):
+    """What lives in host memory lives there, wherever a `with` of the user's makes tensors."""
+    mine, twin = make(placements), make(PLACEMENTS[0])
+    steps = varied_steps(twin, 4, sizes=(60,))
+    same(outputs_of(mine, steps[:2]), outputs_of(twin, steps[:2]))
+    with torch.device("meta"):
+        mine.load_state_dict(mine.state_dict())
+        for batch, grad in steps[2:]:
+            mine(batch).backward(grad)
+        for table in mine.tables:
+            table.reset_parameters(seed=7)
+    assert [table.weight.device.type for table in mine.tables] == ["cpu", "cpu"]
+    assert all(value.device.type == "cpu" for value in mine.state_dict().values())
+
+
+@pytest.mark.parametrize("placements", PLACEMENTS[1:], ids=str)
+def test_fake_tables(placements):
+    """Shapes without memory, for whoever plans."""
+    with FakeTensorMode():
+        mine = te.nn.EmbeddingBagCollection(placed(TABLES, placements, CacheConfig(rows=5)), optimizer=OPTIMIZER)
+        assert mine.state_dict()["user.weight"].shape == (500, 12)
+
+
+@pytest.mark.parametrize("placements", PLACEMENTS[1:], ids=str)
+def test_saving_between_a_forward_and_its_backward(placements):
+    """Rows that were written back, and are changed after that, are written again."""
+    mine, twin = make(placements), make(PLACEMENTS[0])
+    (batch, grad), *others = varied_steps(twin, 4, sizes=(40,))
+    for collection in (mine, twin):
+        out = collection(batch)
+        collection.state_dict()
+        out.backward(grad)
+        with torch.no_grad():
+            for other, _ in others:
+                collection(other)
+    assert_same_bits(contents(mine), contents(twin))

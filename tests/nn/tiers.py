@@ -18,6 +18,7 @@ from tritonemb.nn.sent import Groups
 from tritonemb.types import CacheConfig, Placement
 
 ELSEWHERE: tuple[Placement, ...] = ("host", "disk")
+SMALLEST = CacheConfig(rows=1)
 
 
 def placed(
@@ -35,7 +36,7 @@ def seeded(
     optimizer: te.optim.Optimizer | None,
     pooled: bool = True,
     placements: Sequence[Placement] = ("device",),
-    cache: CacheConfig = CacheConfig(rows=1),
+    cache: CacheConfig = SMALLEST,
     **options: Any,
 ) -> Collection:
     """A collection whose first values are the same wherever its tables are placed."""

@@ -24,6 +24,7 @@ from tests.storage.stores import (
 from tritonemb.optimizers import Adam, RowWiseAdagrad
 from tritonemb.storage import DiskRows, StorageError, record_of
 from tritonemb.storage import header as headers
+from tritonemb.storage.file import buffer_of
 
 PAGE = 4096
 
@@ -166,6 +167,34 @@ def test_damage_is_found_and_not_written_over(filled):
     with disk_rows(filled, 100, 516) as store:  # a page that is written whole needs nothing of what was there
         write(store, range(14, 21), 9).wait()
         assert read(store, range(14, 21)).equal(some_records(7, 516, 9))
+
+
+@pytest.mark.parametrize(("page", "rows"), [(3, range(14, 21)), (15, [98, 99])])
+def test_a_page_that_is_written_whole_is_not_read(filled, page, rows):
+    """The last one is whole with the rows that there are."""
+    content = bytearray(filled.read_bytes())
+    content[page * PAGE + 100] ^= 1
+    filled.write_bytes(content)
+    with disk_rows(filled, 100, 516) as store:
+        write(store, rows, 9).wait()
+        assert read(store, rows).equal(some_records(len(rows), 516, 9))
+
+
+def test_a_file_holds_nothing_but_its_rows(tmp_path):
+    """What stood in the buffers before does not get into the pages, so the same rows make the same file."""
+    with (
+        disk_rows(tmp_path / "rows", 9, 4000, threads=1) as store,
+        disk_rows(tmp_path / "b", 3, 300, threads=1) as other,
+    ):
+        write(store, range(9), 1).wait()
+        page = tmp_path.joinpath("rows").read_bytes()[PAGE : 2 * PAGE]
+        assert page[4001:-8] == bytes(PAGE - 4009)
+        write(other, [0, 1, 2], 1).wait()
+        assert tmp_path.joinpath("b").read_bytes()[PAGE + 903 : -8] == bytes(PAGE - 911)
+        store._threads.run(lambda _: buffer_of(PAGE).array.fill(255), 1)
+        write(store, range(9), 2).wait()
+        write(store, range(9), 1).wait()
+        assert tmp_path.joinpath("rows").read_bytes()[PAGE : 2 * PAGE] == page
 
 
 def test_a_page_at_a_wrong_place_is_damage(filled):

@@ -28,7 +28,7 @@ from tritonemb.training.checkpoint import (
     stored_tensors,
 )
 from tritonemb.training.checkpoints import folder as folder_module
-from tritonemb.training.checkpoints import reading, writing
+from tritonemb.training.checkpoints import manifest, writing
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HALVES = [Cut((0, 6), (0, 4), (0,)), Cut((6, 12), (0, 4), (1,))]
@@ -332,7 +332,7 @@ def test_damage_is_found_by_whoever_looks_at_the_file_and_told_to_all(ranks, tmp
         assert f"{path} is damaged: {name} does not have the checksum that was written" in first[1]
         (path / name).write_bytes(whole)
     assert ranks(2).run(read_damaged, str(path)) == [("", "")] * 2
-    missing = f"{tmp_path} is no checkpoint: it has no {reading.MANIFEST}"
+    missing = f"{tmp_path} is no checkpoint: it has no {manifest.MANIFEST}"
     assert ranks(2).run(read_damaged, str(tmp_path)) == [("FileNotFoundError", missing)] * 2
 
 

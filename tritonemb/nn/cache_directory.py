@@ -79,12 +79,12 @@ class _Overflow:
 
     def empty(self, end: int) -> None:
         """No rows; slots up to `end` are free."""
-        self.rows = torch.empty(0, dtype=torch.int64)  # ascending
-        self.slots = torch.empty(0, dtype=torch.int64)
-        self.free = torch.arange(self._first, end)
+        self.rows = torch.empty(0, dtype=torch.int64, device="cpu")  # ascending
+        self.slots = torch.empty(0, dtype=torch.int64, device="cpu")
+        self.free = torch.arange(self._first, end, device="cpu")
 
     def grow(self, first: int, more: int) -> None:
-        self.free = torch.cat([self.free, torch.arange(first, first + more)])
+        self.free = torch.cat([self.free, torch.arange(first, first + more, device="cpu")])
 
     def find(self, rows: Tensor) -> Tensor:
         """The slots of these rows, -1 where there is none."""

@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 
 def make_cache(tables: Sequence[Table]) -> RowCache | None:
-    """The cache of a collection's tables, or None if all live on the device.
+    """The cache of a collection's tables, or None if all live on the device, or on none.
 
     Raises:
         ValueError: for tables with several policies.
     """
-    tiered = [table.config for table in tables if isinstance(table, TieredTable)]
-    if not tiered or tables[0].weight.device.type == "meta":
+    tiered = [table.config for table in tables if isinstance(table, TieredTable) and table.has_store]
+    if not tiered:
         return None
     policies = {config.cache.policy: config.name for config in tiered}
     if len(policies) > 1:

@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -296,7 +295,8 @@ class RowCache:
             if event is not None:
                 torch.cuda.current_stream(self._device).wait_event(event)
             with torch.inference_mode(False):
-                self._directory.pins[self._directory.places_of[tables] + slots] -= 1
+                places = self._directory.places_of[tables] + slots
+                self._directory.pins.index_add_(0, places, torch.full_like(places, -1, dtype=torch.int32))
 
     def _hold(self, groups: ops.RowGroups, tables: Tensor, first_rows: Tensor, whole: Layout, training: bool) -> Tensor:
         """Give every row of a batch a slot, with the row in it."""
@@ -305,63 +305,68 @@ class RowCache:
         slots = ops.row_cache_look_up_(
             *directory.parts, groups.rows, groups.num_groups, whole.tables, directory.num_sets, self._now, self._policy
         )
-        every = (slots[:count] < 0).nonzero()[:, 0]  # misses; rows of tables on the device have slots
-        bounds = torch.searchsorted(tables, torch.arange(len(self.tiered) + 1, device=self._device))
-        cuts = torch.searchsorted(every, bounds).tolist()
-        misses = [every[begin:end] for begin, end in pairwise(cuts)]
-        for counts, lookups, missing in zip(self._counts, torch.diff(bounds).tolist(), misses, strict=True):
+        missing = (slots[:count] < 0).nonzero()[:, 0]  # rows of tables on the device have slots
+        for counts, lookups, misses in zip(
+            self._counts, self._by_table(tables), self._by_table(tables[missing]), strict=True
+        ):
             counts[LOOKUPS] += lookups
-            counts[HITS] += lookups - missing.numel()
-        if every.numel():
-            self._place_misses(groups, misses, first_rows, slots, whole)
+            counts[HITS] += lookups - misses
+        if missing.numel():
+            self._place(missing, groups, tables, first_rows, slots, whole)
         if training:
             tables, slots_there = self._elsewhere(tables, slots[:count])
             directory.dirty[directory.places_of[tables] + slots_there] = True
         return slots
 
-    def _place_misses(
-        self, groups: ops.RowGroups, misses: list[Tensor], first_rows: Tensor, slots: Tensor, whole: Layout
+    def _place(
+        self, missing: Tensor, groups: ops.RowGroups, tables: Tensor, first_rows: Tensor, slots: Tensor, whole: Layout
     ) -> None:
-        """Give slots to rows that have none, with the rows in them.
+        """Give slots to those rows of a batch that have none, with the rows in them.
 
         Args:
-            misses: for each table, which of the rows.
+            missing: int64, which of the batch's rows.
         """
         directory = self._directory
-        misses = [
-            self._find_in_overflow(t, groups.rows, first_rows, slots, missing) if missing.numel() else missing
-            for t, missing in enumerate(misses)
-        ]
-        self._empty_overflows()
+        rows = groups.rows[missing] - first_rows[tables[missing]]
+        if any(overflow.rows.numel() for overflow in directory.overflow):
+            found = self._find_in_overflow(rows, self._by_table(tables[missing]))
+            slots[missing] = found
+            missing, rows = missing[found < 0], rows[found < 0]
+            self._empty_overflows()
         evicted = ops.row_cache_allocate_(
             *directory.parts, groups.rows, slots, groups.num_groups, whole.tables, directory.num_sets, self._now,
             self._policy,
-        )  # fmt: skip
-        reads = []
-        for t, missing in enumerate(misses):
-            if not missing.numel():
-                continue
-            rows, places, gone = groups.rows[missing] - first_rows[t], slots[missing], evicted[missing]
-            there = gone != NO_ROW
-            self._evict(t, gone[there], places[there])
-            homeless = places < 0
-            if bool(homeless.any()):
-                places[homeless] = self._take_overflow(t, rows[homeless])
-                slots[missing] = places
-            reads.append(self._begin_read(t, rows, places))
+        )[missing]  # fmt: skip
+        tables, taken, sizes = tables[missing], slots[missing], self._by_table(tables[missing])
+        gone = evicted != NO_ROW
+        self._evict(tables[gone], evicted[gone], taken[gone])
+        if bool((taken < 0).any()):
+            for table, (some, places) in enumerate(zip(rows.split(sizes), taken.split(sizes), strict=True)):
+                homeless = places < 0
+                if bool(homeless.any()):
+                    places[homeless] = self._take_overflow(table, some[homeless])
+            slots[missing] = taken
+        reads = [
+            self._begin_read(table, some, places)
+            for table, (some, places) in enumerate(zip(rows.split(sizes), taken.split(sizes), strict=True))
+            if some.numel()
+        ]
         self._finish_reads(reads)
 
-    def _find_in_overflow(self, table: int, rows: Tensor, first_rows: Tensor, slots: Tensor, missing: Tensor) -> Tensor:
-        """Hold rows that are in the overflow already; the others."""
-        overflow = self._directory.overflow[table]
-        if not overflow.rows.numel():
-            return missing
-        found = overflow.find((rows[missing] - first_rows[table]).cpu()).to(slots.device)
-        there = found >= 0
-        slots[missing[there]] = found[there]
-        self._directory.parts[2][table][found[there]] += 1
-        self._counts[table][HITS] += int(there.sum())
-        return missing[~there]
+    def _find_in_overflow(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Hold rows that are in an overflow already: their slots, -1 for others.
+
+        Args:
+            sizes: how many of the rows are of each table.
+        """
+        parts = []
+        for table, mine in enumerate(rows.split(list(sizes))):
+            found = self._directory.overflow[table].find(mine.cpu()).to(rows.device)
+            there = found[found >= 0]
+            self._directory.parts[2][table][there] += 1
+            self._counts[table][HITS] += there.numel()
+            parts.append(found)
+        return torch.cat(parts)
 
     def _empty_overflows(self) -> None:
         """Rows in an overflow that no batch holds go."""
@@ -370,7 +375,7 @@ class RowCache:
             if overflow.rows.numel():
                 idle = (directory.parts[2][table][overflow.slots.to(self._device)] == 0).cpu()
                 slots = overflow.slots[idle].to(self._device)
-                self._evict(table, overflow.rows[idle].to(self._device), slots)
+                self._evict(torch.full_like(slots, table), overflow.rows[idle].to(self._device), slots)
                 directory.parts[0][table][slots] = NO_ROW
                 overflow.drop(idle)
 
@@ -413,15 +418,18 @@ class RowCache:
                     layout.tables[index, NUM_ROWS] = self._directory.num_slots[index]
                     layout.tables[index, ROW_IDS] = self._directory.parts[0][index].data_ptr()
 
-    def _evict(self, table: int, rows: Tensor, slots: Tensor) -> None:
-        """Rows leave their slots; those that were changed are written back."""
+    def _evict(self, tables: Tensor, rows: Tensor, slots: Tensor) -> None:
+        """Rows, by table, leave their slots; those that were changed are written back."""
         if not rows.numel():
             return
-        places = slots + self._directory.starts[table]
+        for counts, evictions in zip(self._counts, self._by_table(tables), strict=True):
+            counts[EVICTIONS] += evictions
+        places = self._directory.places_of[tables] + slots
         changed = self._directory.dirty[places]
-        self._write(table, rows[changed], slots[changed])
         self._directory.dirty[places] = False
-        self._counts[table][EVICTIONS] += rows.numel()
+        rows, slots, sizes = rows[changed], slots[changed], self._by_table(tables[changed])
+        for table, (some, taken) in enumerate(zip(rows.split(sizes), slots.split(sizes), strict=True)):
+            self._write(table, some, taken)
 
     def _write(self, index: int, rows: Tensor, slots: Tensor) -> None:
         """Begin to write rows from their slots; what is in these may change at once."""
@@ -470,7 +478,7 @@ class RowCache:
 
     def _records(self, table: TieredTable, number: int) -> Tensor:
         pin = self._device.type == "cuda"
-        return torch.zeros(number, table.record.num_bytes, dtype=torch.uint8, pin_memory=pin)
+        return torch.zeros(number, table.record.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pin)
 
     def _finish_writes(self) -> None:
         writes, self._writes = self._writes, []
@@ -487,6 +495,10 @@ class RowCache:
     def _chunks(self, table: TieredTable, slots: Tensor) -> Sequence[Tensor]:
         """So few slots at once that their records take little memory."""
         return slots.split(max(1, CHUNK_BYTES // table.record.num_bytes)) if slots.numel() else ()
+
+    def _by_table(self, tables: Tensor) -> list[int]:
+        """How often each table stands there."""
+        return torch.bincount(tables, minlength=len(self.tiered)).tolist()
 
     def _elsewhere(self, tables: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Of a batch's rows, those of tables that live elsewhere."""

@@ -11,6 +11,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from tritonemb.nn import stand_in
 from tritonemb.nn.table import Table, draw_seed
@@ -87,6 +88,11 @@ class TieredTable(Table):
         super().__init__(config, states, device, self.num_sets * WAYS)
 
     @property
+    def has_store(self) -> bool:
+        """Not of a table on the meta device, or a fake one."""
+        return "store" in self.__dict__
+
+    @property
     def slots(self) -> Slots | None:
         """The cache, which belongs to the table's collection: None before there is one.
 
@@ -114,7 +120,7 @@ class TieredTable(Table):
         Raises:
             RuntimeError: a batch that is being trained holds some of the rows.
         """
-        if self.weight.device.type == "meta":
+        if self.weight.device.type == "meta" or isinstance(self.weight, FakeTensor):
             return
         slots = self.slots
         with nullcontext() if slots is None else slots.emptying(self):
@@ -124,6 +130,10 @@ class TieredTable(Table):
         self._close()
         if seed is None:
             seed = draw_seed() if self.config.init is None else 0
+        with torch.device("cpu"):  # not on a device that a `with` of the user's chooses
+            self._make_store(seed)
+
+    def _make_store(self, seed: int) -> None:
         if self.config.placement == "disk":
             self.store = _on_disk(self.config, self.record, seed)
         else:
@@ -140,7 +150,8 @@ class TieredTable(Table):
 
     def tensors_on_device(self) -> dict[str, Tensor]:
         """Weight and states of the slots, by their names in a record."""
-        return {"weight": self.weight.detach(), **dict(self.named_buffers(recurse=False))}
+        states = {name: state for name, state in self._buffers.items() if state is not None}
+        return {"weight": self.weight.detach(), **states}
 
     def pieces(self) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """All rows as they are now, in order: the first row of a piece, and its fields."""
@@ -155,9 +166,9 @@ class TieredTable(Table):
 
     def tensors(self) -> dict[str, Tensor]:
         """Weight and states of the whole table; of one in host memory, those that training writes to."""
-        if self.weight.device.type == "meta":
-            none = torch.empty(self.config.num_embeddings, self.record.num_bytes, dtype=torch.uint8, device="meta")
-            return self.record.views(none)
+        if not self.has_store:
+            size = self.config.num_embeddings, self.record.num_bytes
+            return self.record.views(torch.empty(size, dtype=torch.uint8, device=self.weight.device))
         if isinstance(self.store, HostRows):
             ((_, found),) = self.pieces()
             return {field.name: _apart(found[field.name], field) for field in self.record.fields}
@@ -193,8 +204,8 @@ class TieredTable(Table):
     def _chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
         step = max(1, CHUNK_BYTES // self.record.num_bytes)
         for first in range(0, self.config.num_embeddings, step):
-            rows = torch.arange(first, min(first + step, self.config.num_embeddings))
-            yield rows, torch.empty(rows.numel(), self.record.num_bytes, dtype=torch.uint8)
+            rows = torch.arange(first, min(first + step, self.config.num_embeddings), device="cpu")
+            yield rows, torch.empty(rows.numel(), self.record.num_bytes, dtype=torch.uint8, device="cpu")
 
     def restored(self, base: str | Path, increments: Sequence[str | Path] = ()) -> DiskRows:
         """Rows as of snapshots of this table, for `adopt`; see `restore`.
@@ -291,7 +302,7 @@ def _apart(values: Tensor, field: Field) -> Tensor:
     """The same memory, as `torch.save` takes it: it refuses a storage of several dtypes."""
     if field.offset == 0:
         return values
-    whole = torch.empty(0, dtype=torch.uint8).set_(values.untyped_storage())
+    whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(values.untyped_storage())
     rest = torch.from_numpy(whole.numpy()[field.offset :]).view(field.dtype)
     return rest.as_strided(values.shape, values.stride())
 

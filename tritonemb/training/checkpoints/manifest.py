@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import torch
 
 FORMAT = 1
 MANIFEST = "trainer.json"
@@ -21,8 +24,9 @@ def read_text(path: Path) -> tuple[str, dict[str, Any]]:
     try:
         text = (path / MANIFEST).read_text()
         manifest = json.loads(text)
-        _, found = dict(manifest["files"]), manifest["format"]
-    except (ValueError, KeyError, TypeError) as error:
+        files, found = dict(manifest["files"]), manifest["format"]
+        _check_tables(manifest.get("tables", {}), files)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path / MANIFEST} is damaged ({error!r}); use another checkpoint") from error
     if found != FORMAT:
         raise ValueError(
@@ -31,3 +35,13 @@ def read_text(path: Path) -> tuple[str, dict[str, Any]]:
         )
     assert isinstance(manifest, dict)
     return text, manifest
+
+
+def _check_tables(tables: Mapping[str, Any], files: Mapping[str, Any]) -> None:
+    """Raise whatever goes wrong when one reads what is said of tables on disk."""
+    for said in tables.values():
+        _, _, _, _ = said["table"], said["snapshot"], float(said["bound"]), files[said["files"][0]]
+        for name in said["files"]:
+            _, _ = files[name]
+        for dtype, size in said["fields"].values():
+            _, _ = getattr(torch, dtype), torch.Size(size)

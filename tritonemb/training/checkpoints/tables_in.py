@@ -34,17 +34,9 @@ def saved_tables(path: Path) -> dict[str, dict[str, Any]]:
     Raises:
         ValueError: it is damaged.
     """
-    if not (path / MANIFEST).is_file():
-        return {}
-    found = read_text(path)[1].get("tables", {})
-    try:
-        for each in found.values():
-            _, _, _ = each["bound"], each["table"], Path(each["files"][0])
-            for dtype, size in each["fields"].values():
-                _, _ = getattr(torch, dtype), torch.Size(size)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path / MANIFEST} is damaged ({error!r}); use another checkpoint") from error
-    assert isinstance(found, dict)
+    found: dict[str, dict[str, Any]] = {}
+    if (path / MANIFEST).is_file():
+        found = read_text(path)[1].get("tables", {})
     return found
 
 

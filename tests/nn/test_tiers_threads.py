@@ -1,0 +1,116 @@
+"""One thread brings batches while another trains: overflows grow, rows come and go, and no bit is another."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import tritonemb as te
+from tests.helpers import assert_same_bits, contents, fewer
+from tests.nn.tiers import ELSEWHERE, outputs_of, same, seeded, varied_steps
+from tests.strategies import random_batch
+from tritonemb.nn.row_cache import RowCache
+from tritonemb.types import CacheConfig
+
+pytestmark = pytest.mark.public
+TABLES = [te.TableConfig("a", 5000, 8, features=["f", "g"]), te.TableConfig("b", 3000, 4, features=["g"])]
+
+
+@pytest.fixture(autouse=True)
+def _often_another_thread():
+    """Threads take turns a hundred times as often, so that they meet in more places."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(5e-5)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("optimizer", [te.optim.Adam(lr=0.1), te.optim.SGD(lr=0.1)], ids=lambda o: o.name)
+@pytest.mark.parametrize("placement", ELSEWHERE)
+def test_overflows_grow_while_batches_are_trained(placement, optimizer, monkeypatch):
+    """Batches grow, so that slots move to larger memory again and again, all four batches that are held with them."""
+    rows = {"f": 5000, "g": 3000}
+    grown = []
+    whole = RowCache._resize
+    monkeypatch.setattr(
+        RowCache, "_resize", lambda self, *args: (grown.append(threading.get_ident()), whole(self, *args))
+    )
+    twin, mine = seeded(TABLES, optimizer), seeded(TABLES, optimizer, True, (placement,), CacheConfig(rows=64))
+    generator = torch.Generator().manual_seed(0)
+    steps = []
+    for index in range(fewer(30, 4)):
+        batch = random_batch(rows, ["g", "f"], 10 + 20 * index, 4, seed=index)
+        steps.append((batch, torch.randn(batch.stride(), 20, generator=generator)))
+    expected = outputs_of(twin, steps)
+    room = threading.Semaphore(4)
+
+    def bring(batch):
+        room.acquire()
+        return te.nn.look_ahead.send(mine, batch)
+
+    outputs = []
+    with ThreadPoolExecutor(1) as other:
+        told = [other.submit(bring, batch) for batch, _ in steps]
+        for (_, grad), made in zip(steps, told, strict=True):
+            out = mine(made.result())
+            out.backward(grad)
+            outputs.append(out.detach())
+            room.release()
+    same(outputs, expected)
+    assert_same_bits(contents(mine), contents(twin))
+    assert len(grown) >= 4
+    assert threading.get_ident() not in grown
+
+
+@pytest.mark.parametrize("placement", ELSEWHERE)
+def test_new_orders_of_keys_while_overflows_grow(placement):
+    """What keys mean is made by one thread while the other moves slots to other memory."""
+    twin, mine = (seeded(TABLES, te.optim.SGD(lr=0.1), True, (where,)) for where in ("device", placement))
+    rows, generator = {"f": 5000, "g": 3000}, torch.Generator().manual_seed(0)
+    steps = []
+    for index in range(fewer(40, 4)):
+        keys = [f"unused {index}", "g", "f"]
+        batch = random_batch(rows, keys, 10 + 10 * index, 2, seed=index)
+        steps.append((batch, torch.randn(batch.stride(), 20, generator=generator)))
+    expected, outputs = outputs_of(twin, steps), []
+    with ThreadPoolExecutor(1) as other:
+        evaluated = [other.submit(mine.group, batch) for batch, _ in reversed(steps)]
+        for batch, grad in steps:
+            out = mine(batch)
+            out.backward(grad)
+            outputs.append(out.detach())
+        for made in evaluated:
+            made.result()
+    same(outputs, expected)
+    assert_same_bits(contents(mine), contents(twin))
+
+
+@pytest.mark.usefixtures("dynamo")
+@pytest.mark.parametrize("placement", ELSEWHERE)
+def test_compiled_surroundings(placement):
+    """Graphs end before the lookup and begin behind it."""
+
+    class Model(torch.nn.Module):
+        def __init__(self, embeddings):
+            super().__init__()
+            self.embeddings = embeddings
+            torch.manual_seed(1)
+            self.dense = torch.nn.Linear(20, 3)
+
+        def forward(self, batch):
+            return self.dense(torch.relu(self.embeddings(batch) * 2)).sum(1)
+
+    twin, mine = (Model(seeded(TABLES, te.optim.SGD(lr=0.1), True, (where,))) for where in ("device", placement))
+    compiled = torch.compile(mine, backend="aot_eager")
+    steps = varied_steps(twin.embeddings, 4, sizes=(20,))
+    for index, (batch, _) in enumerate(steps):
+        told = te.nn.look_ahead.send(mine, batch) if index % 2 else batch
+        out, expected = compiled(told), twin(batch)
+        assert torch.equal(out, expected)
+        out.sum().backward()
+        expected.sum().backward()
+    assert_same_bits(contents(mine.embeddings), contents(twin.embeddings))
