@@ -404,6 +404,20 @@ def row_cache_cases() -> Iterator[Case]:
         yield Case(f"move_rows-{name}", functools.partial(move_rows, rows_of), True)
 
 
+def initial_cases() -> Iterator[Case]:
+    for dim, named in itertools.product((3, 128, 1030), (False, True)):
+        name = f"initial-dim{dim}{'-named' if named else ''}"
+        yield Case(name, functools.partial(draw_rows, dim, named), True)
+
+
+def draw_rows(dim: int, named: bool) -> None:
+    """First values of rows, neighbours or named."""
+    from tritonemb.kernels.initial import initial_rows
+
+    rows = torch.tensor([5, 2**33, 0], device=_device) if named else None
+    initial_rows(torch.empty(3, dim, device=_device), 2**62 + 1, 0.5, 2**33, 2, rows)
+
+
 CASES = [
     *forward_cases(),
     *sample_weight_cases(),
@@ -416,5 +430,6 @@ CASES = [
     *exchange_cases(),
     *jagged_cases(),
     *row_cache_cases(),
+    *initial_cases(),
 ]
 assert len({case.name for case in CASES}) == len(CASES)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import tritonemb as te
 from tests.helpers import assert_same_bits, configurations, contents, fewer, output_of
-from tests.nn.tiers import ELSEWHERE, outputs_of, same, seeded, train_ahead, varied_steps
+from tests.nn.tiers import ELSEWHERE, not_interpreted, outputs_of, same, seeded, train_ahead, varied_steps
 from tests.strategies import TABLE_DTYPES
 from tritonemb.ops.row_cache import set_of
 from tritonemb.types import CacheConfig
@@ -54,6 +54,7 @@ def test_training_has_the_bits_of_tables_on_the_device(optimizer, dtype):
         turn += 1
 
 
+@not_interpreted
 @pytest.mark.parametrize("depth", range(5))
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 @pytest.mark.parametrize("placement", ELSEWHERE)
@@ -73,6 +74,7 @@ def test_long_training_has_the_bits_of_tables_on_the_device(optimizer, placement
             check(configs, optimizer, pooled, placements, cache, depth, 200)
 
 
+@not_interpreted
 @pytest.mark.parametrize("rows", [1, 32, 33, 64, 499, 500])
 @pytest.mark.parametrize("share", [False, True])
 def test_every_size_of_cache(rows, share):
@@ -113,6 +115,7 @@ def streams(draw: st.DrawFn) -> tuple[int, list[list[int]]]:
     return rows, steps
 
 
+@not_interpreted
 @settings(max_examples=fewer(40, 3))
 @given(streams(), st.sampled_from(ELSEWHERE), st.sampled_from(("lru", "lfu")), st.integers(0, 4))
 def test_any_stream_of_ids(stream, placement, policy, depth):
@@ -126,6 +129,7 @@ def test_any_stream_of_ids(stream, placement, policy, depth):
     assert_same_bits(contents(mine), contents(twin))
 
 
+@not_interpreted
 @pytest.mark.parametrize("placement", ELSEWHERE)
 def test_ids_of_one_set_use_the_overflow_and_leave_it(placement):
     """Their set has 32 ways; the other 61 sets stay empty."""
@@ -149,15 +153,16 @@ def test_micro_batches_have_the_bits_of_tables_on_the_device(placement, pooled):
     configs = POOLED if pooled else UNPOOLED
     twin = seeded(configs, te.optim.LAMB(lr=0.1), pooled)
     mine = seeded(configs, te.optim.LAMB(lr=0.1), pooled, (placement,))
-    steps = varied_steps(twin, fewer(9, 3), weighted=True)
+    steps = varied_steps(twin, fewer(10, 5), sizes=(20,), weighted=True)
     for collection in (twin, mine):
-        for first in range(0, len(steps), 3):
+        for first in range(0, len(steps), 5):
             with collection.accumulate():
-                outputs_of(collection, steps[first : first + 3])
+                outputs_of(collection, steps[first : first + 5])
     assert_same_bits(contents(mine), contents(twin))
     assert mine.cache_statistics()["user"].overflows > 0
 
 
+@not_interpreted
 @pytest.mark.parametrize("placement", ELSEWHERE)
 def test_two_forwards_before_their_backwards(placement):
     twin, mine = seeded(POOLED, te.optim.Adam()), seeded(POOLED, te.optim.Adam(), True, (placement,))
@@ -170,6 +175,7 @@ def test_two_forwards_before_their_backwards(placement):
     assert_same_bits(contents(mine), contents(twin))
 
 
+@not_interpreted
 @pytest.mark.parametrize("placement", ELSEWHERE)
 def test_lookups_without_gradients_between_steps(placement):
     """Rows that were only looked up are evicted and come back; they are not written."""
@@ -189,6 +195,7 @@ def test_lookups_without_gradients_between_steps(placement):
     assert fresh.cache_statistics()["user"].written == 0
 
 
+@not_interpreted
 @pytest.mark.parametrize("placement", ELSEWHERE)
 def test_the_learning_rate_can_change(placement):
     twin, mine = seeded(POOLED, te.optim.SGD(lr=1.0)), seeded(POOLED, te.optim.SGD(lr=1.0), True, (placement,))

@@ -14,11 +14,11 @@ import torch
 import tritonemb as te
 from tests.helpers import assert_same_bits, contents, output_of
 from tests.nn.test_bad_offsets import BAD_OFFSETS, unchecked
-from tests.nn.tiers import ELSEWHERE, outputs_of, same, seeded, varied_steps
+from tests.nn.tiers import ELSEWHERE, not_interpreted, outputs_of, same, seeded, varied_steps
 from tritonemb.storage import DiskRows, HostRows, StorageError
 from tritonemb.types import CacheConfig
 
-pytestmark = pytest.mark.public
+pytestmark = [pytest.mark.public, not_interpreted]
 TABLES = [te.TableConfig("user", 500, 4, features=["u", "shared"]), te.TableConfig("genre", 70, 2, features=["shared"])]
 UNPOOLED = [te.TableConfig(name, 70, 4, pooling="none") for name in ("u", "shared")]
 
@@ -47,7 +47,7 @@ def trained_alike(mine, twin):
 @pytest.mark.parametrize("placement", ELSEWHERE)
 def test_an_id_out_of_range_is_reported_as_on_the_device(placement, pooled, value, dtype):
     mine, twin = make(placement, pooled=pooled), make("device", pooled=pooled)
-    bad = batch_of([[1], [2, 3]], [[0, 4], [1, value, -1]], dtype)
+    bad = batch_of([[1], [2, 3]], [[0, 4], [1, value]], dtype)
     before = contents(mine)
     with pytest.raises(ValueError, match="out of range") as expected:
         output_of(twin, bad)
@@ -133,6 +133,10 @@ def test_a_module_stays_where_it_was_made(placement):
     for copying in (copy.deepcopy, copy.copy, pickle.dumps):
         with pytest.raises(TypeError, match=f"table 'user' is placed on '{placement}' and cannot be copied"):
             copying(mine if copying is not copy.copy else mine.tables[0])
+    mixed = seeded(TABLES, ADAM, True, ("device", placement))
+    with pytest.raises(RuntimeError, match=f"table 'genre' is placed on '{placement}'"):
+        mixed.bfloat16()
+    assert mixed.tables[0].weight.dtype == torch.float32
     assert mine.to("cpu").float() is mine
     trained_alike(mine, twin)
 

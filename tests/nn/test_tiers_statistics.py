@@ -11,12 +11,12 @@ import tritonemb as te
 from tests.helpers import fewer
 from tests.nn.made import elements_made
 from tests.nn.test_tiers import streams
-from tests.nn.tiers import ELSEWHERE, seeded
+from tests.nn.tiers import ELSEWHERE, not_interpreted, seeded
 from tritonemb.nn.row_cache import CacheStatistics
 from tritonemb.ops.row_cache import WAYS
 from tritonemb.types import CacheConfig
 
-pytestmark = pytest.mark.public
+pytestmark = [pytest.mark.public, not_interpreted]
 MASK = 2**64 - 1
 
 

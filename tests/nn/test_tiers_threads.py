@@ -11,12 +11,14 @@ import torch
 
 import tritonemb as te
 from tests.helpers import assert_same_bits, contents, fewer
-from tests.nn.tiers import ELSEWHERE, outputs_of, same, seeded, varied_steps
+from tests.nn.tiers import ELSEWHERE, not_interpreted, outputs_of, same, seeded, varied_steps
 from tests.strategies import random_batch
+from tritonemb import ops
+from tritonemb.kernels.layout import FIRST_ROW, NUM_ROWS
 from tritonemb.nn.row_cache import RowCache
 from tritonemb.types import CacheConfig
 
-pytestmark = pytest.mark.public
+pytestmark = [pytest.mark.public, not_interpreted]
 TABLES = [te.TableConfig("a", 5000, 8, features=["f", "g"]), te.TableConfig("b", 3000, 4, features=["g"])]
 
 
@@ -87,6 +89,73 @@ def test_new_orders_of_keys_while_overflows_grow(placement):
             made.result()
     same(outputs, expected)
     assert_same_bits(contents(mine), contents(twin))
+
+
+@pytest.mark.parametrize("use", ["embedding_bag", "row_update_"])
+def test_slots_do_not_move_while_they_are_used(use, monkeypatch):
+    """Another thread needs more of them in the midst of a forward or a backward: it waits."""
+    mine = seeded(TABLES, te.optim.SGD(lr=0.1), True, ("host",))
+    small, large = (random_batch({"f": 5000, "g": 3000}, ["g", "f"], size, 4, seed=size) for size in (40, 400))
+    whole, asked = getattr(ops, use), []
+
+    def meanwhile(*args, **kwargs):
+        before = [table.weight.data_ptr() for table in mine.tables]
+        asked.append(other.submit(mine.group, large))
+        with pytest.raises(TimeoutError):
+            asked[0].result(0.3)
+        assert [table.weight.data_ptr() for table in mine.tables] == before
+        return whole(*args, **kwargs)
+
+    with ThreadPoolExecutor(1) as other:
+        groups = mine.group(small)
+        with monkeypatch.context() as patch:
+            if use == "embedding_bag":
+                patch.setattr(ops, use, meanwhile)
+            out = mine(small, groups)
+            patch.setattr(ops, use, meanwhile if use == "row_update_" else whole)
+            before = [table.weight.data_ptr() for table in mine.tables]
+            out.sum().backward()
+        asked[0].result(10)
+        if use == "row_update_":
+            assert [table.weight.data_ptr() for table in mine.tables] != before
+
+
+def test_what_keys_mean_is_not_made_while_slots_move(monkeypatch):
+    """Or it would say where slots were."""
+    mine = seeded(TABLES, te.optim.SGD(lr=0.1), True, ("host",))
+    rows = {"f": 5000, "g": 3000}
+    large = random_batch(rows, ["g", "f"], 400, 4, seed=1)
+    with torch.no_grad():
+        mine(random_batch(rows, ["g", "f"], 1, 4))
+    show, asked = RowCache._show_memory, []
+
+    def meanwhile(*args):
+        show(*args)
+        if not asked:
+            asked.append(other.submit(mine.group, large))
+            with pytest.raises(TimeoutError):
+                asked[0].result(0.3)
+
+    monkeypatch.setattr(RowCache, "_show_memory", meanwhile)
+    with ThreadPoolExecutor(1) as other:
+        mine(random_batch(rows, ["f", "g"], 10, 4)).sum().backward()
+        asked[0].result(10)
+    assert len(mine.cache.layouts) == 2
+    for _, own in mine.cache.layouts.values():
+        assert own.tables[:, NUM_ROWS].tolist() == [table.weight.shape[0] for table in mine.tables]
+        assert own.tables[:, NUM_ROWS].min() > 64
+
+
+def test_slots_of_one_table_are_not_numbered_like_those_of_another():
+    """However many rows its overflow has had at once."""
+    mine = seeded([te.TableConfig("a", 40, 4), te.TableConfig("b", 300, 4)], te.optim.SGD(), True, ("host",))
+    for ids in (range(40), range(39, -1, -1)):
+        batch = te.KeyedJaggedTensor.from_lists({"a": [list(ids)], "b": [[*ids, *range(100, 300)]]})
+        mine(batch).sum().backward()
+    (_, own), *_ = mine.cache.layouts.values()
+    numbers = [(int(table[FIRST_ROW]), int(table[FIRST_ROW] + table[NUM_ROWS])) for table in own.tables]
+    assert numbers[0][1] <= numbers[1][0]
+    assert numbers[1][1] <= own.num_rows
 
 
 @pytest.mark.usefixtures("dynamo")

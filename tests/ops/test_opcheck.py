@@ -8,10 +8,11 @@ from torch import Tensor
 
 import tritonemb as te
 from tests.helpers import make_collection
+from tests.ops.test_row_cache import make_cache, serve
 from tests.strategies import random_batch, rows_of
 from tritonemb.kernels.layout import make_layout
 from tritonemb.kernels.packing import CODECS, make_packing
-from tritonemb.ops import row_groups
+from tritonemb.ops import POLICIES, row_groups
 from tritonemb.ops.accumulate import NOT_ACCUMULATING, Accumulator
 from tritonemb.ops.exchange import Exchange
 from tritonemb.optim import OPTIMIZERS
@@ -232,6 +233,30 @@ class TestOpcheck:
         exchange = Exchange(call)
         for message in (torch.arange(5), torch.rand(5), torch.zeros(5, dtype=torch.uint8)):
             torch.library.opcheck(OPS.all_to_all.default, (message, [3, 2], [2, 3], exchange.number, "ids"))
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_row_cache_look_up_(self, policy):
+        cache = make_cache(policy)
+        serve(cache)
+        torch.library.opcheck(OPS.row_cache_look_up_.default, tuple(cache))
+
+    @pytest.mark.parametrize("policy", POLICIES)
+    def test_row_cache_allocate_(self, policy):
+        cache = make_cache(policy)
+        slots = torch.full_like(cache.rows, -1)
+        torch.library.opcheck(
+            OPS.row_cache_allocate_.default, (*cache.parts, cache.rows, slots, *cache.rest)
+        )  # fmt: skip
+
+    def test_row_cache_translate(self):
+        starts, order = torch.tensor([0, 2, 3, 3], dtype=torch.int32), torch.tensor([0, 2, 1], dtype=torch.int32)
+        args = (torch.tensor([7, 9, 2**40]), starts, order, torch.tensor(2))
+        torch.library.opcheck(OPS.row_cache_translate.default, args)
+
+    def test_move_rows_(self):
+        to, sources = [torch.zeros(4, 3), torch.zeros(4)], [torch.randn(5, 3), torch.randn(5)]
+        args = (to, sources, torch.tensor([0, 3, -1]), torch.tensor([4, 4, 2]))
+        torch.library.opcheck(OPS.move_rows_.default, args)
 
 
 def test_every_op_is_checked():

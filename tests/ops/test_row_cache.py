@@ -67,33 +67,6 @@ def serve(cache: Cache) -> tuple[Tensor, Tensor]:
     return slots, evicted
 
 
-@pytest.mark.usefixtures("dynamo")
-class TestOpcheck:
-    @pytest.mark.parametrize("policy", ops.POLICIES)
-    def test_look_up(self, policy):
-        cache = make_cache(policy)
-        serve(cache)
-        torch.library.opcheck(OPS.row_cache_look_up_.default, tuple(cache))
-
-    @pytest.mark.parametrize("policy", ops.POLICIES)
-    def test_allocate(self, policy):
-        cache = make_cache(policy)
-        slots = torch.full_like(cache.rows, -1)
-        torch.library.opcheck(
-            OPS.row_cache_allocate_.default, (*cache.parts, cache.rows, slots, *cache.rest)
-        )  # fmt: skip
-
-    def test_translate(self):
-        starts, order = torch.tensor([0, 2, 3, 3], dtype=torch.int32), torch.tensor([0, 2, 1], dtype=torch.int32)
-        args = (torch.tensor([7, 9, 2**40]), starts, order, torch.tensor(2))
-        torch.library.opcheck(OPS.row_cache_translate.default, args)
-
-    def test_move_rows(self):
-        to, sources = [torch.zeros(4, 3), torch.zeros(4)], [torch.randn(5, 3), torch.randn(5)]
-        args = (to, sources, torch.tensor([0, 3, -1]), torch.tensor([4, 4, 2]))
-        torch.library.opcheck(OPS.move_rows_.default, args)
-
-
 def test_rows_are_found_where_they_were_put():
     cache = make_cache()
     slots, evicted = serve(cache)

@@ -1,4 +1,7 @@
-"""Training with tables on disk, in this process or in one that may be killed: `python -m tests.training.disk_job`."""
+"""Training with tables on disk, in this process or in one that may be killed: `python -m tests.training.disk_job`.
+
+What tests of their checkpoints share.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import tritonemb as te
 from tests.training.jobs import planted
+from tritonemb.comm.group import Group
 from tritonemb.data import Dataset
+from tritonemb.sharding.table_shards import TableShards
+from tritonemb.storage import DiskRows
 from tritonemb.training import Callback, CheckpointOptions
+from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, read_manifest, stored_tensors
+from tritonemb.training.state import model_tensors
 
 LAST_STEP = 60
 OPTIMIZER = te.optim.RowWiseAdagrad(lr=0.05)
@@ -39,6 +48,87 @@ def make_trainer(
     settings = {"batch_size": 50, "epochs": 2, "verbose": False, "log_every": 4} | options
     live = None if folder is None else folder.parent / "live"
     return te.Trainer(model_of(data, placement, live), data, folder=folder, callbacks=list(callbacks), **settings)
+
+
+def sharded(
+    rank: int,
+    folder: Path,
+    placement: str,
+    plan: str,
+    epochs: int,
+    checkpoints: CheckpointOptions,
+    resume: bool = False,
+    only_load: bool = False,
+    adam: bool = False,
+) -> dict[str, Tensor]:
+    """A trainer's whole state after it has trained, on this rank of a job or in one process if there is no `plan`."""
+    data, kinds = planted(600, validation=False), te.sharding
+    optimizer = te.optim.Adam(lr=0.01) if adam else OPTIMIZER
+    model: Any = model_of(data, placement, folder.parent / f"live{rank}", optimizer)
+    group = Group()
+    if plan:
+        group = Group.world()
+        ways = {
+            "rows": [kinds.RowWise()],
+            "columns": [kinds.ColumnWise()],
+            "mixed": [kinds.RowWise(), kinds.TableWise(1), kinds.TableWise(0)],
+        }[plan]
+        cuts = {feature.name: ways[number % len(ways)] for number, feature in enumerate(data.features)}
+        exchange = kinds.ExchangePrecision("fp32", "fp32")
+        model = te.HybridParallel(model, kinds.ShardingPlan(cuts, group.size), exchange=exchange)
+    trainer = te.Trainer(
+        model, data, folder=folder, batch_size=50, epochs=epochs, verbose=False, checkpoints=checkpoints
+    )  # fmt: skip
+    if resume:
+        assert trainer.resume() is not None
+    if not only_load:
+        trainer.fit()
+    state = trainer.model.state_dict()
+    return {n: t.gather(group) if isinstance(t, TableShards) else t.detach().clone() for n, t in state.items()}
+
+
+def bits(trainer: te.Trainer) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in trainer.model.state_dict().items()}
+
+
+def in_memory(path: Path) -> dict[str, Tensor]:
+    found = {name: torch.empty(e.size, dtype=e.properties.dtype) for name, e in stored_tensors(path).items()}
+    load_tensors(path, found)
+    return found
+
+
+def table_files(path: Path) -> list[str]:
+    return sorted(entry.name for entry in path.iterdir() if entry.suffix in (".rows", ".changes"))
+
+
+class Probe:
+    """A table on disk whose every row is written, and its checkpoints."""
+
+    def __init__(self, folder: Path, rows: int = 3000, **options: Any) -> None:
+        table = te.TableConfig("t", rows, 8, placement="disk", cache=te.CacheConfig(rows=32))
+        self.collection = te.nn.EmbeddingBagCollection([table], optimizer=te.optim.SGD(lr=1.0))
+        self.folder = CheckpointFolder(folder, **options)
+        self.rows = rows
+        self.write(0, rows)
+
+    @property
+    def store(self) -> DiskRows:
+        return self.collection.tables[0].store
+
+    def write(self, first: int, last: int) -> None:
+        records = torch.randn(last - first, 8).view(torch.uint8)
+        self.store.write(torch.arange(first, last), records).wait()
+
+    def save(self, step: int) -> list[str]:
+        self.folder.save(step, model_tensors(self.collection), {})
+        return [name.partition(".")[2] for name in table_files(self.folder.path(step))]
+
+    def values(self) -> Tensor:
+        return self.collection.state_dict()["t.weight"].clone()
+
+    def saved(self, step: int) -> Tensor:
+        read_manifest(self.folder.path(step))
+        return in_memory(self.folder.path(step))["model.t.weight"]
 
 
 def main(folder: str, asynchronous: str) -> None:

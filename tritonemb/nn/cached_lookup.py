@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from tritonemb import ops
 from tritonemb.jagged import KeyedJaggedTensor
@@ -58,7 +59,7 @@ def bring(collection: Collection, cache: RowCache, features: Features) -> Brough
     return cache.bring(batch, whole, own, torch.is_grad_enabled() and _trains(collection), refuse_bad_ids)
 
 
-@torch.compiler.disable
+@_disable_dynamo  # a graph break, which loads no compiler before one is used
 def look_up_cached(
     collection: Collection, cache: RowCache, features: Features, groups: ops.RowGroups | Brought | None
 ) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from tritonemb import ops
 from tritonemb.jagged import KeyedJaggedTensor
@@ -184,7 +185,8 @@ class Collection(nn.Module):
         """The distinct rows of a batch, from its ids alone; may be computed ahead and given to `forward`.
 
         Rows of tables that live elsewhere than on the device are brought there, and held until the batch's backward has
-        been, or, where gradients are not recorded, until it has been looked up. This may be done in another thread.
+        been, or, where gradients are not recorded, until it has been looked up; a second lookup brings them anew. This
+        may be done in another thread.
         """
         if self.cache is not None:
             return bring(self, self.cache, features)
@@ -197,7 +199,7 @@ class Collection(nn.Module):
         batch = KeyedJaggedTensor(keys, values, weights, offsets=offsets)
         return Grouped(batch, None if self.cache is None else self.group(features))
 
-    @torch.compiler.disable
+    @_disable_dynamo  # a graph break, which loads no compiler before one is used
     def _told(self, features: Features | SentFeatures, groups: Groups | None) -> tuple[Features, Groups | None]:
         """Features, and their groups if they are known."""
         if isinstance(features, SentFeatures):
@@ -354,6 +356,9 @@ class Collection(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> Collection:
         """Casting a module to 16 bits leaves the learning rate float32."""
+        for table in self.tables:
+            if isinstance(table, TieredTable):
+                table._apply(fn)  # refuses before others have been moved
         rate = self._buffers.get("learning_rate")
         super()._apply(fn, recurse)
         if rate is not None:

@@ -165,7 +165,16 @@ class TieredTable(Table):
             yield int(rows[0]), self.record.views(records)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Weight and states of the whole table; of one in host memory, those that training writes to."""
+        """Weight and states of the whole table; of one in host memory, those that training writes to.
+
+        Within `stand_ins`, an `OnDisk` stands for each tensor of a table on disk.
+        """
+        if stand_in.are_wanted() and self.config.placement == "disk":
+            sizes = {f.name: [f.size] * (not f.one_a_row) for f in self.record.fields}
+            return {
+                f.name: stand_in.OnDisk(self, f.name, (self.config.num_embeddings, *sizes[f.name]), f.dtype)
+                for f in self.record.fields
+            }
         if not self.has_store:
             size = self.config.num_embeddings, self.record.num_bytes
             return self.record.views(torch.empty(size, dtype=torch.uint8, device=self.weight.device))
@@ -218,9 +227,9 @@ class TieredTable(Table):
             restore(path, base, increments)
             return DiskRows.open(path, **_identity(self.config, self.record, seed))
 
-    def empty(self) -> DiskRows:
-        """Rows none of which was ever written, for `adopt`."""
-        return _on_disk(self.config, self.record, seed=0)
+    def empty(self, seed: int = 0) -> DiskRows:
+        """Rows none of which was ever written, for `adopt`: they have the first values of a seed."""
+        return _on_disk(self.config, self.record, seed)
 
     def adopt(self, store: DiskRows) -> None:
         """Take other rows for this table's own, whose rows on the device are read anew."""
@@ -237,11 +246,6 @@ class TieredTable(Table):
                 pass
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        if stand_in.are_wanted() and self.config.placement == "disk":
-            for field in self.record.fields:
-                size = (self.config.num_embeddings, *([] if field.one_a_row else [field.size]))
-                destination[prefix + field.name] = stand_in.OnDisk(self, field.name, size, field.dtype)
-            return
         for name, tensor in self.tensors().items():
             destination[prefix + name] = tensor
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ from torch import Tensor
 
 from tritonemb.storage import header as headers
 from tritonemb.storage.blocks import Blocks
+from tritonemb.storage.clone import written_parts
 from tritonemb.storage.file import PageFile, read_page
-from tritonemb.storage.layout import Layout
+from tritonemb.storage.layout import PAGE_BYTES, Layout
 from tritonemb.storage.record import Field, Record
 from tritonemb.storage.store import Initial, StorageError, check_request
 from tritonemb.storage.threads import shared_threads
@@ -85,6 +87,15 @@ class SavedRows:
             drawn = torch.empty(never.numel(), self.record.num_bytes, dtype=torch.uint8)
             initial(rows[never], drawn)
             records[never] = drawn
+
+    def written(self) -> Iterator[tuple[int, int]]:
+        """Bounds of rows, ascending, beside which none was ever written; among them are such, too."""
+        layout, following = self._blocks.layout, 0
+        for begin, end in written_parts(self._file, self._file.size()):
+            first = max(following, (begin - PAGE_BYTES) // layout.block_bytes)
+            following = max(following, -(-(end - PAGE_BYTES) // layout.block_bytes))
+            if first < following:
+                yield first * layout.rows_per_block, min(following * layout.rows_per_block, self.num_rows)
 
     def close(self) -> None:
         self._file.close()

@@ -88,17 +88,18 @@ class AsyncSave:
         kept: dict[str, Any] = {}
         copies: dict[str, Tensor] = {}
 
-        def keep() -> None:
+        def keep() -> bool:
             nonlocal kept, copies
             kept = json.loads(json.dumps(manifest))
             try:
                 copies = self._copies.copy(plain)
             except (MemoryError, RuntimeError) as error:
                 raise CheckpointError(f"step {step} could not be copied to host memory to be saved: {error}") from error
+            return bool(tables)
 
-        together(self._group, keep)
+        has_tables = any(together(self._group, keep))
         # What is no copy must be asked for now; all else can be begun in the thread.
-        begun = self.folder.begin(step, tensors, self._group) if tables else None
+        begun = self.folder.begin(step, tensors, self._group) if has_tables else None
         stopped = time.perf_counter() - begin
         self._thread = threading.Thread(
             target=self._write,

@@ -24,9 +24,20 @@ from tritonemb.nn.tiered_table import write_back
 from tritonemb.training.checkpoints.files import allocated, free_bytes, link_or_copy, sync, write
 from tritonemb.training.checkpoints.manifest import FORMAT, MANIFEST, read_text
 from tritonemb.training.checkpoints.options import CheckpointError
-from tritonemb.training.checkpoints.tables_out import TableSnapshot, ask, bytes_of, finish, settle, tables_of
+from tritonemb.training.checkpoints.tables_out import (
+    Fields,
+    TableOnDisk,
+    TableSnapshot,
+    ask,
+    bytes_of,
+    finish,
+    parts_of,
+    said_of,
+    settle,
+    tables_of,
+)
 from tritonemb.training.checkpoints.tensors import bytes_to_write, refuse_missing_parts
-from tritonemb.training.checkpoints.together import alone, is_first, of_first, together
+from tritonemb.training.checkpoints.together import is_first, of_first, together
 from tritonemb.training.checkpoints.writing import write_tensors
 
 Value = TypeVar("Value")
@@ -38,13 +49,21 @@ class Begun:
 
     Args:
         step: of which.
-        tables: on their way.
+        tables: of this rank.
+        asked: its parts of them, on their way.
+        has_tables: whether some rank has such tables.
         needed: bytes, at most.
     """
 
     step: int
-    tables: Sequence[TableSnapshot]
+    tables: Mapping[str, TableOnDisk]
+    asked: Sequence[TableSnapshot]
+    has_tables: bool
     needed: int
+
+    def fields(self) -> dict[str, Fields]:
+        """What weight and states of this rank's tables on disk are, by the beginning of their names."""
+        return {prefix: table.fields for prefix, table in self.tables.items()}
 
 
 class CheckpointFolder:
@@ -110,17 +129,16 @@ class CheckpointFolder:
         """Make the folder of a checkpoint, and ask tables on disk for snapshots of this moment; `finish` does the rest.
 
         Raises:
-            as `save`; ValueError also if there are several ranks, and tables on disk.
+            as `save`.
         """
         plain, tables = tables_of(tensors)
-        refuse_missing_parts(plain, group)
-        needed = bytes_of(tables.values()) + bytes_to_write(plain, group)
+        refuse_missing_parts(tensors, group)
+        needed = bytes_to_write(plain, group)
         aside = self.folder / f".writing-step-{step}"
 
-        def bring_back() -> None:
-            if tables and not alone(group):
-                raise ValueError(f"tables on disk ({', '.join(tables)}) are saved by one process, not by several ranks")
-            write_back(tables.values())
+        def bring_back() -> tuple[bool, int]:
+            write_back(parts_of(tables))
+            return bool(tables), bytes_of(tables)
 
         def begin() -> None:
             self._remove_leftovers()
@@ -130,12 +148,17 @@ class CheckpointFolder:
             if not aside.is_dir():
                 raise OSError(f"{aside} is not there: all ranks must write to one folder, on a file system they share")
 
-        together(group, bring_back)  # what fails here is lost to training, too
+        of_ranks = together(group, bring_back)  # what fails here is lost to training, too
+        has_tables, needed = any(has for has, _ in of_ranks), needed + sum(num_bytes for _, num_bytes in of_ranks)
+        asked: list[TableSnapshot] = []
         try:
             of_first(group, begin, OSError)
             together(group, refuse_other_folder, OSError)
-            return Begun(step, ask(aside, tables, self._before(step) if tables else ()), needed)
+            if has_tables:
+                together(group, lambda: asked.extend(ask(aside, tables, self._before(step))), OSError)
+            return Begun(step, tables, asked, has_tables, needed)
         except OSError as error:
+            settle(asked)
             raise self._failure(step, needed, error, group) from error
 
     def finish(
@@ -151,8 +174,7 @@ class CheckpointFolder:
 
         def put() -> None:
             _refuse_missing(aside, files)
-            said = {"tables": of_tables} if of_tables else {}
-            write(aside / MANIFEST, json.dumps({"format": FORMAT, **manifest, **said, "files": files}, indent=1))
+            write(aside / MANIFEST, json.dumps({"format": FORMAT, **manifest, **more, "files": files}, indent=1))
             self._put(aside, self.path(step))
             self._drop_after(step)
             for old in self.steps()[: -self.keep]:
@@ -160,14 +182,17 @@ class CheckpointFolder:
 
         try:
             files = write_tensors(aside, tensors, group)
-            written = sum(size for size, _ in files.values())
-            table_files, of_tables, table_bytes = finish(begun.tables)
-            files |= table_files
+            written, more = sum(size for size, _ in files.values()), {}
+            if begun.has_tables:
+                every = together(group, lambda: (begun.fields(), finish(begun.asked)), OSError)
+                files |= {name: entry for _, of_rank in every for name, entry in of_rank.files.items()}
+                written += sum(of_rank.num_bytes for _, of_rank in every)
+                more["tables"] = said_of(every)
             of_first(group, put, OSError)
         except (OSError, CheckpointException) as error:
-            settle(begun.tables)
+            settle(begun.asked)
             raise self._failure(step, begun.needed, error, group) from error
-        return written + table_bytes
+        return written
 
     def mark_best(self, step: int, group: Group | None = None) -> None:
         """Keep the checkpoint of this step as the best one, whatever becomes of the newest ones.

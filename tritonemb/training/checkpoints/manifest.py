@@ -40,8 +40,9 @@ def read_text(path: Path) -> tuple[str, dict[str, Any]]:
 def _check_tables(tables: Mapping[str, Any], files: Mapping[str, Any]) -> None:
     """Raise whatever goes wrong when one reads what is said of tables on disk."""
     for said in tables.values():
-        _, _, _, _ = said["table"], said["snapshot"], float(said["bound"]), files[said["files"][0]]
-        for name in said["files"]:
-            _, _ = files[name]
+        for part in said["parts"]:
+            _, _, _, _ = part["table"], part["snapshot"], float(part["bound"]), files[part["files"][0]]
+            for first, count in (part["rows"], part["columns"], *(files[name] for name in part["files"])):
+                _, _ = int(first), int(count)
         for dtype, size in said["fields"].values():
             _, _ = getattr(torch, dtype), torch.Size(size)

@@ -13,6 +13,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from tritonemb.comm.group import Group
+from tritonemb.nn.tiered_table import TieredTable
+from tritonemb.storage import DiskRows
 from tritonemb.training.checkpoints.files import checksum
 from tritonemb.training.checkpoints.manifest import read_text
 from tritonemb.training.checkpoints.tables_in import (
@@ -21,7 +23,8 @@ from tritonemb.training.checkpoints.tables_in import (
     entries_of,
     fill,
     from_files,
-    from_tensors,
+    from_rows,
+    same_part,
     saved_tables,
 )
 from tritonemb.training.checkpoints.tables_out import tables_of
@@ -99,37 +102,46 @@ def load_tensors(
         listed = "\n  ".join(problems[:MOST_LISTED] + [f"and {more} more"] * (more > 0))
         raise ValueError(f"checkpoint {path} is of another model or optimizer:\n  {listed}")
 
-    together(group, lambda: _load(path, tensors, stored))
-
-
-def _load(path: Path, tensors: dict[str, Tensor], stored: Mapping[str, TensorStorageMetadata]) -> None:
-    files = saved_tables(path)
-    in_memory, on_disk = tables_of(tensors)
-    fresh = []  # rows that tables are to adopt, once nothing can go wrong any more
+    fresh: list[tuple[TieredTable, DiskRows]] = []
     try:
-        for prefix, table in on_disk.items():
-            if prefix in files:
-                fresh.append((table, from_files(path, files[prefix], table)))
-            else:
-                entries = {field.name: stored[f"{prefix}.{field.name}"] for field in table.record.fields}
-                fresh.append((table, from_tensors(TensorRows(path, prefix, entries), table)))
-        plain = {name: tensor for name, tensor in in_memory.items() if name.rpartition(".")[0] not in files}
-        if plain:
-            with as_one_process():
-                load(plain, checkpoint_id=path, no_dist=True)  # nobody needs to agree on what he reads
-        for prefix, said in files.items():
-            targets = {
-                name: in_memory[f"{prefix}.{name}"] for name in said["fields"] if f"{prefix}.{name}" in in_memory
-            }
-            if targets:
-                with FileRows(path, said) as rows:
-                    fill(rows, targets, rows.row_bytes)
+        together(group, lambda: _load(path, tensors, stored, fresh))
     except BaseException:
         for _, store in fresh:
             store.close()
         raise
     for table, store in fresh:
         table.adopt(store)
+
+
+def _load(
+    path: Path,
+    tensors: dict[str, Tensor],
+    stored: Mapping[str, TensorStorageMetadata],
+    fresh: list[tuple[TieredTable, DiskRows]],
+) -> None:
+    """Read into memory, and add rows that tables on disk are to adopt once nothing can go wrong any more, anywhere."""
+    files = saved_tables(path)
+    in_memory, on_disk = tables_of(tensors)
+    by_part = {id(part): (part, prefix) for prefix, table in on_disk.items() for part in table.parts}
+    for part, prefix in by_part.values():
+        same = None if prefix not in files else same_part(files[prefix], part)
+        if same is not None:
+            fresh.append((part, from_files(path, same, part)))
+        elif prefix in files:
+            with FileRows(path, files[prefix]) as rows:
+                fresh.append((part, from_rows(rows, part)))
+        else:
+            entries = {field.name: stored[f"{prefix}.{field.name}"] for field in part.record.fields}
+            fresh.append((part, from_rows(TensorRows(path, prefix, entries), part)))
+    plain = {name: tensor for name, tensor in in_memory.items() if name.rpartition(".")[0] not in files}
+    if plain:
+        with as_one_process():
+            load(plain, checkpoint_id=path, no_dist=True)  # nobody needs to agree on what he reads
+    for prefix, said in files.items():
+        targets = {name: in_memory[f"{prefix}.{name}"] for name in said["fields"] if f"{prefix}.{name}" in in_memory}
+        if targets:
+            with FileRows(path, said) as rows:
+                fill(rows, targets, rows.row_bytes)
 
 
 def _check_files(path: Path, files: Mapping[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """Tables on disk into a checkpoint's folder: snapshots of their files, never through memory.
 
-A table's rows are a chain of files: a whole snapshot, and where checkpoints are incremental the changes since, in their
-order. The files of earlier checkpoints are hard links, so every checkpoint has all it needs, and any may be removed.
+Each part of a table is saved by the rank that holds it. Its rows are a chain of files: a whole snapshot, and where
+checkpoints are incremental the changes since, in their order. The files of earlier checkpoints are hard links, so every
+checkpoint has all it needs, and any may be removed.
 """
 
 from __future__ import annotations
@@ -12,18 +13,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from tritonemb.nn.stand_in import OnDisk
 from tritonemb.nn.tiered_table import TieredTable
+from tritonemb.sharding.table_shards import TableShards
 from tritonemb.storage import DiskRows, Pending, snapshot_header
 from tritonemb.storage.layout import PAGE_BYTES
 from tritonemb.training.checkpoints.files import CHANGES, ROWS, allocated, checksum
+from tritonemb.types import TableConfig
 
 MOST_FILES = 64  # of a chain: each is opened, read and checked when a run is resumed
 
+Fields = Mapping[str, tuple[str, list[int]]]  # by name: dtype and shape
 Before = Sequence[tuple[Path, Mapping[str, Any]]]
 
 
@@ -43,94 +47,141 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class TableSnapshot:
-    """A table's rows on their way into a folder.
+class TableOnDisk:
+    """A table on disk, of which a rank holds some parts.
 
     Args:
-        prefix: of the names of weight and states in the checkpoint.
-        table: its config's name.
-        fields: shape and dtype by field.
-        bound: of its first values.
+        fields: dtype and shape of the whole weight and states, by their names.
+        parts: this rank's; one, where the table is not cut.
+    """
+
+    fields: Fields
+    parts: tuple[TieredTable, ...]
+
+
+@dataclass(frozen=True)
+class TableSnapshot:
+    """A part of a table on its way into a folder.
+
+    Args:
+        prefixes: of the names of weight and states in the checkpoint, one for each path to the table in the model.
+        config: of the part.
         chain: files that are in the folder already; None before a whole snapshot.
         path: of the file that is being written.
         pending: ends when it is on the disk.
     """
 
-    prefix: str
-    table: str
-    fields: Mapping[str, Any]
-    bound: float
+    prefixes: tuple[str, ...]
+    config: TableConfig
     chain: Chain | None
     path: Path
     pending: Pending
 
 
-def tables_of(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, TieredTable]]:
-    """What is a tensor, and by the beginning of their names the tables on disk."""
-    on_disk = {name.rpartition(".")[0]: value.table for name, value in tensors.items() if isinstance(value, OnDisk)}
-    return {name: value for name, value in tensors.items() if not isinstance(value, OnDisk)}, on_disk
+def tables_of(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, TableOnDisk]]:
+    """What is a tensor, and by the beginning of their names the tables on disk, as far as this rank holds them."""
+    plain: dict[str, Tensor] = {}
+    fields: dict[str, dict[str, tuple[str, list[int]]]] = {}
+    parts: dict[str, dict[int, TieredTable]] = {}
+    for name, value in tensors.items():
+        own = [shard.tensor for shard in value.shards] if isinstance(value, TableShards) else [value]
+        on_disk = [tensor.table for tensor in own if isinstance(tensor, OnDisk)]
+        if on_disk:
+            prefix, _, field = name.rpartition(".")
+            fields.setdefault(prefix, {})[field] = (str(value.dtype).removeprefix("torch."), list(value.shape))
+            parts.setdefault(prefix, {}).update({id(table): table for table in on_disk})
+        else:
+            plain[name] = value
+    return plain, {prefix: TableOnDisk(fields[prefix], tuple(parts[prefix].values())) for prefix in fields}
 
 
-def ask(folder: Path, tables: Mapping[str, TieredTable], before: Before) -> list[TableSnapshot]:
+def ask(folder: Path, tables: Mapping[str, TableOnDisk], before: Before) -> list[TableSnapshot]:
     """Ask the tables for snapshots of this moment; what was trained has been written back.
 
     Args:
         before: earlier checkpoints and their manifests, newest first, which changes may follow; none for whole ones.
 
     Raises:
-        OSError: a table takes nothing more, or its earlier files cannot be linked.
+        OSError: a table takes nothing more.
     """
+    prefixes: dict[int, tuple[str, ...]] = {}
+    parts: dict[int, TieredTable] = {}
+    for prefix, table in tables.items():
+        for part in table.parts:
+            parts[id(part)] = part
+            prefixes[id(part)] = (*prefixes.get(id(part), ()), prefix)
     asked: list[TableSnapshot] = []
     try:
-        for prefix, table in tables.items():
-            store, stem = _store(table), stem_of(prefix)
+        for number, part in parts.items():
+            prefix, store = prefixes[number][0], _store(part)
             chain = _link(folder, _chain(prefix, store, before))
-            name = f"{stem}{ROWS}" if chain is None else f"{stem}.{len(chain.files)}{CHANGES}"
-            fields = {
-                f.name: [str(f.dtype).removeprefix("torch."), [store.num_rows, *([] if f.one_a_row else [f.size])]]
-                for f in table.record.fields
-            }
-            pending = store.snapshot(folder / name, changes_only=chain is not None)
-            asked.append(
-                TableSnapshot(prefix, table.config.name, fields, table.config.bound, chain, folder / name, pending)
-            )
+            stem = stem_of(prefix, part.config)
+            path = folder / (f"{stem}{ROWS}" if chain is None else f"{stem}.{len(chain.files)}{CHANGES}")
+            pending = store.snapshot(path, changes_only=chain is not None)
+            asked.append(TableSnapshot(prefixes[number], part.config, chain, path, pending))
     except BaseException:
         settle(asked)
         raise
     return asked
 
 
-def finish(asked: Sequence[TableSnapshot]) -> tuple[dict[str, list[int]], dict[str, Any], int]:
-    """Wait until the snapshots are on the disk.
+class Written(NamedTuple):
+    """What a rank has written of its tables on disk.
 
-    Returns:
-        size and checksum of each file; what the manifest says of each table, by its names' beginning; bytes written.
+    Args:
+        files: size and checksum of each file.
+        parts: what the manifest says of each part, by the beginning of the table's names.
+        num_bytes: that are new.
+    """
+
+    files: dict[str, list[int]]
+    parts: list[tuple[str, dict[str, Any]]]
+    num_bytes: int
+
+
+def finish(asked: Sequence[TableSnapshot]) -> Written:
+    """Wait until the snapshots are on the disk.
 
     Raises:
         OSError: one could not be written, or does not follow those before.
     """
     files: dict[str, list[int]] = {}
-    said, num_bytes = {}, 0
+    parts, num_bytes = [], 0
     for each in asked:
         each.pending.wait()
     for each in asked:
-        header, own = snapshot_header(each.path), {} if each.chain is None else dict(each.chain.files)
-        if each.chain is not None and header["after"] != each.chain.snapshot:
-            raise OSError(
-                f"a snapshot of table {each.table!r} was taken by others while a checkpoint was begun, so its changes "
-                "do not follow the last checkpoint; the next one will be whole"
-            )
+        header, own, config = snapshot_header(each.path), {}, each.config
+        if each.chain is not None:
+            own = dict(each.chain.files)
+            if header["after"] != each.chain.snapshot:
+                raise OSError(
+                    f"a snapshot of table {config.name!r} was taken by others while a checkpoint was begun, so its "
+                    "changes do not follow the last checkpoint; the next one will be whole"
+                )
         own[each.path.name] = [each.path.stat().st_size, checksum(each.path)]
         num_bytes += allocated(each.path)
         files |= own
-        said[each.prefix] = {
-            "table": each.table,
-            "fields": dict(each.fields),
-            "bound": each.bound,
+        part = {
+            "table": config.name,
+            "rows": [config.row_origin, config.num_embeddings],
+            "columns": [config.column_origin, config.embedding_dim],
+            "bound": config.bound,
             "files": list(own),
             "snapshot": header["snapshot"],
         }
-    return files, said, num_bytes
+        parts += [(prefix, part) for prefix in each.prefixes]
+    return Written(files, parts, num_bytes)
+
+
+def said_of(every: Iterable[tuple[dict[str, Fields], Written]]) -> dict[str, dict[str, Any]]:
+    """What the manifest says of tables on disk, by the beginning of their names: of all ranks' fields and files."""
+    said: dict[str, dict[str, Any]] = {}
+    for tables, written in every:
+        for prefix, fields in tables.items():
+            said.setdefault(prefix, {"fields": {}, "parts": []})["fields"] |= fields
+        for prefix, part in written.parts:
+            said[prefix]["parts"].append(part)
+    return said
 
 
 def settle(asked: Iterable[TableSnapshot]) -> None:
@@ -140,15 +191,21 @@ def settle(asked: Iterable[TableSnapshot]) -> None:
             each.pending.wait()
 
 
-def bytes_of(tables: Iterable[TieredTable]) -> int:
-    """At most so many bytes are needed for them."""
-    return sum(_store(table).bytes_on_disk() for table in tables)
+def bytes_of(tables: Mapping[str, TableOnDisk]) -> int:
+    """At most so many bytes are needed for this rank's parts."""
+    return sum(_store(part).bytes_on_disk() for part in parts_of(tables))
 
 
-def stem_of(prefix: str) -> str:
-    """The beginning of a table's file names, which another table has not."""
+def parts_of(tables: Mapping[str, TableOnDisk]) -> list[TieredTable]:
+    """This rank's parts of all tables, each once."""
+    return list({id(part): part for table in tables.values() for part in table.parts}.values())
+
+
+def stem_of(prefix: str, part: TableConfig) -> str:
+    """The beginning of a part's file names, which no other one has."""
     readable = re.sub(r"[^A-Za-z0-9_-]+", "-", prefix.removeprefix("model."))[:80]
-    return f"{readable}-{zlib.crc32(prefix.encode()):08x}"
+    place = f"-{part.row_origin}-{part.column_origin}" if part.row_origin or part.column_origin else ""
+    return f"{readable}-{zlib.crc32(prefix.encode()):08x}{place}"
 
 
 def _store(table: TieredTable) -> DiskRows:
@@ -159,10 +216,11 @@ def _store(table: TieredTable) -> DiskRows:
 def _chain(prefix: str, store: DiskRows, before: Before) -> Chain | None:
     """The files to follow, of the checkpoint that has the table's last snapshot; None if a whole one is better."""
     for folder, manifest in before:
-        said = manifest.get("tables", {}).get(prefix)
-        if said is None or said["snapshot"] != store.last_snapshot:
+        parts = manifest.get("tables", {}).get(prefix, {"parts": []})["parts"]
+        part = next((part for part in parts if part["snapshot"] == store.last_snapshot), None)
+        if part is None:
             continue
-        chain = Chain(folder, {name: manifest["files"][name] for name in said["files"]}, said["snapshot"])
+        chain = Chain(folder, {name: manifest["files"][name] for name in part["files"]}, part["snapshot"])
         whole, *changes = [folder / name for name in chain.files]
         if len(chain.files) >= MOST_FILES or any(
             not (folder / name).is_file() or (folder / name).stat().st_size != size

@@ -1,0 +1,270 @@
+"""What goes wrong with checkpoints of tables on disk: damage, full disks, processes that are killed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("torchmetrics")
+pytest.importorskip("psutil")
+
+import tritonemb as te
+from tests.helpers import assert_same_bits
+from tests.training.disk_job import LAST_STEP, Probe, bits, in_memory, make_trainer, model_of
+from tests.training.jobs import planted
+from tritonemb.storage import DiskRows, StorageError
+from tritonemb.storage.file import PageFile
+from tritonemb.training import Callback, CheckpointError, CheckpointOptions
+from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, read_manifest
+from tritonemb.training.state import model_tensors
+from tritonemb.training.watch.run_log import read_run_log
+
+EVERY = CheckpointOptions(checkpoint_steps=4, keep=2)
+
+
+@pytest.fixture(scope="module")
+def data():
+    return planted(600, validation=False)
+
+
+def flip(path: Path) -> None:
+    """A bit of the last page that holds anything."""
+    content = bytearray(path.read_bytes())
+    place = max(number for number, byte in enumerate(content) if byte)
+    content[place] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def zero(path: Path) -> None:
+    """A page that is lost, as if it had never been written."""
+    with path.open("r+b") as file:
+        file.seek(4096)
+        assert any(file.read(4096))
+        file.seek(4096)
+        file.write(bytes(4096))
+
+
+def swap(path: Path) -> None:
+    (other,) = [p for p in path.parent.glob(f"*{path.suffix}") if p != path]
+    content = other.read_bytes()
+    other.write_bytes(path.read_bytes())
+    path.write_bytes(content)
+
+
+class TestDamage:
+    CHECKSUM = "does not have the checksum that was written; use another one"
+
+    def two_tables(self) -> te.nn.EmbeddingBagCollection:
+        tables = [te.TableConfig(name, 500, 8, placement="disk", cache=te.CacheConfig(rows=32)) for name in "ab"]
+        return te.nn.EmbeddingBagCollection(tables, optimizer=te.optim.SGD(lr=1.0))
+
+    def trained(self, folder: CheckpointFolder) -> None:
+        found = self.two_tables()
+        for step in (1, 2):
+            ids = torch.arange(250 // step).repeat(2)
+            batch = te.KeyedJaggedTensor.from_lengths(["a", "b"], ids, torch.ones(ids.numel(), dtype=torch.int64))
+            found(batch).sum().backward()
+            folder.save(step, model_tensors(found), {})
+
+    @pytest.mark.parametrize("suffix", [".rows", ".changes"])
+    @pytest.mark.parametrize(
+        ("damage", "message"),
+        [
+            (flip, CHECKSUM),
+            (zero, CHECKSUM),
+            (swap, CHECKSUM),
+            (lambda path: os.truncate(path, path.stat().st_size - 4096), "bytes instead of [0-9,]+ bytes"),
+            (lambda path: path.unlink(), "has vanished instead of"),
+        ],
+    )
+    def test_a_damaged_file_is_named(self, tmp_path, suffix, damage, message):
+        folder = CheckpointFolder(tmp_path, incremental=True)
+        self.trained(folder)
+        path = sorted(folder.path(2).glob(f"a-*{suffix}"))[0]
+        shutil.copytree(folder.path(2), tmp_path / "copy")  # no hard links, for each its own damage
+        path = tmp_path / "copy" / path.name
+        read_manifest(path.parent)
+        damage(path)
+        with pytest.raises(ValueError, match=rf"copy is damaged: [ab]-\S*{suffix} .*{message}"):
+            read_manifest(path.parent)
+
+    @pytest.mark.parametrize("suffix", [".rows", ".changes"])
+    @pytest.mark.parametrize(
+        ("damage", "message"),
+        [
+            (swap, "of another table"),
+            (lambda path: os.truncate(path, path.stat().st_size - 4096), "bytes instead of"),
+            (lambda path: os.truncate(path, 100), "too short to have a header"),
+            (lambda path: path.unlink(), "cannot be opened"),
+        ],
+    )
+    def test_a_file_that_does_not_fit_changes_no_table(self, tmp_path, suffix, damage, message):
+        folder = CheckpointFolder(tmp_path, incremental=True)
+        self.trained(folder)
+        shutil.copytree(folder.path(2), tmp_path / "copy")
+        damage(sorted((tmp_path / "copy").glob(f"b-*{suffix}"))[0])
+        found = self.two_tables()
+        before = {name: tensor.clone() for name, tensor in found.state_dict().items()}
+        with pytest.raises(StorageError, match=message):
+            load_tensors(tmp_path / "copy", model_tensors(found))
+        assert_same_bits(dict(found.state_dict()), before)
+        load_tensors(folder.path(2), model_tensors(found))
+        in_table = {name: torch.empty_like(tensor) for name, tensor in before.items()}
+        in_table = {f"model.{name}": tensor for name, tensor in in_table.items()}
+        with pytest.raises(StorageError, match=f"{message}|not of table"):
+            load_tensors(tmp_path / "copy", in_table)
+
+    def test_another_optimizer_or_size_is_told_before_anything_is_read(self, data, tmp_path):
+        make_trainer(data, tmp_path / "run", epochs=1).fit()
+        path = tmp_path / "run/checkpoints/step-12"
+        other = model_of(data, "disk", optimizer=te.optim.Adam(lr=0.1))
+        before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+        with pytest.raises(
+            ValueError, match=r"of another model or optimizer:\n(.*\n)*.*exp_avg is not in the checkpoint"
+        ):
+            load_tensors(path, model_tensors(other), ignore=("rng.", "trainer.", "optimizer."))
+        assert_same_bits(dict(other.state_dict()), before)
+
+
+class TestFaults:
+    def test_a_read_error_leaves_the_last_checkpoint_and_the_table(self, tmp_path, monkeypatch):
+        probe = Probe(tmp_path)
+        probe.save(1)
+        values = probe.values()
+        real = PageFile.read
+
+        def fail(self, view, offset):
+            if len(view) > 4096:  # no header
+                raise OSError(errno.EIO, "Input/output error")
+            real(self, view, offset)
+
+        monkeypatch.setattr("tritonemb.storage.clone._clone", lambda *_: False)
+        with monkeypatch.context() as patch:
+            patch.setattr(PageFile, "read", fail)
+            with pytest.raises(CheckpointError, match=r"Input/output.*step-1 is whole"):
+                probe.save(2)
+        assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
+        with monkeypatch.context() as patch:
+            patch.setattr(PageFile, "read", fail)
+            with pytest.raises(StorageError, match="Input/output error"):
+                load_tensors(probe.folder.path(1), model_tensors(probe.collection))
+        assert torch.equal(probe.values(), values)
+        assert probe.save(3) == ["rows"]
+
+    def test_rows_that_cannot_be_written_back_end_training(self, data, tmp_path, monkeypatch):
+        """They are lost: training cannot go on without a checkpoint, as it does where only that one fails."""
+        real = DiskRows._write
+
+        class Break(Callback):
+            def on_step(self, step):
+                if step.step == 8:
+                    monkeypatch.setattr(DiskRows, "_write", fail)
+
+        def fail(self, rows, records):
+            self._failure = StorageError(f"table {self.table_name!r}: no")
+            raise self._failure
+
+        trainer = make_trainer(data, tmp_path / "run", checkpoints=EVERY, callbacks=[Break()])
+        with pytest.raises((StorageError, RuntimeError)) as caught:
+            trainer.fit()
+        assert not isinstance(caught.value, CheckpointError)
+        monkeypatch.setattr(DiskRows, "_write", real)
+        resumed = make_trainer(data, tmp_path / "run", checkpoints=EVERY)
+        assert resumed.resume().name in ("step-4", "step-8")
+
+    @pytest.fixture
+    def small_disk(self, tmp_path):
+        """A file system of 1 MB, where the tests may mount one."""
+        disk = tmp_path / "disk"
+        disk.mkdir()
+        command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)]
+        try:
+            done = subprocess.run(command, capture_output=True, check=False)
+        except FileNotFoundError:
+            pytest.skip("there is no mount")
+        if done.returncode:
+            pytest.skip("a small file system cannot be mounted here")
+        yield disk
+        subprocess.run(["umount", str(disk)], check=True)
+
+    @pytest.mark.parametrize("incremental", [False, True])
+    def test_a_full_disk_leaves_the_earlier_checkpoint_whole(self, small_disk, incremental):
+        probe = Probe(small_disk / "checkpoints", rows=10_000, incremental=incremental)
+        probe.save(1)
+        values = probe.values()
+        (small_disk / "filler").write_bytes(bytes(500_000))
+        probe.write(0, 10_000)
+        with pytest.raises(CheckpointError, match=r"step 2 could not .*It needs [\d,]+ bytes.*step-1 is whole"):
+            probe.save(2)
+        assert [path.name for path in probe.folder.folder.iterdir()] == ["step-1"]
+        assert torch.equal(probe.saved(1), values)
+        (small_disk / "filler").unlink()
+        probe.save(3)
+        assert torch.equal(probe.saved(3), probe.values())
+
+    def test_no_room_for_the_live_table_changes_nothing(self, small_disk, tmp_path):
+        probe = Probe(tmp_path / "checkpoints", rows=50_000)
+        probe.save(1)
+        table = te.TableConfig(
+            "t", 50_000, 8, placement="disk", cache=te.CacheConfig(rows=32, folder=small_disk / "live")
+        )
+        found = te.nn.EmbeddingBagCollection([table], optimizer=te.optim.SGD(lr=1.0))
+        before = found.state_dict()["t.weight"].clone()
+        with pytest.raises(StorageError, match="make room there"):
+            load_tensors(probe.folder.path(1), model_tensors(found))
+        assert torch.equal(found.state_dict()["t.weight"], before)
+        assert not list((small_disk / "live").iterdir())
+        found.tables[0].store.close()
+
+
+def start(folder: Path, kind: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "tests.training.disk_job", str(folder), kind]
+    quiet = os.environ | {"OMP_WAIT_POLICY": "passive"}
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=quiet)
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="a platform without SIGKILL")
+@pytest.mark.parametrize("kind", ["sync", "async"])
+@pytest.mark.parametrize("kills", [2, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.timeout(600)
+def test_killed_training_ends_with_the_same_bits(tmp_path, kind, kills):
+    folder, chance, killed = tmp_path / "run", random.Random(kills), 0
+    checkpoints = CheckpointFolder(folder / "checkpoints")
+    for number in range(kills):
+        process, before = start(folder, kind), checkpoints.steps()
+        if number % 2:  # while a checkpoint is written
+            while process.poll() is None and (
+                checkpoints.steps() == before or not any(checkpoints.folder.glob(".writing-*"))
+            ):
+                time.sleep(0.0005)
+        else:
+            while process.poll() is None and checkpoints.steps() == before:
+                time.sleep(0.002)
+            time.sleep(chance.uniform(0.0, 0.1))
+        process.kill()
+        process.communicate()
+        killed += process.returncode == -signal.SIGKILL
+    assert killed >= kills - 1
+    process = start(folder, kind)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors.decode()
+    undisturbed = make_trainer(planted(600, validation=False), tmp_path / "plain", "device", epochs=5)
+    undisturbed.fit()
+    found = in_memory(checkpoints.path(LAST_STEP))
+    expected = {f"model.{name}": tensor for name, tensor in bits(undisturbed).items()}
+    assert_same_bits({name: found[name] for name in expected}, expected)
+    logs = [read_run_log(path / "log.jsonl") for path in (folder, tmp_path / "plain")]
+    losses = [[(e["step"], e["loss"]) for e in log if e["event"] == "log"] for log in logs]
+    assert losses[0] == losses[1]
+    assert sorted(path.name for path in checkpoints.folder.iterdir()) == [f"step-{LAST_STEP - 2}", f"step-{LAST_STEP}"]
+    assert not list((tmp_path / "live").iterdir())

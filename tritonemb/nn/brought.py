@@ -1,0 +1,106 @@
+"""What `RowCache` gives: a batch whose rows have been brought in, its hold on them, and what has been counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tritonemb import ops
+from tritonemb.nn.lookup import Lookup
+
+if TYPE_CHECKING:
+    from tritonemb.nn.row_cache import RowCache
+
+
+@dataclass(frozen=True)
+class CacheStatistics:
+    """What a table's cache has done so far.
+
+    Args:
+        lookups: distinct rows of batches, counted in each batch.
+        hits: of those, rows that were in slots already.
+        overflows: of the others, rows for which their set had no way left.
+        evictions: rows that made room for others.
+        read: bytes that came from where the table lives.
+        written: bytes that went there.
+    """
+
+    lookups: int = 0
+    hits: int = 0
+    overflows: int = 0
+    evictions: int = 0
+    read: int = 0
+    written: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits a lookup; 1 if there were none."""
+        return self.hits / self.lookups if self.lookups else 1.0
+
+
+class Lease:
+    """The slots of a batch's rows, which stay where they are until it ends. One that is forgotten ends by itself.
+
+    Args:
+        tables, slots: int64 `[n]`, of each row.
+    """
+
+    def __init__(self, cache: RowCache, tables: Tensor, slots: Tensor) -> None:
+        self._cache: RowCache | None = cache
+        self._tables, self._slots = tables, slots
+        self._taken = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether the slots may be other rows' by now."""
+        return self._cache is None
+
+    def take(self, cache: RowCache) -> bool:
+        """Have the slots for a lookup; False if another lookup has had them.
+
+        Raises:
+            ValueError: they are another collection's.
+        """
+        if self._taken or self._cache is None:
+            return False
+        if self._cache is not cache:
+            raise ValueError("these groups were made by another collection; use group() of the one that is called")
+        self._taken = True
+        return True
+
+    def end(self) -> None:
+        """The batch needs its rows no more; what it has changed has been asked for on this thread's stream."""
+        cache, self._cache = self._cache, None
+        if cache is not None:
+            cache.give_up(self._tables, self._slots)
+
+    def __del__(self) -> None:
+        self.end()
+
+
+@dataclass(frozen=True)
+class Brought:
+    """A batch whose rows have been brought in: `lookup` reads slots.
+
+    Args:
+        ready: when they are there, on a GPU.
+    """
+
+    lookup: Lookup
+    lease: Lease = field(repr=False)
+    training: bool
+    ready: torch.cuda.Event | None = field(default=None, repr=False)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Brought:
+        """The same with other tensors of the same values."""
+        lookup = self.lookup
+        weights = None if lookup.sample_weights is None else function(lookup.sample_weights)
+        groups = ops.RowGroups(*[function(tensor) for tensor in lookup.groups])
+        moved = lookup._replace(
+            values=function(lookup.values), offsets=function(lookup.offsets), sample_weights=weights, groups=groups
+        )
+        return replace(self, lookup=moved)
