@@ -44,6 +44,8 @@ class CacheConfig:
             raise TypeError(f"a cache's rows must be an int, got {self.rows!r}")
         if self.rows is not None and self.rows < 1:
             raise ValueError(f"a cache's rows must be at least 1, got {self.rows}")
+        if not isinstance(self.share, (int, float)) or isinstance(self.share, bool):
+            raise TypeError(f"a cache's share must be a number, got {self.share!r}")
         if not 0 < self.share <= 1:
             raise ValueError(f"a cache's share must lie in (0, 1], got {self.share}")
         if self.policy not in ("lru", "lfu"):

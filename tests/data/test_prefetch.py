@@ -8,12 +8,9 @@ import time
 
 import pytest
 
+from tests.data.threads import running
 from tritonemb.data import make_synthetic
 from tritonemb.data.prefetch import Prefetcher
-
-
-def running() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("tritonemb")]
 
 
 def wait_until(condition) -> None:

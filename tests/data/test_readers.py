@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from contextlib import suppress
@@ -19,6 +18,7 @@ import torch
 pytest.importorskip("pyarrow")
 
 from tests.data.logs import same
+from tests.data.threads import running
 from tritonemb.data import make_synthetic
 from tritonemb.data.readers import ReaderProcesses, RemoteStream, packing, wire
 from tritonemb.data.readers.address import Address
@@ -32,10 +32,6 @@ def wait_until(condition):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-
-
-def running():
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("tritonemb")]
 
 
 def alive(pid):

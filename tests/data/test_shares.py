@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import threading
 
 import pytest
 from hypothesis import given, settings
@@ -12,11 +11,8 @@ pytest.importorskip("pyarrow")
 
 from tests.data.bundle import KINDS, SIZES
 from tests.data.logs import same
+from tests.data.threads import running
 from tritonemb.data.shares import merge_positions, open_shares, rank_position
-
-
-def running():
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("tritonemb")]
 
 
 def epoch(data, split, batch_size, world, readers, positions=None, rounds=None, shares=None, **how):

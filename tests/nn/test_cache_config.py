@@ -35,6 +35,7 @@ def test_rows_that_are_kept(config, num_embeddings, expected):
         ({"rows": -5}, ValueError, "a cache's rows must be at least 1, got -5"),
         ({"rows": 2.0}, TypeError, "a cache's rows must be an int, got 2.0"),
         ({"rows": True}, TypeError, "a cache's rows must be an int, got True"),
+        ({"share": "half"}, TypeError, "a cache's share must be a number, got 'half'"),
         ({"share": 0.0}, ValueError, r"a cache's share must lie in \(0, 1\], got 0.0"),
         ({"share": 1.5}, ValueError, r"a cache's share must lie in \(0, 1\], got 1.5"),
         ({"share": float("nan")}, ValueError, r"a cache's share must lie in \(0, 1\], got nan"),
