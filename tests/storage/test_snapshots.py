@@ -313,3 +313,12 @@ def test_pieces_hold_all_parts_once_and_are_small(gaps_and_lengths):
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(pieces))
     covered = {page for begin, stop in pieces for page in range(begin // PAGE, stop // PAGE)}
     assert covered >= {page for begin, stop in parts for page in range(begin // PAGE, stop // PAGE)}
+
+
+def test_a_table_without_a_name_replaces_a_snapshot(tmp_path):
+    """Its file has been removed while it is open, as that of a module's table is."""
+    with disk_rows(tmp_path / "rows", 100, 64) as rows:
+        rows.path.unlink()
+        for _ in range(2):
+            rows.snapshot(tmp_path / "copy").wait()
+    assert (tmp_path / "copy").exists()

@@ -106,7 +106,7 @@ def test_dtensors_are_saved_once_and_loaded_under_another_placement(ranks, tmp_p
 def click_model(dim: int = 8) -> te.nn.DLRM:
     torch.manual_seed(3)
     tables = [te.TableConfig(f"t{i}", 20 + i, dim) for i in range(3)]
-    return te.nn.DLRM(tables, 4, bottom_mlp=(4,), top_mlp=(4,), optimizer=te.optim.RowWiseAdagrad(lr=0.1))
+    return te.nn.DLRM(tables, 4, bottom_mlp=(32,), top_mlp=(32,), optimizer=te.optim.RowWiseAdagrad(lr=0.1))
 
 
 def train_and_save(rank: int, folder: str, way: str) -> dict[str, torch.Tensor]:

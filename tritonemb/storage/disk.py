@@ -205,7 +205,7 @@ class DiskRows:
                 is no last snapshot.
         """
         path = Path(path)
-        if path.exists() and path.samefile(self.path):
+        if path.exists() and self.path.exists() and path.samefile(self.path):
             raise ValueError(
                 f"table {self.table_name!r}: {path} is the table's own file; name another for its snapshot"
             )
