@@ -171,16 +171,17 @@ def test_memory_does_not_grow_with_what_is_read_and_written(tmp_path):
 
 
 def test_a_table_that_nobody_has_any_more_ends_its_threads(tmp_path):
-    before = threading.active_count()
+    before = set(threading.enumerate())
     store = disk_rows(tmp_path / "rows", 1000, 516, threads=3)
     write(store, range(1000), 0).wait()
-    assert threading.active_count() > before
+    own = set(threading.enumerate()) - before
+    assert own
     del store
     gc.collect()
     deadline = time.monotonic() + 20
-    while threading.active_count() > before and time.monotonic() < deadline:
+    while any(thread.is_alive() for thread in own) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert threading.active_count() == before
+    assert not [thread.name for thread in own if thread.is_alive()]
     with disk_rows(tmp_path / "rows", 1000, 516) as store:  # and its lock is gone
         assert read(store, range(1000)).equal(some_records(1000, 516, 0))
 
