@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -90,3 +92,30 @@ def dynamo() -> Iterator[None]:
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def disk_size() -> str:
+    """Of `small_disk`; tests that fill it up sooner have a smaller one."""
+    return "4m"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path, disk_size: str) -> Iterator[Path]:
+    """A small file system in memory, where the tests may mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if problem := _mount(disk, disk_size):
+        pytest.skip(problem)
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def _mount(folder: Path, size: str) -> str | None:
+    """Mount a small file system in memory; why that cannot be done."""
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    try:
+        done = subprocess.run(command, capture_output=True, check=False)
+    except FileNotFoundError:
+        return "there is no mount"
+    return "a small file system cannot be mounted here" if done.returncode else None

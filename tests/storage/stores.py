@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,13 +106,3 @@ def without_direct(real: Callable[..., int]) -> Callable[..., int]:
         return real(path, flags, *mode)
 
     return opened
-
-
-def mount(folder: Path, size: str) -> str | None:
-    """Mount a small file system in memory; why that cannot be done."""
-    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
-    try:
-        done = subprocess.run(command, capture_output=True, check=False)
-    except FileNotFoundError:
-        return "there is no mount"
-    return "a small file system cannot be mounted here" if done.returncode else None

@@ -1,6 +1,5 @@
 import os
 import shutil
-import subprocess
 
 import pytest
 import torch
@@ -129,22 +128,6 @@ def test_damage_is_found(tmp_path):
         read_manifest(folder.path(1))
     with pytest.raises(FileNotFoundError, match=r"is no checkpoint: it has no trainer\.json"):
         read_manifest(tmp_path)
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 4 MB, where the tests may mount one."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
-    try:
-        done = subprocess.run(command, capture_output=True, check=False)
-    except FileNotFoundError:
-        pytest.skip("there is no mount")
-    if done.returncode:
-        pytest.skip("a small file system cannot be mounted here")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
 
 
 def test_a_full_disk_leaves_the_earlier_checkpoint_whole(small_disk):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -223,22 +222,6 @@ def test_the_failure_of_one_rank_is_everyones(ranks, tmp_path, failing, where, w
     assert all(same for same, _ in ranks(2).run(load, str(folder.path(1)), whole, HALVES, 2))
     ranks(2).run(save, str(folder.folder), 3, whole, HALVES)
     assert folder.steps() == [1, 3]
-
-
-@pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 4 MB, where the tests may mount one."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
-    try:
-        done = subprocess.run(command, capture_output=True, check=False)
-    except FileNotFoundError:
-        pytest.skip("there is no mount")
-    if done.returncode:
-        pytest.skip("a small file system cannot be mounted here")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
 
 
 def save_too_much(rank: int, folder: str) -> str:

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 
 import pytest
 import torch
@@ -214,20 +213,8 @@ def test_a_display_that_cannot_write_does_not_end_training(data, capsys):
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 1 MB, where the tests may mount one."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    try:
-        done = subprocess.run(
-            ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True, check=False
-        )
-    except FileNotFoundError:
-        pytest.skip("there is no mount")
-    if done.returncode:
-        pytest.skip("a small file system cannot be mounted here")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+def disk_size():
+    return "1m"
 
 
 @pytest.mark.parametrize("on_error", ["continue", "stop"])
