@@ -8,10 +8,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
-from tritonemb.storage import DiskRows, Field, Pending, Record, RowStore
+from tritonemb.storage import DiskRows, Field, Pending, Record, RowStore, aio
 
 SIZES = (5, 516, 4087, 4088, 4089, 10000)  # many in a page, several, one; then two pages, and three
 
@@ -90,6 +92,40 @@ def failing(
         return real(handle, views, offset)
 
     return call
+
+
+class _Refused:
+    """A transfer some of whose pieces were never handed over."""
+
+    def __init__(self, transfer: aio.Transfer, kept: np.ndarray, code: int) -> None:
+        self._transfer, self._kept, self._code = transfer, kept, code
+
+    def wait(self) -> np.ndarray:
+        results = np.full(self._kept.size, -self._code)
+        results[self._kept] = self._transfer.wait()
+        return results
+
+
+def break_queues(patch: pytest.MonkeyPatch, code: int, offsets: range = range(1 << 62), writes: bool = True) -> None:
+    """Have the system's asynchronous writes, or reads, fail within some bytes of a file."""
+    real = aio.Queue.begin
+
+    def begin(self: aio.Queue, handle: int, pieces: aio.Pieces, write: bool) -> Any:
+        begins, ends = pieces.offsets, pieces.offsets + pieces.sizes
+        kept = (begins >= offsets.stop) | (ends <= offsets.start) | np.array(write != writes)
+        return _Refused(real(self, handle, aio.Pieces(*(part[kept] for part in pieces)), write), kept, code)
+
+    patch.setattr(aio.Queue, "begin", begin)
+
+
+def shorten_queues(patch: pytest.MonkeyPatch, most: int) -> None:
+    """Have them move at most so many bytes of a piece."""
+    real = aio.Queue.begin
+
+    def begin(self: aio.Queue, handle: int, pieces: aio.Pieces, write: bool) -> Any:
+        return real(self, handle, pieces._replace(sizes=np.minimum(pieces.sizes, most)), write)
+
+    patch.setattr(aio.Queue, "begin", begin)
 
 
 def short(real: Callable[..., int], most: int) -> Callable[..., int]:

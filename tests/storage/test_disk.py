@@ -45,7 +45,7 @@ def streams(num_rows: int) -> st.SearchStrategy[list[tuple[str, list[int]]]]:
 
 
 @pytest.mark.parametrize("num_bytes", SIZES)
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("threads", [None, 3])
 def test_it_is_as_a_dict(tmp_path, num_bytes, threads, monkeypatch):
     monkeypatch.setattr(blocks_module, "BUFFER_BYTES", 3 * 4096)  # so that a request is of several tasks
     num_rows = 1700 if num_bytes == 5 else 150  # two pages of the smallest records and a part of a third
@@ -156,8 +156,8 @@ def test_an_initial_that_fails_fails_its_read_alone(tmp_path):
 
 
 def test_memory_does_not_grow_with_what_is_read_and_written(tmp_path):
-    """4 threads have a buffer of 2 MB each; a batch is 0.5 MB; the table is 40 MB."""
-    store, process = disk_rows(tmp_path / "rows", 80_000, 516, threads=4), psutil.Process()
+    """A buffer is 4 MB; a batch is 0.5 MB; the table is 40 MB."""
+    store, process = disk_rows(tmp_path / "rows", 80_000, 516), psutil.Process()
     batches = torch.arange(80_000).view(80, 1000)
     records = torch.zeros(1000, 516, dtype=torch.uint8)
     store.write(batches[0], records).wait()

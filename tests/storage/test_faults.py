@@ -10,21 +10,22 @@ import torch
 
 from tests.storage.stores import (
     Model,
+    break_queues,
     disk_rows,
     failing,
     initial,
     plain_record,
     read,
     short,
+    shorten_queues,
     some_records,
     start_read,
     without_direct,
     write,
 )
 from tritonemb.optimizers import Adam, RowWiseAdagrad
-from tritonemb.storage import DiskRows, StorageError, record_of
+from tritonemb.storage import DiskRows, StorageError, lanes, record_of
 from tritonemb.storage import header as headers
-from tritonemb.storage.file import buffer_of
 
 PAGE = 4096
 
@@ -38,10 +39,12 @@ def filled(tmp_path):
     return path
 
 
-def test_a_read_that_fails_harms_nothing_else(filled, monkeypatch):
-    store = disk_rows(filled, 100, 516, threads=1)
+@pytest.mark.parametrize("threads", [None, 1])
+def test_a_read_that_fails_harms_nothing_else(filled, monkeypatch, threads):
+    store = disk_rows(filled, 100, 516, threads=threads)
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", failing(os.preadv, errno.EIO, range(2 * PAGE, 3 * PAGE)))
+        break_queues(patch, errno.EIO, range(2 * PAGE, 3 * PAGE), writes=False)
         with pytest.raises(StorageError) as caught:
             read(store, [6, 7, 20])
         message = str(caught.value)
@@ -54,11 +57,13 @@ def test_a_read_that_fails_harms_nothing_else(filled, monkeypatch):
     store.close()
 
 
+@pytest.mark.parametrize("threads", [None, 2])
 @pytest.mark.parametrize("partial", [True, False])
-def test_a_failed_write_is_the_last_operation(filled, monkeypatch, partial):
-    store = disk_rows(filled, 100, 516)
+def test_a_failed_write_is_the_last_operation(filled, monkeypatch, partial, threads):
+    store = disk_rows(filled, 100, 516, threads=threads)
     rows = [8, 50, 99] if partial else range(100)
     monkeypatch.setattr(os, "pwritev", failing(os.pwritev, errno.EIO, range(8 * PAGE, 9 * PAGE)))
+    break_queues(monkeypatch, errno.EIO, range(8 * PAGE, 9 * PAGE))
     first, second, (third, _) = write(store, rows, 2), write(store, [0], 3), start_read(store, [0])
     with pytest.raises(StorageError, match=r"could not be written: \[Errno 5\] Input/output error; check the disk"):
         first.wait()
@@ -82,7 +87,7 @@ def test_a_failed_write_is_the_last_operation(filled, monkeypatch, partial):
 
 def test_a_failure_that_nobody_has_waited_for_comes_out_of_close(filled, monkeypatch):
     store = disk_rows(filled, 100, 516)
-    monkeypatch.setattr(os, "pwritev", failing(os.pwritev, errno.EIO))
+    break_queues(monkeypatch, errno.EIO)
     write(store, [1], 2)
     with pytest.raises(StorageError, match=r"could not be written: \[Errno 5\]"):
         store.close()
@@ -108,6 +113,7 @@ def test_a_disk_that_loses_what_was_written_is_told(filled, monkeypatch):
 def test_what_is_read_and_written_in_part_is_continued(tmp_path, monkeypatch, most):
     monkeypatch.setattr(os, "preadv", short(os.preadv, most))
     monkeypatch.setattr(os, "pwritev", short(os.pwritev, most))
+    shorten_queues(monkeypatch, most)
     model = Model(10000)
     with disk_rows(tmp_path / "rows", 30, 10000) as store:
         for rows, seed in ((range(10), 1), (range(5, 25, 3), 2), ([29], 3)):
@@ -118,6 +124,7 @@ def test_what_is_read_and_written_in_part_is_continued(tmp_path, monkeypatch, mo
 
 def test_a_disk_that_takes_nothing_more_ends_the_write(filled, monkeypatch):
     store = disk_rows(filled, 100, 516)
+    shorten_queues(monkeypatch, 0)
     monkeypatch.setattr(os, "pwritev", lambda *_: 0)
     with pytest.raises(StorageError, match="nothing more could be written"):
         write(store, [1], 2).wait()
@@ -180,18 +187,21 @@ def test_a_page_that_is_written_whole_is_not_read(filled, page, rows):
         assert read(store, rows).equal(some_records(len(rows), 516, 9))
 
 
-def test_a_file_holds_nothing_but_its_rows(tmp_path):
+def test_a_file_holds_nothing_but_its_rows(tmp_path, monkeypatch):
     """What stood in the buffers before does not get into the pages, so the same rows make the same file."""
+    monkeypatch.setattr(lanes, "NUM_LANES", 1)
+    monkeypatch.setattr(lanes, "_lanes", lanes._Lanes())
     with (
-        disk_rows(tmp_path / "rows", 9, 4000, threads=1) as store,
-        disk_rows(tmp_path / "b", 3, 300, threads=1) as other,
+        disk_rows(tmp_path / "rows", 9, 4000) as store,
+        disk_rows(tmp_path / "b", 3, 300) as other,
     ):
         write(store, range(9), 1).wait()
         page = tmp_path.joinpath("rows").read_bytes()[PAGE : 2 * PAGE]
         assert page[4001:-8] == bytes(PAGE - 4009)
         write(other, [0, 1, 2], 1).wait()
         assert tmp_path.joinpath("b").read_bytes()[PAGE + 903 : -8] == bytes(PAGE - 911)
-        store._threads.run(lambda _: buffer_of(PAGE).array.fill(255), 1)
+        with lanes.borrow() as lane:
+            lane.buffer.array.fill(255)
         write(store, range(9), 2).wait()
         write(store, range(9), 1).wait()
         assert tmp_path.joinpath("rows").read_bytes()[PAGE : 2 * PAGE] == page

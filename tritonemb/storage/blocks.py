@@ -1,18 +1,40 @@
-"""The blocks of a table's file, read and written by many threads, each checked when read and sealed when written."""
+"""The blocks of a table's file, many on their way at once, each checked when read and sealed when written."""
 
 from __future__ import annotations
 
 import errno
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
-from tritonemb.storage.file import HUGE_PAGE, Buffer, PageFile, buffer_of
+from tritonemb.storage.aio import Pieces
+from tritonemb.storage.file import PageFile
+from tritonemb.storage.lanes import HALF_BYTES, Lane, Moving, PieceError, borrow
 from tritonemb.storage.layout import PAGE_BYTES, Layout, Request, runs
 from tritonemb.storage.store import StorageError
 from tritonemb.storage.threads import IoThreads
 
-BUFFER_BYTES = HUGE_PAGE  # of one thread, which the blocks of a task must fit
+BUFFER_BYTES = HALF_BYTES  # that a part of a request must fit
+
+
+@dataclass
+class Part:
+    """A part of a request.
+
+    Args:
+        blocks: its blocks.
+        places: where these are in the request.
+        rows: where their rows are.
+        begin: in bytes, where the blocks are in the buffer.
+        moving: what is being done to them.
+    """
+
+    blocks: np.ndarray
+    places: slice
+    rows: slice
+    begin: int
+    moving: Moving | None = None
 
 
 class Blocks:
@@ -22,16 +44,16 @@ class Blocks:
         table: its name, for messages.
         file: opened.
         layout: of the file.
+        threads: see `Lane.begin`.
     """
 
-    def __init__(self, table: str, file: PageFile, layout: Layout) -> None:
-        self.table, self.file, self.layout = table, file, layout
+    def __init__(self, table: str, file: PageFile, layout: Layout, threads: IoThreads | None = None) -> None:
+        self.table, self.file, self.layout, self._threads = table, file, layout, threads
 
-    def read(self, threads: IoThreads, rows: np.ndarray, records: int) -> np.ndarray:
+    def read(self, rows: np.ndarray, records: int) -> np.ndarray:
         """Copy the records of rows that were ever written to where they belong.
 
         Args:
-            threads: to read in.
             rows: int64 `[n]`, ascending.
             records: the address of `n` records.
 
@@ -43,25 +65,30 @@ class Blocks:
         """
         from tritonemb.kernels.cpu.pages import copy_out  # its compiler is loaded when first used
 
-        request, layout = self.layout.request(rows), self.layout
-        written = np.empty(rows.size, dtype=np.uint8)
+        layout, written = self.layout, np.empty(rows.size, dtype=np.uint8)
 
-        def work(task: int) -> None:
-            blocks, begin, end = _part(request, size, task)
-            buffer = buffer_of(blocks.size * layout.block_bytes)
-            self._fetch(blocks, np.arange(blocks.size), buffer, 0)
+        def finish(part: Part) -> None:
+            self._end(lane, part.moving, part.blocks, "read")
             damaged = copy_out(
-                buffer.address, blocks, rows[begin:end], layout.rows_per_block, layout.pages_per_block,
-                layout.record_bytes, records + begin * layout.record_bytes, written[begin:end],
+                lane.buffer.address + part.begin, part.blocks, rows[part.rows], layout.rows_per_block,
+                layout.pages_per_block, layout.record_bytes, records + part.rows.start * layout.record_bytes,
+                written[part.rows],
             )  # fmt: skip
-            if damaged < blocks.size:
-                raise self._damage(int(blocks[damaged]))
+            if damaged < part.blocks.size:
+                raise self._damage(int(part.blocks[damaged]))
 
-        size = self._task_size(request.blocks.size, threads)
-        threads.run(work, -(-request.blocks.size // size))
+        with borrow() as lane:
+            before: Part | None = None
+            for part in self._parts(lane, layout.request(rows)):  # the disk reads one while another is copied from
+                part.moving = self._begin(lane, part.blocks, np.arange(part.blocks.size), part.begin, False)
+                if before is not None:
+                    finish(before)
+                before = part
+            if before is not None:
+                finish(before)
         return written
 
-    def write(self, threads: IoThreads, rows: np.ndarray, request: Request, records: int) -> None:
+    def write(self, rows: np.ndarray, request: Request, records: int) -> None:
         """Write records into their blocks. A block whose rows are not all written is read and checked first.
 
         Args:
@@ -75,69 +102,86 @@ class Blocks:
 
         layout, whole = self.layout, self.layout.whole(request)
 
-        def work(task: int) -> None:
-            blocks, begin, end = _part(request, size, task)
-            buffer = buffer_of(blocks.size * layout.block_bytes)
-            is_whole = whole[task * size : (task + 1) * size]
-            self._fetch(blocks, np.flatnonzero(~is_whole), buffer, 0)
+        def finish(part: Part) -> None:
+            self._end(lane, part.moving, part.blocks[~whole[part.places]], "read")
             damaged = copy_in(
-                buffer.address, blocks, is_whole, rows[begin:end], layout.rows_per_block, layout.pages_per_block,
-                layout.record_bytes, records + begin * layout.record_bytes,
+                lane.buffer.address + part.begin, part.blocks, whole[part.places], rows[part.rows],
+                layout.rows_per_block, layout.pages_per_block, layout.record_bytes,
+                records + part.rows.start * layout.record_bytes,
             )  # fmt: skip
-            if damaged < blocks.size:
-                raise self._damage(int(blocks[damaged]))
-            self.put(blocks, buffer, 0)
+            if damaged < part.blocks.size:
+                raise self._damage(int(part.blocks[damaged]))
+            part.moving = self._begin(lane, part.blocks, np.arange(part.blocks.size), part.begin, True)
 
-        size = self._task_size(request.blocks.size, threads)
-        threads.run(work, -(-request.blocks.size // size))
+        with borrow() as lane:
+            earlier: Part | None = None  # which is being written
+            before: Part | None = None  # which is being read
+            for part in self._parts(lane, request):
+                if earlier is not None:
+                    self._end(lane, earlier.moving, earlier.blocks, "written")  # its half of the buffer is this one's
+                part.moving = self._begin(
+                    lane, part.blocks, np.flatnonzero(~whole[part.places]), part.begin, False
+                )  # fmt: skip
+                if before is not None:
+                    finish(before)
+                earlier, before = before, part
+            if before is not None:
+                finish(before)
+            for last in (earlier, before):
+                if last is not None:
+                    self._end(lane, last.moving, last.blocks, "written")
 
-    def load(self, blocks: np.ndarray, buffer: Buffer, begin: int = 0) -> None:
-        """Read blocks, ascending, to one behind the other from byte `begin` of the buffer on, and check them.
+    def load(self, lane: Lane, blocks: np.ndarray, begin: int = 0) -> None:
+        """Read blocks, ascending, to one behind the other from byte `begin` of the lane's buffer on, and check them.
 
         Raises:
             StorageError: as `read`.
         """
         from tritonemb.kernels.cpu.pages import check
 
-        self._fetch(blocks, np.arange(blocks.size), buffer, begin)
-        damaged = check(buffer.address + begin, self.layout.first_pages(blocks), self.layout.pages_per_block)
+        self._end(lane, self._begin(lane, blocks, np.arange(blocks.size), begin, False), blocks, "read")
+        damaged = check(lane.buffer.address + begin, self.layout.first_pages(blocks), self.layout.pages_per_block)
         if damaged < blocks.size:
             raise self._damage(int(blocks[damaged]))
 
-    def put(self, blocks: np.ndarray, buffer: Buffer, begin: int) -> None:
-        """Write blocks that are sealed and stand one behind the other from byte `begin` of the buffer on.
+    def put(self, lane: Lane, blocks: np.ndarray, begin: int = 0) -> None:
+        """Write blocks that are sealed and stand one behind the other from byte `begin` of the lane's buffer on.
 
         Raises:
             StorageError: as `write`.
         """
-        step = self.layout.block_bytes
-        firsts, lasts = runs(blocks)
-        starts, stops = (begin + firsts * step).tolist(), (begin + lasts * step).tolist()
-        for start, stop, offset in zip(starts, stops, self.layout.offsets(blocks[firsts]), strict=True):
-            try:
-                self.file.write(buffer.view[start:stop], offset)
-            except OSError as error:
-                raise self._failure("written", offset, stop - start, error) from error
+        self._end(lane, self._begin(lane, blocks, np.arange(blocks.size), begin, True), blocks, "written")
 
-    def _fetch(self, blocks: np.ndarray, places: np.ndarray, buffer: Buffer, begin: int) -> None:
-        """Read the blocks of some places, int64, ascending, to where these stand if all stand one behind the other."""
+    def _parts(self, lane: Lane, request: Request) -> Iterator[Part]:
+        """A request cut into parts, which in turns have a half of the lane's buffer."""
+        half = max(BUFFER_BYTES, self.layout.block_bytes)
+        lane.make_room(half)
+        size = half // self.layout.block_bytes
+        for number, first in enumerate(range(0, request.blocks.size, size)):
+            places = slice(first, min(first + size, request.blocks.size))
+            rows = slice(int(request.starts[places.start]), int(request.starts[places.stop]))
+            yield Part(request.blocks[places], places, rows, number % 2 * half)
+
+    def _begin(self, lane: Lane, blocks: np.ndarray, places: np.ndarray, begin: int, write: bool) -> Moving:
+        """Move the blocks of some places, int64, ascending, to or from where these stand if all stand one behind the
+        other from byte `begin` of the buffer on.
+        """
         step, wanted = self.layout.block_bytes, blocks[places]
         firsts, lasts = runs(wanted)  # such blocks are neighbours in the buffer, too
-        starts = begin + places[firsts] * step
-        stops, offsets = (starts + (lasts - firsts) * step).tolist(), self.layout.offsets(wanted[firsts])
-        for start, stop, offset in zip(starts.tolist(), stops, offsets, strict=True):
-            try:
-                self.file.read(buffer.view[start:stop], offset)
-            except (OSError, EOFError) as error:
-                raise self._failure("read", offset, stop - start, error) from error
+        offsets = self.layout.offsets(wanted[firsts])
+        pieces = Pieces(begin + places[firsts] * step, (lasts - firsts) * step, offsets)
+        return lane.begin(self.file, pieces, write, self._threads)
 
-    def _task_size(self, num_blocks: int, threads: IoThreads) -> int:
-        """Blocks of a task: as many as fit the buffer, as to hand one out takes time, but as many for each thread."""
-        room = max(1, BUFFER_BYTES // self.layout.block_bytes)
-        rounds = max(1, -(-num_blocks // (threads.num_threads * room)))
-        return max(1, -(-num_blocks // (threads.num_threads * rounds)))
+    def _end(self, lane: Lane, moving: Moving | None, blocks: np.ndarray, what: str) -> None:
+        assert moving is not None
+        try:
+            lane.end(moving)
+        except PieceError as error:
+            firsts, lasts = runs(blocks)
+            first, last = int(blocks[firsts[error.piece]]), int(blocks[lasts[error.piece] - 1])
+            raise self._failure(what, first, last, error.reason) from error.reason
 
-    def _failure(self, what: str, offset: int, size: int, error: Exception) -> StorageError:
+    def _failure(self, what: str, first: int, last: int, error: Exception) -> StorageError:
         code = getattr(error, "errno", None)
         if isinstance(error, EOFError):
             advice = "somebody has cut the file short; restore it from a snapshot"
@@ -145,8 +189,7 @@ class Blocks:
             advice = "make room there, then restore the table from a snapshot"
         else:
             advice = "check the disk and the system's log, then restore the table from a snapshot"
-        first, count = (offset - PAGE_BYTES) // self.layout.block_bytes, size // self.layout.block_bytes
-        return StorageError(f"{self._place(first, first + count - 1)} could not be {what}: {error}; {advice}")
+        return StorageError(f"{self._place(first, last)} could not be {what}: {error}; {advice}")
 
     def _damage(self, block: int) -> StorageError:
         return StorageError(
@@ -158,9 +201,3 @@ class Blocks:
         begin = PAGE_BYTES + first * self.layout.block_bytes
         rows = self.layout.rows_of(first, last)
         return f"table {self.table!r}, file {self.file.path}: the part with {rows}, at byte {begin:,},"
-
-
-def _part(request: Request, size: int, task: int) -> tuple[np.ndarray, Any, Any]:
-    """The blocks of a task, and bounds of their rows."""
-    begin, end = task * size, min((task + 1) * size, request.blocks.size)
-    return request.blocks[begin:end], request.starts[begin], request.starts[end]

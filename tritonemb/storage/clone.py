@@ -14,7 +14,7 @@ import numpy as np
 
 from tritonemb.storage.file import PageFile, buffer_of, create
 from tritonemb.storage.layout import PAGE_BYTES, runs
-from tritonemb.storage.threads import IoThreads, shared_threads
+from tritonemb.storage.threads import shared_threads
 
 fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
 
@@ -25,7 +25,7 @@ _FICLONE = 0x40049409  # of Linux: make a file a clone of another one
 _NO_CLONE = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EPERM)
 
 
-def clone_or_copy(source: PageFile, target: PageFile, threads: IoThreads) -> None:
+def clone_or_copy(source: PageFile, target: PageFile) -> None:
     """Make an empty file as another one is, whose size is a multiple of a page's; holes stay holes.
 
     Raises:
@@ -37,7 +37,7 @@ def clone_or_copy(source: PageFile, target: PageFile, threads: IoThreads) -> Non
     target.resize(size)
     pieces = _pieces(written_parts(source, size))
     while batch := list(itertools.islice(pieces, BATCH)):
-        _copy_all(source, target, batch, threads)
+        _copy_all(source, target, batch)
 
 
 def copy_rows(source: Path, target: Path) -> None:
@@ -50,7 +50,7 @@ def copy_rows(source: Path, target: Path) -> None:
     try:
         copy = create(target, 0)
         try:
-            clone_or_copy(there, copy, shared_threads())
+            clone_or_copy(there, copy)
             copy.sync()
         finally:
             copy.close()
@@ -108,8 +108,8 @@ def _pieces(parts: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         yield first, last
 
 
-def _copy_all(source: PageFile, target: PageFile, pieces: list[tuple[int, int]], threads: IoThreads) -> None:
-    threads.run(lambda number: _copy(source, target, *pieces[number]), len(pieces))
+def _copy_all(source: PageFile, target: PageFile, pieces: list[tuple[int, int]]) -> None:
+    shared_threads().run(lambda number: _copy(source, target, *pieces[number]), len(pieces))
 
 
 def _copy(source: PageFile, target: PageFile, begin: int, end: int) -> None:

@@ -24,7 +24,7 @@ from tritonemb.storage.layout import Layout
 from tritonemb.storage.record import Record
 from tritonemb.storage.snapshots import new_name, write_changes, write_whole
 from tritonemb.storage.store import Initial, Pending, StorageError, check_request
-from tritonemb.storage.threads import IoThreads, Operations, refuse_fork, shared_threads
+from tritonemb.storage.threads import IoThreads, Operations, refuse_fork
 
 
 class DiskRows:
@@ -43,10 +43,9 @@ class DiskRows:
         self.path, self.direct = path, file.direct
         self.identity, self._initial = identity, initial
         self._layout = Layout(identity.num_rows, identity.record.num_bytes)
-        self._blocks = Blocks(identity.table, file, self._layout)
+        self._threads = None if threads is None else IoThreads(threads)
+        self._blocks = Blocks(identity.table, file, self._layout, self._threads)
         self._file = file
-        self._threads = shared_threads() if threads is None else IoThreads(threads)
-        self._own_threads = threads is not None
         self._operations = Operations(f"tritonemb-rows-{identity.table}")
         self._changes, self._changes_lock = ChangedBlocks(self._layout.num_blocks), threading.Lock()
         self._snapshot: str | None = None  # that which `_changes` are relative to
@@ -54,9 +53,8 @@ class DiskRows:
         self._failure: StorageError | None = None
         self._closed, self._lock, self._process = False, threading.Lock(), os.getpid()
         _OPEN.add(self)
-        own = self._threads if self._own_threads else None
         # Nothing is asked for any more when nobody has the table, so nothing needs to be waited for.
-        self._dropped = weakref.finalize(self, _let_go, self._operations, file, own)
+        self._dropped = weakref.finalize(self, _let_go, self._operations, file, self._threads)
         self._dropped.atexit = False
 
     @classmethod
@@ -79,8 +77,8 @@ class DiskRows:
             path: of the file; there must be none of that name. The folder must be there.
             table_name, num_rows, record, seed, row_origin, column_origin: see `Identity`; stored in the file.
             initial: gives never-written rows their values, from `seed`.
-            threads: reads and writes on their way at once, in threads of this table's own; if not given, it shares
-                those of all tables.
+            threads: read and write in so many threads of this table's own; if not given, Linux's asynchronous I/O
+                does it without threads, where the file is open for direct I/O, else threads that all tables share.
 
         Raises:
             ValueError: `num_rows` or `threads` is below 1, or the name too long.
@@ -280,7 +278,7 @@ class DiskRows:
             ) from self._failure
 
     def _read(self, rows: Tensor, records: Tensor) -> None:
-        written = self._blocks.read(self._threads, rows.numpy(), records.data_ptr())
+        written = self._blocks.read(rows.numpy(), records.data_ptr())
         never = torch.from_numpy(np.flatnonzero(written == 0))
         if never.numel() == rows.numel() and never.numel():
             self._initial(rows, records)
@@ -297,7 +295,7 @@ class DiskRows:
             self._forget_name()
             with self._changes_lock:
                 self._changes.add(request.blocks)
-            self._blocks.write(self._threads, rows.numpy(), request, records.data_ptr())
+            self._blocks.write(rows.numpy(), request, records.data_ptr())
         except StorageError as failure:
             self._failure = failure
             raise
@@ -334,9 +332,9 @@ class DiskRows:
             changed = self._changes.blocks()
         name = new_name()
         if changes_only:
-            write_changes(path, self._blocks, self._threads, self.identity, changed, str(self._snapshot), name)
+            write_changes(path, self._blocks, self.identity, changed, str(self._snapshot), name)
         else:
-            write_whole(path, self._file, self._threads, self.identity, name)
+            write_whole(path, self._file, self.identity, name)
         self._snapshot = name
         with self._changes_lock:
             self._changes.clear()

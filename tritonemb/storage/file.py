@@ -105,6 +105,8 @@ class PageFile:
             if count == 0:
                 raise EOFError(f"the file ends at byte {offset + done:,}")
             done += count
+            if done % PAGE_BYTES and done < size and self.size() <= offset + done:  # from here direct I/O cannot go on
+                raise EOFError(f"the file ends at byte {offset + done:,}")
         if not self.direct:
             self._drop(offset, size)
 

@@ -54,9 +54,9 @@ class Layout:
     def file_bytes(self) -> int:
         return PAGE_BYTES + self.num_blocks * self.block_bytes
 
-    def offsets(self, blocks: np.ndarray) -> list[int]:
+    def offsets(self, blocks: np.ndarray) -> np.ndarray:
         """Of each block, in bytes from the file's start."""
-        return (PAGE_BYTES + blocks * self.block_bytes).tolist()
+        return PAGE_BYTES + blocks * self.block_bytes
 
     def first_pages(self, blocks: np.ndarray) -> np.ndarray:
         """The number of each block's first page; the header is page 0."""

@@ -16,7 +16,6 @@ from tritonemb.storage.file import PageFile, read_page
 from tritonemb.storage.layout import PAGE_BYTES, Layout
 from tritonemb.storage.record import Field, Record
 from tritonemb.storage.store import Initial, StorageError, check_request
-from tritonemb.storage.threads import shared_threads
 
 
 def snapshot_header(path: str | Path) -> dict[str, Any]:
@@ -81,7 +80,7 @@ class SavedRows:
             StorageError: a part of the file cannot be read, or is damaged.
         """
         check_request(self.header["table"], self.num_rows, self.record, rows, records)
-        written = self._blocks.read(shared_threads(), rows.numpy(), records.data_ptr())
+        written = self._blocks.read(rows.numpy(), records.data_ptr())
         never = (torch.from_numpy(written) == 0).nonzero()[:, 0]
         if never.numel():
             drawn = torch.empty(never.numel(), self.record.num_bytes, dtype=torch.uint8)

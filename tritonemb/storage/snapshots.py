@@ -17,11 +17,11 @@ import numpy as np
 from tritonemb.storage import header as headers
 from tritonemb.storage.blocks import BUFFER_BYTES, Blocks
 from tritonemb.storage.clone import clone_or_copy
-from tritonemb.storage.file import PageFile, aside, buffer_of, create, give_name, read_page, write_page
+from tritonemb.storage.file import PageFile, aside, create, give_name, read_page, write_page
 from tritonemb.storage.header import Identity
+from tritonemb.storage.lanes import borrow
 from tritonemb.storage.layout import PAGE_BYTES, PAYLOAD_BYTES, Layout
 from tritonemb.storage.store import StorageError
-from tritonemb.storage.threads import IoThreads, shared_threads
 
 _NUMBERS = PAYLOAD_BYTES // 8 - 1  # that a group's first page has room for, behind their count
 _INDEX_SEED = 1 << 62  # of that page's checksum, to which its place is added: no page of rows has such a number
@@ -32,7 +32,7 @@ def new_name() -> str:
     return uuid.uuid4().hex
 
 
-def write_whole(path: Path, source: PageFile, threads: IoThreads, identity: Identity, name: str) -> None:
+def write_whole(path: Path, source: PageFile, identity: Identity, name: str) -> None:
     """Write a snapshot of a table's file, which says its own name.
 
     Raises:
@@ -42,7 +42,7 @@ def write_whole(path: Path, source: PageFile, threads: IoThreads, identity: Iden
     def write() -> PageFile:
         file = create(aside(path), 0)
         try:
-            clone_or_copy(source, file, threads)
+            clone_or_copy(source, file)
             write_page(file, headers.encode(headers.ROWS, identity.as_json() | {"snapshot": name}))
         except BaseException:
             file.close()
@@ -52,37 +52,33 @@ def write_whole(path: Path, source: PageFile, threads: IoThreads, identity: Iden
     _finish(path, f"table {identity.table!r}: snapshot {path}", write)
 
 
-def write_changes(
-    path: Path, blocks: Blocks, threads: IoThreads, identity: Identity, changed: np.ndarray, after: str, name: str
-) -> None:
+def write_changes(path: Path, blocks: Blocks, identity: Identity, changed: np.ndarray, after: str, name: str) -> None:
     """Write the changed blocks of a table's file, int64, ascending.
 
     Raises:
         StorageError: they cannot be read or written; nothing is left of the file.
     """
+    from tritonemb.kernels.cpu.pages import seal
+
     layout = blocks.layout
     size = _group_size(layout)
-    count = -(-changed.size // size)
 
     def write() -> PageFile:
         file = create(aside(path), _changes_bytes(layout, changed.size))
 
-        def work(group: int) -> None:
-            from tritonemb.kernels.cpu.pages import seal
-
-            numbers = changed[group * size : (group + 1) * size]
-            end = PAGE_BYTES + numbers.size * layout.block_bytes
-            buffer = buffer_of(end)
-            blocks.load(numbers, buffer, PAGE_BYTES)
-            index = buffer.array[:PAGE_BYTES].view(np.int64)
-            index[:] = 0
-            index[0] = numbers.size
-            index[1 : 1 + numbers.size] = numbers
-            seal(buffer.address, np.array([_INDEX_SEED + group]), 1)
-            file.write(buffer.view[:end], _group_offset(layout, group))
-
         try:
-            threads.run(work, count)
+            with borrow() as lane:
+                for group in range(-(-changed.size // size)):
+                    numbers = changed[group * size : (group + 1) * size]
+                    end = PAGE_BYTES + numbers.size * layout.block_bytes
+                    buffer = lane.make_room(end)
+                    blocks.load(lane, numbers, PAGE_BYTES)
+                    index = buffer.array[:PAGE_BYTES].view(np.int64)
+                    index[:] = 0
+                    index[0] = numbers.size
+                    index[1 : 1 + numbers.size] = numbers
+                    seal(buffer.address, np.array([_INDEX_SEED + group]), 1)
+                    file.write(buffer.view[:end], _group_offset(layout, group))
             more = {"after": after, "snapshot": name, "changed": int(changed.size)}
             write_page(file, headers.encode(headers.CHANGES, identity.as_json() | more))
         except BaseException:
@@ -122,7 +118,7 @@ def restore(path: str | Path, base: str | Path, increments: Sequence[str | Path]
                 raise StorageError(f"{base} is no snapshot, or was written to since; changes cannot be put onto it")
             file = create(aside(path), 0)
             try:
-                clone_or_copy(source, file, shared_threads())
+                clone_or_copy(source, file)
                 blocks = Blocks(header["table"], file, layout)
                 for increment in increments:
                     header = _apply(Path(increment), blocks, header)
@@ -153,19 +149,18 @@ def _apply(path: Path, blocks: Blocks, before: dict[str, Any]) -> dict[str, Any]
         _refuse_size(file, _changes_bytes(layout, header["changed"]))
         size = _group_size(layout)
 
-        def work(group: int) -> None:
-            count = min(size, header["changed"] - group * size)
-            end = PAGE_BYTES + count * layout.block_bytes
-            buffer = buffer_of(end)
-            try:
-                file.read(buffer.view[:end], _group_offset(layout, group))
-            except (OSError, EOFError) as error:
-                raise StorageError(f"the changes {path} cannot be read: {error}; use others") from error
-            numbers = buffer.array[:PAGE_BYTES].view(np.int64)[1 : 1 + count].copy()
-            _check_group(path, buffer.address, group, numbers, layout)
-            blocks.put(numbers, buffer, PAGE_BYTES)
-
-        shared_threads().run(work, -(-header["changed"] // size))
+        with borrow() as lane:
+            for group in range(-(-header["changed"] // size)):
+                count = min(size, header["changed"] - group * size)
+                end = PAGE_BYTES + count * layout.block_bytes
+                buffer = lane.make_room(end)
+                try:
+                    file.read(buffer.view[:end], _group_offset(layout, group))
+                except (OSError, EOFError) as error:
+                    raise StorageError(f"the changes {path} cannot be read: {error}; use others") from error
+                numbers = buffer.array[:PAGE_BYTES].view(np.int64)[1 : 1 + count].copy()
+                _check_group(path, buffer.address, group, numbers, layout)
+                blocks.put(lane, numbers, PAGE_BYTES)
         return header
     finally:
         file.close()

@@ -14,13 +14,15 @@ DEFAULT_THREADS = 16
 thousand a second by 1, 4, 8, 16 and 32 threads that do nothing else."""
 
 
-class _Job:
+class Job:
     """Numbered tasks, drawn by several threads; after a failure no more are drawn."""
 
     def __init__(self, work: Callable[[int], object], num_tasks: int) -> None:
         self._work, self._lock = work, threading.Lock()
         self._next, self._num_tasks, self._running = 0, num_tasks, 0
         self._ended = threading.Event()
+        if num_tasks == 0:
+            self._ended.set()
         self._failures: list[tuple[int, BaseException]] = []
 
     def step(self) -> bool:
@@ -64,7 +66,7 @@ class IoThreads:
         if num_threads < 1:
             raise ValueError(f"the number of threads must be at least 1, got {num_threads}")
         self.num_threads = num_threads
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._lock, self._started = threading.Lock(), 0
 
     def run(self, work: Callable[[int], object], num_tasks: int) -> None:
@@ -73,13 +75,15 @@ class IoThreads:
         Raises:
             BaseException: what the first of them that failed has raised; those not begun by then are left out.
         """
-        if num_tasks == 0:
-            return
-        job, wanted = _Job(work, num_tasks), min(num_tasks, self.num_threads)
+        self.begin(work, num_tasks).wait()
+
+    def begin(self, work: Callable[[int], object], num_tasks: int) -> Job:
+        """As `run`, which is not waited for."""
+        job, wanted = Job(work, num_tasks), min(num_tasks, self.num_threads)
         self._start(wanted)
         for _ in range(wanted):
             self._jobs.put(job)
-        job.wait()
+        return job
 
     def close(self) -> None:
         """End the threads. Nothing may be running."""
@@ -96,7 +100,7 @@ class IoThreads:
                 self._started += 1
 
 
-def _help(jobs: queue.SimpleQueue[_Job | None]) -> None:
+def _help(jobs: queue.SimpleQueue[Job | None]) -> None:
     while (job := jobs.get()) is not None:
         if job.step():
             jobs.put(job)

@@ -1,0 +1,137 @@
+"""Linux's asynchronous I/O, and what stands in for it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+
+import numpy as np
+import pytest
+
+from tests.storage.stores import disk_rows, read, some_records, write
+from tritonemb.storage import aio, lanes
+from tritonemb.storage.file import Buffer
+
+PAGE = 4096
+
+
+@pytest.fixture
+def queue():
+    made = aio.make_queue()
+    if made is None:
+        pytest.skip("this system has no asynchronous I/O")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def pages(tmp_path):
+    """A file of 2000 pages, each filled with its number, open for direct I/O."""
+    path = tmp_path / "pages"
+    np.repeat(np.arange(2000, dtype=np.int64), PAGE // 8).tofile(path)
+    handle = os.open(path, os.O_RDWR | getattr(os, "O_DIRECT", 0))
+    yield handle
+    os.close(handle)
+
+
+def pieces(buffer: Buffer, numbers: np.ndarray, first: int = 0) -> aio.Pieces:
+    """Pages of a file, one behind the other in a buffer."""
+    addresses = buffer.address + PAGE * (first + np.arange(numbers.size))
+    return aio.Pieces(addresses, np.full(numbers.size, PAGE), numbers * PAGE)
+
+
+def firsts(buffer: Buffer) -> np.ndarray:
+    """The first number in each page of a buffer."""
+    return buffer.array.view(np.int64)[:: PAGE // 8]
+
+
+def test_more_pieces_than_are_on_their_way_at_once(queue, pages):
+    numbers, buffer = np.random.default_rng(0).permutation(2000), Buffer(2000 * PAGE)
+    transfer = queue.begin(pages, pieces(buffer, numbers), False)
+    assert (transfer.wait() == PAGE).all()
+    assert (firsts(buffer) == numbers).all()
+
+
+def test_transfers_that_run_at_once(queue, pages):
+    """A second one is begun, and waited for, before the first."""
+    buffer, numbers = Buffer(900 * PAGE), np.random.default_rng(0).permutation(2000)[:900]
+    first = queue.begin(pages, pieces(buffer, numbers[:300]), False)
+    second = queue.begin(pages, pieces(buffer, numbers[300:], 300), False)
+    assert (second.wait() == PAGE).all()
+    assert (firsts(buffer)[300:] == numbers[300:]).all()
+    assert (first.wait() == PAGE).all()
+    assert (firsts(buffer)[:300] == numbers[:300]).all()
+
+
+def test_what_is_written_is_in_the_file(queue, pages):
+    buffer, numbers = Buffer(100 * PAGE), np.arange(7, 1000, 10)
+    buffer.array.view(np.int64)[:] = -5
+    assert (queue.begin(pages, pieces(buffer, numbers), True).wait() == PAGE).all()
+    found = Buffer(2000 * PAGE)
+    queue.begin(pages, pieces(found, np.arange(2000)), False).wait()
+    expected = np.arange(2000)
+    expected[numbers] = -5
+    assert (firsts(found) == expected).all()
+
+
+def test_each_piece_has_a_result_of_its_own(queue, pages):
+    buffer = Buffer(4 * PAGE)
+    asked = pieces(buffer, np.array([1, 2000, 3, 5000]))
+    asked.addresses[2] = 8 * PAGE  # no memory of this process
+    assert queue.begin(pages, asked, False).wait().tolist() == [PAGE, 0, -errno.EFAULT, 0]
+    handle = os.open(f"/proc/self/fd/{pages}", os.O_RDONLY)
+    assert queue.begin(handle, pieces(buffer, np.array([1, 2])), True).wait().tolist() == [-errno.EBADF] * 2
+    os.close(handle)
+
+
+def test_a_queue_is_closed_when_nothing_is_on_its_way(queue, pages):
+    buffer, numbers = Buffer(500 * PAGE), np.arange(500)
+    transfer = queue.begin(pages, pieces(buffer, numbers), False)
+    queue.close()
+    assert transfer.left == 0
+    assert (firsts(buffer) == numbers).all()
+
+
+def test_a_system_that_has_no_queues_left(monkeypatch, tmp_path):
+    def refuse(which: int, *_: int) -> int:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(aio, "_call", refuse)
+    monkeypatch.setattr(lanes, "_lanes", lanes._Lanes())
+    assert aio.make_queue() is None
+    with disk_rows(tmp_path / "rows", 1000, 516) as store:
+        write(store, range(1000), 1)
+        assert read(store, range(1000)).equal(some_records(1000, 516, 1))
+
+
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_other_systems_have_none(monkeypatch, platform):
+    monkeypatch.setattr("sys.platform", platform)
+    assert aio.make_queue() is None
+
+
+def test_there_are_so_many_lanes_and_no_more(monkeypatch):
+    monkeypatch.setattr(lanes, "NUM_LANES", 2)
+    monkeypatch.setattr(lanes, "_lanes", lanes._Lanes())
+    got = threading.Event()
+
+    def third() -> None:
+        with lanes.borrow():
+            got.set()
+
+    thread = threading.Thread(target=third)
+    with lanes.borrow() as first:
+        with lanes.borrow() as second:
+            assert first is not second
+            thread.start()
+            assert not got.wait(0.1)
+        assert got.wait(30)
+    thread.join()
+
+
+def test_a_lane_grows_for_large_blocks(monkeypatch):
+    monkeypatch.setattr(lanes, "_lanes", lanes._Lanes())
+    with lanes.borrow() as lane:
+        assert lane.make_room(PAGE) is lane.buffer
+        assert lane.make_room(3 * lanes.HALF_BYTES).array.size == 6 * lanes.HALF_BYTES
