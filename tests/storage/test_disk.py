@@ -91,10 +91,9 @@ def test_a_table_of_10_billion_rows_takes_no_room(tmp_path, direct, monkeypatch)
     model = Model(num_bytes)
     model.write(rows[::2], 3)
     assert read(store, rows).equal(model.read(rows))
-    assert store.changed_pages().tolist() == [1, 4_294_967_295 // 7 + 1, (num_rows - 2) // 7 + 1]
-    assert path.stat().st_size == 4096 * (1 + -(-num_rows // 7))
-    assert path.stat().st_blocks * 512 < 1 << 20
+    assert store.changed_pages().tolist() == [1, 2, 3]  # in the order in which they were written
     store.close()
+    assert path.stat().st_size == 4 * 4096
     with disk_rows(path, num_rows, num_bytes) as store:
         assert read(store, rows).equal(model.read(rows))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -153,36 +154,41 @@ def test_a_full_disk(small_disk):
 
 
 def test_a_table_too_large_for_the_file_system_or_without_a_folder(tmp_path):
-    with pytest.raises(StorageError, match=r"table 'user': file .* bytes \(sparse\) cannot be made: .*choose another"):
+    with pytest.raises(StorageError, match=r"table 'user': file .* rows cannot be made: .*choose another"):
         disk_rows(tmp_path / "rows", 10**16, 4000)
     with pytest.raises(StorageError, match=r"cannot be made: .*No such file"):
         disk_rows(tmp_path / "nowhere" / "rows", 10, 4)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_damage_is_found_and_not_written_over(filled):
-    content = bytearray(filled.read_bytes())
-    content[3 * PAGE + 1000] ^= 4
-    filled.write_bytes(content)
-    for ask in (lambda store: read(store, [15, 30]), lambda store: write(store, [15], 0).wait()):
-        store = disk_rows(filled, 100, 516)
+def damage(path: Path, place: int, bits: int = 1) -> None:
+    with path.open("r+b") as file:
+        file.seek(place)
+        value = file.read(1)[0]
+        file.seek(place)
+        file.write(bytes([value ^ bits]))
+        os.fsync(file.fileno())
+
+
+@pytest.mark.parametrize("ask", [lambda store: read(store, [15, 30]), lambda store: write(store, [15], 0).wait()])
+def test_damage_is_found_and_not_written_over(filled, ask):
+    """Be it done while the file is open, or before."""
+    with disk_rows(filled, 100, 516) as store:
+        damage(filled, 3 * PAGE + 1000, 4)
+        content = filled.read_bytes()
         assert read(store, [0, 30]).equal(some_records(100, 516, 1)[[0, 30]])
         with pytest.raises(StorageError, match="the part with rows 14 to 20, at byte 12,288, is damaged: its checksum"):
             ask(store)
-        store.close()
-    assert filled.read_bytes() == content
-    with disk_rows(filled, 100, 516) as store:  # a page that is written whole needs nothing of what was there
-        write(store, range(14, 21), 9).wait()
-        assert read(store, range(14, 21)).equal(some_records(7, 516, 9))
+    assert filled.read_bytes()[PAGE:] == content[PAGE:]
+    with pytest.raises(StorageError, match="the part at byte 12,288 is damaged: its checksum is not that"):
+        disk_rows(filled, 100, 516)
 
 
 @pytest.mark.parametrize(("page", "rows"), [(3, range(14, 21)), (15, [98, 99])])
 def test_a_page_that_is_written_whole_is_not_read(filled, page, rows):
     """The last one is whole with the rows that there are."""
-    content = bytearray(filled.read_bytes())
-    content[page * PAGE + 100] ^= 1
-    filled.write_bytes(content)
     with disk_rows(filled, 100, 516) as store:
+        damage(filled, page * PAGE + 100)
         write(store, rows, 9).wait()
         assert read(store, rows).equal(some_records(len(rows), 516, 9))
 
@@ -211,8 +217,19 @@ def test_a_page_at_a_wrong_place_is_damage(filled):
     content = bytearray(filled.read_bytes())
     content[2 * PAGE : 3 * PAGE] = content[PAGE : 2 * PAGE]
     filled.write_bytes(content)
-    with disk_rows(filled, 100, 516) as store, pytest.raises(StorageError, match=r"rows 7 to 13, .* is damaged"):
-        read(store, [7])
+    with pytest.raises(StorageError, match="it is damaged: the part with rows 0 to 6 is there twice"):
+        disk_rows(filled, 100, 516)
+
+
+def test_a_page_that_has_changed_places_while_it_is_open_is_damage(filled):
+    with disk_rows(filled, 100, 516) as store:
+        content = filled.read_bytes()
+        with filled.open("r+b") as file:
+            file.seek(2 * PAGE)
+            file.write(content[PAGE : 2 * PAGE])
+            os.fsync(file.fileno())
+        with pytest.raises(StorageError, match=r"rows 7 to 13, .* is damaged"):
+            read(store, [7])
 
 
 def test_a_record_of_which_only_a_part_was_written_is_damage(tmp_path):
@@ -222,13 +239,11 @@ def test_a_record_of_which_only_a_part_was_written_is_damage(tmp_path):
         old = path.read_bytes()
         write(store, [4], 2).wait()
     content = bytearray(path.read_bytes())
-    place = PAGE * (1 + 4 * 3 + 1)
+    place = PAGE * (1 + 3 + 1)  # of the second row that was written
     content[place : place + PAGE] = old[place : place + PAGE]
     path.write_bytes(content)
-    with disk_rows(path, 10, 10000) as store:
-        assert read(store, [0, 3, 5]).shape == (3, 10000)
-        with pytest.raises(StorageError, match="the part with row 4, at byte 53,248, is damaged"):
-            read(store, [4])
+    with pytest.raises(StorageError, match="the part at byte 16,384 is damaged"):
+        disk_rows(path, 10, 10000)
 
 
 def test_a_file_that_is_cut_short(filled):
@@ -261,9 +276,9 @@ def test_a_damaged_header(filled, place, message):
 
 def test_a_file_of_another_format(filled, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(headers, "FORMAT", 2)
+        patch.setattr(headers, "FORMAT", 3)
         disk_rows(filled.with_name("new"), 100, 516).close()
-    with pytest.raises(StorageError, match="has format 2, this version of tritonemb reads format 1"):
+    with pytest.raises(StorageError, match="has format 3, this version of tritonemb reads format 2"):
         disk_rows(filled.with_name("new"), 100, 516)
 
 

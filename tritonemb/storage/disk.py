@@ -21,14 +21,16 @@ from tritonemb.storage.changes import ChangedBlocks
 from tritonemb.storage.file import PageFile, aside, create, give_name, read_page, write_page
 from tritonemb.storage.header import Identity
 from tritonemb.storage.layout import Layout
+from tritonemb.storage.places import Places
 from tritonemb.storage.record import Record
+from tritonemb.storage.scan import scan
 from tritonemb.storage.snapshots import new_name, write_changes, write_whole
 from tritonemb.storage.store import Initial, Pending, StorageError, check_request
 from tritonemb.storage.threads import IoThreads, Operations, refuse_fork
 
 
 class DiskRows:
-    """A `RowStore` in one sparse file: rows that were never written take no room, and read as their initial values.
+    """A `RowStore` in one file: rows that were never written take no room, and read as their initial values.
 
     Made by `create` or `open`. Pages have checksums. A write that has ended has reached the file; `flush` and
     `snapshot` bring it to the disk. A failed write leaves some of its rows written, so it is the last operation that
@@ -39,17 +41,19 @@ class DiskRows:
         direct: whether the file is read and written past the system's page cache.
     """
 
-    def __init__(self, path: Path, file: PageFile, identity: Identity, initial: Initial, threads: int | None) -> None:
+    def __init__(
+        self, path: Path, file: PageFile, identity: Identity, initial: Initial, places: Places, threads: int | None
+    ) -> None:
         self.path, self.direct = path, file.direct
         self.identity, self._initial = identity, initial
         self._layout = Layout(identity.num_rows, identity.record.num_bytes)
         self._threads = None if threads is None else IoThreads(threads)
-        self._blocks = Blocks(identity.table, file, self._layout, self._threads)
+        self._blocks = Blocks(identity.table, file, self._layout, places, self._threads)
         self._file = file
         self._operations = Operations(f"tritonemb-rows-{identity.table}")
         self._changes, self._changes_lock = ChangedBlocks(self._layout.num_blocks), threading.Lock()
         self._snapshot: str | None = None  # that which `_changes` are relative to
-        self._named_in_file = False  # whether the file says that it is as that snapshot
+        self._described = False  # whether the file says how much it holds, and which snapshot it is
         self._failure: StorageError | None = None
         self._closed, self._lock, self._process = False, threading.Lock(), os.getpid()
         _OPEN.add(self)
@@ -87,15 +91,16 @@ class DiskRows:
         identity, path = _identity(table_name, num_rows, record, seed, row_origin, column_origin), Path(path)
         if threads is not None and threads < 1:
             raise ValueError(f"table {table_name!r}: threads must be at least 1, got {threads}")
-        page = headers.encode(headers.ROWS, identity.as_json() | {"snapshot": None})
-        size = Layout(num_rows, record.num_bytes).file_bytes
+        page = headers.encode(headers.ROWS, identity.as_json() | headers.UNKNOWN)
+        layout = Layout(num_rows, record.num_bytes)
         try:
             if path.exists():
                 raise StorageError(
                     f"table {table_name!r}: there is a file {path} already; open it, remove it, or choose another name"
                 )
             try:
-                file = create(aside(path), size)
+                Places(layout.num_blocks)  # or there would be a file that cannot be opened
+                file = create(aside(path), layout.file_bytes(0))
                 write_page(file, page)
                 file.sync()
                 file.close()
@@ -107,7 +112,7 @@ class DiskRows:
             raise
         except (OSError, OverflowError) as error:
             raise StorageError(
-                f"table {table_name!r}: file {path} of {size:,} bytes (sparse) cannot be made: {error}; choose another "
+                f"table {table_name!r}: file {path} for {num_rows:,} rows cannot be made: {error}; choose another "
                 "folder, or cut the table into smaller parts"
             ) from error
         return cls.open(
@@ -141,23 +146,19 @@ class DiskRows:
         try:
             header = _read_header(table_name, file)
             headers.refuse_other(header, identity, path)
-            expected, found = Layout(num_rows, record.num_bytes).file_bytes, file.size()
-            if found != expected:
-                raise StorageError(
-                    f"table {table_name!r}: file {path} has {found:,} bytes instead of {expected:,}, it was cut or "
-                    "appended to; restore it from a snapshot"
-                )
+            layout = Layout(num_rows, record.num_bytes)
+            headers.refuse_size(header, file.size(), layout, f"table {table_name!r}: file {path}")
             if not file.lock():
                 raise StorageError(
                     f"table {table_name!r}: file {path} is open for another table or process; close it there first"
                 )
-            store = cls(path, file, identity, initial, threads)
+            store = cls(path, file, identity, initial, scan(table_name, file, layout), threads)
         except BaseException as error:
             file.close()
             if isinstance(error, OSError) and not isinstance(error, StorageError):
                 raise StorageError(f"table {table_name!r}: file {path} cannot be opened: {error}") from error
             raise
-        store._snapshot, store._named_in_file = header["snapshot"], header["snapshot"] is not None
+        store._snapshot, store._described = header["snapshot"], header["places"] is not None
         return store
 
     @property
@@ -221,8 +222,8 @@ class DiskRows:
     def changed_pages(self) -> Tensor:
         """int64, ascending: pages of the file written since the last snapshot, or since the table was opened."""
         with self._changes_lock:
-            blocks = self._changes.blocks()
-        pages = self._layout.first_pages(blocks)[:, None] + np.arange(self._layout.pages_per_block)
+            places = np.sort(self._blocks.places.find(self._changes.blocks()))
+        pages = 1 + places[:, None] * self._layout.pages_per_block + np.arange(self._layout.pages_per_block)
         return torch.from_numpy(pages.reshape(-1))
 
     def close(self) -> None:
@@ -237,7 +238,7 @@ class DiskRows:
             if self._closed:
                 return
             self._closed = True
-            ending = self._operations.ask(self._sync) if self._failure is None else None
+            ending = self._operations.ask(self._describe) if self._failure is None else None
             thread = self._operations.end()
         _OPEN.discard(self)
         if thread is not None:
@@ -292,10 +293,13 @@ class DiskRows:
             return
         request = self._layout.request(rows.numpy())
         try:
-            self._forget_name()
+            if self._described:
+                self._write_header(headers.UNKNOWN)
+                self._described = False
             with self._changes_lock:
+                placed = self._blocks.place(request.blocks)
                 self._changes.add(request.blocks)
-            self._blocks.write(rows.numpy(), request, records.data_ptr())
+            self._blocks.write(rows.numpy(), request, placed, records.data_ptr())
         except StorageError as failure:
             self._failure = failure
             raise
@@ -303,16 +307,20 @@ class DiskRows:
             self._failure = self._error("a write has failed", error)
             raise self._failure from error
 
-    def _forget_name(self) -> None:
-        """Before its first write: the file is no longer as the snapshot that it names."""
-        if not self._named_in_file:
-            return
+    def _write_header(self, state: headers.State) -> None:
         try:
-            write_page(self._file, headers.encode(headers.ROWS, self.identity.as_json() | {"snapshot": None}))
+            write_page(self._file, headers.encode(headers.ROWS, self.identity.as_json() | state))
             self._file.sync()
         except OSError as error:
             raise self._error("the header could not be written", error) from error
-        self._named_in_file = False
+
+    def _describe(self) -> None:
+        """At its end: what is in the file is on the disk, and the header says so."""
+        self._sync()
+        if not self._described:
+            count = self._blocks.places.count
+            self._file.resize(self._layout.file_bytes(count))
+            self._write_header({"snapshot": None, "places": count})
 
     def _sync(self) -> None:
         try:
@@ -334,7 +342,7 @@ class DiskRows:
         if changes_only:
             write_changes(path, self._blocks, self.identity, changed, str(self._snapshot), name)
         else:
-            write_whole(path, self._file, self.identity, name)
+            write_whole(path, self._blocks, self.identity, name)
         self._snapshot = name
         with self._changes_lock:
             self._changes.clear()

@@ -8,16 +8,31 @@ import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
-from tritonemb.storage.layout import PAGE_BYTES
+from tritonemb.storage.layout import PAGE_BYTES, Layout
 from tritonemb.storage.record import WEIGHT, Field, Record
 from tritonemb.storage.store import StorageError
 
-FORMAT = 1
+FORMAT = 2
 ROWS, CHANGES = b"tritonemb rows\n\0", b"tritonemb diff\n\0"
 _HEAD = struct.Struct("<16sII")  # the kind of file, its format, the length of the JSON
 _CHECKSUM_BYTES = 8
+
+
+class State(TypedDict):
+    """What a file of rows says of its content.
+
+    Args:
+        snapshot: the name of that which it is; None if it is none.
+        places: how many blocks it has; None if it may be written to.
+    """
+
+    snapshot: str | None
+    places: int | None
+
+
+UNKNOWN = State(snapshot=None, places=None)
 
 
 @dataclass(frozen=True)
@@ -102,6 +117,22 @@ def refuse_other(header: Mapping[str, Any], identity: Identity, path: Path) -> N
     if problems:
         listed = "\n  ".join(problems)
         raise StorageError(f"table {identity.table!r}: file {path} is of another table or optimizer:\n  {listed}")
+
+
+def refuse_size(header: Mapping[str, Any], found: int, layout: Layout, what: str) -> None:
+    """Raise a StorageError unless a file's size, in bytes, is that of which its header speaks.
+
+    Args:
+        what: the file, for the message.
+    """
+    if header["places"] is None:  # whoever wrote to it has not come to the end
+        return
+    expected = layout.file_bytes(header["places"])
+    if found != expected:
+        raise StorageError(
+            f"{what} has {found:,} bytes instead of {expected:,}, it was cut or appended to; restore it from a "
+            "snapshot, or use another one"
+        )
 
 
 def _describe(header: Mapping[str, Any]) -> dict[str, str]:

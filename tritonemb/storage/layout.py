@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 PAGE_BYTES = 4096
-PAYLOAD_BYTES = PAGE_BYTES - 8  # a checksum ends each page
+PAYLOAD_BYTES = PAGE_BYTES - 16  # the number of its block, and a checksum, end each page
 
 
 class Request(NamedTuple):
@@ -28,7 +28,8 @@ class Request(NamedTuple):
 class Layout:
     """A header page, then blocks: pages of as many records as fit, or for each record as many pages as it needs.
 
-    A record has a byte before it that says whether the row was ever written.
+    Blocks stand in the file in the order in which they were first written, see `Places`. A record has a byte before it
+    that says whether the row was ever written.
     """
 
     num_rows: int
@@ -40,7 +41,7 @@ class Layout:
 
     @cached_property
     def pages_per_block(self) -> int:
-        return 1 if self.record_bytes < PAYLOAD_BYTES else -(-(self.record_bytes + 1) // PAYLOAD_BYTES)
+        return -(-(self.record_bytes + 1) // PAYLOAD_BYTES)
 
     @cached_property
     def block_bytes(self) -> int:
@@ -50,17 +51,13 @@ class Layout:
     def num_blocks(self) -> int:
         return -(-self.num_rows // self.rows_per_block)
 
-    @property
-    def file_bytes(self) -> int:
-        return PAGE_BYTES + self.num_blocks * self.block_bytes
+    def file_bytes(self, num_places: int) -> int:
+        """The size of a file of so many blocks."""
+        return PAGE_BYTES + num_places * self.block_bytes
 
-    def offsets(self, blocks: np.ndarray) -> np.ndarray:
-        """Of each block, in bytes from the file's start."""
-        return PAGE_BYTES + blocks * self.block_bytes
-
-    def first_pages(self, blocks: np.ndarray) -> np.ndarray:
-        """The number of each block's first page; the header is page 0."""
-        return 1 + blocks * self.pages_per_block
+    def offsets(self, places: np.ndarray) -> np.ndarray:
+        """Of each place, in bytes from the file's start."""
+        return PAGE_BYTES + places * self.block_bytes
 
     def rows_of(self, first: int, last: int) -> str:
         """In words: the rows of the blocks from `first` to `last`."""
@@ -80,8 +77,13 @@ class Layout:
         return np.diff(request.starts) == counts
 
 
-def runs(numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Stretches in which ascending numbers follow each other without a gap: where each begins, and where it ends."""
-    cuts = np.flatnonzero(np.diff(numbers) != 1) + 1
-    edge = min(numbers.size, 1)
-    return np.concatenate([np.zeros(edge, dtype=np.int64), cuts]), np.concatenate([cuts, [numbers.size] * edge])
+def runs(*numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Stretches in which each of some numbers is greater by 1 than that before: where each begins, and where it ends.
+
+    Args:
+        numbers: int64 `[n]`, one or several.
+    """
+    size = numbers[0].size
+    cuts = np.flatnonzero(np.any([np.diff(each) != 1 for each in numbers], axis=0)) + 1
+    edge = min(size, 1)
+    return np.concatenate([np.zeros(edge, dtype=np.int64), cuts]), np.concatenate([cuts, np.full(edge, size)])

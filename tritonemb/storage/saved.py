@@ -11,10 +11,10 @@ from torch import Tensor
 
 from tritonemb.storage import header as headers
 from tritonemb.storage.blocks import Blocks
-from tritonemb.storage.clone import written_parts
 from tritonemb.storage.file import PageFile, read_page
-from tritonemb.storage.layout import PAGE_BYTES, Layout
+from tritonemb.storage.layout import Layout, runs
 from tritonemb.storage.record import Field, Record
+from tritonemb.storage.scan import scan
 from tritonemb.storage.store import Initial, StorageError, check_request
 
 
@@ -59,16 +59,15 @@ class SavedRows:
             ]
             self.record = Record(tuple(fields), self.header["record_bytes"])
             layout = Layout(self.num_rows, self.record.num_bytes)
-            expected, found = layout.file_bytes, self._file.size()
-            if found != expected:
-                raise StorageError(f"snapshot {path} has {found:,} bytes instead of {expected:,}; use another one")
+            headers.refuse_size(self.header, self._file.size(), layout, f"snapshot {path}")
+            places = scan(self.header["table"], self._file, layout)
         except EOFError:
             self.close()
             raise StorageError(f"snapshot {path} is too short to have a header; use another one") from None
         except BaseException:
             self.close()
             raise
-        self._blocks = Blocks(self.header["table"], self._file, layout)
+        self._blocks = Blocks(self.header["table"], self._file, layout, places)
 
     def read(self, rows: Tensor, records: Tensor, initial: Initial) -> None:
         """Fill `records` with those of the rows, as `RowStore.read` does, and wait for it.
@@ -89,12 +88,11 @@ class SavedRows:
 
     def written(self) -> Iterator[tuple[int, int]]:
         """Bounds of rows, ascending, beside which none was ever written; among them are such, too."""
-        layout, following = self._blocks.layout, 0
-        for begin, end in written_parts(self._file, self._file.size()):
-            first = max(following, (begin - PAGE_BYTES) // layout.block_bytes)
-            following = max(following, -(-(end - PAGE_BYTES) // layout.block_bytes))
-            if first < following:
-                yield first * layout.rows_per_block, min(following * layout.rows_per_block, self.num_rows)
+        size = self._blocks.layout.rows_per_block
+        for blocks in self._blocks.places.blocks():
+            firsts, lasts = runs(blocks)
+            for first, last in zip(blocks[firsts].tolist(), blocks[lasts - 1].tolist(), strict=True):
+                yield first * size, min((last + 1) * size, self.num_rows)
 
     def close(self) -> None:
         self._file.close()

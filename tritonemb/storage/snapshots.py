@@ -21,6 +21,7 @@ from tritonemb.storage.file import PageFile, aside, create, give_name, read_page
 from tritonemb.storage.header import Identity
 from tritonemb.storage.lanes import borrow
 from tritonemb.storage.layout import PAGE_BYTES, PAYLOAD_BYTES, Layout
+from tritonemb.storage.scan import scan
 from tritonemb.storage.store import StorageError
 
 _NUMBERS = PAYLOAD_BYTES // 8 - 1  # that a group's first page has room for, behind their count
@@ -32,7 +33,7 @@ def new_name() -> str:
     return uuid.uuid4().hex
 
 
-def write_whole(path: Path, source: PageFile, identity: Identity, name: str) -> None:
+def write_whole(path: Path, blocks: Blocks, identity: Identity, name: str) -> None:
     """Write a snapshot of a table's file, which says its own name.
 
     Raises:
@@ -42,8 +43,11 @@ def write_whole(path: Path, source: PageFile, identity: Identity, name: str) -> 
     def write() -> PageFile:
         file = create(aside(path), 0)
         try:
-            clone_or_copy(source, file)
-            write_page(file, headers.encode(headers.ROWS, identity.as_json() | {"snapshot": name}))
+            count = blocks.places.count
+            clone_or_copy(blocks.file, file)
+            file.resize(blocks.layout.file_bytes(count))
+            state = headers.State(snapshot=name, places=count)
+            write_page(file, headers.encode(headers.ROWS, identity.as_json() | state))
         except BaseException:
             file.close()
             raise
@@ -79,7 +83,7 @@ def write_changes(path: Path, blocks: Blocks, identity: Identity, changed: np.nd
                     index[1 : 1 + numbers.size] = numbers
                     seal(buffer.address, np.array([_INDEX_SEED + group]), 1)
                     file.write(buffer.view[:end], _group_offset(layout, group))
-            more = {"after": after, "snapshot": name, "changed": int(changed.size)}
+            more = {"after": after, "snapshot": name, "changed": int(changed.size), "places": blocks.places.count}
             write_page(file, headers.encode(headers.CHANGES, identity.as_json() | more))
         except BaseException:
             file.close()
@@ -113,15 +117,18 @@ def restore(path: str | Path, base: str | Path, increments: Sequence[str | Path]
         try:
             header = _header(source, headers.ROWS)
             layout = Layout(header["num_rows"], header["record_bytes"])
-            _refuse_size(source, layout.file_bytes)
+            headers.refuse_size(header, source.size(), layout, f"snapshot {base}")
             if header["snapshot"] is None and increments:
                 raise StorageError(f"{base} is no snapshot, or was written to since; changes cannot be put onto it")
             file = create(aside(path), 0)
             try:
                 clone_or_copy(source, file)
-                blocks = Blocks(header["table"], file, layout)
-                for increment in increments:
-                    header = _apply(Path(increment), blocks, header)
+                if increments:
+                    blocks = Blocks(header["table"], file, layout, scan(header["table"], file, layout))
+                    for increment in increments:
+                        header = _apply(Path(increment), blocks, header)
+                    assert blocks.places.count == header["places"]
+                    file.resize(layout.file_bytes(header["places"]))
                 identity = {key: value for key, value in header.items() if key not in ("after", "changed")}
                 write_page(file, headers.encode(headers.ROWS, identity))
             except BaseException:
@@ -171,12 +178,12 @@ def _check_group(path: Path, address: int, group: int, numbers: np.ndarray, layo
 
     index_is_whole = check(address, np.array([_INDEX_SEED + group]), 1) == 1
     if not index_is_whole or check(
-        address + PAGE_BYTES, layout.first_pages(numbers), layout.pages_per_block
+        address + PAGE_BYTES, numbers, layout.pages_per_block
     ) < numbers.size:  # fmt: skip
         raise StorageError(f"the changes {path} are damaged: a checksum is not that of its page; use others")
 
 
-_OWN = ("snapshot", "after", "changed")  # what a header says of its file, beside whose rows they are
+_OWN = ("snapshot", "after", "changed", "places")  # what a header says of its file, beside whose rows they are
 
 
 def _group_size(layout: Layout) -> int:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tritonemb.kernels.cpu import pages
-from tritonemb.kernels.cpu.pages import PAGE_BYTES, PAYLOAD_BYTES, WORDS, check, seal
+from tritonemb.kernels.cpu.pages import NEVER_WRITTEN, PAGE_BYTES, PAYLOAD_BYTES, WORDS, check, identify, seal
 from tritonemb.storage import layout
 from tritonemb.storage.file import Buffer
 
@@ -22,7 +22,7 @@ def mix(x: int) -> int:
 
 def reference(page: np.ndarray, seed: int) -> int:
     """The checksum of uint8 `[PAGE_BYTES]`, word by word as the formula says."""
-    words, keys = page[:PAYLOAD_BYTES].view(np.uint64).tolist(), pages.KEYS.view(np.uint64).tolist()
+    words, keys = page[:-8].view(np.uint64).tolist(), pages.KEYS.view(np.uint64).tolist()
     low, sums = 0xFFFFFFFF, [0, 0]
     for number, word in enumerate(words):
         for shift in (0, 1):
@@ -40,7 +40,7 @@ def three() -> Buffer:
 
 
 def checksums(buffer: Buffer) -> list[int]:
-    return buffer.array.reshape(-1, PAGE_BYTES)[:, PAYLOAD_BYTES:].copy().view(np.uint64)[:, 0].tolist()
+    return buffer.array.reshape(-1, PAGE_BYTES)[:, -8:].copy().view(np.uint64)[:, 0].tolist()
 
 
 def test_both_know_one_page():
@@ -56,6 +56,7 @@ def test_checksums_are_those_of_the_formula(three, fill):
         three.array[:] = fill
     seal(three.address, np.array([1, 2, 1 << 40]), 1)
     whole = three.array.reshape(3, PAGE_BYTES)
+    assert whole[:, PAYLOAD_BYTES:-8].copy().view(np.int64)[:, 0].tolist() == [1, 2, 1 << 40]
     assert checksums(three) == [reference(page, seed) for page, seed in zip(whole, (1, 2, 1 << 40), strict=True)]
     seal(three.address, np.array([7]), 3)  # one block: each page's seed is the checksum before
     seeds = [7, *checksums(three)[:2]]
@@ -72,10 +73,33 @@ def test_any_changed_bit_and_any_other_place_is_damage(three):
             assert check(three.address, numbers, 1) == byte // PAGE_BYTES, byte
             three.array[byte] ^= 1 << bit
     assert check(three.address, np.array([5, 7, 6]), 1) == 1
-    three.array[PAGE_BYTES : 2 * PAGE_BYTES] = 0  # never written
-    assert check(three.address, numbers, 1) == 3
-    three.array[PAGE_BYTES + 100] = 1
+    three.array[PAGE_BYTES : 2 * PAGE_BYTES] = 0  # lost
     assert check(three.address, numbers, 1) == 1
+
+
+def identified(buffer: Buffer, pages_per_block: int, num_blocks: int) -> tuple[int, list[int]]:
+    numbers = np.full(3 // pages_per_block, 99)
+    return identify(buffer.address, numbers, pages_per_block, num_blocks), numbers.tolist()
+
+
+def test_blocks_say_their_numbers(three):
+    seal(three.address, np.array([5, 9, 7]), 1)
+    assert identified(three, 1, 10) == (3, [5, 9, 7])
+    assert identified(three, 1, 9) == (1, [5, 99, 99])  # there is no such block
+    three.array[PAGE_BYTES : 2 * PAGE_BYTES] = 0
+    assert identified(three, 1, 10) == (3, [5, NEVER_WRITTEN, 7])
+    for byte in (PAGE_BYTES, PAGE_BYTES + PAYLOAD_BYTES, 2 * PAGE_BYTES - 1):
+        three.array[byte] ^= 1
+        assert identified(three, 1, 10) == (1, [5, 99, 99])
+        three.array[byte] ^= 1
+    seal(three.address, np.array([-1]), 1)
+    assert identified(three, 1, 10) == (0, [99, 99, 99])
+    seal(three.address, np.array([4]), 3)
+    assert identified(three, 3, 10) == (1, [4])
+    three.array[PAGE_BYTES : 2 * PAGE_BYTES] = 0
+    assert identified(three, 3, 10) == (0, [99])
+    three.array[:] = 0
+    assert identified(three, 3, 10) == (1, [NEVER_WRITTEN])
 
 
 def test_pages_of_two_versions_make_no_block(three):

@@ -1,13 +1,13 @@
 """Records of table rows in pages of a file: copied in and out, and pages with checksums that tell damage.
 
 A block is the pages that hold a whole number of records: one page of several, or one record over several pages. A page
-has `PAYLOAD_BYTES` bytes and, in its last 8, a checksum that is never 0, so a page of zeros was never written. In a
-block, a byte that says whether the row was ever written stands before each record.
+has `PAYLOAD_BYTES` bytes, then 8 of its block's number, and in its last 8 a checksum that is never 0, so a page of
+zeros was never written. In a block, a byte that says whether the row was ever written stands before each record.
 
 The checksum is NH (Black et al., UMAC, CRYPTO 1999) with a Toeplitz second pass: for the page's 64-bit words `w` and
 constant keys `k`, `a = Σ (lo(w_i) + lo(k_i)) · (hi(w_i) + hi(k_i))`, its halves added modulo 2³², and `b` likewise with
-`k_{i+1}`; the result is `mix(mix(a ^ seed) + b)`, 1 where that is 0. `seed` is the page's number in its file, so a page
-at a wrong place is damage too; in a block of several it is the checksum of the page before, so the pages of two
+`k_{i+1}`; the result is `mix(mix(a ^ seed) + b)`, 1 where that is 0. `seed` is the block's number, so another block in
+its place is damage too; from a block's second page on it is the checksum of the page before, so the pages of two
 versions do not make up a block. Its sums have no order, and vector units take 4 to 8 words at once.
 """
 
@@ -29,9 +29,9 @@ from tritonemb.kernels.cpu.memory import int64_row, prefetch
 from tritonemb.kernels.cpu.parallel import run_tasks
 
 PAGE_BYTES = 4096
-PAYLOAD_BYTES = PAGE_BYTES - 8
-WORDS = PAYLOAD_BYTES // 8
-NEVER_WRITTEN, WRITTEN, DAMAGED = 0, 1, 2
+PAYLOAD_BYTES = PAGE_BYTES - 16
+WORDS = (PAGE_BYTES - 8) // 8  # that the checksum is of; the last one is the block's number
+NEVER_WRITTEN = -1
 _LOW = 0xFFFFFFFF
 _AHEAD = 4  # rows whose memory is asked for before it is needed
 _BYTE = ir.IntType(8).as_pointer()
@@ -102,55 +102,76 @@ def _checksum(page, seed):
 
 
 @inlined
-def _page_state(page, seed):
-    """Of one page, by its checksum."""
-    words = int64_row(page, WORDS + 1)
-    if words[WORDS] != 0:
-        return WRITTEN if words[WORDS] == _checksum(page, seed) else DAMAGED
-    bits = np.int64(0)
-    for i in range(WORDS):
-        bits |= words[i]
-    return NEVER_WRITTEN if bits == 0 else DAMAGED
+def _seal_block(block, number, pages_per_block):
+    seed = number
+    for page in range(pages_per_block):
+        words = int64_row(block + page * PAGE_BYTES, WORDS + 1)
+        words[WORDS - 1] = number
+        seed = _checksum(block + page * PAGE_BYTES, seed)
+        words[WORDS] = seed
 
 
 @inlined
-def _seal_block(block, first_page, pages_per_block):
-    seed = first_page
+def _is_damaged(block, number, pages_per_block):
+    seed = number
     for page in range(pages_per_block):
-        address = block + page * PAGE_BYTES
-        seed = _checksum(address, seed)
-        int64_row(address, WORDS + 1)[WORDS] = seed
-
-
-@inlined
-def _is_damaged(block, first_page, pages_per_block):
-    seed, state = first_page, DAMAGED
-    for page in range(pages_per_block):
-        address = block + page * PAGE_BYTES
-        found = _page_state(address, seed)
-        if found == DAMAGED or (page > 0 and found != state):
+        words = int64_row(block + page * PAGE_BYTES, WORDS + 1)
+        if words[WORDS] == 0 or words[WORDS] != _checksum(block + page * PAGE_BYTES, seed):
             return True
-        seed, state = int64_row(address, WORDS + 1)[WORDS], found
+        seed = words[WORDS]
     return False
 
 
-@compiled
-def seal(buffer, first_pages, pages_per_block):
-    """Write the checksums of blocks that stand one behind the other.
+@inlined
+def _is_empty(block, pages_per_block):
+    bits = np.int64(0)
+    words = int64_row(block, pages_per_block * PAGE_BYTES // 8)
+    for word in range(words.size):
+        bits |= words[word]
+    return bits == 0
 
-    `buffer` is the address of the first; `first_pages`, int64 `[blocks]`, numbers each one's first page in the file.
+
+@compiled
+def seal(buffer, numbers, pages_per_block):
+    """Write numbers and checksums of blocks that stand one behind the other.
+
+    `buffer` is the address of the first; `numbers`, int64 `[blocks]`, are theirs.
     """
-    for block in range(first_pages.size):
-        _seal_block(buffer + block * pages_per_block * PAGE_BYTES, first_pages[block], pages_per_block)
+    for block in range(numbers.size):
+        _seal_block(buffer + block * pages_per_block * PAGE_BYTES, numbers[block], pages_per_block)
 
 
 @compiled
-def check(buffer, first_pages, pages_per_block):
+def check(buffer, numbers, pages_per_block):
     """The index of the first block that is damaged, the number of blocks if none is; arguments as of `seal`."""
-    for block in range(first_pages.size):
-        if _is_damaged(buffer + block * pages_per_block * PAGE_BYTES, first_pages[block], pages_per_block):
+    for block in range(numbers.size):
+        if _is_damaged(buffer + block * pages_per_block * PAGE_BYTES, numbers[block], pages_per_block):
             return block
-    return first_pages.size
+    return numbers.size
+
+
+@compiled
+def identify(buffer, numbers, pages_per_block, num_blocks):
+    """Find out which blocks stand one behind the other, and check them.
+
+    Args:
+        buffer: address of the first.
+        numbers: int64 `[blocks]`, become theirs, `NEVER_WRITTEN` where there are zeros alone.
+        num_blocks: of the table.
+
+    Returns:
+        the index of the first that is damaged, at which it stops; the number of blocks if none is.
+    """
+    for block in range(numbers.size):
+        address = buffer + block * pages_per_block * PAGE_BYTES
+        number = int64_row(address, WORDS)[WORDS - 1]
+        if number >= 0 and number < num_blocks and not _is_damaged(address, number, pages_per_block):
+            numbers[block] = number
+        elif _is_empty(address, pages_per_block):
+            numbers[block] = NEVER_WRITTEN
+        else:
+            return block
+    return numbers.size
 
 
 @inlined
@@ -165,17 +186,18 @@ def _copy_record(slot, record, num_bytes, into_slot):
         else:
             _copy(record + done, place, size)
         done += size
-        place += size + 8
+        place += size + PAGE_BYTES - PAYLOAD_BYTES
         room = np.int64(PAYLOAD_BYTES)
 
 
 @compiled
-def copy_out(buffer, blocks, rows, rows_per_block, pages_per_block, record_bytes, records, written):
+def copy_out(buffer, blocks, slots, rows, rows_per_block, pages_per_block, record_bytes, records, written):
     """Check blocks and copy records out of them; records never written are left alone. Reads each block once.
 
     Args:
-        buffer: address of the blocks, one behind the other.
-        blocks: int64 `[b]`, their numbers in the table, ascending, those of the rows; page 0 of the file is its header.
+        buffer: address of the blocks.
+        blocks: int64 `[b]`, their numbers, ascending, those of the rows.
+        slots: int64 `[b]`: each is the so-manieth in the buffer; below 0 if it was never written.
         rows: int64 `[n]`, ascending.
         records: address of `n` times `record_bytes` bytes.
         written: uint8 `[n]`, becomes whether a row was ever written.
@@ -185,12 +207,12 @@ def copy_out(buffer, blocks, rows, rows_per_block, pages_per_block, record_bytes
     """
     i = 0
     for block in range(blocks.size):
-        address, first_row = buffer + block * pages_per_block * PAGE_BYTES, blocks[block] * rows_per_block
-        if _is_damaged(address, 1 + blocks[block] * pages_per_block, pages_per_block):
+        address, first_row = buffer + slots[block] * pages_per_block * PAGE_BYTES, blocks[block] * rows_per_block
+        if slots[block] >= 0 and _is_damaged(address, blocks[block], pages_per_block):
             return block
         while i < rows.size and rows[i] < first_row + rows_per_block:
             slot = address + (rows[i] - first_row) * (record_bytes + 1)
-            written[i] = _byte_at(slot)
+            written[i] = _byte_at(slot) if slots[block] >= 0 else numba.uint8(0)
             if written[i] != 0:
                 _copy_record(slot, records + i * record_bytes, record_bytes, False)
             i += 1
@@ -198,30 +220,29 @@ def copy_out(buffer, blocks, rows, rows_per_block, pages_per_block, record_bytes
 
 
 @compiled
-def copy_in(buffer, blocks, whole, rows, rows_per_block, pages_per_block, record_bytes, records):
-    """Check blocks, copy records into them, mark those as written, and write the blocks' checksums.
+def copy_in(buffer, blocks, slots, clear, rows, rows_per_block, pages_per_block, record_bytes, records):
+    """Check blocks, copy records into them, mark those as written, and seal the blocks.
 
-    Other arguments and what it returns as of `copy_out`.
+    Other arguments and what it returns as of `copy_out`; every block has a slot.
 
     Args:
-        whole: bool `[b]`, whether all rows of a block are given: whatever stands in its place is cleared, not checked.
+        clear: bool `[b]`: whatever stands in the slot is cleared, not checked.
     """
     i = 0
     for block in range(blocks.size):
-        address, first_row = buffer + block * pages_per_block * PAGE_BYTES, blocks[block] * rows_per_block
-        first_page = 1 + blocks[block] * pages_per_block
-        if whole[block]:
+        address, first_row = buffer + slots[block] * pages_per_block * PAGE_BYTES, blocks[block] * rows_per_block
+        if clear[block]:
             words = int64_row(address, pages_per_block * PAGE_BYTES // 8)
             for word in range(words.size):
                 words[word] = 0
-        elif _is_damaged(address, first_page, pages_per_block):
+        elif _is_damaged(address, blocks[block], pages_per_block):
             return block
         while i < rows.size and rows[i] < first_row + rows_per_block:
             slot = address + (rows[i] - first_row) * (record_bytes + 1)
             _set_byte(slot, numba.uint8(1))
             _copy_record(slot, records + i * record_bytes, record_bytes, True)
             i += 1
-        _seal_block(address, first_page, pages_per_block)
+        _seal_block(address, blocks[block], pages_per_block)
     return blocks.size
 
 
