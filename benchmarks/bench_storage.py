@@ -1,4 +1,4 @@
-"""Random records of a table on disk: ours against a plain reader of the same file with the same number of threads.
+"""Random records of a table on disk: ours against a plain reader of the same file with 16 threads.
 
 The plain reader only has the system read the pages, past its page cache, into one buffer for each thread; ours also
 checks them, copies the records out and gives never-written rows their values. The plain writer writes blocks, and reads
@@ -26,7 +26,7 @@ from benchmarks.paired import Contender, measure
 from benchmarks.record import at_most, timing_rows
 from tritonemb.optimizers import RowWiseAdagrad
 from tritonemb.storage import DiskRows, record_of
-from tritonemb.storage.layout import Layout
+from tritonemb.storage.layout import PAYLOAD_BYTES, Layout
 from tritonemb.storage.threads import DEFAULT_THREADS
 
 NUM_BYTES = int(os.environ.get("TRITONEMB_STORAGE_BYTES", 10**9))
@@ -137,7 +137,7 @@ def check_plain(table: Table) -> None:
     table.read_plainly(table.layout.offsets(np.array([block])))
     view = np.frombuffer(table.views[-1], dtype=np.uint8)
     begin = int(rows[0]) % table.layout.rows_per_block * (table.layout.record_bytes + 1) + 1
-    size = min(table.layout.record_bytes, 4088 - begin)
+    size = min(table.layout.record_bytes, PAYLOAD_BYTES - begin)
     assert (view[begin : begin + size] == table.records[0, :size].numpy()).all()
 
 
