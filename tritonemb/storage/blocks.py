@@ -227,7 +227,7 @@ class Blocks:
         begin = int(self.layout.offsets(self.places.find(blocks[:1]))[0])
         first, last = int(blocks.min()), int(blocks.max())
         if last - first >= blocks.size:
-            rows = f"{blocks.size} times {self.layout.rows_per_block} rows between {self.layout.rows_of(first, last)}"
+            rows = f"{blocks.size} blocks of {self.layout.rows_per_block} rows among {self.layout.rows_of(first, last)}"
         else:
             rows = self.layout.rows_of(first, last)
         return f"table {self.table!r}, file {self.file.path}: the part with {rows}, at byte {begin:,},"
