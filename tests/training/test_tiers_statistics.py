@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 pytest.importorskip("torchmetrics")
 pytest.importorskip("psutil")
@@ -19,6 +20,7 @@ from tests.nn.simulated_cache import Simulated
 from tests.training import jobs
 from tritonemb.nn.row_cache import CacheStatistics, RowCache
 from tritonemb.training import pipeline
+from tritonemb.training.cache_meter import caches_of
 from tritonemb.types import CacheConfig
 
 TABLE, ROWS, BATCH = "user", 64, 40
@@ -138,3 +140,36 @@ def test_the_counts_of_a_given_look_ahead(monkeypatch, tmp_path, depth, options,
     if not options:
         assert sum(5 * log["rows"] for log in logs) == pytest.approx(statistics.lookups)
         assert sum(5 * log["read"] for log in logs) == pytest.approx(statistics.read)
+
+
+def sharded(rank: int, seed: int, depth: int) -> tuple[int, list[CacheStatistics]]:
+    """Train a few steps on several ranks: how many batches this rank sent, and what was counted of its shards."""
+    data, sleepy, elsewhere, sends = jobs.planted(validation=False), Sleepy(2 * seed + rank), Sleepy(-seed - rank), []
+    torch.manual_seed(0)
+    kinds, cache = te.sharding, CacheConfig(rows=32)
+    tables = [
+        replace(table, placement="host", cache=cache) for table in data.tables(4) if table.name in (TABLE, "item")
+    ]
+    # With two ranks one of them has no shard of the items, and with it fewer caches.
+    plan = kinds.ShardingPlan({TABLE: kinds.RowWise(), "item": kinds.TableWise(0)}, dist.get_world_size())
+    model = te.nn.DLRM(tables, data.num_dense, bottom_mlp=(4,), top_mlp=(4,), optimizer=te.optim.SGD(lr=0.05))
+    parallel = te.HybridParallel(model, plan)
+    send = parallel.send
+
+    def sleepily(features):
+        elsewhere.pause()
+        sends.append(features.stride())
+        return send(features)
+
+    parallel.send = sleepily
+    te.Trainer(parallel, data, callbacks=[sleepy], batch_size=BATCH, max_steps=6, look_ahead=depth, verbose=False).fit()
+    return len(sends), [found for cache in caches_of(parallel) for found in cache.statistics().values()]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_given_look_ahead_on_several_ranks(ranks, world):
+    for depth in (0, 3):
+        found = [ranks(world).run(sharded, seed, depth) for seed in range(2)]
+        assert found[0] == found[1]
+        assert [sends for sends, _ in found[0]] == [6 + 1 + depth] * world
+        assert all(each.evictions > 0 for _, counts in found[0] for each in counts)

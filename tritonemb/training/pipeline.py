@@ -22,6 +22,7 @@ from tritonemb.data.batch import Batch, Layout
 from tritonemb.data.source import Batches, Data, ReadReport
 from tritonemb.nn.look_ahead import looks_ahead, send
 from tritonemb.nn.sent import SentFeatures
+from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
 from tritonemb.training.cache_meter import Counted
 
@@ -159,6 +160,12 @@ def sender(model: nn.Module, training: bool) -> Send | None:
             return model.send(features) if isinstance(model, HybridParallel) else send(model, features)
 
     return bring
+
+
+def brings_rows(model: nn.Module) -> bool:
+    """Whether some table lives elsewhere than on the device: the same on all ranks, whoever has its shards."""
+    sharded = [module for module in model.modules() if isinstance(module, ShardedCollection)]
+    return looks_ahead(model) or any(config.placement != "device" for each in sharded for config in each.configs)
 
 
 def empty_batch(data: Data) -> Batch:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from tritonemb.data.batch import Batch
 from tritonemb.data.source import Batches, Data, Split
 from tritonemb.nn.errors import check_errors
-from tritonemb.nn.look_ahead import looks_ahead
 from tritonemb.nn.moments import Moment, as_of
 from tritonemb.training import state
 from tritonemb.training.ahead import Ahead
@@ -27,7 +26,7 @@ from tritonemb.training.inference import predict
 from tritonemb.training.loop import FitResult, Loop
 from tritonemb.training.metrics import Metrics, UndefinedMetricsError, binary_metrics
 from tritonemb.training.parallel import Parallel
-from tritonemb.training.pipeline import DEPTH, Prepared, Say, empty_batch, prepare, sender
+from tritonemb.training.pipeline import DEPTH, Prepared, Say, brings_rows, empty_batch, prepare, sender
 from tritonemb.training.precision import Precision
 from tritonemb.training.reading import Reading
 from tritonemb.training.run_folder import RunFolder
@@ -323,7 +322,7 @@ class Trainer:
         """Steps on a stream's batches, made ahead where that takes exchanges or copies, or reads rows."""
         parallel, model = self.parallel, self.model
         send = sender(model, training) if self.pipeline else None
-        caches, mine = looks_ahead(model), caches_of(model)
+        caches, mine = brings_rows(model), caches_of(model)
         ahead = self.pipeline and (parallel.size > 1 or self.device.type == "cuda" or caches)
         depth = self.look_ahead if caches and self.look_ahead is not None else DEPTH
         steps = prepare(
