@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from random import Random
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,86 +15,13 @@ from hypothesis import strategies as st
 import tritonemb as te
 from tests.helpers import fewer
 from tests.nn.made import elements_made
+from tests.nn.simulated_cache import Simulated
 from tests.nn.test_tiers import streams
 from tests.nn.tiers import ELSEWHERE, not_interpreted, seeded
 from tritonemb.nn.row_cache import CacheStatistics
-from tritonemb.ops.row_cache import WAYS
 from tritonemb.types import CacheConfig
 
 pytestmark = [pytest.mark.public, not_interpreted]
-MASK = 2**64 - 1
-
-
-def mixed(row: int) -> int:
-    """The finaliser of SplitMix64."""
-    row = ((row ^ (row >> 30)) * 0xBF58476D1CE4E5B9) & MASK
-    row = ((row ^ (row >> 27)) * 0x94D049BB133111EB) & MASK
-    return row ^ (row >> 31)
-
-
-class Simulated:
-    """A cache of one table, whose batches are trained one after another.
-
-    Args:
-        row_bytes: of weight and states.
-    """
-
-    def __init__(self, rows: int, policy: str, row_bytes: int) -> None:
-        self.sets: list[list[dict | None]] = [[None] * WAYS for _ in range(-(-rows // WAYS))]
-        self.overflow: dict[int, bool] = {}  # whether the row was trained
-        self.policy, self.row_bytes, self.now = policy, row_bytes, 0
-        self.counts = dict.fromkeys(("lookups", "hits", "overflows", "evictions", "read", "written"), 0)
-
-    def batch(self, ids: list[int], training: bool) -> None:
-        self.now += 1
-        rows = sorted(set(ids))
-        missing = []
-        for row in rows:
-            self.counts["lookups"] += 1
-            entry = self.find(row)
-            if entry is not None:
-                entry["use"] = self.now if self.policy == "lru" else entry["use"] + 1
-                entry["held"] = self.now
-                entry["trained"] |= training
-                self.counts["hits"] += 1
-            else:
-                missing.append(row)
-        if not missing:
-            return
-        held = [row for row in missing if row in self.overflow]
-        self.counts["hits"] += len(held)
-        for row in list(self.overflow):
-            if row in held:
-                self.overflow[row] |= training
-            else:
-                self.evict(self.overflow.pop(row))
-        for row in missing:
-            if row not in held:
-                self.counts["read"] += self.row_bytes
-                self.place(row, training)
-
-    def find(self, row: int) -> dict | None:
-        ways = self.sets[mixed(row) % len(self.sets)]
-        return next((entry for entry in ways if entry is not None and entry["row"] == row), None)
-
-    def place(self, row: int, training: bool) -> None:
-        ways = self.sets[mixed(row) % len(self.sets)]
-        new = {"row": row, "use": self.now if self.policy == "lru" else 1, "held": self.now, "trained": training}
-        if None in ways:
-            ways[ways.index(None)] = new
-            return
-        idle = [way for way in range(WAYS) if ways[way]["held"] != self.now]
-        if not idle:
-            self.counts["overflows"] += 1
-            self.overflow[row] = training
-            return
-        way = min(idle, key=lambda way: (ways[way]["use"], way))
-        self.evict(ways[way]["trained"])
-        ways[way] = new
-
-    def evict(self, trained: bool) -> None:
-        self.counts["evictions"] += 1
-        self.counts["written"] += self.row_bytes * trained
 
 
 @settings(max_examples=fewer(60, 3))
@@ -106,7 +38,88 @@ def test_statistics_are_those_of_a_simulation(stream, placement, policy, random)
         if training:
             out.sum().backward()
         expected.batch(ids, training)
-        assert mine.cache_statistics() == {"t": CacheStatistics(**expected.counts)}
+        assert mine.cache_statistics() == {"t": expected.statistics}
+
+
+def pause(random: Random) -> None:
+    """Half of the time a while, so that threads meet at other points in each run."""
+    if random.random() < 0.5:
+        time.sleep(0.004 * random.random())
+
+
+@pytest.mark.parametrize("depth", range(5))
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+@pytest.mark.parametrize("placement", ELSEWHERE)
+def test_statistics_of_batches_sent_ahead_are_those_of_a_simulation(placement, policy, depth):
+    """Whenever the other thread comes to a batch: it finds held those that were when it was allowed to be sent."""
+    random = Random(depth)
+    steps = [[int(random.expovariate(0.015)) % 300 for _ in range(random.randint(1, 40))] for _ in range(60)]
+    trainings = [random.random() < 0.7 for _ in steps]
+    expected, after = Simulated(64, policy, 4 * 4 + 4), []
+    for number, (ids, training) in enumerate(zip(steps, trainings, strict=True), 1):
+        expected.batch(ids, training, range(max(1, number - depth), number))
+        after.append(expected.statistics)
+    assert after[-1].evictions > 100
+    assert after[-1].overflows > 0 or depth < 2
+    for repeat in range(3):
+        random, elsewhere = Random(repeat), Random(-repeat - 1)
+        cache = CacheConfig(rows=64, policy=policy)
+        mine = seeded([te.TableConfig("t", 300, 4)], te.optim.RowWiseAdagrad(), True, (placement,), cache)
+
+        def send(ids, training, moment):
+            pause(elsewhere)  # noqa: B023
+            with torch.set_grad_enabled(training):
+                sent = te.nn.send(mine, te.KeyedJaggedTensor.from_lists({"t": [ids]}), moment)  # noqa: B023
+            return sent, mine.cache_statistics()["t"]  # noqa: B023
+
+        found, waiting = [], deque()
+        with ThreadPoolExecutor(1) as other:
+            for number in range(len(steps) + depth):
+                if number < len(steps):
+                    waiting.append(other.submit(send, steps[number], trainings[number], te.nn.moment(mine)))
+                if number >= depth:
+                    sent, counted = waiting.popleft().result()
+                    found.append(counted)
+                    with torch.set_grad_enabled(trainings[number - depth]):
+                        out = mine(sent)
+                    pause(random)
+                    if out.requires_grad:
+                        out.sum().backward()
+        assert found == after, repeat
+
+
+def test_a_moment_is_of_one_model():
+    mine, other = (seeded([te.TableConfig("t", 50, 4)], te.optim.SGD(), True, ("host",)) for _ in range(2))
+    batch = te.KeyedJaggedTensor.from_lists({"t": [[1]]})
+    with pytest.raises(ValueError, match="this moment is of another model"):
+        te.nn.send(mine, batch, te.nn.moment(other))
+    assert mine.cache_statistics()["t"].lookups == 0
+    assert te.nn.moment(torch.nn.Linear(2, 2)).marks == {}
+
+
+def test_a_batch_that_never_ends_is_held_and_nobody_waits_for_it():
+    """Moments say what has ended, not what ought to have."""
+    mine = seeded([te.TableConfig("t", 500, 4)], te.optim.SGD(), True, ("host",), CacheConfig(rows=32))
+    expected = Simulated(32, "lru", 16)
+    batches = [list(range(first, first + 20)) for first in range(0, 200, 20)]
+    kept, before = [], te.nn.moment(mine)
+    for number, ids in enumerate(batches, 1):
+        sent = te.nn.send(mine, te.KeyedJaggedTensor.from_lists({"t": [ids]}), te.nn.moment(mine))
+        expected.batch(ids, True, range(1, number))
+        kept.append(mine(sent))
+        assert mine.cache_statistics()["t"] == expected.statistics
+    assert expected.counts["evictions"] == 0
+    for out in kept:
+        out.sum().backward()
+    # An old moment goes on to say the same; a new one, or none, says what is so.
+    te.nn.send(mine, te.KeyedJaggedTensor.from_lists({"t": [[300]]}), before)
+    expected.batch([300], True, range(1, 11))
+    assert mine.cache_statistics()["t"] == expected.statistics
+    with torch.no_grad():
+        mine(te.KeyedJaggedTensor.from_lists({"t": [[301]]}))
+    expected.batch([301], False)
+    assert mine.cache_statistics()["t"] == expected.statistics
+    assert expected.counts["evictions"] > 0
 
 
 def test_statistics_are_counted_by_table():

@@ -7,8 +7,9 @@ from tritonemb.nn.embedding_bag import EmbeddingBag
 from tritonemb.nn.embedding_bag_collection import EmbeddingBagCollection
 from tritonemb.nn.embedding_collection import EmbeddingCollection
 from tritonemb.nn.interaction import DotInteraction
-from tritonemb.nn.look_ahead import send
+from tritonemb.nn.look_ahead import moment, send
 from tritonemb.nn.mlp import MLP
+from tritonemb.nn.moments import Moment
 from tritonemb.nn.row_cache import CacheStatistics
 from tritonemb.nn.sent import SentFeatures
 
@@ -23,6 +24,8 @@ __all__ = [
     "EmbeddingBag",
     "EmbeddingBagCollection",
     "EmbeddingCollection",
+    "Moment",
     "SentFeatures",
+    "moment",
     "send",
 ]

@@ -25,6 +25,7 @@ from tritonemb.kernels.layout import FIRST_ROW, NUM_ROWS, ROW_IDS, Layout
 from tritonemb.nn.brought import Brought, CacheStatistics, Lease
 from tritonemb.nn.cache_directory import Directory
 from tritonemb.nn.lookup import Lookup
+from tritonemb.nn.moments import Mark, mark_of
 from tritonemb.nn.table import Table
 from tritonemb.nn.tiered_table import TieredTable
 from tritonemb.ops.row_cache import NO_ROW
@@ -59,7 +60,7 @@ class RowCache:
         self.stall = 0.0  # seconds of lookups that had to wait for rows, as nobody had brought them ahead
         self.layouts: dict[tuple[str, ...], tuple[Layout, Layout]] = {}  # by keys: of the tables, of their slots
         self._bringing, self.memory = threading.RLock(), threading.RLock()
-        self._ended: deque[tuple[Tensor, Tensor, torch.cuda.Event | None]] = deque()
+        self._ended: deque[tuple[Tensor, Tensor, torch.cuda.Event | None] | Mark] = deque()
         self._last: torch.cuda.Event | None = None  # of the turn before
         self._writes: list[Pending] = []
         self._failure: BaseException | None = None
@@ -90,11 +91,17 @@ class RowCache:
                 self.layouts[keys] = whole, own
             return self.layouts[keys]
 
+    def mark(self) -> Mark:
+        """A place behind all batches that have ended by now."""
+        mark = Mark()
+        self._ended.append(mark)
+        return mark
+
     @torch.no_grad()
     def bring(
         self, batch: Any, whole: Layout, own: Layout, training: bool, refuse_bad_ids: Callable[[], object]
     ) -> Brought:
-        """Bring a batch's rows in, and hold them.
+        """Bring a batch's rows in, and hold them. Within `as_of`, batches that ended later are still held.
 
         Args:
             batch: a `KeyedJaggedTensor` with one key for each lookup.
@@ -106,6 +113,7 @@ class RowCache:
         Raises:
             StorageError: rows cannot be read or written. The cache is of no use any more.
         """
+        until = mark_of(self)
         with torch.inference_mode(False):  # what changes here is used in training too
             values, offsets = batch.values(), batch.offsets()
             groups = ops.row_groups(values, offsets, whole)
@@ -114,7 +122,7 @@ class RowCache:
                 refuse_bad_ids()
             first_rows = whole.tables[:, FIRST_ROW].contiguous()
             tables = torch.searchsorted(first_rows, groups.rows[:count], right=True) - 1
-            with self._turn():
+            with self._turn(until):
                 slots = self._hold(groups, tables, first_rows, whole, training)
                 lease = Lease(self, *self._elsewhere(tables, slots[:count]))
             rows = groups.rows.clone()
@@ -190,24 +198,28 @@ class RowCache:
                 yield
 
     @contextmanager
-    def _turn(self) -> Iterator[None]:
+    def _turn(self, until: Mark | None = None) -> Iterator[None]:
         """One thread at a time moves rows, on its own stream, behind what was moved before."""
         with self._bringing, torch.no_grad(), torch.inference_mode(False):
             self._refuse_failed()
             try:
                 if self._last is not None:
                     torch.cuda.current_stream(self._device).wait_event(self._last)
-                self._settle()
+                self._settle(until)
                 yield
                 self._last = self._event()
             except BaseException as error:
                 self._failure = error
                 raise
 
-    def _settle(self) -> None:
-        """Unpin the slots of batches that have ended."""
-        while self._ended:
-            tables, slots, event = self._ended.popleft()
+    def _settle(self, until: Mark | None = None) -> None:
+        """Unpin the slots of batches that have ended, up to a mark if there is one."""
+        while self._ended and not (until is not None and until.passed):
+            ended = self._ended.popleft()
+            if isinstance(ended, Mark):
+                ended.passed = True
+                continue
+            tables, slots, event = ended
             if event is not None:
                 torch.cuda.current_stream(self._device).wait_event(event)
             with torch.inference_mode(False):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Generic, TypeVar
 
@@ -24,13 +25,24 @@ class Ahead(Generic[T]):
         name: of the thread.
         collective: whether items hold collectives. Then all those that may be made are made before the thread ends, and
             after a failure nobody waits for it, for it may be waiting for a rank that is no more.
+        allow: called in the thread that takes items each time it lets one more be made, which is then made inside the
+            context that this has returned. All those that may be made are made before the thread ends then, too, unless
+            there was a failure.
     """
 
-    def __init__(self, source: Generator[T, None, None], depth: int, name: str, collective: bool = False) -> None:
-        self._source, self._collective = source, collective
+    def __init__(
+        self,
+        source: Generator[T, None, None],
+        depth: int,
+        name: str,
+        collective: bool = False,
+        allow: Callable[[], AbstractContextManager[object]] | None = None,
+    ) -> None:
+        self._source, self._collective, self._complete = source, collective, collective or allow is not None
+        self._allow = nullcontext if allow is None else allow
         self._items: deque[T] = deque()
         self._changed = threading.Condition()
-        self._allowed = depth
+        self._allowed = deque(self._allow() for _ in range(depth))
         self._resting = self._stopped = self._finished = False
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -47,7 +59,7 @@ class Ahead(Generic[T]):
         with self._changed:
             self._changed.wait_for(lambda: self._items or self._finished or self._stopped)
             if self._items:
-                self._allowed += 1
+                self._allowed.append(self._allow())
                 self._changed.notify_all()
                 return self._items.popleft()
             error, self._error = self._error, None
@@ -59,7 +71,7 @@ class Ahead(Generic[T]):
         """One item more may be made beyond those taken, from now on. Not for items that hold collectives."""
         assert not self._collective
         with self._changed:
-            self._allowed += 1
+            self._allowed.append(self._allow())
             self._changed.notify_all()
 
     def settle(self) -> None:
@@ -77,7 +89,7 @@ class Ahead(Generic[T]):
         if self._thread is None:
             self._source.close()
             return
-        if self._collective and not failed:
+        if self._complete and not failed:
             self.settle()
         with self._changed:
             self._stopped = True
@@ -97,9 +109,10 @@ class Ahead(Generic[T]):
     def _run(self) -> None:
         error: BaseException | None = None
         try:
-            while self._may_make():
+            while (allowed := self._wait_for_leave()) is not None:
                 try:
-                    item = next(self._source)
+                    with allowed:
+                        item = next(self._source)
                 except StopIteration:
                     break
                 with self._changed:
@@ -116,12 +129,11 @@ class Ahead(Generic[T]):
             self._finished, self._error = True, error
             self._changed.notify_all()
 
-    def _may_make(self) -> bool:
-        """Wait for leave to make one item more; False if nobody wants any."""
+    def _wait_for_leave(self) -> AbstractContextManager[object] | None:
+        """Wait for leave to make one item more, in this context; None if nobody wants any."""
         with self._changed:
             self._resting = True
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._stopped or self._allowed)
             self._resting = False
-            self._allowed -= 1
-            return not self._stopped
+            return None if self._stopped else self._allowed.popleft()

@@ -3,15 +3,47 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from torch import nn
 
 from tritonemb.nn.collection import Collection
+from tritonemb.nn.row_cache import RowCache
 from tritonemb.sharding.collection import ShardedCollection
 
 LEAST_STALL = 1e-3  # seconds that count
 RECENT_STEPS, MANY_STALLS = 10, 3  # so many stalls in so many steps ask for more look-ahead
 MOST_WIDENED = 6
+
+
+class Counted(NamedTuple):
+    """What caches had counted when a step's rows had been brought."""
+
+    rows: int = 0
+    hits: int = 0
+    read: int = 0
+    written: int = 0
+
+
+def caches_of(model: nn.Module) -> list[RowCache]:
+    """The caches of a model's tables that live elsewhere than on the device, this rank's shards among them."""
+    found = [module for module in model.modules() if isinstance(module, Collection)]
+    for module in model.modules():
+        if isinstance(module, ShardedCollection):
+            found += module.locals
+    return [collection.cache for collection in found if collection.cache is not None]
+
+
+def count(caches: Iterable[RowCache]) -> Counted:
+    """Of all tables of the caches."""
+    counts = [found for cache in caches for found in cache.statistics().values()]
+    return Counted(
+        sum(count.lookups for count in counts),
+        sum(count.hits for count in counts),
+        sum(count.read for count in counts),
+        sum(count.written for count in counts),
+    )
 
 
 class CacheMeter:
@@ -22,20 +54,24 @@ class CacheMeter:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        found = [module for module in model.modules() if isinstance(module, Collection)]
-        for module in model.modules():
-            if isinstance(module, ShardedCollection):
-                found += module.locals
-        self._caches = [collection.cache for collection in found if collection.cache is not None]
+        self._caches = caches_of(model)
         self._stall = self._stall_before = 0.0
+        self._trained: Counted | None = None
         self._recent: deque[bool] = deque(maxlen=RECENT_STEPS)
         self._widened = 0
-        self._before = self._totals()
+        self._before = (*count(self._caches), self._stalls())
 
     def stalled(self, begin: float, end: float, moved: tuple[float, float] | None) -> None:
         """Training has waited from `begin` to `end` for a step whose rows were brought in the time `moved`."""
         if self._caches and moved is not None:
             self._stall += max(0.0, min(end, moved[1]) - max(begin, moved[0]))
+
+    def trained(self, counted: Counted | None) -> None:
+        """A step has been trained; what had been counted when its rows had been brought, if that was done ahead.
+
+        Later steps, whose rows have been brought too by now, are none of it.
+        """
+        self._trained = counted
 
     def wants_more_ahead(self) -> bool:
         """Whether training has waited for rows in several of the last steps; asked after each step."""
@@ -54,7 +90,7 @@ class CacheMeter:
         """
         if not self._caches:
             return {}
-        now = self._totals()
+        now = (*(count(self._caches) if self._trained is None else self._trained), self._stalls())
         rows, hits, read, written, stall = (
             after - before for after, before in zip(now, self._before, strict=True)
         )  # fmt: skip
@@ -67,12 +103,5 @@ class CacheMeter:
             "stall": stall / steps,
         }
 
-    def _totals(self) -> tuple[float, ...]:
-        counts = [found for cache in self._caches for found in cache.statistics().values()]
-        return (
-            sum(count.lookups for count in counts),
-            sum(count.hits for count in counts),
-            sum(count.read for count in counts),
-            sum(count.written for count in counts),
-            self._stall + sum(cache.stall for cache in self._caches),
-        )
+    def _stalls(self) -> float:
+        return self._stall + sum(cache.stall for cache in self._caches)

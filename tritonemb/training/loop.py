@@ -148,6 +148,7 @@ class Loop:
             while step.batches:
                 trainer.parallel.note("computing", progress.step + 1)
                 trainer.train_on(step)
+                self.caches.trained(step.counted)
                 progress.step += 1
                 progress.samples += step.rows
                 progress.epoch_samples += step.rows

@@ -22,7 +22,9 @@ from tritonemb.data.batch import Batch, Layout
 from tritonemb.data.source import Batches, Data, ReadReport
 from tritonemb.nn.look_ahead import looks_ahead, send
 from tritonemb.nn.sent import SentFeatures
+from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
+from tritonemb.training.cache_meter import Counted
 
 DEPTH = 2  # steps beyond the one that is trained
 Send = Callable[[Any], Any]
@@ -44,6 +46,7 @@ class Prepared:
         clock: rank 0's.
         copied: when the batches are on the device.
         moved: from when to when it took to bring them there, and the rows that they need.
+        counted: what the caches of these rows had counted then.
     """
 
     batches: tuple[Batch, ...]
@@ -56,6 +59,7 @@ class Prepared:
     clock: int = 0
     copied: torch.cuda.Event | None = field(default=None, repr=False)
     moved: tuple[float, float] | None = None
+    counted: Counted | None = None
 
     def take(self) -> tuple[Batch, ...]:
         """The batches, for the stream of this thread."""
@@ -87,6 +91,7 @@ def prepare(
     heartbeat: Heartbeat | None = None,
     first_step: int = 0,
     say: Say | None = None,
+    count: Callable[[], Counted] | None = None,
 ) -> Generator[Prepared, None, None]:
     """The steps of an epoch, or of an evaluation; collectives where there are several ranks.
 
@@ -101,6 +106,7 @@ def prepare(
         heartbeat: is told what is done.
         first_step: steps done before.
         say: what else this rank tells the others.
+        count: what the caches of rows that `send` brings have counted.
 
     Raises:
         RankFailed: the data of another rank has failed.
@@ -138,7 +144,7 @@ def prepare(
         labels = tuple(batch.labels for batch in batches)
         yield Prepared(
             there, weights, agreed.total, labels, stream.position, stream.report, clock=agreed.clock, copied=copied,
-            moved=moved,
+            moved=moved, counted=None if count is None else count(),
         )  # fmt: skip
         del batches, there, labels  # or they would stay until the next ones are there
 
@@ -154,6 +160,12 @@ def sender(model: nn.Module, training: bool) -> Send | None:
             return model.send(features) if isinstance(model, HybridParallel) else send(model, features)
 
     return bring
+
+
+def brings_rows(model: nn.Module) -> bool:
+    """Whether some table lives elsewhere than on the device: the same on all ranks, whoever has its shards."""
+    sharded = [module for module in model.modules() if isinstance(module, ShardedCollection)]
+    return looks_ahead(model) or any(config.placement != "device" for each in sharded for config in each.configs)
 
 
 def empty_batch(data: Data) -> Batch:

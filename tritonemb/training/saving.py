@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.training import state
+from tritonemb.training.cache_meter import caches_of
 from tritonemb.training.callbacks import CheckpointSaved
 from tritonemb.training.checkpoint import AsyncSave, Saved, load_tensors, read_manifest, stored_tensors
 from tritonemb.training.run_folder import RunFolder
@@ -70,6 +71,8 @@ class Saving:
     def tensors(self) -> dict[str, Tensor]:
         """All that is saved as tensors. Collective."""
         trainer, parallel = self._trainer, self._trainer.parallel
+        if caches_of(trainer.model):
+            trainer.settle()  # rows that are on their way are written back, or not, whenever this is done
         return {
             **state.model_tensors(trainer.model),
             **state.optimizer_tensors(trainer.model, trainer.dense_optimizer),

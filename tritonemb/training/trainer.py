@@ -16,16 +16,17 @@ from torch import Tensor, nn
 from tritonemb.data.batch import Batch
 from tritonemb.data.source import Batches, Data, Split
 from tritonemb.nn.errors import check_errors
-from tritonemb.nn.look_ahead import looks_ahead
+from tritonemb.nn.moments import Moment, as_of
 from tritonemb.training import state
 from tritonemb.training.ahead import Ahead
+from tritonemb.training.cache_meter import caches_of, count
 from tritonemb.training.callbacks import Callback, CheckpointSaved
 from tritonemb.training.checkpoint import CheckpointOptions
 from tritonemb.training.inference import predict
 from tritonemb.training.loop import FitResult, Loop
 from tritonemb.training.metrics import Metrics, UndefinedMetricsError, binary_metrics
 from tritonemb.training.parallel import Parallel
-from tritonemb.training.pipeline import DEPTH, Prepared, Say, empty_batch, prepare, sender
+from tritonemb.training.pipeline import DEPTH, Prepared, Say, brings_rows, empty_batch, prepare, sender
 from tritonemb.training.precision import Precision
 from tritonemb.training.reading import Reading
 from tritonemb.training.run_folder import RunFolder
@@ -85,7 +86,7 @@ class Trainer:
             given before it looks them up.
         look_ahead: where tables live elsewhere than on the device: steps for which rows are brought there before they
             compute. Chosen while training if not given: more, up to 8, while training has to wait for rows. Only how
-            fast training is depends on it.
+            fast training is depends on it, and what caches count.
         timeout: seconds to wait for a rank that does not answer. The model's own exchanges wait as long as they were
             told to: `HybridParallel(..., timeout=...)`, `torch.distributed.init_process_group(..., timeout=...)`.
 
@@ -255,8 +256,7 @@ class Trainer:
         """
         start = time.perf_counter()
         with self.parallel.watched():
-            if self._steps is not None:  # its collectives and those of the evaluation must not mix
-                self._steps.settle()
+            self.settle()  # its collectives and those of the evaluation must not mix
             with self.reading.open(split) as stream, self._prepared(stream, training=False) as steps:
                 logits, labels = predict(
                     self.model, _batches(steps), self.device, self.stepper.precision, self.stepper.forward
@@ -268,6 +268,11 @@ class Trainer:
         if metrics is None:
             raise UndefinedMetricsError(undefined)
         return replace(metrics, num_skipped=skipped)
+
+    def settle(self) -> None:
+        """Wait until nothing is being made ahead: no collective is under way, and no row."""
+        if self._steps is not None:
+            self._steps.settle()
 
     def save(self) -> CheckpointSaved:
         """Write a checkpoint of this moment into the folder.
@@ -317,14 +322,17 @@ class Trainer:
         """Steps on a stream's batches, made ahead where that takes exchanges or copies, or reads rows."""
         parallel, model = self.parallel, self.model
         send = sender(model, training) if self.pipeline else None
-        caches = looks_ahead(model)
+        caches, mine = brings_rows(model), caches_of(model)
         ahead = self.pipeline and (parallel.size > 1 or self.device.type == "cuda" or caches)
         depth = self.look_ahead if caches and self.look_ahead is not None else DEPTH
         steps = prepare(
             stream, self.device, parallel.agreement, lambda: empty_batch(self.data), world=parallel.size,
             accumulate=accumulate, send=send, heartbeat=parallel.heartbeat, first_step=first_step, say=say,
+            count=(lambda: count(mine)) if mine and send and training else None,
         )  # fmt: skip
-        return Ahead(steps, depth if ahead else 0, "tritonemb-pipeline", collective=parallel.size > 1)
+        # Which rows make room is settled when a step may be made, not when the thread comes to it.
+        allow = (lambda: as_of(Moment.now(mine))) if mine else None
+        return Ahead(steps, depth if ahead else 0, "tritonemb-pipeline", parallel.size > 1, allow)
 
     def _begin(self) -> None:
         """Ranks that start alike draw random numbers of their own."""
