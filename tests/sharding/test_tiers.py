@@ -188,18 +188,14 @@ def test_copies_of_tables_may_live_anywhere(ranks, pooled):
 def test_any_cut_optimizer_and_look_ahead_gives_the_bits_of_the_device(ranks, way, pooled):
     world = 2 if way == "grid" else 4
     given = [
-        replace(
-            gathered(way, optimizer, world, pooled, 8, dtype=dtype, **options),
-            local=2 if GATHERED[way][2] else 0,
-        )
-        for optimizer in ("row_wise_adagrad", "lars_sgd", "adam")
-        for dtype, options in (
-            (torch.float32, {"max_gradient": 0.05}),
-            (torch.bfloat16, {"nonfinite": "skip", "max_norm": 0.9}),
+        replace(gathered(way, name, world, pooled, **options), local=2 if GATHERED[way][2] else 0)
+        for name, options in (
+            ("row_wise_adagrad", {"max_gradient": 0.05}),
+            ("lars_sgd", {"dtype": torch.bfloat16, "nonfinite": "skip", "max_norm": 0.9}),
+            ("adam", {"max_norm": 0.9}),
         )
     ]
-    places = [("disk",), ("host",), ("disk", "device", "host"), ("disk",)]
-    assert_as_on_the_device(ranks, given, [0, 1, 3, 4], *places)
+    assert_as_on_the_device(ranks, given, [0, 1, 4], ("disk",), ("disk", "device", "host"), ("host",))
 
 
 def resumed(rank: int, case: Case, elsewhere: Case) -> list[dict[str, torch.Tensor]]:
@@ -317,7 +313,7 @@ class BringsInBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        bring_some(ctx.collection, 0, 300)
+        bring_some(ctx.collection, 3, 300)  # so rows 0 to 2, which most batches have, would make room
         return grad, None
 
 
