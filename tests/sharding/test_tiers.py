@@ -165,7 +165,13 @@ def assert_as_on_the_device(ranks, given: list[Case], look_aheads: list[int | No
 
 @pytest.mark.parametrize(
     ("way", "pooled"),
-    [("column-wise", True), ("column-wise", False), ("data-parallel", True), ("mixed", False), ("grid", True)],
+    [
+        ("column-wise", True),
+        ("data-parallel", True),
+        ("grid", True),
+        ("mixed", False),
+        pytest.param("column-wise", False, marks=pytest.mark.slow),
+    ],
 )
 def test_rows_that_several_ranks_update_may_live_anywhere(ranks, way, pooled):
     """The bits of the same plan on the device."""

@@ -153,7 +153,13 @@ class TestRanks:
 
     @pytest.mark.parametrize(
         ("plan", "asynchronous"),
-        [("mixed", False), ("mixed", True), ("columns", False), ("everywhere", True), ("copies", False)],
+        [
+            ("mixed", False),
+            ("mixed", True),
+            ("columns", False),
+            ("everywhere", True),
+            pytest.param("copies", False, marks=pytest.mark.slow),
+        ],
     )
     def test_a_resumed_job_has_the_bits_of_one_that_never_stopped(self, ranks, tmp_path, plan, asynchronous):
         options = CheckpointOptions(1, keep=3, checkpoint_incremental=True, checkpoint_async=asynchronous)
