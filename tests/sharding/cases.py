@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ import tritonemb as te
 from tests.helpers import make_collection, output_of
 from tests.ranks import KEPT
 from tests.strategies import rows_of
+from tritonemb.nn.sent import SentFeatures
 from tritonemb.optim import OPTIMIZERS, Optimizer
 from tritonemb.sharding import (
     ColumnWise,
@@ -31,6 +33,7 @@ from tritonemb.sharding import (
     TableWise,
 )
 from tritonemb.sharding.groups import ShardGroups
+from tritonemb.training.ahead import Ahead
 
 EXACT = ExchangePrecision("fp32", "fp32")
 
@@ -146,28 +149,50 @@ def alone(case: Case) -> Trained:
     return Trained(outputs, state, collection.skipped_rows())
 
 
-def together(rank: int, cases: list[Case], times: int = 1) -> list[list[Trained]]:
-    """The same by all ranks, each case several times. Tables are those of rank 0 only; outputs are this rank's."""
-    return [[_train(case, rank) for _ in range(times)] for case in cases]
+def together(rank: int, cases: list[Case], times: int = 1, look_ahead: int | None = None) -> list[list[Trained]]:
+    """The same by all ranks, each case several times. Tables are those of rank 0 only; outputs are this rank's.
+
+    Args:
+        look_ahead: micro-batches that are sent in a thread before they are trained; None to send none at all.
+    """
+    return [[_train(case, rank, look_ahead) for _ in range(times)] for case in cases]
 
 
-def _train(case: Case, rank: int) -> Trained:
+def _train(case: Case, rank: int, look_ahead: int | None = None) -> Trained:
     groups = groups_of(case.local or None, case.copies)
-    collection, outputs = case.sharded(groups), []
-    for step in range(len(case.sizes)):
-        if step < len(case.rates):
-            collection.fused_optimizer.param_groups[0]["lr"] = case.rates[step]
-        micros = case.batches(step)
-        with collection.accumulate() if len(micros) > 1 else nullcontext():
-            parts = []
-            for number, micro in enumerate(micros):
-                found = output_of(collection, micro[rank])
-                grad = _own(case, step, number, rank, found)
-                found.backward(grad.to(found.dtype) * case.world)  # rounded first: small float16 numbers would be lost
-                parts.append(found.detach())
-            outputs.append(torch.cat(parts))
+    collection = case.sharded(groups)
+    outputs = train_steps(case, collection, rank, range(len(case.sizes)), look_ahead)
     state = {name: shards.gather(groups.world) for name, shards in collection.state_dict().items()}
     return Trained(outputs, state if rank == 0 else {}, collection.skipped_rows())
+
+
+def train_steps(
+    case: Case, collection: Any, rank: int, steps: Iterable[int], look_ahead: int | None = None
+) -> list[Tensor]:
+    """Results of some steps of a case for this rank's samples."""
+    outputs, steps = [], list(steps)
+
+    def coming() -> Generator[Any, None, None]:
+        for step in steps:
+            for micro in case.batches(step):
+                batch = micro[rank]
+                yield batch if look_ahead is None else SentFeatures(batch, {id(collection): collection.send(batch)})
+
+    with Ahead(coming(), look_ahead or 0, "look-ahead", collective=True) as ahead:
+        for step in steps:
+            if step < len(case.rates):
+                collection.fused_optimizer.param_groups[0]["lr"] = case.rates[step]
+            micros = len(case.sizes[step])
+            with collection.accumulate() if micros > 1 else nullcontext():
+                parts = []
+                for number in range(micros):
+                    found = output_of(collection, next(ahead))
+                    grad = _own(case, step, number, rank, found)
+                    # Rounded first: small float16 numbers would be lost.
+                    found.backward(grad.to(found.dtype) * case.world)
+                    parts.append(found.detach())
+                outputs.append(torch.cat(parts))
+    return outputs
 
 
 def _own(case: Case, step: int, micro: int, rank: int, found: Tensor) -> Tensor:

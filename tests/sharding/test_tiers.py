@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 import tritonemb as te
 from tests.helpers import assert_same_bits
-from tests.sharding.cases import Case, alone, differences, groups_of, together
+from tests.sharding.cases import Case, Trained, alone, differences, groups_of, together, train_steps
 from tests.sharding.test_collections import sizes, tables
+from tritonemb.nn.sent import SentFeatures
 from tritonemb.optim import OPTIMIZERS
-from tritonemb.sharding import ColumnWise, DataParallel, RowWise, TableColumnWise, TableRowWise, TableWise
+from tritonemb.sharding import ColumnWise, DataParallel, Grid, RowWise, TableColumnWise, TableRowWise, TableWise
 from tritonemb.types import CacheConfig
 
 SMALLEST = CacheConfig(rows=1)
@@ -99,23 +102,278 @@ def test_first_values_are_the_same_wherever_shards_live(ranks):
             assert_same_bits(found, one)
 
 
-def refused(rank: int, case: Case) -> str:
-    with pytest.raises(ValueError, match="is placed on 'host', and") as caught:
-        case.sharded(groups_of(case.local or None, case.copies))
-    return str(caught.value)
+# Ways in which gradients of several ranks update the same rows: the cuts, copies of the tables, ranks of a node.
+GATHERED = {
+    "column-wise": ([ColumnWise(), TableColumnWise(0), ColumnWise([1, 1], [8, 8])], 1, 2),
+    "grid": ([Grid(), Grid([0, 0], [8, 8])], 1, 2),
+    "data-parallel": ([DataParallel()], 1, 0),
+    "copies": ([TableWise(0), RowWise()], 2, 0),
+    "mixed": ([DataParallel(), TableWise(1), ColumnWise()], 1, 0),
+    "copied columns": ([ColumnWise(), DataParallel(), RowWise()], 2, 0),
+}
+
+
+def larger(pooled: bool, dtype: torch.dtype = torch.float32) -> tuple[te.TableConfig, ...]:
+    """Tables of which a cache of 32 rows holds a part, and one that two features look up."""
+    return tuple(
+        te.TableConfig(
+            f"table{index}",
+            rows,
+            16,
+            features=[f"a{index}", f"b{index}"] if index == 1 else [f"a{index}"],
+            pooling=("sum", "mean", "sum")[index] if pooled else "none",
+            dtype=dtype,
+        )
+        for index, rows in enumerate((70, 300, 41))
+    )
+
+
+def gathered(way: str, optimizer: str, world: int = 2, pooled: bool = True, steps: int = 5, **options: Any) -> Case:
+    """Batches of more distinct rows than there are slots, of few, and of none."""
+    cuts, copies, local = GATHERED[way]
+    by_step = (((17, 5), (3, 9)), ((0, 4),), ((2, 2),), ((0, 0),), ((12, 0), (1, 30)))
+    if world == 4:
+        by_step = tuple(tuple((*micro, *micro[::-1]) for micro in step) for step in by_step)
+    dtype = options.pop("dtype", torch.float32)
+    return Case(
+        larger(pooled, dtype),
+        tuple(cuts[number % len(cuts)] for number in range(3)),
+        OPTIMIZERS[optimizer](lr=0.05, **options),
+        tuple(by_step[step % 5] for step in range(steps)),
+        pooled,
+        local,
+        copies,
+        weighted=pooled,
+        seed=31,
+        title=f"{way} {optimizer} {options}",
+    )
+
+
+def assert_as_on_the_device(ranks, given: list[Case], look_aheads: list[int | None], *placements: tuple[str, ...]):
+    world = given[0].world
+    expected = ranks(world).run(together, given)
+    for place, look_ahead in zip(placements, look_aheads, strict=True):
+        found = ranks(world).run(together, [placed(case, *place) for case in given], 1, look_ahead)
+        for of_rank, expected_of_rank in zip(found, expected, strict=True):
+            for case, (here,), (there,) in zip(given, of_rank, expected_of_rank, strict=True):
+                title = f"{case.title} on {place} with a look-ahead of {look_ahead}:"
+                assert_same_bits(here.state, there.state, title)
+                assert here.skipped == there.skipped, title
+                for step, outputs in enumerate(zip(here.outputs, there.outputs, strict=True)):
+                    assert_same_bits({"output": outputs[0]}, {"output": outputs[1]}, f"{title} step {step}")
 
 
 @pytest.mark.parametrize(
-    ("sharding", "optimizer", "copies", "why"),
+    ("way", "pooled"),
     [
-        (DataParallel(), "sgd", 1, "every rank has it"),
-        (ColumnWise(), "row_wise_adagrad", 1, "it is cut by columns, and row_wise_adagrad looks at whole rows"),
-        (TableWise(0), "sgd", 2, "there are copies of it"),
+        ("column-wise", True),
+        ("data-parallel", True),
+        ("grid", True),
+        ("mixed", False),
+        pytest.param("column-wise", False, marks=pytest.mark.slow),
     ],
-    ids=["data-parallel", "column-wise", "copies"],
 )
-def test_gathered_gradients_are_for_tables_on_the_device(ranks, sharding, optimizer, copies, why):
-    case = Case(tables(True, 1), (sharding,), OPTIMIZERS[optimizer](lr=0.1), sizes(2, 1), True, 0, copies)
-    for message in ranks(2).run(refused, placed(case, "host")):
-        assert f"table 'table0' is placed on 'host', and {why}" in message
-        assert "place it there, or give it to one rank or cut it by rows" in message
+def test_rows_that_several_ranks_update_may_live_anywhere(ranks, way, pooled):
+    """The bits of the same plan on the device."""
+    given = [gathered(way, optimizer, pooled=pooled) for optimizer in ("row_wise_adagrad", "lamb")]
+    given.append(gathered(way, "row_wise_adagrad", pooled=pooled, dtype=torch.bfloat16, nonfinite="skip"))
+    assert_as_on_the_device(ranks, given, [None, 2], ("disk",), ("host", "device", "disk"))
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+def test_copies_of_tables_may_live_anywhere(ranks, pooled):
+    """As above, of tables of which each rank has a copy."""
+    given = [gathered("copies", optimizer, pooled=pooled) for optimizer in ("row_wise_adagrad", "adam")]
+    given = [replace(case, shardings=(TableWise(0),) * 3) for case in given]
+    assert_as_on_the_device(ranks, given, [None, 3], ("host",), ("disk", "device"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.parametrize("way", list(GATHERED))
+def test_any_cut_optimizer_and_look_ahead_gives_the_bits_of_the_device(ranks, way, pooled):
+    world = 2 if way == "grid" else 4
+    given = [
+        replace(gathered(way, name, world, pooled, **options), local=2 if GATHERED[way][2] else 0)
+        for name, options in (
+            ("row_wise_adagrad", {"max_gradient": 0.05}),
+            ("lars_sgd", {"dtype": torch.bfloat16, "nonfinite": "skip", "max_norm": 0.9}),
+            ("adam", {"max_norm": 0.9}),
+        )
+    ]
+    assert_as_on_the_device(ranks, given, [0, 1, 4], ("disk",), ("disk", "device", "host"), ("host",))
+
+
+def resumed(rank: int, case: Case, elsewhere: Case) -> list[dict[str, torch.Tensor]]:
+    """State and outputs of a training, and of one that another collection went on with."""
+    groups = groups_of(case.local or None, case.copies)
+    whole, first, second = case.sharded(groups), elsewhere.sharded(groups), elsewhere.sharded(groups)
+    outputs = [train_steps(case, whole, rank, range(6))]
+    outputs.append(train_steps(case, first, rank, range(3), 2))
+    second.load_state_dict({name: shards.gather(groups.world) for name, shards in first.state_dict().items()})
+    outputs[1] += train_steps(case, second, rank, range(3, 6), 1)
+    states = [{n: t.gather(groups.world) for n, t in made.state_dict().items()} for made in (whole, second)]
+    return [{**state, **{str(n): o for n, o in enumerate(of)}} for state, of in zip(states, outputs, strict=True)]
+
+
+@pytest.mark.parametrize("way", ["column-wise", "data-parallel"])
+def test_training_goes_on_with_a_loaded_state(ranks, way):
+    case = gathered(way, "row_wise_adagrad", steps=6)
+    for whole, found in ranks(2).run(resumed, case, placed(case, "disk", "host")):
+        assert_same_bits(found, whole)
+
+
+def drawn_apart(rank: int, case: Case, device: str) -> list[dict[str, torch.Tensor]]:
+    """First values of a copy of each table on ranks whose generators differ, and those after an average."""
+    torch.manual_seed(rank)
+    groups = groups_of(case.local or None, case.copies)
+    model = te.nn.EmbeddingBagCollection(case.tables, case.optimizer, device=device)
+    parallel = te.HybridParallel(
+        model, case.plan(), init_device_mesh("cpu", (2, 1)), device="cpu", average_every=2, local_world_size=1
+    )
+    found = []
+    for _ in range(3):
+        found.append({name: own_of(shards) for name, shards in parallel.state_dict().items()})
+        parallel(case.batches(0)[0][rank]).sum().backward()
+        parallel.end_step()
+    assert groups.replicas.size == 2
+    return [*found, {name: own_of(shards) for name, shards in parallel.state_dict().items()}]
+
+
+def own_of(shards: Any) -> torch.Tensor:
+    (shard,) = shards.shards
+    return shard.tensor.clone()
+
+
+@pytest.mark.parametrize(("placement", "device"), [("host", "meta"), ("disk", "cpu"), ("disk", "meta")])
+def test_copies_that_train_apart_begin_alike_and_are_averaged(ranks, placement, device):
+    case = gathered("copies", "row_wise_adagrad")
+    case = replace(case, shardings=(TableWise(0),) * 3, weighted=False)
+    expected = ranks(2).run(drawn_apart, case, device)
+    found = ranks(2).run(drawn_apart, placed(case, placement), device)
+    for rank in range(2):
+        for step in range(4):
+            assert_same_bits(found[rank][step], expected[rank][step], f"after step {step} on rank {rank}")
+    assert_same_bits(found[0][0], found[1][0])
+    assert not torch.equal(found[0][1]["table0.weight"], found[1][1]["table0.weight"])
+    assert_same_bits(found[0][2], found[1][2])
+
+
+def twice(rank: int, case: Case) -> dict[str, torch.Tensor]:
+    """A batch that was sent once and is looked up twice, in one backward pass."""
+    groups = groups_of(case.local or None)
+    collection = case.sharded(groups)
+    for step in range(3):
+        batch = case.batches(step)[0][rank]
+        sent = SentFeatures(batch, {id(collection): collection.send(batch)})
+        with torch.no_grad():
+            collection(case.batches(4)[0][rank])
+        (collection(sent).sum() + collection(sent).square().sum()).backward()
+    return {name: shards.gather(groups.world) for name, shards in collection.state_dict().items()}
+
+
+@pytest.mark.parametrize("way", ["column-wise", "data-parallel"])
+def test_a_batch_that_was_sent_may_be_looked_up_twice(ranks, way):
+    case = gathered(way, "row_wise_adagrad")
+    expected = ranks(2).run(twice, case)
+    for found, one in zip(ranks(2).run(twice, placed(case, "disk")), expected, strict=True):
+        assert_same_bits(found, one)
+
+
+def bring_some(collection: Any, first: int, count: int) -> None:
+    """Bring rows of every shard on this rank, which nobody holds afterwards."""
+    for local in collection.locals:
+        ids = {}
+        for config in local.configs:
+            rows = [[row for row in range(first, first + count) if row < config.num_embeddings]]
+            ids |= dict.fromkeys(config.feature_names, rows)
+        with torch.no_grad():
+            local.group(te.KeyedJaggedTensor.from_lists(ids))
+
+
+def with_other_caches(rank: int, case: Case) -> Trained:
+    """As `together`, where ranks have other rows in other slots to begin with."""
+    groups = groups_of(case.local or None)
+    collection = case.sharded(groups)
+    bring_some(collection, 20 * rank, 9)
+    outputs = train_steps(case, collection, rank, range(len(case.sizes)))
+    state = {name: shards.gather(groups.world) for name, shards in collection.state_dict().items()}
+    return Trained(outputs, state, collection.skipped_rows())
+
+
+@pytest.mark.parametrize("way", ["column-wise", "data-parallel"])
+def test_ranks_may_have_other_rows_on_their_devices(ranks, way):
+    case = gathered(way, "row_wise_adagrad")
+    expected, _ = ranks(2).run(together, [case])
+    for found in ranks(2).run(with_other_caches, placed(case, "disk", "host")):
+        assert_same_bits(found.state, expected[0][0].state)
+
+
+class BringsInBackward(torch.autograd.Function):
+    """Brings rows of all tables when it is differentiated."""
+
+    @staticmethod
+    def forward(ctx, x, collection):
+        ctx.collection = collection
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        bring_some(ctx.collection, 3, 300)  # so rows 0 to 2, which most batches have, would make room
+        return grad, None
+
+
+def busy(rank: int, case: Case) -> dict[str, torch.Tensor]:
+    """What steps leave in whose backward passes the caches are needed for other rows, behind the tables' gradients."""
+    groups = groups_of(case.local or None)
+    collection = case.sharded(groups)
+    for step in range(3):
+        early = BringsInBackward.apply(torch.ones((), requires_grad=True), collection)  # first, so differentiated last
+        (collection(case.batches(step)[0][rank]).sum() + early).backward()
+    return {name: shards.gather(groups.world) for name, shards in collection.state_dict().items()}
+
+
+@pytest.mark.parametrize("way", ["column-wise", "data-parallel"])
+def test_rows_stay_until_the_pass_has_ended_that_updates_them(ranks, way):
+    case = gathered(way, "row_wise_adagrad")
+    expected = ranks(2).run(busy, case)
+    for found, one in zip(ranks(2).run(busy, placed(case, "disk", "host")), expected, strict=True):
+        assert_same_bits(found, one)
+
+
+def bad_ids(rank: int, case: Case) -> tuple[str, str]:
+    """What each rank says of an id out of range on the second; and whether they can go on."""
+    collection = case.sharded(groups_of())
+    batch = case.batches(0)[0][rank]
+    if rank == 1:
+        batch = te.KeyedJaggedTensor(batch.keys(), batch.values() + 1000, batch.weights(), lengths=batch.lengths())
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        collection(batch)
+    collection(case.batches(1)[0][rank]).sum().backward()
+    return type(caught.value).__name__, str(caught.value)
+
+
+def test_ids_out_of_range_are_told_to_ranks_that_have_the_table_too(ranks):
+    case = placed(gathered("data-parallel", "row_wise_adagrad"), "host")
+    (kind, told), (own_kind, own) = ranks(2).run(bad_ids, case)
+    assert (kind, own_kind) == ("RuntimeError", "ValueError")
+    assert "rank 1 has refused its batch" in told
+    assert "out of range" in own
+
+
+def in_another_order(rank: int, case: Case) -> str:
+    """What a rank says where the first one trains the batch that was sent first, and the second one the other."""
+    collection = case.sharded(groups_of())
+    sent = []
+    for step in (0, 5):
+        batch = case.batches(step)[0][rank]
+        sent.append(SentFeatures(batch, {id(collection): collection.send(batch)}))
+    with pytest.raises(RuntimeError, match="other ranks train rows of table") as caught:
+        collection(sent[rank]).sum().backward()
+    return str(caught.value)
+
+
+def test_ranks_that_train_batches_in_another_order_are_told(ranks):
+    case = placed(gathered("data-parallel", "row_wise_adagrad", steps=6), "host")
+    for message in ranks(2).run(in_another_order, case):
+        assert "in the same order" in message

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import tritonemb as te
 from tests.training.jobs import planted
@@ -72,10 +73,17 @@ def sharded(
             "rows": [kinds.RowWise()],
             "columns": [kinds.ColumnWise()],
             "mixed": [kinds.RowWise(), kinds.TableWise(1), kinds.TableWise(0)],
+            "everywhere": [kinds.DataParallel(), kinds.ColumnWise(columns=[1, 3])],
+            "copies": [kinds.TableWise(0)],
         }[plan]
         cuts = {feature.name: ways[number % len(ways)] for number, feature in enumerate(data.features)}
         exchange = kinds.ExchangePrecision("fp32", "fp32")
-        model = te.HybridParallel(model, kinds.ShardingPlan(cuts, group.size), exchange=exchange)
+        shards = 1 if plan == "copies" else group.size
+        mesh = init_device_mesh("cpu", (group.size, shards)) if plan == "copies" else None
+        local = 1 if plan == "copies" else None
+        model = te.HybridParallel(
+            model, kinds.ShardingPlan(cuts, shards), mesh, exchange=exchange, local_world_size=local
+        )
     trainer = te.Trainer(
         model, data, folder=folder, batch_size=50, epochs=epochs, verbose=False, checkpoints=checkpoints
     )  # fmt: skip

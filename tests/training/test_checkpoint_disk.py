@@ -151,14 +151,25 @@ class TestResume:
 class TestRanks:
     """Each saves the parts that it holds."""
 
-    @pytest.mark.parametrize("asynchronous", [False, True])
-    def test_a_resumed_job_has_the_bits_of_one_that_never_stopped(self, ranks, tmp_path, asynchronous):
+    @pytest.mark.parametrize(
+        ("plan", "asynchronous"),
+        [
+            ("mixed", False),
+            ("mixed", True),
+            ("columns", False),
+            ("everywhere", True),
+            pytest.param("copies", False, marks=pytest.mark.slow),
+        ],
+    )
+    def test_a_resumed_job_has_the_bits_of_one_that_never_stopped(self, ranks, tmp_path, plan, asynchronous):
         options = CheckpointOptions(1, keep=3, checkpoint_incremental=True, checkpoint_async=asynchronous)
-        job = partial(sharded, plan="mixed", checkpoints=options)
+        job = partial(sharded, plan=plan, checkpoints=options)
         expected = ranks(2).run(partial(job, folder=tmp_path / "device", placement="device", epochs=2))
         ranks(2).run(partial(job, folder=tmp_path / "run", placement="disk", epochs=1))
         files = table_files(tmp_path / "run/checkpoints/step-6")
-        assert any("-1000-0." in name for name in files)
+        # Of rows on the second rank, of columns, or of nothing but what the first rank has.
+        place = {"mixed": "-1000-0.", "columns": "-0-2.", "everywhere": "-0-1.", "copies": "."}[plan]
+        assert any(place in name for name in files)
         assert any(name.endswith(".changes") for name in files)
         found = ranks(2).run(partial(job, folder=tmp_path / "run", placement="disk", epochs=2, resume=True))
         for one, other in zip(found, expected, strict=True):
@@ -172,6 +183,8 @@ class TestRanks:
             ((2, "columns", "disk"), (2, "rows", "disk")),
             ((2, "columns", "disk"), (2, "mixed", "device")),
             ((2, "mixed", "host"), (2, "rows", "disk")),
+            ((2, "everywhere", "disk"), (2, "rows", "host")),
+            ((2, "mixed", "disk"), (2, "copies", "disk")),
             ((1, "", "disk"), (2, "columns", "disk")),
             ((1, "", "device"), (2, "columns", "disk")),
         ],

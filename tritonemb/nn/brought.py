@@ -46,13 +46,22 @@ class Lease:
     """The slots of a batch's rows, which stay where they are until it ends. One that is forgotten ends by itself.
 
     Args:
-        tables, slots: int64 `[n]`, of each row.
+        tables, rows, slots: int64 `[n]`: for each row its table, its number there, and where it is.
     """
 
-    def __init__(self, cache: RowCache, tables: Tensor, slots: Tensor) -> None:
+    def __init__(self, cache: RowCache, tables: Tensor, rows: Tensor, slots: Tensor) -> None:
         self._cache: RowCache | None = cache
-        self._tables, self._slots = tables, slots
+        self._tables, self._rows, self._slots = tables, rows, slots
         self._taken = False
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self._tables, self._rows, self._slots
+
+    def rows_of(self, table: int) -> tuple[Tensor, Tensor]:
+        """The rows of a table, ascending, and their slots."""
+        mine = self._tables == table
+        return self._rows[mine], self._slots[mine]
 
     @property
     def ended(self) -> bool:
@@ -87,12 +96,14 @@ class Brought:
     """A batch whose rows have been brought in: `lookup` reads slots.
 
     Args:
+        also: rows that others' batches hold and this rank updates with them, as `RowCache.bring` has them; or None.
         ready: when they are there, on a GPU.
     """
 
     lookup: Lookup
     lease: Lease = field(repr=False)
     training: bool
+    also: Tensor | None = field(default=None, repr=False)
     ready: torch.cuda.Event | None = field(default=None, repr=False)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Brought:

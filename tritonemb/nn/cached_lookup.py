@@ -16,7 +16,7 @@ from tritonemb.kernels import errors
 from tritonemb.kernels.layout import NUM_ROWS, TABLE, Layout, make_layout
 from tritonemb.nn.features import Features, parts_of
 from tritonemb.nn.lookup import Lookup, look_up
-from tritonemb.nn.row_cache import Brought, Lease, RowCache
+from tritonemb.nn.row_cache import Brought, Lease, RowCache, RowsOfOthers
 from tritonemb.nn.table import Table
 from tritonemb.nn.tiered_table import TieredTable
 from tritonemb.ops.accumulate import NOT_ACCUMULATING, accumulate_
@@ -44,8 +44,12 @@ def make_cache(tables: Sequence[Table]) -> RowCache | None:
     return RowCache(tables, tiered[0].cache.policy)
 
 
-def bring(collection: Collection, cache: RowCache, features: Features) -> Brought:
-    """Bring a batch's rows to the device; the batch with their slots in place of ids."""
+def bring(collection: Collection, cache: RowCache, features: Features, before: Brought | None = None) -> Brought:
+    """Bring a batch's rows to the device; the batch with their slots in place of ids.
+
+    Args:
+        before: where the batch was brought before, what came of that: rows of others are not asked for again.
+    """
     keys, values, offsets, weights = parts_of(features)
     given = KeyedJaggedTensor(keys, values, weights, offsets=offsets)
     layout = collection.layout(keys, values.device)
@@ -56,7 +60,15 @@ def bring(collection: Collection, cache: RowCache, features: Features) -> Brough
         if collection.bounds_check == "raise":
             _refuse_bad_ids(values, offsets, layout)
 
-    return cache.bring(batch, whole, own, torch.is_grad_enabled() and _trains(collection), refuse_bad_ids)
+    training = torch.is_grad_enabled() and _trains(collection)
+    also = collection.rows_of_others() if training else None
+    if also is not None and before is not None and before.also is not None:
+        also = _as_before(before.also)
+    return cache.bring(batch, whole, own, training, refuse_bad_ids, also)
+
+
+def _as_before(rows: Tensor) -> RowsOfOthers:
+    return lambda _own, _problem: rows
 
 
 @_disable_dynamo  # a graph break, which loads no compiler before one is used
@@ -76,7 +88,7 @@ def look_up_cached(
         brought = groups
     else:
         begin = time.perf_counter()
-        brought = bring(collection, cache, features)
+        brought = bring(collection, cache, features, groups if isinstance(groups, Brought) else None)
         brought.lease.take(cache)
         cache.stall += time.perf_counter() - begin
     lookup, lease = cache.take(brought), brought.lease
@@ -95,14 +107,14 @@ def look_up_cached(
     if collection._accumulating:
         collection._remember_keys(list(lookup.layout.feature_names.splitlines()))
         collection._leases.append(lease)
-    return look_up(_Held(collection, cache, lease), weights[0], lookup)
+    return look_up(_Held(collection, lease), weights[0], lookup)
 
 
 class _Held:
     """The slots of a batch, read and updated as long as they are the batch's."""
 
-    def __init__(self, collection: Collection, cache: RowCache, lease: Lease) -> None:
-        self._collection, self._cache, self._lease = collection, cache, lease
+    def __init__(self, collection: Collection, lease: Lease) -> None:
+        self._collection, self._lease = collection, lease
         self._handle = collection._accumulator.handle if collection._accumulating else NOT_ACCUMULATING
 
     def read(self, lookup: Lookup) -> Tensor:
@@ -123,11 +135,7 @@ class _Held:
             pending, weights = self._collection.pending, lookup.sample_weights
             accumulate_(pending, self._handle, grad, lookup.values, lookup.offsets, weights)
             return
-        try:
-            with self._cache.memory:
-                self._collection._step(grad, lookup)
-        finally:
-            self._lease.end()
+        self._collection._step(grad, lookup, [self._lease])
 
 
 class _Untrained:

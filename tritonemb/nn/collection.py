@@ -18,7 +18,7 @@ from tritonemb.nn.data_parallel import refuse_data_parallel
 from tritonemb.nn.features import Features, parts_of
 from tritonemb.nn.fused_optimizer import FusedOptimizer
 from tritonemb.nn.lookup import Lookup
-from tritonemb.nn.row_cache import Brought, CacheStatistics, Lease
+from tritonemb.nn.row_cache import Brought, CacheStatistics, Lease, RowsOfOthers
 from tritonemb.nn.sent import Grouped, Groups, SentFeatures
 from tritonemb.nn.table import Table
 from tritonemb.nn.tiered_table import TieredTable
@@ -309,8 +309,8 @@ class Collection(nn.Module):
             grad = grad[order.values()]
         values, offsets = stacked.values(), stacked.offsets()
         groups = ops.row_groups(values, offsets, layout)
-        with self._memory():
-            self._step(grad, Lookup(values, offsets, stacked.weights_or_none(), groups, layout))
+        leases, self._leases = self._leases, []
+        self._step(grad, Lookup(values, offsets, stacked.weights_or_none(), groups, layout), leases)
 
     def _own_layout(self, keys: tuple[str, ...], device: torch.device) -> Layout:
         """What keys mean to the rows that are on the device."""
@@ -332,20 +332,31 @@ class Collection(nn.Module):
             handle = self._accumulator.handle
             accumulate_(self.pending, handle, grad, lookup.values, lookup.offsets, lookup.sample_weights)
         else:
-            with self._memory():
-                self._step(grad, lookup)
+            self._step(grad, lookup)
 
     def _memory(self) -> AbstractContextManager[Any]:
         """While tables' tensors are used, nobody replaces them by larger ones."""
         return nullcontext() if self.cache is None else self.cache.memory
 
-    def _step(self, grad: Tensor, lookup: Lookup) -> None:
-        """One step of the optimizer on the rows of a batch."""
-        fused = self._fused([table.weight for table in self.tables])
-        ops.row_update_(
-            fused.weights, fused.states, fused.steps, fused.skipped, fused.learning_rate, grad, lookup.offsets,
-            lookup.sample_weights, fused.optimizer, fused.hyperparameters, lookup.groups, lookup.layout,
-        )  # fmt: skip
+    def rows_of_others(self) -> RowsOfOthers | None:
+        """Finds the rows that are updated with those of a batch, as other ranks have them too; None if there are none.
+
+        See `RowCache.bring`.
+        """
+        return None
+
+    def _step(self, grad: Tensor, lookup: Lookup, leases: Sequence[Lease] = ()) -> None:
+        """One step of the optimizer on the rows of a batch, whose leases end when that is done."""
+        try:
+            with self._memory():
+                fused = self._fused([table.weight for table in self.tables])
+                ops.row_update_(
+                    fused.weights, fused.states, fused.steps, fused.skipped, fused.learning_rate, grad, lookup.offsets,
+                    lookup.sample_weights, fused.optimizer, fused.hyperparameters, lookup.groups, lookup.layout,
+                )  # fmt: skip
+        finally:
+            for lease in leases:
+                lease.end()
 
     def __setattr__(self, name: str, value: Any) -> None:
         """A table may be called "training"; the flag of that name is set beside it."""

@@ -33,6 +33,7 @@ from tritonemb.storage import HostRows, Pending
 
 __all__ = ["Brought", "CacheStatistics", "Lease", "RowCache"]
 
+RowsOfOthers = Callable[[Tensor, ValueError | None], Tensor]
 LEAST_GROWTH = 256  # slots by which an overflow grows
 CHUNK_BYTES = 1 << 26  # of rows that are moved at once where all of a table's are
 LOOKUPS, HITS, OVERFLOWS, EVICTIONS, READ, WRITTEN = range(6)  # columns of what is counted
@@ -99,7 +100,13 @@ class RowCache:
 
     @torch.no_grad()
     def bring(
-        self, batch: Any, whole: Layout, own: Layout, training: bool, refuse_bad_ids: Callable[[], object]
+        self,
+        batch: Any,
+        whole: Layout,
+        own: Layout,
+        training: bool,
+        refuse_bad_ids: Callable[[], object],
+        also: RowsOfOthers | None = None,
     ) -> Brought:
         """Bring a batch's rows in, and hold them. Within `as_of`, batches that ended later are still held.
 
@@ -109,6 +116,8 @@ class RowCache:
             training: whether the rows are going to be changed.
             refuse_bad_ids: called if some id belongs to no row, before anything is brought; it may raise. Such ids
                 read as zero otherwise.
+            also: given the batch's distinct linear rows, ascending, and what is wrong with its ids, returns linear rows
+                of tables that live elsewhere which are to be brought and held with them.
 
         Raises:
             StorageError: rows cannot be read or written. The cache is of no use any more.
@@ -118,18 +127,31 @@ class RowCache:
             values, offsets = batch.values(), batch.offsets()
             groups = ops.row_groups(values, offsets, whole)
             count = int(groups.num_groups)
+            problem = None
             if int(groups.starts[count]) != values.numel():
-                refuse_bad_ids()
+                problem = _problem(refuse_bad_ids)
+            if problem is not None and also is None:
+                raise problem
+            held, others = groups, None
+            if also is not None:
+                others = also(groups.rows[:count], problem)
+                held = _with_rows(groups, others)
             first_rows = whole.tables[:, FIRST_ROW].contiguous()
-            tables = torch.searchsorted(first_rows, groups.rows[:count], right=True) - 1
+            linear = held.rows[: count if also is None else held.rows.numel()]
+            tables = torch.searchsorted(first_rows, linear, right=True) - 1
             with self._turn(until):
-                slots = self._hold(groups, tables, first_rows, whole, training)
-                lease = Lease(self, *self._elsewhere(tables, slots[:count]))
+                slots = self._hold(held, tables, first_rows, whole, training)
+                lease = Lease(self, *self._elsewhere(tables, linear - first_rows[tables], slots[: linear.numel()]))
+            if also is not None:
+                place = torch.searchsorted(linear, groups.rows[:count])
+                tables, found = tables[place], slots[place]
+                slots = torch.full_like(groups.rows, -1)
+                slots[:count] = found
             rows = groups.rows.clone()
             rows[:count] = own.tables[:, FIRST_ROW][tables] + slots[:count]
             inside = ops.row_cache_translate(slots, groups.starts, groups.order, groups.num_groups)
             lookup = Lookup(inside, offsets, batch.weights_or_none(), groups._replace(rows=rows), own)
-            return Brought(lookup, lease, training, self._event())
+            return Brought(lookup, lease, training, others, self._event())
 
     def take(self, brought: Brought) -> Lookup:
         """The lookup, for this thread's stream."""
@@ -137,10 +159,15 @@ class RowCache:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(brought.ready)
             lookup = brought.lookup
-            for tensor in (lookup.values, lookup.offsets, lookup.sample_weights, *lookup.groups):
+            own = (lookup.values, lookup.offsets, lookup.sample_weights, *lookup.groups, *brought.lease.tensors)
+            for tensor in own:
                 if tensor is not None:
                     tensor.record_stream(stream)
         return brought.lookup
+
+    def row_ids(self, table: int) -> Tensor:
+        """int64, the row in each slot of a table; for who has `memory`."""
+        return self._directory.parts[0][table]
 
     def give_up(self, tables: Tensor, slots: Tensor) -> None:
         """Slots of a batch that needs them no more; called by any thread, perhaps by Python's garbage collection."""
@@ -428,12 +455,12 @@ class RowCache:
         """How often each table stands there."""
         return torch.bincount(tables, minlength=len(self.tiered)).tolist()
 
-    def _elsewhere(self, tables: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def _elsewhere(self, tables: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
         """Of a batch's rows, those of tables that live elsewhere."""
         if self._all_tiered:
-            return tables, slots.clone()
+            return tables, *[value.clone() for value in values]
         which = self._is_tiered[tables]
-        return tables[which], slots[which]
+        return tables[which], *[value[which] for value in values]
 
     def _num_rows(self, index: int) -> int:
         return self._tables[index].config.num_embeddings
@@ -451,3 +478,18 @@ class RowCache:
                 f"rows of these tables could not be moved before, so some are lost ({self._failure}); load a "
                 "checkpoint into a new module"
             ) from self._failure
+
+
+def _problem(refuse: Callable[[], object]) -> ValueError | None:
+    """What is wrong, if something is raised."""
+    try:
+        refuse()
+    except ValueError as error:
+        return error
+    return None
+
+
+def _with_rows(groups: ops.RowGroups, others: Tensor) -> ops.RowGroups:
+    """The distinct rows of a batch and others, of which no position of the batch is any."""
+    rows = torch.cat([groups.rows[: int(groups.num_groups)], others]).unique()
+    return groups._replace(rows=rows, num_groups=torch.full_like(groups.num_groups, rows.numel()))

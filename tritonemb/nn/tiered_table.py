@@ -210,6 +210,24 @@ class TieredTable(Table):
                     fields[name].copy_(tensors[name][part])
                 self.store.write(rows, records).wait()
 
+    @torch.no_grad()
+    def change(self, function: Callable[[dict[str, Tensor]], None]) -> None:
+        """Let a function change weight and states of all rows in place, a piece of rows at a time, in order.
+
+        Pieces are the same for tables of the same shape that live in the same kind of place.
+        """
+        slots = self.slots
+        if slots is not None:
+            slots.write_back()
+        with nullcontext() if slots is None else slots.replacing(self):
+            if isinstance(self.store, HostRows):
+                function(self.store.fields())
+                return
+            for rows, records in self._chunks():
+                self.store.read(rows, records).wait()
+                function(self.record.views(records))
+                self.store.write(rows, records).wait()
+
     def _chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
         step = max(1, CHUNK_BYTES // self.record.num_bytes)
         for first in range(0, self.config.num_embeddings, step):

@@ -68,31 +68,23 @@ class ShardedCollection(nn.Module):
         self._learning_rate = collection.current_learning_rate
         self._fused_optimizer: FusedOptimizer | None = None
         self._nothing = torch.empty(0, device=device)
+        self._world_ahead, self._replicas_ahead = self._groups_ahead()
         self.locals, self._held = self._make_locals()
-        self._refuse_elsewhere()
         self._begin(collection)
         # A compiled model's graphs end before it and begin behind it: sizes of what is sent are read on the host, and
         # gathered updates exchange as many rows as a batch happens to have.
         self.forward = torch.compiler.disable(self.forward)
 
-    def _refuse_elsewhere(self) -> None:
-        """Updates that rows of several ranks have a part in reach rows that a rank has not brought to its device."""
-        for held in self.placement.held:
-            config = self.configs[held.table]
-            if config.placement == "device":
-                continue
-            why = (
-                "every rank has it" if held.way == "everywhere"
-                else "there are copies of it" if self.groups.replicas.size > 1
-                else f"it is cut by columns, and {self.optimizer.name} looks at whole rows"
-                if held.cut and needs_whole_rows(self.optimizer) else ""
-            )  # fmt: skip
-            if why:
-                raise ValueError(
-                    f"table {config.name!r} is placed on {config.placement!r}, and {why}: its gradients are gathered "
-                    "from several ranks, which is for tables on the device; place it there, or give it to one rank or "
-                    "cut it by rows"
-                )
+    def _groups_ahead(self) -> tuple[Group | None, Group | None]:
+        """The world and the replicas, where these train tables together that live elsewhere than on the device.
+
+        Made by all ranks, whether they hold such tables or not.
+        """
+        elsewhere = [h for h in self.placement.held if self.configs[h.table].placement != "device"]
+        everywhere = any(h.way == "everywhere" for h in elsewhere) and self.groups.world.size > 1
+        copied = any(h.way != "everywhere" for h in elsewhere) and self._gather_replicas
+        world = self.groups.world_ahead() if everywhere else None
+        return world, self.groups.replicas_ahead() if copied else None
 
     def _make_locals(self) -> tuple[tuple[LocalTables, ...], tuple[tuple[Held, ...], ...]]:
         """Collections of this rank's shards, and the shards in each, in their order."""
@@ -221,12 +213,16 @@ class ShardedCollection(nn.Module):
             group: Group | None = self.groups.world if everywhere else self.groups.replicas
             if group is None or group.size == 1 or not (everywhere or self._gather_replicas):
                 group = None
+            ahead = None
+            if group is not None and any(self.configs[each.table].placement != "device" for each in part):
+                ahead = self._world_ahead if everywhere else self._replicas_ahead
             gathering = None
             if part is cut:
                 update = self._whole_rows[part[0].way]
-                gathering = Gathering(group, 1 if group is None else group.size, update, self._blocks(part))
+                size = 1 if group is None else group.size
+                gathering = Gathering(group, size, update, self._blocks(part), ahead)
             elif group is not None:
-                gathering = Gathering(group, group.size)
+                gathering = Gathering(group, group.size, ahead=ahead)
             tables = LocalTables(
                 named_parts(self.placement, part), self.pooled, self.optimizer, self.device,
                 self.bounds_check if bounds_check else "ignore", torch.float32, gathering,
@@ -272,9 +268,8 @@ class ShardedCollection(nn.Module):
         for tables, held in zip(self.locals, self._held, strict=True):
             for each, table in zip(held, tables.tables, strict=True):
                 if isinstance(table, TieredTable):
-                    begin_elsewhere(
-                        table, self.configs[each.table], each.shard, None if drawn else collection.tables[each.table]
-                    )
+                    source_of = None if drawn else collection.tables[each.table]
+                    begin_elsewhere(table, self.configs[each.table], each.shard, source_of, self._same_as(each))
                     continue
                 if drawn:
                     fill_shard(table.weight, self.configs[each.table], each.shard)
@@ -287,9 +282,13 @@ class ShardedCollection(nn.Module):
                 tables.step.copy_(collection.step)
             tables.set_learning_rate(self._learning_rate)
             for each, table in zip(held, tables.tables, strict=True):
-                group = self.groups.world if each.way == "everywhere" else self.groups.replicas
-                for tensor in (table.weight, *table.buffers()):
-                    group.broadcast(tensor.detach(), 0, "initial values")
+                if not isinstance(table, TieredTable):
+                    for tensor in (table.weight, *table.buffers()):
+                        self._same_as(each).broadcast(tensor.detach(), 0, "initial values")
+
+    def _same_as(self, held: Held) -> Group:
+        """The ranks with the same shard."""
+        return self.groups.world if held.way == "everywhere" else self.groups.replicas
 
     def _table_tensors(self) -> dict[str, dict[str, TableShards]]:
         """By table: its weight and states by name, as this rank holds them."""
@@ -332,8 +331,17 @@ class ShardedCollection(nn.Module):
         """Give the copies of the tables the mean of their weights and states; a collective of `groups.replicas`."""
         for tables in self.locals:
             for table in tables.tables:
+                if isinstance(table, TieredTable):
+                    table.change(self._average_fields)
+                    continue
                 for tensor in (table.weight.detach(), *table.buffers()):
                     _average(self.groups.replicas, tensor)
+
+    def _average_fields(self, fields: Mapping[str, Tensor]) -> None:
+        for values in fields.values():
+            moved = values.to(self.device)
+            _average(self.groups.replicas, moved)
+            values.copy_(moved)
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Whole-table keys, `TableShards` as values."""

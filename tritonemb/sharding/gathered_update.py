@@ -24,6 +24,7 @@ from tritonemb.kernels.layout import (
     FIRST_ROW,
     NUM_ROWS,
     ROW_DIM,
+    ROW_IDS,
     ROW_ORIGIN,
     SEED,
     Layout,
@@ -32,6 +33,7 @@ from tritonemb.kernels.layout import (
 from tritonemb.kernels.rounding import narrow_reference, narrow_stochastic_reference, random16_reference
 from tritonemb.nn.lookup import Lookup
 from tritonemb.optimizers import SGD, Optimizer
+from tritonemb.sharding.held_rows import HeldRows
 from tritonemb.types import TableConfig
 
 NO_BACKWARD = -1  # what autograd calls it when it is not running
@@ -57,12 +59,15 @@ class Gathering(NamedTuple):
         average: sums over replicas are divided by this.
         whole_rows: does the update where other ranks have other columns of the same rows, or None.
         blocks: for that, the block of columns that each of the tables is.
+        ahead: the replicas, on the CPU and with an order of their own, where some of the tables live elsewhere than on
+            the device: told of the rows of each other's batches before these are trained.
     """
 
     replicas: Group | None
     average: int
     whole_rows: WholeRowUpdate | None = None
     blocks: tuple[Block, ...] = ()
+    ahead: Group | None = None
 
 
 def needs_whole_rows(optimizer: Optimizer) -> bool:
@@ -76,39 +81,55 @@ def gathered_update_(
     gathering: Gathering,
     tables: Sequence[TableConfig],
     optimizer: Optimizer,
-    fused: ops.Fused,
+    held: HeldRows,
     grad: Tensor,
     lookup: Lookup,
 ) -> None:
     """One step on the rows of the batches of all these ranks, in place; a collective.
 
     Args:
-        fused: the tables that this rank holds, their states and counters.
+        held: where the rows of this rank's tables are; given up when they have been updated.
         grad, lookup: this rank's batch, and the gradient of what was looked up.
     """
+    try:
+        sums = _gathered(gathering, tables, optimizer, held, grad, lookup)
+        optimizer = replace(optimizer, max_gradient=None)
+        if gathering.whole_rows is None:
+            _apply_where_held(tables, optimizer, held, sums)
+    except BaseException:
+        held.give_up()
+        raise
+    if gathering.whole_rows is None:
+        held.give_up()
+        return
+    cuts = [
+        _Cut(block, index, table, held, rows, of_rows)
+        for index, (block, table, rows, of_rows) in enumerate(
+            zip(gathering.blocks, tables, sums.rows, sums.sums, strict=True)
+        )
+    ]
+    gathering.whole_rows.add(cuts, held)
+
+
+def _gathered(
+    gathering: Gathering,
+    tables: Sequence[TableConfig],
+    optimizer: Optimizer,
+    held: HeldRows,
+    grad: Tensor,
+    lookup: Lookup,
+) -> RowSums:
+    """The gradients of the rows of all these ranks' batches."""
     # What the bound is of is the gradient of the mean over replicas.
     bound = None if optimizer.max_gradient is None else optimizer.max_gradient * gathering.average
-    sums = row_sums(grad, lookup, bound)
-    optimizer = replace(optimizer, max_gradient=None)
-    if gathering.replicas is not None:
-        sums = gather_sums(gathering.replicas, sums)
-        if gathering.average != 1:
-            for of_table in sums.sums:
-                of_table.mul_(1.0 / gathering.average)
-    if gathering.whole_rows is None:
-        _apply(tables, optimizer, fused, sums)
-    else:
-        if gathering.replicas is not None:
-            sums = _add_equal_rows(tables, sums)
-        gathering.whole_rows.add(
-            [
-                _Cut(block, table, weight, fused.states[index :: len(tables)], rows, of_rows)
-                for index, (block, table, weight, rows, of_rows) in enumerate(
-                    zip(gathering.blocks, tables, fused.weights, sums.rows, sums.sums, strict=True)
-                )
-            ],
-            fused,
-        )
+    sums = held.in_rows(row_sums(grad, lookup, bound))
+    if gathering.replicas is None:
+        return sums
+    sums = gather_sums(gathering.replicas, sums)
+    if gathering.average != 1:
+        for of_table in sums.sums:
+            of_table.mul_(1.0 / gathering.average)
+    return sums if gathering.whole_rows is None else _add_equal_rows(tables, sums)
 
 
 def row_sums(grad: Tensor, lookup: Lookup, max_gradient: float | None = None) -> RowSums:
@@ -123,7 +144,7 @@ def row_sums(grad: Tensor, lookup: Lookup, max_gradient: float | None = None) ->
     counts = torch.diff(starts, append=starts.new_tensor([rows.shape[0]]))
     sizes = counts.tolist()
     compact = layout.tables.clone()
-    compact[:, FIRST_ROW], compact[:, NUM_ROWS] = starts, counts
+    compact[:, FIRST_ROW], compact[:, NUM_ROWS], compact[:, ROW_IDS] = starts, counts, 0
     sums = [torch.zeros(n, dim, device=device) for n, dim in zip(sizes, compact[:, ROW_DIM].tolist(), strict=True)]
     _plain_update(
         sums, grad, lookup.offsets, lookup.sample_weights, max_gradient,
@@ -152,13 +173,26 @@ def _plain_update(
     )  # fmt: skip
 
 
-def _as_batch(tables: Sequence[TableConfig], sums: RowSums) -> tuple[Tensor, Tensor, Tensor, Layout]:
-    """Rows and their gradients as an unpooled batch of one sample: values, offsets, gradient, layout."""
-    named = [TableConfig(str(n), t.num_embeddings, t.embedding_dim, dtype=t.dtype) for n, t in enumerate(tables)]
+def _as_batch(
+    tables: Sequence[TableConfig], sums: RowSums, row_ids: Sequence[Tensor | None] = ()
+) -> tuple[Tensor, Tensor, Tensor, Layout]:
+    """Rows and their gradients as an unpooled batch of one sample: values, offsets, gradient, layout.
+
+    Args:
+        row_ids: of tables whose "rows" are slots, the row in each.
+    """
+    ids = row_ids or [None] * len(tables)
+    named = [
+        TableConfig(str(n), t.num_embeddings if i is None else i.numel(), t.embedding_dim, dtype=t.dtype)
+        for n, (t, i) in enumerate(zip(tables, ids, strict=True))
+    ]
     values = torch.cat(sums.rows)
     layout = make_layout(named, [table.name for table in named], False, values.device)
     random = [[table.seed, table.row_origin, table.column_origin] for table in tables]
     layout.tables[:, [SEED, ROW_ORIGIN, COLUMN_ORIGIN]] = torch.tensor(random, device=values.device)
+    for table, of_slots in enumerate(ids):
+        if of_slots is not None:
+            layout.tables[table, ROW_IDS] = of_slots.data_ptr()
     layout = layout._replace(table_names="\n".join(table.name for table in tables))
     offsets = torch.tensor([0, *[rows.shape[0] for rows in sums.rows]], device=values.device).cumsum(0)
     widest = max(of_table.shape[1] for of_table in sums.sums)
@@ -166,9 +200,21 @@ def _as_batch(tables: Sequence[TableConfig], sums: RowSums) -> tuple[Tensor, Ten
     return values, offsets, grad, layout
 
 
-def _apply(tables: Sequence[TableConfig], optimizer: Optimizer, fused: ops.Fused, sums: RowSums) -> None:
+def _apply_where_held(tables: Sequence[TableConfig], optimizer: Optimizer, held: HeldRows, sums: RowSums) -> None:
+    slots = RowSums([held.slots(table, rows) for table, rows in enumerate(sums.rows)], sums.sums)
+    with held.memory() as fused:
+        _apply(tables, optimizer, fused, slots, [held.row_ids(table) for table in range(len(tables))])
+
+
+def _apply(
+    tables: Sequence[TableConfig],
+    optimizer: Optimizer,
+    fused: ops.Fused,
+    sums: RowSums,
+    row_ids: Sequence[Tensor | None] = (),
+) -> None:
     """The optimizer's step by gradients of rows; a row's gradients are added in their order."""
-    values, offsets, grad, layout = _as_batch(tables, sums)
+    values, offsets, grad, layout = _as_batch(tables, sums, row_ids)
     ops.row_update_(
         fused.weights, fused.states, fused.steps, fused.skipped, fused.learning_rate, grad, offsets, None,
         optimizer.name, list(optimizer.hyperparameters), ops.row_groups(values, offsets, layout), layout,
@@ -185,17 +231,36 @@ class _Cut(NamedTuple):
     """A block of a table's columns, and the gradients of its rows.
 
     Attributes:
+        place: of the block among the tables that are updated with it.
         table: the block as a table.
-        weight, states: of the block.
-        rows, sums: distinct rows `[U]`, and their gradients `[U, num_columns]`.
+        held: where its rows are.
+        rows, sums: distinct rows `[U]`, ascending, and their gradients `[U, num_columns]`.
     """
 
     block: Block
+    place: int
     table: TableConfig
-    weight: Tensor
-    states: list[Tensor]
+    held: HeldRows
     rows: Tensor
     sums: Tensor
+
+    def states(self, fused: ops.Fused) -> list[Tensor]:
+        """Of all its rows that are on the device."""
+        return fused.states[self.place :: len(fused.weights)]
+
+    def read(self) -> tuple[Tensor, list[Tensor]]:
+        """Its rows' weights in float32, and states."""
+        slots = self.held.slots(self.place, self.rows)
+        with self.held.memory() as fused:
+            return fused.weights[self.place][slots].float(), [state[slots] for state in self.states(fused)]
+
+    def write(self, changed: Tensor, weights: Tensor, states: Sequence[Tensor]) -> None:
+        """Write weights of those rows that are `changed`, and states of all."""
+        slots = self.held.slots(self.place, self.rows)
+        with self.held.memory() as fused:
+            fused.weights[self.place][slots[changed]] = weights
+            for own, new in zip(self.states(fused), states, strict=True):
+                own[slots] = new
 
 
 class WholeRowUpdate:
@@ -207,17 +272,17 @@ class WholeRowUpdate:
     def __init__(self, columns: Columns, optimizer: Optimizer) -> None:
         self._columns = columns
         self._optimizer = replace(optimizer, max_gradient=None)
-        self._waiting: list[tuple[list[_Cut], ops.Fused]] = []
+        self._waiting: list[tuple[list[_Cut], HeldRows]] = []
         self._backward = NO_BACKWARD  # that they wait for the end of
 
-    def add(self, cuts: list[_Cut], fused: ops.Fused) -> None:
+    def add(self, cuts: list[_Cut], held: HeldRows) -> None:
         """Keep gradients until the backward pass ends; outside of one, until `flush`."""
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:  # what is left of a pass that has failed is void
             self._waiting, self._backward = [], backward
         if not self._waiting and backward != NO_BACKWARD:
             torch.autograd.Variable._execution_engine.queue_callback(self.flush)
-        self._waiting.append((cuts, fused))
+        self._waiting.append((cuts, held))
 
     def discard(self) -> None:
         """Forget what waits."""
@@ -227,7 +292,7 @@ class WholeRowUpdate:
     def flush(self) -> None:
         """Apply what waits; a collective. Tables that were looked up several times are updated as often, in order."""
         waiting, self._waiting = self._waiting, []
-        rounds: list[list[tuple[list[_Cut], ops.Fused]]] = []
+        rounds: list[list[tuple[list[_Cut], HeldRows]]] = []
         times: Counter[Block] = Counter()
         for part in waiting:
             block = part[0][0].block
@@ -235,30 +300,36 @@ class WholeRowUpdate:
                 rounds.append([])
             rounds[times[block]].append(part)
             times[block] += 1
-        for each in rounds:
-            self._apply(each)
+        try:
+            for each in rounds:
+                self._apply([(cuts, held.fused()) for cuts, held in each])
+        finally:
+            for _, held in waiting:
+                held.give_up()
 
     def _apply(self, waiting: list[tuple[list[_Cut], ops.Fused]]) -> None:
         """Exchange columns, step on whole rows in float32, keep one's own columns."""
         cuts = [cut for part, _ in waiting for cut in part]
+        before = [cut.read() for cut in cuts]
         per_element = [state.per_element for state in self._optimizer.states]
         # What belongs to single columns, one under the other: gradient, weight, states.
         own = [
             torch.cat(
                 [
                     cut.sums,
-                    cut.weight[cut.rows].float(),
-                    *[state[cut.rows] for state, each in zip(cut.states, per_element, strict=True) if each],
+                    weight,
+                    *[state for state, each in zip(states, per_element, strict=True) if each],
                 ]
             )
-            for cut in cuts
+            for cut, (weight, states) in zip(cuts, before, strict=True)
         ]
         whole = exchange_columns(self._columns.group, self._columns.blocks, [cut.block for cut in cuts], own)
         by_table = {cut.block.table: cut for cut in cuts if cut.rows.numel()}
+        states_of = {cut.block.table: states for cut, (_, states) in zip(cuts, before, strict=True)}
         fused, skipped = waiting[0][1], torch.zeros(len(by_table), dtype=torch.int64, device=own[0].device)
         if by_table:
             held = {table: whole[table].chunk(2 + sum(per_element)) for table in by_table}
-            stepped = self._step(by_table, held, fused._replace(skipped=[skipped]))
+            stepped = self._step(by_table, held, states_of, fused._replace(skipped=[skipped]))
             step = int(fused.steps[0]) if any(cut.table.dtype != torch.float32 for cut in cuts) else 0
             for cut in cuts:
                 if cut.block.table in by_table:
@@ -273,7 +344,11 @@ class WholeRowUpdate:
                 of_part.skipped[0][place] += counts.get(cut.block.table, 0)
 
     def _step(
-        self, cuts: dict[int, _Cut], held: dict[int, tuple[Tensor, ...]], fused: ops.Fused
+        self,
+        cuts: dict[int, _Cut],
+        held: dict[int, tuple[Tensor, ...]],
+        states_of: dict[int, list[Tensor]],
+        fused: ops.Fused,
     ) -> dict[int, tuple[Tensor, list[Tensor]]]:
         """The optimizer's step on the whole rows of each table: their weights and states after it."""
         tables = [TableConfig(cut.table.name, *held[table][0].shape) for table, cut in cuts.items()]
@@ -287,7 +362,7 @@ class WholeRowUpdate:
                 states.append([held[table][place].contiguous() for table in cuts])
                 place += 1
             else:
-                states.append([cut.states[index][cut.rows] for cut in cuts.values()])
+                states.append([states_of[table][index] for table in cuts])
         sums = RowSums([torch.arange(g.shape[0], device=g.device) for g in gradients], gradients)
         in_float32 = replace(self._optimizer, stochastic_rounding=False, nonfinite=self._nonfinite())
         flat = [tensor for of_state in states for tensor in of_state]
@@ -310,10 +385,8 @@ def _keep(
     weight, states = stepped
     columns = slice(cut.block.first_column, cut.block.first_column + cut.block.num_columns)
     changed = ~_untouched(optimizer, gradient)
-    rows = cut.rows[changed]
-    cut.weight[rows] = _narrow(cut.table, weight[changed][:, columns], rows, step, optimizer)
-    for own, new, each in zip(cut.states, states, per_element, strict=True):
-        own[cut.rows] = new[:, columns] if each else new
+    own = _narrow(cut.table, weight[changed][:, columns], cut.rows[changed], step, optimizer)
+    cut.write(changed, own, [new[:, columns] if each else new for new, each in zip(states, per_element, strict=True)])
 
 
 def _untouched(optimizer: Optimizer, gradient: Tensor) -> Tensor:

@@ -53,15 +53,23 @@ class ShardGroups(NamedTuple):
         node = min(world.local_world_size, shards)
         if shards % node:
             raise ValueError(f"{shards} ranks of a copy of the tables cannot be nodes of {node} ranks each")
-        copies = [[copy * shards + rank for rank in range(shards)] for copy in range(replicas)]
+        copies = _copies(replicas, shards)
         nodes = [copy[first : first + node] for copy in copies for first in range(0, shards, node)]
         places = [copy[place::node] for copy in copies for place in range(node)]
-        same = [[copy[rank] for copy in copies] for rank in range(shards)]
         of_shards = world.subgroup(copies)
         return cls(
             world.twin(), of_shards, world.subgroup(copies, backend="gloo"),
-            of_shards if node == shards else world.subgroup(nodes), world.subgroup(places), world.subgroup(same),
+            of_shards if node == shards else world.subgroup(nodes), world.subgroup(places),
+            world.subgroup(_same(copies)),
         )  # fmt: skip
+
+    def world_ahead(self) -> Group:
+        """As `world`, for what goes ahead with the ids; made by all ranks together."""
+        return self.ids if self.replicas.size == 1 else self.world.twin(backend="gloo")
+
+    def replicas_ahead(self) -> Group:
+        """As `replicas`, for what goes ahead with the ids; made by all ranks together."""
+        return self.world.subgroup(_same(_copies(self.replicas.size, self.shards.size)), backend="gloo")
 
     def among(self, ranks: Sequence[int]) -> Group:
         """Some ranks of each copy of the tables, or, for a rank that is not one of them, the others."""
@@ -69,3 +77,13 @@ class ShardGroups(NamedTuple):
         others = [rank for rank in range(size) if rank not in ranks]
         sets = [[copy * size + rank for rank in each] for copy in range(copies) for each in (ranks, others) if each]
         return self.world.subgroup(sets)
+
+
+def _copies(replicas: int, shards: int) -> list[list[int]]:
+    """The ranks of each copy of the tables."""
+    return [[copy * shards + rank for rank in range(shards)] for copy in range(replicas)]
+
+
+def _same(copies: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The ranks with the same place in each copy."""
+    return [list(ranks) for ranks in zip(*copies, strict=True)]

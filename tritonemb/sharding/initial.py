@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
+from tritonemb.comm.group import Group
 from tritonemb.nn.table import Table
 from tritonemb.nn.tiered_table import TieredTable
 from tritonemb.ops.initial import fill_initial_
@@ -27,10 +30,16 @@ def tensors_of(table: Table) -> dict[str, Tensor]:
     return {"weight": table.weight.detach(), **dict(table.named_buffers(recurse=False))}
 
 
-def begin_elsewhere(own: TieredTable, table: TableConfig, shard: Shard, source: Table | None) -> None:
-    """Give a shard that does not live on the device the values of a whole table, or those that are drawn for it."""
+def begin_elsewhere(own: TieredTable, table: TableConfig, shard: Shard, source: Table | None, same: Group) -> None:
+    """Give a shard that does not live on the device the values of a whole table, or those that are drawn for it.
+
+    Args:
+        same: the ranks with this shard, of which the first one's values count; a collective.
+    """
     if source is None and table.init is None:
-        own.reset_parameters(_seed_of(table))
+        seed = torch.tensor(_seed_of(table), device=own.weight.device)
+        same.broadcast(seed, 0, "initial values")
+        own.reset_parameters(int(seed))
         return
     if source is None:
         given: dict[str, Tensor] = {"weight": _initialised(table)}
@@ -41,6 +50,16 @@ def begin_elsewhere(own: TieredTable, table: TableConfig, shard: Shard, source: 
         if name in given:
             copy_shard(tensor, given[name], shard)
     own.assign(tensors)
+    if same.size > 1:
+        own.change(lambda fields: _take_over(fields, own.weight.device, same))
+
+
+def _take_over(fields: Mapping[str, Tensor], device: torch.device, same: Group) -> None:
+    """The first rank's values; they cross between devices of this kind."""
+    for values in fields.values():
+        moved = values.to(device).contiguous()
+        same.broadcast(moved, 0, "initial values")
+        values.copy_(moved)
 
 
 def _seed_of(table: TableConfig) -> int:

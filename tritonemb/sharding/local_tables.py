@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from tritonemb import ops
+from tritonemb.comm.distinct import gather_rows
 from tritonemb.nn.collection import BoundsCheck, Collection
 from tritonemb.nn.features import Features, parts_of
 from tritonemb.nn.lookup import Lookup, look_up
-from tritonemb.nn.row_cache import Brought
+from tritonemb.nn.row_cache import Brought, Lease, RowsOfOthers
 from tritonemb.nn.sent import Groups
 from tritonemb.optimizers import Optimizer
 from tritonemb.sharding.gathered_update import Gathering, gathered_update_
+from tritonemb.sharding.held_rows import HeldRows
 from tritonemb.types import TableConfig
 
 
@@ -46,9 +48,9 @@ class LocalTables(Collection):
 
     def look_up(self, features: Features, groups: Groups | None) -> Tensor:
         """The op behind `forward`: `[B, width]` if pooled, else `[N, width]`."""
-        if self.gathering is None or not torch.is_grad_enabled():
+        if self.gathering is None or self.cache is not None or not torch.is_grad_enabled():
             return super().look_up(features, groups)
-        assert not isinstance(groups, Brought)  # refused where the tables are sharded
+        assert not isinstance(groups, Brought)
         keys, values, offsets, sample_weights = parts_of(features)
         layout = self.layout(keys, values.device)
         if self._accumulating:
@@ -60,10 +62,23 @@ class LocalTables(Collection):
         """As `look_up`."""
         return self.look_up(features, groups)
 
-    def _step(self, grad: Tensor, lookup: Lookup) -> None:
+    def rows_of_others(self) -> RowsOfOthers | None:
+        return None if self.gathering is None or self.gathering.ahead is None else self._rows_of_others
+
+    def _rows_of_others(self, rows: Tensor, problem: ValueError | None) -> Tensor:
+        """Those of tables that live elsewhere which the batches of the replicas have between them; a collective."""
+        assert self.cache is not None
+        assert self.gathering is not None
+        assert self.gathering.ahead is not None
+        ends = torch.tensor([config.num_embeddings for config in self.configs], device=rows.device).cumsum(0)
+        elsewhere = torch.tensor([table is not None for table in self.cache.tiered], device=rows.device)
+        own = rows[elsewhere[torch.searchsorted(ends, rows, right=True)]]
+        return gather_rows(self.gathering.ahead, own.cpu(), problem).to(rows.device)
+
+    def _step(self, grad: Tensor, lookup: Lookup, leases: Sequence[Lease] = ()) -> None:
         if self.gathering is None:
-            super()._step(grad, lookup)
+            super()._step(grad, lookup, leases)
         else:
-            fused = self._fused([table.weight for table in self.tables])
             assert self.optimizer is not None
-            gathered_update_(self.gathering, self.configs, self.optimizer, fused, grad, lookup)
+            held = HeldRows(self, leases)
+            gathered_update_(self.gathering, self.configs, self.optimizer, held, grad, lookup)

@@ -31,8 +31,8 @@ from tritonemb.training.checkpoints.tables_out import (
     ask,
     bytes_of,
     finish,
-    parts_of,
     said_of,
+    saved_by,
     settle,
     tables_of,
 )
@@ -137,7 +137,7 @@ class CheckpointFolder:
         aside = self.folder / f".writing-step-{step}"
 
         def bring_back() -> tuple[bool, int]:
-            write_back(parts_of(tables))
+            write_back(saved_by(tables))
             return bool(tables), bytes_of(tables)
 
         def begin() -> None:

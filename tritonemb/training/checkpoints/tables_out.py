@@ -1,8 +1,8 @@
 """Tables on disk into a checkpoint's folder: snapshots of their files, never through memory.
 
-Each part of a table is saved by the rank that holds it. Its rows are a chain of files: a whole snapshot, and where
-checkpoints are incremental the changes since, in their order. The files of earlier checkpoints are hard links, so every
-checkpoint has all it needs, and any may be removed.
+Each part of a table is saved by the rank that holds it, by the first one if several do. Its rows are a chain of files:
+a whole snapshot, and where checkpoints are incremental the changes since, in their order. The files of earlier
+checkpoints are hard links, so every checkpoint has all it needs, and any may be removed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tritonemb.nn.stand_in import OnDisk
 from tritonemb.nn.tiered_table import TieredTable
-from tritonemb.sharding.table_shards import TableShards
+from tritonemb.sharding.table_shards import LocalShard, TableShards
 from tritonemb.storage import DiskRows, Pending, snapshot_header
 from tritonemb.storage.layout import PAGE_BYTES
 from tritonemb.training.checkpoints.files import CHANGES, ROWS, allocated, checksum
@@ -53,10 +53,12 @@ class TableOnDisk:
     Args:
         fields: dtype and shape of the whole weight and states, by their names.
         parts: this rank's; one, where the table is not cut.
+        saved: those that no other rank saves.
     """
 
     fields: Fields
     parts: tuple[TieredTable, ...]
+    saved: tuple[TieredTable, ...]
 
 
 @dataclass(frozen=True)
@@ -83,16 +85,21 @@ def tables_of(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[st
     plain: dict[str, Tensor] = {}
     fields: dict[str, dict[str, tuple[str, list[int]]]] = {}
     parts: dict[str, dict[int, TieredTable]] = {}
+    saved: dict[str, dict[int, TieredTable]] = {}
     for name, value in tensors.items():
-        own = [shard.tensor for shard in value.shards] if isinstance(value, TableShards) else [value]
-        on_disk = [tensor.table for tensor in own if isinstance(tensor, OnDisk)]
+        own = value.shards if isinstance(value, TableShards) else [LocalShard(value)]
+        on_disk = [(shard.tensor.table, shard.mine) for shard in own if isinstance(shard.tensor, OnDisk)]
         if on_disk:
             prefix, _, field = name.rpartition(".")
             fields.setdefault(prefix, {})[field] = (str(value.dtype).removeprefix("torch."), list(value.shape))
-            parts.setdefault(prefix, {}).update({id(table): table for table in on_disk})
+            parts.setdefault(prefix, {}).update({id(table): table for table, _ in on_disk})
+            saved.setdefault(prefix, {}).update({id(table): table for table, mine in on_disk if mine})
         else:
             plain[name] = value
-    return plain, {prefix: TableOnDisk(fields[prefix], tuple(parts[prefix].values())) for prefix in fields}
+    return plain, {
+        prefix: TableOnDisk(of, tuple(parts[prefix].values()), tuple(saved[prefix].values()))
+        for prefix, of in fields.items()
+    }
 
 
 def ask(folder: Path, tables: Mapping[str, TableOnDisk], before: Before) -> list[TableSnapshot]:
@@ -107,7 +114,7 @@ def ask(folder: Path, tables: Mapping[str, TableOnDisk], before: Before) -> list
     prefixes: dict[int, tuple[str, ...]] = {}
     parts: dict[int, TieredTable] = {}
     for prefix, table in tables.items():
-        for part in table.parts:
+        for part in table.saved:
             parts[id(part)] = part
             prefixes[id(part)] = (*prefixes.get(id(part), ()), prefix)
     asked: list[TableSnapshot] = []
@@ -192,13 +199,13 @@ def settle(asked: Iterable[TableSnapshot]) -> None:
 
 
 def bytes_of(tables: Mapping[str, TableOnDisk]) -> int:
-    """At most so many bytes are needed for this rank's parts."""
-    return sum(_store(part).bytes_on_disk() for part in parts_of(tables))
+    """At most so many bytes are needed for the parts that this rank saves."""
+    return sum(_store(part).bytes_on_disk() for part in saved_by(tables))
 
 
-def parts_of(tables: Mapping[str, TableOnDisk]) -> list[TieredTable]:
-    """This rank's parts of all tables, each once."""
-    return list({id(part): part for table in tables.values() for part in table.parts}.values())
+def saved_by(tables: Mapping[str, TableOnDisk]) -> list[TieredTable]:
+    """The parts of all tables that this rank saves, each once."""
+    return list({id(part): part for table in tables.values() for part in table.saved}.values())
 
 
 def stem_of(prefix: str, part: TableConfig) -> str:
