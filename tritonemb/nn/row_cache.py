@@ -26,16 +26,15 @@ from tritonemb.nn.brought import Brought, CacheStatistics, Lease
 from tritonemb.nn.cache_directory import Directory
 from tritonemb.nn.lookup import Lookup
 from tritonemb.nn.moments import Mark, mark_of
+from tritonemb.nn.row_mover import Reading, RowMover, chunks
 from tritonemb.nn.table import Table
 from tritonemb.nn.tiered_table import TieredTable
 from tritonemb.ops.row_cache import NO_ROW
-from tritonemb.storage import HostRows, Pending
 
 __all__ = ["Brought", "CacheStatistics", "Lease", "RowCache"]
 
 RowsOfOthers = Callable[[Tensor, ValueError | None], Tensor]
 LEAST_GROWTH = 256  # slots by which an overflow grows
-CHUNK_BYTES = 1 << 26  # of rows that are moved at once where all of a table's are
 LOOKUPS, HITS, OVERFLOWS, EVICTIONS, READ, WRITTEN = range(6)  # columns of what is counted
 
 
@@ -63,7 +62,7 @@ class RowCache:
         self._bringing, self.memory = threading.RLock(), threading.RLock()
         self._ended: deque[tuple[Tensor, Tensor, torch.cuda.Event | None] | Mark] = deque()
         self._last: torch.cuda.Event | None = None  # of the turn before
-        self._writes: list[Pending] = []
+        self._mover = RowMover(self._device)
         self._failure: BaseException | None = None
         for table in self.tiered:
             if table is not None:
@@ -181,9 +180,9 @@ class RowCache:
                 if table is None:
                     continue
                 mine = directory.slice_of(index)
-                for slots in self._chunks(table, directory.dirty[mine].nonzero()[:, 0]):
+                for slots in chunks(table, directory.dirty[mine].nonzero()[:, 0]):
                     self._write(index, directory.tags[mine][slots], slots)
-                    self._finish_writes()
+                    self._mover.finish_writes()
             directory.dirty &= directory.pins > 0  # those that are held may be changed again
             self._wait_for_device()  # the host reads next
 
@@ -191,15 +190,15 @@ class RowCache:
     def replacing(self, table: TieredTable) -> Iterator[None]:
         """While the rows of a table change where they live; then those in slots are read anew. Batches keep theirs."""
         with self._turn():
-            self._finish_writes()
+            self._mover.finish_writes()
             self._wait_for_device()
             yield
             index, directory = self.tiered.index(table), self._directory
             mine = directory.slice_of(index)
             rows, order = directory.tags[mine].sort()
             slots = order[rows != NO_ROW]
-            for chunk in self._chunks(table, slots):
-                self._finish_reads([self._begin_read(index, directory.tags[mine][chunk], chunk)])
+            for chunk in chunks(table, slots):
+                self._mover.finish_reads([self._begin_read(index, directory.tags[mine][chunk], chunk)])
             directory.dirty[mine] &= directory.pins[mine] > 0
             self._wait_for_device()
 
@@ -219,7 +218,7 @@ class RowCache:
                     f"a batch holds rows of table {table.config.name!r}; finish its backward pass, or drop it, first"
                 )
             with self._turn():
-                self._finish_writes()
+                self._mover.finish_writes()
                 self._wait_for_device()
                 directory.empty(index)
                 yield
@@ -306,7 +305,7 @@ class RowCache:
             for table, (some, places) in enumerate(zip(rows.split(sizes), taken.split(sizes), strict=True))
             if some.numel()
         ]
-        self._finish_reads(reads)
+        self._mover.finish_reads(reads)
 
     def _find_in_overflow(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
         """Hold rows that are in an overflow already: their slots, -1 for others.
@@ -387,69 +386,18 @@ class RowCache:
             self._write(table, some, taken)
 
     def _write(self, index: int, rows: Tensor, slots: Tensor) -> None:
-        """Begin to write rows from their slots; what is in these may change at once."""
-        if not rows.numel():
-            return
+        """Begin to write rows of a table from their slots."""
         table = self.tiered[index]
-        assert table is not None
-        here = table.tensors_on_device()
-        self._counts[index][WRITTEN] += rows.numel() * table.record.num_bytes
-        if isinstance(table.store, HostRows):
-            fields = table.store.fields()
-            ops.move_rows_([fields[name] for name in here], list(here.values()), rows, slots)
-            return
-        rows, order = rows.sort()
-        records = self._records(table, rows.numel())
-        views = table.record.views(records)
-        target = torch.arange(rows.numel(), device=self._device)
-        self._move([views[name] for name in here], list(here.values()), target, slots[order])
-        self._writes = [pending for pending in self._writes if not self._ended_well(pending)]
-        self._writes.append(table.store.write(rows.cpu(), records))
+        if table is not None and rows.numel():
+            self._counts[index][WRITTEN] += rows.numel() * table.record.num_bytes
+            self._mover.write(table, rows, slots)
 
-    def _begin_read(self, index: int, rows: Tensor, slots: Tensor) -> Any:
-        """Begin to read rows, ascending, into slots."""
+    def _begin_read(self, index: int, rows: Tensor, slots: Tensor) -> Reading | None:
+        """Begin to read rows of a table, ascending, into slots."""
         table = self.tiered[index]
         assert table is not None
         self._counts[index][READ] += rows.numel() * table.record.num_bytes
-        if isinstance(table.store, HostRows):
-            here, fields = table.tensors_on_device(), table.store.fields()
-            ops.move_rows_(list(here.values()), [fields[name] for name in here], slots, rows)
-            return None
-        records = self._records(table, rows.numel())
-        return table, records, slots, table.store.read(rows.cpu(), records)
-
-    def _finish_reads(self, reads: Sequence[Any]) -> None:
-        for table, records, slots, pending in (read for read in reads if read is not None):
-            pending.wait()
-            here, views = table.tensors_on_device(), table.record.views(records)
-            source = torch.arange(slots.numel(), device=self._device)
-            self._move(list(here.values()), [views[name] for name in here], slots, source)
-
-    def _move(self, to: list[Tensor], source: list[Tensor], to_rows: Tensor, from_rows: Tensor) -> None:
-        """Between slots and records, which are in host memory."""
-        ops.move_rows_(to, source, to_rows, from_rows)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # the host uses the records next
-
-    def _records(self, table: TieredTable, number: int) -> Tensor:
-        pin = self._device.type == "cuda"
-        return torch.zeros(number, table.record.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pin)
-
-    def _finish_writes(self) -> None:
-        writes, self._writes = self._writes, []
-        for pending in writes:
-            pending.wait()
-
-    @staticmethod
-    def _ended_well(pending: Pending) -> bool:
-        if pending.done():
-            pending.wait()  # raises what went wrong
-            return True
-        return False
-
-    def _chunks(self, table: TieredTable, slots: Tensor) -> Sequence[Tensor]:
-        """So few slots at once that their records take little memory."""
-        return slots.split(max(1, CHUNK_BYTES // table.record.num_bytes)) if slots.numel() else ()
+        return self._mover.begin_read(table, rows, slots)
 
     def _by_table(self, tables: Tensor) -> list[int]:
         """How often each table stands there."""
