@@ -104,7 +104,9 @@ def test_a_crash_changes_nothing(ranks, tmp_path, asynchronous):
         assert one["test"] == other["test"]
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (4, 2), (2, 4), (1, 4)])
+@pytest.mark.parametrize(
+    ("before", "after"), [(1, 2), (2, 1), (4, 2), (2, 4), pytest.param(1, 4, marks=pytest.mark.slow)]
+)
 def test_another_number_of_ranks_goes_on_in_mid_epoch(ranks, tmp_path, before, after):
     """Each row is seen once: there are 600 samples in the epoch, whose shares keep to the ranks that it began with."""
     every = CheckpointOptions(checkpoint_steps=1)

@@ -107,7 +107,7 @@ def simulated(events: Sequence[Event], depth: int, accumulate: int) -> CacheStat
     return cache.statistics
 
 
-@pytest.mark.parametrize("placement", ["host", "disk"])
+@pytest.mark.parametrize("placement", [pytest.param("host", marks=pytest.mark.slow), "disk"])
 @pytest.mark.parametrize(
     ("depth", "options"),
     [
@@ -166,7 +166,7 @@ def sharded(rank: int, seed: int, depth: int) -> tuple[int, list[CacheStatistics
     return len(sends), [found for cache in caches_of(parallel) for found in cache.statistics().values()]
 
 
-@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_given_look_ahead_on_several_ranks(ranks, world):
     for depth in (0, 3):
         found = [ranks(world).run(sharded, seed, depth) for seed in range(2)]
