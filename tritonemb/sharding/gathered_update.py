@@ -92,7 +92,9 @@ def gathered_update_(
         grad, lookup: this rank's batch, and the gradient of what was looked up.
     """
     try:
-        sums = _gathered(gathering, tables, optimizer, held, grad, lookup)
+        # What the bound is of is the gradient of the mean over replicas.
+        bound = None if optimizer.max_gradient is None else optimizer.max_gradient * gathering.average
+        sums = _with_replicas(gathering, tables, held.in_rows(row_sums(grad, lookup, bound)))
         optimizer = replace(optimizer, max_gradient=None)
         if gathering.whole_rows is None:
             _apply_where_held(tables, optimizer, held, sums)
@@ -111,18 +113,8 @@ def gathered_update_(
     gathering.whole_rows.add(cuts, held)
 
 
-def _gathered(
-    gathering: Gathering,
-    tables: Sequence[TableConfig],
-    optimizer: Optimizer,
-    held: HeldRows,
-    grad: Tensor,
-    lookup: Lookup,
-) -> RowSums:
-    """The gradients of the rows of all these ranks' batches."""
-    # What the bound is of is the gradient of the mean over replicas.
-    bound = None if optimizer.max_gradient is None else optimizer.max_gradient * gathering.average
-    sums = held.in_rows(row_sums(grad, lookup, bound))
+def _with_replicas(gathering: Gathering, tables: Sequence[TableConfig], sums: RowSums) -> RowSums:
+    """The gradients of the rows of all replicas' batches, out of those of this rank's."""
     if gathering.replicas is None:
         return sums
     sums = gather_sums(gathering.replicas, sums)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -11,7 +12,7 @@ import numpy as np
 
 from tritonemb.storage.aio import Pieces
 from tritonemb.storage.file import PageFile
-from tritonemb.storage.lanes import HALF_BYTES, Lane, Moving, PieceError, borrow
+from tritonemb.storage.lanes import HALF_BYTES, Lane, Moving, PieceError, borrow, overlap
 from tritonemb.storage.layout import Layout, Request, runs
 from tritonemb.storage.places import MOST_PLACES, Places
 from tritonemb.storage.store import StorageError
@@ -69,6 +70,10 @@ class Blocks:
         request = layout.request(rows)
         places = self.places.find(request.blocks)
 
+        def begin(part: _Part) -> None:
+            part.sort(request.blocks, places)
+            self._begin(lane, part, np.flatnonzero(part.places >= 0), False)
+
         def finish(part: _Part) -> None:
             self._end(lane, part, "read")
             some = slice(int(request.starts[part.which.start]), int(request.starts[part.which.stop]))
@@ -80,15 +85,7 @@ class Blocks:
                 raise self._damage(part.blocks[damaged : damaged + 1])
 
         with borrow() as lane:
-            before: _Part | None = None
-            for part in self._parts(lane, request.blocks.size):  # the disk reads one while another is copied from
-                part.sort(request.blocks, places)
-                self._begin(lane, part, np.flatnonzero(part.places >= 0), False)
-                if before is not None:
-                    finish(before)
-                before = part
-            if before is not None:
-                finish(before)
+            overlap(self._parts(lane, request.blocks.size), begin, finish)
         return written
 
     def place(self, blocks: np.ndarray) -> Placed:
@@ -126,6 +123,13 @@ class Blocks:
 
         layout = self.layout
         clear = placed.new | layout.whole(request)
+        writing: deque[_Part] = deque()
+
+        def begin(part: _Part) -> None:
+            if writing:
+                self._end(lane, writing.popleft(), "written")  # its half of the buffer is this one's
+            part.sort(request.blocks, placed.places)
+            self._begin(lane, part, np.flatnonzero(~clear[part.which]), False)
 
         def finish(part: _Part) -> None:
             self._end(lane, part, "read")
@@ -138,23 +142,12 @@ class Blocks:
             if damaged < part.blocks.size:
                 raise self._damage(part.blocks[damaged : damaged + 1])
             self._begin(lane, part, np.arange(part.blocks.size), True)
+            writing.append(part)
 
         with borrow() as lane:
-            earlier: _Part | None = None  # which is being written
-            before: _Part | None = None  # which is being read
-            for part in self._parts(lane, request.blocks.size):
-                if earlier is not None:
-                    self._end(lane, earlier, "written")  # its half of the buffer is this one's
-                part.sort(request.blocks, placed.places)
-                self._begin(lane, part, np.flatnonzero(~clear[part.which]), False)
-                if before is not None:
-                    finish(before)
-                earlier, before = before, part
-            if before is not None:
-                finish(before)
-            for last in (earlier, before):
-                if last is not None:
-                    self._end(lane, last, "written")
+            overlap(self._parts(lane, request.blocks.size), begin, finish)
+            for part in writing:
+                self._end(lane, part, "written")
 
     def load(self, lane: Lane, blocks: np.ndarray, begin: int = 0) -> None:
         """Read blocks, which have places, to one behind the other from byte `begin` of the lane's buffer on, and check

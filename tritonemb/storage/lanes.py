@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import queue
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from tritonemb.storage.aio import Pieces, Queue, make_queue
 from tritonemb.storage.file import HUGE_PAGE, Buffer, PageFile
 from tritonemb.storage.threads import IoThreads, shared_threads
+
+T = TypeVar("T")
 
 HALF_BYTES = HUGE_PAGE
 NUM_LANES = 4
@@ -125,6 +127,18 @@ def _move_rest(file: PageFile, buffer: Buffer, pieces: Pieces, write: bool, piec
         (file.write if write else file.read)(buffer.view[begin + done : begin + size], offset + done)
     except (OSError, EOFError) as error:
         raise PieceError(piece, error) from error
+
+
+def overlap(parts: Iterable[T], begin: Callable[[T], object], finish: Callable[[T], object]) -> None:
+    """Begin each part before the one before it is finished: the disk has one while another is worked on."""
+    before: T | None = None
+    for part in parts:
+        begin(part)
+        if before is not None:
+            finish(before)
+        before = part
+    if before is not None:
+        finish(before)
 
 
 class _Lanes:
