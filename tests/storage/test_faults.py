@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,13 @@ def test_a_failed_write_is_the_last_operation(filled, monkeypatch, partial, thre
     rows = [8, 50, 99] if partial else range(100)
     monkeypatch.setattr(os, "pwritev", failing(os.pwritev, errno.EIO, range(8 * PAGE, 9 * PAGE)))
     break_queues(monkeypatch, errno.EIO, range(8 * PAGE, 9 * PAGE))
-    first, second, (third, _) = write(store, rows, 2), write(store, [0], 3), start_read(store, [0])
+    asked = threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: asked.wait())
+        flushed = store.flush()  # holds the others until all have been asked for
+        first, second, (third, _) = write(store, rows, 2), write(store, [0], 3), start_read(store, [0])
+        asked.set()
+        flushed.wait()
     with pytest.raises(StorageError, match=r"could not be written: \[Errno 5\] Input/output error; check the disk"):
         first.wait()
     for later in (second.wait, third.wait, lambda: read(store, [1]), lambda: write(store, [1], 0), store.flush):
