@@ -9,7 +9,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from tritonemb.storage import header as headers
 from tritonemb.storage.blocks import Blocks
 from tritonemb.storage.changes import ChangedBlocks
-from tritonemb.storage.file import PageFile, aside, create, give_name, read_page, write_page
+from tritonemb.storage.file import PageFile, aside, create, give_name, write_page
 from tritonemb.storage.header import Identity
 from tritonemb.storage.layout import Layout
 from tritonemb.storage.places import Places
@@ -142,21 +141,20 @@ class DiskRows:
                 it differs.
         """
         identity, path = _identity(table_name, num_rows, record, seed, row_origin, column_origin), Path(path)
-        file = _open(table_name, path, writable=True)
+        what = f"table {table_name!r}: file {path}"
+        file = headers.open_file(what, path, writable=True)
         try:
-            header = _read_header(table_name, file)
+            header = headers.read(what, file, headers.ROWS)
             headers.refuse_other(header, identity, path)
             layout = Layout(num_rows, record.num_bytes)
-            headers.refuse_size(header, file.size(), layout, f"table {table_name!r}: file {path}")
+            headers.refuse_size(header, file.size(), layout, what)
             if not file.lock():
-                raise StorageError(
-                    f"table {table_name!r}: file {path} is open for another table or process; close it there first"
-                )
+                raise StorageError(f"{what} is open for another table or process; close it there first")
             store = cls(path, file, identity, initial, scan(table_name, file, layout), threads)
         except BaseException as error:
             file.close()
             if isinstance(error, OSError) and not isinstance(error, StorageError):
-                raise StorageError(f"table {table_name!r}: file {path} cannot be opened: {error}") from error
+                raise StorageError(f"{what} cannot be opened: {error}") from error
             raise
         store._snapshot, store._described = header["snapshot"], header["places"] is not None
         return store
@@ -360,24 +358,6 @@ def _identity(
     if num_rows < 1:
         raise ValueError(f"table {table!r}: num_rows must be at least 1, got {num_rows}")
     return Identity(table, num_rows, record, seed, row_origin, column_origin)
-
-
-def _open(table: str, path: Path, writable: bool) -> PageFile:
-    try:
-        return PageFile(path, writable)
-    except OSError as error:
-        raise StorageError(f"table {table!r}: file {path} cannot be opened: {error}") from error
-
-
-def _read_header(table: str, file: PageFile) -> dict[str, Any]:
-    try:
-        return headers.decode(headers.ROWS, read_page(file), file.path)
-    except EOFError:
-        raise StorageError(f"table {table!r}: file {file.path} is too short to have a header; restore it") from None
-    except StorageError:
-        raise
-    except OSError as error:
-        raise StorageError(f"table {table!r}: the header of file {file.path} cannot be read: {error}") from error
 
 
 def _let_go(operations: Operations, file: PageFile, threads: IoThreads | None) -> None:

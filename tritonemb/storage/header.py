@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
+from tritonemb.storage.file import PageFile, read_page
 from tritonemb.storage.layout import PAGE_BYTES, Layout
 from tritonemb.storage.record import WEIGHT, Field, Record
 from tritonemb.storage.store import StorageError
@@ -104,6 +105,40 @@ def decode(kind: bytes, page: bytes, path: Path) -> dict[str, Any]:
         raise StorageError(f"file {path} holds {holds}")
     header: dict[str, Any] = json.loads(body[_HEAD.size : _HEAD.size + length])
     return header
+
+
+def open_file(what: str, path: Path, writable: bool = False) -> PageFile:
+    """A file that is there.
+
+    Args:
+        what: the file, for messages.
+
+    Raises:
+        StorageError: it cannot be opened.
+    """
+    try:
+        return PageFile(path, writable)
+    except OSError as error:
+        raise StorageError(f"{what} cannot be opened: {error}") from error
+
+
+def read(what: str, file: PageFile, *kinds: bytes) -> dict[str, Any]:
+    """What a file's header says, see `decode`; it is to be of one of some kinds.
+
+    Args:
+        what: the file, for messages.
+
+    Raises:
+        StorageError: as `decode`, or the file cannot be read.
+    """
+    try:
+        page = read_page(file)
+    except EOFError:
+        raise StorageError(f"{what} is too short to have a header; restore it, or use another one") from None
+    except OSError as error:
+        raise StorageError(f"{what}: its header cannot be read: {error}") from error
+    found = [kind for kind in kinds if page.startswith(kind)]
+    return decode((found or kinds)[0], page, file.path)
 
 
 def refuse_other(header: Mapping[str, Any], identity: Identity, path: Path) -> None:

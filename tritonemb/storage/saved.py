@@ -11,11 +11,10 @@ from torch import Tensor
 
 from tritonemb.storage import header as headers
 from tritonemb.storage.blocks import Blocks
-from tritonemb.storage.file import PageFile, read_page
 from tritonemb.storage.layout import Layout, runs
 from tritonemb.storage.record import Field, Record
 from tritonemb.storage.scan import scan
-from tritonemb.storage.store import Initial, StorageError, check_request
+from tritonemb.storage.store import Initial, check_request
 
 
 def snapshot_header(path: str | Path) -> dict[str, Any]:
@@ -25,10 +24,10 @@ def snapshot_header(path: str | Path) -> dict[str, Any]:
     Raises:
         StorageError: the file cannot be read, or has no such header.
     """
-    path = Path(path)
-    file = _open(path)
+    what = f"snapshot {path}"
+    file = headers.open_file(what, Path(path))
     try:
-        return _header(file, path)
+        return headers.read(what, file, headers.ROWS, headers.CHANGES)
     finally:
         file.close()
 
@@ -48,10 +47,10 @@ class SavedRows:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
-        self._file = _open(self.path)
+        self.path, what = Path(path), f"snapshot {path}"
+        self._file = headers.open_file(what, self.path)
         try:
-            self.header = headers.decode(headers.ROWS, read_page(self._file), self.path)
+            self.header = headers.read(what, self._file, headers.ROWS)
             self.num_rows: int = self.header["num_rows"]
             fields = [
                 Field(name, getattr(torch, dtype), size, offset, one_a_row)
@@ -59,11 +58,8 @@ class SavedRows:
             ]
             self.record = Record(tuple(fields), self.header["record_bytes"])
             layout = Layout(self.num_rows, self.record.num_bytes)
-            headers.refuse_size(self.header, self._file.size(), layout, f"snapshot {path}")
+            headers.refuse_size(self.header, self._file.size(), layout, what)
             places = scan(self.header["table"], self._file, layout)
-        except EOFError:
-            self.close()
-            raise StorageError(f"snapshot {path} is too short to have a header; use another one") from None
         except BaseException:
             self.close()
             raise
@@ -102,20 +98,3 @@ class SavedRows:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _open(path: Path) -> PageFile:
-    try:
-        return PageFile(path, writable=False)
-    except OSError as error:
-        raise StorageError(f"snapshot {path} cannot be opened: {error}") from error
-
-
-def _header(file: PageFile, path: Path) -> dict[str, Any]:
-    try:
-        page = read_page(file)
-    except EOFError:
-        raise StorageError(f"snapshot {path} is too short to have a header; use another one") from None
-    except OSError as error:
-        raise StorageError(f"the header of snapshot {path} cannot be read: {error}") from error
-    return headers.decode(headers.CHANGES if page.startswith(headers.CHANGES) else headers.ROWS, page, path)

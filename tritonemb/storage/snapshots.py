@@ -17,7 +17,7 @@ import numpy as np
 from tritonemb.storage import header as headers
 from tritonemb.storage.blocks import BUFFER_BYTES, Blocks
 from tritonemb.storage.clone import clone_or_copy
-from tritonemb.storage.file import PageFile, aside, create, give_name, read_page, write_page
+from tritonemb.storage.file import PageFile, aside, create, give_name, write_page
 from tritonemb.storage.header import Identity
 from tritonemb.storage.lanes import borrow
 from tritonemb.storage.layout import PAGE_BYTES, PAYLOAD_BYTES, Layout
@@ -113,9 +113,9 @@ def restore(path: str | Path, base: str | Path, increments: Sequence[str | Path]
         raise StorageError(f"there is a file {path} already; remove it, or restore to another name")
 
     def write() -> PageFile:
-        source = _open(base)
+        source = headers.open_file(f"snapshot {base}", base)
         try:
-            header = _header(source, headers.ROWS)
+            header = headers.read(f"snapshot {base}", source, headers.ROWS)
             layout = Layout(header["num_rows"], header["record_bytes"])
             headers.refuse_size(header, source.size(), layout, f"snapshot {base}")
             if header["snapshot"] is None and increments:
@@ -143,9 +143,9 @@ def restore(path: str | Path, base: str | Path, increments: Sequence[str | Path]
 
 def _apply(path: Path, blocks: Blocks, before: dict[str, Any]) -> dict[str, Any]:
     """Put a file of changes onto the file of `blocks`, which is as the snapshot `before` says; the changes' header."""
-    layout, file = blocks.layout, _open(path)
+    layout, file = blocks.layout, headers.open_file(f"snapshot {path}", path)
     try:
-        header = _header(file, headers.CHANGES)
+        header = headers.read(f"snapshot {path}", file, headers.CHANGES)
         identities = [{key: value for key, value in h.items() if key not in _OWN} for h in (before, header)]
         if identities[0] != identities[1]:
             raise StorageError(f"the changes {path} are of another table than their base, or of another optimizer")
@@ -225,17 +225,3 @@ def _finish(path: Path, what: str, write: Callable[[], PageFile]) -> None:
 def _refuse_size(file: PageFile, expected: int) -> None:
     if file.size() != expected:
         raise StorageError(f"snapshot {file.path} has {file.size():,} bytes instead of {expected:,}; use another one")
-
-
-def _open(path: Path) -> PageFile:
-    try:
-        return PageFile(path, writable=False)
-    except OSError as error:
-        raise StorageError(f"snapshot {path} cannot be opened: {error}") from error
-
-
-def _header(file: PageFile, kind: bytes) -> dict[str, Any]:
-    try:
-        return headers.decode(kind, read_page(file), file.path)
-    except EOFError:
-        raise StorageError(f"snapshot {file.path} is too short to have a header; use another one") from None
