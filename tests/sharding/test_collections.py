@@ -87,7 +87,7 @@ def run(ranks, given: list[Case]) -> list[str]:
 
 
 @pytest.mark.parametrize("steps", [5, pytest.param(20, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("kind", sorted(ALONE))
 def test_every_way_to_cut_trains_as_one_process(ranks, world, kind, steps):
     """Pooled and not, uneven and empty batches, weights or none, int32 and int64 ids."""

@@ -223,8 +223,13 @@ def start(folder: Path, kind: str) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="a platform without SIGKILL")
-@pytest.mark.parametrize("kind", ["sync", "async"])
-@pytest.mark.parametrize("kills", [2, pytest.param(12, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kind", "kills"),
+    [
+        ("async", 2),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("sync", 2), ("async", 12), ("sync", 12))),
+    ],
+)
 @pytest.mark.timeout(600)
 def test_killed_training_ends_with_the_same_bits(tmp_path, kind, kills):
     folder, chance, killed = tmp_path / "run", random.Random(kills), 0

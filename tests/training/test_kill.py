@@ -33,7 +33,7 @@ OPTIONS = (
 ).split()
 
 
-@pytest.fixture(scope="module", params=["train.txt", "synthetic"])
+@pytest.fixture(scope="module", params=["train.txt", pytest.param("synthetic", marks=pytest.mark.slow)])
 def data(request, tmp_path_factory) -> str:
     """A log in Criteo's format, or the name of a data set in memory."""
     if request.param == "synthetic":
