@@ -11,7 +11,7 @@ import pytest
 
 from tests.storage.stores import disk_rows, read, some_records, write
 from tritonemb.storage import aio, lanes
-from tritonemb.storage.file import Buffer
+from tritonemb.storage.file import Buffer, PageFile
 
 PAGE = 4096
 
@@ -27,12 +27,12 @@ def queue():
 
 @pytest.fixture
 def pages(tmp_path):
-    """A file of 2000 pages, each filled with its number, open for direct I/O."""
+    """A file of 2000 pages, each filled with its number, open for direct I/O where it can be."""
     path = tmp_path / "pages"
     np.repeat(np.arange(2000, dtype=np.int64), PAGE // 8).tofile(path)
-    handle = os.open(path, os.O_RDWR | getattr(os, "O_DIRECT", 0))
-    yield handle
-    os.close(handle)
+    file = PageFile(path)
+    yield file.handle
+    file.close()
 
 
 def pieces(buffer: Buffer, numbers: np.ndarray, first: int = 0) -> aio.Pieces:
@@ -62,6 +62,17 @@ def test_transfers_that_run_at_once(queue, pages):
     assert (firsts(buffer)[300:] == numbers[300:]).all()
     assert (first.wait() == PAGE).all()
     assert (firsts(buffer)[:300] == numbers[:300]).all()
+
+
+def test_numbers_of_transfers_begin_anew(queue, pages):
+    """They share 63 bits with the number of a piece."""
+    buffer, numbers = Buffer(2 * PAGE), np.array([7, 1999])
+    queue._next = (1 << 31) - 1
+    first = queue.begin(pages, pieces(buffer, numbers[:1]), False)
+    second = queue.begin(pages, pieces(buffer, numbers[1:], 1), False)
+    assert (second.wait() == PAGE).all()
+    assert (first.wait() == PAGE).all()
+    assert (firsts(buffer) == numbers).all()
 
 
 def test_what_is_written_is_in_the_file(queue, pages):

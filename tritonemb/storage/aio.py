@@ -94,7 +94,7 @@ class Queue:
     def begin(self, handle: int, pieces: Pieces, write: bool) -> Transfer:
         """Have pieces read or written, in any order. Their memory must be left alone until all have ended."""
         number, count = self._next, pieces.sizes.size
-        self._next = (number + 1) & 0xFFFFFFFF
+        self._next = (number + 1) & 0x7FFFFFFF
         transfer = self._running[number] = Transfer(self, count)
         requests = np.zeros(count, dtype=_REQUEST)
         requests["tag"] = (number << 32) + np.arange(count)
