@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))  # called as a file, Python puts only this folder 
 
 from benchmarks import report, results_file  # noqa: E402
 from benchmarks.environment import environment  # noqa: E402
-from benchmarks.gpu import dense, embeddings, roofline, targets  # noqa: E402
+from benchmarks.gpu import dense, embeddings, roofline, targets, tiers  # noqa: E402
 from benchmarks.gpu.clock import Clock, Contender, Outcome, describe, recover  # noqa: E402
 from benchmarks.gpu.workload import WORKLOADS, Workload  # noqa: E402
 from tritonemb.kernels.packing import CODECS  # noqa: E402
@@ -66,6 +66,9 @@ def cases(device: torch.device, tiny: bool) -> Iterator[Case]:
         make = functools.partial(dense.interaction, batch_size, 26, 128, dtype, device)
         shape = f"B{batch_size} F26 D128 {str(dtype).removeprefix('torch.')}"
         yield Case("interaction", shape, None, functools.partial(_alone, make))
+    for tier in tiers.CASES:
+        t = tier.tiny() if tiny else tier
+        yield Case(t.op, str(t), None, lambda _, clock, rounds, t=t: tiers.measure(t, device, clock, rounds))
 
 
 def _alone(make: Callable[[], list[Contender]], _: None, clock: Clock, rounds: int) -> Outcome:

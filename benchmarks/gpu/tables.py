@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -34,11 +34,23 @@ class Tables(Protocol):
 
 
 class OurTables:
-    """`te.nn.EmbeddingBagCollection` with fused row-wise Adagrad."""
+    """`te.nn.EmbeddingBagCollection` with fused row-wise Adagrad.
 
-    def __init__(self, workload: Workload, device: torch.device) -> None:
+    Args:
+        placement, cache: where the rows live, and which of them are on the device.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        device: torch.device,
+        placement: Literal["device", "host", "disk"] = "device",
+        cache: te.CacheConfig | None = None,
+    ) -> None:
         configs = [
-            te.TableConfig(name, rows, workload.dim, dtype=workload.dtype)
+            te.TableConfig(
+                name, rows, workload.dim, dtype=workload.dtype, placement=placement, cache=cache or te.CacheConfig()
+            )
             for name, rows in zip(workload.table_names, workload.num_rows, strict=True)
         ]
         self.module = te.nn.EmbeddingBagCollection(
@@ -46,6 +58,7 @@ class OurTables:
         )
 
     def weights(self) -> list[Tensor]:
+        """Of tables that live on the device; of others this is what the cache holds."""
         return [table.weight.data for table in self.module.tables]
 
     def group(self, batch: Batch) -> RowGroups:
@@ -60,14 +73,25 @@ class OurTables:
 
 
 class FbgemmTables(FbgemmBags):
-    """FBGEMM's table-batched embedding; its backward groups the ids and applies row-wise Adagrad."""
+    """FBGEMM's table-batched embedding; its backward groups the ids and applies row-wise Adagrad.
 
-    def __init__(self, workload: Workload, device: torch.device) -> None:
+    Args:
+        cache_share: rows live in host memory, and this share of them fits into a cache on the device, into which
+            `module.prefetch` brings them. All are on the device if not given.
+    """
+
+    def __init__(self, workload: Workload, device: torch.device, cache_share: float | None = None) -> None:
         ops = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
         common = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_common")
         configs = importlib.import_module("fbgemm_gpu.split_embedding_configs")
         on_gpu = device.type == "cuda"
+        if cache_share is not None and not on_gpu:
+            raise ValueError(f"FBGEMM has a cache only in front of a GPU, and this is {device}; leave cache_share out")
         location = common.EmbeddingLocation.DEVICE if on_gpu else common.EmbeddingLocation.HOST
+        options: dict[str, Any] = {"device": torch.device("cuda", torch.cuda.current_device())} if on_gpu else {}
+        if cache_share is not None:
+            location = common.EmbeddingLocation.MANAGED_CACHING
+            options |= {"cache_load_factor": cache_share, "prefetch_pipeline": True}
         compute = ops.ComputeDevice.CUDA if on_gpu else ops.ComputeDevice.CPU
         precisions = {torch.float32: configs.SparseType.FP32, torch.float16: configs.SparseType.FP16}
         self.module: Any = ops.SplitTableBatchedEmbeddingBagsCodegen(
@@ -78,7 +102,7 @@ class FbgemmTables(FbgemmBags):
             output_dtype=configs.SparseType.FP32,
             learning_rate=LR,
             eps=EPS,
-            **({"device": torch.device("cuda", torch.cuda.current_device())} if on_gpu else {}),
+            **options,
         )
 
 

@@ -23,6 +23,8 @@ TARGETS = (
     Target("codec", "copy", 0.9),
     Target("interaction", "torch, compiled", 1.3),
     Target("DLRM step", "fbgemm", 1.3),
+    Target("training from host memory", "tritonemb, in HBM", 0.8),
+    Target("training from host memory", "fbgemm, cached", 1.5),
 )
 
 

@@ -163,7 +163,7 @@ def test_cases_can_be_chosen_by_name() -> None:
     chosen = gpu_run.select(iter(everything), "codec fp16,DLRM")
     assert [case.op for case in chosen] == ["DLRM step", "DLRM step", "codec fp16 pack", "codec fp16 unpack"]
     assert {case.op.split()[0] for case in everything} == {
-        "forward", "sort", "group", "update", "step", "DLRM", "codec", "interaction"
+        "forward", "sort", "group", "update", "step", "DLRM", "codec", "interaction", "training"
     }  # fmt: skip
 
 
@@ -186,5 +186,5 @@ def test_ops_on_tables_run_and_are_kept(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.timeout(900)
 def test_everything_runs(capsys: pytest.CaptureFixture[str]) -> None:
     found = gpu_run.main(["--device", "cpu", "--tiny"])
-    assert {failure["implementation"] for failure in found["failures"]} <= {"fbgemm"}
+    assert all(failure["implementation"].startswith("fbgemm") for failure in found["failures"])
     assert ("DLRM step", "tritonemb") in {(row["op"], row["implementation"]) for row in found["rows"]}

@@ -1,0 +1,225 @@
+"""The GPU's benchmark of training from host memory and disk, as far as it can be tried without a GPU."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tritonemb as te
+from benchmarks.gpu import run as gpu_run
+from benchmarks.gpu import targets, tiers, training
+from benchmarks.gpu.clock import Clock, Outcome
+from benchmarks.gpu.feeds import Feed, Prefetched, SentAhead
+from benchmarks.gpu.tables import FbgemmTables, OurTables
+from benchmarks.gpu.tiers import IN_HBM, NONE_AHEAD, Tier
+from benchmarks.gpu.workload import Batch, Workload
+
+CPU = torch.device("cpu")
+SMALL = Workload("small", 16, (600, 400), (4, 2), dim=8, ids="reuse")
+RECORD_BYTES = 8 * 4 + 4  # weight, and the state of row-wise Adagrad
+SAMPLES = 2
+
+
+@pytest.fixture(autouse=True)
+def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "STEPS", 5)
+    monkeypatch.setattr(training, "WARMUP_STEPS", 25)
+
+
+def small_makers(share: float = 0.1) -> tuple[dict[str, Callable[[], Feed]], tuple[Batch, ...]]:
+    """Those of the case but for FBGEMM's, which is not everywhere."""
+    batches = tiers.draw(SMALL, training.num_batches(SAMPLES) + tiers.LOOK_AHEAD, CPU)
+    found = dict(tiers.makers(Tier("host", share, SMALL), batches, CPU))
+    return {name: maker for name, maker in found.items() if not name.startswith("fbgemm")}, batches
+
+
+def race(makers: dict[str, Callable[[], Feed]]) -> Outcome:
+    return training.race(makers, SMALL, CPU, Clock(CPU), SAMPLES, {IN_HBM: 7})
+
+
+def test_rows_come_back_and_batches_are_the_same_each_time() -> None:
+    first, second = tiers.draw(SMALL, 2, CPU)
+    tiers.draw.cache_clear()
+    assert all(torch.equal(a.values, b.values) for a, b in zip((first, second), tiers.draw(SMALL, 2, CPU), strict=True))
+    assert not torch.equal(first.values, second.values)
+    for batch in (first, second):
+        (large, _), (small, _) = batch.bags
+        assert large.shape == (64,)
+        assert small.shape == (32,)
+        assert large.max() < 600
+        assert small.max() < 400
+        assert batch.num_distinct == large.unique().numel() + small.unique().numel()
+        assert batch.offsets[-1] == SMALL.num_ids
+    # A batch has some 25 of 600 rows: by chance 4 % of them would be in the batch before, never 7 %; here 23 % are.
+    many = tiers.draw(SMALL, 20, CPU)
+    seen = [set(batch.bags[0][0].tolist()) for batch in many]
+    again = [len(now & before) / len(now) for before, now in itertools.pairwise(seen)]
+    assert sum(again) / len(again) > 0.15
+
+
+def test_cases_have_both_shares_and_a_size_that_matters() -> None:
+    assert [(case.placement, case.share) for case in tiers.CASES] == [("host", 0.1), ("host", 0.2), ("disk", 0.1)]
+    for case in tiers.CASES[:2]:
+        assert sum(case.workload.num_rows) * case.workload.dim * 4 > 4e9
+    assert [str(case).rpartition(", ")[2] for case in tiers.CASES] == [
+        "10% on the device", "20% on the device", "10% on the device"
+    ]  # fmt: skip
+
+
+def test_all_train_alike_and_what_crosses_is_counted() -> None:
+    makers, batches = small_makers()
+    outcome = race(makers)
+    assert outcome.errors == {}
+    assert [(timing.name, len(timing.samples)) for timing in outcome.timings] == [(name, SAMPLES) for name in makers]
+    assert outcome.num_bytes[IN_HBM] == 7
+    # Each row that is read into a full cache makes another one go, and that one was trained.
+    tables = OurTables(SMALL, CPU, "host", te.CacheConfig(share=0.1))
+    counted = []
+    for batch in batches[: training.num_batches(SAMPLES)]:
+        tables.backward(tables.forward(batch), torch.ones(SMALL.batch_size, SMALL.width))
+        counted.append(sum(c.read + c.written for c in tables.module.cache_statistics().values()))
+    steps = training.STEPS * (SAMPLES + 1)
+    assert outcome.num_bytes[NONE_AHEAD] == (counted[-1] - counted[-1 - steps]) // steps
+    assert 2 * RECORD_BYTES < outcome.num_bytes["tritonemb"] < 2 * RECORD_BYTES * max(b.num_distinct for b in batches)
+
+
+class Forgetful(Feed):
+    """Its tables are never updated."""
+
+    def look_up(self, batch: Any) -> Tensor:
+        return super().look_up(batch).detach()
+
+
+def test_who_trains_otherwise_is_left_out() -> None:
+    makers, batches = small_makers()
+    torch.manual_seed(1)
+    others = OurTables(SMALL, CPU)
+    torch.manual_seed(0)
+    same = OurTables(SMALL, CPU)
+    wrong = {"others": lambda: Feed(others, batches), "forgetful": lambda: Forgetful(same, batches)}
+    outcome = race(makers | wrong)
+    assert set(outcome.errors) == {"others", "forgetful"}
+    assert "pooled in step 1 unlike 'tritonemb, in HBM'" in outcome.errors["others"]
+    assert "pooled in step 2 unlike 'tritonemb, in HBM'" in outcome.errors["forgetful"]
+    assert [timing.name for timing in outcome.timings] == list(makers)
+
+
+def test_one_that_cannot_be_made_is_left_out_but_for_the_first() -> None:
+    makers, _ = small_makers()
+
+    def fail() -> Feed:
+        raise ImportError("there is no such library")
+
+    outcome = race(makers | {"absent": fail})
+    assert outcome.errors == {"absent": "ImportError: there is no such library"}
+    assert len(outcome.timings) == len(makers)
+    with pytest.raises(RuntimeError, match="nothing to compare with: tritonemb, in HBM: ImportError"):
+        race(makers | {IN_HBM: fail})
+
+
+def test_nothing_is_timed_before_the_caches_are_full() -> None:
+    makers, _ = small_makers(share=1.0)
+    outcome = race(makers)
+    assert set(outcome.errors) == {"tritonemb", NONE_AHEAD}
+    assert "a cache is only" in outcome.errors[NONE_AHEAD]
+
+
+def test_who_is_too_slow_to_be_warmed_up_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training, "WARMUP_SECONDS", -1.0)
+    outcome = race(small_makers()[0])
+    assert outcome.timings == []
+    assert all(error.startswith("TimeoutError: 0 of 25 steps") for error in outcome.errors.values())
+
+
+def test_batches_are_sent_before_they_are_taken_and_none_is_lost() -> None:
+    _, batches = small_makers()
+    tables = OurTables(SMALL, CPU, "host", te.CacheConfig(share=0.1))
+    feed = SentAhead(tables, batches[:6], CPU)
+    feed.settle()
+    lookups = sum(counted.lookups for counted in tables.module.cache_statistics().values())
+    assert lookups == sum(batch.num_distinct for batch in batches[: tiers.LOOK_AHEAD])
+    torch.manual_seed(0)
+    for batch in batches[:6]:
+        torch.testing.assert_close(feed.look_up(feed.take()), tables.forward(batch), rtol=0, atol=0)
+    with pytest.raises(StopIteration):
+        feed.take()
+    feed.close()
+
+
+def test_fbgemm_prefetches_the_next_batch_between_forward_and_backward() -> None:
+    batches, calls = small_makers()[1][:3], []
+    number = {id(batch.values): index for index, batch in enumerate(batches)}
+
+    def prefetch(values: Tensor, offsets: Tensor, forward_stream: object) -> None:
+        calls.append(("prefetch", number[id(values)]))
+
+    def forward(batch: Batch) -> Tensor:
+        calls.append(("forward", number[id(batch.values)]))
+        pooled = torch.zeros(SMALL.batch_size, SMALL.width, requires_grad=True)
+        pooled.register_hook(lambda gradient: calls.append(("backward", number[id(batch.values)])))
+        return pooled
+
+    tables: Any = SimpleNamespace(module=SimpleNamespace(prefetch=prefetch), forward=forward)
+    feed = Prefetched(tables, batches, CPU)
+    training.Training(feed, SMALL, CPU).run(3)
+    assert calls == [
+        ("prefetch", 0), ("forward", 0), ("prefetch", 1), ("backward", 0), ("forward", 1), ("prefetch", 2),
+        ("backward", 1), ("forward", 2), ("backward", 2),
+    ]  # fmt: skip
+    with pytest.raises(StopIteration):
+        feed.take()
+
+
+@pytest.mark.fbgemm
+def test_fbgemm_on_the_device_trains_alike() -> None:
+    pytest.importorskip("fbgemm_gpu")
+    batches = tiers.draw(SMALL, training.num_batches(SAMPLES) + tiers.LOOK_AHEAD, CPU)
+    makers = dict(tiers.makers(Tier("host", 0.1, SMALL), batches, CPU))
+    assert "fbgemm, cached" not in makers  # needs a GPU
+    outcome = race({IN_HBM: makers[IN_HBM], "fbgemm, in HBM": makers["fbgemm, in HBM"]})
+    assert outcome.errors == {}
+    with pytest.raises(ValueError, match="only in front of a GPU"):
+        FbgemmTables(SMALL, CPU, 0.1)
+
+
+def test_targets_of_each_share() -> None:
+    medians = {"tritonemb": 5.0, IN_HBM: 4.5, NONE_AHEAD: 9.0, "fbgemm, cached": 7.0}
+    rows = [
+        {
+            "op": "training from host memory",
+            "shape": f"some, {share} on the device",
+            "implementation": name,
+            "p50_ms": ms,
+        }
+        for share in ("10%", "20%")
+        for name, ms in medians.items()
+        if (share, name) != ("20%", "fbgemm, cached")
+    ]
+    rows += [rows[0] | {"op": "training from disk"}, rows[1] | {"op": "training from disk"}]
+    found = {(v["op"], v["shape"][6:9], v["measured"]): (v["ratio"], v["met"]) for v in targets.verdicts(rows)}
+    host = "training from host memory"
+    assert found == {
+        (host, "10%", "tritonemb, in HBM / tritonemb"): (pytest.approx(0.9), True),
+        (host, "20%", "tritonemb, in HBM / tritonemb"): (pytest.approx(0.9), True),
+        (host, "10%", "fbgemm, cached / tritonemb"): (pytest.approx(1.4), False),
+        (host, "20%", "fbgemm, cached / tritonemb"): (None, None),
+    }
+
+
+def test_the_cases_run_in_small(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(training, "WARMUP_STEPS", 40)  # caches have 128 slots a table, of which a batch needs some 10
+    found = gpu_run.main(["--device", "cpu", "--tiny", "-k", "10% on"])
+    assert all(failure["implementation"].startswith("fbgemm") for failure in found["failures"])
+    measured = {(row["op"], row["shape"].rpartition(", ")[2], row["implementation"]) for row in found["rows"]}
+    for case in tiers.CASES[::2]:
+        for name in (IN_HBM, "tritonemb", NONE_AHEAD):
+            assert (case.op, f"{case.share:.0%} on the device", name) in measured
+    assert all(row["bytes"] > 0 and row["p50_ms"] > 0 for row in found["rows"])
+    assert [verdict["met"] is None for verdict in found["targets"]] == [False, True]
+    assert capsys.readouterr().out.count("hit rates of tritonemb: ") == 2
