@@ -29,6 +29,8 @@ class CacheConfig:
             batches that are being trained, or are about to be, never do.
         folder: where a table on disk has its file while it is in use; the system's folder of temporary files if not
             given. Nothing is left there when the process has ended.
+        host_rows: of a table on disk, kept in the host's memory besides, at least 1, by each rank that holds some of
+            the table; rounded up to sets of 32. They make room by `policy`, too. None if not given.
 
     Raises:
         TypeError, ValueError: naming the field.
@@ -38,12 +40,15 @@ class CacheConfig:
     share: float = 0.1
     policy: Literal["lru", "lfu"] = "lru"
     folder: str | os.PathLike[str] | None = None
+    host_rows: int | None = None
 
     def __post_init__(self) -> None:
-        if self.rows is not None and (not isinstance(self.rows, int) or isinstance(self.rows, bool)):
-            raise TypeError(f"a cache's rows must be an int, got {self.rows!r}")
-        if self.rows is not None and self.rows < 1:
-            raise ValueError(f"a cache's rows must be at least 1, got {self.rows}")
+        for name in ("rows", "host_rows"):
+            rows = getattr(self, name)
+            if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool)):
+                raise TypeError(f"a cache's {name} must be an int, got {rows!r}")
+            if rows is not None and rows < 1:
+                raise ValueError(f"a cache's {name} must be at least 1, got {rows}")
         if not isinstance(self.share, (int, float)) or isinstance(self.share, bool):
             raise TypeError(f"a cache's share must be a number, got {self.share!r}")
         if not 0 < self.share <= 1:
@@ -124,6 +129,11 @@ class TableConfig:
             raise TypeError(f"table {self.name!r}: init must be a function that fills a tensor, got {self.init!r}")
         if not isinstance(self.cache, CacheConfig):
             raise TypeError(f"table {self.name!r}: cache must be a CacheConfig, got {self.cache!r}")
+        if self.cache.host_rows is not None and self.placement != "disk":
+            raise ValueError(
+                f"table {self.name!r}: its cache has host_rows, rows in host memory of a table on disk, but its "
+                f"placement is {self.placement!r}; leave them out, or place it on disk"
+            )
         object.__setattr__(self, "features", self._checked_features())
         object.__setattr__(self, "seed", seed_of(self.name))
         object.__setattr__(self, "whole_rows", self.num_embeddings)

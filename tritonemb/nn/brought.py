@@ -25,8 +25,12 @@ class CacheStatistics:
         hits: of those, rows that were in slots already.
         overflows: of the others, rows for which their set had no way left.
         evictions: rows that made room for others.
-        read: bytes that came from where the table lives.
+        read: bytes that came from where the table lives, be it by way of host memory.
         written: bytes that went there.
+        host_hits: of a table on disk with rows in host memory (`CacheConfig.host_rows`), rows that were read and found
+            there; 0 of others, as the next two.
+        disk_read: bytes of rows that its disk has read.
+        disk_written: bytes of rows that its disk has written; some may be in memory alone yet.
     """
 
     lookups: int = 0
@@ -35,6 +39,9 @@ class CacheStatistics:
     evictions: int = 0
     read: int = 0
     written: int = 0
+    host_hits: int = 0
+    disk_read: int = 0
+    disk_written: int = 0
 
     @property
     def hit_rate(self) -> float:

@@ -69,9 +69,13 @@ class RowCache:
                 table.slots = self
 
     def statistics(self) -> dict[str, CacheStatistics]:
-        """By table that lives elsewhere."""
+        """By table that lives elsewhere. Waits for what those with rows in host memory have been asked for."""
         pairs = zip(self.tiered, self._counts, strict=True)
-        return {table.config.name: CacheStatistics(*counts) for table, counts in pairs if table is not None}
+        return {
+            table.config.name: CacheStatistics(*[*counts, *table.counts()])
+            for table, counts in pairs
+            if table is not None
+        }
 
     def add_layout(self, keys: tuple[str, ...], whole: Layout) -> tuple[Layout, Layout]:
         """Keep a layout of the tables, and make it one of their slots.

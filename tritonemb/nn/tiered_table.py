@@ -19,6 +19,7 @@ from tritonemb.ops.initial import fill_initial_
 from tritonemb.ops.row_cache import WAYS
 from tritonemb.optimizers import StateSpec
 from tritonemb.storage import (
+    Counts,
     DiskRows,
     Field,
     HostRows,
@@ -85,6 +86,7 @@ class TieredTable(Table):
         self.num_sets = -(-config.cache.rows_of(config.num_embeddings) // WAYS)
         self.record: Record = record_of(config.embedding_dim, config.dtype, states)
         self._slots: Callable[[], Slots | None] | None = None
+        self._counted = Counts()  # of stores that it has no more
         super().__init__(config, states, device, self.num_sets * WAYS)
 
     @property
@@ -127,7 +129,9 @@ class TieredTable(Table):
             self._begin_anew(seed)
 
     def _begin_anew(self, seed: int | None) -> None:
-        self._close()
+        if self.has_store:
+            self._count_last()
+            self.store.close()
         if seed is None:
             seed = draw_seed() if self.config.init is None else 0
         with torch.device("cpu"):  # not on a device that a `with` of the user's chooses
@@ -253,6 +257,7 @@ class TieredTable(Table):
         """Take other rows for this table's own, whose rows on the device are read anew."""
         slots = self.slots
         with nullcontext() if slots is None else slots.replacing(self):
+            self._count_last()
             before, self.store = self.store, store
             with suppress(StorageError):  # that something could not be written matters no more
                 before.close()
@@ -314,10 +319,14 @@ class TieredTable(Table):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         self.__deepcopy__({})
 
-    def _close(self) -> None:
-        store = self.__dict__.get("store")
-        if store is not None:
-            store.close()
+    def counts(self) -> Counts:
+        """What rows in host memory have been good for, of a table on disk that has some there."""
+        now = self.store.counts() if self.has_store and isinstance(self.store, DiskRows) else Counts()
+        return self._counted.plus(*now)
+
+    def _count_last(self) -> None:
+        """The store is about to go."""
+        self._counted = self.counts()
 
 
 def _apart(values: Tensor, field: Field) -> Tensor:
@@ -386,4 +395,6 @@ def _identity(config: TableConfig, record: Record, seed: int) -> dict[str, Any]:
         "initial": _first_values(config, record, seed),
         "row_origin": config.row_origin,
         "column_origin": config.column_origin,
+        "host_rows": config.cache.host_rows,
+        "policy": config.cache.policy,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tritonemb.storage.cached import Counts
 from tritonemb.storage.clone import copy_rows
 from tritonemb.storage.digest import digest
 from tritonemb.storage.disk import DiskRows
@@ -12,6 +13,7 @@ from tritonemb.storage.snapshots import restore
 from tritonemb.storage.store import Initial, Pending, RowStore, StorageError
 
 __all__ = [
+    "Counts",
     "DiskRows",
     "Field",
     "HostRows",

@@ -10,20 +10,17 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from tritonemb.storage import header as headers
-from tritonemb.storage.blocks import Blocks
-from tritonemb.storage.changes import ChangedBlocks
-from tritonemb.storage.file import PageFile, aside, create, give_name, write_page
-from tritonemb.storage.header import Identity
+from tritonemb.storage.cached import CachedRows, Counts, Policy, check_cache
+from tritonemb.storage.file import aside, create, give_name, write_page
+from tritonemb.storage.file_rows import FileRows
+from tritonemb.storage.header import Identity, State
 from tritonemb.storage.layout import Layout
 from tritonemb.storage.places import Places
 from tritonemb.storage.record import Record
 from tritonemb.storage.scan import scan
-from tritonemb.storage.snapshots import new_name, write_changes, write_whole
 from tritonemb.storage.store import Initial, Pending, StorageError, check_request
 from tritonemb.storage.threads import IoThreads, Operations, refuse_fork
 
@@ -40,24 +37,15 @@ class DiskRows:
         direct: whether the file is read and written past the system's page cache.
     """
 
-    def __init__(
-        self, path: Path, file: PageFile, identity: Identity, initial: Initial, places: Places, threads: int | None
-    ) -> None:
-        self.path, self.direct = path, file.direct
-        self.identity, self._initial = identity, initial
-        self._layout = Layout(identity.num_rows, identity.record.num_bytes)
-        self._threads = None if threads is None else IoThreads(threads)
-        self._blocks = Blocks(identity.table, file, self._layout, places, self._threads)
-        self._file = file
-        self._operations = Operations(f"tritonemb-rows-{identity.table}")
-        self._changes, self._changes_lock = ChangedBlocks(self._layout.num_blocks), threading.Lock()
-        self._snapshot: str | None = None  # that which `_changes` are relative to
-        self._described = False  # whether the file says how much it holds, and which snapshot it is
-        self._failure: StorageError | None = None
+    def __init__(self, file: FileRows, cached: CachedRows | None) -> None:
+        self.path, self.direct, self.identity = file.path, file.direct, file.identity
+        self._file, self._cached = file, cached
+        self._rows = file if cached is None else cached
+        self._operations = Operations(f"tritonemb-rows-{self.table_name}")
         self._closed, self._lock, self._process = False, threading.Lock(), os.getpid()
         _OPEN.add(self)
         # Nothing is asked for any more when nobody has the table, so nothing needs to be waited for.
-        self._dropped = weakref.finalize(self, _let_go, self._operations, file, self._threads)
+        self._dropped = weakref.finalize(self, _let_go, self._operations, file, cached)
         self._dropped.atexit = False
 
     @classmethod
@@ -73,6 +61,8 @@ class DiskRows:
         row_origin: int = 0,
         column_origin: int = 0,
         threads: int | None = None,
+        host_rows: int | None = None,
+        policy: Policy = "lru",
     ) -> DiskRows:
         """A new table, none of whose rows is written yet: takes milliseconds and no room, whatever its size.
 
@@ -82,14 +72,18 @@ class DiskRows:
             initial: gives never-written rows their values, from `seed`.
             threads: read and write in so many threads of this table's own; if not given, Linux's asynchronous I/O
                 does it without threads, where the file is open for direct I/O, else threads that all tables share.
+            host_rows: keep so many rows in host memory, see `CachedRows`; none if not given.
+            policy: which of them makes room for another.
 
         Raises:
-            ValueError: `num_rows` or `threads` is below 1, or the name too long.
-            StorageError: the file cannot be made.
+            ValueError: `num_rows`, `threads` or `host_rows` is below 1, there is no such policy, or the name is too
+                long.
+            StorageError: the file cannot be made, or there is not so much memory.
         """
         identity, path = _identity(table_name, num_rows, record, seed, row_origin, column_origin), Path(path)
         if threads is not None and threads < 1:
             raise ValueError(f"table {table_name!r}: threads must be at least 1, got {threads}")
+        check_cache(table_name, host_rows, policy)
         page = headers.encode(headers.ROWS, identity.as_json() | headers.UNKNOWN)
         layout = Layout(num_rows, record.num_bytes)
         try:
@@ -116,7 +110,7 @@ class DiskRows:
             ) from error
         return cls.open(
             path, table_name, num_rows, record, seed, initial, row_origin=row_origin, column_origin=column_origin,
-            threads=threads,
+            threads=threads, host_rows=host_rows, policy=policy,
         )  # fmt: skip
 
     @classmethod
@@ -132,6 +126,8 @@ class DiskRows:
         row_origin: int = 0,
         column_origin: int = 0,
         threads: int | None = None,
+        host_rows: int | None = None,
+        policy: Policy = "lru",
     ) -> DiskRows:
         """The table in a file that `create`, `snapshot` or `restore` has written. Arguments as of `create`.
 
@@ -141,6 +137,7 @@ class DiskRows:
                 it differs.
         """
         identity, path = _identity(table_name, num_rows, record, seed, row_origin, column_origin), Path(path)
+        check_cache(table_name, host_rows, policy)
         what = f"table {table_name!r}: file {path}"
         file = headers.open_file(what, path, writable=True)
         try:
@@ -150,14 +147,16 @@ class DiskRows:
             headers.refuse_size(header, file.size(), layout, what)
             if not file.lock():
                 raise StorageError(f"{what} is open for another table or process; close it there first")
-            store = cls(path, file, identity, initial, scan(table_name, file, layout), threads)
+            places, state = scan(table_name, file, layout), State(snapshot=header["snapshot"], places=header["places"])
+            rows = FileRows(
+                path, file, identity, initial, places, state, None if threads is None else IoThreads(threads)
+            )
+            return cls(rows, None if host_rows is None else CachedRows(rows, host_rows, policy))
         except BaseException as error:
             file.close()
             if isinstance(error, OSError) and not isinstance(error, StorageError):
                 raise StorageError(f"{what} cannot be opened: {error}") from error
             raise
-        store._snapshot, store._described = header["snapshot"], header["places"] is not None
-        return store
 
     @property
     def num_rows(self) -> int:
@@ -173,15 +172,15 @@ class DiskRows:
 
     def read(self, rows: Tensor, records: Tensor) -> Pending:
         check_request(self.table_name, self.num_rows, self.record, rows, records)
-        return self._ask(lambda: self._read(rows, records))
+        return self._ask(lambda: self._rows.read(rows, records))
 
     def write(self, rows: Tensor, records: Tensor) -> Pending:
         check_request(self.table_name, self.num_rows, self.record, rows, records)
-        return self._ask(lambda: self._write(rows, records))
+        return self._ask(lambda: self._rows.write(rows, records))
 
     def flush(self) -> Pending:
         """Bring what was written before to the disk."""
-        return self._ask(self._sync)
+        return self._ask(self._flush)
 
     def snapshot(self, path: str | Path, changes_only: bool = False) -> Pending:
         """A file of the table as it is behind what was asked for before; later writes leave it alone.
@@ -211,18 +210,37 @@ class DiskRows:
     @property
     def last_snapshot(self) -> str | None:
         """The name of the snapshot that changes are relative to; None where changes only cannot be saved."""
-        return self._snapshot
+        return self._file.last_snapshot
 
     def bytes_on_disk(self) -> int:
-        """The room that the file takes."""
+        """The room that the file takes, with what is only in host memory yet, which goes there first.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        self._write_back_now()
         return self._file.allocated()
 
     def changed_pages(self) -> Tensor:
-        """int64, ascending: pages of the file written since the last snapshot, or since the table was opened."""
-        with self._changes_lock:
-            places = np.sort(self._blocks.places.find(self._changes.blocks()))
-        pages = 1 + places[:, None] * self._layout.pages_per_block + np.arange(self._layout.pages_per_block)
-        return torch.from_numpy(pages.reshape(-1))
+        """int64, ascending: pages of the file written since the last snapshot, or since the table was opened. What is
+        only in host memory yet goes there first.
+
+        Raises:
+            StorageError: it cannot be written.
+        """
+        self._write_back_now()
+        return self._file.changed_pages()
+
+    def counts(self) -> Counts:
+        """What rows in host memory have been good for, by all that was asked for before; waits for that."""
+        if self._cached is None:
+            return Counts()
+        if os.getpid() == self._process:
+            with self._lock:
+                last = None if self._closed else self._operations.ask(lambda: None)
+            if last is not None:
+                last.wait()
+        return self._cached.counts
 
     def close(self) -> None:
         """Wait for what has been asked for, bring it to the disk and close the file. A second call does nothing.
@@ -236,16 +254,17 @@ class DiskRows:
             if self._closed:
                 return
             self._closed = True
-            ending = self._operations.ask(self._describe) if self._failure is None else None
+            file, cached = self._file, self._cached
+            ending = None if file.failure is not None else self._operations.ask(lambda: _end(file, cached))
             thread = self._operations.end()
         _OPEN.discard(self)
         if thread is not None:
             thread.join()
         self._dropped()
-        if self._failure is not None:
-            if not self._failure.told:
-                self._failure.told = True
-                raise self._failure
+        if file.failure is not None:
+            if not file.failure.told:
+                file.failure.told = True
+                raise file.failure
         elif ending is not None:
             ending.wait()
 
@@ -269,87 +288,33 @@ class DiskRows:
             return self._operations.ask(unless_failed)
 
     def _refuse_failed(self) -> None:
-        if self._failure is not None:
-            self._failure.told = True
+        failure = self._file.failure
+        if failure is not None:
+            failure.told = True
             raise StorageError(
-                f"table {self.table_name!r}: file {self.path} takes nothing more, because a write has failed: "
-                f"{self._failure}"
-            ) from self._failure
+                f"table {self.table_name!r}: file {self.path} takes nothing more, because a write has failed: {failure}"
+            ) from failure
 
-    def _read(self, rows: Tensor, records: Tensor) -> None:
-        written = self._blocks.read(rows.numpy(), records.data_ptr())
-        never = torch.from_numpy(np.flatnonzero(written == 0))
-        if never.numel() == rows.numel() and never.numel():
-            self._initial(rows, records)
-        elif never.numel():
-            initial = torch.empty(never.numel(), self.record.num_bytes, dtype=torch.uint8)
-            self._initial(rows[never], initial)
-            records[never] = initial
+    def _write_back_now(self) -> None:
+        if self._cached is not None:
+            self._ask(self._cached.write_back).wait()
 
-    def _write(self, rows: Tensor, records: Tensor) -> None:
-        if rows.numel() == 0:
-            return
-        request = self._layout.request(rows.numpy())
-        try:
-            if self._described:
-                self._write_header(headers.UNKNOWN)
-                self._described = False
-            with self._changes_lock:
-                placed = self._blocks.place(request.blocks)
-                self._changes.add(request.blocks)
-            self._blocks.write(rows.numpy(), request, placed, records.data_ptr())
-        except StorageError as failure:
-            self._failure = failure
-            raise
-        except BaseException as error:
-            self._failure = self._error("a write has failed", error)
-            raise self._failure from error
-
-    def _write_header(self, state: headers.State) -> None:
-        try:
-            write_page(self._file, headers.encode(headers.ROWS, self.identity.as_json() | state))
-            self._file.sync()
-        except OSError as error:
-            raise self._error("the header could not be written", error) from error
-
-    def _describe(self) -> None:
-        """At its end: what is in the file is on the disk, and the header says so."""
-        self._sync()
-        if not self._described:
-            count = self._blocks.places.count
-            self._file.resize(self._layout.file_bytes(count))
-            self._write_header({"snapshot": None, "places": count})
-
-    def _sync(self) -> None:
-        try:
-            self._file.sync()
-        except OSError as error:  # the system tells it once, and may have dropped what it could not write
-            self._failure = self._error("what was written could not be brought to the disk", error)
-            raise self._failure from error
+    def _flush(self) -> None:
+        self._write_back()
+        self._file.sync()
 
     def _take_snapshot(self, path: Path, changes_only: bool) -> None:
-        if changes_only and self._snapshot is None:
+        if changes_only and self._file.last_snapshot is None:
             raise StorageError(
                 f"table {self.table_name!r}: file {self.path} has changed since its last snapshot, in another session "
                 "or before there was any; take a whole one before one of changes only"
             )
-        self._sync()
-        with self._changes_lock:
-            changed = self._changes.blocks()
-        name = new_name()
-        if changes_only:
-            write_changes(path, self._blocks, self.identity, changed, str(self._snapshot), name)
-        else:
-            write_whole(path, self._blocks, self.identity, name)
-        self._snapshot = name
-        with self._changes_lock:
-            self._changes.clear()
+        self._write_back()
+        self._file.take_snapshot(path, changes_only)
 
-    def _error(self, what: str, error: BaseException) -> StorageError:
-        return StorageError(
-            f"table {self.table_name!r}, file {self.path}: {what}: {error}; check the disk, then restore the table "
-            "from a snapshot"
-        )
+    def _write_back(self) -> None:
+        if self._cached is not None:
+            self._cached.write_back()
 
 
 def _identity(
@@ -360,11 +325,34 @@ def _identity(
     return Identity(table, num_rows, record, seed, row_origin, column_origin)
 
 
-def _let_go(operations: Operations, file: PageFile, threads: IoThreads | None) -> None:
+def _needs_writing_back(file: FileRows, cached: CachedRows | None) -> bool:
+    """Whether there is something in memory alone, and a file that takes it and that anybody could open again."""
+    return cached is not None and cached.has_changes() and file.failure is None and file.has_name()
+
+
+def _end(file: FileRows, cached: CachedRows | None) -> None:
+    """All that was written is in the file, and its header says how much it holds."""
+    if cached is not None and _needs_writing_back(file, cached):
+        cached.write_back()
+    file.describe()
+
+
+def _let_go(operations: Operations, file: FileRows, cached: CachedRows | None) -> None:
+    """Close the file; of a table that was dropped, behind what is in memory alone, for which nobody waits."""
+
+    def end() -> None:
+        try:
+            _end(file, cached)
+        except Exception as error:
+            print(f"error: {error}", file=sys.stderr)
+        finally:
+            file.close()
+
+    if _needs_writing_back(file, cached):
+        operations.ask(end)
+    else:
+        file.close()
     operations.end()
-    file.close()
-    if threads is not None:
-        threads.close()
 
 
 _OPEN: weakref.WeakSet[DiskRows] = weakref.WeakSet()

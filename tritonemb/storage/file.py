@@ -137,6 +137,10 @@ class PageFile:
         found = os.fstat(self.handle)
         return 512 * found.st_blocks if hasattr(found, "st_blocks") else found.st_size
 
+    def has_name(self) -> bool:
+        """Whether a folder lists it still, so that it can be opened again."""
+        return os.fstat(self.handle).st_nlink > 0
+
     def resize(self, num_bytes: int) -> None:
         os.ftruncate(self.handle, num_bytes)
 

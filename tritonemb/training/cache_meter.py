@@ -15,6 +15,7 @@ from tritonemb.sharding.collection import ShardedCollection
 LEAST_STALL = 1e-3  # seconds that count
 RECENT_STEPS, MANY_STALLS = 10, 3  # so many stalls in so many steps ask for more look-ahead
 MOST_WIDENED = 6
+HOST = ("host_hits", "disk_read", "disk_written")  # fields of `Counted`, of tables on disk with rows in host memory
 
 
 class Counted(NamedTuple):
@@ -24,6 +25,9 @@ class Counted(NamedTuple):
     hits: int = 0
     read: int = 0
     written: int = 0
+    host_hits: int = 0
+    disk_read: int = 0
+    disk_written: int = 0
 
 
 def caches_of(model: nn.Module) -> list[RowCache]:
@@ -40,9 +44,7 @@ def count(caches: Iterable[RowCache]) -> Counted:
     counts = [found for cache in caches for found in cache.statistics().values()]
     return Counted(
         sum(count.lookups for count in counts),
-        sum(count.hits for count in counts),
-        sum(count.read for count in counts),
-        sum(count.written for count in counts),
+        *(sum(getattr(count, name) for count in counts) for name in Counted._fields[1:]),
     )
 
 
@@ -55,6 +57,8 @@ class CacheMeter:
 
     def __init__(self, model: nn.Module) -> None:
         self._caches = caches_of(model)
+        tables = [table for cache in self._caches for table in cache.tiered if table is not None]
+        self._in_host_memory = any(table.config.cache.host_rows is not None for table in tables)
         self._stall = self._stall_before = 0.0
         self._trained: Counted | None = None
         self._recent: deque[bool] = deque(maxlen=RECENT_STEPS)
@@ -84,24 +88,28 @@ class CacheMeter:
         return True
 
     def lap(self, steps: int) -> dict[str, float]:
-        """Since the last call, a step: distinct `rows`, `hit_rate`, bytes `read` and `written`, seconds of `stall`.
+        """Since the last call, a step: distinct `rows`, `hit_rate`, bytes `read` and `written`, seconds of `stall`;
+        where a table on disk has rows in host memory, also `host_hits`, `disk_read` and `disk_written`.
 
         Empty where all tables live on the device.
         """
         if not self._caches:
             return {}
         now = (*(count(self._caches) if self._trained is None else self._trained), self._stalls())
-        rows, hits, read, written, stall = (
+        rows, hits, read, written, *host, stall = (
             after - before for after, before in zip(now, self._before, strict=True)
         )  # fmt: skip
         self._before = now
-        return {
+        found = {
             "rows": rows / steps,
             "hit_rate": hits / rows if rows else 1.0,
             "read": read / steps,
             "written": written / steps,
             "stall": stall / steps,
         }
+        if self._in_host_memory:
+            found |= {name: value / steps for name, value in zip(HOST, host, strict=True)}
+        return found
 
     def _stalls(self) -> float:
         return self._stall + sum(cache.stall for cache in self._caches)

@@ -72,7 +72,8 @@ class Log:
         sent_across_nodes: bytes of these that went to another node.
         cache: where tables live elsewhere than on the device, of this rank, mean of a step since the last log: distinct
             `rows`, their `hit_rate`, bytes `read` from where they live and `written` there, and seconds of `stall` in
-            which training waited for them.
+            which training waited for them; where a table on disk has rows in host memory, also rows found there,
+            `host_hits`, and bytes that the disk read and wrote, `disk_read` and `disk_written`.
     """
 
     step: int

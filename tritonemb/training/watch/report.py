@@ -186,11 +186,23 @@ def _tables(run: _Run) -> Iterable[str]:
             ("of these on the device", f"{100 * cache['hit_rate']:.1f} %"),
             ("read from where they live", size(round(cache["read"]))),
             ("written there", size(round(cache["written"]))),
+            *_host_memory(cache),
             ("training waited", f"{1000 * cache['stall']:.1f} ms"),
         ]
         yield table("Rows that live elsewhere", rows, ("what", "a step"), numbers=(1,))
     messages = [(of(message["step"], None), message["text"]) for message in run.messages]
     yield table("Messages", messages, ("step", "message"), numbers=(0,))
+
+
+def _host_memory(cache: Mapping[str, float]) -> list[tuple[str, str]]:
+    """Lines on tables on disk with rows in host memory."""
+    if "host_hits" not in cache:
+        return []
+    return [
+        ("rows found in host memory", f"{cache['host_hits']:,.0f}"),
+        ("read by the disk", size(round(cache["disk_read"]))),
+        ("written by the disk", size(round(cache["disk_written"]))),
+    ]
 
 
 def _points(events: Sequence[Event], *keys: str) -> list[Point]:

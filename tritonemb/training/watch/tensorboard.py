@@ -14,7 +14,8 @@ FLUSH_SECONDS = 10
 class TensorBoard(Callback):
     """Writes scalars over steps: train/loss, train/samples_per_second, train/data_wait, train/memory_bytes, lr/dense,
     lr/tables, and auc, log_loss and normalized_entropy under the name of each split. Where tables live elsewhere than
-    on the device, also cache/rows, cache/hit_rate, cache/read, cache/written and cache/stall.
+    on the device, also cache/rows, cache/hit_rate, cache/read, cache/written and cache/stall; where a table on
+    disk has rows in host memory, cache/host_hits, cache/disk_read and cache/disk_written.
 
     Where a run goes on from a checkpoint, what was written after that step is hidden.
 
