@@ -17,14 +17,80 @@ def mixed(row: int) -> int:
     return row ^ (row >> 31)
 
 
+class SimulatedHost:
+    """Rows of a table on disk in host memory."""
+
+    def __init__(self, rows: int, policy: str, row_bytes: int) -> None:
+        self.sets: list[list[dict | None]] = [[None] * WAYS for _ in range(-(-rows // WAYS))]
+        self.policy, self.row_bytes, self.now = policy, row_bytes, 0
+        self.counts = dict.fromkeys(("host_hits", "disk_read", "disk_written"), 0)
+
+    def read(self, rows: Collection[int]) -> None:
+        missing = self.touch(rows)
+        self.counts["host_hits"] += len(rows) - len(missing)
+        self.counts["disk_read"] += len(missing) * self.row_bytes
+        for row in missing:
+            self.place(row, False)
+
+    def write(self, rows: Collection[int]) -> None:
+        """Nothing happens if there are none."""
+        if not rows:
+            return
+        homeless = [row for row in self.touch(rows) if not self.place(row, True)]
+        self.counts["disk_written"] += self.row_bytes * len(homeless)
+        for row in rows:
+            entry = self.find(row)
+            if entry is not None:
+                entry["written"] = True
+
+    def write_back(self) -> None:
+        for entry in [entry for ways in self.sets for entry in ways if entry is not None]:
+            self.counts["disk_written"] += self.row_bytes * entry["written"]
+            entry["written"] = False
+
+    def touch(self, rows: Collection[int]) -> list[int]:
+        """Note a use of those that are there; the others."""
+        self.now += 1
+        missing = []
+        for row in sorted(rows):
+            entry = self.find(row)
+            if entry is None:
+                missing.append(row)
+            else:
+                entry["use"], entry["by"] = self.now if self.policy == "lru" else entry["use"] + 1, self.now
+        return missing
+
+    def find(self, row: int) -> dict | None:
+        ways = self.sets[mixed(row) % len(self.sets)]
+        return next((entry for entry in ways if entry is not None and entry["row"] == row), None)
+
+    def place(self, row: int, written: bool) -> bool:
+        """Whether there is a way that no row of the same call has."""
+        ways = self.sets[mixed(row) % len(self.sets)]
+        new = {"row": row, "use": self.now if self.policy == "lru" else 1, "by": self.now, "written": written}
+        if None in ways:
+            ways[ways.index(None)] = new
+            return True
+        free = [way for way in range(WAYS) if ways[way]["by"] != self.now]
+        if not free:
+            return False
+        way = min(free, key=lambda way: (ways[way]["use"], way))
+        self.counts["disk_written"] += self.row_bytes * ways[way]["written"]
+        ways[way] = new
+        return True
+
+
 class Simulated:
     """A cache of one table.
 
     Args:
         row_bytes: of weight and states.
+        host_rows: of a table on disk, in host memory.
     """
 
-    def __init__(self, rows: int, policy: str, row_bytes: int) -> None:
+    def __init__(self, rows: int, policy: str, row_bytes: int, host_rows: int | None = None) -> None:
+        self.host = None if host_rows is None else SimulatedHost(host_rows, policy, row_bytes)
+        self.going: list[int] = []  # rows that are to be written below
         self.sets: list[list[dict | None]] = [[None] * WAYS for _ in range(-(-rows // WAYS))]
         self.overflow: dict[int, dict] = {}
         self.policy, self.row_bytes, self.now = policy, row_bytes, 0
@@ -32,7 +98,7 @@ class Simulated:
 
     @property
     def statistics(self) -> CacheStatistics:
-        return CacheStatistics(**self.counts)
+        return CacheStatistics(**self.counts, **({} if self.host is None else self.host.counts))
 
     def batch(self, ids: Collection[int], training: bool, held: Collection[int] = ()) -> None:
         """Bring the next batch in.
@@ -59,10 +125,14 @@ class Simulated:
                 self.hit(self.overflow[row], training)
         for row in [row for row, entry in self.overflow.items() if not self.is_held(entry)]:
             self.evict(self.overflow.pop(row))
+        self.write_below()
+        missing = [row for row in missing if row not in self.overflow]
         for row in missing:
-            if row not in self.overflow:
-                self.counts["read"] += self.row_bytes
-                self.place(row, training)
+            self.counts["read"] += self.row_bytes
+            self.place(row, training)
+        self.write_below()
+        if self.host is not None and missing:
+            self.host.read(missing)
 
     def find(self, row: int) -> dict | None:
         ways = self.sets[mixed(row) % len(self.sets)]
@@ -94,11 +164,20 @@ class Simulated:
 
     def evict(self, entry: dict) -> None:
         self.counts["evictions"] += 1
-        self.counts["written"] += self.row_bytes * entry["trained"]
+        if entry["trained"]:
+            self.counts["written"] += self.row_bytes
+            self.going.append(entry["row"])
+
+    def write_below(self) -> None:
+        going, self.going = self.going, []
+        if self.host is not None:
+            self.host.write(going)
 
     def write_back(self, held: Collection[int]) -> None:
         """Bring all that was trained to where it lives; what a batch holds may be trained again."""
         self.held = {*held}
         for entry in [*self.overflow.values(), *(entry for ways in self.sets for entry in ways if entry is not None)]:
             self.counts["written"] += self.row_bytes * entry["trained"]
+            self.going += [entry["row"]] * entry["trained"]
             entry["trained"] &= self.is_held(entry)
+        self.write_below()

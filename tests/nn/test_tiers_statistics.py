@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tritonemb as te
-from tests.helpers import fewer
+from tests.helpers import INTERPRETED, fewer
 from tests.nn.made import elements_made
 from tests.nn.simulated_cache import Simulated
 from tests.nn.test_tiers import streams
@@ -24,13 +24,17 @@ from tritonemb.types import CacheConfig
 pytestmark = [pytest.mark.public, not_interpreted]
 
 
-@settings(max_examples=fewer(60, 3))
-@given(streams(), st.sampled_from(ELSEWHERE), st.sampled_from(("lru", "lfu")), st.randoms(use_true_random=False))
-def test_statistics_are_those_of_a_simulation(stream, placement, policy, random):
-    rows, steps = stream
-    cache = CacheConfig(rows=rows, policy=policy)
+# Where tables live, and rows in host memory of those on disk: fewer than on the device, more, and all.
+PLACES = [(placement, None) for placement in ELSEWHERE] + [("disk", rows) for rows in (1, 160, 1000) if not INTERPRETED]
+
+
+@settings(max_examples=fewer(100, 3))
+@given(streams(), st.sampled_from(PLACES), st.sampled_from(("lru", "lfu")), st.randoms(use_true_random=False))
+def test_statistics_are_those_of_a_simulation(stream, place, policy, random):
+    (rows, steps), (placement, host_rows) = stream, place
+    cache = CacheConfig(rows=rows, policy=policy, host_rows=host_rows)
     mine = seeded([te.TableConfig("t", 1000, 4)], te.optim.RowWiseAdagrad(), True, (placement,), cache)
-    expected = Simulated(rows, policy, 4 * 4 + 4)
+    expected = Simulated(rows, policy, 4 * 4 + 4, host_rows)
     for ids in [*steps, *steps]:
         training = random.random() < 0.6
         with torch.set_grad_enabled(training):
@@ -49,21 +53,22 @@ def pause(random: Random) -> None:
 
 @pytest.mark.parametrize("depth", range(5))
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
-@pytest.mark.parametrize("placement", ELSEWHERE)
-def test_statistics_of_batches_sent_ahead_are_those_of_a_simulation(placement, policy, depth):
+@pytest.mark.parametrize(("placement", "host_rows"), [*[(place, None) for place in ELSEWHERE], ("disk", 128)])
+def test_statistics_of_batches_sent_ahead_are_those_of_a_simulation(placement, host_rows, policy, depth):
     """Whenever the other thread comes to a batch: it finds held those that were when it was allowed to be sent."""
     random = Random(depth)
     steps = [[int(random.expovariate(0.015)) % 300 for _ in range(random.randint(1, 40))] for _ in range(60)]
     trainings = [random.random() < 0.7 for _ in steps]
-    expected, after = Simulated(64, policy, 4 * 4 + 4), []
+    expected, after = Simulated(64, policy, 4 * 4 + 4, host_rows), []
     for number, (ids, training) in enumerate(zip(steps, trainings, strict=True), 1):
         expected.batch(ids, training, range(max(1, number - depth), number))
         after.append(expected.statistics)
     assert after[-1].evictions > 100
     assert after[-1].overflows > 0 or depth < 2
+    assert host_rows is None or min(after[-1].host_hits, after[-1].disk_read, after[-1].disk_written) > 0
     for repeat in range(3):
         random, elsewhere = Random(repeat), Random(-repeat - 1)
-        cache = CacheConfig(rows=64, policy=policy)
+        cache = CacheConfig(rows=64, policy=policy, host_rows=host_rows)
         mine = seeded([te.TableConfig("t", 300, 4)], te.optim.RowWiseAdagrad(), True, (placement,), cache)
 
         def send(ids, training, moment):
