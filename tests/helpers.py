@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -17,12 +18,20 @@ from tritonemb.optim import OPTIMIZERS
 
 Step = tuple[te.KeyedJaggedTensor, Tensor]
 INTERPRETED = interpreting()
+CACHED = "cached disk"  # a placement on disk with some rows in host memory
 _Size = TypeVar("_Size")
 
 
 def fewer(full: _Size, interpreted: _Size) -> _Size:
     """`full`, or `interpreted` where kernels are interpreted, which takes thousands of times as long."""
     return interpreted if INTERPRETED else full
+
+
+def living(config: te.TableConfig, placement: str, cache: te.CacheConfig) -> te.TableConfig:
+    """A table in this place, which may be `CACHED`."""
+    if placement == CACHED:
+        return replace(config, placement="disk", cache=replace(cache, host_rows=64))
+    return replace(config, placement=placement, cache=cache)
 
 
 def contents(collection: Collection) -> dict[str, Tensor]:

@@ -35,6 +35,9 @@ def test_rows_that_are_kept(config, num_embeddings, expected):
         ({"rows": -5}, ValueError, "a cache's rows must be at least 1, got -5"),
         ({"rows": 2.0}, TypeError, "a cache's rows must be an int, got 2.0"),
         ({"rows": True}, TypeError, "a cache's rows must be an int, got True"),
+        ({"host_rows": 0}, ValueError, "a cache's host_rows must be at least 1, got 0"),
+        ({"host_rows": 2.0}, TypeError, "a cache's host_rows must be an int, got 2.0"),
+        ({"host_rows": True}, TypeError, "a cache's host_rows must be an int, got True"),
         ({"share": "half"}, TypeError, "a cache's share must be a number, got 'half'"),
         ({"share": 0.0}, ValueError, r"a cache's share must lie in \(0, 1\], got 0.0"),
         ({"share": 1.5}, ValueError, r"a cache's share must lie in \(0, 1\], got 1.5"),
@@ -55,3 +58,11 @@ def test_a_table_has_one():
     assert table.part("p", (3, 4), (0, 1), ["f"]).cache is cache
     with pytest.raises(TypeError, match="table 't': cache must be a CacheConfig, got 5"):
         te.TableConfig("t", 9, 2, cache=5)
+
+
+@pytest.mark.parametrize("placement", ["device", "host"])
+def test_rows_in_host_memory_are_of_tables_on_disk(placement):
+    cache = CacheConfig(host_rows=100)
+    assert te.TableConfig("t", 9, 2, placement="disk", cache=cache).cache.host_rows == 100
+    with pytest.raises(ValueError, match=f"table 't': its cache has host_rows, .* its placement is '{placement}'"):
+        te.TableConfig("t", 9, 2, placement=placement, cache=cache)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tritonemb as te
-from tests.helpers import assert_same_bits, configurations, contents, fewer, output_of
+from tests.helpers import CACHED, assert_same_bits, configurations, contents, fewer, output_of
 from tests.nn.tiers import ELSEWHERE, not_interpreted, outputs_of, same, seeded, train_ahead, varied_steps
 from tests.strategies import TABLE_DTYPES
 from tritonemb.ops.row_cache import set_of
@@ -46,7 +46,7 @@ def test_training_has_the_bits_of_tables_on_the_device(optimizer, dtype):
     """Placements, caches and look-ahead go around together, so that each meets many optimizers."""
     turn = list(te.optim.OPTIMIZERS).index(optimizer.name) + TABLE_DTYPES.index(dtype)
     for pooled, configs in ((True, POOLED), (False, UNPOOLED)):
-        placements = (("host",), ("disk",), ("disk", "host", "device"))[turn % 3]
+        placements = (("host",), ("disk",), (CACHED, "host", "device"))[turn % 3]
         cast = [replace(config, dtype=dtype) for config in configs]
         check(
             cast, optimizer, pooled, placements, CACHES[turn // 3 % 3], turn % 5, fewer(20, 4), weighted=turn % 2 == 0
@@ -57,7 +57,7 @@ def test_training_has_the_bits_of_tables_on_the_device(optimizer, dtype):
 @not_interpreted
 @pytest.mark.parametrize("depth", range(5))
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
-@pytest.mark.parametrize("placement", ELSEWHERE)
+@pytest.mark.parametrize("placement", [*ELSEWHERE, pytest.param(CACHED, marks=pytest.mark.slow)])
 def test_no_look_ahead_shows_in_the_bits(placement, policy, depth):
     """Every batch shares most rows with those that are on their way while it is trained."""
     cache = CacheConfig(rows=1, policy=policy)
@@ -66,7 +66,7 @@ def test_no_look_ahead_shows_in_the_bits(placement, policy, depth):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", CACHES, ids=str)
-@pytest.mark.parametrize("placements", [("host",), ("disk",), ("device", "disk", "host")], ids=str)
+@pytest.mark.parametrize("placements", [("host",), ("disk",), (CACHED,), ("device", "disk", "host")], ids=str)
 @pytest.mark.parametrize("optimizer", configurations(), ids=lambda optimizer: optimizer.name)
 def test_long_training_has_the_bits_of_tables_on_the_device(optimizer, placements, cache):
     for pooled, configs in ((True, POOLED), (False, UNPOOLED)):
@@ -79,7 +79,7 @@ def test_long_training_has_the_bits_of_tables_on_the_device(optimizer, placement
 @pytest.mark.parametrize("share", [False, True])
 def test_every_size_of_cache(rows, share):
     cache = CacheConfig(share=rows / 500) if share else CacheConfig(rows=rows)
-    check(POOLED, te.optim.RowWiseAdagrad(lr=0.1), True, ("host", "disk"), cache, 2, fewer(8, 2))
+    check(POOLED, te.optim.RowWiseAdagrad(lr=0.1), True, (CACHED, "host", "disk"), cache, 2, fewer(8, 2))
 
 
 def ids_of_one_set(num_rows: int, num_sets: int) -> torch.Tensor:
@@ -117,7 +117,7 @@ def streams(draw: st.DrawFn) -> tuple[int, list[list[int]]]:
 
 @not_interpreted
 @settings(max_examples=fewer(40, 3))
-@given(streams(), st.sampled_from(ELSEWHERE), st.sampled_from(("lru", "lfu")), st.integers(0, 4))
+@given(streams(), st.sampled_from((*ELSEWHERE, CACHED)), st.sampled_from(("lru", "lfu")), st.integers(0, 4))
 def test_any_stream_of_ids(stream, placement, policy, depth):
     rows, ids = stream
     configs = [te.TableConfig("t", 1000, 4)]

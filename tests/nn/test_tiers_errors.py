@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import tritonemb as te
-from tests.helpers import assert_same_bits, contents, output_of
+from tests.helpers import CACHED, assert_same_bits, contents, output_of
 from tests.nn.test_bad_offsets import BAD_OFFSETS, unchecked
 from tests.nn.tiers import ELSEWHERE, not_interpreted, outputs_of, same, seeded, varied_steps
-from tritonemb.storage import DiskRows, HostRows, StorageError
+from tritonemb.storage import HostRows, StorageError
+from tritonemb.storage.file_rows import FileRows
 from tritonemb.types import CacheConfig
 
 pytestmark = [pytest.mark.public, not_interpreted]
@@ -270,9 +271,10 @@ def test_a_folder_that_may_not_be_written(tmp_path):
 
 @pytest.mark.parametrize("operation", ["read", "write"])
 @pytest.mark.parametrize("ahead", [False, True])
-def test_a_disk_that_fails_in_the_midst_of_training(monkeypatch, operation, ahead):
+@pytest.mark.parametrize("placement", ["disk", CACHED])
+def test_a_disk_that_fails_in_the_midst_of_training(monkeypatch, placement, operation, ahead):
     """Nothing is computed from rows that were lost, then or later."""
-    mine = make("disk")
+    mine = make(placement)
     steps = varied_steps(mine, 12, sizes=(40,))
     outputs_of(mine, steps[:3])
     before = contents(mine)
@@ -280,7 +282,7 @@ def test_a_disk_that_fails_in_the_midst_of_training(monkeypatch, operation, ahea
     def fail(*_: object) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(DiskRows, f"_{operation}", fail)
+    monkeypatch.setattr(FileRows, operation, fail)
 
     def go_on() -> None:
         for batch, grad in steps[3:]:

@@ -14,14 +14,14 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import tritonemb as te
-from tests.helpers import assert_same_bits, contents, output_of
+from tests.helpers import CACHED, assert_same_bits, contents, output_of
 from tests.nn.tiers import ELSEWHERE, not_interpreted, outputs_of, placed, same, seeded, varied_steps
 from tests.strategies import TABLE_DTYPES
 from tritonemb.types import CacheConfig
 
 pytestmark = [pytest.mark.public, not_interpreted]
 TABLES = [te.TableConfig("user", 500, 12, features=["u", "shared"]), te.TableConfig("shared", 70, 5, pooling="mean")]
-PLACEMENTS = [("device",), ("host",), ("disk",)]
+PLACEMENTS = [("device",), ("host",), ("disk",), (CACHED,)]
 OPTIMIZER = te.optim.RowWiseAdagrad(lr=0.1)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 import tritonemb as te
-from tests.helpers import INTERPRETED, Step, fewer, output_of, width_of
+from tests.helpers import CACHED, INTERPRETED, Step, fewer, living, output_of, width_of
 from tests.strategies import random_batch, rows_of
 from tritonemb.nn.collection import Collection
 from tritonemb.nn.sent import Groups
@@ -24,12 +23,10 @@ not_interpreted = pytest.mark.skipif(INTERPRETED, reason="slow there, and says n
 SMALLEST = CacheConfig(rows=1)
 
 
-def placed(
-    configs: Sequence[te.TableConfig], placements: Sequence[Placement], cache: CacheConfig
-) -> list[te.TableConfig]:
+def placed(configs: Sequence[te.TableConfig], placements: Sequence[str], cache: CacheConfig) -> list[te.TableConfig]:
     """The tables in these places, taken in turn."""
     return [
-        replace(config, placement="host" if INTERPRETED and placement == "disk" else placement, cache=cache)
+        living(config, "host" if INTERPRETED and placement in ("disk", CACHED) else placement, cache)
         for config, placement in zip(configs, cycle(placements), strict=False)
     ]
 
@@ -38,7 +35,7 @@ def seeded(
     configs: Sequence[te.TableConfig],
     optimizer: te.optim.Optimizer | None,
     pooled: bool = True,
-    placements: Sequence[Placement] = ("device",),
+    placements: Sequence[str] = ("device",),
     cache: CacheConfig = SMALLEST,
     **options: Any,
 ) -> Collection:

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import tritonemb as te
-from tests.helpers import assert_same_bits
+from tests.helpers import CACHED, assert_same_bits, living
 from tests.sharding.cases import Case, Trained, alone, differences, groups_of, together, train_steps
 from tests.sharding.test_collections import sizes, tables
 from tritonemb.nn.sent import SentFeatures
@@ -26,14 +26,13 @@ def placed(case: Case, *placements: str) -> Case:
     return replace(
         case,
         tables=tuple(
-            replace(table, placement=placements[number % len(placements)], cache=SMALLEST)
-            for number, table in enumerate(case.tables)
+            living(table, placements[number % len(placements)], SMALLEST) for number, table in enumerate(case.tables)
         ),
     )
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("placements", [("host",), ("disk",), ("disk", "device", "host")], ids="-".join)
+@pytest.mark.parametrize("placements", [("host",), ("disk",), (CACHED, "device", "host")], ids="-".join)
 def test_shards_elsewhere_train_as_one_process_on_the_device(ranks, world, placements):
     by_rows = [TableWise(world - 1), RowWise(), TableRowWise(0)]
     by_columns = [ColumnWise(), RowWise(), TableColumnWise(0)]
@@ -177,7 +176,7 @@ def test_rows_that_several_ranks_update_may_live_anywhere(ranks, way, pooled):
     """The bits of the same plan on the device."""
     given = [gathered(way, optimizer, pooled=pooled) for optimizer in ("row_wise_adagrad", "lamb")]
     given.append(gathered(way, "row_wise_adagrad", pooled=pooled, dtype=torch.bfloat16, nonfinite="skip"))
-    assert_as_on_the_device(ranks, given, [None, 2], ("disk",), ("host", "device", "disk"))
+    assert_as_on_the_device(ranks, given, [None, 2], ("disk",), ("host", "device", CACHED))
 
 
 @pytest.mark.parametrize("pooled", [True, False])

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import tritonemb as te
+from tests.helpers import living
 from tests.training.jobs import planted
 from tritonemb.comm.group import Group
 from tritonemb.data import Dataset
@@ -36,10 +36,7 @@ def model_of(
     torch.manual_seed(0)
     cache = te.CacheConfig(rows=32, folder=folder)
     places = ["disk", "device", "host"] if placement == "mixed" else [placement]
-    tables = [
-        replace(table, placement=places[number % len(places)], cache=cache)
-        for number, table in enumerate(data.tables(4))
-    ]
+    tables = [living(table, places[number % len(places)], cache) for number, table in enumerate(data.tables(4))]
     return te.nn.DLRM(tables, data.num_dense, bottom_mlp=(4,), top_mlp=(4,), optimizer=optimizer)
 
 

@@ -15,7 +15,7 @@ pytest.importorskip("torchmetrics")
 pytest.importorskip("psutil")
 
 import tritonemb as te
-from tests.helpers import assert_same_bits
+from tests.helpers import CACHED, assert_same_bits
 from tests.sharding.cuts import Cut, shards_of
 from tests.training.disk_job import Probe, bits, in_memory, make_trainer, sharded, table_files
 from tests.training.jobs import planted
@@ -45,15 +45,16 @@ def expected(data) -> dict[str, Tensor]:
 class TestResume:
     @pytest.mark.parametrize("incremental", [False, True])
     @pytest.mark.parametrize("asynchronous", [False, True])
+    @pytest.mark.parametrize("placement", ["disk", CACHED])
     def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
-        self, data, expected, tmp_path, asynchronous, incremental
+        self, data, expected, tmp_path, placement, asynchronous, incremental
     ):
         options = CheckpointOptions(
             checkpoint_steps=1, keep=3, checkpoint_async=asynchronous, checkpoint_incremental=incremental
         )
-        make_trainer(data, tmp_path / "run", epochs=1, checkpoints=options).fit()
+        make_trainer(data, tmp_path / "run", placement, epochs=1, checkpoints=options).fit()
         assert bool(list((tmp_path / "run").rglob("*.changes"))) == incremental
-        resumed = make_trainer(data, tmp_path / "run", checkpoints=options)
+        resumed = make_trainer(data, tmp_path / "run", placement, checkpoints=options)
         resumed.resume()
         resumed.fit()
         assert_same_bits(bits(resumed), expected)
@@ -69,6 +70,8 @@ class TestResume:
             ("host", "disk"),
             ("mixed", "disk"),
             ("disk", "mixed"),
+            (CACHED, "disk"),
+            ("device", CACHED),
         ],
     )
     @pytest.mark.parametrize("options", [EVERY, INCREMENTAL])
@@ -82,7 +85,7 @@ class TestResume:
 
     def test_going_back_forgets_what_is_on_the_device(self, data, tmp_path):
         """Caches are full of later rows when an earlier checkpoint is loaded."""
-        for placement in ("disk", "host"):
+        for placement in ("disk", "host", CACHED):
             trainer = make_trainer(data, tmp_path / placement, placement, checkpoints=CheckpointOptions(4, keep=9))
             trainer.fit()
             trainer.resume(tmp_path / placement / "checkpoints/step-8")
@@ -165,13 +168,14 @@ class TestRanks:
         options = CheckpointOptions(1, keep=3, checkpoint_incremental=True, checkpoint_async=asynchronous)
         job = partial(sharded, plan=plan, checkpoints=options)
         expected = ranks(2).run(partial(job, folder=tmp_path / "device", placement="device", epochs=2))
-        ranks(2).run(partial(job, folder=tmp_path / "run", placement="disk", epochs=1))
+        placement = CACHED if plan == "columns" else "disk"
+        ranks(2).run(partial(job, folder=tmp_path / "run", placement=placement, epochs=1))
         files = table_files(tmp_path / "run/checkpoints/step-6")
         # Of rows on the second rank, of columns, or of nothing but what the first rank has.
         place = {"mixed": "-1000-0.", "columns": "-0-2.", "everywhere": "-0-1.", "copies": "."}[plan]
         assert any(place in name for name in files)
         assert any(name.endswith(".changes") for name in files)
-        found = ranks(2).run(partial(job, folder=tmp_path / "run", placement="disk", epochs=2, resume=True))
+        found = ranks(2).run(partial(job, folder=tmp_path / "run", placement=placement, epochs=2, resume=True))
         for one, other in zip(found, expected, strict=True):
             assert_same_bits(one, other)
 

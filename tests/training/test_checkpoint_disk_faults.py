@@ -22,8 +22,9 @@ import tritonemb as te
 from tests.helpers import assert_same_bits
 from tests.training.disk_job import LAST_STEP, Probe, bits, in_memory, make_trainer, model_of
 from tests.training.jobs import planted
-from tritonemb.storage import DiskRows, StorageError
+from tritonemb.storage import StorageError
 from tritonemb.storage.file import PageFile
+from tritonemb.storage.file_rows import FileRows
 from tritonemb.training import Callback, CheckpointError, CheckpointOptions
 from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, read_manifest
 from tritonemb.training.state import model_tensors
@@ -163,22 +164,22 @@ class TestFaults:
 
     def test_rows_that_cannot_be_written_back_end_training(self, data, tmp_path, monkeypatch):
         """They are lost: training cannot go on without a checkpoint, as it does where only that one fails."""
-        real = DiskRows._write
+        real = FileRows.write
 
         class Break(Callback):
             def on_step(self, step):
                 if step.step == 8:
-                    monkeypatch.setattr(DiskRows, "_write", fail)
+                    monkeypatch.setattr(FileRows, "write", fail)
 
         def fail(self, rows, records):
-            self._failure = StorageError(f"table {self.table_name!r}: no")
-            raise self._failure
+            self.failure = StorageError(f"table {self.identity.table!r}: no")
+            raise self.failure
 
         trainer = make_trainer(data, tmp_path / "run", checkpoints=EVERY, callbacks=[Break()])
         with pytest.raises((StorageError, RuntimeError)) as caught:
             trainer.fit()
         assert not isinstance(caught.value, CheckpointError)
-        monkeypatch.setattr(DiskRows, "_write", real)
+        monkeypatch.setattr(FileRows, "write", real)
         resumed = make_trainer(data, tmp_path / "run", checkpoints=EVERY)
         assert resumed.resume().name in ("step-4", "step-8")
 
