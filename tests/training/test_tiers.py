@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,12 +12,14 @@ pytest.importorskip("torchmetrics")
 pytest.importorskip("psutil")
 
 import tritonemb as te
-from tests.helpers import assert_same_bits
+from tests.helpers import CACHED, assert_same_bits, living
 from tests.training import jobs
 from tritonemb.training.ahead import Ahead
 from tritonemb.training.cache_meter import MANY_STALLS, MOST_WIDENED, CacheMeter
+from tritonemb.training.table_options import TableOptions
 from tritonemb.training.watch.report import Report
 from tritonemb.training.watch.tensorboard import TensorBoard
+from tritonemb.training.watch.text import size
 from tritonemb.types import CacheConfig
 
 
@@ -42,12 +43,15 @@ def trained(placement: str, cache_rows: int = 40, **options: Any) -> tuple[te.Tr
     torch.manual_seed(0)
     data, told = jobs.planted(), Told()
     cache = CacheConfig(rows=cache_rows)
-    tables = [replace(table, placement=placement, cache=cache) for table in data.tables(8)]
+    tables = [living(table, placement, cache) for table in data.tables(8)]
     optimizer = te.optim.RowWiseAdagrad(lr=0.05)
     model = te.nn.DLRM(tables, data.num_dense, bottom_mlp=(8,), top_mlp=(8,), optimizer=optimizer)
     settings = {"batch_size": 100, "epochs": 2, "log_every": 5, "evaluate_every": 5, "verbose": False} | options
     trainer = te.Trainer(model, data, callbacks=[told, *settings.pop("callbacks", [])], **settings)
     return trainer, told, trainer.fit(test=True)
+
+
+HOST = {"host_hits", "disk_read", "disk_written"}
 
 
 @pytest.mark.parametrize(
@@ -63,7 +67,7 @@ def trained(placement: str, cache_rows: int = 40, **options: Any) -> tuple[te.Tr
     ],
     ids=str,
 )
-@pytest.mark.parametrize("placement", ["host", "disk"])
+@pytest.mark.parametrize("placement", ["host", "disk", CACHED])
 def test_training_gives_the_bits_of_the_device(placement, options):
     reference, expected, its_result = trained("device", **{k: v for k, v in options.items() if k != "cache_rows"})
     trainer, told, result = trained(placement, **options)
@@ -72,13 +76,15 @@ def test_training_gives_the_bits_of_the_device(placement, options):
     assert (result.losses, result.steps, result.test.auc) == (its_result.losses, its_result.steps, its_result.test.auc)
     assert all(not cache for cache in expected.caches)
     for cache in told.caches:
-        assert cache.keys() == {"rows", "hit_rate", "read", "written", "stall"}
+        assert cache.keys() == {"rows", "hit_rate", "read", "written", "stall"} | (
+            HOST if placement == CACHED else set()
+        )
         assert cache["rows"] > 0
         assert 0 <= cache["hit_rate"] <= 1
 
 
 def test_logs_add_up_to_what_the_caches_counted():
-    trainer, told, _ = trained("disk", epochs=1, evaluate_every=None)
+    trainer, told, _ = trained(CACHED, epochs=1, evaluate_every=None)
     statistics = trainer.model.embeddings.cache_statistics().values()
     steps = [5] * len(told.caches)
     rows = sum(cache["rows"] * n for cache, n in zip(told.caches, steps, strict=True))
@@ -88,25 +94,34 @@ def test_logs_add_up_to_what_the_caches_counted():
     assert 0 < rows <= total
     assert 0 < hits <= sum(count.hits for count in statistics)
     assert all(count.read > 0 for count in statistics)
+    for name in HOST:
+        assert 0 < sum(5 * cache[name] for cache in told.caches) <= sum(getattr(count, name) for count in statistics), (
+            name
+        )
 
 
-def test_the_report_and_the_log_have_what_was_brought(tmp_path):
-    _, told, _ = trained("host", folder=tmp_path / "run")
+@pytest.mark.parametrize("placement", ["host", CACHED])
+def test_the_report_and_the_log_have_what_was_brought(tmp_path, placement):
+    _, told, _ = trained(placement, folder=tmp_path / "run")
     events = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert [event["cache"] for event in events if event["event"] == "log"] == told.caches
     Report(tmp_path / "run" / "report.html", tmp_path / "run" / "log.jsonl")
     page = (tmp_path / "run" / "report.html").read_text()
     assert "Rows that live elsewhere" in page
     assert f"{told.caches[-1]['rows']:,.0f}" in page
+    assert ("rows found in host memory" in page) == (placement == CACHED)
+    if placement == CACHED:
+        assert f"{told.caches[-1]['host_hits']:,.0f}" in page
+        assert size(round(told.caches[-1]["disk_written"])) in page
 
 
 def test_tensorboard_has_what_was_brought(tmp_path):
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     board = TensorBoard(tmp_path)
-    _, told, _ = trained("disk", callbacks=[board])
+    _, told, _ = trained(CACHED, callbacks=[board])
     read = accumulators.EventAccumulator(str(tmp_path))
     read.Reload()
-    for name in ("rows", "hit_rate", "read", "written", "stall"):
+    for name in ("rows", "hit_rate", "read", "written", "stall", *HOST):
         found = [event.value for event in read.Scalars(f"cache/{name}")]
         assert found == pytest.approx([cache[name] for cache in told.caches], rel=1e-6)  # of float32
 
@@ -153,3 +168,7 @@ def test_waiting_for_rows_asks_for_more_ahead():
 def test_options_out_of_range_are_refused():
     with pytest.raises(ValueError, match="look_ahead must not be negative, got -1"):
         trained("host", look_ahead=-1)
+    with pytest.raises(ValueError, match="cache_host_rows is for tables on disk, but placement is 'host'"):
+        TableOptions(placement="host", cache_host_rows=5)
+    (table,) = TableOptions(placement="disk", placed_rows=0, cache_host_rows=5).place([te.TableConfig("t", 9, 2)])
+    assert table.cache == CacheConfig(host_rows=5)

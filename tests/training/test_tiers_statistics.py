@@ -16,6 +16,7 @@ pytest.importorskip("torchmetrics")
 pytest.importorskip("psutil")
 
 import tritonemb as te
+from tests.helpers import CACHED, living
 from tests.nn.simulated_cache import Simulated
 from tests.training import jobs
 from tritonemb.nn.row_cache import CacheStatistics, RowCache
@@ -53,9 +54,7 @@ def run(monkeypatch, seed: int, placement: str, **options: Any) -> tuple[CacheSt
     validation = "evaluate_every" in options
     data, sleepy, elsewhere, events = jobs.planted(validation=validation), Sleepy(seed), Sleepy(-seed - 1), []
     cache = CacheConfig(rows=ROWS)
-    tables = [
-        replace(table, placement=placement, cache=cache) if table.name == TABLE else table for table in data.tables(4)
-    ]
+    tables = [living(table, placement, cache) if table.name == TABLE else table for table in data.tables(4)]
     optimizer = te.optim.RowWiseAdagrad(lr=0.05)
     model = te.nn.DLRM(tables, data.num_dense, bottom_mlp=(4,), top_mlp=(4,), optimizer=optimizer)
     write_back = RowCache.write_back
@@ -78,9 +77,9 @@ def run(monkeypatch, seed: int, placement: str, **options: Any) -> tuple[CacheSt
     return model.embeddings.cache_statistics()[TABLE], sleepy.caches, events
 
 
-def simulated(events: Sequence[Event], depth: int, accumulate: int) -> CacheStatistics:
+def simulated(events: Sequence[Event], depth: int, accumulate: int, host_rows: int | None) -> CacheStatistics:
     """What is held follows from how many steps have been done, not from when anything was asked for."""
-    cache, each = Simulated(ROWS, "lru", 4 * 4 + 4), -(-BATCHES // accumulate)
+    cache, each = Simulated(ROWS, "lru", 4 * 4 + 4, host_rows), -(-BATCHES // accumulate)
     of_step: list[list[int]] = []  # numbers of batches
     evaluated: list[int] = []
     in_epoch, number, before = BATCHES, 0, 0
@@ -104,10 +103,12 @@ def simulated(events: Sequence[Event], depth: int, accumulate: int) -> CacheStat
             evaluated.append(number)
         else:
             cache.write_back(held)
+            if cache.host is not None:
+                cache.host.write_back()  # a checkpoint has them in the file
     return cache.statistics
 
 
-@pytest.mark.parametrize("placement", [pytest.param("host", marks=pytest.mark.slow), "disk"])
+@pytest.mark.parametrize("placement", [pytest.param("host", marks=pytest.mark.slow), "disk", CACHED])
 @pytest.mark.parametrize(
     ("depth", "options"),
     [
@@ -133,7 +134,8 @@ def test_the_counts_of_a_given_look_ahead(monkeypatch, tmp_path, depth, options,
     statistics, logs, events = runs[0]
     for other in runs[1:]:
         assert other == runs[0]
-    assert statistics == simulated(events, depth, accumulate)
+    assert statistics == simulated(events, depth, accumulate, 64 if placement == CACHED else None)
+    assert placement != CACHED or min(statistics.host_hits, statistics.disk_read, statistics.disk_written) > 0
     assert statistics.evictions > 100
     made = 3 * (5 + 1 + depth) if "max_steps" in options else 2 * BATCHES
     assert sum(kind == TRAIN for kind, *_ in events) == made
