@@ -162,3 +162,23 @@ def test_a_step_moves_the_rows_of_its_batch_however_many_there_are(placement):
         moved.append(found.read)
     assert moved[1] < 1.1 * moved[0]  # more distinct ids, fewer hits
     assert made[1] < 1.5 * made[0]
+
+
+@not_interpreted
+def test_statistics_go_on_where_a_table_begins_anew():
+    """With another store, whose own counts begin at nothing; what the first one did is not forgotten."""
+    cache = CacheConfig(rows=32, host_rows=160)
+    mine, expected = seeded([te.TableConfig("t", 500, 4)], te.optim.SGD(), True, ("disk",), cache), []
+    for turn in range(2):
+        simulated = Simulated(32, "lru", 16, 160)
+        for ids in (range(100), range(50, 250), range(150)):
+            mine(te.KeyedJaggedTensor.from_lists({"t": [list(ids)]})).sum().backward()
+            simulated.batch(ids, True)
+        expected.append(simulated.statistics)
+        found = mine.cache_statistics()["t"]
+        for name in ("host_hits", "disk_read", "disk_written", "read", "written"):
+            total = sum(getattr(statistics, name) for statistics in expected)
+            assert getattr(found, name) == total > 0, (turn, name)
+        if turn == 0:
+            mine.reset_parameters()
+            assert mine.cache_statistics()["t"] == found

@@ -151,6 +151,8 @@ class CachedRows:
 
     def _write_from(self, rows: Tensor, slots: Tensor) -> None:
         """Write rows, ascending, whose records are in these slots, which differ from the file no more then."""
+        if rows.numel() == 0:
+            return
         records = self._make(rows.numel())
         _move(records, self._records, torch.arange(rows.numel()), slots)
         self._write_down(rows, records)

@@ -32,6 +32,10 @@ class DiskRows:
     `snapshot` bring it to the disk. A failed write leaves some of its rows written, so it is the last operation that
     the table takes; a failed read harms nothing but itself. A program's end waits for what was asked for.
 
+    With `host_rows` some rows are in host memory, and what was written there reaches the file later: when others need
+    the place, and before `flush`, `snapshot` and `close` bring the file to the disk; a file without a name, which ends
+    with the table, gets nothing at `close`.
+
     Attributes:
         path: of the file.
         direct: whether the file is read and written past the system's page cache.
