@@ -385,9 +385,9 @@ def test_a_table_that_nobody_has_any_more_is_written_back(tmp_path, in_a_circle)
         store.itself = store
     own = set(threading.enumerate()) - before
     del store
-    gc.collect()
     deadline = time.monotonic() + 20
     while any(thread.is_alive() for thread in own) and time.monotonic() < deadline:
+        gc.collect()  # the thread may still hold what it has just done
         time.sleep(0.01)
     assert not [thread.name for thread in own if thread.is_alive()]
     with disk_rows(tmp_path / "rows", 1000, 516) as store:
