@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from tritonemb.nn.tiered_table import TieredTable
 from tritonemb.storage import HostRows, Pending
 
 CHUNK_BYTES = 1 << 26  # of rows that are moved at once where all of a table's are
+MOST_WRITING = 1 << 28  # bytes of rows that may wait to be written; then the first of them are waited for
 
 
 class Reading(NamedTuple):
@@ -33,10 +35,15 @@ class RowMover:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._writes: list[Pending] = []
+        self._writes: deque[tuple[Pending, int]] = deque()
+        self._writing = 0  # bytes of these
 
     def write(self, table: TieredTable, rows: Tensor, slots: Tensor) -> None:
-        """Begin to write rows, distinct, from their slots; what is in these may change at once."""
+        """Begin to write rows, distinct, from their slots; what is in these may change at once.
+
+        Raises:
+            StorageError: some that were to be written before could not be.
+        """
         here = table.tensors_on_device()
         if isinstance(table.store, HostRows):
             fields = table.store.fields()
@@ -47,8 +54,10 @@ class RowMover:
         views = table.record.views(records)
         target = torch.arange(rows.numel(), device=self._device)
         self._move([views[name] for name in here], list(here.values()), target, slots[order])
-        self._writes = [pending for pending in self._writes if not _ended_well(pending)]
-        self._writes.append(table.store.write(rows.cpu(), records))
+        self._writes.append((table.store.write(rows.cpu(), records), records.numel()))
+        self._writing += records.numel()
+        while self._writes and (self._writing > MOST_WRITING or self._writes[0][0].done()):
+            self._finish_first_write()
 
     def finish_writes(self) -> None:
         """Wait until what has been written is where it lives.
@@ -56,9 +65,13 @@ class RowMover:
         Raises:
             StorageError: some could not be written.
         """
-        writes, self._writes = self._writes, []
-        for pending in writes:
-            pending.wait()
+        while self._writes:
+            self._finish_first_write()
+
+    def _finish_first_write(self) -> None:
+        pending, size = self._writes.popleft()
+        self._writing -= size
+        pending.wait()
 
     def begin_read(self, table: TieredTable, rows: Tensor, slots: Tensor) -> Reading | None:
         """Begin to read rows, ascending, into slots; None if they are there."""
@@ -90,13 +103,6 @@ class RowMover:
     def _records(self, table: TieredTable, number: int) -> Tensor:
         pin = self._device.type == "cuda"
         return torch.zeros(number, table.record.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pin)
-
-
-def _ended_well(pending: Pending) -> bool:
-    if pending.done():
-        pending.wait()  # raises what went wrong
-        return True
-    return False
 
 
 def chunks(table: TieredTable, slots: Tensor) -> Sequence[Tensor]:
