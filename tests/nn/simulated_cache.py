@@ -94,6 +94,8 @@ class Simulated:
         self.sets: list[list[dict | None]] = [[None] * WAYS for _ in range(-(-rows // WAYS))]
         self.overflow: dict[int, dict] = {}
         self.policy, self.row_bytes, self.now = policy, row_bytes, 0
+        self.held: set[int] = set()
+        self.training: set[int] = set()  # numbers of batches that are trained, if they end
         self.counts = dict.fromkeys(("lookups", "hits", "overflows", "evictions", "read", "written"), 0)
 
     @property
@@ -108,6 +110,8 @@ class Simulated:
         """
         self.now += 1
         self.held = {*held, self.now}
+        if training:
+            self.training.add(self.now)
         rows = sorted(set(ids))
         missing = []
         for row in rows:
@@ -115,21 +119,21 @@ class Simulated:
             entry = self.find(row)
             if entry is not None:
                 entry["use"] = self.now if self.policy == "lru" else entry["use"] + 1
-                self.hit(entry, training)
+                self.hit(entry)
             else:
                 missing.append(row)
         if not missing:
             return
         for row in missing:
             if row in self.overflow:
-                self.hit(self.overflow[row], training)
+                self.hit(self.overflow[row])
         for row in [row for row, entry in self.overflow.items() if not self.is_held(entry)]:
             self.evict(self.overflow.pop(row))
         self.write_below()
         missing = [row for row in missing if row not in self.overflow]
         for row in missing:
             self.counts["read"] += self.row_bytes
-            self.place(row, training)
+            self.place(row)
         self.write_below()
         if self.host is not None and missing:
             self.host.read(missing)
@@ -138,18 +142,19 @@ class Simulated:
         ways = self.sets[mixed(row) % len(self.sets)]
         return next((entry for entry in ways if entry is not None and entry["row"] == row), None)
 
-    def hit(self, entry: dict, training: bool) -> None:
+    def hit(self, entry: dict) -> None:
         entry["by"].add(self.now)
-        entry["trained"] |= training
         self.counts["hits"] += 1
 
     def is_held(self, entry: dict) -> bool:
+        """Batches that hold it no more have trained it, if they are for that."""
+        entry["trained"] |= not self.training.isdisjoint(entry["by"] - self.held)
         entry["by"] &= self.held
         return bool(entry["by"])
 
-    def place(self, row: int, training: bool) -> None:
+    def place(self, row: int) -> None:
         ways = self.sets[mixed(row) % len(self.sets)]
-        new = {"row": row, "use": self.now if self.policy == "lru" else 1, "by": {self.now}, "trained": training}
+        new = {"row": row, "use": self.now if self.policy == "lru" else 1, "by": {self.now}, "trained": False}
         if None in ways:
             ways[ways.index(None)] = new
             return
@@ -174,10 +179,11 @@ class Simulated:
             self.host.write(going)
 
     def write_back(self, held: Collection[int]) -> None:
-        """Bring all that was trained to where it lives; what a batch holds may be trained again."""
+        """Bring all that was trained to where it lives."""
         self.held = {*held}
         for entry in [*self.overflow.values(), *(entry for ways in self.sets for entry in ways if entry is not None)]:
+            self.is_held(entry)
             self.counts["written"] += self.row_bytes * entry["trained"]
             self.going += [entry["row"]] * entry["trained"]
-            entry["trained"] &= self.is_held(entry)
+            entry["trained"] = False
         self.write_below()

@@ -15,6 +15,7 @@ import tritonemb as te
 from tests.helpers import CACHED, assert_same_bits, contents, output_of
 from tests.nn.test_bad_offsets import BAD_OFFSETS, unchecked
 from tests.nn.tiers import ELSEWHERE, not_interpreted, outputs_of, same, seeded, varied_steps
+from tritonemb.nn.row_mover import RowMover
 from tritonemb.storage import HostRows, StorageError
 from tritonemb.storage.file_rows import FileRows
 from tritonemb.types import CacheConfig
@@ -301,6 +302,67 @@ def test_a_disk_that_fails_in_the_midst_of_training(monkeypatch, placement, oper
     ):  # fmt: skip
         with pytest.raises(RuntimeError, match=r"(?s)rows of these tables could not be moved before"):
             use()
+
+
+@pytest.mark.parametrize("placement", ELSEWHERE)
+def test_what_cannot_be_loaded_changes_nothing(placement):
+    mine, twin = make(placement), make("device")
+    steps = varied_steps(twin, 2, sizes=(20,))
+    same(outputs_of(mine, steps), outputs_of(twin, steps))
+    state = next(state.name for state in ADAM.states)
+    bad = {"user.weight": torch.zeros(500, 4).numpy(), f"user.{state}": torch.zeros(3, 4)}
+    found = rf"(?s)user.weight: expected a torch.Tensor, got ndarray.*mismatch for user.{state}"
+    with pytest.raises(RuntimeError, match=found):
+        mine.load_state_dict(bad, strict=False)
+    assert_same_bits(contents(mine), contents(twin))
+    trained_alike(mine, twin)
+
+
+@pytest.mark.parametrize("placement", ELSEWHERE)
+def test_a_change_that_fails_leaves_the_cache_as_it_should_be(placement):
+    """Whatever the user's code raises, and however far it came: rows on the device are those below."""
+    mine = make(placement)
+    outputs_of(mine, varied_steps(mine, 2, sizes=(20,)))
+    before = contents(mine)
+
+    def fail(fields):
+        fields["weight"].fill_(7.0)
+        raise ZeroDivisionError
+
+    table = mine.tables[0]
+    with pytest.raises(ZeroDivisionError):
+        table.change(fail)
+    with pytest.raises(NotImplementedError):
+        table.assign({"weight": torch.empty(500, 4, device="meta")})
+    expected = before if placement == "disk" else {**before, "user.weight": torch.full((500, 4), 7.0)}
+    assert_same_bits(contents(mine), expected)
+    twin = make("device")
+    twin.load_state_dict(expected)
+    trained_alike(mine, twin)
+    mine.reset_parameters()
+
+
+def test_an_interruption_while_rows_are_moved_is_named(monkeypatch):
+    mine, (batch, _) = make(), varied_steps(make(), 1)[0]
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RowMover, "begin_read", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            mine(batch)
+    with pytest.raises(RuntimeError, match=r"could not be moved before \(KeyboardInterrupt\(\)\), so nobody knows"):
+        mine(batch)
+
+
+@pytest.mark.parametrize("placement", ELSEWHERE)
+def test_a_cache_that_is_too_large_for_the_device(placement):
+    config = te.TableConfig("t", 10**15, 64, placement=placement)
+    with pytest.raises(
+        StorageError, match=r"table 't' is to have a cache of 100,000,000,000,000 rows.*CacheConfig\(rows"
+    ):
+        te.nn.EmbeddingBagCollection([config], optimizer=te.optim.SGD())
 
 
 def test_a_host_that_has_no_memory(monkeypatch):

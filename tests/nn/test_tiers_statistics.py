@@ -118,7 +118,7 @@ def test_a_batch_that_never_ends_is_held_and_nobody_waits_for_it():
         out.sum().backward()
     # An old moment goes on to say the same; a new one, or none, says what is so.
     te.nn.send(mine, te.KeyedJaggedTensor.from_lists({"t": [[300]]}), before)
-    expected.batch([300], True, range(1, 11))
+    expected.batch([300], False, range(1, 11))  # it was dropped, and so never trained
     assert mine.cache_statistics()["t"] == expected.statistics
     with torch.no_grad():
         mine(te.KeyedJaggedTensor.from_lists({"t": [[301]]}))

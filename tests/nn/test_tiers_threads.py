@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import ANY
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tests.nn.tiers import ELSEWHERE, not_interpreted, outputs_of, same, seeded,
 from tests.strategies import random_batch
 from tritonemb import ops
 from tritonemb.kernels.layout import FIRST_ROW, NUM_ROWS
+from tritonemb.nn.cache_directory import Directory
 from tritonemb.nn.row_cache import RowCache
 from tritonemb.types import CacheConfig
 
@@ -66,6 +68,26 @@ def test_overflows_grow_while_batches_are_trained(placement, optimizer, monkeypa
     assert_same_bits(contents(mine), contents(twin))
     assert len(grown) >= 4
     assert threading.get_ident() not in grown
+
+
+def test_overflows_of_many_tables_grow_at_once(monkeypatch):
+    """Or the first batches would take a time that goes with the square of the number of tables."""
+    tables = [te.TableConfig(f"t{number}", 60 + 20 * number, 4) for number in range(12)]
+    twin, mine = (seeded(tables, te.optim.SGD(lr=0.1), True, (where,)) for where in ("device", "host"))
+    grown, grow = [], Directory.grow
+    monkeypatch.setattr(Directory, "grow", lambda self, more: (grown.append(list(more)), grow(self, more)))
+    batches = [
+        te.KeyedJaggedTensor.from_lists(
+            {table.name: [list(range(size(number)))] for number, table in enumerate(tables)}
+        )
+        for size in (lambda number: 20, lambda number: 60 if number % 2 else 1, lambda number: 60 + 20 * number)
+    ]
+    for collection in (mine, twin):
+        outs = [collection(batch).sum() for batch in batches]
+        for out in outs:
+            out.backward()
+    assert [[bool(number) for number in more] for more in grown] == [[number % 2 == 1 for number in range(12)], ANY]
+    assert_same_bits(contents(mine), contents(twin))
 
 
 @pytest.mark.parametrize("placement", ELSEWHERE)

@@ -83,6 +83,28 @@ def test_state_is_loaded_wherever_shards_live(ranks, placement):
         assert_same_bits(outputs[2], outputs[0])
 
 
+def loaded_in_place(rank: int, case: Case) -> list[dict[str, torch.Tensor]]:
+    """State as `torch.distributed.checkpoint` loads it, into the tensors of `state_dict`; and what came of it."""
+    mine = case.sharded(groups_of(case.local))
+    mine(case.batches(0)[0][rank]).sum().backward()
+    saved = {name: own_of(shards).clone() for name, shards in mine.state_dict().items()}
+    mine(case.batches(1)[0][rank]).sum().backward()
+    ahead = mine.send(case.batches(0)[0][rank])  # holds rows meanwhile
+    live = mine.state_dict()
+    for name, shards in live.items():
+        shards.shards[0].tensor.copy_(saved[name])
+    mine.load_state_dict(live)
+    del ahead
+    return [{name: own_of(shards).clone() for name, shards in mine.state_dict().items()}, saved]
+
+
+@pytest.mark.parametrize("placement", ["host", "disk"])
+def test_state_is_loaded_in_place_while_a_batch_that_was_sent_waits(ranks, placement):
+    case = Case(tables(True, 2), (TableWise(0),) * 2, te.optim.Adam(lr=0.1), sizes(1, 2), True, 1, seed=22)
+    for loaded, saved in ranks(1).run(loaded_in_place, placed(case, placement)):
+        assert_same_bits(loaded, saved)
+
+
 def drawn(rank: int, placement: str) -> dict[str, torch.Tensor]:
     """First values of shards of a model that nobody has made whole."""
     torch.manual_seed(5)

@@ -59,7 +59,8 @@ class Lease:
     def __init__(self, cache: RowCache, tables: Tensor, rows: Tensor, slots: Tensor) -> None:
         self._cache: RowCache | None = cache
         self._tables, self._rows, self._slots = tables, rows, slots
-        self._taken = False
+        self._taken = self._changed = False
+        self._stream: torch.cuda.Stream | None = None
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,11 +89,19 @@ class Lease:
         self._taken = True
         return True
 
+    def read_on(self, stream: torch.cuda.Stream) -> None:
+        """The slots are about to be read on a stream: who has them next waits for it, whichever thread ends this."""
+        self._stream = stream
+
+    def change(self) -> None:
+        """The rows are about to be changed: from its end on, however it comes, they differ from where they live."""
+        self._changed = True
+
     def end(self) -> None:
         """The batch needs its rows no more; what it has changed has been asked for on this thread's stream."""
         cache, self._cache = self._cache, None
         if cache is not None:
-            cache.give_up(self._tables, self._slots)
+            cache.give_up(self._tables, self._slots, self._changed, self._stream)
 
     def __del__(self) -> None:
         self.end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ class Directory:
         tags: int64 `[S]`, the row in each slot, or `NO_ROW`.
         used: int64 `[S]`, when it was used last, or how often.
         pins: int32 `[S]`, how many batches hold the slot.
-        dirty: bool `[S]`, whether the row differs from where it lives.
+        dirty: bool `[S]`, whether the row differs from where it lives, by batches that have ended.
         num_slots: of each table; 0 of one that lives on the device.
         starts: of each table, where its slots begin; `places_of` is the same, int64 `[T]`.
         parts: tags, uses and pins of each table: views.
@@ -50,18 +51,20 @@ class Directory:
         """Where a table's slots stand among all."""
         return slice(self.starts[table], self.starts[table] + self.num_slots[table])
 
-    def grow(self, table: int, more: int) -> None:
-        """Give a table's overflow room for more rows; places of later tables' slots change."""
+    def grow(self, more: Sequence[int]) -> None:
+        """Give each table's overflow room for so many more rows; places of slots change."""
         for name, empty in (("tags", NO_ROW), ("used", 0), ("pins", 0), ("dirty", False)):
-            parts = list(getattr(self, name).split(self.num_slots))
-            parts[table] = torch.cat([parts[table], parts[table].new_full((more,), empty)])
+            parts = []
+            for part, number in zip(getattr(self, name).split(self.num_slots), more, strict=True):
+                parts += [part, part.new_full((number,), empty)]
             setattr(self, name, torch.cat(parts))
-        self.overflow[table].grow(self.num_slots[table], more)
-        self.num_slots[table] += more
+        for overflow, first, number in zip(self.overflow, self.num_slots, more, strict=True):
+            overflow.grow(first, number)
+        self.num_slots = [slots + number for slots, number in zip(self.num_slots, more, strict=True)]
         self._cut()
 
     def _cut(self) -> None:
-        self.starts = [sum(self.num_slots[:table]) for table in range(len(self.num_slots))]
+        self.starts = [0, *accumulate(self.num_slots)][:-1]
         self.places_of = torch.tensor(self.starts, dtype=torch.int64, device=self.device)
         self.parts: tuple[list[Tensor], list[Tensor], list[Tensor]] = (
             list(self.tags.split(self.num_slots)),

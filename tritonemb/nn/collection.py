@@ -347,6 +347,8 @@ class Collection(nn.Module):
 
     def _step(self, grad: Tensor, lookup: Lookup, leases: Sequence[Lease] = ()) -> None:
         """One step of the optimizer on the rows of a batch, whose leases end when that is done."""
+        for lease in leases:
+            lease.change()
         try:
             with self._memory():
                 fused = self._fused([table.weight for table in self.tables])

@@ -15,7 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,6 +36,20 @@ __all__ = ["Brought", "CacheStatistics", "Lease", "RowCache"]
 RowsOfOthers = Callable[[Tensor, ValueError | None], Tensor]
 LEAST_GROWTH = 256  # slots by which an overflow grows
 LOOKUPS, HITS, OVERFLOWS, EVICTIONS, READ, WRITTEN = range(6)  # columns of what is counted
+
+
+class _Ended(NamedTuple):
+    """What a batch had of a cache, which it needs no more.
+
+    Attributes:
+        changed: whether its rows differ from where they live.
+        events: behind which nobody uses the slots for it.
+    """
+
+    tables: Tensor
+    slots: Tensor
+    changed: bool
+    events: list[torch.cuda.Event]
 
 
 class RowCache:
@@ -60,7 +74,7 @@ class RowCache:
         self.stall = 0.0  # seconds of lookups that had to wait for rows, as nobody had brought them ahead
         self.layouts: dict[tuple[str, ...], tuple[Layout, Layout]] = {}  # by keys: of the tables, of their slots
         self._bringing, self.memory = threading.RLock(), threading.RLock()
-        self._ended: deque[tuple[Tensor, Tensor, torch.cuda.Event | None] | Mark] = deque()
+        self._ended: deque[_Ended | Mark] = deque()
         self._last: torch.cuda.Event | None = None  # of the turn before
         self._mover = RowMover(self._device)
         self._failure: BaseException | None = None
@@ -143,7 +157,7 @@ class RowCache:
             linear = held.rows[: count if also is None else held.rows.numel()]
             tables = torch.searchsorted(first_rows, linear, right=True) - 1
             with self._turn(until):
-                slots = self._hold(held, tables, first_rows, whole, training)
+                slots = self._hold(held, tables, first_rows, whole)
                 lease = Lease(self, *self._elsewhere(tables, linear - first_rows[tables], slots[: linear.numel()]))
             if also is not None:
                 place = torch.searchsorted(linear, groups.rows[:count])
@@ -161,6 +175,7 @@ class RowCache:
         if brought.ready is not None:
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(brought.ready)
+            brought.lease.read_on(stream)
             lookup = brought.lookup
             own = (lookup.values, lookup.offsets, lookup.sample_weights, *lookup.groups, *brought.lease.tensors)
             for tensor in own:
@@ -172,9 +187,18 @@ class RowCache:
         """int64, the row in each slot of a table; for who has `memory`."""
         return self._directory.parts[0][table]
 
-    def give_up(self, tables: Tensor, slots: Tensor) -> None:
-        """Slots of a batch that needs them no more; called by any thread, perhaps by Python's garbage collection."""
-        self._ended.append((tables, slots, self._event()))
+    def give_up(self, tables: Tensor, slots: Tensor, changed: bool, stream: torch.cuda.Stream | None) -> None:
+        """Slots of a batch that needs them no more; called by any thread, perhaps by Python's garbage collection.
+
+        Args:
+            changed: whether the rows in them were changed, on this thread's stream.
+            stream: on which they were read; None if they were not, or on the CPU.
+        """
+        events = []
+        if self._device.type == "cuda":
+            here = torch.cuda.current_stream(self._device)
+            events = [used.record_event() for used in (here, stream) if used is not None]
+        self._ended.append(_Ended(tables, slots, changed, events))
 
     def write_back(self) -> None:
         """Bring what was trained to where it lives; rows stay in their slots."""
@@ -187,24 +211,34 @@ class RowCache:
                 for slots in chunks(table, directory.dirty[mine].nonzero()[:, 0]):
                     self._write(index, directory.tags[mine][slots], slots)
                     self._mover.finish_writes()
-            directory.dirty &= directory.pins > 0  # those that are held may be changed again
+            directory.dirty.zero_()
             self._wait_for_device()  # the host reads next
 
     @contextmanager
     def replacing(self, table: TieredTable) -> Iterator[None]:
-        """While the rows of a table change where they live; then those in slots are read anew. Batches keep theirs."""
-        with self._turn():
-            self._mover.finish_writes()
-            self._wait_for_device()
-            yield
-            index, directory = self.tiered.index(table), self._directory
-            mine = directory.slice_of(index)
-            rows, order = directory.tags[mine].sort()
-            slots = order[rows != NO_ROW]
-            for chunk in chunks(table, slots):
-                self._mover.finish_reads([self._begin_read(index, directory.tags[mine][chunk], chunk)])
-            directory.dirty[mine] &= directory.pins[mine] > 0
-            self._wait_for_device()
+        """While the rows of a table change where they live; then those in slots are read anew, even if it fails.
+
+        Batches keep their slots.
+        """
+        with self._bringing, torch.inference_mode(False):
+            with self._turn():
+                self._mover.finish_writes()
+                self._wait_for_device()
+            try:
+                yield
+            finally:
+                with self._turn():
+                    self._read_anew(table)
+
+    def _read_anew(self, table: TieredTable) -> None:
+        """Read those rows of a table that are in slots."""
+        index, directory = self.tiered.index(table), self._directory
+        mine = directory.slice_of(index)
+        rows, order = directory.tags[mine].sort()
+        for slots in chunks(table, order[rows != NO_ROW]):
+            self._mover.finish_reads([self._begin_read(index, directory.tags[mine][slots], slots)])
+        directory.dirty[mine] = False
+        self._wait_for_device()
 
     @contextmanager
     def emptying(self, table: TieredTable) -> Iterator[None]:
@@ -214,7 +248,7 @@ class RowCache:
             RuntimeError: a batch holds some.
         """
         index, directory = self.tiered.index(table), self._directory
-        with self._bringing:
+        with self._bringing, torch.inference_mode(False):
             self._refuse_failed()
             self._settle()
             if bool((directory.pins[directory.slice_of(index)] > 0).any()):
@@ -225,11 +259,14 @@ class RowCache:
                 self._mover.finish_writes()
                 self._wait_for_device()
                 directory.empty(index)
-                yield
+            yield
 
     @contextmanager
     def _turn(self, until: Mark | None = None) -> Iterator[None]:
-        """One thread at a time moves rows, on its own stream, behind what was moved before."""
+        """One thread at a time moves rows, on its own stream, behind what was moved before.
+
+        After a turn that has failed nobody knows what is in which slot.
+        """
         with self._bringing, torch.no_grad(), torch.inference_mode(False):
             self._refuse_failed()
             try:
@@ -243,20 +280,21 @@ class RowCache:
                 raise
 
     def _settle(self, until: Mark | None = None) -> None:
-        """Unpin the slots of batches that have ended, up to a mark if there is one."""
+        """Unpin the slots of batches that have ended, up to a mark if there is one; changed rows are dirty from now."""
         while self._ended and not (until is not None and until.passed):
             ended = self._ended.popleft()
             if isinstance(ended, Mark):
                 ended.passed = True
                 continue
-            tables, slots, event = ended
-            if event is not None:
+            for event in ended.events:
                 torch.cuda.current_stream(self._device).wait_event(event)
             with torch.inference_mode(False):
-                places = self._directory.places_of[tables] + slots
+                places = self._directory.places_of[ended.tables] + ended.slots
                 self._directory.pins.index_add_(0, places, torch.full_like(places, -1, dtype=torch.int32))
+                if ended.changed:
+                    self._directory.dirty.index_fill_(0, places, True)
 
-    def _hold(self, groups: ops.RowGroups, tables: Tensor, first_rows: Tensor, whole: Layout, training: bool) -> Tensor:
+    def _hold(self, groups: ops.RowGroups, tables: Tensor, first_rows: Tensor, whole: Layout) -> Tensor:
         """Give every row of a batch a slot, with the row in it."""
         directory, count = self._directory, tables.numel()
         self._now += 1
@@ -271,9 +309,6 @@ class RowCache:
             counts[HITS] += lookups - misses
         if missing.numel():
             self._place(missing, groups, tables, first_rows, slots, whole)
-        if training:
-            tables, slots_there = self._elsewhere(tables, slots[:count])
-            directory.dirty[directory.places_of[tables] + slots_there] = True
         return slots
 
     def _place(
@@ -298,11 +333,9 @@ class RowCache:
         tables, taken, sizes = tables[missing], slots[missing], self._by_table(tables[missing])
         gone = evicted != NO_ROW
         self._evict(tables[gone], evicted[gone], taken[gone])
-        if bool((taken < 0).any()):
-            for table, (some, places) in enumerate(zip(rows.split(sizes), taken.split(sizes), strict=True)):
-                homeless = places < 0
-                if bool(homeless.any()):
-                    places[homeless] = self._take_overflow(table, some[homeless])
+        homeless = taken < 0
+        if bool(homeless.any()):
+            taken[homeless] = self._take_overflow(tables[homeless], rows[homeless])
             slots[missing] = taken
         reads = [
             self._begin_read(table, some, places)
@@ -337,25 +370,39 @@ class RowCache:
                 directory.parts[0][table][slots] = NO_ROW
                 overflow.drop(idle)
 
-    def _take_overflow(self, table: int, rows: Tensor) -> Tensor:
-        """Slots of the overflow for rows that have none."""
-        directory = self._directory
-        overflow = directory.overflow[table]
-        lacking = rows.numel() - overflow.free.numel()
-        if lacking > 0:
-            size, room = directory.num_slots[table] - directory.in_sets[table], self._num_rows(table)
-            more = min(max(lacking, size, LEAST_GROWTH), room - size)
-            with self.memory:
-                self._wait_for_device()  # nobody may be reading what is about to move
-                directory.grow(table, more)
-                self._resize(table, directory.num_slots[table])
-                self._show_memory(*[own for _, own in self.layouts.values()])
-                self._wait_for_device()  # nor what has not arrived
-        slots = overflow.put(rows.cpu()).to(self._device)
-        tags, used, pins = (part[table] for part in directory.parts)
-        tags[slots], used[slots], pins[slots] = rows, self._now, torch.ones_like(slots, dtype=torch.int32)
-        self._counts[table][OVERFLOWS] += rows.numel()
+    def _take_overflow(self, tables: Tensor, rows: Tensor) -> Tensor:
+        """Slots of overflows for rows, by table, that have none."""
+        directory, sizes = self._directory, self._by_table(tables)
+        self._make_room(sizes)
+        parts = []
+        for table, some in enumerate(rows.cpu().split(sizes)):
+            if some.numel():
+                parts.append(directory.overflow[table].put(some))
+                self._counts[table][OVERFLOWS] += some.numel()
+        slots = torch.cat(parts).to(self._device)
+        places = directory.places_of[tables] + slots
+        directory.tags[places], directory.used[places] = rows, self._now
+        directory.pins.index_fill_(0, places, 1)
         return slots
+
+    def _make_room(self, wanted: Sequence[int]) -> None:
+        """Let those overflows grow, all at once, that have fewer free slots than wanted."""
+        directory, more = self._directory, [0] * len(wanted)
+        for table, number in enumerate(wanted):
+            lacking = number - directory.overflow[table].free.numel()
+            if lacking > 0:
+                size, room = directory.num_slots[table] - directory.in_sets[table], self._num_rows(table)
+                more[table] = min(max(lacking, size, LEAST_GROWTH), room - size)
+        if not any(more):
+            return
+        with self.memory:
+            self._wait_for_device()  # nobody may be reading what is about to move
+            directory.grow(more)
+            for table, number in enumerate(more):
+                if number:
+                    self._resize(table, directory.num_slots[table])
+            self._show_memory(*[own for _, own in self.layouts.values()])
+            self._wait_for_device()  # nor what has not arrived
 
     def _resize(self, index: int, num_slots: int) -> None:
         """Give a table memory for more slots; rows keep theirs."""
@@ -427,8 +474,8 @@ class RowCache:
     def _refuse_failed(self) -> None:
         if self._failure is not None:
             raise RuntimeError(
-                f"rows of these tables could not be moved before, so some are lost ({self._failure}); load a "
-                "checkpoint into a new module"
+                f"rows of these tables could not be moved before ({str(self._failure) or repr(self._failure)}), so "
+                "nobody knows which are where; load a checkpoint into a new module"
             ) from self._failure
 
 

@@ -36,7 +36,11 @@ class Table(nn.Module):
     ) -> None:
         super().__init__()
         self.config = config
-        num_rows = config.num_embeddings if num_rows is None else num_rows
+        self._allocate(config.num_embeddings if num_rows is None else num_rows, states, device)
+        self.reset_parameters()
+
+    def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: torch.device | str | None) -> None:
+        config = self.config
         weight = torch.empty(num_rows, config.embedding_dim, dtype=config.dtype, device=device)
         advise_huge_pages(weight)
         self.weight = nn.Parameter(weight, requires_grad=weight.dtype in TRAINABLE_DTYPES)
@@ -45,7 +49,6 @@ class Table(nn.Module):
             state = torch.empty(shape, dtype=torch.float32, device=device)
             advise_huge_pages(state)
             self.register_buffer(spec.name, state.zero_())
-        self.reset_parameters()
 
     def state(self, name: str) -> Tensor:
         """An optimizer state; as an attribute it would be searched for among parameters first, which adds up."""

@@ -89,6 +89,15 @@ class TieredTable(Table):
         self._counted = Counts()  # of stores that it has no more
         super().__init__(config, states, device, self.num_sets * WAYS)
 
+    def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: torch.device | str | None) -> None:
+        try:
+            super()._allocate(num_rows, states, device)
+        except (RuntimeError, MemoryError) as error:
+            raise StorageError(
+                f"table {self.config.name!r} is to have a cache of {num_rows:,} rows, but the device has no room for "
+                f"their {num_rows * self.record.num_bytes:,} bytes ({error}); ask for fewer with CacheConfig(rows=...)"
+            ) from error
+
     @property
     def has_store(self) -> bool:
         """Not of a table on the meta device, or a fake one."""
@@ -195,9 +204,9 @@ class TieredTable(Table):
 
     @torch.no_grad()
     def assign(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write weight or states of the whole table; what is not given stays as it is."""
+        """Write weight or states of the whole table; what is not given, or is `tensors()` itself, stays as it is."""
         slots, given = self.slots, [field.name for field in self.record.fields if field.name in tensors]
-        if slots is not None and len(given) < len(self.record.fields):
+        if slots is not None:
             slots.write_back()
         with nullcontext() if slots is None else slots.replacing(self):
             if isinstance(self.store, HostRows):
@@ -289,15 +298,22 @@ class TieredTable(Table):
             known = {prefix + name for name in names}
             unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in known]
         given = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
+        problems = list(self._problems(given, prefix))
+        error_msgs += problems
+        if given and not problems:
+            self.assign(given)
+
+    def _problems(self, given: Mapping[str, Any], prefix: str) -> Iterator[str]:
+        """Why fields cannot be filled from these values."""
         rows = self.config.num_embeddings
         for field in self.record.fields:
-            shape = (rows,) if field.one_a_row else (rows, field.size)
-            if field.name in given and tuple(given[field.name].shape) != shape:
-                found = tuple(given[field.name].shape)
-                error_msgs.append(f"size mismatch for {prefix}{field.name}: expected {shape}, got {found}")
-                return
-        if given:
-            self.assign(given)
+            if field.name not in given:
+                continue
+            shape, value = (rows,) if field.one_a_row else (rows, field.size), given[field.name]
+            if not isinstance(value, Tensor):
+                yield f"{prefix}{field.name}: expected a torch.Tensor, got {type(value).__name__}"
+            elif tuple(value.shape) != shape:
+                yield f"size mismatch for {prefix}{field.name}: expected {shape}, got {tuple(value.shape)}"
 
     def _apply(self, fn: Any, recurse: bool = True) -> TieredTable:
         """It stays where it was made: what moves a module moves neither its store nor its slots."""

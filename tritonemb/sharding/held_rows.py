@@ -26,6 +26,8 @@ class HeldRows:
 
     def __init__(self, collection: Collection, leases: Sequence[Lease] = ()) -> None:
         self._collection, self._leases = collection, list(leases)
+        for lease in self._leases:
+            lease.change()
         self._places: dict[int, tuple[Tensor, Tensor]] = {}  # by table that lives elsewhere: rows, ascending, and slots
         cache = collection.cache
         for table, tiered in enumerate([] if cache is None else cache.tiered):

@@ -1,0 +1,188 @@
+"""Rows are written back if a batch that has ended changed them: no update is lost, and nothing else is written."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tritonemb as te
+from tests.helpers import CACHED, assert_same_bits, contents
+from tests.nn.tiers import not_interpreted, outputs_of, seeded, varied_steps
+from tritonemb import ops
+from tritonemb.nn.brought import Lease
+
+pytestmark = [pytest.mark.public, not_interpreted]
+TABLES = [te.TableConfig("user", 500, 4), te.TableConfig("genre", 70, 2)]
+ROW_BYTES = {"user": 20, "genre": 12}
+PLACES = pytest.mark.parametrize("placement", ["host", "disk", CACHED])
+
+
+def make(placement, seed_steps=0):
+    collection = seeded(TABLES, te.optim.RowWiseAdagrad(lr=0.1), True, (placement,))
+    outputs_of(collection, varied_steps(collection, seed_steps, sizes=(20,), seed=seed_steps))
+    return collection
+
+
+def batch_of(users, genres):
+    return te.KeyedJaggedTensor.from_lists({"user": [list(users)], "genre": [list(genres)]})
+
+
+def bring_others(collection):
+    """Rows that no batch holds make room."""
+    with torch.no_grad():
+        for first in range(0, 500, 100):
+            collection(batch_of(range(first, first + 100), range(70)))
+
+
+def train(*collections, users, genres):
+    for collection in collections:
+        collection(batch_of(users, genres)).sum().backward()
+
+
+@PLACES
+def test_rows_that_were_brought_and_not_trained_are_not_written(placement):
+    mine = make(placement)
+    for first in range(0, 300, 60):
+        te.nn.send(mine, batch_of(range(first, first + 60), range(40)))  # dropped
+        mine(batch_of(range(first, first + 60), range(40)))  # with gradients recorded, and without a backward
+        with mine.accumulate():
+            mine(batch_of(range(first, first + 60), range(40)))
+    held = mine.group(batch_of([1, 2], [3]))
+    mine.state_dict()
+    bring_others(mine)
+    del held
+    mine.state_dict()
+    assert all(found.written == 0 < found.evictions for found in mine.cache_statistics().values())
+    train(mine, users=[5, 7, 7], genres=[1, 1])
+    mine.state_dict()
+    mine.state_dict()
+    assert {name: found.written for name, found in mine.cache_statistics().items()} == {
+        "user": 2 * ROW_BYTES["user"], "genre": ROW_BYTES["genre"],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("part", [True, False])
+@PLACES
+def test_loading_in_place_while_a_batch_waits(placement, part):
+    """As `torch.distributed.checkpoint` does it, which writes to the tensors of `state_dict`."""
+    mine, saved = make(placement, 2), contents(make("device", 3))
+    ahead = mine.group(batch_of(range(60), range(60)))
+    live = mine.state_dict()
+    for name, tensor in live.items():
+        tensor.copy_(saved[name])
+    given = {name: tensor for name, tensor in live.items() if not part or name.endswith("weight")}
+    mine.load_state_dict(given, strict=not part)
+    del ahead
+    bring_others(mine)
+    found = contents(mine)
+    assert_same_bits({name: found[name] for name in given}, {name: saved[name] for name in given})
+
+
+def test_a_state_dict_of_before_says_what_is_so_now():
+    """It is the table's own memory, as on the device: to load it changes nothing."""
+    mine, twin = make("host", 2), make("device", 2)
+    steps = varied_steps(twin, 3, sizes=(40,))
+    for collection in (mine, twin):
+        before = collection.state_dict()
+        outputs_of(collection, steps)
+        collection.load_state_dict(before)
+    expected = contents(twin)
+    assert_same_bits(contents(mine), expected)
+    bring_others(mine)
+    assert_same_bits(contents(mine), expected)
+
+
+@PLACES
+def test_a_row_that_several_batches_hold(placement):
+    """What the first changes is saved while the second holds it; what the second changes comes after that."""
+    mine, twin = make(placement), make("device")
+    batch = batch_of([1, 2, 3], [4])
+    outs = {id(collection): [collection(batch).sum() for _ in range(2)] for collection in (mine, twin)}
+    for turn in range(2):
+        for collection in (mine, twin):
+            outs[id(collection)][turn].backward()
+        assert_same_bits(contents(mine), contents(twin))
+    bring_others(mine)
+    assert_same_bits(contents(mine), contents(twin))
+
+
+@PLACES
+def test_saving_between_an_update_and_the_end_of_its_batch(placement, monkeypatch):
+    """As another thread may."""
+    mine, twin = make(placement), make("device")
+    update = ops.row_update_
+
+    def then_save(*args):
+        update(*args)
+        mine.state_dict()
+
+    train(twin, users=[1, 2], genres=[3])
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "row_update_", then_save)
+        train(mine, users=[1, 2], genres=[3])
+    bring_others(mine)
+    assert_same_bits(contents(mine), contents(twin))
+
+
+@PLACES
+def test_saving_while_gradients_are_accumulated(placement):
+    mine, twin = make(placement), make("device")
+    for collection in (mine, twin):
+        with collection.accumulate():
+            for first in (0, 20):
+                collection(batch_of(range(first, first + 40), [3])).sum().backward()
+                collection.state_dict()
+    bring_others(mine)
+    assert_same_bits(contents(mine), contents(twin))
+
+
+@PLACES
+def test_an_update_whose_end_is_interrupted_is_not_lost(placement, monkeypatch):
+    mine, twin = make(placement), make("device")
+    train(twin, users=[1, 2], genres=[3])
+
+    def interrupt(lease):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Lease, "end", interrupt)
+        patch.setattr(Lease, "__del__", lambda lease: Lease.end(lease))
+        out = mine(batch_of([1, 2], [3])).sum()
+        with pytest.raises(KeyboardInterrupt):
+            out.backward()
+    del out
+    gc.collect()
+    bring_others(mine)
+    assert_same_bits(contents(mine), contents(twin))
+
+
+def test_the_stream_that_read_slots_is_waited_for_whichever_thread_ends_their_batch(monkeypatch):
+    class Stream:
+        def __init__(self) -> None:
+            self.waited = []
+
+        def record_event(self):
+            return self
+
+        def wait_event(self, event):
+            self.waited.append(event)
+
+    reader, other = Stream(), Stream()
+    main = threading.get_ident()
+    mine = make("host")
+    sent = [replace(mine.group(batch_of([1, 2], [3])), ready=Stream())]
+    monkeypatch.setattr(
+        torch.cuda, "current_stream", lambda _device: reader if threading.get_ident() == main else other
+    )
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
+    monkeypatch.setattr(mine.cache, "_device", torch.device("cuda"))
+    mine.cache.take(sent[0])
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(sent.clear).result()  # the last that refers to it
+        thread.submit(mine.cache._settle).result()
+    assert other.waited == [other, reader]
