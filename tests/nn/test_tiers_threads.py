@@ -17,7 +17,7 @@ from tests.strategies import random_batch
 from tritonemb import ops
 from tritonemb.kernels.layout import FIRST_ROW, NUM_ROWS
 from tritonemb.nn.cache_directory import Directory
-from tritonemb.nn.row_cache import RowCache
+from tritonemb.nn.slot_memory import SlotMemory
 from tritonemb.types import CacheConfig
 
 pytestmark = [pytest.mark.public, not_interpreted]
@@ -39,9 +39,9 @@ def test_overflows_grow_while_batches_are_trained(placement, optimizer, monkeypa
     """Batches grow, so that slots move to larger memory again and again, all four batches that are held with them."""
     rows = {"f": 5000, "g": 3000}
     grown = []
-    whole = RowCache._resize
+    whole = SlotMemory._resize
     monkeypatch.setattr(
-        RowCache, "_resize", lambda self, *args: (grown.append(threading.get_ident()), whole(self, *args))
+        SlotMemory, "_resize", lambda self, *args: (grown.append(threading.get_ident()), whole(self, *args))
     )
     twin, mine = seeded(TABLES, optimizer), seeded(TABLES, optimizer, True, (placement,), CacheConfig(rows=64))
     generator = torch.Generator().manual_seed(0)
@@ -149,7 +149,7 @@ def test_what_keys_mean_is_not_made_while_slots_move(monkeypatch):
     large = random_batch(rows, ["g", "f"], 400, 4, seed=1)
     with torch.no_grad():
         mine(random_batch(rows, ["g", "f"], 1, 4))
-    show, asked = RowCache._show_memory, []
+    show, asked = SlotMemory._show, []
 
     def meanwhile(*args):
         show(*args)
@@ -158,12 +158,12 @@ def test_what_keys_mean_is_not_made_while_slots_move(monkeypatch):
             with pytest.raises(TimeoutError):
                 asked[0].result(0.3)
 
-    monkeypatch.setattr(RowCache, "_show_memory", meanwhile)
+    monkeypatch.setattr(SlotMemory, "_show", meanwhile)
     with ThreadPoolExecutor(1) as other:
         mine(random_batch(rows, ["f", "g"], 10, 4)).sum().backward()
         asked[0].result(10)
-    assert len(mine.cache.layouts) == 2
-    for _, own in mine.cache.layouts.values():
+    assert len(mine.cache.memory.layouts) == 2
+    for _, own in mine.cache.memory.layouts.values():
         assert own.tables[:, NUM_ROWS].tolist() == [table.weight.shape[0] for table in mine.tables]
         assert own.tables[:, NUM_ROWS].min() > 64
 
@@ -174,7 +174,7 @@ def test_slots_of_one_table_are_not_numbered_like_those_of_another():
     for ids in (range(40), range(39, -1, -1)):
         batch = te.KeyedJaggedTensor.from_lists({"a": [list(ids)], "b": [[*ids, *range(100, 300)]]})
         mine(batch).sum().backward()
-    (_, own), *_ = mine.cache.layouts.values()
+    (_, own), *_ = mine.cache.memory.layouts.values()
     numbers = [(int(table[FIRST_ROW]), int(table[FIRST_ROW] + table[NUM_ROWS])) for table in own.tables]
     assert numbers[0][1] <= numbers[1][0]
     assert numbers[1][1] <= own.num_rows

@@ -219,8 +219,8 @@ def slot_layouts(
 
     Any thread may call this.
     """
-    if keys in cache.layouts:
-        return cache.layouts[keys]
+    if keys in cache.memory.layouts:
+        return cache.memory.layouts[keys]
     configs: Sequence[TableConfig] = collection.configs
     if any(feature not in keys for feature in collection.feature_names):
         configs = [

@@ -336,7 +336,7 @@ class Collection(nn.Module):
 
     def _memory(self) -> AbstractContextManager[Any]:
         """While tables' tensors are used, nobody replaces them by larger ones."""
-        return nullcontext() if self.cache is None else self.cache.memory
+        return nullcontext() if self.cache is None else self.cache.memory.lock
 
     def rows_of_others(self) -> RowsOfOthers | None:
         """Finds the rows that are updated with those of a batch, as other ranks have them too; None if there are none.

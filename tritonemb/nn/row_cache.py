@@ -21,12 +21,13 @@ import torch
 from torch import Tensor
 
 from tritonemb import ops
-from tritonemb.kernels.layout import FIRST_ROW, NUM_ROWS, ROW_IDS, Layout
+from tritonemb.kernels.layout import FIRST_ROW, Layout
 from tritonemb.nn.brought import Brought, CacheStatistics, Lease
 from tritonemb.nn.cache_directory import Directory
 from tritonemb.nn.lookup import Lookup
 from tritonemb.nn.moments import Mark, mark_of
 from tritonemb.nn.row_mover import Reading, RowMover, chunks
+from tritonemb.nn.slot_memory import SlotMemory, wait_for
 from tritonemb.nn.table import Table
 from tritonemb.nn.tiered_table import TieredTable
 from tritonemb.ops.row_cache import NO_ROW
@@ -34,7 +35,6 @@ from tritonemb.ops.row_cache import NO_ROW
 __all__ = ["Brought", "CacheStatistics", "Lease", "RowCache"]
 
 RowsOfOthers = Callable[[Tensor, ValueError | None], Tensor]
-LEAST_GROWTH = 256  # slots by which an overflow grows
 LOOKUPS, HITS, OVERFLOWS, EVICTIONS, READ, WRITTEN = range(6)  # columns of what is counted
 
 
@@ -63,7 +63,7 @@ class RowCache:
     """
 
     def __init__(self, tables: Sequence[Table], policy: str) -> None:
-        self._tables, self._policy = list(tables), policy
+        self._policy = policy
         self.tiered = [table if isinstance(table, TieredTable) else None for table in tables]
         self._device = tables[0].weight.device
         self._directory = Directory([0 if table is None else table.num_sets for table in self.tiered], self._device)
@@ -72,8 +72,7 @@ class RowCache:
         self._all_tiered = None not in self.tiered
         self._counts = [[0] * (WRITTEN + 1) for _ in tables]
         self.stall = 0.0  # seconds of lookups that had to wait for rows, as nobody had brought them ahead
-        self.layouts: dict[tuple[str, ...], tuple[Layout, Layout]] = {}  # by keys: of the tables, of their slots
-        self._bringing, self.memory = threading.RLock(), threading.RLock()
+        self.memory, self._bringing = SlotMemory(tables, self._directory), threading.RLock()
         self._ended: deque[_Ended | Mark] = deque()
         self._last: torch.cuda.Event | None = None  # of the turn before
         self._mover = RowMover(self._device)
@@ -94,20 +93,10 @@ class RowCache:
     def add_layout(self, keys: tuple[str, ...], whole: Layout) -> tuple[Layout, Layout]:
         """Keep a layout of the tables, and make it one of their slots.
 
-        Slots have numbers for as many as there could ever be: an overflow holds distinct rows.
+        See `SlotMemory.add_layout`.
         """
         with self._bringing:  # or slots that grow meanwhile would not be shown to it
-            if keys not in self.layouts:
-                rows, first = whole.tables.clone(), 0
-                for index, table in enumerate(self.tiered):
-                    rows[index, FIRST_ROW] = first
-                    first += int(rows[index, NUM_ROWS])
-                    if table is not None:
-                        first += self._directory.in_sets[index]
-                own = whole._replace(tables=rows, num_rows=first)
-                self._show_memory(own)
-                self.layouts[keys] = whole, own
-            return self.layouts[keys]
+            return self.memory.add_layout(keys, whole)
 
     def mark(self) -> Mark:
         """A place behind all batches that have ended by now."""
@@ -184,7 +173,7 @@ class RowCache:
         return brought.lookup
 
     def row_ids(self, table: int) -> Tensor:
-        """int64, the row in each slot of a table; for who has `memory`."""
+        """int64, the row in each slot of a table; for who has `memory.lock`."""
         return self._directory.parts[0][table]
 
     def give_up(self, tables: Tensor, slots: Tensor, changed: bool, stream: torch.cuda.Stream | None) -> None:
@@ -212,7 +201,7 @@ class RowCache:
                     self._write(index, directory.tags[mine][slots], slots)
                     self._mover.finish_writes()
             directory.dirty.zero_()
-            self._wait_for_device()  # the host reads next
+            wait_for(self._device)  # the host reads next
 
     @contextmanager
     def replacing(self, table: TieredTable) -> Iterator[None]:
@@ -223,7 +212,7 @@ class RowCache:
         with self._bringing, torch.inference_mode(False):
             with self._turn():
                 self._mover.finish_writes()
-                self._wait_for_device()
+                wait_for(self._device)
             try:
                 yield
             finally:
@@ -238,7 +227,7 @@ class RowCache:
         for slots in chunks(table, order[rows != NO_ROW]):
             self._mover.finish_reads([self._begin_read(index, directory.tags[mine][slots], slots)])
         directory.dirty[mine] = False
-        self._wait_for_device()
+        wait_for(self._device)
 
     @contextmanager
     def emptying(self, table: TieredTable) -> Iterator[None]:
@@ -257,7 +246,7 @@ class RowCache:
                 )
             with self._turn():
                 self._mover.finish_writes()
-                self._wait_for_device()
+                wait_for(self._device)
                 directory.empty(index)
             yield
 
@@ -373,7 +362,7 @@ class RowCache:
     def _take_overflow(self, tables: Tensor, rows: Tensor) -> Tensor:
         """Slots of overflows for rows, by table, that have none."""
         directory, sizes = self._directory, self._by_table(tables)
-        self._make_room(sizes)
+        self.memory.make_room(sizes)
         parts = []
         for table, some in enumerate(rows.cpu().split(sizes)):
             if some.numel():
@@ -384,44 +373,6 @@ class RowCache:
         directory.tags[places], directory.used[places] = rows, self._now
         directory.pins.index_fill_(0, places, 1)
         return slots
-
-    def _make_room(self, wanted: Sequence[int]) -> None:
-        """Let those overflows grow, all at once, that have fewer free slots than wanted."""
-        directory, more = self._directory, [0] * len(wanted)
-        for table, number in enumerate(wanted):
-            lacking = number - directory.overflow[table].free.numel()
-            if lacking > 0:
-                size, room = directory.num_slots[table] - directory.in_sets[table], self._num_rows(table)
-                more[table] = min(max(lacking, size, LEAST_GROWTH), room - size)
-        if not any(more):
-            return
-        with self.memory:
-            self._wait_for_device()  # nobody may be reading what is about to move
-            directory.grow(more)
-            for table, number in enumerate(more):
-                if number:
-                    self._resize(table, directory.num_slots[table])
-            self._show_memory(*[own for _, own in self.layouts.values()])
-            self._wait_for_device()  # nor what has not arrived
-
-    def _resize(self, index: int, num_slots: int) -> None:
-        """Give a table memory for more slots; rows keep theirs."""
-        table = self._tables[index]
-        for name, tensor in (("weight", table.weight.data), *table.named_buffers(recurse=False)):
-            grown = tensor.new_zeros((num_slots, *tensor.shape[1:]))
-            grown[: tensor.shape[0]] = tensor
-            if name == "weight":
-                table.weight.data = grown
-            else:
-                table._buffers[name] = grown
-
-    def _show_memory(self, *layouts: Layout) -> None:
-        """Tell layouts how many slots there are, and where their rows are written."""
-        for layout in layouts:
-            for index, table in enumerate(self.tiered):
-                if table is not None:
-                    layout.tables[index, NUM_ROWS] = self._directory.num_slots[index]
-                    layout.tables[index, ROW_IDS] = self._directory.parts[0][index].data_ptr()
 
     def _evict(self, tables: Tensor, rows: Tensor, slots: Tensor) -> None:
         """Rows, by table, leave their slots; those that were changed are written back."""
@@ -460,13 +411,6 @@ class RowCache:
             return tables, *[value.clone() for value in values]
         which = self._is_tiered[tables]
         return tables[which], *[value[which] for value in values]
-
-    def _num_rows(self, index: int) -> int:
-        return self._tables[index].config.num_embeddings
-
-    def _wait_for_device(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
     def _event(self) -> torch.cuda.Event | None:
         return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
