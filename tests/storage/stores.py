@@ -18,6 +18,15 @@ from tritonemb.storage import DiskRows, Field, Pending, Record, RowStore, aio
 SIZES = (5, 516, 4087, 4088, 4089, 10000)  # many in a page, several, one; then two pages, and three
 
 
+class Stop(BaseException):
+    """What the handler of a signal raises, see the fixture `interrupt`."""
+
+
+def no_thread(*_: object) -> None:
+    """`threading.Thread.start` as it is when the interpreter ends."""
+    raise RuntimeError("can't create new thread at interpreter shutdown")
+
+
 def plain_record(num_bytes: int) -> Record:
     """One field of bytes."""
     return Record((Field("weight", torch.uint8, num_bytes, 0),), num_bytes)

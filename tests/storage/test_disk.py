@@ -262,6 +262,65 @@ sys.exit(os.waitstatus_to_exitcode(status))
     assert (done.returncode, done.stderr) == (3, "")
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_a_process_forked_off_that_drops_a_table_leaves_it_alone(tmp_path):
+    """Its lock on the file, what is in memory alone, and what other threads held when it was forked off."""
+    program = """
+import gc, os, signal, sys
+from pathlib import Path
+from tests.storage.stores import disk_rows, write
+from tritonemb.storage import StorageError
+path = Path(sys.argv[1])
+store = disk_rows(path, 1000, 100, host_rows=1000, threads=2)
+write(store, range(1000), 1).wait()
+size = path.stat().st_size
+store._operations.ask(lambda: None).wait()  # by now its thread has nothing of the table any more
+with store._operations._lock, store._file._threads._lock:
+    child = os.fork()
+    if child == 0:
+        signal.alarm(10)
+        handle = store._file._file.handle
+        del store
+        gc.collect()
+        try:
+            os.fstat(handle)
+        except OSError:
+            os._exit(3)
+        os._exit(1)
+_, status = os.waitpid(child, 0)
+assert path.stat().st_size == size
+try:
+    disk_rows(path, 1000, 100)
+except StorageError as error:
+    assert "is open for another table" in str(error)
+    sys.exit(os.waitstatus_to_exitcode(status))
+sys.exit("its lock is gone")
+"""
+    done = run_python(program, tmp_path / "rows")
+    assert (done.returncode, done.stderr) == (3, "")
+    with disk_rows(tmp_path / "rows", 1000, 100) as store:
+        assert read(store, range(1000)).equal(some_records(1000, 100, 1))
+
+
+def test_the_end_of_a_program_starts_no_thread(tmp_path):
+    """Python refuses that from 3.12 on. One table is new, another has rows in memory, for a file that takes threads."""
+    program = """
+import atexit, os, sys, threading
+from pathlib import Path
+from tests.storage.stores import disk_rows, no_thread, without_direct, write
+os.open = without_direct(os.open)
+new = disk_rows(Path(sys.argv[1]) / "new", 1000, 516)
+store = disk_rows(Path(sys.argv[1]) / "rows", 1000, 516, host_rows=1000)
+write(store, range(1000), 1)
+atexit.register(setattr, threading.Thread, "start", no_thread)  # the last one is the first to be called
+"""
+    done = run_python(program, tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    with disk_rows(tmp_path / "rows", 1000, 516) as store:
+        assert read(store, range(1000)).equal(some_records(1000, 516, 1))
+    disk_rows(tmp_path / "new", 1000, 516).close()
+
+
 def test_a_process_that_is_killed_leaves_whole_pages(tmp_path):
     """It writes all rows again and again; what it has said is written is there, and each row is of one version."""
     program = """

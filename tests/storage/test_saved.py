@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 
 import pytest
 import torch
 
 from tests.storage.stores import Model, disk_rows, failing, initial, some_records
-from tritonemb.storage import SavedRows, StorageError, copy_rows, digest, snapshot_header
+from tritonemb.storage import SavedRows, StorageError, copy_rows, digest, restore, snapshot_header
 from tritonemb.storage.digest import PIECE_BYTES
 
 ROWS = 40_000
@@ -43,6 +44,37 @@ def test_rows_are_read_from_a_snapshot_which_stays_as_it_is(snapshot):
     assert snapshot_header(path)["snapshot"] == snapshot_header(changes)["after"]
     with pytest.raises(StorageError, match="holds changes"):
         SavedRows(changes)
+
+
+def test_a_snapshot_that_nobody_reads_any_more_is_closed(snapshot):
+    rows = SavedRows(snapshot[0])
+    handle = rows._blocks.file.handle
+    os.fstat(handle)
+    del rows
+    gc.collect()
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(handle)
+
+
+def test_too_many_open_files(snapshot, tmp_path, monkeypatch):
+    """No other disk or folder helps against that."""
+
+    def refuse(path, *_):
+        raise OSError(errno.EMFILE, "Too many open files", str(path))
+
+    path, changes, model = snapshot
+    calls = [
+        lambda: SavedRows(path),
+        lambda: digest(path),
+        lambda: restore(tmp_path / "restored", path, [changes]),
+        lambda: disk_rows(tmp_path / "live", ROWS, model.num_bytes),
+        lambda: disk_rows(tmp_path / "new", ROWS, model.num_bytes),
+    ]
+    with disk_rows(tmp_path / "other", ROWS, model.num_bytes) as store:
+        monkeypatch.setattr(os, "open", refuse)
+        for call in (*calls, store.snapshot(tmp_path / "more").wait):
+            with pytest.raises(StorageError, match=r"Too many open files.*; .* raise the limit .* \(`ulimit -n`\)$"):
+                call()
 
 
 @pytest.mark.parametrize("bad", ["missing", "cut", "empty", "page"])

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from tests.storage.stores import Stop, no_thread
 from tritonemb.storage.threads import IoThreads, Operations
 
 
@@ -83,7 +84,45 @@ def test_operations_run_in_order_and_a_failure_stays_its_own():
     for _ in range(2):
         with pytest.raises(KeyError, match="second"):
             second.wait()
-    thread = operations.end()
+    thread = operations._thread
+    operations.end(lambda: order.append("last")).wait()
+    assert order[2:] == ["last"]
     thread.join(30)
     assert not thread.is_alive()
-    assert operations.end() is None
+
+
+def test_the_last_operation_of_a_thread_that_was_never_needed_needs_none():
+    found = []
+    assert Operations("test").end(lambda: found.append(threading.current_thread())).done()
+    assert found == [threading.current_thread()]
+
+
+def test_a_run_that_is_interrupted_waits_for_what_has_begun_and_begins_nothing_more(interrupt):
+    pool, begun, ended, together = IoThreads(2), [], [], threading.Barrier(2, timeout=30)
+
+    def work(task: int) -> None:
+        begun.append(task)
+        if task < 2:
+            together.wait()
+        if task == 1:
+            interrupt()
+        threading.Event().wait(0.2)  # by then nothing that is not waited for would have ended
+        ended.append(task)
+
+    with pytest.raises(Stop):
+        pool.run(work, 64)
+    assert sorted(begun) == sorted(ended)
+    assert len(begun) < 64
+    pool.run(ended.append, 2)  # it goes on
+    pool.close()
+
+
+@pytest.mark.parametrize("there", [0, 2])
+def test_a_pool_makes_do_with_the_threads_that_there_can_be(monkeypatch, there):
+    """When the interpreter ends no more are started."""
+    pool, runs = IoThreads(4), []
+    pool.run(runs.append, there)
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    pool.run(runs.append, 10)
+    pool.close()
+    assert sorted(runs[there:]) == list(range(10))

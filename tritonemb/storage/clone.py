@@ -7,11 +7,13 @@ import importlib
 import itertools
 import os
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from tritonemb.storage.apart import apart
 from tritonemb.storage.file import PageFile, buffer_of, create
 from tritonemb.storage.layout import PAGE_BYTES, runs
 from tritonemb.storage.threads import shared_threads
@@ -46,16 +48,13 @@ def copy_rows(source: Path, target: Path) -> None:
     Raises:
         OSError, EOFError: what could not be read or written.
     """
-    there = PageFile(source, writable=False)
-    try:
-        copy = create(target, 0)
-        try:
-            clone_or_copy(there, copy)
-            copy.sync()
-        finally:
-            copy.close()
-    finally:
-        there.close()
+
+    def copy() -> None:
+        with closing(PageFile(source, writable=False)) as old, closing(create(target, 0)) as new:
+            clone_or_copy(old, new)
+            new.sync()
+
+    apart(copy)
 
 
 def _clone(source: PageFile, target: PageFile) -> bool:

@@ -7,9 +7,10 @@ import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+from tritonemb.storage.apart import apart
 from tritonemb.storage.clone import BATCH, written_parts
 from tritonemb.storage.file import PageFile, buffer_of
-from tritonemb.storage.store import StorageError
+from tritonemb.storage.store import StorageError, advice
 from tritonemb.storage.threads import shared_threads
 
 PIECE_BYTES = 1 << 18  # that are checked at once; a part of the digest's definition
@@ -26,9 +27,10 @@ def digest(path: Path) -> int:
         StorageError: the file cannot be read.
     """
     try:
-        return _digest(path)
+        return apart(lambda: _digest(path))
     except (OSError, EOFError) as error:
-        raise StorageError(f"file {path} cannot be read: {error}; check the disk, or use another copy") from error
+        otherwise = "check the disk, or use another copy"
+        raise StorageError(f"file {path} cannot be read: {error}; {advice(error, otherwise)}") from error
 
 
 def _digest(path: Path) -> int:

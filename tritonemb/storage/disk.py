@@ -13,6 +13,7 @@ from pathlib import Path
 from torch import Tensor
 
 from tritonemb.storage import header as headers
+from tritonemb.storage.apart import apart
 from tritonemb.storage.cached import CachedRows, Counts, Policy, check_cache
 from tritonemb.storage.file import aside, create, give_name, write_page
 from tritonemb.storage.file_rows import FileRows
@@ -21,7 +22,7 @@ from tritonemb.storage.layout import Layout
 from tritonemb.storage.places import Places
 from tritonemb.storage.record import Record
 from tritonemb.storage.scan import scan
-from tritonemb.storage.store import Initial, Pending, StorageError, check_request
+from tritonemb.storage.store import Initial, Pending, StorageError, advice, check_request
 from tritonemb.storage.threads import IoThreads, Operations, refuse_fork
 
 
@@ -46,10 +47,11 @@ class DiskRows:
         self._file, self._cached = file, cached
         self._rows = file if cached is None else cached
         self._operations = Operations(f"tritonemb-rows-{self.table_name}")
-        self._closed, self._lock, self._process = False, threading.Lock(), os.getpid()
+        self._ending: Pending | None = None
+        self._lock, self._process = threading.Lock(), os.getpid()
         _OPEN.add(self)
         # Nothing is asked for any more when nobody has the table, so nothing needs to be waited for.
-        self._dropped = weakref.finalize(self, _let_go, self._operations, file, cached)
+        self._dropped = weakref.finalize(self, _let_go, self._process, self._operations, file, cached)
         self._dropped.atexit = False
 
     @classmethod
@@ -108,9 +110,10 @@ class DiskRows:
         except StorageError:
             raise
         except (OSError, OverflowError) as error:
+            otherwise = "choose another folder, or cut the table into smaller parts"
             raise StorageError(
-                f"table {table_name!r}: file {path} for {num_rows:,} rows cannot be made: {error}; choose another "
-                "folder, or cut the table into smaller parts"
+                f"table {table_name!r}: file {path} for {num_rows:,} rows cannot be made: {error}; "
+                f"{advice(error, otherwise)}"
             ) from error
         return cls.open(
             path, table_name, num_rows, record, seed, initial, row_origin=row_origin, column_origin=column_origin,
@@ -142,25 +145,16 @@ class DiskRows:
         """
         identity, path = _identity(table_name, num_rows, record, seed, row_origin, column_origin), Path(path)
         check_cache(table_name, host_rows, policy)
-        what = f"table {table_name!r}: file {path}"
-        file = headers.open_file(what, path, writable=True)
-        try:
-            header = headers.read(what, file, headers.ROWS)
-            headers.refuse_other(header, identity, path)
-            layout = Layout(num_rows, record.num_bytes)
-            headers.refuse_size(header, file.size(), layout, what)
-            if not file.lock():
-                raise StorageError(f"{what} is open for another table or process; close it there first")
-            places, state = scan(table_name, file, layout), State(snapshot=header["snapshot"], places=header["places"])
-            rows = FileRows(
-                path, file, identity, initial, places, state, None if threads is None else IoThreads(threads)
-            )
-            return cls(rows, None if host_rows is None else CachedRows(rows, host_rows, policy))
-        except BaseException as error:
-            file.close()
-            if isinstance(error, OSError) and not isinstance(error, StorageError):
-                raise StorageError(f"{what} cannot be opened: {error}") from error
-            raise
+
+        def opened() -> tuple[FileRows, CachedRows | None]:
+            rows = _open(path, identity, initial, threads)
+            try:
+                return rows, None if host_rows is None else CachedRows(rows, host_rows, policy)
+            except BaseException:
+                rows.close()
+                raise
+
+        return cls(*apart(opened))
 
     @property
     def num_rows(self) -> int:
@@ -241,13 +235,14 @@ class DiskRows:
             return Counts()
         if os.getpid() == self._process:
             with self._lock:
-                last = None if self._closed else self._operations.ask(lambda: None)
+                last = None if self._ending else self._operations.ask(lambda: None)
             if last is not None:
                 last.wait()
         return self._cached.counts
 
     def close(self) -> None:
-        """Wait for what has been asked for, bring it to the disk and close the file. A second call does nothing.
+        """Wait for what has been asked for, bring it to the disk and close the file. A second call does nothing; if
+        the first one was interrupted, it waits for what that has begun.
 
         Raises:
             StorageError: a write has failed that nobody has waited for, or the disk has not taken it all.
@@ -255,22 +250,16 @@ class DiskRows:
         if os.getpid() != self._process:
             return
         with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            file, cached = self._file, self._cached
-            ending = None if file.failure is not None else self._operations.ask(lambda: _end(file, cached))
-            thread = self._operations.end()
-        _OPEN.discard(self)
-        if thread is not None:
-            thread.join()
-        self._dropped()
-        if file.failure is not None:
-            if not file.failure.told:
-                file.failure.told = True
-                raise file.failure
-        elif ending is not None:
-            ending.wait()
+            if self._ending is None:
+                file, cached = self._file, self._cached
+                self._ending = self._operations.end(lambda: _end(file, cached))
+                self._dropped.detach()
+        if self in _OPEN:
+            try:
+                self._ending.wait()
+            finally:
+                if self._ending.done():
+                    _OPEN.discard(self)
 
     def __enter__(self) -> DiskRows:
         return self
@@ -286,7 +275,7 @@ class DiskRows:
             work()
 
         with self._lock:
-            if self._closed:
+            if self._ending is not None:
                 raise StorageError(f"table {self.table_name!r}: file {self.path} is closed; open it again")
             self._refuse_failed()
             return self._operations.ask(unless_failed)
@@ -321,6 +310,26 @@ class DiskRows:
             self._cached.write_back()
 
 
+def _open(path: Path, identity: Identity, initial: Initial, threads: int | None) -> FileRows:
+    """The rows in a table's file, which is checked, and locked."""
+    what = f"table {identity.table!r}: file {path}"
+    file = headers.open_file(what, path, writable=True)
+    try:
+        header = headers.read(what, file, headers.ROWS)
+        headers.refuse_other(header, identity, path)
+        layout = Layout(identity.num_rows, identity.record.num_bytes)
+        headers.refuse_size(header, file.size(), layout, what)
+        if not file.lock():
+            raise StorageError(f"{what} is open for another table or process; close it there first")
+        places, state = scan(identity.table, file, layout), State(snapshot=header["snapshot"], places=header["places"])
+        return FileRows(path, file, identity, initial, places, state, None if threads is None else IoThreads(threads))
+    except BaseException as error:
+        file.close()
+        if isinstance(error, OSError) and not isinstance(error, StorageError):
+            raise StorageError(f"{what} cannot be opened: {error}") from error
+        raise
+
+
 def _identity(
     table: str, num_rows: int, record: Record, seed: int, row_origin: int, column_origin: int
 ) -> Identity:  # fmt: skip
@@ -335,28 +344,41 @@ def _needs_writing_back(file: FileRows, cached: CachedRows | None) -> bool:
 
 
 def _end(file: FileRows, cached: CachedRows | None) -> None:
-    """All that was written is in the file, and its header says how much it holds."""
-    if cached is not None and _needs_writing_back(file, cached):
-        cached.write_back()
-    file.describe()
+    """Close the file, when all that was written is in it, and its header says how much it holds.
+
+    Raises:
+        StorageError: the table's failure, if nobody was told yet.
+    """
+    try:
+        if file.failure is None:
+            if cached is not None and _needs_writing_back(file, cached):
+                cached.write_back()
+            file.describe()
+        elif not file.failure.told:
+            raise file.failure
+    finally:
+        file.close()
 
 
-def _let_go(operations: Operations, file: FileRows, cached: CachedRows | None) -> None:
-    """Close the file; of a table that was dropped, behind what is in memory alone, for which nobody waits."""
+def _let_go(process: int, operations: Operations, file: FileRows, cached: CachedRows | None) -> None:
+    """Close the file of a table that was dropped, behind what is in memory alone, for which nobody waits.
+
+    A process forked off has neither the thread nor a say in what becomes of the file.
+    """
+    if os.getpid() != process:
+        return
 
     def end() -> None:
         try:
             _end(file, cached)
         except Exception as error:
             print(f"error: {error}", file=sys.stderr)
-        finally:
-            file.close()
 
     if _needs_writing_back(file, cached):
-        operations.ask(end)
+        operations.end(end)
     else:
         file.close()
-    operations.end()
+        operations.end(lambda: None)
 
 
 _OPEN: weakref.WeakSet[DiskRows] = weakref.WeakSet()

@@ -8,6 +8,7 @@ import importlib
 import mmap
 import os
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ class PageFile:
 
     It is opened for direct I/O. A file system that has none is read and written through the page cache, which is asked
     to keep nothing of it. Whole pages, from and to page-aligned memory, may be read and written by many threads at
-    once.
+    once. It is closed when nobody has it any more, if not before.
 
     Args:
         path: of a file that is there.
@@ -92,6 +93,8 @@ class PageFile:
         self._lock = threading.Lock()  # of the file's position, where there is no preadv
         self._written = 0
         self.handle, self.direct = _open(path, flags)
+        self._release = weakref.finalize(self, _release, self.handle, os.getpid())
+        self._release.atexit = False
 
     def read(self, view: memoryview, offset: int) -> None:
         """Fill `view` from `offset` on.
@@ -162,14 +165,9 @@ class PageFile:
         return True
 
     def close(self) -> None:
-        """A lock ends here, even if a process forked off still has the file open."""
-        if self.handle < 0:
-            return
-        if fcntl is not None:
-            with contextlib.suppress(OSError):  # where there are no locks, none is held
-                fcntl.flock(self.handle, fcntl.LOCK_UN)
-        handle, self.handle = self.handle, -1
-        os.close(handle)
+        """A lock ends here, even if a process forked off still has the file open. A second call does nothing."""
+        self.handle = -1
+        self._release()
 
     def _read_some(self, view: memoryview, offset: int) -> int:
         if hasattr(os, "preadv"):
@@ -190,6 +188,14 @@ class PageFile:
     def _drop(self, offset: int, size: int) -> None:
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self.handle, offset, size, os.POSIX_FADV_DONTNEED)
+
+
+def _release(handle: int, process: int) -> None:
+    """Close a file that this process has opened, or one that it was forked off from, whose lock it leaves alone."""
+    if fcntl is not None and os.getpid() == process:
+        with contextlib.suppress(OSError):  # where there are no locks, none is held
+            fcntl.flock(handle, fcntl.LOCK_UN)
+    os.close(handle)
 
 
 def _open(path: Path, flags: int) -> tuple[int, bool]:

@@ -97,8 +97,9 @@ class FileRows:
         self.sync()
         if not self._described:
             count = self._blocks.places.count
-            self._file.resize(self._layout.file_bytes(count))
-            self._write_header({"snapshot": None, "places": count})
+            with self.vital("the end of the file could not be written"):
+                self._file.resize(self._layout.file_bytes(count))
+                self._write_header({"snapshot": None, "places": count})
 
     def take_snapshot(self, path: Path, changes_only: bool) -> None:
         """See `DiskRows.snapshot`."""

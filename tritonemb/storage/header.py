@@ -13,7 +13,7 @@ from typing import Any, TypedDict
 from tritonemb.storage.file import PageFile, read_page
 from tritonemb.storage.layout import PAGE_BYTES, Layout
 from tritonemb.storage.record import WEIGHT, Field, Record
-from tritonemb.storage.store import StorageError
+from tritonemb.storage.store import StorageError, advice
 
 FORMAT = 2
 ROWS, CHANGES = b"tritonemb rows\n\0", b"tritonemb diff\n\0"
@@ -119,7 +119,8 @@ def open_file(what: str, path: Path, writable: bool = False) -> PageFile:
     try:
         return PageFile(path, writable)
     except OSError as error:
-        raise StorageError(f"{what} cannot be opened: {error}") from error
+        otherwise = "name a file that is there, and that you may use"
+        raise StorageError(f"{what} cannot be opened: {error}; {advice(error, otherwise)}") from error
 
 
 def read(what: str, file: PageFile, *kinds: bytes) -> dict[str, Any]:

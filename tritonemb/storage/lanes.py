@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar
 import numpy as np
 
 from tritonemb.storage.aio import Pieces, Queue, make_queue
+from tritonemb.storage.apart import stop_if_given_up
 from tritonemb.storage.file import HUGE_PAGE, Buffer, PageFile
 from tritonemb.storage.threads import IoThreads, shared_threads
 
@@ -65,6 +66,7 @@ class Lane:
             threads: to move them with; if not given asynchronous I/O does it, for a file that is open for direct I/O
                 where the system has such, and threads that all share otherwise.
         """
+        stop_if_given_up()
         moving: Moving
         if threads is None and self._queue is not None and file.direct:
             moving = _Asynchronous(self._queue, file, self.buffer, pieces, write)
@@ -165,7 +167,8 @@ if hasattr(os, "register_at_fork"):
 
 @contextmanager
 def borrow() -> Iterator[Lane]:
-    """A lane, for as long as the block runs; waits until one is free."""
+    """A lane, for as long as the block runs; waits until one is free. Not for the main thread, see `apart`: what a
+    signal's handler raises there could break off the accounts of what is on its way."""
     lanes = _lanes
     lane = lanes.free.get()
     try:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tritonemb.storage import header as headers
+from tritonemb.storage.apart import apart
 from tritonemb.storage.blocks import Blocks
 from tritonemb.storage.layout import Layout, runs
 from tritonemb.storage.record import Field, Record
@@ -47,23 +50,15 @@ class SavedRows:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path, what = Path(path), f"snapshot {path}"
-        self._file = headers.open_file(what, self.path)
-        try:
-            self.header = headers.read(what, self._file, headers.ROWS)
-            self.num_rows: int = self.header["num_rows"]
-            fields = [
-                Field(name, getattr(torch, dtype), size, offset, one_a_row)
-                for name, dtype, size, offset, one_a_row in self.header["fields"]
-            ]
-            self.record = Record(tuple(fields), self.header["record_bytes"])
-            layout = Layout(self.num_rows, self.record.num_bytes)
-            headers.refuse_size(self.header, self._file.size(), layout, what)
-            places = scan(self.header["table"], self._file, layout)
-        except BaseException:
-            self.close()
-            raise
-        self._blocks = Blocks(self.header["table"], self._file, layout, places)
+        self.path = Path(path)
+        self.header, self._blocks = apart(lambda: _open(self.path))
+        self.num_rows: int = self.header["num_rows"]
+        fields = [
+            Field(name, getattr(torch, dtype), size, offset, one_a_row)
+            for name, dtype, size, offset, one_a_row in self.header["fields"]
+        ]
+        self.record = Record(tuple(fields), self.header["record_bytes"])
+        self._in_use = threading.Lock()  # what was given up may read still when the file is to be closed
 
     def read(self, rows: Tensor, records: Tensor, initial: Initial) -> None:
         """Fill `records` with those of the rows, as `RowStore.read` does, and wait for it.
@@ -75,7 +70,12 @@ class SavedRows:
             StorageError: a part of the file cannot be read, or is damaged.
         """
         check_request(self.header["table"], self.num_rows, self.record, rows, records)
-        written = self._blocks.read(rows.numpy(), records.data_ptr())
+
+        def read() -> np.ndarray:
+            with self._in_use:
+                return self._blocks.read(rows.numpy(), records.data_ptr())
+
+        written = apart(read)
         never = (torch.from_numpy(written) == 0).nonzero()[:, 0]
         if never.numel():
             drawn = torch.empty(never.numel(), self.record.num_bytes, dtype=torch.uint8)
@@ -91,10 +91,25 @@ class SavedRows:
                 yield first * size, min((last + 1) * size, self.num_rows)
 
     def close(self) -> None:
-        self._file.close()
+        with self._in_use:
+            self._blocks.file.close()
 
     def __enter__(self) -> SavedRows:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _open(path: Path) -> tuple[dict[str, Any], Blocks]:
+    """A snapshot's header, and its blocks."""
+    what = f"snapshot {path}"
+    file = headers.open_file(what, path)
+    try:
+        header = headers.read(what, file, headers.ROWS)
+        layout = Layout(header["num_rows"], header["record_bytes"])
+        headers.refuse_size(header, file.size(), layout, what)
+        return header, Blocks(header["table"], file, layout, scan(header["table"], file, layout))
+    except BaseException:
+        file.close()
+        raise

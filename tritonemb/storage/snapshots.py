@@ -6,7 +6,6 @@ numbers, then those blocks as they stand in the table's file. Every page has a c
 
 from __future__ import annotations
 
-import errno
 import uuid
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from tritonemb.storage import header as headers
+from tritonemb.storage.apart import apart
 from tritonemb.storage.blocks import BUFFER_BYTES, Blocks
 from tritonemb.storage.clone import clone_or_copy
 from tritonemb.storage.file import PageFile, aside, create, give_name, write_page
@@ -22,7 +22,7 @@ from tritonemb.storage.header import Identity
 from tritonemb.storage.lanes import borrow
 from tritonemb.storage.layout import PAGE_BYTES, PAYLOAD_BYTES, Layout
 from tritonemb.storage.scan import scan
-from tritonemb.storage.store import StorageError
+from tritonemb.storage.store import StorageError, advice
 
 _NUMBERS = PAYLOAD_BYTES // 8 - 1  # that a group's first page has room for, behind their count
 _INDEX_SEED = 1 << 62  # of that page's checksum, to which its place is added: no page of rows has such a number
@@ -138,7 +138,7 @@ def restore(path: str | Path, base: str | Path, increments: Sequence[str | Path]
         finally:
             source.close()
 
-    _finish(path, f"file {path}", write)
+    apart(lambda: _finish(path, f"file {path}", write))
 
 
 def _apply(path: Path, blocks: Blocks, before: dict[str, Any]) -> dict[str, Any]:
@@ -216,10 +216,7 @@ def _finish(path: Path, what: str, write: Callable[[], PageFile]) -> None:
     except StorageError:
         raise
     except (OSError, EOFError, OverflowError) as error:
-        advice = (
-            "make room there" if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) else "check the disk"
-        )
-        raise StorageError(f"{what} could not be written: {error}; {advice}") from error
+        raise StorageError(f"{what} could not be written: {error}; {advice(error, 'check the disk')}") from error
 
 
 def _refuse_size(file: PageFile, expected: int) -> None:

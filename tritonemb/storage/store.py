@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Callable
@@ -28,6 +29,14 @@ class StorageError(OSError):
     """
 
     told = False
+
+
+def advice(error: BaseException, otherwise: str) -> str:
+    """What to do about an error: have more of what has run out, or `otherwise`."""
+    code = getattr(error, "errno", None)
+    if code in (errno.EMFILE, errno.ENFILE):
+        return "each table on disk has a file open: raise the limit of open files (`ulimit -n`)"
+    return "make room there" if code in (errno.ENOSPC, errno.EDQUOT) else otherwise
 
 
 class Pending:

@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable
 
+from tritonemb.storage.apart import stop_if_given_up
 from tritonemb.storage.store import Pending, StorageError
 
 DEFAULT_THREADS = 16
@@ -19,7 +20,7 @@ class Job:
 
     def __init__(self, work: Callable[[int], object], num_tasks: int) -> None:
         self._work, self._lock = work, threading.Lock()
-        self._next, self._num_tasks, self._running = 0, num_tasks, 0
+        self._next, self.num_tasks, self._running = 0, num_tasks, 0
         self._ended = threading.Event()
         if num_tasks == 0:
             self._ended.set()
@@ -29,7 +30,7 @@ class Job:
         """Run a task, if one is left; whether there may be more."""
         with self._lock:
             task = self._next
-            if task >= self._num_tasks:
+            if task >= self.num_tasks:
                 return False
             self._next += 1
             self._running += 1
@@ -41,9 +42,9 @@ class Job:
         with self._lock:
             if failure is not None:
                 self._failures.append((task, failure))
-                self._next = self._num_tasks
+                self._next = self.num_tasks
             self._running -= 1
-            over = self._next >= self._num_tasks
+            over = self._next >= self.num_tasks
             if over and self._running == 0:
                 self._ended.set()
         return not over
@@ -53,6 +54,14 @@ class Job:
         self._ended.wait()
         if self._failures:
             raise min(self._failures, key=lambda entry: entry[0])[1]
+
+    def give_up(self) -> None:
+        """Have no more tasks drawn, and wait for those that were."""
+        with self._lock:
+            self._next = self.num_tasks
+            if self._running == 0:
+                self._ended.set()
+        self._ended.wait()
 
 
 class IoThreads:
@@ -73,16 +82,22 @@ class IoThreads:
         """Call `work(0) … work(num_tasks - 1)`, each once; returns when all have ended. May be called by many threads.
 
         Raises:
-            BaseException: what the first of them that failed has raised; those not begun by then are left out.
+            BaseException: what the first of them that failed has raised, or a signal's handler, when those begun by
+                then have ended; the others are left out.
         """
-        self.begin(work, num_tasks).wait()
+        stop_if_given_up()
+        job = Job(work, num_tasks)
+        try:
+            self._share(job)
+            job.wait()
+        except BaseException:
+            job.give_up()
+            raise
 
     def begin(self, work: Callable[[int], object], num_tasks: int) -> Job:
         """As `run`, which is not waited for."""
-        job, wanted = Job(work, num_tasks), min(num_tasks, self.num_threads)
-        self._start(wanted)
-        for _ in range(wanted):
-            self._jobs.put(job)
+        job = Job(work, num_tasks)
+        self._share(job)
         return job
 
     def close(self) -> None:
@@ -92,12 +107,25 @@ class IoThreads:
                 self._jobs.put(None)
             self._started = 0
 
-    def _start(self, wanted: int) -> None:
+    def _share(self, job: Job) -> None:
+        helpers = self._start(min(job.num_tasks, self.num_threads))
+        for _ in range(helpers):
+            self._jobs.put(job)
+        if helpers == 0:
+            while job.step():
+                pass
+
+    def _start(self, wanted: int) -> int:
+        """Have so many threads, or as many as there can be: no more are started when the interpreter ends."""
         with self._lock:
             while self._started < wanted:
                 name = f"tritonemb-disk-{self._started}"
-                threading.Thread(target=_help, args=(self._jobs,), name=name, daemon=True).start()
+                try:
+                    threading.Thread(target=_help, args=(self._jobs,), name=name, daemon=True).start()
+                except RuntimeError:
+                    break
                 self._started += 1
+            return min(wanted, self._started)
 
 
 def _help(jobs: queue.SimpleQueue[Job | None]) -> None:
@@ -123,30 +151,38 @@ class Operations:
         pending = Pending()
         with self._lock:
             if self._thread is None:  # the thread knows the queue alone: a store that is dropped must be collected
-                self._thread = threading.Thread(target=_work, args=(self._queue,), name=self._name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=_work, args=(self._queue,), name=self._name, daemon=True)
+                thread.start()
+                self._thread = thread
             self._queue.put((work, pending))
         return pending
 
-    def end(self) -> threading.Thread | None:
-        """Let the thread end after what it was asked for; what to wait for, if there is anything."""
+    def end(self, last: Callable[[], None]) -> Pending:
+        """As `ask`, for the last time; if there is no thread yet, it runs here and now."""
+        pending = Pending()
         with self._lock:
             thread, self._thread = self._thread, None
             if thread is not None:
+                self._queue.put((last, pending))
                 self._queue.put(None)
-        return thread
+        if thread is None:
+            _do(last, pending)
+        return pending
 
 
 def _work(asked: queue.SimpleQueue[tuple[Callable[[], None], Pending] | None]) -> None:
     while (entry := asked.get()) is not None:
-        work, pending = entry
-        try:
-            work()
-        except BaseException as failure:
-            pending.end(failure)
-        else:
-            pending.end()
-        del work, pending, entry
+        _do(*entry)
+        del entry
+
+
+def _do(work: Callable[[], None], pending: Pending) -> None:
+    try:
+        work()
+    except BaseException as failure:
+        pending.end(failure)
+    else:
+        pending.end()
 
 
 _shared: IoThreads | None = None
