@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -441,6 +442,29 @@ def test_what_it_cannot_be(tmp_path, options, message):
     disk_rows(tmp_path / "rows", 100, 516).close()
     with pytest.raises(ValueError, match=message):
         disk_rows(tmp_path / "rows", 100, 516, **options)
+
+
+@pytest.mark.parametrize("host_rows", [None, 32])
+def test_tables_and_rows_of_inference_mode(tmp_path, host_rows):
+    """Its tensors cannot be changed without it."""
+
+    @torch.inference_mode()
+    def first() -> tuple[DiskRows, torch.Tensor]:
+        store = disk_rows(tmp_path / "rows", 100, 516, host_rows=host_rows)
+        write(store, range(0, 100, 3), 1).wait()
+        return store, read(store, range(100))
+
+    model = Model(516)
+    model.write(range(0, 100, 3), 1)
+    with ThreadPoolExecutor(1) as pool:
+        store, found = pool.submit(first).result()
+    assert found.equal(model.read(range(100)))
+    write(store, [5, 6], 2).wait()
+    model.write([5, 6], 2)
+    assert read(store, range(100)).equal(model.read(range(100)))
+    store.close()
+    with disk_rows(tmp_path / "rows", 100, 516) as store:
+        assert read(store, range(100)).equal(model.read(range(100)))
 
 
 def test_more_rows_than_there_is_memory_for(tmp_path):

@@ -7,6 +7,8 @@ import queue
 import threading
 from collections.abc import Callable
 
+import torch
+
 from tritonemb.storage.apart import stop_if_given_up
 from tritonemb.storage.store import Pending, StorageError
 
@@ -170,6 +172,7 @@ class Operations:
         return pending
 
 
+@torch.inference_mode()  # tensors that were made in that mode can be changed in it alone, others everywhere
 def _work(asked: queue.SimpleQueue[tuple[Callable[[], None], Pending] | None]) -> None:
     while (entry := asked.get()) is not None:
         _do(*entry)
