@@ -1,5 +1,10 @@
+import errno
+import itertools
 import os
 import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -177,3 +182,120 @@ def test_a_folder_without_permission_is_reported(tmp_path):
 def test_options_are_checked(options, message):
     with pytest.raises(ValueError, match=message):
         CheckpointOptions(**options)
+
+
+class Killed(BaseException):
+    """The process is no more: nothing that follows is done."""
+
+
+def ends_before(call, *args, **kwargs):
+    raise Killed
+
+
+def ends_behind(call, *args, **kwargs):
+    call(*args, **kwargs)
+    raise Killed
+
+
+def ends_within(call, *args, **kwargs):
+    """Of a folder that is removed, one file is gone, and that it was whole can be read still."""
+    if call.__name__ == "rmtree" and os.path.isdir(args[0]):
+        next(path for path in Path(args[0]).iterdir() if path.name != MANIFEST).unlink(missing_ok=True)
+    raise Killed
+
+
+def fails(call, *args, **kwargs):
+    raise OSError(errno.EIO, "the disk is broken")
+
+
+def fault_at(monkeypatch, number: int, fault) -> Callable[[], int]:
+    """From now on the call of this number, among those that change or sync what the disk has, goes wrong."""
+    calls = 0
+
+    def counted(call):
+        def called(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            return fault(call, *args, **kwargs) if calls == number else call(*args, **kwargs)
+
+        return called
+
+    for module, name in ((os, "rename"), (os, "fsync"), (shutil, "rmtree")):
+        monkeypatch.setattr(module, name, counted(getattr(module, name)))
+    return lambda: calls
+
+
+def value_in(path: Path | None) -> float:
+    """What `tensors` was asked for, after a check that the checkpoint is whole."""
+    assert path is not None
+    read_manifest(path)
+    found = tensors(0.0)
+    load_tensors(path, found)
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors(float(found["model.step"])).items())
+    return float(found["model.step"])
+
+
+@pytest.mark.parametrize("fault", [ends_before, ends_behind, ends_within, fails])
+def test_a_whole_checkpoint_is_there_whatever_goes_wrong_while_one_is_replaced(tmp_path, monkeypatch, fault):
+    for number in itertools.count(1):
+        folder = saved(CheckpointFolder(tmp_path / str(number)), 5)
+        folder.mark_best(5)
+        with monkeypatch.context() as patched, suppress(Killed, CheckpointError):
+            calls = fault_at(patched, number, fault)
+            folder.save(5, tensors(6.0), {})
+        assert folder.steps() == [5]
+        found = value_in(CheckpointFolder(folder.folder).latest())
+        assert found in (5.0, 6.0)
+        assert value_in(folder.best()) == 5.0
+        saved(folder, 7)
+        assert sorted(path.name for path in folder.folder.iterdir()) == ["best-5", "step-5", "step-7"]
+        assert value_in(folder.path(5)) == found
+        if calls() < number:  # nothing has gone wrong any more
+            break
+    assert number > 9
+
+
+@pytest.mark.parametrize("fault", [ends_before, ends_behind, ends_within, fails])
+def test_the_best_checkpoint_is_there_whatever_goes_wrong_while_it_is_marked_again(tmp_path, monkeypatch, fault):
+    for number in itertools.count(1):
+        folder = saved(CheckpointFolder(tmp_path / str(number)), 5)
+        folder.mark_best(5)
+        folder.save(5, tensors(6.0), {})
+        with monkeypatch.context() as patched, suppress(Killed, CheckpointError):
+            calls = fault_at(patched, number, fault)
+            folder.mark_best(5)
+        assert value_in(folder.latest()) == 6.0
+        assert value_in(CheckpointFolder(folder.folder).best()) in (5.0, 6.0)
+        folder.mark_best(5)
+        assert sorted(path.name for path in folder.folder.iterdir()) == ["best-5", "step-5"]
+        assert value_in(folder.best()) == 6.0
+        if calls() < number:
+            break
+    assert number > 7
+
+
+def test_a_checkpoint_that_waits_for_its_name_can_be_marked_and_replaced(tmp_path):
+    folder = saved(CheckpointFolder(tmp_path), 4, 5)
+    folder.path(5).rename(tmp_path / ".replaced-step-5")
+    assert folder.latest() == folder.path(5) == tmp_path / ".replaced-step-5"
+    folder.mark_best(5)
+    assert value_in(folder.best()) == 5.0
+    folder.path(5).rename(tmp_path / ".replaced-step-5")
+    folder.save(5, tensors(6.0), {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best-5", "step-4", "step-5"]
+    assert value_in(folder.latest()) == 6.0
+
+
+def test_a_failure_leaves_the_earlier_checkpoint_its_name(tmp_path, monkeypatch):
+    folder = saved(CheckpointFolder(tmp_path), 5)
+    rename = os.rename
+
+    def refuse(source, target):
+        if os.path.basename(source).startswith(".writing-"):
+            raise OSError(errno.EIO, "the disk is broken")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(CheckpointError, match="the disk is broken.*The checkpoint step-5 is whole"):
+        saved(folder, 5)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-5"]

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -40,7 +40,8 @@ from tritonemb.training.checkpoints.tensors import bytes_to_write, refuse_missin
 from tritonemb.training.checkpoints.together import is_first, of_first, together
 from tritonemb.training.checkpoints.writing import write_tensors
 
-Value = TypeVar("Value")
+# What begins with these is half-written; whole, of which a new one was to take the name; half-removed.
+WRITING, REPLACED, DROPPED = ".writing-", ".replaced-", ".dropped-"
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,9 @@ class Begun:
 class CheckpointFolder:
     """The checkpoints of one run: `step-<n>`, the newest `keep` of them, and `best-<n>`.
 
-    What a killed process left half-written begins with a dot, and is removed when the next checkpoint is written.
+    What a killed process left half-written begins with a dot, and is removed when the next checkpoint is written. So
+    does a whole checkpoint, `.replaced-step-<n>`, of which a new one was about to take the name: it stands for that one
+    wherever checkpoints are looked for, and gets its name back when the next one is written.
 
     With a `group` of several ranks all of them call a method together. Each writes its own tensors into one folder,
     which must be on a file system that all of them share; rank 0 does all else. What fails on one fails on all.
@@ -89,7 +92,8 @@ class CheckpointFolder:
         return self._numbers("step")
 
     def path(self, step: int) -> Path:
-        return self.folder / f"step-{step}"
+        """Where the checkpoint of a step is, or would be."""
+        return self._place(f"step-{step}")
 
     def latest(self, group: Group | None = None) -> Path | None:
         """The newest checkpoint, if there is one; with several ranks, what rank 0 finds."""
@@ -104,7 +108,7 @@ class CheckpointFolder:
     def best(self) -> Path | None:
         """The checkpoint of the best evaluation, if there is one."""
         steps = self._numbers("best")
-        return self.folder / f"best-{steps[-1]}" if steps else None
+        return self._place(f"best-{steps[-1]}") if steps else None
 
     def save(
         self, step: int, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], group: Group | None = None
@@ -134,7 +138,7 @@ class CheckpointFolder:
         plain, tables = tables_of(tensors)
         refuse_missing_parts(tensors, group)
         needed = bytes_to_write(plain, group)
-        aside = self.folder / f".writing-step-{step}"
+        aside = self.folder / f"{WRITING}step-{step}"
 
         def bring_back() -> tuple[bool, int]:
             write_back(saved_by(tables))
@@ -170,12 +174,12 @@ class CheckpointFolder:
             tensors: without those of tables on disk.
         """
         step = begun.step
-        aside = self.folder / f".writing-step-{step}"
+        aside = self.folder / f"{WRITING}step-{step}"
 
         def put() -> None:
             _refuse_missing(aside, files)
             write(aside / MANIFEST, json.dumps({"format": FORMAT, **manifest, **more, "files": files}, indent=1))
-            self._put(aside, self.path(step))
+            self._put(aside, self.folder / f"step-{step}")
             self._drop_after(step)
             for old in self.steps()[: -self.keep]:
                 self._drop(self.path(old))
@@ -200,7 +204,7 @@ class CheckpointFolder:
         Raises:
             CheckpointError: as `save` does.
         """
-        source, aside = self.path(step), self.folder / f".writing-best-{step}"
+        source, aside = self.folder / f"step-{step}", self.folder / f"{WRITING}best-{step}"
 
         def mark() -> None:
             self._remove_leftovers()
@@ -237,29 +241,49 @@ class CheckpointFolder:
     def _numbers(self, kind: str) -> list[int]:
         if not self.folder.is_dir():
             return []
-        parts = [entry.name.partition("-") for entry in self.folder.iterdir() if (entry / MANIFEST).is_file()]
+        names = {entry.name.removeprefix(REPLACED) for entry in self.folder.iterdir()}
+        parts = [name.partition("-") for name in names if (self._place(name) / MANIFEST).is_file()]
         return sorted(int(number) for name, _, number in parts if name == kind and number.isdecimal())
 
+    def _place(self, name: str) -> Path:
+        """Where the checkpoint of this name is, or would be. Whoever reads it changes nothing here."""
+        final, replaced = self.folder / name, self.folder / f"{REPLACED}{name}"
+        return replaced if replaced.exists() and not final.exists() else final
+
     def _put(self, aside: Path, final: Path) -> None:
-        """Give a whole folder its name; a checkpoint of the same name, of a run that has been taken back, goes."""
+        """Give a whole folder its name; a checkpoint of the same name, of a run that has been taken back, goes then."""
         sync(aside)
+        replaced = self.folder / f"{REPLACED}{final.name}"
         if final.exists():
-            self._drop(final)
+            os.rename(final, replaced)
         os.rename(aside, final)
         sync(self.folder)
+        if replaced.exists():
+            self._drop(replaced)
 
     def _drop(self, path: Path) -> None:
         """Take its name away first: a half-removed checkpoint is none."""
-        aside = self.folder / f".dropped-{path.name}"
+        aside = self.folder / f"{DROPPED}{path.name}"
         shutil.rmtree(aside, ignore_errors=True)
         os.rename(path, aside)
         shutil.rmtree(aside)
 
     def _remove_leftovers(self) -> None:
+        """Of a process that was killed; only for who writes checkpoints here."""
         if self.folder.is_dir():
+            self._put_back()
             for entry in self.folder.iterdir():
-                if entry.name.startswith((".writing-", ".dropped-")):
+                if entry.name.startswith(REPLACED):
+                    self._drop(entry)
+                elif entry.name.startswith((WRITING, DROPPED)):
                     shutil.rmtree(entry)
+
+    def _put_back(self) -> None:
+        """Where a checkpoint has lost its name and the new one has not got it, the old one has it again."""
+        for replaced in self.folder.glob(f"{REPLACED}*"):
+            final = self.folder / replaced.name.removeprefix(REPLACED)
+            if not final.exists():
+                os.rename(replaced, final)
 
     def _failure(self, step: int, needed: int, error: BaseException, group: Group | None) -> CheckpointError:
         cause = error
@@ -268,8 +292,10 @@ class CheckpointFolder:
             if not isinstance(cause, Exception):  # somebody wants the process to end
                 raise cause
         if is_first(group):  # all ranks have stopped writing
-            for entry in (self.folder / f".writing-step-{step}", self.folder / f".writing-best-{step}"):
-                shutil.rmtree(entry, ignore_errors=True)
+            for kind in ("step", "best"):
+                shutil.rmtree(self.folder / f"{WRITING}{kind}-{step}", ignore_errors=True)
+            with suppress(OSError):  # it is found where it is, too
+                self._put_back()
         free, kept = free_bytes(self.folder), self.latest()
         return CheckpointError(
             f"the checkpoint of step {step} could not be written to {self.folder}: {cause}. It needs {needed:,} bytes, "
