@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 
 import pytest
 import torch
@@ -12,10 +14,22 @@ from tests.training import jobs
 from tritonemb.comm.agreement import Agreement, RankFailed
 from tritonemb.comm.group import Group
 from tritonemb.data.source import ReadReport, Step, Stream
+from tritonemb.training import ahead as ahead_module
 from tritonemb.training.ahead import Ahead
 from tritonemb.training.pipeline import Say, empty_batch, prepare
 
 CPU = torch.device("cpu")
+
+
+def closes(function: Callable[[], object], release: threading.Event) -> bool:
+    """Whether it returns before what is waited for is released, which is done at last."""
+    thread = threading.Thread(target=function)
+    thread.start()
+    thread.join(10)
+    returned = not thread.is_alive()
+    release.set()
+    thread.join()
+    return returned
 
 
 class TestAhead:
@@ -63,20 +77,46 @@ class TestAhead:
         assert not any(thread.name == "test-closing" for thread in threading.enumerate())
         assert len(made) == 3 or not collective  # ranks that close end with as many
 
-    def test_after_a_failure_nobody_waits_for_a_thread_that_hangs(self):
-        release = threading.Event()
+    @pytest.mark.parametrize("collective", [False, True])
+    def test_after_a_failure_nobody_waits_for_a_thread_that_hangs(self, monkeypatch, collective):
+        monkeypatch.setattr(ahead_module, "GRACE", 0.01)
+        asked, release, ended = threading.Event(), threading.Event(), threading.Event()
 
         def hanging():
-            yield 0
-            release.wait()
-            yield 1
+            try:
+                yield 0
+                asked.set()
+                release.wait()
+                yield 1
+            finally:
+                ended.set()
 
-        ahead = Ahead(hanging(), 1, "test", collective=True)
+        ahead = Ahead(hanging(), 1, "test", collective)
         assert next(ahead) == 0
-        begin = time.monotonic()
-        ahead.__exit__(RuntimeError, RuntimeError("elsewhere"), None)
-        assert time.monotonic() - begin < 10.0
-        release.set()
+        assert asked.wait(60)
+        assert closes(lambda: ahead.__exit__(RuntimeError, RuntimeError("elsewhere"), None), release)
+        assert ended.wait(60)  # it ends when it can, without another item
+        with pytest.raises(StopIteration):
+            next(ahead)
+
+    @pytest.mark.parametrize("allow", [None, nullcontext], ids=["at once", "allowed"])
+    def test_after_a_failure_data_that_do_not_come_are_given_up(self, monkeypatch, allow):
+        """What the thread waits for gives up when its stream is closed, which is behind the end of the items."""
+        monkeypatch.setattr(ahead_module, "GRACE", 0.01)
+        asked, given_up = threading.Event(), threading.Event()
+
+        def steps():
+            asked.set()
+            given_up.wait()
+            yield from ()
+
+        def fail():
+            stream = Stream(steps(), {}, on_stop=given_up.set)
+            with suppress(KeyError), stream, Ahead((batch for batch in stream), 1, "test", allow=allow):
+                assert asked.wait(60)
+                raise KeyError
+
+        assert closes(fail, given_up)
 
 
 def stream_of(batches, fail_after: int | None = None, hang_after: int | None = None, hang: float = 0.0) -> Stream:

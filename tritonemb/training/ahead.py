@@ -23,11 +23,13 @@ class Ahead(Generic[T]):
         source: run and closed in the thread; in the caller's where `depth` is 0.
         depth: items that are made beyond those taken.
         name: of the thread.
-        collective: whether items hold collectives. Then all those that may be made are made before the thread ends, and
-            after a failure nobody waits for it, for it may be waiting for a rank that is no more.
+        collective: whether items hold collectives. Then all those that may be made are made before the thread ends,
+            unless there was a failure.
         allow: called in the thread that takes items each time it lets one more be made, which is then made inside the
-            context that this has returned. All those that may be made are made before the thread ends then, too, unless
-            there was a failure.
+            context that this has returned. All those that may be made are made before the thread ends then, too.
+
+    After a failure the thread gets `GRACE` to end, for it may wait for a rank that is no more, or for data that do not
+    come before whoever closes what `source` reads from has told it so. It ends then, with the item that it is making.
     """
 
     def __init__(
@@ -96,7 +98,7 @@ class Ahead(Generic[T]):
             self._items.clear()
             self._changed.notify_all()
         if self._thread is not threading.current_thread():
-            self._thread.join(GRACE if self._collective and failed else None)
+            self._thread.join(GRACE if failed else None)
 
     def __enter__(self) -> Ahead[T]:
         return self
@@ -116,7 +118,8 @@ class Ahead(Generic[T]):
                 except StopIteration:
                     break
                 with self._changed:
-                    self._items.append(item)
+                    if not self._stopped:
+                        self._items.append(item)
                     self._changed.notify_all()
                 del item  # or it would stay until the next one is there
         except BaseException as caught:
