@@ -296,6 +296,6 @@ def test_a_failure_leaves_the_earlier_checkpoint_its_name(tmp_path, monkeypatch)
         rename(source, target)
 
     monkeypatch.setattr(os, "rename", refuse)
-    with pytest.raises(CheckpointError, match="the disk is broken.*The checkpoint step-5 is whole"):
+    with pytest.raises(CheckpointError, match=r"the disk is broken.*The checkpoint step-5 is whole"):
         saved(folder, 5)
     assert [path.name for path in tmp_path.iterdir()] == ["step-5"]
