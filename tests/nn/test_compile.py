@@ -175,7 +175,7 @@ def test_keys_in_another_order_and_unused_ones():
     collection = copy.deepcopy(make_collection(CONFIGS, te.optim.Adam(lr=0.1)))
     twin = copy.deepcopy(collection)
     rows = {"a": 11, "b": 11}
-    for keys in (["b", "unused", "a"], ["a", "b"]):
+    for keys in (["b", "unused\nkey", "a"], ["a", "b"]):
         batch = random_batch(rows, keys, 6, 3, weighted=True)
         grad = torch.randn(6, 39)
         train(torch.compile(collection, fullgraph=True), [(batch, grad)])

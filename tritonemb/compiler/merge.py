@@ -16,7 +16,7 @@ from tritonemb.compiler.order import ancestors, dependencies
 from tritonemb.compiler.report import Fused
 from tritonemb.compiler.results import find_runs, in_order, use_columns, use_rows, use_runs
 from tritonemb.compiler.values import Writer, value_of
-from tritonemb.kernels.layout import MEAN, SUM, Layout, TableRow
+from tritonemb.kernels.layout import MEAN, SUM, Layout, TableRow, lines_of
 from tritonemb.ops.accumulate import NOT_ACCUMULATING
 from tritonemb.types import seed_of
 
@@ -82,8 +82,8 @@ def _write_layout(lookups: Sequence[Lookup], tables: list[Node], pooled: bool, w
         torch.tensor(rows, dtype=torch.int64, device=device),
         torch.tensor(uses, dtype=torch.int64, device=device),
         torch.arange(len(lookups) + 1, dtype=torch.int64, device=device),
-        "\n".join(name_of[table] for table in tables),
-        "\n".join(lookup.feature for lookup in lookups),
+        lines_of(name_of[table] for table in tables),
+        lines_of(lookup.feature for lookup in lookups),
         1,
         first_rows[-1],
         columns[-1] if pooled else lookups[0].dim,

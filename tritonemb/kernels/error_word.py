@@ -16,7 +16,7 @@ from torch import Tensor
 from tritonemb.kernels import errors
 from tritonemb.kernels.addresses import on_device
 from tritonemb.kernels.language import jit, tl
-from tritonemb.kernels.layout import Layout
+from tritonemb.kernels.layout import Layout, names_in
 
 _ID, _OFFSETS, _GRADIENT, _FIRST, _LAST = range(1, 6)
 BAD_ID, BAD_OFFSETS, BAD_GRADIENT, BAD_FIRST_OFFSET, BAD_LAST_OFFSET = (
@@ -79,7 +79,7 @@ def poll(device: torch.device) -> None:
     kind = int(word.record[0])
     word.record.zero_()
     word.lock.zero_()
-    table_names, feature_names = (text.splitlines() for text in _names[names])
+    table_names, feature_names = map(names_in, _names[names])
     if kind == _ID:
         raise errors.id_out_of_range(table_names[table], feature_names[key], sample, where, value, rows)
     if kind == _FIRST:

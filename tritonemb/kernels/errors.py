@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from tritonemb.kernels.addresses import int64_at
-from tritonemb.kernels.layout import FIRST_ROW, NUM_ROWS, ROW_IDS, TABLE, Layout, batch_size_of
+from tritonemb.kernels.layout import FIRST_ROW, NUM_ROWS, ROW_IDS, TABLE, Layout, batch_size_of, names_in
 
 
 def bad_id(position: int, values: Tensor, offsets: Tensor, layout: Layout) -> ValueError:
@@ -18,7 +18,7 @@ def bad_id(position: int, values: Tensor, offsets: Tensor, layout: Layout) -> Va
     value = int(values[position])
     uses = layout.lookups[int(layout.key_starts[key]) : int(layout.key_starts[key + 1])]
     table = next(t for t in uses[:, TABLE].tolist() if not 0 <= value < int(layout.tables[t, NUM_ROWS]))
-    names = layout.table_names.splitlines()[table], layout.feature_names.splitlines()[key]
+    names = names_in(layout.table_names)[table], names_in(layout.feature_names)[key]
     return id_out_of_range(*names, sample, position, value, int(layout.tables[table, NUM_ROWS]))
 
 
@@ -38,7 +38,7 @@ def bad_offsets(bag: int, offsets: Tensor, num_values: int, layout: Layout) -> V
     if bag == offsets.numel() - 1:
         return offsets_do_not_end_with_values(int(offsets[-1]), num_values)
     key, sample = divmod(bag, batch_size_of(offsets, layout.key_starts))
-    feature = layout.feature_names.splitlines()[key]
+    feature = names_in(layout.feature_names)[key]
     return offsets_do_not_ascend(feature, sample, int(offsets[bag]), int(offsets[bag + 1]), num_values)
 
 
@@ -63,7 +63,7 @@ def bad_gradient(row: int, layout: Layout) -> ValueError:
     """The summed gradient of linear row `row` is NaN or infinite."""
     first_rows = layout.tables[:, FIRST_ROW].numpy()
     table = int(np.searchsorted(first_rows, row, side="right")) - 1
-    name, place = layout.table_names.splitlines()[table], row - int(first_rows[table])
+    name, place = names_in(layout.table_names)[table], row - int(first_rows[table])
     num_rows, row_ids = layout.tables[table, [NUM_ROWS, ROW_IDS]].tolist()
     return gradient_not_finite(name, int(int64_at(row_ids, num_rows)[place]) if row_ids else place)
 

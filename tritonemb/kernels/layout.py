@@ -7,7 +7,7 @@ moved: only these small arrays differ.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -53,7 +53,7 @@ class Layout(NamedTuple):
         tables: int64 `[T, 7]`, a `TableRow` each.
         lookups: int64 `[L, 4]`, by key: table, first column of the output, dim, pooling.
         key_starts: int64 `[K + 1]`: the lookups of key `k` are `key_starts[k] … key_starts[k + 1] - 1`.
-        table_names, feature_names: one a line; for error messages.
+        table_names, feature_names: one a line (`names_in`); for error messages.
         multiplicity: most lookups of one key.
         num_rows: linear rows, those of all tables.
         width: columns of the output.
@@ -104,13 +104,23 @@ def make_layout(
         torch.tensor(table_rows, dtype=torch.int64, device=device).reshape(-1, TABLE_SIZE),
         torch.tensor(lookups, dtype=torch.int64, device=device).reshape(-1, 4),
         torch.tensor(key_starts, dtype=torch.int64, device=device),
-        "\n".join(table.name for table in tables),
-        "\n".join(keys),
+        lines_of(table.name for table in tables),
+        lines_of(keys),
         max([0, *[len(uses) for uses in by_key]]),
         first_row,
         width,
         pooled,
     )
+
+
+def lines_of(names: Iterable[str]) -> str:
+    """Names as one text, as custom ops take it. The keys of a batch that nobody looks up may have line breaks."""
+    return "\n".join(name.replace("\n", " ") for name in names)
+
+
+def names_in(lines: str) -> list[str]:
+    """The names of `lines_of`. Not `splitlines`, which ends lines elsewhere, too: a name may have such characters."""
+    return lines.split("\n")
 
 
 def batch_size_of(offsets: Tensor, key_starts: Tensor) -> int:

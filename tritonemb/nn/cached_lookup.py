@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,7 +53,8 @@ def bring(collection: Collection, cache: RowCache, features: Features, before: B
     keys, values, offsets, weights = parts_of(features)
     given = KeyedJaggedTensor(keys, values, weights, offsets=offsets)
     layout = collection.layout(keys, values.device)
-    batch = given if layout.multiplicity <= 1 else _lanes_of(collection, given)
+    lanes = _lanes(collection, keys, layout)
+    batch = given if lanes is None else _split(given, lanes)
     whole, own = slot_layouts(collection, cache, tuple(batch.keys()), batch.values().device)
 
     def refuse_bad_ids() -> None:
@@ -105,7 +106,9 @@ def look_up_cached(
     collection._refuse_replicas()
     collection._check_trainable(weights)
     if collection._accumulating:
-        collection._remember_keys(list(lookup.layout.feature_names.splitlines()))
+        keys, values, _, _ = parts_of(features)
+        lanes = _lanes(collection, keys, collection.layout(keys, values.device))
+        collection._remember_keys(keys if lanes is None else list(lanes))
         collection._leases.append(lease)
     return look_up(_Held(collection, lease), weights[0], lookup)
 
@@ -193,23 +196,33 @@ def _refuse_bad_ids(values: Tensor, offsets: Tensor, layout: Layout) -> None:
         raise errors.bad_id(int(bad.nonzero()[0]), values, offsets, layout)
 
 
-def _lanes_of(collection: Collection, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """The batch with a key for each lookup: a value is one row of one table then.
+def _lanes(collection: Collection, keys: Sequence[str], layout: Layout) -> dict[str, str] | None:
+    """For each lookup a key of its own, and the feature that it is of; None if no key of `layout` has two lookups.
 
     Keys keep their order, so a row's gradients are summed in the order in which they would be on the device.
     """
-    parts = []
-    for feature in list(batch.keys()):
-        for config in collection.configs:
-            if feature in config.feature_names:
-                part, lane = batch[feature], _lane(config.name, feature)
-                parts.append(KeyedJaggedTensor([lane], part.values(), part.weights_or_none(), offsets=part.offsets()))
-    return KeyedJaggedTensor.concat(parts)
+    if layout.multiplicity <= 1:
+        return None
+    return {
+        _lane(config.name, feature): feature
+        for feature in keys
+        for config in collection.configs
+        if feature in config.feature_names
+    }
 
 
 def _lane(table: str, feature: str) -> str:
-    """A feature as one table sees it."""
-    return f"{feature} of {table}"
+    """A feature as one table sees it. A table's name has no dot, so there is one such pair for a lane."""
+    return f"{table}.{feature}"
+
+
+def _split(batch: KeyedJaggedTensor, lanes: Mapping[str, str]) -> KeyedJaggedTensor:
+    """The batch with a key for each lane: a value is one row of one table then."""
+    parts = []
+    for lane, feature in lanes.items():
+        part = batch[feature]
+        parts.append(KeyedJaggedTensor([lane], part.values(), part.weights_or_none(), offsets=part.offsets()))
+    return KeyedJaggedTensor.concat(parts)
 
 
 def slot_layouts(

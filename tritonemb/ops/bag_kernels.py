@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.layout import SEED, Layout, make_layout
+from tritonemb.kernels.layout import SEED, Layout, lines_of, make_layout
 from tritonemb.ops.registry import REFERENCE, choose, kernel
 from tritonemb.ops.row_groups import RowGroups
 from tritonemb.types import TableConfig, seed_of
@@ -36,7 +36,7 @@ def layout_of(tables: tuple[BagTable, ...], pooled: bool, device: torch.device) 
         TableConfig(f"{place}", table.num_rows, table.dim, pooling="mean" if table.mean else "sum")
         for place, table in enumerate(tables)
     ]
-    names = "\n".join(table.name for table in tables)
+    names = lines_of(table.name for table in tables)
     with torch.inference_mode(False):
         layout = make_layout(configs, [config.name for config in configs], pooled)
         layout.tables[:, SEED] = torch.tensor([seed_of(table.name) for table in tables])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.layout import Layout, batch_size_of
+from tritonemb.kernels.layout import Layout, batch_size_of, names_in
 from tritonemb.ops import schema
 from tritonemb.ops.registry import kernel, plain_eager
 from tritonemb.ops.row_groups import RowGroups, check_ids
@@ -55,7 +55,7 @@ def check_devices(weights: Sequence[Tensor], values: Tensor, layout: Layout) -> 
         if weight.device == values.device or (values.is_cuda and weight.device.type == "cpu" and weight.is_pinned()):
             continue
         raise ValueError(
-            f"table {layout.table_names.splitlines()[index]!r} is on {weight.device} but the batch is on "
+            f"table {names_in(layout.table_names)[index]!r} is on {weight.device} but the batch is on "
             f"{values.device}; move one of them with .to()"
         )
 

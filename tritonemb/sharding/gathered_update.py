@@ -28,6 +28,7 @@ from tritonemb.kernels.layout import (
     ROW_ORIGIN,
     SEED,
     Layout,
+    lines_of,
     make_layout,
 )
 from tritonemb.kernels.rounding import narrow_reference, narrow_stochastic_reference, random16_reference
@@ -185,7 +186,7 @@ def _as_batch(
     for table, of_slots in enumerate(ids):
         if of_slots is not None:
             layout.tables[table, ROW_IDS] = of_slots.data_ptr()
-    layout = layout._replace(table_names="\n".join(table.name for table in tables))
+    layout = layout._replace(table_names=lines_of(table.name for table in tables))
     offsets = torch.tensor([0, *[rows.shape[0] for rows in sums.rows]], device=values.device).cumsum(0)
     widest = max(of_table.shape[1] for of_table in sums.sums)
     grad = torch.cat([torch.nn.functional.pad(s, (0, widest - s.shape[1])) for s in sums.sums])
