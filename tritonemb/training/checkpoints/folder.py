@@ -179,10 +179,7 @@ class CheckpointFolder:
         def put() -> None:
             _refuse_missing(aside, files)
             write(aside / MANIFEST, json.dumps({"format": FORMAT, **manifest, **more, "files": files}, indent=1))
-            self._put(aside, self.folder / f"step-{step}")
-            self._drop_after(step)
-            for old in self.steps()[: -self.keep]:
-                self._drop(self.path(old))
+            self._put(aside, self.folder / f"step-{step}", self._outlived(step))
 
         try:
             files = write_tensors(aside, tensors, group)
@@ -211,10 +208,8 @@ class CheckpointFolder:
             aside.mkdir()
             for entry in source.iterdir():
                 link_or_copy(entry, aside / entry.name)
-            self._put(aside, self.folder / f"best-{step}")
-            for old in self._numbers("best"):
-                if old != step:
-                    self._drop(self.folder / f"best-{old}")
+            others = [self.folder / f"best-{old}" for old in self._numbers("best") if old != step]
+            self._put(aside, self.folder / f"best-{step}", others)
 
         try:
             of_first(group, mark, OSError)
@@ -231,12 +226,14 @@ class CheckpointFolder:
                     found.append((self.path(number), read_text(self.path(number))[1]))
         return found
 
-    def _drop_after(self, step: int) -> None:
-        """Remove later checkpoints: the run has gone back behind them, and now goes another way."""
-        for kind in ("step", "best"):
-            for later in self._numbers(kind):
-                if later > step:
-                    self._drop(self.folder / f"{kind}-{later}")
+    def _outlived(self, step: int) -> list[Path]:
+        """What goes when this step has its checkpoint: the later ones, as the run has gone back behind them and now
+        goes another way, and those that are not among the newest `keep` any more.
+        """
+        later = [(kind, number) for kind in ("step", "best") for number in self._numbers(kind) if number > step]
+        earlier = [("step", number) for number in self.steps() if number < step]
+        old = earlier[: max(0, len(earlier) + 1 - self.keep)]
+        return [self.folder / f"{kind}-{number}" for kind, number in later + old]
 
     def _numbers(self, kind: str) -> list[int]:
         if not self.folder.is_dir():
@@ -250,23 +247,23 @@ class CheckpointFolder:
         final, replaced = self.folder / name, self.folder / f"{REPLACED}{name}"
         return replaced if replaced.exists() and not final.exists() else final
 
-    def _put(self, aside: Path, final: Path) -> None:
-        """Give a whole folder its name; a checkpoint of the same name, of a run that has been taken back, goes then."""
+    def _put(self, aside: Path, final: Path, others: Sequence[Path]) -> None:
+        """Give a whole folder its name; others go then, as does one of the same name, of a run that was taken back."""
         sync(aside)
         replaced = self.folder / f"{REPLACED}{final.name}"
         if final.exists():
             os.rename(final, replaced)
         os.rename(aside, final)
         sync(self.folder)
-        if replaced.exists():
-            self._drop(replaced)
+        self._drop([*others, replaced] if replaced.exists() else others)
 
-    def _drop(self, path: Path) -> None:
-        """Take its name away first: a half-removed checkpoint is none."""
-        aside = self.folder / f"{DROPPED}{path.name}"
-        shutil.rmtree(aside, ignore_errors=True)
-        os.rename(path, aside)
-        shutil.rmtree(aside)
+    def _drop(self, paths: Sequence[Path]) -> None:
+        """Take all their names away first: a half-removed checkpoint is none, and removing one may take long."""
+        asides = [self.folder / f"{DROPPED}{path.name}" for path in paths]
+        for path, aside in zip(paths, asides, strict=True):
+            os.rename(path, aside)
+        for aside in asides:
+            shutil.rmtree(aside)
 
     def _remove_leftovers(self) -> None:
         """Of a process that was killed; only for who writes checkpoints here."""
@@ -274,7 +271,7 @@ class CheckpointFolder:
             self._put_back()
             for entry in self.folder.iterdir():
                 if entry.name.startswith(REPLACED):
-                    self._drop(entry)
+                    self._drop([entry])
                 elif entry.name.startswith((WRITING, DROPPED)):
                     shutil.rmtree(entry)
 
