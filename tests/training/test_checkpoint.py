@@ -302,6 +302,27 @@ def test_a_run_that_has_gone_back_goes_on_from_there_however_long_removing_takes
     assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step}" for step in (2, 3, 5, 6)[-keep:]]
 
 
+@pytest.mark.skipif(os.name != "posix", reason="folders cannot be opened")
+def test_without_hard_links_the_best_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    folder, synced, fsync, rename = saved(CheckpointFolder(tmp_path), 5), set(), os.fsync, os.rename
+
+    def link(*_):
+        raise OSError(errno.EPERM, "no hard links here")
+
+    def noted(handle):
+        fsync(handle)
+        synced.add(os.fstat(handle).st_ino)
+
+    def checked(source, target):
+        assert {path.stat().st_ino for path in (source, *source.iterdir())} <= synced
+        rename(source, target)
+
+    for name, function in (("link", link), ("fsync", noted), ("rename", checked)):
+        monkeypatch.setattr(os, name, function)
+    folder.mark_best(5)
+    assert value_in(folder.best()) == 5.0
+
+
 def test_a_failure_leaves_the_earlier_checkpoint_its_name(tmp_path, monkeypatch):
     folder = saved(CheckpointFolder(tmp_path), 5)
     rename = os.rename

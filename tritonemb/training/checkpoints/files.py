@@ -38,7 +38,7 @@ def allocated(path: Path) -> int:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """The same file under another name; a copy, where the file system has no hard links."""
+    """The same file under another name; a copy that is on the disk, where the file system has no hard links."""
     try:
         os.link(source, target)
     except OSError:
@@ -46,13 +46,14 @@ def link_or_copy(source: Path, target: Path) -> None:
             copy_rows(source, target)
         else:
             shutil.copy2(source, target)
+        sync(target)
 
 
-def sync(folder: Path) -> None:
-    """Bring a folder's entries to the disk, where folders can be opened."""
+def sync(path: Path) -> None:
+    """Bring a file, or a folder's entries, to the disk, where folders can be opened."""
     if os.name != "posix":
         return
-    handle = os.open(folder, os.O_RDONLY)
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
