@@ -133,7 +133,11 @@ def table_shapes(model: nn.Module) -> set[tuple[int, ...]]:
     return {tuple(module.weight.shape) for module in model.modules() if isinstance(module, kinds)}
 
 
-@pytest.mark.parametrize("name", CASES)
+# Of models of one kind, some in the long sweep alone.
+QUICK = [pytest.param(name, marks=pytest.mark.slow) if name == "deepfm" else name for name in CASES]
+
+
+@pytest.mark.parametrize("name", QUICK)
 class TestGraphs:
     def test_one_lookup_one_grouping_one_gradient(self, name):
         case = CASES[name]

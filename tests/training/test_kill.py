@@ -135,7 +135,9 @@ def assert_same_run(found: Path, expected: Path) -> None:
     assert sorted(leftovers) == sorted(path.name for path in (expected / "checkpoints").iterdir())
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
+)
 def test_a_signal_ends_training_after_the_step_and_saves(data, undisturbed, tmp_path, number, status):
     process = start(data, tmp_path)
     checkpoints = CheckpointFolder(tmp_path / "checkpoints")
