@@ -199,28 +199,6 @@ def test_a_small_table_is_all_in_memory(tmp_path):
         assert store.counts() == Counts(20, 0, 0)
 
 
-def test_reads_behind_writes_of_many_threads(tmp_path):
-    """Each writes rows of its own, in pages and sets that others' stand in, and reads them right behind it."""
-    store, failures = disk_rows(tmp_path / "rows", 4000, 100, host_rows=1000), []
-
-    def work(number: int) -> None:
-        rows, model = list(range(number, 4000, 8)), Model(100)
-        for turn in range(6):
-            part = rows[turn::2]
-            pending = write(store, part, number * 100 + turn)
-            model.write(part, number * 100 + turn)
-            if not read(store, rows).equal(model.read(rows)) or not pending.done():
-                failures.append((number, turn))
-
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    store.close()
-    assert failures == []
-
-
 def test_a_read_sees_the_writes_before_it_and_none_behind(tmp_path):
     with disk_rows(tmp_path / "rows", 1000, 516, host_rows=32) as store:
         with held(store):

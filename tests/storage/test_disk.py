@@ -106,9 +106,10 @@ def test_empty_batches(tmp_path, num_bytes):
         assert store.changed_pages().tolist() == []
 
 
-def test_many_threads_ask_at_once(tmp_path):
-    """Each writes rows of its own, which share pages with those of the others, and reads them right behind it."""
-    store, failures = disk_rows(tmp_path / "rows", 4000, 100, threads=4), []
+@pytest.mark.parametrize("options", [{"threads": 4}, {"host_rows": 1000}], ids=str)
+def test_many_threads_ask_at_once(tmp_path, options):
+    """Each writes rows of its own, in pages and sets that others' stand in, and reads them right behind it."""
+    store, failures = disk_rows(tmp_path / "rows", 4000, 100, **options), []
 
     def work(number: int) -> None:
         rows, model = list(range(number, 4000, 8)), Model(100)

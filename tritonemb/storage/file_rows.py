@@ -19,7 +19,7 @@ from tritonemb.storage.header import Identity
 from tritonemb.storage.layout import Layout
 from tritonemb.storage.places import Places
 from tritonemb.storage.snapshots import new_name, write_changes, write_whole
-from tritonemb.storage.store import Initial, StorageError
+from tritonemb.storage.store import Initial, StorageError, fill_never_written
 from tritonemb.storage.threads import IoThreads
 
 
@@ -64,13 +64,7 @@ class FileRows:
     def read(self, rows: Tensor, records: Tensor) -> None:
         """Fill `records` with those of the rows, as in `RowStore`."""
         written = self._blocks.read(rows.numpy(), records.data_ptr())
-        never = torch.from_numpy(np.flatnonzero(written == 0))
-        if never.numel() == rows.numel() and never.numel():
-            self._initial(rows, records)
-        elif never.numel():
-            initial = torch.empty(never.numel(), self.identity.record.num_bytes, dtype=torch.uint8)
-            self._initial(rows[never], initial)
-            records[never] = initial
+        fill_never_written(written, rows, records, self._initial)
 
     def write(self, rows: Tensor, records: Tensor) -> None:
         """Make `records` those of the rows; what goes wrong is the table's failure."""

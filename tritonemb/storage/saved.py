@@ -17,7 +17,7 @@ from tritonemb.storage.blocks import Blocks
 from tritonemb.storage.layout import Layout, runs
 from tritonemb.storage.record import Field, Record
 from tritonemb.storage.scan import scan
-from tritonemb.storage.store import Initial, check_request
+from tritonemb.storage.store import Initial, check_request, fill_never_written
 
 
 def snapshot_header(path: str | Path) -> dict[str, Any]:
@@ -75,12 +75,7 @@ class SavedRows:
             with self._in_use:
                 return self._blocks.read(rows.numpy(), records.data_ptr())
 
-        written = apart(read)
-        never = (torch.from_numpy(written) == 0).nonzero()[:, 0]
-        if never.numel():
-            drawn = torch.empty(never.numel(), self.record.num_bytes, dtype=torch.uint8)
-            initial(rows[never], drawn)
-            records[never] = drawn
+        fill_never_written(apart(read), rows, records, initial)
 
     def written(self) -> Iterator[tuple[int, int]]:
         """Bounds of rows, ascending, beside which none was ever written; among them are such, too."""

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -97,6 +98,17 @@ class RowStore(Protocol):
 
     def close(self) -> None:
         """Wait for what has been asked for, then refuse further use. A second call does nothing."""
+
+
+def fill_never_written(written: np.ndarray, rows: Tensor, records: Tensor, initial: Initial) -> None:
+    """Give their first values to records of rows of which `written`, uint8 `[n]`, says that none was ever written."""
+    never = torch.from_numpy(np.flatnonzero(written == 0))
+    if never.numel() == rows.numel() and never.numel():
+        initial(rows, records)
+    elif never.numel():
+        some = torch.empty(never.numel(), records.shape[1], dtype=torch.uint8, device="cpu")
+        initial(rows[never], some)
+        records[never] = some
 
 
 def check_request(table: str, num_rows: int, record: Record, rows: Tensor, records: Tensor) -> None:
