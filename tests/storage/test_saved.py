@@ -11,7 +11,7 @@ import torch
 
 from tests.storage.stores import Model, disk_rows, failing, initial, some_records
 from tritonemb.storage import SavedRows, StorageError, copy_rows, digest, restore, snapshot_header
-from tritonemb.storage.digest import PIECE_BYTES
+from tritonemb.storage.snapshot import PIECE_BYTES
 
 ROWS = 40_000
 
