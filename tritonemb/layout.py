@@ -146,3 +146,8 @@ def int64_at(address: int, count: int, device: torch.device | str = "cpu") -> Te
     if torch.device(device).type == "cuda":
         return torch.as_tensor(_OnGPU(address, count), device=device)
     return torch.frombuffer((ctypes.c_int64 * count).from_address(address), dtype=torch.int64)
+
+
+def segment_offsets(lengths: Tensor) -> Tensor:
+    """Where each segment starts, and where the last one ends: int64 `[S + 1]` from integer lengths `[S]`."""
+    return torch.nn.functional.pad(torch.cumsum(lengths, 0, dtype=torch.int64), (1, 0))

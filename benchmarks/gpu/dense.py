@@ -13,7 +13,7 @@ import tritonemb as te
 from benchmarks.gpu.clock import Clock, Contender, Outcome
 from benchmarks.gpu.embeddings import OURS, Bench, copy_contender
 from benchmarks.gpu.workload import Batch
-from tritonemb.kernels.quantize import make_packing
+from tritonemb.kernels.packing import make_packing
 from tritonemb.nn.layers import MLP
 from tritonemb.ops.quantize import quantize_pack, quantize_unpack
 

@@ -32,7 +32,7 @@ from benchmarks.environment import environment  # noqa: E402
 from benchmarks.gpu import dense, embeddings, roofline, targets, tiers  # noqa: E402
 from benchmarks.gpu.clock import Clock, Contender, Outcome, describe, recover  # noqa: E402
 from benchmarks.gpu.workload import WORKLOADS, Workload  # noqa: E402
-from tritonemb.kernels.quantize import CODECS  # noqa: E402
+from tritonemb.kernels.packing import CODECS  # noqa: E402
 
 SECONDS = 540.0
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import tritonemb as te
 from tritonemb.comm.id_exchange import Lane
-from tritonemb.kernels.quantize import CODECS
+from tritonemb.kernels.packing import CODECS
 
 FEATURES = ("a", "b", "c")
 

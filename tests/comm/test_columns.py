@@ -14,7 +14,7 @@ from tritonemb.comm.group import Group
 from tritonemb.comm.id_exchange import IdsExchange, Lane
 from tritonemb.comm.pooled_exchange import ColumnExchange
 from tritonemb.comm.sequence_exchange import RowExchange
-from tritonemb.kernels.quantize import CODECS
+from tritonemb.kernels.packing import CODECS
 
 UNSHRUNK = [Phase.explicit, Phase.generate]  # a smaller case takes as long, as every rank must run it
 

@@ -161,7 +161,8 @@ def cross_layer(num_rows: int, width: int, dtype: torch.dtype) -> None:
 
 def exchange(codec: str, dtype: torch.dtype, dims: Sequence[int], scaled: bool, mapped: bool) -> None:
     """Pack and unpack for two ranks, tables in turn; with a loss scale, with a permutation of rows."""
-    from tritonemb.kernels.quantize import make_packing, quantize_pack, quantize_unpack
+    from tritonemb.kernels.packing import make_packing
+    from tritonemb.kernels.quantize import quantize_pack, quantize_unpack
 
     ends = list(itertools.accumulate(dims))
     runs = [(end - dim, dim) for end, dim in zip(ends, dims, strict=True)]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.quantize import CODECS
+from tritonemb.kernels.packing import CODECS
 from tritonemb.ops import quantize
 from tritonemb.ops.quantize import Packing, make_packing
 

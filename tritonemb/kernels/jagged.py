@@ -18,8 +18,6 @@ Lookups and gradients that do not check their ids leave out what is not in the t
 a sum, nor in a gradient. Ids out of range are found here, before they could be taken for padding.
 
 Bytes: `8 · N` of ids read and written.
-
-Segments of a flat tensor, by their lengths or where they start. Needs no compiler.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from torch import Tensor
 from tritonemb import errors
 from tritonemb.kernels.error_word import BAD_ID, error_word, names_of, poll, report
 from tritonemb.kernels.triton_utils import cdiv, interpreting, jit, last_at_most, launch, next_power_of_2, tl
-from tritonemb.layout import Layout
+from tritonemb.layout import Layout, segment_offsets
 
 _TILE = 64 if interpreting() else 1024  # values of a program; the interpreter sorts slowly
 
@@ -279,8 +277,3 @@ def drop_padding_reference(values: Tensor, offsets: Tensor, padding_idx: int, la
             bad = (values < 0) | (values >= layout.num_rows)
             raise errors.bad_id(int(bad.nonzero()[0]), values, offsets, layout)
     return values.masked_fill(values == padding_idx, -1)
-
-
-def segment_offsets(lengths: Tensor) -> Tensor:
-    """Where each segment starts, and where the last one ends: int64 `[S + 1]` from integer lengths `[S]`."""
-    return torch.nn.functional.pad(torch.cumsum(lengths, 0, dtype=torch.int64), (1, 0))

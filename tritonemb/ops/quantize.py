@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.quantize import CODECS, Packing, make_packing
+from tritonemb.kernels.packing import CODECS, Packing, make_packing
 from tritonemb.ops.registry import kernel, plain_eager
 from tritonemb.ops.row_groups import ID_DTYPES
 
