@@ -109,14 +109,12 @@ def _look_up(
     optimizer_of = {one.weight: one.optimizer for one in lookups}
     optimizers: list[Any] = [optimizer_of[table] for table in tables]
     states = [state for states in zip(*(one.states for one in optimizers), strict=True) for state in states]
-    device = value_of(batch.values).device
-    pending = write.constant(torch.zeros((), dtype=torch.int64, device=device), "pending")
     groups = write.call(torch.ops.tritonemb.row_groups.default, batch.trained or batch.values, batch.offsets, *layout)
     return write.call(
         torch.ops.tritonemb.embedding_bag_fused.default, tables, states, [one.step for one in optimizers],
-        [one.skipped for one in optimizers], lookup.optimizer.learning_rate, pending, lookup.optimizer.name,
-        list(lookup.optimizer.hyperparameters), NOT_ACCUMULATING, batch.values, batch.offsets, batch.sample_weights,
-        group.checked, dtype, *(write.item(groups, index) for index in range(4)), *layout,
+        [one.skipped for one in optimizers], lookup.optimizer.learning_rate, lookup.optimizer.name,
+        list(lookup.optimizer.hyperparameters), batch.values, batch.offsets, batch.sample_weights, None,
+        NOT_ACCUMULATING, group.checked, dtype, *(write.item(groups, index) for index in range(4)), *layout,
     )  # fmt: skip
 
 

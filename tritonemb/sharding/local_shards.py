@@ -14,7 +14,7 @@ from tritonemb.sharding.pinned_rows import HeldRows
 from tritonemb.sharding.replicated_update import Gathering, gathered_update_
 from tritonemb.tables.cache import Brought, Lease, RowsOfOthers
 from tritonemb.tables.collection import BoundsCheck, Collection
-from tritonemb.tables.lookup import Features, Lookup, look_up, parts_of
+from tritonemb.tables.lookup import Features, Lookup, parts_of
 from tritonemb.tables.prefetched import Groups
 from tritonemb.types import TableConfig
 
@@ -55,7 +55,8 @@ class LocalTables(Collection):
         if self._accumulating:
             self._remember_keys(keys)
         groups = ops.row_groups(values, offsets, layout) if groups is None else groups
-        return look_up(self, self.tables[0].weight, Lookup(values, offsets, sample_weights, groups, layout))
+        update = ReplicatedRows(self, Lookup(values, offsets, sample_weights, groups, layout))
+        return ops.fused_lookup(self.tables[0].weight, None, update)
 
     def forward(self, features: Features, groups: Groups | None = None) -> Tensor:
         """As `look_up`."""
@@ -81,3 +82,16 @@ class LocalTables(Collection):
             assert self.optimizer is not None
             held = HeldRows(self, leases)
             gathered_update_(self.gathering, self.configs, self.optimizer, held, grad, lookup)
+
+
+class ReplicatedRows:
+    """A batch of rows that other ranks have too; an `ops.Update`."""
+
+    def __init__(self, tables: LocalTables, lookup: Lookup) -> None:
+        self._tables, self._lookup = tables, lookup
+
+    def read(self) -> Tensor:
+        return self._tables.read(self._lookup)
+
+    def take_gradient(self, grad: Tensor, needs_sample_weight_grad: bool) -> None:
+        self._tables.take_gradient(grad, self._lookup)

@@ -39,12 +39,12 @@ class HeldRows:
                 self._places[table] = rows, slots
 
     @contextmanager
-    def memory(self) -> Iterator[ops.Fused]:
+    def memory(self) -> Iterator[ops.FusedTables]:
         """The tables' tensors, which nobody replaces meanwhile. No collective may be called within."""
         with self._collection._memory():
             yield self.fused()
 
-    def fused(self) -> ops.Fused:
+    def fused(self) -> ops.FusedTables:
         """The tables' tensors of this moment, and the counters, which stay the same."""
         return self._collection._fused([table.weight for table in self._collection.tables])
 

@@ -16,7 +16,7 @@ from tritonemb.layout import NUM_ROWS, TABLE, Layout, make_layout
 from tritonemb.ops.accumulate import NOT_ACCUMULATING, accumulate_
 from tritonemb.tables.cache import Brought, Lease, RowCache, RowsOfOthers
 from tritonemb.tables.cached_table import TieredTable
-from tritonemb.tables.lookup import Features, Lookup, look_up, parts_of
+from tritonemb.tables.lookup import Features, Lookup, parts_of
 from tritonemb.tables.table import Table
 from tritonemb.types import TableConfig
 
@@ -98,7 +98,8 @@ def look_up_cached(
     _check_gradients(collection, brought)
     weights: list[Tensor] = [table.weight for table in collection.tables]
     if not _trains(collection):
-        found = look_up(_Untrained(collection), next((w for w in weights if w.requires_grad), weights[0]), lookup)
+        stand_for_all = next((w for w in weights if w.requires_grad), weights[0])
+        found = ops.fused_lookup(stand_for_all, None, UntrainedRows(collection, lookup))
         lease.end()
         return found
     collection._refuse_replicas()
@@ -108,47 +109,47 @@ def look_up_cached(
         lanes = _lanes(collection, keys, collection.layout(keys, values.device))
         collection._remember_keys(keys if lanes is None else list(lanes))
         collection._leases.append(lease)
-    return look_up(_Held(collection, lease), weights[0], lookup)
+    return ops.fused_lookup(weights[0], None, PinnedRows(collection, lookup, lease))
 
 
-class _Held:
-    """The slots of a batch, read and updated as long as they are the batch's."""
+class PinnedRows:
+    """The slots of a batch, read and updated as long as they are pinned; an `ops.Update`."""
 
-    def __init__(self, collection: Collection, lease: Lease) -> None:
-        self._collection, self._lease = collection, lease
+    def __init__(self, collection: Collection, lookup: Lookup, lease: Lease) -> None:
+        self._collection, self._lookup, self._lease = collection, lookup, lease
         self._handle = collection._accumulator.handle if collection._accumulating else NOT_ACCUMULATING
 
-    def read(self, lookup: Lookup) -> Tensor:
-        return self._collection.read(lookup)
+    def read(self) -> Tensor:
+        return self._collection.read(self._lookup)
 
-    def take_gradient(self, grad: Tensor, lookup: Lookup) -> None:
-        """Update the rows and give their slots up; or keep the gradient, if the lookup was made in `accumulate`.
+    def take_gradient(self, grad: Tensor, needs_sample_weight_grad: bool) -> None:
+        """Update the rows and unpin them; or keep the gradient, if the lookup was made in `accumulate`.
 
         Raises:
-            RuntimeError: the slots have been given up.
+            RuntimeError: the slots have been unpinned.
         """
         if self._lease.ended:
             raise RuntimeError(
                 "the rows of this batch have left the device: each lookup of tables placed elsewhere has one backward, "
                 "inside the accumulate() block if it was made in one; look the batch up again"
             )
-        if self._handle != NOT_ACCUMULATING:
-            pending, weights = self._collection.pending, lookup.sample_weights
-            accumulate_(pending, self._handle, grad, lookup.values, lookup.offsets, weights)
-            return
-        self._collection._step(grad, lookup, [self._lease])
+        if self._handle == NOT_ACCUMULATING:
+            self._collection._step(grad, self._lookup, [self._lease])
+        else:
+            batch = self._lookup.values, self._lookup.offsets, self._lookup.sample_weights
+            accumulate_(self._collection.pending, self._handle, grad, *batch)
 
 
-class _Untrained:
-    """Slots of tables without an optimizer."""
+class UntrainedRows:
+    """Slots of tables without an optimizer; an `ops.Update`."""
 
-    def __init__(self, collection: Collection) -> None:
-        self._collection = collection
+    def __init__(self, collection: Collection, lookup: Lookup) -> None:
+        self._collection, self._lookup = collection, lookup
 
-    def read(self, lookup: Lookup) -> Tensor:
-        return self._collection.read(lookup)
+    def read(self) -> Tensor:
+        return self._collection.read(self._lookup)
 
-    def take_gradient(self, grad: Tensor, lookup: Lookup) -> None:
+    def take_gradient(self, grad: Tensor, needs_sample_weight_grad: bool) -> None:
         config = _elsewhere(self._collection)
         raise ValueError(
             f"table {config.name!r} is placed on {config.placement!r}, where only a fused optimizer can train it; give "

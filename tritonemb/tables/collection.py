@@ -248,9 +248,11 @@ class Collection(nn.Module):
         elif values.is_cuda and not torch.compiler.is_compiling():
             for tensor in (*groups, values, offsets):  # made ahead, perhaps on another stream
                 tensor.record_stream(torch.cuda.current_stream(values.device))
+        accumulator = self._accumulator.handle if self._accumulating else NOT_ACCUMULATING
         return ops.embedding_bag_fused(
-            self._fused(weights), values, offsets, sample_weights, groups, layout, check_bounds, dtype
-        )
+            self._fused(weights), values, offsets, sample_weights, groups, layout, check_bounds, dtype, self.pending,
+            accumulator,
+        )  # fmt: skip
 
     def _refuse_replicas(self) -> None:
         refuse_data_parallel(self.configs[0].name)
@@ -261,15 +263,13 @@ class Collection(nn.Module):
         dtypes = {weight.dtype for weight in weights}
         return dtypes.pop() if len(dtypes) == 1 and dtypes <= {*TRAINABLE_DTYPES, torch.float64} else torch.float32
 
-    def _fused(self, weights: list[Tensor]) -> ops.Fused:
+    def _fused(self, weights: list[Tensor]) -> ops.FusedTables:
         spec = self.optimizer
         assert spec is not None
         states = [table.state(state.name) for state in spec.states for table in self.tables]
-        accumulator = self._accumulator.handle if self._accumulating else NOT_ACCUMULATING
-        return ops.Fused(
-            weights, states, [self.step], [self.skipped], self.learning_rate, self.pending, spec.name,
-            self._constants.as_list(), accumulator,
-        )  # fmt: skip
+        return ops.FusedTables(
+            weights, states, [self.step], [self.skipped], self.learning_rate, spec.name, self._constants.as_list()
+        )
 
     def _check_trainable(self, weights: list[Tensor]) -> None:
         trainable = [weight.requires_grad for weight in weights]
@@ -355,8 +355,7 @@ class Collection(nn.Module):
             with self._memory():
                 fused = self._fused([table.weight for table in self.tables])
                 ops.row_update_(
-                    fused.weights, fused.states, fused.steps, fused.skipped, fused.learning_rate, grad, lookup.offsets,
-                    lookup.sample_weights, fused.optimizer, fused.hyperparameters, lookup.groups, lookup.layout,
+                    fused, grad, lookup.offsets, lookup.sample_weights, lookup.groups, lookup.layout
                 )  # fmt: skip
         finally:
             for lease in leases:

@@ -1,13 +1,9 @@
-"""A lookup whose backward is Python code: what the tables do with its gradient may exchange rows or move them.
-
-What a batch must offer to be looked up.
-"""
+"""A batch as kernels see it, and what it must offer to be looked up."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from tritonemb import ops
@@ -30,42 +26,6 @@ class Lookup(NamedTuple):
     sample_weights: Tensor | None
     groups: ops.RowGroups
     layout: Layout
-
-
-class Updated(Protocol):
-    """Tables that a backward pass updates."""
-
-    def read(self, lookup: Lookup) -> Tensor:
-        """`[B, width]` if pooled, else `[N, width]`."""
-        ...
-
-    def take_gradient(self, grad: Tensor, lookup: Lookup) -> None:
-        """Update the rows, or keep the gradient for later."""
-        ...
-
-
-def look_up(tables: Updated, weight: Tensor, lookup: Lookup) -> Tensor:
-    """Read rows; the backward hands the gradient to the tables.
-
-    Args:
-        weight: stands for all tables in the graph; it gets no gradient.
-    """
-    found: Tensor = _LookUp.apply(weight, tables, lookup)
-    return found
-
-
-class _LookUp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, tables: Updated, lookup: Lookup) -> Tensor:
-        ctx.inputs = tables, lookup
-        return tables.read(lookup)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
-        tables, lookup = ctx.inputs
-        tables.take_gradient(grad, lookup)
-        return (None,) * 3
 
 
 class Features(Protocol):
