@@ -146,8 +146,6 @@ def _pairs(product: Node) -> tuple[Node, list[tuple[int, int]]]:
     pick = _only_user(product)
     sizes = [expression(size) for size in value_of(pick).shape[1:]]
     flat = pick.target in (*_RESHAPES, "flatten", torch.flatten) and sizes == [n * n]
-        expression(size) for size in value_of(pick).shape[1:]
-    ] == [n * n]
     pick = _only_user(pick) if flat else pick
     index: Any = pick.args[1] if pick.target is operator.getitem else None
     if flat and pick.target in ("index_select", torch.index_select):

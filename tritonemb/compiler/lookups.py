@@ -149,7 +149,7 @@ def recognise(node: Node, grad_enabled: bool) -> TableLookup | str | None:
 def names_of(node: Node) -> tuple[str, str]:
     """What users call a lookup, and its function or module.
 
-    The first is the module's path, or for a function its name in the graph, behind the path of the module that calls it.
+    The former is the module's path, or a function's name in the graph behind the path of the module that calls it.
     """
     path, module = module_path(node)
     if module is not None and issubclass(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
