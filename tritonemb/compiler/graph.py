@@ -151,33 +151,19 @@ def module_path(node: Node) -> tuple[str, type | None]:
     return re.sub(r"\['?([^'\]]+)'?\]", r".\1", path).lstrip("."), kind
 
 
-@dataclass(frozen=True)
-class Region:
-    """Nodes between two side effects, in order.
-
-    Attributes:
-        nodes: none of them has a side effect.
-        grad_enabled: whether autograd records them.
-    """
-
-    nodes: list[Node]
-    grad_enabled: bool
-
-
-def regions(gm: GraphModule, grad_enabled: bool) -> list[Region]:
-    """Split a graph at its side effects; `grad_enabled` is the state that it is entered with."""
+def regions(gm: GraphModule) -> list[list[Node]]:
+    """The nodes between any two side effects, in order; none of them has one."""
     found: list[list[Node]] = [[]]
     for node in gm.graph.nodes:
         if has_side_effect(node, gm):
             found.append([])
         elif _runs(node):
             found[-1].append(node)
-    recording = grad_states(gm, grad_enabled)
-    return [Region(nodes, recording[nodes[0]]) for nodes in found if nodes]
+    return found
 
 
 def grad_states(gm: GraphModule, grad_enabled: bool) -> dict[Node, bool]:
-    """For each node, whether autograd records it."""
+    """For each node, whether autograd records it; `grad_enabled` is the state that the graph is entered with."""
     found, outside = {}, list[bool]()
     for node in gm.graph.nodes:
         found[node] = grad_enabled
@@ -311,15 +297,13 @@ def _works_in_place(node: Node) -> bool:
     return given.get("inplace") is True or given.get("max_norm") is not None
 
 
-def erase_unused(nodes: list[Node], gm: GraphModule) -> None:
-    """Erase what nobody needs any more of `nodes` and what they were computed from."""
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        pure = node.op in ("call_function", "call_method") and not has_side_effect(node, gm) and not is_random(node)
-        if pure and not node.users and not node._erased:
-            waiting.extend(node.all_input_nodes)
-            gm.graph.erase_node(node)
+def erase_unused(gm: GraphModule) -> None:
+    """Erase what neither a result nor a side effect needs; random numbers are drawn as before."""
+
+    def stays(node: Node) -> bool:
+        return not _runs(node) or has_side_effect(node, gm) or is_random(node) or value_of(node) is None
+
+    gm.graph.eliminate_dead_code(stays)
 
 
 class Writer(GraphAppendingTracer):

@@ -11,7 +11,6 @@ from torch.fx import GraphModule, Node
 
 from tritonemb.compiler.graph import (
     LeftAlone,
-    Region,
     bodies,
     dependencies,
     depths,
@@ -42,7 +41,7 @@ class LookupGroup:
 
     lookups: tuple[TableLookup, ...]
     pooled: bool
-    region: Region
+    region: list[Node]
     idle: bool = False
 
 
@@ -50,10 +49,10 @@ def next_group(gm: GraphModule, grad_enabled: bool) -> LookupGroup | None:
     """The first group that is found in a graph; pooled ones first."""
     if is_transformed(gm):
         return None
-    live, learning = live_nodes(gm), live_nodes(gm, learning=True)
-    parts = [(region, _lookups_of(region, live)) for region in regions(gm, grad_enabled)]
+    found, learning = _recognised(gm, grad_enabled), live_nodes(gm, learning=True)
     for pooled in (True, False):
-        for region, lookups in parts:
+        for region in regions(gm):
+            lookups = [lookup for node in region if isinstance(lookup := found.get(node), TableLookup)]
             for members in _sets(region, lookups, pooled, learning):
                 if len(members) > 1:
                     return LookupGroup(tuple(members), pooled, region, members[0].node not in learning)
@@ -62,9 +61,8 @@ def next_group(gm: GraphModule, grad_enabled: bool) -> LookupGroup | None:
 
 def left_alone(gm: GraphModule, grad_enabled: bool, merged: list[LookupGroup]) -> list[LeftAlone]:
     """The lookups that are still there, and why."""
-    recording, live = grad_states(gm, grad_enabled), live_nodes(gm)
-    found = {node: recognise(node, recording[node]) for node in gm.graph.nodes if node in live}
-    region_of = {node: index for index, part in enumerate(regions(gm, grad_enabled)) for node in part.nodes}
+    found = _recognised(gm, grad_enabled)
+    region_of = {node: index for index, region in enumerate(regions(gm)) for node in region}
     lookups = [lookup for lookup in found.values() if isinstance(lookup, TableLookup)]
     alone = []
     for node, lookup in found.items():
@@ -116,13 +114,15 @@ def _fused_weights(gm: GraphModule) -> Iterator[Node]:
                 yield from (known.get(weight, weight) for weight in _fused_weights(body))
 
 
-def _lookups_of(region: Region, live: set[Node]) -> list[TableLookup]:
-    """Those whose results are used: the weight of another one would get a gradient of zeros instead of none."""
-    found = [recognise(node, region.grad_enabled) for node in region.nodes if node in live]
-    return [lookup for lookup in found if isinstance(lookup, TableLookup)]
+def _recognised(gm: GraphModule, grad_enabled: bool) -> dict[Node, TableLookup | str | None]:
+    """What `recognise` says of each node that is used: the weight of another lookup would get zeros instead of none."""
+    recording, live = grad_states(gm, grad_enabled), live_nodes(gm)
+    return {node: recognise(node, recording[node]) for node in gm.graph.nodes if node in live}
 
 
-def _sets(region: Region, lookups: list[TableLookup], pooled: bool, learning: set[Node]) -> Iterator[list[TableLookup]]:
+def _sets(
+    region: list[Node], lookups: list[TableLookup], pooled: bool, learning: set[Node]
+) -> Iterator[list[TableLookup]]:
     """Lookups that go together by what they are, then by what they depend on."""
     # One update needs one lookup: a fused table that also gives sequences of rows is not pooled.
     in_rows = {lookup.weight for lookup in lookups if lookup.update and not lookup.can_be_pooled}
@@ -132,7 +132,7 @@ def _sets(region: Region, lookups: list[TableLookup], pooled: bool, learning: se
             # Merged with others that a backward pass reaches, an unreached table would get zeros.
             idle = value_of(lookup.weight).requires_grad and lookup.node not in learning
             by_key[idle, _key(lookup, pooled)].append(lookup)
-    before = dependencies(region.nodes) if len(by_key) < len(lookups) else {}
+    before = dependencies(region) if len(by_key) < len(lookups) else {}
     for members in by_key.values():
         if len(members) > 1:
             depth = depths(before, {lookup.node for lookup in members})

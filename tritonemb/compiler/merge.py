@@ -79,9 +79,7 @@ def merge(gm: GraphModule, group: LookupGroup) -> Fused:
     columns = _use_parts(gm, group.pooled, members, out, write)
     for node in concatenations:
         _join_columns(node, columns, out)
-    for node in [node for lookup in lookups for node in dict.fromkeys((*lookup.results, lookup.node))]:
-        gm.graph.erase_node(node)
-    erase_unused(list(columns), gm)
+    erase_unused(gm)
     return Fused(_in_words(lookups, len(tables), group), tuple(lookup.feature for lookup in group.lookups))
 
 
@@ -95,7 +93,7 @@ def only_read(node: Node) -> bool:
 
 def _move_inputs_before(group: LookupGroup) -> Node:
     """Move what the group's lookups need before the first of them, which is returned."""
-    nodes = group.region.nodes
+    nodes = group.region
     place = {node: index for index, node in enumerate(nodes)}
     first = min((lookup.node for lookup in group.lookups), key=place.__getitem__)
     needed = ancestors([lookup.node for lookup in group.lookups], dependencies(nodes))
@@ -317,7 +315,6 @@ def _join_columns(node: Node, columns: dict[Node, tuple[int, int]], out: Proxy) 
         node.args, node.kwargs = (parts, *node.args[1:]), {k: v for k, v in node.kwargs.items() if k != "tensors"}
     else:
         node.replace_all_uses_with(parts[0])
-        node.graph.erase_node(node)
 
 
 def _use_parts(
