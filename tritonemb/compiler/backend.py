@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import GraphModule
 
 from tritonemb.compiler.graph import Fused, LeftAlone, is_transformed
@@ -164,7 +164,7 @@ def _unchanged(model: Any) -> Iterator[None]:
     """Put back what a forward pass changes."""
     root = model if isinstance(model, nn.Module) else getattr(model, "__self__", None)
     modules = list(root.modules()) if isinstance(root, nn.Module) else []
-    kept: list[Tensor] = [buffer for module in modules for buffer in module.buffers(recurse=False)]
+    kept: list[Any] = [buffer for module in modules for buffer in module.buffers(recurse=False)]
     kept += [module.weight for module in modules if getattr(module, "max_norm", None) is not None]
     copies = [tensor.detach().clone() for tensor in kept]
     with torch.random.fork_rng():
@@ -180,8 +180,8 @@ def _unchanged(model: Any) -> Iterator[None]:
 def _section(title: str, items: list[str], otherwise: str) -> list[str]:
     if not items:
         return [f"{title}: {otherwise}"]
-    indents = {"initial_indent": "  - ", "subsequent_indent": "    "}
-    return [f"{title}:", *(textwrap.fill(item, WIDTH, break_long_words=False, **indents) for item in items)]
+    lines = textwrap.TextWrapper(WIDTH, "  - ", "    ", break_long_words=False)
+    return [f"{title}:", *map(lines.fill, items)]
 
 
 def _first_words(reason: str) -> str:

@@ -17,7 +17,8 @@ from torch.fx.operator_schemas import normalize_function
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._pytree import tree_leaves
 
-Size = int | Proxy  # a number, or what computes it
+Traced = Any  # a `Proxy`: operators and methods on it add nodes to the graph
+Size = Any  # a number, or a `Proxy` that computes it
 
 CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
 _STATE_SETTERS = {"_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode",
@@ -315,16 +316,16 @@ class Writer(GraphAppendingTracer):
         fakes = (value_of(node) for node in gm.graph.nodes)
         self._fake_mode: Any = next(fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor))
 
-    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Proxy:
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Traced:
         """A node that calls `function` with numbers, nodes and proxies."""
         return self.create_proxy("call_function", function, args, kwargs)
 
-    def size(self, tensor: Proxy, dim: int) -> Size:
+    def size(self, tensor: Traced, dim: int) -> Size:
         """A size of a tensor: a number if it is fixed."""
         size = value_of(tensor).shape[dim]
         return size if isinstance(size, int) else tensor.size(dim)
 
-    def constant(self, value: Tensor, name: str) -> Proxy:
+    def constant(self, value: Tensor, name: str) -> Traced:
         """A node that reads a new buffer of the module, never written to."""
         index = sum(1 for other, _ in self.gm.named_buffers() if other.startswith("_tritonemb_"))
         name = f"_tritonemb_{index}_{name}"

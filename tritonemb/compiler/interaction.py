@@ -5,8 +5,9 @@
     P = Z[:, li, lj]                               pairs, li and lj from literals in the graph
     R = cat([x, P], 1)                             optional
 
-becomes `torch.ops.tritonemb.interaction(x, sparse)`, its columns permuted where the pairs come in another order. Without
-it, a training step of a DLRM with 26 tables of dim 64 takes 1.3 to 1.8 times as long on a CPU, inference 1.3 times.
+becomes `torch.ops.tritonemb.interaction(x, sparse)`, its columns permuted where the pairs come in another order.
+Without it, a training step of a DLRM with 26 tables of dim 64 takes 1.3 to 1.8 times as long on a CPU, inference 1.3
+times.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node, Proxy
+from torch.fx import GraphModule, Node
 
 from tritonemb.compiler.graph import (
     CONCATENATIONS,
     Fused,
     LeftAlone,
     NotServed,
+    Traced,
     Writer,
     erase_unused,
     expression,
@@ -125,7 +127,7 @@ def _vectors(both: Node) -> Vectors:
     if reshaped and found:
         found = value_of(joined).dim() == 2 and expression(value_of(joined).shape[0]) == expression(batch)
     require(found, "its vectors are not put together by torch.cat or torch.stack")
-    parts = [part for part in joined_parts(joined) if isinstance(part, Node)]
+    parts: list[Any] = [part for part in joined_parts(joined) if isinstance(part, Node)]
     if joined.target in CONCATENATIONS and not reshaped:  # `x` instead of `x.unsqueeze(1)`
         unsqueezed = ("unsqueeze", torch.unsqueeze)
         parts = [part.args[0] if part.target in unsqueezed and part.args[1] in (1, -2) else part for part in parts]
@@ -207,7 +209,7 @@ def _is_joined_with(dense: Node, picked: Node, dtype: torch.dtype, gm: GraphModu
     return value_of(dense).dtype == dtype and _is_undisturbed(picked, node, gm)
 
 
-def _matrix(part: Node, dtype: torch.dtype, write: Writer) -> Proxy:
+def _matrix(part: Node, dtype: torch.dtype, write: Writer) -> Traced:
     """`[B, F * d]`"""
     tensor = write.proxy(part) if value_of(part).dim() == 2 else write.proxy(part).flatten(1)
     return tensor if value_of(part).dtype == dtype else tensor.to(dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -27,8 +27,7 @@ _LOOKUPS = {F.embedding_bag, torch.embedding_bag, *_ROWS, *_OURS}
 _NAMES = {"input": "ids", "indices": "ids", "values": "ids", "per_sample_weights": "sample_weights"}
 
 
-@dataclass(frozen=True)
-class FusedUpdate:
+class FusedUpdate(NamedTuple):
     """What a lookup with a fused optimizer updates beside its table.
 
     Attributes:
@@ -186,8 +185,8 @@ def _read(node: Node, grad_enabled: bool) -> TableLookup:
 
 
 def _update(args: dict[str, Any]) -> FusedUpdate:
-    named = {name: args[name] for name in FusedUpdate.__dataclass_fields__}
-    return FusedUpdate(**{name: tuple(arg) if isinstance(arg, (list, tuple)) else arg for name, arg in named.items()})
+    hashable = {name: tuple(arg) if isinstance(arg, (list, tuple)) else arg for name, arg in args.items()}
+    return FusedUpdate(*(hashable[name] for name in FusedUpdate._fields))
 
 
 def _check_options(args: dict[str, Any], trains: bool) -> None:

@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.fx import GraphModule, Node, Proxy
+from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from tritonemb.compiler.graph import (
     CONCATENATIONS,
     Fused,
     Size,
+    Traced,
     Writer,
     ancestors,
     dependencies,
@@ -60,11 +61,11 @@ class Member(NamedTuple):
     """
 
     lookup: TableLookup
-    values: Proxy
+    values: Traced
     size: Size
-    trained: Proxy
-    sample_weights: Proxy | None
-    counts: Proxy | None
+    trained: Traced
+    sample_weights: Traced | None
+    counts: Traced | None
 
 
 def merge(gm: GraphModule, group: LookupGroup) -> Fused:
@@ -119,23 +120,23 @@ def _member(lookup: TableLookup, write: Writer) -> Member:
     return Member(lookup, values, size, trained, weights, counts)
 
 
-def _flat(node: Node, write: Writer) -> Proxy:
+def _flat(node: Node, write: Writer) -> Traced:
     tensor = write.proxy(node)
     return tensor if value_of(node).dim() == 1 else tensor.reshape(-1)
 
 
-def _as_int64(tensor: Proxy) -> Proxy:
+def _as_int64(tensor: Traced) -> Traced:
     return tensor if value_of(tensor).dtype == torch.int64 else tensor.to(torch.int64)
 
 
-def _joined(ids: list[Proxy], write: Writer) -> Proxy:
+def _joined(ids: list[Traced], write: Writer) -> Traced:
     """Ids of two dtypes become int64."""
     if len({value_of(one).dtype for one in ids}) > 1:
         ids = [_as_int64(one) for one in ids]
     return write(torch.cat, ids)
 
 
-def _all_sample_weights(members: list[Member], write: Writer) -> Proxy | None:
+def _all_sample_weights(members: list[Member], write: Writer) -> Traced | None:
     """Ones for members that have none."""
     given = [member.sample_weights for member in members if member.sample_weights is not None]
     if not given:
@@ -148,12 +149,12 @@ def _all_sample_weights(members: list[Member], write: Writer) -> Proxy | None:
     return write(torch.cat, parts)
 
 
-def _range(end: Size, step: Size, member: TableLookup, write: Writer) -> Proxy:
+def _range(end: Size, step: Size, member: TableLookup, write: Writer) -> Traced:
     """0, step, 2 step, .. below `end`."""
     return write(torch.arange, 0, end, step, dtype=torch.int64, device=value_of(member.ids).device)
 
 
-def _full(number: Size, lookup: TableLookup, write: Writer) -> Proxy:
+def _full(number: Size, lookup: TableLookup, write: Writer) -> Traced:
     return write(torch.full, (1,), number, dtype=torch.int64, device=value_of(lookup.ids).device)
 
 
@@ -162,7 +163,7 @@ def _bag_length(lookup: TableLookup, write: Writer) -> Size:
     return 1 if lookup.single else write.size(write.proxy(lookup.ids), 1)
 
 
-def _own_offsets(lookup: TableLookup, size: Size, write: Writer) -> Proxy:
+def _own_offsets(lookup: TableLookup, size: Size, write: Writer) -> Traced:
     """`[B + 1]` of one lookup by itself."""
     if lookup.offsets is None:
         return _range(size + 1, _bag_length(lookup, write), lookup, write)
@@ -170,14 +171,14 @@ def _own_offsets(lookup: TableLookup, size: Size, write: Writer) -> Proxy:
     return offsets if lookup.has_last_offset else write(torch.cat, [offsets, _full(size, lookup, write)])
 
 
-def _counts(kept: Proxy, offsets: Proxy, size: Size, write: Writer) -> Proxy:
+def _counts(kept: Traced, offsets: Traced, size: Size, write: Writer) -> Traced:
     """`[B, 1]`: how many of a bag's ids are not padding, at least 1."""
     before = write(F.pad, write(torch.cumsum, kept >= 0, 0), (1, 0))
     ends = write(torch.clamp, offsets, 0, size)
     return write(torch.clamp, before[ends[1:]] - before[ends[:-1]], 1).unsqueeze(1)
 
 
-def _unpooled_offsets(members: list[Member], write: Writer) -> Proxy:
+def _unpooled_offsets(members: list[Member], write: Writer) -> Traced:
     """`[K + 1]`: where each member's ids begin."""
     first = members[0].lookup
     places = list(accumulate((member.size for member in members), initial=0))
@@ -186,7 +187,7 @@ def _unpooled_offsets(members: list[Member], write: Writer) -> Proxy:
     return write(torch.cat, [_full(place, first, write) for place in places])
 
 
-def _pooled_offsets(members: list[Member], write: Writer) -> Proxy:
+def _pooled_offsets(members: list[Member], write: Writer) -> Traced:
     """`[K * B + 1]`: where each member's bags begin, and the end.
 
     A first offset that is not 0, or a last one that is not the number of ids, would give ids to a neighbour's bag; it
@@ -202,7 +203,7 @@ def _pooled_offsets(members: list[Member], write: Writer) -> Proxy:
     return write(torch.cat, [*parts, _full(end, first, write)])
 
 
-def _starts(member: Member, base: Size, write: Writer) -> list[Proxy]:
+def _starts(member: Member, base: Size, write: Writer) -> list[Traced]:
     """`[B]`, in pieces, from `base` on."""
     lookup = member.lookup
     if lookup.offsets is None:
@@ -222,7 +223,7 @@ def _write_layout(lookups: Sequence[TableLookup], tables: list[Node], pooled: bo
     first_rows = [0, *accumulate(lookup.shape[0] for lookup in users)]
     # The bits of a fused update's stochastic rounding do not depend on what was merged.
     rows = [
-        TableRow(first_row, *lookup.shape, seed_of(lookup.update.name if lookup.update else ""))
+        TableRow(first_row, lookup.shape[0], lookup.dim, seed_of(lookup.update.name if lookup.update else ""))
         for first_row, lookup in zip(first_rows, users, strict=False)
     ]
     columns = [0, *accumulate(lookup.dim for lookup in lookups)] if pooled else [0] * len(lookups)
@@ -248,7 +249,7 @@ def _write_layout(lookups: Sequence[TableLookup], tables: list[Node], pooled: bo
     )
 
 
-def _look_up(members: list[Member], tables: list[Node], layout: Layout, write: Writer) -> Proxy:
+def _look_up(members: list[Member], tables: list[Node], layout: Layout, write: Writer) -> Traced:
     """The one lookup, `[B, width]` or `[N, dim]`."""
     first, ops = members[0].lookup, torch.ops.tritonemb
     values, trained = _joined([member.values for member in members], write), None
@@ -293,7 +294,7 @@ def _in_order(group: LookupGroup, concatenations: list[Node]) -> list[TableLooku
     return list({lookup.node: lookup for lookup in (*wanted, *group.lookups)}.values())
 
 
-def _join_columns(node: Node, columns: dict[Node, tuple[int, int]], out: Proxy) -> None:
+def _join_columns(node: Node, columns: dict[Node, tuple[int, int]], out: Traced) -> None:
     """A concatenation takes neighbouring columns of the merged result as one."""
     parts: list[Any] = []
     ranges: list[tuple[int, int] | None] = []
@@ -318,7 +319,7 @@ def _join_columns(node: Node, columns: dict[Node, tuple[int, int]], out: Proxy) 
 
 
 def _use_parts(
-    gm: GraphModule, pooled: bool, members: list[Member], out: Proxy, write: Writer
+    gm: GraphModule, pooled: bool, members: list[Member], out: Traced, write: Writer
 ) -> dict[Node, tuple[int, int]]:
     """Who uses a lookup's result takes its columns, or its rows; returns where columns that are no copies lie."""
     shared = set() if pooled else _memory_of_changes(gm) | _memory_of_outputs(gm)
@@ -334,7 +335,7 @@ def _use_parts(
     return columns
 
 
-def _as_columns(member: Member, part: Proxy) -> Proxy:
+def _as_columns(member: Member, part: Traced) -> Traced:
     lookup = member.lookup
     if member.counts is not None:
         part = (part / member.counts).to(lookup.dtype)
@@ -343,7 +344,7 @@ def _as_columns(member: Member, part: Proxy) -> Proxy:
     return part.unsqueeze(1) if lookup.single and value_of(lookup.ids).dim() == 2 else part  # ids [B, 1]
 
 
-def _as_rows(member: Member, part: Proxy, shared: set[Any], write: Writer) -> Proxy:
+def _as_rows(member: Member, part: Traced, shared: set[Any], write: Writer) -> Traced:
     ids, num_dims = write.proxy(member.lookup.ids), value_of(member.lookup.ids).dim()
     if any(_memory(node) in shared for node in member.lookup.results):
         part = part.clone()
