@@ -185,8 +185,9 @@ def _read(node: Node, grad_enabled: bool) -> TableLookup:
 
 
 def _update(args: dict[str, Any]) -> FusedUpdate:
-    hashable = {name: tuple(arg) if isinstance(arg, (list, tuple)) else arg for name, arg in args.items()}
-    return FusedUpdate(*(hashable[name] for name in FusedUpdate._fields))
+    values = [args[name] for name in FusedUpdate._fields]
+    hashable: list[Any] = [tuple(value) if isinstance(value, (list, tuple)) else value for value in values]
+    return FusedUpdate(*hashable)
 
 
 def _check_options(args: dict[str, Any], trains: bool) -> None:
