@@ -306,12 +306,13 @@ def _join_columns(node: Node, columns: dict[Node, tuple[int, int]], out: Traced)
         else:
             parts.append(part)
             ranges.append(found)
-    whole = ranges == [(0, value_of(out).shape[1])]
-    if len(parts) == 1 and not (whole and all(set(part.users) == {node} for part in columns)) and not only_read(node):
+    whole = 0, value_of(out).shape[1]
+    alone = ranges == [whole] and all(set(part.users) == {node} for part in columns)
+    if len(parts) == 1 and not alone and not only_read(node):
         return  # what changes the concatenation must not change the columns
     for index, found in enumerate(ranges):
         if parts[index] is None and found:
-            parts[index] = out.node if whole else out[:, found[0] : found[1]].node
+            parts[index] = out.node if found == whole else out[:, found[0] : found[1]].node
     if len(parts) > 1:
         node.args, node.kwargs = (parts, *node.args[1:]), {k: v for k, v in node.kwargs.items() if k != "tensors"}
     else:
