@@ -161,6 +161,9 @@ def _read(node: Node, grad_enabled: bool) -> TableLookup:
     """Every function has some of the same arguments; those that it lacks have these defaults."""
     args = {_NAMES.get(name, name): value for name, value in arguments(node).items()}
     require(bool(args), "its arguments do not fit its signature")
+    for one, several in (("weight", "weights"), ("step", "steps"), ("skipped", "skipped")):
+        if node.target in FUSED_BAGS:  # whose lists have one table
+            (args[one],) = args[several]  # type: ignore[misc]
     mode: Any = args.get("mode", "mean" if args.get("mean") else "sum")
     mode = _MODES.get(mode, mode)
     single = node.target in _ROWS or not args.get("pooled", True)

@@ -36,7 +36,7 @@ from tritonemb.compiler.graph import (
 )
 from tritonemb.compiler.groups import LookupGroup
 from tritonemb.compiler.lookups import TableLookup
-from tritonemb.kernels.layout import MEAN, SUM, Layout, TableRow, lines_of
+from tritonemb.layout import MEAN, SUM, Layout, TableRow, lines_of
 from tritonemb.ops.accumulate import NOT_ACCUMULATING
 from tritonemb.types import seed_of
 
@@ -263,12 +263,11 @@ def _look_up(members: list[Member], tables: list[Node], layout: Layout, write: W
     update_of: Any = {member.lookup.weight: member.lookup.update for member in members}
     updates = [update_of[table] for table in tables]
     states = [state for states in zip(*(update.states for update in updates), strict=True) for state in states]
-    pending = write.constant(torch.zeros((), dtype=torch.int64, device=value_of(values).device), "pending")
     groups = write(ops.row_groups.default, values if trained is None else trained, offsets, *layout)
     return write(
         ops.embedding_bag_fused.default, tables, states, [update.step for update in updates],
-        [update.skipped for update in updates], first.update.learning_rate, pending, first.update.optimizer,
-        list(first.update.hyperparameters), NOT_ACCUMULATING, *batch, *options, *(groups[index] for index in range(4)),
+        [update.skipped for update in updates], first.update.learning_rate, first.update.optimizer,
+        list(first.update.hyperparameters), *batch, None, NOT_ACCUMULATING, *options, *(groups[index] for index in range(4)),
         *layout,
     )  # fmt: skip
 
