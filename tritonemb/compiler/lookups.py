@@ -163,7 +163,7 @@ def _read(node: Node, grad_enabled: bool) -> TableLookup:
     require(bool(args), "its arguments do not fit its signature")
     for one, several in (("weight", "weights"), ("step", "steps"), ("skipped", "skipped")):
         if node.target in FUSED_BAGS:  # whose lists have one table
-            (args[one],) = args[several]  # type: ignore[misc]
+            (args[one],) = args[several]
     mode: Any = args.get("mode", "mean" if args.get("mean") else "sum")
     mode = _MODES.get(mode, mode)
     single = node.target in _ROWS or not args.get("pooled", True)

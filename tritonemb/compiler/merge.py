@@ -267,8 +267,8 @@ def _look_up(members: list[Member], tables: list[Node], layout: Layout, write: W
     return write(
         ops.embedding_bag_fused.default, tables, states, [update.step for update in updates],
         [update.skipped for update in updates], first.update.learning_rate, first.update.optimizer,
-        list(first.update.hyperparameters), *batch, None, NOT_ACCUMULATING, *options, *(groups[index] for index in range(4)),
-        *layout,
+        list(first.update.hyperparameters), *batch, None, NOT_ACCUMULATING, *options,
+        *(groups[index] for index in range(4)), *layout,
     )  # fmt: skip
 
 
