@@ -9,11 +9,11 @@ from torch import nn
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.tables.collection import Collection
 from tritonemb.tables.lookup import Features, parts_of
-from tritonemb.tables.pins import Moment, as_of
+from tritonemb.tables.pins import released_before
 from tritonemb.tables.prefetched import SentFeatures
 
 
-def send(model: nn.Module, features: Features | SentFeatures, moment: Moment | None = None) -> SentFeatures:
+def send(model: nn.Module, features: Features | SentFeatures, before: int | None = None) -> SentFeatures:
     """Bring the rows of a batch to the device, for those tables of a model that live elsewhere.
 
     Another thread may do so for the next batches while one is computed, in the order in which the model is called with
@@ -22,11 +22,13 @@ def send(model: nn.Module, features: Features | SentFeatures, moment: Moment | N
     dropped.
 
     Args:
-        moment: rows of batches that ended later do not make room for this one's. By default those do of all that have
-            ended when this comes to it, which in another thread is a matter of time.
+        before: a sequence number, `te.nn.sequence_number()`: rows of batches that end later are not evicted for this
+            one. By default all that have ended when this comes to it may be, which in another thread is a matter of
+            time. Take the number in the thread that trains, when it submits a batch; then what caches count (hits,
+            evictions, overflows, bytes) depends on that alone.
 
     Raises:
-        ValueError: for ids out of range, a moment of another model, and what else a lookup raises.
+        ValueError: for ids out of range, and what else a lookup raises.
         StorageError: rows cannot be read or written.
     """
     if isinstance(features, SentFeatures):
@@ -34,18 +36,8 @@ def send(model: nn.Module, features: Features | SentFeatures, moment: Moment | N
     keys, values, offsets, weights = parts_of(features)
     batch = KeyedJaggedTensor(keys, values, weights, offsets=offsets)
     collections = [module for module in model.modules() if isinstance(module, Collection)]
-    with nullcontext() if moment is None else as_of(moment):
+    with nullcontext() if before is None else released_before(before):
         return SentFeatures(batch, {id(collection): collection.send(features) for collection in collections})
-
-
-def moment(model: nn.Module) -> Moment:
-    """Which batches of a model have ended by now, for `send` in another thread.
-
-    Ask for it in the thread that trains, when it lets a batch be sent. What caches then count (hits, evictions,
-    overflows, bytes) depends on that alone, and not on when the other thread comes to it. Waits for nothing.
-    """
-    collections = [module for module in model.modules() if isinstance(module, Collection)]
-    return Moment.now(collection.cache for collection in collections if collection.cache is not None)
 
 
 def looks_ahead(model: nn.Module) -> bool:

@@ -26,7 +26,7 @@ from tritonemb.ops.row_cache import NO_ROW
 from tritonemb.tables.cache_slots import Directory, SlotMemory, wait_for
 from tritonemb.tables.cached_table import TieredTable
 from tritonemb.tables.lookup import Lookup
-from tritonemb.tables.pins import Brought, CacheStatistics, Lease, Mark, mark_of
+from tritonemb.tables.pins import Brought, CacheStatistics, Lease, release_limit, sequence_number
 from tritonemb.tables.table import Table
 from tritonemb.tables.transfer import Reading, RowMover, chunks
 
@@ -40,10 +40,12 @@ class _Ended(NamedTuple):
     """What a batch had of a cache, which it needs no more.
 
     Attributes:
+        number: the release's sequence number.
         changed: whether its rows differ from where they live.
         events: behind which nobody uses the slots for it.
     """
 
+    number: int
     tables: Tensor
     slots: Tensor
     changed: bool
@@ -71,7 +73,7 @@ class RowCache:
         self._counts = [[0] * (WRITTEN + 1) for _ in tables]
         self.stall = 0.0  # seconds of lookups that had to wait for rows, as nobody had brought them ahead
         self.memory, self._bringing = SlotMemory(tables, self._directory), threading.RLock()
-        self._ended: deque[_Ended | Mark] = deque()
+        self._ended: deque[_Ended] = deque()
         self._last: torch.cuda.Event | None = None  # of the turn before
         self._mover = RowMover(self._device)
         self._failure: BaseException | None = None
@@ -96,12 +98,6 @@ class RowCache:
         with self._bringing:  # or slots that grow meanwhile would not be shown to it
             return self.memory.add_layout(keys, whole)
 
-    def mark(self) -> Mark:
-        """A place behind all batches that have ended by now."""
-        mark = Mark()
-        self._ended.append(mark)
-        return mark
-
     @torch.no_grad()
     def bring(
         self,
@@ -112,7 +108,7 @@ class RowCache:
         refuse_bad_ids: Callable[[], object],
         also: RowsOfOthers | None = None,
     ) -> Brought:
-        """Bring a batch's rows in, and hold them. Within `as_of`, batches that ended later are still held.
+        """Bring a batch's rows in, and hold them; within `released_before`, beside those of batches that ended later.
 
         Args:
             batch: a `KeyedJaggedTensor` with one key for each lookup.
@@ -126,7 +122,7 @@ class RowCache:
         Raises:
             StorageError: rows cannot be read or written. The cache is of no use any more.
         """
-        until = mark_of(self)
+        until = release_limit()
         with torch.inference_mode(False):  # what changes here is used in training too
             values, offsets = batch.values(), batch.offsets()
             groups = ops.row_groups(values, offsets, whole)
@@ -185,7 +181,7 @@ class RowCache:
         if self._device.type == "cuda":
             here = torch.cuda.current_stream(self._device)
             events = [used.record_event() for used in (here, stream) if used is not None]
-        self._ended.append(_Ended(tables, slots, changed, events))
+        self._ended.append(_Ended(sequence_number(), tables, slots, changed, events))
 
     def write_back(self) -> None:
         """Bring what was trained to where it lives; rows stay in their slots."""
@@ -249,7 +245,7 @@ class RowCache:
             yield
 
     @contextmanager
-    def _turn(self, until: Mark | None = None) -> Iterator[None]:
+    def _turn(self, until: int | None = None) -> Iterator[None]:
         """One thread at a time moves rows, on its own stream, behind what was moved before.
 
         After a turn that has failed nobody knows what is in which slot.
@@ -266,13 +262,10 @@ class RowCache:
                 self._failure = error
                 raise
 
-    def _settle(self, until: Mark | None = None) -> None:
-        """Unpin the slots of batches that have ended, up to a mark if there is one; changed rows are dirty from now."""
-        while self._ended and not (until is not None and until.passed):
+    def _settle(self, until: int | None = None) -> None:
+        """Unpin the slots of batches that have ended, up to a sequence number if given; changed rows are dirty now."""
+        while self._ended and (until is None or self._ended[0].number < until):
             ended = self._ended.popleft()
-            if isinstance(ended, Mark):
-                ended.passed = True
-                continue
             for event in ended.events:
                 torch.cuda.current_stream(self._device).wait_event(event)
             with torch.inference_mode(False):
