@@ -105,7 +105,7 @@ def _fused_weights(gm: GraphModule) -> Iterator[Node]:
         if node.op != "call_function" or node not in learning:
             continue
         if node.target in FUSED_BAGS:
-            yield node.args[0]
+            yield from node.args[0]
         elif isinstance(node.target, torch._ops.HigherOrderOperator):
             for body in bodies(node, gm):
                 inner = [part for part in body.graph.nodes if part.op == "placeholder"]

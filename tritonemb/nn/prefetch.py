@@ -7,10 +7,10 @@ from contextlib import nullcontext
 from torch import nn
 
 from tritonemb.jagged import KeyedJaggedTensor
-from tritonemb.tables.collection import Collection
 from tritonemb.tables.lookup import Features, parts_of
 from tritonemb.tables.pins import released_before
 from tritonemb.tables.prefetched import SentFeatures
+from tritonemb.tables.table_set import TableSet
 
 
 def send(model: nn.Module, features: Features | SentFeatures, before: int | None = None) -> SentFeatures:
@@ -35,11 +35,11 @@ def send(model: nn.Module, features: Features | SentFeatures, before: int | None
         return features
     keys, values, offsets, weights = parts_of(features)
     batch = KeyedJaggedTensor(keys, values, weights, offsets=offsets)
-    collections = [module for module in model.modules() if isinstance(module, Collection)]
+    collections = [module for module in model.modules() if isinstance(module, TableSet)]
     with nullcontext() if before is None else released_before(before):
         return SentFeatures(batch, {id(collection): collection.send(features) for collection in collections})
 
 
 def looks_ahead(model: nn.Module) -> bool:
     """Whether some table of a model lives elsewhere than on the device, so that `send` has something to do."""
-    return any(isinstance(module, Collection) and module.cache is not None for module in model.modules())
+    return any(isinstance(module, TableSet) and module.cache is not None for module in model.modules())

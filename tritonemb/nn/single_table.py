@@ -13,9 +13,9 @@ from torch._compile import _disable_dynamo
 from tritonemb import ops
 from tritonemb.ops.bag import Bags, bag, serves_sparse
 from tritonemb.optimizers import Optimizer
-from tritonemb.tables.collection import refuse_data_parallel
 from tritonemb.tables.fused_update import FusedGroup
 from tritonemb.tables.optimizer import FusedOptimizer
+from tritonemb.tables.update import refuse_data_parallel
 from tritonemb.types import TRAINABLE_DTYPES
 from tritonemb.utils import advise_huge_pages
 

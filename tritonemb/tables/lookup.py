@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -26,6 +26,21 @@ class Lookup(NamedTuple):
     sample_weights: Tensor | None
     groups: ops.RowGroups
     layout: Layout
+
+
+class RowsUpdate:
+    """A lookup whose gradient is handed to its tables; an `ops.Update`."""
+
+    def __init__(self, tables: Any, lookup: Lookup) -> None:
+        self._tables, self._lookup = tables, lookup
+
+    def read(self) -> Tensor:
+        found: Tensor = self._tables.read(self._lookup)
+        return found
+
+    def take_gradient(self, grad: Tensor, needs_sample_weight_grad: bool) -> None:
+        """Update the rows, or keep the gradient while gradients are accumulated."""
+        self._tables.take_gradient(grad, self._lookup)
 
 
 class Features(Protocol):
