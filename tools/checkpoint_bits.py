@@ -138,7 +138,8 @@ def answer(place: Path) -> dict[str, Any]:
 def environment(threads: int) -> dict[str, Any]:
     """What bits may depend on besides the code, and which code it was."""
     package = Path(te.__file__).parent
-    commit = subprocess.run(["git", "-C", package, "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    describe = ["git", "-C", package, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    commit = subprocess.run(describe, capture_output=True, text=True, check=False)
     cpus = Path("/proc/cpuinfo")
     models = [line for line in cpus.read_text().splitlines() if line.startswith("model name")] if cpus.exists() else []
     return {
