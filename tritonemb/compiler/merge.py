@@ -36,7 +36,7 @@ from tritonemb.compiler.graph import (
 )
 from tritonemb.compiler.groups import LookupGroup
 from tritonemb.compiler.lookups import TableLookup
-from tritonemb.kernels.layout import MEAN, SUM, Layout, TableRow, lines_of
+from tritonemb.layout import MEAN, SUM, Layout, TableRow, lines_of
 from tritonemb.ops.accumulate import NOT_ACCUMULATING
 from tritonemb.types import seed_of
 
