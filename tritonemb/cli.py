@@ -145,9 +145,9 @@ def _train(arguments: list[str]) -> int:
         return 0
     require("tyro")
     from tritonemb.training.config import TrainConfig, preset
+    from tritonemb.training.config_io import from_plain, load_toml
     from tritonemb.training.job import train
-    from tritonemb.training.signals import Interrupted
-    from tritonemb.training.toml import from_plain, load_toml
+    from tritonemb.training.utils import Interrupted
 
     # The data set, the preset and the file decide the defaults, so they are read before the rest.
     first = argparse.ArgumentParser(prog="tritonemb train", add_help=False, allow_abbrev=False)

@@ -30,11 +30,11 @@ def to_toml(config: Any) -> str:
 
 
 def read_toml(path: str | Path, base: Config) -> Config:
-    """`base` with what a TOML file says in place of its values.
+    """`base` with the values of a TOML file in place of its own.
 
     Raises:
-        FileNotFoundError, ValueError: the file is missing or no TOML; an unknown key, with the nearest known one; a
-            value of a wrong type or out of range.
+        FileNotFoundError, ValueError: the file is missing or not valid TOML; an unknown key, with the nearest known
+            one; a value of a wrong type or out of range.
     """
     return from_plain(load_toml(path), base, str(path))
 
@@ -51,11 +51,11 @@ def load_toml(path: str | Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is no TOML: {error}") from error
+        raise ValueError(f"{path} is not valid TOML: {error}") from error
 
 
 def from_plain(values: dict[str, Any], base: Config, where: str) -> Config:
-    """`base` with these values, which `where` is their source of; the inverse of `to_plain` where keys are left out.
+    """`base` with these values in place of its own; `where` names their source in errors. Keys may be left out.
 
     Raises:
         ValueError: as `read_toml`.
@@ -138,7 +138,7 @@ def _as(value: Any, hint: Any) -> Any:
 
 
 def _words(hint: Any) -> str:
-    names = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", Path: "a path"}
+    names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", Path: "a path"}
     words = []
     for choice in _choices(hint):
         origin = get_origin(choice)
