@@ -79,7 +79,7 @@ def silent(rank, who, seconds, failed=None):
     if rank == failed:
         reports.report(ValueError("bad"), 7)
     elif rank == who:
-        time.sleep(seconds + GRACE + 1.0)
+        time.sleep(seconds + GRACE + 2.0)
     else:
         begin = time.monotonic()
         with pytest.raises(RuntimeError) as caught:

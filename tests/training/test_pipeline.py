@@ -214,7 +214,7 @@ def fit_with_bad_data(rank, who, kind, timeout):
     class Bad(type(data)):
         def open(self, split, batch_size, **options):
             batches = list(real(split, batch_size, **options))
-            return stream_of(batches, **({kind: 3} if rank == who else {}), hang=timeout + 3.0)
+            return stream_of(batches, **({kind: 3} if rank == who else {}), hang=timeout + 6.0)
 
     bad = Bad(data.name, data.features, data.train, data.test)
     trainer = jobs.make_trainer(bad, timeout=timeout, epochs=1, batch_size=25)

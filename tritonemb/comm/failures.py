@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tritonemb.comm.agreement import RankFailed, describe
 from tritonemb.comm.group import Group
 
-GRACE = 4.0  # seconds that ranks have to report
+GRACE = 3.0  # seconds that ranks have to report
 POLL = 0.1  # seconds between two looks at the store
 STORE_TIMEOUT = 5.0  # seconds in which the store has to answer
 MOST_NAMED = 8

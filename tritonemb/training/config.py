@@ -18,16 +18,9 @@ Codec = Literal["fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8"]
 Precision = Literal["fp32", "bf16", "fp16"]
 Monitor = Literal["auc", "log_loss", "normalized_entropy"]
 EmbeddingOptimizer = Literal[
-    "sgd",
-    "row_wise_adagrad",
-    "adagrad",
-    "adam",
-    "partial_row_wise_adam",
-    "lamb",
-    "partial_row_wise_lamb",
-    "lars_sgd",
+    "sgd", "row_wise_adagrad", "adagrad", "adam", "partial_row_wise_adam", "lamb", "partial_row_wise_lamb", "lars_sgd",
     "ftrl",
-]
+]  # fmt: skip
 
 
 def number(default: Any, *, least: int) -> Any:

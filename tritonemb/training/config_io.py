@@ -77,77 +77,62 @@ def plain(value: Any) -> Any:
 
 
 def _merged(values: dict[str, Any], base: Any, where: str, section: str) -> Any:
-    known = {field.name for field in dataclasses.fields(base)}
-    hints = get_type_hints(type(base))
-    changed = {}
+    known, hints, changed = {field.name for field in dataclasses.fields(base)}, get_type_hints(type(base)), {}
     for key, value in values.items():
         name = f"{section}.{key}" if section else key
         if key not in known:
-            raise ValueError(f"{where}: unknown key {name!r}{_nearest(key, base)}")
-        changed[key] = _converted(value, hints[key], getattr(base, key), where, name)
+            found = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.6)
+            hint = f"did you mean {found[0]!r}?" if found else f"known are {', '.join(sorted(known))}"
+            raise ValueError(f"{where}: unknown key {name!r}; {hint}")
+        current = getattr(base, key)
+        if dataclasses.is_dataclass(current) and isinstance(value, dict):
+            changed[key] = _merged(value, current, where, name)
+        elif (converted := _as(value, hints[key])) is _NO:
+            raise ValueError(f"{where}: {name} is {value!r}, expected {_words(hints[key])}")
+        else:
+            changed[key] = converted
     try:
         return dataclasses.replace(base, **changed)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}{f', [{section}]' if section else ''}: {error}") from error
 
 
-def _nearest(key: str, base: Any) -> str:
-    known = sorted(field.name for field in dataclasses.fields(base))
-    found = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    return f"; did you mean {found[0]!r}?" if found else f"; known are {', '.join(known)}"
-
-
-def _converted(value: Any, hint: Any, base: Any, where: str, name: str) -> Any:
-    """The value as the field's type wants it."""
-    if dataclasses.is_dataclass(base) and isinstance(value, dict):
-        return _merged(value, base, where, name)
-    for choice in _choices(hint):
-        found = _as(value, choice)
-        if found is not _NO:
-            return found
-    raise ValueError(f"{where}: {name} is {value!r}, expected {_words(hint)}")
-
-
 _NO = object()
 
 
-def _choices(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-
-
 def _as(value: Any, hint: Any) -> Any:
-    origin = get_origin(hint)
+    """The value as a field of this type has it; `_NO` where it is of another type."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return next((found for part in parts if (found := _as(value, part)) is not _NO), _NO)
     if origin is Literal:
-        return value if value in get_args(hint) else _NO
+        return value if value in parts else _NO
     if origin is tuple and isinstance(value, list):
-        parts = get_args(hint)
-        kinds = [parts[0]] * len(value) if len(parts) == 2 and parts[1] is Ellipsis else list(parts)
+        kinds = parts[:1] * len(value) if parts[-1] is Ellipsis else parts
         if len(kinds) != len(value):
             return _NO
-        found = [next((f for c in _choices(k) if (f := _as(v, c)) is not _NO), _NO) for v, k in zip(value, kinds)]  # noqa: B905
-        return _NO if _NO in found else tuple(found)
+        found = tuple(map(_as, value, kinds))
+        return _NO if _NO in found else found
     if origin is dict and isinstance(value, dict):
-        kind = get_args(hint)[1]
-        entries = {key: _as(part, kind) for key, part in value.items()}
-        return _NO if any(part is _NO for part in entries.values()) else entries
+        entries = {key: _as(part, parts[1]) for key, part in value.items()}
+        return _NO if _NO in entries.values() else entries
     if hint is Path and isinstance(value, str):
         return Path(value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    if hint is float and type(value) is int:
         return float(value)
-    return value if isinstance(hint, type) and type(value) is hint else _NO
+    return value if type(value) is hint else _NO
 
 
 def _words(hint: Any) -> str:
+    """What is expected of a value of this type."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_words(part) for part in parts if part is not type(None))
+    if origin is Literal:
+        return "one of " + ", ".join(map(repr, parts))
+    if origin is tuple:
+        return "a list of " + _words(parts[0])
+    if dataclasses.is_dataclass(hint):
+        return "a section"
     names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", Path: "a path"}
-    words = []
-    for choice in _choices(hint):
-        origin = get_origin(choice)
-        if origin is Literal:
-            words.append("one of " + ", ".join(repr(value) for value in get_args(choice)))
-        elif origin is tuple:
-            words.append("a list of " + _words(get_args(choice)[0]))
-        elif dataclasses.is_dataclass(choice):
-            words.append("a section")
-        elif choice is not type(None):
-            words.append(names.get(choice, str(choice)))
-    return " or ".join(words)
+    return names.get(hint, str(hint))

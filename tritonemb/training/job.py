@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,7 +27,7 @@ from tritonemb.sharding import ExchangePrecision, HybridParallel, ShardingPlan
 from tritonemb.training.callbacks import Callback, FitStart
 from tritonemb.training.checkpoints.together import of_first, together
 from tritonemb.training.config import TrainConfig
-from tritonemb.training.config_io import to_plain, to_toml
+from tritonemb.training.config_io import plain, to_plain, to_toml
 from tritonemb.training.loop import FitResult
 from tritonemb.training.run_folder import RunFolder
 from tritonemb.training.trainer import Trainer
@@ -61,13 +60,12 @@ def train(
         folder = RunFolder(of_first(group, lambda: run_path(config, data, resume)), config.checkpoint.keep)
         first = group.rank == 0
         torch.manual_seed(config.seed)
-        model = _model(config, data, group, device)
         trainer = Trainer(
-            model,
+            _model(config, data, group, device),
             data,
             folder=folder.path,
             callbacks=[*(_watchers(config, folder) if first else []), *callbacks],
-            config=to_plain(config) | {"features": features_to_plain(data.features), "num_dense": data.num_dense},
+            config=to_plain(config) | {"features": plain(data.features), "num_dense": data.num_dense},
             verbose=verbose,
             **config.trainer_options(),
         )
@@ -180,14 +178,6 @@ class SavedConfig(Callback):
 
     def on_start(self, start: FitStart) -> None:
         write_whole(self._path, to_toml(self._config))
-
-
-def features_to_plain(features: Sequence[Feature]) -> list[dict[str, Any]]:
-    return [{"name": f.name, "num_embeddings": f.num_embeddings, "multi_hot": f.multi_hot} for f in features]
-
-
-def features_from_plain(values: Sequence[dict[str, Any]]) -> tuple[Feature, ...]:
-    return tuple(Feature(**value) for value in values)
 
 
 def _say(text: str) -> None:

@@ -17,7 +17,7 @@ from tritonemb.data.batch import Batch
 from tritonemb.data.prefetch import Prefetcher
 from tritonemb.data.source import Split
 from tritonemb.nn.errors import check_errors
-from tritonemb.training.cache_meter import CacheMeter
+from tritonemb.training.cache_meter import CacheMeter, caches_of
 from tritonemb.training.callbacks import CheckpointSaved, Evaluation, FitEnd, FitStart, Log, StepEnd
 from tritonemb.training.checkpoint import CheckpointError
 from tritonemb.training.clock import Clock, memory_bytes
@@ -76,7 +76,7 @@ class Loop:
         self.watchers, self.request = watchers, request
         self.options, self.ranks, self.progress = state.options, state.ranks, state.progress
         self.clock = Clock(self.progress.seconds)
-        self.caches = CacheMeter(state.model)
+        self.caches = CacheMeter(state.model) if caches_of(state.model) else None
         self._began = time.monotonic()
         self._now, self._saved_at, self._saved_step = 0, 0, self.progress.step  # milliseconds by rank 0's clock
         self._logged_step = self.progress.step
@@ -172,7 +172,8 @@ class Loop:
         progress = self.progress
         self.ranks.step = progress.step + 1
         self.state.step(progress.step, step.take(), step.weights)
-        self.caches.trained(step.counted)
+        if self.caches is not None:
+            self.caches.trained(step.counted)
         progress.step += 1
         progress.samples += step.rows
         progress.epoch_samples += step.rows
@@ -183,11 +184,13 @@ class Loop:
     def _next(self, steps: Prefetcher[PreparedStep]) -> tuple[PreparedStep, bool]:
         """The next step, and whether the epoch has none more."""
         begin = time.perf_counter()
-        with self.clock.waiting():
-            step = next(steps)
-        self.caches.stalled(begin, time.perf_counter(), step.moved)
-        if self.options.prefetch_depth is None and self.caches.wants_more_ahead() and self.ranks.size == 1:
-            steps.widen()
+        step = next(steps)
+        end = time.perf_counter()
+        self.clock.waited += end - begin
+        if self.caches is not None:
+            self.caches.stalled(begin, end, step.moved)
+            if self.options.prefetch_depth is None and self.caches.wants_more_ahead() and self.ranks.size == 1:
+                steps.widen()
         self._now, self._signal = step.clock, step.signal or None
         return step, not step.batches and not step.signal
 
@@ -220,7 +223,7 @@ class Loop:
         self._refuse_nonfinite(loss, epoch)
         sent, across = self.ranks.sent()
         steps, self._logged_step = progress.step - self._logged_step, progress.step
-        cache = self.caches.lap(steps)
+        cache = {} if self.caches is None else self.caches.lap(steps)
         if not self.watchers:
             return
         dense_lr, table_lr = self.state.step.current_rates()

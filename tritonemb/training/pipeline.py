@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from tritonemb.comm.agreement import describe
+from tritonemb.comm.agreement import Round, describe
 from tritonemb.data.batch import Batch, Layout
 from tritonemb.data.prefetch import Prefetcher
 from tritonemb.data.source import Batches, Data, ReadReport
@@ -143,17 +143,7 @@ def prepare(
     while True:
         before = stream.position
         batches, error = _draw(stream, accumulate)
-        state = "failed" if error is not None else "ready" if batches else "over"
-        rows, note = sum(len(batch) for batch in batches), describe(error) if error is not None else ""
-        try:
-            agreed = ranks.agreement.next(
-                rows, state, note, batches=len(batches), signal=signal(), clock=clock()  # type: ignore[arg-type]
-            )  # fmt: skip
-        except RuntimeError as failure:
-            ranks.report_lost(failure)
-            if error is not None:
-                raise error from None
-            raise
+        agreed = _agree(ranks, batches, error, signal(), clock())
         if agreed.over or agreed.signal:
             position = stream.position if agreed.over else before
             yield PreparedStep(
@@ -208,6 +198,28 @@ def _draw(stream: Batches, number: int) -> tuple[list[Batch], Exception | None]:
     except Exception as error:
         return [], error
     return batches, None
+
+
+def _agree(ranks: Ranks, batches: list[Batch], error: Exception | None, signal: int, clock: int) -> Round:
+    """What all ranks bring to a step.
+
+    Raises:
+        Exception: `error`, of this rank's data; or that the data of another rank have failed.
+    """
+    if error is not None and ranks.size == 1:
+        raise error
+    rows = sum(len(batch) for batch in batches)
+    if ranks.size == 1:
+        return Round((rows,), len(batches), not batches, signal, clock)
+    state: Any = "failed" if error is not None else "ready" if batches else "over"
+    note = "" if error is None else describe(error)
+    try:
+        return ranks.agreement.next(rows, state, note, batches=len(batches), signal=signal, clock=clock)
+    except RuntimeError as failure:
+        ranks.report_lost(failure)
+        if error is not None:
+            raise error from None
+        raise
 
 
 def _move(

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 
 from tritonemb.data import open_for_scoring
 from tritonemb.data.batch import Batch
+from tritonemb.data.source import Feature
 from tritonemb.extras import require
 from tritonemb.files import written_aside
 from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, read_manifest
 from tritonemb.training.config import TrainConfig
 from tritonemb.training.config_io import from_plain
-from tritonemb.training.job import build_model, features_from_plain
+from tritonemb.training.job import build_model
 from tritonemb.training.step import predict_logits
 from tritonemb.training.train_state import model_tensors, read_again
 from tritonemb.training.utils import check_device
@@ -65,7 +66,7 @@ def predict(options: PredictOptions) -> str:
         raise ValueError(f"{path} was not written by tritonemb train, so nobody knows how to build its model")
     check_device(options.device)
     values = dict(manifest["config"])
-    features, num_dense = features_from_plain(values.pop("features")), values.pop("num_dense")
+    features, num_dense = tuple(Feature(**each) for each in values.pop("features")), values.pop("num_dense")
     config = replace(from_plain(values, TrainConfig(), str(path)), device=options.device)
     # A row that is left out would give all later ones another row's score.
     data = open_for_scoring(options.data, replace(config.read, on_bad_row="raise"), features)

@@ -61,13 +61,13 @@ class TrainStep:
         self.collections = fused_collections(model)
         self.loss_scale = LossScale()
         self.loss_sums = torch.zeros(2, dtype=torch.float64, device=device)
-        self._schedules = (Schedule(), Schedule())
+        self._schedules: tuple[Schedule | None, Schedule | None] = (None, None)
         self._base_rates = [float(group["lr"]) for group, _ in self._rates()]
         self._base_options = self._options()
 
     def schedule(self, dense: Schedule, tables: Schedule) -> None:
         """Let the learning rates follow these."""
-        self._schedules = (dense, tables)
+        self._schedules = (None if dense.is_constant else dense, None if tables.is_constant else tables)
 
     def __call__(self, number: int, batches: Sequence[Batch], weights: Sequence[float]) -> None:
         """Step `number`, from 0.
@@ -77,7 +77,7 @@ class TrainStep:
             weights: of the batches' mean losses, in the loss of the step.
         """
         for base, (group, schedule) in zip(self._base_rates, self._rates(), strict=True):
-            if not schedule.is_constant:
+            if schedule is not None:
                 group["lr"] = base * schedule.factor(number)
         if self.dense_optimizer is not None:
             self.dense_optimizer.zero_grad()
@@ -191,11 +191,11 @@ class TrainStep:
     def _dense_groups(self) -> list[dict[str, Any]]:
         return [] if self.dense_optimizer is None else self.dense_optimizer.param_groups
 
-    def _rates(self) -> list[tuple[dict[str, Any], Schedule]]:
-        """Every parameter group and its schedule; not kept, since loading an optimizer's state makes new groups."""
+    def _rates(self) -> list[tuple[dict[str, Any], Schedule | None]]:
+        """Every parameter group and its schedule, if its rate changes; not kept, since loading an optimizer's state makes new groups."""
         dense, tables = self._schedules
         fused = [c.fused_optimizer for c in self.collections if c.fused_optimizer is not None]
-        rates = [(group, dense) for group in self._dense_groups()]
+        rates: list[tuple[dict[str, Any], Schedule | None]] = [(group, dense) for group in self._dense_groups()]
         return rates + [(group, tables) for optimizer in fused for group in optimizer.param_groups]
 
 
