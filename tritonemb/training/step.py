@@ -192,7 +192,7 @@ class TrainStep:
         return [] if self.dense_optimizer is None else self.dense_optimizer.param_groups
 
     def _rates(self) -> list[tuple[dict[str, Any], Schedule | None]]:
-        """Every parameter group and its schedule, if its rate changes; not kept, since loading an optimizer's state makes new groups."""
+        """Every parameter group and its schedule, if it has one; loading an optimizer's state makes new groups."""
         dense, tables = self._schedules
         fused = [c.fused_optimizer for c in self.collections if c.fused_optimizer is not None]
         rates: list[tuple[dict[str, Any], Schedule | None]] = [(group, dense) for group in self._dense_groups()]
