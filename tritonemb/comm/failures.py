@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -36,7 +36,8 @@ class FailureReports:
         global _made
         _made += 1
         self._rank, self._size, self._prefix = group.rank, group.size, f"tritonemb/failures/{_made}"
-        self._failure, self._store = "", None  # type: str, Any
+        self._failure = ""
+        self._store: Any = None
         if group.size > 1:
             # A connection of its own: that of the job may be busy with a thread that waits.
             self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]

@@ -151,7 +151,8 @@ class RankLoader:
     ) -> None:
         self._data, self._ranks = data, ranks
         self._batch_size, self._seed, self._pin_memory = batch_size, seed, pin_memory
-        self._num_readers, self._readers = readers, None  # type: int, ReaderProcesses | None
+        self._num_readers = readers
+        self._readers: ReaderProcesses | None = None
         self._address: str | None = None
 
     def open(self, split: Split, shuffle: bool = False, epoch: int = 0, position: Any = None) -> Batches:
