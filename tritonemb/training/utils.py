@@ -13,10 +13,8 @@ from types import FrameType
 
 import torch
 
-import tritonemb
-
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-PACKAGES = ("torch", "triton", "numba", "numpy", "pyarrow", "torchmetrics")
+PACKAGES = ("tritonemb", "torch", "triton", "numba", "numpy", "pyarrow", "torchmetrics")
 
 
 class Interrupted(Exception):
@@ -81,7 +79,7 @@ def check_device(name: str) -> torch.device:
 
 def versions(device: torch.device | None = None) -> dict[str, str]:
     """Versions of Python and of the packages that decide results, the platform, and the device if one is given."""
-    found = {"python": platform.python_version(), "tritonemb": tritonemb.__version__, **_packages()}
+    found = {"python": platform.python_version(), **_packages()}
     found["platform"] = platform.platform()
     if device is not None:
         found["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
