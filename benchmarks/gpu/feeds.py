@@ -17,8 +17,8 @@ import tritonemb as te
 from benchmarks.gpu.tables import FbgemmTables, OurTables, Tables
 from benchmarks.gpu.workload import Batch
 from tritonemb.data.prefetch import Prefetcher
-from tritonemb.nn.moments import as_of
-from tritonemb.nn.sent import SentFeatures
+from tritonemb.tables.pins import as_of
+from tritonemb.tables.prefetched import SentFeatures
 
 LOOK_AHEAD = 4  # batches that ours are told of before they are trained
 

@@ -8,8 +8,7 @@ from datetime import timedelta
 
 import pytest
 
-from tritonemb.comm.agreement import Agreement, RankFailed, Round, lost_contact
-from tritonemb.comm.failures import GRACE, FailureReports
+from tritonemb.comm.control import GRACE, Agreement, FailureReports, RankFailed, Round, lost_contact
 from tritonemb.comm.group import Group
 
 

@@ -17,7 +17,6 @@ from tests.helpers import make_collection, output_of
 from tests.ranks import KEPT
 from tests.strategies import rows_of
 from tritonemb.data.prefetch import Prefetcher
-from tritonemb.nn.sent import SentFeatures
 from tritonemb.optim import OPTIMIZERS, Optimizer
 from tritonemb.sharding import (
     ColumnWise,
@@ -33,7 +32,8 @@ from tritonemb.sharding import (
     TableRowWise,
     TableWise,
 )
-from tritonemb.sharding.groups import ShardGroups
+from tritonemb.sharding.process_groups import ShardGroups
+from tritonemb.tables.prefetched import SentFeatures
 
 EXACT = ExchangePrecision("fp32", "fp32")
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.training import jobs
-from tritonemb.comm.agreement import RankFailed
+from tritonemb.comm.control import RankFailed
 from tritonemb.comm.group import Group
 from tritonemb.data import prefetch as prefetch_module
 from tritonemb.data.prefetch import Prefetcher

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from tritonemb.comm.agreement import RankFailed, lost_contact
+from tritonemb.comm.control import RankFailed, lost_contact
 from tritonemb.data.batch import Batch
 from tritonemb.data.prefetch import Prefetcher
 from tritonemb.data.source import Split

@@ -16,15 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from tritonemb.comm.agreement import Round, describe
+from tritonemb.comm.control import Round, describe
 from tritonemb.data.batch import Batch, Layout
 from tritonemb.data.prefetch import Prefetcher
 from tritonemb.data.source import Batches, Data, ReadReport
-from tritonemb.nn.look_ahead import looks_ahead, send
-from tritonemb.nn.moments import Moment, as_of
-from tritonemb.nn.sent import SentFeatures
+from tritonemb.nn.prefetch import looks_ahead, send
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
+from tritonemb.tables.pins import Moment, as_of
+from tritonemb.tables.prefetched import SentFeatures
 from tritonemb.training.cache_meter import Counted, caches_of, count
 from tritonemb.training.ranks import Ranks
 from tritonemb.training.train_state import TrainState

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from tritonemb.data import open_for_scoring
 from tritonemb.data.batch import Batch
 from tritonemb.data.source import Feature
-from tritonemb.extras import require
-from tritonemb.files import written_aside
 from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, read_manifest
 from tritonemb.training.config import TrainConfig
 from tritonemb.training.config_io import from_plain
@@ -22,6 +20,7 @@ from tritonemb.training.job import build_model
 from tritonemb.training.step import predict_logits
 from tritonemb.training.train_state import model_tensors, read_again
 from tritonemb.training.utils import check_device
+from tritonemb.utils import require, written_aside
 
 SUFFIXES = (".parquet", ".csv")
 TRAINING_ONLY = ("optimizer.", "rng.", "trainer.")

@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tritonemb.comm.agreement import Agreement, lost_contact
-from tritonemb.comm.failures import FailureReports
+from tritonemb.comm.control import Agreement, FailureReports, lost_contact
 from tritonemb.comm.group import Group
 from tritonemb.data.readers import ReaderProcesses
 from tritonemb.data.shares import merge_positions, open_shares, rank_position

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from tritonemb.data.batch import Batch
-from tritonemb.nn.collection import Collection
 from tritonemb.nn.errors import check_errors
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
+from tritonemb.tables.collection import Collection
 from tritonemb.training.config import Precision
 from tritonemb.training.ranks import Ranks
 from tritonemb.training.schedule import Schedule

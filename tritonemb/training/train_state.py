@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from tritonemb.data.prefetch import Prefetcher
 from tritonemb.data.source import Data
-from tritonemb.nn.stand_in import stand_ins
-from tritonemb.nn.tiered_table import TieredTable
+from tritonemb.tables.cached_table import TieredTable, stand_ins
 from tritonemb.training.config import TrainerOptions
 from tritonemb.training.ranks import RankLoader, Ranks
 from tritonemb.training.step import PLAIN, TrainStep
