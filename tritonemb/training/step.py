@@ -157,8 +157,8 @@ class TrainStep:
                 for gradient in self._dense_gradients():
                     finite.append(bool(gradient.mul_(1 / scale).isfinite().all()))  # noqa: PERF401 (for its effect)
                 if self.ranks.max(not all(finite)):
-                    raise _Overflow
-        except _Overflow:
+                    raise _GradientOverflow
+        except _GradientOverflow:
             self.loss_scale.update(overflowed=True)
             return
         if self.dense_optimizer is not None:
@@ -199,7 +199,7 @@ class TrainStep:
         return rates + [(group, tables) for optimizer in fused for group in optimizer.param_groups]
 
 
-class _Overflow(Exception):
+class _GradientOverflow(Exception):
     """A gradient was not finite under the present loss scale."""
 
 
