@@ -186,7 +186,7 @@ print(next(items), flush=True)
 held, done = threading.Event(), threading.Event()
 
 def hold():  # as the stream's own thread does now and then
-    with items._channel._changed:
+    with items._queue._changed:
         held.set()
         done.wait()
 

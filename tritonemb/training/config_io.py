@@ -82,8 +82,8 @@ def _merged(values: dict[str, Any], base: Any, where: str, section: str) -> Any:
         name = f"{section}.{key}" if section else key
         if key not in known:
             found = difflib.get_close_matches(key, sorted(known), n=1, cutoff=0.6)
-            hint = f"did you mean {found[0]!r}?" if found else f"known are {', '.join(sorted(known))}"
-            raise ValueError(f"{where}: unknown key {name!r}; {hint}")
+            hint = f"; did you mean {found[0]!r}?" if found else f"; known are {', '.join(sorted(known))}"
+            raise ValueError(f"{where}: unknown key {name!r}{hint}")
         current = getattr(base, key)
         if dataclasses.is_dataclass(current) and isinstance(value, dict):
             changed[key] = _merged(value, current, where, name)
