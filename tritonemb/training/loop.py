@@ -127,13 +127,19 @@ class Loop:
 
     def _train(self) -> str:
         """Why it ended: "finished", "early stop", or the name of a signal."""
-        while not self.progress.ended and not self.state.over:
+        while not self.progress.ended and not self._over:
             self._epoch()
             if self._stopped is not None and not self.progress.ended:
                 if self.folder is not None and self._saved_step != self.progress.step:
                     self._checkpoint()  # the signal came too late for that of the step
                 return signal.Signals(self._stopped).name
         return self.progress.ended or "finished"
+
+    @property
+    def _over(self) -> bool:
+        """Whether all epochs, or all steps, are done."""
+        last, progress = self.state.last_step, self.progress
+        return progress.epoch >= self.state.last_epoch or (last is not None and progress.step >= last)
 
     @property
     def _stopped(self) -> int | None:
@@ -151,15 +157,13 @@ class Loop:
             while step.batches:
                 epoch = progress.epoch
                 self._train_step(step)
-                samples = step.rows
                 step, over = self._next(steps)
-                self.clock.step(samples)
                 if over:
                     self._end_epoch()
-                if over or state.over or self._stopped is not None:
+                if over or self._over or self._stopped is not None:
                     self._say_left_out(step, f"train {epoch}")
                 self._due_after_step(epoch, last=over)
-                if progress.ended or state.over or self._stopped is not None:
+                if progress.ended or self._over or self._stopped is not None:
                     return
 
     def _signum(self) -> int:
@@ -179,6 +183,7 @@ class Loop:
         progress.epoch_samples += step.rows
         progress.logged_samples += step.rows
         progress.position = step.position
+        self.clock.step(step.rows)
         self.watchers.on_step(StepEnd(progress.step, progress.epoch, progress.samples))
 
     def _next(self, steps: Prefetcher[PreparedStep]) -> tuple[PreparedStep, bool]:
@@ -205,7 +210,7 @@ class Loop:
         progress.position, progress.epoch_samples = None, 0
 
     def _due_after_step(self, epoch: int, last: bool) -> None:
-        progress, over = self.progress, self.state.over
+        progress, over = self.progress, self._over
         if progress.step % self.options.log_every == 0 or over:
             self._log(epoch)
         every = self.options.evaluate_every

@@ -151,13 +151,14 @@ def prepare(
             )
             return
         batches += [empty() for _ in range(agreed.batches - len(batches))]
-        weights = tuple(len(batch) * ranks.size / max(agreed.total, 1) for batch in batches)
+        rows = sum(agreed.rows)
+        weights = tuple(len(batch) * ranks.size / max(rows, 1) for batch in batches)
         began = time.perf_counter()
         there, copied = _move(batches, device, prefetch, copies)
         moved = began, time.perf_counter()
         labels = tuple(batch.labels for batch in batches)
         yield PreparedStep(
-            there, weights, agreed.total, labels, stream.position, stream.report, clock=agreed.clock, copied=copied,
+            there, weights, rows, labels, stream.position, stream.report, clock=agreed.clock, copied=copied,
             moved=moved, counted=None if counted is None else counted(),
         )  # fmt: skip
         del batches, there, labels  # or they would stay until the next ones are there

@@ -125,12 +125,6 @@ class TrainState:
         epochs, rest = divmod(self.last_step or 0, -(-rows // size))
         return min(rows * self.last_epoch, rows * epochs + rest * size)
 
-    @property
-    def over(self) -> bool:
-        """Whether all epochs, or all steps, are done."""
-        last = self.last_step
-        return self.progress.epoch >= self.last_epoch or (last is not None and self.progress.step >= last)
-
     def settle(self) -> None:
         """Wait until nothing is being prefetched: no collective is running, and no transfer of rows."""
         if self.prefetched is not None:
