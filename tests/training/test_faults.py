@@ -141,10 +141,7 @@ def test_plain_numbers_of_an_optimizer_are_saved_too(data, tmp_path):
     resumed.resume()
     resumed.fit()
     assert_same_bits(dict(resumed.model.state_dict()), dict(whole.model.state_dict()))
-    assert (
-        resumed.state.step.dense_optimizer.param_groups[0]["momentum"]
-        == whole.state.step.dense_optimizer.param_groups[0]["momentum"]
-    )
+    assert resumed.dense_optimizer.param_groups[0]["momentum"] == whole.dense_optimizer.param_groups[0]["momentum"]
 
 
 def test_what_cannot_be_saved_is_refused_before_training(data, tmp_path):

@@ -62,8 +62,8 @@ class Losses(Callback):
 
 def state_of(trainer: te.Trainer) -> dict[str, torch.Tensor]:
     found = dict(trainer.model.state_dict())
-    if trainer.state.step.dense_optimizer is not None:
-        for number, state in trainer.state.step.dense_optimizer.state_dict()["state"].items():
+    if trainer.dense_optimizer is not None:
+        for number, state in trainer.dense_optimizer.state_dict()["state"].items():
             found |= {f"{number}.{name}": value for name, value in state.items() if isinstance(value, torch.Tensor)}
     found["random"] = torch.get_rng_state()
     return found

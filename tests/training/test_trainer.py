@@ -101,7 +101,7 @@ def test_a_model_of_fused_tables_alone_trains():
     rows = Rows(torch.zeros(64, 1), (Column(torch.arange(64) % 2),), (torch.arange(64) % 2).float())
     data = Dataset("parity", (Feature("id", 2),), rows, rows)
     trainer = make_trainer(data, Sum(data.tables(1)), batch_size=8, epochs=20)
-    assert trainer.state.step.dense_optimizer is None
+    assert trainer.dense_optimizer is None
     trainer.fit()
     assert trainer.evaluate().auc == 1.0
 

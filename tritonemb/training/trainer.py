@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
@@ -65,6 +65,8 @@ class Trainer(TrainerOptions):
     All other options are those of `tritonemb.training.config.TrainerOptions` and of the classes that it joins.
 
     Attributes:
+        dense_optimizer: the optimizer that was made; None where every parameter is in a fused table.
+        device: that trains.
         state: what changes in a run, shared with its loop and its checkpoints.
 
     Raises:
@@ -75,8 +77,8 @@ class Trainer(TrainerOptions):
     model: nn.Module
     data: Data
     _: KW_ONLY
-    dense_optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.Adam
-    device: torch.device | str | None = None
+    dense_optimizer: Any = torch.optim.Adam
+    device: Any = None
     folder: str | Path | None = None
     callbacks: Sequence[Callback] = ()
     config: Mapping[str, Any] | None = None
@@ -108,7 +110,8 @@ class Trainer(TrainerOptions):
         if self.folder is not None:
             folder = RunFolder(self.folder, options.keep, options.checkpoint_incremental)
         # The options are frozen; what is made of them is set once.
-        vars(self).update(state=state, run_folder=folder, saving=Saving(state, folder, options.checkpoint_async))
+        vars(self).update(device=device, dense_optimizer=step.dense_optimizer, state=state, run_folder=folder)
+        vars(self).update(saving=Saving(state, folder, options.checkpoint_async))
 
     @property
     def progress(self) -> Progress:
