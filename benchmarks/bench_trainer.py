@@ -23,7 +23,7 @@ from tritonemb.data.source import ReadReport, Step, Stream
 from tritonemb.training.callbacks import Callback, Log
 from tritonemb.training.config import PRESETS
 from tritonemb.training.job import build_model
-from tritonemb.training.stepper import dense_parameters
+from tritonemb.training.step import dense_parameters
 from tritonemb.training.watch.display import make_display
 
 WARMUP_ROUNDS = 2

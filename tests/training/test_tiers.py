@@ -14,9 +14,9 @@ pytest.importorskip("psutil")
 import tritonemb as te
 from tests.helpers import CACHED, assert_same_bits, living
 from tests.training import jobs
-from tritonemb.training.ahead import Ahead
+from tritonemb.data.prefetch import Prefetcher
 from tritonemb.training.cache_meter import MANY_STALLS, MOST_WIDENED, CacheMeter
-from tritonemb.training.table_options import TableOptions
+from tritonemb.training.config import TableOptions
 from tritonemb.training.watch.report import Report
 from tritonemb.training.watch.tensorboard import TensorBoard
 from tritonemb.training.watch.text import size
@@ -59,8 +59,8 @@ HOST = {"host_hits", "disk_read", "disk_written"}
     [
         {},
         {"pipeline": False},
-        {"look_ahead": 0},
-        {"look_ahead": 4, "cache_rows": 1},
+        {"prefetch_depth": 0},
+        {"prefetch_depth": 4, "cache_rows": 1},
         {"accumulate": 3},
         {"precision": "fp16"},
         {"patience": 1, "table_schedule": te.training.Schedule(warmup_steps=4)},
@@ -134,7 +134,7 @@ def test_more_is_made_ahead_when_asked_for():
             made.append(number)
             yield number
 
-    with Ahead(numbers(), 1, "numbers") as ahead:
+    with Prefetcher(numbers(), 1, "numbers") as ahead:
         ahead.settle()
         assert made == [0]
         ahead.widen()
@@ -166,8 +166,8 @@ def test_waiting_for_rows_asks_for_more_ahead():
 
 
 def test_options_out_of_range_are_refused():
-    with pytest.raises(ValueError, match="look_ahead must not be negative, got -1"):
-        trained("host", look_ahead=-1)
+    with pytest.raises(ValueError, match="prefetch_depth must not be negative, got -1"):
+        trained("host", prefetch_depth=-1)
     with pytest.raises(ValueError, match="cache_host_rows is for tables on disk, but placement is 'host'"):
         TableOptions(placement="host", cache_host_rows=5)
     (table,) = TableOptions(placement="disk", placed_rows=0, cache_host_rows=5).place([te.TableConfig("t", 9, 2)])

@@ -16,6 +16,9 @@ class Clock:
 
     Args:
         seconds: what earlier processes of the run have taken.
+
+    Attributes:
+        waited: seconds in which this process waited for data.
     """
 
     def __init__(self, seconds: float = 0.0) -> None:
@@ -44,15 +47,6 @@ class Clock:
             yield
         finally:
             self._paused += time.perf_counter() - start
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """What happens in the block is waiting for data."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.waited += time.perf_counter() - start
 
     def step(self, num_samples: int) -> None:
         """A step is done; the first one of a process, which compiles and warms up, is left out of speeds."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from tritonemb.nn.doctor import TOLERANCE, check_step, serving
-from tritonemb.training.devices import check_device
-from tritonemb.training.versions import versions
+from tritonemb.training.utils import check_device, versions
 
 
 def examine(device: str | None = None) -> tuple[str, bool]:
