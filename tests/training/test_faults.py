@@ -20,10 +20,10 @@ import tritonemb as te
 from tests.helpers import assert_same_bits
 from tritonemb.data import Dataset, make_synthetic
 from tritonemb.training import Callback, CheckpointError, CheckpointOptions, Interrupted
+from tritonemb.training.callbacks import CallbackList
+from tritonemb.training.callbacks.console import make_display
+from tritonemb.training.callbacks.jsonl import RunLog, read_run_log
 from tritonemb.training.checkpoint import CheckpointFolder, read_manifest
-from tritonemb.training.watch.display import make_display
-from tritonemb.training.watch.run_log import RunLog, read_run_log
-from tritonemb.training.watchers import Watchers
 
 
 @pytest.fixture(scope="module")
@@ -267,7 +267,7 @@ class TestWatchers:
                 if "end" in self.fails:
                     raise RuntimeError(f"{self.name} at the end")
 
-        watchers = Watchers([Named("a", ["end"]), Named("b"), Named("c", ["start"]), Named("d")])
+        watchers = CallbackList([Named("a", ["end"]), Named("b"), Named("c", ["start"]), Named("d")])
 
         def fit():
             try:
@@ -285,7 +285,7 @@ class TestWatchers:
             def on_end(self, end):
                 raise RuntimeError("at the end")
 
-        watchers = Watchers([Fails()])
+        watchers = CallbackList([Fails()])
         watchers.on_start(None)
         with pytest.raises(RuntimeError, match="at the end"):
             watchers.on_end(None)
@@ -295,7 +295,7 @@ class TestWatchers:
             def on_step(self, step):
                 raise OSError("no")
 
-        watchers = Watchers([Writes()])
+        watchers = CallbackList([Writes()])
         watchers.on_start(None)
         with pytest.raises(OSError, match="no"):
             watchers.on_step(None)

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Literal
 
 from tritonemb.data import LogOptions, kind_of
+from tritonemb.training.callbacks.profiler import ProfileOptions
 from tritonemb.training.checkpoint import CheckpointOptions
 from tritonemb.training.precision import Precision
 from tritonemb.training.schedule import Decay, Schedule
 from tritonemb.training.table_options import TableOptions
-from tritonemb.training.watch.profiling import ProfileOptions
 
 Codec = Literal["fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8"]
 EmbeddingOptimizer = Literal[

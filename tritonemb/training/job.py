@@ -26,6 +26,8 @@ from tritonemb.nn import DLRM, DCNv2
 from tritonemb.optimizers import OPTIMIZERS, Optimizer
 from tritonemb.sharding import ExchangePrecision, HybridParallel, ShardingPlan
 from tritonemb.training.callbacks import Callback, FitStart
+from tritonemb.training.callbacks.profiler import Profiler
+from tritonemb.training.callbacks.tensorboard import TensorBoard
 from tritonemb.training.checkpoints.together import of_first, together
 from tritonemb.training.config import TrainConfig
 from tritonemb.training.devices import check_device
@@ -34,8 +36,6 @@ from tritonemb.training.run_folder import RunFolder
 from tritonemb.training.signals import Interrupted
 from tritonemb.training.toml import to_plain, to_toml
 from tritonemb.training.trainer import Trainer
-from tritonemb.training.watch.profiling import Profile
-from tritonemb.training.watch.tensorboard import TensorBoard
 
 RUNS = Path("runs")
 
@@ -218,5 +218,5 @@ def _watchers(config: TrainConfig, folder: RunFolder) -> list[Callback]:
     if config.output.tensorboard:
         watchers.append(TensorBoard(folder.tensorboard))
     if config.profile.profile_steps:
-        watchers.append(Profile(folder.trace, config.profile))
+        watchers.append(Profiler(folder.trace, config.profile))
     return watchers

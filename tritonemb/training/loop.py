@@ -14,15 +14,12 @@ from tritonemb.comm.agreement import RankFailed, lost_contact
 from tritonemb.data.source import Split
 from tritonemb.nn.errors import check_errors
 from tritonemb.training.ahead import Ahead
-from tritonemb.training.cache_meter import CacheMeter
-from tritonemb.training.callbacks import CheckpointSaved, Evaluation, FitEnd, FitStart, Log, StepEnd
+from tritonemb.training.callbacks import CallbackList, CheckpointSaved, Evaluation, FitEnd, FitStart, Log, StepEnd
 from tritonemb.training.checkpoint import CheckpointError
-from tritonemb.training.clock import Clock, memory_bytes
-from tritonemb.training.metrics import Metrics, UndefinedMetricsError
+from tritonemb.training.metrics import CacheMeter, Clock, Metrics, UndefinedMetricsError, memory_bytes
 from tritonemb.training.pipeline import Prepared, Say
 from tritonemb.training.signals import Interrupted, StopRequest
 from tritonemb.training.versions import versions
-from tritonemb.training.watchers import Watchers
 
 if TYPE_CHECKING:
     from tritonemb.training.trainer import Trainer
@@ -60,7 +57,7 @@ class Loop:
     Several ranks do all this alike: what decides it (rows, metrics, signals, rank 0's clock) they have agreed upon.
     """
 
-    def __init__(self, trainer: Trainer, watchers: Watchers, request: StopRequest) -> None:
+    def __init__(self, trainer: Trainer, watchers: CallbackList, request: StopRequest) -> None:
         self.trainer = trainer
         self.watchers = watchers
         self.request = request
@@ -172,7 +169,7 @@ class Loop:
         with self.clock.waiting():
             step = next(steps)
         self.caches.stalled(begin, time.perf_counter(), step.moved)
-        if self.trainer.look_ahead is None and self.caches.wants_more_ahead() and self.trainer.parallel.size == 1:
+        if self.trainer.look_ahead is None and self.caches.wants_deeper_prefetch() and self.trainer.parallel.size == 1:
             steps.widen()
         self._now, self._signal = step.clock, step.signal or None
         return step, not step.batches and not step.signal

@@ -24,7 +24,7 @@ from tritonemb.nn.look_ahead import looks_ahead, send
 from tritonemb.nn.sent import SentFeatures
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
-from tritonemb.training.cache_meter import Counted
+from tritonemb.training.metrics import CacheCounts
 
 DEPTH = 2  # steps beyond the one that is trained
 Send = Callable[[Any], Any]
@@ -59,7 +59,7 @@ class Prepared:
     clock: int = 0
     copied: torch.cuda.Event | None = field(default=None, repr=False)
     moved: tuple[float, float] | None = None
-    counted: Counted | None = None
+    counted: CacheCounts | None = None
 
     def take(self) -> tuple[Batch, ...]:
         """The batches, for the stream of this thread."""
@@ -91,7 +91,7 @@ def prepare(
     heartbeat: Heartbeat | None = None,
     first_step: int = 0,
     say: Say | None = None,
-    count: Callable[[], Counted] | None = None,
+    count: Callable[[], CacheCounts] | None = None,
 ) -> Generator[Prepared, None, None]:
     """The steps of an epoch, or of an evaluation; collectives where there are several ranks.
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from tritonemb.training import state
-from tritonemb.training.cache_meter import caches_of
 from tritonemb.training.callbacks import CheckpointSaved
 from tritonemb.training.checkpoint import AsyncSave, Saved, load_tensors, read_manifest, stored_tensors
+from tritonemb.training.metrics import caches_of
 from tritonemb.training.run_folder import RunFolder
 from tritonemb.training.toml import plain
 from tritonemb.training.versions import versions

@@ -19,12 +19,14 @@ from tritonemb.nn.errors import check_errors
 from tritonemb.nn.moments import Moment, as_of
 from tritonemb.training import state
 from tritonemb.training.ahead import Ahead
-from tritonemb.training.cache_meter import caches_of, count
-from tritonemb.training.callbacks import Callback, CheckpointSaved
+from tritonemb.training.callbacks import Callback, CallbackList, CheckpointSaved
+from tritonemb.training.callbacks.console import make_display
+from tritonemb.training.callbacks.jsonl import RunLog
+from tritonemb.training.callbacks.report import Report
 from tritonemb.training.checkpoint import CheckpointOptions
 from tritonemb.training.inference import predict
 from tritonemb.training.loop import FitResult, Loop
-from tritonemb.training.metrics import Metrics, UndefinedMetricsError, binary_metrics
+from tritonemb.training.metrics import Metrics, UndefinedMetricsError, binary_metrics, caches_of, count
 from tritonemb.training.parallel import Parallel
 from tritonemb.training.pipeline import DEPTH, Prepared, Say, brings_rows, empty_batch, prepare, sender
 from tritonemb.training.precision import Precision
@@ -34,10 +36,6 @@ from tritonemb.training.saving import Saving
 from tritonemb.training.schedule import Schedule
 from tritonemb.training.signals import StopRequest, stop_requests
 from tritonemb.training.stepper import Stepper
-from tritonemb.training.watch.display import make_display
-from tritonemb.training.watch.report import Report
-from tritonemb.training.watch.run_log import RunLog
-from tritonemb.training.watchers import Watchers
 
 Monitor = Literal["auc", "log_loss", "normalized_entropy"]
 
@@ -220,7 +218,7 @@ class Trainer:
                 json.dumps(self.saving.manifest())  # what cannot be saved is refused before training
                 self.saving.tensors()
                 request = stack.enter_context(stop_requests())
-            result = Loop(self, Watchers(self._watchers()), request).run(test)
+            result = Loop(self, CallbackList(self._watchers()), request).run(test)
         self._fitted = True
         return result
 

@@ -2,9 +2,9 @@ import sys
 
 import pytest
 
-from tests.training.watch.events import train
+from tests.training.callbacks.events import train
 from tritonemb.extras import MissingExtraError
-from tritonemb.training.watch.tensorboard import TensorBoard
+from tritonemb.training.callbacks.tensorboard import TensorBoard
 
 
 def scalars(folder) -> dict[str, list[tuple[int, float]]]:

@@ -7,11 +7,25 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.training.watch.events import end, evaluation, log, start, step, train
+from tests.training.callbacks.events import end, evaluation, log, start, step, train
 from tritonemb.training.callbacks import FitEnd
-from tritonemb.training.watch.chart import COUNT, HEIGHT, PLAIN, RATE, SHARE, WIDTH, Level, chart, decimals, thin, ticks
-from tritonemb.training.watch.report import Report, render, write_report
-from tritonemb.training.watch.run_log import RunLog, read_run_log
+from tritonemb.training.callbacks.jsonl import RunLog, read_run_log
+from tritonemb.training.callbacks.report import (
+    COUNT,
+    HEIGHT,
+    PLAIN,
+    RATE,
+    SHARE,
+    WIDTH,
+    Level,
+    Report,
+    chart,
+    decimals,
+    render,
+    thin,
+    ticks,
+    write_report,
+)
 
 EVIL = "<script>alert('1')</script>&\"\x1b[0m\x00\udcff"
 OPEN = {"meta", "link", "br", "img", "input", "hr"}  # never closed in HTML
@@ -87,7 +101,7 @@ def test_a_run_ends_with_its_whole_report(tmp_path):
     text = words(page.find("body"))
     for expected in (
         "synthetic finished",
-        "test AUC 0.7808 best possible 0.8312",
+        "test AUC 0.7808 Bayes-optimal 0.8312",
         "samples/s 41,733",
         "training time 24.9 s",
         "steps 1,200 120,000 samples",
