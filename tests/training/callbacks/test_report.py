@@ -17,7 +17,6 @@ from tritonemb.training.callbacks.report import (
     RATE,
     SHARE,
     WIDTH,
-    Level,
     Report,
     chart,
     decimals,
@@ -78,6 +77,15 @@ def check_svg(svg: ElementTree.Element) -> None:
         for name in ("x", "y", "x1", "x2", "y1", "y2", "cx", "cy", "width", "height"):
             if element.get(name) is not None:
                 assert 0 <= float(element.get(name)) <= WIDTH, (element.tag, name)
+
+
+def check_chart(drawn: dict) -> None:
+    """Every place of a chart is within the picture."""
+    places = [place for line in drawn["lines"] for place in line] + drawn["dots"]
+    places += [place for x, y, left, width, *_ in drawn["probes"] for place in ((x, y), (left, y), (left + width, y))]
+    places += [(0, y) for y, _ in drawn["y_ticks"]] + [(x, 0) for x, _ in drawn["x_ticks"] + drawn["resumed"]]
+    places += [] if drawn["level"] is None else [(0, drawn["level"][0])]
+    assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for x, y in places)
 
 
 def words(element: ElementTree.Element) -> str:
@@ -235,7 +243,7 @@ def test_a_metric_that_is_nan_is_not_the_best(tmp_path):
 
 
 def test_values_apart_by_rounding_only_can_be_drawn():
-    check_svg(ElementTree.fromstring(chart("x", [(1, 0.3), (2, 0.1 + 0.2)], PLAIN, 2)))
+    check_chart(chart([(1, 0.3), (2, 0.1 + 0.2)], PLAIN, 2))
 
 
 def test_ten_thousand_logs_make_a_small_page(tmp_path):
@@ -303,7 +311,7 @@ def test_every_range_can_be_drawn(seed):
     assert found[-1] >= high - slack
     assert 2 <= len(found) <= 9
     for unit in (PLAIN, COUNT, SHARE, RATE):
-        check_svg(ElementTree.fromstring(chart("x", points, unit, 40, level=Level("best", high), marks=[3, 50])))
+        check_chart(chart(points, unit, 40, level=high, resumed=[3, 50]))
 
 
 def test_tick_labels_have_the_digits_that_they_need():

@@ -44,6 +44,9 @@ class _Notes(logging.Handler):
         print(f"note: {record.getMessage()}", file=sys.stderr, flush=True)
 
 
+_NOTES = _Notes(logging.INFO)
+
+
 class Lines(Callback):
     """Writes a line for the start, for every log, evaluation, checkpoint and message, and a summary at the end.
 
@@ -56,12 +59,11 @@ class Lines(Callback):
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._start = FitStart()
-        self._notes = _Notes(logging.INFO)
 
     def on_start(self, start: FitStart) -> None:
         self._start = start
         logger = logging.getLogger("tritonemb")
-        logger.addHandler(self._notes)
+        logger.addHandler(_NOTES)
         logger.setLevel(logging.INFO)
         self._print(start_line(start))
 
@@ -78,7 +80,7 @@ class Lines(Callback):
         self._print(f"note: {text}")
 
     def on_end(self, end: FitEnd | None) -> None:
-        logging.getLogger("tritonemb").removeHandler(self._notes)
+        logging.getLogger("tritonemb").removeHandler(_NOTES)
         if end is not None:
             self._print(summary(end))
 
