@@ -8,17 +8,25 @@ Here the cache's folder is named after a hash of all kernel sources, and of the 
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
+import logging
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numba
-from numba.core import caching
+from numba.core import caching, codegen
 
+_log = logging.getLogger(__name__)
+_finished: list[float] = []  # seconds that each kernel compiled by this process took
+_Library = codegen.CPUCodeLibrary
+_optimize = _Library._optimize_final_module
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 
 
@@ -83,10 +91,38 @@ class _KernelCache(caching.FunctionCache):
     _impl_class = _CacheImpl
 
 
+@contextmanager
+def _compiling(kernel: str, name: str) -> Iterator[None]:
+    """Log that a kernel is compiled, and save time. Numba calls this with its lock held, for kernels not in the cache.
+
+    Numba optimizes every function by itself and again inside each of its callers. Only the last time counts: that of
+    the kernel `name`, which holds all that it calls.
+    """
+    done = f"{len(_finished)} done in {sum(_finished):.0f} s, kept in {cache_dir()}"
+    _log.info("compiling the CPU kernel %s (first use on this machine; %s)", kernel, done)
+
+    def optimize(library: Any) -> None:
+        if library.name == name:
+            _optimize(library)
+
+    before, start, collects = _Library._optimize_final_module, time.perf_counter(), gc.isenabled()
+    gc.disable()  # the compiler makes many objects: every collection would go through all of torch's
+    _Library._optimize_final_module = optimize
+    try:
+        yield
+    finally:
+        _Library._optimize_final_module = before
+        if collects:
+            gc.enable()
+        _finished.append(time.perf_counter() - start)
+
+
 def compiled(function: Callable[..., Any]) -> Any:
     """Compile a kernel, called from Python, at its first call."""
     dispatcher = numba.njit(**_OPTIONS)(function)
     dispatcher._cache = _KernelCache(dispatcher.py_func)
+    kernel = f"{function.__module__.rpartition('.')[2]}.{function.__name__.lstrip('_')}"
+    dispatcher._compiler.compile = _compiling(kernel, function.__qualname__)(dispatcher._compiler.compile)
     return dispatcher
 
 
