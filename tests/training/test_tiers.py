@@ -107,7 +107,7 @@ def test_the_report_and_the_log_have_what_was_brought(tmp_path, placement):
     assert [event["cache"] for event in events if event["event"] == "log"] == told.caches
     Report(tmp_path / "run" / "report.html", tmp_path / "run" / "log.jsonl")
     page = (tmp_path / "run" / "report.html").read_text()
-    assert "Rows that live elsewhere" in page
+    assert "Cached tables" in page
     assert f"{told.caches[-1]['rows']:,.0f}" in page
     assert ("rows found in host memory" in page) == (placement == CACHED)
     if placement == CACHED:
