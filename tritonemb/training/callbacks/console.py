@@ -62,10 +62,10 @@ class Lines(Callback):
 
     def on_start(self, start: FitStart) -> None:
         self._start = start
+        self._print(start_line(start))
         logger = logging.getLogger("tritonemb")
         logger.addHandler(_NOTES)
         logger.setLevel(logging.INFO)
-        self._print(start_line(start))
 
     def on_log(self, log: Log) -> None:
         self._print(log_line(log, self._start))
