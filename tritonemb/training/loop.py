@@ -10,9 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tritonemb.comm.agreement import RankFailed, lost_contact
+from tritonemb.comm.control import RankFailed, lost_contact
 from tritonemb.data.source import Split
-from tritonemb.nn.errors import check_errors
+from tritonemb.ops.errors import check_errors
 from tritonemb.training.ahead import Ahead
 from tritonemb.training.callbacks import CallbackList, CheckpointSaved, Evaluation, FitEnd, FitStart, Log, StepEnd
 from tritonemb.training.checkpoint import CheckpointError

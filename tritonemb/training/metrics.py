@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tritonemb.extras import require
-from tritonemb.nn.collection import Collection
-from tritonemb.nn.row_cache import RowCache
 from tritonemb.sharding.collection import ShardedCollection
+from tritonemb.tables.cache import RowCache
+from tritonemb.tables.table_set import TableSet
+from tritonemb.utils import require
 
 MIN_STALL = 1e-3  # seconds that count
 RECENT_STEPS, MANY_STALLS = 10, 3  # so many stalls in so many steps ask for a deeper prefetch
@@ -167,7 +167,7 @@ class CacheCounts(NamedTuple):
 
 def caches_of(model: nn.Module) -> list[RowCache]:
     """The caches of a model's cached tables, this rank's shards among them."""
-    found = [module for module in model.modules() if isinstance(module, Collection)]
+    found = [module for module in model.modules() if isinstance(module, TableSet)]
     for module in model.modules():
         if isinstance(module, ShardedCollection):
             found += module.locals

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
-from tritonemb.extras import require
 from tritonemb.training.callbacks.base import Callback, CheckpointSaved, Evaluation, FitEnd, FitStart, Log, StepEnd
+from tritonemb.utils import require
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

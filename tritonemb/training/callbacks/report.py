@@ -14,10 +14,10 @@ from typing import Any
 
 import jinja2
 
-from tritonemb.files import write_whole
 from tritonemb.training.callbacks.base import Callback, FitEnd
 from tritonemb.training.callbacks.console import size, took
 from tritonemb.training.callbacks.jsonl import read_run_log
+from tritonemb.utils import write_whole
 
 WIDTH, HEIGHT = 400, 212  # of a chart
 LEFT, RIGHT, TOP, BOTTOM = 58, 384, 12, 172  # its axes
