@@ -25,8 +25,8 @@ import psutil
 from tests.helpers import assert_same_bits
 from tests.training.test_kill import losses
 from tritonemb.cli import main
+from tritonemb.training.callbacks.jsonl import read_run_log
 from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, stored_tensors
-from tritonemb.training.watch.run_log import read_run_log
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="a platform without SIGKILL")
 LAST_STEP = 60

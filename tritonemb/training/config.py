@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from tritonemb.data import LogOptions, kind_of
+from tritonemb.training.callbacks.profiler import ProfileOptions
 from tritonemb.training.checkpoint import CheckpointOptions
 from tritonemb.training.schedule import Decay, Schedule
-from tritonemb.training.watch.profiling import ProfileOptions
 from tritonemb.types import CacheConfig, TableConfig
 
 Codec = Literal["fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8"]

@@ -24,6 +24,8 @@ from tritonemb.nn import DLRM, DCNv2
 from tritonemb.optimizers import OPTIMIZERS, Optimizer
 from tritonemb.sharding import ExchangePrecision, HybridParallel, ShardingPlan
 from tritonemb.training.callbacks import Callback, FitStart
+from tritonemb.training.callbacks.profiler import Profiler
+from tritonemb.training.callbacks.tensorboard import TensorBoard
 from tritonemb.training.checkpoints.together import of_first, together
 from tritonemb.training.config import TrainConfig
 from tritonemb.training.config_io import plain, to_plain, to_toml
@@ -31,8 +33,6 @@ from tritonemb.training.loop import FitResult
 from tritonemb.training.run_folder import RunFolder
 from tritonemb.training.trainer import Trainer
 from tritonemb.training.utils import Interrupted, check_device
-from tritonemb.training.watch.profiling import Profile
-from tritonemb.training.watch.tensorboard import TensorBoard
 from tritonemb.utils import write_whole
 
 RUNS = Path("runs")
@@ -189,5 +189,5 @@ def _watchers(config: TrainConfig, folder: RunFolder) -> list[Callback]:
     if config.output.tensorboard:
         watchers.append(TensorBoard(folder.tensorboard))
     if config.profile.profile_steps:
-        watchers.append(Profile(folder.trace, config.profile))
+        watchers.append(Profiler(folder.trace, config.profile))
     return watchers

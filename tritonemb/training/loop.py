@@ -17,17 +17,22 @@ from tritonemb.data.batch import Batch
 from tritonemb.data.prefetch import Prefetcher
 from tritonemb.data.source import Split
 from tritonemb.ops.errors import check_errors
-from tritonemb.training.cache_meter import CacheMeter, caches_of
-from tritonemb.training.callbacks import CheckpointSaved, Evaluation, FitEnd, FitStart, Log, StepEnd
+from tritonemb.training.callbacks import CallbackList, CheckpointSaved, Evaluation, FitEnd, FitStart, Log, StepEnd
 from tritonemb.training.checkpoint import CheckpointError
-from tritonemb.training.clock import Clock, memory_bytes
-from tritonemb.training.metrics import Metrics, UndefinedMetricsError, binary_metrics
+from tritonemb.training.metrics import (
+    CacheMeter,
+    Clock,
+    Metrics,
+    UndefinedMetricsError,
+    binary_metrics,
+    caches_of,
+    memory_bytes,
+)
 from tritonemb.training.pipeline import PreparedStep, open_epoch, prefetched
 from tritonemb.training.saving import Saving
 from tritonemb.training.step import predict_logits
 from tritonemb.training.train_state import TrainState
 from tritonemb.training.utils import Interrupted, StopRequest, versions
-from tritonemb.training.watchers import Watchers
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,7 @@ class Loop:
     """
 
     def __init__(
-        self, state: TrainState, saving: Saving, folder: Path | None, watchers: Watchers, request: StopRequest
+        self, state: TrainState, saving: Saving, folder: Path | None, watchers: CallbackList, request: StopRequest
     ) -> None:
         self.state, self.saving, self.folder = state, saving, folder
         self.watchers, self.request = watchers, request
@@ -194,7 +199,7 @@ class Loop:
         self.clock.waited += end - begin
         if self.caches is not None:
             self.caches.stalled(begin, end, step.moved)
-            if self.options.prefetch_depth is None and self.caches.wants_more_ahead() and self.ranks.size == 1:
+            if self.options.prefetch_depth is None and self.caches.wants_deeper_prefetch() and self.ranks.size == 1:
                 steps.widen()
         self._now, self._signal = step.clock, step.signal or None
         return step, not step.batches and not step.signal

@@ -25,7 +25,7 @@ from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
 from tritonemb.tables.pins import released_before, sequence_number
 from tritonemb.tables.prefetched import SentFeatures
-from tritonemb.training.cache_meter import Counted, caches_of, count
+from tritonemb.training.metrics import CacheCounts, caches_of, count
 from tritonemb.training.ranks import Ranks
 from tritonemb.training.train_state import TrainState
 
@@ -62,7 +62,7 @@ class PreparedStep:
     clock: int = 0
     copied: torch.cuda.Event | None = field(default=None, repr=False)
     moved: tuple[float, float] | None = None
-    counted: Counted | None = None
+    counted: CacheCounts | None = None
 
     def take(self) -> tuple[Batch, ...]:
         """The batches, for the stream of this thread."""
@@ -118,7 +118,7 @@ def prepare(
     *,
     accumulate: int = 1,
     prefetch: Prefetch | None = None,
-    counted: Callable[[], Counted] | None = None,
+    counted: Callable[[], CacheCounts] | None = None,
     signal: Callable[[], int] = lambda: 0,
     clock: Callable[[], int] = lambda: 0,
 ) -> Generator[PreparedStep, None, None]:

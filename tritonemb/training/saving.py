@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from tritonemb.training import train_state
-from tritonemb.training.cache_meter import caches_of
 from tritonemb.training.callbacks import CheckpointSaved
 from tritonemb.training.checkpoint import AsyncSave, Saved, load_tensors, read_manifest, stored_tensors
 from tritonemb.training.config_io import plain
+from tritonemb.training.metrics import caches_of
 from tritonemb.training.run_folder import RunFolder
 from tritonemb.training.utils import versions
 

@@ -15,7 +15,10 @@ from torch import nn
 from tritonemb.data.batch import Batch
 from tritonemb.data.source import Data, Split
 from tritonemb.ops.errors import check_errors
-from tritonemb.training.callbacks import Callback, CheckpointSaved
+from tritonemb.training.callbacks import Callback, CallbackList, CheckpointSaved
+from tritonemb.training.callbacks.console import make_display
+from tritonemb.training.callbacks.jsonl import RunLog
+from tritonemb.training.callbacks.report import Report
 from tritonemb.training.config import TrainerOptions
 from tritonemb.training.loop import FitResult, Loop, evaluate
 from tritonemb.training.metrics import Metrics
@@ -26,10 +29,6 @@ from tritonemb.training.schedule import Schedule
 from tritonemb.training.step import TrainStep
 from tritonemb.training.train_state import Progress, TrainState, seed_rank
 from tritonemb.training.utils import StopRequest, stop_requests
-from tritonemb.training.watch.display import make_display
-from tritonemb.training.watch.report import Report
-from tritonemb.training.watch.run_log import RunLog
-from tritonemb.training.watchers import Watchers
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -157,7 +156,7 @@ class Trainer(TrainerOptions):
                 self.saving.tensors()
                 request = stack.enter_context(stop_requests())
             path = None if folder is None else folder.path
-            result = Loop(state, self.saving, path, Watchers(self._watchers()), request).run(test)
+            result = Loop(state, self.saving, path, CallbackList(self._watchers()), request).run(test)
         state.fitted = True
         return result
 
