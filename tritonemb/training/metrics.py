@@ -112,15 +112,6 @@ class Clock:
         finally:
             self._paused += time.perf_counter() - start
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """What happens in the block is waiting for data."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.waited += time.perf_counter() - start
-
     def step(self, num_samples: int) -> None:
         """A step is done; the first one of a process, which compiles and warms up, does not count for speeds."""
         self._samples += num_samples
