@@ -16,7 +16,7 @@ from tritonemb.comm.group import Group
 from tritonemb.comm.heartbeat import Heartbeat
 from tritonemb.comm.traffic import Sent
 from tritonemb.sharding.hybrid import HybridParallel
-from tritonemb.training.checkpoints.together import of_first
+from tritonemb.training.checkpoint.all_ranks import on_rank_zero
 from tritonemb.training.signals import Interrupted
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ class Parallel:
     def on_first(self, function: Callable[[], T]) -> T:
         """What rank 0's call returns, on all ranks; what it raises becomes an exception of the same builtin kind.
         Collective."""
-        return of_first(self.control, function)
+        return on_rank_zero(self.control, function)
 
     def all(self, good: bool) -> bool:
         """Whether it is true on every rank. Collective."""

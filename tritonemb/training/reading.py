@@ -7,7 +7,7 @@ from typing import Any
 from tritonemb.data.readers import ReaderProcesses
 from tritonemb.data.shares import merge_positions, open_shares, rank_position
 from tritonemb.data.source import Batches, Data, Split
-from tritonemb.training.checkpoints.together import together
+from tritonemb.training.checkpoint.all_ranks import on_all_ranks
 from tritonemb.training.parallel import Parallel
 
 
@@ -60,5 +60,5 @@ class Reading:
                 self._readers = ReaderProcesses(self._data, self._num_readers)
                 return self._readers.address
 
-            self._address = together(self._parallel.control, start)[first]
+            self._address = on_all_ranks(self._parallel.control, start)[first]
         return self._address

@@ -21,7 +21,8 @@ from tritonemb.training import state
 from tritonemb.training.ahead import Ahead
 from tritonemb.training.cache_meter import caches_of, count
 from tritonemb.training.callbacks import Callback, CheckpointSaved
-from tritonemb.training.checkpoint import CheckpointOptions
+from tritonemb.training.checkpoint import CheckpointOptions, RunFolder
+from tritonemb.training.checkpoint.manager import CheckpointManager
 from tritonemb.training.inference import predict
 from tritonemb.training.loop import FitResult, Loop
 from tritonemb.training.metrics import Metrics, UndefinedMetricsError, binary_metrics
@@ -29,8 +30,6 @@ from tritonemb.training.parallel import Parallel
 from tritonemb.training.pipeline import DEPTH, Prepared, Say, brings_rows, empty_batch, prepare, sender
 from tritonemb.training.precision import Precision
 from tritonemb.training.reading import Reading
-from tritonemb.training.run_folder import RunFolder
-from tritonemb.training.saving import Saving
 from tritonemb.training.schedule import Schedule
 from tritonemb.training.signals import StopRequest, stop_requests
 from tritonemb.training.stepper import Stepper
@@ -165,7 +164,7 @@ class Trainer:
         self.progress = state.Progress()
         self.stepper = Stepper(self.model, self.device, self.parallel, dense_optimizer, dense_lr, precision, compile)
         self.reading = Reading(data, self.parallel, batch_size, seed, self.device.type == "cuda", readers)
-        self.saving = Saving(self, self.folder, self.checkpoints.checkpoint_async)
+        self.saving = CheckpointManager(self, self.folder, self.checkpoints.checkpoint_async)
         self.last_epoch, self.last_step = epochs, max_steps
         # What is learned of the data's size later on does not change them, or a resumed run would have other rates.
         schedules = [(schedule or Schedule()).within(self.total_steps) for schedule in (dense_schedule, table_schedule)]
