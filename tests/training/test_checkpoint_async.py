@@ -218,7 +218,7 @@ def run_out_of_memory(rank: int, folder: str) -> str:
 
 
 def test_no_memory_for_the_copy_on_one_rank(ranks, tmp_path):
-    message = "the checkpoint of step 1 could not be written to .*: rank 1: the tensors cannot be copied to host memory: no memory"
+    message = "the checkpoint of step 1 could not be written .*: rank 1: the tensors cannot be copied to host memory"
     for found in ranks(2).run(run_out_of_memory, str(tmp_path)):
         assert re.match(message, found)
     assert CheckpointFolder(tmp_path).steps() == [2]

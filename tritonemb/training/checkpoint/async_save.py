@@ -16,14 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.tensor import DTensor
 
 from tritonemb.comm.group import Group
 from tritonemb.sharding.table_shards import TableShards
 from tritonemb.training.checkpoint.all_ranks import ignore_single_process_warning, is_alone, on_all_ranks
-from tritonemb.training.checkpoint.folder import CheckpointFolder, PendingCheckpoint
+from tritonemb.training.checkpoint.dcp import CheckpointWriter
+from tritonemb.training.checkpoint.folder import CheckpointFolder
 
 
 class WrittenCheckpoint(NamedTuple):
@@ -68,7 +69,7 @@ class AsyncSave:
             # torch does not use it, and wants one that serves the CPU.
             self._process_group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
         self._stager = HostStager(self._group)
-        self._running: tuple[PendingCheckpoint, Future[Metadata], float] | None = None
+        self._running: tuple[CheckpointWriter, Future[Metadata], float] | None = None
         self._written: WrittenCheckpoint | None = None
         atexit.register(_finish, weakref.ref(self))
 
@@ -91,19 +92,19 @@ class AsyncSave:
         """
         before = self.wait()
         begin = time.perf_counter()
-        pending = self.folder.begin(step, tensors, manifest, self._group, best)
-        pending.writer.per_thread_copy_ahead = 0  # the copies are in host memory
-        with self.folder.reporting(pending):
+        writer = self.folder.begin(step, tensors, manifest, self._group, best)
+        writer.per_thread_copy_ahead = 0  # the copies are in host memory
+        with self.folder.reporting(writer):
             ignore_single_process_warning()
             future = async_save(
-                dict(pending.writer.tensors),
-                storage_writer=pending.writer,
+                dict(writer.tensors),
+                storage_writer=writer,
                 process_group=self._process_group,
                 async_stager=self._stager,
                 no_dist=self._group is None,
             )
         assert isinstance(future, Future)  # not of an asynchronous stager
-        self._running = pending, future, time.perf_counter() - begin
+        self._running = writer, future, time.perf_counter() - begin
         return before
 
     def done(self) -> bool:
@@ -130,26 +131,25 @@ class AsyncSave:
     def _collect(self) -> None:
         if self._running is None:
             return
-        pending, future, stopped = self._running
+        writer, future, stopped = self._running
         try:
-            with self.folder.reporting(pending):
-                size, seconds = pending.writer.result(future.result())
-            self._written = WrittenCheckpoint(pending.step, size, stopped, seconds)
+            with self.folder.reporting(writer):
+                size, seconds = writer.result(future.result())
+            self._written = WrittenCheckpoint(writer.step, size, stopped, seconds)
         finally:
             if future.done():
                 self._running = None
 
 
-class HostStager(AsyncStager):
+class HostStager(BlockingAsyncStager):
     """Copies tensors to host memory; its buffers are made at the first copy and used again for the next ones.
 
     Their memory is pinned for what comes from a CUDA device. Unlike torch's stagers it knows `TableShards`, copies only
     the part of a storage that a tensor has, and fails on all ranks if it fails on one.
     """
 
-    _synchronize_after_execute = False
-
     def __init__(self, group: Group | None = None) -> None:
+        super().__init__()
         self._group = group
         self._buffers: dict[str, Tensor] = {}
         self._shells: dict[str, DTensor] = {}

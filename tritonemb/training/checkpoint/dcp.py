@@ -35,7 +35,7 @@ from tritonemb.training.checkpoint.disk_tables import (
     merge_files,
     split_tables,
 )
-from tritonemb.training.checkpoint.files import MANIFEST, checksum, read_manifest_text, size_and_checksum
+from tritonemb.training.checkpoint.files import MANIFEST, checksum, read_manifest_text, size_and_checksum, sync
 from tritonemb.training.checkpoint.table_rows import FileReader, TensorReader, fill_tensors, write_rows
 
 MAX_LISTED = 20
@@ -49,6 +49,8 @@ class CheckpointWriter(FileSystemWriter):
 
     Args:
         folder: where the files go; there already.
+        step: of the checkpoint.
+        needed: bytes that it takes at most.
         tensors: this rank's.
         snapshots: of this rank's tables on disk, which have begun.
         group: ranks that write together; None for this process alone.
@@ -58,6 +60,8 @@ class CheckpointWriter(FileSystemWriter):
     def __init__(
         self,
         folder: Path,
+        step: int,
+        needed: int,
         tensors: Mapping[str, Tensor],
         snapshots: TableSnapshots,
         group: Group | None,
@@ -66,8 +70,8 @@ class CheckpointWriter(FileSystemWriter):
         # Copying ahead from a device sorts tensors and waits for its stream, for nothing if all are in host memory.
         copy_ahead = 10_000_000 if any(tensor.is_cuda for tensor in tensors.values()) else 0
         super().__init__(folder, sync_files=True, per_thread_copy_ahead=copy_ahead)
-        self.tensors, self.snapshots = tensors, snapshots
-        self._folder, self._group, self._publish = folder, group, publish
+        self.step, self.needed, self.tensors, self.snapshots, self.group = step, needed, tensors, snapshots, group
+        self._folder, self._publish = folder, publish
         self._error: BaseException | None = None
         self._began = time.perf_counter()
 
@@ -75,10 +79,8 @@ class CheckpointWriter(FileSystemWriter):
         results: list[Any] = []
         try:
             results += super().write_data(plan, planner).value()
-            found = self.snapshots.finish()
-            rank = 0 if self._group is None else self._group.rank
-            files = {path.name: size_and_checksum(path) for path in self._folder.glob(f"__{rank}_*")}
-            results.append(_with_files(found, files))
+            paths = self._folder.glob(f"__{0 if self.group is None else self.group.rank}_*")
+            results.append(self.snapshots.finish({path.name: size_and_checksum(path) for path in paths}))
         except BaseException as error:
             self.snapshots.settle()
             self._error = error
@@ -92,10 +94,11 @@ class CheckpointWriter(FileSystemWriter):
         if not any(isinstance(outcome, Failure) for outcome in outcomes):
             try:
                 super().finish(metadata, results)
-                entry = {".metadata": size_and_checksum(self._folder / ".metadata")}
-                written = merge_files([_with_files(outcomes[0], entry), *outcomes[1:]])
+                sync(self._folder / ".metadata")  # torch does so before all of it is written
+                outcomes[0].files[".metadata"] = size_and_checksum(self._folder / ".metadata")
+                written = merge_files(outcomes)
                 self._publish(written)
-                outcomes = [written.num_bytes, time.perf_counter() - self._began]
+                outcomes = [written.num_bytes + written.files[".metadata"][0], time.perf_counter() - self._began]
             except BaseException as error:
                 self._error, outcomes[0] = error, Failure.of(error)
         metadata.storage_data = outcomes  # the file has it all; torch sends this to all ranks
@@ -109,10 +112,6 @@ class CheckpointWriter(FileSystemWriter):
         raise_failures(metadata.storage_data, self._error, OSError)
         num_bytes, seconds = metadata.storage_data
         return num_bytes, seconds
-
-
-def _with_files(found: RankFiles, files: dict[str, list[int]]) -> RankFiles:
-    return RankFiles(found.files | files, found.tables, found.num_bytes + sum(size for size, _ in files.values()))
 
 
 class Holding(NamedTuple):

@@ -133,13 +133,17 @@ class TableSnapshots:
             pending = store.snapshot(path, changes_only=bool(linked))
             self._snapshots.append(_Snapshot(prefixes, part.config, linked, follows, path, pending))
 
-    def finish(self) -> RankFiles:
-        """Wait until the snapshots are on the disk.
+    def finish(self, files: dict[str, list[int]]) -> RankFiles:
+        """Wait until the snapshots are on the disk; returns all that this rank has written.
+
+        Args:
+            files: size and checksum of the other files.
 
         Raises:
             OSError: one could not be written, or does not follow those before.
         """
-        found = RankFiles({}, {prefix: {"fields": t.fields, "parts": []} for prefix, t in self._tables.items()}, 0)
+        tables: dict[str, Any] = {prefix: {"fields": t.fields, "parts": []} for prefix, t in self._tables.items()}
+        num_bytes = sum(size for size, _ in files.values())
         for snapshot in self._snapshots:
             snapshot.pending.wait()
         for snapshot in self._snapshots:
@@ -149,13 +153,13 @@ class TableSnapshots:
                     f"another snapshot of table {config.name!r} was taken while a checkpoint was begun, so its changes "
                     "do not follow the last checkpoint; the next one will be whole"
                 )
-            files = snapshot.linked | {path.name: size_and_checksum(path)}
-            found = found._replace(num_bytes=found.num_bytes + allocated(path))
-            found.files.update(files)
-            part = describe_part(config) | {"files": list(files), "snapshot": header["snapshot"]}
+            own = snapshot.linked | {path.name: size_and_checksum(path)}
+            part = describe_part(config) | {"files": list(own), "snapshot": header["snapshot"]}
+            num_bytes += allocated(path)
+            files |= own
             for prefix in snapshot.prefixes:
-                found.tables[prefix]["parts"].append(part)
-        return found
+                tables[prefix]["parts"].append(part)
+        return RankFiles(files, tables, num_bytes)
 
     def settle(self) -> None:
         """Wait until nothing is being written, whether it fails or not."""

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from filelock import FileLock, Timeout
 from torch import Tensor
@@ -80,21 +80,6 @@ class CheckpointOptions:
             raise ValueError(f"keep must be at least 1, got {self.keep}")
         if self.on_checkpoint_error not in ("continue", "stop"):
             raise ValueError(f"on_checkpoint_error must be 'continue' or 'stop', got {self.on_checkpoint_error!r}")
-
-
-class PendingCheckpoint(NamedTuple):
-    """A checkpoint whose folder is there, and of whose tables on disk snapshots are being written.
-
-    Args:
-        needed: bytes that it takes at most.
-        writer: for torch; has the tensors.
-        group: ranks that write it.
-    """
-
-    step: int
-    needed: int
-    writer: CheckpointWriter
-    group: Group | None
 
 
 class CheckpointFolder:
@@ -164,16 +149,16 @@ class CheckpointFolder:
             TypeError: the manifest is not for JSON.
             StorageError: what was trained could not be written to a table on disk.
         """
-        pending = self.begin(step, tensors, manifest, group, best)
-        with self.reporting(pending):
+        writer = self.begin(step, tensors, manifest, group, best)
+        with self.reporting(writer):
             ignore_single_process_warning()
             metadata = save(
-                dict(pending.writer.tensors),
-                storage_writer=pending.writer,
+                dict(writer.tensors),
+                storage_writer=writer,
                 process_group=None if group is None else group.process_group,
                 no_dist=is_alone(group),
             )
-            return pending.writer.result(metadata)[0]
+            return writer.result(metadata)[0]
 
     def begin(
         self,
@@ -182,8 +167,8 @@ class CheckpointFolder:
         manifest: Mapping[str, Any],
         group: Group | None = None,
         best: bool = False,
-    ) -> PendingCheckpoint:
-        """Make the folder of a checkpoint, and take snapshots of tables on disk; torch is to save its tensors then.
+    ) -> CheckpointWriter:
+        """Make the folder of a checkpoint, and submit snapshots of tables on disk; torch saves the writer's tensors.
 
         Raises:
             as `save`.
@@ -216,22 +201,20 @@ class CheckpointFolder:
         ranks = on_all_ranks(group, check)
         refuse_missing_shards([held for held, _ in ranks])
         needed = sum(held.sharded + on_disk for held, on_disk in ranks) + max(held.replicated for held, _ in ranks)
-        writer = CheckpointWriter(
-            aside, in_pieces(in_memory) if is_alone(group) else in_memory, snapshots, group, publish
-        )
-        pending = PendingCheckpoint(step, needed, writer, group)
-        with self.reporting(pending):
+        in_memory = in_pieces(in_memory) if is_alone(group) else in_memory
+        writer = CheckpointWriter(aside, step, needed, in_memory, snapshots, group, publish)
+        with self.reporting(writer):
             on_rank_zero(group, make, OSError)
             on_all_ranks(group, begin, OSError)
-        return pending
+        return writer
 
     @contextmanager
-    def reporting(self, pending: PendingCheckpoint) -> Iterator[None]:
+    def reporting(self, pending: CheckpointWriter) -> Iterator[None]:
         """What goes wrong in the block becomes a `CheckpointError`, and nothing is left of the checkpoint."""
         try:
             yield
         except (OSError, CheckpointException) as error:
-            pending.writer.snapshots.settle()
+            pending.snapshots.settle()
             raise self._failure(pending.step, pending.needed, error, pending.group) from error
 
     def mark_best(self, step: int, group: Group | None = None) -> None:

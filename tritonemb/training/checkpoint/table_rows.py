@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,26 +23,7 @@ from tritonemb.training.checkpoint.all_ranks import ignore_single_process_warnin
 from tritonemb.training.checkpoint.files import MANIFEST, ROWS
 
 
-class TableReader(Protocol):
-    """Reads the rows of a whole saved table."""
-
-    def seed(self, bound: float) -> int | None:
-        """That of the initial values in ± `bound` of rows that `chunks` leaves out; None if it leaves out none."""
-        ...
-
-    def chunks(self, first: int, last: int, step: int) -> Iterator[Tensor]:
-        """int64, ascending, at most `step` at a time: those of the rows `first` to `last` - 1 that are to be read.
-
-        Where the last call of `seed` gave one, rows that were never written are left out.
-        """
-        ...
-
-    def read(self, rows: Tensor) -> Mapping[str, Tensor]:
-        """Each field of rows of a chunk."""
-        ...
-
-
-def write_rows(reader: TableReader, table: TieredTable) -> DiskRows:
+def write_rows(reader: FileReader | TensorReader, table: TieredTable) -> DiskRows:
     """Rows of a whole table as ones that a table on disk, or a part of one, can adopt.
 
     Raises:
@@ -66,7 +47,7 @@ def write_rows(reader: TableReader, table: TieredTable) -> DiskRows:
 
 
 @torch.no_grad()
-def fill_tensors(reader: TableReader, targets: Mapping[str, Tensor], row_bytes: int) -> None:
+def fill_tensors(reader: FileReader | TensorReader, targets: Mapping[str, Tensor], row_bytes: int) -> None:
     """Fill whole tensors, or this rank's shards, of some of a table's fields.
 
     Args:
@@ -127,11 +108,16 @@ class FileReader:
             raise ValueError(f"{path / MANIFEST} is damaged ({error}); use another checkpoint") from None
 
     def seed(self, bound: float) -> int | None:
+        """That of the initial values in ± `bound` of rows that `chunks` leaves out; None if it leaves out none."""
         seeds = {part.seed() for part in self._parts}
         self._sparse = len(seeds) == 1 and {part.bound for part in self._parts} == {bound}
         return seeds.pop() if self._sparse else None
 
     def chunks(self, first: int, last: int, step: int) -> Iterator[Tensor]:
+        """int64, ascending, at most `step` at a time: those of the rows `first` to `last` - 1 that are to be read.
+
+        Where the last call of `seed` gave one, rows that were never written are left out.
+        """
         if not self._sparse:
             yield from dense_chunks(first, last, step)
             return
@@ -144,6 +130,7 @@ class FileReader:
                     part.close()
 
     def read(self, rows: Tensor) -> Mapping[str, Tensor]:
+        """Each field of rows of a chunk."""
         found = {
             name: torch.empty((rows.numel(), *size[1:]), dtype=dtype) for name, (dtype, size) in self._fields.items()
         }
