@@ -9,7 +9,7 @@ import pytest
 from tests.durability import LINUX, Durability
 from tests.storage.stores import disk_rows, write
 from tritonemb.storage import restore
-from tritonemb.storage.file import PageFile
+from tritonemb.storage.io import PageFile
 
 pytestmark = LINUX
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.tensor import DTensor
 
 from tritonemb.comm.group import Group
-from tritonemb.sharding.table_shards import TableShards
+from tritonemb.sharding.sharded_tensor import TableShards
 from tritonemb.training.checkpoint.all_ranks import ignore_single_process_warning, is_alone, on_all_ranks
 from tritonemb.training.checkpoint.dcp import CheckpointWriter
 from tritonemb.training.checkpoint.folder import CheckpointFolder

@@ -19,9 +19,9 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from tritonemb.comm.group import Group
-from tritonemb.nn.tiered_table import TieredTable
-from tritonemb.sharding.table_shards import PIECE_BYTES, LocalShard, Rectangle, TableShards, refuse_gaps
+from tritonemb.sharding.sharded_tensor import PIECE_BYTES, LocalShard, Rectangle, TableShards, refuse_gaps
 from tritonemb.storage import DiskRows
+from tritonemb.tables.cached_table import TieredTable
 from tritonemb.training.checkpoint.all_ranks import (
     Failure,
     ignore_single_process_warning,
