@@ -16,12 +16,16 @@ ASIDE = ".writing-"  # what is written under such a name must be on the disk bef
 class Durability:
     """From now on each call of `os.fsync`, `os.rename`, `os.replace` and `shutil.rmtree` is checked.
 
+    Args:
+        folder: where names matter; others, such as those of compiled kernels, may be lost.
+
     Attributes:
         named: what got its own name, a file or a folder, and the names of the files in it.
         problems: what was renamed before it was fsynced, and what was removed before names were.
     """
 
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path) -> None:
+        self.folder = folder.resolve()
         self.named: list[tuple[Path, list[str]]] = []
         self.problems: list[str] = []
         self._synced: dict[Path, tuple[int, int]] = {}  # size and time of the last change, when it was fsynced
@@ -63,7 +67,8 @@ class Durability:
             if source.name.startswith(ASIDE):
                 self._check_content(source, target)
             rename(source, target)
-            self._renamed[target.parent] = target
+            if target.is_relative_to(self.folder):
+                self._renamed[target.parent] = target
             if source in self._synced:
                 self._synced[target] = self._synced.pop(source)
 

@@ -16,7 +16,7 @@ pytestmark = LINUX
 
 def test_files_are_on_the_disk_before_they_have_their_names(tmp_path, monkeypatch):
     """A table's file, its snapshots, one that replaces another, and what is restored of them."""
-    durability = Durability(monkeypatch)
+    durability = Durability(monkeypatch, tmp_path)
 
     def named() -> list[str]:
         assert durability.check() == []
@@ -38,7 +38,7 @@ def test_files_are_on_the_disk_before_they_have_their_names(tmp_path, monkeypatc
 
 
 def test_rows_are_on_the_disk_after_flush_and_close(tmp_path, monkeypatch):
-    durability, path = Durability(monkeypatch), tmp_path / "rows"
+    durability, path = Durability(monkeypatch, tmp_path), tmp_path / "rows"
     with disk_rows(path, 100, 516) as store:
         for seed in (1, 2):
             write(store, range(seed, 90), seed).wait()

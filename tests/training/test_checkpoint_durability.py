@@ -22,7 +22,7 @@ pytestmark = LINUX
 def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch, asynchronous):
     """A new one, one that takes an earlier one away, one that replaces another, and the best one."""
     folder = CheckpointFolder(tmp_path, keep=1)
-    save, durability = AsyncSave(folder), Durability(monkeypatch)
+    save, durability = AsyncSave(folder), Durability(monkeypatch, tmp_path)
     for step, best in ((1, True), (2, False), (2, True)):
         tensors = {"model.a": torch.full((3, 4), float(step))}
         if asynchronous:
@@ -37,7 +37,7 @@ def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatc
 
 @pytest.mark.parametrize("links", [False, True])
 def test_snapshots_of_tables_are_on_the_disk_before_the_checkpoint_has_its_name(tmp_path, monkeypatch, links):
-    probe, durability = Probe(tmp_path, rows=300, keep=1, incremental=True), Durability(monkeypatch)
+    probe, durability = Probe(tmp_path, rows=300, keep=1, incremental=True), Durability(monkeypatch, tmp_path)
 
     def refuse(*_):
         raise OSError("no hard links here")
