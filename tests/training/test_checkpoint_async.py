@@ -224,6 +224,18 @@ def test_no_memory_for_the_copy_on_one_rank(ranks, tmp_path):
     assert CheckpointFolder(tmp_path).steps() == [2]
 
 
+def save_alone(rank: int, folder: str) -> WrittenCheckpoint | None:
+    save = AsyncSave(CheckpointFolder(Path(folder, str(rank))))
+    save.start(1, {"a": torch.full((3,), float(rank))}, {})
+    return save.wait()
+
+
+def test_each_rank_of_a_job_may_write_a_checkpoint_of_its_own(ranks, tmp_path):
+    for rank, written in enumerate(ranks(2).run(save_alone, str(tmp_path))):
+        assert written.step == 1
+        assert torch.equal(loaded(CheckpointFolder(tmp_path / str(rank)), 1)["a"], torch.full((3,), float(rank)))
+
+
 PROCESS = """
     import sys, time, torch
     from pathlib import Path

@@ -35,7 +35,7 @@ from tritonemb.training.checkpoint.disk_tables import (
     merge_files,
     split_tables,
 )
-from tritonemb.training.checkpoint.files import MANIFEST, checksum, read_manifest_text, size_and_checksum, sync
+from tritonemb.training.checkpoint.files import MANIFEST, checksum, read_manifest_text, size_and_checksum, size_of, sync
 from tritonemb.training.checkpoint.table_rows import FileReader, TensorReader, fill_tensors, write_rows
 
 MAX_LISTED = 20
@@ -301,8 +301,7 @@ def _restored(
 
 def _check_files(path: Path, files: Mapping[str, Any]) -> None:
     for name, (size, crc) in files.items():
-        there = (path / name).stat().st_size if (path / name).is_file() else None
-        if there != size:
+        if (there := size_of(path / name)) != size:
             raise ValueError(
                 f"{path} is damaged: {name} has {'vanished' if there is None else f'{there:,} bytes'} "
                 f"instead of {size:,} bytes; use another checkpoint"

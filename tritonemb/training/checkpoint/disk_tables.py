@@ -20,7 +20,7 @@ from tritonemb.sharding.sharded_tensor import LocalShard, TableShards
 from tritonemb.storage import DiskRows, Pending, snapshot_header
 from tritonemb.storage.io import PAGE_BYTES
 from tritonemb.tables.cached_table import OnDisk, TieredTable, write_back
-from tritonemb.training.checkpoint.files import CHANGES, ROWS, allocated, size_and_checksum
+from tritonemb.training.checkpoint.files import CHANGES, ROWS, allocated, size_and_checksum, size_of
 from tritonemb.types import TableConfig
 
 MAX_FILES = 64  # of a chain: each is opened, read and checked when a run is resumed
@@ -220,10 +220,7 @@ def _link_chain(
 def _pays(source: Path, files: Mapping[str, list[int]], store: DiskRows) -> bool:
     """Whether a chain is intact, short enough, and its changes take less than the whole snapshot."""
     base, *changes = [source / name for name in files]
-    intact = all(
-        (source / name).is_file() and (source / name).stat().st_size == size for name, (size, _) in files.items()
-    )
-    if not intact or len(files) >= MAX_FILES:
+    if len(files) >= MAX_FILES or any(size_of(source / name) != size for name, (size, _) in files.items()):
         return False
     new = store.changed_pages().numel() * PAGE_BYTES
     return sum(map(allocated, changes)) + new < allocated(base)

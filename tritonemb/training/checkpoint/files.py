@@ -58,6 +58,11 @@ def _check_tables(tables: Mapping[str, Any], files: Mapping[str, Any]) -> None:
             _, _ = getattr(torch, dtype), torch.Size(size)
 
 
+def size_of(path: Path) -> int | None:
+    """None if there is no such file."""
+    return path.stat().st_size if path.is_file() else None
+
+
 def size_and_checksum(path: Path) -> list[int]:
     """A file's entry in the manifest."""
     return [path.stat().st_size, checksum(path)]

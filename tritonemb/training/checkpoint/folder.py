@@ -39,6 +39,7 @@ from tritonemb.training.checkpoint.files import (
     free_bytes,
     link_or_copy,
     read_manifest_text,
+    size_of,
     sync,
     write,
 )
@@ -191,7 +192,11 @@ class CheckpointFolder:
             snapshots.begin(aside, self._earlier(step) if tables else [])
 
         def publish(written: RankFiles) -> None:
-            _refuse_missing(aside, written.files)
+            for name, (size, _) in written.files.items():
+                if (found := size_of(aside / name)) != size:
+                    raise OSError(
+                        f"{aside / name} should have {size:,} bytes, rank 0 finds {found}: do all ranks share it?"
+                    )
             entries = {"tables": written.tables} if written.tables else {}
             write(aside / MANIFEST, json.dumps({"format": FORMAT, **text, **entries, "files": written.files}, indent=1))
             self._publish(aside, self.folder / f"step-{step}", self._obsolete(step))
@@ -323,14 +328,6 @@ class CheckpointFolder:
             f"{'an unknown number' if free is None else format(free, ',')} are free there. "
             f"{f'The checkpoint {kept.name} is whole' if kept else 'There is no earlier checkpoint'}"
         )
-
-
-def _refuse_missing(folder: Path, files: Mapping[str, list[int]]) -> None:
-    """Raise unless rank 0, too, sees what the ranks say they have written."""
-    for name, (size, _) in files.items():
-        there = (folder / name).stat().st_size if (folder / name).is_file() else None
-        if there != size:
-            raise OSError(f"{folder / name} should have {size:,} bytes, rank 0 finds {there}: do all ranks share it?")
 
 
 class RunFolder:
