@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -114,40 +114,38 @@ class CheckpointWriter(FileSystemWriter):
         return num_bytes, seconds
 
 
-class Holding(NamedTuple):
-    """What a rank is going to write.
-
-    Args:
-        shards: dtype and shape, shape, and the rank's parts of each sharded table or state.
-        sharded, replicated: bytes of which each rank has a part; of what is the same on all ranks.
-    """
-
-    shards: dict[str, tuple[str, tuple[int, ...], list[Rectangle]]]
-    sharded: int
-    replicated: int
+Shards = Mapping[str, tuple[torch.Size, torch.dtype, list[Rectangle]]]
 
 
-def holding(tensors: Mapping[str, Tensor], in_memory: Mapping[str, Tensor]) -> Holding:
-    shards = {
-        name: (describe(value.shape, value.dtype), tuple(value.shape), value.rectangles())
-        for name, value in tensors.items()
-        if isinstance(value, TableShards)
-    }
-    sharded = sum(_local_bytes(tensor) for tensor in in_memory.values() if _is_sharded(tensor))
-    return Holding(shards, sharded, sum(map(_local_bytes, in_memory.values())) - sharded)
+def shards_of(tensors: Mapping[str, Tensor]) -> Shards:
+    """Shape and dtype of each sharded table or state, and the parts that this rank saves."""
+    return {n: (t.shape, t.dtype, t.rectangles()) for n, t in tensors.items() if isinstance(t, TableShards)}
 
 
-def refuse_missing_shards(ranks: Sequence[Holding]) -> None:
+def refuse_missing_shards(ranks: Sequence[Shards]) -> None:
     """Raise ValueError unless the ranks' shards make up each sharded table."""
-    for name in dict.fromkeys(name for rank in ranks for name in rank.shards):
-        found = [rank.shards[name] for rank in ranks if name in rank.shards]
-        kinds = {kind for kind, _, _ in found}
+    for name in dict.fromkeys(name for shards in ranks for name in shards):
+        found = [shards[name] for shards in ranks if name in shards]
+        kinds = {describe(shape, dtype) for shape, dtype, _ in found}
         if len(kinds) > 1:
             raise ValueError(f"{name} is not the same on all ranks: {', '.join(sorted(kinds))}")
         try:
-            refuse_gaps(torch.Size(found[0][1]), [rectangle for *_, rectangles in found for rectangle in rectangles])
+            refuse_gaps(found[0][0], [rectangle for *_, rectangles in found for rectangle in rectangles])
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
+
+
+def local_bytes(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+    """What this rank holds and may have to write: of tensors of which each rank has a part, and of all others."""
+    sharded = replicated = 0
+    for tensor in tensors.values():
+        if isinstance(tensor, TableShards):
+            sharded += tensor.bytes_to_save()
+        elif isinstance(tensor, DTensor):
+            sharded += tensor.to_local().nbytes
+        else:
+            replicated += tensor.nbytes
+    return sharded, replicated
 
 
 def in_pieces(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -157,7 +155,7 @@ def in_pieces(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     return {
         name: TableShards(tensor.shape, tensor.dtype, [LocalShard(tensor)])
-        if not _is_sharded(tensor) and tensor.dim() in (1, 2) and tensor.nbytes > PIECE_BYTES
+        if not isinstance(tensor, TableShards | DTensor) and tensor.dim() in (1, 2) and tensor.nbytes > PIECE_BYTES
         else tensor
         for name, tensor in tensors.items()
     }
@@ -336,15 +334,3 @@ def _differences(
 
 def describe(shape: Any, dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
-
-
-def _local_bytes(tensor: Tensor) -> int:
-    """What this rank holds of a tensor and may have to write."""
-    if isinstance(tensor, TableShards):
-        return tensor.bytes_to_save()
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local.numel() * local.element_size()
-
-
-def _is_sharded(tensor: Tensor) -> bool:
-    return isinstance(tensor, TableShards | DTensor)

@@ -29,7 +29,14 @@ from tritonemb.training.checkpoint.all_ranks import (
     on_all_ranks,
     on_rank_zero,
 )
-from tritonemb.training.checkpoint.dcp import CheckpointWriter, Holding, holding, in_pieces, refuse_missing_shards
+from tritonemb.training.checkpoint.dcp import (
+    CheckpointWriter,
+    Shards,
+    in_pieces,
+    local_bytes,
+    refuse_missing_shards,
+    shards_of,
+)
 from tritonemb.training.checkpoint.disk_tables import RankFiles, TableSnapshots, split_tables
 from tritonemb.training.checkpoint.files import (
     FORMAT,
@@ -178,9 +185,10 @@ class CheckpointFolder:
         snapshots, aside = TableSnapshots(tables), self.folder / f"{WRITING}step-{step}"
         text: dict[str, Any] = {}
 
-        def check() -> tuple[Holding, int]:
+        def check() -> tuple[Shards, int, int, int]:
             text.update(json.loads(json.dumps(manifest)))
-            return holding(tensors, in_memory), snapshots.write_back()  # rows that cannot be written back are lost
+            on_disk = snapshots.write_back()  # if it fails, those rows are lost, and training ends
+            return shards_of(tensors), *local_bytes(in_memory), on_disk
 
         def make() -> None:
             self._remove_leftovers()
@@ -203,9 +211,9 @@ class CheckpointFolder:
             if best:
                 self._mark_best(step)
 
-        ranks = on_all_ranks(group, check)
-        refuse_missing_shards([held for held, _ in ranks])
-        needed = sum(held.sharded + on_disk for held, on_disk in ranks) + max(held.replicated for held, _ in ranks)
+        shards, sharded, replicated, on_disk = zip(*on_all_ranks(group, check), strict=True)
+        refuse_missing_shards(shards)
+        needed = sum(sharded) + max(replicated) + sum(on_disk)
         in_memory = in_pieces(in_memory) if is_alone(group) else in_memory
         writer = CheckpointWriter(aside, step, needed, in_memory, snapshots, group, publish)
         with self.reporting(writer):
