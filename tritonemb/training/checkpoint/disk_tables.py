@@ -126,7 +126,7 @@ class TableSnapshots:
             OSError: a table takes no more operations.
         """
         for part, prefixes in self._parts.values():
-            store, stem = _store(part), _stem(prefixes[0], part.config)
+            store, stem = _store(part), stem_of(prefixes[0], part.config)
             linked, follows = _link_chain(folder, prefixes[0], store, earlier)
             path = folder / (f"{stem}.{len(linked)}{CHANGES}" if linked else f"{stem}{ROWS}")
             pending = store.snapshot(path, changes_only=bool(linked))
@@ -190,7 +190,7 @@ def describe_part(config: TableConfig) -> dict[str, Any]:
     }
 
 
-def _stem(prefix: str, part: TableConfig) -> str:
+def stem_of(prefix: str, part: TableConfig) -> str:
     """The beginning of a part's file names, which no other one has."""
     readable = re.sub(r"[^A-Za-z0-9_-]+", "-", prefix.removeprefix("model."))[:80]
     origin = f"-{part.row_origin}-{part.column_origin}" if part.row_origin or part.column_origin else ""

@@ -100,7 +100,7 @@ class FileReader:
             name: (getattr(torch, dtype), torch.Size(size)) for name, (dtype, size) in entry["fields"].items()
         }
         self.row_bytes = sum(dtype.itemsize * size[1:].numel() for dtype, size in self._fields.values())
-        self._parts = [_Part(path, part) for part in entry["parts"]]
+        self._parts = [_TablePart(path, part) for part in entry["parts"]]
         self._sparse = False
         try:
             refuse_gaps(self._fields["weight"][1], [part.rectangle for part in self._parts])
@@ -148,7 +148,7 @@ class FileReader:
             part.close()
 
 
-class _Part:
+class _TablePart:
     """The rows of a part of a table, counted from its own first one."""
 
     def __init__(self, path: Path, entry: Mapping[str, Any]) -> None:
