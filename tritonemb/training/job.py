@@ -26,11 +26,11 @@ from tritonemb.sharding import ExchangePrecision, HybridParallel, ShardingPlan
 from tritonemb.training.callbacks import Callback, FitStart
 from tritonemb.training.callbacks.profiler import Profiler
 from tritonemb.training.callbacks.tensorboard import TensorBoard
-from tritonemb.training.checkpoints.together import of_first, together
+from tritonemb.training.checkpoint import RunFolder
+from tritonemb.training.checkpoint.all_ranks import on_all_ranks, on_rank_zero
 from tritonemb.training.config import TrainConfig
 from tritonemb.training.config_io import plain, to_plain, to_toml
 from tritonemb.training.loop import FitResult
-from tritonemb.training.run_folder import RunFolder
 from tritonemb.training.trainer import Trainer
 from tritonemb.training.utils import Interrupted, check_device
 from tritonemb.utils import write_whole
@@ -57,7 +57,7 @@ def train(
         torch.set_num_threads(config.threads)
     with joined(config) as (group, device):
         data = _open(config, group, verbose)
-        folder = RunFolder(of_first(group, lambda: run_path(config, data, resume)), config.checkpoint.keep)
+        folder = RunFolder(on_rank_zero(group, lambda: run_path(config, data, resume)), config.checkpoint.keep)
         first = group.rank == 0
         torch.manual_seed(config.seed)
         trainer = Trainer(
@@ -108,8 +108,8 @@ def _open(config: TrainConfig, group: Group, verbose: bool) -> Data:
             say = _say if verbose and group.rank == 0 else None
             opened.append(open_dataset(config.data, config.path, log=config.read, seed=config.seed, say=say))
 
-    together(group, lambda: open_once(group.nodes.index(group.nodes[group.rank]) == group.rank))
-    together(group, lambda: open_once(True))
+    on_all_ranks(group, lambda: open_once(group.nodes.index(group.nodes[group.rank]) == group.rank))
+    on_all_ranks(group, lambda: open_once(True))
     return opened[0]
 
 

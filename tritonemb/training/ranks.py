@@ -18,7 +18,7 @@ from tritonemb.data.readers import ReaderProcesses
 from tritonemb.data.shares import merge_positions, open_shares, rank_position
 from tritonemb.data.source import Batches, Data, Split
 from tritonemb.sharding.hybrid import HybridParallel
-from tritonemb.training.checkpoints.together import of_first, together
+from tritonemb.training.checkpoint.all_ranks import on_all_ranks, on_rank_zero
 from tritonemb.training.utils import Interrupted
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class Ranks:
     def on_first(self, function: Callable[[], T]) -> T:
         """What rank 0's call returns, on all ranks; what it raises becomes an exception of the same builtin kind.
         Collective."""
-        return of_first(self.control, function)
+        return on_rank_zero(self.control, function)
 
     def max(self, number: int) -> int:
         """The largest of the ranks' numbers. Collective."""
@@ -183,7 +183,7 @@ class RankLoader:
                 self._readers = ReaderProcesses(self._data, self._num_readers)
                 return self._readers.address
 
-            self._address = together(self._ranks.control, start)[first]
+            self._address = on_all_ranks(self._ranks.control, start)[first]
         return self._address
 
 

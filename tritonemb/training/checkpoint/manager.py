@@ -1,4 +1,4 @@
-"""A trainer's state to a checkpoint and back: model, optimizers, progress, position in the data, generators."""
+"""A run's state to a checkpoint and back: model, optimizers, progress, position in the data, generators."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from torch import Tensor
 
 from tritonemb.training import train_state
 from tritonemb.training.callbacks import CheckpointSaved
-from tritonemb.training.checkpoint import AsyncSave, Saved, load_tensors, read_manifest, stored_tensors
+from tritonemb.training.checkpoint.async_save import AsyncSave, WrittenCheckpoint
+from tritonemb.training.checkpoint.dcp import load_tensors, read_manifest, stored_tensors
+from tritonemb.training.checkpoint.folder import RunFolder
 from tritonemb.training.config_io import plain
 from tritonemb.training.metrics import caches_of
-from tritonemb.training.run_folder import RunFolder
 from tritonemb.training.utils import versions
 
 
-class Saving:
-    """Checkpoints of a trainer in its folder; all ranks call each method together.
+class CheckpointManager:
+    """Checkpoints of a run in its folder; all ranks call each method together.
 
     Args:
+        state: of the run, which a checkpoint holds and restores.
         folder: None to read only.
         asynchronous: write in a thread, while training goes on.
     """
@@ -30,32 +32,26 @@ class Saving:
     def __init__(self, state: train_state.TrainState, folder: RunFolder | None, asynchronous: bool) -> None:
         self._state, self._folder = state, folder
         self._control = state.ranks.control
-        self._writer: AsyncSave | None = None
-        if folder is not None and asynchronous:
-            self._writer = AsyncSave(folder.checkpoints, self._control)
+        self._async = AsyncSave(folder.checkpoints, self._control) if folder is not None and asynchronous else None
 
-    def save(self) -> CheckpointSaved:
-        """Write a checkpoint of this moment."""
+    def save(self, best: bool = False) -> CheckpointSaved:
+        """Write a checkpoint of this moment, and mark it if it is the best."""
         assert self._folder is not None
         self.finish()
         start, step = time.perf_counter(), self._state.progress.step
-        size = self._folder.checkpoints.save(step, self.tensors(), self.manifest(), self._control)
-        return self._saved(step, size, time.perf_counter() - start)
+        size = self._folder.checkpoints.save(step, self.tensors(), self.manifest(), self._control, best)
+        return self._saved(WrittenCheckpoint(step, size, 0.0, time.perf_counter() - start))
 
     def start(self, best: bool) -> CheckpointSaved | None:
-        """Write a checkpoint of this moment and mark it if it is the best; what has been written since the last call.
+        """Write a checkpoint of this moment, in a thread if asynchronous; what has been written since the last call.
 
         Raises:
             CheckpointError: this one could not be written, or the one that was being written.
         """
-        assert self._folder is not None
-        step = self._state.progress.step
-        if self._writer is not None:
-            return self._of(self._writer.start(step, self.tensors(), self.manifest(), best))
-        saved = self.save()
-        if best:
-            self._folder.checkpoints.mark_best(step, self._control)
-        return saved
+        if self._async is None:
+            return self.save(best)
+        written = self._async.start(self._state.progress.step, self.tensors(), self.manifest(), best)
+        return None if written is None else self._saved(written)
 
     def finish(self) -> CheckpointSaved | None:
         """Wait for what is being written.
@@ -63,13 +59,14 @@ class Saving:
         Raises:
             CheckpointError: it could not be written.
         """
-        return None if self._writer is None else self._of(self._writer.wait())
+        written = None if self._async is None else self._async.wait()
+        return None if written is None else self._saved(written)
 
     def tensors(self) -> dict[str, Tensor]:
         """All that is saved as tensors. Collective."""
         state, ranks = self._state, self._state.ranks
         if caches_of(state.model):
-            state.settle()  # rows that are on their way are written back, or not, whenever this is done
+            state.settle()  # prefetched rows are written back, or not, whenever this is done
         return {
             **train_state.model_tensors(state.model),
             **train_state.optimizer_tensors(state.model, state.step.dense_optimizer),
@@ -127,7 +124,7 @@ class Saving:
         return path
 
     def mark_best_again(self) -> None:
-        """A process may have been killed after it had written its best checkpoint, before that was marked.
+        """Mark the best checkpoint, where a process was killed after it had written it and before it was marked.
 
         For rank 0 alone.
         """
@@ -138,17 +135,15 @@ class Saving:
         if progress.best is not None and not marked and checkpoints.path(progress.best_step).is_dir():
             checkpoints.mark_best(progress.best_step)
 
-    def _of(self, saved: Saved | None) -> CheckpointSaved | None:
-        return None if saved is None else self._saved(saved.step, saved.size, saved.seconds)
-
-    def _saved(self, step: int, size: int, seconds: float) -> CheckpointSaved:
+    def _saved(self, written: WrittenCheckpoint) -> CheckpointSaved:
         assert self._folder is not None
-        return CheckpointSaved(step, self._folder.checkpoints.path(step), size, seconds)
+        return CheckpointSaved(
+            written.step, self._folder.checkpoints.path(written.step), written.size, written.seconds
+        )  # fmt: skip
 
     def _run(self) -> dict[str, Any]:
-        """What must be the same for the bits of a run that never stopped."""
+        """What must be the same for a bitwise identical run."""
         state, optimizer = self._state, self._state.step.dense_optimizer
-        collections = state.step.collections
         return {
             "data": state.data.name,
             "encoding": state.data.encoding,
@@ -156,7 +151,7 @@ class Saving:
             "accumulate": state.options.accumulate,
             "seed": state.options.seed,
             "dense_optimizer": None if optimizer is None else type(optimizer).__name__,
-            "table_optimizers": [collection.optimizer.name for collection in collections if collection.optimizer],
+            "table_optimizers": [c.optimizer.name for c in state.step.collections if c.optimizer],
         }
 
     def _check_same_run(self, path: Path, run: dict[str, Any]) -> None:
