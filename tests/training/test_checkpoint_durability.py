@@ -10,11 +10,10 @@ import torch
 pytest.importorskip("torchmetrics")
 pytest.importorskip("psutil")
 
-from tritonemb.training.train_state import model_tensors
-
 from tests.durability import LINUX, Durability
 from tests.training.disk_job import Probe
 from tritonemb.training.checkpoint import MANIFEST, AsyncSave, CheckpointFolder
+from tritonemb.training.train_state import model_tensors
 
 pytestmark = LINUX
 
