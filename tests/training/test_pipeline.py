@@ -13,7 +13,7 @@ import torch
 from tests.training import jobs
 from tritonemb.comm.agreement import Agreement, RankFailed
 from tritonemb.comm.group import Group
-from tritonemb.data.source import ReadReport, Step, Stream
+from tritonemb.data.protocol import PositionedBatch, ReadReport, Stream
 from tritonemb.training import ahead as ahead_module
 from tritonemb.training.ahead import Ahead
 from tritonemb.training.pipeline import Say, empty_batch, prepare
@@ -126,7 +126,7 @@ def stream_of(batches, fail_after: int | None = None, hang_after: int | None = N
                 raise ValueError(f"line {number} is bad")
             if number == hang_after:
                 time.sleep(hang)
-            yield Step(batch, {"of": 1, "row": number + 1}, ReadReport(rows=number + 1))
+            yield PositionedBatch(batch, {"of": 1, "row": number + 1}, ReadReport(rows=number + 1))
 
     return Stream(steps(), {"of": 1, "row": 0})
 

@@ -20,7 +20,7 @@ from torch import nn
 from tritonemb.comm.group import Group
 from tritonemb.comm.joining import join
 from tritonemb.data import open_dataset
-from tritonemb.data.source import Data, Feature, tables_of
+from tritonemb.data.protocol import Data, Feature, tables_of
 from tritonemb.files import write_whole
 from tritonemb.nn import DLRM, DCNv2
 from tritonemb.optimizers import OPTIMIZERS, Optimizer

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tritonemb.comm.agreement import RankFailed, lost_contact
-from tritonemb.data.source import Split
+from tritonemb.data.protocol import Split
 from tritonemb.nn.errors import check_errors
 from tritonemb.training.ahead import Ahead
 from tritonemb.training.cache_meter import CacheMeter

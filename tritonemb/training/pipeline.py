@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_map_only
 
 from tritonemb.comm.agreement import Agreement, describe
 from tritonemb.comm.heartbeat import Heartbeat
-from tritonemb.data.batch import Batch, Layout
-from tritonemb.data.source import Batches, Data, ReadReport
+from tritonemb.data.batch import Batch, BatchLayout
+from tritonemb.data.protocol import Batches, Data, ReadReport
 from tritonemb.nn.look_ahead import looks_ahead, send
 from tritonemb.nn.sent import SentFeatures
 from tritonemb.sharding.collection import ShardedCollection
@@ -170,7 +170,7 @@ def brings_rows(model: nn.Module) -> bool:
 
 def empty_batch(data: Data) -> Batch:
     """A batch without samples, with the keys of a data set's batches."""
-    layout = Layout(tuple(feature.name for feature in data.features), 0, data.num_dense, 0)
+    layout = BatchLayout(tuple(feature.name for feature in data.features), 0, data.num_dense, 0)
     return layout.batch(torch.zeros(layout.num_bytes, dtype=torch.uint8))
 
 

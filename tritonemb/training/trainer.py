@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tritonemb.data.batch import Batch
-from tritonemb.data.source import Batches, Data, Split
+from tritonemb.data.protocol import Batches, Data, Split
 from tritonemb.nn.errors import check_errors
 from tritonemb.nn.moments import Moment, as_of
 from tritonemb.training import state
@@ -60,7 +60,7 @@ class Trainer:
 
     Args:
         model: on the device where it is to be trained, unless `device` is given.
-        data: a `tritonemb.data.Dataset` or `ClickLog`, or anything with the methods of `tritonemb.data.source.Data`.
+        data: a `tritonemb.data.Dataset` or `ClickLog`, or anything with the methods of `tritonemb.data.protocol.Data`.
         batch_size: samples a batch of each rank; the last ones of an epoch may have fewer.
         epochs: passes over the training rows.
         max_steps: end after so many steps, if the epochs have not ended before.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+from tritonemb.data import protocol
 from tritonemb.data.logs.text import Chunk
 from tritonemb.data.prefetch import Prefetcher
 
@@ -16,11 +17,9 @@ R = TypeVar("R")
 CHUNKS_READ = 2  # that wait to be worked on
 MOST_WORKERS = 8
 
-processes = 1  # that parse on this host, as far as this one knows
-
 
 def default_workers() -> int:
-    return min(max((os.cpu_count() or 1) // processes, 1), MOST_WORKERS)
+    return min(max((os.cpu_count() or 1) // protocol.reading_processes, 1), MOST_WORKERS)
 
 
 def in_order(job: Callable[[Chunk], R], chunks: Iterator[Chunk], workers: int) -> Generator[R, None, None]:
@@ -29,7 +28,7 @@ def in_order(job: Callable[[Chunk], R], chunks: Iterator[Chunk], workers: int) -
     At most `CHUNKS_READ + 1` chunks wait to be worked on and at most `2 * workers + 1` are being worked on or wait as
     results, so memory does not depend on the size of the log. Closing the generator ends all threads.
     """
-    read = Prefetcher(chunks, CHUNKS_READ, "tritonemb-read")
+    read = Prefetcher(chunks, CHUNKS_READ + 1, "tritonemb-read")
     pool = ThreadPoolExecutor(workers, thread_name_prefix="tritonemb-parse")
     results: deque[Future[R]] = deque()
     try:
