@@ -169,7 +169,9 @@ def test_a_worker_that_is_killed_is_named(bundle, monkeypatch, tmp_path):
         assert pids[0] not in workers.pids
         left = read(workers, "endless/left", 4, 1, 2)
         pids = workers.pids
-    with pytest.raises(RuntimeError, match=r"data loader worker . .* has ended: its DataLoaderWorkers have been closed"):
+    with pytest.raises(
+        RuntimeError, match=r"data loader worker . .* has ended: its DataLoaderWorkers have been closed"
+    ):
         list(left)
     with pytest.raises(RuntimeError, match="have been closed"):
         read(workers, "memory-60/train", 4)
