@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tritonemb.data import Batch, Data, Stream
+from tritonemb.data import Batch, Data, Feature, Stream
 from tritonemb.data.protocol import PositionedBatch, ReadReport
 from tritonemb.jagged import KeyedJaggedTensor
 
@@ -30,6 +30,13 @@ class Bundle:
     data: dict[str, Data]
     folder: Path
     name: str = field(default="bundle")
+    features: tuple[Feature, ...] = ()
+    num_dense: int = 0
+    encoding: str = "of a bundle"
+    best_auc: float | None = None
+
+    def splits(self) -> tuple[str, ...]:
+        return ()
 
     def open(self, split: str, batch_size: int, **how: Any) -> Stream:
         name, _, own = split.partition("/")

@@ -1,5 +1,7 @@
 """Data loader workers and reader hosts for all tests of data: starting a process takes seconds."""
 
+import copy
+
 import pytest
 import torch
 
@@ -38,8 +40,10 @@ def bundle(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def workers(bundle):
-    """By their number; 0 is none."""
-    with DataLoaderWorkers(bundle, 1) as one, DataLoaderWorkers(bundle, 3) as three:
+    """By their number; 0 is none. Both share their processes."""
+    with DataLoaderWorkers(bundle, 3) as three:
+        one = copy.copy(three)
+        one._count = 1
         yield {0: None, 1: one, 3: three}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 import threading
 from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
@@ -52,6 +53,7 @@ class ReaderHost(Closing):
     Attributes:
         address: with the port.
         token: that clients must have.
+        made_token: whether it is a random one.
 
     Raises:
         ValueError, OSError: it cannot serve at this address.
@@ -66,16 +68,21 @@ class ReaderHost(Closing):
         certificate: str | Path | None = None,
         key: str | Path | None = None,
     ) -> None:
-        self.token = token or os.environ.get(TOKEN) or secrets.token_hex(32)
-        self._server = start_server(_Service(data), address, self.token, certificate, key)
+        given = token or os.environ.get(TOKEN)
+        self.token, self.made_token = given or secrets.token_hex(32), not given
+        self._closing = threading.Event()
+        self._server = start_server(_Service(data, self._closing), address, self.token, certificate, key)
         self.address = f"{address.rpartition(':')[0]}:{self._server.port}"
 
     def wait(self) -> None:
-        """Serve until `close`, SIGINT or SIGTERM."""
-        self._server.serve()
+        """Serve until `close`, SIGINT or SIGTERM; in the main thread."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: self._closing.set())
+        self._closing.wait()
 
     def close(self) -> None:
         """End the server; streams that are still open fail."""
+        self._closing.set()
         # The server waits for its streams, and a stream for the client that takes its batches.
         ending = threading.Thread(target=self._server.shutdown, name="tritonemb-shutdown", daemon=True)
         ending.start()
@@ -83,8 +90,8 @@ class ReaderHost(Closing):
 
 
 class _Service:
-    def __init__(self, data: Data) -> None:
-        self._data = data
+    def __init__(self, data: Data, closing: threading.Event) -> None:
+        self._data, self._closing = data, closing
 
     def call(self, name: str, request: dict[str, Any]) -> dict[str, Any]:
         data = self._data
@@ -109,6 +116,8 @@ class _Service:
         with self._data.open(**how, **({} if shard == WHOLE else {"shard": shard})) as stream:
             yield _progress(stream), None
             for batch in stream:
+                if self._closing.is_set():
+                    raise ConnectionError("the reader host has been closed")
                 packed = batch.packed()
                 layout, buffer = packed.layout, packed.buffer
                 assert layout is not None
