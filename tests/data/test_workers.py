@@ -148,21 +148,22 @@ def test_a_worker_that_is_killed_is_named(bundle, monkeypatch, tmp_path):
     with DataLoaderWorkers(bundle, 2) as workers:
         with read(workers, "memory-60/train", 8, 1, 2, shuffle=True) as there:
             assert same(there, bundle.open("memory-60/train", 8, shard=(1, 2), shuffle=True))
-        first = read(workers, "slow/killed", 4)
         other = read(workers, "memory-60/train", 4, 1, 2)
+        first = read(workers, "slow/killed", 4)
         next(first)
         pids = workers.pids
         assert len(pids) == 2
-        os.kill(pids[0], signal.SIGKILL)
+        os.kill(pids[1], signal.SIGKILL)
         start = time.monotonic()
-        with pytest.raises(RuntimeError, match=rf"data loader worker 0 \(pid {pids[0]}\) has ended"):
+        with pytest.raises(RuntimeError, match=rf"data loader worker 1 \(pid {pids[1]}\) has ended"):
             next(first)
         assert time.monotonic() - start < 1.8  # it does not wait for a batch
         assert sum(map(len, other)) == 30
-        with read(workers, "memory-60/train", 4) as again:  # by a new process
+        with read(workers, "memory-60/train", 4, shards=2) as again:  # by a new process too
             assert sum(map(len, again)) == 60
-        assert pids[0] not in workers.pids
-        left = read(workers, "endless/left", 4, 1, 2)
+        assert (workers.pids[0], len(workers.pids)) == (pids[0], 2)
+        assert workers.pids[1] != pids[1]
+        left = read(workers, "endless/left", 4)
         pids = workers.pids
     with pytest.raises(RuntimeError, match=r"worker . \(pid \d+\) has ended: its DataLoaderWorkers have been"):
         list(left)

@@ -190,6 +190,8 @@ class _Worker:
         try:
             while wanted.is_set():
                 message = self._take()
+                if self._closed:
+                    raise RuntimeError(f"{self.name} has ended: its DataLoaderWorkers have been closed")
                 if message is None or message.serial != serial:  # of a request that has been left
                     continue
                 self.pid = message.pid or self.pid
@@ -203,10 +205,10 @@ class _Worker:
             self.release()
 
     def _take(self) -> _Message | None:
-        """The next answer; None if there is none for `POLL` seconds."""
+        """The next answer; None if there is none for `POLL` seconds, or the worker has been closed."""
         with self._lock:
             if self._closed:
-                raise RuntimeError(f"{self.name} has ended: its DataLoaderWorkers have been closed")
+                return None
             try:
                 if self._messages is None:
                     self._messages = self._start()
@@ -283,12 +285,11 @@ class _WorkerStream(Closing):
             raise StopIteration
         message = next(self._group.messages)
         assert message.shard == self._index, "shards are taken from in turn"
-        assert message.position is not None
-        assert message.report is not None
-        self.position, self.report = message.position, message.report
+        self.report = message.report or self.report
         if message.batch is None:
             self.close()
             raise StopIteration
+        self.position = message.position or self.position
         layout, buffer = message.batch
         return layout.batch(buffer.pin_memory() if self._group.pin_memory else buffer)
 
@@ -329,7 +330,7 @@ class _Reading(Dataset[_Message]):
             for shard, batch in in_turn(request.shards):
                 packed = None if batch is None else batch.packed()
                 content = None if packed is None else (packed.layout, packed.buffer)
-                position = {} if shard.stream is None else shard.stream.position
+                position = None if shard.stream is None else dict(shard.stream.position)
                 yield _Message(serial, shard.index, content, position, shard.current_report())  # type: ignore[arg-type]
                 del batch, packed, content
         except Exception as error:
