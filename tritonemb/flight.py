@@ -57,13 +57,13 @@ def start_server(
     schema = pa.schema([("bytes", pa.uint8())])
     expected = f"Bearer {token}".encode()
 
-    class Authentication(flight.ServerMiddlewareFactory):  # type: ignore[misc, name-defined]
+    class Authentication(flight.ServerMiddlewareFactory):  # type: ignore[name-defined]
         def start_call(self, info: Any, headers: dict[str, list[str]]) -> None:
             given = (headers.get("authorization") or [""])[0]
             if not hmac.compare_digest(given.encode(), expected):
                 raise flight.FlightUnauthenticatedError("the token is missing or wrong")
 
-    class Server(flight.FlightServerBase):  # type: ignore[misc, name-defined]
+    class Server(flight.FlightServerBase):  # type: ignore[name-defined]
         def do_get(self, context: Any, ticket: Any) -> Any:
             return flight.GeneratorStream(schema, _record_batches(service, ticket.ticket, schema))
 

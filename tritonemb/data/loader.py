@@ -125,7 +125,7 @@ def open_here(data: Data, shards: Sequence[ShardState], how: Mapping[str, Any], 
     """Give each of the shards its stream, read by this process."""
     with ExitStack() as failed:
         for shard in shards:
-            own = {"position": shard.position, "pin_memory": pin_memory}
+            own: dict[str, Any] = {"position": shard.position, "pin_memory": pin_memory}
             if (shard.index, shard.count) != WHOLE:
                 own["shard"] = (shard.index, shard.count)
             shard.stream = failed.enter_context(data.open(**how, **own))

@@ -53,7 +53,6 @@ class ReaderHost(Closing):
     Attributes:
         address: with the port.
         token: that clients must have.
-        made_token: whether it is a random one.
 
     Raises:
         ValueError, OSError: it cannot serve at this address.
@@ -68,8 +67,7 @@ class ReaderHost(Closing):
         certificate: str | Path | None = None,
         key: str | Path | None = None,
     ) -> None:
-        given = token or os.environ.get(TOKEN)
-        self.token, self.made_token = given or secrets.token_hex(32), not given
+        self.token = token or os.environ.get(TOKEN) or secrets.token_hex(32)
         self._closing = threading.Event()
         self._server = start_server(_Service(data, self._closing), address, self.token, certificate, key)
         self.address = f"{address.rpartition(':')[0]}:{self._server.port}"
@@ -113,7 +111,8 @@ class _Service:
         """Where the stream begins, its batches, and its last report. Offsets do not travel."""
         how = {name: request[name] for name in ("split", "batch_size", "seed", "epoch", "shuffle", "position")}
         shard = tuple(request["shard"])
-        with self._data.open(**how, **({} if shard == WHOLE else {"shard": shard})) as stream:
+        how |= {} if shard == WHOLE else {"shard": shard}
+        with self._data.open(**how) as stream:
             yield _progress(stream), None
             for batch in stream:
                 if self._closing.is_set():
@@ -195,7 +194,7 @@ class RemoteData:
         position: Position | None = None,
         pin_memory: bool = False,
         shard: Shard = WHOLE,
-    ) -> Batches:
+    ) -> Stream:
         """See `tritonemb.data.protocol.Data.open`: the same batches, positions and errors as the host's own data set.
 
         Raises:

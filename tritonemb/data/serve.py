@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from tritonemb.data import open_dataset
 from tritonemb.data.logs.options import LogOptions
 from tritonemb.data.protocol import Data
-from tritonemb.data.reader_host import ReaderHost
+from tritonemb.data.reader_host import TOKEN, ReaderHost
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,6 @@ def serve(options: ServeOptions) -> None:
     )
     with ReaderHost(data, options.address, certificate=options.certificate, key=options.key) as host:
         print(f"serving {data.name} at {host.address}", flush=True)
-        if host.made_token:
-            print(f"TRITONEMB_TOKEN={host.token}", flush=True)
+        if TOKEN not in os.environ:
+            print(f"{TOKEN}={host.token}", flush=True)
         host.wait()

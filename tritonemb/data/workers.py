@@ -54,7 +54,7 @@ class DataLoaderWorkers(Closing):
             raise ValueError(f"the number of data loader workers must be at least 1, got {count}")
         self._data, self._count = data, count
         self._workers: list[_Worker] = []
-        self._close = weakref.finalize(self, _close, self._workers)
+        self._close = weakref.finalize(self, _close, self._workers, os.getpid())
         self._close.atexit = False
         _OPEN.add(self)
 
@@ -73,7 +73,7 @@ class DataLoaderWorkers(Closing):
         """
         parts = [shards[first :: self._count] for first in range(min(self._count, len(shards)))]
         with ExitStack() as failed:
-            groups = [failed.enter_context(_Group(self._free_worker(), part, how, pin_memory)) for part in parts]
+            groups = [failed.enter_context(_Group(self, part, how, pin_memory)) for part in parts]
             for group, part in zip(groups, parts, strict=True):
                 group.open(part)
             failed.pop_all()
@@ -82,7 +82,8 @@ class DataLoaderWorkers(Closing):
         """End the processes; streams that are still open raise a RuntimeError."""
         self._close()
 
-    def _free_worker(self) -> _Worker:
+    def free_worker(self) -> _Worker:
+        """One that serves no stream; a new one if all do."""
         if not self._close.alive:
             raise RuntimeError("these data loader workers have been closed")
         for worker in self._workers:
@@ -95,7 +96,9 @@ class DataLoaderWorkers(Closing):
 _OPEN: weakref.WeakSet[DataLoaderWorkers] = weakref.WeakSet()
 
 
-def _close(workers: list[_Worker]) -> None:
+def _close(workers: list[_Worker], starter: int) -> None:
+    if os.getpid() != starter:  # in a process forked off, to which they do not belong
+        return
     for worker in workers:
         worker.close()
     leftover = {worker.pid for worker in workers}
@@ -152,7 +155,7 @@ class _Worker:
         self.pid, self.free = 0, True
         self._number, self._serial, self._closed = number, 0, False
         self._left = context.SimpleQueue()
-        self._requests, self._lock = _Requests(), threading.Lock()
+        self._requests, self._lock = _Requests(), threading.RLock()  # the collector may close it in any thread
         self._data = data
         self._loader: DataLoader[_Message] = DataLoader(
             _Reading(data, self._left),
@@ -185,7 +188,7 @@ class _Worker:
         """The request is no longer wanted: the worker closes its streams, and waits for no batch of them."""
         self._left.put(serial)
 
-    def messages(self, serial: int, wanted: threading.Event) -> Generator[_Message, None, None]:
+    def messages(self, serial: int, wanted: threading.Event, pin_memory: bool) -> Generator[_Message, None, None]:
         """The answers to a request; the first one says where its shards begin."""
         try:
             while wanted.is_set():
@@ -199,6 +202,10 @@ class _Worker:
                     raise decode_error(message.error, self.name)
                 if message.opened is None and message.shard is None:
                     return
+                if pin_memory and message.batch is not None:
+                    layout, buffer = message.batch
+                    message = message._replace(batch=(layout, buffer.pin_memory()))
+                    del buffer
                 yield message
                 del message  # or it would stay until the next one is there
         finally:
@@ -241,9 +248,12 @@ class _Worker:
 class _Group(Closing):
     """Shards that one worker reads. Their streams are taken from in turn, as the worker does."""
 
-    def __init__(self, worker: _Worker, shards: Sequence[ShardState], how: Mapping[str, Any], pin_memory: bool) -> None:
-        self._worker, self._reading, self.pin_memory = worker, len(shards), pin_memory
-        wanted = threading.Event()
+    def __init__(
+        self, workers: DataLoaderWorkers, shards: Sequence[ShardState], how: Mapping[str, Any], pin_memory: bool
+    ) -> None:
+        self._workers = workers  # which are not closed while they have streams
+        self._worker = worker = workers.free_worker()
+        self._reading, wanted = len(shards), threading.Event()
         wanted.set()
         serial = worker.request(shards, how)
 
@@ -251,7 +261,8 @@ class _Group(Closing):
             wanted.clear()
             worker.leave(serial)
 
-        self.messages = Prefetcher(worker.messages(serial, wanted), PREFETCH_DEPTH, "tritonemb-worker", stop)
+        messages = worker.messages(serial, wanted, pin_memory)
+        self.messages = Prefetcher(messages, PREFETCH_DEPTH, "tritonemb-worker", stop)
 
     def open(self, shards: Sequence[ShardState]) -> None:
         """Wait until the worker has opened the shards. They belong to their streams, and these to the group."""
@@ -291,7 +302,7 @@ class _WorkerStream(Closing):
             raise StopIteration
         self.position = message.position or self.position
         layout, buffer = message.batch
-        return layout.batch(buffer.pin_memory() if self._group.pin_memory else buffer)
+        return layout.batch(buffer)
 
     def close(self) -> None:
         """The worker ends what it reads when all shards of the group have been closed."""
@@ -357,5 +368,5 @@ def _initialize(processes: int, _worker: int) -> None:
     protocol.reading_processes = processes
 
 
-def _unchanged(message: _Message) -> _Message:
+def _unchanged(message: Any) -> Any:
     return message
