@@ -61,7 +61,8 @@ class Prefetcher(Generic[T]):
         self._stop = weakref.finalize(self, self._queue.stop)
         self._stop.atexit = False
         self._thread = threading.Thread(target=_fill, args=(self._queue, source), name=name, daemon=True)
-        _RUNNING[self._thread] = self._queue
+        if not collective:  # one that waits for a rank that is gone must not keep the program from ending
+            _RUNNING[self._thread] = self._queue
         self._thread.start()
 
     def __iter__(self) -> Prefetcher[T]:
@@ -202,7 +203,7 @@ def _end_all() -> None:
     for _, queue in running:
         queue.stop()
     for thread, _ in running:
-        thread.join(GRACE)
+        thread.join()
 
 
 def _fill(queue: _Queue[T], source: Iterator[T]) -> None:
