@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.paired import Contender, measure
 from benchmarks.record import at_most, timing_rows
-from tritonemb.comm.agreement import Agreement
+from tritonemb.comm.control import Agreement
 from tritonemb.comm.group import Group
 from tritonemb.data import Batch, make_synthetic
 from tritonemb.data.protocol import PositionedBatch, ReadReport, Stream

@@ -11,10 +11,10 @@ from torch import Tensor
 
 import tritonemb as te
 from tests.strategies import random_batch, random_weights, rows_of
-from tritonemb.kernels.language import interpreting
-from tritonemb.nn.collection import Collection
-from tritonemb.nn.tiered_table import TieredTable
+from tritonemb.kernels.triton_utils import interpreting
 from tritonemb.optim import OPTIMIZERS
+from tritonemb.tables.cached_table import TieredTable
+from tritonemb.tables.collection import Collection
 
 Step = tuple[te.KeyedJaggedTensor, Tensor]
 INTERPRETED = interpreting()

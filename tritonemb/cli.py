@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tritonemb.extras import MissingExtraError, require
+from tritonemb.utils import MissingExtraError, require
 
 USAGE = """\
 usage: tritonemb COMMAND ...
@@ -126,7 +126,7 @@ def _in_a_job() -> bool:
 
 def _is_of_another_rank(error: Exception) -> bool:
     """Whether another rank of the job is to blame, so that a traceback would tell nothing."""
-    from tritonemb.comm.agreement import RankFailed
+    from tritonemb.comm.control import RankFailed
 
     return isinstance(error, RankFailed)
 

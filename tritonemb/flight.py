@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from tritonemb.extras import require
+from tritonemb.utils import require
 
 SCHEMES = ("grpc://", "grpc+tls://")
 Message = tuple[dict[str, Any], Any]

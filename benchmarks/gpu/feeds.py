@@ -16,8 +16,8 @@ from torch import Tensor
 import tritonemb as te
 from benchmarks.gpu.tables import FbgemmTables, OurTables, Tables
 from benchmarks.gpu.workload import Batch
-from tritonemb.nn.moments import as_of
-from tritonemb.nn.sent import SentFeatures
+from tritonemb.tables.pins import as_of
+from tritonemb.tables.prefetched import SentFeatures
 from tritonemb.training.ahead import Ahead
 
 LOOK_AHEAD = 4  # batches that ours are told of before they are trained

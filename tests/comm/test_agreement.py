@@ -9,9 +9,8 @@ from datetime import timedelta
 
 import pytest
 
-from tritonemb.comm.agreement import Agreement, RankFailed, Round, lost_contact
+from tritonemb.comm.control import SILENCE, Agreement, Heartbeat, RankFailed, Round, Sign, lagging, lost_contact
 from tritonemb.comm.group import Group
-from tritonemb.comm.heartbeat import SILENCE, Heartbeat, Sign, lagging
 
 
 def rounds(rank, given):

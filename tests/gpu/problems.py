@@ -10,7 +10,7 @@ from torch import Tensor
 
 import tritonemb as te
 from tests.helpers import Step, make_collection, random_steps
-from tritonemb.nn.collection import Collection
+from tritonemb.tables.collection import Collection
 
 TABLES = [
     te.TableConfig("aligned", 4000, 128),

@@ -17,8 +17,8 @@ from torch import Tensor
 
 import tritonemb as te
 from tests.strategies import random_batch
-from tritonemb.kernels.layout import Layout, make_layout
 from tritonemb.kernels.row_groups import row_groups_reference
+from tritonemb.layout import Layout, make_layout
 from tritonemb.optim import OPTIMIZERS
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -126,7 +126,7 @@ def update(
 
 def bag_gradient(p: Problem, compact: bool, grad_dtype: torch.dtype = torch.float32) -> None:
     """The gradient of the problem's only table, dense or compact."""
-    from tritonemb.kernels.bag_gradient import bag_gradient_
+    from tritonemb.kernels.row_update import bag_gradient_
 
     grad = torch.randn(p.num_outputs, p.layout.width, device=_device).to(grad_dtype)
     groups = row_groups_reference(p.batch.values(), p.batch.offsets(), p.layout)
@@ -135,7 +135,7 @@ def bag_gradient(p: Problem, compact: bool, grad_dtype: torch.dtype = torch.floa
 
 
 def drop_padding(p: Problem) -> None:
-    from tritonemb.kernels.padding import drop_padding
+    from tritonemb.kernels.jagged import drop_padding
 
     drop_padding(p.batch.values(), p.batch.offsets(), 3, p.layout)
 
@@ -412,7 +412,7 @@ def initial_cases() -> Iterator[Case]:
 
 def draw_rows(dim: int, named: bool) -> None:
     """First values of rows, neighbours or named."""
-    from tritonemb.kernels.initial import initial_rows
+    from tritonemb.kernels.random import initial_rows
 
     rows = torch.tensor([5, 2**33, 0], device=_device) if named else None
     initial_rows(torch.empty(3, dim, device=_device), 2**62 + 1, 0.5, 2**33, 2, rows)

@@ -12,8 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tritonemb.kernels.floats import CODES
-from tritonemb.kernels.language import Launch, interpreting, jit, launch, tl
+from tritonemb.kernels.triton_utils import CODES, Launch, interpreting, jit, launch, tl
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 if interpreting():

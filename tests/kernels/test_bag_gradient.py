@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from tests.helpers import INTERPRETED
 from tests.strategies import ID_DTYPES, seeds
-from tritonemb.kernels import bag_gradient as triton_kernels
-from tritonemb.kernels import padding
-from tritonemb.kernels.bag_gradient import bag_gradient_reference_
-from tritonemb.kernels.cpu import bag_gradient as cpu_kernels
-from tritonemb.kernels.layout import make_layout
+from tritonemb.kernels import jagged
+from tritonemb.kernels import row_update as triton_kernels
+from tritonemb.kernels.cpu import row_update as cpu_kernels
 from tritonemb.kernels.row_groups import row_groups_reference
+from tritonemb.kernels.row_update import bag_gradient_reference_
+from tritonemb.layout import make_layout
 from tritonemb.types import TableConfig
 
 
@@ -113,12 +113,12 @@ LAYOUT = make_layout([TableConfig("weight", 10, 1)], ["weight"], True)
 def test_triton_drops_padding_as_the_reference(device, dtype):
     offsets = torch.tensor([0, 1500, 3000])
     values = torch.randint(0, 10, (3000,)).to(dtype)
-    expected = padding.drop_padding_reference(values, offsets, 3, LAYOUT)
+    expected = jagged.drop_padding_reference(values, offsets, 3, LAYOUT)
     assert (expected < 0).any()
-    found = padding.drop_padding(values.to(device), offsets.to(device), 3, move(LAYOUT, device))
+    found = jagged.drop_padding(values.to(device), offsets.to(device), 3, move(LAYOUT, device))
     assert found.dtype == dtype
     assert torch.equal(found.cpu(), expected)
-    assert padding.drop_padding(
+    assert jagged.drop_padding(
         values[:0].to(device), torch.zeros(1).long().to(device), 3, move(LAYOUT, device)
     ).shape == (0,)
 
@@ -127,7 +127,7 @@ def test_triton_drops_padding_as_the_reference(device, dtype):
 def test_a_bad_id_is_named_where_padding_is_dropped(kernel):
     if kernel == "triton" and not INTERPRETED:
         pytest.skip("a GPU raises it at the next lookup")
-    drop = padding.drop_padding if kernel == "triton" else padding.drop_padding_reference
+    drop = jagged.drop_padding if kernel == "triton" else jagged.drop_padding_reference
     for bad in (-1, 10):
         with pytest.raises(ValueError, match=rf"id {bad} of feature 'weight', sample 1 \(position 2 of values\)"):
             drop(torch.tensor([3, 4, bad]), torch.tensor([0, 2, 3]), 3, LAYOUT)

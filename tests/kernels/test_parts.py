@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 import tritonemb as te
 from tests.helpers import Step, fewer, make_collection, random_steps, train
 from tests.strategies import optimizers, seeds
-from tritonemb.kernels.layout import COLUMN_ORIGIN, ROW_IDS, ROW_ORIGIN, SEED, Layout, make_layout
 from tritonemb.kernels.row_groups import row_groups_reference
-from tritonemb.nn.collection import Collection
+from tritonemb.layout import COLUMN_ORIGIN, ROW_IDS, ROW_ORIGIN, SEED, Layout, make_layout
 from tritonemb.ops.registry import forced, kernel
 from tritonemb.optim import OPTIMIZERS
+from tritonemb.tables.collection import Collection
 
 Run = tuple[int, int]  # the first, and how many
 DTYPES = (torch.bfloat16, torch.float16)

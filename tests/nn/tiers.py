@@ -13,8 +13,8 @@ import torch
 import tritonemb as te
 from tests.helpers import CACHED, INTERPRETED, Step, fewer, living, output_of, width_of
 from tests.strategies import random_batch, rows_of
-from tritonemb.nn.collection import Collection
-from tritonemb.nn.sent import Groups
+from tritonemb.tables.collection import Collection
+from tritonemb.tables.prefetched import Groups
 from tritonemb.types import CacheConfig, Placement
 
 # Triton's interpreter serves one thread at a time, and a table on disk has one of its own.

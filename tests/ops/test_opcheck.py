@@ -10,11 +10,11 @@ import tritonemb as te
 from tests.helpers import make_collection
 from tests.ops.test_row_cache import make_cache, serve
 from tests.strategies import random_batch, rows_of
-from tritonemb.kernels.layout import make_layout
 from tritonemb.kernels.packing import CODECS, make_packing
+from tritonemb.layout import make_layout
 from tritonemb.ops import POLICIES, row_groups
 from tritonemb.ops.accumulate import NOT_ACCUMULATING, Accumulator
-from tritonemb.ops.exchange import Exchange
+from tritonemb.ops.quantize import Exchange
 from tritonemb.optim import OPTIMIZERS
 
 pytestmark = pytest.mark.public

@@ -16,7 +16,6 @@ import tritonemb as te
 from tests.helpers import make_collection, output_of
 from tests.ranks import KEPT
 from tests.strategies import rows_of
-from tritonemb.nn.sent import SentFeatures
 from tritonemb.optim import OPTIMIZERS, Optimizer
 from tritonemb.sharding import (
     ColumnWise,
@@ -32,7 +31,8 @@ from tritonemb.sharding import (
     TableRowWise,
     TableWise,
 )
-from tritonemb.sharding.groups import ShardGroups
+from tritonemb.sharding.process_groups import ShardGroups
+from tritonemb.tables.prefetched import SentFeatures
 from tritonemb.training.ahead import Ahead
 
 EXACT = ExchangePrecision("fp32", "fp32")

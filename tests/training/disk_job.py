@@ -19,7 +19,7 @@ from tests.helpers import living
 from tests.training.jobs import planted
 from tritonemb.comm.group import Group
 from tritonemb.data import Dataset
-from tritonemb.sharding.table_shards import TableShards
+from tritonemb.sharding.sharded_tensor import TableShards
 from tritonemb.storage import DiskRows
 from tritonemb.training import Callback, CheckpointOptions
 from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, read_manifest, stored_tensors

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.training import jobs
-from tritonemb.comm.agreement import Agreement, RankFailed
+from tritonemb.comm.control import Agreement, RankFailed
 from tritonemb.comm.group import Group
 from tritonemb.data.protocol import PositionedBatch, ReadReport, Stream
 from tritonemb.training import ahead as ahead_module

@@ -19,7 +19,7 @@ import tritonemb as te
 from tests.helpers import CACHED, living
 from tests.nn.simulated_cache import Simulated
 from tests.training import jobs
-from tritonemb.nn.row_cache import CacheStatistics, RowCache
+from tritonemb.tables.cache import CacheStatistics, RowCache
 from tritonemb.training import pipeline
 from tritonemb.training.cache_meter import caches_of
 from tritonemb.types import CacheConfig

@@ -16,7 +16,7 @@ from tritonemb.compiler.order import ancestors, dependencies
 from tritonemb.compiler.report import Fused
 from tritonemb.compiler.results import find_runs, in_order, use_columns, use_rows, use_runs
 from tritonemb.compiler.values import Writer, value_of
-from tritonemb.kernels.layout import MEAN, SUM, Layout, TableRow, lines_of
+from tritonemb.layout import MEAN, SUM, Layout, TableRow, lines_of
 from tritonemb.ops.accumulate import NOT_ACCUMULATING
 from tritonemb.types import seed_of
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.data.batch import Batch, BatchLayout
-from tritonemb.extras import require
+from tritonemb.utils import require
 
 Array = np.ndarray[Any, Any]
 

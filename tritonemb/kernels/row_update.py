@@ -4,6 +4,16 @@ A row's gradients are summed as `kernels/gradient_sums.py` says. Then one step o
 source stand in `tritonemb/optimizers.py`, in float32; 16-bit rows are rounded back as in `kernels/rounding.py`.
 
 Bytes: for each position `4 · dim` of gradient read; for each distinct row its weight and state read and written.
+
+The gradient of one table as an ordinary tensor: each distinct row's summed gradient, written to its place.
+
+`out[place(g)] = Σ_p scale_p · grad_p` over the positions `p` of group `g`, summed as in `kernels/gradient_sums.py`;
+`place(g)` is the row itself (a dense gradient), or `g` (the values of a sparse one). Rows without a group stay as they
+are, so `out` comes filled with zeros.
+
+On a GPU this is a step of plain gradient descent from zero with learning rate -1, which leaves the sums themselves.
+
+Bytes: `4 · dim` of gradient read for each position, `4 · dim` read and written for each distinct row.
 """
 
 from __future__ import annotations
@@ -15,11 +25,9 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from tritonemb.kernels import errors
-from tritonemb.kernels.addresses import int64_at, on_device
+from tritonemb import errors
 from tritonemb.kernels.embedding_bag import alignment_of, by_dtype
 from tritonemb.kernels.error_word import BAD_GRADIENT, error_word, names_of, poll, report
-from tritonemb.kernels.floats import CODES, FLOAT32, narrow, pointer_to, widen
 from tritonemb.kernels.gradient_sums import (
     PIECE_SIZE,
     add_gradients,
@@ -28,27 +36,50 @@ from tritonemb.kernels.gradient_sums import (
     sum_gradients_reference,
     warps_for,
 )
-from tritonemb.kernels.language import cdiv, jit, lanes, launch, next_power_of_2, num_programs, tl
-from tritonemb.kernels.layout import (
-    COLUMN_ORIGIN,
-    FIRST_ROW,
-    NUM_ROWS,
-    ROW_IDS,
-    ROW_ORIGIN,
-    SEED,
-    Layout,
-    batch_size_of,
-)
 from tritonemb.kernels.optimizers import constants_of, step_reference, step_rows
-from tritonemb.kernels.rounding import (
+from tritonemb.kernels.random import (
     narrow_reference,
     narrow_stochastic,
     narrow_stochastic_reference,
     random16,
     random16_reference,
 )
-from tritonemb.kernels.tables import column_origin_at, dim_at, first_row_at, row_id, row_origin_at, seed_at, table_of
-from tritonemb.optimizers import KINDS, OPTIMIZERS, Adam, Hyperparameters, NonFinite
+from tritonemb.kernels.triton_utils import (
+    CODES,
+    FLOAT32,
+    cdiv,
+    column_origin_at,
+    dim_at,
+    first_row_at,
+    jit,
+    lanes,
+    launch,
+    narrow,
+    next_power_of_2,
+    num_programs,
+    on_device,
+    pointer_to,
+    row_id,
+    row_origin_at,
+    seed_at,
+    table_of,
+    tl,
+    widen,
+)
+from tritonemb.layout import (
+    COLUMN_ORIGIN,
+    FIRST_ROW,
+    NUM_ROWS,
+    ROW_IDS,
+    ROW_ORIGIN,
+    SEED,
+    TABLE_SIZE,
+    Layout,
+    TableRow,
+    batch_size_of,
+    int64_at,
+)
+from tritonemb.optimizers import KINDS, OPTIMIZERS, SGD, Adam, Hyperparameters, NonFinite
 
 NONFINITE_MODES = get_args(NonFinite)
 NO_STATE, ROW_STATE, ELEMENT_STATE = (tl.constexpr(kind) for kind in range(3))
@@ -314,3 +345,55 @@ def _narrow(row: Tensor, dtype: torch.dtype, table: Tensor, rows: Tensor, step: 
         rows = int64_at(row_ids, int(table[NUM_ROWS]), rows.device)[rows]
     noise = random16_reference(seed, rows + row_origin, step, row.shape[1], column_origin)
     return narrow_stochastic_reference(row, dtype, noise)
+
+
+_PLAIN_SGD = SGD(stochastic_rounding=False)
+
+
+def bag_gradient_(
+    out: Tensor,
+    grad: Tensor,
+    offsets: Tensor,
+    sample_weights: Tensor | None,
+    groups: tuple[Tensor, Tensor, Tensor, Tensor],
+    layout: Layout,
+    compact: bool,
+) -> None:
+    """The kernels of the update, on `out` as if it were the table. Arguments as in the reference."""
+    device = out.device
+    if out.numel() == 0:
+        return
+    if compact:
+        num_rows, dim = out.shape
+        groups = (torch.arange(groups[0].numel(), device=device), *groups[1:])
+        tables = on_device(TableRow(0, num_rows, dim), device).view(1, TABLE_SIZE)
+        layout = layout._replace(tables=tables, num_rows=num_rows)
+    step, skipped = torch.zeros(2, 1, dtype=torch.int64, device=device)
+    row_update_(
+        [out], [], step[0], skipped, torch.full((), -1.0, device=device), grad, offsets, sample_weights,
+        _PLAIN_SGD.name, _PLAIN_SGD.hyperparameters, groups, layout,
+    )  # fmt: skip
+
+
+def bag_gradient_reference_(
+    out: Tensor,
+    grad: Tensor,
+    offsets: Tensor,
+    sample_weights: Tensor | None,
+    groups: tuple[Tensor, Tensor, Tensor, Tensor],
+    layout: Layout,
+    compact: bool,
+) -> None:
+    """In `out`'s dtype, row by row.
+
+    Args:
+        out: float32 or float64 zeros, contiguous: `[rows, dim]`; or, `compact`, at least as many rows as there are
+            groups.
+        grad: gradient of the output, `[B, dim]`, or `[N, dim]` if the layout is not pooled.
+        offsets, sample_weights: of the batch, `[B + 1]`, and `[N]` or None.
+        groups: rows, starts, order, num_groups; see `kernels/row_groups.py`.
+        layout: of one table and one key.
+    """
+    rows, sums = sum_gradients_reference([out], grad, offsets, sample_weights, groups, layout, torch.inf)
+    place = torch.arange(rows[0].numel(), device=out.device) if compact else rows[0]
+    out[place] = sums[0]

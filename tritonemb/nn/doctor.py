@@ -7,7 +7,7 @@ import copy
 import torch
 
 from tritonemb.jagged import KeyedJaggedTensor
-from tritonemb.nn.embedding_bag_collection import EmbeddingBagCollection
+from tritonemb.nn.collections import EmbeddingBagCollection
 from tritonemb.nn.errors import check_errors
 from tritonemb.ops.registry import REFERENCE, forced, ops, why
 from tritonemb.optimizers import RowWiseAdagrad

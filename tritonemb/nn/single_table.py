@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from tritonemb import ops
-from tritonemb.kernels.cpu.hugepages import advise_huge_pages
-from tritonemb.nn.data_parallel import refuse_data_parallel
-from tritonemb.nn.fused_group import FusedGroup
-from tritonemb.nn.fused_optimizer import FusedOptimizer
 from tritonemb.ops.bag import Bags, bag, serves_sparse
 from tritonemb.optimizers import Optimizer
+from tritonemb.tables.collection import refuse_data_parallel
+from tritonemb.tables.fused_update import FusedGroup
+from tritonemb.tables.optimizer import FusedOptimizer
 from tritonemb.types import TRAINABLE_DTYPES
+from tritonemb.utils import advise_huge_pages
 
 SERVED_DTYPES = (*TRAINABLE_DTYPES, torch.float64)
 SERVED_DEVICES = ("cpu", "cuda", "meta")

@@ -16,9 +16,8 @@ from tritonemb.ops.accumulate import check_not_gathering
 from tritonemb.ops.bag import Bags
 from tritonemb.ops.bag_kernels import BagTable, derive_sample_weights, layout_of, look_up
 from tritonemb.ops.bag_ops import empty_output
-from tritonemb.ops.registry import kernel, plain_eager
+from tritonemb.ops.registry import BATCH, kernel, plain_eager
 from tritonemb.ops.row_groups import RowGroups, check_ids
-from tritonemb.ops.schema import BATCH
 
 
 class FusedTable(NamedTuple):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.layout import SEED, Layout, lines_of, make_layout
+from tritonemb.layout import SEED, Layout, lines_of, make_layout
 from tritonemb.ops.registry import REFERENCE, choose, kernel
 from tritonemb.ops.row_groups import RowGroups
 from tritonemb.types import TableConfig, seed_of

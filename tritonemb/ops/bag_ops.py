@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.ops.bag_kernels import derive_sample_weights, derive_weight, drop_padding, look_up
-from tritonemb.ops.schema import BATCH
+from tritonemb.ops.registry import BATCH
 
 
 @torch.library.custom_op(

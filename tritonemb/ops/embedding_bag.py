@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.layout import Layout, batch_size_of, names_in
-from tritonemb.ops import schema
+from tritonemb.layout import Layout, batch_size_of, names_in
+from tritonemb.ops import registry
 from tritonemb.ops.registry import kernel, plain_eager
 from tritonemb.ops.row_groups import RowGroups, check_ids
 from tritonemb.optimizers import SGD
@@ -63,8 +63,8 @@ def check_devices(weights: Sequence[Tensor], values: Tensor, layout: Layout) -> 
 @torch.library.custom_op(
     "tritonemb::embedding_bag",
     mutates_args=(),
-    schema=f"(Tensor[] weights, {schema.BATCH}, Tensor? trained, bool check_bounds, ScalarType output_dtype, "
-    f"{schema.LAYOUT}) -> Tensor",
+    schema=f"(Tensor[] weights, {registry.BATCH}, Tensor? trained, bool check_bounds, ScalarType output_dtype, "
+    f"{registry.LAYOUT}) -> Tensor",
 )
 def _embedding_bag(
     weights: list[Tensor],
@@ -104,7 +104,7 @@ def empty_output(values: Tensor, offsets: Tensor, layout: Layout, dtype: torch.d
     "tritonemb::embedding_bag_weight_gradient",
     mutates_args=(),
     schema="(Tensor grad, Tensor[] weights, Tensor offsets, Tensor? sample_weights, "
-    f"{schema.GROUPS}, {schema.LAYOUT}) -> Tensor[]",
+    f"{registry.GROUPS}, {registry.LAYOUT}) -> Tensor[]",
 )
 def _weight_gradient(
     grad: Tensor, weights: list[Tensor], offsets: Tensor, sample_weights: Tensor | None, *groups_and_layout: Any
@@ -138,7 +138,7 @@ def _(
     "tritonemb::sample_weight_gradient",
     mutates_args=(),
     schema="(Tensor grad, Tensor[] weights, Tensor values, Tensor offsets, Tensor sample_weights, "
-    f"{schema.LAYOUT}) -> Tensor",
+    f"{registry.LAYOUT}) -> Tensor",
 )
 def _sample_weight_gradient(
     grad: Tensor, weights: list[Tensor], values: Tensor, offsets: Tensor, sample_weights: Tensor, *layout: Any

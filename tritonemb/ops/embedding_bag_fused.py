@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.layout import Layout
-from tritonemb.ops import schema
+from tritonemb.layout import Layout
+from tritonemb.ops import registry
 from tritonemb.ops.accumulate import NOT_ACCUMULATING, accumulate_, check_not_gathering
 from tritonemb.ops.embedding_bag import check_devices, empty_output
 from tritonemb.ops.registry import kernel, plain_eager
@@ -131,8 +131,8 @@ class _Eager(torch.autograd.Function):
     "tritonemb::embedding_bag_fused",
     mutates_args=(),
     schema="(Tensor[] weights, Tensor[] states, Tensor[] steps, Tensor[] skipped, Tensor learning_rate, "
-    f"Tensor pending, str optimizer, float[] hyperparameters, int accumulator, {schema.BATCH}, bool check_bounds, "
-    f"ScalarType output_dtype, {schema.GROUPS}, {schema.LAYOUT}) -> Tensor",
+    f"Tensor pending, str optimizer, float[] hyperparameters, int accumulator, {registry.BATCH}, bool check_bounds, "
+    f"ScalarType output_dtype, {registry.GROUPS}, {registry.LAYOUT}) -> Tensor",
 )
 def _embedding_bag_fused(*args: Any) -> Tensor:
     x = _named(args)

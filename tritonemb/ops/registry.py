@@ -3,6 +3,8 @@
 An op runs its device's kernel if there is one for all of its tables' dtypes, else the reference: Triton's on GPUs, and
 on the CPU under `TRITON_INTERPRET=1`, where Triton interprets them. Kernels are imported when they are first used, so
 that importing tritonemb does not load a compiler.
+
+The pieces that schemas of several ops share. Ops take a layout as their last arguments, so `*layout` catches it.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritonemb.layout import Layout
 from tritonemb.types import TABLE_DTYPES, TRAINABLE_DTYPES
 
 REFERENCE, TRITON = "reference", "triton"
@@ -39,18 +42,18 @@ _KERNELS: dict[str, dict[str, str]] = {
         TRITON: "tritonemb.kernels.embedding_bag:sample_weight_gradient",
     },
     "bag_gradient_": {
-        REFERENCE: "tritonemb.kernels.bag_gradient:bag_gradient_reference_",
-        "cpu": "tritonemb.kernels.cpu.bag_gradient:bag_gradient_",
-        TRITON: "tritonemb.kernels.bag_gradient:bag_gradient_",
+        REFERENCE: "tritonemb.kernels.row_update:bag_gradient_reference_",
+        "cpu": "tritonemb.kernels.cpu.row_update:bag_gradient_",
+        TRITON: "tritonemb.kernels.row_update:bag_gradient_",
     },
     "drop_padding": {
-        REFERENCE: "tritonemb.kernels.padding:drop_padding_reference",
-        TRITON: "tritonemb.kernels.padding:drop_padding",
+        REFERENCE: "tritonemb.kernels.jagged:drop_padding_reference",
+        TRITON: "tritonemb.kernels.jagged:drop_padding",
     },
     "initial_rows": {
-        REFERENCE: "tritonemb.kernels.initial:initial_rows_reference",
-        "cpu": "tritonemb.kernels.cpu.initial:initial_rows",
-        TRITON: "tritonemb.kernels.initial:initial_rows",
+        REFERENCE: "tritonemb.kernels.random:initial_rows_reference",
+        "cpu": "tritonemb.kernels.cpu.random:initial_rows",
+        TRITON: "tritonemb.kernels.random:initial_rows",
     },
     "row_update_": {
         REFERENCE: "tritonemb.kernels.row_update:row_update_reference_",
@@ -185,3 +188,13 @@ def forced(name: str) -> Iterator[None]:
 def _load(target: str) -> Callable[..., Any]:
     module, function = target.split(":")
     return getattr(importlib.import_module(module), function)
+
+
+LAYOUT = (
+    "Tensor tables, Tensor lookups, Tensor key_starts, str table_names, str feature_names, SymInt multiplicity, "
+    "SymInt num_rows, SymInt width, bool pooled"
+)
+GROUPS = "Tensor rows, Tensor starts, Tensor order, Tensor num_groups"
+BATCH = "Tensor values, Tensor offsets, Tensor? sample_weights"
+
+assert [part.split()[-1] for part in LAYOUT.split(", ")] == list(Layout._fields)

@@ -8,8 +8,8 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.layout import Layout
-from tritonemb.ops import schema
+from tritonemb.layout import Layout
+from tritonemb.ops import registry
 from tritonemb.ops.registry import kernel, plain_eager
 from tritonemb.ops.row_groups import RowGroups
 from tritonemb.optimizers import Hyperparameters, NonFinite
@@ -82,8 +82,8 @@ def _update(
     mutates_args=("weights", "states", "steps", "skipped"),
     schema="(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor(c!)[] steps, Tensor(d!)[] skipped, "
     "Tensor learning_rate, Tensor grad, Tensor offsets, Tensor? sample_weights, str optimizer, "
-    f"float[] hyperparameters, {schema.GROUPS}, "
-    f"{schema.LAYOUT}) -> ()",
+    f"float[] hyperparameters, {registry.GROUPS}, "
+    f"{registry.LAYOUT}) -> ()",
 )
 def _row_update_(
     weights: list[Tensor],

@@ -9,25 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tritonemb.comm.gradients import Block
+from tritonemb.comm.codec import ExchangePrecision
+from tritonemb.comm.gradient_exchange import Block
 from tritonemb.comm.group import Group
-from tritonemb.comm.precision import ExchangePrecision
+from tritonemb.errors import id_out_of_range
 from tritonemb.jagged import KeyedJaggedTensor
-from tritonemb.kernels.errors import id_out_of_range
-from tritonemb.nn.collection import Collection
-from tritonemb.nn.features import Features, parts_of
-from tritonemb.nn.fused_optimizer import FusedOptimizer
-from tritonemb.nn.sent import SentFeatures
-from tritonemb.nn.tiered_table import TieredTable
 from tritonemb.optimizers import Optimizer
-from tritonemb.sharding.gathered_update import Columns, Gathering, WholeRowUpdate, needs_whole_rows
-from tritonemb.sharding.groups import ShardGroups
-from tritonemb.sharding.initial import begin_elsewhere, copy_shard, fill_shard, tensors_of
-from tritonemb.sharding.local_tables import LocalTables
+from tritonemb.sharding.init import begin_elsewhere, copy_shard, fill_shard, tensors_of
+from tritonemb.sharding.local_shards import LocalTables
 from tritonemb.sharding.placement import Held, Placement, named_parts, split
 from tritonemb.sharding.plan import ShardingPlan
-from tritonemb.sharding.sent import SentIds
-from tritonemb.sharding.table_shards import LocalShard, TableShards
+from tritonemb.sharding.process_groups import ShardGroups
+from tritonemb.sharding.replicated_update import Columns, Gathering, WholeRowUpdate, needs_whole_rows
+from tritonemb.sharding.sharded_features import SentIds
+from tritonemb.sharding.sharded_tensor import LocalShard, TableShards
+from tritonemb.tables.cached_table import TieredTable
+from tritonemb.tables.collection import Collection
+from tritonemb.tables.lookup import Features, parts_of
+from tritonemb.tables.optimizer import FusedOptimizer
+from tritonemb.tables.prefetched import SentFeatures
 from tritonemb.types import TableConfig
 
 PIECE_BYTES = 1 << 26  # of a table that are averaged over replicas at once

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 from tritonemb.comm.codec import Run
-from tritonemb.comm.columns import ColumnExchange
-from tritonemb.comm.ids import IdsExchange
+from tritonemb.comm.id_exchange import IdsExchange
+from tritonemb.comm.pooled_exchange import ColumnExchange
 from tritonemb.jagged import KeyedJaggedTensor
-from tritonemb.nn.features import Features
-from tritonemb.nn.sent import SentFeatures
 from tritonemb.sharding.collection import ShardedCollection
-from tritonemb.sharding.local_tables import LocalTables
+from tritonemb.sharding.local_shards import LocalTables
 from tritonemb.sharding.placement import Held, Way
-from tritonemb.sharding.sent import SentIds
+from tritonemb.sharding.sharded_features import SentIds
+from tritonemb.tables.lookup import Features
+from tritonemb.tables.prefetched import SentFeatures
 
 WAYS: tuple[Way, ...] = ("direct", "by node", "everywhere")
 

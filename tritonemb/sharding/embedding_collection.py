@@ -10,16 +10,16 @@ from torch import Tensor
 
 from tritonemb import ops
 from tritonemb.comm.codec import Run
-from tritonemb.comm.ids import Arrived, IdsExchange
-from tritonemb.comm.rows import RowExchange
+from tritonemb.comm.id_exchange import Arrived, IdsExchange
+from tritonemb.comm.sequence_exchange import RowExchange
 from tritonemb.jagged import KeyedJaggedTensor
-from tritonemb.nn.features import Features
-from tritonemb.nn.sent import Groups, SentFeatures
 from tritonemb.ops.bag import Bags, bag
 from tritonemb.sharding.collection import ShardedCollection
-from tritonemb.sharding.local_tables import LocalTables
+from tritonemb.sharding.local_shards import LocalTables
 from tritonemb.sharding.placement import Held
-from tritonemb.sharding.sent import SentIds
+from tritonemb.sharding.sharded_features import SentIds
+from tritonemb.tables.lookup import Features
+from tritonemb.tables.prefetched import Groups, SentFeatures
 
 
 class _Part(NamedTuple):

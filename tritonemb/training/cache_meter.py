@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from torch import nn
 
-from tritonemb.nn.collection import Collection
-from tritonemb.nn.row_cache import RowCache
 from tritonemb.sharding.collection import ShardedCollection
+from tritonemb.tables.cache import RowCache
+from tritonemb.tables.collection import Collection
 
 LEAST_STALL = 1e-3  # seconds that count
 RECENT_STEPS, MANY_STALLS = 10, 3  # so many stalls in so many steps ask for more look-ahead

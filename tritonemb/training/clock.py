@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from tritonemb.extras import require
+from tritonemb.utils import require
 
 
 class Clock:

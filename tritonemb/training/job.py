@@ -17,11 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tritonemb.comm.control import join
 from tritonemb.comm.group import Group
-from tritonemb.comm.joining import join
 from tritonemb.data import open_dataset
 from tritonemb.data.protocol import Data, Feature, tables_of
-from tritonemb.files import write_whole
 from tritonemb.nn import DLRM, DCNv2
 from tritonemb.optimizers import OPTIMIZERS, Optimizer
 from tritonemb.sharding import ExchangePrecision, HybridParallel, ShardingPlan
@@ -36,6 +35,7 @@ from tritonemb.training.toml import to_plain, to_toml
 from tritonemb.training.trainer import Trainer
 from tritonemb.training.watch.profiling import Profile
 from tritonemb.training.watch.tensorboard import TensorBoard
+from tritonemb.utils import write_whole
 
 RUNS = Path("runs")
 

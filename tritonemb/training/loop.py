@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tritonemb.comm.agreement import RankFailed, lost_contact
+from tritonemb.comm.control import RankFailed, lost_contact
 from tritonemb.data.protocol import Split
 from tritonemb.nn.errors import check_errors
 from tritonemb.training.ahead import Ahead

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 from torch.nn import functional as F
 
-from tritonemb.extras import require
+from tritonemb.utils import require
 
 
 class UndefinedMetricsError(ValueError):

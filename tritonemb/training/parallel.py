@@ -11,10 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tritonemb.comm.agreement import Agreement, lost_contact
-from tritonemb.comm.group import Group
-from tritonemb.comm.heartbeat import Heartbeat
-from tritonemb.comm.traffic import Sent
+from tritonemb.comm.control import Agreement, Heartbeat, lost_contact
+from tritonemb.comm.group import Group, Sent
 from tritonemb.sharding.hybrid import HybridParallel
 from tritonemb.training.checkpoints.together import of_first
 from tritonemb.training.signals import Interrupted

@@ -16,14 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from tritonemb.comm.agreement import Agreement, describe
-from tritonemb.comm.heartbeat import Heartbeat
+from tritonemb.comm.control import Agreement, Heartbeat, describe
 from tritonemb.data.batch import Batch, BatchLayout
 from tritonemb.data.protocol import Batches, Data, ReadReport
-from tritonemb.nn.look_ahead import looks_ahead, send
-from tritonemb.nn.sent import SentFeatures
+from tritonemb.nn.prefetch import looks_ahead, send
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
+from tritonemb.tables.prefetched import SentFeatures
 from tritonemb.training.cache_meter import Counted
 
 DEPTH = 2  # steps beyond the one that is trained

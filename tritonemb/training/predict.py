@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from tritonemb.data import open_for_scoring
 from tritonemb.data.batch import Batch
-from tritonemb.extras import require
-from tritonemb.files import written_aside
 from tritonemb.training import inference
 from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, read_manifest
 from tritonemb.training.config import TrainConfig
@@ -21,6 +19,7 @@ from tritonemb.training.devices import check_device
 from tritonemb.training.job import build_model, features_from_plain
 from tritonemb.training.state import model_tensors, read_again
 from tritonemb.training.toml import from_plain
+from tritonemb.utils import require, written_aside
 
 SUFFIXES = (".parquet", ".csv")
 TRAINING_ONLY = ("optimizer.", "rng.", "trainer.")

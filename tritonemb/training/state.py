@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from tritonemb.nn.stand_in import stand_ins
-from tritonemb.nn.tiered_table import TieredTable
+from tritonemb.tables.cached_table import TieredTable, stand_ins
 
 PLAIN = (int, float, str, bool, type(None))
 

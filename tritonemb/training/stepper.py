@@ -12,9 +12,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from tritonemb.data.batch import Batch
-from tritonemb.nn.collection import Collection
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
+from tritonemb.tables.collection import Collection
 from tritonemb.training.inference import logits_of
 from tritonemb.training.parallel import Parallel
 from tritonemb.training.precision import LossScale, Precision, autocast

@@ -9,7 +9,7 @@ import types
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from tritonemb.extras import require
+from tritonemb.utils import require
 
 Config = TypeVar("Config")
 

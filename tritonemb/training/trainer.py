@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tritonemb.data.batch import Batch
 from tritonemb.data.protocol import Batches, Data, Split
 from tritonemb.nn.errors import check_errors
-from tritonemb.nn.moments import Moment, as_of
+from tritonemb.tables.pins import Moment, as_of
 from tritonemb.training import state
 from tritonemb.training.ahead import Ahead
 from tritonemb.training.cache_meter import caches_of, count

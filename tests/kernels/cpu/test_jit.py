@@ -15,7 +15,7 @@ from tritonemb.kernels.cpu import jit
 COUNT_COMPILATIONS = """
 import json, torch
 from tritonemb.kernels.cpu import jagged
-from tritonemb.kernels.layout import make_layout
+from tritonemb.layout import make_layout
 from tritonemb.types import TableConfig
 
 layout = make_layout([TableConfig("table", 5, 4)], ["table"], True)

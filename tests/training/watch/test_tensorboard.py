@@ -3,8 +3,8 @@ import sys
 import pytest
 
 from tests.training.watch.events import train
-from tritonemb.extras import MissingExtraError
 from tritonemb.training.watch.tensorboard import TensorBoard
+from tritonemb.utils import MissingExtraError
 
 
 def scalars(folder) -> dict[str, list[tuple[int, float]]]:

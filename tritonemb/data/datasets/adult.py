@@ -15,7 +15,7 @@ import torch
 from tritonemb.data.columns import Column, Rows, encode_categories
 from tritonemb.data.in_memory import Dataset
 from tritonemb.data.protocol import Feature
-from tritonemb.extras import require
+from tritonemb.utils import require
 
 FIELDS = (
     "age", "workclass", "fnlwgt", "education", "education_num", "marital_status", "occupation", "relationship", "race",

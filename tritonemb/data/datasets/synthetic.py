@@ -13,7 +13,7 @@ import torch
 from tritonemb.data.columns import Column, Rows
 from tritonemb.data.in_memory import Dataset
 from tritonemb.data.protocol import Feature
-from tritonemb.extras import require
+from tritonemb.utils import require
 
 FEATURES = (
     Feature("user", 2_000),

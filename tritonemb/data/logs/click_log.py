@@ -43,8 +43,8 @@ from tritonemb.data.protocol import (
     fingerprint,
     tables_of,
 )
-from tritonemb.extras import require
 from tritonemb.types import TableConfig
+from tritonemb.utils import require
 
 Array = np.ndarray[Any, Any]
 R = TypeVar("R")

@@ -19,8 +19,7 @@ from tritonemb.data.logs.splits import Part
 from tritonemb.data.logs.text import Chunk
 from tritonemb.data.logs.tsv import CATEGORIES, FIELDS, LABEL
 from tritonemb.data.logs.values import Values
-from tritonemb.extras import require
-from tritonemb.files import written_aside
+from tritonemb.utils import require, written_aside
 
 
 @dataclass(frozen=True)

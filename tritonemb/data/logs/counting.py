@@ -15,8 +15,7 @@ from tritonemb.data.logs.click_log import ClickLog
 from tritonemb.data.logs.text import Chunk
 from tritonemb.data.logs.values import Values
 from tritonemb.data.logs.vocabulary import COLUMNS, METADATA
-from tritonemb.extras import require
-from tritonemb.files import written_aside
+from tritonemb.utils import require, written_aside
 
 Array = np.ndarray[Any, Any]
 

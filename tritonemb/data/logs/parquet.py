@@ -14,7 +14,7 @@ from tritonemb.data.logs.problems import wrong_value
 from tritonemb.data.logs.schema import Schema
 from tritonemb.data.logs.text import Chunk
 from tritonemb.data.logs.values import Checked, Sink, Values
-from tritonemb.extras import require
+from tritonemb.utils import require
 
 Array = np.ndarray[Any, Any]
 

@@ -15,7 +15,7 @@ from tritonemb.data.logs.splits import Part, SplitRule
 from tritonemb.data.logs.text import Chunk
 from tritonemb.data.logs.values import Checked, Sink
 from tritonemb.data.protocol import Shard, Split
-from tritonemb.extras import require
+from tritonemb.utils import require
 
 _COUNTING = threading.Lock()  # several threads may ask for the same lines
 

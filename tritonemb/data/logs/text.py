@@ -12,7 +12,7 @@ import numpy as np
 
 from tritonemb.data.logs.digits import LINE_FEED, PADDING, count_bytes, padded
 from tritonemb.data.logs.files import LogFile
-from tritonemb.extras import require
+from tritonemb.utils import require
 
 Array = np.ndarray[Any, Any]
 

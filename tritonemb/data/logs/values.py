@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tritonemb.extras import require
+from tritonemb.utils import require
 
 Array = np.ndarray[Any, Any]
 

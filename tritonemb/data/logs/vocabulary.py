@@ -17,7 +17,7 @@ import numpy as np
 from tritonemb.data.logs.hashing import hash_strings
 from tritonemb.data.logs.problems import listed
 from tritonemb.data.logs.values import Values, string_buffers
-from tritonemb.extras import require
+from tritonemb.utils import require
 
 Array = np.ndarray[Any, Any]
 

@@ -11,12 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.cpu import pool
-from tritonemb.kernels.cpu.arrays import as_int64
+from tritonemb.kernels.cpu import threads
 from tritonemb.kernels.cpu.jagged import check_offsets, uses_by_table
-from tritonemb.kernels.cpu.jit import called, compiled, inlined
-from tritonemb.kernels.cpu.parallel import run_tasks
-from tritonemb.kernels.layout import FIRST_ROW, NUM_ROWS, Layout, batch_size_of
+from tritonemb.kernels.cpu.jit import as_int64, called, compiled, inlined
+from tritonemb.kernels.cpu.threads import run_tasks
+from tritonemb.layout import FIRST_ROW, NUM_ROWS, Layout, batch_size_of
 
 PAIR_BITS = 63  # of a sort key: an id and, below it, a position
 FEW_PAIRS = 48  # up to here, insertion is faster
@@ -258,8 +257,9 @@ def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> tuple[Tensor,
     order = torch.empty(capacity, dtype=torch.int32)
     alone = values.numel() < UNIT_VALUES
     num_groups = _group(
-        0 if alone else pool.team(), 1 if alone else pool.num_threads(), batch_size_of(offsets, layout.key_starts),
-        layout.tables.numpy(), layout.lookups.numpy(), layout.key_starts.numpy(), as_int64(values), as_int64(offsets),
-        rows.numpy(), starts.numpy(), order.numpy(),
+        0 if alone else threads.team(), 1 if alone else threads.num_threads(),
+        batch_size_of(offsets, layout.key_starts), layout.tables.numpy(),
+        layout.lookups.numpy(), layout.key_starts.numpy(), as_int64(values),
+        as_int64(offsets), rows.numpy(), starts.numpy(), order.numpy(),
     )  # fmt: skip
     return rows, starts, order, torch.tensor(num_groups, dtype=torch.int64)

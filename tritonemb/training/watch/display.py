@@ -6,9 +6,9 @@ import os
 import sys
 from typing import TextIO
 
-from tritonemb.extras import require
 from tritonemb.training.callbacks import Callback
 from tritonemb.training.watch.lines import Lines
+from tritonemb.utils import require
 
 
 def make_display(stream: TextIO | None = None) -> Callback:

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
-from tritonemb.files import write_whole
 from tritonemb.training.callbacks import Callback, FitEnd
 from tritonemb.training.watch.chart import BYTES, COUNT, PLAIN, RATE, SHARE, Level, Point, Unit, chart, is_drawn
 from tritonemb.training.watch.lines import took
 from tritonemb.training.watch.markup import escape, page, table, tile
 from tritonemb.training.watch.run_log import read_run_log
 from tritonemb.training.watch.text import of, size
+from tritonemb.utils import write_whole
 
 Event = Mapping[str, Any]
 

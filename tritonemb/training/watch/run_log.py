@@ -20,8 +20,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from tritonemb.files import write_whole
 from tritonemb.training.callbacks import Callback, CheckpointSaved, Evaluation, FitEnd, FitStart, Log, StepEnd
+from tritonemb.utils import write_whole
 
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tritonemb.extras import require
 from tritonemb.training.callbacks import Callback, Evaluation, FitEnd, FitStart, Log
 from tritonemb.training.metrics import Metrics
+from tritonemb.utils import require
 
 FLUSH_SECONDS = 10
 
