@@ -23,6 +23,7 @@ Train recommendation models.
   predict   write the click probability of every row of a log
   vocab     number the categories of a log by how often they occur
   convert   make Parquet files from a log in Criteo's format
+  serve     read a log for trainers on other machines
   doctor    print versions, devices and kernels, and check that they work
 
 Each has its own --help. To begin with, on data that needs no download:
@@ -52,7 +53,7 @@ Train a click model; print test AUC, log loss, normalized entropy, samples/s.
   --precision bf16      autocast; --compile runs torch.compile
   --device cuda         --threads N on a CPU; --seed N
   --profile-steps N     write a trace; --tensorboard writes curves
-  --readers N           processes that read, apart from those that train
+  --readers N           data loader workers of each rank
   --plan FILE           where tables go, on the ranks that torchrun starts
   --help-all            every option, with its default
 
@@ -197,6 +198,14 @@ def _convert(arguments: list[str]) -> int:
     return 0
 
 
+def _serve(arguments: list[str]) -> int:
+    require("tyro")
+    from tritonemb.data.serve import ServeOptions, serve
+
+    serve(_parse(ServeOptions, arguments, "tritonemb serve"))
+    return 0
+
+
 def _doctor(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="tritonemb doctor",
@@ -231,5 +240,6 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "predict": _predict,
     "vocab": _vocab,
     "convert": _convert,
+    "serve": _serve,
     "doctor": _doctor,
 }

@@ -15,7 +15,7 @@ from tritonemb.comm.control import RankFailed
 from tritonemb.comm.group import Group
 from tritonemb.data import prefetch as prefetch_module
 from tritonemb.data.prefetch import Prefetcher
-from tritonemb.data.source import ReadReport, Step, Stream
+from tritonemb.data.protocol import PositionedBatch, ReadReport, Stream
 from tritonemb.training.pipeline import empty_batch, prepare
 from tritonemb.training.ranks import Ranks
 
@@ -127,7 +127,7 @@ def stream_of(batches, fail_after: int | None = None, hang_after: int | None = N
                 raise ValueError(f"line {number} is bad")
             if number == hang_after:
                 time.sleep(hang)
-            yield Step(batch, {"of": 1, "row": number + 1}, ReadReport(rows=number + 1))
+            yield PositionedBatch(batch, {"of": 1, "row": number + 1}, ReadReport(rows=number + 1))
 
     return Stream(steps(), {"of": 1, "row": 0})
 

@@ -6,9 +6,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tritonemb.data.adult import load_adult
 from tritonemb.data.batch import Batch
-from tritonemb.data.dataset import Dataset
+from tritonemb.data.columns import Column, Rows
+from tritonemb.data.datasets.adult import load_adult
+from tritonemb.data.datasets.movielens import load_movielens_100k
+from tritonemb.data.datasets.synthetic import make_synthetic
+from tritonemb.data.in_memory import Dataset
+from tritonemb.data.loader import merge_positions, open_shards, rank_position
 from tritonemb.data.logs.click_log import ClickLog
 from tritonemb.data.logs.convert import ConvertReport, convert
 from tritonemb.data.logs.counting import VocabularyReport, build_vocabulary
@@ -18,12 +22,10 @@ from tritonemb.data.logs.schema import CRITEO, Schema
 from tritonemb.data.logs.sources import is_labelled
 from tritonemb.data.logs.splits import SplitRule
 from tritonemb.data.logs.vocabulary import Vocabulary
-from tritonemb.data.movielens import load_movielens_100k
-from tritonemb.data.readers import ReaderProcesses, RemoteStream
-from tritonemb.data.rows import Column, Rows
-from tritonemb.data.shares import merge_positions, open_shares, rank_position
-from tritonemb.data.source import Batches, Data, Feature, Position, ReadReport, Share, Split, Stream
-from tritonemb.data.synthetic import make_synthetic
+from tritonemb.data.protocol import Batches, Data, Feature, Position, PositionedBatch, ReadReport, Shard, Split, Stream
+from tritonemb.data.reader_host import ReaderHost, RemoteData
+from tritonemb.data.workers import DataLoaderWorkers
+from tritonemb.flight import SCHEMES
 
 NAMES = ("movielens-100k", "synthetic", "adult", "criteo-kaggle", "criteo-terabyte")
 ALIASES = {"criteo": "criteo-kaggle"}
@@ -39,16 +41,18 @@ __all__ = [
     "Column",
     "ConvertReport",
     "Data",
+    "DataLoaderWorkers",
     "Dataset",
     "Feature",
     "LogOptions",
     "Position",
+    "PositionedBatch",
     "ReadReport",
-    "ReaderProcesses",
-    "RemoteStream",
+    "ReaderHost",
+    "RemoteData",
     "Rows",
     "Schema",
-    "Share",
+    "Shard",
     "Split",
     "SplitRule",
     "Stream",
@@ -63,7 +67,7 @@ __all__ = [
     "merge_positions",
     "open_dataset",
     "open_for_scoring",
-    "open_shares",
+    "open_shards",
     "rank_position",
 ]
 
@@ -81,11 +85,12 @@ def open_dataset(
     log: LogOptions | None = None,
     seed: int = 0,
     say: Callable[[str], None] | None = None,
-) -> Dataset | ClickLog:
-    """Open a data set by name, or a log of clicks by its path.
+) -> Dataset | ClickLog | RemoteData:
+    """Open a data set by name, a log of clicks by its path, or what reader hosts serve by their addresses.
 
     Args:
-        name_or_path: one of `NAMES` or `ALIASES`, or the path of a file or folder: Criteo's TSV or Parquet.
+        name_or_path: one of `NAMES` or `ALIASES`, or the path of a file or folder: Criteo's TSV or Parquet; or the
+            addresses of reader hosts, "grpc://HOST:PORT" or "grpc+tls://HOST:PORT", with commas between them.
         path: the file or folder of "criteo-kaggle" and "criteo-terabyte", the folder of "adult"; "movielens-100k" and
             "synthetic" take none.
         log: how a log is read.
@@ -93,8 +98,10 @@ def open_dataset(
         say: is told of work that takes a pass over the data; see `ClickLog`.
 
     Raises:
-        ValueError, FileNotFoundError, ConnectionError: saying what to do.
+        ValueError, FileNotFoundError, ConnectionError, PermissionError: saying what to do.
     """
+    if name_or_path.startswith(SCHEMES):
+        return RemoteData(name_or_path.split(","))
     kind = kind_of(name_or_path)
     if name_or_path not in (*NAMES, *ALIASES):
         if path is not None:

@@ -19,7 +19,7 @@ from torch import nn
 from tritonemb.comm.control import join
 from tritonemb.comm.group import Group
 from tritonemb.data import open_dataset
-from tritonemb.data.source import Data, Feature, tables_of
+from tritonemb.data.protocol import Data, Feature, tables_of
 from tritonemb.nn import DLRM, DCNv2
 from tritonemb.optimizers import OPTIMIZERS, Optimizer
 from tritonemb.sharding import ExchangePrecision, HybridParallel, ShardingPlan

@@ -15,7 +15,7 @@ from torch import Tensor
 from tritonemb.comm.control import RankFailed, lost_contact
 from tritonemb.data.batch import Batch
 from tritonemb.data.prefetch import Prefetcher
-from tritonemb.data.source import Split
+from tritonemb.data.protocol import Split
 from tritonemb.ops.errors import check_errors
 from tritonemb.training.callbacks import CallbackList, CheckpointSaved, Evaluation, FitEnd, FitStart, Log, StepEnd
 from tritonemb.training.checkpoint import CheckpointError

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tritonemb.data.batch import Batch
-from tritonemb.data.source import Data, Split
+from tritonemb.data.protocol import Data, Split
 from tritonemb.ops.errors import check_errors
 from tritonemb.training.callbacks import Callback, CallbackList, CheckpointSaved
 from tritonemb.training.callbacks.console import make_display
@@ -51,7 +51,7 @@ class Trainer(TrainerOptions):
 
     Args:
         model: on the device where it is to be trained, unless `device` is given.
-        data: a `tritonemb.data.Dataset` or `ClickLog`, or anything with the methods of `tritonemb.data.source.Data`.
+        data: a `tritonemb.data.Dataset` or `ClickLog`, or anything with the methods of `tritonemb.data.protocol.Data`.
         dense_optimizer: called with the parameters and `lr=dense_lr`; a class of `torch.optim`, for example.
         device: where to train; the model is moved there.
         folder: where checkpoints, `log.jsonl` and `report.html` go.

@@ -13,7 +13,8 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
-from tritonemb.data.dataset import Dataset
+from tritonemb.data.columns import concat
+from tritonemb.data.in_memory import Dataset
 from tritonemb.data.logs import splits
 from tritonemb.data.logs.cutter import FIELDS, Cutter
 from tritonemb.data.logs.encode import Encoder, numberings
@@ -26,19 +27,18 @@ from tritonemb.data.logs.splits import Part, SplitRule
 from tritonemb.data.logs.text import Chunk
 from tritonemb.data.logs.values import Checked
 from tritonemb.data.logs.windows import Block, Place
-from tritonemb.data.rows import concat
-from tritonemb.data.source import (
+from tritonemb.data.protocol import (
     SPLITS,
     WHOLE,
     Feature,
     Position,
     ReadReport,
-    Share,
+    Shard,
     Split,
     Stream,
     check_batch_size,
     check_position,
-    check_share,
+    check_shard,
     digest,
     fingerprint,
     tables_of,
@@ -122,7 +122,7 @@ class ClickLog:
 
     @property
     def encoding(self) -> str:
-        """See `tritonemb.data.source.Data.encoding`: by the schema, and the vocabulary file's bytes if there is one."""
+        """See `tritonemb.data.protocol.Data.encoding`: by the schema, and the bytes of the vocabulary file if any."""
         schema = self.schema
         dense = tuple((name, schema.is_logarithmic(name)) for name in schema.dense)
         return digest("log", schema.label, dense, self.features, self._vocabulary)
@@ -166,25 +166,25 @@ class ClickLog:
         shuffle: bool = False,
         position: Position | None = None,
         pin_memory: bool = False,
-        share: Share = WHOLE,
+        shard: Shard = WHOLE,
     ) -> Stream:
-        """See `tritonemb.data.source.Data.open`. Rows are shuffled inside windows of `shuffle_rows`, whole batches.
+        """See `tritonemb.data.protocol.Data.open`. Rows are shuffled inside windows of `shuffle_rows`, whole batches.
 
-        A share is a run of bytes of plain text, or of row groups of Parquet, that nobody else parses. Compressed files
-        are dealt out whole if there is one for each share; else every share unpacks all of them and parses every
-        count-th stripe. Where rows are drawn at random, a share of plain text counts the lines before it first. Where
+        A shard is a run of bytes of plain text, or of row groups of Parquet, that nobody else parses. Compressed files
+        are dealt out whole if there is one for each shard; else every shard unpacks all of them and parses every
+        count-th stripe. Where rows are drawn at random, a shard of plain text counts the lines before it first. Where
         they are split by time, row groups are left out whose statistics say that they have none of the split.
         """
         check_batch_size(batch_size)
-        check_share(share)
+        check_shard(shard)
         shuffle = shuffle and self.options.shuffle_rows > 0
         wanted = self.options.shuffle_rows if shuffle else UNSHUFFLED_ROWS
         window_rows = -(-wanted // batch_size) * batch_size
         of = (self._identity, self.options.split, split, batch_size, window_rows)
-        extra = share if share != WHOLE else ()
+        extra = shard if shard != WHOLE else ()
         order = (seed, epoch, *extra)
         belongs_to = fingerprint(*of, *(order if shuffle else extra))
-        log = self._share(split, share)
+        log = self._shard(split, shard)
         parts = log._parts[split]
         first = parts[0].start if parts else 0
         if position is None:
@@ -201,11 +201,11 @@ class ClickLog:
                     f"data set {self.name!r}: {position['skipped']} bad rows had been left out at this position, so it "
                     'can not go on with on_bad_row="raise"; use on_bad_row="skip", or start the epoch again'
                 )
-        cutter = Cutter(log, split, batch_size, window_rows, order if shuffle else None, pin_memory, share == WHOLE)
+        cutter = Cutter(log, split, batch_size, window_rows, order if shuffle else None, pin_memory, shard == WHOLE)
         report = ReadReport(position["rows"], position["skipped"])
 
         def at_end(report: ReadReport) -> None:
-            if share == WHOLE:
+            if shard == WHOLE:
                 self._known_rows[split] = report.rows
 
         return Stream(cutter.steps(position), dict(position), report, at_end)
@@ -258,15 +258,15 @@ class ClickLog:
         scored._parts = {"test": tuple(Part(file, 0, None) for file in range(len(self.files)))}
         return scored
 
-    def _share(self, split: Split, share: Share) -> ClickLog:
-        """The same log with one share of a split as all of it."""
+    def _shard(self, split: Split, shard: Shard) -> ClickLog:
+        """The same log with one shard of a split as all of it."""
         parts = self._parts_of(split)
-        if share == WHOLE:
+        if shard == WHOLE:
             return self
         if self._kind == "time" and isinstance(self._source, ParquetSource):
             parts = self._source.within(self.options.split, split)
         shared = copy.copy(self)
-        shared._parts = {split: self._source.share(parts, share)}
+        shared._parts = {split: self._source.share(parts, shard)}
         return shared
 
     def _encode(self, split: Split, chunk: Chunk) -> Block:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from tritonemb.data.columns import cut
 from tritonemb.data.logs.problems import KEPT
 from tritonemb.data.logs.windows import Block, Place, Window, windows
-from tritonemb.data.rows import cut
-from tritonemb.data.source import Position, ReadReport, Split, Step
+from tritonemb.data.protocol import Position, PositionedBatch, ReadReport, Split
 
 if TYPE_CHECKING:
     from tritonemb.data.logs.click_log import ClickLog
@@ -44,7 +44,7 @@ class Cutter:
         self._first: list[str] = []
         self._reasons: Counter[str] = Counter()
 
-    def steps(self, position: Position) -> Iterator[Step | ReadReport]:
+    def steps(self, position: Position) -> Iterator[PositionedBatch | ReadReport]:
         start = Place(*(position[field] for field in FIELDS[:5]))
         self._skipped = position["skipped"]
         batch, rows = position["batch"], position["rows"]
@@ -61,7 +61,7 @@ class Cutter:
             raise ValueError(f"data set {self._log.name!r}: there are no {self._split} rows{skipped}")
         yield self._report(rows)  # after the last batch, bad rows may have come
 
-    def _cut(self, window: Window, first: int, rows: int, belongs_to: int) -> Iterator[Step]:
+    def _cut(self, window: Window, first: int, rows: int, belongs_to: int) -> Iterator[PositionedBatch]:
         num_rows, size = len(window.rows), self._batch_size
         if first * size >= num_rows:
             raise ValueError(f"data set {self._log.name!r}: there are fewer rows than the position says")
@@ -76,7 +76,7 @@ class Cutter:
                 place, at = window.stop, (window.number + 1, 0, rows)
             values = (place.part, place.offset, place.line, place.skip, place.skipped, *at)
             position = {"of": belongs_to, **dict(zip(FIELDS, values, strict=True))}
-            yield Step(batch, position, replace(report, rows=rows))
+            yield PositionedBatch(batch, position, replace(report, rows=rows))
 
     def _report(self, rows: int) -> ReadReport:
         return ReadReport(rows, self._skipped, tuple(self._first), tuple(sorted(self._reasons.items())))

@@ -7,12 +7,12 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from tritonemb.data.columns import Column, Rows
 from tritonemb.data.logs.hashing import feature_seed, hash_integers, hash_strings, ids_of
 from tritonemb.data.logs.schema import Schema
 from tritonemb.data.logs.values import Values, string_buffers
 from tritonemb.data.logs.vocabulary import Vocabulary
-from tritonemb.data.rows import Column, Rows
-from tritonemb.data.source import Feature
+from tritonemb.data.protocol import Feature
 
 Array = np.ndarray[Any, Any]
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
+from tritonemb.data import protocol
 from tritonemb.data.logs.text import Chunk
 from tritonemb.data.prefetch import Prefetcher
 
@@ -16,11 +17,9 @@ R = TypeVar("R")
 CHUNKS_READ = 2  # that wait to be worked on
 MOST_WORKERS = 8
 
-processes = 1  # that parse on this host, as far as this one knows
-
 
 def default_workers() -> int:
-    return min(max((os.cpu_count() or 1) // processes, 1), MOST_WORKERS)
+    return min(max((os.cpu_count() or 1) // protocol.reading_processes, 1), MOST_WORKERS)
 
 
 def in_order(job: Callable[[Chunk], R], chunks: Iterator[Chunk], workers: int) -> Generator[R, None, None]:

@@ -6,12 +6,12 @@ import bisect
 from collections.abc import Sequence
 
 from tritonemb.data.logs.splits import Part, between
-from tritonemb.data.source import Share
+from tritonemb.data.protocol import Shard
 
 NEAR = 1 / 16  # of a share: how far a cut may move to fall between two row groups
 
 
-def even(parts: Sequence[Part], sizes: Sequence[int], share: Share, ends: Sequence[int] = ()) -> list[Part]:
+def even(parts: Sequence[Part], sizes: Sequence[int], share: Shard, ends: Sequence[int] = ()) -> list[Part]:
     """The index-th of `count` runs of equal length, counted through all parts.
 
     Args:
@@ -29,7 +29,7 @@ def _moved(cut: int, length: float, ends: Sequence[int]) -> int:
     return nearest if cut and abs(nearest - cut) <= NEAR * length else cut
 
 
-def whole(parts: Sequence[Part], sizes: Sequence[int], share: Share) -> list[Part]:
+def whole(parts: Sequence[Part], sizes: Sequence[int], share: Shard) -> list[Part]:
     """Whole parts, the largest ones dealt out first, each to the share that has least; in their order."""
     index, count = share
     loads, mine = [0] * count, []

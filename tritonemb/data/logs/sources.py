@@ -14,7 +14,7 @@ from tritonemb.data.logs.schema import Schema
 from tritonemb.data.logs.splits import Part, SplitRule
 from tritonemb.data.logs.text import Chunk
 from tritonemb.data.logs.values import Checked, Sink
-from tritonemb.data.source import Share, Split
+from tritonemb.data.protocol import Shard, Split
 from tritonemb.utils import require
 
 _COUNTING = threading.Lock()  # several threads may ask for the same lines
@@ -49,7 +49,7 @@ class Source(Protocol):
 
     def parse(self, chunk: Chunk, sink: Sink) -> Checked: ...
 
-    def share(self, parts: tuple[Part, ...], share: Share) -> tuple[Part, ...]:
+    def share(self, parts: tuple[Part, ...], share: Shard) -> tuple[Part, ...]:
         """Of all rows of some parts, those of one share."""
         ...
 
@@ -110,7 +110,7 @@ class TextSource:
     def parse(self, chunk: Chunk, sink: Sink) -> Checked:
         return tsv.parse(chunk.content, sink, self._labelled)
 
-    def share(self, parts: tuple[Part, ...], share: Share) -> tuple[Part, ...]:
+    def share(self, parts: tuple[Part, ...], share: Shard) -> tuple[Part, ...]:
         """Plain text is cut by bytes. Compressed text can not be entered in the middle: whole files are dealt out if
         there is one for each share; else every share unpacks all of them and keeps every count-th stripe."""
         plain = [part for part in parts if self._files[part.file].codec is None]
@@ -203,7 +203,7 @@ class ParquetSource:
     def parse(self, chunk: Chunk, sink: Sink) -> Checked:
         return parquet.parse(chunk.content, self.schema, sink, self._labelled)
 
-    def share(self, parts: tuple[Part, ...], share: Share) -> tuple[Part, ...]:
+    def share(self, parts: tuple[Part, ...], share: Shard) -> tuple[Part, ...]:
         """Runs of whole row groups where there are enough of them; else one may be cut in two, and be read twice."""
         sizes = [self._stop(part) - part.start for part in parts]
         ends: list[int] = []

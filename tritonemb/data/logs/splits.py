@@ -12,7 +12,7 @@ import numpy as np
 from tritonemb.data.logs.files import LogFile, described, find
 from tritonemb.data.logs.hashing import mix
 from tritonemb.data.logs.problems import shown
-from tritonemb.data.source import SPLITS, WHOLE, Share, Split
+from tritonemb.data.protocol import SPLITS, WHOLE, Shard, Split
 
 Array = np.ndarray[Any, Any]
 
@@ -86,7 +86,7 @@ class Part:
     file: int
     start: int
     stop: int | None
-    stripes: Share = WHOLE
+    stripes: Shard = WHOLE
 
 
 def split_files(

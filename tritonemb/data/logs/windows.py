@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from tritonemb.data.columns import Array, Rows, concat
 from tritonemb.data.logs.problems import Problems
-from tritonemb.data.rows import Array, Rows, concat
 
 
 @dataclass(frozen=True)

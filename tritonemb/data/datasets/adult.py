@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tritonemb.data.dataset import Column, Dataset, Feature, Rows
-from tritonemb.data.vocabulary import encode
+from tritonemb.data.columns import Column, Rows, encode_categories
+from tritonemb.data.in_memory import Dataset
+from tritonemb.data.protocol import Feature
 from tritonemb.utils import require
 
 FIELDS = (
@@ -43,7 +44,7 @@ def load_adult(folder: str | Path) -> Dataset:
     dense = np.stack([_standardised(name, fields[name], num_train) for name in NUMBERS], axis=1)
     features, columns = [], []
     for name in CATEGORIES:
-        ids, num_embeddings = encode(pa.array([None if v == "?" else v for v in fields[name]]), num_train)
+        ids, num_embeddings = encode_categories(pa.array([None if v == "?" else v for v in fields[name]]), num_train)
         features.append(Feature(name, num_embeddings))
         columns.append(Column(ids))
     rows = Rows(torch.from_numpy(dense), tuple(columns), torch.from_numpy(labels))

@@ -1,4 +1,4 @@
-"""What the ranks of a job read together, also where an epoch goes on with other ranks or other readers."""
+"""What the ranks of a job read together, also where an epoch goes on with other ranks or other workers."""
 
 import itertools
 import json
@@ -12,13 +12,13 @@ pytest.importorskip("pyarrow")
 from tests.data.bundle import KINDS, SIZES
 from tests.data.logs import same
 from tests.data.threads import running
-from tritonemb.data.shares import merge_positions, open_shares, rank_position
+from tritonemb.data.loader import merge_positions, open_shards, rank_position
 
 
-def epoch(data, split, batch_size, world, readers, positions=None, rounds=None, shares=None, **how):
+def epoch(data, split, batch_size, world, reading, positions=None, rounds=None, shards=None, **how):
     """What each rank draws in turn until all are out or for some rounds, and the position of all after that."""
     streams = [
-        open_shares(data, split, batch_size, rank, world, shares, positions, readers=readers, **how)
+        open_shards(data, split, batch_size, rank, world, shards, positions, workers=reading, **how)
         for rank in range(world)
     ]
     drawn = [[] for _ in streams]
@@ -51,18 +51,18 @@ def rows_of(drawn):
     worlds=st.lists(st.sampled_from((1, 2, 3, 4)), max_size=2),
     rounds=st.integers(0, 6),
 )
-def test_every_row_is_seen_once(addresses, bundle, kind, size, batch_size, world, count, how, worlds, rounds):
-    """With any number of readers, and where the epoch goes on on other numbers of ranks; the same bits in each case."""
-    split, readers = f"{kind}-{size}/train", addresses[count]
-    drawn, _, rows = epoch(bundle, split, batch_size, world, readers, **how)
+def test_every_row_is_seen_once(workers, bundle, kind, size, batch_size, world, count, how, worlds, rounds):
+    """With any number of workers, and where the epoch resumes on other numbers of ranks; the same bits in each case."""
+    split, reading = f"{kind}-{size}/train", workers[count]
+    drawn, _, rows = epoch(bundle, split, batch_size, world, reading, **how)
     assert sorted(rows_of(drawn)) == list(range(size))
     assert rows == size
-    other = addresses[{0: 1, 1: 3, 3: 0}[count]]
+    other = workers[{0: 1, 1: 3, 3: 0}[count]]
     again, _, _ = epoch(bundle, split, batch_size, world, other, **how)
     assert all(same(a, b) for a, b in zip(drawn, again, strict=True))
     seen, position = [], None
     for number in (world, *worlds):
-        parts, position, rows = epoch(bundle, split, batch_size, number, readers, position, rounds, world, **how)
+        parts, position, rows = epoch(bundle, split, batch_size, number, reading, position, rounds, world, **how)
         seen += rows_of(parts)
         assert rows == len(seen)
     position = json.loads(json.dumps(position))
@@ -78,16 +78,16 @@ def test_every_row_is_seen_once(addresses, bundle, kind, size, batch_size, world
 @given(
     kind=st.sampled_from(KINDS),
     batch_size=st.integers(1, 30),
-    shares=st.integers(1, 7),
+    shards=st.integers(1, 7),
     worlds=st.lists(st.integers(1, 9), min_size=1, max_size=4),
     rounds=st.integers(0, 5),
 )
-def test_every_row_is_seen_once_whatever_happens(addresses, bundle, kind, batch_size, shares, worlds, rounds):
+def test_every_row_is_seen_once_whatever_happens(workers, bundle, kind, batch_size, shards, worlds, rounds):
     seen, position, how = [], None, {"shuffle": True}
     for number, world in enumerate(worlds):
-        readers = addresses[(0, 1, 3)[number % 3]]
+        reading = workers[(0, 1, 3)[number % 3]]
         parts, position, _ = epoch(
-            bundle, f"{kind}-60/train", batch_size, world, readers, position, rounds, shares, **how
+            bundle, f"{kind}-60/train", batch_size, world, reading, position, rounds, shards, **how
         )
         seen += rows_of(parts)
     rest, _, rows = epoch(bundle, f"{kind}-60/train", batch_size, 2, None, position, **how)
@@ -95,21 +95,21 @@ def test_every_row_is_seen_once_whatever_happens(addresses, bundle, kind, batch_
     assert sorted([*seen, *rows_of(rest)]) == list(range(60))
 
 
-def test_a_share_is_drawn_from_in_turn(bundle):
+def test_a_shard_is_drawn_from_in_turn(bundle):
     data = bundle.data["memory-60"]
-    with open_shares(data, "train", 4, 1, 2, 6) as stream:  # shares 1, 3 and 5 with 10 rows each
+    with open_shards(data, "train", 4, 1, 2, 6) as stream:  # shards 1, 3 and 5 with 10 rows each
         drawn = [[int(row) for row in batch.dense[:, 0]] for batch in stream]
         assert stream.report.rows == 30
     assert [rows[0] % 6 for rows in drawn] == [1, 3, 5] * 3
     assert list(map(len, drawn)) == [4, 4, 4, 4, 4, 4, 2, 2, 2]
-    with open_shares(data, "train", 4, 3, 4, 2) as stream:
+    with open_shards(data, "train", 4, 3, 4, 2) as stream:
         assert list(stream) == []
         assert stream.position == {"shares": 2, "at": {}}
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 4, 5, 9, 30])
-def test_ranks_with_several_shares_go_on_in_their_turn(bundle, rounds):
-    how = {"shares": 5, "shuffle": True}
+def test_ranks_with_several_shards_resume_in_their_turn(bundle, rounds):
+    how = {"shards": 5, "shuffle": True}
     whole, _, _ = epoch(bundle, "tsv-60/train", 2, 2, None, **how)
     before, position, _ = epoch(bundle, "tsv-60/train", 2, 2, None, rounds=rounds, **how)
     after, _, _ = epoch(bundle, "tsv-60/train", 2, 2, None, position, **how)
@@ -117,9 +117,9 @@ def test_ranks_with_several_shares_go_on_in_their_turn(bundle, rounds):
         assert same(mine, [*first, *rest])
 
 
-def test_one_share_is_the_stream_itself(bundle):
+def test_one_shard_is_the_stream_itself(bundle):
     data = bundle.data["memory-60"]
-    with open_shares(data, "train", 4) as stream, data.open("train", 4) as plain:
+    with open_shards(data, "train", 4) as stream, data.open("train", 4) as plain:
         assert type(stream) is type(plain)
         next(stream)
         next(plain)
@@ -128,9 +128,9 @@ def test_one_share_is_the_stream_itself(bundle):
     assert merge_positions([{"shares": 1, "at": {}}, position]) == position
     assert rank_position(position, 0, 2) == position
     assert rank_position(position, 1, 2) == {"shares": 1, "at": {}}
-    with open_shares(data, "train", 4, 0, 2, positions=position) as stream:
+    with open_shards(data, "train", 4, 0, 2, positions=position) as stream:
         assert sum(map(len, stream)) == 56
-    with open_shares(data, "train", 4, 1, 2, positions=position) as stream:
+    with open_shards(data, "train", 4, 1, 2, positions=position) as stream:
         assert list(stream) == []
 
 
@@ -141,41 +141,41 @@ def test_positions_that_do_not_fit_are_refused(bundle):
     assert [list(part["at"]) for part in parts] == [["0"], ["1"], ["2"]]
     assert merge_positions(parts[::-1]) == whole
     for wrong, message in (
-        (parts[:2], "no rank's position has share 2 of 3"),
-        ([*parts, parts[0]], "share 0 is in the positions of two ranks"),
-        ([parts[0], {"shares": 4, "at": {}}], r"of epochs in \[3, 4\] shares"),
-        ([{"shares": 2, "at": {"2": parts[2]["at"]["2"]}}], "is not a position of shares"),
-        ([{"shares": 0, "at": {}}], "is not a position of shares"),
-        ([{"shares": 2, "at": {"0": {}}}], "is not a position of shares"),
+        (parts[:2], "no rank's position has shard 2 of 3"),
+        ([*parts, parts[0]], "shard 0 is in the positions of two ranks"),
+        ([parts[0], {"shares": 4, "at": {}}], r"of epochs in \[3, 4\] shards"),
+        ([{"shares": 2, "at": {"2": parts[2]["at"]["2"]}}], "is not a position of shards"),
+        ([{"shares": 0, "at": {}}], "is not a position of shards"),
+        ([{"shares": 2, "at": {"0": {}}}], "is not a position of shards"),
         (["no"], "'no' is not a position"),
         ([], "positions are of epochs in"),
     ):
         with pytest.raises(ValueError, match=message):
             merge_positions(wrong)
-    with pytest.raises(ValueError, match="the position lacks share 1 of 3; merge the positions of all ranks"):
-        open_shares(data, "train", 4, 1, 3, positions=parts[0])
-    with pytest.raises(ValueError, match="of an epoch in 3 shares, which can not go on in 2"):
-        open_shares(data, "train", 4, 1, 3, 2, whole)
+    with pytest.raises(ValueError, match="the position lacks shard 1 of 3; merge the positions of all ranks"):
+        open_shards(data, "train", 4, 1, 3, positions=parts[0])
+    with pytest.raises(ValueError, match="of an epoch in 3 shards, which cannot resume in 2"):
+        open_shards(data, "train", 4, 1, 3, 2, whole)
     with pytest.raises(ValueError, match="other data or other settings"):
-        open_shares(data, "train", 5, 1, 3, positions=whole)
+        open_shards(data, "train", 5, 1, 3, positions=whole)
     with pytest.raises(ValueError, match=r"rank must be in \[0, 2\), got 2"):
-        open_shares(data, "train", 4, 2, 2)
+        open_shards(data, "train", 4, 2, 2)
     assert not running()
 
 
-def test_a_rank_whose_share_fails_gives_no_more_batches(bundle):
+def test_a_rank_whose_shard_fails_gives_no_more_batches(bundle):
     log = bundle.data["strict"]
-    stream = open_shares(log, "train", 4, 0, 1, 3)
+    stream = open_shards(log, "train", 4, 0, 1, 3)
     with pytest.raises(ValueError, match="line 41: expected 40 tab-separated fields"):
         list(stream)
     assert list(stream) == []
     assert not running()
 
 
-def test_bad_rows_are_reported_by_all_shares(bundle, addresses):
-    for readers in addresses.values():
+def test_bad_rows_are_reported_by_all_shards(bundle, workers):
+    for reading in workers.values():
         split = "lenient/train"
-        with open_shares(bundle, split, 4, 0, 1, 3, readers=readers) as stream:
+        with open_shards(bundle, split, 4, 0, 1, 3, workers=reading) as stream:
             list(stream)
             assert (stream.report.rows, stream.report.skipped, len(stream.report.problems)) == (40, 1, 1)
             ((reason, number),) = stream.report.reasons

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tritonemb.data.batch import Batch, Layout
+from tritonemb.data.batch import Batch, BatchLayout
+from tritonemb.utils import require
 
 Array = np.ndarray[Any, Any]
 
@@ -79,6 +80,34 @@ class Rows:
         return Rows(self.dense[rows], tuple(columns), self.labels[rows])
 
 
+def encode_categories(column: Any, num_train: int, min_count: int = 1) -> tuple[Tensor, int]:
+    """Number the categories of a column whose first `num_train` rows are the training rows.
+
+    Id 0 stands for missing, for unseen in training and for categories with fewer than `min_count` training rows; the
+    others follow by descending count (ties by value), so that rows that are often used together lie together.
+
+    Args:
+        column: a `pyarrow` Array or ChunkedArray; null is missing.
+
+    Returns:
+        ids int32 `[len(column)]`, and the number of ids.
+    """
+    pa = require("pyarrow")
+    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    encoded = array.dictionary_encode()
+    codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False)
+    categories = encoded.dictionary.to_numpy(zero_copy_only=False)
+    if categories.dtype == object:
+        categories = categories.astype(str)
+    train = codes[:num_train]
+    counts = np.bincount(train[train >= 0], minlength=len(categories))
+    order = np.lexsort((categories, -counts))
+    kept = order[counts[order] >= max(min_count, 1)]
+    id_of_code = np.zeros(len(categories) + 1, dtype=np.int32)  # the last one serves code -1
+    id_of_code[kept] = np.arange(1, len(kept) + 1, dtype=np.int32)
+    return torch.from_numpy(id_of_code[codes]), len(kept) + 1
+
+
 def concat(parts: Sequence[Rows], order: Array | None = None) -> Rows:
     """The rows of all parts, one part after the other; with `order` (int64 `[N]`), those rows in that order.
 
@@ -115,7 +144,7 @@ def cut(rows: Rows, keys: tuple[str, ...], chosen: Array | slice, pin_memory: bo
     counts = [size if pick is None else int(pick[1].sum()) for pick in picks]
     wide = any(column.values.dtype == torch.int64 for column in rows.columns)
     dtype = torch.int64 if wide else torch.int32
-    layout = Layout(keys, size, rows.dense.shape[1], sum(counts), dtype)
+    layout = BatchLayout(keys, size, rows.dense.shape[1], sum(counts), dtype)
     buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=pin_memory)
     dense, labels, values, lengths, offsets = (view.numpy() for view in layout.views(buffer))
     _copy(rows.dense.numpy(), chosen, dense)
