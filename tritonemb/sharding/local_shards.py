@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tritonemb import ops
-from tritonemb.comm.gradient_exchange import gather_rows
+from tritonemb.comm.gradient_exchange import all_gather_rows
 from tritonemb.optimizers import Optimizer
 from tritonemb.sharding.pinned_rows import HeldRows
 from tritonemb.sharding.replicated_update import Gathering, gathered_update_
@@ -72,7 +72,7 @@ class LocalTables(Collection):
         ends = torch.tensor([config.num_embeddings for config in self.configs], device=rows.device).cumsum(0)
         elsewhere = torch.tensor([table is not None for table in self.cache.tiered], device=rows.device)
         own = rows[elsewhere[torch.searchsorted(ends, rows, right=True)]]
-        return gather_rows(self.gathering.ahead, own.cpu(), problem).to(rows.device)
+        return all_gather_rows(self.gathering.ahead, own.cpu(), problem).to(rows.device)
 
     def _step(self, grad: Tensor, lookup: Lookup, leases: Sequence[Lease] = ()) -> None:
         if self.gathering is None:
