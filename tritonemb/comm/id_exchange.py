@@ -193,7 +193,7 @@ class IdExchange:
         inside = (ids >= 0) & (ids < tensors.num_rows[route])
         if self.check_bounds and not bool(inside.all()):
             first = int((~inside).nonzero()[0])
-            self._raise_for(first, int(route[first]), by_route, batch)
+            self._raise_out_of_range(first, int(route[first]), by_route, batch)
         return torch.where(inside, ids, -1), route
 
     def _distinct(self, ids: Tensor, route: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
