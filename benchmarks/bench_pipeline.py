@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.paired import Contender, measure
 from benchmarks.record import at_most, timing_rows
-from tritonemb.comm.group import Group
+from tritonemb.comm.group import RankGroup
 from tritonemb.data import Batch, make_synthetic
 from tritonemb.data.prefetch import Prefetcher
 from tritonemb.data.protocol import PositionedBatch, ReadReport, Stream
@@ -41,7 +41,7 @@ def bench_hidden_source(milliseconds: int, benchmark: Any, record: Callable[...,
 
     def pipelined(_: int) -> None:
         with Stream(slowly(), {}) as stream:
-            steps = prepare(stream, Ranks(Group(), 60.0), torch.device("cpu"), lambda: empty_batch(data))
+            steps = prepare(stream, Ranks(RankGroup(), 60.0), torch.device("cpu"), lambda: empty_batch(data))
             with Prefetcher(steps, DEPTH, "pipeline") as ahead:
                 for step in ahead:
                     for batch in step.take():

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tritonemb.comm.control import Agreement, FailureReports, lost_contact
-from tritonemb.comm.group import Group
+from tritonemb.comm.control import Consensus, FailureReports, lost_contact
+from tritonemb.comm.group import RankGroup
 from tritonemb.data.loader import merge_positions, open_shards, rank_position
 from tritonemb.data.protocol import Batches, Data, Split
 from tritonemb.data.workers import DataLoaderWorkers
@@ -35,11 +35,11 @@ class Ranks:
         step: that this rank trains, for the errors of others.
     """
 
-    def __init__(self, group: Group, timeout: float) -> None:
+    def __init__(self, group: RankGroup, timeout: float) -> None:
         wait = timedelta(seconds=timeout)
         self.group, self.rank, self.size = group, group.rank, group.size
-        self.control = group.twin("gloo", wait)
-        self.agreement = Agreement(group, wait)
+        self.control = group.duplicate("gloo", wait)
+        self.agreement = Consensus(group, wait)
         self.reports: FailureReports | None = None
         self.step = 0
         self._sent, self._sent_across = self._bytes_sent()
@@ -170,7 +170,7 @@ class RankLoader:
         return None if position is None else rank_position(position, self._ranks.rank, self._ranks.size)
 
 
-def group_of(model: nn.Module) -> Group:
+def group_of(model: nn.Module) -> RankGroup:
     """The ranks that train a model.
 
     Raises:
@@ -183,4 +183,4 @@ def group_of(model: nn.Module) -> Group:
             f"the job has {dist.get_world_size()} ranks, and a {type(model).__name__} trains on one of them: give the "
             "trainer tritonemb.HybridParallel(model), which shards its tables and copies the rest to all ranks"
         )
-    return Group()
+    return RankGroup()

@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from tritonemb.comm.group import Group
+from tritonemb.comm.group import RankGroup
 from tritonemb.training.checkpoint.files import CheckpointError
 
 Value = TypeVar("Value")
@@ -34,16 +34,16 @@ def ignore_single_process_warning() -> None:
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
-def is_alone(group: Group | None) -> bool:
+def is_alone(group: RankGroup | None) -> bool:
     return group is None or group.size == 1
 
 
-def is_rank_zero(group: Group | None) -> bool:
+def is_rank_zero(group: RankGroup | None) -> bool:
     return group is None or group.rank == 0
 
 
 def on_all_ranks(
-    group: Group | None, function: Callable[[], Value], error: type[Exception] | None = None
+    group: RankGroup | None, function: Callable[[], Value], error: type[Exception] | None = None
 ) -> list[Value]:
     """Call `function()`, which must use no collective, on every rank; returns all results, sent by pickle.
 
@@ -67,7 +67,7 @@ def on_all_ranks(
     return outcomes
 
 
-def on_rank_zero(group: Group | None, function: Callable[[], Value], error: type[Exception] | None = None) -> Value:
+def on_rank_zero(group: RankGroup | None, function: Callable[[], Value], error: type[Exception] | None = None) -> Value:
     """What `function()` returns on rank 0, on every rank; raises as `on_all_ranks` does."""
     return on_all_ranks(group, lambda: function() if is_rank_zero(group) else None, error)[0]  # type: ignore[return-value]
 

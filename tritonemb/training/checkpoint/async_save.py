@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import async_save
 from torch.distributed.tensor import DTensor
 
-from tritonemb.comm.group import Group
+from tritonemb.comm.group import RankGroup
 from tritonemb.sharding.sharded_tensor import TableShards
 from tritonemb.training.checkpoint.all_ranks import ignore_single_process_warning, is_alone, on_all_ranks
 from tritonemb.training.checkpoint.dcp import CheckpointWriter
@@ -61,9 +61,11 @@ class AsyncSave:
         timeout: how long a rank waits for the slowest one to have written; torch's default if not given.
     """
 
-    def __init__(self, folder: CheckpointFolder, group: Group | None = None, timeout: timedelta | None = None) -> None:
+    def __init__(
+        self, folder: CheckpointFolder, group: RankGroup | None = None, timeout: timedelta | None = None
+    ) -> None:
         self.folder = folder
-        self._group = None if group is None or is_alone(group) else group.twin(backend="gloo", timeout=timeout)
+        self._group = None if group is None or is_alone(group) else group.duplicate(backend="gloo", timeout=timeout)
         self._process_group = None if self._group is None else self._group.process_group
         if self._group is None and dist.is_available() and dist.is_initialized():
             # torch does not use it, and wants one that serves the CPU.
@@ -148,7 +150,7 @@ class HostStager(BlockingAsyncStager):
     the part of a storage that a tensor has, and fails on all ranks if it fails on one.
     """
 
-    def __init__(self, group: Group | None = None) -> None:
+    def __init__(self, group: RankGroup | None = None) -> None:
         super().__init__()
         self._group = group
         self._buffers: dict[str, Tensor] = {}

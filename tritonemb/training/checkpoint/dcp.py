@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from tritonemb.comm.group import Group
+from tritonemb.comm.group import RankGroup
 from tritonemb.sharding.sharded_tensor import PIECE_BYTES, LocalShard, Rectangle, TableShards, refuse_gaps
 from tritonemb.storage import DiskRows
 from tritonemb.tables.cached_table import TieredTable
@@ -64,7 +64,7 @@ class CheckpointWriter(FileSystemWriter):
         needed: int,
         tensors: Mapping[str, Tensor],
         snapshots: TableSnapshots,
-        group: Group | None,
+        group: RankGroup | None,
         publish: Callable[[RankFiles], None],
     ) -> None:
         # Copying ahead from a device sorts tensors and waits for its stream, for nothing if all are in host memory.
@@ -161,7 +161,7 @@ def in_pieces(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-def read_manifest(path: str | Path, group: Group | None = None) -> dict[str, Any]:
+def read_manifest(path: str | Path, group: RankGroup | None = None) -> dict[str, Any]:
     """What `trainer.json` of a checkpoint says, after a check that the checkpoint is whole.
 
     Args:
@@ -189,7 +189,7 @@ def read_manifest(path: str | Path, group: Group | None = None) -> dict[str, Any
     return manifest
 
 
-def stored_tensors(path: str | Path, group: Group | None = None) -> dict[str, TensorStorageMetadata]:
+def stored_tensors(path: str | Path, group: RankGroup | None = None) -> dict[str, TensorStorageMetadata]:
     """Names, shapes and dtypes of a checkpoint's tensors, those of tables that are files among them; each rank of a
     group reads them itself.
     """
@@ -219,7 +219,7 @@ def saved_tables(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def load_tensors(
-    path: str | Path, tensors: dict[str, Tensor], ignore: tuple[str, ...] = (), group: Group | None = None
+    path: str | Path, tensors: dict[str, Tensor], ignore: tuple[str, ...] = (), group: RankGroup | None = None
 ) -> None:
     """Read a checkpoint into `tensors`, in place.
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tritonemb.sharding.sharded_tensor import LocalShard, TableShards
-from tritonemb.storage import DiskRows, Pending, snapshot_header
+from tritonemb.storage import DiskRows, IoFuture, snapshot_header
 from tritonemb.storage.io import PAGE_BYTES
 from tritonemb.tables.cached_table import OnDisk, TieredTable, write_back
 from tritonemb.training.checkpoint.files import CHANGES, ROWS, allocated, size_and_checksum, size_of
@@ -73,7 +73,7 @@ class _Snapshot(NamedTuple):
     linked: dict[str, list[int]]
     follows: str | None
     path: Path
-    pending: Pending
+    pending: IoFuture
 
 
 def split_tables(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, DiskTable]]:

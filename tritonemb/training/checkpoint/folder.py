@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from tritonemb.comm.group import Group
+from tritonemb.comm.group import RankGroup
 from tritonemb.training.checkpoint.all_ranks import (
     ignore_single_process_warning,
     is_alone,
@@ -118,7 +118,7 @@ class CheckpointFolder:
         """Where the checkpoint of a step is, or would be."""
         return self._path(f"step-{step}")
 
-    def latest(self, group: Group | None = None) -> Path | None:
+    def latest(self, group: RankGroup | None = None) -> Path | None:
         """The newest checkpoint, if there is one; with several ranks, what rank 0 finds."""
 
         def found() -> str | None:
@@ -138,7 +138,7 @@ class CheckpointFolder:
         step: int,
         tensors: Mapping[str, Tensor],
         manifest: Mapping[str, Any],
-        group: Group | None = None,
+        group: RankGroup | None = None,
         best: bool = False,
     ) -> int:
         """Write the checkpoint of a step; returns its size in bytes.
@@ -173,7 +173,7 @@ class CheckpointFolder:
         step: int,
         tensors: Mapping[str, Tensor],
         manifest: Mapping[str, Any],
-        group: Group | None = None,
+        group: RankGroup | None = None,
         best: bool = False,
     ) -> CheckpointWriter:
         """Make the folder of a checkpoint, and submit snapshots of tables on disk; torch saves the writer's tensors.
@@ -230,7 +230,7 @@ class CheckpointFolder:
             pending.snapshots.settle()
             raise self._failure(pending.step, pending.needed, error, pending.group) from error
 
-    def mark_best(self, step: int, group: Group | None = None) -> None:
+    def mark_best(self, step: int, group: RankGroup | None = None) -> None:
         """Keep the checkpoint of this step as the best one, whatever becomes of the newest ones.
 
         Raises:
@@ -319,7 +319,7 @@ class CheckpointFolder:
             if not final.exists():
                 os.rename(replaced, final)
 
-    def _failure(self, step: int, needed: int, error: BaseException, group: Group | None) -> CheckpointError:
+    def _failure(self, step: int, needed: int, error: BaseException, group: RankGroup | None) -> CheckpointError:
         cause = error
         if isinstance(error, CheckpointException):
             cause = next((failure[0] for failure in error.failures.values()), error)

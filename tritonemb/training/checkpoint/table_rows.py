@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from tritonemb.sharding.sharded_tensor import LocalShard, Rectangle, TableShards, refuse_gaps
-from tritonemb.storage import DiskRows, SavedRows, StorageError, restore, snapshot_header
+from tritonemb.storage import DiskRows, SnapshotReader, StorageError, restore, snapshot_header
 from tritonemb.tables.cached_table import CHUNK_BYTES, FirstValues, TieredTable
 from tritonemb.training.checkpoint.all_ranks import ignore_single_process_warning
 from tritonemb.training.checkpoint.files import MANIFEST, ROWS
@@ -155,7 +155,7 @@ class _TablePart:
         self._table, self._files = entry["table"], [path / name for name in entry["files"]]
         self.rectangle, self.bound = Rectangle(*entry["rows"], *entry["columns"]), entry["bound"]
         self.first, self.last = self.rectangle.first_row, self.rectangle.first_row + self.rectangle.num_rows
-        self._open: tuple[SavedRows, FirstValues] | None = None
+        self._open: tuple[SnapshotReader, FirstValues] | None = None
         self._stack = ExitStack()
 
     def seed(self) -> int:
@@ -179,7 +179,7 @@ class _TablePart:
         self._open = None
         self._stack.close()
 
-    def _opened(self) -> tuple[SavedRows, FirstValues]:
+    def _opened(self) -> tuple[SnapshotReader, FirstValues]:
         if self._open is not None:
             return self._open
         base, *changes = self._files
@@ -188,7 +188,7 @@ class _TablePart:
             folder = tempfile.TemporaryDirectory(prefix="tritonemb-", ignore_cleanup_errors=True)
             path = Path(self._stack.enter_context(folder)) / f"table{ROWS}"
             restore(path, base, changes)
-        rows = self._stack.enter_context(SavedRows(path))
+        rows = self._stack.enter_context(SnapshotReader(path))
         header, (row, num_rows, column, _) = rows.header, self.rectangle
         found = (header["table"], header["row_origin"], header["num_rows"], header["column_origin"])
         if found != (self._table, row, num_rows, column):
