@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import binascii
 import csv
+import io
 import re
 import threading
 from collections.abc import Iterator
@@ -332,19 +333,23 @@ class CsvFormat:
         return self.accepts(lines[:half]) + self.accepts(lines[half:])
 
     def problem(self, line: bytes) -> tuple[str, str]:
-        rows = list(csv.reader([line.decode(errors="backslashreplace")], delimiter=self._delimiter))
-        fields = rows[0] if rows else []
         if len(line) > text.LONGEST_LINE:
-            return "too long", f"the line has {len(line):,} characters, expected at most {text.LONGEST_LINE:,}"
+            return "too long", f"the line has more than {text.LONGEST_LINE:,} characters"
+        if b"\r" in line and not self.quoted:
+            return "carriage return", "a carriage return stands inside the line"
+        fields = next(
+            csv.reader(io.StringIO(line.decode(errors="backslashreplace"), newline=""), delimiter=self._delimiter)
+        )
+        hint = "; a quote is not closed in this line" if line.count(b'"') % 2 else _encoding_hint(line)
         if len(fields) != len(self.columns):
             expected = f"expected {len(self.columns)} fields with {self._delimiter!r} between them"
-            return f"not {len(self.columns)} fields", f"{expected}, found {len(fields)}{_encoding_hint(line)}"
+            return f"not {len(self.columns)} fields", f"{expected}, found {len(fields)}{hint}"
         found = self.read(line + b"\n") if self._accepts_all([line]) else None
         wrong = {name: expected for name, expected, _ in found.wrong} if found is not None else {}
         for place, (name, value) in enumerate(zip(self.columns, fields, strict=True), 1):
             if expected := wrong.get(name) or self._unreadable(line, name):
-                return f"field {place} ({name}) is not {expected}", wrong_value(place, name, value, expected)
-        return "not a line", "a quote is not closed, or a carriage return stands inside the line"
+                return f"field {place} ({name}) is not {expected}", wrong_value(place, name, value, expected, hint)
+        return "quote", "a quote is not closed in this line"
 
     def _accepts_all(self, lines: list[bytes]) -> bool:
         if any(len(line) > text.LONGEST_LINE or (b"\r" in line and not self.quoted) for line in lines):

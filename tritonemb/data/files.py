@@ -161,10 +161,10 @@ def _local(path: Path) -> LogFile:
 
 
 def _remote(uri: str) -> list[LogFile]:
-    shown = uri.partition("?")[0].rstrip("/")
+    shown = re.sub(r"(?<=://)[^/]*@", "", uri.partition("?")[0]).rstrip("/")  # without keys and options
     fs = require("pyarrow.fs")
     try:
-        system, place = _file_system(uri)
+        system, place = _file_system(uri, shown)
         info = system.get_file_info(place)
         if info.type == fs.FileType.NotFound:
             raise FileNotFoundError(f"{shown}: no such file or folder")
@@ -190,7 +190,7 @@ def _remote(uri: str) -> list[LogFile]:
         raise ValueError(f"{shown} can not be read: {error}") from error
 
 
-def _file_system(uri: str) -> tuple[Any, str]:
+def _file_system(uri: str, shown: str) -> tuple[Any, str]:
     """A `pyarrow` file system and the path in it."""
     fs = require("pyarrow.fs")
     try:
@@ -200,7 +200,7 @@ def _file_system(uri: str) -> tuple[Any, str]:
         try:
             system, path = core.url_to_fs(uri)
         except (ImportError, ValueError) as error:
-            raise ValueError(f"{uri}: no file system for this URI ({error})") from error
+            raise ValueError(f"{shown}: no file system for this URI ({error})") from error
         system = fs.PyFileSystem(fs.FSSpecHandler(system))
     return system, path.rstrip("/")
 

@@ -19,7 +19,7 @@ from tritonemb.extras import require
 Array = np.ndarray[Any, Any]
 
 _SAMPLE_BYTES = 1 << 20
-LONGEST_LINE = 1 << 16  # bytes; a longer line is none of a log's, and only its beginning is kept
+LONGEST_LINE = 1 << 16  # bytes; a longer line is bad, and only its beginning is kept
 
 
 @contextmanager
@@ -87,7 +87,7 @@ def text_chunks(
             if stop is not None and offset + len(data) >= stop:
                 end = ends.after(stop - 1 - offset) or end
             if end == 0 and len(data) > LONGEST_LINE and not quoted:
-                yield Chunk(part, offset, line, data[:LONGEST_LINE] + b"\n")
+                yield Chunk(part, offset, line, data[: LONGEST_LINE + 1] + b"\n")
                 num_skipped, pending = _after_line_feed(source, chunk_bytes)
                 offset, line = offset + len(data) + num_skipped, line + 1
                 continue
