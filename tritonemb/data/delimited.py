@@ -347,8 +347,8 @@ class CsvFormat:
         found = self.read(line + b"\n") if self._accepts_all([line]) else None
         wrong = {name: expected for name, expected, _ in found.wrong} if found is not None else {}
         for place, (name, value) in enumerate(zip(self.columns, fields, strict=True), 1):
-            if expected := wrong.get(name) or self._unreadable(line, name):
-                return f"field {place} ({name}) is not {expected}", wrong_value(place, name, value, expected, hint)
+            if needed := wrong.get(name) or self._unreadable(line, name):
+                return f"field {place} ({name}) is not {needed}", wrong_value(place, name, value, needed, hint)
         return "quote", "a quote is not closed in this line"
 
     def _accepts_all(self, lines: list[bytes]) -> bool:

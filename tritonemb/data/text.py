@@ -123,7 +123,8 @@ def quoted_ends(text: bytes) -> Array:
     A quote that is not closed within `LONGEST_LINE` bytes of its line is none: that line ends with the next line feed.
     """
     data = np.frombuffer(text, np.uint8)
-    found, begin = [], 0
+    found: list[Array] = []
+    begin = 0
     while True:
         outside = ~np.logical_xor.accumulate(data[begin:] == ord('"'))
         ends = begin + 1 + np.flatnonzero((data[begin:] == ord("\n")) & outside)
