@@ -14,7 +14,7 @@ pa = pytest.importorskip("pyarrow")
 
 from tests.data.logs import ALL_TRAIN, contents, options, rows_of, same  # noqa: E402
 from tritonemb.data import ClickLog, SplitRule, convert, open_dataset, open_for_scoring  # noqa: E402
-from tritonemb.data.text import LONGEST_LINE, LineEnds, quoted_ends  # noqa: E402
+from tritonemb.data.delimited import LONGEST_LINE, LineEnds, quoted_ends  # noqa: E402
 
 SCHEMA = {"label": "click", "dense": ("price",), "sparse": ("user", "item"), "integers": ("item",)}
 HEADER = "click,note,price,user,item\n"

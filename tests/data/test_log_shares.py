@@ -14,7 +14,7 @@ pa = pytest.importorskip("pyarrow")
 import pyarrow.parquet as parquet  # noqa: E402
 
 from tests.data.logs import ALL_TRAIN, line, options, rows_of, same, write  # noqa: E402
-from tritonemb.data import ClickLog, SplitRule, convert, delimited, make_synthetic, splits, text  # noqa: E402
+from tritonemb.data import ClickLog, SplitRule, convert, make_synthetic, splits, text  # noqa: E402
 from tritonemb.data import parquet as parquet_files  # noqa: E402
 from tritonemb.data.files import find  # noqa: E402
 from tritonemb.data.splits import Part  # noqa: E402
@@ -176,7 +176,7 @@ def test_nobody_parses_what_others_parse(logs, monkeypatch):
     """Every byte of plain text, every row of Parquet and, but for unpacking, every byte of packed text once."""
     seen = []
     for kind in KINDS:
-        source = parquet_files.ArrowSource if "parquet" in kind else delimited.TextSource
+        source = parquet_files.ArrowSource if "parquet" in kind else text.TextSource
         with monkeypatch.context() as patched:
             before = source.parse
             patched.setattr(source, "parse", lambda *args, b=before: seen.append(args[1]) or b(*args))

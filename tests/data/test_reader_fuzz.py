@@ -15,7 +15,8 @@ from tests.data.logs import line as line_of
 from tests.data.logs import options, random_lines, rows_of, write
 from tritonemb.data import ClickLog
 from tritonemb.data.arrow import Values
-from tritonemb.data.delimited import CriteoFormat, parse
+from tritonemb.data.criteo import CriteoFormat
+from tritonemb.data.delimited import parse
 
 CRITEO = CriteoFormat()
 LINES = random_lines(40)

@@ -11,7 +11,7 @@ NUM_ROWS = 1_200
 
 
 def make(folder: Path) -> None:
-    """train.txt, dirty.txt, days/ in Criteo's format; logs/ in Parquet, csv/ without lists; adult/ in that of UCI Adult."""
+    """train.txt, dirty.txt, days/ in Criteo's format; logs/ in Parquet, csv/; adult/ in that of UCI Adult."""
     chance = random.Random(0)
     lines = [_criteo_line(chance) for _ in range(NUM_ROWS)]
     (folder / "train.txt").write_text("".join(lines))

@@ -19,7 +19,6 @@ import torch
 from tritonemb.data import splits
 from tritonemb.data.arrow import Checked, Chunk
 from tritonemb.data.dataset import Dataset
-from tritonemb.data.delimited import TextSource, delimiter_of, header_of
 from tritonemb.data.encode import Encoder, numberings
 from tritonemb.data.files import LogFile, find, is_remote
 from tritonemb.data.parquet import ArrowSource, Source, head_of, table_of
@@ -45,7 +44,7 @@ from tritonemb.data.source import (
     tables_of,
 )
 from tritonemb.data.splits import LogOptions, Part, SplitRule
-from tritonemb.data.text import first_bytes
+from tritonemb.data.text import TextSource, delimiter_of, first_bytes, header_of
 from tritonemb.extras import require
 from tritonemb.types import TableConfig
 

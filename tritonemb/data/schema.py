@@ -113,7 +113,7 @@ def _check_size(what: str, number: int) -> None:
 
 
 CRITEO = Schema(LABEL, INTEGERS, CATEGORIES)
-"""Criteo's display-advertising log; `tritonemb.data.delimited` says what its columns hold."""
+"""Criteo's display-advertising log; `tritonemb.data.criteo` says what its columns hold."""
 
 
 @dataclass(frozen=True)

@@ -6,20 +6,165 @@ files are read from their beginning.
 
 from __future__ import annotations
 
+import csv
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
-from tritonemb.data.arrow import Chunk
-from tritonemb.data.files import LogFile
+from tritonemb.data import criteo, splits
+from tritonemb.data.arrow import Checked, Chunk, Sink, check_single
+from tritonemb.data.delimited import LONGEST_LINE, CsvFormat, Format, LineEnds, encoding_hint, lines_of, parse
+from tritonemb.data.files import CODECS, LogFile
+from tritonemb.data.schema import FIELDS, listed
+from tritonemb.data.source import Share
+from tritonemb.data.splits import LogOptions, Part
 from tritonemb.extras import require
 
-Array = np.ndarray[Any, Any]
-
 _SAMPLE_BYTES = 1 << 20
-LONGEST_LINE = 1 << 16  # bytes; a longer line is bad, and only its beginning is kept
+_COUNTING = threading.Lock()  # several threads may ask for the same lines
+
+
+class TextSource:
+    """Text files, plain or compressed: of Criteo's format, or CSV with the same header; see `Source`.
+
+    Raises:
+        ValueError: a schema of other columns; a file whose first line is bad, unless bad rows are skipped.
+    """
+
+    def __init__(self, files: tuple[LogFile, ...], options: LogOptions, labelled: bool = True) -> None:
+        schema, delimiter = options.schema, delimiter_of(files[0], options)
+        self.multi_hot: tuple[str, ...] = ()
+        self._files = files
+        self._header_bytes = [0] * len(files)
+        self._form: Format
+        if delimiter:
+            headers = [header_of(file, delimiter) for file in files]
+            columns = headers[0][0]
+            for file, (found, _) in zip(files, headers, strict=True):
+                if found != columns:
+                    raise ValueError(f"{file.path}: its header is not that of {files[0].path}: {listed(found)}")
+            self._header_bytes = [num_bytes for _, num_bytes in headers]
+            self.schema = schema.of(columns, str(files[0].path), labelled)
+            for name in (*(self.schema.label,) * labelled, *self.schema.dense, *self.schema.sparse):
+                check_single(list(columns), name, str(files[0].path))
+            self._form = CsvFormat(columns, self.schema, delimiter, options.quoted_newlines, labelled)
+        else:
+            criteo.check_schema(schema, files[0])
+            self.schema = schema.of(FIELDS, str(files[0].path))
+            self._form = criteo.CriteoFormat(labelled)
+        self._lines_before: list[dict[int, int]] = [{0: 0} for _ in files]  # by byte
+        for file, num_bytes in zip(files, self._header_bytes, strict=True):
+            self._check_beginning(file, num_bytes, options.on_bad_row == "skip")
+
+    def arrow_schema(self) -> Any:
+        """The used columns, a `pyarrow.Schema`."""
+        kinds = self._form.arrow_types()
+        names = (self.schema.label, *self.schema.dense, *self.schema.sparse)
+        return require("pyarrow").schema([(name, kinds[name]) for name in names if name in kinds])
+
+    def sizes(self) -> list[int]:
+        return [unpacked_size(file) for file in self._files]
+
+    def num_rows(self, part: Part) -> int | None:
+        return None
+
+    def estimated_rows(self, part: Part) -> float:
+        """By the first lines of the file, which are taken to be as long, and as well compressed, as the others."""
+        file = self._files[part.file]
+        line = mean_line_bytes(file)
+        stop = estimated_lines(file) if part.stop is None else part.stop / line
+        return max(stop - max(part.start, self._header_bytes[part.file]) / line, 0.0)
+
+    def chunks(self, parts: tuple[Part, ...], chunk_bytes: int, first: int, offset: int, line: int) -> Iterator[Chunk]:
+        quoted = self._form.quoted
+        for number, part in enumerate(parts[first:], start=first):
+            begin, lines = (offset, line) if number == first else (part.start, 0)
+            header = self._header_bytes[part.file]
+            if begin == part.start == 0 and header:
+                begin, lines = header, 1
+            file, (index, count) = self._files[part.file], part.stripes
+            chunks = text_chunks(file, number, part.start, part.stop, chunk_bytes, begin, lines, quoted)
+            if count > 1:
+                chunks = striped(chunks, index, count, stripe_bytes(file, count), quoted)
+            yield from chunks
+
+    def parse(self, chunk: Chunk, sink: Sink) -> Checked:
+        return parse(self._form, chunk.content, sink)
+
+    def share(self, parts: tuple[Part, ...], share: Share) -> tuple[Part, ...]:
+        """Plain text is cut by bytes. Compressed text can not be entered in the middle: whole files are dealt out if
+        there is one for each share; else every share unpacks all of them and keeps every count-th stripe."""
+        serial = [self._form.quoted or self._files[part.file].codec is not None for part in parts]
+        plain = [part for part, is_serial in zip(parts, serial, strict=True) if not is_serial]
+        packed = [part for part, is_serial in zip(parts, serial, strict=True) if is_serial]
+        sizes = [(self._files[part.file].size if part.stop is None else part.stop) - part.start for part in plain]
+        pieces = splits.even(plain, sizes, share)
+        if len(packed) >= share[1]:
+            pieces += splits.whole(packed, [self._files[part.file].size for part in packed], share)
+        else:
+            pieces += [replace(part, stripes=share) for part in packed]
+        return tuple(sorted(pieces, key=lambda part: (part.file, part.start)))
+
+    def rows_before(self, part: Part) -> int:
+        if self._form.quoted:  # the lines of a chunk are counted from the beginning of the file
+            return 0
+        with _COUNTING:
+            known = self._lines_before[part.file]
+            if part.start not in known:
+                near = max(byte for byte in known if byte < part.start)
+                known[part.start] = known[near] + lines_before(self._files[part.file], part.start, near)
+            return known[part.start]
+
+    def where(self, part: Part, chunk: Chunk, row: int) -> str:
+        return f"{self._files[part.file].path}, line {self.rows_before(part) + chunk.line + row + 1}"
+
+    def _check_beginning(self, file: LogFile, header_bytes: int, lenient: bool) -> None:
+        beginning = first_bytes(file, LONGEST_LINE + header_bytes)
+        if not beginning:
+            raise ValueError(f"{file.path} is empty")
+        if beginning.startswith((b"\xff\xfe", b"\xfe\xff")):
+            raise ValueError(
+                f"{file.path} does not look like text in ASCII or UTF-8: it begins with a mark of UTF-16. Convert it: "
+                f"iconv -f UTF-16 -t UTF-8"
+            )
+        if lenient:
+            return
+        lines, numbers = lines_of(beginning[header_bytes:] + b"\n", self._form.quoted)
+        if (lines and (line := lines[0].removesuffix(b"\r"))) or ((lines := lines[1:]) and (line := lines[0])):
+            checked = parse(self._form, line, lambda name, values: None)
+            if len(checked.bad_rows):
+                hint = criteo.header_hint(line) if isinstance(self._form, criteo.CriteoFormat) else ""
+                number = int(numbers[-len(lines)]) + 1 + (header_bytes > 0)
+                raise ValueError(f"{file.path}, line {number}: {checked.describe(0)[1]}{hint}")
+
+
+def delimiter_of(file: LogFile, options: LogOptions) -> str:
+    """Of CSV; nothing for Criteo's format."""
+    name = file.name.lower()
+    for suffix in CODECS:
+        name = name.removesuffix(suffix)
+    return options.delimiter or ("," if name.endswith(".csv") else "")
+
+
+def header_of(file: LogFile, delimiter: str) -> tuple[tuple[str, ...], int]:
+    """The columns that a CSV file names, and the bytes of its first line.
+
+    Raises:
+        ValueError: its first line is no header.
+    """
+    line, end, _ = first_bytes(file).partition(b"\n")
+    try:
+        decoded = line.removesuffix(b"\r").decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file.path}, line 1: a header is text in UTF-8{encoding_hint(line)}") from error
+    names = next(csv.reader([decoded], delimiter=delimiter), [])
+    if len(names) < 2:
+        raise ValueError(
+            f"{file.path}, line 1: expected a header, names with {delimiter!r} between them, found {decoded[:60]!r}"
+        )
+    return tuple(names), len(line + end)
 
 
 @contextmanager
@@ -95,50 +240,6 @@ def text_chunks(
                 yield Chunk(part, offset, line, data[:end])
                 line += data.count(b"\n", 0, end)
             offset, pending = offset + end, data[end:]
-
-
-class LineEnds:
-    """Where the lines of a text end, which begins with a line: the places behind their line feeds."""
-
-    def __init__(self, text: bytes, quoted: bool) -> None:
-        self._text, self._ends = text, quoted_ends(text) if quoted else None
-
-    def last(self) -> int:
-        """The end of the last whole line; 0 if there is none."""
-        if self._ends is not None:
-            return int(self._ends[-1]) if len(self._ends) else 0
-        return self._text.rfind(b"\n") + 1
-
-    def after(self, place: int) -> int:
-        """The first end behind a place; 0 if there is none."""
-        if self._ends is not None:
-            found = self._ends[np.searchsorted(self._ends, place, side="right") :]
-            return int(found[0]) if len(found) else 0
-        return self._text.find(b"\n", place) + 1
-
-
-def quoted_ends(text: bytes) -> Array:
-    """Where lines end, line feeds inside quotes aside: int64 places behind the line feeds.
-
-    A quote that is not closed within `LONGEST_LINE` bytes of its line is none: that line ends with the next line feed.
-    """
-    data = np.frombuffer(text, np.uint8)
-    found: list[Array] = []
-    begin = 0
-    while True:
-        outside = ~np.logical_xor.accumulate(data[begin:] == ord('"'))
-        ends = begin + 1 + np.flatnonzero((data[begin:] == ord("\n")) & outside)
-        lengths = np.diff(ends, prepend=begin, append=len(text))
-        too_long = np.flatnonzero(lengths > LONGEST_LINE)
-        if not len(too_long):
-            return np.concatenate([*found, ends])
-        ends = ends[: too_long[0]]
-        last = int(ends[-1]) if len(ends) else begin
-        begin = text.find(b"\n", last + LONGEST_LINE) + 1
-        found.append(ends)
-        if not begin:
-            return np.concatenate(found)
-        found.append(np.array([begin]))
 
 
 def stripe_bytes(file: LogFile, count: int) -> int:
