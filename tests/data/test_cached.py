@@ -1,5 +1,6 @@
 """Text logs that are read more than once: converted once, with the same batches."""
 
+import os
 import re
 
 import pytest
@@ -50,11 +51,20 @@ def test_it_is_written_once(tmp_path):
         next(stream)
         position, rest = stream.position, list(stream)
     assert same(second.open("train", 8, shuffle=True, position=position), rest)
-    for changed in (options(num_embeddings=50), options(SplitRule()), options(on_bad_row="skip")):
+    for changed in (options(sparse=("cat_1",), label="label"), options(SplitRule()), options(on_bad_row="skip")):
         cached_as_parquet(ClickLog(path, changed), tmp_path / "cache", lambda *rows: seen.append(rows))
         assert seen
         seen.clear()
     assert cached_as_parquet(first, tmp_path / "cache") is first
+    fewer = cached_as_parquet(
+        ClickLog(path, options(num_embeddings=9)), tmp_path / "cache", lambda *rows: seen.append(rows)
+    )
+    assert not seen  # the values are the same
+    assert same(fewer.open("train", 8), ClickLog(path, options(num_embeddings=9)).open("train", 8))
+    path.write_bytes(path.read_bytes().replace(b"a", b"b"))
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 1))
+    changed = ClickLog(path, options())
+    assert same(cached_as_parquet(changed, tmp_path / "cache").open("train", 8), changed.open("train", 8))
 
 
 def test_an_interrupted_conversion_begins_again(tmp_path):

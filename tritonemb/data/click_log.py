@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import os
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -21,12 +18,11 @@ from tritonemb.data.arrow import Checked, Chunk
 from tritonemb.data.dataset import Dataset
 from tritonemb.data.encode import Encoder, numberings
 from tritonemb.data.files import LogFile, find, is_remote
-from tritonemb.data.parquet import ArrowSource, Source, head_of, table_of
-from tritonemb.data.prefetch import Prefetcher
+from tritonemb.data.parquet import ArrowSource, Source, head_of, tables_by_split
+from tritonemb.data.pipeline import FIELDS, Batcher, Block, Place, default_workers, in_order
 from tritonemb.data.rows import concat
 from tritonemb.data.schema import FIELDS as CRITEO_FIELDS
 from tritonemb.data.schema import LABEL, MAX_PROBLEMS, Problem, Problems
-from tritonemb.data.shuffle import FIELDS, Batcher, Block, Place
 from tritonemb.data.source import (
     SPLITS,
     WHOLE,
@@ -43,7 +39,7 @@ from tritonemb.data.source import (
     fingerprint,
     tables_of,
 )
-from tritonemb.data.splits import LogOptions, Part, SplitRule
+from tritonemb.data.splits import Kind, LogOptions, Part, SplitRule
 from tritonemb.data.text import TextSource, delimiter_of, first_bytes, header_of
 from tritonemb.extras import require
 from tritonemb.types import TableConfig
@@ -52,10 +48,6 @@ Array = np.ndarray[Any, Any]
 R = TypeVar("R")
 
 UNSHUFFLED_ROWS = 16_384  # of a buffer whose rows keep their order
-CHUNKS_READ = 2  # that wait to be parsed
-MOST_WORKERS = 8
-
-processes = 1  # that parse on this host, as far as this one knows
 
 
 class ClickLog:
@@ -91,14 +83,14 @@ class ClickLog:
         by_file: dict[Split, tuple[int, ...]] = {}
         if isinstance(source, Mapping):
             self.name = name or "data frame"
-            files, self._kind, by_file = _frames(source, rule, self.name)
+            files, self._kind, by_file = tables_by_split(source, rule, self.name)
         else:
             files = find(source)
             self.name = name or _name_of(source, files)
             self._kind = rule.kind(files)
             if self._kind == "files":
                 files, by_file = splits.split_files(rule, files)
-        self.files = tuple(file.path for file in files)
+        self._files, self.files = files, tuple(file.path for file in files)
         time = (rule.time_column,) if self._kind == "time" and rule.time_column else ()
         if files[0].format != "text":
             self._source: Source = ArrowSource(files, self.options.schema, time, labelled)
@@ -270,17 +262,13 @@ class ClickLog:
 
     def for_scoring(self) -> ClickLog:
         """The same log with all of its rows, in their order, as test rows."""
-        scored = copy.copy(self)
+        scored = self._with("end", {"test": tuple(Part(file, 0, None) for file in range(len(self.files)))})
         scored.options = replace(self.options, split=SplitRule(split_by="end", test_share=0.0))
-        scored._kind, scored._known_rows = "end", {}
-        scored._parts = {"test": tuple(Part(file, 0, None) for file in range(len(self.files)))}
         return scored
 
     def of_file(self, file: int) -> ClickLog:
         """The same log with all rows of one of its files as train rows."""
-        one = copy.copy(self)
-        one._kind, one._known_rows, one._parts = "end", {}, {"train": (Part(file, 0, None),)}
-        return one
+        return self._with("end", {"train": (Part(file, 0, None),)})
 
     def in_files(self, files: Mapping[Split, LogFile | None], left_out: dict[Split, ReadReport]) -> ClickLog:
         """The same log, read from Parquet files with the good rows of its splits, None for one without rows.
@@ -289,23 +277,30 @@ class ClickLog:
             left_out: the bad rows of each split.
         """
         found = [file for file in files.values() if file is not None]
-        log = copy.copy(self)
+        parts: dict[Split, tuple[Part, ...]] = {
+            split: () if file is None else (Part(found.index(file), 0, None),) for split, file in files.items()
+        }
+        log = self._with("files", parts)
         log._source, log.files = ArrowSource(tuple(found), self.schema), tuple(file.path for file in found)
-        log._parts = {s: () if file is None else (Part(found.index(file), 0, None),) for s, file in files.items()}
         log.options = replace(self.options, on_bad_row="raise")
-        log._kind, log._known_rows, log._left_out = "files", {}, left_out
-        log._identity = (*self._identity, "parquet")
+        log._identity, log._left_out = (*self._identity, "parquet"), left_out
         return log
 
     def text_schema(self) -> Any:
         """The `pyarrow.Schema` of its columns if it is read from text; else None."""
         return self._source.arrow_schema() if isinstance(self._source, TextSource) else None
 
-    @property
-    def identity(self) -> str:
-        """A digest of its files, by name and size, and of all options that decide which rows are in which split."""
-        options = replace(self.options, workers=None, chunk_bytes=1, shuffle_rows=0)
-        return digest(self._identity, [str(path) for path in self.files], options, self.schema)
+    def rows_digest(self) -> str:
+        """A digest of what decides the values of a text log's rows: its files, how they are parsed, and the splits."""
+        options = (self.options.split, self.options.on_bad_row, self.options.delimiter, self.options.quoted_newlines)
+        columns = [(field.name, str(field.type)) for field in self.text_schema()]
+        return digest([(file.location, file.size, file.modified) for file in self._files], options, columns)
+
+    def _with(self, kind: Kind, parts: dict[Split, tuple[Part, ...]]) -> ClickLog:
+        """A copy with other splits."""
+        log = copy.copy(self)
+        log._kind, log._parts, log._known_rows = kind, parts, {}
+        return log
 
     def _share(self, split: Split, share: Share) -> ClickLog:
         """The same log with one share of a split as all of it."""
@@ -314,9 +309,7 @@ class ClickLog:
             return self
         if self._kind == "time" and isinstance(self._source, ArrowSource):
             parts = self._source.within(self.options.split, split)
-        shared = copy.copy(self)
-        shared._parts = {split: self._source.share(parts, share)}
-        return shared
+        return self._with(self._kind, {split: self._source.share(parts, share)})
 
     def _encode(self, split: Split, chunk: Chunk) -> Block:
         encoder = Encoder(self.schema, self.features, self._numberings)
@@ -392,39 +385,6 @@ def _digest_of(path: Path | None) -> str | None:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def default_workers() -> int:
-    return min(max((os.cpu_count() or 1) // processes, 1), MOST_WORKERS)
-
-
-def in_order(job: Callable[[Chunk], R], chunks: Iterator[Chunk], workers: int) -> Generator[R, None, None]:
-    """`job(chunk)` of every chunk, in their order; its exception comes in its place.
-
-    At most `CHUNKS_READ + 1` chunks wait for a thread and at most `2 * workers + 1` are being worked on or wait as
-    results, so memory does not depend on the size of the log. Closing the generator ends all threads.
-    """
-    read = Prefetcher(chunks, CHUNKS_READ, "tritonemb-read")
-    pool = ThreadPoolExecutor(workers, thread_name_prefix="tritonemb-parse")
-    results: deque[Future[R]] = deque()
-    try:
-        more = True
-        while True:
-            while more and len(results) <= 2 * workers:
-                chunk = next(read, None)
-                if chunk is None:
-                    more = False
-                else:
-                    results.append(pool.submit(job, chunk))
-                del chunk
-            if not results:
-                return
-            yield results.popleft().result()
-    finally:
-        for result in results:
-            result.cancel()
-        read.close()
-        pool.shutdown(wait=True, cancel_futures=True)
-
-
 def is_labelled(file: LogFile, options: LogOptions) -> bool:
     """Whether a log that is to be scored has labels, as far as a file's columns or its first line tell."""
     label = options.schema.label or LABEL
@@ -446,14 +406,3 @@ def _name_of(source: str | Path | Sequence[str | Path], files: Sequence[LogFile]
         )
     path = files[0].path
     return path.split("/")[-2] if isinstance(path, str) else path.parent.name
-
-
-def _frames(frames: Mapping[Split, Any], rule: SplitRule, name: str) -> tuple[Any, Any, dict[Split, tuple[int, ...]]]:
-    """Data frames as the files of a log, how they are split, and which belong to each split."""
-    if len(frames) == 1 and rule.split_by != "files":
-        return (table_of(frames["train"], name),), rule.kind(()), {}
-    if len(frames) == 1 or rule.kind(()) not in ("end", "files") or rule.split_by == "end":
-        raise ValueError(f"{name}: give held-out data frames, or another split rule than {rule.split_by!r}, not both")
-    present = [split for split in SPLITS if split in frames]
-    files = tuple(table_of(frames[split], f"{name} ({split})") for split in present)
-    return files, "files", {split: (file,) for file, split in enumerate(present)}

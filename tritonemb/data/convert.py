@@ -17,8 +17,8 @@ from tritonemb.data.arrow import Chunk, Values
 from tritonemb.data.click_log import ClickLog
 from tritonemb.data.counting import build_vocabulary
 from tritonemb.data.files import LogFile, find
+from tritonemb.data.pipeline import collected
 from tritonemb.data.schema import Problems, Schema
-from tritonemb.data.shuffle import collected
 from tritonemb.data.source import ReadReport, Split
 from tritonemb.data.splits import LogOptions, SplitRule
 from tritonemb.extras import require
@@ -112,7 +112,7 @@ def cached_as_parquet(
     """
     if log.text_schema() is None:
         return log
-    kept = Path(folder) / log.identity[:16]
+    kept = Path(folder) / log.rows_digest()[:16]
     kept.mkdir(parents=True, exist_ok=True)
     summary = kept / "log.json"
     with require("filelock").FileLock(str(kept / "lock")):

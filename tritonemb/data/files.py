@@ -27,6 +27,7 @@ class LogFile:
         path: where it is; a URI if it is remote.
         codec: how it is compressed, None if it is not.
         size: bytes as they are stored; rows of a table.
+        modified: when, in nanoseconds.
         remote: the `pyarrow` file system of a remote file, and its path there.
         table: the `pyarrow.Table` in place of a file.
     """
@@ -35,6 +36,7 @@ class LogFile:
     format: Format
     codec: str | None
     size: int
+    modified: int = 0
     remote: tuple[Any, str] | None = field(default=None, compare=False, repr=False)
     table: Any = field(default=None, compare=False, repr=False)
 
@@ -157,7 +159,7 @@ def _local(path: Path) -> LogFile:
             beginning = file.read(4)
     except OSError as error:
         raise ValueError(f"{path} can not be read: {error.strerror}") from error
-    return LogFile(path, *_recognised(path, path.suffix, beginning), status.st_size)
+    return LogFile(path, *_recognised(path, path.suffix, beginning), status.st_size, status.st_mtime_ns)
 
 
 def _remote(uri: str) -> list[LogFile]:
@@ -182,7 +184,7 @@ def _remote(uri: str) -> list[LogFile]:
             with system.open_input_file(info.path) as file:
                 beginning = file.read(4)
             form, codec = _recognised(path, Path(path).suffix, beginning)
-            files.append(LogFile(path, form, codec, info.size, (system, info.path)))
+            files.append(LogFile(path, form, codec, info.size, info.mtime_ns, (system, info.path)))
         return files
     except FileNotFoundError:
         raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,8 +11,8 @@ from tritonemb.data import arrow, splits
 from tritonemb.data.arrow import Checked, Chunk, Sink
 from tritonemb.data.files import LogFile
 from tritonemb.data.schema import Schema, listed
-from tritonemb.data.source import Share, Split
-from tritonemb.data.splits import Part, SplitRule
+from tritonemb.data.source import SPLITS, Share, Split
+from tritonemb.data.splits import Kind, Part, SplitRule
 from tritonemb.extras import require
 
 SLICE_ROWS = 65_536  # at most: large row groups are read in slices
@@ -174,6 +174,23 @@ def table_of(frame: Any, name: str) -> LogFile:
     except (pa.ArrowException, TypeError) as error:
         raise ValueError(f"{name}: Arrow can not represent its columns ({error})") from error
     return LogFile(name, "table", None, table.num_rows, table=table)
+
+
+def tables_by_split(
+    frames: Mapping[Split, Any], rule: SplitRule, name: str
+) -> tuple[tuple[LogFile, ...], Kind, dict[Split, tuple[int, ...]]]:
+    """Data frames as the files of a log, how rows are held out, and which of the files belong to each split.
+
+    Raises:
+        ValueError: held-out frames are given and another split rule, or neither.
+    """
+    if len(frames) == 1 and rule.split_by != "files":
+        return (table_of(frames["train"], name),), rule.kind(()), {}
+    if len(frames) == 1 or rule.kind(()) not in ("end", "files") or rule.split_by == "end":
+        raise ValueError(f"{name}: give held-out data frames, or another split rule than {rule.split_by!r}, not both")
+    present = [split for split in SPLITS if split in frames]
+    files = tuple(table_of(frames[split], f"{name} ({split})") for split in present)
+    return files, "files", {split: (file,) for file, split in enumerate(present)}
 
 
 def _without_views(kind: Any) -> Any:

@@ -17,6 +17,8 @@ from tritonemb.data.source import SPLITS, WHOLE, Share, Split
 
 Array = np.ndarray[Any, Any]
 
+Kind = Literal["end", "random", "files", "time"]
+
 LARGEST_CHUNK = 1 << 28
 NEAR = 1 / 16  # of a share: how far a cut may move to fall between two row groups
 _DAY = re.compile(r"day_[0-9]+")
@@ -64,7 +66,7 @@ class SplitRule:
         if by == "time" and not (self.time_column and (self.test_from or self.validation_from)):
             raise ValueError('split: split_by="time" needs time_column and test_from, validation_from or both')
 
-    def kind(self, files: tuple[LogFile, ...]) -> Literal["end", "random", "files", "time"]:
+    def kind(self, files: tuple[LogFile, ...]) -> Kind:
         """What "auto" comes to for these files."""
         if self.split_by != "auto":
             return self.split_by

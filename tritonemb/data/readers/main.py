@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from tritonemb.data import click_log
+from tritonemb.data import pipeline
 from tritonemb.data.readers import packing, server, wire
 from tritonemb.data.readers.address import listen
 
@@ -43,7 +43,7 @@ def main() -> None:
     if hasattr(os, "fork"):  # a process forked off the starter may hold the pipe open
         threading.Thread(target=_leave_without, args=(starter, folder / name), daemon=True).start()
     torch.set_num_threads(1)
-    click_log.processes = settings["readers"]
+    pipeline.processes = settings["readers"]
     try:
         data = packing.unpack(settings["data"])
         listener, place = listen(folder, name)

@@ -1,20 +1,64 @@
-"""The batches of a log: blocks of rows gathered in shuffle buffers, the rows of each shuffled and cut into batches."""
+"""From chunks to batches: chunks are parsed by threads, their rows gathered in shuffle buffers and cut into batches."""
 
 from __future__ import annotations
 
-from collections import Counter
+import os
+from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 import torch
 
+from tritonemb.data.arrow import Chunk
+from tritonemb.data.prefetch import Prefetcher
 from tritonemb.data.rows import Array, Rows, concat, cut
 from tritonemb.data.schema import MAX_PROBLEMS, Problems
 from tritonemb.data.source import Position, ReadReport, Split, Step
 
+R = TypeVar("R")
+
+CHUNKS_READ = 2  # that wait to be parsed
+MOST_WORKERS = 8
 FIELDS = ("part", "offset", "line", "skip", "skipped", "window", "batch", "rows")  # of a position
+
+processes = 1  # that parse on this host, as far as this one knows
+
+
+def default_workers() -> int:
+    return min(max((os.cpu_count() or 1) // processes, 1), MOST_WORKERS)
+
+
+def in_order(job: Callable[[Chunk], R], chunks: Iterator[Chunk], workers: int) -> Generator[R, None, None]:
+    """`job(chunk)` of every chunk, in their order; its exception comes in its place.
+
+    At most `CHUNKS_READ + 1` chunks wait for a thread and at most `2 * workers + 1` are being worked on or wait as
+    results, so memory does not depend on the size of the log. Closing the generator ends all threads.
+    """
+    read = Prefetcher(chunks, CHUNKS_READ, "tritonemb-read")
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="tritonemb-parse")
+    results: deque[Future[R]] = deque()
+    try:
+        more = True
+        while True:
+            while more and len(results) <= 2 * workers:
+                chunk = next(read, None)
+                if chunk is None:
+                    more = False
+                else:
+                    results.append(pool.submit(job, chunk))
+                del chunk
+            if not results:
+                return
+            yield results.popleft().result()
+    finally:
+        for result in results:
+            result.cancel()
+        read.close()
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
 @dataclass(frozen=True)
