@@ -34,7 +34,7 @@ def test_batches_and_reports_are_the_same(tmp_path, name, rule):
         assert same(*streams)
         assert streams[0].report == streams[1].report
         assert cached.num_rows(split) == streams[0].report.rows
-        assert sum(cached.open(split, 8, share=(index, 3)).report.skipped for index in range(3)) == (
+        assert sum(cached.open(split, 8, shard=(index, 3)).report.skipped for index in range(3)) == (
             streams[0].report.skipped
         )
 

@@ -180,7 +180,7 @@ def test_line_ends_inside_quotes(tmp_path):
     for chunk_bytes in (1, 50, 1 << 20):
         assert rows_of(reader(path, quoted_newlines=True, chunk_bytes=chunk_bytes)) == expected
     log = reader(path, quoted_newlines=True, split=SplitRule(test_share=0.4), chunk_bytes=100)
-    shares = [[rows_of(log, split, share=(index, 3)) for index in range(3)] for split in ("train", "test")]
+    shares = [[rows_of(log, split, shard=(index, 3)) for index in range(3)] for split in ("train", "test")]
     assert sorted(row for split in shares for share in split for row in share) == sorted(expected)
     assert rows_of(log) + rows_of(log, "test") == expected
     with log.open("test", 4) as stream:
@@ -227,7 +227,7 @@ def test_a_quote_that_is_never_closed_costs_one_row(tmp_path):
 def test_shares_and_positions(tmp_path, name, rule):
     path = write(tmp_path, *(f"{row % 2},{'n' * (row % 7)},{row},u{row % 5},{row}" for row in range(200)), name=name)
     log = reader(path, split=rule, chunk_bytes=300, shuffle_rows=20)
-    rows = [rows_of(log, split, share=(index, 4)) for split in ("train", "test") for index in range(4)]
+    rows = [rows_of(log, split, shard=(index, 4)) for split in ("train", "test") for index in range(4)]
     assert sorted(row[1] for share in rows for row in share) == list(range(200))
     with log.open("train", 8, shuffle=True) as stream:
         batches = [next(stream) for _ in range(7)]

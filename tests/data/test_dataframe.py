@@ -68,7 +68,7 @@ def test_rows_are_those_of_parquet(log, kind, rule):
     for split in expected.splits():
         assert found.num_rows(split) == expected.num_rows(split)
         assert same(found.open(split, 8, shuffle=True), expected.open(split, 8, shuffle=True))
-        shares = [rows_of(found, split, share=(index, 3)) for index in range(3)]
+        shares = [rows_of(found, split, shard=(index, 3)) for index in range(3)]
         assert sorted(row for share in shares for row in share) == sorted(rows_of(expected, split))
 
 

@@ -48,7 +48,7 @@ def test_a_remote_file_is_read_as_a_local_one(tmp_path, bucket, name):
     assert "test:test" not in str(logs[0].files)
     for split in ("train", "test"):
         assert same(*(log.open(split, 16, shuffle=True) for log in logs))
-        assert same(*(log.open(split, 16, share=(1, 3)) for log in logs))
+        assert same(*(log.open(split, 16, shard=(1, 3)) for log in logs))
     with logs[0].open("train", 16, shuffle=True) as stream:
         next(stream)
         position, rest = stream.position, list(stream)
