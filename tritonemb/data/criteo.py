@@ -64,7 +64,10 @@ class CriteoFormat:
                 return None
             values[name], size = column
             num_bytes += size
-            is_large |= name in INTEGERS and bool((np.abs(values[name].numbers) >= 10**10).any())
+            numbers = values[name].numbers
+            is_large |= name in INTEGERS and bool(
+                numbers.max(initial=0) >= 10**10 or numbers.min(initial=0) <= -(10**10)
+            )
         delimiters = (len(self.columns) - 1) * table.num_rows + lines.count(b"\n")
         is_hexadecimal = is_large and (b"x" in lines or b"X" in lines)
         if not accepted and (is_hexadecimal or num_bytes != len(lines) - delimiters):
@@ -127,19 +130,22 @@ def hexadecimal(array: Any) -> tuple[Values, int] | None:
         found = np.frombuffer(binascii.unhexlify(data_of_all), ">u4")
     except binascii.Error:
         return None
-    numbers = np.zeros(len(lengths), dtype=np.uint32)
-    numbers[full] = found
+    if full.all():
+        numbers = found.astype(np.uint32)
+    else:
+        numbers = np.zeros(len(lengths), dtype=np.uint32)
+        numbers[full] = found
     return Values(numbers, missing if missing.any() else None), len(data)
 
 
 def _bytes_of(array: Any) -> tuple[Array, Array]:
     """All characters of a `pyarrow` array of binary, uint8, and the length of each value, 0 for nulls."""
     if not len(array):
-        return np.zeros(0, dtype=np.uint8), np.zeros(0, dtype=np.int64)
+        return np.zeros(0, dtype=np.uint8), np.zeros(0, dtype=np.int32)
     _, offsets, data = array.buffers()
     ends = np.frombuffer(offsets, np.int32, len(array) + 1, array.offset * 4)
     found = np.zeros(0, dtype=np.uint8) if data is None else np.frombuffer(data, np.uint8)
-    return found[ends[0] : ends[-1]], np.diff(ends).astype(np.int64)
+    return found[ends[0] : ends[-1]], np.diff(ends)
 
 
 def check_schema(schema: Schema, file: LogFile) -> None:

@@ -74,9 +74,10 @@ def parse(form: Format, data: Text, sink: Sink) -> Checked:
     """
     if not data.endswith(b"\n"):
         data = data + b"\n"
+    plain = form.quoted or not _has_long_line(data)
     if not form.quoted and b"\r" in data:
         data = data.replace(b"\r\n", b"\n")
-    plain = form.quoted or (b"\r" not in data and not _has_long_line(data))
+        plain &= b"\r" not in data
     found = form.read(data) if plain else None
     if found is not None and not form.quoted and found.num_rows == data.count(b"\n"):
         rows = numbers = np.arange(found.num_rows)
