@@ -191,7 +191,7 @@ def test_nobody_parses_what_others_parse(logs, monkeypatch):
 
 
 def rows_seen(chunks):
-    if all(isinstance(chunk.content, bytes) for chunk in chunks):
+    if all(isinstance(chunk.content, bytearray) for chunk in chunks):
         return sum(chunk.content.count(b"\n") for chunk in chunks)
     return sum(chunk.content.num_rows for chunk in chunks)
 

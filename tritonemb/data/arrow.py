@@ -24,7 +24,7 @@ class Chunk:
         part: index of the part.
         offset: where the run begins: a byte of the unpacked text, or a row.
         line: lines of the part before it.
-        content: bytes of whole lines, or a `pyarrow.RecordBatch`.
+        content: whole lines, a `bytearray`, or a `pyarrow.RecordBatch`.
     """
 
     part: int

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tritonemb.data.arrow import Values, missing_of
-from tritonemb.data.delimited import Columns, encoding_hint, read_csv
+from tritonemb.data.delimited import Columns, Text, encoding_hint, read_csv
 from tritonemb.data.files import LogFile
 from tritonemb.data.schema import CATEGORIES, FIELDS, INTEGERS, LABEL, Schema, listed, wrong_value
 from tritonemb.utils import require
@@ -49,13 +49,13 @@ class CriteoFormat:
         kinds = {LABEL: pa.int8()} | dict.fromkeys(CATEGORIES, pa.uint32())
         return {name: kinds.get(name, pa.int64()) for name in self.columns}
 
-    def read(self, lines: bytes, accepted: bool = False) -> Columns | None:
+    def read(self, lines: Text, accepted: bool = False) -> Columns | None:
         """pyarrow also takes blanks, hexadecimal integers, and more than 18 digits if the first ones are zeros. All of
-        these make a line longer than its values have to be, but for hexadecimal integers."""
+        these make a line longer than its values have to be, but for hexadecimal integers of 10^10 and more."""
         table = read_csv(lines, self.columns, self._types, "\t", False, False)
-        if table is None or b"x" in lines or b"X" in lines:
+        if table is None:
             return None
-        values, num_bytes = {}, 0
+        values, num_bytes, is_large = {}, 0, False
         for name in self.columns:
             array = table.column(name).combine_chunks()
             read = _label if name == LABEL else _integers if name in INTEGERS else hexadecimal
@@ -64,8 +64,13 @@ class CriteoFormat:
                 return None
             values[name], size = column
             num_bytes += size
+            numbers = values[name].numbers
+            is_large |= name in INTEGERS and bool(
+                numbers.max(initial=0) >= 10**10 or numbers.min(initial=0) <= -(10**10)
+            )
         delimiters = (len(self.columns) - 1) * table.num_rows + lines.count(b"\n")
-        if not accepted and num_bytes != len(lines) - delimiters:
+        is_hexadecimal = is_large and (b"x" in lines or b"X" in lines)
+        if not accepted and (is_hexadecimal or num_bytes != len(lines) - delimiters):
             return None
         return Columns(table.num_rows, values, [])
 
@@ -125,19 +130,22 @@ def hexadecimal(array: Any) -> tuple[Values, int] | None:
         found = np.frombuffer(binascii.unhexlify(data_of_all), ">u4")
     except binascii.Error:
         return None
-    numbers = np.zeros(len(lengths), dtype=np.uint32)
-    numbers[full] = found
+    if full.all():
+        numbers = found.astype(np.uint32)
+    else:
+        numbers = np.zeros(len(lengths), dtype=np.uint32)
+        numbers[full] = found
     return Values(numbers, missing if missing.any() else None), len(data)
 
 
 def _bytes_of(array: Any) -> tuple[Array, Array]:
     """All characters of a `pyarrow` array of binary, uint8, and the length of each value, 0 for nulls."""
     if not len(array):
-        return np.zeros(0, dtype=np.uint8), np.zeros(0, dtype=np.int64)
+        return np.zeros(0, dtype=np.uint8), np.zeros(0, dtype=np.int32)
     _, offsets, data = array.buffers()
     ends = np.frombuffer(offsets, np.int32, len(array) + 1, array.offset * 4)
     found = np.zeros(0, dtype=np.uint8) if data is None else np.frombuffer(data, np.uint8)
-    return found[ends[0] : ends[-1]], np.diff(ends).astype(np.int64)
+    return found[ends[0] : ends[-1]], np.diff(ends)
 
 
 def check_schema(schema: Schema, file: LogFile) -> None:

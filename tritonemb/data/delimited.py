@@ -20,6 +20,7 @@ from tritonemb.data.schema import Schema, wrong_value
 from tritonemb.utils import require
 
 Array = np.ndarray[Any, Any]
+Text = bytes | bytearray
 
 LONGEST_LINE = 1 << 16  # bytes; a longer line is bad, and only its beginning is kept
 BLOCK_BYTES = 1 << 20  # that pyarrow parses at a time: they stay in the processor's cache
@@ -49,7 +50,7 @@ class Format(Protocol):
         """The smallest `pyarrow` types that hold the columns."""
         ...
 
-    def read(self, lines: bytes, accepted: bool = False) -> Columns | None:
+    def read(self, lines: Text, accepted: bool = False) -> Columns | None:
         """The columns of some lines; None if one of them is not acceptable, or perhaps. Blank lines are left out.
 
         Args:
@@ -66,16 +67,17 @@ class Format(Protocol):
         ...
 
 
-def parse(form: Format, data: bytes, sink: Sink) -> Checked:
+def parse(form: Format, data: Text, sink: Sink) -> Checked:
     """Check some lines and hand the columns of all that can be read to the sink.
 
     All lines are parsed at once. If one of them is not acceptable, each is looked at.
     """
     if not data.endswith(b"\n"):
-        data += b"\n"
+        data = data + b"\n"
+    plain = form.quoted or not _has_long_line(data)
     if not form.quoted and b"\r" in data:
         data = data.replace(b"\r\n", b"\n")
-    plain = form.quoted or (b"\r" not in data and not _has_long_line(data))
+        plain &= b"\r" not in data
     found = form.read(data) if plain else None
     if found is not None and not form.quoted and found.num_rows == data.count(b"\n"):
         rows = numbers = np.arange(found.num_rows)
@@ -102,10 +104,10 @@ def parse(form: Format, data: bytes, sink: Sink) -> Checked:
     return Checked(None if good.all() else good, rows, bad_rows, describe)
 
 
-def lines_of(data: bytes, quoted: bool) -> tuple[list[bytes], Array]:
+def lines_of(data: Text, quoted: bool) -> tuple[list[bytes], Array]:
     """The lines that are not blank, without their ends, and the number of each."""
     if not quoted:
-        lines = data[:-1].split(b"\n")
+        lines = bytes(data[:-1]).split(b"\n")
         numbers = np.arange(len(lines))
     else:
         ends = quoted_ends(data)
@@ -113,14 +115,15 @@ def lines_of(data: bytes, quoted: bool) -> tuple[list[bytes], Array]:
         starts = starts[starts < len(data)]
         stops = np.append(starts[1:], len(data))
         lines = [
-            data[start:stop].removesuffix(b"\n").removesuffix(b"\r") for start, stop in zip(starts, stops, strict=True)
+            bytes(data[start:stop]).removesuffix(b"\n").removesuffix(b"\r")
+            for start, stop in zip(starts, stops, strict=True)
         ]
         numbers = np.searchsorted(np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n")), starts)
     kept = np.array([bool(line) for line in lines], dtype=bool)
     return [line for line in lines if line], numbers[kept]
 
 
-def _has_long_line(data: bytes) -> bool:
+def _has_long_line(data: Text) -> bool:
     begin = 0
     while len(data) - begin > LONGEST_LINE:
         end = data.rfind(b"\n", begin, begin + LONGEST_LINE) + 1
@@ -131,7 +134,7 @@ def _has_long_line(data: bytes) -> bool:
 
 
 def read_csv(
-    lines: bytes, columns: tuple[str, ...], types: dict[str, Any], delimiter: str, quote: bool, quoted: bool
+    lines: Text, columns: tuple[str, ...], types: dict[str, Any], delimiter: str, quote: bool, quoted: bool
 ) -> Any:
     """The columns of `types`, a `pyarrow.Table`; None if the lines have another number of fields, or other values."""
     pa, arrow_csv = require("pyarrow"), require("pyarrow.csv")
@@ -174,14 +177,16 @@ class CsvFormat:
     def arrow_types(self) -> dict[str, Any]:
         return self._types | ({self._schema.label: require("pyarrow").int8()} if self._labelled else {})
 
-    def read(self, lines: bytes, accepted: bool = False) -> Columns | None:
+    def read(self, lines: Text, accepted: bool = False) -> Columns | None:
         """A quote that is not closed would reach as far as the row of missing values that is put behind the lines."""
-        last = self._delimiter * (len(self.columns) - 1) + "\n"
-        table = read_csv(lines + last.encode(), self.columns, self._types, self._delimiter, True, self.quoted)
+        guard = (self._delimiter * (len(self.columns) - 1) + "\n").encode() if b'"' in lines or not lines else b""
+        table = read_csv(
+            lines + guard if guard else lines, self.columns, self._types, self._delimiter, True, self.quoted
+        )
         if table is None:
             return None
         values: dict[str, Values] = {}
-        table = table.slice(0, table.num_rows - 1)
+        table = table.slice(0, table.num_rows - bool(guard))
         wrong = read_columns(table, self._schema, values.__setitem__, self._labelled)
         return Columns(table.num_rows, values, wrong)
 
@@ -239,7 +244,7 @@ def encoding_hint(line: bytes) -> str:
 class LineEnds:
     """Where the lines of a text end, which begins with a line: the places behind their line feeds."""
 
-    def __init__(self, text: bytes, quoted: bool) -> None:
+    def __init__(self, text: Text, quoted: bool) -> None:
         self._text, self._ends = text, quoted_ends(text) if quoted else None
 
     def last(self) -> int:
@@ -256,7 +261,7 @@ class LineEnds:
         return self._text.find(b"\n", place) + 1
 
 
-def quoted_ends(text: bytes) -> Array:
+def quoted_ends(text: Text) -> Array:
     """Where lines end, line feeds inside quotes aside: int64 places behind the line feeds.
 
     A quote that is not closed within `LONGEST_LINE` bytes of its line is none: that line ends with the next line feed.

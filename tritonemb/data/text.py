@@ -212,7 +212,7 @@ def text_chunks(
                 yield from _cut(chunk, begin, len(chunk.content))
         return
     with opened(file) as source:
-        pending = b""
+        pending = bytearray()
         if offset == start and start > 0:  # in the middle of a line, perhaps: go on after the first line feed from here
             _skip(source, file, start - 1)
             num_skipped, pending = _after_line_feed(source, chunk_bytes)
@@ -220,15 +220,18 @@ def text_chunks(
         else:
             _skip(source, file, offset)
         while stop is None or offset < stop:
-            block = source.read(chunk_bytes)
-            data = pending + block
-            if not block:
+            # The chunk's own memory, written once: fresh pages are what reading costs most.
+            data = bytearray(len(pending) + chunk_bytes)
+            data[: len(pending)] = pending
+            num_read = source.readinto(memoryview(data)[len(pending) :])
+            del data[len(pending) + num_read :]
+            if not num_read:
                 _check_end(file, offset + len(data), stop)
                 if not data:
                     return
                 data += b"" if data.endswith(b"\n") else b"\n"
             ends = LineEnds(data, quoted)
-            end = ends.last() if block else len(data)
+            end = ends.last() if num_read else len(data)
             if stop is not None and offset + len(data) >= stop:
                 end = ends.after(stop - 1 - offset) or end
             if end == 0 and len(data) > LONGEST_LINE and not quoted:
@@ -236,10 +239,12 @@ def text_chunks(
                 num_skipped, pending = _after_line_feed(source, chunk_bytes)
                 offset, line = offset + len(data) + num_skipped, line + 1
                 continue
+            pending = data[end:]
             if end:
-                yield Chunk(part, offset, line, data[:end])
-                line += data.count(b"\n", 0, end)
-            offset, pending = offset + end, data[end:]
+                del data[end:]
+                yield Chunk(part, offset, line, data)
+                line += data.count(b"\n")
+            offset += end
 
 
 def stripe_bytes(file: LogFile, count: int) -> int:
@@ -344,12 +349,12 @@ def _skip(source: Any, file: LogFile, offset: int) -> None:
         offset -= len(block)
 
 
-def _after_line_feed(source: Any, chunk_bytes: int) -> tuple[int, bytes]:
+def _after_line_feed(source: Any, chunk_bytes: int) -> tuple[int, bytearray]:
     """Read past the next line feed: how many bytes that were, and what else was read."""
     num_skipped = 0
     while block := source.read(chunk_bytes):
         end = block.find(b"\n") + 1
         if end:
-            return num_skipped + end, block[end:]
+            return num_skipped + end, bytearray(block[end:])
         num_skipped += len(block)
-    return num_skipped, b""
+    return num_skipped, bytearray()
