@@ -184,7 +184,7 @@ def _vocab(arguments: list[str]) -> int:
         print(VOCAB_USAGE, end="")
         return 0
     require("tyro")
-    from tritonemb.data.logs.commands import VocabOptions, make_vocabulary
+    from tritonemb.data.convert import VocabOptions, make_vocabulary
 
     print(make_vocabulary(_parse(VocabOptions, arguments, "tritonemb vocab")))
     return 0
@@ -192,7 +192,7 @@ def _vocab(arguments: list[str]) -> int:
 
 def _convert(arguments: list[str]) -> int:
     require("tyro")
-    from tritonemb.data.logs.commands import ConvertOptions, convert_log
+    from tritonemb.data.convert import ConvertOptions, convert_log
 
     print(convert_log(_parse(ConvertOptions, arguments, "tritonemb convert")))
     return 0

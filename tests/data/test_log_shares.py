@@ -5,7 +5,6 @@ import json
 import re
 from contextlib import suppress
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,10 +14,10 @@ pa = pytest.importorskip("pyarrow")
 import pyarrow.parquet as parquet  # noqa: E402
 
 from tests.data.logs import ALL_TRAIN, line, options, rows_of, same, write  # noqa: E402
-from tritonemb.data import ClickLog, SplitRule, convert, make_synthetic  # noqa: E402
-from tritonemb.data.logs import shares, sources, text  # noqa: E402
-from tritonemb.data.logs.files import find  # noqa: E402
-from tritonemb.data.logs.splits import Part  # noqa: E402
+from tritonemb.data import ClickLog, SplitRule, convert, make_synthetic, splits, text  # noqa: E402
+from tritonemb.data import parquet as parquet_files  # noqa: E402
+from tritonemb.data.files import find  # noqa: E402
+from tritonemb.data.splits import Part  # noqa: E402
 
 KINDS = ("plain", "packed", "parquet", "plain files", "packed files", "mixed files", "parquet files")
 SIZES = (1, 3, 40, 300)
@@ -44,7 +43,7 @@ def logs(tmp_path_factory):
         paths["plain", size] = write(folder, numbered(size))
         paths["packed", size] = write(folder, numbered(size), "packed.txt.gz")
         paths["parquet", size] = folder / "log.parquet"
-        convert(paths["plain", size], paths["parquet", size], row_group_rows=70, on_bad_row="skip")
+        convert(paths["plain", size], paths["parquet", size], row_group_rows=70, options=options(on_bad_row="skip"))
         for kind, endings in (("plain", ("",)), ("packed", (".gz", ".zst")), ("mixed", ("", ".gz"))):
             (folder / kind).mkdir()
             paths[f"{kind} files", size] = folder / kind
@@ -54,7 +53,12 @@ def logs(tmp_path_factory):
                     name = f"part_{number}.txt{endings[number % len(endings)]}"
                     write(folder / kind, numbered(stop - start, start), name)
         paths["parquet files", size] = folder / "files.parquet"
-        convert(paths["plain files", size], paths["parquet files", size], row_group_rows=33, on_bad_row="skip")
+        convert(
+            paths["plain files", size],
+            paths["parquet files", size],
+            row_group_rows=33,
+            options=options(on_bad_row="skip"),
+        )
     return paths
 
 
@@ -172,7 +176,7 @@ def test_nobody_parses_what_others_parse(logs, monkeypatch):
     """Every byte of plain text, every row of Parquet and, but for unpacking, every byte of packed text once."""
     seen = []
     for kind in KINDS:
-        source = sources.ParquetSource if "parquet" in kind else sources.TextSource
+        source = parquet_files.ArrowSource if "parquet" in kind else text.TextSource
         with monkeypatch.context() as patched:
             before = source.parse
             patched.setattr(source, "parse", lambda *args, b=before: seen.append(args[1]) or b(*args))
@@ -187,8 +191,8 @@ def test_nobody_parses_what_others_parse(logs, monkeypatch):
 
 
 def rows_seen(chunks):
-    if all(isinstance(chunk.content, np.ndarray) for chunk in chunks):
-        return sum(int(np.count_nonzero(chunk.content == ord("\n"))) for chunk in chunks)
+    if all(isinstance(chunk.content, bytearray) for chunk in chunks):
+        return sum(chunk.content.count(b"\n") for chunk in chunks)
     return sum(chunk.content.num_rows for chunk in chunks)
 
 
@@ -290,9 +294,9 @@ def test_numbers_of_rows_stay_those_of_the_split(logs):
 def test_row_groups_stay_whole_where_there_are_enough():
     parts = [Part(0, 0, None), Part(1, 0, 500)]
     ends = [*range(10, 501, 10), *range(510, 1001, 10)]
-    found = [shares.even(parts, [500, 500], (index, 3), ends) for index in range(3)]
+    found = [splits.even(parts, [500, 500], (index, 3), ends) for index in range(3)]
     assert found == [[Part(0, 0, 330)], [Part(0, 330, None), Part(1, 0, 170)], [Part(1, 170, 500)]]
-    few = [shares.even([Part(0, 0, None)], [1000], (index, 2), [400, 1000]) for index in range(2)]
+    few = [splits.even([Part(0, 0, None)], [1000], (index, 2), [400, 1000]) for index in range(2)]
     assert few == [[Part(0, 0, 500)], [Part(0, 500, None)]]
 
 
@@ -303,7 +307,7 @@ def test_runs_are_disjoint_and_complete(sizes, count, data):
     parts = [Part(file, 5, None) for file in range(len(sizes))]
     rows = []
     for index in range(count):
-        for part in shares.even(parts, sizes, (index, count), ends):
+        for part in splits.even(parts, sizes, (index, count), ends):
             stop = 5 + sizes[part.file] if part.stop is None else part.stop
             rows += [(part.file, row) for row in range(part.start, stop)]
     assert rows == [(file, 5 + row) for file, size in enumerate(sizes) for row in range(size)]
@@ -312,7 +316,7 @@ def test_runs_are_disjoint_and_complete(sizes, count, data):
 def test_whole_files_are_dealt_out_by_size():
     parts = [Part(file, 0, None) for file in range(5)]
     sizes = [10, 50, 20, 30, 10]
-    found = [shares.whole(parts, sizes, (index, 2)) for index in range(2)]
+    found = [splits.whole(parts, sizes, (index, 2)) for index in range(2)]
     assert [[part.file for part in mine] for mine in found] == [[0, 1], [2, 3, 4]]
 
 

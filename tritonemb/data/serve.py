@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tritonemb.data import open_dataset
-from tritonemb.data.logs.options import LogOptions
 from tritonemb.data.protocol import Data
 from tritonemb.data.reader_host import TOKEN, ReaderHost
+from tritonemb.data.splits import LogOptions
 
 
 @dataclass(frozen=True)

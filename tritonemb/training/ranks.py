@@ -134,7 +134,7 @@ class Ranks:
 
 
 class RankLoader:
-    """Opens this rank's part of a data set, read by reader processes of the host where they are asked for.
+    """Opens this rank's part of a data set, read by data loader workers where they are asked for.
 
     Args:
         data: the same on all ranks.

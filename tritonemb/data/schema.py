@@ -1,14 +1,20 @@
-"""Which columns of a log are the label, the numbers and the categories, and how many ids each category has."""
+"""Which columns of a log are the label, the numbers and the categories; and what is wrong with a row."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tritonemb.data.logs.problems import listed
-from tritonemb.data.logs.tsv import CATEGORIES, FIELDS, INTEGERS, LABEL
-
 MAX_EMBEDDINGS = 1 << 31
+SHOWN_CHARACTERS = 40
+MAX_PROBLEMS = 10  # that a report shows in full
+
+LABEL = "label"
+INTEGERS = tuple(f"int_{i}" for i in range(1, 14))
+CATEGORIES = tuple(f"cat_{i}" for i in range(1, 27))
+FIELDS = (LABEL, *INTEGERS, *CATEGORIES)
 
 
 @dataclass(frozen=True)
@@ -18,11 +24,13 @@ class Schema:
     Args:
         label: name of the column with 0 and 1.
         dense: names of the columns with numbers.
-        sparse: names of the columns with categories: integers, strings, or lists of them (multi-hot, in Parquet).
+        sparse: names of the columns with categories: integers, strings, or lists of them (multi-hot, not in text).
         log_transform: whether numbers x become log(1 + max(x, 0)), or the names of those that do.
         num_embeddings: ids of each category, 0 for missing among them; values are hashed to the others.
         sizes: other numbers of ids for some of the categories, as "name=number".
         vocabulary: a file of `tritonemb vocab`, which numbers the categories in place of hashing.
+        integers: those categories of CSV files that are integers and not strings, whose hashes are others. Other
+            formats say so themselves.
     """
 
     label: str = ""
@@ -32,6 +40,7 @@ class Schema:
     num_embeddings: int = 100_000
     sizes: tuple[str, ...] = ()
     vocabulary: Path | None = None
+    integers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         named = [name for name in (self.label, *self.dense, *self.sparse) if name]
@@ -48,11 +57,13 @@ class Schema:
                 raise ValueError(
                     f"schema: log_transform names {listed(unknown)}, not among dense: {listed(self.dense)}"
                 )
+        if unknown := [name for name in self.integers if self.sparse and name not in self.sparse]:
+            raise ValueError(f"schema: integers names {listed(unknown)}, not among sparse: {listed(self.sparse)}")
         _check_size("num_embeddings", self.num_embeddings)
         self.sizes_by_name()
 
     def sizes_by_name(self) -> dict[str, int]:
-        """What `sizes` says."""
+        """The numbers of `sizes`, by column."""
         sizes = {}
         for entry in self.sizes:
             name, separator, number = entry.rpartition("=")
@@ -102,4 +113,49 @@ def _check_size(what: str, number: int) -> None:
 
 
 CRITEO = Schema(LABEL, INTEGERS, CATEGORIES)
-"""Criteo's display-advertising log; `tritonemb.data.logs.tsv` says what its columns hold."""
+"""Criteo's display-advertising log; `tritonemb.data.criteo` says what its columns hold."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A bad row.
+
+    Args:
+        row: its line or row in the chunk, from 0.
+        reason: what is wrong, for counting: the same words for the same mistake in other rows.
+        message: what is wrong with this one.
+    """
+
+    row: int
+    reason: str
+    message: str
+
+
+@dataclass
+class Problems:
+    """The bad rows of a chunk: the first few in full, all of them counted by reason."""
+
+    first: list[Problem] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def total(self) -> int:
+        return self.counts.total()
+
+
+def wrong_value(place: int, name: str, value: object, expected: str, hint: str = "") -> str:
+    """`field 3 (int_2) is 'x', expected an integer or nothing`; `place` counts from 1."""
+    return f"field {place} ({name}) is {shown(value)}, expected {expected}{hint}"
+
+
+def shown(value: object) -> str:
+    """A value in quotes, escaped, shortened."""
+    text = value.decode(errors="backslashreplace") if isinstance(value, bytes) else str(value)
+    return repr(text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "...")
+
+
+def listed(names: Iterable[str], most: int = 60) -> str:
+    """Names with commas between them, the rest counted."""
+    names = list(names)
+    rest = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + rest

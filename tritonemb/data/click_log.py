@@ -1,10 +1,10 @@
-"""Click logs that need not fit in memory: read chunk by chunk, parsed by a few threads, shuffled window by window."""
+"""Click logs that need not fit in memory: read chunk by chunk, parsed by a few threads, shuffled buffer by buffer."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -13,20 +13,14 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from tritonemb.data import splits
+from tritonemb.data.arrow import Checked, Chunk
 from tritonemb.data.columns import concat
+from tritonemb.data.encode import Encoder, numberings
+from tritonemb.data.files import LogFile, find, is_remote
 from tritonemb.data.in_memory import Dataset
-from tritonemb.data.logs import splits
-from tritonemb.data.logs.cutter import FIELDS, Cutter
-from tritonemb.data.logs.encode import Encoder, numberings
-from tritonemb.data.logs.files import find
-from tritonemb.data.logs.options import LogOptions
-from tritonemb.data.logs.pipeline import default_workers, in_order
-from tritonemb.data.logs.problems import KEPT, Problem, Problems
-from tritonemb.data.logs.sources import ParquetSource, Source, TextSource
-from tritonemb.data.logs.splits import Part, SplitRule
-from tritonemb.data.logs.text import Chunk
-from tritonemb.data.logs.values import Checked
-from tritonemb.data.logs.windows import Block, Place
+from tritonemb.data.parquet import ArrowSource, Source, head_of, tables_by_split
+from tritonemb.data.pipeline import FIELDS, Batcher, Block, Place, default_workers, in_order
 from tritonemb.data.protocol import (
     SPLITS,
     WHOLE,
@@ -43,26 +37,31 @@ from tritonemb.data.protocol import (
     fingerprint,
     tables_of,
 )
+from tritonemb.data.schema import FIELDS as CRITEO_FIELDS
+from tritonemb.data.schema import LABEL, MAX_PROBLEMS, Problem, Problems
+from tritonemb.data.splits import Kind, LogOptions, Part, SplitRule
+from tritonemb.data.text import TextSource, delimiter_of, first_bytes, header_of
 from tritonemb.types import TableConfig
 from tritonemb.utils import require
 
 Array = np.ndarray[Any, Any]
 R = TypeVar("R")
 
-UNSHUFFLED_ROWS = 16_384  # of a window whose rows keep their order
+UNSHUFFLED_ROWS = 16_384  # of a buffer whose rows keep their order
 
 
 class ClickLog:
-    """A log of clicks in one file, several, or a folder: Criteo's TSV (plain, .gz or .zst), or Parquet.
+    """A log of clicks in one file, several, or a folder: Criteo's TSV or CSV (plain, .gz or .zst), or Parquet.
 
     Memory holds, whatever the size of the log: `2 * workers + 5` chunks of `chunk_bytes` or what they were parsed to,
     about `8 * workers` times `chunk_bytes` while they are parsed, and twice `shuffle_rows` rows.
 
     Args:
-        source: a file, several in their order, or a folder with data files, in natural order of their names.
+        source: a file, several in their order, or a folder with data files, in natural order of their names; remote
+            ones by a URI such as `s3://bucket/logs`. Or data frames by split; see `from_dataframe`.
         options: how it is read.
         name: for messages; the file's or folder's if not given.
-        say: is told, before it is done, of work that takes a pass over the data.
+        say: is called, before it is done, with a line about work that takes a pass over the data.
         labelled: whether rows have a label; those of a log that is only scored may have none, and get 0.
 
     Raises:
@@ -72,7 +71,7 @@ class ClickLog:
 
     def __init__(
         self,
-        source: str | Path | Sequence[str | Path],
+        source: str | Path | Sequence[str | Path] | Mapping[Split, Any],
         options: LogOptions | None = None,
         *,
         name: str | None = None,
@@ -80,24 +79,25 @@ class ClickLog:
         labelled: bool = True,
     ) -> None:
         self.options = options or LogOptions()
-        rule, files = self.options.split, find(source)
-        self.name = name or (
-            Path(source).resolve().name if isinstance(source, str | Path) else files[0].path.parent.name
-        )
-        self.best_auc: float | None = None
-        self._kind = rule.kind(files)
+        rule = self.options.split
         by_file: dict[Split, tuple[int, ...]] = {}
-        if self._kind == "files":
-            files, by_file = splits.split_files(rule, files)
-        self.files = tuple(file.path for file in files)
-        schema, lenient = self.options.schema, self.options.on_bad_row == "skip"
-        time = (rule.time_column,) if self._kind == "time" and rule.time_column else ()
-        if files[0].format == "parquet":
-            self._source: Source = ParquetSource(files, schema, time, labelled)
-        elif time:
-            raise ValueError(f"{files[0].path}: Criteo's text files have no time column; split by another rule")
+        if isinstance(source, Mapping):
+            self.name = name or "data frame"
+            files, self._kind, by_file = tables_by_split(source, rule, self.name)
         else:
-            self._source = TextSource(files, schema, lenient, labelled)
+            files = find(source)
+            self.name = name or _name_of(source, files)
+            self._kind = rule.kind(files)
+            if self._kind == "files":
+                files, by_file = splits.split_files(rule, files)
+        self._files, self.files = files, tuple(file.path for file in files)
+        time = (rule.time_column,) if self._kind == "time" and rule.time_column else ()
+        if files[0].format != "text":
+            self._source: Source = ArrowSource(files, self.options.schema, time, labelled)
+        elif time:
+            raise ValueError(f"{files[0].path}: text files are not split by a time column; split by another rule")
+        else:
+            self._source = TextSource(files, self.options, labelled)
         self.schema = self._source.schema
         self._numberings = numberings(self.schema)
         self._vocabulary = _digest_of(self.schema.vocabulary)
@@ -105,16 +105,14 @@ class ClickLog:
             Feature(column, self._numberings[column].num_embeddings, column in self._source.multi_hot)
             for column in self.schema.sparse
         )
-        if (
-            self._kind == "end"
-            and any(file.codec for file in files)
-            and (rule.test_share or rule.validation_share)
-            and say
-        ):
+        self.best_auc: float | None = None
+        packed = any(file.codec for file in files)
+        if self._kind == "end" and packed and (rule.test_share or rule.validation_share) and say:
             say(f"{self.name}: unpacking it once to learn its size, so that its last rows can be held out")
         self._parts = self._all_parts(by_file, len(files))
-        self._identity = tuple((file.path.name, file.size) for file in files)
+        self._identity: tuple[Any, ...] = tuple((file.name, file.size) for file in files)
         self._known_rows: dict[Split, int] = {}
+        self._left_out: dict[Split, ReadReport] = {}
 
     @property
     def num_dense(self) -> int:
@@ -168,7 +166,7 @@ class ClickLog:
         pin_memory: bool = False,
         shard: Shard = WHOLE,
     ) -> Stream:
-        """See `tritonemb.data.protocol.Data.open`. Rows are shuffled inside windows of `shuffle_rows`, whole batches.
+        """See `tritonemb.data.protocol.Data.open`. Rows are shuffled inside buffers of `shuffle_rows`, whole batches.
 
         A shard is a run of bytes of plain text, or of row groups of Parquet, that nobody else parses. Compressed files
         are dealt out whole if there is one for each shard; else every shard unpacks all of them and parses every
@@ -179,8 +177,8 @@ class ClickLog:
         check_shard(shard)
         shuffle = shuffle and self.options.shuffle_rows > 0
         wanted = self.options.shuffle_rows if shuffle else UNSHUFFLED_ROWS
-        window_rows = -(-wanted // batch_size) * batch_size
-        of = (self._identity, self.options.split, split, batch_size, window_rows)
+        buffer_rows = -(-wanted // batch_size) * batch_size
+        of = (self._identity, self.options.split, split, batch_size, buffer_rows)
         extra = shard if shard != WHOLE else ()
         order = (seed, epoch, *extra)
         belongs_to = fingerprint(*of, *(order if shuffle else extra))
@@ -194,21 +192,33 @@ class ClickLog:
             part = position["part"]
             if part >= max(len(parts), 1) or position["offset"] < (parts[part].start if parts else 0):
                 raise ValueError(f"data set {self.name!r}: the position is in a file that the {split} rows do not have")
-            if position["batch"] * batch_size >= window_rows:
-                raise ValueError(f"data set {self.name!r}: the position is in batch {position['batch']} of a window")
+            if position["batch"] * batch_size >= buffer_rows:
+                raise ValueError(
+                    f"data set {self.name!r}: the position is in batch {position['batch']} of a shuffle buffer"
+                )
             if self.options.on_bad_row == "raise" and position["skipped"]:
                 raise ValueError(
                     f"data set {self.name!r}: {position['skipped']} bad rows had been left out at this position, so it "
                     'can not go on with on_bad_row="raise"; use on_bad_row="skip", or start the epoch again'
                 )
-        cutter = Cutter(log, split, batch_size, window_rows, order if shuffle else None, pin_memory, shard == WHOLE)
-        report = ReadReport(position["rows"], position["skipped"])
+        batcher = Batcher(
+            self.name,
+            split,
+            lambda place: log.encoded(split, place),
+            tuple(feature.name for feature in self.features),
+            batch_size,
+            buffer_rows,
+            order if shuffle else None,
+            pin_memory,
+            needs_rows=shard == WHOLE,
+            left_out=self._left_out.get(split, ReadReport()) if shard[0] == 0 else ReadReport(),
+        )
 
         def at_end(report: ReadReport) -> None:
             if shard == WHOLE:
                 self._known_rows[split] = report.rows
 
-        return Stream(cutter.steps(position), dict(position), report, at_end)
+        return Stream(batcher.steps(position), dict(position), batcher.report(position), at_end)
 
     def scan(self, split: Split, job: Callable[[Chunk], R], start: Place | None = None) -> Generator[R, None, None]:
         """`job` of the chunks of a split, in order, by the log's threads; close the iterator to end them."""
@@ -252,22 +262,54 @@ class ClickLog:
 
     def for_scoring(self) -> ClickLog:
         """The same log with all of its rows, in their order, as test rows."""
-        scored = copy.copy(self)
+        scored = self._with("end", {"test": tuple(Part(file, 0, None) for file in range(len(self.files)))})
         scored.options = replace(self.options, split=SplitRule(split_by="end", test_share=0.0))
-        scored._kind, scored._known_rows = "end", {}
-        scored._parts = {"test": tuple(Part(file, 0, None) for file in range(len(self.files)))}
         return scored
+
+    def of_file(self, file: int) -> ClickLog:
+        """The same log with all rows of one of its files as train rows."""
+        return self._with("end", {"train": (Part(file, 0, None),)})
+
+    def in_files(self, files: Mapping[Split, LogFile | None], left_out: dict[Split, ReadReport]) -> ClickLog:
+        """The same log, read from Parquet files with the good rows of its splits, None for one without rows.
+
+        Args:
+            left_out: the bad rows of each split.
+        """
+        found = [file for file in files.values() if file is not None]
+        parts: dict[Split, tuple[Part, ...]] = {
+            split: () if file is None else (Part(found.index(file), 0, None),) for split, file in files.items()
+        }
+        log = self._with("files", parts)
+        log._source, log.files = ArrowSource(tuple(found), self.schema), tuple(file.path for file in found)
+        log.options = replace(self.options, on_bad_row="raise")
+        log._identity, log._left_out = (*self._identity, "parquet"), left_out
+        return log
+
+    def text_schema(self) -> Any:
+        """The `pyarrow.Schema` of its columns if it is read from text; else None."""
+        return self._source.arrow_schema() if isinstance(self._source, TextSource) else None
+
+    def rows_digest(self) -> str:
+        """A digest of what decides the values of a text log's rows: its files, how they are parsed, and the splits."""
+        options = (self.options.split, self.options.on_bad_row, self.options.delimiter, self.options.quoted_newlines)
+        columns = [(field.name, str(field.type)) for field in self.text_schema()]
+        return digest([(file.location, file.size, file.modified) for file in self._files], options, columns)
+
+    def _with(self, kind: Kind, parts: dict[Split, tuple[Part, ...]]) -> ClickLog:
+        """A copy with other splits."""
+        log = copy.copy(self)
+        log._kind, log._parts, log._known_rows = kind, parts, {}
+        return log
 
     def _shard(self, split: Split, shard: Shard) -> ClickLog:
         """The same log with one shard of a split as all of it."""
         parts = self._parts_of(split)
         if shard == WHOLE:
             return self
-        if self._kind == "time" and isinstance(self._source, ParquetSource):
+        if self._kind == "time" and isinstance(self._source, ArrowSource):
             parts = self._source.within(self.options.split, split)
-        shared = copy.copy(self)
-        shared._parts = {split: self._source.share(parts, shard)}
-        return shared
+        return self._with(self._kind, {split: self._source.shard(parts, shard)})
 
     def _encode(self, split: Split, chunk: Chunk) -> Block:
         encoder = Encoder(self.schema, self.features, self._numberings)
@@ -299,7 +341,7 @@ class ClickLog:
             if self.options.on_bad_row == "raise":
                 raise ValueError(f"{self._source.where(part, chunk, row)}: {message}")
             problems.counts[f"{self.files[part.file]}: {reason}"] += 1
-            if len(problems.first) < KEPT:
+            if len(problems.first) < MAX_PROBLEMS:
                 where = self._source.where(part, chunk, row)
                 problems.first.append(Problem(row, reason, f"{where}: {message}"))
         return problems
@@ -326,7 +368,7 @@ class ClickLog:
         return {split: kept for split, kept in parts.items() if kept}
 
     def _check_times(self, bounds: list[str]) -> None:
-        if isinstance(self._source, ParquetSource) and self.options.split.time_column:
+        if isinstance(self._source, ArrowSource) and self.options.split.time_column:
             for bound in bounds:
                 splits.time_bound(bound, self._source.type_of(self.options.split.time_column), require("pyarrow"))
 
@@ -341,3 +383,26 @@ def _digest_of(path: Path | None) -> str | None:
         return None
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def is_labelled(file: LogFile, options: LogOptions) -> bool:
+    """Whether a log that is to be scored has labels, as far as a file's columns or its first line tell."""
+    label = options.schema.label or LABEL
+    if file.format != "text":
+        return label in head_of(file).columns
+    if delimiter := delimiter_of(file, options):
+        return label in header_of(file, delimiter)[0]
+    lines = first_bytes(file).split(b"\n")
+    first = next((line for line in lines if line.removesuffix(b"\r")), b"")
+    return first.count(b"\t") != len(CRITEO_FIELDS) - 2
+
+
+def _name_of(source: str | Path | Sequence[str | Path], files: Sequence[LogFile]) -> str:
+    if isinstance(source, str | Path):
+        return (
+            str(source).partition("?")[0].rstrip("/").rpartition("/")[2]
+            if is_remote(source)
+            else Path(source).resolve().name
+        )
+    path = files[0].path
+    return path.split("/")[-2] if isinstance(path, str) else path.parent.name

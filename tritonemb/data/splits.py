@@ -1,21 +1,26 @@
-"""Which rows of a log are held out."""
+"""How a log is read: which rows are held out for validation and test, and how the others are shared out."""
 
 from __future__ import annotations
 
+import bisect
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
-from tritonemb.data.logs.files import LogFile, described, find
-from tritonemb.data.logs.hashing import mix
-from tritonemb.data.logs.problems import shown
+from tritonemb.data.encode import mix
+from tritonemb.data.files import LogFile, described, find
 from tritonemb.data.protocol import SPLITS, WHOLE, Shard, Split
+from tritonemb.data.schema import Schema, shown
 
 Array = np.ndarray[Any, Any]
 
+Kind = Literal["end", "random", "files", "time"]
+
+LARGEST_CHUNK = 1 << 28
+NEAR = 1 / 16  # of a shard: how far a cut may move to fall between two row groups
 _DAY = re.compile(r"day_[0-9]+")
 
 
@@ -61,7 +66,7 @@ class SplitRule:
         if by == "time" and not (self.time_column and (self.test_from or self.validation_from)):
             raise ValueError('split: split_by="time" needs time_column and test_from, validation_from or both')
 
-    def kind(self, files: tuple[LogFile, ...]) -> Literal["end", "random", "files", "time"]:
+    def kind(self, files: tuple[LogFile, ...]) -> Kind:
         """What "auto" comes to for these files."""
         if self.split_by != "auto":
             return self.split_by
@@ -73,14 +78,52 @@ class SplitRule:
 
 
 @dataclass(frozen=True)
+class LogOptions:
+    """How a log is read, cut up and numbered.
+
+    Args:
+        schema: which columns are what, and how categories become ids.
+        split: which rows are held out.
+        shuffle_rows: rows that are shuffled among each other at a time, in memory; 0 keeps the order of the files.
+        on_bad_row: stop at a row that is not as it should be, or leave it out and count it.
+        workers: threads that parse; one for each processor, at most 8, if not given.
+        chunk_bytes: bytes that one of them works on at a time.
+        delimiter: what stands between the fields of text files that begin with a header. Without it, names that end
+            with `.csv` (or `.csv.gz`, `.csv.zst`) say that it is a comma, and others that they have Criteo's format.
+        quoted_newlines: whether fields in quotes may contain line ends: slower, as such files are cut serially.
+    """
+
+    schema: Schema = field(default_factory=Schema)
+    split: SplitRule = field(default_factory=SplitRule)
+    shuffle_rows: int = 262_144
+    on_bad_row: Literal["raise", "skip"] = "raise"
+    workers: int | None = None
+    chunk_bytes: int = 8 << 20
+    delimiter: str = ""
+    quoted_newlines: bool = False
+
+    def __post_init__(self) -> None:
+        if self.shuffle_rows < 0:
+            raise ValueError(f"shuffle_rows must not be negative, got {self.shuffle_rows}")
+        if self.on_bad_row not in ("raise", "skip"):
+            raise ValueError(f'on_bad_row must be "raise" or "skip", got {self.on_bad_row!r}')
+        if self.workers is not None and self.workers < 1:
+            raise ValueError(f"workers must be at least 1, got {self.workers}")
+        if not 1 <= self.chunk_bytes <= LARGEST_CHUNK:
+            raise ValueError(f"chunk_bytes must be from 1 to {LARGEST_CHUNK}, got {self.chunk_bytes}")
+        if len(self.delimiter) > 1 or not self.delimiter.isascii() or self.delimiter in ("\n", "\r", '"'):
+            raise ValueError(f"delimiter must be one ASCII character, got {self.delimiter!r}")
+
+
+@dataclass(frozen=True)
 class Part:
     """A piece of one file: rows `[start, stop)` of Parquet, lines that begin in bytes `[start, stop)` of unpacked text.
 
     Args:
         file: index among the log's files.
         stop: None for the end of the file.
-        stripes: (index, count): of compressed text, which nobody can enter in the middle, only every count-th stripe;
-            see `tritonemb.data.logs.text.striped`.
+        stripes: (index, count): of text that nobody can enter in the middle, only every count-th stripe; see
+            `tritonemb.data.text.striped`.
     """
 
     file: int
@@ -99,11 +142,11 @@ def split_files(
     }
     if not held_out["validation"] and not held_out["test"]:
         held_out["test"] = files[-1:]
-    both = {file.path.resolve() for file in held_out["validation"]} & {file.path.resolve() for file in held_out["test"]}
+    both = {file.location for file in held_out["validation"]} & {file.location for file in held_out["test"]}
     if both:
-        raise ValueError(f"split: {sorted(map(str, both))[0]} is named for validation and for test")
-    out = {file.path.resolve() for kept in held_out.values() for file in kept}
-    train = tuple(file for file in files if file.path.resolve() not in out)
+        raise ValueError(f"split: {sorted(both)[0]} is named for validation and for test")
+    out = {file.location for kept in held_out.values() for file in kept}
+    train = tuple(file for file in files if file.location not in out)
     if not train:
         raise ValueError(f"split: all files are held out, no train rows are left: {described(files)}")
     everything = train + held_out["validation"] + held_out["test"]
@@ -192,3 +235,33 @@ def time_bound(bound: str, kind: Any, pa: Any) -> Any:
         return pa.scalar(bound).cast(kind)
     except pa.ArrowException as error:
         raise ValueError(f"split: {shown(bound)} is not a time of the time column, which is {kind}") from error
+
+
+def even(parts: Sequence[Part], sizes: Sequence[int], shard: Shard, ends: Sequence[int] = ()) -> list[Part]:
+    """The index-th of `count` runs of equal length, counted through all parts.
+
+    Args:
+        sizes: of the parts.
+        ends: places, ascending, that a cut moves to if one is near.
+    """
+    index, count = shard
+    total = sum(sizes)
+    return between(parts, sizes, *(_moved(total * place // count, total / count, ends) for place in (index, index + 1)))
+
+
+def _moved(cut: int, length: float, ends: Sequence[int]) -> int:
+    place = bisect.bisect_left(ends, cut)
+    nearest = min((end for end in ends[max(place - 1, 0) : place + 1]), key=lambda end: abs(end - cut), default=cut)
+    return nearest if cut and abs(nearest - cut) <= NEAR * length else cut
+
+
+def whole(parts: Sequence[Part], sizes: Sequence[int], shard: Shard) -> list[Part]:
+    """Whole parts, the largest ones dealt out first, each to the shard that has least; in their order."""
+    index, count = shard
+    loads, mine = [0] * count, []
+    for number in sorted(range(len(parts)), key=lambda number: (-sizes[number], number)):
+        poorest = loads.index(min(loads))
+        loads[poorest] += sizes[number]
+        if poorest == index:
+            mine.append(number)
+    return [parts[number] for number in sorted(mine)]

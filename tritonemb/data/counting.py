@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from tritonemb.data.logs.click_log import ClickLog
-from tritonemb.data.logs.text import Chunk
-from tritonemb.data.logs.values import Values
-from tritonemb.data.logs.vocabulary import COLUMNS, METADATA
+from tritonemb.data.arrow import Chunk, Values
+from tritonemb.data.click_log import ClickLog
+from tritonemb.data.encode import COLUMNS, METADATA
 from tritonemb.utils import require, written_aside
 
 Array = np.ndarray[Any, Any]
@@ -58,7 +57,7 @@ def build_vocabulary(
         log: read with its own threads; a vocabulary in its schema is not looked at.
         min_count: values with fewer train rows share id 0 with the missing ones.
         max_size: the most frequent values that a feature keeps; all if not given.
-        progress: is told the number of rows read so far, now and then.
+        progress: is called with the number of rows read so far, now and then.
 
     Raises:
         ValueError: a number below 1; a bad row, unless the log skips them.
