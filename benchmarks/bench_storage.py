@@ -26,7 +26,7 @@ from benchmarks.paired import Contender, measure
 from benchmarks.record import at_most, timing_rows
 from tritonemb.optimizers import RowWiseAdagrad
 from tritonemb.storage import DiskRows, record_of
-from tritonemb.storage.layout import PAYLOAD_BYTES, Layout
+from tritonemb.storage.format import PAYLOAD_BYTES, Layout
 from tritonemb.storage.threads import DEFAULT_THREADS
 
 NUM_BYTES = int(os.environ.get("TRITONEMB_STORAGE_BYTES", 10**9))

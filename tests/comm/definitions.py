@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tritonemb as te
-from tritonemb.comm.ids import Lane
+from tritonemb.comm.id_exchange import Lane
 from tritonemb.kernels.packing import CODECS
 
 FEATURES = ("a", "b", "c")

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 
 import tritonemb as te
 from tests.comm.definitions import ColumnsCase, columns_cases, rounded
-from tritonemb.comm.columns import ColumnExchange
+from tritonemb.comm.codec import EXACT, ExchangePrecision
 from tritonemb.comm.group import Group
-from tritonemb.comm.ids import IdsExchange, Lane
-from tritonemb.comm.precision import EXACT, ExchangePrecision
-from tritonemb.comm.rows import RowExchange
+from tritonemb.comm.id_exchange import IdsExchange, Lane
+from tritonemb.comm.pooled_exchange import ColumnExchange
+from tritonemb.comm.sequence_exchange import RowExchange
 from tritonemb.kernels.packing import CODECS
 
 UNSHRUNK = [Phase.explicit, Phase.generate]  # a smaller case takes as long, as every rank must run it

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tritonemb.comm.distinct import gather_rows
+from tritonemb.comm.gradient_exchange import gather_rows
 from tritonemb.comm.group import Group
 
 GIVEN = [

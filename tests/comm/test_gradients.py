@@ -7,7 +7,7 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from tritonemb.comm.gradients import Block, RowSums, exchange_columns, gather_sums
+from tritonemb.comm.gradient_exchange import Block, RowSums, exchange_columns, gather_sums
 from tritonemb.comm.group import Group
 
 UNSHRUNK = [Phase.explicit, Phase.generate]  # a smaller case takes as long, as every rank must run it

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 import tritonemb as te
 from tests.comm.definitions import FEATURES, IdsCase, ids_cases, lists_of
+from tritonemb.comm.codec import EXACT
 from tritonemb.comm.group import Group
-from tritonemb.comm.ids import IdsExchange, Lane
-from tritonemb.comm.precision import EXACT
-from tritonemb.comm.rows import RowExchange
+from tritonemb.comm.id_exchange import IdsExchange, Lane
+from tritonemb.comm.sequence_exchange import RowExchange
 
 UNSHRUNK = [Phase.explicit, Phase.generate]  # a smaller case takes as long, as every rank must run it
 DIM = 3

@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from tritonemb.comm.joining import agreed_name
+from tritonemb.comm.control import agreed_name
 
 
 def meet(store: dist.Store, size: int, seconds: float = 30.0) -> list[str]:

@@ -12,9 +12,9 @@ from tests import plain
 from tests.gpu.problems import fresh_seed
 from tests.strategies import DIMS, ID_DTYPES, TABLE_DTYPES, random_batch, random_weights, rows_of
 from tritonemb.kernels.embedding_bag import sample_weight_gradient_reference
-from tritonemb.kernels.layout import make_layout
 from tritonemb.kernels.row_groups import row_groups_reference
 from tritonemb.kernels.row_update import row_update_reference_
+from tritonemb.layout import make_layout
 from tritonemb.ops.registry import kernel
 from tritonemb.optim import OPTIMIZERS
 

@@ -27,7 +27,7 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from tritonemb.kernels.language import Launch, recording
+from tritonemb.kernels.triton_utils import Launch, recording
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),

@@ -14,7 +14,7 @@ from tritonemb import ops
 from tritonemb.kernels import embedding_bag as triton
 from tritonemb.kernels.cpu.embedding_bag import embedding_bag, sample_weight_gradient
 from tritonemb.kernels.embedding_bag import embedding_bag_reference, sample_weight_gradient_reference
-from tritonemb.kernels.layout import make_layout
+from tritonemb.layout import make_layout
 
 # Float32 sums of at most 12 normal values, times normal weights, in another order than float64's.
 SUMS = {"rtol": 1e-5, "atol": 1e-5}

@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.strategies import seeds
 from tritonemb.kernels import quantize as kernels
 from tritonemb.kernels.packing import CODECS, INT8, Packing, make_packing
-from tritonemb.kernels.rounding import narrow_reference
+from tritonemb.kernels.random import narrow_reference
 from tritonemb.ops.quantize import quantize_pack, quantize_unpack
 
 DIMS = (1, 3, 4, 60, 64, 100, 128, 257, 700)

@@ -12,10 +12,9 @@ from hypothesis import strategies as st
 
 import tritonemb as te
 from tests.helpers import contents, make_collection, random_steps, train
-from tritonemb.kernels.cpu.jit import compiled
-from tritonemb.kernels.cpu.memory import BFLOAT16, FLOAT16
-from tritonemb.kernels.cpu.rounding import fill_random, narrow_row, narrow_row_stochastic, widen_row
-from tritonemb.kernels.rounding import narrow_reference, narrow_stochastic_reference, random16_reference
+from tritonemb.kernels.cpu.jit import BFLOAT16, FLOAT16, compiled
+from tritonemb.kernels.cpu.random import fill_random, narrow_row, narrow_row_stochastic, widen_row
+from tritonemb.kernels.random import narrow_reference, narrow_stochastic_reference, random16_reference
 
 CODES = {torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 # Random123's known answers for philox4x32-10: counter, key, result.

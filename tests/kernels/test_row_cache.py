@@ -16,8 +16,8 @@ from tests.helpers import fewer
 from tests.strategies import seeds
 from tritonemb.kernels import cache_sets
 from tritonemb.kernels.cpu import row_cache as cpu
-from tritonemb.kernels.layout import make_layout
 from tritonemb.kernels.row_groups import row_groups_reference
+from tritonemb.layout import make_layout
 
 WAYS = 32
 MASK64 = 2**64 - 1

@@ -14,8 +14,8 @@ import tritonemb as te
 from tests.strategies import problems, random_batch
 from tritonemb.kernels import row_groups as triton
 from tritonemb.kernels.cpu.row_groups import row_groups
-from tritonemb.kernels.layout import Layout, make_layout
 from tritonemb.kernels.row_groups import row_groups_reference
+from tritonemb.layout import Layout, make_layout
 
 IMPLEMENTATIONS = {"cpu": row_groups, "reference": row_groups_reference}
 Groups = tuple[Tensor, Tensor, Tensor, Tensor]

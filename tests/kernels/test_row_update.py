@@ -17,8 +17,8 @@ from tests import formulas
 from tests.helpers import assert_close, assert_same_bits, configurations, contents, make_collection, random_steps, train
 from tests.strategies import TABLE_DTYPES, optimizers, seeds, tables
 from tritonemb.kernels import row_update as triton
-from tritonemb.kernels.layout import make_layout
 from tritonemb.kernels.row_groups import row_groups
+from tritonemb.layout import make_layout
 from tritonemb.ops.registry import forced
 from tritonemb.optim import OPTIMIZERS
 

@@ -11,10 +11,10 @@ from torch import Tensor
 
 import tritonemb as te
 from tests.strategies import random_batch, random_weights
-from tritonemb.kernels.layout import make_layout
 from tritonemb.kernels.row_groups import row_groups_reference
 from tritonemb.kernels.row_update import row_update_ as triton_row_update_
 from tritonemb.kernels.row_update import row_update_reference_
+from tritonemb.layout import make_layout
 
 STEPS = [7, 0, 3, 123_456_789]  # neighbours differ, and so do their corrections; the last one's are 1
 DIMS = [60, 8, 16, 1]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from tritonemb.nn.row_cache import CacheStatistics
 from tritonemb.ops.row_cache import WAYS
+from tritonemb.tables.cache import CacheStatistics
 
 MASK = 2**64 - 1
 

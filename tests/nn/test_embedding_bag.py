@@ -30,9 +30,9 @@ from tests.nn.twins import (
     random_ids,
     twins,
 )
-from tritonemb.kernels.layout import make_layout
+from tritonemb.layout import make_layout
 from tritonemb.ops import row_groups
-from tritonemb.ops.bag_kernels import places_of
+from tritonemb.ops.bag import places_of
 from tritonemb.optim import OPTIMIZERS
 
 pytestmark = pytest.mark.public

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tritonemb.nn import row_mover
-from tritonemb.nn.row_mover import RowMover
 from tritonemb.storage import record_of
+from tritonemb.tables import transfer
+from tritonemb.tables.transfer import RowMover
 
 RECORD = record_of(4, torch.float32, ())
 
@@ -34,7 +34,7 @@ def test_writes_that_nobody_waits_for_take_little_memory(monkeypatch, size):
     slots = {"weight": torch.zeros(20, 4)}
     table = SimpleNamespace(store=store, record=RECORD, tensors_on_device=lambda: slots)
     most = 10 * RECORD.num_bytes
-    monkeypatch.setattr(row_mover, "MOST_WRITING", most)
+    monkeypatch.setattr(transfer, "MOST_WRITING", most)
     mover = RowMover(torch.device("cpu"))
     for _ in range(50):
         mover.write(table, torch.arange(size), torch.arange(size))

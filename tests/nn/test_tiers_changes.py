@@ -14,7 +14,7 @@ import tritonemb as te
 from tests.helpers import CACHED, assert_same_bits, contents
 from tests.nn.tiers import not_interpreted, outputs_of, seeded, varied_steps
 from tritonemb import ops
-from tritonemb.nn.brought import Lease
+from tritonemb.tables.pins import Lease
 
 pytestmark = [pytest.mark.public, not_interpreted]
 TABLES = [te.TableConfig("user", 500, 4), te.TableConfig("genre", 70, 2)]

@@ -15,9 +15,9 @@ import tritonemb as te
 from tests.helpers import CACHED, assert_same_bits, contents, output_of
 from tests.nn.test_bad_offsets import BAD_OFFSETS, unchecked
 from tests.nn.tiers import ELSEWHERE, not_interpreted, outputs_of, same, seeded, varied_steps
-from tritonemb.nn.row_mover import RowMover
 from tritonemb.storage import HostRows, StorageError
-from tritonemb.storage.file_rows import FileRows
+from tritonemb.storage.row_file import FileRows
+from tritonemb.tables.transfer import RowMover
 from tritonemb.types import CacheConfig
 
 pytestmark = [pytest.mark.public, not_interpreted]

@@ -15,9 +15,8 @@ from tests.helpers import assert_same_bits, contents, fewer
 from tests.nn.tiers import ELSEWHERE, not_interpreted, outputs_of, same, seeded, varied_steps
 from tests.strategies import random_batch
 from tritonemb import ops
-from tritonemb.kernels.layout import FIRST_ROW, NUM_ROWS
-from tritonemb.nn.cache_directory import Directory
-from tritonemb.nn.slot_memory import SlotMemory
+from tritonemb.layout import FIRST_ROW, NUM_ROWS
+from tritonemb.tables.cache_slots import Directory, SlotMemory
 from tritonemb.types import CacheConfig
 
 pytestmark = [pytest.mark.public, not_interpreted]

@@ -11,7 +11,7 @@ from tests import plain
 from tests.helpers import fewer, make_collection, width_of
 from tests.strategies import DIMS, TABLE_DTYPES, problems, random_weights, seeds
 from tritonemb import ops
-from tritonemb.kernels.layout import make_layout
+from tritonemb.layout import make_layout
 
 pytestmark = pytest.mark.public
 TABLES = {"dtypes": TABLE_DTYPES, "dims": fewer(DIMS, (1, 7, 60)), "max_tables": fewer(6, 3)}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import tritonemb as te
 from tritonemb import ops
-from tritonemb.kernels.layout import make_layout
+from tritonemb.layout import make_layout
 
 pytestmark = pytest.mark.public
 OPS = torch.ops.tritonemb

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from hypothesis import strategies as st
 
-from tritonemb.sharding.table_shards import LocalShard, TableShards
+from tritonemb.sharding.sharded_tensor import LocalShard, TableShards
 
 
 class Cut(NamedTuple):

@@ -12,8 +12,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import tritonemb as te
 from tests.sharding.cuts import draw_cuts, holds, shards_of, values
-from tritonemb.sharding.foreign import load_tables
-from tritonemb.sharding.table_shards import TableShards
+from tritonemb.sharding.interop import load_tables
+from tritonemb.sharding.sharded_tensor import TableShards
 
 USER, ITEM = values((6, 4), torch.float32, 1), values((9, 4), torch.float32, 2)
 

@@ -15,15 +15,15 @@ from torch.distributed import checkpoint
 
 from tests.sharding.cuts import Cut, draw_cuts, holds, shapes, shards_of, values
 from tritonemb.comm.group import Group
-from tritonemb.sharding import table_shards
-from tritonemb.sharding.table_shards import LocalShard, TableShards
+from tritonemb.sharding import sharded_tensor
+from tritonemb.sharding.sharded_tensor import LocalShard, TableShards
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 PIECES = (1, 64, 1 << 27)  # bytes written at once: single rows, some rows, all
 
 
 def save(rank: int, folder: str, whole: torch.Tensor, cuts: list[Cut], piece_bytes: int) -> None:
-    table_shards.PIECE_BYTES = piece_bytes
+    sharded_tensor.PIECE_BYTES = piece_bytes
     state = {"a.t.weight": shards_of(rank, whole, cuts), "step": torch.tensor(7)}
     checkpoint.save(state, checkpoint_id=folder)
 
@@ -36,7 +36,7 @@ def load(rank: int, folder: str, whole: torch.Tensor, cuts: list[Cut]) -> bool:
 
 
 def gather(rank: int, whole: torch.Tensor, cuts: list[Cut], piece_bytes: int) -> bool:
-    table_shards.PIECE_BYTES = piece_bytes
+    sharded_tensor.PIECE_BYTES = piece_bytes
     return torch.equal(shards_of(rank, whole, cuts).gather(Group.world()), whole)
 
 
@@ -175,7 +175,7 @@ def bytes_written_at_once(rank: int, folder: str) -> list[int]:
     """Sizes of the tensors that are handed to `torch.save`."""
     sizes: list[int] = []
     real = torch.save
-    table_shards.PIECE_BYTES = 256
+    sharded_tensor.PIECE_BYTES = 256
 
     def spy(value, *args, **options):
         sizes.append(value.untyped_storage().size())
@@ -188,7 +188,7 @@ def bytes_written_at_once(rank: int, folder: str) -> list[int]:
         checkpoint.save({"t": own}, checkpoint_id=folder, process_group=dist.group.WORLD)
     finally:
         torch.save = real
-        table_shards.PIECE_BYTES = 1 << 27
+        sharded_tensor.PIECE_BYTES = 1 << 27
     return sizes
 
 
@@ -198,7 +198,7 @@ def test_a_large_shard_is_written_in_pieces(ranks, tmp_path):
 
 
 def test_the_same_shards_are_loaded_and_saved_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(table_shards, "PIECE_BYTES", 32)
+    monkeypatch.setattr(sharded_tensor, "PIECE_BYTES", 32)
     whole = values((9, 4), torch.float32)
     checkpoint.save({"t": whole}, checkpoint_id=tmp_path / "a", no_dist=True)
     cuts = [Cut((0, 9), (0, 4), (0,)), Cut((2, 5), (0, 4), (0,), is_copy=True)]

@@ -13,9 +13,9 @@ import tritonemb as te
 from tests.helpers import CACHED, assert_same_bits, living
 from tests.sharding.cases import Case, Trained, alone, differences, groups_of, together, train_steps
 from tests.sharding.test_collections import sizes, tables
-from tritonemb.nn.sent import SentFeatures
 from tritonemb.optim import OPTIMIZERS
 from tritonemb.sharding import ColumnWise, DataParallel, Grid, RowWise, TableColumnWise, TableRowWise, TableWise
+from tritonemb.tables.prefetched import SentFeatures
 from tritonemb.types import CacheConfig
 
 SMALLEST = CacheConfig(rows=1)

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.storage.stores import disk_rows, read, some_records, write
-from tritonemb.storage import aio, lanes
-from tritonemb.storage.file import Buffer, PageFile
+from tritonemb.storage import aio, io
+from tritonemb.storage.io import Buffer, PageFile
 
 PAGE = 4096
 
@@ -109,7 +109,7 @@ def test_a_system_that_has_no_queues_left(monkeypatch, tmp_path):
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
     monkeypatch.setattr(aio, "_call", refuse)
-    monkeypatch.setattr(lanes, "_lanes", lanes._Lanes())
+    monkeypatch.setattr(io, "_lanes", io._Lanes())
     assert aio.make_queue() is None
     with disk_rows(tmp_path / "rows", 1000, 516) as store:
         write(store, range(1000), 1)
@@ -123,17 +123,17 @@ def test_other_systems_have_none(monkeypatch, platform):
 
 
 def test_there_are_so_many_lanes_and_no_more(monkeypatch):
-    monkeypatch.setattr(lanes, "NUM_LANES", 2)
-    monkeypatch.setattr(lanes, "_lanes", lanes._Lanes())
+    monkeypatch.setattr(io, "NUM_LANES", 2)
+    monkeypatch.setattr(io, "_lanes", io._Lanes())
     got = threading.Event()
 
     def third() -> None:
-        with lanes.borrow():
+        with io.borrow():
             got.set()
 
     thread = threading.Thread(target=third)
-    with lanes.borrow() as first:
-        with lanes.borrow() as second:
+    with io.borrow() as first:
+        with io.borrow() as second:
             assert first is not second
             thread.start()
             assert not got.wait(0.1)
@@ -142,7 +142,7 @@ def test_there_are_so_many_lanes_and_no_more(monkeypatch):
 
 
 def test_a_lane_grows_for_large_blocks(monkeypatch):
-    monkeypatch.setattr(lanes, "_lanes", lanes._Lanes())
-    with lanes.borrow() as lane:
+    monkeypatch.setattr(io, "_lanes", io._Lanes())
+    with io.borrow() as lane:
         assert lane.make_room(PAGE) is lane.buffer
-        assert lane.make_room(3 * lanes.HALF_BYTES).array.size == 6 * lanes.HALF_BYTES
+        assert lane.make_room(3 * io.HALF_BYTES).array.size == 6 * io.HALF_BYTES

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from tests.storage.stores import Model, Stop, disk_rows, initial, no_thread, plain_record, read, some_records, write
-from tritonemb.storage import DiskRows, SavedRows, aio, copy_rows, digest, lanes, restore, scan
-from tritonemb.storage.apart import apart
-from tritonemb.storage.threads import IoThreads
+from tritonemb.storage import DiskRows, SavedRows, aio, copy_rows, digest, io, page_table, restore
+from tritonemb.storage.threads import IoThreads, apart
 
 NUM_ROWS, NUM_BYTES = 4000, 4000  # a block each
 pytestmark = pytest.mark.timeout(30)  # where one is not seen through, somebody waits for ever
@@ -32,7 +31,7 @@ def saved(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def new_lanes(monkeypatch):
-    monkeypatch.setattr(lanes, "_lanes", lanes._Lanes())
+    monkeypatch.setattr(io, "_lanes", io._Lanes())
 
 
 def check(rows: SavedRows) -> None:
@@ -46,9 +45,9 @@ def open_table(path: Path) -> DiskRows:
     return DiskRows.open(path, "user", NUM_ROWS, plain_record(NUM_BYTES), 7, initial)
 
 
-def free_lanes() -> list[lanes.Lane | None]:
+def free_lanes() -> list[io.Lane | None]:
     """Those that nobody has."""
-    pool = lanes._lanes.free
+    pool = io._lanes.free
     found = [pool.get() for _ in range(pool.qsize())]
     for lane in found:
         pool.put(lane)
@@ -130,7 +129,7 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
 def test_the_main_thread_moves_nothing_itself(saved, tmp_path, monkeypatch, call):
     movers = set()
-    for owner, name in ((lanes.Lane, "begin"), (lanes.Lane, "end"), (IoThreads, "run")):
+    for owner, name in ((io.Lane, "begin"), (io.Lane, "end"), (IoThreads, "run")):
         real = getattr(owner, name)
 
         def note(*arguments, real=real):
@@ -138,7 +137,7 @@ def test_the_main_thread_moves_nothing_itself(saved, tmp_path, monkeypatch, call
             return real(*arguments)
 
         monkeypatch.setattr(owner, name, note)
-    monkeypatch.setattr("tritonemb.storage.clone._clone", lambda *_: False)
+    monkeypatch.setattr("tritonemb.storage.snapshot._clone", lambda *_: False)
     call(saved, tmp_path / "to")
     assert movers
     assert threading.main_thread() not in movers
@@ -162,7 +161,7 @@ def test_an_interrupt_when_the_kernel_has_told_what_has_ended(saved, monkeypatch
             check(rows)
         if not told:
             pytest.skip("no asynchronous I/O here")
-        assert len(free_lanes()) == lanes.NUM_LANES
+        assert len(free_lanes()) == io.NUM_LANES
         assert {lane._queue._on_their_way for lane in free_lanes() if lane is not None} == {0}
         check(rows)
 
@@ -170,9 +169,9 @@ def test_an_interrupt_when_the_kernel_has_told_what_has_ended(saved, monkeypatch
 @pytest.mark.parametrize("interrupts", [1, 2])
 def test_a_lane_is_nobody_elses_before_what_is_on_its_way_has_ended(saved, monkeypatch, interrupt, interrupts):
     """Else what the disk still brings goes into the midst of another table's rows."""
-    real, go_on, in_use = lanes.Lane.end, threading.Event(), []
+    real, go_on, in_use = io.Lane.end, threading.Event(), []
 
-    def end(lane: lanes.Lane, moving: lanes.Moving) -> None:
+    def end(lane: io.Lane, moving: io.Moving) -> None:
         if not in_use:
             in_use.append(lane)
             for _ in range(interrupts):
@@ -182,7 +181,7 @@ def test_a_lane_is_nobody_elses_before_what_is_on_its_way_has_ended(saved, monke
         real(lane, moving)
 
     rows = SavedRows(saved / "whole")
-    monkeypatch.setattr(lanes.Lane, "end", end)
+    monkeypatch.setattr(io.Lane, "end", end)
     with pytest.raises(Stop):
         check(rows)
     if interrupts == 2:  # nobody has waited
@@ -191,16 +190,16 @@ def test_a_lane_is_nobody_elses_before_what_is_on_its_way_has_ended(saved, monke
             check(other)
         go_on.set()
         until(lambda: in_use[0] in free_lanes())
-    assert len(free_lanes()) == lanes.NUM_LANES
+    assert len(free_lanes()) == io.NUM_LANES
     assert in_use[0]._on_their_way == []
     check(rows)
     rows.close()
 
 
 def test_a_file_is_closed_when_what_was_given_up_has_ended(saved, monkeypatch, interrupt):
-    real, handles = lanes.Lane.end, []
+    real, handles = io.Lane.end, []
 
-    def end(lane: lanes.Lane, moving: lanes.Moving) -> None:
+    def end(lane: io.Lane, moving: io.Moving) -> None:
         if not handles:
             handles.append(0)
             interrupt()
@@ -213,7 +212,7 @@ def test_a_file_is_closed_when_what_was_given_up_has_ended(saved, monkeypatch, i
     closing = []
     rows = SavedRows(saved / "whole")
     handle = rows._blocks.file.handle
-    monkeypatch.setattr(lanes.Lane, "end", end)
+    monkeypatch.setattr(io.Lane, "end", end)
     with pytest.raises(Stop):
         check(rows)
     closing.append(True)
@@ -223,7 +222,7 @@ def test_a_file_is_closed_when_what_was_given_up_has_ended(saved, monkeypatch, i
 
 def test_a_table_whose_opening_is_interrupted_is_not_read_to_its_end(saved, monkeypatch, interrupt):
     """And it can be opened again at once."""
-    real, begun = lanes.Lane.begin, []
+    real, begun = io.Lane.begin, []
 
     def begin(*arguments):
         begun.append(arguments)
@@ -232,8 +231,8 @@ def test_a_table_whose_opening_is_interrupted_is_not_read_to_its_end(saved, monk
             until(lambda: threading.current_thread().given_up)
         return real(*arguments)
 
-    monkeypatch.setattr(scan, "HALF_BYTES", 8192)
-    monkeypatch.setattr(lanes.Lane, "begin", begin)
+    monkeypatch.setattr(page_table, "HALF_BYTES", 8192)
+    monkeypatch.setattr(io.Lane, "begin", begin)
     with pytest.raises(Stop) as caught:  # which keeps all that is in its frames
         open_table(saved / "live")
     assert len(begun) == 1
@@ -246,16 +245,16 @@ def test_a_table_whose_opening_is_interrupted_is_not_read_to_its_end(saved, monk
 
 
 def test_a_table_that_was_opened_when_nobody_wanted_it_any_more_is_closed(saved, monkeypatch, interrupt):
-    real = scan.Places
+    real = page_table.Places
 
     def places(*arguments):
         interrupt()
         until(lambda: threading.current_thread().given_up)
-        monkeypatch.setattr(scan, "Places", real)
+        monkeypatch.setattr(page_table, "Places", real)
         return real(*arguments)
 
-    monkeypatch.setattr(scan, "Places", places)
-    monkeypatch.setattr(lanes, "stop_if_given_up", lambda: None)
+    monkeypatch.setattr(page_table, "Places", places)
+    monkeypatch.setattr(io, "stop_if_given_up", lambda: None)
     with pytest.raises(Stop) as caught:
         open_table(saved / "live")
     open_table(saved / "live").close()
@@ -263,14 +262,14 @@ def test_a_table_that_was_opened_when_nobody_wanted_it_any_more_is_closed(saved,
 
 
 def test_a_restore_that_is_interrupted_leaves_nothing(saved, tmp_path, monkeypatch, interrupt):
-    real = lanes.Lane.begin
+    real = io.Lane.begin
 
     def begin(*arguments):
         interrupt()
         until(lambda: threading.current_thread().given_up)
         return real(*arguments)
 
-    monkeypatch.setattr(lanes.Lane, "begin", begin)
+    monkeypatch.setattr(io.Lane, "begin", begin)
     with pytest.raises(Stop):
         restore(tmp_path / "to", saved / "whole", [saved / "changes"])
     assert list(tmp_path.iterdir()) == []

@@ -33,8 +33,8 @@ from tests.storage.stores import (
 )
 from tritonemb.kernels.cache_sets import set_of
 from tritonemb.storage import Counts, DiskRows, StorageError, restore
-from tritonemb.storage import cached as cached_module
-from tritonemb.storage.file_rows import FileRows
+from tritonemb.storage import host_cache as cached_module
+from tritonemb.storage.row_file import FileRows
 
 ROOT = Path(__file__).parents[2]
 PAGE, NUM_ROWS = 4096, 300

@@ -7,7 +7,7 @@ import psutil
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tritonemb.storage.changes import CHUNK_BITS, ChangedBlocks
+from tritonemb.storage.page_table import CHUNK_BITS, ChangedBlocks
 
 NUM_BLOCKS = 3 * CHUNK_BITS + 5
 block = st.integers(0, 40) | st.integers(CHUNK_BITS - 9, CHUNK_BITS + 9) | st.integers(NUM_BLOCKS - 9, NUM_BLOCKS - 1)

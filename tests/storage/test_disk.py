@@ -30,7 +30,7 @@ from tests.storage.stores import (
 )
 from tritonemb.optimizers import Adam
 from tritonemb.storage import DiskRows, record_of
-from tritonemb.storage import blocks as blocks_module
+from tritonemb.storage import block_file as blocks_module
 
 ROOT = Path(__file__).parents[2]
 

@@ -26,8 +26,8 @@ from tests.storage.stores import (
     write,
 )
 from tritonemb.optimizers import Adam, RowWiseAdagrad
-from tritonemb.storage import DiskRows, StorageError, lanes, record_of
-from tritonemb.storage import header as headers
+from tritonemb.storage import DiskRows, StorageError, io, record_of
+from tritonemb.storage import format as headers
 
 PAGE = 4096
 
@@ -202,8 +202,8 @@ def test_a_page_that_is_written_whole_is_not_read(filled, page, rows):
 
 def test_a_file_holds_nothing_but_its_rows(tmp_path, monkeypatch):
     """What stood in the buffers before does not get into the pages, so the same rows make the same file."""
-    monkeypatch.setattr(lanes, "NUM_LANES", 1)
-    monkeypatch.setattr(lanes, "_lanes", lanes._Lanes())
+    monkeypatch.setattr(io, "NUM_LANES", 1)
+    monkeypatch.setattr(io, "_lanes", io._Lanes())
     with (
         disk_rows(tmp_path / "rows", 9, 4000) as store,
         disk_rows(tmp_path / "b", 3, 300) as other,
@@ -213,7 +213,7 @@ def test_a_file_holds_nothing_but_its_rows(tmp_path, monkeypatch):
         assert page[4001:-8] == bytes(PAGE - 4009)
         write(other, [0, 1, 2], 1).wait()
         assert tmp_path.joinpath("b").read_bytes()[PAGE + 903 : -8] == bytes(PAGE - 911)
-        with lanes.borrow() as lane:
+        with io.borrow() as lane:
             lane.buffer.array.fill(255)
         write(store, range(9), 2).wait()
         write(store, range(9), 1).wait()
@@ -391,7 +391,7 @@ def test_systems_without_direct_io(tmp_path, monkeypatch, system):
 
 def test_the_page_cache_is_asked_to_keep_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "open", without_direct(os.open))
-    monkeypatch.setattr("tritonemb.storage.file.SWEEP_BYTES", 100 * PAGE)
+    monkeypatch.setattr("tritonemb.storage.io.SWEEP_BYTES", 100 * PAGE)
     asked, real = [], os.posix_fadvise
 
     def note(handle, offset, size, advice):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.storage.stores import Model, initial, plain_record, read, write
 from tritonemb.optimizers import Adam
 from tritonemb.storage import HostRows, StorageError, record_of
-from tritonemb.storage import host as host_module
+from tritonemb.storage import memory as host_module
 
 rows_of_40 = st.lists(st.integers(0, 39), unique=True).map(sorted)
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tests.storage.stores import disk_rows, read, some_records, write
 from tritonemb.storage import StorageError
-from tritonemb.storage import blocks as blocks_module
-from tritonemb.storage import places as places_module
-from tritonemb.storage.places import LEAF, Places
+from tritonemb.storage import block_file as blocks_module
+from tritonemb.storage import page_table as places_module
+from tritonemb.storage.page_table import LEAF, Places
 
 NUM_BLOCKS = 5 * LEAF + 3
 blocks = st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True).map(sorted)

@@ -11,7 +11,7 @@ import torch
 
 from tests.storage.stores import Model, disk_rows, failing, initial, some_records
 from tritonemb.storage import SavedRows, StorageError, copy_rows, digest, restore, snapshot_header
-from tritonemb.storage.digest import PIECE_BYTES
+from tritonemb.storage.snapshot import DIGEST_BYTES
 
 ROWS = 40_000
 
@@ -94,7 +94,7 @@ def test_a_bad_snapshot_is_told(snapshot, bad):
 
 
 class TestDigest:
-    def write(self, path, *pieces: tuple[int, int], size: int = 4 * PIECE_BYTES + 4096):
+    def write(self, path, *pieces: tuple[int, int], size: int = 4 * DIGEST_BYTES + 4096):
         """A file with a byte's value at some places."""
         with path.open("wb") as file:
             file.truncate(size)
@@ -104,7 +104,7 @@ class TestDigest:
         return path
 
     def test_holes_are_zeros(self, tmp_path):
-        sparse = self.write(tmp_path / "a", (5, 1), (4 * PIECE_BYTES + 4095, 2))
+        sparse = self.write(tmp_path / "a", (5, 1), (4 * DIGEST_BYTES + 4095, 2))
         (tmp_path / "b").write_bytes(sparse.read_bytes())
         assert digest(sparse) == digest(tmp_path / "b")
         copy_rows(sparse, tmp_path / "c")
@@ -112,10 +112,10 @@ class TestDigest:
         assert (tmp_path / "c").read_bytes() == sparse.read_bytes()
 
     def test_every_byte_and_its_place_count(self, tmp_path):
-        a, b = 5, PIECE_BYTES + 5
+        a, b = 5, DIGEST_BYTES + 5
         contents = [
             [], [(a, 1)], [(a, 2)], [(b, 1)], [(a + 1, 1)], [(a, 1), (b, 2)], [(a, 2), (b, 1)], [(a, 1), (b, 1)],
-            [(3 * PIECE_BYTES - 1, 1)], [(4 * PIECE_BYTES + 4095, 1)],
+            [(3 * DIGEST_BYTES - 1, 1)], [(4 * DIGEST_BYTES + 4095, 1)],
         ]  # fmt: skip
         found = [digest(self.write(tmp_path / str(n), *pieces)) for n, pieces in enumerate(contents)]
         assert len(set(found)) == len(contents)

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from tests.storage.stores import SIZES, Model, disk_rows, failing, read, some_records, write
 from tritonemb.storage import StorageError, restore
-from tritonemb.storage import clone as clone_module
-from tritonemb.storage import snapshots as snapshots_module
+from tritonemb.storage import snapshot as clone_module
+from tritonemb.storage import snapshot as snapshots_module
 
 NUM_ROWS = 400
 PAGE = 4096
@@ -308,8 +308,8 @@ def test_pieces_hold_all_parts_once_and_are_small(gaps_and_lengths):
     for gap, length in gaps_and_lengths:
         parts.append(((end + gap) * PAGE, (end + gap + length) * PAGE))
         end += gap + length
-    pieces = list(clone_module._pieces(iter(parts)))
-    assert all(0 < stop - begin <= clone_module.PIECE_BYTES for begin, stop in pieces)
+    pieces = list(clone_module._parts_to_copy(iter(parts)))
+    assert all(0 < stop - begin <= clone_module.COPY_BYTES for begin, stop in pieces)
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(pieces))
     covered = {page for begin, stop in pieces for page in range(begin // PAGE, stop // PAGE)}
     assert covered >= {page for begin, stop in parts for page in range(begin // PAGE, stop // PAGE)}

@@ -19,11 +19,11 @@ from tests.helpers import living
 from tests.training.jobs import planted
 from tritonemb.comm.group import Group
 from tritonemb.data import Dataset
-from tritonemb.sharding.table_shards import TableShards
+from tritonemb.sharding.sharded_tensor import TableShards
 from tritonemb.storage import DiskRows
 from tritonemb.training import Callback, CheckpointOptions
 from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, read_manifest, stored_tensors
-from tritonemb.training.state import model_tensors
+from tritonemb.training.train_state import model_tensors
 
 LAST_STEP = 60
 OPTIMIZER = te.optim.RowWiseAdagrad(lr=0.05)

@@ -14,7 +14,7 @@ from torch import nn
 import tritonemb as te
 from tritonemb.comm.group import Group
 from tritonemb.data import Dataset, make_synthetic
-from tritonemb.sharding.table_shards import TableShards
+from tritonemb.sharding.sharded_tensor import TableShards
 from tritonemb.training import Callback
 
 

@@ -19,11 +19,11 @@ from tests.helpers import CACHED, assert_same_bits
 from tests.sharding.cuts import Cut, shards_of
 from tests.training.disk_job import Probe, bits, in_memory, make_trainer, sharded, table_files
 from tests.training.jobs import planted
-from tritonemb.nn.tiered_table import TieredTable
+from tritonemb.tables.cached_table import TieredTable
 from tritonemb.training import Callback, CheckpointOptions
 from tritonemb.training.checkpoint import AsyncSave, CheckpointFolder, load_tensors, stored_tensors
 from tritonemb.training.checkpoints import tables_in, writing
-from tritonemb.training.state import model_tensors
+from tritonemb.training.train_state import model_tensors
 
 EVERY = CheckpointOptions(checkpoint_steps=4, keep=2)
 INCREMENTAL = CheckpointOptions(checkpoint_steps=4, keep=2, checkpoint_incremental=True)
@@ -226,7 +226,7 @@ class TestPieces:
     @pytest.mark.parametrize("piece_bytes", [1, 100, 1 << 27])
     @pytest.mark.parametrize("sharded", [False, True])
     def test_tensors_of_any_pieces_become_a_table_on_disk(self, tmp_path, monkeypatch, sharded, piece_bytes):
-        monkeypatch.setattr("tritonemb.sharding.table_shards.PIECE_BYTES", piece_bytes)
+        monkeypatch.setattr("tritonemb.sharding.sharded_tensor.PIECE_BYTES", piece_bytes)
         monkeypatch.setattr(writing, "PIECE_BYTES", piece_bytes)
         monkeypatch.setattr(tables_in, "CHUNK_BYTES", 7 * 28)
         whole = self.whole()

@@ -23,12 +23,12 @@ from tests.helpers import assert_same_bits
 from tests.training.disk_job import LAST_STEP, Probe, bits, in_memory, make_trainer, model_of
 from tests.training.jobs import planted
 from tritonemb.storage import StorageError
-from tritonemb.storage.file import PageFile
-from tritonemb.storage.file_rows import FileRows
+from tritonemb.storage.io import PageFile
+from tritonemb.storage.row_file import FileRows
 from tritonemb.training import Callback, CheckpointError, CheckpointOptions
+from tritonemb.training.callbacks.jsonl import read_run_log
 from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, read_manifest
-from tritonemb.training.state import model_tensors
-from tritonemb.training.watch.run_log import read_run_log
+from tritonemb.training.train_state import model_tensors
 
 EVERY = CheckpointOptions(checkpoint_steps=4, keep=2)
 
@@ -149,7 +149,7 @@ class TestFaults:
                 raise OSError(errno.EIO, "Input/output error")
             real(self, view, offset)
 
-        monkeypatch.setattr("tritonemb.storage.clone._clone", lambda *_: False)
+        monkeypatch.setattr("tritonemb.storage.snapshot._clone", lambda *_: False)
         with monkeypatch.context() as patch:
             patch.setattr(PageFile, "read", fail)
             with pytest.raises(CheckpointError, match=r"Input/output.*step-1 is whole"):

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import tritonemb as te
 from tests.sharding.cuts import Cut, draw_cuts, holds, shapes, shards_of, values
 from tritonemb.comm.group import Group
-from tritonemb.sharding.table_shards import TableShards
+from tritonemb.sharding.sharded_tensor import TableShards
 from tritonemb.training.checkpoint import (
     MANIFEST,
     CheckpointError,

@@ -1,18 +1,21 @@
-"""Ranks that exchange: the few collectives that tritonemb uses, with what they send counted."""
+"""Ranks that exchange: the few collectives that tritonemb uses, with what they send counted.
+
+How many bytes a rank has sent to others, by kind.
+"""
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tritonemb.comm.traffic import Traffic
-from tritonemb.ops.exchange import Exchange, all_to_all
+from tritonemb.ops.quantize import Exchange, all_to_all
 
 # torch 2.13 has given it another name, and warns of the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -155,3 +158,35 @@ def device_of(group: Group) -> torch.device:
         return torch.device("cpu")
     devices = [device.type for device in group.process_group._device_types]
     return torch.device("cpu" if "cpu" in devices else "cuda")
+
+
+class Sent(NamedTuple):
+    """Bytes sent to other ranks, and how many of them to ranks on other nodes."""
+
+    total: int = 0
+    across_nodes: int = 0
+
+
+class Traffic:
+    """Counts what a rank sends; several threads may count at once."""
+
+    def __init__(self) -> None:
+        self._sent: dict[str, Sent] = {}
+        self._lock = threading.Lock()
+
+    def add(self, kind: str, sizes: Sequence[int], nodes: Sequence[int], rank: int) -> None:
+        """`sizes[r]` bytes go to rank `r` of a group, which is on node `nodes[r]`; `rank` is one's own."""
+        total = sum(sizes) - sizes[rank]
+        across = sum(size for size, node in zip(sizes, nodes, strict=True) if node != nodes[rank])
+        with self._lock:
+            before = self._sent.get(kind, Sent())
+            self._sent[kind] = Sent(before.total + total, before.across_nodes + across)
+
+    def by_kind(self) -> dict[str, Sent]:
+        """What has been sent so far, by kind."""
+        with self._lock:
+            return dict(self._sent)
+
+    def reset(self) -> None:
+        with self._lock:
+            self._sent.clear()

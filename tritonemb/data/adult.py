@@ -14,7 +14,7 @@ import torch
 
 from tritonemb.data.dataset import Column, Dataset, Feature, Rows
 from tritonemb.data.vocabulary import encode
-from tritonemb.extras import require
+from tritonemb.utils import require
 
 FIELDS = (
     "age", "workclass", "fnlwgt", "education", "education_num", "marital_status", "occupation", "relationship", "race",

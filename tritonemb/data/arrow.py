@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tritonemb.data.schema import Schema, wrong_value
-from tritonemb.extras import require
+from tritonemb.utils import require
 
 Array = np.ndarray[Any, Any]
 

@@ -41,8 +41,8 @@ from tritonemb.data.source import (
 )
 from tritonemb.data.splits import Kind, LogOptions, Part, SplitRule
 from tritonemb.data.text import TextSource, delimiter_of, first_bytes, header_of
-from tritonemb.extras import require
 from tritonemb.types import TableConfig
+from tritonemb.utils import require
 
 Array = np.ndarray[Any, Any]
 R = TypeVar("R")

@@ -21,8 +21,7 @@ from tritonemb.data.pipeline import collected
 from tritonemb.data.schema import Problems, Schema
 from tritonemb.data.source import ReadReport, Split
 from tritonemb.data.splits import LogOptions, SplitRule
-from tritonemb.extras import require
-from tritonemb.files import written_aside
+from tritonemb.utils import require, written_aside
 
 Compression = Literal["zstd", "snappy", "gzip", "lz4", "none"]
 

@@ -14,8 +14,7 @@ import numpy as np
 from tritonemb.data.arrow import Chunk, Values
 from tritonemb.data.click_log import ClickLog
 from tritonemb.data.encode import COLUMNS, METADATA
-from tritonemb.extras import require
-from tritonemb.files import written_aside
+from tritonemb.utils import require, written_aside
 
 Array = np.ndarray[Any, Any]
 

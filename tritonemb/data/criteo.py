@@ -17,7 +17,7 @@ from tritonemb.data.arrow import Values, missing_of
 from tritonemb.data.delimited import Columns, Text, encoding_hint, read_csv
 from tritonemb.data.files import LogFile
 from tritonemb.data.schema import CATEGORIES, FIELDS, INTEGERS, LABEL, Schema, listed, wrong_value
-from tritonemb.extras import require
+from tritonemb.utils import require
 
 Array = np.ndarray[Any, Any]
 

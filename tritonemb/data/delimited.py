@@ -17,7 +17,7 @@ import numpy as np
 
 from tritonemb.data.arrow import Checked, Sink, Values, Wrong, all_good, read_columns
 from tritonemb.data.schema import Schema, wrong_value
-from tritonemb.extras import require
+from tritonemb.utils import require
 
 Array = np.ndarray[Any, Any]
 Text = bytes | bytearray

@@ -33,7 +33,7 @@ from tritonemb.data.arrow import Values, string_buffers
 from tritonemb.data.rows import Column, Rows
 from tritonemb.data.schema import Schema, listed
 from tritonemb.data.source import Feature
-from tritonemb.extras import require
+from tritonemb.utils import require
 
 Array = np.ndarray[Any, Any]
 

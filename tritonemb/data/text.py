@@ -20,7 +20,7 @@ from tritonemb.data.files import CODECS, LogFile
 from tritonemb.data.schema import FIELDS, listed
 from tritonemb.data.source import Share
 from tritonemb.data.splits import LogOptions, Part
-from tritonemb.extras import require
+from tritonemb.utils import require
 
 _SAMPLE_BYTES = 1 << 20
 _COUNTING = threading.Lock()  # several threads may ask for the same lines

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tritonemb.extras import require
+from tritonemb.utils import require
 
 
 def encode(column: Any, num_train: int, min_count: int = 1) -> tuple[Tensor, int]:

@@ -18,8 +18,7 @@ import functools
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.floats import row_sum
-from tritonemb.kernels.language import cdiv, interpreting, jit, launch, next_power_of_2, tl
+from tritonemb.kernels.triton_utils import cdiv, interpreting, jit, launch, next_power_of_2, row_sum, tl
 
 _ROWS, _SIZE, _MAX_RUNS = 8, 256, 256
 

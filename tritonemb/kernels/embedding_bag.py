@@ -19,8 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritonemb.kernels import errors
-from tritonemb.kernels.addresses import on_device
+from tritonemb import errors
 from tritonemb.kernels.error_word import (
     BAD_FIRST_OFFSET,
     BAD_ID,
@@ -31,11 +30,25 @@ from tritonemb.kernels.error_word import (
     poll,
     report,
 )
-from tritonemb.kernels.floats import CODES, bits_of, last_at_most, narrow, pointer_to, row_sum, widen
-from tritonemb.kernels.language import cdiv, jit, lanes, launch, next_power_of_2, tl
-from tritonemb.kernels.layout import MEAN, NUM_ROWS, Layout, batch_size_of
 from tritonemb.kernels.row_groups import entries_reference
-from tritonemb.kernels.tables import num_rows_at
+from tritonemb.kernels.triton_utils import (
+    CODES,
+    bits_of,
+    cdiv,
+    jit,
+    lanes,
+    last_at_most,
+    launch,
+    narrow,
+    next_power_of_2,
+    num_rows_at,
+    on_device,
+    pointer_to,
+    row_sum,
+    tl,
+    widen,
+)
+from tritonemb.layout import MEAN, NUM_ROWS, Layout, batch_size_of
 
 MAX_BLOCK = 1024  # columns of a tile; wider rows take several
 VECTORS_IN_FLIGHT = 8  # 16-byte loads that a lane asks for before it adds the first

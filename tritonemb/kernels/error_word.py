@@ -13,10 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritonemb.kernels import errors
-from tritonemb.kernels.addresses import on_device
-from tritonemb.kernels.language import jit, tl
-from tritonemb.kernels.layout import Layout, names_in
+from tritonemb import errors
+from tritonemb.kernels.triton_utils import jit, on_device, tl
+from tritonemb.layout import Layout, names_in
 
 _ID, _OFFSETS, _GRADIENT, _FIRST, _LAST = range(1, 6)
 BAD_ID, BAD_OFFSETS, BAD_GRADIENT, BAD_FIRST_OFFSET, BAD_LAST_OFFSET = (

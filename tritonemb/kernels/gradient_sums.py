@@ -19,10 +19,20 @@ import torch
 from torch import Tensor
 
 from tritonemb.kernels.embedding_bag import scales_reference
-from tritonemb.kernels.floats import CODES, bits_of, last_at_most, widen
-from tritonemb.kernels.language import cdiv, jit, lanes, launch, tl
-from tritonemb.kernels.layout import COLUMN, FIRST_ROW, MEAN, NUM_ROWS, POOLING, TABLE, Layout, batch_size_of
-from tritonemb.kernels.tables import dim_at, table_of
+from tritonemb.kernels.triton_utils import (
+    CODES,
+    bits_of,
+    cdiv,
+    dim_at,
+    jit,
+    lanes,
+    last_at_most,
+    launch,
+    table_of,
+    tl,
+    widen,
+)
+from tritonemb.layout import COLUMN, FIRST_ROW, MEAN, NUM_ROWS, POOLING, TABLE, Layout, batch_size_of
 
 PIECE = 256  # positions of a row that are summed before they are added to the rest
 ENTRIES = 256  # entries of a program that places them

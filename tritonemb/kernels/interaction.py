@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.language import cdiv, interpreting, jit, launch, next_power_of_2, tl
+from tritonemb.kernels.triton_utils import cdiv, interpreting, jit, launch, next_power_of_2, tl
 
 
 @jit

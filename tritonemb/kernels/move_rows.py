@@ -16,8 +16,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.addresses import on_device
-from tritonemb.kernels.language import cdiv, jit, launch, next_power_of_2, tl
+from tritonemb.kernels.triton_utils import cdiv, jit, launch, next_power_of_2, on_device, tl
 
 TO, TO_PITCH, TO_ROWS, FROM, FROM_PITCH, FROM_ROWS, ROW_BYTES, IS_WIDE, PAIR_SIZE = (tl.constexpr(n) for n in range(9))
 WIDE_BYTES = 16

@@ -11,8 +11,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.floats import row_sum, row_sum_reference
-from tritonemb.kernels.language import jit, tl
+from tritonemb.kernels.triton_utils import jit, row_sum, row_sum_reference, tl
 from tritonemb.optimizers import KINDS, Hyperparameters, WeightDecayMode
 
 SGD, ROW_WISE_ADAGRAD, ADAGRAD, ADAM, PARTIAL_ROW_WISE_ADAM, LAMB, PARTIAL_ROW_WISE_LAMB, LARS_SGD, FTRL = (

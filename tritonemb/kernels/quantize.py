@@ -24,10 +24,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.floats import CODES, bits_of, narrow, widen
-from tritonemb.kernels.language import cdiv, jit, launch, next_power_of_2, tl
 from tritonemb.kernels.packing import CODECS, INT8, Packing
-from tritonemb.kernels.rounding import narrow_reference
+from tritonemb.kernels.random import narrow_reference
+from tritonemb.kernels.triton_utils import CODES, bits_of, cdiv, jit, launch, narrow, next_power_of_2, tl, widen
 
 # The largest value, and the first magnitude that does not round to it or below: by what an element travels as.
 _LIMITS = {

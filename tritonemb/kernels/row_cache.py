@@ -31,12 +31,9 @@ import torch
 from torch import Tensor
 
 from tritonemb.kernels import cache_sets
-from tritonemb.kernels.addresses import on_device
 from tritonemb.kernels.cache_sets import NO_ROW, set_of
-from tritonemb.kernels.floats import last_at_most
-from tritonemb.kernels.language import cdiv, jit, launch, tl
-from tritonemb.kernels.layout import FIRST_ROW, NUM_ROWS
-from tritonemb.kernels.tables import first_row_at, table_of
+from tritonemb.kernels.triton_utils import cdiv, first_row_at, jit, last_at_most, launch, on_device, table_of, tl
+from tritonemb.layout import FIRST_ROW, NUM_ROWS
 
 WAYS = tl.constexpr(cache_sets.WAYS)
 EMPTY = tl.constexpr(NO_ROW)

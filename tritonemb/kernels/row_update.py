@@ -4,22 +4,29 @@ A row's gradients are summed as `kernels/gradient_sums.py` says. Then one step o
 source stand in `tritonemb/optimizers.py`, in float32; 16-bit rows are rounded back as in `kernels/rounding.py`.
 
 Bytes: for each position `4 · dim` of gradient read; for each distinct row its weight and state read and written.
+
+`row_gradients_`: the gradients of tables as ordinary tensors, each distinct row's sum written to its place.
+
+`out[place(g)] = Σ_p scale_p · grad_p` over the positions `p` of group `g`, summed as above; `place(g)` is the row
+itself (a dense gradient), or the number of `g` among its table's groups (compact: the values of a sparse one). Rows
+without a group stay as they are, so `out` comes filled with zeros.
+
+Bytes: `4 · dim` of gradient read for each position, `4 · dim` read and written for each distinct row.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import get_args
 
 import torch
 from torch import Tensor
 
-from tritonemb.kernels import errors
-from tritonemb.kernels.addresses import int64_at, on_device
+from tritonemb import errors
 from tritonemb.kernels.embedding_bag import alignment_of, by_dtype
 from tritonemb.kernels.error_word import BAD_GRADIENT, error_word, names_of, poll, report
-from tritonemb.kernels.floats import CODES, FLOAT32, narrow, pointer_to, widen
 from tritonemb.kernels.gradient_sums import (
     PIECE_SIZE,
     add_gradients,
@@ -28,27 +35,50 @@ from tritonemb.kernels.gradient_sums import (
     sum_gradients_reference,
     warps_for,
 )
-from tritonemb.kernels.language import cdiv, jit, lanes, launch, next_power_of_2, num_programs, tl
-from tritonemb.kernels.layout import (
-    COLUMN_ORIGIN,
-    FIRST_ROW,
-    NUM_ROWS,
-    ROW_IDS,
-    ROW_ORIGIN,
-    SEED,
-    Layout,
-    batch_size_of,
-)
 from tritonemb.kernels.optimizers import constants_of, step_reference, step_rows
-from tritonemb.kernels.rounding import (
+from tritonemb.kernels.random import (
     narrow_reference,
     narrow_stochastic,
     narrow_stochastic_reference,
     random16,
     random16_reference,
 )
-from tritonemb.kernels.tables import column_origin_at, dim_at, first_row_at, row_id, row_origin_at, seed_at, table_of
-from tritonemb.optimizers import KINDS, OPTIMIZERS, Adam, Hyperparameters, NonFinite
+from tritonemb.kernels.triton_utils import (
+    CODES,
+    FLOAT32,
+    cdiv,
+    column_origin_at,
+    dim_at,
+    first_row_at,
+    jit,
+    lanes,
+    launch,
+    narrow,
+    next_power_of_2,
+    num_programs,
+    on_device,
+    pointer_to,
+    row_id,
+    row_origin_at,
+    seed_at,
+    table_of,
+    tl,
+    widen,
+)
+from tritonemb.layout import (
+    COLUMN_ORIGIN,
+    FIRST_ROW,
+    NUM_ROWS,
+    ROW_IDS,
+    ROW_ORIGIN,
+    SEED,
+    TABLE_SIZE,
+    Layout,
+    TableRow,
+    batch_size_of,
+    int64_at,
+)
+from tritonemb.optimizers import KINDS, OPTIMIZERS, SGD, Hyperparameters, NonFinite
 
 NONFINITE_MODES = get_args(NonFinite)
 NO_STATE, ROW_STATE, ELEMENT_STATE = (tl.constexpr(kind) for kind in range(3))
@@ -245,7 +275,7 @@ def _corrections(optimizer: str, h: Hyperparameters, step: Tensor) -> Tensor | N
     """float32 `[2]`, or `[T, 2]` for `T` steps: 1 - beta^t of Adam's two moments, for the step that comes; no host ever
     learns t.
     """
-    if not issubclass(OPTIMIZERS[optimizer], Adam):
+    if not OPTIMIZERS[optimizer].corrects_bias:
         return None
     betas = on_device([h.beta1, h.beta2], step.device, torch.float64)
     return (1 - torch.pow(betas, (step + 1).to(torch.float64).unsqueeze(-1))).to(torch.float32)
@@ -314,3 +344,77 @@ def _narrow(row: Tensor, dtype: torch.dtype, table: Tensor, rows: Tensor, step: 
         rows = int64_at(row_ids, int(table[NUM_ROWS]), rows.device)[rows]
     noise = random16_reference(seed, rows + row_origin, step, row.shape[1], column_origin)
     return narrow_stochastic_reference(row, dtype, noise)
+
+
+_PLAIN_SGD = SGD(stochastic_rounding=False)
+
+
+def row_gradients_(
+    sums: Sequence[Tensor],
+    grad: Tensor,
+    offsets: Tensor,
+    sample_weights: Tensor | None,
+    groups: tuple[Tensor, Tensor, Tensor, Tensor],
+    layout: Layout,
+    compact: bool = False,
+    max_gradient: float = math.inf,
+) -> None:
+    """The kernels of the update, on `sums` as if they were the tables. Arguments as in the reference."""
+    plain_step_(row_update_, sums, grad, offsets, sample_weights, groups, layout, compact, max_gradient)
+
+
+def plain_step_(
+    update: Callable[..., None],
+    sums: Sequence[Tensor],
+    grad: Tensor,
+    offsets: Tensor,
+    sample_weights: Tensor | None,
+    groups: tuple[Tensor, Tensor, Tensor, Tensor],
+    layout: Layout,
+    compact: bool,
+    max_gradient: float,
+) -> None:
+    """Gradient descent from zero with learning rate -1, which leaves each row's sum; `update` is a `row_update_`."""
+    device = grad.device
+    if all(out.numel() == 0 for out in sums):
+        return
+    if compact:
+        ends = [0, *accumulate(out.shape[0] for out in sums)]
+        tables = [TableRow(first, *out.shape) for first, out in zip(ends, sums, strict=False)]
+        one = len(tables) == 1  # the same numbers again and again, which need not be sent each time
+        flat = on_device(tables[0], device) if one else torch.tensor(tables, dtype=torch.int64, device=device)
+        groups = (torch.arange(groups[0].numel(), device=device), *groups[1:])
+        layout = layout._replace(tables=flat.view(-1, TABLE_SIZE), num_rows=ends[-1])
+    step = torch.zeros((), dtype=torch.int64, device=device)
+    skipped = torch.zeros(len(sums), dtype=torch.int64, device=device)
+    constants = _PLAIN_SGD.hyperparameters._replace(max_gradient=max_gradient)
+    update(
+        list(sums), [], step, skipped, torch.full((), -1.0, device=device), grad, offsets, sample_weights,
+        _PLAIN_SGD.name, constants, groups, layout,
+    )  # fmt: skip
+
+
+def row_gradients_reference_(
+    sums: Sequence[Tensor],
+    grad: Tensor,
+    offsets: Tensor,
+    sample_weights: Tensor | None,
+    groups: tuple[Tensor, Tensor, Tensor, Tensor],
+    layout: Layout,
+    compact: bool = False,
+    max_gradient: float = math.inf,
+) -> None:
+    """Row by row, in float32, or float64 for such a table.
+
+    Args:
+        sums: zeros `[T]`, each `[rows, dim]`; or, `compact`, `[distinct rows of the table, dim]` (with one table: at
+            least as many).
+        grad: gradient of the output, `[B, width]`, or `[N, width]` if the layout is not pooled.
+        offsets, sample_weights: of the batch, `[K * B + 1]`, and `[N]` or None.
+        groups: rows, starts, order, num_groups; see `kernels/row_groups.py`.
+        max_gradient: each element of `grad` is clamped to ± this first.
+    """
+    rows, found = sum_gradients_reference(sums, grad, offsets, sample_weights, groups, layout, max_gradient)
+    for out, own, of_table in zip(sums, rows, found, strict=True):
+        values = narrow_reference(of_table, out.dtype) if out.dtype.itemsize == 2 else of_table.to(out.dtype)
+        out[torch.arange(own.numel(), device=out.device) if compact else own] = values

@@ -1,17 +1,14 @@
 """Modules: embedding collections and the recommendation models built from them."""
 
-from tritonemb.nn.cross import CrossNetwork, DCNv2
-from tritonemb.nn.dlrm import DLRM
+from tritonemb.nn.collections import EmbeddingBagCollection, EmbeddingCollection
 from tritonemb.nn.embedding import Embedding
 from tritonemb.nn.embedding_bag import EmbeddingBag
-from tritonemb.nn.embedding_bag_collection import EmbeddingBagCollection
-from tritonemb.nn.embedding_collection import EmbeddingCollection
-from tritonemb.nn.interaction import DotInteraction
-from tritonemb.nn.look_ahead import moment, send
-from tritonemb.nn.mlp import MLP
-from tritonemb.nn.moments import Moment
-from tritonemb.nn.row_cache import CacheStatistics
-from tritonemb.nn.sent import SentFeatures
+from tritonemb.nn.layers import MLP, DotInteraction
+from tritonemb.nn.models import DLRM, CrossNetwork, DCNv2
+from tritonemb.nn.prefetch import send
+from tritonemb.tables.cache import CacheStatistics
+from tritonemb.tables.pins import sequence_number
+from tritonemb.tables.prefetched import SentFeatures
 
 __all__ = [
     "DLRM",
@@ -24,8 +21,7 @@ __all__ = [
     "EmbeddingBag",
     "EmbeddingBagCollection",
     "EmbeddingCollection",
-    "Moment",
     "SentFeatures",
-    "moment",
     "send",
+    "sequence_number",
 ]

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from tritonemb.nn.embedding import Embedding
 from tritonemb.nn.embedding_bag import EmbeddingBag
-from tritonemb.nn.fused_group import FusedGroup
-from tritonemb.nn.fused_optimizer import FusedOptimizer
 from tritonemb.nn.single_table import SERVED_DEVICES, SERVED_DTYPES, FusedModules, SingleTable, checked, why_not_fused
 from tritonemb.optimizers import Optimizer
+from tritonemb.tables.fused_update import FusedGroup
+from tritonemb.tables.optimizer import FusedOptimizer
 
 _OURS: dict[type[nn.Module], type[SingleTable]] = {
     nn.EmbeddingBag: EmbeddingBag,

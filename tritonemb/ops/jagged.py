@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.jagged import OFFSET_DTYPES
-from tritonemb.kernels.segments import segment_offsets
+from tritonemb.layout import segment_offsets
 from tritonemb.ops.registry import kernel, plain_eager
 from tritonemb.ops.row_groups import check_ids
 

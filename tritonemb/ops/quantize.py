@@ -1,8 +1,14 @@
-"""`tritonemb::quantize_pack` and `quantize_unpack`: the two ends of an exchange; see `kernels/quantize.py`."""
+"""`tritonemb::quantize_pack` and `quantize_unpack`: the two ends of an exchange; see `kernels/quantize.py`.
+
+`tritonemb::all_to_all`: a collective as an op, so that a compiled graph holds it. What it calls, `comm` gives it.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -151,3 +157,38 @@ def _(
     layout = Packing(*packing)
     num_rows = message.shape[0] // max(1, layout.row_bytes) if rows is None else rows.shape[0]
     return message.new_empty(num_rows, layout.width, dtype=dtype)
+
+
+AllToAll = Callable[[Tensor, Sequence[int], Sequence[int], str], Tensor]
+
+
+class Exchange:
+    """A collective that graphs know by its number."""
+
+    _made: ClassVar[WeakValueDictionary[int, Exchange]] = WeakValueDictionary()
+    _numbers: ClassVar[itertools.count[int]] = itertools.count()
+
+    def __init__(self, call: AllToAll) -> None:
+        self.number = next(self._numbers)
+        self.call = call
+        self._made[self.number] = self
+
+
+def all_to_all(message: Tensor, send: Sequence[int], receive: Sequence[int], exchange: int, kind: str) -> Tensor:
+    """`send[r]` elements of a 1-D message go to rank `r`; returns `receive[r]` of each rank, in order."""
+    return torch.ops.tritonemb.all_to_all(message, list(send), list(receive), exchange, kind)
+
+
+@torch.library.custom_op(
+    "tritonemb::all_to_all",
+    mutates_args=(),
+    schema="(Tensor message, SymInt[] send, SymInt[] receive, int exchange, str kind) -> Tensor",
+)
+def _all_to_all(message: Tensor, send: list[int], receive: list[int], exchange: int, kind: str) -> Tensor:
+    found = Exchange._made[exchange].call(message, send, receive, kind)
+    return found.clone() if found is message else found
+
+
+@_all_to_all.register_fake
+def _(message: Tensor, send: list[int], receive: list[int], exchange: int, kind: str) -> Tensor:
+    return message.new_empty(sum(receive))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.kernels.cache_sets import NO_ROW, POLICIES, WAYS, set_of
-from tritonemb.kernels.layout import TABLE_SIZE
+from tritonemb.layout import TABLE_SIZE
 from tritonemb.ops.registry import kernel, plain_eager
 
 __all__ = [

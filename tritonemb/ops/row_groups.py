@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.layout import Layout
-from tritonemb.ops import schema
+from tritonemb.layout import Layout
+from tritonemb.ops import registry
 from tritonemb.ops.registry import kernel, plain_eager
 
 ID_DTYPES = (torch.int32, torch.int64)
@@ -55,7 +55,7 @@ def check_ids(values: Tensor) -> None:
 @torch.library.custom_op(
     "tritonemb::row_groups",
     mutates_args=(),
-    schema=f"(Tensor values, Tensor offsets, {schema.LAYOUT}) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"(Tensor values, Tensor offsets, {registry.LAYOUT}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _row_groups(values: Tensor, offsets: Tensor, *layout: Any) -> tuple[Tensor, ...]:
     return kernel("row_groups", values.device)(values, offsets, Layout(*layout))

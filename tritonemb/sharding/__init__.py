@@ -1,23 +1,24 @@
 """Tables spread over ranks: plans, sharded collections, and whole models trained in parallel."""
 
-from tritonemb.comm.precision import ExchangePrecision
+from tritonemb.comm.codec import ExchangePrecision
 from tritonemb.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection
 from tritonemb.sharding.embedding_collection import ShardedEmbeddingCollection
-from tritonemb.sharding.foreign import load_tables
 from tritonemb.sharding.hybrid import HybridParallel
-from tritonemb.sharding.plan import ShardingPlan, uniform_plan
-from tritonemb.sharding.table_shards import TableShards
-from tritonemb.sharding.types import (
+from tritonemb.sharding.interop import load_tables
+from tritonemb.sharding.plan import (
     ColumnWise,
     DataParallel,
     Grid,
     RowWise,
     Shard,
     Sharding,
+    ShardingPlan,
     TableColumnWise,
     TableRowWise,
     TableWise,
+    uniform_plan,
 )
+from tritonemb.sharding.sharded_tensor import TableShards
 
 __all__ = [
     "ColumnWise",

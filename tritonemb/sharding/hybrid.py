@@ -15,17 +15,17 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from tritonemb.comm.codec import ExchangePrecision
 from tritonemb.comm.group import Group
-from tritonemb.comm.precision import ExchangePrecision
 from tritonemb.nn import EmbeddingBagCollection, EmbeddingCollection
-from tritonemb.nn.features import Features
-from tritonemb.nn.sent import SentFeatures
 from tritonemb.sharding.collection import ShardedCollection, why_not
 from tritonemb.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection
 from tritonemb.sharding.embedding_collection import ShardedEmbeddingCollection
-from tritonemb.sharding.groups import ShardGroups
 from tritonemb.sharding.plan import ShardingPlan, uniform_plan
-from tritonemb.sharding.table_shards import TableShards
+from tritonemb.sharding.process_groups import ShardGroups
+from tritonemb.sharding.sharded_tensor import TableShards
+from tritonemb.tables.lookup import Features
+from tritonemb.tables.prefetched import SentFeatures
 from tritonemb.types import TableConfig
 
 Dense = Literal["ddp", "fsdp"]

@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from tritonemb.comm.codec import Run
-from tritonemb.comm.ids import Lane, key_of
-from tritonemb.sharding.plan import ShardingPlan
-from tritonemb.sharding.types import Shard
+from tritonemb.comm.id_exchange import Lane, key_of
+from tritonemb.sharding.plan import Shard, ShardingPlan
 from tritonemb.types import TableConfig
 
 Way = Literal["direct", "by node", "everywhere"]

@@ -1,15 +1,279 @@
-"""Where every table goes: a plan, as plain data that can be written by hand."""
+"""Where every table goes: a plan, as plain data that can be written by hand.
+
+The ways to cut a table: plain data that says which rank holds which rows and columns.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from tritonemb.sharding.types import SHARDINGS, DataParallel, RowWise, Shard, Sharding, TableWise
 from tritonemb.types import TableConfig
+
+Ranks = Sequence[int]
+COLUMNS_ROUNDED_TOGETHER = 8  # of a 16-bit row: one random counter rounds them
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A rectangle of a table, and the rank that holds it."""
+
+    rank: int
+    first_row: int
+    num_rows: int
+    first_column: int
+    num_columns: int
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How a table is cut; one of the classes below. Ranks count from 0 to the plan's world size."""
+
+    def shards(self, table: TableConfig, world_size: int, local_world_size: int) -> list[Shard]:
+        """The rectangles, column block by column block, then by row; together they cover the table once.
+
+        Raises:
+            ValueError: naming the table, for ranks, nodes or columns that there are not.
+        """
+        raise NotImplementedError
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds the whole table."""
+        return False
+
+    @property
+    def sums_inside_nodes(self) -> bool:
+        """Whether pooled rows are summed inside a node before they leave it."""
+        return False
+
+
+@dataclass(frozen=True)
+class TableWise(Sharding):
+    """The whole table on one rank."""
+
+    rank: int
+
+    def shards(self, table: TableConfig, world_size: int, local_world_size: int) -> list[Shard]:
+        _check(table, self, "rank", [self.rank], world_size)
+        return [Shard(self.rank, 0, table.num_embeddings, 0, table.embedding_dim)]
+
+
+@dataclass(frozen=True)
+class RowWise(Sharding):
+    """Blocks of rows on several ranks, all of ceil(rows / ranks) but the last ones.
+
+    Args:
+        ranks: that hold a block each, in order; all if not given.
+    """
+
+    ranks: Ranks | None = None
+
+    def __post_init__(self) -> None:
+        _freeze(self, "ranks")
+
+    def shards(self, table: TableConfig, world_size: int, local_world_size: int) -> list[Shard]:
+        ranks = range(world_size) if self.ranks is None else self.ranks
+        _check(table, self, "rank", ranks, world_size, distinct=True)
+        return _rows(table, ranks, 0, table.embedding_dim)
+
+
+@dataclass(frozen=True)
+class ColumnWise(Sharding):
+    """Blocks of columns, each on a rank; a rank may hold several.
+
+    Args:
+        ranks: of the blocks, in order; all if not given.
+        columns: widths of the blocks; as equal as multiples of 8 (or, where there are too few columns, any widths) can
+            be if not given.
+    """
+
+    ranks: Ranks | None = None
+    columns: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        _freeze(self, "ranks", "columns")
+
+    def shards(self, table: TableConfig, world_size: int, local_world_size: int) -> list[Shard]:
+        ranks = list(range(world_size) if self.ranks is None else self.ranks)
+        if self.ranks is None:
+            ranks = ranks[: _most_blocks(table)]
+        _check(table, self, "rank", ranks, world_size)
+        return [
+            Shard(rank, 0, table.num_embeddings, first, width)
+            for rank, (first, width) in zip(ranks, _columns(table, self, self.columns, len(ranks)), strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class TableRowWise(Sharding):
+    """Blocks of rows on the ranks of one node: partial sums of a bag meet inside the node, and leave it as one."""
+
+    node: int
+
+    def shards(self, table: TableConfig, world_size: int, local_world_size: int) -> list[Shard]:
+        _check(table, self, "node", [self.node], world_size // local_world_size)
+        return _rows(table, _ranks_of(self.node, local_world_size), 0, table.embedding_dim)
+
+    @property
+    def sums_inside_nodes(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class TableColumnWise(Sharding):
+    """Blocks of columns on the ranks of one node; `columns` as in `ColumnWise`."""
+
+    node: int
+    columns: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        _freeze(self, "columns")
+
+    def shards(self, table: TableConfig, world_size: int, local_world_size: int) -> list[Shard]:
+        _check(table, self, "node", [self.node], world_size // local_world_size)
+        ranks = list(_ranks_of(self.node, local_world_size))
+        blocks = min(len(ranks), _most_blocks(table)) if self.columns is None else len(self.columns)
+        return [
+            Shard(ranks[block % len(ranks)], 0, table.num_embeddings, first, width)
+            for block, (first, width) in enumerate(_columns(table, self, self.columns, blocks))
+        ]
+
+
+@dataclass(frozen=True)
+class Grid(Sharding):
+    """Blocks of columns on several nodes, and each of them by rows over its node's ranks.
+
+    Args:
+        nodes: of the column blocks, in order; all if not given.
+        columns: as in `ColumnWise`.
+    """
+
+    nodes: Ranks | None = None
+    columns: Sequence[int] | None = None
+
+    def __post_init__(self) -> None:
+        _freeze(self, "nodes", "columns")
+
+    def shards(self, table: TableConfig, world_size: int, local_world_size: int) -> list[Shard]:
+        num_nodes = world_size // local_world_size
+        nodes = list(range(num_nodes))[: _most_blocks(table)] if self.nodes is None else self.nodes
+        _check(table, self, "node", nodes, num_nodes)
+        blocks = zip(nodes, _columns(table, self, self.columns, len(nodes)), strict=True)
+        return [
+            shard
+            for node, (first, width) in blocks
+            for shard in _rows(table, _ranks_of(node, local_world_size), first, width)
+        ]
+
+    @property
+    def sums_inside_nodes(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class DataParallel(Sharding):
+    """The whole table on every rank; the gradients of its rows are gathered, and every rank does the same update."""
+
+    def shards(self, table: TableConfig, world_size: int, local_world_size: int) -> list[Shard]:
+        return [Shard(rank, 0, table.num_embeddings, 0, table.embedding_dim) for rank in range(world_size)]
+
+    @property
+    def is_replicated(self) -> bool:
+        return True
+
+
+SHARDINGS: dict[str, type[Sharding]] = {
+    "table_wise": TableWise,
+    "row_wise": RowWise,
+    "column_wise": ColumnWise,
+    "table_row_wise": TableRowWise,
+    "table_column_wise": TableColumnWise,
+    "grid": Grid,
+    "data_parallel": DataParallel,
+}
+
+
+def _freeze(sharding: Sharding, *fields: str) -> None:
+    """Lists become tuples, so that shardings compare and hash by what they say."""
+    for field in fields:
+        value = getattr(sharding, field)
+        if value is not None:
+            object.__setattr__(sharding, field, tuple(value))
+
+
+def _check(
+    table: TableConfig, sharding: Sharding, what: str, given: Sequence[int], number: int, distinct: bool = False
+) -> None:
+    if not given:
+        raise ValueError(f"table {table.name!r}: {sharding} needs at least one {what}")
+    for value in given:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise TypeError(f"table {table.name!r}: a {what} must be an int, got {value!r} in {sharding}")
+        if not 0 <= value < number:
+            raise ValueError(f"table {table.name!r}: {what} {value} of {sharding} is not one of the plan's {number}")
+    if distinct and len(set(given)) != len(given):
+        raise ValueError(f"table {table.name!r}: {sharding} names a {what} twice")
+
+
+def _ranks_of(node: int, local_world_size: int) -> range:
+    return range(node * local_world_size, (node + 1) * local_world_size)
+
+
+def rows_a_block(num_rows: int, num_blocks: int) -> int:
+    """Rows of every block but the last ones, which may have fewer or none."""
+    return -(-num_rows // num_blocks)
+
+
+def _rows(table: TableConfig, ranks: Sequence[int], first_column: int, num_columns: int) -> list[Shard]:
+    size = rows_a_block(table.num_embeddings, len(ranks))
+    firsts = [min(block * size, table.num_embeddings) for block in range(len(ranks) + 1)]
+    return [
+        Shard(rank, first, stop - first, first_column, num_columns)
+        for rank, first, stop in zip(ranks, firsts[:-1], firsts[1:], strict=True)
+        if stop > first
+    ]
+
+
+def _cut_at(table: TableConfig) -> int:
+    """What first columns are multiples of."""
+    return 1 if table.dtype.itemsize == 4 else COLUMNS_ROUNDED_TOGETHER
+
+
+def _most_blocks(table: TableConfig) -> int:
+    """Of columns."""
+    return max(1, table.embedding_dim // _cut_at(table))
+
+
+def _columns(
+    table: TableConfig, sharding: Sharding, widths: Sequence[int] | None, blocks: int
+) -> list[tuple[int, int]]:
+    """First column and width of each block."""
+    dim = table.embedding_dim
+    if widths is None:
+        if blocks > _most_blocks(table):
+            raise ValueError(
+                f"table {table.name!r}: {sharding} cuts {dim} columns of {table.dtype} into {blocks} blocks"
+            )
+        step = 8 if dim >= 8 * blocks else 1
+        cuts = [dim // step * block // blocks * step for block in range(blocks)] + [dim]
+        return [(first, stop - first) for first, stop in pairwise(cuts)]
+    if len(widths) != blocks or any(not isinstance(w, int) or w < 1 for w in widths) or sum(widths) != dim:
+        raise ValueError(
+            f"table {table.name!r}: the columns of {sharding} must be {blocks} positive widths that add up to {dim}"
+        )
+    firsts = [sum(widths[:block]) for block in range(blocks)]
+    if any(first % _cut_at(table) for first in firsts):
+        raise ValueError(
+            f"table {table.name!r}: blocks of {sharding} begin at columns {firsts}; those of a {table.dtype} table "
+            f"must begin at multiples of {COLUMNS_ROUNDED_TOGETHER}"
+        )
+    return list(zip(firsts, widths, strict=True))
+
 
 FORMAT = 1
 SMALL_TABLE = 64 * 1024  # bytes of weights: such a table costs less to update everywhere than to exchange

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from tritonemb.storage.cached import Counts
-from tritonemb.storage.clone import copy_rows
-from tritonemb.storage.digest import digest
 from tritonemb.storage.disk import DiskRows
-from tritonemb.storage.host import HostRows
-from tritonemb.storage.record import Field, Record, record_of
-from tritonemb.storage.saved import SavedRows, snapshot_header
-from tritonemb.storage.snapshots import restore
-from tritonemb.storage.store import Initial, Pending, RowStore, StorageError
+from tritonemb.storage.host_cache import Counts
+from tritonemb.storage.memory import HostRows
+from tritonemb.storage.snapshot import SavedRows, copy_rows, digest, restore, snapshot_header
+from tritonemb.storage.store import Field, Initial, Pending, Record, RowStore, StorageError, record_of
 
 __all__ = [
     "Counts",

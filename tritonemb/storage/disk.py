@@ -12,18 +12,14 @@ from pathlib import Path
 
 from torch import Tensor
 
-from tritonemb.storage import header as headers
-from tritonemb.storage.apart import apart
-from tritonemb.storage.cached import CachedRows, Counts, Policy, check_cache
-from tritonemb.storage.file import aside, create, give_name, write_page
-from tritonemb.storage.file_rows import FileRows
-from tritonemb.storage.header import Identity, State
-from tritonemb.storage.layout import Layout
-from tritonemb.storage.places import Places
-from tritonemb.storage.record import Record
-from tritonemb.storage.scan import scan
-from tritonemb.storage.store import Initial, Pending, StorageError, advice, check_request
-from tritonemb.storage.threads import IoThreads, Operations, refuse_fork
+from tritonemb.storage import format as headers
+from tritonemb.storage.format import Identity, Layout, State
+from tritonemb.storage.host_cache import CachedRows, Counts, Policy, check_cache
+from tritonemb.storage.io import aside, create, give_name, write_page
+from tritonemb.storage.page_table import Places, scan
+from tritonemb.storage.row_file import FileRows
+from tritonemb.storage.store import Initial, Pending, Record, StorageError, advice, check_request
+from tritonemb.storage.threads import IoThreads, Operations, apart, refuse_fork
 
 
 class DiskRows:

@@ -1,13 +1,13 @@
 """The trainer, its metrics, and runs from a configuration."""
 
-from tritonemb.comm.agreement import RankFailed
+from tritonemb.comm.control import RankFailed
 from tritonemb.training.callbacks import Callback
 from tritonemb.training.checkpoint import CheckpointError, CheckpointOptions
 from tritonemb.training.loop import FitResult
 from tritonemb.training.metrics import Metrics, binary_metrics
 from tritonemb.training.schedule import Schedule
-from tritonemb.training.signals import Interrupted
 from tritonemb.training.trainer import Trainer
+from tritonemb.training.utils import Interrupted
 
 __all__ = [
     "Callback",

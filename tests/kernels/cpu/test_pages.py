@@ -8,8 +8,8 @@ import torch
 
 from tritonemb.kernels.cpu import pages
 from tritonemb.kernels.cpu.pages import NEVER_WRITTEN, PAGE_BYTES, PAYLOAD_BYTES, WORDS, check, identify, seal
-from tritonemb.storage import layout
-from tritonemb.storage.file import Buffer
+from tritonemb.storage import format
+from tritonemb.storage.io import Buffer
 
 
 def mix(x: int) -> int:
@@ -44,7 +44,7 @@ def checksums(buffer: Buffer) -> list[int]:
 
 
 def test_both_know_one_page():
-    assert (layout.PAGE_BYTES, layout.PAYLOAD_BYTES) == (PAGE_BYTES, PAYLOAD_BYTES)
+    assert (format.PAGE_BYTES, format.PAYLOAD_BYTES) == (PAGE_BYTES, PAYLOAD_BYTES)
     assert pages.KEYS.shape == (WORDS + 1,)
     assert len(set(pages.KEYS.tolist())) == WORDS + 1
     assert pages.KEYS.view(np.uint64)[0] == 0xE220A8397B1DCDAF  # splitmix64's first output from the state 0

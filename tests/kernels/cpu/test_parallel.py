@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from tritonemb.kernels.cpu import pool
+from tritonemb.kernels.cpu import threads
 from tritonemb.kernels.cpu.jit import compiled
-from tritonemb.kernels.cpu.parallel import run_tasks
+from tritonemb.kernels.cpu.threads import run_tasks
 
 
 @compiled
@@ -39,7 +39,7 @@ def all_ask_for_too_much(team, num_threads, num_tasks, size):
 
 def counted(num_tasks: int) -> list[float]:
     runs, weights = np.zeros(num_tasks), np.arange(num_tasks, dtype=np.float64)
-    count_all(pool.team(), pool.num_threads(), num_tasks, runs, weights)
+    count_all(threads.team(), threads.num_threads(), num_tasks, runs, weights)
     return runs.tolist()
 
 
@@ -51,7 +51,7 @@ def expected(num_tasks: int) -> list[float]:
 def team(request, monkeypatch):
     """Both kinds of threads."""
     if request.param == "own":
-        monkeypatch.setattr(pool, "_openmp_team", lambda: 0)
+        monkeypatch.setattr(threads, "_openmp_team", lambda: 0)
     return request.param
 
 
@@ -80,7 +80,7 @@ def test_several_threads_share_out_tasks_at_once():
 def test_memory_that_is_not_there_raises(num_threads):
     torch.set_num_threads(num_threads)
     with pytest.raises(MemoryError):
-        all_ask_for_too_much(pool.team(), num_threads, 5, 1 << 58)
+        all_ask_for_too_much(threads.team(), num_threads, 5, 1 << 58)
     assert counted(5) == expected(5)
 
 
@@ -89,8 +89,8 @@ def test_tasks_run_although_no_thread_can_be_started(monkeypatch):
         raise RuntimeError("can't start new thread")
 
     torch.set_num_threads(4)
-    monkeypatch.setattr(pool, "_openmp_team", lambda: 0)
-    monkeypatch.setattr(pool, "_submit", refuse)
+    monkeypatch.setattr(threads, "_openmp_team", lambda: 0)
+    monkeypatch.setattr(threads, "_submit", refuse)
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     assert counted(9) == expected(9)
 

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from tritonemb.kernels.cpu import pool
+from tritonemb.kernels.cpu import threads
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 4])
@@ -22,7 +22,7 @@ def test_every_task_runs_once(num_tasks, num_threads):
     def work(task: int) -> None:
         runs[task] += 1
 
-    pool.run(work, num_tasks)
+    threads.run(work, num_tasks)
     assert runs == [1] * num_tasks
 
 
@@ -35,7 +35,7 @@ def test_tasks_run_side_by_side():
         everyone.wait()
         names.add(threading.current_thread().name)
 
-    pool.run(work, 3)
+    threads.run(work, 3)
     assert len(names) == 3
     assert threading.current_thread().name in names
 
@@ -58,7 +58,7 @@ def test_an_exception_is_raised_after_all_tasks_ended(num_threads):
                 running[0] -= 1
 
     with pytest.raises(KeyError, match="task 3"):
-        pool.run(work, 12)
+        threads.run(work, 12)
     assert running == [0]
     count = len(finished)
     threading.Event().wait(0.02)
@@ -74,9 +74,9 @@ def test_the_pool_serves_again_after_an_exception():
 
     for _ in range(3):
         with pytest.raises(ValueError):  # noqa: PT011  whichever task failed first
-            pool.run(fail, 5)
+            threads.run(fail, 5)
     done: list[int] = []
-    pool.run(done.append, 5)
+    threads.run(done.append, 5)
     assert sorted(done) == list(range(5))
 
 
@@ -87,7 +87,7 @@ def test_several_threads_use_the_pool_at_once():
         torch.set_num_threads(2 + index % 3)  # the pool grows under its users
         done: list[int] = []
         for _ in range(50):
-            pool.run(lambda task: done.append(index * 100 + task), 6)
+            threads.run(lambda task: done.append(index * 100 + task), 6)
         return sorted(done)
 
     with ThreadPoolExecutor(6) as callers:
@@ -97,7 +97,7 @@ def test_several_threads_use_the_pool_at_once():
 
 def _run_in_child(queue: multiprocessing.Queue[list[int]]) -> None:
     done: list[int] = []
-    pool.run(done.append, 9)
+    threads.run(done.append, 9)
     queue.put(sorted(done))
 
 
@@ -105,7 +105,7 @@ def _run_in_child(queue: multiprocessing.Queue[list[int]]) -> None:
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_has_a_pool_of_its_own():
     torch.set_num_threads(3)
-    pool.run(lambda task: None, 9)
+    threads.run(lambda task: None, 9)
     context = multiprocessing.get_context("fork")
     queue = context.Queue()
     child = context.Process(target=_run_in_child, args=(queue,))

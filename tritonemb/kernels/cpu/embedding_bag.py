@@ -8,15 +8,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tritonemb.kernels import errors
-from tritonemb.kernels.cpu import pool
-from tritonemb.kernels.cpu.arrays import addresses_of, as_float32, as_int64, dtypes_of, share
+from tritonemb import errors
+from tritonemb.kernels.cpu import threads
 from tritonemb.kernels.cpu.jagged import check_offsets
-from tritonemb.kernels.cpu.jit import called, compiled, inlined
-from tritonemb.kernels.cpu.memory import element_size, float32_row, prefetch
-from tritonemb.kernels.cpu.parallel import run_tasks
+from tritonemb.kernels.cpu.jit import (
+    addresses_of,
+    as_float32,
+    as_int64,
+    called,
+    compiled,
+    dtypes_of,
+    element_size,
+    float32_row,
+    inlined,
+    prefetch,
+    share,
+)
 from tritonemb.kernels.cpu.simd import dot, sum_rows
-from tritonemb.kernels.layout import COLUMN, DIM, MEAN, NUM_ROWS, POOLING, TABLE, Layout, batch_size_of
+from tritonemb.kernels.cpu.threads import run_tasks
+from tritonemb.layout import COLUMN, DIM, MEAN, NUM_ROWS, POOLING, TABLE, Layout, batch_size_of
 
 BLOCK = 1024  # samples whose output stays in cache while all features are visited
 AHEAD = 12  # values between asking for a row and reading it
@@ -146,7 +156,7 @@ def embedding_bag(
     bad = np.full(bounds.size - 1, NO_POSITION, dtype=np.int64)
     look_up = _pool_all if layout.pooled else _gather_all
     look_up(
-        pool.team(), pool.num_threads(), bounds, bad, batch_size, addresses_of(weights), dtypes_of(weights),
+        threads.team(), threads.num_threads(), bounds, bad, batch_size, addresses_of(weights), dtypes_of(weights),
         layout.tables.numpy(), layout.lookups.numpy(), layout.key_starts.numpy(), as_int64(values), as_int64(offsets),
         as_float32(sample_weights), zeros.data_ptr(), out.data_ptr(), layout.width,
         num_rows * layout.width * out.element_size() >= STREAMED_BYTES,
@@ -189,7 +199,7 @@ def sample_weight_gradient(
     out, gradient = torch.zeros(values.numel(), dtype=torch.float32), as_float32(grad)
     bounds = share(batch_size, values.numel() * layout.width // max(1, layout.lookups.shape[0]))
     _sample_weight_gradients_of_all(
-        pool.team(), pool.num_threads(), bounds, batch_size, addresses_of(weights), dtypes_of(weights),
+        threads.team(), threads.num_threads(), bounds, batch_size, addresses_of(weights), dtypes_of(weights),
         layout.tables.numpy(), layout.lookups.numpy(), layout.key_starts.numpy(), as_int64(values), as_int64(offsets),
         layout.pooled, gradient.ctypes.data, layout.width, out.numpy(),
     )  # fmt: skip

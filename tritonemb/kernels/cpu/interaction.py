@@ -6,12 +6,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.cpu import pool
-from tritonemb.kernels.cpu.arrays import share
-from tritonemb.kernels.cpu.jit import called, compiled, inlined
-from tritonemb.kernels.cpu.memory import FLOAT32, float32_row, prefetch
-from tritonemb.kernels.cpu.parallel import run_tasks
+from tritonemb.kernels.cpu import threads
+from tritonemb.kernels.cpu.jit import FLOAT32, called, compiled, float32_row, inlined, prefetch, share
 from tritonemb.kernels.cpu.simd import dot, sum_float32_rows
+from tritonemb.kernels.cpu.threads import run_tasks
 
 TASKS_PER_THREAD = 4
 
@@ -32,7 +30,9 @@ def _multiply(task, bounds, num_features, dim, dense, sparse, out, width):
         prefetch(sparse + (sample + 1) * num_features * dim * 4, num_features * dim * 4)
         _find_vectors(vectors, dense, sparse, sample, num_features, dim)
         row = float32_row(out + sample * width * 4, width)
-        row[:dim] = float32_row(vectors[0], dim)
+        first = float32_row(vectors[0], dim)
+        for d in range(dim):
+            row[d] = first[d]
         place = dim
         for i in range(1, num_features + 1):
             for j in range(i):
@@ -83,7 +83,7 @@ def interaction(dense: Tensor, sparse: Tensor) -> Tensor:
     num_features = sparse.shape[1] // dim
     out = dense.new_empty(dense.shape[0], dim + num_features * (num_features + 1) // 2)
     _multiply_all(
-        pool.team(), pool.num_threads(), _share(out, num_features), num_features, dim, dense.data_ptr(),
+        threads.team(), threads.num_threads(), _share(out, num_features), num_features, dim, dense.data_ptr(),
         sparse.data_ptr(), out.data_ptr(), out.shape[1],
     )  # fmt: skip
     return out.to(dtype)
@@ -96,8 +96,8 @@ def interaction_gradient(grad: Tensor, dense: Tensor, sparse: Tensor) -> tuple[T
     num_features = sparse.shape[1] // dim
     grad_dense, grad_sparse = torch.empty_like(dense), torch.empty_like(sparse)
     _derive_all(
-        pool.team(), pool.num_threads(), _share(grad, num_features), num_features, dim, grad.data_ptr(), grad.shape[1],
-        dense.data_ptr(), sparse.data_ptr(), grad_dense.data_ptr(), grad_sparse.data_ptr(),
+        threads.team(), threads.num_threads(), _share(grad, num_features), num_features, dim, grad.data_ptr(),
+        grad.shape[1], dense.data_ptr(), sparse.data_ptr(), grad_dense.data_ptr(), grad_sparse.data_ptr(),
     )  # fmt: skip
     return grad_dense.to(dtype), grad_sparse.to(dtype)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from tritonemb.kernels import errors
+from tritonemb import errors
 from tritonemb.kernels.cpu.jit import called, compiled, inlined
-from tritonemb.kernels.cpu.parallel import run_tasks
-from tritonemb.kernels.layout import TABLE, Layout
+from tritonemb.kernels.cpu.threads import run_tasks
+from tritonemb.layout import TABLE, Layout
 
 GOOD_OFFSETS = -2
 

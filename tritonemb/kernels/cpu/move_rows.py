@@ -12,11 +12,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from tritonemb.kernels.cpu import pool
-from tritonemb.kernels.cpu.arrays import share
-from tritonemb.kernels.cpu.jit import called, compiled
-from tritonemb.kernels.cpu.memory import prefetch
-from tritonemb.kernels.cpu.parallel import run_tasks
+from tritonemb.kernels.cpu import threads
+from tritonemb.kernels.cpu.jit import called, compiled, prefetch, share
+from tritonemb.kernels.cpu.threads import run_tasks
 
 AHEAD = 8  # moves between asking for a row and copying it
 ASKED_BYTES = 512  # of a row; the processor itself asks for what follows
@@ -83,7 +81,14 @@ def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_row
     num_moves = to_rows.numel()
     bounds = share(num_moves, num_moves * int(described[:, ROW_BYTES].sum()) // 4)
     bad = _move_all(
-        pool.team(), pool.num_threads(), bounds, described, to_rows.numpy(), from_rows.numpy(), to_limit, from_limit
+        threads.team(),
+        threads.num_threads(),
+        bounds,
+        described,
+        to_rows.numpy(),
+        from_rows.numpy(),
+        to_limit,
+        from_limit,
     )
     if bad >= 0:
         raise ValueError(

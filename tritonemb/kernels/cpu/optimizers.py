@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tritonemb.kernels.cpu.jit import inlined
-from tritonemb.kernels.cpu.memory import FLOAT32
+from tritonemb.kernels.cpu.jit import FLOAT32, inlined
 from tritonemb.kernels.cpu.simd import dot
 from tritonemb.optimizers import KINDS, Hyperparameters
 

@@ -22,11 +22,9 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from tritonemb.kernels.cpu import pool
-from tritonemb.kernels.cpu.arrays import share
-from tritonemb.kernels.cpu.jit import called, compiled, inlined
-from tritonemb.kernels.cpu.memory import int64_row, prefetch
-from tritonemb.kernels.cpu.parallel import run_tasks
+from tritonemb.kernels.cpu import threads
+from tritonemb.kernels.cpu.jit import called, compiled, inlined, int64_row, prefetch, share
+from tritonemb.kernels.cpu.threads import run_tasks
 
 PAGE_BYTES = 4096
 PAYLOAD_BYTES = PAGE_BYTES - 16
@@ -271,5 +269,5 @@ def move_records(rows: np.ndarray, table: int, records: int, num_bytes: int, int
         rows: int64 `[n]`, distinct.
     """
     bounds = share(rows.size, rows.size * num_bytes // 4)
-    team, num_threads = (0, 1) if bounds.size == 2 else (pool.team(), pool.num_threads())
+    team, num_threads = (0, 1) if bounds.size == 2 else (threads.team(), threads.num_threads())
     _move(team, num_threads, bounds, rows, table, records, num_bytes, into_table)

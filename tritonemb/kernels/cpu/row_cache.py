@@ -15,12 +15,10 @@ from numba import types
 from torch import Tensor
 
 from tritonemb.kernels import cache_sets
-from tritonemb.kernels.cpu import pool
-from tritonemb.kernels.cpu.arrays import addresses_of
-from tritonemb.kernels.cpu.jit import called, compiled, inlined
-from tritonemb.kernels.cpu.memory import _pointer, int64_row, prefetch
-from tritonemb.kernels.cpu.parallel import run_tasks
-from tritonemb.kernels.layout import FIRST_ROW, NUM_ROWS
+from tritonemb.kernels.cpu import threads
+from tritonemb.kernels.cpu.jit import _pointer, addresses_of, called, compiled, inlined, int64_row, prefetch
+from tritonemb.kernels.cpu.threads import run_tasks
+from tritonemb.layout import FIRST_ROW, NUM_ROWS
 
 WAYS, NO_ROW = 32, -1  # compiled in, and the cache of what is compiled is named after this file
 assert (WAYS, NO_ROW) == (cache_sets.WAYS, cache_sets.NO_ROW)
@@ -221,7 +219,7 @@ def _tasks(num_rows: int) -> tuple[int, int, int]:
     """Team, threads and tasks."""
     if num_rows < FEW_ROWS:
         return 0, 1, 1
-    return pool.team(), pool.num_threads(), pool.num_threads()
+    return threads.team(), threads.num_threads(), threads.num_threads()
 
 
 def row_cache_look_up_(

@@ -8,17 +8,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tritonemb.kernels import errors
-from tritonemb.kernels.cpu import pool
-from tritonemb.kernels.cpu.arrays import addresses_of, as_float32, as_int64, dtypes_of
+from tritonemb import errors
+from tritonemb.kernels.cpu import threads
 from tritonemb.kernels.cpu.jagged import bags_of, one_value_a_bag, uses_by_table
-from tritonemb.kernels.cpu.jit import called, compiled, inlined
-from tritonemb.kernels.cpu.memory import FLOAT32, element_size, float32_row, int64_row, prefetch, uint16_row
+from tritonemb.kernels.cpu.jit import (
+    FLOAT32,
+    addresses_of,
+    as_float32,
+    as_int64,
+    called,
+    compiled,
+    dtypes_of,
+    element_size,
+    float32_row,
+    inlined,
+    int64_row,
+    prefetch,
+    uint16_row,
+)
 from tritonemb.kernels.cpu.optimizers import MAX_GRADIENT, NONFINITE, STOCHASTIC_ROUNDING, apply
-from tritonemb.kernels.cpu.parallel import run_tasks
-from tritonemb.kernels.cpu.rounding import fill_random, narrow_row, narrow_row_stochastic, widen_row
+from tritonemb.kernels.cpu.random import fill_random, narrow_row, narrow_row_stochastic, widen_row
 from tritonemb.kernels.cpu.simd import sum_float32_rows
-from tritonemb.kernels.layout import (
+from tritonemb.kernels.cpu.threads import run_tasks
+from tritonemb.kernels.row_update import plain_step_
+from tritonemb.layout import (
     COLUMN,
     COLUMN_ORIGIN,
     ELEMENTS_PER_COUNTER,
@@ -113,14 +126,14 @@ def _update_rows(
     order, grad, width, sample_weights, learning_rate, steps, hyperparameters,
 ):  # fmt: skip
     """Update groups [bounds[task], bounds[task + 1]). The first whose gradient must be refused goes into `found`."""
-    most = np.int64(0)
+    most = widest = np.int64(0)
     for table in range(tables.shape[0]):
+        widest = max(widest, tables[table, ROW_DIM])
         first, last = max(bounds[task], table_groups[table]), min(bounds[task + 1], table_groups[table + 1])
         if first < last:
             most = max(most, np.int64(starts[last] - starts[first]))
     gradients_room = np.empty(most, dtype=np.int64)
     scales_room = np.empty(most if scaled else 0, dtype=np.float32)
-    widest = tables[:, ROW_DIM].max()
     sums_room, row_room = np.empty(widest, dtype=np.float32), np.empty(widest, dtype=np.float32)
     words_room = np.empty((widest + ELEMENTS_PER_COUNTER - 1) // ELEMENTS_PER_COUNTER * 4, dtype=np.uint32)
     sums_address, row_address = sums_room.ctypes.data, row_room.ctypes.data
@@ -203,9 +216,15 @@ def _share_groups(starts, num_groups, num_tasks):
 def _groups_of_tables(rows, num_groups, tables):
     """Bounds `[T + 1]` of each table's groups."""
     bounds = np.empty(tables.shape[0] + 1, dtype=np.int64)
-    bounds[-1] = num_groups
-    for table in range(tables.shape[0]):
-        bounds[table] = np.searchsorted(rows[:num_groups], tables[table, FIRST_ROW])
+    for table in range(tables.shape[0] + 1):
+        low, high = 0, num_groups
+        while table < tables.shape[0] and low < high:
+            middle = (low + high) // 2
+            if rows[middle] < tables[table, FIRST_ROW]:
+                low = middle + 1
+            else:
+                high = middle
+        bounds[table] = high
     return bounds
 
 
@@ -221,7 +240,9 @@ def _update(
     if pooled and not one_value_a_bag(offsets):
         bags = bags_of(team, num_threads, num_tasks, offsets)
     bounds = _share_groups(starts, num_groups, num_tasks)
-    found = np.full(num_tasks, NO_GROUP, dtype=np.int64)
+    found = np.empty(num_tasks, dtype=np.int64)
+    for task in range(num_tasks):
+        found[task] = NO_GROUP
     ask_for_gradients = starts[num_groups] < READS_PER_GRADIENT * offsets.size
     for check_only in (True, False):
         if check_only and hyperparameters[NONFINITE] != RAISE:
@@ -235,8 +256,11 @@ def _update(
                 steps, hyperparameters,
             ),
         )  # fmt: skip
-        if found.min() != NO_GROUP:
-            return found.min()
+        refused = NO_GROUP
+        for task in range(num_tasks):
+            refused = min(refused, found[task])
+        if refused != NO_GROUP:
+            return refused
     return -1
 
 
@@ -260,10 +284,10 @@ def row_update_(
     gradient = as_float32(_clamped(grad, constants[MAX_GRADIENT]))
     lookups = layout.lookups.numpy()
     small = int(starts[num_groups]) * layout.width < 16_384 * len(lookups)
-    num_tasks = 1 if small else 2 * pool.num_threads()
+    num_tasks = 1 if small else 2 * threads.num_threads()
     skips = np.zeros((num_tasks, len(weights)), dtype=np.int64)
     refused = _update(
-        pool.team(), pool.num_threads(), num_tasks, skips, KINDS[optimizer], addresses_of(weights),
+        threads.team(), threads.num_threads(), num_tasks, skips, KINDS[optimizer], addresses_of(weights),
         dtypes_of(weights), *_states_of(states, optimizer, len(weights)), layout.tables.numpy(), lookups,
         layout.key_starts.numpy(), batch_size_of(offsets, layout.key_starts), as_int64(offsets), layout.pooled,
         sample_weights is not None or bool((lookups[:, POOLING] == MEAN).any()), rows, starts, order, int(num_groups),
@@ -288,3 +312,78 @@ def _states_of(states: Sequence[Tensor], optimizer: str, num_tables: int) -> tup
     for index in range(len(specs)):
         addresses[index] = addresses_of(states[index * num_tables : (index + 1) * num_tables])
     return addresses, np.array([spec.per_element for spec in specs] + [False, False], dtype=np.bool_)[:2]
+
+
+TASKS_PER_THREAD = 4
+FEW_ELEMENTS = 16_384  # that one thread adds before another has begun
+
+
+@called
+def _write_sums(
+    task, num_tasks, num_groups, rows, starts, order, compact, bags, mean, offsets, sample_weights, grad, dim, out
+):
+    """Groups of task `task`, a range with about as many positions as the others'; `grad` and `out` are addresses."""
+    first = np.searchsorted(starts[: num_groups + 1], starts[num_groups] * task // num_tasks)
+    last = np.searchsorted(starts[: num_groups + 1], starts[num_groups] * (task + 1) // num_tasks)
+    begin, end = np.int64(starts[first]), np.int64(starts[last])
+    scaled = mean or sample_weights.size > 0
+    gradients = np.empty(end - begin, dtype=np.int64)
+    scales = np.empty(end - begin if scaled else 0, dtype=np.float32)
+    for entry in range(end - begin):
+        position = np.int64(order[begin + entry])
+        source = np.int64(bags[position]) if bags.size else position
+        gradients[entry] = grad + source * dim * 4
+        if scaled:
+            scale = np.float32(1) / np.float32(offsets[source + 1] - offsets[source]) if mean else np.float32(1)
+            scales[entry] = scale * sample_weights[position] if sample_weights.size else scale
+    for group in range(first, last):
+        start, stop = np.int64(starts[group] - begin), np.int64(starts[group + 1] - begin)
+        for entry in range(start + GRADIENTS_AHEAD, min(stop + GRADIENTS_AHEAD, end - begin)):
+            prefetch(gradients[entry], 4 * dim)
+        factors = scales.ctypes.data + start * 4 if scaled else 0
+        place = group if compact else rows[group]
+        sum_float32_rows(out + place * dim * 4, gradients.ctypes.data + start * 8, factors, stop - start, dim)
+
+
+@compiled
+def _write_all(team, num_threads, num_tasks, num_groups, offsets, pooled, rows, starts, order, *args):
+    bags = np.empty(0, dtype=np.int32)
+    if pooled and not one_value_a_bag(offsets):
+        bags = bags_of(team, num_threads, num_tasks, offsets)
+    compact, mean, sample_weights, grad, dim, out = args
+    run_tasks(
+        team, num_threads, num_tasks, _write_sums,
+        (
+            num_tasks, num_groups, rows, starts, order, compact, bags, mean and bags.size > 0, offsets, sample_weights,
+            grad, dim, out,
+        ),
+    )  # fmt: skip
+
+
+def row_gradients_(
+    sums: Sequence[Tensor],
+    grad: Tensor,
+    offsets: Tensor,
+    sample_weights: Tensor | None,
+    groups: tuple[Tensor, Tensor, Tensor, Tensor],
+    layout: Layout,
+    compact: bool = False,
+    max_gradient: float = np.inf,
+) -> None:
+    """See `kernels/row_update.py`. One float32 table has a kernel of its own."""
+    plain = len(sums) == 1 and sums[0].dtype == torch.float32 and max_gradient == np.inf
+    if not plain or layout.lookups.shape[0] != 1 or layout.key_starts.shape[0] != 2:
+        plain_step_(row_update_, sums, grad, offsets, sample_weights, groups, layout, compact, max_gradient)
+        return
+    (out,) = sums
+    rows, starts, order, num_groups = (group.numpy() for group in groups)
+    if out.numel() == 0 or num_groups == 0:
+        return
+    gradient, dim = as_float32(grad), out.shape[1]
+    alone = int(starts[num_groups]) * dim < FEW_ELEMENTS
+    _write_all(
+        0 if alone else threads.team(), 1 if alone else threads.num_threads(),
+        1 if alone else TASKS_PER_THREAD * threads.num_threads(), int(num_groups), as_int64(offsets), layout.pooled,
+        rows, starts, order, compact, layout.pooled and bool(layout.lookups[0, POOLING] == MEAN),
+        as_float32(sample_weights), gradient.ctypes.data, dim, out.data_ptr(),
+    )  # fmt: skip

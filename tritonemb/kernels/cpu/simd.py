@@ -13,8 +13,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from tritonemb.kernels.cpu.jit import inlined
-from tritonemb.kernels.cpu.memory import BFLOAT16, FLOAT16, FLOAT32
+from tritonemb.kernels.cpu.jit import BFLOAT16, FLOAT16, FLOAT32, inlined
 
 DOT_LANES = 16
 STREAMED_ALIGNMENT = 64  # bytes that a streamed store's address must be a multiple of, and that it stores

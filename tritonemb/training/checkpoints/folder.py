@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from tritonemb.comm.group import Group
-from tritonemb.nn.tiered_table import write_back
+from tritonemb.tables.cached_table import write_back
 from tritonemb.training.checkpoints.files import allocated, free_bytes, link_or_copy, sync, write
 from tritonemb.training.checkpoints.manifest import FORMAT, MANIFEST, read_text
 from tritonemb.training.checkpoints.options import CheckpointError

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from tritonemb.comm.group import Group
-from tritonemb.nn.tiered_table import TieredTable
 from tritonemb.storage import DiskRows
+from tritonemb.tables.cached_table import TieredTable
 from tritonemb.training.checkpoints.files import checksum
 from tritonemb.training.checkpoints.manifest import read_text
 from tritonemb.training.checkpoints.tables_in import (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tritonemb.sharding.table_shards import TableShards
+from tritonemb.sharding.sharded_tensor import TableShards
 
 
 class HostCopies:

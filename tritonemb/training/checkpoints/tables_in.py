@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from tritonemb.nn.tiered_table import CHUNK_BYTES, FirstValues, TieredTable
-from tritonemb.sharding.table_shards import LocalShard, Rectangle, TableShards, refuse_gaps
+from tritonemb.sharding.sharded_tensor import LocalShard, Rectangle, TableShards, refuse_gaps
 from tritonemb.storage import DiskRows, SavedRows, StorageError, restore, snapshot_header
+from tritonemb.tables.cached_table import CHUNK_BYTES, FirstValues, TieredTable
 from tritonemb.training.checkpoints.files import ROWS
 from tritonemb.training.checkpoints.manifest import MANIFEST, read_text
 from tritonemb.training.checkpoints.writing import as_one_process

@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tritonemb.nn.stand_in import OnDisk
-from tritonemb.nn.tiered_table import TieredTable
-from tritonemb.sharding.table_shards import LocalShard, TableShards
+from tritonemb.sharding.sharded_tensor import LocalShard, TableShards
 from tritonemb.storage import DiskRows, Pending, snapshot_header
-from tritonemb.storage.layout import PAGE_BYTES
+from tritonemb.storage.io import PAGE_BYTES
+from tritonemb.tables.cached_table import OnDisk, TieredTable
 from tritonemb.training.checkpoints.files import CHANGES, ROWS, allocated, checksum
 from tritonemb.types import TableConfig
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tritonemb.comm.group import Group
-from tritonemb.sharding.table_shards import Rectangle, TableShards, refuse_gaps
+from tritonemb.sharding.sharded_tensor import Rectangle, TableShards, refuse_gaps
 from tritonemb.training.checkpoints.together import together
 
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from tritonemb.comm.group import Group
-from tritonemb.sharding.table_shards import PIECE_BYTES, LocalShard, TableShards
+from tritonemb.sharding.sharded_tensor import PIECE_BYTES, LocalShard, TableShards
 from tritonemb.training.checkpoints.files import checksum
 from tritonemb.training.checkpoints.tensors import is_part
 from tritonemb.training.checkpoints.together import alone, together

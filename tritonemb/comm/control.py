@@ -1,0 +1,270 @@
+"""What every rank is about to do, known to all of them before any does it.
+
+Joining the job that torchrun has started, also after it has started it again.
+
+And which rank has failed or does not answer when a collective fails, which the errors of process groups do not say.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, TypeVar, get_args
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from tritonemb.comm.group import Group
+
+T = TypeVar("T")
+
+State = Literal["ready", "over", "failed"]
+_STATES: tuple[State, ...] = get_args(State)
+_LOST = re.compile(r"gloo|nccl|connection|timed? ?out|broken pipe", re.IGNORECASE)
+
+
+class RankFailed(RuntimeError):
+    """Other ranks of the job have failed or answer no more, so this one cannot go on.
+
+    Attributes:
+        ranks: which.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+    def __reduce__(self) -> tuple[type[RankFailed], tuple[str, tuple[int, ...]]]:
+        return type(self), (str(self), self.ranks)
+
+
+@dataclass(frozen=True)
+class Round:
+    """What the ranks have told each other.
+
+    Args:
+        rows: samples that each rank brings, in the order of ranks.
+        batches: the most batches that a rank brings.
+        over: none of them has any more.
+        signal: the largest that one of them was sent, 0 for none.
+        clock: rank 0's.
+    """
+
+    rows: tuple[int, ...]
+    batches: int = 1
+    over: bool = False
+    signal: int = 0
+    clock: int = 0
+
+    @property
+    def total(self) -> int:
+        """Samples of all ranks together."""
+        return sum(self.rows)
+
+
+class Agreement:
+    """Rounds in which each rank says what it brings and hears what the others bring.
+
+    A round is one small message on the CPU, over channels of the agreement's own, so that it may be held in a thread.
+
+    Args:
+        group: who takes part; all of them make the agreement together.
+        timeout: how long to wait for a rank; torch's default if not given.
+    """
+
+    def __init__(self, group: Group, timeout: timedelta | None = None) -> None:
+        self._group = group.twin("gloo", timeout)
+
+    def next(
+        self, rows: int, state: State = "ready", note: str = "", *, batches: int = 1, signal: int = 0, clock: int = 0
+    ) -> Round:
+        """Hold a round.
+
+        Args:
+            rows: samples that this rank brings.
+            state: "over" if it has run out of data, "failed" if it cannot go on.
+            note: why it has failed.
+            batches: in how many batches the samples come.
+            signal: number of a signal that asks it to stop.
+            clock: any number; all ranks get that of rank 0.
+
+        Raises:
+            RankFailed: some rank has failed, on all of them, with their notes.
+            RuntimeError: a rank has not answered in time, or is gone.
+        """
+        words = torch.tensor([rows, batches, _STATES.index(state), signal, clock], dtype=torch.int64)
+        heard = self._group.all_gather(words, "agreement").tolist()
+        states = [_STATES[entry[2]] for entry in heard]
+        if "failed" in states:
+            notes = self._group.all_gather_object(note)  # all ranks are here, and for the last time
+            failed = tuple(rank for rank, told in enumerate(states) if told == "failed")
+            raise RankFailed("; ".join(f"rank {rank} has failed: {notes[rank]}" for rank in failed), failed)
+        return Round(
+            rows=tuple(entry[0] for entry in heard),
+            batches=max(entry[1] for entry in heard),
+            over=all(told == "over" for told in states),
+            signal=max(entry[3] for entry in heard),
+            clock=heard[0][4],
+        )
+
+
+def describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def lost_contact(error: BaseException) -> bool:
+    """Whether an exception is what a collective raises when a rank is gone or does not answer in time."""
+    return isinstance(error, RuntimeError) and not isinstance(error, RankFailed) and bool(_LOST.search(str(error)))
+
+
+MEETING = timedelta(minutes=10)  # processes start at different speeds
+_POLL = 0.01  # seconds
+
+
+def join(backend: str, timeout: timedelta) -> None:
+    """`torch.distributed.init_process_group` from the environment, apart from what earlier attempts have left.
+
+    torchrun restarts a job's processes (`--max-restarts`) beside the store that it keeps for them, where the addresses
+    of those before still are: to connect to these fails (pytorch/pytorch#135712). So the ranks agree upon a new name
+    first, under which nothing is there yet.
+
+    Args:
+        timeout: of the job's collectives.
+
+    Raises:
+        ValueError: the environment does not say how to meet.
+        RuntimeError: a rank did not come in time.
+    """
+    store, rank, size = next(iter(rendezvous("env://", timeout=MEETING)))
+    store.set_timeout(MEETING)
+    name = agreed_name(store, rank, size, MEETING)
+    dist.init_process_group(backend, store=PrefixStore(name, store), rank=rank, world_size=size, timeout=timeout)
+
+
+def agreed_name(store: Store, rank: int, size: int, timeout: timedelta) -> str:
+    """A name that rank 0 has just made up, on all ranks, whatever the store holds of earlier meetings.
+
+    Each rank calls with a word of its own; rank 0 answers all calls, with the word and the name, until each rank has
+    said the name.
+    """
+    last = time.monotonic() + timeout.total_seconds()
+    others = range(1, size)
+    calls, heard = [f"tritonemb/call/{r}" for r in others], [f"tritonemb/heard/{r}" for r in others]
+    word = uuid.uuid4().hex
+    if rank:
+        store.set(calls[rank - 1], word)
+        while True:
+            answer = _read(store, [f"tritonemb/answer/{rank}"])[0].partition(":")
+            if answer[0] == word:
+                store.set(heard[rank - 1], answer[2])
+                return answer[2]
+            _pause(last, "rank 0 did not answer")
+    while True:
+        said = _read(store, heard)
+        missing = [r for r, name in zip(others, said, strict=True) if name != word]
+        if not missing:
+            return word
+        for r, call in zip(missing, _read(store, [calls[r - 1] for r in missing]), strict=True):
+            if call:
+                store.set(f"tritonemb/answer/{r}", f"{call}:{word}")
+        _pause(last, f"ranks {missing} did not come")
+
+
+def _read(store: Store, keys: list[str]) -> list[str]:
+    """What stands there, "" where nothing does."""
+    there = [key for key in keys if store.check([key])]
+    found = dict(zip(there, store.multi_get(there), strict=True)) if there else {}
+    return [found.get(key, b"").decode() for key in keys]
+
+
+def _pause(last: float, problem: str) -> None:
+    if time.monotonic() > last:
+        raise RuntimeError(f"the job did not come together in time: {problem}")
+    time.sleep(_POLL)
+
+
+GRACE = 3.0  # seconds that ranks have to report
+REPORT_POLL = 0.1  # seconds between two looks at the store
+STORE_TIMEOUT = 5.0  # seconds in which the store has to answer
+MOST_NAMED = 8
+_ALIVE = "alive"
+_made = 0
+
+
+class FailureReports:
+    """What ranks report of themselves when a job ends early.
+
+    Nothing is sent while all is well. A rank that ends with an error, or has lost contact to another one, says so in
+    the job's store; a rank that has said nothing some seconds later is the one that is gone, or hangs.
+
+    Args:
+        group: of all ranks of the job; they make it together, in the same order.
+    """
+
+    def __init__(self, group: Group) -> None:
+        global _made
+        _made += 1
+        self._rank, self._size, self._prefix = group.rank, group.size, f"tritonemb/failures/{_made}"
+        self._report = _ALIVE
+        self._store: Any = None
+        if group.size > 1:
+            # A connection of its own: that of the job may be busy with a thread that waits.
+            self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+            self._store.set_timeout(timedelta(seconds=STORE_TIMEOUT))
+
+    def report(self, error: BaseException | None = None, step: int = 0) -> None:
+        """Tell the other ranks that this one ends: for an error of its own, or because another one has failed."""
+        if error is not None and not isinstance(error, RankFailed):
+            self._report = f"rank {self._rank} failed at step {step}: {describe(error)}"
+        self._in_time(self._write)
+
+    def explain(self, error: BaseException, step: int) -> RankFailed:
+        """An error that names the ranks that are to blame for the error of a collective."""
+        self.report()
+        deadline = time.monotonic() + GRACE
+        keys = [f"{self._prefix}/{rank}" for rank in range(self._size)]
+        while True:
+            found = self._in_time(lambda: _read(self._store, keys)) or []
+            failed = {rank: text for rank, text in enumerate(found) if text not in ("", _ALIVE)}
+            if not found or failed or "" not in found or time.monotonic() > deadline:
+                break
+            time.sleep(REPORT_POLL)
+        first = str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
+        if not found:
+            return RankFailed(f"a rank of the job is gone or does not answer ({first}), nor does the job's store")
+        blamed = failed or {
+            rank: f"rank {rank} is gone, or has not answered at step {step}"
+            for rank, text in enumerate(found)
+            if not text
+        }
+        if not blamed:
+            return RankFailed(f"the ranks have lost contact at step {step}, and each is alive ({first})")
+        named = "; ".join(list(blamed.values())[:MOST_NAMED])
+        more = f"; and {len(blamed) - MOST_NAMED} more" if len(blamed) > MOST_NAMED else ""
+        return RankFailed(f"{named}{more} ({first})", tuple(blamed))
+
+    def _write(self) -> None:
+        self._store.set(f"{self._prefix}/{self._rank}", self._report)
+
+    def _in_time(self, function: Callable[[], T]) -> T | None:
+        """What a call of the store returns; None if it does not answer: its host may be the one that is gone."""
+        found: list[T] = []
+
+        def call() -> None:
+            try:
+                found.append(function())
+            except RuntimeError:  # the collectives say more
+                return
+
+        if self._store is not None:
+            thread = threading.Thread(target=call, daemon=True)
+            thread.start()
+            thread.join(2 * STORE_TIMEOUT)
+        return found[0] if found else None

@@ -1,0 +1,141 @@
+"""Summed gradients of rows on their way between ranks that hold the same rows, or other columns of them.
+
+Distinct rows that each of several ranks is about to train, made known to all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritonemb.comm.group import Group
+
+
+class RowSums(NamedTuple):
+    """For each table: int64 `[U]` rows, and float32 `[U, dim]` the sum of the gradients of each."""
+
+    rows: list[Tensor]
+    sums: list[Tensor]
+
+
+def gather_sums(group: Group, own: RowSums) -> RowSums:
+    """Every rank's sums, table by table in the order of ranks: a row comes once for each rank that has it.
+
+    Bytes: `8 + 4 · dim` for each distinct row of a rank, to every other rank.
+    """
+    if group.size == 1:
+        return own
+    device = own.rows[0].device
+    counts = torch.tensor([rows.shape[0] for rows in own.rows], dtype=torch.int64, device=device)
+    all_counts = group.all_gather(counts, "sizes").tolist()
+    dims = [sums.shape[1] for sums in own.sums]
+    words = [sum(n * (2 + dim) for n, dim in zip(mine, dims, strict=True)) for mine in all_counts]
+    if not any(words):
+        return own
+    longest = max(words) + max(words) % 2  # rows are 8 bytes
+    message = torch.empty(longest, dtype=torch.int32, device=device)
+    rows = torch.cat(own.rows).view(torch.int32)
+    message[: rows.shape[0]] = rows
+    sums = torch.cat([sums.flatten() for sums in own.sums]).view(torch.int32)
+    message[rows.shape[0] : rows.shape[0] + sums.shape[0]] = sums
+    gathered = group.all_gather(message, "row gradients")
+    by_rank = [_read(part, counts, dims) for part, counts in zip(gathered, all_counts, strict=True)]
+    tables = range(len(dims))
+    return RowSums(
+        [torch.cat([rank.rows[table] for rank in by_rank]) for table in tables],
+        [torch.cat([rank.sums[table] for rank in by_rank]) for table in tables],
+    )
+
+
+def _read(message: Tensor, counts: Sequence[int], dims: Sequence[int]) -> RowSums:
+    num_rows = sum(counts)
+    rows = message[: 2 * num_rows].view(torch.int64).split(list(counts))
+    sizes = [n * dim for n, dim in zip(counts, dims, strict=True)]
+    sums = message[2 * num_rows : 2 * num_rows + sum(sizes)].view(torch.float32).split(sizes)
+    return RowSums(list(rows), [flat.view(-1, dim) for flat, dim in zip(sums, dims, strict=True)])
+
+
+class Block(NamedTuple):
+    """A block of a table's columns: the number of the table, the rank that holds it, and the columns."""
+
+    table: int
+    rank: int
+    first_column: int
+    num_columns: int
+
+
+def exchange_columns(
+    group: Group, blocks: Sequence[Block], mine: Sequence[Block], own: Sequence[Tensor]
+) -> dict[int, Tensor]:
+    """Whole rows from blocks of their columns, on every rank that holds one of the table's blocks.
+
+    Args:
+        blocks: of all tables and ranks, the same on every rank. Those who hold a table's blocks have the same rows.
+        mine: those of this rank, in any order.
+        own: float32 `[U, num_columns]` for each of them.
+
+    Returns:
+        `[U, dim]` by table, for the tables that this rank has a block of.
+    """
+    ordered = sorted(zip(mine, own, strict=True), key=lambda pair: blocks.index(pair[0]))
+    mine, own = [block for block, _ in ordered], [values for _, values in ordered]
+    num_rows = {block.table: values.shape[0] for block, values in zip(mine, own, strict=True)}
+    holders = {block.table: sorted({other.rank for other in blocks if other.table == block.table}) for block in blocks}
+    to: list[list[Tensor]] = [
+        [values.flatten() for block, values in zip(mine, own, strict=True) if peer in holders[block.table]]
+        for peer in range(group.size)
+    ]
+    coming = [[b for b in blocks if b.rank == peer and b.table in num_rows] for peer in range(group.size)]
+    flat = [piece for pieces in to for piece in pieces]
+    message = torch.cat(flat) if flat else torch.empty(0)
+    arrived = group.all_to_all(
+        message, [sum(piece.numel() for piece in pieces) for pieces in to],
+        [sum(num_rows[b.table] * b.num_columns for b in part) for part in coming], "row columns",
+    )  # fmt: skip
+    found = {
+        table: message.new_empty(n, sum(b.num_columns for b in blocks if b.table == table))
+        for table, n in num_rows.items()
+    }
+    place = 0
+    for block in (block for part in coming for block in part):
+        size = num_rows[block.table] * block.num_columns
+        columns = slice(block.first_column, block.first_column + block.num_columns)
+        found[block.table][:, columns] = arrived[place : place + size].view(-1, block.num_columns)
+        place += size
+    return found
+
+
+_REFUSED = -1
+
+
+def gather_rows(group: Group, rows: Tensor, problem: ValueError | None = None) -> Tensor:
+    """The distinct rows of all ranks; a collective.
+
+    Bytes: 8 for each rank, and for each distinct row of the rank that has most of them, to every other rank.
+
+    Args:
+        rows: int64 `[U]`, distinct, on the CPU.
+        problem: what the caller has found wrong with this rank's batch.
+
+    Returns:
+        int64 `[V]`, ascending.
+
+    Raises:
+        ValueError: the problem; the other ranks get a RuntimeError that names this one.
+    """
+    own = rows.numel() if problem is None else _REFUSED
+    counts = group.all_gather(torch.tensor([own], device=rows.device), "sizes").flatten().tolist()
+    if problem is not None:
+        raise problem
+    if _REFUSED in counts:
+        rank = group.ranks[counts.index(_REFUSED)]
+        raise RuntimeError(f"rank {rank} has refused its batch; its own error says why")
+    if not any(counts):
+        return rows
+    message = rows.new_zeros(max(counts))
+    message[: rows.numel()] = rows
+    gathered = group.all_gather(message, "rows")
+    return torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)]).unique()

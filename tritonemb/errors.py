@@ -1,0 +1,75 @@
+"""What a kernel's finding means to the person who brought the batch."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+import numpy as np
+from torch import Tensor
+
+from tritonemb.layout import FIRST_ROW, NUM_ROWS, ROW_IDS, TABLE, Layout, batch_size_of, int64_at, names_in
+
+
+def bad_id(position: int, values: Tensor, offsets: Tensor, layout: Layout) -> ValueError:
+    """The id at `position` of values lies outside a table that its key looks up."""
+    bag = bisect_right(offsets.tolist(), position) - 1
+    key, sample = divmod(bag, batch_size_of(offsets, layout.key_starts))
+    value = int(values[position])
+    uses = layout.lookups[int(layout.key_starts[key]) : int(layout.key_starts[key + 1])]
+    table = next(t for t in uses[:, TABLE].tolist() if not 0 <= value < int(layout.tables[t, NUM_ROWS]))
+    names = names_in(layout.table_names)[table], names_in(layout.feature_names)[key]
+    return id_out_of_range(*names, sample, position, value, int(layout.tables[table, NUM_ROWS]))
+
+
+def id_out_of_range(table: str, feature: str, sample: int, position: int, value: int, num_rows: int) -> ValueError:
+    """The message for an id that its table does not have."""
+    return ValueError(
+        f"table {table!r}: id {value} of feature {feature!r}, sample {sample} (position {position} of values) is out "
+        f"of range; valid ids are 0 to {num_rows - 1}. Map or hash the ids into the table, make the table larger, or "
+        'pass bounds_check="ignore" to read such ids as zero'
+    )
+
+
+def bad_offsets(bag: int, offsets: Tensor, num_values: int, layout: Layout) -> ValueError:
+    """`offsets` does not start at 0, descends behind `bag`, or does not end at the number of values."""
+    if bag < 0:
+        return offsets_do_not_start_at_zero(int(offsets[0]))
+    if bag == offsets.numel() - 1:
+        return offsets_do_not_end_with_values(int(offsets[-1]), num_values)
+    key, sample = divmod(bag, batch_size_of(offsets, layout.key_starts))
+    feature = names_in(layout.feature_names)[key]
+    return offsets_do_not_ascend(feature, sample, int(offsets[bag]), int(offsets[bag + 1]), num_values)
+
+
+def offsets_do_not_start_at_zero(first: int) -> ValueError:
+    """The message for a first offset that is not 0."""
+    return ValueError(f"offsets must start with 0, got {first}")
+
+
+def offsets_do_not_end_with_values(last: int, num_values: int) -> ValueError:
+    """The message for a last offset that is not the number of values."""
+    return ValueError(f"offsets end at {last} but there are {num_values} values")
+
+
+def offsets_do_not_ascend(feature: str, sample: int, begin: int, end: int, num_values: int) -> ValueError:
+    """The message for a bag whose offsets descend or lie outside the values."""
+    return ValueError(
+        f"offsets must ascend: feature {feature!r}, sample {sample} goes from {begin} to {end} (of {num_values} values)"
+    )
+
+
+def bad_gradient(row: int, layout: Layout) -> ValueError:
+    """The summed gradient of linear row `row` is NaN or infinite."""
+    first_rows = layout.tables[:, FIRST_ROW].numpy()
+    table = int(np.searchsorted(first_rows, row, side="right")) - 1
+    name, place = names_in(layout.table_names)[table], row - int(first_rows[table])
+    num_rows, row_ids = layout.tables[table, [NUM_ROWS, ROW_IDS]].tolist()
+    return gradient_not_finite(name, int(int64_at(row_ids, num_rows)[place]) if row_ids else place)
+
+
+def gradient_not_finite(table: str, row: int) -> ValueError:
+    """The message for a row whose gradient is NaN or infinite."""
+    return ValueError(
+        f"table {table!r}: the gradient of row {row} is NaN or infinite; no table was changed. Lower the learning "
+        'rate, clip with max_gradient=, or pass nonfinite="skip" to leave such rows untouched'
+    )

@@ -1,0 +1,175 @@
+"""CPU twin of `kernels/rounding.py`: 16-bit rows, widened exactly, narrowed to nearest or stochastically.
+
+CPU twin of `kernels/initial.py`: rows shared among threads.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from tritonemb.kernels.cpu import threads
+from tritonemb.kernels.cpu.jit import (
+    FLOAT16,
+    bfloat16_to_float32,
+    called,
+    compiled,
+    float16_to_float32,
+    float32_bits,
+    float32_from_bits,
+    float32_row,
+    float32_to_float16,
+    inlined,
+)
+from tritonemb.kernels.cpu.threads import run_tasks
+from tritonemb.kernels.random import UNIFORMS_PER_COUNTER, scale_of
+from tritonemb.layout import ELEMENTS_PER_COUNTER
+
+_MASK32 = np.uint64(0xFFFFFFFF)
+_MULTIPLIER_0, _MULTIPLIER_1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_WEYL_0, _WEYL_1 = np.uint32(0x9E3779B9), np.uint32(0xBB67AE85)
+_MAX_FLOAT16 = np.float32(65504.0)
+_MIN_NORMAL_FLOAT16 = np.float32(2.0**-14)
+
+
+@inlined
+def fill_random(words, seed, row, column, step):
+    """Philox words for the elements of one row from `column` on, a multiple of 8; `words` uint32 [4 * counters]."""
+    fill_philox(words, seed, column // ELEMENTS_PER_COUNTER, row, step)
+
+
+@inlined
+def fill_philox(words, seed, first, row, step):
+    """The words of counters (first …, row, row >> 32, step); `words` uint32 [4 * counters]."""
+    for counter in range(words.size // 4):
+        c0, c1 = np.uint32(first + counter), np.uint32(row & 0xFFFFFFFF)
+        c2, c3 = np.uint32(row >> 32), np.uint32(step & 0xFFFFFFFF)
+        k0, k1 = np.uint32(seed & 0xFFFFFFFF), np.uint32(seed >> 32)
+        for _ in range(10):
+            product_0 = _MULTIPLIER_0 * np.uint64(c0)
+            product_1 = _MULTIPLIER_1 * np.uint64(c2)
+            c0 = np.uint32(product_1 >> np.uint64(32)) ^ c1 ^ k0
+            c2 = np.uint32(product_0 >> np.uint64(32)) ^ c3 ^ k1
+            c1, c3 = np.uint32(product_1 & _MASK32), np.uint32(product_0 & _MASK32)
+            k0, k1 = np.uint32(k0 + _WEYL_0), np.uint32(k1 + _WEYL_1)
+        words[4 * counter], words[4 * counter + 1] = c0, c1
+        words[4 * counter + 2], words[4 * counter + 3] = c2, c3
+
+
+@inlined
+def _random16(words, element):
+    return (words[element >> 1] >> np.uint32((element & 1) << 4)) & np.uint32(0xFFFF)
+
+
+@inlined
+def _narrow_bfloat16(value, addend):
+    """Truncate after adding to the lost bits, so that they carry or not; finite values stay finite."""
+    bits = float32_bits(value)
+    exponent = np.uint32(0x7F800000)
+    if bits & exponent == exponent:
+        quiet = np.uint32(0x00400000) if bits & np.uint32(0x007FFFFF) != 0 else np.uint32(0)
+        return np.uint16((bits | quiet) >> np.uint32(16))
+    rounded = np.uint32(bits + addend)
+    if rounded & exponent == exponent:
+        rounded = bits
+    return np.uint16(rounded >> np.uint32(16))
+
+
+@inlined
+def _narrow_float16(value, noise):
+    """Up iff the noise is below the bits to lose, in the units of the grid there; saturates at 65504."""
+    magnitude = abs(value)
+    if not magnitude <= _MAX_FLOAT16:  # too large, infinite or NaN
+        finite = magnitude < np.float32(np.inf)
+        return float32_to_float16(np.float32(np.copysign(_MAX_FLOAT16, value)) if finite else value)
+    bits = float32_bits(value)
+    if magnitude >= _MIN_NORMAL_FLOAT16:
+        rounded = float32_from_bits((bits + (np.uint32(0x1FFF) - (noise >> np.uint32(3)))) & np.uint32(0xFFFFE000))
+        return float32_to_float16(min(max(rounded, -_MAX_FLOAT16), _MAX_FLOAT16))
+    scaled = magnitude * np.float32(2.0**24)
+    whole = np.floor(scaled)
+    up = np.float32(noise) < (scaled - whole) * np.float32(65536)
+    steps = np.uint32(whole) + (np.uint32(1) if up else np.uint32(0))
+    return np.uint16(steps | ((bits >> np.uint32(16)) & np.uint32(0x8000)))
+
+
+@inlined
+def _nearest_float16(value):
+    if abs(value) < np.float32(np.inf):
+        value = min(max(value, -_MAX_FLOAT16), _MAX_FLOAT16)
+    return float32_to_float16(value)
+
+
+@inlined
+def _nearest_bfloat16(value):
+    bits = float32_bits(value)
+    return _narrow_bfloat16(value, np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))
+
+
+@inlined
+def widen_row(bits, dtype, row):
+    """16-bit `bits` to float32 `row`."""
+    if dtype == FLOAT16:
+        for j in range(row.size):
+            row[j] = float16_to_float32(bits[j])
+    else:
+        for j in range(row.size):
+            row[j] = bfloat16_to_float32(bits[j])
+
+
+@inlined
+def narrow_row(row, dtype, bits):
+    """float32 `row` to 16-bit `bits`, to nearest (ties to even); finite values saturate."""
+    if dtype == FLOAT16:
+        for j in range(row.size):
+            bits[j] = _nearest_float16(row[j])
+    else:
+        for j in range(row.size):
+            bits[j] = _nearest_bfloat16(row[j])
+
+
+@inlined
+def narrow_row_stochastic(row, dtype, bits, words):
+    """float32 `row` to 16-bit `bits`, up or down by the random `words`; finite values saturate."""
+    if dtype == FLOAT16:
+        for j in range(row.size):
+            bits[j] = _narrow_float16(row[j], _random16(words, j))
+    else:
+        for j in range(row.size):
+            bits[j] = _narrow_bfloat16(row[j], np.uint32(0xFFFF) - _random16(words, j))
+
+
+ELEMENTS_PER_TASK = 1 << 15
+
+
+@called
+def _fill_rows(task, num_tasks, out, num_rows, dim, seed, scale, first_row, first_column, rows):
+    begin = first_column % UNIFORMS_PER_COUNTER
+    counters = (begin + dim + UNIFORMS_PER_COUNTER - 1) // UNIFORMS_PER_COUNTER
+    words = np.empty(counters * UNIFORMS_PER_COUNTER, dtype=np.uint32)
+    for place in range(num_rows * task // num_tasks, num_rows * (task + 1) // num_tasks):
+        row = rows[place] if rows.size else first_row + place
+        fill_philox(words, seed, first_column // UNIFORMS_PER_COUNTER, row, 0)
+        values = float32_row(out + place * dim * 4, dim)
+        for column in range(dim):
+            values[column] = np.float32(np.int32(words[begin + column]) >> np.int32(8)) * scale
+
+
+@compiled
+def _fill(team, num_threads, num_tasks, out, num_rows, dim, seed, scale, first_row, first_column, rows):
+    run_tasks(
+        team, num_threads, num_tasks, _fill_rows,
+        (num_tasks, out, num_rows, dim, seed, scale, first_row, first_column, rows),
+    )  # fmt: skip
+
+
+def initial_rows(
+    out: Tensor, seed: int, bound: float, first_row: int = 0, first_column: int = 0, rows: Tensor | None = None
+) -> None:
+    """Arguments as in the reference."""
+    named = np.empty(0, dtype=np.int64) if rows is None else rows.contiguous().numpy()
+    num_tasks = max(1, min(out.shape[0], out.numel() // ELEMENTS_PER_TASK))
+    _fill(
+        threads.team(), threads.num_threads(), num_tasks, out.data_ptr(), *out.shape, seed, np.float32(scale_of(bound)),
+        first_row, first_column, named,
+    )  # fmt: skip

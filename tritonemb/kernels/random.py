@@ -1,0 +1,188 @@
+"""Narrowing float32 to 16 bits, to nearest or stochastically, and the counter-based random numbers for it.
+
+Philox-4x32-10 (Salmon et al., SC 2011) with key = the table's seed and counter = (column // 8, row, row >> 32, step):
+the bits that round an element depend on nothing else. Column `j` takes word `j % 8 // 2`, its low half if `j` is even.
+Rows and columns are those of the whole table, so a table that is a part of another rounds as the whole one would.
+Finite values stay finite: they saturate at the largest one.
+
+First values of a table's rows, uniform in ±bound: each a function of the table's seed, its row and its column.
+
+    word = Philox-4x32-10(key = seed, counter = (column // 4, row, row >> 32, 0))[column % 4]      as a signed integer
+    value = (word >> 8) · bound / 2^23
+
+One product of a 24-bit integer and a float32, so every device rounds alike. A row's values can be had by itself,
+wherever it lives and however its table is cut, and a table that nobody has trained need not be anywhere.
+
+Bytes: `4 · R · D` written, `8 · R` read where rows are named. The floor on CPUs is the generator: ten rounds for 16
+bytes.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tritonemb.kernels.triton_utils import BFLOAT16, cdiv, jit, launch, narrow, next_power_of_2, tl
+from tritonemb.layout import ELEMENTS_PER_COUNTER
+
+_MASK32 = 0xFFFFFFFF
+
+
+@jit
+def random16(seed, row, column, step, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """int32 `[ROWS, BLOCK]` in [0, 2^16): noise of BLOCK ≥ 8 elements of rows `row` from columns `column` on.
+
+    `row` and `column` are int64 `[ROWS]`, columns multiples of 8; `step` is one for all rows, or `[ROWS]`.
+    """
+    counter = (column >> 3).to(tl.int32)[:, None] + tl.arange(0, BLOCK // 8)[None, :]
+    low, high = counter * 0 + row.to(tl.int32)[:, None], counter * 0 + (row >> 32).to(tl.int32)[:, None]
+    steps = step.to(tl.int32)
+    if step.type.is_block():
+        steps = steps[:, None]
+    w0, w1, w2, w3 = tl.philox(seed[:, None], counter, low, high, counter * 0 + steps)
+    words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3)).to(tl.int32, bitcast=True)
+    return tl.interleave(words & 0xFFFF, (words >> 16) & 0xFFFF)
+
+
+@jit
+def narrow_stochastic(values, noise, CODE: tl.constexpr):
+    """float32 to the bits of a 16-bit kind, as `narrow_stochastic_reference`: int16, or float16."""
+    bits = values.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    if CODE == BFLOAT16:
+        up = noise < (magnitude & 0xFFFF)
+        rounded = tl.minimum((magnitude >> 16) + up.to(tl.int32), 0x7F7F)
+        rounded = (rounded | ((bits >> 16) & 0x8000)).to(tl.int16)
+    else:
+        normal = magnitude >= 0x38800000
+        units = tl.where(normal, 0.0, tl.abs(values)) * 16777216.0  # of 2^-24, the gap of subnormal values
+        whole = units.to(tl.int32)
+        up = tl.where(normal, (noise >> 3) < (magnitude & 0x1FFF), noise.to(tl.float32) < (units - whole) * 65536.0)
+        below = tl.where(normal, (magnitude >> 13) - (112 << 10), whole)
+        rounded = tl.minimum(below + up.to(tl.int32), 0x7BFF) | ((bits >> 16) & 0x8000)
+        rounded = rounded.to(tl.int16).to(tl.float16, bitcast=True)
+    return tl.where(magnitude < 0x7F800000, rounded, narrow(values, CODE))
+
+
+def random16_reference(seed: int, rows: Tensor, step: int, dim: int, column: int = 0) -> Tensor:
+    """int64 `[R, dim]` in [0, 2^16): the noise of the table's rows `rows` (int64 `[R]`) from column `column` on.
+
+    `column` is a multiple of 8.
+    """
+    num_counters = cdiv(dim, ELEMENTS_PER_COUNTER)
+    first = column // ELEMENTS_PER_COUNTER
+    counters = torch.arange(first, first + num_counters, device=rows.device).expand(rows.numel(), -1)
+    words = philox_reference(seed, counters, rows.unsqueeze(1).expand_as(counters), torch.full_like(counters, step))
+    halves = torch.stack([words & 0xFFFF, words >> 16], dim=-1).flatten(1)
+    return halves[:, :dim]
+
+
+def philox_reference(seed: int, counters: Tensor, rows: Tensor, steps: Tensor) -> Tensor:
+    """int64 `[R, 4 C]` in [0, 2^32): the words of counters (counter, row, row >> 32, step), all int64 `[R, C]`."""
+    c0, c1, c2, c3 = counters & _MASK32, rows & _MASK32, rows >> 32, steps & _MASK32
+    k0, k1 = seed & _MASK32, seed >> 32
+    for _ in range(10):
+        high0, low0 = _multiply(0xD2511F53, c0)
+        high1, low1 = _multiply(0xCD9E8D57, c2)
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK32, (k1 + 0xBB67AE85) & _MASK32
+    return torch.stack([c0, c1, c2, c3], dim=-1).flatten(1)
+
+
+def _multiply(constant: int, value: Tensor) -> tuple[Tensor, Tensor]:
+    """High and low 32 bits of a 32 × 32 bit product, in int64 without overflow."""
+    low = (constant & 0xFFFF) * value
+    high = (constant >> 16) * value
+    middle = (low >> 16) + (high & 0xFFFF)
+    return (high >> 16) + (middle >> 16), ((middle & 0xFFFF) << 16) | (low & 0xFFFF)
+
+
+def narrow_reference(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 to a 16-bit dtype, to nearest, ties to even."""
+    largest = torch.finfo(dtype).max
+    finite = values.isfinite()
+    return torch.where(finite, values.clamp(-largest, largest), values).to(dtype)
+
+
+def narrow_stochastic_reference(values: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
+    """float32 to a 16-bit dtype, away from zero iff the noise's upper `b` bits are below `2^b` · (distance / gap).
+
+    `b` is 16, but 13 for normal float16 values, whose float32 form has 13 bits to lose. `noise` int64 in [0, 2^16).
+    """
+    finite = values.isfinite()
+    largest = torch.finfo(dtype).max
+    magnitude = torch.where(finite, values, 0).to(torch.float64).abs().clamp(max=largest)
+    nearest = magnitude.to(dtype)
+    below = (nearest.view(torch.int16) - (nearest.to(torch.float64) > magnitude).to(torch.int16)).view(dtype)
+    above = (below.view(torch.int16) + 1).view(dtype)
+    gap = above.to(torch.float64) - below.to(torch.float64)
+    fraction = torch.where(gap.isfinite(), (magnitude - below.to(torch.float64)) / gap, 0.0)
+    normal_float16 = (magnitude >= 2.0**-14) & (dtype == torch.float16)
+    bits = torch.where(normal_float16, 13, 16)
+    up = (noise >> (16 - bits)).to(torch.float64) < fraction * 2.0**bits
+    rounded = torch.copysign(torch.where(up, above, below), values.to(dtype))
+    return torch.where(finite, rounded, values.to(dtype))
+
+
+UNIFORMS_PER_COUNTER = 4
+_ELEMENTS = 4096  # of a program
+
+
+def scale_of(bound: float) -> float:
+    """What one unit of a 24-bit integer stands for."""
+    return bound / 2**23
+
+
+@jit(varying=["num_rows", "first_row", "first_column", "seed"])
+def _initial_kernel(
+    out, rows, num_rows, first_row, first_column, dim, seed, scale, NAMED: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    place = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tl.load(rows + place, mask=place < num_rows, other=0) if NAMED else first_row + place
+    begin = first_column % 4  # columns of the first counter that belong to others
+    counter = (first_column // 4 + tl.program_id(1) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)).to(tl.int32)[None, :]
+    zero = counter * 0 + (row * 0).to(tl.int32)[:, None]
+    key = tl.zeros((ROWS, 1), tl.int64) + seed
+    w0, w1, w2, w3 = tl.philox(
+        key, counter + zero, row.to(tl.int32)[:, None] + zero, (row >> 32).to(tl.int32)[:, None] + zero, zero
+    )
+    words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3)).to(tl.int32, bitcast=True)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :] - begin
+    mask = (place < num_rows)[:, None] & (column >= 0) & (column < dim)
+    tl.store(out + place[:, None] * dim + column, (words >> 8).to(tl.float32) * scale, mask=mask)
+
+
+def initial_rows(
+    out: Tensor, seed: int, bound: float, first_row: int = 0, first_column: int = 0, rows: Tensor | None = None
+) -> None:
+    """One launch. Arguments as in the reference."""
+    num_rows, dim = out.shape
+    block = min(next_power_of_2(max(dim + 3, 16)), 1024)
+    tile = max(1, _ELEMENTS // block)
+    grid = cdiv(num_rows, tile), cdiv(dim + first_column % 4, block)
+    launch(
+        _initial_kernel, grid, out, out if rows is None else rows.contiguous(), num_rows, first_row, first_column, dim,
+        seed, scale_of(bound), NAMED=rows is not None, ROWS=tile, BLOCK=block,
+    )  # fmt: skip
+
+
+def initial_rows_reference(
+    out: Tensor, seed: int, bound: float, first_row: int = 0, first_column: int = 0, rows: Tensor | None = None
+) -> None:
+    """Fill float32 `out` `[R, D]`, contiguous, with the values of rows, from column `first_column` on.
+
+    Args:
+        seed: of the table, 63 bits.
+        bound: no value is larger.
+        first_row: of R neighbours, if `rows` does not name them.
+        rows: int64 `[R]`, any rows.
+    """
+    if rows is None:
+        rows = first_row + torch.arange(out.shape[0], device=out.device)
+    first, last = first_column // UNIFORMS_PER_COUNTER, cdiv(first_column + out.shape[1], UNIFORMS_PER_COUNTER)
+    counters = torch.arange(first, last, device=out.device).expand(rows.numel(), -1)
+    words = philox_reference(seed, counters, rows.unsqueeze(1).expand_as(counters), torch.zeros_like(counters))
+    begin = first_column % UNIFORMS_PER_COUNTER
+    signed = words[:, begin : begin + out.shape[1]].to(torch.int32)
+    out.copy_((signed >> 8).to(torch.float32) * scale_of(bound))

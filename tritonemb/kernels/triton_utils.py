@@ -1,0 +1,359 @@
+"""The one door to Triton: its compiler where there is one, and the launch of every kernel.
+
+Where Triton has no wheel, kernels still import, as plain functions that nobody can launch, and references serve.
+
+Where tensors lie, as a tensor on the device: what lets one launch read any number of separate tables.
+
+Tables are many and stay where they are, so their addresses are uploaded once and kept. The upload is asynchronous, from
+pinned memory. Tables in pinned host memory are read through the same addresses (unified addressing).
+
+Table rows in Triton: 32, 16 and 8 bit floats by address, and sums with one order.
+
+8 and 16 bit floats travel as integers and are widened and narrowed by hand: exactly, and alike on every target (sm_80
+has no e4m3, the interpreter no bfloat16).
+
+`Layout.tables` in Triton: the table of a linear row, and where a table's numbers stand.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritonemb import layout
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        return None
+
+
+class _Names:
+    """What kernels name outside their bodies."""
+
+    constexpr = int
+
+
+triton: Any = _import("triton")
+tl: Any = _import("triton.language") or _Names
+
+
+def jit(function: Any = None, *, varying: Sequence[str] = ()) -> Any:
+    """Mark a kernel, or a function of kernels.
+
+    Integers named in `varying` change from batch to batch: they are not specialised on, so that a batch of another size
+    compiles nothing.
+    """
+    if triton is None:
+        return function or (lambda kernel: kernel)
+    return triton.jit(function, do_not_specialize=list(varying) or None)
+
+
+class Launch(NamedTuple):
+    """One launch, as ahead-of-time compilation needs it: the kernel and what it is specialised on."""
+
+    kernel: Any
+    args: tuple[Any, ...]
+    constants: dict[str, Any]
+    num_warps: int
+
+
+_recorded: list[Launch] | None = None
+_lanes = 64 if torch.version.hip else 32
+
+
+def interpreting() -> bool:
+    """Whether Triton kernels run through its interpreter, on CPU tensors (`TRITON_INTERPRET=1`, read at import)."""
+    return triton is not None and os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def launch(kernel: Any, grid: Sequence[int], *args: Any, num_warps: int = 4, **constants: Any) -> None:
+    """Run `kernel` over `grid` on its tensors' device.
+
+    Products and sums stay apart (no fused multiply-add), so that bits do not depend on the compiler's taste.
+    """
+    if _recorded is not None:
+        _recorded.append(Launch(kernel, args, constants, num_warps))
+        return
+    if 0 in grid:
+        return
+    device = next(arg.device for arg in args if isinstance(arg, Tensor))
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        kernel[tuple(grid)](*args, num_warps=num_warps, enable_fp_fusion=False, **constants)
+
+
+def lanes() -> int:
+    """Threads of a warp: 32, or 64 on AMD's processors."""
+    return _lanes
+
+
+@contextmanager
+def recording(lanes: int = 32) -> Iterator[list[Launch]]:
+    """Note launches for a GPU with warps of `lanes` instead of running them: outputs stay unwritten.
+
+    For compilation ahead of time.
+    """
+    global _recorded, _lanes
+    before, _recorded, _lanes = (_recorded, _lanes), [], lanes
+    try:
+        yield _recorded
+    finally:
+        _recorded, _lanes = before
+
+
+def num_programs(device: torch.device, per_processor: int) -> int:
+    """How many programs fill a device when each takes its share of the work in a loop."""
+    if device.type != "cuda":
+        return 3  # interpreted: few, but more than one
+    return torch.cuda.get_device_properties(device).multi_processor_count * per_processor
+
+
+def cdiv(a: int, b: int) -> int:
+    """`a / b`, rounded up."""
+    return -(-a // b)
+
+
+def next_power_of_2(value: int) -> int:
+    """The smallest power of two that is at least `value`, for value ≥ 1."""
+    return 1 << (value - 1).bit_length()
+
+
+KEPT = 1024
+
+
+class _Upload(NamedTuple):
+    tensor: Tensor
+    stream: torch.cuda.Stream | None
+    done: torch.cuda.Event | None
+
+
+_kept: OrderedDict[tuple[torch.device, torch.dtype, tuple[float, ...]], _Upload] = OrderedDict()
+_in_graphs: list[Tensor] = []  # a captured graph reads them as long as it lives
+_lock = threading.Lock()
+
+
+def on_device(numbers: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Numbers that recur, such as addresses, as a tensor on `device`, without waiting for it."""
+    key = (device, dtype, tuple(numbers))
+    with _lock, torch.inference_mode(False):  # they outlive whatever mode they are first asked for in
+        found = _kept.get(key)
+        if device.type != "cuda":
+            if found is None:
+                found = _keep(key, _Upload(torch.tensor(key[2], dtype=dtype), None, None))
+            return found.tensor
+        with torch.cuda.device(device):
+            return _on_gpu(key, found)
+
+
+def _on_gpu(key: tuple[torch.device, torch.dtype, tuple[float, ...]], found: _Upload | None) -> Tensor:
+    device, dtype, numbers = key
+    stream = torch.cuda.current_stream()
+    if torch.cuda.is_current_stream_capturing():
+        if found is not None:
+            _in_graphs.append(found.tensor)
+            return found.tensor
+        # A graph must not copy from host memory that may be reused before a replay: the numbers go into its kernels.
+        return torch.stack([torch.full((), number, dtype=dtype, device=device) for number in numbers])
+    if found is None:
+        tensor = torch.tensor(numbers, dtype=dtype).pin_memory().to(device, non_blocking=True)
+        return _keep(key, _Upload(tensor, stream, stream.record_event())).tensor
+    _kept.move_to_end(key)
+    if found.stream != stream:
+        assert found.done is not None
+        stream.wait_event(found.done)
+        found.tensor.record_stream(stream)
+    return found.tensor
+
+
+def _keep(key: tuple[torch.device, torch.dtype, tuple[float, ...]], upload: _Upload) -> _Upload:
+    _kept[key] = upload
+    if len(_kept) > KEPT:
+        _kept.popitem(last=False)
+    return upload
+
+
+FLOAT32, FLOAT16, BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2 = (tl.constexpr(code) for code in range(5))
+CODES = {
+    torch.float32: 0,
+    torch.float16: 1,
+    torch.bfloat16: 2,
+    torch.float8_e4m3fn: 3,
+    torch.float8_e5m2: 4,
+}
+
+
+@jit
+def pointer_to(address, CODE: tl.constexpr, ALIGN: tl.constexpr):
+    """An integer address as a pointer to floats of kind CODE, or to the integers that hold their bits."""
+    if CODE == FLOAT32:
+        pointer = address.to(tl.pointer_type(tl.float32))
+    elif CODE == FLOAT16:
+        pointer = address.to(tl.pointer_type(tl.float16))
+    elif CODE == BFLOAT16:
+        pointer = address.to(tl.pointer_type(tl.int16))
+    else:
+        pointer = address.to(tl.pointer_type(tl.uint8))
+    return tl.multiple_of(pointer, ALIGN)
+
+
+@jit
+def widen(bits, CODE: tl.constexpr):
+    """What `pointer_to` loads, as float32: exact."""
+    if CODE == FLOAT32:
+        return bits
+    elif CODE == FLOAT16:
+        return bits.to(tl.float32)
+    elif CODE == BFLOAT16:
+        return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    elif CODE == FLOAT8_E5M2:
+        return (bits.to(tl.int16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        # As float16 bits the exponent is 8 too small; a multiplication mends it, for subnormal values too.
+        magnitude = bits.to(tl.int16) & 0x7F
+        value = (magnitude << 7).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+        value = tl.where(magnitude == 0x7F, float("nan"), value)
+        return tl.where((bits & 0x80) != 0, -value, value)
+
+
+@jit
+def narrow(values, CODE: tl.constexpr):
+    """float32 to what `pointer_to` stores: to nearest, ties to even; finite values stay finite."""
+    if CODE == FLOAT32:
+        return values
+    elif CODE == FLOAT16:
+        finite = tl.abs(values) < float("inf")
+        return tl.where(finite, tl.minimum(tl.maximum(values, -65504.0), 65504.0), values).to(tl.float16)
+    elif CODE == FLOAT8_E4M3:
+        return _narrow8(values, 3, 7, 0x7E, 0x7F)
+    elif CODE == FLOAT8_E5M2:
+        return _narrow8(values, 2, 15, 0x7B, 0x7C)
+    else:
+        bits = values.to(tl.int32, bitcast=True)
+        magnitude = bits & 0x7FFFFFFF
+        rounded = magnitude + 0x7FFF + ((magnitude >> 16) & 1)
+        rounded = tl.where(magnitude < 0x7F800000, tl.minimum(rounded, 0x7F7FFFFF), rounded)
+        rounded = tl.where(magnitude > 0x7F800000, 0x7FC00000, tl.where(magnitude == 0x7F800000, magnitude, rounded))
+        # Joined before it is shifted, LLVM cannot compile it for gfx942 where vectors of floats were just loaded.
+        return ((rounded >> 16) | ((bits >> 16) & 0x8000)).to(tl.int16)
+
+
+@jit
+def _narrow8(values, MANTISSA: tl.constexpr, BIAS: tl.constexpr, LARGEST: tl.constexpr, INFINITE: tl.constexpr):
+    """float32 to 8 bits with MANTISSA bits of mantissa and that BIAS of exponent, in integers; NaN is 0x7F."""
+    bits = values.to(tl.int32, bitcast=True)
+    magnitude = bits & 0x7FFFFFFF
+    DROPPED: tl.constexpr = 23 - MANTISSA
+    normal = (magnitude + ((1 << (DROPPED - 1)) - 1) + ((magnitude >> DROPPED) & 1)) >> DROPPED
+    normal -= (127 - BIAS) << MANTISSA
+    # Subnormal results are multiples of the last place of 2^SHIFT: adding it rounds to them.
+    SHIFT: tl.constexpr = 24 - BIAS - MANTISSA
+    subnormal = (tl.abs(values) + (1 << SHIFT)).to(tl.int32, bitcast=True) - ((127 + SHIFT) << 23)
+    code = tl.minimum(tl.where(magnitude < ((128 - BIAS) << 23), subnormal, normal), LARGEST)
+    code = tl.where(magnitude < 0x7F800000, code, tl.where(magnitude == 0x7F800000, INFINITE, 0x7F))
+    return (code | ((bits >> 24) & 0x80)).to(tl.uint8)
+
+
+@jit
+def row_sum(x, ROWS: tl.constexpr, SIZE: tl.constexpr):
+    """Sum of each row of `x` `[ROWS, SIZE]`: neighbours in pairs, then pairs of sums, so that its order is fixed.
+
+    Two at a time `tl.sum` has but one order, and lanes exchange them; `tl.split` would give all of them to every lane.
+    """
+    if SIZE == 1:
+        return tl.reshape(x, (ROWS,))
+    else:
+        return row_sum(tl.sum(tl.reshape(x, (ROWS, SIZE // 2, 2)), 2), ROWS, SIZE // 2)
+
+
+@jit
+def last_at_most(ascending, count, wanted, STRIDE: tl.constexpr = 1):
+    """For each of `wanted`, the index of the last of `count` ascending values that is not above it; at least 0.
+
+    The values stand STRIDE elements apart.
+    """
+    low = (wanted * 0).to(tl.int32)
+    high = low + count
+    size = tl.full((), 0, tl.int32) + count
+    while size > 0:  # as many steps as `count` has bits
+        middle = (low + high) // 2
+        value = tl.load(ascending + middle * STRIDE, mask=middle < high, other=0)
+        up = (middle < high) & (value <= wanted)
+        low, high = tl.where(up, middle + 1, low), tl.where(up, high, middle)
+        size = size // 2
+    return tl.maximum(low - 1, 0)
+
+
+def row_sum_reference(x: Tensor) -> Tensor:
+    """Sum over the last dimension with the order of `row_sum`: `[..., D]` to `[..., 1]`."""
+    size = 1 << max(0, x.shape[-1] - 1).bit_length()
+    x = torch.nn.functional.pad(x, (0, size - x.shape[-1]))
+    while x.shape[-1] > 1:
+        x = x[..., 0::2] + x[..., 1::2]
+    return x
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """The tensor as kernels take it: 8 and bfloat16 as the integers that hold their bits."""
+    if tensor.dtype == torch.bfloat16:
+        return tensor.view(torch.int16)
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+_SIZE, _NUM_ROWS, _DIM = (tl.constexpr(n) for n in (layout.TABLE_SIZE, layout.NUM_ROWS, layout.ROW_DIM))
+_SEED, _ROW_ORIGIN, _COLUMN_ORIGIN = (tl.constexpr(n) for n in (layout.SEED, layout.ROW_ORIGIN, layout.COLUMN_ORIGIN))
+_ROW_IDS = tl.constexpr(layout.ROW_IDS)
+
+
+@jit
+def table_of(tables, num_tables, linear):
+    """The table that each linear row belongs to."""
+    return last_at_most(tables, num_tables, linear, _SIZE)
+
+
+@jit
+def first_row_at(tables, table):
+    """Pointers to tables' first linear rows; the others alike."""
+    return tables + table.to(tl.int32) * _SIZE  # a product of 64 bits would cost registers
+
+
+@jit
+def num_rows_at(tables, table):
+    return first_row_at(tables, table) + _NUM_ROWS
+
+
+@jit
+def dim_at(tables, table):
+    return first_row_at(tables, table) + _DIM
+
+
+@jit
+def seed_at(tables, table):
+    return first_row_at(tables, table) + _SEED
+
+
+@jit
+def row_origin_at(tables, table):
+    return first_row_at(tables, table) + _ROW_ORIGIN
+
+
+@jit
+def row_id(tables, table, row, mask):
+    """The row of its table that each row of the memory holds."""
+    row_ids = tl.load(first_row_at(tables, table) + _ROW_IDS, mask=mask, other=0)
+    found = tl.load(row_ids.to(tl.pointer_type(tl.int64)) + row, mask=row_ids != 0, other=0)
+    return tl.where(row_ids != 0, found, row)
+
+
+@jit
+def column_origin_at(tables, table):
+    return first_row_at(tables, table) + _COLUMN_ORIGIN

@@ -1,0 +1,153 @@
+"""Which key of a batch looks up which table, and where its columns go: the plain arrays that every kernel reads.
+
+A *lookup* is one use of a table by one feature. Lookups are sorted by the feature's place among the batch's keys, so a
+batch may bring its keys in any order, bring keys that nobody uses, or feed one key to several tables, and nothing is
+moved: only these small arrays differ.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritonemb.types import TableConfig
+
+TABLE, COLUMN, DIM, POOLING = range(4)  # columns of `lookups`
+# Columns of `tables`, a `TableRow` each.
+FIRST_ROW, NUM_ROWS, ROW_DIM, SEED, ROW_ORIGIN, COLUMN_ORIGIN, ROW_IDS = range(7)
+SUM, MEAN = range(2)  # values of `lookups[:, POOLING]`
+ELEMENTS_PER_COUNTER = 8  # neighbours in a row of 16 bits that one random counter rounds
+
+
+class TableRow(NamedTuple):
+    """A row of `Layout.tables`.
+
+    Attributes:
+        first_row: linear row of the table's first.
+        num_rows, dim: its shape.
+        seed: of its stochastic rounding.
+        row_origin, column_origin: where its first row and column stand in the whole table that it is a part of.
+        row_ids: where these are some rows of a larger table: address of int64 `[num_rows]`, the row that each one is.
+            0: each is its own. Whoever makes the layout keeps that tensor alive.
+    """
+
+    first_row: int
+    num_rows: int
+    dim: int
+    seed: int = 0
+    row_origin: int = 0
+    column_origin: int = 0
+    row_ids: int = 0
+
+
+TABLE_SIZE = len(TableRow._fields)
+
+
+class Layout(NamedTuple):
+    """What a batch's keys mean to a collection of `T` tables with `L` lookups; `K` keys in the batch.
+
+    Attributes:
+        tables: int64 `[T, 7]`, a `TableRow` each.
+        lookups: int64 `[L, 4]`, by key: table, first column of the output, dim, pooling.
+        key_starts: int64 `[K + 1]`: the lookups of key `k` are `key_starts[k] … key_starts[k + 1] - 1`.
+        table_names, feature_names: one a line (`names_in`); for error messages.
+        multiplicity: most lookups of one key.
+        num_rows: linear rows, those of all tables.
+        width: columns of the output.
+        pooled: an output row a sample, or (pooling "none") a row a value.
+    """
+
+    tables: Tensor
+    lookups: Tensor
+    key_starts: Tensor
+    table_names: str
+    feature_names: str
+    multiplicity: int
+    num_rows: int
+    width: int
+    pooled: bool
+
+
+def make_layout(
+    tables: Sequence[TableConfig], keys: Sequence[str], pooled: bool, device: torch.device | str | None = None
+) -> Layout:
+    """Lay out `tables` over a batch with these `keys`; output columns follow the tables and their features in order.
+
+    Raises:
+        ValueError: for a part of a 16-bit table that begins in the middle of eight columns that round together.
+    """
+    place = {key: index for index, key in enumerate(keys)}
+    by_key: list[list[list[int]]] = [[] for _ in keys]
+    table_rows, column, first_row = [], 0, 0
+    for index, table in enumerate(tables):
+        if table.dtype.itemsize == 2 and table.column_origin % ELEMENTS_PER_COUNTER:
+            raise ValueError(
+                f"table {table.name!r} begins with column {table.column_origin} of the whole table; tables of "
+                f"{table.dtype} may be cut at multiples of {ELEMENTS_PER_COUNTER} columns, which are rounded together"
+            )
+        shape = table.num_embeddings, table.embedding_dim
+        table_rows.append(TableRow(first_row, *shape, table.seed, table.row_origin, table.column_origin))
+        first_row += table.num_embeddings
+        for feature in table.feature_names:
+            pooling = MEAN if table.pooling == "mean" else SUM
+            by_key[place[feature]].append([index, column, table.embedding_dim, pooling])
+            column += table.embedding_dim if pooled else 0
+    key_starts = [0]
+    for uses in by_key:
+        key_starts.append(key_starts[-1] + len(uses))
+    width = column if pooled else max(table.embedding_dim for table in tables)
+    lookups = [use for uses in by_key for use in uses]
+    return Layout(
+        torch.tensor(table_rows, dtype=torch.int64, device=device).reshape(-1, TABLE_SIZE),
+        torch.tensor(lookups, dtype=torch.int64, device=device).reshape(-1, 4),
+        torch.tensor(key_starts, dtype=torch.int64, device=device),
+        lines_of(table.name for table in tables),
+        lines_of(keys),
+        max([0, *[len(uses) for uses in by_key]]),
+        first_row,
+        width,
+        pooled,
+    )
+
+
+def lines_of(names: Iterable[str]) -> str:
+    """Names as one text, as custom ops take it. The keys of a batch that nobody looks up may have line breaks."""
+    return "\n".join(name.replace("\n", " ") for name in names)
+
+
+def names_in(lines: str) -> list[str]:
+    """The names of `lines_of`. Not `splitlines`, which ends lines elsewhere, too: a name may have such characters."""
+    return lines.split("\n")
+
+
+def batch_size_of(offsets: Tensor, key_starts: Tensor) -> int:
+    """Samples in a batch; offsets `[K * B + 1]`."""
+    num_keys = key_starts.numel() - 1
+    return (offsets.numel() - 1) // num_keys if num_keys else 0
+
+
+class _OnGPU(NamedTuple):
+    """int64 numbers at an address of a GPU, for `torch.as_tensor`."""
+
+    address: int
+    size: int
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, object]:
+        return {"shape": (self.size,), "typestr": "<i8", "data": (self.address, False), "version": 3}
+
+
+def int64_at(address: int, count: int, device: torch.device | str = "cpu") -> Tensor:
+    """The int64 numbers `[count]` at an address, where they are: somebody else keeps them alive."""
+    if torch.device(device).type == "cuda":
+        return torch.as_tensor(_OnGPU(address, count), device=device)
+    return torch.frombuffer((ctypes.c_int64 * count).from_address(address), dtype=torch.int64)
+
+
+def segment_offsets(lengths: Tensor) -> Tensor:
+    """Where each segment starts, and where the last one ends: int64 `[S + 1]` from integer lengths `[S]`."""
+    return torch.nn.functional.pad(torch.cumsum(lengths, 0, dtype=torch.int64), (1, 0))

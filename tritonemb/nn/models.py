@@ -1,0 +1,132 @@
+"""The deep learning recommendation model.
+
+The deep and cross network, version 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from tritonemb.nn.collections import EmbeddingBagCollection
+from tritonemb.nn.layers import MLP, DotInteraction
+from tritonemb.ops.cross import cross, is_fused
+from tritonemb.optimizers import Optimizer
+from tritonemb.tables.lookup import Features
+from tritonemb.types import TableConfig
+
+
+class DLRM(nn.Module):
+    """DLRM (Naumov et al., arXiv:1906.00091): dense features through an MLP, sparse ones through tables, pairwise dots.
+
+    Args:
+        tables: all of one embedding dim.
+        num_dense: dense features a sample, at least 1.
+        bottom_mlp: widths of the dense part before its last layer, which has the embedding dim.
+        top_mlp: widths of the layers before the logit.
+        optimizer: of the tables, fused into the backward; None for ordinary gradients.
+
+    Shapes: `dense [B, num_dense]` float, `sparse` a `KeyedJaggedTensor`; result: logits `[B]`.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        num_dense: int,
+        bottom_mlp: Sequence[int] = (512, 256),
+        top_mlp: Sequence[int] = (512, 256),
+        optimizer: Optimizer | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        dims = {table.name: table.embedding_dim for table in tables}
+        if len(set(dims.values())) > 1:
+            raise ValueError(f"DLRM's tables need one embedding_dim, got {dims}")
+        self.embeddings = EmbeddingBagCollection(tables, optimizer, device)
+        dim = tables[0].embedding_dim
+        self.bottom = MLP(num_dense, [*bottom_mlp, dim], device=device)
+        self.interaction = DotInteraction(len(self.embeddings.embedding_dims))
+        self.top = MLP(dim + self.interaction.num_pairs, [*top_mlp, 1], last_activation=False, device=device)
+
+    def forward(self, dense: Tensor, sparse: Features) -> Tensor:
+        """Logits `[B]`."""
+        pooled = self.embeddings(sparse)
+        vector = self.bottom(dense)
+        return self.top(self.interaction(vector, pooled.to(vector.dtype))).squeeze(1)
+
+
+class CrossNetwork(nn.Module):
+    """Low-rank cross layers: `x_{l+1} = x_0 ⊙ (U_l (V_l x_l) + b_l) + x_l` (Wang et al., WWW 2021, equation 2).
+
+    Args:
+        width: of the input and output, `[B, width]`.
+        num_layers: at least 1.
+        low_rank: rank of `U V`; None for one full matrix a layer (equation 1).
+    """
+
+    def __init__(
+        self,
+        width: int,
+        num_layers: int,
+        low_rank: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if num_layers < 1 or (low_rank is not None and low_rank < 1):
+            raise ValueError(
+                f"a CrossNetwork needs num_layers and low_rank of at least 1, got {num_layers}, {low_rank}"
+            )
+        rank = width if low_rank is None else low_rank
+        self.down = nn.ModuleList(
+            nn.Identity() if low_rank is None else nn.Linear(width, rank, bias=False, device=device)
+            for _ in range(num_layers)
+        )
+        self.up = nn.ModuleList(nn.Linear(rank, width, device=device) for _ in range(num_layers))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        crossed = inputs
+        for down, up in zip(self.down, self.up, strict=True):
+            if type(up) is nn.Linear and is_fused(inputs, up.weight):  # no subclass: it may compute something else
+                crossed = cross(inputs, nn.functional.linear(down(crossed), up.weight), up.bias, crossed)
+            else:
+                crossed = inputs * up(down(crossed)) + crossed
+        return crossed
+
+
+class DCNv2(nn.Module):
+    """DCNv2 in its stacked form (Wang et al., WWW 2021): cross layers over dense features and pooled rows, then an MLP.
+
+    Args:
+        tables: of any dims.
+        num_dense: dense features a sample, at least 0.
+        num_cross_layers, low_rank: of the `CrossNetwork`.
+        top_mlp: widths of the layers between cross network and logit.
+        optimizer: of the tables, fused into the backward; None for ordinary gradients.
+
+    Shapes: `dense [B, num_dense]` float, `sparse` a `KeyedJaggedTensor`; result: logits `[B]`.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        num_dense: int,
+        num_cross_layers: int = 3,
+        low_rank: int | None = None,
+        top_mlp: Sequence[int] = (512, 256),
+        optimizer: Optimizer | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        if num_dense < 0:
+            raise ValueError(f"num_dense must be at least 0, got {num_dense}")
+        self.embeddings = EmbeddingBagCollection(tables, optimizer, device)
+        width = num_dense + sum(self.embeddings.embedding_dims)
+        self.cross = CrossNetwork(width, num_cross_layers, low_rank, device)
+        self.top = MLP(width, [*top_mlp, 1], last_activation=False, device=device)
+
+    def forward(self, dense: Tensor, sparse: Features) -> Tensor:
+        """Logits `[B]`."""
+        inputs = torch.cat([dense, self.embeddings(sparse).to(dense.dtype)], dim=1)
+        return self.top(self.cross(inputs)).squeeze(1)

@@ -1,0 +1,389 @@
+"""Updates of rows that several ranks hold, by gradients gathered from all of them: exact, and the same bits everywhere.
+
+Each rank sums the gradients of its distinct rows. *Replicas* gather these sums, and each applies the optimizer to the
+sum over ranks, in their order. Where a table's *columns* are spread over ranks and the optimizer looks at whole rows
+(a mean of squares, a norm), the ranks exchange what they have of the batch's rows, and each updates the whole rows,
+which gives the bits of the uncut table, and keeps its own columns.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritonemb import ops
+from tritonemb.comm.gradient_exchange import Block, RowSums, exchange_columns, gather_sums
+from tritonemb.comm.group import Group
+from tritonemb.layout import (
+    COLUMN_ORIGIN,
+    FIRST_ROW,
+    ROW_DIM,
+    ROW_IDS,
+    ROW_ORIGIN,
+    SEED,
+    Layout,
+    lines_of,
+    make_layout,
+)
+from tritonemb.optimizers import SGD, Optimizer
+from tritonemb.sharding.pinned_rows import HeldRows
+from tritonemb.tables.lookup import Lookup
+from tritonemb.types import TableConfig
+
+NO_BACKWARD = -1  # what autograd calls it when it is not running
+
+
+class Columns(NamedTuple):
+    """The ranks among which columns are spread.
+
+    Attributes:
+        blocks: of all those tables on all ranks; what a block calls its table is a number for a table, or for a run of
+            its rows, the same on every rank.
+    """
+
+    group: Group
+    blocks: tuple[Block, ...]
+
+
+class Gathering(NamedTuple):
+    """With whom gradients are gathered.
+
+    Attributes:
+        replicas: ranks with the same rows and columns, or None.
+        average: sums over replicas are divided by this.
+        whole_rows: does the update where other ranks have other columns of the same rows, or None.
+        blocks: for that, the block of columns that each of the tables is.
+        ahead: the replicas, on the CPU and with an order of their own, where some of the tables live elsewhere than on
+            the device: told of the rows of each other's batches before these are trained.
+    """
+
+    replicas: Group | None
+    average: int
+    whole_rows: WholeRowUpdate | None = None
+    blocks: tuple[Block, ...] = ()
+    ahead: Group | None = None
+
+
+def needs_whole_rows(optimizer: Optimizer) -> bool:
+    """Whether what becomes of an element depends on others of its row."""
+    return optimizer.reads_whole_rows or optimizer.max_norm is not None or optimizer.nonfinite == "skip"
+
+
+@torch.no_grad()
+def gathered_update_(
+    gathering: Gathering,
+    tables: Sequence[TableConfig],
+    optimizer: Optimizer,
+    held: HeldRows,
+    grad: Tensor,
+    lookup: Lookup,
+) -> None:
+    """One step on the rows of the batches of all these ranks, in place; a collective.
+
+    Args:
+        held: where the rows of this rank's tables are; given up when they have been updated.
+        grad, lookup: this rank's batch, and the gradient of what was looked up.
+    """
+    try:
+        # What the bound is of is the gradient of the mean over replicas.
+        bound = None if optimizer.max_gradient is None else optimizer.max_gradient * gathering.average
+        sums = _with_replicas(gathering, tables, held.in_rows(row_sums(grad, lookup, bound)))
+        optimizer = replace(optimizer, max_gradient=None)
+        if gathering.whole_rows is None:
+            _apply_where_held(tables, optimizer, held, sums)
+    except BaseException:
+        held.give_up()
+        raise
+    if gathering.whole_rows is None:
+        held.give_up()
+        return
+    cuts = [
+        _Cut(block, index, table, held, rows, of_rows)
+        for index, (block, table, rows, of_rows) in enumerate(
+            zip(gathering.blocks, tables, sums.rows, sums.sums, strict=True)
+        )
+    ]
+    gathering.whole_rows.add(cuts, held)
+
+
+def _with_replicas(gathering: Gathering, tables: Sequence[TableConfig], sums: RowSums) -> RowSums:
+    """The gradients of the rows of all replicas' batches, out of those of this rank's."""
+    if gathering.replicas is None:
+        return sums
+    sums = gather_sums(gathering.replicas, sums)
+    if gathering.average != 1:
+        for of_table in sums.sums:
+            of_table.mul_(1.0 / gathering.average)
+    return sums if gathering.whole_rows is None else _add_equal_rows(tables, sums)
+
+
+def row_sums(grad: Tensor, lookup: Lookup, max_gradient: float | None = None) -> RowSums:
+    """The distinct rows of each table, ascending, and the sum of each one's gradients. Waits for the device."""
+    layout, groups = lookup.layout, lookup.groups
+    first_rows = layout.tables[:, FIRST_ROW].contiguous()
+    rows = groups.rows[: int(groups.num_groups)]
+    starts = torch.searchsorted(rows, first_rows)
+    counts = torch.diff(starts, append=starts.new_tensor([rows.shape[0]]))
+    sizes = counts.tolist()
+    sums = [
+        torch.zeros(n, dim, device=grad.device)
+        for n, dim in zip(sizes, layout.tables[:, ROW_DIM].tolist(), strict=True)
+    ]
+    bound = torch.inf if max_gradient is None else max_gradient
+    ops.row_gradients_(
+        sums, grad, lookup.offsets, lookup.sample_weights, groups, layout, compact=True, max_gradient=bound
+    )
+    own = (rows - first_rows.repeat_interleave(counts, output_size=rows.shape[0])).split(sizes)
+    return RowSums(list(own), sums)
+
+
+def _as_batch(
+    tables: Sequence[TableConfig], sums: RowSums, row_ids: Sequence[Tensor | None] = ()
+) -> tuple[Tensor, Tensor, Tensor, Layout]:
+    """Rows and their gradients as an unpooled batch of one sample: values, offsets, gradient, layout.
+
+    Args:
+        row_ids: of tables whose "rows" are slots, the row in each.
+    """
+    ids = row_ids or [None] * len(tables)
+    named = [
+        TableConfig(str(n), t.num_embeddings if i is None else i.numel(), t.embedding_dim, dtype=t.dtype)
+        for n, (t, i) in enumerate(zip(tables, ids, strict=True))
+    ]
+    values = torch.cat(sums.rows)
+    layout = make_layout(named, [table.name for table in named], False, values.device)
+    random = [[table.seed, table.row_origin, table.column_origin] for table in tables]
+    layout.tables[:, [SEED, ROW_ORIGIN, COLUMN_ORIGIN]] = torch.tensor(random, device=values.device)
+    for table, of_slots in enumerate(ids):
+        if of_slots is not None:
+            layout.tables[table, ROW_IDS] = of_slots.data_ptr()
+    layout = layout._replace(table_names=lines_of(table.name for table in tables))
+    offsets = torch.tensor([0, *[rows.shape[0] for rows in sums.rows]], device=values.device).cumsum(0)
+    widest = max(of_table.shape[1] for of_table in sums.sums)
+    grad = torch.cat([torch.nn.functional.pad(s, (0, widest - s.shape[1])) for s in sums.sums])
+    return values, offsets, grad, layout
+
+
+def _apply_where_held(tables: Sequence[TableConfig], optimizer: Optimizer, held: HeldRows, sums: RowSums) -> None:
+    slots = RowSums([held.slots(table, rows) for table, rows in enumerate(sums.rows)], sums.sums)
+    with held.memory() as fused:
+        _apply(tables, optimizer, fused, slots, [held.row_ids(table) for table in range(len(tables))])
+
+
+def _apply(
+    tables: Sequence[TableConfig],
+    optimizer: Optimizer,
+    fused: ops.FusedTables,
+    sums: RowSums,
+    row_ids: Sequence[Tensor | None] = (),
+) -> None:
+    """The optimizer's step by gradients of rows; a row's gradients are added in their order."""
+    values, offsets, grad, layout = _as_batch(tables, sums, row_ids)
+    fused = fused._replace(optimizer=optimizer.name, hyperparameters=list(optimizer.hyperparameters))
+    ops.row_update_(fused, grad, offsets, None, ops.row_groups(values, offsets, layout), layout)
+
+
+def _add_equal_rows(tables: Sequence[TableConfig], sums: RowSums) -> RowSums:
+    """Rows that came from several ranks, once."""
+    values, offsets, grad, layout = _as_batch(tables, sums)
+    return row_sums(grad, Lookup(values, offsets, None, ops.row_groups(values, offsets, layout), layout))
+
+
+class _Cut(NamedTuple):
+    """A block of a table's columns, and the gradients of its rows.
+
+    Attributes:
+        place: of the block among the tables that are updated with it.
+        table: the block as a table.
+        held: where its rows are.
+        rows, sums: distinct rows `[U]`, ascending, and their gradients `[U, num_columns]`.
+    """
+
+    block: Block
+    place: int
+    table: TableConfig
+    held: HeldRows
+    rows: Tensor
+    sums: Tensor
+
+    def states(self, fused: ops.FusedTables) -> list[Tensor]:
+        """Of all its rows that are on the device."""
+        return fused.states_of(self.place)
+
+    def read(self) -> tuple[Tensor, list[Tensor]]:
+        """Its rows' weights in float32, and states."""
+        slots = self.held.slots(self.place, self.rows)
+        with self.held.memory() as fused:
+            return fused.weights[self.place][slots].float(), [state[slots] for state in self.states(fused)]
+
+    def write(self, changed: Tensor, weights: Tensor, states: Sequence[Tensor]) -> None:
+        """Write weights of those rows that are `changed`, and states of all."""
+        slots = self.held.slots(self.place, self.rows)
+        with self.held.memory() as fused:
+            fused.weights[self.place][slots[changed]] = weights
+            for own, new in zip(self.states(fused), states, strict=True):
+                own[slots] = new
+
+
+class WholeRowUpdate:
+    """Updates blocks of columns by whole rows, once all of a backward pass's gradients are there.
+
+    Another rank may wait for gradients that this one has yet to send, so nothing is exchanged before the pass ends.
+    """
+
+    def __init__(self, columns: Columns, optimizer: Optimizer) -> None:
+        self._columns = columns
+        self._optimizer = replace(optimizer, max_gradient=None)
+        self._waiting: list[tuple[list[_Cut], HeldRows]] = []
+        self._backward = NO_BACKWARD  # that they wait for the end of
+
+    def add(self, cuts: list[_Cut], held: HeldRows) -> None:
+        """Keep gradients until the backward pass ends; outside of one, until `flush`."""
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:  # what is left of a pass that has failed is void
+            self._waiting, self._backward = [], backward
+        if not self._waiting and backward != NO_BACKWARD:
+            torch.autograd.Variable._execution_engine.queue_callback(self.flush)
+        self._waiting.append((cuts, held))
+
+    def discard(self) -> None:
+        """Forget what waits."""
+        self._waiting = []
+
+    @torch.no_grad()
+    def flush(self) -> None:
+        """Apply what waits; a collective. Tables that were looked up several times are updated as often, in order."""
+        waiting, self._waiting = self._waiting, []
+        rounds: list[list[tuple[list[_Cut], HeldRows]]] = []
+        times: Counter[Block] = Counter()
+        for part in waiting:
+            block = part[0][0].block
+            if times[block] == len(rounds):
+                rounds.append([])
+            rounds[times[block]].append(part)
+            times[block] += 1
+        try:
+            for each in rounds:
+                self._apply([(cuts, held.fused()) for cuts, held in each])
+        finally:
+            for _, held in waiting:
+                held.give_up()
+
+    def _apply(self, waiting: list[tuple[list[_Cut], ops.FusedTables]]) -> None:
+        """Exchange columns, step on whole rows in float32, keep one's own columns."""
+        cuts = [cut for part, _ in waiting for cut in part]
+        before = [cut.read() for cut in cuts]
+        per_element = [state.per_element for state in self._optimizer.states]
+        # What belongs to single columns, one under the other: gradient, weight, states.
+        own = [
+            torch.cat(
+                [
+                    cut.sums,
+                    weight,
+                    *[state for state, each in zip(states, per_element, strict=True) if each],
+                ]
+            )
+            for cut, (weight, states) in zip(cuts, before, strict=True)
+        ]
+        whole = exchange_columns(self._columns.group, self._columns.blocks, [cut.block for cut in cuts], own)
+        by_table = {cut.block.table: cut for cut in cuts if cut.rows.numel()}
+        states_of = {cut.block.table: states for cut, (_, states) in zip(cuts, before, strict=True)}
+        fused, skipped = waiting[0][1], torch.zeros(len(by_table), dtype=torch.int64, device=own[0].device)
+        if by_table:
+            held = {table: whole[table].chunk(2 + sum(per_element)) for table in by_table}
+            stepped = self._step(by_table, held, states_of, fused._replace(skipped=[skipped]))
+            step = int(fused.steps[0]) if any(cut.table.dtype != torch.float32 for cut in cuts) else 0
+            for cut in cuts:
+                if cut.block.table in by_table:
+                    _keep(cut, held[cut.block.table][0], stepped[cut.block.table], per_element, step, self._optimizer)
+        else:
+            fused.steps[0] += 1
+        counts = dict(zip(by_table, skipped, strict=True))
+        for part, of_part in waiting:
+            if of_part is not fused:
+                of_part.steps[0] += 1
+            for place, cut in enumerate(part):
+                of_part.skipped[0][place] += counts.get(cut.block.table, 0)
+
+    def _step(
+        self,
+        cuts: dict[int, _Cut],
+        held: dict[int, tuple[Tensor, ...]],
+        states_of: dict[int, list[Tensor]],
+        fused: ops.FusedTables,
+    ) -> dict[int, tuple[Tensor, list[Tensor]]]:
+        """The optimizer's step on the whole rows of each table: their weights and states after it."""
+        tables = [TableConfig(cut.table.name, *held[table][0].shape) for table, cut in cuts.items()]
+        gradients = [held[table][0].contiguous() for table in cuts]
+        _refuse_nonfinite(self._optimizer, tables, [cut.rows for cut in cuts.values()], gradients)
+        weights = [held[table][1].contiguous() for table in cuts]
+        states: list[list[Tensor]] = []
+        place = 2
+        for index, state in enumerate(self._optimizer.states):
+            if state.per_element:
+                states.append([held[table][place].contiguous() for table in cuts])
+                place += 1
+            else:
+                states.append([states_of[table][index] for table in cuts])
+        sums = RowSums([torch.arange(g.shape[0], device=g.device) for g in gradients], gradients)
+        in_float32 = replace(self._optimizer, stochastic_rounding=False, nonfinite=self._nonfinite())
+        flat = [tensor for of_state in states for tensor in of_state]
+        _apply(tables, in_float32, fused._replace(weights=weights, states=flat), sums)
+        return {table: (weights[index], [of_state[index] for of_state in states]) for index, table in enumerate(cuts)}
+
+    def _nonfinite(self) -> Any:
+        return "skip" if self._optimizer.nonfinite == "skip" else "propagate"  # "raise" has been looked after
+
+
+def _keep(
+    cut: _Cut,
+    gradient: Tensor,
+    stepped: tuple[Tensor, list[Tensor]],
+    per_element: Sequence[bool],
+    step: int,
+    optimizer: Optimizer,
+) -> None:
+    """Write a block's own columns of whole rows."""
+    weight, states = stepped
+    columns = slice(cut.block.first_column, cut.block.first_column + cut.block.num_columns)
+    changed = ~_untouched(optimizer, gradient)
+    own = _narrow(cut.table, weight[changed][:, columns], cut.rows[changed], step, optimizer)
+    cut.write(changed, own, [new[:, columns] if each else new for new, each in zip(states, per_element, strict=True)])
+
+
+def _untouched(optimizer: Optimizer, gradient: Tensor) -> Tensor:
+    """Rows that are left as they are because of their gradient."""
+    if optimizer.nonfinite != "skip":
+        return torch.zeros(gradient.shape[0], dtype=torch.bool, device=gradient.device)
+    return ~gradient.isfinite().all(1)
+
+
+def _refuse_nonfinite(
+    optimizer: Optimizer, tables: Sequence[TableConfig], rows: Sequence[Tensor], gradients: Sequence[Tensor]
+) -> None:
+    if optimizer.nonfinite != "raise":
+        return
+    from tritonemb.errors import gradient_not_finite
+
+    for table, own, gradient in zip(tables, rows, gradients, strict=True):
+        bad = (~gradient.isfinite().all(1)).nonzero()
+        if bad.numel():
+            raise gradient_not_finite(table.name, int(own[bad[0]]))
+
+
+def _narrow(table: TableConfig, values: Tensor, rows: Tensor, step: int, optimizer: Optimizer) -> Tensor:
+    """float32 rows in the table's dtype, rounded as the update of the whole table rounds them."""
+    if table.dtype == torch.float32 or not rows.numel():
+        return values.to(table.dtype)
+    # A step of gradient descent from zero with learning rate -1 leaves the values themselves, rounded.
+    device, spec = values.device, SGD(stochastic_rounding=optimizer.stochastic_rounding)
+    narrowed = torch.zeros(values.shape, dtype=table.dtype, device=device)
+    before, skipped = torch.full((), step - 1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    fused = ops.FusedTables([narrowed], [], [before], [skipped], torch.full((), -1.0, device=device), "", [])
+    _apply([table], spec, fused, RowSums([torch.arange(rows.numel(), device=device)], [values]), [rows])
+    return narrowed

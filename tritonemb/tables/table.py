@@ -1,0 +1,91 @@
+"""One table of a collection: its weight and its optimizer state, under the names they have in `state_dict`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+
+from tritonemb.ops.initial import fill_initial_
+from tritonemb.optimizers import StateSpec
+from tritonemb.types import TRAINABLE_DTYPES, TableConfig
+from tritonemb.utils import advise_huge_pages
+
+
+def draw_seed() -> int:
+    """A table's seed, 63 bits from torch's generator."""
+    return int(torch.randint(2**63 - 1, (), dtype=torch.int64))
+
+
+class Table(nn.Module):
+    """Weight `[num_rows, embedding_dim]` and float32 states `[num_rows]` or of the weight's shape.
+
+    Args:
+        num_rows: on the device; all `num_embeddings` if not given.
+    """
+
+    def __init__(
+        self,
+        config: TableConfig,
+        states: tuple[StateSpec, ...],
+        device: torch.device | str | None = None,
+        num_rows: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self._allocate(config.num_embeddings if num_rows is None else num_rows, states, device)
+        self.reset_parameters()
+
+    def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: torch.device | str | None) -> None:
+        config = self.config
+        weight = torch.empty(num_rows, config.embedding_dim, dtype=config.dtype, device=device)
+        advise_huge_pages(weight)
+        self.weight = nn.Parameter(weight, requires_grad=weight.dtype in TRAINABLE_DTYPES)
+        for spec in states:
+            shape = weight.shape if spec.per_element else weight.shape[:1]
+            state = torch.empty(shape, dtype=torch.float32, device=device)
+            advise_huge_pages(state)
+            self.register_buffer(spec.name, state.zero_())
+
+    def state(self, name: str) -> Tensor:
+        """An optimizer state; as an attribute it would be searched for among parameters first, which adds up."""
+        found = self._buffers[name]
+        assert found is not None
+        return found
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initialise the weight as the config says, states to zero."""
+        if self.weight.device.type == "meta" or isinstance(self.weight, FakeTensor):
+            return
+        if self.config.init is None:
+            fill_initial_(self.weight, draw_seed(), self.config.bound)
+        elif self.weight.dtype in TRAINABLE_DTYPES:
+            self.config.init(self.weight)
+        else:
+            weight = torch.empty_like(self.weight, dtype=torch.float32)
+            self.config.init(weight)
+            self.weight.copy_(weight)
+        for state in self.buffers(recurse=False):
+            state.zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Table:
+        """Casting a module to 16 bits casts the weight; optimizer state stays float32."""
+        before = dict(self._buffers)
+        super()._apply(fn, recurse)
+        for name, state in self._buffers.items():
+            if state is not None and state.dtype != torch.float32:
+                original = before[name]
+                assert original is not None
+                self._buffers[name] = original.to(state.device)
+        return self
+
+    def extra_repr(self) -> str:
+        c = self.config
+        return f"{c.num_embeddings}, {c.embedding_dim}, pooling={c.pooling!r}, dtype={self.weight.dtype}"
+
+    def forward(self, *args: Any) -> Any:
+        raise TypeError(f"table {self.config.name!r} is part of a collection; call the collection")

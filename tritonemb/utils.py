@@ -1,0 +1,91 @@
+"""Optional packages: imported when first used, with an error that says how to get them.
+
+Files that are there whole or not at all.
+
+Tables in huge pages: rows are read at random, and with 4 KiB pages each read also misses the address translation.
+Linux only, and only advice: where the kernel does not grant huge pages, memory is as it was.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+
+from torch import Tensor
+
+
+class MissingExtraError(ImportError):
+    """A package of one of tritonemb's extras is not installed."""
+
+
+def require(module: str, extra: str = "train") -> ModuleType:
+    """Import `module`, a part of tritonemb's optional dependencies.
+
+    Raises:
+        MissingExtraError: naming the package and the extra that installs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        package = module.partition(".")[0]
+        if error.name is None or error.name.partition(".")[0] != package:
+            raise  # the package is there, something that it needs is not
+        raise MissingExtraError(
+            f"{package} is needed here and not installed: pip install 'tritonemb[{extra}]'", name=package
+        ) from error
+
+
+@contextmanager
+def written_aside(path: Path) -> Iterator[Path]:
+    """A path beside `path` to write to; it takes the place of `path` at the end, or goes away if there is an error.
+
+    Raises:
+        FileNotFoundError: the folder is not there.
+    """
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path.parent}: no such folder to write {path.name} to")
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write `text` in UTF-8, on the disk before it takes the place of `path`; the folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with written_aside(path) as part, part.open("w", encoding="utf-8", newline="\n") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+HUGE_PAGE = 2 << 20  # bytes, on x86-64 and on arm64 with 4 KiB pages
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return None
+    function = ctypes.CDLL(None).madvise
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return function
+
+
+def advise_huge_pages(tensor: Tensor) -> None:
+    """Ask for huge pages behind a new CPU tensor that has not been written to yet."""
+    size = tensor.numel() * tensor.element_size()
+    madvise = _madvise()
+    if madvise is None or tensor.device.type != "cpu" or size < 2 * HUGE_PAGE:
+        return
+    begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    end = (tensor.data_ptr() + size) // mmap.PAGESIZE * mmap.PAGESIZE
+    madvise(begin, end - begin, mmap.MADV_HUGEPAGE)
