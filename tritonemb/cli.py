@@ -77,6 +77,23 @@ of hashing them; for tritonemb train --vocabulary FILE.
   tritonemb vocab --data train.txt --out vocabulary.parquet --min-count 5
 """
 
+CONVERT_USAGE = """\
+usage: tritonemb convert --data PATH --out PATH ...
+
+Make Parquet files, which read faster, of text files: Criteo's format or CSV.
+
+  --data PATH          the log, a file or a folder
+  --out PATH           the file to write, or the folder for a folder
+  --row-group-rows N   rows of a row group (131072)
+  --compression NAME   zstd, snappy, gzip, lz4 or none (zstd)
+  --on-bad-row skip    leave out and count what cannot be read
+  --label, --dense, --sparse, --integers   columns of CSV, as given to train
+  --delimiter, --quoted-newlines           how CSV is written
+  --help-all           every option, with its default
+
+  tritonemb convert --data day_0.gz --out day_0.parquet
+"""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 2 for a mistake of the user's (one line on stderr says which)."""
@@ -191,6 +208,9 @@ def _vocab(arguments: list[str]) -> int:
 
 
 def _convert(arguments: list[str]) -> int:
+    if {"-h", "--help"} & set(arguments):
+        print(CONVERT_USAGE, end="")
+        return 0
     require("tyro")
     from tritonemb.data.convert import ConvertOptions, convert_log
 
