@@ -15,18 +15,18 @@ from tritonemb.comm.group import Group
 from tritonemb.errors import id_out_of_range
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.optimizers import Optimizer
-from tritonemb.sharding.init import begin_elsewhere, copy_shard, fill_shard, tensors_of
+from tritonemb.sharding.collection import ExchangedIds
+from tritonemb.sharding.init import copy_shard, fill_shard, init_cached_shard, tensors_of
 from tritonemb.sharding.local_shards import ReplicatedUpdate, ShardUpdate
-from tritonemb.sharding.placement import Held, Placement, named_parts, split
+from tritonemb.sharding.placement import PlacedShard, Placement, named_parts, split
 from tritonemb.sharding.plan import ShardingPlan
 from tritonemb.sharding.process_groups import ShardGroups
-from tritonemb.sharding.replicated_update import Columns, Gathering, WholeRowUpdate, needs_whole_rows
-from tritonemb.sharding.sharded_features import SentIds
+from tritonemb.sharding.replicated_update import Columns, ReplicaGroup, WholeRowUpdate, needs_whole_rows
 from tritonemb.sharding.sharded_tensor import LocalShard, TableShards
-from tritonemb.tables.cached_table import TieredTable
+from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.lookup import Features, parts_of
 from tritonemb.tables.optimizer import FusedOptimizer
-from tritonemb.tables.prefetched import SentFeatures
+from tritonemb.tables.prefetch import PrefetchedFeatures
 from tritonemb.tables.table_set import TableSet
 from tritonemb.types import TableConfig
 
@@ -48,7 +48,7 @@ class ShardedCollection(nn.Module):
         groups: ShardGroups,
         precision: ExchangePrecision,
         device: torch.device,
-        gather_replicas: bool = True,
+        sync_replicas: bool = True,
     ) -> None:
         super().__init__()
         if collection.optimizer is None:
@@ -63,30 +63,30 @@ class ShardedCollection(nn.Module):
         self.bounds_check = collection.bounds_check
         self.output_dtype = collection.dtype_of([table.weight for table in collection.tables])
         self.plan, self.groups, self.precision, self.device = plan, groups, precision, device
-        self._gather_replicas = gather_replicas and groups.replicas.size > 1
+        self._sync_replicas = sync_replicas and groups.replicas.size > 1
         self.placement = Placement.of(self.configs, plan, self.pooled)
         self._learning_rate = collection.current_learning_rate
         self._fused_optimizer: FusedOptimizer | None = None
         self._nothing = torch.empty(0, device=device)
-        self._world_ahead, self._replicas_ahead = self._groups_ahead()
+        self._prefetch_world, self._prefetch_replicas = self._prefetch_groups()
         self.locals, self._held = self._make_locals()
         self._begin(collection)
         # A compiled model's graphs end before it and begin behind it: sizes of what is sent are read on the host, and
         # gathered updates exchange as many rows as a batch happens to have.
         self.forward = torch.compiler.disable(self.forward)
 
-    def _groups_ahead(self) -> tuple[Group | None, Group | None]:
+    def _prefetch_groups(self) -> tuple[Group | None, Group | None]:
         """The world and the replicas, where these train tables together that live elsewhere than on the device.
 
         Made by all ranks, whether they hold such tables or not.
         """
         elsewhere = [h for h in self.placement.held if self.configs[h.table].placement != "device"]
-        everywhere = any(h.way == "everywhere" for h in elsewhere) and self.groups.world.size > 1
-        copied = any(h.way != "everywhere" for h in elsewhere) and self._gather_replicas
-        world = self.groups.world_ahead() if everywhere else None
-        return world, self.groups.replicas_ahead() if copied else None
+        replicated = any(h.scheme == "replicated" for h in elsewhere) and self.groups.world.size > 1
+        copied = any(h.scheme != "replicated" for h in elsewhere) and self._sync_replicas
+        world = self.groups.world_for_prefetch() if replicated else None
+        return world, self.groups.replicas_for_prefetch() if copied else None
 
-    def _make_locals(self) -> tuple[tuple[TableSet, ...], tuple[tuple[Held, ...], ...]]:
+    def _make_locals(self) -> tuple[tuple[TableSet, ...], tuple[tuple[PlacedShard, ...], ...]]:
         """Collections of this rank's shards, and the shards in each, in their order."""
         raise NotImplementedError
 
@@ -149,7 +149,7 @@ class ShardedCollection(nn.Module):
         """The whole tables' weights by table, of which this rank holds some shards."""
         return {name: tensors["weight"] for name, tensors in self._table_tensors().items()}
 
-    def send(self, features: Features | SentFeatures) -> SentIds:
+    def prefetch(self, features: Features | PrefetchedFeatures) -> ExchangedIds:
         """Send the ids of this rank's batch to the ranks that own their rows, and group what arrives; a collective.
 
         May be called ahead of `forward`, from another thread, if every rank does so in the same order.
@@ -160,8 +160,8 @@ class ShardedCollection(nn.Module):
         """Elements that were too large for the exchanges' codecs so far. Waits for the device."""
         raise NotImplementedError
 
-    def _sent(self, features: Features | SentFeatures) -> SentIds:
-        sent: SentIds = features.of(self) if isinstance(features, SentFeatures) else self.send(features)
+    def _sent(self, features: Features | PrefetchedFeatures) -> ExchangedIds:
+        sent: ExchangedIds = features.of(self) if isinstance(features, PrefetchedFeatures) else self.prefetch(features)
         return sent
 
     def _own_batch(self, features: Features) -> KeyedJaggedTensor:
@@ -183,7 +183,7 @@ class ShardedCollection(nn.Module):
         if self.groups.shards.size == 1 or self.bounds_check != "raise":
             return None
         keys, size = batch.keys(), batch.stride()
-        for held in self.placement.on(self.groups.shards.rank, "everywhere"):
+        for held in self.placement.on(self.groups.shards.rank, "replicated"):
             config = self.configs[held.table]
             for feature in config.feature_names:
                 ends = batch.offsets()[keys.index(feature) * size :][: size + 1]
@@ -196,33 +196,35 @@ class ShardedCollection(nn.Module):
                     return id_out_of_range(config.name, feature, sample, place, value, config.num_embeddings)
         return None
 
-    def _to_device(self, sent: SentIds) -> SentIds:
+    def _to_device(self, sent: ExchangedIds) -> ExchangedIds:
         """Where the tables are."""
         if self.device.type == "cpu":
             return sent
         return sent.map(lambda tensor: tensor.to(self.device, non_blocking=True))
 
-    def _local(self, held: Sequence[Held], bounds_check: bool = False) -> list[tuple[TableSet, tuple[Held, ...]]]:
+    def _local(
+        self, held: Sequence[PlacedShard], bounds_check: bool = False
+    ) -> list[tuple[TableSet, tuple[PlacedShard, ...]]]:
         """Collections of these shards: first of those that are updated here alone, then of those that need others."""
         made = []
         alone, cut = self._split(held)
         for part in (alone, cut):
             if not part:
                 continue
-            everywhere = part[0].way == "everywhere"
-            group: Group | None = self.groups.world if everywhere else self.groups.replicas
-            if group is None or group.size == 1 or not (everywhere or self._gather_replicas):
+            replicated = part[0].scheme == "replicated"
+            group: Group | None = self.groups.world if replicated else self.groups.replicas
+            if group is None or group.size == 1 or not (replicated or self._sync_replicas):
                 group = None
             ahead = None
             if group is not None and any(self.configs[each.table].placement != "device" for each in part):
-                ahead = self._world_ahead if everywhere else self._replicas_ahead
+                ahead = self._prefetch_world if replicated else self._prefetch_replicas
             how = ShardUpdate()
             if part is cut:
-                update = self._whole_rows[part[0].way]
+                update = self._whole_rows[part[0].scheme]
                 size = 1 if group is None else group.size
-                how = ReplicatedUpdate(Gathering(group, size, update, self._blocks(part), ahead))
+                how = ReplicatedUpdate(ReplicaGroup(group, size, update, self._blocks(part), ahead))
             elif group is not None:
-                how = ReplicatedUpdate(Gathering(group, group.size, ahead=ahead))
+                how = ReplicatedUpdate(ReplicaGroup(group, group.size, ahead=ahead))
             tables = TableSet(
                 named_parts(self.placement, part), self.optimizer, self.device,
                 self.bounds_check if bounds_check else "ignore", torch.float32, pooled=self.pooled, update=how,
@@ -230,13 +232,13 @@ class ShardedCollection(nn.Module):
             made.append((tables, tuple(part)))
         return made
 
-    def _split(self, held: Sequence[Held]) -> tuple[list[Held], list[Held]]:
+    def _split(self, held: Sequence[PlacedShard]) -> tuple[list[PlacedShard], list[PlacedShard]]:
         """Shards that are updated by what this rank knows, and those for which others' columns are needed."""
         return split(held, lambda each: each.cut and needs_whole_rows(self.optimizer))
 
-    def _blocks(self, held: Sequence[Held]) -> tuple[Block, ...]:
+    def _blocks(self, held: Sequence[PlacedShard]) -> tuple[Block, ...]:
         """Shards as blocks of columns among the ranks that have such blocks; each run of a table's rows is numbered."""
-        cut = self._cut(held[0].way)
+        cut = self._cut(held[0].scheme)
         ranks = sorted({h.shard.rank for h in cut})
         rows = sorted({(h.table, h.shard.first_row) for h in cut})
         return tuple(
@@ -249,17 +251,17 @@ class ShardedCollection(nn.Module):
             for h in held
         )
 
-    def _cut(self, way: str) -> list[Held]:
-        return [h for h in self.placement.held if h.cut and h.way == way]
+    def _cut(self, scheme: str) -> list[PlacedShard]:
+        return [h for h in self.placement.held if h.cut and h.scheme == scheme]
 
     def _make_whole_row_updates(self) -> None:
         """Made by all ranks, whether they hold blocks of columns or not."""
         self._whole_rows: dict[str, WholeRowUpdate] = {}
-        for way in ("direct", "by node"):
-            cut = self._cut(way)
+        for scheme in ("direct", "hierarchical"):
+            cut = self._cut(scheme)
             if cut and needs_whole_rows(self.optimizer):
                 among = self.groups.among(sorted({h.shard.rank for h in cut}))
-                self._whole_rows[way] = WholeRowUpdate(Columns(among, self._blocks(cut)), self.optimizer)
+                self._whole_rows[scheme] = WholeRowUpdate(Columns(among, self._blocks(cut)), self.optimizer)
 
     @torch.no_grad()
     def _begin(self, collection: TableSet) -> None:
@@ -267,9 +269,9 @@ class ShardedCollection(nn.Module):
         drawn = collection.tables[0].weight.device.type == "meta"
         for tables, held in zip(self.locals, self._held, strict=True):
             for each, table in zip(held, tables.tables, strict=True):
-                if isinstance(table, TieredTable):
+                if isinstance(table, CachedTable):
                     source_of = None if drawn else collection.tables[each.table]
-                    begin_elsewhere(table, self.configs[each.table], each.shard, source_of, self._same_as(each))
+                    init_cached_shard(table, self.configs[each.table], each.shard, source_of, self._same_as(each))
                     continue
                 if drawn:
                     fill_shard(table.weight, self.configs[each.table], each.shard)
@@ -282,13 +284,13 @@ class ShardedCollection(nn.Module):
                 tables.step.copy_(collection.step)
             tables.set_learning_rate(self._learning_rate)
             for each, table in zip(held, tables.tables, strict=True):
-                if not isinstance(table, TieredTable):
+                if not isinstance(table, CachedTable):
                     for tensor in (table.weight, *table.buffers()):
                         self._same_as(each).broadcast(tensor.detach(), 0, "initial values")
 
-    def _same_as(self, held: Held) -> Group:
+    def _same_as(self, held: PlacedShard) -> Group:
         """The ranks with the same shard."""
-        return self.groups.world if held.way == "everywhere" else self.groups.replicas
+        return self.groups.world if held.scheme == "replicated" else self.groups.replicas
 
     def _table_tensors(self) -> dict[str, dict[str, TableShards]]:
         """By table: its weight and states by name, as this rank holds them."""
@@ -301,7 +303,7 @@ class ShardedCollection(nn.Module):
             for each, table in zip(held, tables.tables, strict=True):
                 shard, of_table = each.shard, shards[self.configs[each.table].name]
                 tensors = tensors_of(table)
-                mine = first_copy and (each.way != "everywhere" or self.groups.world.rank == 0)
+                mine = first_copy and (each.scheme != "replicated" or self.groups.world.rank == 0)
                 weight = LocalShard(tensors["weight"], shard.first_row, shard.first_column, mine)
                 of_table["weight"].append(weight)
                 for state in self.optimizer.states:
@@ -331,8 +333,8 @@ class ShardedCollection(nn.Module):
         """Give the copies of the tables the mean of their weights and states; a collective of `groups.replicas`."""
         for tables in self.locals:
             for table in tables.tables:
-                if isinstance(table, TieredTable):
-                    table.change(self._average_fields)
+                if isinstance(table, CachedTable):
+                    table.update_records(self._average_fields)
                     continue
                 for tensor in (table.weight.detach(), *table.buffers()):
                     _average(self.groups.replicas, tensor)
@@ -381,7 +383,7 @@ class ShardedCollection(nn.Module):
         """Bring what was loaded to where tables live that are not on the device."""
         for tables, held in zip(self.locals, self._held, strict=True):
             for each, table in zip(held, tables.tables, strict=True):
-                if isinstance(table, TieredTable):
+                if isinstance(table, CachedTable):
                     name, shard = self.configs[each.table].name, each.shard
                     own = {}
                     for field in table.record.fields:

@@ -11,14 +11,13 @@ from tritonemb.comm.codec import Run
 from tritonemb.comm.id_exchange import IdsExchange
 from tritonemb.comm.pooled_exchange import ColumnExchange
 from tritonemb.jagged import KeyedJaggedTensor
-from tritonemb.sharding.collection import ShardedCollection
-from tritonemb.sharding.placement import Held, Way
-from tritonemb.sharding.sharded_features import SentIds
+from tritonemb.sharding.collection import ExchangedIds, ShardedCollection
+from tritonemb.sharding.placement import PlacedShard, Scheme
 from tritonemb.tables.lookup import Features
-from tritonemb.tables.prefetched import SentFeatures
+from tritonemb.tables.prefetch import PrefetchedFeatures
 from tritonemb.tables.table_set import TableSet
 
-WAYS: tuple[Way, ...] = ("direct", "by node", "everywhere")
+SCHEMES: tuple[Scheme, ...] = ("direct", "hierarchical", "replicated")
 
 
 class ShardedEmbeddingBagCollection(ShardedCollection):
@@ -38,43 +37,43 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
     pooled = True
 
-    def _make_locals(self) -> tuple[tuple[TableSet, ...], tuple[tuple[Held, ...], ...]]:
+    def _make_locals(self) -> tuple[tuple[TableSet, ...], tuple[tuple[PlacedShard, ...], ...]]:
         self._make_whole_row_updates()
         groups, place = self.groups, self.placement
         size, rank = groups.shards.size, groups.shards.rank
         means = self._means_of_rows()
-        self._ids = IdsExchange(groups.ids, place.lanes, self.bounds_check == "raise", means=self._lanes_of(means))
-        self._ways = tuple(way for way in WAYS if place.tables_of(way))
-        self._locals_of: dict[Way, list[TableSet]] = {}
+        self._ids = IdsExchange(groups.ids, place.routes, self.bounds_check == "raise", means=self._routes_of(means))
+        self._schemes = tuple(scheme for scheme in SCHEMES if place.tables_of(scheme))
+        self._locals_of: dict[Scheme, list[TableSet]] = {}
         made: list[TableSet] = []
-        held: list[tuple[Held, ...]] = []
-        for way in self._ways:
-            local = self._local(place.on(rank, way), bounds_check=way == "everywhere")
-            self._locals_of[way] = [tables for tables, _ in local]
+        held: list[tuple[PlacedShard, ...]] = []
+        for scheme in self._schemes:
+            local = self._local(place.on(rank, scheme), bounds_check=scheme == "replicated")
+            self._locals_of[scheme] = [tables for tables, _ in local]
             made += [tables for tables, _ in local]
             held += [of_tables for _, of_tables in local]
         self._exchanges: list[ColumnExchange] = []
         # The columns of a rank's matrix are those of its collections, one after the other.
-        runs: dict[Way, list[list[Run]]] = {
-            way: [[run for part in self._parts_on(r, way) for run in place.runs(part)] for r in range(size)]
-            for way in self._ways
+        runs: dict[Scheme, list[list[Run]]] = {
+            scheme: [[run for part in self._parts_on(r, scheme) for run in place.runs(part)] for r in range(size)]
+            for scheme in self._schemes
         }
-        if "direct" in self._ways:
+        if "direct" in self._schemes:
             width = place.width_of("direct")
             self._direct = ColumnExchange(groups.shards, runs["direct"], width, self.precision, size)
             self._exchanges.append(self._direct)
-        if "by node" in self._ways:
-            self._make_by_node(runs["by node"])
-        columns = place.columns(self._ways)
+        if "hierarchical" in self._schemes:
+            self._make_hierarchical(runs["hierarchical"])
+        columns = place.columns(self._schemes)
         self._columns = None if columns == sorted(columns) else torch.tensor(columns)
         self._mean_of = self._columns_by_mean()
         return tuple(made), tuple(held)
 
-    def _parts_on(self, rank: int, way: Way) -> tuple[list[Held], list[Held]]:
+    def _parts_on(self, rank: int, scheme: Scheme) -> tuple[list[PlacedShard], list[PlacedShard]]:
         """The shards of a rank, collection by collection; the same split as that of `_local`."""
-        return self._split(self.placement.on(rank, way))
+        return self._split(self.placement.on(rank, scheme))
 
-    def _make_by_node(self, runs: list[list[Run]]) -> None:
+    def _make_hierarchical(self, runs: list[list[Run]]) -> None:
         """Two exchanges: inside the node, which adds, and across nodes, between ranks of the same place."""
         groups, size = self.groups, self.groups.node.size
         nodes = [
@@ -87,40 +86,40 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         width = sum(width for _, width in own)
         self._inside = ColumnExchange(groups.node, inside, width, self.precision, kind="pooled inside a node")
         self._across = ColumnExchange(
-            groups.across, nodes, self.placement.width_of("by node"), self.precision, groups.shards.size,
+            groups.across, nodes, self.placement.width_of("hierarchical"), self.precision, groups.shards.size,
             "pooled across nodes",
         )  # fmt: skip
         self._exchanges += [self._inside, self._across]
 
-    def send(self, features: Features | SentFeatures) -> SentIds:
-        if isinstance(features, SentFeatures):
+    def prefetch(self, features: Features | PrefetchedFeatures) -> ExchangedIds:
+        if isinstance(features, PrefetchedFeatures):
             return self._sent(features)
         batch = self._own_batch(features)
-        arrived = (self._ids(batch, self._refusal(batch)),) if self.placement.lanes else ()
+        arrived = (self._ids(batch, self._refusal(batch)),) if self.placement.routes else ()
         shares = None if self._mean_of is None else self._shares(batch)
-        sent = self._to_device(SentIds(batch, arrived, (), shares))
+        sent = self._to_device(ExchangedIds(batch, arrived, (), shares))
         groups = [
-            tables.group(sent.batch if way == "everywhere" else sent.arrived[0].features)
-            for way in self._ways
-            for tables in self._locals_of[way]
+            tables.group(sent.batch if scheme == "replicated" else sent.arrived[0].features)
+            for scheme in self._schemes
+            for tables in self._locals_of[scheme]
         ]
         return replace(sent, groups=tuple(groups))
 
-    def forward(self, features: Features | SentFeatures) -> Tensor:
+    def forward(self, features: Features | PrefetchedFeatures) -> Tensor:
         """`[B, sum of dims]`, columns by table, then by that table's features."""
         sent = self._sent(features)
         groups, parts = iter(sent.groups), []
-        for way in self._ways:
-            if way == "everywhere":
-                parts += [tables(sent.batch, next(groups)) for tables in self._locals_of[way]]
+        for scheme in self._schemes:
+            if scheme == "replicated":
+                parts += [tables(sent.batch, next(groups)) for tables in self._locals_of[scheme]]
                 continue
             (arrived,) = sent.arrived
-            found = [tables(arrived.features, next(groups)) for tables in self._locals_of[way]]
+            found = [tables(arrived.features, next(groups)) for tables in self._locals_of[scheme]]
             matrix = self._side_by_side(found, sum(arrived.batch_sizes))
-            if way == "direct":
+            if scheme == "direct":
                 parts.append(self._direct(matrix, arrived.batch_sizes))
             else:
-                parts.append(self._by_node(matrix, arrived.batch_sizes))
+                parts.append(self._hierarchical(matrix, arrived.batch_sizes))
         pooled = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         if self._columns is not None:
             self._columns = self._columns.to(pooled.device)
@@ -138,7 +137,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         # A rank without such shards has its part in the backward's exchange too.
         return torch.zeros(num_rows, 0, dtype=torch.float32, device=self.device, requires_grad=True)
 
-    def _by_node(self, matrix: Tensor, batch_sizes: list[int]) -> Tensor:
+    def _hierarchical(self, matrix: Tensor, batch_sizes: list[int]) -> Tensor:
         size, rank = self.groups.node.size, self.groups.shards.rank
         pieces = matrix.split(batch_sizes)
         by_place = [pieces[r] for place in range(size) for r in range(place, len(pieces), size)]
@@ -150,19 +149,19 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         """Tables with means as results that are cut by rows: no owner knows a bag's whole length."""
         return {h.table for h in self.placement.held if h.summed and self.configs[h.table].pooling == "mean"}
 
-    def _lanes_of(self, means: set[int]) -> list[int]:
-        """The lanes of such tables whose sums become means by weights of the ids.
+    def _routes_of(self, means: set[int]) -> list[int]:
+        """The routes of such tables whose sums become means by weights of the ids.
 
         Where gradients are clamped, which is before they are divided; otherwise it takes fewer bytes to divide results.
         """
         if self.optimizer.max_gradient is None:
             return []
-        return sorted({lane for held in self.placement.held if held.table in means for lane in held.lanes})
+        return sorted({route for held in self.placement.held if held.table in means for route in held.routes})
 
     def _columns_by_mean(self) -> Tensor | None:
         """For each column of the result: which of the `_shares` it is multiplied with; None if all with ones."""
         tables = self._means_of_rows()
-        if not tables or self._lanes_of(tables):
+        if not tables or self._routes_of(tables):
             return None
         means = [table in tables for table in range(len(self.configs))]
         column: list[int] = []

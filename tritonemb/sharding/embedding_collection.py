@@ -14,11 +14,10 @@ from tritonemb.comm.id_exchange import Arrived, IdsExchange
 from tritonemb.comm.sequence_exchange import RowExchange
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.ops.bag import Bags, bag
-from tritonemb.sharding.collection import ShardedCollection
-from tritonemb.sharding.placement import Held
-from tritonemb.sharding.sharded_features import SentIds
+from tritonemb.sharding.collection import ExchangedIds, ShardedCollection
+from tritonemb.sharding.placement import PlacedShard
 from tritonemb.tables.lookup import Features
-from tritonemb.tables.prefetched import Groups, SentFeatures
+from tritonemb.tables.prefetch import Groups, PrefetchedFeatures
 from tritonemb.tables.table_set import TableSet
 
 
@@ -48,52 +47,52 @@ class ShardedEmbeddingCollection(ShardedCollection):
 
     pooled = False
 
-    def _make_locals(self) -> tuple[tuple[TableSet, ...], tuple[tuple[Held, ...], ...]]:
+    def _make_locals(self) -> tuple[tuple[TableSet, ...], tuple[tuple[PlacedShard, ...], ...]]:
         self._make_whole_row_updates()
         groups, place = self.groups, self.placement
         made: list[TableSet] = []
-        held: list[tuple[Held, ...]] = []
+        held: list[tuple[PlacedShard, ...]] = []
         # Gradients are clamped one by one, and before weights multiply them: owners need all of both.
         self._apart = self.optimizer.max_gradient is not None
         self._parts: list[_Part] = []
-        ways = sorted({((h.shard.first_column, h.shard.num_columns), h.summed) for h in place.held if h.lanes})
-        for columns, distinct in ways:
+        schemes = sorted({((h.shard.first_column, h.shard.num_columns), h.summed) for h in place.held if h.routes})
+        for columns, distinct in schemes:
             chosen = [h for h in place.held if self._is_of(h, columns, distinct)]
-            lanes = tuple(sorted({lane for h in chosen for lane in h.lanes}))
+            routes = tuple(sorted({route for h in chosen for route in h.routes}))
             here = [h for h in chosen if h.shard.rank == groups.shards.rank]
-            renamed = [h._replace(lanes=tuple(lanes.index(lane) for lane in h.lanes)) for h in here]
+            renamed = [h._replace(routes=tuple(routes.index(route) for route in h.routes)) for h in here]
             local = self._local(renamed)
-            chosen_lanes, check = [place.lanes[lane] for lane in lanes], self.bounds_check == "raise"
-            ids = IdsExchange(groups.ids, chosen_lanes, check, once=distinct and not self._apart)
+            chosen_routes, check = [place.routes[route] for route in routes], self.bounds_check == "raise"
+            ids = IdsExchange(groups.ids, chosen_routes, check, once=distinct and not self._apart)
             rows = RowExchange(groups.shards, columns[1], self.precision, groups.shards.size)
             self._parts.append(_Part(columns, ids, rows, tuple(t for t, _ in local)))
             made += [tables for tables, _ in local]
             held += [of_tables for _, of_tables in local]
-        everywhere = self._local(place.on(groups.shards.rank, "everywhere"), bounds_check=True)
-        self._everywhere = tuple(tables for tables, _ in everywhere)
-        made += self._everywhere
-        held += [of_tables for _, of_tables in everywhere]
+        replicated = self._local(place.on(groups.shards.rank, "replicated"), bounds_check=True)
+        self._replicated = tuple(tables for tables, _ in replicated)
+        made += self._replicated
+        held += [of_tables for _, of_tables in replicated]
         return tuple(made), tuple(held)
 
     @staticmethod
-    def _is_of(held: Held, columns: Run, distinct: bool) -> bool:
+    def _is_of(held: PlacedShard, columns: Run, distinct: bool) -> bool:
         same = (held.shard.first_column, held.shard.num_columns) == columns and held.summed == distinct
-        return bool(held.lanes) and same
+        return bool(held.routes) and same
 
-    def send(self, features: Features | SentFeatures) -> SentIds:
-        if isinstance(features, SentFeatures):
+    def prefetch(self, features: Features | PrefetchedFeatures) -> ExchangedIds:
+        if isinstance(features, PrefetchedFeatures):
             return self._sent(features)
         batch = self._own_batch(features)
         # Weights stay here, as a rule: they multiply rows when these have come back.
         plain = batch if self._apart else KeyedJaggedTensor(batch.keys(), batch.values(), offsets=batch.offsets())
         problem = self._refusal(batch) if self._parts else None
-        sent = self._to_device(SentIds(batch, tuple(part.ids(plain, problem) for part in self._parts), ()))
+        sent = self._to_device(ExchangedIds(batch, tuple(part.ids(plain, problem) for part in self._parts), ()))
         pairs = zip(self._parts, sent.arrived, strict=True)
         groups = [tables.group(ids.features) for part, ids in pairs for tables in part.locals]
-        groups += [tables.group(sent.batch) for tables in self._everywhere]
+        groups += [tables.group(sent.batch) for tables in self._replicated]
         return replace(sent, groups=tuple(groups))
 
-    def forward(self, features: Features | SentFeatures) -> KeyedJaggedTensor:
+    def forward(self, features: Features | PrefetchedFeatures) -> KeyedJaggedTensor:
         """Rows `[N, dim]` under the batch's keys and offsets; values of keys that no table knows are zero."""
         sent = self._sent(features)
         batch, groups = sent.batch, iter(sent.groups)
@@ -108,7 +107,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
             first, width = part.columns
             own = own if width == dim else torch.nn.functional.pad(own, (first, dim - first - width))
             total = own if total is None else total + own
-        for tables in self._everywhere:
+        for tables in self._replicated:
             found = tables(batch, next(groups))
             total = found if total is None else total + found
         assert total is not None
@@ -119,7 +118,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         return sum(part.rows.saturated() for part in self._parts)
 
     def _rows(self, part: _Part, ids: Arrived, groups: list[Groups]) -> Tensor:
-        """A row for each id of the batch, lane by lane."""
+        """A row for each id of the batch, route by route."""
         found = [tables(ids.features, group) for tables, group in zip(part.locals, groups, strict=True)]
         if found:
             rows = found[0]
@@ -134,9 +133,9 @@ class ShardedEmbeddingCollection(ShardedCollection):
         return bag(rows, ids.inverse, None, Bags(every, pooled=False, checked=False))
 
     def _in_place(self, part: _Part, rows: Tensor, batch: KeyedJaggedTensor) -> Tensor:
-        """Each row where its id is in the batch; zero for ids of other lanes."""
+        """Each row where its id is in the batch; zero for ids of other routes."""
         keys = batch.keys()
-        order = [keys.index(lane.feature) for lane in part.ids.lanes]
+        order = [keys.index(route.feature) for route in part.ids.routes]
         if order == list(range(len(keys))):
             return rows
         num_values = batch.values().shape[0]

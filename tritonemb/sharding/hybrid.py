@@ -25,7 +25,7 @@ from tritonemb.sharding.plan import ShardingPlan, uniform_plan
 from tritonemb.sharding.process_groups import ShardGroups
 from tritonemb.sharding.sharded_tensor import TableShards
 from tritonemb.tables.lookup import Features
-from tritonemb.tables.prefetched import SentFeatures
+from tritonemb.tables.prefetch import PrefetchedFeatures
 from tritonemb.types import TableConfig
 
 Dense = Literal["ddp", "fsdp"]
@@ -126,15 +126,17 @@ class HybridParallel(nn.Module):
         """What the model returns for this rank's samples. Features may be given as `send` returns them."""
         return self._called[0](*args, **kwargs)
 
-    def send(self, features: Features | SentFeatures) -> SentFeatures:
+    def prefetch(self, features: Features | PrefetchedFeatures) -> PrefetchedFeatures:
         """Send the ids of a batch to the ranks that own their rows, ahead of `forward`; all ranks, in the same order.
 
         Another thread may do so for the next batch while this one is computed.
         """
-        if isinstance(features, SentFeatures):
+        if isinstance(features, PrefetchedFeatures):
             return features
         batch = self.collections[0]._own_batch(features)
-        return SentFeatures(batch, {id(collection): collection.send(features) for collection in self.collections})
+        return PrefetchedFeatures(
+            batch, {id(collection): collection.prefetch(features) for collection in self.collections}
+        )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -250,11 +252,11 @@ def _shard(
     groups: ShardGroups,
     exchange: ExchangePrecision,
     device: torch.device,
-    gather_replicas: bool,
+    sync_replicas: bool,
 ) -> ShardedCollection:
     pooled = isinstance(collection, EmbeddingBagCollection)
     kind = ShardedEmbeddingBagCollection if pooled else ShardedEmbeddingCollection
-    return kind(collection, plan, groups, exchange, device, gather_replicas)
+    return kind(collection, plan, groups, exchange, device, sync_replicas)
 
 
 def _replace(model: nn.Module, sharded: dict[Any, ShardedCollection]) -> nn.Module:

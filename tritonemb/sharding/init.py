@@ -10,7 +10,7 @@ from torch import Tensor
 from tritonemb.comm.group import Group
 from tritonemb.ops.initial import fill_initial_
 from tritonemb.sharding.plan import Shard
-from tritonemb.tables.cached_table import TieredTable
+from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.table import Table
 from tritonemb.types import TRAINABLE_DTYPES, TableConfig
 
@@ -25,12 +25,12 @@ def copy_shard(own: Tensor, whole: Tensor, shard: Shard) -> None:
 
 def tensors_of(table: Table) -> dict[str, Tensor]:
     """Weight and states of all rows that a table has."""
-    if isinstance(table, TieredTable):
+    if isinstance(table, CachedTable):
         return table.tensors()
     return {"weight": table.weight.detach(), **dict(table.named_buffers(recurse=False))}
 
 
-def begin_elsewhere(own: TieredTable, table: TableConfig, shard: Shard, source: Table | None, same: Group) -> None:
+def init_cached_shard(own: CachedTable, table: TableConfig, shard: Shard, source: Table | None, same: Group) -> None:
     """Give a shard that does not live on the device the values of a whole table, or those that are drawn for it.
 
     Args:
@@ -51,7 +51,7 @@ def begin_elsewhere(own: TieredTable, table: TableConfig, shard: Shard, source: 
             copy_shard(tensor, given[name], shard)
     own.assign(tensors)
     if same.size > 1:
-        own.change(lambda fields: _take_over(fields, own.weight.device, same))
+        own.update_records(lambda fields: _take_over(fields, own.weight.device, same))
 
 
 def _take_over(fields: Mapping[str, Tensor], device: torch.device, same: Group) -> None:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from tritonemb.comm.gradient_exchange import gather_rows
-from tritonemb.sharding.pinned_rows import HeldRows
-from tritonemb.sharding.replicated_update import Gathering, gathered_update_
-from tritonemb.tables.cache import Lease, RowsOfOthers
+from tritonemb.sharding.pinned_rows import PinnedRows
+from tritonemb.sharding.replicated_update import ReplicaGroup, replicated_update_
+from tritonemb.tables.cache import FindReplicaRows, PinnedSlots
 from tritonemb.tables.lookup import Lookup
 from tritonemb.tables.table_set import TableSet
 from tritonemb.tables.update import LocalUpdate
@@ -27,21 +27,21 @@ class ReplicatedUpdate(ShardUpdate):
     """Of rows that other ranks have too.
 
     Args:
-        gathering: with whom gradients are gathered before an update.
+        replica_group: with whom gradients are gathered before an update.
     """
 
     is_traceable = False
 
-    def __init__(self, gathering: Gathering) -> None:
-        self._gathering = gathering
+    def __init__(self, replica_group: ReplicaGroup) -> None:
+        self._replica_group = replica_group
 
-    def replica_rows(self, tables: TableSet) -> RowsOfOthers | None:
-        if self._gathering.ahead is None:
+    def replica_rows(self, tables: TableSet) -> FindReplicaRows | None:
+        if self._replica_group.ahead is None:
             return None
-        group, cache = self._gathering.ahead, tables.cache
+        group, cache = self._replica_group.ahead, tables.cache
         assert cache is not None
         ends = torch.tensor([config.num_embeddings for config in tables.configs], device=cache.device).cumsum(0)
-        cached = torch.tensor([table is not None for table in cache.tiered], device=cache.device)
+        cached = torch.tensor([table is not None for table in cache.tables], device=cache.device)
 
         def find(rows: Tensor, problem: ValueError | None) -> Tensor:
             """Rows of cached tables which the batches of the replicas have between them; a collective."""
@@ -50,7 +50,7 @@ class ReplicatedUpdate(ShardUpdate):
 
         return find
 
-    def step(self, tables: TableSet, grad: Tensor, lookup: Lookup, leases: Sequence[Lease] = ()) -> None:
+    def step(self, tables: TableSet, grad: Tensor, lookup: Lookup, pins: Sequence[PinnedSlots] = ()) -> None:
         assert tables.optimizer is not None
-        held = HeldRows(tables, leases)
-        gathered_update_(self._gathering, tables.configs, tables.optimizer, held, grad, lookup)
+        held = PinnedRows(tables, pins)
+        replicated_update_(self._replica_group, tables.configs, tables.optimizer, held, grad, lookup)

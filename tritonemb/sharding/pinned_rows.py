@@ -10,29 +10,29 @@ from torch import Tensor
 
 from tritonemb import ops
 from tritonemb.comm.gradient_exchange import RowSums
-from tritonemb.tables.pins import Lease
+from tritonemb.tables.pins import PinnedSlots
 from tritonemb.tables.table_set import TableSet
 
 
-class HeldRows:
+class PinnedRows:
     """The rows of a collection of shards, for one update.
 
     Rows have the numbers that every rank knows them by; where they are may differ from rank to rank. Nothing of this
     waits for another rank.
 
     Args:
-        leases: of the batches whose rows are updated; they are this object's to end.
+        pins: of the batches whose rows are updated; they are this object's to end.
     """
 
-    def __init__(self, collection: TableSet, leases: Sequence[Lease] = ()) -> None:
-        self._collection, self._leases = collection, list(leases)
-        for lease in self._leases:
-            lease.change()
+    def __init__(self, collection: TableSet, pins: Sequence[PinnedSlots] = ()) -> None:
+        self._collection, self._pins = collection, list(pins)
+        for pinned in self._pins:
+            pinned.mark_dirty()
         self._places: dict[int, tuple[Tensor, Tensor]] = {}  # by table that lives elsewhere: rows, ascending, and slots
         cache = collection.cache
-        for table, tiered in enumerate([] if cache is None else cache.tiered):
-            if tiered is not None:
-                parts = [lease.rows_of(table) for lease in self._leases]
+        for table, cached in enumerate([] if cache is None else cache.tables):
+            if cached is not None:
+                parts = [pinned.rows_of(table) for pinned in self._pins]
                 rows, which = torch.cat([rows for rows, _ in parts]).unique(return_inverse=True)
                 slots = torch.empty_like(rows)
                 slots[which] = torch.cat([slots for _, slots in parts])  # a row that several hold is in one slot
@@ -81,7 +81,7 @@ class HeldRows:
         cache = self._collection.cache
         return None if cache is None or table not in self._places else cache.row_ids(table)
 
-    def give_up(self) -> None:
+    def release(self) -> None:
         """The update has been asked for, on this thread's stream."""
-        for lease in self._leases:
-            lease.end()
+        for pinned in self._pins:
+            pinned.release()

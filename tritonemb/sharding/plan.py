@@ -1,6 +1,6 @@
 """Where every table goes: a plan, as plain data that can be written by hand.
 
-The ways to cut a table: plain data that says which rank holds which rows and columns.
+The schemes to cut a table: plain data that says which rank holds which rows and columns.
 """
 
 from __future__ import annotations
@@ -276,7 +276,7 @@ def _columns(
 
 
 FORMAT = 1
-SMALL_TABLE = 64 * 1024  # bytes of weights: such a table costs less to update everywhere than to exchange
+SMALL_TABLE = 64 * 1024  # bytes of weights: such a table costs less to update replicated than to exchange
 _NAMES = {kind: name for name, kind in SHARDINGS.items()}
 
 
@@ -372,7 +372,7 @@ class ShardingPlan:
 
 
 def uniform_plan(tables: Sequence[TableConfig], world_size: int, local_world_size: int = 0) -> ShardingPlan:
-    """A plan from sizes alone: small tables everywhere, those larger than a rank's share by rows, others whole.
+    """A plan from sizes alone: small tables replicated, those larger than a rank's share by rows, others whole.
 
     Whole tables go, largest first, to the rank that holds the fewest bytes. Same tables, same plan.
     """

@@ -63,11 +63,11 @@ class ShardGroups(NamedTuple):
             world.subgroup(_same(copies)),
         )  # fmt: skip
 
-    def world_ahead(self) -> Group:
+    def world_for_prefetch(self) -> Group:
         """As `world`, for what goes ahead with the ids; made by all ranks together."""
         return self.ids if self.replicas.size == 1 else self.world.twin(backend="gloo")
 
-    def replicas_ahead(self) -> Group:
+    def replicas_for_prefetch(self) -> Group:
         """As `replicas`, for what goes ahead with the ids; made by all ranks together."""
         return self.world.subgroup(_same(_copies(self.replicas.size, self.shards.size)), backend="gloo")
 

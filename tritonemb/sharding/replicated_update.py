@@ -1,4 +1,4 @@
-"""Updates of rows that several ranks hold, by gradients gathered from all of them: exact, and the same bits everywhere.
+"""Updates of rows that several ranks hold, by gradients gathered from all of them: exact, and the same bits replicated.
 
 Each rank sums the gradients of its distinct rows. *Replicas* gather these sums, and each applies the optimizer to the
 sum over ranks, in their order. Where a table's *columns* are spread over ranks and the optimizer looks at whole rows
@@ -31,7 +31,7 @@ from tritonemb.layout import (
     make_layout,
 )
 from tritonemb.optimizers import SGD, Optimizer
-from tritonemb.sharding.pinned_rows import HeldRows
+from tritonemb.sharding.pinned_rows import PinnedRows
 from tritonemb.tables.lookup import Lookup
 from tritonemb.types import TableConfig
 
@@ -50,7 +50,7 @@ class Columns(NamedTuple):
     blocks: tuple[Block, ...]
 
 
-class Gathering(NamedTuple):
+class ReplicaGroup(NamedTuple):
     """With whom gradients are gathered.
 
     Attributes:
@@ -75,11 +75,11 @@ def needs_whole_rows(optimizer: Optimizer) -> bool:
 
 
 @torch.no_grad()
-def gathered_update_(
-    gathering: Gathering,
+def replicated_update_(
+    replica_group: ReplicaGroup,
     tables: Sequence[TableConfig],
     optimizer: Optimizer,
-    held: HeldRows,
+    held: PinnedRows,
     grad: Tensor,
     lookup: Lookup,
 ) -> None:
@@ -91,35 +91,35 @@ def gathered_update_(
     """
     try:
         # What the bound is of is the gradient of the mean over replicas.
-        bound = None if optimizer.max_gradient is None else optimizer.max_gradient * gathering.average
-        sums = _with_replicas(gathering, tables, held.in_rows(row_sums(grad, lookup, bound)))
+        bound = None if optimizer.max_gradient is None else optimizer.max_gradient * replica_group.average
+        sums = _with_replicas(replica_group, tables, held.in_rows(row_sums(grad, lookup, bound)))
         optimizer = replace(optimizer, max_gradient=None)
-        if gathering.whole_rows is None:
+        if replica_group.whole_rows is None:
             _apply_where_held(tables, optimizer, held, sums)
     except BaseException:
-        held.give_up()
+        held.release()
         raise
-    if gathering.whole_rows is None:
-        held.give_up()
+    if replica_group.whole_rows is None:
+        held.release()
         return
     cuts = [
         _Cut(block, index, table, held, rows, of_rows)
         for index, (block, table, rows, of_rows) in enumerate(
-            zip(gathering.blocks, tables, sums.rows, sums.sums, strict=True)
+            zip(replica_group.blocks, tables, sums.rows, sums.sums, strict=True)
         )
     ]
-    gathering.whole_rows.add(cuts, held)
+    replica_group.whole_rows.add(cuts, held)
 
 
-def _with_replicas(gathering: Gathering, tables: Sequence[TableConfig], sums: RowSums) -> RowSums:
+def _with_replicas(replica_group: ReplicaGroup, tables: Sequence[TableConfig], sums: RowSums) -> RowSums:
     """The gradients of the rows of all replicas' batches, out of those of this rank's."""
-    if gathering.replicas is None:
+    if replica_group.replicas is None:
         return sums
-    sums = gather_sums(gathering.replicas, sums)
-    if gathering.average != 1:
+    sums = gather_sums(replica_group.replicas, sums)
+    if replica_group.average != 1:
         for of_table in sums.sums:
-            of_table.mul_(1.0 / gathering.average)
-    return sums if gathering.whole_rows is None else _add_equal_rows(tables, sums)
+            of_table.mul_(1.0 / replica_group.average)
+    return sums if replica_group.whole_rows is None else _add_equal_rows(tables, sums)
 
 
 def row_sums(grad: Tensor, lookup: Lookup, max_gradient: float | None = None) -> RowSums:
@@ -169,7 +169,7 @@ def _as_batch(
     return values, offsets, grad, layout
 
 
-def _apply_where_held(tables: Sequence[TableConfig], optimizer: Optimizer, held: HeldRows, sums: RowSums) -> None:
+def _apply_where_held(tables: Sequence[TableConfig], optimizer: Optimizer, held: PinnedRows, sums: RowSums) -> None:
     slots = RowSums([held.slots(table, rows) for table, rows in enumerate(sums.rows)], sums.sums)
     with held.memory() as fused:
         _apply(tables, optimizer, fused, slots, [held.row_ids(table) for table in range(len(tables))])
@@ -207,7 +207,7 @@ class _Cut(NamedTuple):
     block: Block
     place: int
     table: TableConfig
-    held: HeldRows
+    held: PinnedRows
     rows: Tensor
     sums: Tensor
 
@@ -239,10 +239,10 @@ class WholeRowUpdate:
     def __init__(self, columns: Columns, optimizer: Optimizer) -> None:
         self._columns = columns
         self._optimizer = replace(optimizer, max_gradient=None)
-        self._waiting: list[tuple[list[_Cut], HeldRows]] = []
+        self._waiting: list[tuple[list[_Cut], PinnedRows]] = []
         self._backward = NO_BACKWARD  # that they wait for the end of
 
-    def add(self, cuts: list[_Cut], held: HeldRows) -> None:
+    def add(self, cuts: list[_Cut], held: PinnedRows) -> None:
         """Keep gradients until the backward pass ends; outside of one, until `flush`."""
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:  # what is left of a pass that has failed is void
@@ -259,7 +259,7 @@ class WholeRowUpdate:
     def flush(self) -> None:
         """Apply what waits; a collective. Tables that were looked up several times are updated as often, in order."""
         waiting, self._waiting = self._waiting, []
-        rounds: list[list[tuple[list[_Cut], HeldRows]]] = []
+        rounds: list[list[tuple[list[_Cut], PinnedRows]]] = []
         times: Counter[Block] = Counter()
         for part in waiting:
             block = part[0][0].block
@@ -272,7 +272,7 @@ class WholeRowUpdate:
                 self._apply([(cuts, held.fused()) for cuts, held in each])
         finally:
             for _, held in waiting:
-                held.give_up()
+                held.release()
 
     def _apply(self, waiting: list[tuple[list[_Cut], ops.FusedTables]]) -> None:
         """Exchange columns, step on whole rows in float32, keep one's own columns."""

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from tritonemb.comm.id_exchange import Arrived
 from tritonemb.jagged import KeyedJaggedTensor
-from tritonemb.tables.prefetched import Groups, map_groups
+from tritonemb.tables.prefetch import Groups, map_groups
 
 
 @dataclass(frozen=True)
-class SentIds:
+class ExchangedIds:
     """What a sharded collection needs of a batch.
 
     Args:
@@ -29,7 +29,7 @@ class SentIds:
     groups: tuple[Groups, ...]
     shares: Tensor | None = None
 
-    def map(self, function: Callable[[Tensor], Tensor]) -> SentIds:
+    def map(self, function: Callable[[Tensor], Tensor]) -> ExchangedIds:
         """The same with other tensors."""
         return replace(
             self,

@@ -19,10 +19,9 @@ from torch.utils._pytree import tree_map_only
 from tritonemb.comm.control import Agreement, Heartbeat, describe
 from tritonemb.data.batch import Batch, Layout
 from tritonemb.data.source import Batches, Data, ReadReport
-from tritonemb.nn.prefetch import looks_ahead, send
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
-from tritonemb.tables.prefetched import SentFeatures
+from tritonemb.tables.prefetch import PrefetchedFeatures, needs_prefetch, prefetch
 from tritonemb.training.cache_meter import Counted
 
 DEPTH = 2  # steps beyond the one that is trained
@@ -151,12 +150,12 @@ def prepare(
 def sender(model: nn.Module, training: bool) -> Send | None:
     """Tells a model's collections of batches ahead, with gradients to come or without; None if there is no need."""
     parallel = isinstance(model, HybridParallel)
-    if not parallel and not looks_ahead(model):
+    if not parallel and not needs_prefetch(model):
         return None
 
-    def bring(features: Any) -> SentFeatures:
+    def bring(features: Any) -> PrefetchedFeatures:
         with torch.set_grad_enabled(training):
-            return model.send(features) if isinstance(model, HybridParallel) else send(model, features)
+            return model.prefetch(features) if isinstance(model, HybridParallel) else prefetch(model, features)
 
     return bring
 
@@ -164,7 +163,7 @@ def sender(model: nn.Module, training: bool) -> Send | None:
 def brings_rows(model: nn.Module) -> bool:
     """Whether some table lives elsewhere than on the device: the same on all ranks, whoever has its shards."""
     sharded = [module for module in model.modules() if isinstance(module, ShardedCollection)]
-    return looks_ahead(model) or any(config.placement != "device" for each in sharded for config in each.configs)
+    return needs_prefetch(model) or any(config.placement != "device" for each in sharded for config in each.configs)
 
 
 def empty_batch(data: Data) -> Batch:
@@ -183,7 +182,7 @@ def _record(batch: Batch, stream: torch.cuda.Stream) -> None:
 
     tree_map_only(Tensor, record, (batch.dense, batch.labels, batch.sparse))
     sparse: Any = batch.sparse
-    if isinstance(sparse, SentFeatures):
+    if isinstance(sparse, PrefetchedFeatures):
         sparse.map(record)
 
 

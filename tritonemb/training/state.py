@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from tritonemb.tables.cached_table import TieredTable, stand_ins
+from tritonemb.tables.cached_table import CachedTable, metadata_only
 
 PLAIN = (int, float, str, bool, type(None))
 
@@ -60,12 +60,12 @@ class Progress:
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """`model.<key>` for every entry of the model's `state_dict`, sharing memory with the model.
 
-    An `OnDisk` stands for each tensor of a table on disk.
+    An `DiskTensor` stands for each tensor of a table on disk.
 
     Raises:
         TypeError: for an entry that is no tensor.
     """
-    with stand_ins():
+    with metadata_only():
         state = model.state_dict()
     for name, value in state.items():
         if not isinstance(value, Tensor):
@@ -78,8 +78,8 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 def read_again(model: nn.Module) -> None:
     """What of tables in host memory is on the device comes anew from there, where values have been loaded."""
     for table in model.modules():
-        if isinstance(table, TieredTable) and table.config.placement == "host":
-            table.read_again()
+        if isinstance(table, CachedTable) and table.config.placement == "host":
+            table.reload_cached_rows()
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
@@ -222,7 +222,7 @@ def _parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
         return []
     owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     named: dict[int, tuple[str, nn.Parameter]] = {}
-    with stand_ins():
+    with metadata_only():
         entries = model.state_dict(keep_vars=True)
     for name, value in entries.items():
         if id(value) in owned:

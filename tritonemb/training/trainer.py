@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tritonemb.data.batch import Batch
 from tritonemb.data.source import Batches, Data, Split
 from tritonemb.ops.errors import check_errors
-from tritonemb.tables.pins import released_before, sequence_number
+from tritonemb.tables.lookup import released_before, sequence_number
 from tritonemb.training import state
 from tritonemb.training.ahead import Ahead
 from tritonemb.training.cache_meter import caches_of, count

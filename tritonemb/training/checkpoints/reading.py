@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from tritonemb.comm.group import Group
 from tritonemb.storage import DiskRows
-from tritonemb.tables.cached_table import TieredTable
+from tritonemb.tables.cached_table import CachedTable
 from tritonemb.training.checkpoints.files import checksum
 from tritonemb.training.checkpoints.manifest import read_text
 from tritonemb.training.checkpoints.tables_in import (
@@ -83,7 +83,7 @@ def load_tensors(
 
     Args:
         tensors: this rank's, whole ones or parts (`TableShards`, DTensors), however they were saved. The table that an
-            `OnDisk` stands for takes other rows for its own, when all else has been read.
+            `DiskTensor` stands for takes other rows for its own, when all else has been read.
         ignore: beginnings of names that may be in the checkpoint alone.
         group: ranks that load it together; a tensor of the checkpoint need not be on all of them.
 
@@ -102,7 +102,7 @@ def load_tensors(
         listed = "\n  ".join(problems[:MOST_LISTED] + [f"and {more} more"] * (more > 0))
         raise ValueError(f"checkpoint {path} is of another model or optimizer:\n  {listed}")
 
-    fresh: list[tuple[TieredTable, DiskRows]] = []
+    fresh: list[tuple[CachedTable, DiskRows]] = []
     try:
         together(group, lambda: _load(path, tensors, stored, fresh))
     except BaseException:
@@ -110,14 +110,14 @@ def load_tensors(
             store.close()
         raise
     for table, store in fresh:
-        table.adopt(store)
+        table.replace_store(store)
 
 
 def _load(
     path: Path,
     tensors: dict[str, Tensor],
     stored: Mapping[str, TensorStorageMetadata],
-    fresh: list[tuple[TieredTable, DiskRows]],
+    fresh: list[tuple[CachedTable, DiskRows]],
 ) -> None:
     """Read into memory, and add rows that tables on disk are to adopt once nothing can go wrong any more, anywhere."""
     files = saved_tables(path)

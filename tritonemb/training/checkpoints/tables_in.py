@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from tritonemb.sharding.sharded_tensor import LocalShard, Rectangle, TableShards, refuse_gaps
 from tritonemb.storage import DiskRows, SavedRows, StorageError, restore, snapshot_header
-from tritonemb.tables.cached_table import CHUNK_BYTES, FirstValues, TieredTable
+from tritonemb.tables.cached_table import CHUNK_BYTES, CachedTable, InitialValues
 from tritonemb.training.checkpoints.files import ROWS
 from tritonemb.training.checkpoints.manifest import MANIFEST, read_text
 from tritonemb.training.checkpoints.writing import as_one_process
@@ -64,7 +64,7 @@ def entries_of(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, TensorStora
     }
 
 
-def same_part(said: Mapping[str, Any], table: TieredTable) -> Mapping[str, Any] | None:
+def same_part(said: Mapping[str, Any], table: CachedTable) -> Mapping[str, Any] | None:
     """What is said of a saved table's part, if there is one, whose files a table on disk can take as they are."""
     config = table.config
     here = {
@@ -76,24 +76,24 @@ def same_part(said: Mapping[str, Any], table: TieredTable) -> Mapping[str, Any] 
     return next((part for part in said["parts"] if all(part[name] == value for name, value in here.items())), None)
 
 
-def from_files(path: Path, said: Mapping[str, Any], table: TieredTable) -> DiskRows:
+def from_files(path: Path, said: Mapping[str, Any], table: CachedTable) -> DiskRows:
     """The files of a part as rows that a table can adopt.
 
     Raises:
         StorageError: a file is missing, damaged, or of another table, or there is no room.
     """
     base, *increments = [path / name for name in said["files"]]
-    return table.restored(base, increments)
+    return table.restore_store(base, increments)
 
 
-def from_rows(rows: Rows, table: TieredTable) -> DiskRows:
+def from_rows(rows: Rows, table: CachedTable) -> DiskRows:
     """Rows of a whole table as ones that a table on disk, or a part of one, can adopt.
 
     Raises:
         StorageError: they cannot be read, or there is no room.
     """
     seed = rows.seed(table.config.bound)
-    store = table.empty() if seed is None else table.empty(seed)
+    store = table.empty_store() if seed is None else table.empty_store(seed)
     row, column = table.config.row_origin, table.config.column_origin
     try:
         step = max(1, CHUNK_BYTES // table.record.num_bytes)
@@ -251,7 +251,7 @@ class _Part:
                 f"{base} is a snapshot of table {header['table']!r}, not of the part of table {self._said['table']!r} "
                 "that should be there; use another checkpoint"
             )
-        self._initial = FirstValues(
+        self._initial = InitialValues(
             rows.record, header["seed"], self._said["bound"], where.first_row, where.first_column
         )
         return rows

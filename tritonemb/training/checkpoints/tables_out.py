@@ -20,7 +20,7 @@ from torch import Tensor
 from tritonemb.sharding.sharded_tensor import LocalShard, TableShards
 from tritonemb.storage import DiskRows, Pending, snapshot_header
 from tritonemb.storage.io import PAGE_BYTES
-from tritonemb.tables.cached_table import OnDisk, TieredTable
+from tritonemb.tables.cached_table import CachedTable, DiskTensor
 from tritonemb.training.checkpoints.files import CHANGES, ROWS, allocated, checksum
 from tritonemb.types import TableConfig
 
@@ -56,8 +56,8 @@ class TableOnDisk:
     """
 
     fields: Fields
-    parts: tuple[TieredTable, ...]
-    saved: tuple[TieredTable, ...]
+    parts: tuple[CachedTable, ...]
+    saved: tuple[CachedTable, ...]
 
 
 @dataclass(frozen=True)
@@ -83,11 +83,11 @@ def tables_of(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[st
     """What is a tensor, and by the beginning of their names the tables on disk, as far as this rank holds them."""
     plain: dict[str, Tensor] = {}
     fields: dict[str, dict[str, tuple[str, list[int]]]] = {}
-    parts: dict[str, dict[int, TieredTable]] = {}
-    saved: dict[str, dict[int, TieredTable]] = {}
+    parts: dict[str, dict[int, CachedTable]] = {}
+    saved: dict[str, dict[int, CachedTable]] = {}
     for name, value in tensors.items():
         own = value.shards if isinstance(value, TableShards) else [LocalShard(value)]
-        on_disk = [(shard.tensor.table, shard.mine) for shard in own if isinstance(shard.tensor, OnDisk)]
+        on_disk = [(shard.tensor.table, shard.mine) for shard in own if isinstance(shard.tensor, DiskTensor)]
         if on_disk:
             prefix, _, field = name.rpartition(".")
             fields.setdefault(prefix, {})[field] = (str(value.dtype).removeprefix("torch."), list(value.shape))
@@ -111,7 +111,7 @@ def ask(folder: Path, tables: Mapping[str, TableOnDisk], before: Before) -> list
         OSError: a table takes nothing more.
     """
     prefixes: dict[int, tuple[str, ...]] = {}
-    parts: dict[int, TieredTable] = {}
+    parts: dict[int, CachedTable] = {}
     for prefix, table in tables.items():
         for part in table.saved:
             parts[id(part)] = part
@@ -202,7 +202,7 @@ def bytes_of(tables: Mapping[str, TableOnDisk]) -> int:
     return sum(_store(part).bytes_on_disk() for part in saved_by(tables))
 
 
-def saved_by(tables: Mapping[str, TableOnDisk]) -> list[TieredTable]:
+def saved_by(tables: Mapping[str, TableOnDisk]) -> list[CachedTable]:
     """The parts of all tables that this rank saves, each once."""
     return list({id(part): part for table in tables.values() for part in table.saved}.values())
 
@@ -214,7 +214,7 @@ def stem_of(prefix: str, part: TableConfig) -> str:
     return f"{readable}-{zlib.crc32(prefix.encode()):08x}{place}"
 
 
-def _store(table: TieredTable) -> DiskRows:
+def _store(table: CachedTable) -> DiskRows:
     assert isinstance(table.store, DiskRows)
     return table.store
 
