@@ -15,8 +15,8 @@ import torch
 
 from benchmarks.paired import Contender, measure
 from benchmarks.record import at_most, timing_rows
-from tritonemb.comm.control import Agreement
-from tritonemb.comm.group import Group
+from tritonemb.comm.control import Consensus
+from tritonemb.comm.group import RankGroup
 from tritonemb.data import Batch, make_synthetic
 from tritonemb.data.source import ReadReport, Step, Stream
 from tritonemb.training.ahead import Ahead
@@ -41,7 +41,7 @@ def bench_hidden_source(milliseconds: int, benchmark: Any, record: Callable[...,
 
     def pipelined(_: int) -> None:
         with Stream(slowly(), {}) as stream:
-            steps = prepare(stream, torch.device("cpu"), Agreement(Group()), lambda: empty_batch(data))
+            steps = prepare(stream, torch.device("cpu"), Consensus(RankGroup()), lambda: empty_batch(data))
             with Ahead(steps, DEPTH, "pipeline") as ahead:
                 for step in ahead:
                     for batch in step.take():

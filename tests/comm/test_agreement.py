@@ -9,12 +9,12 @@ from datetime import timedelta
 
 import pytest
 
-from tritonemb.comm.control import SILENCE, Agreement, Heartbeat, RankFailed, Round, Sign, lagging, lost_contact
-from tritonemb.comm.group import Group
+from tritonemb.comm.control import SILENCE, Consensus, Heartbeat, RankFailed, Round, Sign, lagging, lost_contact
+from tritonemb.comm.group import RankGroup
 
 
 def rounds(rank, given):
-    agreement = Agreement(Group.world())
+    agreement = Consensus(RankGroup.world())
     return [agreement.next(**each[rank]) for each in given]
 
 
@@ -35,7 +35,7 @@ def test_all_ranks_hear_the_same(ranks, size):
 
 
 def failing(rank, who):
-    agreement = Agreement(Group.world())
+    agreement = Consensus(RankGroup.world())
     agreement.next(1)
     try:
         agreement.next(1, "failed" if rank in who else "ready", f"ValueError: bad line of {rank}")
@@ -53,8 +53,8 @@ def test_a_failure_reaches_all_ranks_with_its_reason(ranks, who):
 
 def beside_the_main_thread(rank, count):
     """Two agreements at once, one in a thread: their channels are their own."""
-    world = Group.world()
-    here, there = Agreement(world), Agreement(world)
+    world = RankGroup.world()
+    here, there = Consensus(world), Consensus(world)
     found = []
     thread = threading.Thread(target=lambda: found.extend(there.next(rank + 10 * i).total for i in range(count)))
     thread.start()
@@ -71,9 +71,9 @@ def test_it_may_be_held_in_a_thread(ranks):
 
 def silent(rank, who, seconds):
     """Rank `who` brings nothing; what the others say of it."""
-    world = Group.world()
-    agreement = Agreement(world, timedelta(seconds=seconds))
-    done = world.twin("gloo")
+    world = RankGroup.world()
+    agreement = Consensus(world, timedelta(seconds=seconds))
+    done = world.duplicate("gloo")
     with Heartbeat(world) as heartbeat:
         heartbeat.note("computing", 6)
         heartbeat.note("exchanging", 7, ahead=True)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.sharding.cuts import Cut, holds, shards_of, values
-from tritonemb.comm.group import Group
+from tritonemb.comm.group import RankGroup
 from tritonemb.training.checkpoint import (
     AsyncSave,
     CheckpointError,
@@ -138,7 +138,7 @@ def test_what_json_does_not_know_is_refused_at_once(tmp_path):
 
 
 def save_and_change(rank: int, folder: str) -> tuple[Saved | None, Saved | None, bool]:
-    whole, group = values((12, 4), torch.bfloat16), Group.world()
+    whole, group = values((12, 4), torch.bfloat16), RankGroup.world()
     mesh = init_device_mesh("cpu", (group.size,))
     dense, plain = distribute_tensor(torch.arange(7.0), mesh, [Shard(0)]), torch.tensor(3)
     shards, checkpoints = shards_of(rank, whole, CUTS), CheckpointFolder(folder)
@@ -169,7 +169,7 @@ def test_several_ranks_write_while_they_train(ranks, tmp_path):
 
 
 def fail_on_one(rank: int, folder: str) -> str:
-    save, group = AsyncSave(CheckpointFolder(folder), Group.world()), Group.world()
+    save, group = AsyncSave(CheckpointFolder(folder), RankGroup.world()), RankGroup.world()
     real = writing.FileSystemWriter.write_data
 
     def full(*_: Any) -> None:
@@ -198,7 +198,7 @@ def test_the_failure_of_one_rank_is_everyones(ranks, tmp_path):
 
 
 def run_out_of_memory(rank: int, folder: str) -> str:
-    save, tensors = AsyncSave(CheckpointFolder(folder), Group.world()), {"a": torch.ones(3)}
+    save, tensors = AsyncSave(CheckpointFolder(folder), RankGroup.world()), {"a": torch.ones(3)}
     real = HostCopies.copy
 
     def fail(*_: Any) -> None:

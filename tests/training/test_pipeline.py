@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.training import jobs
-from tritonemb.comm.control import Agreement, RankFailed
-from tritonemb.comm.group import Group
+from tritonemb.comm.control import Consensus, RankFailed
+from tritonemb.comm.group import RankGroup
 from tritonemb.data.source import ReadReport, Step, Stream
 from tritonemb.training import ahead as ahead_module
 from tritonemb.training.ahead import Ahead
@@ -133,11 +133,11 @@ def stream_of(batches, fail_after: int | None = None, hang_after: int | None = N
 
 def joining(rank, counts, accumulate):
     """Each rank's rows, weights and positions, step by step; rank r has `counts[r]` batches of r + 1 rows."""
-    data, world = jobs.planted(64, validation=False), Group.world()
+    data, world = jobs.planted(64, validation=False), RankGroup.world()
     batches = list(data.open("train", rank + 1))[: counts[rank]]
     with stream_of(batches) as stream:
         steps = prepare(
-            stream, CPU, Agreement(world), lambda: empty_batch(data), world=world.size, accumulate=accumulate
+            stream, CPU, Consensus(world), lambda: empty_batch(data), world=world.size, accumulate=accumulate
         )
         with Ahead(steps, 2, "test", collective=True) as ahead:
             return [
@@ -171,7 +171,7 @@ def test_ranks_without_data_bring_empty_batches_until_all_have_none(ranks, count
 
 def stopping(rank):
     """Rank 1 is asked to stop while its third step is made."""
-    data, world, asked = jobs.planted(64, validation=False), Group.world(), []
+    data, world, asked = jobs.planted(64, validation=False), RankGroup.world(), []
 
     def signal():
         asked.append(0)
@@ -179,7 +179,7 @@ def stopping(rank):
 
     with stream_of(list(data.open("train", 4))) as stream:
         steps = prepare(
-            stream, CPU, Agreement(world), lambda: empty_batch(data), world=world.size, say=Say(signal, lambda: rank)
+            stream, CPU, Consensus(world), lambda: empty_batch(data), world=world.size, say=Say(signal, lambda: rank)
         )
         with Ahead(steps, 2, "test", collective=True) as ahead:
             return [(len(step.batches), step.signal, step.clock, step.position["row"]) for step in ahead]
@@ -191,10 +191,10 @@ def test_a_signal_to_one_rank_ends_the_steps_of_all(ranks):
 
 
 def failing(rank, who):
-    data, world = jobs.planted(64, validation=False), Group.world()
+    data, world = jobs.planted(64, validation=False), RankGroup.world()
     taken = []
     with stream_of(list(data.open("train", 4)), fail_after=2 if rank == who else None) as stream:
-        steps = prepare(stream, CPU, Agreement(world), lambda: empty_batch(data), world=world.size)
+        steps = prepare(stream, CPU, Consensus(world), lambda: empty_batch(data), world=world.size)
         ahead = Ahead(steps, 2, "test", collective=True)
         with pytest.raises(ValueError if rank == who else RankFailed) as caught:
             taken.extend(ahead)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tritonemb import ops
-from tritonemb.comm.codec import Run
-from tritonemb.comm.id_exchange import Arrived, IdsExchange
-from tritonemb.comm.sequence_exchange import RowExchange
+from tritonemb.comm.codec import ColumnRange
+from tritonemb.comm.id_exchange import IdExchange, ReceivedIds
+from tritonemb.comm.output_exchange import SequenceExchange
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.ops.bag import Bags, bag
 from tritonemb.sharding.collection import ExchangedIds, ShardedCollection
@@ -30,9 +30,9 @@ class _Part(NamedTuple):
         locals: this rank's shards.
     """
 
-    columns: Run
-    ids: IdsExchange
-    rows: RowExchange
+    columns: ColumnRange
+    ids: IdExchange
+    rows: SequenceExchange
     locals: tuple[TableSet, ...]
 
 
@@ -63,8 +63,8 @@ class ShardedEmbeddingCollection(ShardedCollection):
             renamed = [h._replace(routes=tuple(routes.index(route) for route in h.routes)) for h in here]
             local = self._local(renamed)
             chosen_routes, check = [place.routes[route] for route in routes], self.bounds_check == "raise"
-            ids = IdsExchange(groups.ids, chosen_routes, check, once=distinct and not self._apart)
-            rows = RowExchange(groups.shards, columns[1], self.precision, groups.shards.size)
+            ids = IdExchange(groups.ids, chosen_routes, check, deduplicate=distinct and not self._apart)
+            rows = SequenceExchange(groups.shards, columns[1], self.precision, groups.shards.size)
             self._parts.append(_Part(columns, ids, rows, tuple(t for t, _ in local)))
             made += [tables for tables, _ in local]
             held += [of_tables for _, of_tables in local]
@@ -75,7 +75,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         return tuple(made), tuple(held)
 
     @staticmethod
-    def _is_of(held: PlacedShard, columns: Run, distinct: bool) -> bool:
+    def _is_of(held: PlacedShard, columns: ColumnRange, distinct: bool) -> bool:
         same = (held.shard.first_column, held.shard.num_columns) == columns and held.summed == distinct
         return bool(held.routes) and same
 
@@ -117,7 +117,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
     def saturated(self) -> int:
         return sum(part.rows.saturated() for part in self._parts)
 
-    def _rows(self, part: _Part, ids: Arrived, groups: list[Groups]) -> Tensor:
+    def _rows(self, part: _Part, ids: ReceivedIds, groups: list[Groups]) -> Tensor:
         """A row for each id of the batch, route by route."""
         found = [tables(ids.features, group) for tables, group in zip(part.locals, groups, strict=True)]
         if found:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tritonemb import ops
 from tritonemb.comm.gradient_exchange import RowSums
-from tritonemb.tables.pins import PinnedSlots
+from tritonemb.tables.lookup import PinnedSlots
 from tritonemb.tables.table_set import TableSet
 
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from tritonemb.comm.codec import Run
-from tritonemb.comm.id_exchange import Lane, key_of
+from tritonemb.comm.codec import ColumnRange
+from tritonemb.comm.id_exchange import IdRoute, route_key
 from tritonemb.sharding.plan import Shard, ShardingPlan
 from tritonemb.types import TableConfig
 
@@ -48,14 +48,14 @@ class Placement:
 
     configs: tuple[TableConfig, ...]
     plan: ShardingPlan
-    routes: tuple[Lane, ...]
+    routes: tuple[IdRoute, ...]
     held: tuple[PlacedShard, ...]
 
     @classmethod
     def of(cls, configs: Sequence[TableConfig], plan: ShardingPlan, pooled: bool) -> Placement:
         """Raises ValueError for tables that the plan lacks, or shardings that do not fit them."""
         plan.check([config.name for config in configs])
-        routes: list[Lane] = []
+        routes: list[IdRoute] = []
         held: list[PlacedShard] = []
         for table, config in enumerate(configs):
             sharding, shards = plan.tables[config.name], plan.shards(config)
@@ -63,7 +63,7 @@ class Placement:
                 held += [PlacedShard(table, shard, (), False, False, "replicated") for shard in shards]
                 continue
             hierarchical = pooled and sharding.sums_inside_nodes and plan.local_world_size < plan.world_size
-            blocks: dict[Run, list[Shard]] = {}
+            blocks: dict[ColumnRange, list[Shard]] = {}
             for shard in shards:
                 blocks.setdefault((shard.first_column, shard.num_columns), []).append(shard)
             for rows in blocks.values():
@@ -71,7 +71,7 @@ class Placement:
                 for feature in config.feature_names:
                     own.append(len(routes))
                     owners = tuple(shard.rank for shard in rows)
-                    routes.append(Lane(feature, config.name, config.num_embeddings, rows[0].num_rows, owners))
+                    routes.append(IdRoute(feature, config.name, config.num_embeddings, rows[0].num_rows, owners))
                 scheme: Scheme = "hierarchical" if hierarchical else "direct"
                 held += [
                     PlacedShard(table, shard, tuple(own), len(rows) > 1, len(blocks) > 1, scheme) for shard in rows
@@ -90,9 +90,9 @@ class Placement:
         """Columns of all vectors that come back this scheme."""
         return sum(self._width(table) for table in self.tables_of(scheme))
 
-    def runs(self, held: Sequence[PlacedShard]) -> list[Run]:
+    def runs(self, held: Sequence[PlacedShard]) -> list[ColumnRange]:
         """Where the columns of these shards are among all that come back the same scheme: by table, then feature."""
-        runs: list[Run] = []
+        runs: list[ColumnRange] = []
         for each in held:
             before = sum(self._width(table) for table in self.tables_of(each.scheme) if table < each.table)
             dim = self.configs[each.table].embedding_dim
@@ -113,7 +113,7 @@ class Placement:
         """The shard as a table of its own, looked up by its routes."""
         config, shard = self.configs[held.table], held.shard
         whole = replace(config, pooling="sum") if held.summed and config.pooling == "mean" else config
-        features = [key_of(route) for route in held.routes] or config.feature_names
+        features = [route_key(route) for route in held.routes] or config.feature_names
         rows, columns = (shard.first_row, shard.num_rows), (shard.first_column, shard.num_columns)
         return whole.part(name, rows, columns, features)
 

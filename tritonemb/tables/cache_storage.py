@@ -14,7 +14,7 @@ from torch import Tensor
 from tritonemb import ops
 from tritonemb.layout import FIRST_ROW, NUM_ROWS, ROW_IDS, Layout
 from tritonemb.ops.row_cache import NO_ROW, WAYS
-from tritonemb.storage import HostRows, Pending
+from tritonemb.storage import HostRows, IoFuture
 from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.table import Table
 
@@ -210,7 +210,7 @@ class PendingRead(NamedTuple):
     table: CachedTable
     records: Tensor
     slots: Tensor
-    pending: Pending
+    future: IoFuture
 
 
 class RowTransfer:
@@ -222,7 +222,7 @@ class RowTransfer:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._writes: deque[tuple[Pending, int]] = deque()
+        self._writes: deque[tuple[IoFuture, int]] = deque()
         self._writing = 0  # bytes of these
 
     def write(self, table: CachedTable, rows: Tensor, slots: Tensor) -> None:
@@ -256,9 +256,9 @@ class RowTransfer:
             self._finish_first_write()
 
     def _finish_first_write(self) -> None:
-        pending, size = self._writes.popleft()
+        future, size = self._writes.popleft()
         self._writing -= size
-        pending.wait()
+        future.wait()
 
     def start_read(self, table: CachedTable, rows: Tensor, slots: Tensor) -> PendingRead | None:
         """Start to read rows, ascending, into slots; None if they are there already."""
@@ -275,8 +275,8 @@ class RowTransfer:
         Raises:
             StorageError: a read failed.
         """
-        for table, records, slots, pending in (read for read in reads if read is not None):
-            pending.wait()
+        for table, records, slots, future in (read for read in reads if read is not None):
+            future.wait()
             here, views = table.tensors_on_device(), table.record.views(records)
             source = torch.arange(slots.numel(), device=self._device)
             self._move(list(here.values()), [views[name] for name in here], slots, source)

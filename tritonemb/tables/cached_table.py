@@ -24,6 +24,7 @@ from tritonemb.storage import (
     HostRows,
     Record,
     StorageError,
+    TableIdentity,
     record_of,
     restore,
     snapshot_header,
@@ -46,7 +47,7 @@ def write_back(tables: Iterable[CachedTable]) -> None:
 
 
 class CachedTable(Table):
-    """Slots `[num_slots, embedding_dim]` with states, and a `store` of all rows with theirs.
+    """TableCache `[num_slots, embedding_dim]` with states, and a `store` of all rows with theirs.
 
     The slots are a cache: `state_dict` has whole tables, read from the store. A table on disk is made in no time and
     takes the space of the rows that were trained.
@@ -249,14 +250,12 @@ class CachedTable(Table):
 
     def _store_options(self, seed: int) -> dict[str, Any]:
         config = self.config
+        identity = TableIdentity(
+            config.name, config.num_embeddings, self.record, seed, config.row_origin, config.column_origin
+        )
         return {
-            "table_name": config.name,
-            "num_rows": config.num_embeddings,
-            "record": self.record,
-            "seed": seed,
-            "initial": _initial_values(config, self.record, seed),
-            "row_origin": config.row_origin,
-            "column_origin": config.column_origin,
+            "identity": identity,
+            "initializer": _initial_values(config, self.record, seed),
             "host_rows": config.cache.host_rows,
             "policy": config.cache.policy,
         }

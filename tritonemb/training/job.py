@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tritonemb.comm.control import join
-from tritonemb.comm.group import Group
+from tritonemb.comm.control import init_from_env
+from tritonemb.comm.group import RankGroup
 from tritonemb.data import open_dataset
 from tritonemb.data.source import Data, Feature, tables_of
 from tritonemb.nn import DLRM, DCNv2
@@ -96,23 +96,23 @@ def train(
 
 
 @contextmanager
-def joined(config: TrainConfig) -> Iterator[tuple[Group, torch.device]]:
+def joined(config: TrainConfig) -> Iterator[tuple[RankGroup, torch.device]]:
     """The ranks that torchrun has started, and this one's device; this process alone without it.
 
     Raises:
         ValueError: what torchrun tells its processes is not there in full.
     """
     if "WORLD_SIZE" not in os.environ:
-        yield Group(), check_device(config.device)
+        yield RankGroup(), check_device(config.device)
         return
     rank_of_node = os.environ.get("LOCAL_RANK", "0")
     device = check_device(f"cuda:{rank_of_node}" if config.device == "cuda" else config.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    join(backend, timedelta(seconds=config.parallel.timeout))
+    init_from_env(backend, timedelta(seconds=config.parallel.timeout))
     try:
-        yield Group.world(), device
+        yield RankGroup.world(), device
     except Interrupted:
         dist.destroy_process_group()
         raise
@@ -120,7 +120,7 @@ def joined(config: TrainConfig) -> Iterator[tuple[Group, torch.device]]:
     dist.destroy_process_group()
 
 
-def _open(config: TrainConfig, group: Group, verbose: bool) -> Data:
+def _open(config: TrainConfig, group: RankGroup, verbose: bool) -> Data:
     """The data set; what has to be fetched or counted is, by one process a node, before the others look."""
     opened: list[Data] = []
 
@@ -134,7 +134,7 @@ def _open(config: TrainConfig, group: Group, verbose: bool) -> Data:
     return opened[0]
 
 
-def _model(config: TrainConfig, data: Data, group: Group, device: torch.device) -> nn.Module:
+def _model(config: TrainConfig, data: Data, group: RankGroup, device: torch.device) -> nn.Module:
     """On several ranks, made without memory, and drawn shard by shard."""
     if group.process_group is None:
         return build_model(config, data.features, data.num_dense)

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tritonemb.comm.control import Agreement, Heartbeat, lost_contact
-from tritonemb.comm.group import Group, Sent
+from tritonemb.comm.control import Consensus, Heartbeat, lost_contact
+from tritonemb.comm.group import BytesSent, RankGroup
 from tritonemb.sharding.hybrid import HybridParallel
 from tritonemb.training.checkpoints.together import of_first
 from tritonemb.training.signals import Interrupted
@@ -34,8 +34,8 @@ class Parallel:
     def __init__(self, model: nn.Module, timeout: float) -> None:
         group, wait = group_of(model), timedelta(seconds=timeout)
         self.group, self.rank, self.size = group, group.rank, group.size
-        self.control = group.twin("gloo", wait)
-        self.agreement = Agreement(group, wait)
+        self.control = group.duplicate("gloo", wait)
+        self.agreement = Consensus(group, wait)
         self.heartbeat: Heartbeat | None = None
         self._traffic = group.traffic.by_kind()
 
@@ -118,7 +118,7 @@ class Parallel:
         if self.size == 1:
             return {}, 0
         now = self.group.traffic.by_kind()
-        found: dict[str, Sent] = {}
+        found: dict[str, BytesSent] = {}
         for one in self.gather(_minus(now, self._traffic)):
             found = _plus(found, one)
         self._traffic = now
@@ -130,7 +130,7 @@ class Parallel:
         return self.control.all_gather(values, "control")
 
 
-def group_of(model: nn.Module) -> Group:
+def group_of(model: nn.Module) -> RankGroup:
     """The ranks that train a model.
 
     Raises:
@@ -143,14 +143,14 @@ def group_of(model: nn.Module) -> Group:
             f"the job has {dist.get_world_size()} ranks, and a {type(model).__name__} trains on one of them: give the "
             "trainer tritonemb.HybridParallel(model), which shards its tables and copies the rest to all ranks"
         )
-    return Group()
+    return RankGroup()
 
 
-def _plus(a: Mapping[str, Sent], b: Mapping[str, Sent]) -> dict[str, Sent]:
-    none = Sent()
+def _plus(a: Mapping[str, BytesSent], b: Mapping[str, BytesSent]) -> dict[str, BytesSent]:
+    none = BytesSent()
     pairs = {kind: (a.get(kind, none), b.get(kind, none)) for kind in [*a, *(kind for kind in b if kind not in a)]}
-    return {kind: Sent(x.total + y.total, x.across_nodes + y.across_nodes) for kind, (x, y) in pairs.items()}
+    return {kind: BytesSent(x.total + y.total, x.across_nodes + y.across_nodes) for kind, (x, y) in pairs.items()}
 
 
-def _minus(a: Mapping[str, Sent], b: Mapping[str, Sent]) -> dict[str, Sent]:
-    return _plus(a, {kind: Sent(-sent.total, -sent.across_nodes) for kind, sent in b.items()})
+def _minus(a: Mapping[str, BytesSent], b: Mapping[str, BytesSent]) -> dict[str, BytesSent]:
+    return _plus(a, {kind: BytesSent(-sent.total, -sent.across_nodes) for kind, sent in b.items()})

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from tritonemb.comm.control import Agreement, Heartbeat, describe
+from tritonemb.comm.control import Consensus, Heartbeat, describe
 from tritonemb.data.batch import Batch, Layout
 from tritonemb.data.source import Batches, Data, ReadReport
 from tritonemb.sharding.collection import ShardedCollection
@@ -80,7 +80,7 @@ class Say:
 def prepare(
     stream: Batches,
     device: torch.device,
-    agreement: Agreement,
+    agreement: Consensus,
     empty: Callable[[], Batch],
     *,
     world: int = 1,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from tritonemb.comm.group import Group
+from tritonemb.comm.group import RankGroup
 from tritonemb.training.checkpoints.folder import Begun, CheckpointFolder
 from tritonemb.training.checkpoints.options import CheckpointError
 from tritonemb.training.checkpoints.staging import HostCopies
@@ -56,9 +56,11 @@ class AsyncSave:
         timeout: how long a rank waits for the slowest one to have written; torch's default if not given.
     """
 
-    def __init__(self, folder: CheckpointFolder, group: Group | None = None, timeout: timedelta | None = None) -> None:
+    def __init__(
+        self, folder: CheckpointFolder, group: RankGroup | None = None, timeout: timedelta | None = None
+    ) -> None:
         self.folder = folder
-        self._group = None if group is None or alone(group) else group.twin(backend="gloo", timeout=timeout)
+        self._group = None if group is None or alone(group) else group.duplicate(backend="gloo", timeout=timeout)
         self._copies = HostCopies()
         self._thread: threading.Thread | None = None
         self._saved: Saved | None = None

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tritonemb.comm.group import Group
+from tritonemb.comm.group import RankGroup
 from tritonemb.tables.cached_table import write_back
 from tritonemb.training.checkpoints.files import allocated, free_bytes, link_or_copy, sync, write
 from tritonemb.training.checkpoints.manifest import FORMAT, MANIFEST, read_text
@@ -95,7 +95,7 @@ class CheckpointFolder:
         """Where the checkpoint of a step is, or would be."""
         return self._place(f"step-{step}")
 
-    def latest(self, group: Group | None = None) -> Path | None:
+    def latest(self, group: RankGroup | None = None) -> Path | None:
         """The newest checkpoint, if there is one; with several ranks, what rank 0 finds."""
 
         def found() -> str | None:
@@ -111,7 +111,7 @@ class CheckpointFolder:
         return self._place(f"best-{steps[-1]}") if steps else None
 
     def save(
-        self, step: int, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], group: Group | None = None
+        self, step: int, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], group: RankGroup | None = None
     ) -> int:
         """Write the checkpoint of a step; returns its size in bytes.
 
@@ -129,7 +129,7 @@ class CheckpointFolder:
         """
         return self.finish(self.begin(step, tensors, group), tables_of(tensors)[0], manifest, group)
 
-    def begin(self, step: int, tensors: Mapping[str, Tensor], group: Group | None = None) -> Begun:
+    def begin(self, step: int, tensors: Mapping[str, Tensor], group: RankGroup | None = None) -> Begun:
         """Make the folder of a checkpoint, and ask tables on disk for snapshots of this moment; `finish` does the rest.
 
         Raises:
@@ -166,7 +166,7 @@ class CheckpointFolder:
             raise self._failure(step, needed, error, group) from error
 
     def finish(
-        self, begun: Begun, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], group: Group | None = None
+        self, begun: Begun, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], group: RankGroup | None = None
     ) -> int:
         """Write what `begin` has begun; arguments and what is returned and raised as of `save`.
 
@@ -195,7 +195,7 @@ class CheckpointFolder:
             raise self._failure(step, begun.needed, error, group) from error
         return written
 
-    def mark_best(self, step: int, group: Group | None = None) -> None:
+    def mark_best(self, step: int, group: RankGroup | None = None) -> None:
         """Keep the checkpoint of this step as the best one, whatever becomes of the newest ones.
 
         Raises:
@@ -282,7 +282,7 @@ class CheckpointFolder:
             if not final.exists():
                 os.rename(replaced, final)
 
-    def _failure(self, step: int, needed: int, error: BaseException, group: Group | None) -> CheckpointError:
+    def _failure(self, step: int, needed: int, error: BaseException, group: RankGroup | None) -> CheckpointError:
         cause = error
         if isinstance(error, CheckpointException):
             cause = next((failure[0] for failure in error.failures.values()), error)

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from tritonemb.comm.group import Group
+from tritonemb.comm.group import RankGroup
 from tritonemb.storage import DiskRows
 from tritonemb.tables.cached_table import CachedTable
 from tritonemb.training.checkpoints.files import checksum
@@ -35,7 +35,7 @@ from tritonemb.training.checkpoints.writing import as_one_process
 MOST_LISTED = 20
 
 
-def read_manifest(path: str | Path, group: Group | None = None) -> dict[str, Any]:
+def read_manifest(path: str | Path, group: RankGroup | None = None) -> dict[str, Any]:
     """What `trainer.json` of a checkpoint says, after a check that the checkpoint is whole.
 
     Args:
@@ -62,7 +62,7 @@ def read_manifest(path: str | Path, group: Group | None = None) -> dict[str, Any
     return manifest
 
 
-def stored_tensors(path: str | Path, group: Group | None = None) -> dict[str, TensorStorageMetadata]:
+def stored_tensors(path: str | Path, group: RankGroup | None = None) -> dict[str, TensorStorageMetadata]:
     """Names, shapes and dtypes of a checkpoint's tensors, those of tables that are files among them; each rank of a
     group reads them itself.
     """
@@ -77,7 +77,7 @@ def stored_tensors(path: str | Path, group: Group | None = None) -> dict[str, Te
 
 
 def load_tensors(
-    path: str | Path, tensors: dict[str, Tensor], ignore: tuple[str, ...] = (), group: Group | None = None
+    path: str | Path, tensors: dict[str, Tensor], ignore: tuple[str, ...] = (), group: RankGroup | None = None
 ) -> None:
     """Read a checkpoint into `tensors`, in place.
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorag
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from tritonemb.sharding.sharded_tensor import LocalShard, Rectangle, TableShards, refuse_gaps
-from tritonemb.storage import DiskRows, SavedRows, StorageError, restore, snapshot_header
+from tritonemb.storage import DiskRows, SnapshotReader, StorageError, restore, snapshot_header
 from tritonemb.tables.cached_table import CHUNK_BYTES, CachedTable, InitialValues
 from tritonemb.training.checkpoints.files import ROWS
 from tritonemb.training.checkpoints.manifest import MANIFEST, read_text
@@ -208,7 +208,7 @@ class _Part:
     def __init__(self, path: Path, said: Mapping[str, Any], where: Rectangle) -> None:
         self._path, self._said, self.where = path, said, where
         self.first, self.last, self.bound = where.first_row, where.first_row + where.num_rows, said["bound"]
-        self._rows: SavedRows | None = None
+        self._rows: SnapshotReader | None = None
         self._stack = ExitStack()
 
     def seed(self) -> int:
@@ -228,7 +228,7 @@ class _Part:
         saved.read(rows, records, self._initial)
         return saved.record.views(records)
 
-    def _opened(self) -> SavedRows:
+    def _opened(self) -> SnapshotReader:
         if self._rows is None:
             self._rows = self._open()
         return self._rows
@@ -237,13 +237,13 @@ class _Part:
         self._rows = None
         self._stack.close()
 
-    def _open(self) -> SavedRows:
+    def _open(self) -> SnapshotReader:
         base, *increments = [self._path / name for name in self._said["files"]]
         if increments:
             folder = tempfile.TemporaryDirectory(prefix="tritonemb-", ignore_cleanup_errors=True)
             whole = Path(self._stack.enter_context(folder)) / f"table{ROWS}"
             restore(whole, base, increments)
-        rows = self._stack.enter_context(SavedRows(whole if increments else base))
+        rows = self._stack.enter_context(SnapshotReader(whole if increments else base))
         header, where = rows.header, self.where
         found = (header["table"], header["row_origin"], header["num_rows"], header["column_origin"])
         if found != (self._said["table"], where.first_row, where.num_rows, where.first_column):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tritonemb.sharding.sharded_tensor import LocalShard, TableShards
-from tritonemb.storage import DiskRows, Pending, snapshot_header
+from tritonemb.storage import DiskRows, IoFuture, snapshot_header
 from tritonemb.storage.io import PAGE_BYTES
 from tritonemb.tables.cached_table import CachedTable, DiskTensor
 from tritonemb.training.checkpoints.files import CHANGES, ROWS, allocated, checksum
@@ -76,7 +76,7 @@ class TableSnapshot:
     config: TableConfig
     chain: Chain | None
     path: Path
-    pending: Pending
+    pending: IoFuture
 
 
 def tables_of(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, TableOnDisk]]:

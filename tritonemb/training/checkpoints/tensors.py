@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from tritonemb.comm.group import Group
+from tritonemb.comm.group import RankGroup
 from tritonemb.sharding.sharded_tensor import Rectangle, TableShards, refuse_gaps
 from tritonemb.training.checkpoints.together import together
 
@@ -18,7 +18,7 @@ def describe(shape: Any, dtype: torch.dtype) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
-def bytes_to_write(tensors: Mapping[str, Tensor], group: Group | None) -> int:
+def bytes_to_write(tensors: Mapping[str, Tensor], group: RankGroup | None) -> int:
     """By all ranks together; what is the same on all is written once."""
     parts = sum(local_bytes(tensor) for tensor in tensors.values() if is_part(tensor))
     whole = sum(local_bytes(tensor) for tensor in tensors.values() if not is_part(tensor))
@@ -39,7 +39,7 @@ def is_part(tensor: Tensor) -> bool:
     return isinstance(tensor, TableShards | DTensor)
 
 
-def refuse_missing_parts(tensors: Mapping[str, Tensor], group: Group | None) -> None:
+def refuse_missing_parts(tensors: Mapping[str, Tensor], group: RankGroup | None) -> None:
     """Raise ValueError, on every rank, unless the ranks' shards make up each sharded table."""
     held = {
         name: (describe(value.shape, value.dtype), tuple(value.shape), value.rectangles())

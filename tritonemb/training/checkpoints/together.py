@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
-from tritonemb.comm.group import Group
+from tritonemb.comm.group import RankGroup
 from tritonemb.training.checkpoints.options import CheckpointError
 
 Value = TypeVar("Value")
@@ -19,17 +19,19 @@ class _Failure(NamedTuple):
     message: str
 
 
-def alone(group: Group | None) -> bool:
+def alone(group: RankGroup | None) -> bool:
     """Whether there is nobody to agree with."""
     return group is None or group.size == 1
 
 
-def is_first(group: Group | None) -> bool:
+def is_first(group: RankGroup | None) -> bool:
     """Whether this rank does what one rank is to do."""
     return group is None or group.rank == 0
 
 
-def together(group: Group | None, function: Callable[[], Value], error: type[Exception] | None = None) -> list[Value]:
+def together(
+    group: RankGroup | None, function: Callable[[], Value], error: type[Exception] | None = None
+) -> list[Value]:
     """What `function()`, which must use no collective, returns on every rank; by pickle, so let it be small.
 
     Args:
@@ -56,7 +58,7 @@ def together(group: Group | None, function: Callable[[], Value], error: type[Exc
     return outcomes
 
 
-def of_first(group: Group | None, function: Callable[[], Value], error: type[Exception] | None = None) -> Value:
+def of_first(group: RankGroup | None, function: Callable[[], Value], error: type[Exception] | None = None) -> Value:
     """What `function()` returns on rank 0, told to every rank; raises as `together` does."""
     return together(group, lambda: function() if is_first(group) else None, error)[0]  # type: ignore[return-value]
 

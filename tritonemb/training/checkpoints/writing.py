@@ -14,14 +14,14 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from tritonemb.comm.group import Group
+from tritonemb.comm.group import RankGroup
 from tritonemb.sharding.sharded_tensor import PIECE_BYTES, LocalShard, TableShards
 from tritonemb.training.checkpoints.files import checksum
 from tritonemb.training.checkpoints.tensors import is_part
 from tritonemb.training.checkpoints.together import alone, together
 
 
-def write_tensors(folder: Path, tensors: Mapping[str, Tensor], group: Group | None) -> dict[str, list[int]]:
+def write_tensors(folder: Path, tensors: Mapping[str, Tensor], group: RankGroup | None) -> dict[str, list[int]]:
     """Write what the ranks hold; every rank gets the size and checksum of each file, in order of their names.
 
     Raises:
@@ -83,7 +83,7 @@ class _Writer(FileSystemWriter):
             self.failure = self.failure or error
 
 
-def _files_of(writer: _Writer, folder: Path, group: Group | None) -> dict[str, list[int]]:
+def _files_of(writer: _Writer, folder: Path, group: RankGroup | None) -> dict[str, list[int]]:
     """The files that this rank has written."""
     if isinstance(writer.failure, RuntimeError):  # what torch.save makes of a full disk
         raise OSError(str(writer.failure)) from writer.failure

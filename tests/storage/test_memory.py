@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from tests.storage.stores import Model, initial, plain_record, read, write
 from tritonemb.optimizers import Adam
-from tritonemb.storage import HostRows, StorageError, record_of
-from tritonemb.storage import memory as host_module
+from tritonemb.storage import HostRows, StorageError, memory, record_of
 
 rows_of_40 = st.lists(st.integers(0, 39), unique=True).map(sorted)
 
@@ -20,16 +19,16 @@ def test_it_is_as_a_dict(operations, num_bytes):
     store, model = HostRows(40, plain_record(num_bytes), initial), Model(num_bytes)
     for seed, (writes, rows) in enumerate(operations):
         if writes:
-            pending = write(store, rows, seed)
-            assert pending.done()
+            future = write(store, rows, seed)
+            assert future.done()
             model.write(rows, seed)
         else:
             assert read(store, rows).equal(model.read(rows))
     assert store.fields()["weight"].equal(model.read(range(40)))
 
 
-def test_first_values_come_in_parts_and_fields_are_the_table(monkeypatch):
-    monkeypatch.setattr(host_module, "FILL_BYTES", 1000)
+def test_initial_values_come_in_parts_and_fields_are_the_table(monkeypatch):
+    monkeypatch.setattr(memory, "FILL_BYTES", 1000)
     record, asked = record_of(8, torch.float32, Adam.states), []
 
     def fill(rows, records):
@@ -53,7 +52,7 @@ def test_it_refuses_what_it_cannot_do():
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="pinned only where there is CUDA"):
             HostRows(4, plain_record(4), initial, pin=True)
-    with pytest.raises(StorageError, match=r"table 'user' needs 4,000,000,000,000,000,000 bytes of host memory"):
+    with pytest.raises(StorageError, match=r"table 'user': cannot allocate 4,000,000,000,000,000,000 bytes"):
         HostRows(10**18, plain_record(4), initial, table_name="user")
     store = HostRows(4, plain_record(4), initial)
     store.close()

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.storage.stores import Model, Stop, disk_rows, initial, no_thread, plain_record, read, some_records, write
-from tritonemb.storage import DiskRows, SavedRows, aio, copy_rows, digest, io, page_table, restore
-from tritonemb.storage.threads import IoThreads, apart
+from tests.storage.stores import Model, Stop, disk_rows, identity, initial, no_thread, read, some_records, write
+from tritonemb.storage import DiskRows, SnapshotReader, aio, block_file, copy_rows, digest, restore
+from tritonemb.storage.threads import IoThreads, PerProcess, shielded
 
 NUM_ROWS, NUM_BYTES = 4000, 4000  # a block each
 pytestmark = pytest.mark.timeout(30)  # where one is not seen through, somebody waits for ever
@@ -30,11 +30,11 @@ def saved(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def new_lanes(monkeypatch):
-    monkeypatch.setattr(io, "_lanes", io._Lanes())
+def new_contexts(monkeypatch):
+    monkeypatch.setattr(aio, "_free_contexts", PerProcess(aio._make_contexts))
 
 
-def check(rows: SavedRows) -> None:
+def check(rows: SnapshotReader) -> None:
     """Read all, and compare."""
     records = torch.empty(NUM_ROWS, NUM_BYTES, dtype=torch.uint8)
     rows.read(torch.arange(NUM_ROWS), records, initial)
@@ -42,15 +42,15 @@ def check(rows: SavedRows) -> None:
 
 
 def open_table(path: Path) -> DiskRows:
-    return DiskRows.open(path, "user", NUM_ROWS, plain_record(NUM_BYTES), 7, initial)
+    return DiskRows.open(path, identity(NUM_ROWS, NUM_BYTES), initial)
 
 
-def free_lanes() -> list[io.Lane | None]:
+def free_contexts() -> list[aio.IoContext | None]:
     """Those that nobody has."""
-    pool = io._lanes.free
+    pool = aio._free_contexts.get()
     found = [pool.get() for _ in range(pool.qsize())]
-    for lane in found:
-        pool.put(lane)
+    for context in found:
+        pool.put(context)
     return found
 
 
@@ -61,15 +61,15 @@ def until(happened) -> None:
         time.sleep(0.001)
 
 
-class TestApart:
+class TestShielded:
     def test_the_main_thread_has_it_done_by_another_one(self):
-        assert apart(threading.current_thread) is not threading.current_thread()
+        assert shielded(threading.current_thread) is not threading.current_thread()
         with pytest.raises(KeyError, match="no"):
-            apart(lambda: {}["no"])
+            shielded(lambda: {}["no"])
 
     def test_another_thread_does_it_itself(self):
         def work() -> None:
-            found.append((apart(threading.current_thread), threading.current_thread()))
+            found.append((shielded(threading.current_thread), threading.current_thread()))
 
         found = []
         thread = threading.Thread(target=work)
@@ -79,7 +79,7 @@ class TestApart:
 
     def test_when_no_thread_can_be_started_it_is_done_all_the_same(self, monkeypatch):
         monkeypatch.setattr(threading.Thread, "start", no_thread)
-        assert apart(threading.current_thread) is threading.current_thread()
+        assert shielded(threading.current_thread) is threading.current_thread()
 
     def test_work_that_has_not_begun_never_does(self, monkeypatch, interrupt):
         real, threads, runs = threading.Thread.start, [], []
@@ -90,7 +90,7 @@ class TestApart:
 
         monkeypatch.setattr(threading.Thread, "start", start_late)
         with pytest.raises(Stop):
-            apart(lambda: runs.append(1))
+            shielded(lambda: runs.append(1))
         real(threads[0])
         threads[0].join()
         assert runs == []
@@ -109,17 +109,17 @@ class TestApart:
             assert go_on.wait(10)
 
         with pytest.raises(Stop):
-            apart(once)
+            shielded(once)
         assert ended.is_set()
         with pytest.raises(Stop):
-            apart(twice)
+            shielded(twice)
         go_on.set()
 
 
 CALLS = {
     "open": lambda folder, to: open_table(folder / "live").close(),
-    "saved": lambda folder, to: SavedRows(folder / "whole").close(),
-    "read": lambda folder, to: check(SavedRows(folder / "whole")),
+    "saved": lambda folder, to: SnapshotReader(folder / "whole").close(),
+    "read": lambda folder, to: check(SnapshotReader(folder / "whole")),
     "restore": lambda folder, to: restore(to, folder / "whole", [folder / "changes"]),
     "copy": lambda folder, to: copy_rows(folder / "whole", to),
     "digest": lambda folder, to: digest(folder / "whole"),
@@ -129,7 +129,7 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
 def test_the_main_thread_moves_nothing_itself(saved, tmp_path, monkeypatch, call):
     movers = set()
-    for owner, name in ((io.Lane, "begin"), (io.Lane, "end"), (IoThreads, "run")):
+    for owner, name in ((aio.IoContext, "submit"), (aio.IoContext, "wait"), (IoThreads, "run")):
         real = getattr(owner, name)
 
         def note(*arguments, real=real):
@@ -137,7 +137,7 @@ def test_the_main_thread_moves_nothing_itself(saved, tmp_path, monkeypatch, call
             return real(*arguments)
 
         monkeypatch.setattr(owner, name, note)
-    monkeypatch.setattr("tritonemb.storage.snapshot._clone", lambda *_: False)
+    monkeypatch.setattr("tritonemb.storage.sparse._reflink", lambda *_: False)
     call(saved, tmp_path / "to")
     assert movers
     assert threading.main_thread() not in movers
@@ -155,51 +155,51 @@ def test_an_interrupt_when_the_kernel_has_told_what_has_ended(saved, monkeypatch
                 interrupt()
         return found
 
-    with SavedRows(saved / "whole") as rows:
+    with SnapshotReader(saved / "whole") as rows:
         monkeypatch.setattr(aio, "_call", call)
         with pytest.raises(Stop):
             check(rows)
         if not told:
             pytest.skip("no asynchronous I/O here")
-        assert len(free_lanes()) == io.NUM_LANES
-        assert {lane._queue._on_their_way for lane in free_lanes() if lane is not None} == {0}
+        assert len(free_contexts()) == aio.NUM_CONTEXTS
+        assert {context._queue._in_flight for context in free_contexts() if context is not None} == {0}
         check(rows)
 
 
 @pytest.mark.parametrize("interrupts", [1, 2])
-def test_a_lane_is_nobody_elses_before_what_is_on_its_way_has_ended(saved, monkeypatch, interrupt, interrupts):
+def test_a_context_is_not_reused_before_what_is_in_flight_is_done(saved, monkeypatch, interrupt, interrupts):
     """Else what the disk still brings goes into the midst of another table's rows."""
-    real, go_on, in_use = io.Lane.end, threading.Event(), []
+    real, go_on, in_use = aio.IoContext.wait, threading.Event(), []
 
-    def end(lane: io.Lane, moving: io.Moving) -> None:
+    def wait(context: aio.IoContext, transfer: aio.Transfer) -> None:
         if not in_use:
-            in_use.append(lane)
+            in_use.append(context)
             for _ in range(interrupts):
                 interrupt()
             if interrupts == 2:
                 assert go_on.wait(10)
-        real(lane, moving)
+        real(context, transfer)
 
-    rows = SavedRows(saved / "whole")
-    monkeypatch.setattr(io.Lane, "end", end)
+    rows = SnapshotReader(saved / "whole")
+    monkeypatch.setattr(aio.IoContext, "wait", wait)
     with pytest.raises(Stop):
         check(rows)
     if interrupts == 2:  # nobody has waited
-        assert in_use[0] not in free_lanes()
-        with SavedRows(saved / "whole") as other:
+        assert in_use[0] not in free_contexts()
+        with SnapshotReader(saved / "whole") as other:
             check(other)
         go_on.set()
-        until(lambda: in_use[0] in free_lanes())
-    assert len(free_lanes()) == io.NUM_LANES
-    assert in_use[0]._on_their_way == []
+        until(lambda: in_use[0] in free_contexts())
+    assert len(free_contexts()) == aio.NUM_CONTEXTS
+    assert in_use[0]._in_flight == []
     check(rows)
     rows.close()
 
 
-def test_a_file_is_closed_when_what_was_given_up_has_ended(saved, monkeypatch, interrupt):
-    real, handles = io.Lane.end, []
+def test_a_file_is_closed_when_a_cancelled_read_is_done(saved, monkeypatch, interrupt):
+    real, handles = aio.IoContext.wait, []
 
-    def end(lane: io.Lane, moving: io.Moving) -> None:
+    def wait(context: aio.IoContext, transfer: aio.Transfer) -> None:
         if not handles:
             handles.append(0)
             interrupt()
@@ -207,12 +207,12 @@ def test_a_file_is_closed_when_what_was_given_up_has_ended(saved, monkeypatch, i
             until(lambda: closing)
             time.sleep(0.05)
             handles.append(rows._blocks.file.handle)
-        real(lane, moving)
+        real(context, transfer)
 
     closing = []
-    rows = SavedRows(saved / "whole")
+    rows = SnapshotReader(saved / "whole")
     handle = rows._blocks.file.handle
-    monkeypatch.setattr(io.Lane, "end", end)
+    monkeypatch.setattr(aio.IoContext, "wait", wait)
     with pytest.raises(Stop):
         check(rows)
     closing.append(True)
@@ -222,17 +222,17 @@ def test_a_file_is_closed_when_what_was_given_up_has_ended(saved, monkeypatch, i
 
 def test_a_table_whose_opening_is_interrupted_is_not_read_to_its_end(saved, monkeypatch, interrupt):
     """And it can be opened again at once."""
-    real, begun = io.Lane.begin, []
+    real, begun = aio.IoContext.submit, []
 
-    def begin(*arguments):
+    def submit(*arguments):
         begun.append(arguments)
         if len(begun) == 1:
             interrupt()
-            until(lambda: threading.current_thread().given_up)
+            until(lambda: threading.current_thread().cancelled)
         return real(*arguments)
 
-    monkeypatch.setattr(page_table, "HALF_BYTES", 8192)
-    monkeypatch.setattr(io.Lane, "begin", begin)
+    monkeypatch.setattr(block_file, "BUFFER_BYTES", 8192)
+    monkeypatch.setattr(aio.IoContext, "submit", submit)
     with pytest.raises(Stop) as caught:  # which keeps all that is in its frames
         open_table(saved / "live")
     assert len(begun) == 1
@@ -245,16 +245,16 @@ def test_a_table_whose_opening_is_interrupted_is_not_read_to_its_end(saved, monk
 
 
 def test_a_table_that_was_opened_when_nobody_wanted_it_any_more_is_closed(saved, monkeypatch, interrupt):
-    real = page_table.Places
+    real = block_file.PageTable
 
-    def places(*arguments):
+    def page_table(*arguments):
         interrupt()
-        until(lambda: threading.current_thread().given_up)
-        monkeypatch.setattr(page_table, "Places", real)
+        until(lambda: threading.current_thread().cancelled)
+        monkeypatch.setattr(block_file, "PageTable", real)
         return real(*arguments)
 
-    monkeypatch.setattr(page_table, "Places", places)
-    monkeypatch.setattr(io, "stop_if_given_up", lambda: None)
+    monkeypatch.setattr(block_file, "PageTable", page_table)
+    monkeypatch.setattr(aio, "raise_if_cancelled", lambda: None)
     with pytest.raises(Stop) as caught:
         open_table(saved / "live")
     open_table(saved / "live").close()
@@ -262,14 +262,14 @@ def test_a_table_that_was_opened_when_nobody_wanted_it_any_more_is_closed(saved,
 
 
 def test_a_restore_that_is_interrupted_leaves_nothing(saved, tmp_path, monkeypatch, interrupt):
-    real = io.Lane.begin
+    real = aio.IoContext.submit
 
-    def begin(*arguments):
+    def submit(*arguments):
         interrupt()
-        until(lambda: threading.current_thread().given_up)
+        until(lambda: threading.current_thread().cancelled)
         return real(*arguments)
 
-    monkeypatch.setattr(io.Lane, "begin", begin)
+    monkeypatch.setattr(aio.IoContext, "submit", submit)
     with pytest.raises(Stop):
         restore(tmp_path / "to", saved / "whole", [saved / "changes"])
     assert list(tmp_path.iterdir()) == []
@@ -280,11 +280,11 @@ def test_a_close_that_is_interrupted_is_seen_through(tmp_path, interrupt):
     write(store, range(100), 1).wait()
 
     def hold() -> None:
-        until(lambda: store._ending is not None)
+        until(lambda: store._closing is not None)
         interrupt()
         assert go_on.wait(10)
 
-    store._operations.ask(hold)
+    store._operations.submit(hold)
     with pytest.raises(Stop):
         store.close()
     go_on.set()

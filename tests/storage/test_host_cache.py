@@ -24,17 +24,16 @@ from tests.storage.stores import (
     break_queues,
     disk_rows,
     failing,
+    identity,
     initial,
-    plain_record,
     read,
     some_records,
     start_read,
     write,
 )
 from tritonemb.kernels.cache_sets import set_of
-from tritonemb.storage import Counts, DiskRows, StorageError, restore
-from tritonemb.storage import host_cache as cached_module
-from tritonemb.storage.row_file import FileRows
+from tritonemb.storage import Counts, DiskRows, StorageError, memory, restore
+from tritonemb.storage.row_file import RowFile
 
 ROOT = Path(__file__).parents[2]
 PAGE, NUM_ROWS = 4096, 300
@@ -53,13 +52,13 @@ def held(store: DiskRows) -> Iterator[None]:
         begun.set()
         assert go_on.wait(30)
 
-    pending = store._operations.ask(wait)
+    future = store._operations.submit(wait)
     assert begun.wait(30)
     try:
         yield
     finally:
         go_on.set()
-        pending.wait()
+        future.wait()
 
 
 @st.composite
@@ -90,7 +89,7 @@ def streams(draw: st.DrawFn) -> tuple[int, list[tuple[str, list[int]]]]:
 @pytest.mark.parametrize(("num_bytes", "policy"), [(5, "lru"), (516, "lfu"), (10000, "lru")])
 def test_it_is_as_a_dict(tmp_path, num_bytes, policy, monkeypatch):
     """Nobody waits between reads and writes; tables are closed and opened, flushed and saved in between."""
-    monkeypatch.setattr(cached_module, "CHUNK_BYTES", 30 * num_bytes)  # so that there are several
+    monkeypatch.setattr(memory, "CHUNK_BYTES", 30 * num_bytes)  # so that there are several
 
     @settings(max_examples=12)
     @given(streams())
@@ -122,8 +121,8 @@ def test_it_is_as_a_dict(tmp_path, num_bytes, policy, monkeypatch):
                 # What was saved is the last snapshot of another file; this one begins a new chain.
                 store, chain = disk_rows(tmp_path / "rows", NUM_ROWS, num_bytes, **options), []
         found.append((start_read(store, range(NUM_ROWS)), model.read(range(NUM_ROWS))))
-        for (pending, records), right in found:
-            pending.wait()
+        for (future, records), right in found:
+            future.wait()
             assert records.equal(right)
         store.close()
         with disk_rows(tmp_path / "rows", NUM_ROWS, num_bytes) as plain:  # all of it is in the file
@@ -206,8 +205,8 @@ def test_a_read_sees_the_writes_before_it_and_none_behind(tmp_path):
             for seed in range(4):
                 asked.append((start_read(store, range(100)), seed - 1))
                 write(store, range(100), seed)
-        for (pending, records), seed in asked:
-            pending.wait()
+        for (future, records), seed in asked:
+            future.wait()
             assert records.equal(Model(516).read(range(100)) if seed < 0 else some_records(100, 516, seed))
 
 
@@ -309,7 +308,7 @@ def test_what_fails_in_memory_is_told_too(filled, monkeypatch):
     def fail(*_: object) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(store._cached, "_make", fail)
+    monkeypatch.setattr(store._cache, "_make", fail)
     with pytest.raises(StorageError, match="rows could not be written back: no room"):
         write(store, [50], 3).wait()
     with pytest.raises(StorageError, match="takes nothing more"):
@@ -322,7 +321,7 @@ def test_an_initial_that_fails_fails_its_read_alone(tmp_path):
             raise KeyError("no values")
         initial(rows, records)
 
-    with DiskRows.create(tmp_path / "rows", "user", 100, plain_record(516), 7, fill, host_rows=1) as store:
+    with DiskRows.create(tmp_path / "rows", identity(100, 516), fill, host_rows=1) as store:
         write(store, [3], 5)
         for _ in range(2):
             with pytest.raises(KeyError, match="no values"):
@@ -378,8 +377,8 @@ def test_a_file_that_nobody_can_open_again_is_not_written_to_in_the_end(tmp_path
     write(store, range(1000), 5).wait()
     (tmp_path / "rows").unlink()
     written: list[int] = []
-    real = FileRows.write
-    monkeypatch.setattr(FileRows, "write", lambda self, *given: written.append(1) or real(self, *given))
+    real = RowFile.write
+    monkeypatch.setattr(RowFile, "write", lambda self, *given: written.append(1) or real(self, *given))
     store.close()
     assert written == []
 
@@ -446,6 +445,9 @@ def test_tables_and_rows_of_inference_mode(tmp_path, host_rows):
 
 
 def test_more_rows_than_there_is_memory_for(tmp_path):
-    with pytest.raises(StorageError, match=r"table 'user' needs [\d,]+ bytes of host memory for .* let it keep fewer"):
+    with pytest.raises(
+        StorageError,
+        match=r"table 'user': cannot allocate .* cached rows .*; reduce CacheConfig",
+    ):
         disk_rows(tmp_path / "rows", 10**10, 100_000, host_rows=10**10)
     disk_rows(tmp_path / "rows", 10**10, 100_000).close()  # it was closed

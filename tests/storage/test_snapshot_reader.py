@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.storage.stores import Model, disk_rows, failing, initial, some_records
-from tritonemb.storage import SavedRows, StorageError, copy_rows, digest, restore, snapshot_header
-from tritonemb.storage.snapshot import DIGEST_BYTES
+from tritonemb.storage import SnapshotReader, StorageError, copy_rows, digest, restore, snapshot_header
+from tritonemb.storage.sparse import DIGEST_BYTES
 
 ROWS = 40_000
 
@@ -33,7 +33,7 @@ def test_rows_are_read_from_a_snapshot_which_stays_as_it_is(snapshot):
     path, changes, model = snapshot
     before = digest(path)
     wanted = torch.tensor([0, 1, 2, 6, 7, 8, 1_999, 2_000, ROWS - 2, ROWS - 1])
-    with SavedRows(path) as one, SavedRows(path) as other:  # by several at once
+    with SnapshotReader(path) as one, SnapshotReader(path) as other:  # by several at once
         for saved in (one, other):
             records = torch.full((10, model.num_bytes), 254, dtype=torch.uint8)
             saved.read(wanted, records, initial)
@@ -43,11 +43,11 @@ def test_rows_are_read_from_a_snapshot_which_stays_as_it_is(snapshot):
     assert digest(path) == before
     assert snapshot_header(path)["snapshot"] == snapshot_header(changes)["after"]
     with pytest.raises(StorageError, match="holds changes"):
-        SavedRows(changes)
+        SnapshotReader(changes)
 
 
 def test_a_snapshot_that_nobody_reads_any_more_is_closed(snapshot):
-    rows = SavedRows(snapshot[0])
+    rows = SnapshotReader(snapshot[0])
     handle = rows._blocks.file.handle
     os.fstat(handle)
     del rows
@@ -64,7 +64,7 @@ def test_too_many_open_files(snapshot, tmp_path, monkeypatch):
 
     path, changes, model = snapshot
     calls = [
-        lambda: SavedRows(path),
+        lambda: SnapshotReader(path),
         lambda: digest(path),
         lambda: restore(tmp_path / "restored", path, [changes]),
         lambda: disk_rows(tmp_path / "live", ROWS, model.num_bytes),
@@ -89,7 +89,7 @@ def test_a_bad_snapshot_is_told(snapshot, bad):
     else:
         os.truncate(path, 0 if bad == "empty" else path.stat().st_size - 4096)
     message = {"missing": "cannot be opened", "cut": "bytes instead of", "empty": "too short", "page": "is damaged"}
-    with pytest.raises(StorageError, match=message[bad]), SavedRows(path) as saved:
+    with pytest.raises(StorageError, match=message[bad]), SnapshotReader(path) as saved:
         saved.read(torch.tensor([0]), torch.empty(1, model.num_bytes, dtype=torch.uint8), initial)
 
 
