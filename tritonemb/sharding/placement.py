@@ -1,4 +1,4 @@
-"""What a plan means for a collection: who holds what, which scheme ids go, and where columns come back to."""
+"""The shards of a collection under a plan: their ranks, the routes of their ids, and columns of output exchanges."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tritonemb.sharding.plan import Shard, ShardingPlan
 from tritonemb.types import TableConfig
 
 Scheme = Literal["direct", "hierarchical", "replicated"]
-"""How pooled vectors come back: from each rank to each; summed inside a node first; or they never leave."""
+"""How pooled vectors are exchanged: from rank to rank; summed inside a node first; not at all."""
 
 
 class PlacedShard(NamedTuple):
@@ -21,10 +21,10 @@ class PlacedShard(NamedTuple):
     Attributes:
         table: its number in the collection.
         shard: rows, columns, rank.
-        routes: that bring ids for it, one for each feature of the table; none if every rank has the table.
+        routes: of its ids, one for each feature of the table; none for a replicated table.
         summed: whether other ranks have other rows of the same columns.
         cut: whether other ranks have other columns of the same rows.
-        scheme: how its vectors come back.
+        scheme: of its output exchange.
     """
 
     table: int
@@ -42,25 +42,25 @@ class Placement:
     Args:
         configs: of the tables.
         plan: has them all.
-        routes: of the ids exchange, in its order.
-        held: of all ranks, by table.
+        routes: of the ID exchange, in its order.
+        shards: of all ranks, by table.
     """
 
     configs: tuple[TableConfig, ...]
     plan: ShardingPlan
     routes: tuple[IdRoute, ...]
-    held: tuple[PlacedShard, ...]
+    shards: tuple[PlacedShard, ...]
 
     @classmethod
     def of(cls, configs: Sequence[TableConfig], plan: ShardingPlan, pooled: bool) -> Placement:
         """Raises ValueError for tables that the plan lacks, or shardings that do not fit them."""
         plan.check([config.name for config in configs])
         routes: list[IdRoute] = []
-        held: list[PlacedShard] = []
+        placed: list[PlacedShard] = []
         for table, config in enumerate(configs):
             sharding, shards = plan.tables[config.name], plan.shards(config)
             if sharding.is_replicated:
-                held += [PlacedShard(table, shard, (), False, False, "replicated") for shard in shards]
+                placed += [PlacedShard(table, shard, (), False, False, "replicated") for shard in shards]
                 continue
             hierarchical = pooled and sharding.sums_inside_nodes and plan.local_world_size < plan.world_size
             blocks: dict[ColumnRange, list[Shard]] = {}
@@ -73,27 +73,27 @@ class Placement:
                     owners = tuple(shard.rank for shard in rows)
                     routes.append(IdRoute(feature, config.name, config.num_embeddings, rows[0].num_rows, owners))
                 scheme: Scheme = "hierarchical" if hierarchical else "direct"
-                held += [
+                placed += [
                     PlacedShard(table, shard, tuple(own), len(rows) > 1, len(blocks) > 1, scheme) for shard in rows
                 ]
-        return cls(tuple(configs), plan, tuple(routes), tuple(held))
+        return cls(tuple(configs), plan, tuple(routes), tuple(placed))
 
     def on(self, rank: int, scheme: Scheme) -> list[PlacedShard]:
-        """What a rank holds whose vectors come back this scheme, in the order of its columns."""
-        return [held for held in self.held if held.shard.rank == rank and held.scheme == scheme]
+        """The shards of a rank with this scheme, in the order of its columns."""
+        return [each for each in self.shards if each.shard.rank == rank and each.scheme == scheme]
 
     def tables_of(self, scheme: Scheme) -> list[int]:
-        """The tables whose vectors come back this scheme."""
-        return sorted({held.table for held in self.held if held.scheme == scheme})
+        """The tables with this scheme."""
+        return sorted({each.table for each in self.shards if each.scheme == scheme})
 
     def width_of(self, scheme: Scheme) -> int:
-        """Columns of all vectors that come back this scheme."""
+        """Columns of all vectors with this scheme."""
         return sum(self._width(table) for table in self.tables_of(scheme))
 
-    def runs(self, held: Sequence[PlacedShard]) -> list[ColumnRange]:
-        """Where the columns of these shards are among all that come back the same scheme: by table, then feature."""
+    def runs(self, shards: Sequence[PlacedShard]) -> list[ColumnRange]:
+        """The columns of these shards among all with their scheme: by table, then feature."""
         runs: list[ColumnRange] = []
-        for each in held:
+        for each in shards:
             before = sum(self._width(table) for table in self.tables_of(each.scheme) if table < each.table)
             dim = self.configs[each.table].embedding_dim
             firsts = [before + feature * dim for feature in range(len(self.configs[each.table].feature_names))]
@@ -101,19 +101,19 @@ class Placement:
         return runs
 
     def columns(self, schemes: Sequence[Scheme]) -> list[int]:
-        """Where each column of the result, by table, is when the results of these schemes lie side by side."""
-        starts, place = {}, 0
+        """For each column of the result, by table, its column in the results of these schemes side by side."""
+        starts, column = {}, 0
         for scheme in schemes:
             for table in self.tables_of(scheme):
-                starts[table] = place
-                place += self._width(table)
-        return [starts[t] + column for t in range(len(self.configs)) for column in range(self._width(t))]
+                starts[table] = column
+                column += self._width(table)
+        return [starts[t] + c for t in range(len(self.configs)) for c in range(self._width(t))]
 
-    def part(self, held: PlacedShard, name: str) -> TableConfig:
-        """The shard as a table of its own, looked up by its routes."""
-        config, shard = self.configs[held.table], held.shard
-        whole = replace(config, pooling="sum") if held.summed and config.pooling == "mean" else config
-        features = [route_key(route) for route in held.routes] or config.feature_names
+    def part(self, placed: PlacedShard, name: str) -> TableConfig:
+        """The shard as a table of its own, looked up by the keys of its routes."""
+        config, shard = self.configs[placed.table], placed.shard
+        whole = replace(config, pooling="sum") if placed.summed and config.pooling == "mean" else config
+        features = [route_key(route) for route in placed.routes] or config.feature_names
         rows, columns = (shard.first_row, shard.num_rows), (shard.first_column, shard.num_columns)
         return whole.part(name, rows, columns, features)
 
@@ -121,10 +121,10 @@ class Placement:
         return self.configs[table].embedding_dim * len(self.configs[table].feature_names)
 
 
-def named_parts(placement: Placement, held: Sequence[PlacedShard]) -> list[TableConfig]:
-    """Parts for a collection of them: a table that is there several times gets a number behind its name."""
+def named_parts(placement: Placement, shards: Sequence[PlacedShard]) -> list[TableConfig]:
+    """Parts for a table set: a table with several shards gets a number behind its name."""
     parts, times = [], dict.fromkeys(range(len(placement.configs)), 0)
-    for each in held:
+    for each in shards:
         name, number = placement.configs[each.table].name, times[each.table]
         parts.append(placement.part(each, f"{name}@{number}" if number else name))
         times[each.table] += 1
@@ -132,7 +132,7 @@ def named_parts(placement: Placement, held: Sequence[PlacedShard]) -> list[Table
 
 
 def split(
-    held: Sequence[PlacedShard], chosen: Callable[[PlacedShard], bool]
+    shards: Sequence[PlacedShard], chosen: Callable[[PlacedShard], bool]
 ) -> tuple[list[PlacedShard], list[PlacedShard]]:
     """Those that are not chosen, and those that are."""
-    return [each for each in held if not chosen(each)], [each for each in held if chosen(each)]
+    return [each for each in shards if not chosen(each)], [each for each in shards if chosen(each)]
