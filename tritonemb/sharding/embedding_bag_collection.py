@@ -9,8 +9,8 @@ from tritonemb.comm.codec import ColumnRange
 from tritonemb.comm.id_exchange import IdExchange
 from tritonemb.comm.output_exchange import PooledExchange
 from tritonemb.jagged import KeyedJaggedTensor
+from tritonemb.sharding.collection import ExchangedIds, ShardedCollection
 from tritonemb.sharding.placement import PlacedShard, Scheme
-from tritonemb.sharding.sharded_features import ExchangedIds, ShardedCollection
 from tritonemb.tables.lookup import Features
 from tritonemb.tables.prefetch import PrefetchedFeatures
 from tritonemb.tables.table_set import TableSet

@@ -13,8 +13,8 @@ from tritonemb.comm.id_exchange import IdExchange, ReceivedIds
 from tritonemb.comm.output_exchange import SequenceExchange
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.ops.bag import Bags, bag
+from tritonemb.sharding.collection import ExchangedIds, ShardedCollection
 from tritonemb.sharding.placement import PlacedShard
-from tritonemb.sharding.sharded_features import ExchangedIds, ShardedCollection
 from tritonemb.tables.lookup import Features
 from tritonemb.tables.prefetch import PrefetchedFeatures
 from tritonemb.tables.table_set import Groups, TableSet

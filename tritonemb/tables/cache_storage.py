@@ -42,7 +42,7 @@ class CacheDirectory:
         self.device = device
         self.num_sets = torch.tensor(num_sets, dtype=torch.int64, device=device)
         self.in_sets = [sets * WAYS for sets in num_sets]
-        self.overflow = [_Overflow(size) for size in self.in_sets]
+        self.overflow = [_OverflowRows(size) for size in self.in_sets]
         self.num_slots = list(self.in_sets)
         size = sum(self.num_slots)
         self.tags = torch.full((size,), NO_ROW, dtype=torch.int64, device=device)
@@ -84,7 +84,7 @@ class CacheDirectory:
         )
 
 
-class _Overflow:
+class _OverflowRows:
     """The overflow rows of a table, on the CPU: few, or none, unless a cache is too small."""
 
     def __init__(self, first: int) -> None:
