@@ -182,9 +182,10 @@ class ShardedCollection(nn.Module):
         raise NotImplementedError
 
     def _exchanged(self, features: Features | PrefetchedFeatures) -> ExchangedIds:
-        prefetched = isinstance(features, PrefetchedFeatures)
-        exchanged: ExchangedIds = features.of(self) if prefetched else self.prefetch(features)
-        return exchanged
+        if isinstance(features, PrefetchedFeatures):
+            exchanged: ExchangedIds = features.of(self)
+            return exchanged
+        return self.prefetch(features)
 
     def own_batch(self, features: Features) -> KeyedJaggedTensor:
         """The batch as a `KeyedJaggedTensor` of ours, on the CPU, where ids are exchanged."""
