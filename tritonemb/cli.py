@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
+import io
 import os
 import sys
 import traceback
@@ -21,6 +23,7 @@ Train recommendation models.
   predict   write the click probability of every row of a log
   vocab     number the categories of a log by how often they occur
   convert   make Parquet files from a log in Criteo's format
+  serve     read a log for trainers on other machines
   doctor    print versions, devices and kernels, and check that they work
 
 Each has its own --help. To begin with, on data that needs no download:
@@ -50,7 +53,7 @@ Train a click model; print test AUC, log loss, normalized entropy, samples/s.
   --precision bf16      autocast; --compile runs torch.compile
   --device cuda         --threads N on a CPU; --seed N
   --profile-steps N     write a trace; --tensorboard writes curves
-  --readers N           processes that read, apart from those that train
+  --readers N           data loader workers of each rank
   --plan FILE           where tables go, on the ranks that torchrun starts
   --help-all            every option, with its default
 
@@ -72,6 +75,23 @@ of hashing them; for tritonemb train --vocabulary FILE.
   --help-all         every option, with its default
 
   tritonemb vocab --data train.txt --out vocabulary.parquet --min-count 5
+"""
+
+CONVERT_USAGE = """\
+usage: tritonemb convert --data PATH --out PATH ...
+
+Make Parquet files, which read faster, of text files: Criteo's format or CSV.
+
+  --data PATH          the log, a file or a folder
+  --out PATH           the file to write, or the folder for a folder
+  --row-group-rows N   rows of a row group (131072)
+  --compression NAME   zstd, snappy, gzip, lz4 or none (zstd)
+  --on-bad-row skip    leave out and count what cannot be read
+  --label, --dense, --sparse, --integers   columns of CSV, as given to train
+  --delimiter, --quoted-newlines           how CSV is written
+  --help-all           every option, with its default
+
+  tritonemb convert --data day_0.gz --out day_0.parquet
 """
 
 
@@ -145,9 +165,9 @@ def _train(arguments: list[str]) -> int:
         return 0
     require("tyro")
     from tritonemb.training.config import TrainConfig, preset
+    from tritonemb.training.config_io import from_plain, load_toml
     from tritonemb.training.job import train
-    from tritonemb.training.signals import Interrupted
-    from tritonemb.training.toml import from_plain, load_toml
+    from tritonemb.training.utils import Interrupted
 
     # The data set, the preset and the file decide the defaults, so they are read before the rest.
     first = argparse.ArgumentParser(prog="tritonemb train", add_help=False, allow_abbrev=False)
@@ -181,17 +201,28 @@ def _vocab(arguments: list[str]) -> int:
         print(VOCAB_USAGE, end="")
         return 0
     require("tyro")
-    from tritonemb.data.logs.commands import VocabOptions, make_vocabulary
+    from tritonemb.data.convert import VocabOptions, make_vocabulary
 
     print(make_vocabulary(_parse(VocabOptions, arguments, "tritonemb vocab")))
     return 0
 
 
 def _convert(arguments: list[str]) -> int:
+    if {"-h", "--help"} & set(arguments):
+        print(CONVERT_USAGE, end="")
+        return 0
     require("tyro")
-    from tritonemb.data.logs.commands import ConvertOptions, convert_log
+    from tritonemb.data.convert import ConvertOptions, convert_log
 
     print(convert_log(_parse(ConvertOptions, arguments, "tritonemb convert")))
+    return 0
+
+
+def _serve(arguments: list[str]) -> int:
+    require("tyro")
+    from tritonemb.data.serve import ServeOptions, serve
+
+    serve(_parse(ServeOptions, arguments, "tritonemb serve"))
     return 0
 
 
@@ -213,7 +244,15 @@ def _doctor(arguments: list[str]) -> int:
 def _parse(kind: type[Any], arguments: list[str], prog: str, **options: Any) -> Any:
     tyro = require("tyro")
     words = ["--help" if word == "--help-all" else word for word in arguments]
-    return tyro.cli(kind, args=words, prog=prog, config=(tyro.conf.OmitArgPrefixes,), **options)
+    shown = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(shown):
+            return tyro.cli(kind, args=words, prog=prog, config=(tyro.conf.OmitArgPrefixes,), **options)
+    except SystemExit as stopped:
+        if type(stopped.__context__) is ValueError:  # of an option out of range, which tyro would show in a box
+            raise stopped.__context__ from None
+        print(shown.getvalue(), end="", file=sys.stderr)
+        raise
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
@@ -221,5 +260,6 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "predict": _predict,
     "vocab": _vocab,
     "convert": _convert,
+    "serve": _serve,
     "doctor": _doctor,
 }

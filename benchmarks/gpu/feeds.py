@@ -16,9 +16,9 @@ from torch import Tensor
 import tritonemb as te
 from benchmarks.gpu.tables import FbgemmTables, OurTables, Tables
 from benchmarks.gpu.workload import Batch
+from tritonemb.data.prefetch import Prefetcher
 from tritonemb.tables.lookup import released_before
 from tritonemb.tables.prefetch import PrefetchedFeatures
-from tritonemb.training.ahead import Ahead
 
 LOOK_AHEAD = 4  # batches that ours are told of before they are trained
 
@@ -53,7 +53,9 @@ class SentAhead(Feed):
     def __init__(self, tables: OurTables, batches: Iterable[Batch], device: torch.device) -> None:
         super().__init__(tables, batches)
         self._collection, self._side = tables.module, Side(device)
-        self._ahead = Ahead(self._sent(), LOOK_AHEAD, "rows", allow=lambda: released_before(te.nn.sequence_number()))
+        self._ahead = Prefetcher(
+            self._sent(), LOOK_AHEAD, "rows", permit=lambda: released_before(te.nn.sequence_number())
+        )
 
     def take(self) -> PrefetchedFeatures:
         return next(self._ahead)

@@ -22,12 +22,13 @@ from tritonemb.training.checkpoint import (
     MANIFEST,
     CheckpointError,
     CheckpointFolder,
+    all_ranks,
+    dcp,
     load_tensors,
     read_manifest,
     stored_tensors,
 )
-from tritonemb.training.checkpoints import folder as folder_module
-from tritonemb.training.checkpoints import manifest, writing
+from tritonemb.training.checkpoint import folder as folder_module
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HALVES = [Cut((0, 6), (0, 4), (0,)), Cut((6, 12), (0, 4), (1,))]
@@ -81,8 +82,8 @@ def test_any_number_of_ranks_reads_what_any_number_has_saved(ranks, tmp_path_fac
 def test_one_process_writes_what_it_always_wrote(tmp_path):
     tensors = {"model.a": torch.rand(30, 4), "model.b": torch.rand(5).bfloat16(), "model.step": torch.tensor(3)}
     CheckpointFolder(tmp_path).save(1, tensors, {}, RankGroup())
-    with writing.as_one_process():
-        torch.distributed.checkpoint.save(tensors, checkpoint_id=tmp_path / "plain", no_dist=True)
+    all_ranks.ignore_single_process_warning()
+    torch.distributed.checkpoint.save(tensors, checkpoint_id=tmp_path / "plain", no_dist=True)
     ours = {path.name: path.read_bytes() for path in (tmp_path / "step-1").glob("*.distcp")}
     assert ours == {path.name: path.read_bytes() for path in (tmp_path / "plain").glob("*.distcp")}
     assert list(ours) == ["__0_0.distcp"]
@@ -167,9 +168,9 @@ def save_and_fail(rank: int, folder: str, failing: int, where: str, what: str) -
     whole = values((12, 4), torch.float32)
     places = {
         "begin": (folder_module.CheckpointFolder, "_remove_leftovers"),
-        "write": (writing.FileSystemWriter, "write_data"),
-        "metadata": (writing.FileSystemWriter, "finish"),
-        "checksum": (writing, "checksum"),
+        "write": (dcp.FileSystemWriter, "write_data"),
+        "metadata": (dcp.FileSystemWriter, "finish"),
+        "checksum": (dcp, "size_and_checksum"),
         "manifest": (folder_module, "write"),
     }
     owner, name = places[where]
@@ -315,7 +316,7 @@ def test_damage_is_found_by_whoever_looks_at_the_file_and_told_to_all(ranks, tmp
         assert f"{path} is damaged: {name} does not have the checksum that was written" in first[1]
         (path / name).write_bytes(whole)
     assert ranks(2).run(read_damaged, str(path)) == [("", "")] * 2
-    missing = f"{tmp_path} is no checkpoint: it has no {manifest.MANIFEST}"
+    missing = f"{tmp_path} is not a checkpoint: it has no {MANIFEST}"
     assert ranks(2).run(read_damaged, str(tmp_path)) == [("FileNotFoundError", missing)] * 2
 
 
@@ -349,7 +350,7 @@ def save_and_vanish(rank: int, folder: str, port: int) -> str:
         save(rank, folder, 1, whole, HALVES)
         group.barrier()
         if rank == 1:
-            writing.FileSystemWriter.write_data = lambda *_: os._exit(9)  # type: ignore[method-assign]
+            dcp.FileSystemWriter.write_data = lambda *_: os._exit(9)  # type: ignore[method-assign]
         try:
             save(rank, folder, 2, whole, HALVES)
         except CheckpointError:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import errno
+import functools
 import itertools
 import os
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def reflink_or_copy(source: PageFile, target: PageFile) -> None:
     target.resize(size)
     pieces = _parts_to_copy(written_parts(source, size))
     while batch := list(itertools.islice(pieces, BATCH)):
-        shared_threads.get().run(lambda number, batch=batch: _copy(source, target, *batch[number]), len(batch))
+        shared_threads.get().run(functools.partial(_copy, source, target, batch), len(batch))
 
 
 def copy_rows(source: Path, target: Path) -> None:
@@ -104,8 +105,9 @@ def _parts_to_copy(parts: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]
         yield first, last
 
 
-def _copy(source: PageFile, target: PageFile, begin: int, end: int) -> None:
-    """Copy the pages that are not zero."""
+def _copy(source: PageFile, target: PageFile, pieces: Sequence[tuple[int, int]], number: int) -> None:
+    """Copy the pages of a piece that are not zero."""
+    begin, end = pieces[number]
     buffer = thread_buffer(end - begin)
     source.read(buffer.view[: end - begin], begin)
     pages = buffer.array[: end - begin].reshape(-1, PAGE_BYTES).view(np.int64)
@@ -136,26 +138,20 @@ def digest(path: Path) -> int:
 def _digest(path: Path) -> int:
     total = 0
     with closing(PageFile(path, writable=False)) as file:
-        size = file.size()
-        pieces = _digest_pieces(written_parts(file, size))
+        pieces = _digest_pieces(written_parts(file, file.size()))
         while batch := list(itertools.islice(pieces, BATCH)):
             found = [0] * len(batch)
-
-            def work(number: int, batch: list[int] = batch, found: list[int] = found) -> None:
-                found[number] = _digest_piece(file, size, batch[number])
-
-            shared_threads.get().run(work, len(batch))
+            shared_threads.get().run(functools.partial(_digest_piece, file, batch, found), len(batch))
             total += sum(found)
     return total & _MASK
 
 
-def _digest_piece(file: PageFile, size: int, piece: int) -> int:
-    begin, buffer = piece * DIGEST_BYTES, thread_buffer(DIGEST_BYTES)
-    count = min(DIGEST_BYTES, size - begin)
+def _digest_piece(file: PageFile, pieces: Sequence[int], found: list[int], number: int) -> None:
+    begin, buffer = pieces[number] * DIGEST_BYTES, thread_buffer(DIGEST_BYTES)
+    count = min(DIGEST_BYTES, file.size() - begin)
     file.read(buffer.view[:count], begin)
-    if not buffer.array[:count].any():
-        return 0
-    return _mix((piece << 32) ^ zlib.crc32(buffer.view[:count]))
+    if buffer.array[:count].any():
+        found[number] = _mix((pieces[number] << 32) ^ zlib.crc32(buffer.view[:count]))
 
 
 def _digest_pieces(parts: Iterator[tuple[int, int]]) -> Iterator[int]:

@@ -30,8 +30,8 @@ class PerProcess(Generic[T]):
     """
 
     def __init__(self, make: Callable[[], T]) -> None:
-        self._make = make
-        self._reset()
+        self._make, self._lock = make, threading.Lock()
+        self._value: T | None = None
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._reset)
 
@@ -42,7 +42,7 @@ class PerProcess(Generic[T]):
             return self._value
 
     def _reset(self) -> None:
-        self._value: T | None = None
+        self._value = None
         self._lock = threading.Lock()  # another thread may have held the one before when the process was forked
 
 

@@ -1,0 +1,306 @@
+"""What a trainer, its loop and its checkpoints share, and everything of it that a resumed run needs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+
+from tritonemb.data.prefetch import Prefetcher
+from tritonemb.data.protocol import Data
+from tritonemb.tables.cached_table import CachedTable, metadata_only
+from tritonemb.training.config import TrainerOptions
+from tritonemb.training.ranks import RankLoader, Ranks
+from tritonemb.training.step import PLAIN, TrainStep
+
+
+@dataclass
+class Progress:
+    """How far a run has come.
+
+    Args:
+        step: optimizer steps done.
+        epoch: epochs done.
+        samples: samples trained on.
+        position: where the epoch's next batch begins, on this rank; None at the beginning of an epoch.
+        epoch_samples: samples trained on in this epoch.
+        logged_samples: samples trained on since the last log.
+        losses: mean training loss of each epoch done.
+        best: the best value of the metric that is watched, and the step when it was reached.
+        evaluations_since_best: how many have not been better.
+        seconds: time trained.
+        ended: why the run is over, "" while it is not.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    samples: int = 0
+    position: dict[str, Any] | None = None
+    epoch_samples: int = 0
+    logged_samples: int = 0
+    losses: list[float] = field(default_factory=list)
+    best: float | None = None
+    best_step: int = 0
+    evaluations_since_best: int = 0
+    seconds: float = 0.0
+    ended: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Progress:
+        return cls(**values)
+
+
+@dataclass
+class TrainState:
+    """What a trainer, its loop and its checkpoints share.
+
+    Args:
+        model: with its tables, on the device.
+        device: that trains.
+        data: what is trained on.
+        options: of the run.
+        config: of the run, for its checkpoints and its report.
+        step: trains the model on the batches of a step.
+        progress: how far the run has come.
+        loader: this rank's part of the data.
+        ranks: that train together.
+        pipeline: whether the next steps are prefetched.
+        last_epoch: epochs of the whole run.
+        last_step: steps of the whole run, if they are limited.
+        begun: whether the ranks' generators are their own.
+        fitted: whether a fit has been to its end.
+        prefetched: the steps of the epoch that is being trained.
+    """
+
+    model: nn.Module
+    device: torch.device
+    data: Data
+    options: TrainerOptions
+    config: Mapping[str, Any]
+    step: TrainStep
+    progress: Progress
+    loader: RankLoader
+    ranks: Ranks
+    pipeline: bool
+    last_epoch: int
+    last_step: int | None
+    begun: bool = False
+    fitted: bool = False
+    prefetched: Prefetcher[Any] | None = None
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """None where the data set does not know its number of rows."""
+        rows = self.data.num_rows("train") if "train" in self.data.splits() else None
+        if rows is None:
+            return None
+        batches = -(-rows // (self.options.batch_size * self.ranks.size))
+        return -(-batches // self.options.accumulate)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of the whole run, as far as they are known."""
+        each = self.steps_per_epoch
+        by_epochs = None if each is None else each * self.last_epoch
+        return min((steps for steps in (by_epochs, self.last_step) if steps is not None), default=None)
+
+    def total_samples(self, rows: int | None) -> int | None:
+        """Samples of the whole run, if an epoch has `rows`."""
+        size = self.options.batch_size * self.options.accumulate * self.ranks.size
+        by_steps = None if self.last_step is None else self.last_step * size
+        if rows is None:
+            return by_steps
+        if by_steps is None:
+            return rows * self.last_epoch
+        epochs, rest = divmod(self.last_step or 0, -(-rows // size))
+        return min(rows * self.last_epoch, rows * epochs + rest * size)
+
+    def settle(self) -> None:
+        """Wait until nothing is being prefetched: no collective is running, and no transfer of rows."""
+        if self.prefetched is not None:
+            self.prefetched.settle()
+
+
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """`model.<key>` for every entry of the model's `state_dict`, sharing memory with the model.
+
+    Each tensor of a table on disk is a `DiskTensor`, which has no values.
+
+    Raises:
+        TypeError: for an entry that is no tensor.
+    """
+    with metadata_only():
+        state = model.state_dict()
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"the model's state_dict has {name!r} of type {type(value).__name__}; checkpoints hold tensors only"
+            )
+    return {f"model.{name}": value.detach() for name, value in state.items()}
+
+
+def read_again(model: nn.Module) -> None:
+    """Read cached rows of tables in host memory again, after values have been loaded."""
+    for table in model.modules():
+        if isinstance(table, CachedTable) and table.config.placement == "host":
+            table.reload_cached_rows()
+
+
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+    """`optimizer.<parameter>.<state>` for every tensor that the optimizer of the dense part keeps."""
+    entries = _optimizer_entries(model, optimizer)
+    return {f"optimizer.{name}.{key}": value for name, key, value in entries if isinstance(value, Tensor)}
+
+
+def optimizer_plain(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Any]]:
+    """What the optimizer keeps of each parameter that is no tensor, by the parameter's name.
+
+    Raises:
+        TypeError: for a value that JSON does not know.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for name, key, value in _optimizer_entries(model, optimizer):
+        if isinstance(value, Tensor):
+            continue
+        if not isinstance(value, PLAIN):
+            raise TypeError(
+                f"{type(optimizer).__name__} keeps {key!r} of type {type(value).__name__} for {name}; checkpoints "
+                "hold tensors and plain values only"
+            )
+        found.setdefault(name, {})[key] = value
+    return found
+
+
+def optimizer_templates(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, stored: Mapping[str, TensorStorageMetadata]
+) -> dict[str, Tensor]:
+    """Room for those stored optimizer states whose parameters this optimizer has: on the CPU, or where the parameter is
+    a DTensor, sharded as that is.
+    """
+    owners: dict[str, Tensor] = {f"optimizer.{name}": parameter for name, parameter in _parameters_of(model, optimizer)}
+    found: dict[str, Tensor] = {}
+    for name, entry in stored.items():
+        parameter = owners.get(name.rpartition(".")[0])
+        if isinstance(parameter, DTensor) and parameter.shape == entry.size:
+            found[name] = torch.empty_like(parameter, dtype=entry.properties.dtype, requires_grad=False)
+        elif parameter is not None:
+            found[name] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    return found
+
+
+def load_optimizer_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tensors: Mapping[str, Tensor],
+    plain: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Give the optimizer what `optimizer_tensors` and `optimizer_plain` took out of one like it."""
+    names = {id(parameter): name for name, parameter in _parameters_of(model, optimizer)}
+    packed = optimizer.state_dict()
+    numbers = [number for group in packed["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    packed["state"] = {}
+    for number, parameter in zip(numbers, parameters, strict=True):
+        prefix = f"optimizer.{names[id(parameter)]}."
+        state: dict[str, Any] = dict(plain.get(names[id(parameter)], {}))
+        state |= {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+        if state:
+            packed["state"][number] = state
+    optimizer.load_state_dict(packed)
+
+
+def rng_tensors(device: torch.device, rank: int | None = None) -> dict[str, Tensor]:
+    """torch's generators, of the CPU and of the device that trains: `rng.<device>`, or `rng.<rank>.<device>`."""
+    prefix = "rng." if rank is None else f"rng.{rank}."
+    found = {f"{prefix}cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        found[f"{prefix}cuda"] = torch.cuda.get_rng_state(device)
+    return found
+
+
+def rng_templates(stored: Mapping[str, TensorStorageMetadata], rank: int, device: torch.device) -> dict[str, Tensor]:
+    """Room for the generators of a rank, as far as a checkpoint has them; one process counts as rank 0."""
+    found = {}
+    for name in rng_tensors(device):
+        kind = name.removeprefix("rng.")
+        for there in [f"rng.{rank}.{kind}", *([name] if rank == 0 else [])]:
+            if there in stored:
+                found[there] = torch.empty(stored[there].size, dtype=torch.uint8)
+    return found
+
+
+def rng_manifest(every: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """`rng_plain` of all ranks: that of the first, and where there are more, those of all."""
+    return {"rng": every[0], **({"rng_of_ranks": list(every)} if len(every) > 1 else {})}
+
+
+def set_rng(
+    tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], seed: int, rank: int, device: torch.device
+) -> None:
+    """Set all generators to what a checkpoint has for this rank; a rank that it does not know begins anew."""
+    plain = manifest.get("rng_of_ranks", [manifest["rng"]])
+    if rank >= len(plain):
+        seed_rank(seed, rank)
+        return
+    for name, tensor in tensors.items():
+        if name.endswith(".cpu"):
+            torch.set_rng_state(tensor)
+        else:
+            torch.cuda.set_rng_state(tensor, device)
+    set_rng_plain(plain[rank])
+
+
+def seed_rank(seed: int, rank: int) -> None:
+    """Generators of a rank's own, which depend on nothing else."""
+    state = [int(word) for word in np.random.SeedSequence([seed, rank]).generate_state(3, np.uint32)]
+    torch.manual_seed(state[0])
+    random.seed(state[1])
+    np.random.seed(state[2])  # noqa: NPY002
+
+
+def rng_plain() -> dict[str, Any]:
+    """The generators of Python and NumPy."""
+    version, numbers, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002
+    return {
+        "python": [version, list(numbers), gauss],
+        "numpy": [str(name), keys.tolist(), int(position), int(has_gauss), float(cached)],  # type: ignore[union-attr]
+    }
+
+
+def set_rng_plain(values: dict[str, Any]) -> None:
+    version, numbers, gauss = values["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, position, has_gauss, cached = values["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002
+
+
+def _optimizer_entries(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, str, Any]]:
+    """Parameter name, state name and value of all that the optimizer keeps."""
+    for name, parameter in _parameters_of(model, optimizer):
+        for key, value in optimizer.state.get(parameter, {}).items() if optimizer is not None else ():
+            yield name, key, value
+
+
+def _parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, nn.Parameter]]:
+    """The optimizer's parameters under their names in the model's `state_dict`, which wrappers of the model keep."""
+    if optimizer is None:
+        return []
+    owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    named: dict[int, tuple[str, nn.Parameter]] = {}
+    with metadata_only():
+        entries = model.state_dict(keep_vars=True)
+    for name, value in entries.items():
+        if id(value) in owned:
+            named.setdefault(id(value), (name, value))
+    return list(named.values())
