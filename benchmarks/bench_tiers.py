@@ -75,7 +75,7 @@ class Training:
     def run(self, batches: list[Batch]) -> None:
         def told() -> Iterator[tuple[Batch, Any]]:
             for batch in batches:
-                yield batch, te.nn.send(self.model, batch.sparse) if self.depth else batch.sparse
+                yield batch, te.nn.prefetch(self.model, batch.sparse) if self.depth else batch.sparse
 
         with Prefetcher(told(), self.depth, "rows") as ahead:
             for batch, sparse in ahead:

@@ -13,7 +13,7 @@ import tritonemb as te
 from tests.strategies import random_batch, random_weights, rows_of
 from tritonemb.kernels.triton_utils import interpreting
 from tritonemb.optim import OPTIMIZERS
-from tritonemb.tables.cached_table import TieredTable
+from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.table_set import TableSet
 
 Step = tuple[te.KeyedJaggedTensor, Tensor]
@@ -72,7 +72,7 @@ def make_collection(
     collection = kind(configs, optimizer=optimizer, **options)
     with torch.no_grad():
         for table, weight in zip(collection.tables, random_weights(configs), strict=True):
-            if isinstance(table, TieredTable):
+            if isinstance(table, CachedTable):
                 table.assign({**table.tensors(), "weight": weight})
             else:
                 table.weight.copy_(weight)

@@ -1,6 +1,6 @@
 """Optimizers: what is computed for the rows of tables, and `fused`, one optimizer for a whole model."""
 
-from tritonemb.nn.model_optimizer import ModelOptimizer, fused
+from tritonemb.nn.fuse import ModelOptimizer, fused
 from tritonemb.optimizers import (
     FTRL,
     LAMB,

@@ -17,8 +17,8 @@ import tritonemb as te
 from benchmarks.gpu.tables import FbgemmTables, OurTables, Tables
 from benchmarks.gpu.workload import Batch
 from tritonemb.data.prefetch import Prefetcher
-from tritonemb.tables.pins import as_of
-from tritonemb.tables.prefetched import SentFeatures
+from tritonemb.tables.lookup import released_before
+from tritonemb.tables.prefetch import PrefetchedFeatures
 
 LOOK_AHEAD = 4  # batches that ours are told of before they are trained
 
@@ -53,12 +53,14 @@ class SentAhead(Feed):
     def __init__(self, tables: OurTables, batches: Iterable[Batch], device: torch.device) -> None:
         super().__init__(tables, batches)
         self._collection, self._side = tables.module, Side(device)
-        self._ahead = Prefetcher(self._sent(), LOOK_AHEAD, "rows", permit=lambda: as_of(te.nn.moment(tables.module)))
+        self._ahead = Prefetcher(
+            self._sent(), LOOK_AHEAD, "rows", permit=lambda: released_before(te.nn.sequence_number())
+        )
 
-    def take(self) -> SentFeatures:
+    def take(self) -> PrefetchedFeatures:
         return next(self._ahead)
 
-    def look_up(self, batch: SentFeatures) -> Tensor:
+    def look_up(self, batch: PrefetchedFeatures) -> Tensor:
         pooled: Tensor = self._collection(batch)
         return pooled
 
@@ -69,10 +71,10 @@ class SentAhead(Feed):
     def close(self) -> None:
         self._ahead.close(failed=True)  # without waiting for batches that nobody takes
 
-    def _sent(self) -> Generator[SentFeatures, None, None]:
+    def _sent(self) -> Generator[PrefetchedFeatures, None, None]:
         for batch in self._batches:
             with self._side.on():
-                sent = te.nn.send(self._collection, batch.keyed)
+                sent = te.nn.prefetch(self._collection, batch.keyed)
             yield sent
             del sent  # or its rows would be held until the next ones are there
 

@@ -159,7 +159,7 @@ def warm_up(training: Training) -> None:
     tables = training.feed.tables
     cache = tables.module.cache if isinstance(tables, OurTables) else None
     if cache is not None:
-        for index, table in enumerate(cache.tiered):
+        for index, table in enumerate(cache.tables):
             in_sets = cache.row_ids(index)[: table.num_sets * WAYS]  # the others are no part of the share
             full = float((in_sets != NO_ROW).float().mean())
             if full < FULL:

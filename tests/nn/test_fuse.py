@@ -571,7 +571,7 @@ class TestByStep:
             te.optim.fused(model, te.optim.SGD(), update="never")
         assert type(model.item) is nn.Embedding
         optimizer = te.optim.fused(model, te.optim.SGD(), update="step")
-        with pytest.raises(RuntimeError, match=r"gathered until step\(\)"), optimizer.accumulate():
+        with pytest.raises(RuntimeError, match=r"accumulated until step\(\)"), optimizer.accumulate():
             pass
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import tritonemb as te
 from tests.helpers import CACHED, assert_same_bits, contents
 from tests.nn.tiers import not_interpreted, outputs_of, seeded, varied_steps
 from tritonemb import ops
-from tritonemb.tables.pins import Lease
+from tritonemb.tables.lookup import PinnedSlots
 
 pytestmark = [pytest.mark.public, not_interpreted]
 TABLES = [te.TableConfig("user", 500, 4), te.TableConfig("genre", 70, 2)]
@@ -48,7 +47,7 @@ def train(*collections, users, genres):
 def test_rows_that_were_brought_and_not_trained_are_not_written(placement):
     mine = make(placement)
     for first in range(0, 300, 60):
-        te.nn.send(mine, batch_of(range(first, first + 60), range(40)))  # dropped
+        te.nn.prefetch(mine, batch_of(range(first, first + 60), range(40)))  # dropped
         mine(batch_of(range(first, first + 60), range(40)))  # with gradients recorded, and without a backward
         with mine.accumulate():
             mine(batch_of(range(first, first + 60), range(40)))
@@ -146,12 +145,12 @@ def test_an_update_whose_end_is_interrupted_is_not_lost(placement, monkeypatch):
     mine, twin = make(placement), make("device")
     train(twin, users=[1, 2], genres=[3])
 
-    def interrupt(lease):
+    def interrupt(pinned):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(Lease, "end", interrupt)
-        patch.setattr(Lease, "__del__", lambda lease: Lease.end(lease))
+        patch.setattr(PinnedSlots, "release", interrupt)
+        patch.setattr(PinnedSlots, "__del__", lambda pinned: PinnedSlots.release(pinned))
         out = mine(batch_of([1, 2], [3])).sum()
         with pytest.raises(KeyboardInterrupt):
             out.backward()
@@ -175,14 +174,14 @@ def test_the_stream_that_read_slots_is_waited_for_whichever_thread_ends_their_ba
     reader, other = Stream(), Stream()
     main = threading.get_ident()
     mine = make("host")
-    sent = [replace(mine.group(batch_of([1, 2], [3])), ready=Stream())]
+    sent = [mine.group(batch_of([1, 2], [3]))._replace(ready=Stream())]
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda _device: reader if threading.get_ident() == main else other
     )
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda *_: None)
-    monkeypatch.setattr(mine.cache, "_device", torch.device("cuda"))
-    mine.cache.take(sent[0])
+    monkeypatch.setattr(mine.cache, "device", torch.device("cuda"))
+    mine.cache.acquire(sent[0])
     with ThreadPoolExecutor(1) as thread:
         thread.submit(sent.clear).result()  # the last that refers to it
-        thread.submit(mine.cache._settle).result()
+        thread.submit(mine.cache._unpin_released).result()
     assert other.waited == [other, reader]

@@ -17,7 +17,7 @@ from tests.nn.test_bad_offsets import BAD_OFFSETS, unchecked
 from tests.nn.tiers import ELSEWHERE, not_interpreted, outputs_of, same, seeded, varied_steps
 from tritonemb.storage import HostRows, StorageError
 from tritonemb.storage.row_file import RowFile
-from tritonemb.tables.transfer import RowMover
+from tritonemb.tables.cache_storage import RowTransfer
 from tritonemb.types import CacheConfig
 
 pytestmark = [pytest.mark.public, not_interpreted]
@@ -53,7 +53,7 @@ def test_an_id_out_of_range_is_reported_as_on_the_device(placement, pooled, valu
     before = contents(mine)
     with pytest.raises(ValueError, match="out of range") as expected:
         output_of(twin, bad)
-    for use in (lambda: output_of(mine, bad), lambda: mine.group(bad), lambda: te.nn.look_ahead.send(mine, bad)):
+    for use in (lambda: output_of(mine, bad), lambda: mine.group(bad), lambda: te.nn.prefetch(mine, bad)):
         with pytest.raises(ValueError, match=f"^{re.escape(str(expected.value))}$"):
             use()
     assert_same_bits(contents(mine), before)
@@ -206,11 +206,11 @@ def test_a_lookup_has_one_backward(placement):
     out.backward(retain_graph=True)
     before = contents(mine)
     mine(batch_of([list(range(10, 60)), []], [[], []]))
-    with pytest.raises(RuntimeError, match="the rows of this batch have left the device"):
+    with pytest.raises(RuntimeError, match="the rows of this batch are no longer pinned"):
         out.backward()
     with mine.accumulate():
         late = mine(batch).sum()
-    with pytest.raises(RuntimeError, match=r"have left the device.*inside the accumulate\(\) block"):
+    with pytest.raises(RuntimeError, match=r"no longer pinned.*inside the accumulate\(\) block"):
         late.backward()
     assert_same_bits(contents(mine), before)
 
@@ -234,7 +234,7 @@ def test_groups_serve_one_lookup_and_are_made_again_for_others(placement):
 def test_checkpointed_forwards():
     mine, twin = make(), make("device")
     for collection in (mine, twin):
-        told = te.nn.look_ahead.send(collection, batch_of([[1], [2]], [[0], [5]]))
+        told = te.nn.prefetch(collection, batch_of([[1], [2]], [[0], [5]]))
         out = torch.utils.checkpoint.checkpoint(collection, told, use_reentrant=False)
         collection(batch_of([list(range(100, 160)), []], [[], []])).sum().backward()
         out.sum().backward()
@@ -243,13 +243,13 @@ def test_checkpointed_forwards():
 
 def test_groups_of_another_collection_or_another_mode():
     mine, batch = make(), batch_of([[1], [2]], [[0], [5]])
-    with pytest.raises(ValueError, match="these groups were made by another collection"):
+    with pytest.raises(ValueError, match="another collection made these groups"):
         mine(batch, make().group(batch))
-    with pytest.raises(ValueError, match="were sent by another model"):
-        mine(te.nn.look_ahead.send(make(), batch))
+    with pytest.raises(ValueError, match="another model has prefetched these features"):
+        mine(te.nn.prefetch(make(), batch))
     with torch.no_grad():
         groups = mine.group(batch)
-    with pytest.raises(ValueError, match="were brought to be looked up only"):
+    with pytest.raises(ValueError, match="were prefetched under no_grad"):
         mine(batch, groups)
 
 
@@ -258,7 +258,7 @@ def test_a_folder_that_cannot_have_a_file(tmp_path):
     taken.write_text("a file")
     for folder in (taken, taken / "below", "/proc/none"):
         config = te.TableConfig("t", 9, 2, placement="disk", cache=CacheConfig(folder=folder))
-        with pytest.raises(StorageError, match=re.escape(f"table 't' cannot have its file in folder {folder}")):
+        with pytest.raises(StorageError, match=re.escape(f"table 't' cannot make its file in folder {folder}")):
             te.nn.EmbeddingBagCollection([config])
 
 
@@ -266,7 +266,7 @@ def test_a_folder_that_cannot_have_a_file(tmp_path):
 def test_a_folder_that_may_not_be_written(tmp_path):
     tmp_path.chmod(0o500)
     config = te.TableConfig("t", 9, 2, placement="disk", cache=CacheConfig(folder=tmp_path))
-    with pytest.raises(StorageError, match=f"table 't' cannot have its file in folder {tmp_path}: .*denied"):
+    with pytest.raises(StorageError, match=f"table 't' cannot make its file in folder {tmp_path}: .*denied"):
         te.nn.EmbeddingBagCollection([config])
 
 
@@ -300,7 +300,7 @@ def test_a_disk_that_fails_in_the_midst_of_training(monkeypatch, placement, oper
         lambda: mine(steps[0][0]), lambda: mine.group(steps[0][0]), mine.state_dict, mine.reset_parameters,
         lambda: mine.load_state_dict(before),
     ):  # fmt: skip
-        with pytest.raises(RuntimeError, match=r"(?s)rows of these tables could not be moved before"):
+        with pytest.raises(RuntimeError, match=r"(?s)an earlier cache transfer failed"):
             use()
 
 
@@ -331,7 +331,7 @@ def test_a_change_that_fails_leaves_the_cache_as_it_should_be(placement):
 
     table = mine.tables[0]
     with pytest.raises(ZeroDivisionError):
-        table.change(fail)
+        table.update_records(fail)
     with pytest.raises(NotImplementedError):
         table.assign({"weight": torch.empty(500, 4, device="meta")})
     expected = before if placement == "disk" else {**before, "user.weight": torch.full((500, 4), 7.0)}
@@ -349,10 +349,10 @@ def test_an_interruption_while_rows_are_moved_is_named(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(RowMover, "begin_read", interrupt)
+        patch.setattr(RowTransfer, "start_read", interrupt)
         with pytest.raises(KeyboardInterrupt):
             mine(batch)
-    with pytest.raises(RuntimeError, match=r"could not be moved before \(KeyboardInterrupt\(\)\), so nobody knows"):
+    with pytest.raises(RuntimeError, match=r"an earlier cache transfer failed \(KeyboardInterrupt\(\)\); the cache is"):
         mine(batch)
 
 
@@ -360,7 +360,7 @@ def test_an_interruption_while_rows_are_moved_is_named(monkeypatch):
 def test_a_cache_that_is_too_large_for_the_device(placement):
     config = te.TableConfig("t", 10**15, 64, placement=placement)
     with pytest.raises(
-        StorageError, match=r"table 't' is to have a cache of 100,000,000,000,000 rows.*CacheConfig\(rows"
+        StorageError, match=r"table 't': cannot allocate .* for 100,000,000,000,000 cached rows.*CacheConfig\(rows"
     ):
         te.nn.EmbeddingBagCollection([config], optimizer=te.optim.SGD())
 

@@ -1,4 +1,4 @@
-"""What tables elsewhere hold: `state_dict` from and into any placement, first values, leases that end."""
+"""What tables elsewhere hold: `state_dict` from and into any placement, first values, pins that end."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def batch_of(*ids: int) -> te.KeyedJaggedTensor:
 
 def pinned(collection) -> int:
     """Slots that batches hold."""
-    collection.cache._settle()
+    collection.cache._unpin_released()
     return int((collection.cache._directory.pins > 0).sum())
 
 
@@ -160,7 +160,7 @@ def test_resetting_one_table_leaves_the_others(placements):
 def test_a_table_whose_rows_a_batch_holds_is_not_reset(placements):
     mine = make(placements, 2)
     before, out = contents(mine), mine(batch_of(1, 2))
-    with pytest.raises(RuntimeError, match="a batch holds rows of table 'user'; finish its backward pass, or drop it"):
+    with pytest.raises(RuntimeError, match="a batch has pinned rows of table 'user'; finish its backward"):
         mine.reset_parameters()
     assert_same_bits(contents(mine), before)
     del out
@@ -231,7 +231,7 @@ def test_a_collection_goes_when_nobody_has_it(placements):
 
 def test_a_table_without_its_collection_does_not_pretend_to_be_whole():
     table = make(("host",), 2).tables[0]
-    with pytest.raises(RuntimeError, match="the collection of table 'user' is no more"):
+    with pytest.raises(RuntimeError, match="the collection of table 'user' was deleted"):
         table.state_dict()
 
 

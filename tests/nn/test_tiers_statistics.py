@@ -74,7 +74,7 @@ def test_statistics_of_batches_sent_ahead_are_those_of_a_simulation(placement, h
         def send(ids, training, before):
             pause(elsewhere)  # noqa: B023
             with torch.set_grad_enabled(training):
-                sent = te.nn.send(mine, te.KeyedJaggedTensor.from_lists({"t": [ids]}), before)  # noqa: B023
+                sent = te.nn.prefetch(mine, te.KeyedJaggedTensor.from_lists({"t": [ids]}), before)  # noqa: B023
             return sent, mine.cache_statistics()["t"]  # noqa: B023
 
         found, waiting = [], deque()
@@ -100,7 +100,7 @@ def test_a_batch_that_never_ends_is_held_and_nobody_waits_for_it():
     batches = [list(range(first, first + 20)) for first in range(0, 200, 20)]
     kept, before = [], te.nn.sequence_number()
     for number, ids in enumerate(batches, 1):
-        sent = te.nn.send(mine, te.KeyedJaggedTensor.from_lists({"t": [ids]}), te.nn.sequence_number())
+        sent = te.nn.prefetch(mine, te.KeyedJaggedTensor.from_lists({"t": [ids]}), te.nn.sequence_number())
         expected.batch(ids, True, range(1, number))
         kept.append(mine(sent))
         assert mine.cache_statistics()["t"] == expected.statistics
@@ -108,7 +108,7 @@ def test_a_batch_that_never_ends_is_held_and_nobody_waits_for_it():
     for out in kept:
         out.sum().backward()
     # An old number goes on to say the same; a new one, or none, says what is so.
-    te.nn.send(mine, te.KeyedJaggedTensor.from_lists({"t": [[300]]}), before)
+    te.nn.prefetch(mine, te.KeyedJaggedTensor.from_lists({"t": [[300]]}), before)
     expected.batch([300], False, range(1, 11))  # it was dropped, and so never trained
     assert mine.cache_statistics()["t"] == expected.statistics
     with torch.no_grad():

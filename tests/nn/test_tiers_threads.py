@@ -16,7 +16,7 @@ from tests.nn.tiers import ELSEWHERE, not_interpreted, outputs_of, same, seeded,
 from tests.strategies import random_batch
 from tritonemb import ops
 from tritonemb.layout import FIRST_ROW, NUM_ROWS
-from tritonemb.tables.cache_slots import Directory, SlotMemory
+from tritonemb.tables.cache_storage import CacheDirectory, CacheStorage
 from tritonemb.types import CacheConfig
 
 pytestmark = [pytest.mark.public, not_interpreted]
@@ -38,9 +38,9 @@ def test_overflows_grow_while_batches_are_trained(placement, optimizer, monkeypa
     """Batches grow, so that slots move to larger memory again and again, all four batches that are held with them."""
     rows = {"f": 5000, "g": 3000}
     grown = []
-    whole = SlotMemory._resize
+    whole = CacheStorage._resize
     monkeypatch.setattr(
-        SlotMemory, "_resize", lambda self, *args: (grown.append(threading.get_ident()), whole(self, *args))
+        CacheStorage, "_resize", lambda self, *args: (grown.append(threading.get_ident()), whole(self, *args))
     )
     twin, mine = seeded(TABLES, optimizer), seeded(TABLES, optimizer, True, (placement,), CacheConfig(rows=64))
     generator = torch.Generator().manual_seed(0)
@@ -53,7 +53,7 @@ def test_overflows_grow_while_batches_are_trained(placement, optimizer, monkeypa
 
     def bring(batch):
         room.acquire()
-        return te.nn.look_ahead.send(mine, batch)
+        return te.nn.prefetch(mine, batch)
 
     outputs = []
     with ThreadPoolExecutor(1) as other:
@@ -73,8 +73,8 @@ def test_overflows_of_many_tables_grow_at_once(monkeypatch):
     """Or the first batches would take a time that goes with the square of the number of tables."""
     tables = [te.TableConfig(f"t{number}", 60 + 20 * number, 4) for number in range(12)]
     twin, mine = (seeded(tables, te.optim.SGD(lr=0.1), True, (where,)) for where in ("device", "host"))
-    grown, grow = [], Directory.grow
-    monkeypatch.setattr(Directory, "grow", lambda self, more: (grown.append(list(more)), grow(self, more)))
+    grown, grow = [], CacheDirectory.grow
+    monkeypatch.setattr(CacheDirectory, "grow", lambda self, more: (grown.append(list(more)), grow(self, more)))
     batches = [
         te.KeyedJaggedTensor.from_lists(
             {table.name: [list(range(size(number)))] for number, table in enumerate(tables)}
@@ -148,7 +148,7 @@ def test_what_keys_mean_is_not_made_while_slots_move(monkeypatch):
     large = random_batch(rows, ["g", "f"], 400, 4, seed=1)
     with torch.no_grad():
         mine(random_batch(rows, ["g", "f"], 1, 4))
-    show, asked = SlotMemory._show, []
+    show, asked = CacheStorage._update_layouts, []
 
     def meanwhile(*args):
         show(*args)
@@ -157,12 +157,12 @@ def test_what_keys_mean_is_not_made_while_slots_move(monkeypatch):
             with pytest.raises(TimeoutError):
                 asked[0].result(0.3)
 
-    monkeypatch.setattr(SlotMemory, "_show", meanwhile)
+    monkeypatch.setattr(CacheStorage, "_update_layouts", meanwhile)
     with ThreadPoolExecutor(1) as other:
         mine(random_batch(rows, ["f", "g"], 10, 4)).sum().backward()
         asked[0].result(10)
-    assert len(mine.cache.memory.layouts) == 2
-    for _, own in mine.cache.memory.layouts.values():
+    assert len(mine.cache.storage.layouts) == 2
+    for _, own in mine.cache.storage.layouts.values():
         assert own.tables[:, NUM_ROWS].tolist() == [table.weight.shape[0] for table in mine.tables]
         assert own.tables[:, NUM_ROWS].min() > 64
 
@@ -173,7 +173,7 @@ def test_slots_of_one_table_are_not_numbered_like_those_of_another():
     for ids in (range(40), range(39, -1, -1)):
         batch = te.KeyedJaggedTensor.from_lists({"a": [list(ids)], "b": [[*ids, *range(100, 300)]]})
         mine(batch).sum().backward()
-    (_, own), *_ = mine.cache.memory.layouts.values()
+    (_, own), *_ = mine.cache.storage.layouts.values()
     numbers = [(int(table[FIRST_ROW]), int(table[FIRST_ROW] + table[NUM_ROWS])) for table in own.tables]
     assert numbers[0][1] <= numbers[1][0]
     assert numbers[1][1] <= own.num_rows
@@ -198,7 +198,7 @@ def test_compiled_surroundings(placement):
     compiled = torch.compile(mine, backend="aot_eager")
     steps = varied_steps(twin.embeddings, 4, sizes=(20,))
     for index, (batch, _) in enumerate(steps):
-        told = te.nn.look_ahead.send(mine, batch) if index % 2 else batch
+        told = te.nn.prefetch(mine, batch) if index % 2 else batch
         out, expected = compiled(told), twin(batch)
         assert torch.equal(out, expected)
         out.sum().backward()

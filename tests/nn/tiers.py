@@ -13,7 +13,7 @@ import torch
 import tritonemb as te
 from tests.helpers import CACHED, INTERPRETED, Step, fewer, living, output_of, width_of
 from tests.strategies import random_batch, rows_of
-from tritonemb.tables.prefetched import Groups
+from tritonemb.tables.prefetch import Groups
 from tritonemb.tables.table_set import TableSet
 from tritonemb.types import CacheConfig, Placement
 

@@ -33,7 +33,7 @@ from tritonemb.sharding import (
     TableWise,
 )
 from tritonemb.sharding.process_groups import ShardGroups
-from tritonemb.tables.prefetched import SentFeatures
+from tritonemb.tables.prefetch import PrefetchedFeatures
 
 EXACT = ExchangePrecision("fp32", "fp32")
 
@@ -176,7 +176,11 @@ def train_steps(
         for step in steps:
             for micro in case.batches(step):
                 batch = micro[rank]
-                yield batch if look_ahead is None else SentFeatures(batch, {id(collection): collection.send(batch)})
+                yield (
+                    batch
+                    if look_ahead is None
+                    else PrefetchedFeatures(batch, {id(collection): collection.prefetch(batch)})
+                )
 
     with Prefetcher(coming(), look_ahead or 0, "look-ahead", collective=True) as ahead:
         for step in steps:

@@ -105,7 +105,7 @@ def train(parallel, rank, world, steps=3, first=0, ahead=False):
     losses = []
     for step in range(first, first + steps):
         dense, sparse, labels = part(batch(step, world), rank)
-        loss = loss_of(parallel, dense, parallel.send(sparse) if ahead else sparse, labels)
+        loss = loss_of(parallel, dense, parallel.prefetch(sparse) if ahead else sparse, labels)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -234,7 +234,7 @@ def in_a_thread(rank, world):
         ready: dict[int, object] = {}
 
         def send(step, parallel=parallel, ready=ready, parts=parts):
-            ready[step] = parallel.send(parts[step][1])
+            ready[step] = parallel.prefetch(parts[step][1])
 
         if ahead:
             send(0)
@@ -398,13 +398,13 @@ def test_features_that_have_been_sent_cannot_be_changed():
     features = te.KeyedJaggedTensor.from_lists({"a": [[10, 3], []]})
     small = te.KeyedJaggedTensor.from_lists({"a": [[1, 3], []]})
     assert parallel(features).shape == (2, 4)
-    sent = parallel.send(small)
+    sent = parallel.prefetch(small)
     assert (sent.keys(), sent.stride()) == (["a"], 2)
     with pytest.raises(
-        AttributeError, match=r"has no 'values'; a model that changes its features .* cannot be fed ahead"
+        AttributeError, match=r"has no 'values'; a model that changes its features .* cannot prefetch them"
     ):
         parallel(sent)
-    with pytest.raises(ValueError, match="sent by another model"):
+    with pytest.raises(ValueError, match="another model has prefetched these features"):
         te.HybridParallel(dlrm())(torch.ones(2, 4), sent)
 
 

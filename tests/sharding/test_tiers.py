@@ -15,7 +15,7 @@ from tests.sharding.cases import Case, Trained, alone, differences, groups_of, t
 from tests.sharding.test_collections import sizes, tables
 from tritonemb.optim import OPTIMIZERS
 from tritonemb.sharding import ColumnWise, DataParallel, Grid, RowWise, TableColumnWise, TableRowWise, TableWise
-from tritonemb.tables.prefetched import SentFeatures
+from tritonemb.tables.prefetch import PrefetchedFeatures
 from tritonemb.types import CacheConfig
 
 SMALLEST = CacheConfig(rows=1)
@@ -89,7 +89,7 @@ def loaded_in_place(rank: int, case: Case) -> list[dict[str, torch.Tensor]]:
     mine(case.batches(0)[0][rank]).sum().backward()
     saved = {name: own_of(shards).clone() for name, shards in mine.state_dict().items()}
     mine(case.batches(0)[0][rank]).sum().backward()
-    ahead = mine.send(case.batches(0)[0][rank])  # holds rows that have changed
+    ahead = mine.prefetch(case.batches(0)[0][rank])  # holds rows that have changed
     live = mine.state_dict()
     for name, shards in live.items():
         tensor = shards.shards[0].tensor
@@ -288,7 +288,7 @@ def twice(rank: int, case: Case) -> dict[str, torch.Tensor]:
     collection = case.sharded(groups)
     for step in range(3):
         batch = case.batches(step)[0][rank]
-        sent = SentFeatures(batch, {id(collection): collection.send(batch)})
+        sent = PrefetchedFeatures(batch, {id(collection): collection.prefetch(batch)})
         with torch.no_grad():
             collection(case.batches(4)[0][rank])
         (collection(sent).sum() + collection(sent).square().sum()).backward()
@@ -390,7 +390,7 @@ def in_another_order(rank: int, case: Case) -> str:
     sent = []
     for step in (0, 5):
         batch = case.batches(step)[0][rank]
-        sent.append(SentFeatures(batch, {id(collection): collection.send(batch)}))
+        sent.append(PrefetchedFeatures(batch, {id(collection): collection.prefetch(batch)}))
     with pytest.raises(RuntimeError, match="other ranks train rows of table") as caught:
         collection(sent[rank]).sum().backward()
     return str(caught.value)

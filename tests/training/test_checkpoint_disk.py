@@ -20,7 +20,7 @@ from tests.helpers import CACHED, assert_same_bits
 from tests.sharding.cuts import Cut, shards_of
 from tests.training.disk_job import Probe, bits, in_memory, make_trainer, sharded, table_files
 from tests.training.jobs import planted
-from tritonemb.tables.cached_table import TieredTable
+from tritonemb.tables.cached_table import CachedTable
 from tritonemb.training import Callback, CheckpointOptions
 from tritonemb.training.checkpoint import AsyncSave, CheckpointFolder, dcp, load_tensors, stored_tensors, table_rows
 from tritonemb.training.train_state import model_tensors
@@ -125,7 +125,7 @@ class TestResume:
             own = te.nn.EmbeddingBagCollection([config], optimizer=te.optim.RowWiseAdagrad(lr=0.1))
             (part,) = own.tables
             with closing(table_rows.FileReader(path, entry)) as reader:
-                part.adopt(table_rows.write_rows(reader, part))
+                part.replace_store(table_rows.write_rows(reader, part))
             assert part.store.bytes_on_disk() <= num_bytes
             numbers = torch.tensor([row for row in (0, 1, 5, 6, 700, 999_999_999) if first <= row < last])
             expected = torch.empty(numbers.numel(), table.record.num_bytes, dtype=torch.uint8)
@@ -144,7 +144,7 @@ class TestResume:
             raise AssertionError("the whole table is read")
 
         for name in ("pieces", "assign", "_chunks"):
-            monkeypatch.setattr(TieredTable, name, refuse)
+            monkeypatch.setattr(CachedTable, name, refuse)
         if kind == "save":
             trainer.fit()
         else:

@@ -59,11 +59,11 @@ def run(monkeypatch, seed: int, placement: str, **options: Any) -> tuple[CacheSt
     model = te.nn.DLRM(tables, data.num_dense, bottom_mlp=(4,), top_mlp=(4,), optimizer=optimizer)
     write_back = RowCache.write_back
 
-    def send(model, features):
+    def prefetch(model, features):
         elsewhere.pause()
         ids, training = features[TABLE].values().tolist(), torch.is_grad_enabled()
         events.append((TRAIN, ids, 0) if training else (EVALUATE, ids, sleepy.steps))
-        return te.nn.send(model, features)
+        return te.nn.prefetch(model, features)
 
     def wrote_back(cache):
         events.append((WRITE_BACK, (), sleepy.steps))
@@ -71,7 +71,7 @@ def run(monkeypatch, seed: int, placement: str, **options: Any) -> tuple[CacheSt
 
     settings = {"batch_size": BATCH, "epochs": 2, "log_every": 5, "verbose": False} | options
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "send", send)
+        patch.setattr(pipeline, "prefetch", prefetch)
         patch.setattr(RowCache, "write_back", wrote_back)
         te.Trainer(model, data, callbacks=[sleepy], **settings).fit()
     return model.embeddings.cache_statistics()[TABLE], sleepy.caches, events
@@ -156,14 +156,14 @@ def sharded(rank: int, seed: int, depth: int) -> tuple[int, list[CacheStatistics
     plan = kinds.ShardingPlan({TABLE: kinds.RowWise(), "item": kinds.TableWise(0)}, dist.get_world_size())
     model = te.nn.DLRM(tables, data.num_dense, bottom_mlp=(4,), top_mlp=(4,), optimizer=te.optim.SGD(lr=0.05))
     parallel = te.HybridParallel(model, plan)
-    send = parallel.send
+    send = parallel.prefetch
 
     def sleepily(features):
         elsewhere.pause()
         sends.append(features.stride())
         return send(features)
 
-    parallel.send = sleepily
+    parallel.prefetch = sleepily
     te.Trainer(
         parallel, data, callbacks=[sleepy], batch_size=BATCH, max_steps=6, prefetch_depth=depth, verbose=False
     ).fit()

@@ -1,14 +1,12 @@
 """Modules: embedding collections and the recommendation models built from them."""
 
 from tritonemb.nn.collections import EmbeddingBagCollection, EmbeddingCollection
-from tritonemb.nn.embedding import Embedding
-from tritonemb.nn.embedding_bag import EmbeddingBag
+from tritonemb.nn.embeddings import Embedding, EmbeddingBag
 from tritonemb.nn.layers import MLP, DotInteraction
 from tritonemb.nn.models import DLRM, CrossNetwork, DCNv2
-from tritonemb.nn.prefetch import send
 from tritonemb.tables.cache import CacheStatistics
-from tritonemb.tables.pins import sequence_number
-from tritonemb.tables.prefetched import SentFeatures
+from tritonemb.tables.lookup import sequence_number
+from tritonemb.tables.prefetch import PrefetchedFeatures, prefetch
 
 __all__ = [
     "DLRM",
@@ -21,7 +19,7 @@ __all__ = [
     "EmbeddingBag",
     "EmbeddingBagCollection",
     "EmbeddingCollection",
-    "SentFeatures",
-    "send",
+    "PrefetchedFeatures",
+    "prefetch",
     "sequence_number",
 ]

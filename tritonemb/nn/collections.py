@@ -1,7 +1,4 @@
-"""Pooled lookups of many tables in one call.
-
-Unpooled lookups: every id keeps its row.
-"""
+"""`EmbeddingBagCollection` and `EmbeddingCollection`: lookups of many tables in one call, pooled or a row an id."""
 
 from __future__ import annotations
 
@@ -13,8 +10,8 @@ from torch import Tensor
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.optimizers import Optimizer
 from tritonemb.tables.lookup import Features
-from tritonemb.tables.prefetched import Groups, SentFeatures
-from tritonemb.tables.table_set import BoundsCheck, TableSet
+from tritonemb.tables.prefetch import PrefetchedFeatures, features_and_groups
+from tritonemb.tables.table_set import BoundsCheck, Groups, TableSet
 from tritonemb.types import TableConfig
 
 
@@ -25,7 +22,7 @@ class EmbeddingBagCollection(TableSet):
         tables: pooled tables ("sum" or "mean"); several features may share a table, a feature may feed several tables.
         optimizer: with one of `tritonemb.optim`, the backward updates the tables exactly, deterministically and in
             place, and their `.grad` stays None. Without, they are ordinary parameters with ordinary (dense) gradients.
-        device: where tables live.
+        device: of the tables.
         bounds_check: an id out of range raises ("raise"); "ignore" skips the report: such an id reads as zero and is
             not updated, whatever is chosen.
         output_dtype: of the result; by default the tables' own, float32 if they differ.
@@ -60,10 +57,10 @@ class EmbeddingBagCollection(TableSet):
         """Width of each part of the result, in order: `pooled.split(collection.embedding_dims, dim=1)`."""
         return [config.embedding_dim for config in self.configs for _ in config.feature_names]
 
-    def forward(self, features: Features | SentFeatures, groups: Groups | None = None) -> Tensor:
+    def forward(self, features: Features | PrefetchedFeatures, groups: Groups | None = None) -> Tensor:
         """`[B, sum of dims]`. `groups`, from `self.group(features)`, saves grouping the ids again."""
-        if isinstance(features, SentFeatures):
-            features, groups = self._told(features, groups)
+        if isinstance(features, PrefetchedFeatures):
+            features, groups = features_and_groups(self, features, groups)
         return self.look_up(features, groups)
 
 
@@ -101,9 +98,9 @@ class EmbeddingCollection(TableSet):
                 fed[feature] = table.name
         super().__init__(tables, optimizer, device, bounds_check, output_dtype, pooled=False)
 
-    def forward(self, features: Features | SentFeatures, groups: Groups | None = None) -> KeyedJaggedTensor:
+    def forward(self, features: Features | PrefetchedFeatures, groups: Groups | None = None) -> KeyedJaggedTensor:
         """Rows `[N, dim]` under the batch's keys and offsets."""
-        if isinstance(features, SentFeatures):
-            features, groups = self._told(features, groups)
+        if isinstance(features, PrefetchedFeatures):
+            features, groups = features_and_groups(self, features, groups)
         rows = self.look_up(features, groups)
         return KeyedJaggedTensor(list(features.keys()), rows, offsets=features.offsets())

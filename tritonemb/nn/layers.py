@@ -1,7 +1,4 @@
-"""DLRM's feature interaction.
-
-The perceptron that recommendation models are made of.
-"""
+"""Layers of recommendation models: DLRM's feature interaction, the multi-layer perceptron."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The deep learning recommendation model.
-
-The deep and cross network, version 2.
-"""
+"""Recommendation models: DLRM, and the deep and cross network, version 2."""
 
 from __future__ import annotations
 

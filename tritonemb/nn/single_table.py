@@ -1,8 +1,8 @@
-"""What `EmbeddingBag` and `Embedding` share: one table that PyTorch's modules hold, and its fused update."""
+"""What `EmbeddingBag` and `Embedding` share: one table, the weight of PyTorch's module, and its fused update."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from tritonemb.ops.bag import Bags, bag, serves_sparse
 from tritonemb.optimizers import Optimizer
 from tritonemb.tables.fused_update import FusedGroup
 from tritonemb.tables.optimizer import FusedOptimizer
-from tritonemb.tables.update import refuse_data_parallel
+from tritonemb.tables.update import check_not_data_parallel
 from tritonemb.types import TRAINABLE_DTYPES
 from tritonemb.utils import advise_huge_pages
 
@@ -40,20 +40,20 @@ class SingleTable(nn.Module):
     skipped: Tensor
     _group: FusedGroup | None = None
     _name: str = "weight"
-    _holder: tuple[SingleTable, ...] = ()  # of the states, if that is another module with the same weight
-    _borrowers: tuple[SingleTable, ...] = ()  # modules that this one holds the states of
+    _state_owner: tuple[SingleTable, ...] = ()  # another module with the same weight, which has the states
+    _state_users: tuple[SingleTable, ...] = ()  # modules with the same weight, whose states this one has
     _fused_optimizer: FusedOptimizer | None = None
 
     @property
     def optimizer(self) -> Optimizer | None:
         """The fused optimizer, or None."""
-        return None if self._group is None else self._group.spec
+        return None if self._group is None else self._group.optimizer
 
     def reset_parameters(self) -> None:
         """Draw the weight anew, as PyTorch's module does; zero the optimizer's states."""
         super().reset_parameters()  # type: ignore[misc]
         if self._group is not None:
-            self.set_learning_rate(self._group.spec.lr)
+            self.set_learning_rate(self._group.optimizer.lr)
             for tensor in (self.skipped, *self.optimizer_states().values()):
                 tensor.zero_()
 
@@ -61,7 +61,8 @@ class SingleTable(nn.Module):
     def fused_optimizer(self) -> FusedOptimizer | None:
         """The fused optimizer as a `torch.optim.Optimizer`, or None for an ordinary parameter."""
         if self._group is not None and self._fused_optimizer is None:
-            self._fused_optimizer = FusedOptimizer(FusedModules(self._group, [(self._name, self)]))
+            states = lambda: [(self._name, self.weight, self.optimizer_states())]  # noqa: E731
+            self._fused_optimizer = FusedOptimizer(self._group, states)
             self._group.watch(self._fused_optimizer)
         return self._fused_optimizer
 
@@ -89,17 +90,17 @@ class SingleTable(nn.Module):
     @property
     def current_learning_rate(self) -> float:
         """What the fused optimizer's learning rate was last set to; the update reads the tensor `learning_rate`."""
-        return 0.0 if self._group is None else self._group.learning_rate
+        return 0.0 if self._group is None else self._group.current_learning_rate
 
     def skipped_rows(self) -> int:
         """For `nonfinite="skip"`: how many row updates have been skipped so far."""
         return 0 if self._group is None else int(self.skipped)
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Gather the gradients of several micro-batches and apply them once, when the block ends.
+        """Accumulate the gradients of several micro-batches and apply them once, when the block ends.
 
-        The table then has the bits of one step on all samples as one batch. Leaving the block with an exception
-        discards what was gathered. Not for a compiled module, which raises RuntimeError when it is called.
+        The table is then bitwise identical to that after one step on all samples as one batch. Leaving the block with
+        an exception discards what was accumulated. Not for a compiled module, whose call raises RuntimeError.
 
         Raises:
             ValueError: without a fused optimizer.
@@ -112,26 +113,27 @@ class SingleTable(nn.Module):
         """`step` and the optimizer's states by name; none without a fused optimizer."""
         if self._group is None:
             return {}
-        buffers = self._state_holder._buffers
-        names = ("step", *(state.name for state in self._group.spec.states))
+        buffers = self._owner._buffers
+        names = ("step", *(state.name for state in self._group.optimizer.states))
         return {name: cast(Tensor, buffers[name]) for name in names}
 
     @property
-    def _state_holder(self) -> SingleTable:
-        return self._holder[0] if self._holder else self
+    def _owner(self) -> SingleTable:
+        """Of the states."""
+        return self._state_owner[0] if self._state_owner else self
 
     def _fuse(self, optimizer: Optimizer | None) -> None:
         """Let the backward update the weight from now on."""
         if optimizer is not None:
-            self._join(FusedGroup(checked(optimizer)), persistent=True)
+            self._join(FusedGroup(check_optimizer(optimizer)), persistent=True)
 
     def _join(
-        self, group: FusedGroup, name: str = "weight", holder: SingleTable | None = None, persistent: bool = False
+        self, group: FusedGroup, name: str = "weight", owner: SingleTable | None = None, persistent: bool = False
     ) -> None:
-        """Be updated as `group` says; states are those of `holder`, or buffers of this module.
+        """Become a table of `group`; states are those of `owner`, or buffers of this module.
 
         Raises:
-            ValueError: for what `why_not_fused` says.
+            ValueError: where `why_not_fused` has a reason.
         """
         reason = why_not_fused(self)
         if reason is not None:
@@ -142,9 +144,9 @@ class SingleTable(nn.Module):
         self._group, self._name = group, name
         group.rate_on(weight.device)
         self.weight.grad = None
-        if holder is not None:
-            self._holder = (holder,)
-            holder._borrowers += (self,)
+        if owner is not None:
+            self._state_owner = (owner,)
+            owner._state_users += (self,)
             return
         with torch.inference_mode(False):
             self._make_states(group, persistent)
@@ -154,7 +156,7 @@ class SingleTable(nn.Module):
         device = weight.device
         self.register_buffer("step", torch.zeros((), dtype=torch.int64, device=device), persistent)
         self.register_buffer("skipped", torch.zeros(1, dtype=torch.int64, device=device), persistent=False)
-        for spec in group.spec.states:
+        for spec in group.optimizer.states:
             shape = weight.shape if spec.per_element else weight.shape[:1]
             state = torch.empty(shape, dtype=torch.float32, device=weight.device)
             advise_huge_pages(state)
@@ -162,10 +164,10 @@ class SingleTable(nn.Module):
 
     def _leave(self) -> None:
         """Forget the optimizer and its states."""
-        if self._group is not None and not self._holder:
+        if self._group is not None and not self._state_owner:
             for name in ("skipped", *self.optimizer_states()):
                 delattr(self, name)
-        for name in ("_group", "_name", "_holder", "_borrowers", "_fused_optimizer"):
+        for name in ("_group", "_name", "_state_owner", "_state_users", "_fused_optimizer"):
             self.__dict__.pop(name, None)
 
     def _is_served(self, *tensors: Tensor | None) -> bool:
@@ -199,22 +201,22 @@ class SingleTable(nn.Module):
         """`[B, dim]` or `[N, dim]`; its backward makes a gradient, or updates if there is an optimizer."""
         if self._group is None or not torch.is_grad_enabled() or not self.weight.requires_grad:
             return bag(self.weight, values, sample_weights, bags, trained, self.sparse, dtype)
-        refuse_data_parallel(self._name)
-        group, holder = self._group, self._state_holder
+        check_not_data_parallel(self._name)
+        group, owner = self._group, self._owner
         if self._parameters.get("weight") is not self.weight or not isinstance(self.weight, nn.Parameter):
             raise RuntimeError(
                 f"the weight of {self._name!r} is computed or was put in place of the module's parameter "
                 "(parametrize, prune, functional_call), so the fused optimizer would update a passing tensor; "
                 "te.unfuse the module first"
             )
-        if holder.step.device != self.weight.device:
+        if owner.step.device != self.weight.device:
             raise RuntimeError(
                 f"the weight of {self._name!r} is on {self.weight.device}, its optimizer state on "
-                f"{holder.step.device}; move the module as a whole, or fuse after loading"
+                f"{owner.step.device}; move the module as a whole, or fuse after loading"
             )
         table = ops.FusedTables(
-            [self.weight], [cast(Tensor, holder._buffers[state.name]) for state in group.spec.states], [holder.step],
-            [holder.skipped], group.rate_on(self.weight.device), group.spec.name, group.constants.as_list(),
+            [self.weight], [cast(Tensor, owner._buffers[state.name]) for state in group.optimizer.states], [owner.step],
+            [owner.skipped], group.rate_on(self.weight.device), group.optimizer.name, group.constants.as_list(),
         )  # fmt: skip
         look_up = _look_up_untraced if group.by_step and torch.compiler.is_compiling() else ops.bag_fused
         return look_up(table, self._name, values, sample_weights, bags, trained, dtype, group.receiver)
@@ -247,13 +249,13 @@ class SingleTable(nn.Module):
 
     def extra_repr(self) -> str:
         text: str = super().extra_repr()
-        return text if self._group is None else f"{text}, optimizer={self._group.spec}"
+        return text if self._group is None else f"{text}, optimizer={self._group.optimizer}"
 
 
 # Graph breaks. Unlike `torch.compiler.disable`, this loads no compiler before one is used.
 @_disable_dynamo
 def _look_up_untraced(*args: Any) -> Tensor:
-    """With `update="step"` gradients are gathered in eager mode."""
+    """With `update="step"` gradients are kept in eager mode."""
     return ops.bag_fused(*args)
 
 
@@ -277,40 +279,13 @@ def why_not_fused(module: Any) -> str | None:
     return None
 
 
-def checked(optimizer: object) -> Optimizer:
-    """Raises TypeError for what is no optimizer of tables."""
+def check_optimizer(optimizer: object) -> Optimizer:
+    """Raises TypeError for anything but an optimizer of `tritonemb.optim`."""
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
             f"optimizer must be one of tritonemb.optim, e.g. te.optim.RowWiseAdagrad(lr=0.02), got {optimizer!r}"
         )
     return optimizer
-
-
-class FusedModules:
-    """Modules of a group as `FusedOptimizer` looks at tables."""
-
-    def __init__(self, group: FusedGroup, modules: Sequence[tuple[str, SingleTable]]) -> None:
-        self._group, self._modules = group, modules
-        self.optimizer = group.spec
-
-    @property
-    def current_learning_rate(self) -> float:
-        return self._group.learning_rate
-
-    def set_learning_rate(self, lr: float) -> None:
-        self._group.set_learning_rate(lr)
-
-    def accumulate(self) -> AbstractContextManager[None]:
-        return self._group.accumulate()
-
-    def apply(self) -> None:
-        self._group.apply()
-
-    def discard(self) -> None:
-        self._group.discard()
-
-    def optimizer_states(self) -> list[tuple[str, Tensor, dict[str, Tensor]]]:
-        return [(name, module.weight, module.optimizer_states()) for name, module in self._modules]
 
 
 def new_weight(
@@ -323,7 +298,7 @@ def new_weight(
 
 
 def _are_ordinary(*tensors: Tensor | None) -> bool:
-    """Neither tensor subclasses, which PyTorch's own ops know, nor under `vmap` or forward-mode differentiation."""
+    """Whether there is no tensor subclass, which PyTorch's own ops know, no `vmap` and no forward-mode derivative."""
     fake = torch._subclasses.FakeTensor
     if not all(tensor is None or type(tensor) in (Tensor, nn.Parameter, fake) for tensor in tensors):
         return False

@@ -1,8 +1,6 @@
-"""Pooled lookups of tables that are spread over ranks."""
+"""`ShardedEmbeddingBagCollection`: pooled lookups of sharded tables."""
 
 from __future__ import annotations
-
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,123 +9,123 @@ from tritonemb.comm.codec import ColumnRange
 from tritonemb.comm.id_exchange import IdExchange
 from tritonemb.comm.output_exchange import PooledExchange
 from tritonemb.jagged import KeyedJaggedTensor
-from tritonemb.sharding.collection import ShardedCollection
-from tritonemb.sharding.placement import Held, Way
-from tritonemb.sharding.sharded_features import SentIds
+from tritonemb.sharding.collection import ExchangedIds, ShardedCollection
+from tritonemb.sharding.placement import PlacedShard, Scheme
 from tritonemb.tables.lookup import Features
-from tritonemb.tables.prefetched import SentFeatures
+from tritonemb.tables.prefetch import PrefetchedFeatures
 from tritonemb.tables.table_set import TableSet
 
-WAYS: tuple[Way, ...] = ("direct", "by node", "everywhere")
+SCHEMES: tuple[Scheme, ...] = ("direct", "hierarchical", "replicated")
 
 
 class ShardedEmbeddingBagCollection(ShardedCollection):
-    """An `EmbeddingBagCollection` whose tables are cut as a plan says: same batches, same results.
+    """An `EmbeddingBagCollection` whose tables are sharded as a plan says: same batches, same results.
 
-    The ids of every rank's batch go to the ranks that own their rows; those look them up for all ranks' samples, and
-    send back pooled vectors: from rank to rank, or, for tables cut by rows inside a node, summed inside the node first.
+    The ID exchange gives the ids of every rank's batch to the ranks with their rows; those look them up for all ranks'
+    samples, and an output exchange returns pooled vectors: from rank to rank, or, for tables sharded by rows inside a
+    node, summed inside the node first.
 
-    Shapes: as of `EmbeddingBagCollection`, for this rank's samples. Ranks may bring different numbers of samples, none
+    Shapes: as of `EmbeddingBagCollection`, for this rank's samples. Ranks may have different numbers of samples, none
     too, but all call forward, and backward, together and in the same order.
 
     The tables' gradients are averaged over ranks, as `DistributedDataParallel` averages those of other parameters: with
     a loss that is the mean over a rank's samples, and as many samples on each, tables are updated as by the mean over
-    all of them. Tables that are whole or cut by columns have the bits of one process then, if each names its features
-    in the order of the batch's keys; of others some sums are added in another order.
+    all of them. Table-wise and column-wise sharded tables are then bitwise identical to those of one process, if each
+    names its features in the order of the batch's keys; for others some sums are added in another order.
     """
 
     pooled = True
 
-    def _make_locals(self) -> tuple[tuple[TableSet, ...], tuple[tuple[Held, ...], ...]]:
+    def _make_locals(self) -> tuple[tuple[TableSet, ...], tuple[tuple[PlacedShard, ...], ...]]:
         self._make_whole_row_updates()
         groups, place = self.groups, self.placement
         size, rank = groups.shards.size, groups.shards.rank
-        means = self._means_of_rows()
-        self._ids = IdExchange(groups.ids, place.lanes, self.bounds_check == "raise", means=self._lanes_of(means))
-        self._ways = tuple(way for way in WAYS if place.tables_of(way))
-        self._locals_of: dict[Way, list[TableSet]] = {}
+        means = self._means_over_rows()
+        self._ids = IdExchange(groups.ids, place.routes, self.bounds_check == "raise", means=self._routes_of(means))
+        self._schemes = tuple(scheme for scheme in SCHEMES if place.tables_of(scheme))
+        self._locals_of: dict[Scheme, list[TableSet]] = {}
         made: list[TableSet] = []
-        held: list[tuple[Held, ...]] = []
-        for way in self._ways:
-            local = self._local(place.on(rank, way), bounds_check=way == "everywhere")
-            self._locals_of[way] = [tables for tables, _ in local]
+        shards: list[tuple[PlacedShard, ...]] = []
+        for scheme in self._schemes:
+            local = self._local(place.on(rank, scheme), bounds_check=scheme == "replicated")
+            self._locals_of[scheme] = [tables for tables, _ in local]
             made += [tables for tables, _ in local]
-            held += [of_tables for _, of_tables in local]
+            shards += [of_tables for _, of_tables in local]
         self._exchanges: list[PooledExchange] = []
-        # The columns of a rank's matrix are those of its collections, one after the other.
-        runs: dict[Way, list[list[ColumnRange]]] = {
-            way: [[run for part in self._parts_on(r, way) for run in place.runs(part)] for r in range(size)]
-            for way in self._ways
+        # The columns of a rank's matrix are those of its table sets, one after the other.
+        runs: dict[Scheme, list[list[ColumnRange]]] = {
+            scheme: [[run for part in self._parts_on(r, scheme) for run in place.runs(part)] for r in range(size)]
+            for scheme in self._schemes
         }
-        if "direct" in self._ways:
+        if "direct" in self._schemes:
             width = place.width_of("direct")
             self._direct = PooledExchange(groups.shards, runs["direct"], width, self.precision, size)
             self._exchanges.append(self._direct)
-        if "by node" in self._ways:
-            self._make_by_node(runs["by node"])
-        columns = place.columns(self._ways)
+        if "hierarchical" in self._schemes:
+            self._make_hierarchical(runs["hierarchical"])
+        columns = place.columns(self._schemes)
         self._columns = None if columns == sorted(columns) else torch.tensor(columns)
         self._mean_of = self._columns_by_mean()
-        return tuple(made), tuple(held)
+        return tuple(made), tuple(shards)
 
-    def _parts_on(self, rank: int, way: Way) -> tuple[list[Held], list[Held]]:
-        """The shards of a rank, collection by collection; the same split as that of `_local`."""
-        return self._split(self.placement.on(rank, way))
+    def _parts_on(self, rank: int, scheme: Scheme) -> tuple[list[PlacedShard], list[PlacedShard]]:
+        """The shards of a rank, table set by table set; split as in `_local`."""
+        return self._split(self.placement.on(rank, scheme))
 
-    def _make_by_node(self, runs: list[list[ColumnRange]]) -> None:
-        """Two exchanges: inside the node, which adds, and across nodes, between ranks of the same place."""
+    def _make_hierarchical(self, runs: list[list[ColumnRange]]) -> None:
+        """Two exchanges: inside the node, which adds, and across nodes, between ranks with the same local rank."""
         groups, size = self.groups, self.groups.node.size
         nodes = [
             sorted({run for rank in runs[first : first + size] for run in rank}) for first in range(0, len(runs), size)
         ]
         own = nodes[groups.shards.rank // size]
-        start = {run: sum(width for _, width in own[:place]) for place, run in enumerate(own)}
+        start = {run: sum(width for _, width in own[:index]) for index, run in enumerate(own)}
         first = groups.shards.rank // size * size
         inside = [[(start[run], run[1]) for run in rank] for rank in runs[first : first + size]]
         width = sum(width for _, width in own)
         self._inside = PooledExchange(groups.node, inside, width, self.precision, kind="pooled inside a node")
         self._across = PooledExchange(
-            groups.across, nodes, self.placement.width_of("by node"), self.precision, groups.shards.size,
+            groups.across, nodes, self.placement.width_of("hierarchical"), self.precision, groups.shards.size,
             "pooled across nodes",
         )  # fmt: skip
         self._exchanges += [self._inside, self._across]
 
-    def send(self, features: Features | SentFeatures) -> SentIds:
-        if isinstance(features, SentFeatures):
-            return self._sent(features)
-        batch = self._own_batch(features)
-        arrived = (self._ids(batch, self._refusal(batch)),) if self.placement.lanes else ()
+    def prefetch(self, features: Features | PrefetchedFeatures) -> ExchangedIds:
+        """See `ShardedCollection.prefetch`."""
+        if isinstance(features, PrefetchedFeatures):
+            return self._exchanged(features)
+        batch = self.own_batch(features)
+        received = (self._ids(batch, self._bad_ids(batch)),) if self.placement.routes else ()
         shares = None if self._mean_of is None else self._shares(batch)
-        sent = self._to_device(SentIds(batch, arrived, (), shares))
+        exchanged = self._to_device(ExchangedIds(batch, received, (), shares))
         groups = [
-            tables.group(sent.batch if way == "everywhere" else sent.arrived[0].features)
-            for way in self._ways
-            for tables in self._locals_of[way]
+            tables.group(exchanged.batch if scheme == "replicated" else exchanged.received[0].features)
+            for scheme in self._schemes
+            for tables in self._locals_of[scheme]
         ]
-        return replace(sent, groups=tuple(groups))
+        return exchanged._replace(groups=tuple(groups))
 
-    def forward(self, features: Features | SentFeatures) -> Tensor:
+    def forward(self, features: Features | PrefetchedFeatures) -> Tensor:
         """`[B, sum of dims]`, columns by table, then by that table's features."""
-        sent = self._sent(features)
-        groups, parts = iter(sent.groups), []
-        for way in self._ways:
-            if way == "everywhere":
-                parts += [tables(sent.batch, next(groups)) for tables in self._locals_of[way]]
+        exchanged = self._exchanged(features)
+        groups, parts = iter(exchanged.groups), []
+        for scheme in self._schemes:
+            if scheme == "replicated":
+                parts += [tables(exchanged.batch, next(groups)) for tables in self._locals_of[scheme]]
                 continue
-            (arrived,) = sent.arrived
-            found = [tables(arrived.features, next(groups)) for tables in self._locals_of[way]]
-            matrix = self._side_by_side(found, sum(arrived.batch_sizes))
-            if way == "direct":
-                parts.append(self._direct(matrix, arrived.batch_sizes))
-            else:
-                parts.append(self._by_node(matrix, arrived.batch_sizes))
+            (received,) = exchanged.received
+            found = [tables(received.features, next(groups)) for tables in self._locals_of[scheme]]
+            matrix = self._side_by_side(found, sum(received.batch_sizes))
+            exchange = self._direct if scheme == "direct" else self._hierarchical
+            parts.append(exchange(matrix, received.batch_sizes))
         pooled = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         if self._columns is not None:
             self._columns = self._columns.to(pooled.device)
             pooled = pooled.index_select(1, self._columns)
-        return self._mean(pooled, sent.shares).to(self.output_dtype)
+        return self._mean(pooled, exchanged.shares).to(self.output_dtype)
 
     def saturated(self) -> int:
+        """See `ShardedCollection.saturated`."""
         return sum(exchange.saturated() for exchange in self._exchanges)
 
     def _side_by_side(self, found: list[Tensor], num_rows: int) -> Tensor:
@@ -135,34 +133,36 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             return found[0]
         if found:
             return torch.cat(found, dim=1)
-        # A rank without such shards has its part in the backward's exchange too.
+        # A rank without such shards takes part in the backward's exchange, too.
         return torch.zeros(num_rows, 0, dtype=torch.float32, device=self.device, requires_grad=True)
 
-    def _by_node(self, matrix: Tensor, batch_sizes: list[int]) -> Tensor:
+    def _hierarchical(self, matrix: Tensor, batch_sizes: list[int]) -> Tensor:
         size, rank = self.groups.node.size, self.groups.shards.rank
         pieces = matrix.split(batch_sizes)
-        by_place = [pieces[r] for place in range(size) for r in range(place, len(pieces), size)]
-        to_place = [sum(batch_sizes[place::size]) for place in range(size)]
-        summed = self._inside(torch.cat(by_place), to_place)
+        by_local_rank = [pieces[r] for local in range(size) for r in range(local, len(pieces), size)]
+        sizes = [sum(batch_sizes[local::size]) for local in range(size)]
+        summed = self._inside(torch.cat(by_local_rank), sizes)
         return self._across(summed, batch_sizes[rank % size :: size])
 
-    def _means_of_rows(self) -> set[int]:
-        """Tables with means as results that are cut by rows: no owner knows a bag's whole length."""
-        return {h.table for h in self.placement.held if h.summed and self.configs[h.table].pooling == "mean"}
+    def _means_over_rows(self) -> set[int]:
+        """Row-wise sharded tables with pooling "mean": no rank with shards knows a bag's whole length."""
+        return {
+            each.table for each in self.placement.shards if each.summed and self.configs[each.table].pooling == "mean"
+        }
 
-    def _lanes_of(self, means: set[int]) -> list[int]:
-        """The lanes of such tables whose sums become means by weights of the ids.
+    def _routes_of(self, means: set[int]) -> list[int]:
+        """The ID routes of such tables whose sums become means by weights of the ids.
 
-        Where gradients are clamped, which is before they are divided; otherwise it takes fewer bytes to divide results.
+        That is where gradients are clamped, before they are divided; otherwise it takes fewer bytes to divide results.
         """
         if self.optimizer.max_gradient is None:
             return []
-        return sorted({lane for held in self.placement.held if held.table in means for lane in held.lanes})
+        return sorted({route for each in self.placement.shards if each.table in means for route in each.routes})
 
     def _columns_by_mean(self) -> Tensor | None:
         """For each column of the result: which of the `_shares` it is multiplied with; None if all with ones."""
-        tables = self._means_of_rows()
-        if not tables or self._lanes_of(tables):
+        tables = self._means_over_rows()
+        if not tables or self._routes_of(tables):
             return None
         means = [table in tables for table in range(len(self.configs))]
         column: list[int] = []
@@ -180,7 +180,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         return torch.cat([1.0 / lengths.clamp(min=1.0), lengths.new_ones(1, lengths.shape[1])])
 
     def _mean(self, pooled: Tensor, shares: Tensor | None) -> Tensor:
-        """Sums of tables that are cut by rows become means."""
+        """Divide the sums of row-wise sharded tables by the lengths of bags."""
         if self._mean_of is None:
             return pooled
         assert shares is not None

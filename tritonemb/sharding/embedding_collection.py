@@ -1,8 +1,7 @@
-"""Unpooled lookups of tables that are spread over ranks."""
+"""`ShardedEmbeddingCollection`: unpooled lookups of sharded tables."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -14,16 +13,15 @@ from tritonemb.comm.id_exchange import IdExchange, ReceivedIds
 from tritonemb.comm.output_exchange import SequenceExchange
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.ops.bag import Bags, bag
-from tritonemb.sharding.collection import ShardedCollection
-from tritonemb.sharding.placement import Held
-from tritonemb.sharding.sharded_features import SentIds
+from tritonemb.sharding.collection import ExchangedIds, ShardedCollection
+from tritonemb.sharding.placement import PlacedShard
 from tritonemb.tables.lookup import Features
-from tritonemb.tables.prefetched import Groups, SentFeatures
-from tritonemb.tables.table_set import TableSet
+from tritonemb.tables.prefetch import PrefetchedFeatures
+from tritonemb.tables.table_set import Groups, TableSet
 
 
-class _Part(NamedTuple):
-    """Lanes whose rows come back in one exchange: they have the same columns.
+class _SequenceExchanges(NamedTuple):
+    """ID routes whose rows return in one exchange: they have the same columns.
 
     Attributes:
         columns: of the result.
@@ -38,77 +36,80 @@ class _Part(NamedTuple):
 
 
 class ShardedEmbeddingCollection(ShardedCollection):
-    """An `EmbeddingCollection` whose tables are cut as a plan says: same batches, same results.
+    """An `EmbeddingCollection` whose tables are sharded as a plan says: same batches, same results.
 
-    The ids of every rank's batch go to the ranks that own their rows, which send back a row for each. Of tables cut by
-    rows, each distinct id of a rank's batch crosses once, and the sum of its gradients goes back.
+    The ID exchange gives the ids of every rank's batch to the ranks with their rows, and an output exchange returns a
+    row for each. For row-wise sharded tables the ids of a rank's batch are deduplicated before, and the sum of an id's
+    gradients is sent back.
 
     All else as for `ShardedEmbeddingBagCollection`.
     """
 
     pooled = False
 
-    def _make_locals(self) -> tuple[tuple[TableSet, ...], tuple[tuple[Held, ...], ...]]:
+    def _make_locals(self) -> tuple[tuple[TableSet, ...], tuple[tuple[PlacedShard, ...], ...]]:
         self._make_whole_row_updates()
         groups, place = self.groups, self.placement
         made: list[TableSet] = []
-        held: list[tuple[Held, ...]] = []
-        # Gradients are clamped one by one, and before weights multiply them: owners need all of both.
-        self._apart = self.optimizer.max_gradient is not None
-        self._parts: list[_Part] = []
-        ways = sorted({((h.shard.first_column, h.shard.num_columns), h.summed) for h in place.held if h.lanes})
-        for columns, distinct in ways:
-            chosen = [h for h in place.held if self._is_of(h, columns, distinct)]
-            lanes = tuple(sorted({lane for h in chosen for lane in h.lanes}))
+        shards: list[tuple[PlacedShard, ...]] = []
+        # Gradients are clamped one by one, before weights multiply them: the ranks with the rows need all of both.
+        self._exact_occurrences = self.optimizer.max_gradient is not None
+        self._parts: list[_SequenceExchanges] = []
+        schemes = sorted({((h.shard.first_column, h.shard.num_columns), h.summed) for h in place.shards if h.routes})
+        for columns, distinct in schemes:
+            chosen = [h for h in place.shards if self._is_of(h, columns, distinct)]
+            routes = tuple(sorted({route for h in chosen for route in h.routes}))
             here = [h for h in chosen if h.shard.rank == groups.shards.rank]
-            renamed = [h._replace(lanes=tuple(lanes.index(lane) for lane in h.lanes)) for h in here]
+            renamed = [h._replace(routes=tuple(routes.index(route) for route in h.routes)) for h in here]
             local = self._local(renamed)
-            chosen_lanes, check = [place.lanes[lane] for lane in lanes], self.bounds_check == "raise"
-            ids = IdExchange(groups.ids, chosen_lanes, check, deduplicate=distinct and not self._apart)
+            chosen_routes, check = [place.routes[route] for route in routes], self.bounds_check == "raise"
+            ids = IdExchange(groups.ids, chosen_routes, check, deduplicate=distinct and not self._exact_occurrences)
             rows = SequenceExchange(groups.shards, columns[1], self.precision, groups.shards.size)
-            self._parts.append(_Part(columns, ids, rows, tuple(t for t, _ in local)))
+            self._parts.append(_SequenceExchanges(columns, ids, rows, tuple(t for t, _ in local)))
             made += [tables for tables, _ in local]
-            held += [of_tables for _, of_tables in local]
-        everywhere = self._local(place.on(groups.shards.rank, "everywhere"), bounds_check=True)
-        self._everywhere = tuple(tables for tables, _ in everywhere)
-        made += self._everywhere
-        held += [of_tables for _, of_tables in everywhere]
-        return tuple(made), tuple(held)
+            shards += [of_tables for _, of_tables in local]
+        replicated = self._local(place.on(groups.shards.rank, "replicated"), bounds_check=True)
+        self._replicated = tuple(tables for tables, _ in replicated)
+        made += self._replicated
+        shards += [of_tables for _, of_tables in replicated]
+        return tuple(made), tuple(shards)
 
     @staticmethod
-    def _is_of(held: Held, columns: ColumnRange, distinct: bool) -> bool:
-        same = (held.shard.first_column, held.shard.num_columns) == columns and held.summed == distinct
-        return bool(held.lanes) and same
+    def _is_of(each: PlacedShard, columns: ColumnRange, distinct: bool) -> bool:
+        same = (each.shard.first_column, each.shard.num_columns) == columns and each.summed == distinct
+        return bool(each.routes) and same
 
-    def send(self, features: Features | SentFeatures) -> SentIds:
-        if isinstance(features, SentFeatures):
-            return self._sent(features)
-        batch = self._own_batch(features)
-        # Weights stay here, as a rule: they multiply rows when these have come back.
-        plain = batch if self._apart else KeyedJaggedTensor(batch.keys(), batch.values(), offsets=batch.offsets())
-        problem = self._refusal(batch) if self._parts else None
-        sent = self._to_device(SentIds(batch, tuple(part.ids(plain, problem) for part in self._parts), ()))
-        pairs = zip(self._parts, sent.arrived, strict=True)
-        groups = [tables.group(ids.features) for part, ids in pairs for tables in part.locals]
-        groups += [tables.group(sent.batch) for tables in self._everywhere]
-        return replace(sent, groups=tuple(groups))
+    def prefetch(self, features: Features | PrefetchedFeatures) -> ExchangedIds:
+        """See `ShardedCollection.prefetch`."""
+        if isinstance(features, PrefetchedFeatures):
+            return self._exchanged(features)
+        batch = self.own_batch(features)
+        # Weights stay here, as a rule: they multiply the returned rows.
+        unweighted = KeyedJaggedTensor(batch.keys(), batch.values(), offsets=batch.offsets())
+        ids = batch if self._exact_occurrences else unweighted
+        problem = self._bad_ids(batch) if self._parts else None
+        exchanged = self._to_device(ExchangedIds(batch, tuple(part.ids(ids, problem) for part in self._parts), ()))
+        pairs = zip(self._parts, exchanged.received, strict=True)
+        groups = [tables.group(received.features) for part, received in pairs for tables in part.locals]
+        groups += [tables.group(exchanged.batch) for tables in self._replicated]
+        return exchanged._replace(groups=tuple(groups))
 
-    def forward(self, features: Features | SentFeatures) -> KeyedJaggedTensor:
+    def forward(self, features: Features | PrefetchedFeatures) -> KeyedJaggedTensor:
         """Rows `[N, dim]` under the batch's keys and offsets; values of keys that no table knows are zero."""
-        sent = self._sent(features)
-        batch, groups = sent.batch, iter(sent.groups)
+        exchanged = self._exchanged(features)
+        batch, groups = exchanged.batch, iter(exchanged.groups)
         dim = self.configs[0].embedding_dim
         num_values = batch.values().shape[0]
         total: Tensor | None = None
-        for part, ids in zip(self._parts, sent.arrived, strict=True):
+        for part, ids in zip(self._parts, exchanged.received, strict=True):
             rows = self._rows(part, ids, [next(groups) for _ in part.locals])
-            own = self._in_place(part, rows, batch)
-            if batch.weights_or_none() is not None and not self._apart:
+            own = self._in_batch_order(part, rows, batch)
+            if batch.weights_or_none() is not None and not self._exact_occurrences:
                 own = own * batch.weights().to(own.dtype).unsqueeze(1)
             first, width = part.columns
             own = own if width == dim else torch.nn.functional.pad(own, (first, dim - first - width))
             total = own if total is None else total + own
-        for tables in self._everywhere:
+        for tables in self._replicated:
             found = tables(batch, next(groups))
             total = found if total is None else total + found
         assert total is not None
@@ -116,10 +117,11 @@ class ShardedEmbeddingCollection(ShardedCollection):
         return KeyedJaggedTensor(batch.keys(), total.to(self.output_dtype), offsets=batch.offsets())
 
     def saturated(self) -> int:
+        """See `ShardedCollection.saturated`."""
         return sum(part.rows.saturated() for part in self._parts)
 
-    def _rows(self, part: _Part, ids: ReceivedIds, groups: list[Groups]) -> Tensor:
-        """A row for each id of the batch, lane by lane."""
+    def _rows(self, part: _SequenceExchanges, ids: ReceivedIds, groups: list[Groups]) -> Tensor:
+        """A row for each id of the batch, route by route."""
         found = [tables(ids.features, group) for tables, group in zip(part.locals, groups, strict=True)]
         if found:
             rows = found[0]
@@ -133,10 +135,10 @@ class ShardedEmbeddingCollection(ShardedCollection):
         every = ids.inverse.new_tensor([0, ids.inverse.shape[0]])
         return bag(rows, ids.inverse, None, Bags(every, pooled=False, checked=False))
 
-    def _in_place(self, part: _Part, rows: Tensor, batch: KeyedJaggedTensor) -> Tensor:
-        """Each row where its id is in the batch; zero for ids of other lanes."""
+    def _in_batch_order(self, part: _SequenceExchanges, rows: Tensor, batch: KeyedJaggedTensor) -> Tensor:
+        """Each row at the position of its id in the batch; zero at those of other routes."""
         keys = batch.keys()
-        order = [keys.index(lane.feature) for lane in part.ids.routes]
+        order = [keys.index(route.feature) for route in part.ids.routes]
         if order == list(range(len(keys))):
             return rows
         num_values = batch.values().shape[0]
@@ -147,8 +149,8 @@ class ShardedEmbeddingCollection(ShardedCollection):
         return _put(rows, where, num_values)
 
 
-class _Put(torch.autograd.Function):
-    """Rows at distinct places of a larger matrix."""
+class _Scatter(torch.autograd.Function):
+    """Rows at distinct positions of a larger matrix."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, where: Tensor, num_rows: int) -> Tensor:
@@ -163,5 +165,5 @@ class _Put(torch.autograd.Function):
 
 
 def _put(rows: Tensor, where: Tensor, num_rows: int) -> Tensor:
-    found: Tensor = _Put.apply(rows, where, num_rows)
+    found: Tensor = _Scatter.apply(rows, where, num_rows)
     return found

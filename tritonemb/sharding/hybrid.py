@@ -1,4 +1,4 @@
-"""Hybrid parallelism: tables cut over ranks, all else as copies (or FSDP2's shards) on each."""
+"""`HybridParallel`: tables sharded over ranks (model parallel), other layers data parallel, or sharded by FSDP2."""
 
 from __future__ import annotations
 
@@ -18,50 +18,50 @@ from torch.nn.parallel import DistributedDataParallel
 from tritonemb.comm.codec import ExchangePrecision
 from tritonemb.comm.group import RankGroup
 from tritonemb.nn import EmbeddingBagCollection, EmbeddingCollection
-from tritonemb.sharding.collection import ShardedCollection, why_not
+from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection
 from tritonemb.sharding.embedding_collection import ShardedEmbeddingCollection
 from tritonemb.sharding.plan import ShardingPlan, uniform_plan
 from tritonemb.sharding.process_groups import ShardGroups
-from tritonemb.sharding.sharded_tensor import TableShards
+from tritonemb.sharding.sharded_tensor import TableShards, why_not_loadable
 from tritonemb.tables.lookup import Features
-from tritonemb.tables.prefetched import SentFeatures
+from tritonemb.tables.prefetch import PrefetchedFeatures
 from tritonemb.types import TableConfig
 
 Dense = Literal["ddp", "fsdp"]
 
 
 class HybridParallel(nn.Module):
-    """A model whose fused embedding collections are cut over the ranks of a job, and whose other layers are on each.
+    """A model whose fused embedding collections are sharded over the ranks of a job; other layers are on each rank.
 
     Every rank calls it with its own samples, in step with the others. Gradients of the other layers are averaged over
-    ranks by `DistributedDataParallel`, or by `fully_shard`, which cuts them too; those of the tables as well. So with
+    ranks by `DistributedDataParallel`, or by `fully_shard`, which shards them too; those of the tables as well. So with
     a loss that is the mean over a rank's samples, and as many samples on each rank, it trains as the model itself does
     on the samples of all ranks.
 
     Args:
         model: with `EmbeddingBagCollection` or `EmbeddingCollection` modules that have a fused optimizer. It is changed
             in place. Made on the "meta" device, it takes no memory, and its parameters are drawn here: those of a table
-            by torch's seed and the table's name, the same however it is cut; those of other layers by their
-            `reset_parameters`. Otherwise their values are taken over; of layers that every rank has, rank 0's.
-        plan: where tables go; `uniform_plan` if not given. For the ranks of one replica.
+            by torch's seed and the table's name, the same however it is sharded; those of other layers by their
+            `reset_parameters`. Otherwise their values are copied; of layers that every rank has, rank 0's.
+        plan: how tables are sharded; `uniform_plan` if not given. For the ranks of one replica.
         mesh: of all ranks; one dimension, or two: ("replicate", "shard"), whose first counts copies of the tables.
         dense: "ddp", or "fsdp" for `torch.distributed.fsdp.fully_shard`.
-        exchange: in how many bits vectors and gradients cross.
+        exchange: quantized communication of vectors and gradients.
         device: of the tables, and of layers made on "meta"; the model's own by default, or for "meta" the current
             CUDA device if the job can use it, else the CPU.
         local_world_size: ranks of a node; what torchrun says by default.
         average_every: with several copies of the tables, their gradients are gathered in every step (1); or the copies
-            train apart and are averaged every so many steps, when `end_step` is called (local SGD).
+            train alone and are averaged every so many steps, when `end_step` is called (local SGD).
         timeout: of collectives between tables; torch's default if not given.
 
     Attributes:
         module: the model.
-        plan: where tables went.
+        plan: how tables are sharded.
         groups: of ranks.
 
     Raises:
-        ValueError: the model has no collection to cut, or plan and ranks do not fit together.
+        ValueError: the model has no collection to shard, or plan and ranks do not fit together.
 
     `torch.distributed` must be initialized in a job of several processes: torchrun, and
     `torch.distributed.init_process_group("cpu:gloo,cuda:nccl")`. One process needs nothing, and no plan.
@@ -107,15 +107,15 @@ class HybridParallel(nn.Module):
             )
         self.exchange = ExchangePrecision() if exchange is None else exchange
         self.average_every, self._steps = average_every, 0
-        placed = _place(model, device)
+        table_device = _device_for(model, device)
         sharded = {
-            collection: _shard(collection, self.plan, self.groups, self.exchange, placed, average_every == 1)
+            collection: _shard(collection, self.plan, self.groups, self.exchange, table_device, average_every == 1)
             for collection in found
         }
         self.collections: tuple[ShardedCollection, ...] = tuple(sharded.values())
         self.module: nn.Module = _replace(model, sharded)
-        _materialise(self.module, placed)
-        self._called = (_parallel(self.module, dense, mesh, placed, self.groups.world),)
+        _materialise(self.module, table_device)
+        self._called = (_parallel(self.module, dense, mesh, table_device, self.groups.world),)
 
     @property
     def group(self) -> RankGroup:
@@ -123,18 +123,20 @@ class HybridParallel(nn.Module):
         return self.groups.world
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns for this rank's samples. Features may be given as `send` returns them."""
+        """What the model returns for this rank's samples. Features may be given as `prefetch` returns them."""
         return self._called[0](*args, **kwargs)
 
-    def send(self, features: Features | SentFeatures) -> SentFeatures:
-        """Send the ids of a batch to the ranks that own their rows, ahead of `forward`; all ranks, in the same order.
+    def prefetch(self, features: Features | PrefetchedFeatures) -> PrefetchedFeatures:
+        """Exchange the ids of a batch, and prefetch its rows, before `forward`; all ranks, in the same order.
 
         Another thread may do so for the next batch while this one is computed.
         """
-        if isinstance(features, SentFeatures):
+        if isinstance(features, PrefetchedFeatures):
             return features
-        batch = self.collections[0]._own_batch(features)
-        return SentFeatures(batch, {id(collection): collection.send(features) for collection in self.collections})
+        batch = self.collections[0].own_batch(features)
+        return PrefetchedFeatures(
+            batch, {id(collection): collection.prefetch(features) for collection in self.collections}
+        )
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -167,7 +169,7 @@ class HybridParallel(nn.Module):
         return sum(collection.saturated() for collection in self.collections)
 
     def table_weights(self) -> dict[str, Tensor]:
-        """The whole tables' weights by path, of which this rank holds some shards."""
+        """The whole tables' weights by path, of which this rank has some shards."""
         paths = [(path, m) for path, m in self.module.named_modules() if isinstance(m, ShardedCollection)]
         return {
             f"{path}.{table}" if path else table: weight
@@ -187,7 +189,7 @@ class HybridParallel(nn.Module):
                 tables of another dtype or plan; nothing has been changed then.
         """
         own = self.state_dict()
-        _refuse_other_state(own, state_dict, strict)
+        _check_state(own, state_dict, strict)
         given = OrderedDict((key, _as_distributed(own.get(key), value)) for key, value in state_dict.items())
         if hasattr(state_dict, "_metadata"):
             given._metadata = state_dict._metadata  # type: ignore[attr-defined]
@@ -198,7 +200,7 @@ class HybridParallel(nn.Module):
         return self.module.named_parameters(*args, **kwargs)
 
 
-def _refuse_other_state(own: Mapping[str, Any], given: Mapping[str, Any], strict: bool) -> None:
+def _check_state(own: Mapping[str, Any], given: Mapping[str, Any], strict: bool) -> None:
     """Raise RuntimeError unless a state can be loaded into this one."""
     missing, unexpected = [key for key in own if key not in given], [key for key in given if key not in own]
     problems = []
@@ -208,7 +210,7 @@ def _refuse_other_state(own: Mapping[str, Any], given: Mapping[str, Any], strict
         problems.append(f"the model does not have {unexpected}")
     for key, here in own.items():
         if key in given and isinstance(here, TableShards):
-            problem = why_not(here, given[key])
+            problem = why_not_loadable(here, given[key])
             problems += [] if problem is None else [f"{key}: {problem}"]
         elif key in given and isinstance(here, Tensor) and getattr(given[key], "shape", None) != here.shape:
             problems.append(f"{key} has shape {list(here.shape)}, got {list(getattr(given[key], 'shape', []))}")
@@ -227,8 +229,8 @@ def _tables(collections: list[Any]) -> list[TableConfig]:
     return [config for collection in collections for config in collection.configs]
 
 
-def _place(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    """Where tables are to live."""
+def _device_for(model: nn.Module, device: torch.device | str | None) -> torch.device:
+    """The device of the tables."""
     if device is not None:
         return torch.device(device)
     own = next(model.parameters()).device
@@ -250,15 +252,15 @@ def _shard(
     groups: ShardGroups,
     exchange: ExchangePrecision,
     device: torch.device,
-    gather_replicas: bool,
+    sync_replicas: bool,
 ) -> ShardedCollection:
     pooled = isinstance(collection, EmbeddingBagCollection)
     kind = ShardedEmbeddingBagCollection if pooled else ShardedEmbeddingCollection
-    return kind(collection, plan, groups, exchange, device, gather_replicas)
+    return kind(collection, plan, groups, exchange, device, sync_replicas)
 
 
 def _replace(model: nn.Module, sharded: dict[Any, ShardedCollection]) -> nn.Module:
-    """The model with its collections replaced, wherever they are."""
+    """The model with its collections retable_device, wherever they are."""
     if model in sharded:
         return sharded[model]
     for module in list(model.modules()):
@@ -269,7 +271,7 @@ def _replace(model: nn.Module, sharded: dict[Any, ShardedCollection]) -> nn.Modu
 
 
 def _materialise(model: nn.Module, device: torch.device) -> None:
-    """Give modules made on "meta" memory and first values."""
+    """Give modules made on "meta" memory and initial values."""
     for module in model.modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if not any(tensor.is_meta for tensor in own):
@@ -287,7 +289,7 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
 def _parallel(
     model: nn.Module, dense: Dense, mesh: DeviceMesh | None, device: torch.device, world: RankGroup
 ) -> nn.Module:
-    """What is called in the model's place."""
+    """The module that is called in the model's place."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if world.size == 1 or not trained:
         return model

@@ -1,4 +1,4 @@
-"""First values of shards."""
+"""Initial values of shards."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from tritonemb.comm.group import RankGroup
 from tritonemb.ops.initial import fill_initial_
 from tritonemb.sharding.plan import Shard
-from tritonemb.tables.cached_table import TieredTable
+from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.table import Table
 from tritonemb.types import TRAINABLE_DTYPES, TableConfig
 
@@ -24,17 +24,19 @@ def copy_shard(own: Tensor, whole: Tensor, shard: Shard) -> None:
 
 
 def tensors_of(table: Table) -> dict[str, Tensor]:
-    """Weight and states of all rows that a table has."""
-    if isinstance(table, TieredTable):
+    """Weight and states of all rows of a table."""
+    if isinstance(table, CachedTable):
         return table.tensors()
     return {"weight": table.weight.detach(), **dict(table.named_buffers(recurse=False))}
 
 
-def begin_elsewhere(own: TieredTable, table: TableConfig, shard: Shard, source: Table | None, same: RankGroup) -> None:
-    """Give a shard that does not live on the device the values of a whole table, or those that are drawn for it.
+def init_cached_shard(
+    own: CachedTable, table: TableConfig, shard: Shard, source: Table | None, same: RankGroup
+) -> None:
+    """Fill a shard of a cached table from a whole table, or draw its initial values.
 
     Args:
-        same: the ranks with this shard, of which the first one's values count; a collective.
+        same: the ranks with this shard, which get the values of the first; a collective.
     """
     if source is None and table.init is None:
         seed = torch.tensor(_seed_of(table), device=own.weight.device)
@@ -51,11 +53,11 @@ def begin_elsewhere(own: TieredTable, table: TableConfig, shard: Shard, source: 
             copy_shard(tensor, given[name], shard)
     own.assign(tensors)
     if same.size > 1:
-        own.change(lambda fields: _take_over(fields, own.weight.device, same))
+        own.update_records(lambda fields: _broadcast_fields(fields, own.weight.device, same))
 
 
-def _take_over(fields: Mapping[str, Tensor], device: torch.device, same: RankGroup) -> None:
-    """The first rank's values; they cross between devices of this kind."""
+def _broadcast_fields(fields: Mapping[str, Tensor], device: torch.device, same: RankGroup) -> None:
+    """Copy the first rank's values, through devices of this kind."""
     for values in fields.values():
         moved = values.to(device).contiguous()
         same.broadcast(moved, 0, "initial values")
@@ -67,7 +69,7 @@ def _seed_of(table: TableConfig) -> int:
 
 
 def _initialised(table: TableConfig) -> Tensor:
-    """A whole table as its `init` makes it."""
+    """A whole table filled by its `init`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_seed_of(table))
         dtype = table.dtype if table.dtype in TRAINABLE_DTYPES else torch.float32
@@ -78,10 +80,10 @@ def _initialised(table: TableConfig) -> Tensor:
 
 
 def fill_shard(own: Tensor, table: TableConfig, shard: Shard) -> None:
-    """Draw a shard's first values: those that the whole table has there, however it is cut.
+    """Draw a shard's initial values: those that the whole table has there, however it is sharded.
 
-    A table's values depend on its name and on torch's seed (`torch.initial_seed`, which `torch.manual_seed` sets), each
-    on its place, so nobody draws the whole; a table with an `init` of its own is made whole on the CPU, and cut.
+    A value depends on the table's name, on torch's seed (`torch.initial_seed`, which `torch.manual_seed` sets), and on
+    its row and column, so nobody draws the whole; a table with an `init` of its own is made whole on the CPU.
     """
     if table.init is not None:
         copy_shard(own, _initialised(table), shard)

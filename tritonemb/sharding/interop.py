@@ -1,4 +1,4 @@
-"""Tables that another library has trained, from its `state_dict` into ours, sharded or not."""
+"""Interop: tables that another library has trained, from its `state_dict` into ours, sharded or not."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def load_tables(
     Every rank of a sharded model calls it with the same keys. A DTensor is gathered, one table at a time.
 
     Args:
-        model: with our collections anywhere inside; a module that cuts its tables has a method
-            `table_weights() -> dict[str, Tensor]`, with a `TableShards` for each table that it has cut.
+        model: with our collections anywhere inside; a module that shards its tables has a method
+            `table_weights() -> dict[str, Tensor]`, with a `TableShards` for each sharded table.
         state_dict: whole tensors `[num_embeddings, embedding_dim]` or DTensors, on any device.
         keys: `{table: key}` for tables whose key does not follow from their name; a table goes by its name, or by its
             path in the model where several have that name.
-        strict: refuse it if a table of ours has no key, or if one of TorchRec's has no table here; otherwise such
-            tables stay as they are.
+        strict: raise if a table of ours has no key, or if one of TorchRec's has no table here; otherwise such tables
+            stay as they are.
 
     Returns:
         the key that each table was filled from, by its path in the model.
@@ -76,18 +76,15 @@ def load_tables(
 
 
 def _tables(model: nn.Module) -> list[_Ours]:
-    """Every table once, with its path: what the innermost modules say that tell of their tables, and our collections.
-
-    What is inside of a module that cuts its tables is its own affair.
-    """
-    tellers = {path for path, module in model.named_modules() if callable(getattr(module, "table_weights", None))}
-    outer = {path for path in tellers if any(_is_inside(other, path) for other in tellers)}
+    """Every table once, with its path: of the innermost modules with `table_weights`, and of our collections."""
+    sharded = {path for path, module in model.named_modules() if callable(getattr(module, "table_weights", None))}
+    outer = {path for path in sharded if any(_is_inside(other, path) for other in sharded)}
     found: list[_Ours] = []
     for path, module in model.named_modules():
         weights: Mapping[str, Tensor] = {}
-        if path in tellers - outer:
+        if path in sharded - outer:
             weights = module.table_weights()
-        elif isinstance(module, TableSet) and not any(_is_inside(path, teller) for teller in tellers - outer):
+        elif isinstance(module, TableSet) and not any(_is_inside(path, other) for other in sharded - outer):
             weights = {table.config.name: table.weight for table in module.tables}
         found += [_Ours(f"{path}.{name}" if path else name, name, weight) for name, weight in weights.items()]
     return found

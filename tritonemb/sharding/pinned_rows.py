@@ -1,4 +1,4 @@
-"""Where an update finds the rows of a rank's shards: of tables that live elsewhere, in slots that batches hold."""
+"""The rows of a rank's shards for an update: of cached tables, in slots that batches have pinned."""
 
 from __future__ import annotations
 
@@ -10,78 +10,78 @@ from torch import Tensor
 
 from tritonemb import ops
 from tritonemb.comm.gradient_exchange import RowSums
-from tritonemb.tables.pins import Lease
+from tritonemb.tables.lookup import PinnedSlots
 from tritonemb.tables.table_set import TableSet
 
 
-class HeldRows:
-    """The rows of a collection of shards, for one update.
+class PinnedRows:
+    """The rows of a table set of shards, for one update.
 
-    Rows have the numbers that every rank knows them by; where they are may differ from rank to rank. Nothing of this
-    waits for another rank.
+    Rows have the same numbers on every rank; their slots may differ from rank to rank. Nothing here waits for another
+    rank.
 
     Args:
-        leases: of the batches whose rows are updated; they are this object's to end.
+        pins: of the batches whose rows are updated; this object releases them.
     """
 
-    def __init__(self, collection: TableSet, leases: Sequence[Lease] = ()) -> None:
-        self._collection, self._leases = collection, list(leases)
-        for lease in self._leases:
-            lease.change()
-        self._places: dict[int, tuple[Tensor, Tensor]] = {}  # by table that lives elsewhere: rows, ascending, and slots
+    def __init__(self, collection: TableSet, pins: Sequence[PinnedSlots] = ()) -> None:
+        self._collection, self._pins = collection, list(pins)
+        for pinned in self._pins:
+            pinned.mark_dirty()
+        self._slots: dict[int, tuple[Tensor, Tensor]] = {}  # by cached table: rows, ascending, and slots
         cache = collection.cache
-        for table, tiered in enumerate([] if cache is None else cache.tiered):
-            if tiered is not None:
-                parts = [lease.rows_of(table) for lease in self._leases]
+        for table, cached in enumerate([] if cache is None else cache.tables):
+            if cached is not None:
+                parts = [pinned.rows_of(table) for pinned in self._pins]
                 rows, which = torch.cat([rows for rows, _ in parts]).unique(return_inverse=True)
                 slots = torch.empty_like(rows)
-                slots[which] = torch.cat([slots for _, slots in parts])  # a row that several hold is in one slot
-                self._places[table] = rows, slots
+                slots[which] = torch.cat([slots for _, slots in parts])  # a row that several have pinned is in one slot
+                self._slots[table] = rows, slots
 
     @contextmanager
     def memory(self) -> Iterator[ops.FusedTables]:
-        """The tables' tensors, which nobody replaces meanwhile. No collective may be called within."""
+        """The tables' tensors, which are not replaced meanwhile. No collective may be called within."""
         with self._collection.memory():
             yield self.fused()
 
     def fused(self) -> ops.FusedTables:
-        """The tables' tensors of this moment, and the counters, which stay the same."""
+        """The tables' present tensors, and the counters, which stay the same."""
         return self._collection.fused_tables()
 
     def slots(self, table: int, rows: Tensor) -> Tensor:
-        """Where rows of a table are.
+        """The slots of a table's rows; the rows themselves if it is not cached.
 
         Raises:
-            RuntimeError: one of them has not been brought to the device.
+            RuntimeError: one of them is not pinned.
         """
-        if table not in self._places:
+        if table not in self._slots:
             return rows
-        own, slots = self._places[table]
-        place = torch.searchsorted(own, rows).clamp_(max=max(0, own.numel() - 1))
-        if rows.numel() and not (own.numel() and torch.equal(own[place], rows)):
+        own, slots = self._slots[table]
+        index = torch.searchsorted(own, rows).clamp_(max=max(0, own.numel() - 1))
+        if rows.numel() and not (own.numel() and torch.equal(own[index], rows)):
             name = self._collection.configs[table].name
             raise RuntimeError(
-                f"other ranks train rows of table {name!r} that are not on this one's device; all ranks must send, "
-                "look up and train their batches in the same order"
+                f"other ranks train rows of table {name!r} that are not pinned on this one's device; all ranks must "
+                "prefetch, look up and train their batches in the same order"
             )
-        return slots[place] if rows.numel() else rows
+        return slots[index] if rows.numel() else rows
 
     def in_rows(self, sums: RowSums) -> RowSums:
-        """Sums of what is in slots, by the rows in these, ascending."""
+        """Sums by slot as sums by row, ascending."""
         found = RowSums(list(sums.rows), list(sums.sums))
-        for table, (rows, slots) in self._places.items():
+        for table, (rows, slots) in self._slots.items():
             ascending, order = slots.sort()
-            place = torch.searchsorted(ascending, sums.rows[table])
-            found.rows[table], back = rows[order[place]].sort()
+            index = torch.searchsorted(ascending, sums.rows[table])
+            found.rows[table], back = rows[order[index]].sort()
             found.sums[table] = sums.sums[table][back]
         return found
 
     def row_ids(self, table: int) -> Tensor | None:
-        """int64, the row in each slot; None where rows are in their own places. For who has `memory`."""
+        """int64, the row in each slot; None for a table that is not cached. For use within `memory`."""
         cache = self._collection.cache
-        return None if cache is None or table not in self._places else cache.row_ids(table)
+        return None if cache is None or table not in self._slots else cache.row_ids(table)
 
-    def give_up(self) -> None:
-        """The update has been asked for, on this thread's stream."""
-        for lease in self._leases:
-            lease.end()
+    def release(self) -> None:
+        """Unpin the rows: this thread's stream has been given the update."""
+        for pinned in self._pins:
+            pinned.release()

@@ -1,7 +1,4 @@
-"""Where every table goes: a plan, as plain data that can be written by hand.
-
-The ways to cut a table: plain data that says which rank holds which rows and columns.
-"""
+"""Sharding plans: plain data, which can be written by hand, that says which rank has which rows and columns."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ COLUMNS_ROUNDED_TOGETHER = 8  # of a 16-bit row: one random counter rounds them
 
 @dataclass(frozen=True)
 class Shard:
-    """A rectangle of a table, and the rank that holds it."""
+    """Rows and columns of a table, and the rank that has them."""
 
     rank: int
     first_row: int
@@ -31,7 +28,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a table is cut; one of the classes below. Ranks count from 0 to the plan's world size."""
+    """How a table is sharded; one of the classes below. Ranks count from 0 to the plan's world size."""
 
     def shards(self, table: TableConfig, world_size: int, local_world_size: int) -> list[Shard]:
         """The rectangles, column block by column block, then by row; together they cover the table once.
@@ -43,7 +40,7 @@ class Sharding:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every rank holds the whole table."""
+        """Whether every rank has the whole table."""
         return False
 
     @property
@@ -68,7 +65,7 @@ class RowWise(Sharding):
     """Blocks of rows on several ranks, all of ceil(rows / ranks) but the last ones.
 
     Args:
-        ranks: that hold a block each, in order; all if not given.
+        ranks: with a block each, in order; all if not given.
     """
 
     ranks: Ranks | None = None
@@ -84,7 +81,7 @@ class RowWise(Sharding):
 
 @dataclass(frozen=True)
 class ColumnWise(Sharding):
-    """Blocks of columns, each on a rank; a rank may hold several.
+    """Blocks of columns, each on a rank; a rank may have several.
 
     Args:
         ranks: of the blocks, in order; all if not given.
@@ -276,13 +273,13 @@ def _columns(
 
 
 FORMAT = 1
-SMALL_TABLE = 64 * 1024  # bytes of weights: such a table costs less to update everywhere than to exchange
+SMALL_TABLE = 64 * 1024  # bytes of weights: such a table costs less to update replicated than to exchange
 _NAMES = {kind: name for name, kind in SHARDINGS.items()}
 
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """How each table is cut, for a job of a certain size.
+    """How each table is sharded, for a job of a certain size.
 
     Args:
         tables: a sharding for each table's name.
@@ -372,27 +369,27 @@ class ShardingPlan:
 
 
 def uniform_plan(tables: Sequence[TableConfig], world_size: int, local_world_size: int = 0) -> ShardingPlan:
-    """A plan from sizes alone: small tables everywhere, those larger than a rank's share by rows, others whole.
+    """A plan from sizes alone: small tables replicated, those larger than a rank's share by rows, others whole.
 
-    Whole tables go, largest first, to the rank that holds the fewest bytes. Same tables, same plan.
+    Whole tables go, largest first, to the rank that has the fewest bytes. Same tables, same plan.
     """
     shardings: dict[str, Sharding] = {}
     sizes = {table.name: table.num_embeddings * table.embedding_dim * table.dtype.itemsize for table in tables}
     share = sum(sizes.values()) / world_size
-    held = [0.0] * world_size
+    bytes_on = [0.0] * world_size
     whole = []
     for table in tables:
         if world_size > 1 and sizes[table.name] <= SMALL_TABLE:
             shardings[table.name] = DataParallel()
         elif world_size > 1 and sizes[table.name] > share and table.num_embeddings >= world_size:
             shardings[table.name] = RowWise()
-            held = [size + sizes[table.name] / world_size for size in held]
+            bytes_on = [size + sizes[table.name] / world_size for size in bytes_on]
         else:
             whole.append(table)
     for table in sorted(whole, key=lambda table: -sizes[table.name]):
-        rank = held.index(min(held))
+        rank = bytes_on.index(min(bytes_on))
         shardings[table.name] = TableWise(rank)
-        held[rank] += sizes[table.name]
+        bytes_on[rank] += sizes[table.name]
     return ShardingPlan({table.name: shardings[table.name] for table in tables}, world_size, local_world_size)
 
 

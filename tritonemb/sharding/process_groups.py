@@ -1,4 +1,4 @@
-"""The groups of ranks that a sharded model needs."""
+"""The process groups of a sharded model."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from tritonemb.comm.group import RankGroup
 
 
 class ShardGroups(NamedTuple):
-    """Made by all ranks together.
+    """Process groups; all ranks make them together.
 
     Attributes:
-        world: all ranks of the job, with an order of their own: `DistributedDataParallel` uses the job's.
-        shards: ranks that hold one copy of the tables between them.
-        ids: the same ranks, for ids, on the CPU and with an order of their own, so that these may travel ahead.
+        world: all ranks of the job, apart from the group that `DistributedDataParallel` uses.
+        shards: ranks with the shards of one copy of the tables.
+        ids: the same ranks, for ID exchanges, on the CPU and apart from `shards`, so that ids may be prefetched.
         node: those of `shards` on this node.
-        across: those of `shards` with this rank's place on their nodes.
-        replicas: ranks that hold the same shards in other copies of the tables; one if there is one copy.
+        across: those of `shards` with this rank's local rank.
+        replicas: ranks with the same shards in other copies of the tables; one if there is one copy.
     """
 
     world: RankGroup
@@ -48,27 +48,27 @@ class ShardGroups(NamedTuple):
                     f"shape {tuple(mesh.shape)}"
                 )
             if mesh.mesh.flatten().tolist() != list(range(world.size)):
-                raise ValueError("the mesh must hold the ranks in their order, replica by replica")
+                raise ValueError("the mesh must have the ranks in their order, replica by replica")
             replicas, shards = (1, *mesh.shape)[-2:]
         node = min(world.local_world_size, shards)
         if shards % node:
             raise ValueError(f"{shards} ranks of a copy of the tables cannot be nodes of {node} ranks each")
         copies = _copies(replicas, shards)
         nodes = [copy[first : first + node] for copy in copies for first in range(0, shards, node)]
-        places = [copy[place::node] for copy in copies for place in range(node)]
+        local_ranks = [copy[local::node] for copy in copies for local in range(node)]
         of_shards = world.subgroup(copies)
         return cls(
             world.duplicate(), of_shards, world.subgroup(copies, backend="gloo"),
-            of_shards if node == shards else world.subgroup(nodes), world.subgroup(places),
+            of_shards if node == shards else world.subgroup(nodes), world.subgroup(local_ranks),
             world.subgroup(_same(copies)),
         )  # fmt: skip
 
-    def world_ahead(self) -> RankGroup:
-        """As `world`, for what goes ahead with the ids; made by all ranks together."""
+    def world_for_prefetch(self) -> RankGroup:
+        """As `world`, for prefetches; all ranks make it together."""
         return self.ids if self.replicas.size == 1 else self.world.duplicate(backend="gloo")
 
-    def replicas_ahead(self) -> RankGroup:
-        """As `replicas`, for what goes ahead with the ids; made by all ranks together."""
+    def replicas_for_prefetch(self) -> RankGroup:
+        """As `replicas`, for prefetches; all ranks make it together."""
         return self.world.subgroup(_same(_copies(self.replicas.size, self.shards.size)), backend="gloo")
 
     def among(self, ranks: Sequence[int]) -> RankGroup:
@@ -85,5 +85,5 @@ def _copies(replicas: int, shards: int) -> list[list[int]]:
 
 
 def _same(copies: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The ranks with the same place in each copy."""
+    """The ranks with the same shards in each copy."""
     return [list(ranks) for ranks in zip(*copies, strict=True)]

@@ -1,9 +1,9 @@
-"""Updates of rows that several ranks hold, by gradients gathered from all of them: exact, and the same bits everywhere.
+"""Updates of rows that several ranks have, by the gradients of all of them: exact, and bitwise identical on every rank.
 
 Each rank sums the gradients of its distinct rows. *Replicas* gather these sums, and each applies the optimizer to the
-sum over ranks, in their order. Where a table's *columns* are spread over ranks and the optimizer looks at whole rows
-(a mean of squares, a norm), the ranks exchange what they have of the batch's rows, and each updates the whole rows,
-which gives the bits of the uncut table, and keeps its own columns.
+sum over ranks, in their order. Where a table's *columns* are spread over ranks and the optimizer needs whole rows (for
+a mean of squares, a norm), the ranks exchange what they have of the batch's rows, and each updates the whole rows,
+which is bitwise identical to the unsharded update, and keeps its own columns.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from tritonemb import ops
-from tritonemb.comm.gradient_exchange import ColumnBlock, RowSums, all_gather_sums, exchange_columns
+from tritonemb.comm.gradient_exchange import ColumnBlock, RowSums, all_gather_rows, all_gather_sums, exchange_columns
 from tritonemb.comm.group import RankGroup
+from tritonemb.errors import gradient_not_finite
 from tritonemb.layout import (
     COLUMN_ORIGIN,
     FIRST_ROW,
@@ -31,8 +32,11 @@ from tritonemb.layout import (
     make_layout,
 )
 from tritonemb.optimizers import SGD, Optimizer
-from tritonemb.sharding.pinned_rows import HeldRows
-from tritonemb.tables.lookup import Lookup
+from tritonemb.sharding.pinned_rows import PinnedRows
+from tritonemb.tables.cache import FindReplicaRows
+from tritonemb.tables.lookup import Lookup, PinnedSlots
+from tritonemb.tables.table_set import TableSet
+from tritonemb.tables.update import LocalUpdate
 from tritonemb.types import TableConfig
 
 NO_BACKWARD = -1  # what autograd calls it when it is not running
@@ -50,76 +54,76 @@ class Columns(NamedTuple):
     blocks: tuple[ColumnBlock, ...]
 
 
-class Gathering(NamedTuple):
-    """With whom gradients are gathered.
+class ReplicaGroup(NamedTuple):
+    """The ranks that update the same rows together.
 
     Attributes:
         replicas: ranks with the same rows and columns, or None.
         average: sums over replicas are divided by this.
         whole_rows: does the update where other ranks have other columns of the same rows, or None.
         blocks: for that, the block of columns that each of the tables is.
-        ahead: the replicas, on the CPU and with an order of their own, where some of the tables live elsewhere than on
-            the device: told of the rows of each other's batches before these are trained.
+        for_prefetch: the replicas, on the CPU and with an order of collectives of its own, where some of the tables are
+            cached: they exchange the rows of their batches before these are trained.
     """
 
     replicas: RankGroup | None
     average: int
     whole_rows: WholeRowUpdate | None = None
     blocks: tuple[ColumnBlock, ...] = ()
-    ahead: RankGroup | None = None
+    for_prefetch: RankGroup | None = None
 
 
 def needs_whole_rows(optimizer: Optimizer) -> bool:
-    """Whether what becomes of an element depends on others of its row."""
+    """Whether the update of an element depends on others of its row."""
     return optimizer.reads_whole_rows or optimizer.max_norm is not None or optimizer.nonfinite == "skip"
 
 
 @torch.no_grad()
-def gathered_update_(
-    gathering: Gathering,
+def replicated_update_(
+    replica_group: ReplicaGroup,
     tables: Sequence[TableConfig],
     optimizer: Optimizer,
-    held: HeldRows,
+    pinned: PinnedRows,
     grad: Tensor,
     lookup: Lookup,
 ) -> None:
     """One step on the rows of the batches of all these ranks, in place; a collective.
 
     Args:
-        held: where the rows of this rank's tables are; given up when they have been updated.
-        grad, lookup: this rank's batch, and the gradient of what was looked up.
+        pinned: the rows of this rank's tables; released when they have been updated.
+        grad, lookup: this rank's batch, and the gradient of its lookup.
     """
     try:
-        # What the bound is of is the gradient of the mean over replicas.
-        bound = None if optimizer.max_gradient is None else optimizer.max_gradient * gathering.average
-        sums = _with_replicas(gathering, tables, held.in_rows(row_sums(grad, lookup, bound)))
+        # The bound is of the gradient of the mean over replicas.
+        bound = None if optimizer.max_gradient is None else optimizer.max_gradient * replica_group.average
+        sums = _with_replicas(replica_group, tables, pinned.in_rows(row_sums(grad, lookup, bound)))
         optimizer = replace(optimizer, max_gradient=None)
-        if gathering.whole_rows is None:
-            _apply_where_held(tables, optimizer, held, sums)
+        if replica_group.whole_rows is None:
+            _apply_pinned(tables, optimizer, pinned, sums)
     except BaseException:
-        held.give_up()
+        pinned.release()
         raise
-    if gathering.whole_rows is None:
-        held.give_up()
+    if replica_group.whole_rows is None:
+        pinned.release()
         return
     cuts = [
-        _Cut(block, index, table, held, rows, of_rows)
+        _Cut(block, index, table, pinned, rows, of_rows)
         for index, (block, table, rows, of_rows) in enumerate(
-            zip(gathering.blocks, tables, sums.rows, sums.sums, strict=True)
+            zip(replica_group.blocks, tables, sums.rows, sums.sums, strict=True)
         )
     ]
-    gathering.whole_rows.add(cuts, held)
+    replica_group.whole_rows.add(cuts, pinned)
 
 
-def _with_replicas(gathering: Gathering, tables: Sequence[TableConfig], sums: RowSums) -> RowSums:
-    """The gradients of the rows of all replicas' batches, out of those of this rank's."""
-    if gathering.replicas is None:
+def _with_replicas(replica_group: ReplicaGroup, tables: Sequence[TableConfig], sums: RowSums) -> RowSums:
+    """The gradients of the rows of all replicas' batches; a collective."""
+    if replica_group.replicas is None:
         return sums
-    sums = all_gather_sums(gathering.replicas, sums)
-    if gathering.average != 1:
+    sums = all_gather_sums(replica_group.replicas, sums)
+    if replica_group.average != 1:
         for of_table in sums.sums:
-            of_table.mul_(1.0 / gathering.average)
-    return sums if gathering.whole_rows is None else _add_equal_rows(tables, sums)
+            of_table.mul_(1.0 / replica_group.average)
+    return sums if replica_group.whole_rows is None else _add_equal_rows(tables, sums)
 
 
 def row_sums(grad: Tensor, lookup: Lookup, max_gradient: float | None = None) -> RowSums:
@@ -169,10 +173,10 @@ def _as_batch(
     return values, offsets, grad, layout
 
 
-def _apply_where_held(tables: Sequence[TableConfig], optimizer: Optimizer, held: HeldRows, sums: RowSums) -> None:
-    slots = RowSums([held.slots(table, rows) for table, rows in enumerate(sums.rows)], sums.sums)
-    with held.memory() as fused:
-        _apply(tables, optimizer, fused, slots, [held.row_ids(table) for table in range(len(tables))])
+def _apply_pinned(tables: Sequence[TableConfig], optimizer: Optimizer, pinned: PinnedRows, sums: RowSums) -> None:
+    slots = RowSums([pinned.slots(table, rows) for table, rows in enumerate(sums.rows)], sums.sums)
+    with pinned.memory() as fused:
+        _apply(tables, optimizer, fused, slots, [pinned.row_ids(table) for table in range(len(tables))])
 
 
 def _apply(
@@ -200,14 +204,14 @@ class _Cut(NamedTuple):
     Attributes:
         place: of the block among the tables that are updated with it.
         table: the block as a table.
-        held: where its rows are.
+        pinned: its rows.
         rows, sums: distinct rows `[U]`, ascending, and their gradients `[U, num_columns]`.
     """
 
     block: ColumnBlock
     place: int
     table: TableConfig
-    held: HeldRows
+    pinned: PinnedRows
     rows: Tensor
     sums: Tensor
 
@@ -217,21 +221,21 @@ class _Cut(NamedTuple):
 
     def read(self) -> tuple[Tensor, list[Tensor]]:
         """Its rows' weights in float32, and states."""
-        slots = self.held.slots(self.place, self.rows)
-        with self.held.memory() as fused:
+        slots = self.pinned.slots(self.place, self.rows)
+        with self.pinned.memory() as fused:
             return fused.weights[self.place][slots].float(), [state[slots] for state in self.states(fused)]
 
     def write(self, changed: Tensor, weights: Tensor, states: Sequence[Tensor]) -> None:
         """Write weights of those rows that are `changed`, and states of all."""
-        slots = self.held.slots(self.place, self.rows)
-        with self.held.memory() as fused:
+        slots = self.pinned.slots(self.place, self.rows)
+        with self.pinned.memory() as fused:
             fused.weights[self.place][slots[changed]] = weights
             for own, new in zip(self.states(fused), states, strict=True):
                 own[slots] = new
 
 
 class WholeRowUpdate:
-    """Updates blocks of columns by whole rows, once all of a backward pass's gradients are there.
+    """Updates blocks of columns by whole rows, when a backward pass ends.
 
     Another rank may wait for gradients that this one has yet to send, so nothing is exchanged before the pass ends.
     """
@@ -239,29 +243,29 @@ class WholeRowUpdate:
     def __init__(self, columns: Columns, optimizer: Optimizer) -> None:
         self._columns = columns
         self._optimizer = replace(optimizer, max_gradient=None)
-        self._waiting: list[tuple[list[_Cut], HeldRows]] = []
-        self._backward = NO_BACKWARD  # that they wait for the end of
+        self._pending: list[tuple[list[_Cut], PinnedRows]] = []
+        self._backward = NO_BACKWARD  # at whose end they are applied
 
-    def add(self, cuts: list[_Cut], held: HeldRows) -> None:
+    def add(self, cuts: list[_Cut], pinned: PinnedRows) -> None:
         """Keep gradients until the backward pass ends; outside of one, until `flush`."""
         backward = torch._C._current_graph_task_id()
-        if backward != self._backward:  # what is left of a pass that has failed is void
-            self._waiting, self._backward = [], backward
-        if not self._waiting and backward != NO_BACKWARD:
+        if backward != self._backward:  # what a failed pass has left is void
+            self._pending, self._backward = [], backward
+        if not self._pending and backward != NO_BACKWARD:
             torch.autograd.Variable._execution_engine.queue_callback(self.flush)
-        self._waiting.append((cuts, held))
+        self._pending.append((cuts, pinned))
 
     def discard(self) -> None:
-        """Forget what waits."""
-        self._waiting = []
+        """Discard all kept gradients."""
+        self._pending = []
 
     @torch.no_grad()
     def flush(self) -> None:
-        """Apply what waits; a collective. Tables that were looked up several times are updated as often, in order."""
-        waiting, self._waiting = self._waiting, []
-        rounds: list[list[tuple[list[_Cut], HeldRows]]] = []
+        """Apply all kept gradients; a collective. A table is updated as often as it was looked up, in order."""
+        pending, self._pending = self._pending, []
+        rounds: list[list[tuple[list[_Cut], PinnedRows]]] = []
         times: Counter[ColumnBlock] = Counter()
-        for part in waiting:
+        for part in pending:
             block = part[0][0].block
             if times[block] == len(rounds):
                 rounds.append([])
@@ -269,17 +273,17 @@ class WholeRowUpdate:
             times[block] += 1
         try:
             for each in rounds:
-                self._apply([(cuts, held.fused()) for cuts, held in each])
+                self._apply([(cuts, pinned.fused()) for cuts, pinned in each])
         finally:
-            for _, held in waiting:
-                held.give_up()
+            for _, pinned in pending:
+                pinned.release()
 
-    def _apply(self, waiting: list[tuple[list[_Cut], ops.FusedTables]]) -> None:
-        """Exchange columns, step on whole rows in float32, keep one's own columns."""
-        cuts = [cut for part, _ in waiting for cut in part]
+    def _apply(self, pending: list[tuple[list[_Cut], ops.FusedTables]]) -> None:
+        """Exchange columns, step on whole rows in float32, keep the own columns."""
+        cuts = [cut for part, _ in pending for cut in part]
         before = [cut.read() for cut in cuts]
         per_element = [state.per_element for state in self._optimizer.states]
-        # What belongs to single columns, one under the other: gradient, weight, states.
+        # What single columns have, one under the other: gradient, weight, states.
         own = [
             torch.cat(
                 [
@@ -293,18 +297,20 @@ class WholeRowUpdate:
         whole = exchange_columns(self._columns.group, self._columns.blocks, [cut.block for cut in cuts], own)
         by_table = {cut.block.table: cut for cut in cuts if cut.rows.numel()}
         states_of = {cut.block.table: states for cut, (_, states) in zip(cuts, before, strict=True)}
-        fused, skipped = waiting[0][1], torch.zeros(len(by_table), dtype=torch.int64, device=own[0].device)
+        fused, skipped = pending[0][1], torch.zeros(len(by_table), dtype=torch.int64, device=own[0].device)
         if by_table:
-            held = {table: whole[table].chunk(2 + sum(per_element)) for table in by_table}
-            stepped = self._step(by_table, held, states_of, fused._replace(skipped=[skipped]))
+            columns = {table: whole[table].chunk(2 + sum(per_element)) for table in by_table}
+            stepped = self._step(by_table, columns, states_of, fused._replace(skipped=[skipped]))
             step = int(fused.steps[0]) if any(cut.table.dtype != torch.float32 for cut in cuts) else 0
             for cut in cuts:
                 if cut.block.table in by_table:
-                    _keep(cut, held[cut.block.table][0], stepped[cut.block.table], per_element, step, self._optimizer)
+                    _write_columns(
+                        cut, columns[cut.block.table][0], stepped[cut.block.table], per_element, step, self._optimizer
+                    )
         else:
             fused.steps[0] += 1
         counts = dict(zip(by_table, skipped, strict=True))
-        for part, of_part in waiting:
+        for part, of_part in pending:
             if of_part is not fused:
                 of_part.steps[0] += 1
             for place, cut in enumerate(part):
@@ -313,20 +319,20 @@ class WholeRowUpdate:
     def _step(
         self,
         cuts: dict[int, _Cut],
-        held: dict[int, tuple[Tensor, ...]],
+        columns: dict[int, tuple[Tensor, ...]],
         states_of: dict[int, list[Tensor]],
         fused: ops.FusedTables,
     ) -> dict[int, tuple[Tensor, list[Tensor]]]:
         """The optimizer's step on the whole rows of each table: their weights and states after it."""
-        tables = [TableConfig(cut.table.name, *held[table][0].shape) for table, cut in cuts.items()]
-        gradients = [held[table][0].contiguous() for table in cuts]
-        _refuse_nonfinite(self._optimizer, tables, [cut.rows for cut in cuts.values()], gradients)
-        weights = [held[table][1].contiguous() for table in cuts]
+        tables = [TableConfig(cut.table.name, *columns[table][0].shape) for table, cut in cuts.items()]
+        gradients = [columns[table][0].contiguous() for table in cuts]
+        _check_finite(self._optimizer, tables, [cut.rows for cut in cuts.values()], gradients)
+        weights = [columns[table][1].contiguous() for table in cuts]
         states: list[list[Tensor]] = []
         place = 2
         for index, state in enumerate(self._optimizer.states):
             if state.per_element:
-                states.append([held[table][place].contiguous() for table in cuts])
+                states.append([columns[table][place].contiguous() for table in cuts])
                 place += 1
             else:
                 states.append([states_of[table][index] for table in cuts])
@@ -337,10 +343,10 @@ class WholeRowUpdate:
         return {table: (weights[index], [of_state[index] for of_state in states]) for index, table in enumerate(cuts)}
 
     def _nonfinite(self) -> Any:
-        return "skip" if self._optimizer.nonfinite == "skip" else "propagate"  # "raise" has been looked after
+        return "skip" if self._optimizer.nonfinite == "skip" else "propagate"  # "raise" has been checked
 
 
-def _keep(
+def _write_columns(
     cut: _Cut,
     gradient: Tensor,
     stepped: tuple[Tensor, list[Tensor]],
@@ -351,32 +357,30 @@ def _keep(
     """Write a block's own columns of whole rows."""
     weight, states = stepped
     columns = slice(cut.block.first_column, cut.block.first_column + cut.block.num_columns)
-    changed = ~_untouched(optimizer, gradient)
-    own = _narrow(cut.table, weight[changed][:, columns], cut.rows[changed], step, optimizer)
+    changed = ~_skipped_rows(optimizer, gradient)
+    own = _rounded(cut.table, weight[changed][:, columns], cut.rows[changed], step, optimizer)
     cut.write(changed, own, [new[:, columns] if each else new for new, each in zip(states, per_element, strict=True)])
 
 
-def _untouched(optimizer: Optimizer, gradient: Tensor) -> Tensor:
-    """Rows that are left as they are because of their gradient."""
+def _skipped_rows(optimizer: Optimizer, gradient: Tensor) -> Tensor:
+    """Rows that are not updated because of their gradient."""
     if optimizer.nonfinite != "skip":
         return torch.zeros(gradient.shape[0], dtype=torch.bool, device=gradient.device)
     return ~gradient.isfinite().all(1)
 
 
-def _refuse_nonfinite(
+def _check_finite(
     optimizer: Optimizer, tables: Sequence[TableConfig], rows: Sequence[Tensor], gradients: Sequence[Tensor]
 ) -> None:
     if optimizer.nonfinite != "raise":
         return
-    from tritonemb.errors import gradient_not_finite
-
     for table, own, gradient in zip(tables, rows, gradients, strict=True):
         bad = (~gradient.isfinite().all(1)).nonzero()
         if bad.numel():
             raise gradient_not_finite(table.name, int(own[bad[0]]))
 
 
-def _narrow(table: TableConfig, values: Tensor, rows: Tensor, step: int, optimizer: Optimizer) -> Tensor:
+def _rounded(table: TableConfig, values: Tensor, rows: Tensor, step: int, optimizer: Optimizer) -> Tensor:
     """float32 rows in the table's dtype, rounded as the update of the whole table rounds them."""
     if table.dtype == torch.float32 or not rows.numel():
         return values.to(table.dtype)
@@ -387,3 +391,43 @@ def _narrow(table: TableConfig, values: Tensor, rows: Tensor, step: int, optimiz
     fused = ops.FusedTables([narrowed], [], [before], [skipped], torch.full((), -1.0, device=device), "", [])
     _apply([table], spec, fused, RowSums([torch.arange(rows.numel(), device=device)], [values]), [rows])
     return narrowed
+
+
+class ShardUpdate(LocalUpdate):
+    """Of rows that no other rank has: nothing diverges, whatever averages the dense network."""
+
+    def check(self, table: str) -> None:
+        pass
+
+
+class ReplicatedUpdate(ShardUpdate):
+    """Of rows that other ranks have, too.
+
+    Args:
+        replica_group: the ranks that update them together.
+    """
+
+    is_traceable = False
+
+    def __init__(self, replica_group: ReplicaGroup) -> None:
+        self._replica_group = replica_group
+
+    def replica_rows(self, tables: TableSet) -> FindReplicaRows | None:
+        if self._replica_group.for_prefetch is None:
+            return None
+        group, cache = self._replica_group.for_prefetch, tables.cache
+        assert cache is not None
+        ends = torch.tensor([config.num_embeddings for config in tables.configs], device=cache.device).cumsum(0)
+        cached = torch.tensor([table is not None for table in cache.tables], device=cache.device)
+
+        def find(rows: Tensor, problem: ValueError | None) -> Tensor:
+            """Rows of cached tables in the batches of all replicas; a collective."""
+            own = rows[cached[torch.searchsorted(ends, rows, right=True)]]
+            return all_gather_rows(group, own.cpu(), problem).to(rows.device)
+
+        return find
+
+    def step(self, tables: TableSet, grad: Tensor, lookup: Lookup, pins: Sequence[PinnedSlots] = ()) -> None:
+        assert tables.optimizer is not None
+        pinned = PinnedRows(tables, pins)
+        replicated_update_(self._replica_group, tables.configs, tables.optimizer, pinned, grad, lookup)

@@ -1,4 +1,4 @@
-"""A whole table in a `state_dict`, of which each rank holds some rectangles.
+"""`TableShards`: a whole table in a `state_dict`, of which each rank has some shards.
 
 `torch.distributed.checkpoint` asks such a value what this rank writes and what it has room for, and cuts what was
 saved to what is loaded. So a table that was saved under one plan is loaded under any other, and into a plain tensor.
@@ -20,18 +20,18 @@ from tritonemb.comm.group import RankGroup, control_device
 
 PIECE_BYTES = 1 << 27  # what is written, read and sent at once: a reader fetches whole pieces into host memory
 _INSTEAD = (
-    "this rank holds only some rows and columns of it. Use gather() for the whole tensor, copy_from() to fill it, "
+    "this rank has only some rows and columns of it. Use gather() for the whole tensor, copy_from() to fill it, "
     "the tensors in `shards` for the parts, or torch.distributed.checkpoint to save and load it"
 )
 
 
 class LocalShard(NamedTuple):
-    """A rectangle of a table, or of a state of it, on this rank.
+    """Rows and columns of a table, or of a state of it, on this rank.
 
     Args:
         tensor: [rows, columns], or [rows] for a state of one value a row.
-        first_row, first_column: where it begins in the whole.
-        mine: this rank saves it; others that hold the same load it only.
+        first_row, first_column: its first row and column in the whole.
+        mine: this rank saves it; others that have the same only load it.
     """
 
     tensor: Tensor
@@ -58,7 +58,7 @@ class Rectangle(NamedTuple):
 
 
 class TableShards(Tensor):
-    """What a `state_dict` holds for a sharded table's weight `[rows, columns]` or its state, of that shape or `[rows]`.
+    """What a `state_dict` has for a sharded table's weight `[rows, columns]` or its state, of that shape or `[rows]`.
 
     It has the shape and dtype of the whole, and shares memory with the module. It can be saved, loaded, gathered,
     filled and copied; operators refuse it, since there is no whole tensor here. Of all ranks' shards that are `mine`,
@@ -67,7 +67,7 @@ class TableShards(Tensor):
     Args:
         size: of the whole.
         dtype: of the whole, and of every shard.
-        shards: what this rank holds; may be none.
+        shards: what this rank has; may be none.
 
     Raises:
         ValueError: a shard does not fit into the whole, or has another dtype.
@@ -118,7 +118,7 @@ class TableShards(Tensor):
         """The whole tensor, on every rank; all ranks call it together.
 
         Args:
-            group: the ranks that hold the table; None if this one holds all of it.
+            group: the ranks that have the table; None if this one has all of it.
             device: of the result.
 
         Raises:
@@ -190,7 +190,7 @@ class TableShards(Tensor):
                     tensor = shard.tensor[piece.first_row - shard.first_row :][: piece.num_rows]
                     yield (piece.first_row, piece.first_column)[: self.dim()], tensor
 
-    # What a state_dict's values go through.
+    # What torch does with the values of a state_dict.
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -225,6 +225,37 @@ class TableShards(Tensor):
         return f"TableShards({_named(self.dtype)} {list(self.shape)}: {held or 'nothing of it here'})"
 
     __str__ = __repr__
+
+
+def why_not_loadable(here: TableShards, given: Any) -> str | None:
+    """Why a table or a state of it cannot be filled from a tensor, whole or sharded; None if it can."""
+    if not isinstance(given, Tensor) or (given.shape, given.dtype) != (here.shape, here.dtype):
+        found = f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+        return f"expected a tensor of {here.dtype} {list(here.shape)}, got {found}"
+    if isinstance(given, TableShards) and any(
+        _position(shard) not in map(_position, given.shards) for shard in here.shards
+    ):
+        return "these shards are of another plan; load a checkpoint with torch.distributed.checkpoint, or whole tensors"
+    return None
+
+
+def _position(shard: LocalShard) -> tuple[int, int, torch.Size]:
+    return shard.first_row, shard.first_column, shard.tensor.shape
+
+
+def load_shards(here: TableShards, given: Tensor) -> None:
+    """Fill shards from a tensor, whole or sharded; raises ValueError where `why_not_loadable` has a reason."""
+    problem = why_not_loadable(here, given)
+    if problem is not None:
+        raise ValueError(problem)
+    if not isinstance(given, TableShards):
+        here.copy_from(given)
+        return
+    tensors = {_position(shard): shard.tensor for shard in given.shards}
+    for shard in here.shards:
+        found = tensors[_position(shard)]
+        if found.data_ptr() != shard.tensor.data_ptr():
+            shard.tensor.copy_(found)
 
 
 def refuse_gaps(size: torch.Size, rectangles: Iterable[Rectangle]) -> None:

@@ -1,12 +1,10 @@
-"""A collection's cache on the device of rows that live elsewhere.
+"""The cache on the device of rows in host memory or on disk.
 
-Before a batch is looked up its distinct rows are brought in: those that are there are pinned; others are read from
-where they live, into slots whose rows no batch holds, and these are written back if training has changed them. A pinned
-row is never evicted, and a row is in one slot only. So batches that are brought in ahead see every update of those
-before them: staleness 0, whatever the cache's size.
+Before a batch is looked up its distinct rows are pinned in slots: those that are in none are read from their store, and
+evict rows that no batch has pinned; dirty ones are written back. A pinned row is never evicted, and a row is in one
+slot only. So prefetched batches see every update of those before them: staleness 0, whatever the cache's size.
 
-What this does waits for the device that holds the ids, so it is done ahead, in another thread and on another stream
-than training.
+A prefetch waits for the device that has the ids, so it is done in another thread and on another stream than training.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -23,67 +22,100 @@ from torch import Tensor
 from tritonemb import ops
 from tritonemb.layout import FIRST_ROW, Layout
 from tritonemb.ops.row_cache import NO_ROW
-from tritonemb.tables.cache_slots import Directory, SlotMemory, wait_for
-from tritonemb.tables.cached_table import TieredTable
-from tritonemb.tables.lookup import Lookup
-from tritonemb.tables.pins import Brought, CacheStatistics, Lease, release_limit, sequence_number
+from tritonemb.tables.cache_storage import CacheDirectory, CacheStorage, PendingRead, RowTransfer, chunks, synchronize
+from tritonemb.tables.cached_table import CachedTable
+from tritonemb.tables.lookup import Lookup, PinnedSlots, PrefetchedBatch, release_limit, sequence_number
 from tritonemb.tables.table import Table
-from tritonemb.tables.transfer import Reading, RowMover, chunks
 
-__all__ = ["Brought", "CacheStatistics", "Lease", "RowCache"]
-
-RowsOfOthers = Callable[[Tensor, ValueError | None], Tensor]
+FindReplicaRows = Callable[[Tensor, ValueError | None], Tensor]
 LOOKUPS, HITS, OVERFLOWS, EVICTIONS, READ, WRITTEN = range(6)  # columns of what is counted
 
 
-class _Ended(NamedTuple):
-    """What a batch had of a cache, which it needs no more.
+@dataclass(frozen=True)
+class CacheStatistics:
+    """What a table's cache has done so far.
+
+    Args:
+        lookups: distinct rows of batches, counted in each batch.
+        hits: of those, rows that were in slots already.
+        overflows: of the others, rows for which their set had no way left.
+        evictions: rows that were evicted.
+        read: bytes read from the store, be it by way of host memory.
+        written: bytes written back to the store.
+        host_hits: of a table on disk with rows in host memory (`CacheConfig.host_rows`), rows that were read and found
+            there; 0 of others, as the next two.
+        disk_read: bytes of rows that its disk has read.
+        disk_written: bytes of rows that its disk has written; some may be in memory alone yet.
+    """
+
+    lookups: int = 0
+    hits: int = 0
+    overflows: int = 0
+    evictions: int = 0
+    read: int = 0
+    written: int = 0
+    host_hits: int = 0
+    disk_read: int = 0
+    disk_written: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Hits a lookup; 1 if there were none."""
+        return self.hits / self.lookups if self.lookups else 1.0
+
+
+class _Release(NamedTuple):
+    """Slots to unpin.
 
     Attributes:
         number: the release's sequence number.
-        changed: whether its rows differ from where they live.
-        events: behind which nobody uses the slots for it.
+        dirty: whether their rows are.
+        events: behind which nobody uses the slots for the batch that had pinned them.
     """
 
     number: int
     tables: Tensor
     slots: Tensor
-    changed: bool
+    dirty: bool
     events: list[torch.cuda.Event]
 
 
 class RowCache:
-    """The cache of a collection's tables, of which at least one lives elsewhere than on the device.
+    """The cache of a collection's tables, of which at least one is in host memory or on disk.
 
     Args:
         tables: of the collection.
-        policy: which row makes room.
+        policy: which row is evicted.
 
-    Any thread may bring batches in; one does at a time.
+    Any thread may prefetch batches; one does at a time.
+
+    Attributes:
+        tables: by number, those that are cached; None for one on the device.
+        stall: seconds of lookups that waited for rows, as their batch had not been prefetched.
     """
 
     def __init__(self, tables: Sequence[Table], policy: str) -> None:
         self._policy = policy
-        self.tiered = [table if isinstance(table, TieredTable) else None for table in tables]
+        self.tables = [table if isinstance(table, CachedTable) else None for table in tables]
         self.device = tables[0].weight.device
-        self._directory = Directory([0 if table is None else table.num_sets for table in self.tiered], self.device)
+        self._directory = CacheDirectory([0 if table is None else table.num_sets for table in self.tables], self.device)
         self._now = torch.zeros((), dtype=torch.int64, device=self.device)
-        self._is_tiered = torch.tensor([table is not None for table in self.tiered], device=self.device)
-        self._all_tiered = None not in self.tiered
+        self._is_cached = torch.tensor([table is not None for table in self.tables], device=self.device)
+        self._all_cached = None not in self.tables
         self._counts = [[0] * (WRITTEN + 1) for _ in tables]
-        self.stall = 0.0  # seconds of lookups that had to wait for rows, as nobody had brought them ahead
-        self.memory, self._bringing = SlotMemory(tables, self._directory), threading.RLock()
-        self._ended: deque[_Ended] = deque()
-        self._last: torch.cuda.Event | None = None  # of the turn before
-        self._mover = RowMover(self.device)
+        self.stall = 0.0
+        self.storage, self._lock = CacheStorage(tables, self._directory), threading.RLock()
+        self._releases: deque[_Release] = deque()
+        self._last: torch.cuda.Event | None = None  # behind all transfers so far
+        self._transfer = RowTransfer(self.device)
         self._failure: BaseException | None = None
-        for table in self.tiered:
+        for table in self.tables:
             if table is not None:
-                table.slots = self
+                table.cache = self
 
     def statistics(self) -> dict[str, CacheStatistics]:
-        """By table that lives elsewhere. Waits for what those with rows in host memory have been asked for."""
-        pairs = zip(self.tiered, self._counts, strict=True)
+        """By cached table. Waits for the host caches of tables on disk."""
+        pairs = zip(self.tables, self._counts, strict=True)
         return {
             table.config.name: CacheStatistics(*[*counts, *table.counts()])
             for table, counts in pairs
@@ -91,191 +123,189 @@ class RowCache:
         }
 
     def add_layout(self, keys: tuple[str, ...], whole: Layout) -> tuple[Layout, Layout]:
-        """Keep a layout of the tables, and make it one of their slots.
-
-        See `SlotMemory.add_layout`.
-        """
-        with self._bringing:  # or slots that grow meanwhile would not be shown to it
-            return self.memory.add_layout(keys, whole)
+        """See `CacheStorage.add_layout`."""
+        with self._lock:  # or it would miss slots that grow meanwhile
+            return self.storage.add_layout(keys, whole)
 
     @torch.no_grad()
-    def bring(
+    def prefetch(
         self,
         batch: Any,
         whole: Layout,
         own: Layout,
         training: bool,
-        refuse_bad_ids: Callable[[], object],
-        also: RowsOfOthers | None = None,
-    ) -> Brought:
-        """Bring a batch's rows in, and hold them; within `released_before`, beside those of batches that ended later.
+        check_ids: Callable[[], object],
+        find_replica_rows: FindReplicaRows | None = None,
+    ) -> PrefetchedBatch:
+        """Pin a batch's rows in slots; see `released_before` for the rows that may be evicted.
 
         Args:
             batch: a `KeyedJaggedTensor` with one key for each lookup.
-            whole, own: what its keys mean to the tables, and to their slots.
-            training: whether the rows are going to be changed.
-            refuse_bad_ids: called if some id belongs to no row, before anything is brought; it may raise. Such ids
-                read as zero otherwise.
-            also: given the batch's distinct linear rows, ascending, and what is wrong with its ids, returns linear rows
-                of tables that live elsewhere which are to be brought and held with them.
+            whole, own: the layouts of its keys over whole tables, and over their slots.
+            training: whether the rows are going to be updated.
+            check_ids: called if some id belongs to no row, before any row is read; it may raise. Otherwise such ids
+                read as zero.
+            find_replica_rows: given the batch's distinct linear rows, ascending, and what is wrong with its ids,
+                returns linear rows of cached tables to be pinned, too.
 
         Raises:
-            StorageError: rows cannot be read or written. The cache is of no use any more.
+            StorageError: rows cannot be read or written. The cache is in an undefined state.
         """
-        until = release_limit()
+        before = release_limit()
         with torch.inference_mode(False):  # what changes here is used in training too
             values, offsets = batch.values(), batch.offsets()
             groups = ops.row_groups(values, offsets, whole)
             count = int(groups.num_groups)
             problem = None
             if int(groups.starts[count]) != values.numel():
-                problem = _problem(refuse_bad_ids)
-            if problem is not None and also is None:
+                problem = _problem(check_ids)
+            if problem is not None and find_replica_rows is None:
                 raise problem
-            held, others = groups, None
-            if also is not None:
-                others = also(groups.rows[:count], problem)
-                held = _with_rows(groups, others)
+            pinned, replica_rows = groups, None
+            if find_replica_rows is not None:
+                replica_rows = find_replica_rows(groups.rows[:count], problem)
+                pinned = _with_rows(groups, replica_rows)
             first_rows = whole.tables[:, FIRST_ROW].contiguous()
-            linear = held.rows[: count if also is None else held.rows.numel()]
+            linear = pinned.rows[: count if replica_rows is None else pinned.rows.numel()]
             tables = torch.searchsorted(first_rows, linear, right=True) - 1
-            with self._turn(until):
-                slots = self._hold(held, tables, first_rows, whole)
-                lease = Lease(self, *self._elsewhere(tables, linear - first_rows[tables], slots[: linear.numel()]))
-            if also is not None:
-                place = torch.searchsorted(linear, groups.rows[:count])
-                tables, found = tables[place], slots[place]
+            with self._exclusive(before):
+                slots = self._pin(pinned, tables, first_rows, whole)
+                of_cached = self._of_cached_tables(tables, linear - first_rows[tables], slots[: linear.numel()])
+                batch_slots = PinnedSlots(self.release, *of_cached)
+            if replica_rows is not None:
+                index = torch.searchsorted(linear, groups.rows[:count])
+                tables, found = tables[index], slots[index]
                 slots = torch.full_like(groups.rows, -1)
                 slots[:count] = found
             rows = groups.rows.clone()
             rows[:count] = own.tables[:, FIRST_ROW][tables] + slots[:count]
             inside = ops.row_cache_translate(slots, groups.starts, groups.order, groups.num_groups)
             lookup = Lookup(inside, offsets, batch.weights_or_none(), groups._replace(rows=rows), own)
-            return Brought(lookup, lease, training, others, self._event())
+            return PrefetchedBatch(lookup, batch_slots, training, replica_rows, self._event())
 
-    def take(self, brought: Brought) -> Lookup:
+    def acquire(self, batch: PrefetchedBatch) -> Lookup:
         """The lookup, for this thread's stream."""
-        if brought.ready is not None:
+        if batch.ready is not None:
             stream = torch.cuda.current_stream(self.device)
-            stream.wait_event(brought.ready)
-            brought.lease.read_on(stream)
-            lookup = brought.lookup
-            own = (lookup.values, lookup.offsets, lookup.sample_weights, *lookup.groups, *brought.lease.tensors)
-            for tensor in own:
+            stream.wait_event(batch.ready)
+            batch.pinned.record_stream(stream)
+            lookup = batch.lookup
+            for tensor in (lookup.values, lookup.offsets, lookup.sample_weights, *lookup.groups, *batch.pinned.tensors):
                 if tensor is not None:
                     tensor.record_stream(stream)
-        return brought.lookup
+        return batch.lookup
 
     def row_ids(self, table: int) -> Tensor:
-        """int64, the row in each slot of a table; for who has `memory.lock`."""
+        """int64, the row in each slot of a table; for who holds `storage.lock`."""
         return self._directory.parts[0][table]
 
-    def give_up(self, tables: Tensor, slots: Tensor, changed: bool, stream: torch.cuda.Stream | None) -> None:
-        """Slots of a batch that needs them no more; called by any thread, perhaps by Python's garbage collection.
+    def release(self, tables: Tensor, slots: Tensor, dirty: bool, stream: torch.cuda.Stream | None) -> None:
+        """Unpin slots of a batch; called by any thread, perhaps by Python's garbage collection.
 
         Args:
-            changed: whether the rows in them were changed, on this thread's stream.
-            stream: on which they were read; None if they were not, or on the CPU.
+            dirty: whether this thread's stream has updated the rows.
+            stream: that has read the slots; None if none has, or on the CPU.
         """
         events = []
         if self.device.type == "cuda":
             here = torch.cuda.current_stream(self.device)
             events = [used.record_event() for used in (here, stream) if used is not None]
-        self._ended.append(_Ended(sequence_number(), tables, slots, changed, events))
+        self._releases.append(_Release(sequence_number(), tables, slots, dirty, events))
 
     def write_back(self) -> None:
-        """Bring what was trained to where it lives; rows stay in their slots."""
-        with self._turn():
+        """Write dirty rows to their stores; they stay in their slots."""
+        with self._exclusive():
             directory = self._directory
-            for index, table in enumerate(self.tiered):
+            for index, table in enumerate(self.tables):
                 if table is None:
                     continue
                 mine = directory.slice_of(index)
                 for slots in chunks(table, directory.dirty[mine].nonzero()[:, 0]):
                     self._write(index, directory.tags[mine][slots], slots)
-                    self._mover.finish_writes()
+                    self._transfer.finish_writes()
             directory.dirty.zero_()
-            wait_for(self.device)  # the host reads next
+            synchronize(self.device)  # the host reads next
 
     @contextmanager
-    def replacing(self, table: TieredTable) -> Iterator[None]:
-        """While the rows of a table change where they live; then those in slots are read anew, even if it fails.
+    def reloading(self, table: CachedTable) -> Iterator[None]:
+        """While the store of a table changes; then its rows in slots are read again, even if the change fails.
 
         Batches keep their slots.
         """
-        with self._bringing, torch.inference_mode(False):
-            with self._turn():
-                self._mover.finish_writes()
-                wait_for(self.device)
+        with self._lock, torch.inference_mode(False):
+            with self._exclusive():
+                self._transfer.finish_writes()
+                synchronize(self.device)
             try:
                 yield
             finally:
-                with self._turn():
-                    self._read_anew(table)
+                with self._exclusive():
+                    self._reload(table)
 
-    def _read_anew(self, table: TieredTable) -> None:
+    def _reload(self, table: CachedTable) -> None:
         """Read those rows of a table that are in slots."""
-        index, directory = self.tiered.index(table), self._directory
+        index, directory = self.tables.index(table), self._directory
         mine = directory.slice_of(index)
         rows, order = directory.tags[mine].sort()
         for slots in chunks(table, order[rows != NO_ROW]):
-            self._mover.finish_reads([self._begin_read(index, directory.tags[mine][slots], slots)])
+            self._transfer.finish_reads([self._start_read(index, directory.tags[mine][slots], slots)])
         directory.dirty[mine] = False
-        wait_for(self.device)
+        synchronize(self.device)
 
     @contextmanager
-    def emptying(self, table: TieredTable) -> Iterator[None]:
-        """While a table gets another place where its rows live; none of them is in a slot any more.
+    def invalidating(self, table: CachedTable) -> Iterator[None]:
+        """While a table gets another store; none of its rows is in a slot any more.
 
         Raises:
-            RuntimeError: a batch holds some.
+            RuntimeError: a batch has pinned some.
         """
-        index, directory = self.tiered.index(table), self._directory
-        with self._bringing, torch.inference_mode(False):
-            self._refuse_failed()
-            self._settle()
+        index, directory = self.tables.index(table), self._directory
+        with self._lock, torch.inference_mode(False):
+            self._check_usable()
+            self._unpin_released()
             if bool((directory.pins[directory.slice_of(index)] > 0).any()):
                 raise RuntimeError(
-                    f"a batch holds rows of table {table.config.name!r}; finish its backward pass, or drop it, first"
+                    f"a batch has pinned rows of table {table.config.name!r}; finish its backward pass, or drop it, "
+                    "first"
                 )
-            with self._turn():
-                self._mover.finish_writes()
-                wait_for(self.device)
+            with self._exclusive():
+                self._transfer.finish_writes()
+                synchronize(self.device)
                 directory.empty(index)
             yield
 
     @contextmanager
-    def _turn(self, until: int | None = None) -> Iterator[None]:
-        """One thread at a time moves rows, on its own stream, behind what was moved before.
+    def _exclusive(self, before: int | None = None) -> Iterator[None]:
+        """One thread at a time transfers rows, on its own stream, behind all transfers so far.
 
-        After a turn that has failed nobody knows what is in which slot.
+        After a failure here the cache is in an undefined state.
         """
-        with self._bringing, torch.no_grad(), torch.inference_mode(False):
-            self._refuse_failed()
+        with self._lock, torch.no_grad(), torch.inference_mode(False):
+            self._check_usable()
             try:
                 if self._last is not None:
                     torch.cuda.current_stream(self.device).wait_event(self._last)
-                self._settle(until)
+                self._unpin_released(before)
                 yield
                 self._last = self._event()
             except BaseException as error:
                 self._failure = error
                 raise
 
-    def _settle(self, until: int | None = None) -> None:
-        """Unpin the slots of batches that have ended, up to a sequence number if given; changed rows are dirty now."""
-        while self._ended and (until is None or self._ended[0].number < until):
-            ended = self._ended.popleft()
-            for event in ended.events:
+    def _unpin_released(self, before: int | None = None) -> None:
+        """Unpin released slots, up to a sequence number if given."""
+        while self._releases and (before is None or self._releases[0].number < before):
+            released = self._releases.popleft()
+            for event in released.events:
                 torch.cuda.current_stream(self.device).wait_event(event)
             with torch.inference_mode(False):
-                places = self._directory.places_of[ended.tables] + ended.slots
-                self._directory.pins.index_add_(0, places, torch.full_like(places, -1, dtype=torch.int32))
-                if ended.changed:
-                    self._directory.dirty.index_fill_(0, places, True)
+                slots = self._directory.first_slots[released.tables] + released.slots
+                self._directory.pins.index_add_(0, slots, torch.full_like(slots, -1, dtype=torch.int32))
+                if released.dirty:
+                    self._directory.dirty.index_fill_(0, slots, True)
 
-    def _hold(self, groups: ops.RowGroups, tables: Tensor, first_rows: Tensor, whole: Layout) -> Tensor:
-        """Give every row of a batch a slot, with the row in it."""
+    def _pin(self, groups: ops.RowGroups, tables: Tensor, first_rows: Tensor, whole: Layout) -> Tensor:
+        """Give every row of a batch a slot, and pin it there."""
         directory, count = self._directory, tables.numel()
         self._now += 1
         slots = ops.row_cache_look_up_(
@@ -288,13 +318,13 @@ class RowCache:
             counts[LOOKUPS] += lookups
             counts[HITS] += lookups - misses
         if missing.numel():
-            self._place(missing, groups, tables, first_rows, slots, whole)
+            self._load(missing, groups, tables, first_rows, slots, whole)
         return slots
 
-    def _place(
+    def _load(
         self, missing: Tensor, groups: ops.RowGroups, tables: Tensor, first_rows: Tensor, slots: Tensor, whole: Layout
     ) -> None:
-        """Give slots to those rows of a batch that have none, with the rows in them.
+        """Give slots to those rows of a batch that are in none, and read them.
 
         Args:
             missing: int64, which of the batch's rows.
@@ -302,30 +332,30 @@ class RowCache:
         directory = self._directory
         rows = groups.rows[missing] - first_rows[tables[missing]]
         if any(overflow.rows.numel() for overflow in directory.overflow):
-            found = self._find_in_overflow(rows, self._by_table(tables[missing]))
+            found = self._pin_overflow(rows, self._by_table(tables[missing]))
             slots[missing] = found
             missing, rows = missing[found < 0], rows[found < 0]
-            self._empty_overflows()
+            self._evict_overflow()
         evicted = ops.row_cache_allocate_(
             *directory.parts, groups.rows, slots, groups.num_groups, whole.tables, directory.num_sets, self._now,
             self._policy,
         )[missing]  # fmt: skip
         tables, taken, sizes = tables[missing], slots[missing], self._by_table(tables[missing])
-        gone = evicted != NO_ROW
-        self._evict(tables[gone], evicted[gone], taken[gone])
-        homeless = taken < 0
-        if bool(homeless.any()):
-            taken[homeless] = self._take_overflow(tables[homeless], rows[homeless])
+        victims = evicted != NO_ROW
+        self._evict(tables[victims], evicted[victims], taken[victims])
+        overflowing = taken < 0
+        if bool(overflowing.any()):
+            taken[overflowing] = self._allocate_overflow(tables[overflowing], rows[overflowing])
             slots[missing] = taken
         reads = [
-            self._begin_read(table, some, places)
-            for table, (some, places) in enumerate(zip(rows.split(sizes), taken.split(sizes), strict=True))
+            self._start_read(table, some, slots_of)
+            for table, (some, slots_of) in enumerate(zip(rows.split(sizes), taken.split(sizes), strict=True))
             if some.numel()
         ]
-        self._mover.finish_reads(reads)
+        self._transfer.finish_reads(reads)
 
-    def _find_in_overflow(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Hold rows that are in an overflow already: their slots, -1 for others.
+    def _pin_overflow(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Pin rows that are in an overflow already: their slots, -1 for others.
 
         Args:
             sizes: how many of the rows are of each table.
@@ -339,8 +369,8 @@ class RowCache:
             parts.append(found)
         return torch.cat(parts)
 
-    def _empty_overflows(self) -> None:
-        """Rows in an overflow that no batch holds go."""
+    def _evict_overflow(self) -> None:
+        """Evict overflow rows that no batch has pinned."""
         directory = self._directory
         for table, overflow in enumerate(directory.overflow):
             if overflow.rows.numel():
@@ -350,74 +380,74 @@ class RowCache:
                 directory.parts[0][table][slots] = NO_ROW
                 overflow.drop(idle)
 
-    def _take_overflow(self, tables: Tensor, rows: Tensor) -> Tensor:
-        """Slots of overflows for rows, by table, that have none."""
+    def _allocate_overflow(self, tables: Tensor, rows: Tensor) -> Tensor:
+        """Slots of overflows for rows, by table, whose sets are full."""
         directory, sizes = self._directory, self._by_table(tables)
-        self.memory.make_room(sizes)
+        self.storage.grow_overflows(sizes)
         parts = []
         for table, some in enumerate(rows.cpu().split(sizes)):
             if some.numel():
                 parts.append(directory.overflow[table].put(some))
                 self._counts[table][OVERFLOWS] += some.numel()
         slots = torch.cat(parts).to(self.device)
-        places = directory.places_of[tables] + slots
-        directory.tags[places], directory.used[places] = rows, self._now
-        directory.pins.index_fill_(0, places, 1)
+        index = directory.first_slots[tables] + slots
+        directory.tags[index], directory.used[index] = rows, self._now
+        directory.pins.index_fill_(0, index, 1)
         return slots
 
     def _evict(self, tables: Tensor, rows: Tensor, slots: Tensor) -> None:
-        """Rows, by table, leave their slots; those that were changed are written back."""
+        """Evict rows, by table, from their slots; dirty ones are written back."""
         if not rows.numel():
             return
         for counts, evictions in zip(self._counts, self._by_table(tables), strict=True):
             counts[EVICTIONS] += evictions
-        places = self._directory.places_of[tables] + slots
-        changed = self._directory.dirty[places]
-        self._directory.dirty[places] = False
-        rows, slots, sizes = rows[changed], slots[changed], self._by_table(tables[changed])
+        index = self._directory.first_slots[tables] + slots
+        dirty = self._directory.dirty[index]
+        self._directory.dirty[index] = False
+        rows, slots, sizes = rows[dirty], slots[dirty], self._by_table(tables[dirty])
         for table, (some, taken) in enumerate(zip(rows.split(sizes), slots.split(sizes), strict=True)):
             self._write(table, some, taken)
 
     def _write(self, index: int, rows: Tensor, slots: Tensor) -> None:
-        """Begin to write rows of a table from their slots."""
-        table = self.tiered[index]
+        """Start to write rows of a table from their slots."""
+        table = self.tables[index]
         if table is not None and rows.numel():
             self._counts[index][WRITTEN] += rows.numel() * table.record.num_bytes
-            self._mover.write(table, rows, slots)
+            self._transfer.write(table, rows, slots)
 
-    def _begin_read(self, index: int, rows: Tensor, slots: Tensor) -> Reading | None:
-        """Begin to read rows of a table, ascending, into slots."""
-        table = self.tiered[index]
+    def _start_read(self, index: int, rows: Tensor, slots: Tensor) -> PendingRead | None:
+        """Start to read rows of a table, ascending, into slots."""
+        table = self.tables[index]
         assert table is not None
         self._counts[index][READ] += rows.numel() * table.record.num_bytes
-        return self._mover.begin_read(table, rows, slots)
+        return self._transfer.start_read(table, rows, slots)
 
     def _by_table(self, tables: Tensor) -> list[int]:
-        """How often each table stands there."""
-        return torch.bincount(tables, minlength=len(self.tiered)).tolist()
+        """How often each table is there."""
+        return torch.bincount(tables, minlength=len(self.tables)).tolist()
 
-    def _elsewhere(self, tables: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
-        """Of a batch's rows, those of tables that live elsewhere."""
-        if self._all_tiered:
+    def _of_cached_tables(self, tables: Tensor, *values: Tensor) -> tuple[Tensor, ...]:
+        """Of a batch's rows, those of cached tables."""
+        if self._all_cached:
             return tables, *[value.clone() for value in values]
-        which = self._is_tiered[tables]
+        which = self._is_cached[tables]
         return tables[which], *[value[which] for value in values]
 
     def _event(self) -> torch.cuda.Event | None:
         return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
 
-    def _refuse_failed(self) -> None:
+    def _check_usable(self) -> None:
         if self._failure is not None:
             raise RuntimeError(
-                f"rows of these tables could not be moved before ({str(self._failure) or repr(self._failure)}), so "
-                "nobody knows which are where; load a checkpoint into a new module"
+                f"an earlier cache transfer failed ({str(self._failure) or repr(self._failure)}); the cache is in an "
+                "undefined state: load a checkpoint into a new module"
             ) from self._failure
 
 
-def _problem(refuse: Callable[[], object]) -> ValueError | None:
+def _problem(check: Callable[[], object]) -> ValueError | None:
     """What is wrong, if something is raised."""
     try:
-        refuse()
+        check()
     except ValueError as error:
         return error
     return None

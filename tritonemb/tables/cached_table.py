@@ -1,7 +1,4 @@
-"""A table that lives in host memory or on disk, with some of its rows on the device.
-
-What stands in a `state_dict` for a table on disk where the table itself is not to be read into memory.
-"""
+"""A table in host memory or on disk, of which a cache on the device has some rows."""
 
 from __future__ import annotations
 
@@ -11,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -32,52 +29,32 @@ from tritonemb.storage import (
     restore,
     snapshot_header,
 )
-from tritonemb.tables import cached_table
 from tritonemb.tables.table import Table, draw_seed
 from tritonemb.types import TRAINABLE_DTYPES, TableConfig
-
-if TYPE_CHECKING:
-    pass
 
 CHUNK_BYTES = 1 << 26  # of records that pass through memory at once
 
 
-class Slots(Protocol):
-    """What a table asks of the cache that its slots are in."""
-
-    def write_back(self) -> None:
-        """Bring what was trained on the device to where the rows live."""
-        ...
-
-    def replacing(self, table: TieredTable) -> AbstractContextManager[None]:
-        """While the table's rows change where they live; then those that are on the device are read anew."""
-        ...
-
-    def emptying(self, table: TieredTable) -> AbstractContextManager[None]:
-        """While the table gets a new place where its rows live; none is on the device any more."""
-        ...
-
-
-def write_back(tables: Iterable[TieredTable]) -> None:
-    """Bring what was trained on the device to where the tables' rows live.
+def write_back(tables: Iterable[CachedTable]) -> None:
+    """Write dirty rows of these tables' caches to their stores.
 
     Raises:
-        StorageError: it could not be written; those rows are lost.
+        StorageError: some could not be written; those rows are lost.
     """
-    for slots in {id(table.slots): table.slots for table in tables}.values():
-        if slots is not None:
-            slots.write_back()
+    for cache in {id(table.cache): table.cache for table in tables}.values():
+        if cache is not None:
+            cache.write_back()
 
 
-class TieredTable(Table):
-    """Slots `[num_slots, embedding_dim]` with states, and a `store` of all rows with theirs.
+class CachedTable(Table):
+    """TableCache `[num_slots, embedding_dim]` with states, and a `store` of all rows with theirs.
 
     The slots are a cache: `state_dict` has whole tables, read from the store. A table on disk is made in no time and
-    takes the room of the rows that were trained.
+    takes the space of the rows that were trained.
 
     Raises:
         ValueError: a table on disk has an `init`, which would need all of it in memory.
-        StorageError: there is no room.
+        StorageError: there is not enough memory, or no space on the disk.
     """
 
     store: HostRows | DiskRows
@@ -88,13 +65,13 @@ class TieredTable(Table):
     ) -> None:
         if config.placement == "disk" and config.init is not None:
             raise ValueError(
-                f"table {config.name!r}: an init fills a whole table in memory, which one on disk is not to need; "
-                "leave it out, or load values with load_state_dict"
+                f"table {config.name!r}: an init fills a whole table in memory, and this table is on disk; leave init "
+                "out, or load values with load_state_dict"
             )
         self.num_sets = -(-config.cache.rows_of(config.num_embeddings) // WAYS)
         self.record: Record = record_of(config.embedding_dim, config.dtype, states)
-        self._slots: Callable[[], Slots | None] | None = None
-        self._counted = Counts()  # of stores that it has no more
+        self._cache: Callable[[], Any] | None = None
+        self._counted = Counts()  # of stores that were replaced
         super().__init__(config, states, device, self.num_sets * WAYS)
 
     def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: torch.device | str | None) -> None:
@@ -102,8 +79,8 @@ class TieredTable(Table):
             super()._allocate(num_rows, states, device)
         except (RuntimeError, MemoryError) as error:
             raise StorageError(
-                f"table {self.config.name!r} is to have a cache of {num_rows:,} rows, but the device has no room for "
-                f"their {num_rows * self.record.num_bytes:,} bytes ({error}); ask for fewer with CacheConfig(rows=...)"
+                f"table {self.config.name!r}: cannot allocate {num_rows * self.record.num_bytes:,} bytes of device "
+                f"memory for {num_rows:,} cached rows ({error}); reduce CacheConfig(rows=...)"
             ) from error
 
     @property
@@ -112,62 +89,67 @@ class TieredTable(Table):
         return "store" in self.__dict__
 
     @property
-    def slots(self) -> Slots | None:
-        """The cache, which belongs to the table's collection: None before there is one.
+    def cache(self) -> Any:
+        """The `RowCache`, which belongs to the table's collection: None before there is one.
 
         Raises:
-            RuntimeError: the collection has gone, and what was trained on the device with it.
+            RuntimeError: the collection was deleted, and rows that were on the device with it.
         """
-        if self._slots is None:
+        if self._cache is None:
             return None
-        found = self._slots()
+        found = self._cache()
         if found is None:
             raise RuntimeError(
-                f"the collection of table {self.config.name!r} is no more, and with it went rows that were on the "
-                "device; keep the collection as long as its tables"
+                f"the collection of table {self.config.name!r} was deleted, and with it rows that were on the device; "
+                "keep the collection as long as its tables"
             )
         return found
 
-    @slots.setter
-    def slots(self, slots: Slots) -> None:
-        self._slots = weakref.ref(slots)  # or who drops a collection would wait for its memory
+    @cache.setter
+    def cache(self, cache: Any) -> None:
+        self._cache = weakref.ref(cache)  # or who drops a collection would wait for its memory
+
+    def _reloading(self, write_back: bool = True) -> AbstractContextManager[Any]:
+        """While the store changes; then cached rows are read again."""
+        cache = self.cache
+        if cache is None:
+            return nullcontext()
+        if write_back:
+            cache.write_back()
+        found: AbstractContextManager[Any] = cache.reloading(self)
+        return found
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
-        """Begin anew, with a store of first values; their seed is drawn from torch's generator if not given.
+        """Make a store of initial values anew; their seed is drawn from torch's generator if not given.
 
         Raises:
-            RuntimeError: a batch that is being trained holds some of the rows.
+            RuntimeError: a batch that is being trained has pinned some of the rows.
         """
         if self.weight.device.type == "meta" or isinstance(self.weight, FakeTensor):
             return
-        slots = self.slots
-        with nullcontext() if slots is None else slots.emptying(self):
-            self._begin_anew(seed)
-
-    def _begin_anew(self, seed: int | None) -> None:
-        if self.has_store:
-            self._count_last()
-            self.store.close()
-        if seed is None:
-            seed = draw_seed() if self.config.init is None else 0
-        with torch.device("cpu"):  # not on a device that a `with` of the user's chooses
-            self._make_store(seed)
+        cache = self.cache
+        with nullcontext() if cache is None else cache.invalidating(self):
+            if self.has_store:
+                self._count_replaced()
+                self.store.close()
+            if seed is None:
+                seed = draw_seed() if self.config.init is None else 0
+            with torch.device("cpu"):  # not on a device that a `with` of the user's chooses
+                self._make_store(seed)
 
     def _make_store(self, seed: int) -> None:
         if self.config.placement == "disk":
-            self.store = _on_disk(self.config, self.record, seed)
-        else:
-            initial = _first_values(self.config, self.record, seed)
-            pin = self.weight.device.type == "cuda"
-            self.store = HostRows(
-                self.config.num_embeddings, self.record, initial, pin, table_name=self.config.name
-            )  # fmt: skip
-            if self.config.init is not None:
-                dtype = self.config.dtype if self.config.dtype in TRAINABLE_DTYPES else torch.float32
-                whole = torch.empty(self.config.num_embeddings, self.config.embedding_dim, dtype=dtype)
-                self.config.init(whole)
-                self.store.fields()["weight"].copy_(whole)
+            self.store = self.empty_store(seed)
+            return
+        config, pin = self.config, self.weight.device.type == "cuda"
+        initial = _initial_values(config, self.record, seed)
+        self.store = HostRows(config.num_embeddings, self.record, initial, pin, table_name=config.name)
+        if config.init is not None:
+            dtype = config.dtype if config.dtype in TRAINABLE_DTYPES else torch.float32
+            whole = torch.empty(config.num_embeddings, config.embedding_dim, dtype=dtype)
+            config.init(whole)
+            self.store.fields()["weight"].copy_(whole)
 
     def tensors_on_device(self) -> dict[str, Tensor]:
         """Weight and states of the slots, by their names in a record."""
@@ -175,9 +157,9 @@ class TieredTable(Table):
         return {"weight": self.weight.detach(), **states}
 
     def pieces(self) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """All rows as they are now, in order: the first row of a piece, and its fields."""
-        if self.slots is not None:
-            self.slots.write_back()
+        """All rows, in order, with what is in the cache: the first row of a piece, and its fields."""
+        if self.cache is not None:
+            self.cache.write_back()
         if isinstance(self.store, HostRows):
             yield 0, self.store.fields()
             return
@@ -188,12 +170,12 @@ class TieredTable(Table):
     def tensors(self) -> dict[str, Tensor]:
         """Weight and states of the whole table; of one in host memory, those that training writes to.
 
-        Within `stand_ins`, an `OnDisk` stands for each tensor of a table on disk.
+        Within `metadata_only`, a `DiskTensor` for each tensor of a table on disk.
         """
-        if cached_table.are_wanted() and self.config.placement == "disk":
+        if _metadata_only.get() and self.config.placement == "disk":
             sizes = {f.name: [f.size] * (not f.one_a_row) for f in self.record.fields}
             return {
-                f.name: cached_table.OnDisk(self, f.name, (self.config.num_embeddings, *sizes[f.name]), f.dtype)
+                f.name: DiskTensor(self, f.name, (self.config.num_embeddings, *sizes[f.name]), f.dtype)
                 for f in self.record.fields
             }
         if not self.has_store:
@@ -201,7 +183,7 @@ class TieredTable(Table):
             return self.record.views(torch.empty(size, dtype=torch.uint8, device=self.weight.device))
         if isinstance(self.store, HostRows):
             ((_, found),) = self.pieces()
-            return {field.name: _apart(found[field.name], field) for field in self.record.fields}
+            return {field.name: _as_own_storage(found[field.name], field) for field in self.record.fields}
         whole: dict[str, Tensor] = {}
         for first, fields in self.pieces():
             for name, part in fields.items():
@@ -213,10 +195,8 @@ class TieredTable(Table):
     @torch.no_grad()
     def assign(self, tensors: Mapping[str, Tensor]) -> None:
         """Write weight or states of the whole table; what is not given, or is `tensors()` itself, stays as it is."""
-        slots, given = self.slots, [field.name for field in self.record.fields if field.name in tensors]
-        if slots is not None:
-            slots.write_back()
-        with nullcontext() if slots is None else slots.replacing(self):
+        given = [field.name for field in self.record.fields if field.name in tensors]
+        with self._reloading():
             if isinstance(self.store, HostRows):
                 for name in given:
                     self.store.fields()[name].copy_(tensors[name])
@@ -232,15 +212,12 @@ class TieredTable(Table):
                 self.store.write(rows, records).wait()
 
     @torch.no_grad()
-    def change(self, function: Callable[[dict[str, Tensor]], None]) -> None:
+    def update_records(self, function: Callable[[dict[str, Tensor]], None]) -> None:
         """Let a function change weight and states of all rows in place, a piece of rows at a time, in order.
 
-        Pieces are the same for tables of the same shape that live in the same kind of place.
+        Pieces are the same for tables of the same shape and placement.
         """
-        slots = self.slots
-        if slots is not None:
-            slots.write_back()
-        with nullcontext() if slots is None else slots.replacing(self):
+        with self._reloading():
             if isinstance(self.store, HostRows):
                 function(self.store.fields())
                 return
@@ -255,35 +232,46 @@ class TieredTable(Table):
             rows = torch.arange(first, min(first + step, self.config.num_embeddings), device="cpu")
             yield rows, torch.empty(rows.numel(), self.record.num_bytes, dtype=torch.uint8, device="cpu")
 
-    def restored(self, base: str | Path, increments: Sequence[str | Path] = ()) -> DiskRows:
-        """Rows as of snapshots of this table, for `adopt`; see `restore`.
+    def restore_store(self, base: str | Path, increments: Sequence[str | Path] = ()) -> DiskRows:
+        """Rows of snapshots of this table, for `replace_store`; see `restore`.
 
         Raises:
-            StorageError: the snapshots are damaged or of another table, or there is no room.
+            StorageError: the snapshots are damaged or of another table, or the disk is full.
         """
         seed = int(snapshot_header(base)["seed"])
-        with _place(self.config) as path:
+        with _temporary_path(self.config) as path:
             restore(path, base, increments)
-            return DiskRows.open(path, **_identity(self.config, self.record, seed))
+            return DiskRows.open(path, **self._store_options(seed))
 
-    def empty(self, seed: int = 0) -> DiskRows:
-        """Rows none of which was ever written, for `adopt`: they have the first values of a seed."""
-        return _on_disk(self.config, self.record, seed)
+    def empty_store(self, seed: int = 0) -> DiskRows:
+        """Rows none of which was ever written, for `replace_store`: they have the initial values of a seed."""
+        with _temporary_path(self.config) as path:
+            return DiskRows.create(path, **self._store_options(seed))
 
-    def adopt(self, store: DiskRows) -> None:
-        """Take other rows for this table's own, whose rows on the device are read anew."""
-        slots = self.slots
-        with nullcontext() if slots is None else slots.replacing(self):
-            self._count_last()
+    def _store_options(self, seed: int) -> dict[str, Any]:
+        config = self.config
+        identity = TableIdentity(
+            config.name, config.num_embeddings, self.record, seed, config.row_origin, config.column_origin
+        )
+        return {
+            "identity": identity,
+            "initializer": _initial_values(config, self.record, seed),
+            "host_rows": config.cache.host_rows,
+            "policy": config.cache.policy,
+        }
+
+    def replace_store(self, store: DiskRows) -> None:
+        """Replace the store; cached rows are read again from the new one."""
+        with self._reloading(write_back=False):
+            self._count_replaced()
             before, self.store = self.store, store
             with suppress(StorageError):  # that something could not be written matters no more
                 before.close()
 
-    def read_again(self) -> None:
-        """Its rows on the device are read anew, as somebody else has written to `tensors()`."""
-        if self.slots is not None:
-            with self.slots.replacing(self):
-                pass
+    def reload_cached_rows(self) -> None:
+        """Read cached rows again, as somebody else has written to `tensors()`."""
+        with self._reloading(write_back=False):
+            pass
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         for name, tensor in self.tensors().items():
@@ -312,7 +300,7 @@ class TieredTable(Table):
             self.assign(given)
 
     def _problems(self, given: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Why fields cannot be filled from these values."""
+        """Why these values do not fit the fields."""
         rows = self.config.num_embeddings
         for field in self.record.fields:
             if field.name not in given:
@@ -323,8 +311,8 @@ class TieredTable(Table):
             elif tuple(value.shape) != shape:
                 yield f"size mismatch for {prefix}{field.name}: expected {shape}, got {tuple(value.shape)}"
 
-    def _apply(self, fn: Any, recurse: bool = True) -> TieredTable:
-        """It stays where it was made: what moves a module moves neither its store nor its slots."""
+    def _apply(self, fn: Any, recurse: bool = True) -> CachedTable:
+        """Refuse to move or cast it: neither its store nor its slots can."""
         probe = fn(torch.empty(0, dtype=self.weight.dtype, device=self.weight.device))
         if (probe.device, probe.dtype) != (self.weight.device, self.weight.dtype):
             raise RuntimeError(
@@ -344,16 +332,16 @@ class TieredTable(Table):
         self.__deepcopy__({})
 
     def counts(self) -> Counts:
-        """What rows in host memory have been good for, of a table on disk that has some there."""
+        """What the host cache of a table on disk has counted."""
         now = self.store.counts() if self.has_store and isinstance(self.store, DiskRows) else Counts()
         return self._counted.plus(*now)
 
-    def _count_last(self) -> None:
-        """The store is about to go."""
+    def _count_replaced(self) -> None:
+        """Keep what the store has counted that is about to be replaced."""
         self._counted = self.counts()
 
 
-def _apart(values: Tensor, field: Field) -> Tensor:
+def _as_own_storage(values: Tensor, field: Field) -> Tensor:
     """The same memory, as `torch.save` takes it: it refuses a storage of several dtypes."""
     if field.offset == 0:
         return values
@@ -362,14 +350,14 @@ def _apart(values: Tensor, field: Field) -> Tensor:
     return rest.as_strided(values.shape, values.stride())
 
 
-class FirstValues:
-    """First values of records: the weight by its place in the whole table, states of zero.
+class InitialValues:
+    """Initial values of records: the weight depends on its row and column in the whole table, states are zero.
 
     Args:
         record: the layout of a row.
         seed: of the weight.
         bound: the weight is uniform in ± this.
-        row_origin, column_origin: where the first row and column stand in the whole table.
+        row_origin, column_origin: the first row and column in the whole table.
     """
 
     def __init__(self, record: Record, seed: int, bound: float, row_origin: int = 0, column_origin: int = 0) -> None:
@@ -383,75 +371,53 @@ class FirstValues:
         fill_initial_(weight, self._seed, self._bound, first_column=self._column_origin, rows=own)
 
 
-def _first_values(config: TableConfig, record: Record, seed: int) -> FirstValues:
-    return FirstValues(record, seed, config.bound, config.row_origin, config.column_origin)
+def _initial_values(config: TableConfig, record: Record, seed: int) -> InitialValues:
+    return InitialValues(record, seed, config.bound, config.row_origin, config.column_origin)
 
 
 @contextmanager
-def _place(config: TableConfig) -> Iterator[Path]:
-    """A path for a table's file, which is without a name as soon as it is open, so that nothing is left of it, however
-    the process ends.
-    """
+def _temporary_path(config: TableConfig) -> Iterator[Path]:
+    """A path for a table's file, which is unlinked once it is open: nothing is left of it, however the process ends."""
     folder = Path(tempfile.gettempdir() if config.cache.folder is None else config.cache.folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         temporary = tempfile.TemporaryDirectory(prefix="tritonemb-", dir=folder, ignore_cleanup_errors=True)
     except OSError as error:
         raise StorageError(
-            f"table {config.name!r} cannot have its file in folder {folder}: {error}; give "
+            f"table {config.name!r} cannot make its file in folder {folder}: {error}; give "
             "CacheConfig(folder=...) one that can be written to"
         ) from error
     with temporary as own:
         yield Path(own) / f"{config.name.replace('/', '-')[:100]}.rows"
 
 
-def _on_disk(config: TableConfig, record: Record, seed: int) -> DiskRows:
-    with _place(config) as path:
-        return DiskRows.create(path, **_identity(config, record, seed))
-
-
-def _identity(config: TableConfig, record: Record, seed: int) -> dict[str, Any]:
-    return {
-        "identity": TableIdentity(
-            config.name, config.num_embeddings, record, seed, config.row_origin, config.column_origin
-        ),
-        "initializer": _first_values(config, record, seed),
-        "host_rows": config.cache.host_rows,
-        "policy": config.cache.policy,
-    }
-
-
-_wanted: ContextVar[bool] = ContextVar("stand_ins_wanted", default=False)
+_metadata_only: ContextVar[bool] = ContextVar("metadata_only", default=False)
 
 
 @contextmanager
-def stand_ins() -> Iterator[None]:
-    """Within, a `state_dict` has an `OnDisk` for weight and states of a table on disk, and does not read them."""
-    token = _wanted.set(True)
+def metadata_only() -> Iterator[None]:
+    """Within, a `state_dict` has a `DiskTensor` for weight and states of a table on disk, and does not read them."""
+    token = _metadata_only.set(True)
     try:
         yield
     finally:
-        _wanted.reset(token)
+        _metadata_only.reset(token)
 
 
-def are_wanted() -> bool:
-    return _wanted.get()
-
-
-class OnDisk(Tensor):
-    """Has the shape and dtype of a table's weight or of one of its states, and no values.
+class DiskTensor(Tensor):
+    """A reference to the weight or a state of a table on disk: shape and dtype, no values.
 
     Args:
-        table: that it belongs to.
+        table: to which it refers.
         field: "weight", or the state's name.
     """
 
-    table: TieredTable
+    table: CachedTable
     field: str
 
     @staticmethod
-    def __new__(cls, table: TieredTable, field: str, size: tuple[int, ...], dtype: torch.dtype) -> OnDisk:
-        made: OnDisk = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=torch.device("cpu"))
+    def __new__(cls, table: CachedTable, field: str, size: tuple[int, ...], dtype: torch.dtype) -> DiskTensor:
+        made: DiskTensor = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=torch.device("cpu"))
         made.table, made.field = table, field
         return made
 
@@ -463,8 +429,8 @@ class OnDisk(Tensor):
     ) -> Any:
         if func is torch.ops.aten.detach.default:
             own = args[0]
-            return OnDisk(own.table, own.field, tuple(own.shape), own.dtype)
-        raise NotImplementedError(f"{func} cannot work on a table that is on disk; read it with TieredTable.pieces()")
+            return DiskTensor(own.table, own.field, tuple(own.shape), own.dtype)
+        raise NotImplementedError(f"{func} cannot read a table on disk; read it with CachedTable.pieces()")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise TypeError(f"{self!r} has no values to copy")
@@ -473,6 +439,6 @@ class OnDisk(Tensor):
         raise TypeError(f"{self!r} has no values to pickle")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"OnDisk({self.table.config.name!r}, {self.field!r}, {list(self.shape)}, {self.dtype})"
+        return f"DiskTensor({self.table.config.name!r}, {self.field!r}, {list(self.shape)}, {self.dtype})"
 
     __str__ = __repr__

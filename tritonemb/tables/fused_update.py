@@ -1,8 +1,8 @@
-"""Tables with one fused optimizer that are updated together, once, when a backward pass ends.
+"""Modules with one fused optimizer, whose tables are updated together, once, when a backward pass ends.
 
-A model calls its modules one by one, so their lookups are calls of their own; but when all gradients of a backward pass
-are known, there is one grouping of all ids and one update for all tables, and a table that was looked up several times
-is updated once, by the sum of its gradients, as PyTorch's optimizers do it.
+A model calls its modules one by one, each with a lookup of its own. When all gradients of a backward pass are known,
+there is one grouping of all ids and one update for all tables, and a table that was looked up several times is updated
+once, by the sum of its gradients, as PyTorch's optimizers do it.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ NONFINITE_MODES = get_args(NonFinite)
 
 
 class FusedGroup:
-    """The optimizer of some tables: what is computed, its learning rate, and the gradients that wait for it.
+    """The optimizer of some tables, its learning rate, and gradients that are not applied yet.
 
-    It does not know its tables: a lookup brings its own.
+    It does not know its tables: every gradient has its own.
 
     Attributes:
-        spec: the optimizer.
+        optimizer: what is computed.
         constants: its hyperparameters.
-        by_step: gradients wait for `apply`, instead of being applied when their backward pass ends.
+        by_step: gradients are applied by `apply`, instead of when their backward pass ends.
     """
 
-    def __init__(self, spec: Optimizer, by_step: bool = False) -> None:
-        self.spec, self.by_step = spec, by_step
-        self.constants = Constants(spec.hyperparameters)
-        self._learning_rate = spec.lr
+    def __init__(self, optimizer: Optimizer, by_step: bool = False) -> None:
+        self.optimizer, self.by_step = optimizer, by_step
+        self.constants = Constants(optimizer.hyperparameters)
+        self._learning_rate = optimizer.lr
         self._rates: dict[torch.device, Tensor] = {}
         self._begin()
 
     def _begin(self) -> None:
         self._kept: list[ops.BagGradient] = []
-        self._in_block = False
-        # By backward pass. One that fails forgets its callback, and with it what was gathered.
-        self._open: WeakValueDictionary[int, _Gathered] = WeakValueDictionary()
+        self._accumulating = False
+        # By backward pass. One that fails forgets its callback, and with it its gradients.
+        self._open: WeakValueDictionary[int, _PassGradients] = WeakValueDictionary()
         self._lock = threading.Lock()
         self._views: WeakSet[FusedOptimizer] = WeakSet()
 
     @property
-    def learning_rate(self) -> float:
+    def current_learning_rate(self) -> float:
         """What was last set; updates read the tensor of `rate_on`."""
         return self._learning_rate
 
@@ -69,7 +69,7 @@ class FusedGroup:
             view.show_learning_rate()
 
     def watch(self, view: FusedOptimizer) -> None:
-        """Tell `view` of every new learning rate, as long as it lives."""
+        """Show every new learning rate to `view`, without keeping it alive."""
         self._views.add(view)
 
     def rate_on(self, device: torch.device) -> Tensor:
@@ -82,77 +82,78 @@ class FusedGroup:
             self._rates[device] = found
         return found
 
-    def gather(self, gradient: ops.BagGradient) -> None:
+    def add(self, gradient: ops.BagGradient) -> None:
         """Keep a gradient until this backward pass ends, and update the table then."""
         self._of_this_pass().append(gradient)
 
     @property
     def receiver(self) -> Callable[[ops.BagGradient], None]:
-        """Where a lookup hands its gradient.
+        """To which a lookup gives its gradient.
 
-        One that is made within a backward pass, as by a reentrant checkpoint, has its own backward within it, too: its
-        gradient belongs to the outer pass, at whose end tables are updated once.
+        A lookup within a backward pass, as by a reentrant checkpoint, has its own backward within it, too: its gradient
+        belongs to the outer pass, at whose end tables are updated once.
         """
         if torch.compiler.is_compiling() or torch._C._current_graph_task_id() < 0:
-            return self.gather
+            return self.add
         return self._of_this_pass().append
 
-    def _of_this_pass(self) -> _Gathered:
+    def _of_this_pass(self) -> _PassGradients:
         task = torch._C._current_graph_task_id()
         with self._lock:
-            gathered = self._open.get(task)
-            if gathered is None:
-                gathered = self._open[task] = _Gathered()
+            gradients = self._open.get(task)
+            if gradients is None:
+                gradients = self._open[task] = _PassGradients()
                 engine: Any = torch.autograd.Variable._execution_engine
-                engine.queue_callback(partial(self._finish, gathered))
-        return gathered
+                engine.queue_callback(partial(self._finish, gradients))
+        return gradients
 
-    def _finish(self, gathered: _Gathered) -> None:
-        if self.by_step or self._in_block:
-            self._kept += [_copied(gradient) for gradient in gathered]
+    def _finish(self, gradients: _PassGradients) -> None:
+        if self.by_step or self._accumulating:
+            self._kept += [_copied(gradient) for gradient in gradients]
         else:
-            update(gathered)
+            update(gradients)
 
     def apply(self) -> None:
-        """Update the tables by all gradients that wait, as one step on all samples."""
+        """Update the tables by all kept gradients, as one step on all samples."""
         kept, self._kept = self._kept, []
         update(kept)
 
     def discard(self) -> None:
-        """Forget the gradients that wait."""
+        """Forget all kept gradients."""
         self._kept = []
 
     @property
     def accumulating(self) -> bool:
-        """Whether gradients wait for the end of a block of `accumulate`."""
-        return self._in_block
+        """Whether a block of `accumulate` is active."""
+        return self._accumulating
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Gather the gradients of several backward passes and apply them once, when the block ends.
+        """Accumulate the gradients of several backward passes and apply them once, when the block ends.
 
-        The tables then have the bits of one step on all samples as one batch. Leaving the block with an exception
-        discards what was gathered. Not for compiled modules: calling one in the block raises RuntimeError.
+        The tables are then bitwise identical to those after one step on all samples as one batch. Leaving the block
+        with an exception discards what was accumulated. Not for compiled modules: calling one in the block raises
+        RuntimeError.
 
         Raises:
-            RuntimeError: if it is active already, or if gradients wait for `step` anyway.
+            RuntimeError: if it is active already, or if gradients are kept until `step` anyway.
         """
         if self.by_step:
-            raise RuntimeError('with update="step" gradients are gathered until step(); leave out accumulate()')
-        if self._in_block:
+            raise RuntimeError('with update="step" gradients are accumulated until step(); leave out accumulate()')
+        if self._accumulating:
             raise RuntimeError("accumulate() is already active")
-        self._in_block = True
+        self._accumulating = True
         try:
             with gathering(list(self._rates.values())):
                 yield
             self.apply()
         finally:
-            self._in_block = False
+            self._accumulating = False
             self.discard()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Gradients that wait stay behind."""
-        names = ("spec", "by_step", "constants", "_learning_rate", "_rates")
+        """Kept gradients are not copied."""
+        names = ("optimizer", "by_step", "constants", "_learning_rate", "_rates")
         return {name: self.__dict__[name] for name in names}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -162,7 +163,7 @@ class FusedGroup:
 
 
 def _copied(gradient: ops.BagGradient) -> ops.BagGradient:
-    """What nobody else can change: the batch's buffers may be used again, the gradient be a parameter's `grad` too."""
+    """A copy: the batch's buffers may be reused, and the gradient may be a parameter's `grad` too."""
     weights, bags = gradient.sample_weights, gradient.bags
     return gradient._replace(
         values=gradient.values.clone(),
@@ -172,7 +173,7 @@ def _copied(gradient: ops.BagGradient) -> ops.BagGradient:
     )
 
 
-class _Gathered(list[ops.BagGradient]):
+class _PassGradients(list[ops.BagGradient]):
     """A list that can be referred to weakly."""
 
 
@@ -189,15 +190,15 @@ def update(gradients: list[ops.BagGradient]) -> None:
         key = gradient.grad.device, gradient.bags.pooled, size, gradient.table.learning_rate.data_ptr()
         together.setdefault(key, []).append(gradient)
     if len(together) > 1:
-        _refuse_bad([gradient for found in together.values() for gradient in found])
+        _check_finite([gradient for found in together.values() for gradient in found])
     for found in together.values():
         _update(found)
 
 
-def _refuse_bad(gradients: list[ops.BagGradient]) -> None:
+def _check_finite(gradients: list[ops.BagGradient]) -> None:
     """For `nonfinite="raise"`, before the first of several calls changes anything.
 
-    On a GPU, where nobody may wait, each call refuses for itself.
+    On a GPU, where nobody may wait, each call checks its own.
     """
     for table, name, values, _, bags, grad in gradients:
         raises = NONFINITE_MODES[int(Hyperparameters(*table.hyperparameters).nonfinite)] == "raise"
@@ -231,7 +232,7 @@ def _update(gradients: list[ops.BagGradient]) -> None:
 
 
 def _one_batch(gradients: list[ops.BagGradient]) -> tuple[Tensor, Tensor]:
-    """Ids and offsets of all lookups, one key after the other."""
+    """Ids and offsets of all lookups, key by key."""
     if len(gradients) == 1:
         return gradients[0].values, gradients[0].bags.offsets
     dtypes = {gradient.values.dtype for gradient in gradients}
@@ -266,7 +267,7 @@ def _joined(gradients: list[ops.BagGradient]) -> ops.BagGradient:
         return first
     if any(gradient.table.steps[0] is not first.table.steps[0] for gradient in gradients):
         raise RuntimeError(
-            f"the weight of {first.name!r} is also that of another module, which was fused apart from it; "
+            f"the weight of {first.name!r} is also that of another module, which was fused separately; "
             "te.unfuse the model, and fuse it anew"
         )
     if len({(gradient.bags.pooled, gradient.bags.mean) for gradient in gradients}) > 1:
@@ -281,7 +282,7 @@ def _joined(gradients: list[ops.BagGradient]) -> ops.BagGradient:
 
 
 def _by_position(gradient: ops.BagGradient) -> ops.BagGradient:
-    """The same, not pooled: a row of the gradient for each id."""
+    """The same, not pooled: a gradient row for each id."""
     if not gradient.bags.pooled:
         return gradient
     offsets, count = gradient.bags.offsets, gradient.values.shape[0]

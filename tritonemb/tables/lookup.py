@@ -1,20 +1,52 @@
-"""A batch as kernels see it, and what it must offer to be looked up."""
+"""A batch as kernels see it, and the slots of the cache that it pins.
+
+Releases of pins have sequence numbers. A thread that prefetches comes to a batch sooner or later, so which pins have
+been released by then, and which rows may be evicted, is a matter of luck; which had been released when the batch was
+submitted is not.
+"""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from tritonemb import ops
 from tritonemb.layout import Layout
 
 
+class Features(Protocol):
+    """What a batch must offer: tritonemb's or TorchRec's `KeyedJaggedTensor`."""
+
+    def keys(self) -> list[str]: ...
+    def values(self) -> Tensor: ...
+    def offsets(self) -> Tensor: ...
+    def weights_or_none(self) -> Tensor | None: ...
+
+
+def parts_of(features: Features) -> tuple[list[str], Tensor, Tensor, Tensor | None]:
+    """Keys, values, offsets and weights; raises TypeError or ValueError for what is no such batch."""
+    for method in ("keys", "values", "offsets", "weights_or_none"):
+        if not callable(getattr(features, method, None)):
+            raise TypeError(f"expected a KeyedJaggedTensor, got {type(features).__name__}, which has no {method}()")
+    if getattr(features, "variable_stride_per_key", bool)():  # TorchRec's
+        raise ValueError(
+            "the batch has another number of samples for each feature; give every feature a bag, perhaps an empty one, "
+            "for every sample"
+        )
+    return list(features.keys()), features.values(), features.offsets(), features.weights_or_none()
+
+
 class Lookup(NamedTuple):
     """A batch as kernels see it.
 
     Attributes:
-        values: int32 or int64 `[N]`, rows of the tables' memory.
+        values: int32 or int64 `[N]`, rows of the tables' memory: slots where tables are cached.
         offsets: `[K * B + 1]`.
         sample_weights: float32 `[N]`, or None.
         groups: the distinct rows.
@@ -28,37 +60,106 @@ class Lookup(NamedTuple):
     layout: Layout
 
 
-class RowsUpdate:
-    """A lookup whose gradient is handed to its tables; an `ops.Update`."""
-
-    def __init__(self, tables: Any, lookup: Lookup) -> None:
-        self._tables, self._lookup = tables, lookup
-
-    def read(self) -> Tensor:
-        found: Tensor = self._tables.read(self._lookup)
-        return found
-
-    def take_gradient(self, grad: Tensor, needs_sample_weight_grad: bool) -> None:
-        """Update the rows, or keep the gradient while gradients are accumulated."""
-        self._tables.take_gradient(grad, self._lookup)
+ReleaseSlots = Callable[[Tensor, Tensor, bool, torch.cuda.Stream | None], None]
 
 
-class Features(Protocol):
-    """What a batch must offer: tritonemb's or TorchRec's `KeyedJaggedTensor`."""
+class PinnedSlots:
+    """The slots of a batch's rows, which are not evicted until it is released; at the latest, when it is deleted.
 
-    def keys(self) -> list[str]: ...
-    def values(self) -> Tensor: ...
-    def offsets(self) -> Tensor: ...
-    def weights_or_none(self) -> Tensor | None: ...
+    Args:
+        release: unpins tables, slots, given whether the rows are dirty, and the stream that reads the slots.
+        tables, rows, slots: int64 `[n]`: for each row its table, its number there, and its slot.
+    """
+
+    def __init__(self, release: ReleaseSlots, tables: Tensor, rows: Tensor, slots: Tensor) -> None:
+        self._release: ReleaseSlots | None = release
+        self._tables, self._rows, self._slots = tables, rows, slots
+        self._acquired = self._dirty = False
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Tables, rows and slots."""
+        return self._tables, self._rows, self._slots
+
+    def rows_of(self, table: int) -> tuple[Tensor, Tensor]:
+        """The rows of a table, ascending, and their slots."""
+        mine = self._tables == table
+        return self._rows[mine], self._slots[mine]
+
+    @property
+    def released(self) -> bool:
+        """Whether other rows may be in the slots by now."""
+        return self._release is None
+
+    def acquire(self, release: ReleaseSlots) -> bool:
+        """Let a lookup use the slots; False if another lookup has had them.
+
+        Raises:
+            ValueError: another collection's cache pinned them.
+        """
+        if self._acquired or self._release is None:
+            return False
+        if self._release != release:
+            raise ValueError("another collection made these groups; use group() of the one that is called")
+        self._acquired = True
+        return True
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Record the stream that reads the slots; whoever reuses them waits for it first."""
+        self._stream = stream
+
+    def mark_dirty(self) -> None:
+        """Mark the rows dirty; they are written back after release."""
+        self._dirty = True
+
+    def release(self) -> None:
+        """Unpin the slots. This thread's stream has been given all changes of the rows."""
+        release, self._release = self._release, None
+        if release is not None:
+            release(self._tables, self._slots, self._dirty, self._stream)
+
+    def __del__(self) -> None:
+        self.release()
 
 
-def parts_of(features: Features) -> tuple[list[str], Tensor, Tensor, Tensor | None]:
-    for method in ("keys", "values", "offsets", "weights_or_none"):
-        if not callable(getattr(features, method, None)):
-            raise TypeError(f"expected a KeyedJaggedTensor, got {type(features).__name__}, which has no {method}()")
-    if getattr(features, "variable_stride_per_key", bool)():  # TorchRec's
-        raise ValueError(
-            "the batch has another number of samples for each feature; give every feature a bag, perhaps an empty one, "
-            "for every sample"
-        )
-    return list(features.keys()), features.values(), features.offsets(), features.weights_or_none()
+class PrefetchedBatch(NamedTuple):
+    """A batch whose rows are in pinned slots; a pytree.
+
+    Attributes:
+        lookup: reads slots.
+        pinned: these slots.
+        training: whether gradients were recorded when the batch was prefetched.
+        replica_rows: rows of other ranks' batches that this rank updates, too; None without replicas.
+        ready: recorded behind the transfers, on a GPU.
+    """
+
+    lookup: Lookup
+    pinned: PinnedSlots
+    training: bool
+    replica_rows: Tensor | None = None
+    ready: torch.cuda.Event | None = None
+
+
+_clock = itertools.count(1)
+_released_before: ContextVar[int | None] = ContextVar("released_before", default=None)
+
+
+def sequence_number() -> int:
+    """The next one. Pins that were released before have smaller numbers, those that are released later larger ones."""
+    return next(_clock)
+
+
+@contextmanager
+def released_before(number: int) -> Iterator[None]:
+    """For batches that this thread prefetches meanwhile, count only pins as released that were so before `number`."""
+    token = _released_before.set(number)
+    try:
+        yield
+    finally:
+        _released_before.reset(token)
+
+
+def release_limit() -> int | None:
+    """The number of `released_before`, or None: all releases count."""
+    return _released_before.get()

@@ -12,38 +12,36 @@ from torch import Tensor
 
 from tritonemb.optimizers import Optimizer
 
+States = list[tuple[str, Tensor, dict[str, Tensor]]]
 
-class FusedTables(Protocol):
-    """Tables that backward passes update: a collection, or modules of a group."""
+
+class OptimizedTables(Protocol):
+    """Tables that backward passes update."""
 
     @property
     def optimizer(self) -> Optimizer | None: ...
     @property
     def current_learning_rate(self) -> float: ...
     def set_learning_rate(self, lr: float) -> None: ...
-    def optimizer_states(self) -> list[tuple[str, Tensor, dict[str, Tensor]]]:
-        """Each table's name, weight, and `step` and states by name: the tensors themselves."""
-        ...
-
     def accumulate(self) -> AbstractContextManager[None]: ...
 
 
-class Waiting(Protocol):
-    """Gradients that wait for `step`."""
+class DeferredGradients(Protocol):
+    """Gradients that are applied by `step`."""
 
     def apply(self) -> None: ...
     def discard(self) -> None: ...
 
 
 class ParamGroup(dict[str, Any]):
-    """A parameter group whose learning rate is the tables': setting one sets the other. Their optimizer stays."""
+    """A parameter group with the tables' learning rate: setting one sets the other. Other settings stay."""
 
     def __init__(self, items: dict[str, Any], spec: dict[str, Any], set_learning_rate: Callable[[float], None]) -> None:
         super().__init__(items)
         self._spec, self._set_learning_rate = spec, set_learning_rate
 
     def __setitem__(self, key: str, value: Any) -> None:
-        """Raises ValueError for another value of what the update was made for."""
+        """Raises ValueError for another value of a setting that the update was made for."""
         if key == "lr":
             value = float(value)
             self._set_learning_rate(value)
@@ -69,28 +67,35 @@ class ParamGroup(dict[str, Any]):
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """One parameter group with tables. The step has been done in the backward: `step` does nothing, unless `waiting`.
+    """One parameter group with tables. The step has been done in the backward: `step` does nothing, unless `deferred`.
 
-    `param_groups[0]["lr"]` may be set by hand or by `torch.optim.lr_scheduler`. `state_dict` holds each table's state
+    `param_groups[0]["lr"]` may be set by hand or by `torch.optim.lr_scheduler`. `state_dict` has each table's state
     tensors themselves.
+
+    Args:
+        tables: a collection, or a group of modules.
+        states: each table's name, weight, and `step` and states by name: the tensors themselves.
+        deferred: gradients that `step` is to apply.
     """
 
-    def __init__(self, tables: FusedTables, waiting: Waiting | None = None) -> None:
+    def __init__(
+        self, tables: OptimizedTables, states: Callable[[], States], deferred: DeferredGradients | None = None
+    ) -> None:
         spec = tables.optimizer
         assert spec is not None
-        self._tables, self._waiting = tables, waiting
-        super().__init__([weight for _, weight, _ in tables.optimizer_states()], asdict(spec))
+        self._tables, self._states, self._deferred = tables, states, deferred
+        super().__init__([weight for _, weight, _ in states()], asdict(spec))
         self.param_groups[0] = ParamGroup(self.param_groups[0], asdict(spec), tables.set_learning_rate)
         self.show_learning_rate()
         self.refresh()
 
     def show_learning_rate(self) -> None:
-        """Let the parameter group say what the tables' learning rate is."""
+        """Copy the tables' learning rate into the parameter group."""
         dict.__setitem__(self.param_groups[0], "lr", self._tables.current_learning_rate)
 
     def refresh(self) -> None:
-        """Refer to the tables' tensors as they are now: they are others since the tables were moved."""
-        found = self._tables.optimizer_states()
+        """Refer to the tables' present tensors: others than before the tables were moved."""
+        found = self._states()
         self.param_groups[0]["params"][:] = [weight for _, weight, _ in found]
         self.state.clear()
         self.state.update({weight: dict(states) for _, weight, states in found})
@@ -114,18 +119,18 @@ class FusedOptimizer(torch.optim.Optimizer):
                     "a fused table has an ordinary gradient too, which nothing applies: its weight is used outside of "
                     "its lookups, say in a penalty; te.unfuse that module, or use its lookups only"
                 )
-        if self._waiting is not None:
-            self._waiting.apply()
+        if self._deferred is not None:
+            self._deferred.apply()
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients that wait for `step`; the weights have none of their own."""
-        if self._waiting is not None:
-            self._waiting.discard()
+        """Discard gradients that `step` would apply; the weights have none of their own."""
+        if self._deferred is not None:
+            self._deferred.discard()
         super().zero_grad(set_to_none)
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Gather the gradients of several micro-batches and apply them once, when the block ends."""
+        """Accumulate the gradients of several micro-batches and apply them once, when the block ends."""
         return self._tables.accumulate()
 
     def state_dict(self) -> dict[str, Any]:
@@ -144,7 +149,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         group = {key: value for key, value in state_dict["param_groups"][0].items() if key != "params"}
         for key, value in group.items():
             cast(ParamGroup, self.param_groups[0]).check(key, value)
-        for index, (table, _, states) in enumerate(self._tables.optimizer_states()):
+        for index, (table, _, states) in enumerate(self._states()):
             given = state_dict["state"].get(index, {})
             for name, tensor in states.items():
                 if name not in given or given[name].shape != tensor.shape:

@@ -1,7 +1,4 @@
-"""What embedding collections share: tables, their layout over a batch, and the fused update.
-
-Fused updates and data parallelism by PyTorch: what the one does, the other cannot see.
-"""
+"""`TableSet`: tables, their layout over a batch, their lookup and their fused update."""
 
 from __future__ import annotations
 
@@ -11,24 +8,23 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch._compile import _disable_dynamo
 
 from tritonemb import ops
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.layout import Layout, make_layout
 from tritonemb.ops.accumulate import NOT_ACCUMULATING, Accumulator, accumulate_
 from tritonemb.optimizers import Constants, Hyperparameters, Optimizer
-from tritonemb.tables.cache import Brought, CacheStatistics, Lease
-from tritonemb.tables.cached_lookup import bring, look_up_cached, make_cache, slot_layouts
-from tritonemb.tables.cached_table import TieredTable
-from tritonemb.tables.lookup import Features, Lookup, RowsUpdate, parts_of
+from tritonemb.tables.cache import CacheStatistics
+from tritonemb.tables.cached_lookup import look_up_cached, make_cache, prefetch_batch, slot_layouts
+from tritonemb.tables.cached_table import CachedTable
+from tritonemb.tables.lookup import Features, Lookup, PinnedSlots, PrefetchedBatch, parts_of
 from tritonemb.tables.optimizer import FusedOptimizer
-from tritonemb.tables.prefetched import Grouped, Groups, SentFeatures
 from tritonemb.tables.table import Table
-from tritonemb.tables.update import LocalUpdate
+from tritonemb.tables.update import LocalUpdate, RowsUpdate
 from tritonemb.types import TRAINABLE_DTYPES, TableConfig
 
 BoundsCheck = Literal["raise", "ignore"]
+Groups = ops.RowGroups | PrefetchedBatch
 
 
 class TableSet(nn.Module):
@@ -81,7 +77,7 @@ class TableSet(nn.Module):
             self.register_buffer("skipped", skipped, persistent=False)
             self.register_buffer("pending", torch.zeros((), dtype=torch.int64, device=_real(device)), persistent=False)
         for config in self.configs:  # not add_module, which would refuse a table that is called like a method
-            kind = Table if config.placement == "device" else TieredTable
+            kind = Table if config.placement == "device" else CachedTable
             self._modules[config.name] = kind(config, optimizer.states if optimizer else (), device)
         self.cache = make_cache(self.tables)
         self._learning_rate = 0.0 if optimizer is None else optimizer.lr
@@ -90,7 +86,7 @@ class TableSet(nn.Module):
         self.accumulator = Accumulator()
         self._accumulated_keys: tuple[str, ...] | None = None
         self.accumulating = False
-        self.leases: list[Lease] = []
+        self.pins: list[PinnedSlots] = []
         self._fused_optimizer: FusedOptimizer | None = None
         self.layout(self.feature_names, self.tables[0].weight.device)
 
@@ -101,14 +97,14 @@ class TableSet(nn.Module):
 
     @property
     def feature_names(self) -> tuple[str, ...]:
-        """The keys that a batch must bring, each once, in the order of tables."""
+        """The keys that a batch must have, each once, in the order of tables."""
         return tuple(dict.fromkeys(feature for config in self.configs for feature in config.feature_names))
 
     @property
     def fused_optimizer(self) -> FusedOptimizer | None:
         """The fused optimizer as a `torch.optim.Optimizer`, or None for ordinary parameters."""
         if self._fused_optimizer is None and self.optimizer is not None:
-            self._fused_optimizer = FusedOptimizer(self)
+            self._fused_optimizer = FusedOptimizer(self, self.optimizer_states)
         return self._fused_optimizer
 
     def set_learning_rate(self, lr: float) -> None:
@@ -134,13 +130,13 @@ class TableSet(nn.Module):
     def optimizer_states(self) -> list[tuple[str, Tensor, dict[str, Tensor]]]:
         """Each table's name, weight, and the step and states of its fused optimizer by name.
 
-        Without the states of tables that live elsewhere than on the device, which `state_dict` alone has.
+        Without the states of cached tables, which `state_dict` alone has.
         """
         return [
             (
                 t.config.name,
                 t.weight,
-                {"step": self.step, **({} if isinstance(t, TieredTable) else dict(t.named_buffers()))},
+                {"step": self.step, **({} if isinstance(t, CachedTable) else dict(t.named_buffers()))},
             )
             for t in self.tables
         ]
@@ -162,11 +158,11 @@ class TableSet(nn.Module):
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Gather the gradients of several micro-batches and apply them once, when the block ends.
+        """Accumulate the gradients of several micro-batches and apply them once, when the block ends.
 
-        The tables then have the bits of one step on all samples as one batch. Leaving the block with an exception
-        discards what was gathered. Every micro-batch must bring the same keys in the same order, and its backward must
-        run inside the block.
+        The tables are then bitwise identical to those after one step on all samples as one batch. Leaving the block
+        with an exception discards what was accumulated. Every micro-batch must have the same keys in the same order,
+        and its backward must run inside the block.
         """
         if self.optimizer is None:
             raise ValueError("accumulate() is for a fused optimizer; ordinary gradients add up by themselves")
@@ -179,14 +175,14 @@ class TableSet(nn.Module):
             self._apply_accumulated()
         finally:
             self.accumulator.close()
-            leases, self.leases = self.leases, []
-            for lease in leases:
-                lease.end()
+            pins, self.pins = self.pins, []
+            for pinned in pins:
+                pinned.release()
             self.pending.zero_()
             self.accumulating = False
 
     def scale_accumulated(self, factor: float) -> bool:
-        """Multiply the gradients gathered so far by `factor`; returns whether all of them are finite then.
+        """Multiply the gradients accumulated so far by `factor`; returns whether all of them are finite then.
 
         For loss scaling: called in the block of `accumulate`, before it ends. Waits for the device.
         """
@@ -196,35 +192,25 @@ class TableSet(nn.Module):
     def group(self, features: Features) -> Groups:
         """The distinct rows of a batch, from its ids alone; may be computed ahead and given to `forward`.
 
-        Rows of tables that live elsewhere than on the device are brought there, and held until the batch's backward has
-        been, or, where gradients are not recorded, until it has been looked up; a second lookup brings them anew. This
-        may be done in another thread.
+        Rows of tables in host memory or on disk are pinned on the device until the batch's backward has run, or, where
+        gradients are not recorded, until it has been looked up; a second lookup prefetches them again. Another thread
+        may do this.
         """
         if self.cache is not None:
-            return bring(self, self.cache, features)
+            return prefetch_batch(self, self.cache, features)
         keys, values, offsets, _ = parts_of(features)
         return ops.row_groups(values, offsets, self.layout(keys, values.device))
 
-    def send(self, features: Features) -> Grouped:
-        """What `SentFeatures` hold for this collection: the batch, and what `group` says where that takes time."""
-        keys, values, offsets, weights = parts_of(features)
-        batch = KeyedJaggedTensor(keys, values, weights, offsets=offsets)
-        return Grouped(batch, None if self.cache is None else self.group(features))
-
-    @_disable_dynamo  # a graph break, which loads no compiler before one is used
-    def _told(self, features: Features | SentFeatures, groups: Groups | None) -> tuple[Features, Groups | None]:
-        """Features, and their groups if they are known."""
-        if isinstance(features, SentFeatures):
-            told: Grouped = features.of(self)
-            return told.batch, told.groups
-        return features, groups
+    def prefetch(self, features: Features) -> tuple[Features, Groups | None]:
+        """What `PrefetchedFeatures` have for this collection: the batch, and `group`'s result where that takes time."""
+        return features, None if self.cache is None else self.group(features)
 
     def cache_statistics(self) -> dict[str, CacheStatistics]:
-        """What the caches of tables that live elsewhere than on the device have done so far, by table."""
+        """What the caches have done so far, by table in host memory or on disk."""
         return {} if self.cache is None else self.cache.statistics()
 
     def layout(self, keys: Sequence[str], device: torch.device) -> Layout:
-        """What these keys mean to the tables; made once for each order of keys."""
+        """The layout of these keys over the tables; made once for each order of keys."""
         key = (tuple(keys), device)
         found = self._layouts.get(key)
         if found is None:
@@ -246,7 +232,7 @@ class TableSet(nn.Module):
         """The op behind `forward`: `[B, width]` if pooled, else `[N, width]`."""
         if self.cache is not None:
             return look_up_cached(self, self.cache, features, groups)
-        assert not isinstance(groups, Brought)
+        assert not isinstance(groups, PrefetchedBatch)
         keys, values, offsets, sample_weights = parts_of(features)
         layout = self.layout(keys, values.device)
         weights: list[Tensor] = [table.weight for table in self.tables]
@@ -273,13 +259,14 @@ class TableSet(nn.Module):
         )  # fmt: skip
 
     def dtype_of(self, weights: list[Tensor]) -> torch.dtype:
+        """Of a lookup's result."""
         if self.output_dtype is not None:
             return self.output_dtype
         dtypes = {weight.dtype for weight in weights}
         return dtypes.pop() if len(dtypes) == 1 and dtypes <= {*TRAINABLE_DTYPES, torch.float64} else torch.float32
 
     def fused_tables(self) -> ops.FusedTables:
-        """The tables' tensors of this moment."""
+        """The tables' present tensors."""
         spec = self.optimizer
         weights: list[Tensor] = [table.weight for table in self.tables]
         assert spec is not None
@@ -289,6 +276,7 @@ class TableSet(nn.Module):
         )
 
     def check_trainable(self, weights: list[Tensor]) -> None:
+        """Raise ValueError if only some weights require gradients."""
         trainable = [weight.requires_grad for weight in weights]
         if any(trainable) and not all(trainable):
             frozen = [config.name for config, on in zip(self.configs, trainable, strict=True) if not on]
@@ -298,6 +286,7 @@ class TableSet(nn.Module):
             )
 
     def remember_keys(self, keys: list[str]) -> None:
+        """Raise ValueError unless all micro-batches have the same keys."""
         if self._accumulated_keys is None:
             self._accumulated_keys = tuple(keys)
         elif self._accumulated_keys != tuple(keys):
@@ -328,17 +317,17 @@ class TableSet(nn.Module):
             grad = grad[order.values()]
         values, offsets = stacked.values(), stacked.offsets()
         groups = ops.row_groups(values, offsets, layout)
-        leases, self.leases = self.leases, []
-        self.update.step(self, grad, Lookup(values, offsets, stacked.weights_or_none(), groups, layout), leases)
+        pins, self.pins = self.pins, []
+        self.update.step(self, grad, Lookup(values, offsets, stacked.weights_or_none(), groups, layout), pins)
 
     def _own_layout(self, keys: tuple[str, ...], device: torch.device) -> Layout:
-        """What keys mean to the rows that are on the device."""
+        """The layout of keys over the rows on the device."""
         return self.layout(keys, device) if self.cache is None else slot_layouts(self, self.cache, keys, device)[1]
 
     def read(self, lookup: Lookup) -> Tensor:
         """`[B, width]` if pooled, else `[N, width]`; no gradient."""
         weights: list[Tensor] = [table.weight for table in self.tables]
-        check_bounds = self.bounds_check == "raise" and self.cache is None  # who brings rows in has looked
+        check_bounds = self.bounds_check == "raise" and self.cache is None  # a prefetch has checked them
         with self.memory():
             return ops.embedding_bag(
                 weights, lookup.values, lookup.offsets, lookup.sample_weights, lookup.layout, check_bounds,
@@ -354,8 +343,8 @@ class TableSet(nn.Module):
             self.update.step(self, grad, lookup)
 
     def memory(self) -> AbstractContextManager[Any]:
-        """While tables' tensors are used, nobody replaces them by larger ones."""
-        return nullcontext() if self.cache is None else self.cache.memory.lock
+        """Held while the tables' tensors are used, as their cache may replace them by larger ones."""
+        return nullcontext() if self.cache is None else self.cache.storage.lock
 
     def __setattr__(self, name: str, value: Any) -> None:
         """A table may be called like an attribute, say "training", which is set beside it."""
@@ -367,8 +356,8 @@ class TableSet(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> TableSet:
         """Casting a module to 16 bits leaves the learning rate float32."""
         for table in self.tables:
-            if isinstance(table, TieredTable):
-                table._apply(fn)  # refuses before others have been moved
+            if isinstance(table, CachedTable):
+                table._apply(fn)  # raises before others have been moved
         rate = self._buffers.get("learning_rate")
         super()._apply(fn, recurse)
         if rate is not None:

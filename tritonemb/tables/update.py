@@ -1,4 +1,4 @@
-"""How the rows of a batch are updated: here alone; `sharding` has an update for rows that several ranks hold."""
+"""What a backward pass does with the gradients of rows; `sharding` has an update of rows that several ranks have."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tritonemb import ops
-from tritonemb.tables.lookup import Lookup
-from tritonemb.tables.pins import Lease
+from tritonemb.tables.lookup import Lookup, PinnedSlots
 
 
 class LocalUpdate:
@@ -24,33 +23,44 @@ class LocalUpdate:
     is_traceable = True
 
     def check(self, table: str) -> None:
-        """Raise where the tables must not be updated, in the forward."""
-        refuse_data_parallel(table)
+        """Raise in the forward where the tables must not be updated."""
+        check_not_data_parallel(table)
 
     def replica_rows(self, tables: Any) -> Any:
-        """Finds the rows that are updated with those of a batch, as other ranks have them too; None if there are none.
-
-        See `RowCache.bring`.
-        """
+        """Finds the rows of other ranks' batches that are updated with a batch, or None; see `RowCache.prefetch`."""
         return None
 
     @torch.no_grad()
-    def step(self, tables: Any, grad: Tensor, lookup: Lookup, leases: Sequence[Lease] = ()) -> None:
-        """One step of the optimizer on the rows of a batch, whose leases end when that is done."""
-        for lease in leases:
-            lease.change()
+    def step(self, tables: Any, grad: Tensor, lookup: Lookup, pins: Sequence[PinnedSlots] = ()) -> None:
+        """One step of the optimizer on the rows of a batch, whose slots are unpinned then."""
+        for pinned in pins:
+            pinned.mark_dirty()
         try:
             with tables.memory():
                 fused = tables.fused_tables()
-                ops.row_update_(
-                    fused, grad, lookup.offsets, lookup.sample_weights, lookup.groups, lookup.layout
-                )  # fmt: skip
+                ops.row_update_(fused, grad, lookup.offsets, lookup.sample_weights, lookup.groups, lookup.layout)
         finally:
-            for lease in leases:
-                lease.end()
+            for pinned in pins:
+                pinned.release()
 
 
-def refuse_data_parallel(name: str) -> None:
+class RowsUpdate:
+    """A lookup whose gradient goes to its tables; an `ops.Update`."""
+
+    def __init__(self, tables: Any, lookup: Lookup) -> None:
+        self._tables, self._lookup = tables, lookup
+
+    def read(self) -> Tensor:
+        """The rows."""
+        found: Tensor = self._tables.read(self._lookup)
+        return found
+
+    def take_gradient(self, grad: Tensor, needs_sample_weight_grad: bool) -> None:
+        """Update the rows, or keep the gradient while gradients are accumulated."""
+        self._tables.take_gradient(grad, self._lookup)
+
+
+def check_not_data_parallel(name: str) -> None:
     """Raise in the forward of `DistributedDataParallel` on several processes, for a table that the backward updates.
 
     Raises:

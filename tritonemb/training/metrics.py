@@ -183,7 +183,7 @@ class CacheMeter:
 
     def __init__(self, model: nn.Module) -> None:
         self._caches = caches_of(model)
-        tables = [table for cache in self._caches for table in cache.tiered if table is not None]
+        tables = [table for cache in self._caches for table in cache.tables if table is not None]
         self._in_host_memory = any(table.config.cache.host_rows is not None for table in tables)
         self._stall = self._stall_before = 0.0
         self._trained: CacheCounts | None = None

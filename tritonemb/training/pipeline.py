@@ -20,11 +20,10 @@ from tritonemb.comm.control import Round, describe
 from tritonemb.data.batch import Batch, BatchLayout
 from tritonemb.data.prefetch import Prefetcher
 from tritonemb.data.protocol import Batches, Data, ReadReport
-from tritonemb.nn.prefetch import looks_ahead, send
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
-from tritonemb.tables.pins import released_before, sequence_number
-from tritonemb.tables.prefetched import SentFeatures
+from tritonemb.tables.lookup import released_before, sequence_number
+from tritonemb.tables.prefetch import PrefetchedFeatures, needs_prefetch, prefetch
 from tritonemb.training.metrics import CacheCounts, caches_of, count
 from tritonemb.training.ranks import Ranks
 from tritonemb.training.train_state import TrainState
@@ -166,20 +165,20 @@ def prepare(
 
 def prefetch_for(model: nn.Module, training: bool) -> Prefetch | None:
     """Prefetches a batch's rows for a model, with gradients to come or without; None if there is no need."""
-    if not isinstance(model, HybridParallel) and not looks_ahead(model):
+    if not isinstance(model, HybridParallel) and not needs_prefetch(model):
         return None
 
-    def prefetch(features: Any) -> SentFeatures:
+    def prefetch_features(features: Any) -> PrefetchedFeatures:
         with torch.set_grad_enabled(training):
-            return model.send(features) if isinstance(model, HybridParallel) else send(model, features)
+            return model.prefetch(features) if isinstance(model, HybridParallel) else prefetch(model, features)
 
-    return prefetch
+    return prefetch_features
 
 
 def has_cached_tables(model: nn.Module) -> bool:
     """Whether some table is in host memory or on disk: the same on all ranks, whoever has its shards."""
     sharded = [module for module in model.modules() if isinstance(module, ShardedCollection)]
-    return looks_ahead(model) or any(config.placement != "device" for each in sharded for config in each.configs)
+    return needs_prefetch(model) or any(config.placement != "device" for each in sharded for config in each.configs)
 
 
 def empty_batch(data: Data) -> Batch:
@@ -247,5 +246,5 @@ def _record(batch: Batch, stream: torch.cuda.Stream) -> None:
 
     tree_map_only(Tensor, record, (batch.dense, batch.labels, batch.sparse))
     sparse: Any = batch.sparse
-    if isinstance(sparse, SentFeatures):
+    if isinstance(sparse, PrefetchedFeatures):
         sparse.map(record)

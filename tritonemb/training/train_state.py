@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from tritonemb.data.prefetch import Prefetcher
 from tritonemb.data.protocol import Data
-from tritonemb.tables.cached_table import TieredTable, stand_ins
+from tritonemb.tables.cached_table import CachedTable, metadata_only
 from tritonemb.training.config import TrainerOptions
 from tritonemb.training.ranks import RankLoader, Ranks
 from tritonemb.training.step import PLAIN, TrainStep
@@ -134,12 +134,12 @@ class TrainState:
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """`model.<key>` for every entry of the model's `state_dict`, sharing memory with the model.
 
-    Each tensor of a table on disk is an `OnDisk`, which has no values.
+    Each tensor of a table on disk is a `DiskTensor`, which has no values.
 
     Raises:
         TypeError: for an entry that is no tensor.
     """
-    with stand_ins():
+    with metadata_only():
         state = model.state_dict()
     for name, value in state.items():
         if not isinstance(value, Tensor):
@@ -152,8 +152,8 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 def read_again(model: nn.Module) -> None:
     """Read cached rows of tables in host memory again, after values have been loaded."""
     for table in model.modules():
-        if isinstance(table, TieredTable) and table.config.placement == "host":
-            table.read_again()
+        if isinstance(table, CachedTable) and table.config.placement == "host":
+            table.reload_cached_rows()
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
@@ -298,7 +298,7 @@ def _parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) ->
         return []
     owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     named: dict[int, tuple[str, nn.Parameter]] = {}
-    with stand_ins():
+    with metadata_only():
         entries = model.state_dict(keep_vars=True)
     for name, value in entries.items():
         if id(value) in owned:

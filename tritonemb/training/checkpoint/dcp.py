@@ -21,7 +21,7 @@ from torch.futures import Future
 from tritonemb.comm.group import RankGroup
 from tritonemb.sharding.sharded_tensor import PIECE_BYTES, LocalShard, Rectangle, TableShards, refuse_gaps
 from tritonemb.storage import DiskRows
-from tritonemb.tables.cached_table import TieredTable
+from tritonemb.tables.cached_table import CachedTable
 from tritonemb.training.checkpoint.all_ranks import (
     Failure,
     ignore_single_process_warning,
@@ -225,7 +225,7 @@ def load_tensors(
 
     Args:
         tensors: this rank's, whole ones or parts (`TableShards`, DTensors), however they were saved. The table that an
-            `OnDisk` refers to adopts other rows, when all else has been read.
+            `DiskTensor` refers to adopts other rows, when all else has been read.
         ignore: beginnings of names that may be in the checkpoint alone.
         group: ranks that load it together; a tensor of the checkpoint need not be on all of them.
 
@@ -244,7 +244,7 @@ def load_tensors(
         listed = "\n  ".join(problems[:MAX_LISTED] + [f"and {more} more"] * (more > 0))
         raise ValueError(f"checkpoint {path} is of another model or optimizer:\n  {listed}")
 
-    fresh: list[tuple[TieredTable, DiskRows]] = []
+    fresh: list[tuple[CachedTable, DiskRows]] = []
     try:
         on_all_ranks(group, lambda: _load(path, tensors, stored, fresh))
     except BaseException:
@@ -252,14 +252,14 @@ def load_tensors(
             store.close()
         raise
     for table, store in fresh:
-        table.adopt(store)
+        table.replace_store(store)
 
 
 def _load(
     path: Path,
     tensors: dict[str, Tensor],
     stored: Mapping[str, TensorStorageMetadata],
-    fresh: list[tuple[TieredTable, DiskRows]],
+    fresh: list[tuple[CachedTable, DiskRows]],
 ) -> None:
     """Read into memory, and add rows that tables on disk are to adopt once nothing can go wrong any more, anywhere."""
     saved = saved_tables(path)
@@ -279,7 +279,7 @@ def _load(
 
 def _restored(
     path: Path,
-    table: TieredTable,
+    table: CachedTable,
     prefix: str,
     saved: Mapping[str, Mapping[str, Any]],
     stored: Mapping[str, TensorStorageMetadata],
@@ -292,7 +292,7 @@ def _restored(
     for part in saved[prefix]["parts"]:
         if all(part[name] == value for name, value in own.items()):
             base, *changes = [path / name for name in part["files"]]
-            return table.restored(base, changes)
+            return table.restore_store(base, changes)
     with closing(FileReader(path, saved[prefix])) as reader:
         return write_rows(reader, table)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from tritonemb.sharding.sharded_tensor import LocalShard, TableShards
 from tritonemb.storage import DiskRows, IoFuture, snapshot_header
 from tritonemb.storage.io import PAGE_BYTES
-from tritonemb.tables.cached_table import OnDisk, TieredTable, write_back
+from tritonemb.tables.cached_table import CachedTable, DiskTensor, write_back
 from tritonemb.training.checkpoint.files import CHANGES, ROWS, allocated, size_and_checksum, size_of
 from tritonemb.types import TableConfig
 
@@ -38,8 +38,8 @@ class DiskTable(NamedTuple):
     """
 
     fields: dict[str, tuple[str, list[int]]]
-    parts: list[TieredTable]
-    saved: list[TieredTable]
+    parts: list[CachedTable]
+    saved: list[CachedTable]
 
 
 class RankFiles(NamedTuple):
@@ -82,7 +82,7 @@ def split_tables(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict
     tables: dict[str, DiskTable] = {}
     for name, value in tensors.items():
         shards = value.shards if isinstance(value, TableShards) else [LocalShard(value)]
-        on_disk = [(shard.tensor.table, shard.mine) for shard in shards if isinstance(shard.tensor, OnDisk)]
+        on_disk = [(shard.tensor.table, shard.mine) for shard in shards if isinstance(shard.tensor, DiskTensor)]
         if not on_disk:
             in_memory[name] = value
             continue
@@ -101,7 +101,7 @@ class TableSnapshots:
 
     def __init__(self, tables: Mapping[str, DiskTable]) -> None:
         self._tables = tables
-        self._parts: dict[int, tuple[TieredTable, list[str]]] = {}  # each once, with all its prefixes
+        self._parts: dict[int, tuple[CachedTable, list[str]]] = {}  # each once, with all its prefixes
         for prefix, table in tables.items():
             for part in table.saved:
                 self._parts.setdefault(id(part), (part, []))[1].append(prefix)
@@ -197,7 +197,7 @@ def stem_of(prefix: str, part: TableConfig) -> str:
     return f"{readable}-{zlib.crc32(prefix.encode()):08x}{origin}"
 
 
-def _store(table: TieredTable) -> DiskRows:
+def _store(table: CachedTable) -> DiskRows:
     assert isinstance(table.store, DiskRows)
     return table.store
 

@@ -145,7 +145,7 @@ class CheckpointFolder:
 
         Args:
             tensors: this rank's; what has the same name and is no `TableShards` or DTensor is the same on all ranks.
-                An `OnDisk` refers to a table on disk, whose file is copied.
+                A `DiskTensor` refers to a table on disk, whose file is copied.
             manifest: what `trainer.json` is to hold, for JSON; rank 0's is taken.
             group: ranks that write it together, over a backend that serves the CPU; None for this process alone.
             best: mark it as the best one when it is written.

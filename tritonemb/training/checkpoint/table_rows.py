@@ -18,19 +18,19 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from tritonemb.sharding.sharded_tensor import LocalShard, Rectangle, TableShards, refuse_gaps
 from tritonemb.storage import DiskRows, SnapshotReader, StorageError, restore, snapshot_header
-from tritonemb.tables.cached_table import CHUNK_BYTES, FirstValues, TieredTable
+from tritonemb.tables.cached_table import CHUNK_BYTES, CachedTable, InitialValues
 from tritonemb.training.checkpoint.all_ranks import ignore_single_process_warning
 from tritonemb.training.checkpoint.files import MANIFEST, ROWS
 
 
-def write_rows(reader: FileReader | TensorReader, table: TieredTable) -> DiskRows:
+def write_rows(reader: FileReader | TensorReader, table: CachedTable) -> DiskRows:
     """Rows of a whole table as ones that a table on disk, or a part of one, can adopt.
 
     Raises:
         StorageError: they cannot be read, or there is no room.
     """
     seed = reader.seed(table.config.bound)
-    store = table.empty() if seed is None else table.empty(seed)
+    store = table.empty_store() if seed is None else table.empty_store(seed)
     row, column = table.config.row_origin, table.config.column_origin
     try:
         step = max(1, CHUNK_BYTES // table.record.num_bytes)
@@ -155,7 +155,7 @@ class _TablePart:
         self._table, self._files = entry["table"], [path / name for name in entry["files"]]
         self.rectangle, self.bound = Rectangle(*entry["rows"], *entry["columns"]), entry["bound"]
         self.first, self.last = self.rectangle.first_row, self.rectangle.first_row + self.rectangle.num_rows
-        self._open: tuple[SnapshotReader, FirstValues] | None = None
+        self._open: tuple[SnapshotReader, InitialValues] | None = None
         self._stack = ExitStack()
 
     def seed(self) -> int:
@@ -179,7 +179,7 @@ class _TablePart:
         self._open = None
         self._stack.close()
 
-    def _opened(self) -> tuple[SnapshotReader, FirstValues]:
+    def _opened(self) -> tuple[SnapshotReader, InitialValues]:
         if self._open is not None:
             return self._open
         base, *changes = self._files
@@ -196,7 +196,7 @@ class _TablePart:
                 f"{base} is a snapshot of table {header['table']!r}, not of the part of table {self._table!r} that "
                 "should be there; use another checkpoint"
             )
-        self._open = rows, FirstValues(rows.record, header["seed"], self.bound, row, column)
+        self._open = rows, InitialValues(rows.record, header["seed"], self.bound, row, column)
         return self._open
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tritonemb.storage import record_of
-from tritonemb.tables import transfer
-from tritonemb.tables.transfer import RowMover
+from tritonemb.tables import cache_storage
+from tritonemb.tables.cache_storage import RowTransfer
 
 RECORD = record_of(4, torch.float32, ())
 
@@ -34,8 +34,8 @@ def test_writes_that_nobody_waits_for_take_little_memory(monkeypatch, size):
     slots = {"weight": torch.zeros(20, 4)}
     table = SimpleNamespace(store=store, record=RECORD, tensors_on_device=lambda: slots)
     most = 10 * RECORD.num_bytes
-    monkeypatch.setattr(transfer, "MOST_WRITING", most)
-    mover = RowMover(torch.device("cpu"))
+    monkeypatch.setattr(cache_storage, "MAX_PENDING_BYTES", most)
+    mover = RowTransfer(torch.device("cpu"))
     for _ in range(50):
         mover.write(table, torch.arange(size), torch.arange(size))
         assert (len(store.asked) - len(store.waited)) * size * RECORD.num_bytes <= most
