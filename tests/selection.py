@@ -1,0 +1,71 @@
+"""Which tests `make test` runs, and what each of them costs.
+
+`--quick` leaves out tests marked `more`, and of a test with parameters it keeps as few cases as show every value of
+every parameter once: six optimizers on three placements are six cases, not eighteen. `make test-more` runs them all.
+`--measure FILE` appends one line of JSON a test: its id, and the seconds of CPU that it and its processes took.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+
+
+def select(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """The tests that `--quick` runs, in their order, and the others."""
+    functions: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if not (item.get_closest_marker("more") or item.get_closest_marker("slow")):
+            functions[item.nodeid.split("[", 1)[0]].append(item)
+    kept = {item.nodeid for cases in functions.values() for item in cover(cases)}
+    return [item for item in items if item.nodeid in kept], [item for item in items if item.nodeid not in kept]
+
+
+def cover(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Few cases of one test that have every value of every parameter: each adds as many new ones as it can."""
+    values = {case: set(enumerate(case.callspec._idlist)) if hasattr(case, "callspec") else set() for case in cases}
+    missing = set().union(*values.values())
+    chosen = list(cases[:1])
+    missing -= values[chosen[0]]
+    while missing:
+        best = max(cases, key=lambda case: len(values[case] & missing))
+        chosen.append(best)
+        missing -= values[best]
+    return chosen
+
+
+class Meter:
+    """Appends what each test cost to a file, one for each process of pytest-xdist."""
+
+    def __init__(self, path: Path) -> None:
+        worker = os.environ.get("PYTEST_XDIST_WORKER")
+        self._path = path.with_suffix(f".{worker}{path.suffix}") if worker else path
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        before = cpu_seconds()
+        try:
+            return (yield)
+        finally:
+            line = {"test": item.nodeid, "seconds": round(cpu_seconds() - before, 3)}
+            with self._path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+def cpu_seconds() -> float:
+    """Of this process and all that it has started, ended or not."""
+    used = os.times()
+    total = used.user + used.system + used.children_user + used.children_system
+    for child in psutil.Process().children(recursive=True):
+        try:
+            times = child.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        total += times.user + times.system + times.children_user + times.children_system
+    return total
