@@ -28,7 +28,7 @@ GPU_PEERS ?= .peers
 # Where other processes use the cores too, OpenMP threads that spin while they wait make steps many times slower.
 QUIET := OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-passive}
 INTERPRETED := TRITON_INTERPRET=1 HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-few}
-FEW := HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-few}
+QUICK := HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-quick}
 FEWEST := TRITON_INTERPRET=1 HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-fewest}
 # Compiled or not, a module calls the same reference.
 BY_REFERENCE := --kernels reference tests/ops tests/nn --ignore tests/nn/test_compile.py tests/compiler \
@@ -54,8 +54,8 @@ train: $(VENV)/.train
 test: lint test-selection
 
 test-selection:
-	$(QUIET) $(FEW) $(BIN)/python -m pytest -n $(JOBS) --quick $(ARGS)
-	$(QUIET) $(FEWEST) $(BIN)/python -m pytest -n $(JOBS) --quick -m "triton and not slow" $(ARGS)
+	$(QUIET) $(QUICK) $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --quick $(ARGS)
+	$(QUIET) $(FEWEST) $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --quick -m "triton and not slow" $(ARGS)
 
 # All but the longest sweeps. Everything by the CPU kernels; the public tests by the references; then the public tests
 # and those of the kernels by Triton kernels that are interpreted.

@@ -1,7 +1,9 @@
 """Which tests `make test` runs, and what each of them costs.
 
 `--quick` leaves out tests marked `more`, and of a test with parameters it keeps as few cases as show every value of
-every parameter once: six optimizers on three placements are six cases, not eighteen. `make test-more` runs them all.
+every parameter once: six optimizers on three placements are six cases, not eighteen; and Hypothesis makes few examples.
+`make test-more` runs them all.
+
 `--measure FILE` appends one line of JSON a test: its id, and the seconds of CPU that it and its processes took.
 """
 
@@ -15,6 +17,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from hypothesis import settings
 
 
 def select(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
@@ -38,6 +41,19 @@ def cover(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
         chosen.append(best)
         missing -= values[best]
     return chosen
+
+
+def limit_examples(item: pytest.Item) -> None:
+    """No more examples than Hypothesis' profile has, where a test asks for more."""
+    function = getattr(getattr(item, "obj", None), "__func__", getattr(item, "obj", None))
+    asked = getattr(function, "_hypothesis_internal_use_settings", None)
+    if asked is not None and asked.max_examples > settings().max_examples:
+        function._hypothesis_internal_use_settings = settings(asked, max_examples=settings().max_examples)
+
+
+def group_of(item: pytest.Item) -> str:
+    """Tests of one group run in one process: those that share ranks, else those of one file, which share fixtures."""
+    return "ranks" if "ranks" in getattr(item, "fixturenames", ()) else item.nodeid.split("::")[0]
 
 
 class Meter:
