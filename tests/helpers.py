@@ -14,7 +14,7 @@ from tests.strategies import random_batch, random_weights, rows_of
 from tritonemb.kernels.triton_utils import interpreting
 from tritonemb.optim import OPTIMIZERS
 from tritonemb.tables.cached_table import TieredTable
-from tritonemb.tables.collection import Collection
+from tritonemb.tables.table_set import TableSet
 
 Step = tuple[te.KeyedJaggedTensor, Tensor]
 INTERPRETED = interpreting()
@@ -34,7 +34,7 @@ def living(config: te.TableConfig, placement: str, cache: te.CacheConfig) -> te.
     return replace(config, placement=placement, cache=cache)
 
 
-def contents(collection: Collection) -> dict[str, Tensor]:
+def contents(collection: TableSet) -> dict[str, Tensor]:
     """Copies of every table, every state and the step."""
     return {name: tensor.detach().clone() for name, tensor in collection.state_dict().items()}
 
@@ -66,7 +66,7 @@ def assert_close(
 
 def make_collection(
     configs: Sequence[te.TableConfig], optimizer: te.optim.Optimizer | None, pooled: bool = True, **options: Any
-) -> Collection:
+) -> TableSet:
     """A collection with normal weights that depend on nothing but the tables' shapes."""
     kind = te.nn.EmbeddingBagCollection if pooled else te.nn.EmbeddingCollection
     collection = kind(configs, optimizer=optimizer, **options)
@@ -91,7 +91,7 @@ def train(collection: Any, steps: Iterable[Step]) -> None:
         output_of(collection, batch).backward(grad)
 
 
-def width_of(collection: Collection, batch: te.KeyedJaggedTensor) -> tuple[int, int]:
+def width_of(collection: TableSet, batch: te.KeyedJaggedTensor) -> tuple[int, int]:
     """The shape of a collection's output."""
     configs = collection.configs
     if collection.pooled:
@@ -100,7 +100,7 @@ def width_of(collection: Collection, batch: te.KeyedJaggedTensor) -> tuple[int, 
 
 
 def random_steps(
-    collection: Collection,
+    collection: TableSet,
     num_steps: int,
     batch_size: int = 16,
     max_length: int = 5,

@@ -71,6 +71,8 @@ class Optimizer:
 
     name: ClassVar[str]
     states: ClassVar[tuple[StateSpec, ...]] = ()
+    reads_whole_rows: ClassVar[bool] = False  # whether what becomes of an element depends on others of its row
+    corrects_bias: ClassVar[bool] = False  # whether the step divides by 1 - beta1^t and 1 - beta2^t
 
     def __post_init__(self) -> None:
         for part in ("lr", "weight_decay", "eps", "momentum", "eta", "beta", "l1", "l2"):
@@ -143,6 +145,7 @@ class RowWiseAdagrad(Optimizer):
     eps: float = 1e-8
     name: ClassVar[str] = "row_wise_adagrad"
     states: ClassVar[tuple[StateSpec, ...]] = (StateSpec("sum", False),)
+    reads_whole_rows: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -171,6 +174,7 @@ class Adam(Optimizer):
     weight_decay_mode: WeightDecayMode = field(default="decoupled", kw_only=True)
     name: ClassVar[str] = "adam"
     states: ClassVar[tuple[StateSpec, ...]] = (StateSpec("exp_avg", True), StateSpec("exp_avg_sq", True))
+    corrects_bias: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -179,6 +183,7 @@ class PartialRowWiseAdam(Adam):
 
     name: ClassVar[str] = "partial_row_wise_adam"
     states: ClassVar[tuple[StateSpec, ...]] = (StateSpec("exp_avg", True), StateSpec("exp_avg_sq", False))
+    reads_whole_rows: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -190,6 +195,7 @@ class LAMB(Adam):
     """
 
     name: ClassVar[str] = "lamb"
+    reads_whole_rows: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)
@@ -213,6 +219,7 @@ class LARSSGD(Optimizer):
     eta: float = 0.001
     name: ClassVar[str] = "lars_sgd"
     states: ClassVar[tuple[StateSpec, ...]] = (StateSpec("momentum_buffer", True),)
+    reads_whole_rows: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)

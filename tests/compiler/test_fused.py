@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import tritonemb as te
-from tests.compiler.graphs import Compiled, Recorded, assert_same, copies_of, count_ops
+from tests.compiler.graphs import Compiled, assert_same
 
 pytestmark = [pytest.mark.public, pytest.mark.usefixtures("dynamo")]
 ROWS = 11
@@ -120,48 +120,3 @@ def test_optimizers_of_their_own_are_not_merged():
     assert found.fused == []
     assert len(found.reasons) == 2
     assert all("optimizer" in reason for reason in found.reasons.values())
-
-
-class Plain(nn.Module):
-    """PyTorch's own modules only."""
-
-    def __init__(self):
-        super().__init__()
-        self.bags = nn.ModuleList(nn.EmbeddingBag(97, 4, mode="sum") for _ in range(4))
-        self.top = nn.Linear(16, 1)
-
-    def forward(self, ids):
-        return self.top(torch.cat([bag(ids) for bag in self.bags], 1))
-
-
-def test_one_lookup_and_one_gradient_in_the_graphs():
-    model = Plain()
-    found = Recorded(model, fullgraph=True)
-    found(torch.randint(0, 97, (5, 3))).sum().backward()
-    (forward,), (backward,) = found.forwards, found.backwards
-    ops = count_ops(forward) + count_ops(backward)
-    assert ops["tritonemb.embedding_bag"] == 1
-    assert ops["tritonemb.row_groups"] == 1
-    assert ops["tritonemb.embedding_bag_weight_gradient"] == 1
-    assert not any("aten.embedding" in name or "aten._embedding_bag" in name for name in ops)
-    assert copies_of(forward, (97, 4)) == copies_of(backward, (97, 4)) == []
-    assert all(bag.weight.grad is not None for bag in model.bags)
-
-
-def test_one_lookup_and_one_update_in_the_graphs():
-    model = Plain()
-    twin = copy.deepcopy(model)
-    for one in (model, twin):
-        te.fuse(one, te.optim.RowWiseAdagrad(lr=0.1))
-    found = Recorded(model, fullgraph=True)
-    ids = torch.randint(0, 97, (5, 3))
-    for run in (found, twin):
-        run(ids).sum().backward()
-    (forward,), (backward,) = found.forwards, found.backwards
-    ops = count_ops(forward) + count_ops(backward)
-    assert ops["tritonemb.embedding_bag_fused"] == 1
-    assert ops["tritonemb.row_groups"] == 1
-    assert ops["tritonemb.row_update_"] == 1
-    assert copies_of(forward, (97, 4)) == []
-    for mine, theirs in zip(model.bags, twin.bags, strict=True):
-        assert torch.equal(mine.weight, theirs.weight)

@@ -124,14 +124,14 @@ def update(
     )  # fmt: skip
 
 
-def bag_gradient(p: Problem, compact: bool, grad_dtype: torch.dtype = torch.float32) -> None:
+def row_gradients(p: Problem, compact: bool, grad_dtype: torch.dtype = torch.float32) -> None:
     """The gradient of the problem's only table, dense or compact."""
-    from tritonemb.kernels.row_update import bag_gradient_
+    from tritonemb.kernels.row_update import row_gradients_
 
     grad = torch.randn(p.num_outputs, p.layout.width, device=_device).to(grad_dtype)
     groups = row_groups_reference(p.batch.values(), p.batch.offsets(), p.layout)
     out = torch.zeros(groups[0].numel() if compact else p.layout.num_rows, p.layout.width, device=_device)
-    bag_gradient_(out, grad, p.batch.offsets(), p.sample_weights, groups, p.layout, compact)
+    row_gradients_([out], grad, p.batch.offsets(), p.sample_weights, groups, p.layout, compact)
 
 
 def drop_padding(p: Problem) -> None:
@@ -334,17 +334,17 @@ def _update(
     update(problem(dims, dtype, pooling, weighted), optimizer, grad_dtype, own_steps)
 
 
-def bag_gradient_cases() -> Iterator[Case]:
+def row_gradients_cases() -> Iterator[Case]:
     for dim, compact in itertools.product((3, 128), (False, True)):
-        name = f"bag_gradient-dim{dim}{'-compact' if compact else ''}"
-        yield Case(name, lambda dim=dim, compact=compact: bag_gradient(problem((dim,)), compact), dim == 128)
+        name = f"row_gradients-dim{dim}{'-compact' if compact else ''}"
+        yield Case(name, lambda dim=dim, compact=compact: row_gradients(problem((dim,)), compact), dim == 128)
     for grad_dtype in FLOATS:
 
         def call(grad_dtype: torch.dtype = grad_dtype) -> None:
             for dim, pooling, weighted in itertools.product((64, 100, 1024), POOLINGS, (False, True)):
-                bag_gradient(problem((dim,), pooling=pooling, weighted=weighted), False, grad_dtype)
+                row_gradients(problem((dim,), pooling=pooling, weighted=weighted), False, grad_dtype)
 
-        yield Case(f"bag_gradient-all-{short(grad_dtype)}", call, False)
+        yield Case(f"row_gradients-all-{short(grad_dtype)}", call, False)
 
 
 def padding_cases() -> Iterator[Case]:
@@ -423,7 +423,7 @@ CASES = [
     *sample_weight_cases(),
     *group_cases(),
     *update_cases(),
-    *bag_gradient_cases(),
+    *row_gradients_cases(),
     *padding_cases(),
     *interaction_cases(),
     *cross_cases(),

@@ -80,7 +80,7 @@ SLOW = (pytest.mark.slow, pytest.mark.timeout(3600))
 EVERYWHERE = {
     "forward-dim64", "forward-dim128", "forward-mixed", "forward-bfloat16", "forward-float8_e5m2", "forward-none",
     "sample_weights-mean", "group-int64", "group-beyond-int32", "update-sgd", "update-row_wise_adagrad", "update-adam",
-    "update-own-steps-adam-float32", "bag_gradient-dim128", "padding-int64", "interaction-26x128-float32",
+    "update-own-steps-adam-float32", "row_gradients-dim128", "padding-int64", "interaction-26x128-float32",
     "interaction-26x128-bfloat16", "cross-3456-bfloat16", "exchange-fp16", "exchange-fp8_e4m3", "exchange-int8",
     "jagged-int64", "row_cache-lru-several", "row_cache-lfu-several", "move_rows-wide", "move_rows-mixed",
     "initial-dim128-named",

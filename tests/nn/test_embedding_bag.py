@@ -32,7 +32,7 @@ from tests.nn.twins import (
 )
 from tritonemb.layout import make_layout
 from tritonemb.ops import row_groups
-from tritonemb.ops.bag_kernels import places_of
+from tritonemb.ops.bag import places_of
 from tritonemb.optim import OPTIMIZERS
 
 pytestmark = pytest.mark.public

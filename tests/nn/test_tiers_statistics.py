@@ -71,17 +71,17 @@ def test_statistics_of_batches_sent_ahead_are_those_of_a_simulation(placement, h
         cache = CacheConfig(rows=64, policy=policy, host_rows=host_rows)
         mine = seeded([te.TableConfig("t", 300, 4)], te.optim.RowWiseAdagrad(), True, (placement,), cache)
 
-        def send(ids, training, moment):
+        def send(ids, training, before):
             pause(elsewhere)  # noqa: B023
             with torch.set_grad_enabled(training):
-                sent = te.nn.send(mine, te.KeyedJaggedTensor.from_lists({"t": [ids]}), moment)  # noqa: B023
+                sent = te.nn.send(mine, te.KeyedJaggedTensor.from_lists({"t": [ids]}), before)  # noqa: B023
             return sent, mine.cache_statistics()["t"]  # noqa: B023
 
         found, waiting = [], deque()
         with ThreadPoolExecutor(1) as other:
             for number in range(len(steps) + depth):
                 if number < len(steps):
-                    waiting.append(other.submit(send, steps[number], trainings[number], te.nn.moment(mine)))
+                    waiting.append(other.submit(send, steps[number], trainings[number], te.nn.sequence_number()))
                 if number >= depth:
                     sent, counted = waiting.popleft().result()
                     found.append(counted)
@@ -93,30 +93,21 @@ def test_statistics_of_batches_sent_ahead_are_those_of_a_simulation(placement, h
         assert found == after, repeat
 
 
-def test_a_moment_is_of_one_model():
-    mine, other = (seeded([te.TableConfig("t", 50, 4)], te.optim.SGD(), True, ("host",)) for _ in range(2))
-    batch = te.KeyedJaggedTensor.from_lists({"t": [[1]]})
-    with pytest.raises(ValueError, match="this moment is of another model"):
-        te.nn.send(mine, batch, te.nn.moment(other))
-    assert mine.cache_statistics()["t"].lookups == 0
-    assert te.nn.moment(torch.nn.Linear(2, 2)).marks == {}
-
-
 def test_a_batch_that_never_ends_is_held_and_nobody_waits_for_it():
-    """Moments say what has ended, not what ought to have."""
+    """Sequence numbers say what has ended, not what ought to have."""
     mine = seeded([te.TableConfig("t", 500, 4)], te.optim.SGD(), True, ("host",), CacheConfig(rows=32))
     expected = Simulated(32, "lru", 16)
     batches = [list(range(first, first + 20)) for first in range(0, 200, 20)]
-    kept, before = [], te.nn.moment(mine)
+    kept, before = [], te.nn.sequence_number()
     for number, ids in enumerate(batches, 1):
-        sent = te.nn.send(mine, te.KeyedJaggedTensor.from_lists({"t": [ids]}), te.nn.moment(mine))
+        sent = te.nn.send(mine, te.KeyedJaggedTensor.from_lists({"t": [ids]}), te.nn.sequence_number())
         expected.batch(ids, True, range(1, number))
         kept.append(mine(sent))
         assert mine.cache_statistics()["t"] == expected.statistics
     assert expected.counts["evictions"] == 0
     for out in kept:
         out.sum().backward()
-    # An old moment goes on to say the same; a new one, or none, says what is so.
+    # An old number goes on to say the same; a new one, or none, says what is so.
     te.nn.send(mine, te.KeyedJaggedTensor.from_lists({"t": [[300]]}), before)
     expected.batch([300], False, range(1, 11))  # it was dropped, and so never trained
     assert mine.cache_statistics()["t"] == expected.statistics

@@ -95,9 +95,9 @@ class TestOpcheck:
                 args = (problem.weights(True), problem.values, problem.offsets, sample_weights, trained, True, dtype)
                 torch.library.opcheck(OPS.embedding_bag.default, (*args, *problem.layout))
 
-    def test_embedding_bag_weight_gradient(self, problem):
+    def test_row_gradients(self, problem):
         args = (problem.grad(), problem.weights(), problem.offsets, problem.sample_weights)
-        torch.library.opcheck(OPS.embedding_bag_weight_gradient.default, (*args, *problem.groups, *problem.layout))
+        torch.library.opcheck(OPS.row_gradients.default, (*args, *problem.groups, *problem.layout))
 
     def test_sample_weight_gradient(self, problem):
         sample_weights = torch.ones(problem.values.numel())
@@ -117,10 +117,10 @@ class TestOpcheck:
         ids, offsets, weights = one_table(pooled)
         step, skipped, rate = torch.zeros((), dtype=torch.int64), torch.zeros(1, dtype=torch.int64), torch.tensor(0.1)
         optimizer = te.optim.RowWiseAdagrad(lr=0.1)
-        update = ([torch.zeros(10)], step, skipped, rate, optimizer.name, list(optimizer.hyperparameters), "a")
+        update = ([torch.zeros(10)], [step], [skipped], rate, optimizer.name, list(optimizer.hyperparameters), "a")
         for trained in (None, ids.masked_fill(ids == 9, -1)):
             bags = (ids, offsets, weights, trained, pooled, pooled and weights is None, True)
-            args = (torch.randn(10, 3, requires_grad=True), *update, *bags, torch.float32)
+            args = ([torch.randn(10, 3, requires_grad=True)], *update, *bags, torch.float32)
             torch.library.opcheck(OPS.bag_fused.default, args)
 
     @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -128,9 +128,10 @@ class TestOpcheck:
         ids, offsets, weights = one_table(True)
         spec = OPTIMIZERS[optimizer](lr=0.1)
         states = [torch.zeros(10, 3) if state.per_element else torch.zeros(10) for state in spec.states]
-        counters = torch.zeros((), dtype=torch.int64), torch.zeros(1, dtype=torch.int64), torch.tensor(0.1)
-        batch = (torch.randn(3, 3), ids, offsets, weights, optimizer, list(spec.hyperparameters), "a", True, False)
-        torch.library.opcheck(OPS.bag_update_.default, (torch.randn(10, 3), states, *counters, *batch))
+        counters = [torch.zeros((), dtype=torch.int64)], [torch.zeros(1, dtype=torch.int64)], torch.tensor(0.1)
+        table = ([torch.randn(10, 3)], states, *counters, optimizer, list(spec.hyperparameters))
+        batch = (torch.randn(3, 3), ids, offsets, weights, "a", True, False)
+        torch.library.opcheck(OPS.bag_update_.default, (*table, *batch))
 
     @pytest.mark.parametrize("pooled", [True, False])
     def test_bag_gradient(self, pooled):
@@ -153,8 +154,9 @@ class TestOpcheck:
     @pytest.mark.parametrize("optimizer", OPTIMIZERS)
     def test_row_update_(self, problem, optimizer, by_table):
         args = (
-            problem.weights(), problem.states(optimizer), *problem.counters(by_table), problem.grad(), problem.offsets,
-            problem.sample_weights, optimizer, list(OPTIMIZERS[optimizer](lr=0.1).hyperparameters),
+            problem.weights(), problem.states(optimizer), *problem.counters(by_table), optimizer,
+            list(OPTIMIZERS[optimizer](lr=0.1).hyperparameters), problem.grad(), problem.offsets,
+            problem.sample_weights,
         )  # fmt: skip
         torch.library.opcheck(OPS.row_update_.default, (*args, *problem.groups, *problem.layout))
 
@@ -165,9 +167,9 @@ class TestOpcheck:
         if sample_weights is not None:
             sample_weights = sample_weights.clone().requires_grad_()
         args = (
-            problem.weights(True), problem.states(optimizer.name), *problem.counters(), pending, optimizer.name,
-            list(optimizer.hyperparameters), NOT_ACCUMULATING, problem.values, problem.offsets, sample_weights, True,
-            torch.float32,
+            problem.weights(True), problem.states(optimizer.name), *problem.counters(), optimizer.name,
+            list(optimizer.hyperparameters), problem.values, problem.offsets, sample_weights, pending,
+            NOT_ACCUMULATING, True, torch.float32,
         )  # fmt: skip
         torch.library.opcheck(OPS.embedding_bag_fused.default, (*args, *problem.groups, *problem.layout))
 

@@ -45,6 +45,16 @@ def test_forced_serves_every_op_and_ends_with_its_block():
     assert kernel("row_groups", CPU) is row_groups
 
 
+@pytest.mark.parametrize("op", registry.ops())
+def test_every_kernel_stands_where_its_name_says(op):
+    """A CPU kernel that the rule does not know of would never serve."""
+    for name in registry.kernels_of(op):
+        assert callable(registry.load(op, name))
+    if "cpu" not in registry.kernels_of(op):
+        with pytest.raises((ImportError, AttributeError)):
+            registry.load(op, "cpu")
+
+
 def test_unknown_kernels_are_refused():
     with pytest.raises(ValueError, match="no kernels are called 'gpu'"), forced("gpu"):
         pass

@@ -5,10 +5,8 @@ explain     says in words what would be merged in a model, what not, and why
 fuse_graph  the pass alone, for other backends
 """
 
-from tritonemb.compiler.backend import register, tritonemb
-from tritonemb.compiler.explain import Explanation, GraphBreak, explain
-from tritonemb.compiler.fuse import fuse_graph
-from tritonemb.compiler.report import Fused, LeftAlone, Report
+from tritonemb.compiler.backend import Explanation, GraphBreak, Report, explain, fuse_graph, register, tritonemb
+from tritonemb.compiler.graph import Fused, LeftAlone
 
 __all__ = ["Explanation", "Fused", "GraphBreak", "LeftAlone", "Report", "explain", "fuse_graph", "tritonemb"]
 

@@ -1,4 +1,4 @@
-"""Which lookups become one: independent ones of a stretch, with one batch size and one kind of result."""
+"""Which lookups become one: independent ones of a region, with one batch size and one kind of result."""
 
 from __future__ import annotations
 
@@ -9,98 +9,86 @@ from dataclasses import dataclass
 import torch
 from torch.fx import GraphModule, Node
 
-from tritonemb.compiler.lookups import FUSED_BAGS, Lookup, feature_name, kind_of, num_bags, recognise
-from tritonemb.compiler.order import (
-    Stretch,
+from tritonemb.compiler.graph import (
+    LeftAlone,
     bodies,
     dependencies,
     depths,
+    expression,
     grad_states,
     is_transformed,
-    learning_nodes,
+    listed,
     live_nodes,
-    stretches,
+    regions,
+    source_path,
+    value_of,
 )
-from tritonemb.compiler.report import LeftAlone, listed
-from tritonemb.compiler.values import expression, source_path, value_of
+from tritonemb.compiler.lookups import FUSED_BAGS, TableLookup, names_of, recognise
 
 NOTHING_TO_MERGE = "nothing to merge with"
 
 
 @dataclass(frozen=True)
-class Group:
+class LookupGroup:
     """Lookups that become one.
 
     Attributes:
         lookups: none depends on another.
         pooled: rows are bags, side by side; else ids, one below the other.
-        stretch: where they are.
+        region: where they are.
         idle: no backward pass reaches them.
     """
 
-    lookups: tuple[Lookup, ...]
+    lookups: tuple[TableLookup, ...]
     pooled: bool
-    stretch: Stretch
+    region: list[Node]
     idle: bool = False
 
-    @property
-    def checked(self) -> bool:
-        """Whether the lookup checks ids; where padding is left out, that was done before."""
-        return self.lookups[0].checked and not drops_padding(self.lookups[0])
 
-
-def next_group(gm: GraphModule, grad_enabled: bool) -> Group | None:
+def next_group(gm: GraphModule, grad_enabled: bool) -> LookupGroup | None:
     """The first group that is found in a graph; pooled ones first."""
     if is_transformed(gm):
         return None
-    live, learning = live_nodes(gm), learning_nodes(gm)
-    parts = [(stretch, _lookups_of(stretch, live)) for stretch in stretches(gm, grad_enabled)]
+    found, learning = _recognised(gm, grad_enabled), live_nodes(gm, learning=True)
     for pooled in (True, False):
-        for stretch, lookups in parts:
-            for members in _sets(stretch, lookups, pooled, learning):
+        for region in regions(gm):
+            lookups = [lookup for node in region if isinstance(lookup := found.get(node), TableLookup)]
+            for members in _sets(region, lookups, pooled, learning):
                 if len(members) > 1:
-                    return Group(tuple(members), pooled, stretch, members[0].node not in learning)
+                    return LookupGroup(tuple(members), pooled, region, members[0].node not in learning)
     return None
 
 
-def left_alone(gm: GraphModule, grad_enabled: bool, merged: list[Group]) -> list[LeftAlone]:
+def left_alone(gm: GraphModule, grad_enabled: bool, merged: list[LookupGroup]) -> list[LeftAlone]:
     """The lookups that are still there, and why."""
-    recording, live = grad_states(gm, grad_enabled), live_nodes(gm)
-    found = {node: recognise(node, recording[node]) for node in gm.graph.nodes if node in live}
-    places = {node: index for index, part in enumerate(stretches(gm, grad_enabled)) for node in part.nodes}
-    lookups = [lookup for lookup in found.values() if isinstance(lookup, Lookup)]
+    found = _recognised(gm, grad_enabled)
+    region_of = {node: index for index, region in enumerate(regions(gm)) for node in region}
+    lookups = [lookup for lookup in found.values() if isinstance(lookup, TableLookup)]
     alone = []
     for node, lookup in found.items():
         if lookup is not None:
-            reason = lookup if isinstance(lookup, str) else _why_alone(lookup, lookups, places, merged)
+            reason = lookup if isinstance(lookup, str) else _why_alone(lookup, lookups, region_of, merged)
             reason = "its graph uses transforms of torch.func" if is_transformed(gm) else reason
-            alone.append(LeftAlone(feature_name(node), kind_of(node), reason))
+            alone.append(LeftAlone(*names_of(node), reason))
         for body in bodies(node, gm) if isinstance(node.target, torch._ops.HigherOrderOperator) else []:
-            inside = f"it is inside {node.target}, whose graph is left alone"
-            alone += [
-                LeftAlone(feature_name(part), kind_of(part), inside)
-                for part in body.graph.nodes
-                if recognise(part, True) is not None
-            ]
+            inside = [part for part in body.graph.nodes if recognise(part, True) is not None]
+            reason = f"it is inside {node.target}, whose graph is left alone"
+            alone += [LeftAlone(*names_of(part), reason) for part in inside]
     return alone
 
 
-def check_fused_tables(gm: GraphModule, merged: list[Group]) -> None:
+def check_fused_tables(gm: GraphModule, merged: list[LookupGroup]) -> None:
     """Raise if a table whose optimizer is fused is looked up in two places that did not become one.
 
     Raises:
         ValueError: its one step a backward would become two, of two gradients.
     """
-    uses: Counter[Node] = Counter()
-    names: dict[Node, str] = {}
+    tables: list[tuple[Node, str]] = []  # one for each update
     for group in merged:
-        updated = [lookup for lookup in group.lookups if lookup.optimizer is not None and not group.idle]
-        tables = {lookup.weight: lookup.table for lookup in updated}
-        uses.update(tables.keys())
-        names |= tables
-    for weight in _fused_weights(gm):
-        uses[weight] += 1
-        names[weight] = source_path(weight)
+        updated = {} if group.idle else {lookup.weight: lookup.table for lookup in group.lookups if lookup.update}
+        tables += updated.items()
+    tables += [(weight, source_path(weight)) for weight in _fused_weights(gm)]
+    names, uses = dict(tables), Counter(weight for weight, _ in tables)
     for weight, count in uses.items():
         if count > 1:
             raise ValueError(
@@ -112,12 +100,12 @@ def check_fused_tables(gm: GraphModule, merged: list[Group]) -> None:
 
 def _fused_weights(gm: GraphModule) -> Iterator[Node]:
     """The table of each lookup, in a graph and in those that it runs, that an update in the backward may follow."""
-    learning = learning_nodes(gm)
+    learning = live_nodes(gm, learning=True)
     for node in gm.graph.nodes:
         if node.op != "call_function" or node not in learning:
             continue
         if node.target in FUSED_BAGS:
-            yield node.args[0]
+            yield from node.args[0]
         elif isinstance(node.target, torch._ops.HigherOrderOperator):
             for body in bodies(node, gm):
                 inner = [part for part in body.graph.nodes if part.op == "placeholder"]
@@ -126,108 +114,77 @@ def _fused_weights(gm: GraphModule) -> Iterator[Node]:
                 yield from (known.get(weight, weight) for weight in _fused_weights(body))
 
 
-def drops_padding(lookup: Lookup) -> bool:
-    """Whether some ids of a bag have no part in it."""
-    return lookup.padding_idx is not None and not lookup.single
+def _recognised(gm: GraphModule, grad_enabled: bool) -> dict[Node, TableLookup | str | None]:
+    """What `recognise` says of each node that is used: the weight of another lookup would get zeros instead of none."""
+    recording, live = grad_states(gm, grad_enabled), live_nodes(gm)
+    return {node: recognise(node, recording[node]) for node in gm.graph.nodes if node in live}
 
 
-def divides_later(lookup: Lookup) -> bool:
-    """Whether a mean is a sum that is divided by the number of ids that are not padding."""
-    return lookup.mean and drops_padding(lookup)
-
-
-def result_dtype(lookup: Lookup) -> torch.dtype:
-    """Of what the op returns: a mean without its padding is summed in float32, and then divided."""
-    return torch.float32 if divides_later(lookup) else lookup.dtype
-
-
-def _lookups_of(stretch: Stretch, live: set[Node]) -> list[Lookup]:
-    """Those whose results are used: the weight of another one would get a gradient of zeros instead of none."""
-    found = [recognise(node, stretch.grad_enabled) for node in stretch.nodes if node in live]
-    return [lookup for lookup in found if isinstance(lookup, Lookup)]
-
-
-def _sets(stretch: Stretch, lookups: list[Lookup], pooled: bool, learning: set[Node]) -> Iterator[list[Lookup]]:
+def _sets(
+    region: list[Node], lookups: list[TableLookup], pooled: bool, learning: set[Node]
+) -> Iterator[list[TableLookup]]:
     """Lookups that go together by what they are, then by what they depend on."""
-    by_key: dict[Hashable, list[Lookup]] = defaultdict(list)
-    rows = _tables_by_row(lookups)
+    # One update needs one lookup: a fused table that also gives sequences of rows is not pooled.
+    in_rows = {lookup.weight for lookup in lookups if lookup.update and not lookup.can_be_pooled}
+    by_key: dict[Hashable, list[TableLookup]] = defaultdict(list)
     for lookup in lookups:
-        if _can_be_pooled(lookup) and not (lookup.single and lookup.weight in rows) if pooled else lookup.single:
-            idle = _may_learn(lookup) and lookup.node not in learning
+        if (lookup.can_be_pooled and not (lookup.single and lookup.weight in in_rows)) if pooled else lookup.single:
+            # Merged with others that a backward pass reaches, an unreached table would get zeros.
+            idle = value_of(lookup.weight).requires_grad and lookup.node not in learning
             by_key[idle, _key(lookup, pooled)].append(lookup)
-    before = dependencies(stretch.nodes) if len(by_key) < len(lookups) else {}
+    before = dependencies(region) if len(by_key) < len(lookups) else {}
     for members in by_key.values():
-        if len(members) == 1:
-            continue
-        nodes = {lookup.node for lookup in members}
-        depth = depths(before, lambda node, nodes=nodes: node in nodes)  # type: ignore[misc]
-        by_depth: dict[int, list[Lookup]] = defaultdict(list)
-        for lookup in members:
-            by_depth[depth[lookup.node]].append(lookup)
-        yield from by_depth.values()
+        if len(members) > 1:
+            depth = depths(before, {lookup.node for lookup in members})
+            by_depth: dict[int, list[TableLookup]] = defaultdict(list)
+            for lookup in members:
+                by_depth[depth[lookup.node]].append(lookup)
+            yield from by_depth.values()
 
 
-def _may_learn(lookup: Lookup) -> bool:
-    """Whether its table gets a gradient if a backward pass reaches its result; merged, an unreached one gets zeros."""
-    return bool(value_of(lookup.weight).requires_grad)
-
-
-def _tables_by_row(lookups: list[Lookup]) -> set[Node]:
-    """Tables with a fused optimizer that are also looked up for sequences of ids: one step needs one lookup of both."""
-    return {lookup.weight for lookup in lookups if lookup.optimizer is not None and not _can_be_pooled(lookup)}
-
-
-def _key(lookup: Lookup, pooled: bool) -> Hashable:
-    optimizer = lookup.optimizer
-    rows = expression(num_bags(lookup)) if pooled else lookup.dim
+def _key(lookup: TableLookup, pooled: bool) -> tuple[Hashable, ...]:
+    """What lookups that become one have in common, named as in `_difference`."""
+    update = lookup.update
     return (
-        lookup.single if not pooled else None,
-        rows,
+        None if pooled else lookup.single,
+        expression(lookup.num_bags) if pooled else lookup.dim,
         value_of(lookup.weight).device,
-        result_dtype(lookup),
-        lookup.checked and not drops_padding(lookup),
-        optimizer and (optimizer.name, optimizer.hyperparameters, optimizer.learning_rate),
+        lookup.op_dtype,
+        lookup.op_checks,
+        update and (update.optimizer, update.hyperparameters, update.learning_rate),
     )
 
 
-def _can_be_pooled(lookup: Lookup) -> bool:
-    """Bags, and single rows that are also bags of one id: ids `[B]` or `[B, 1]`."""
-    if not lookup.single:
-        return True
-    ids = lookup.ids
-    if ids.op == "call_method" and ids.target in ("reshape", "view") and ids.args[1:] in ((-1,), ((-1,),)):
-        ids = ids.args[0]  # type: ignore[assignment]
-    shape = value_of(ids).shape
-    return len(shape) == 1 or (len(shape) == 2 and isinstance(shape[1], int) and shape[1] == 1)
-
-
-def _why_alone(lookup: Lookup, lookups: list[Lookup], places: dict[Node, int], merged: list[Group]) -> str:
+def _why_alone(
+    lookup: TableLookup, lookups: list[TableLookup], region_of: dict[Node, int], merged: list[LookupGroup]
+) -> str:
     """Why a lookup that could be merged is not."""
     others = [other for other in lookups if other.node is not lookup.node]
-    mine = _key(lookup, _can_be_pooled(lookup))
+    pooled = lookup.can_be_pooled
+    mine = _key(lookup, pooled)
     for group in merged:
-        if group.pooled == _can_be_pooled(lookup) and mine == _key(group.lookups[0], group.pooled):
+        if group.pooled == pooled and mine == _key(group.lookups[0], pooled):
             return (
                 f"it depends on {listed([one.feature for one in group.lookups], 3)}, or they on it, or between them a "
                 "tensor or a state (gradients, autocast) is changed"
             )
     if not others:
         return NOTHING_TO_MERGE
-    same = [other for other in others if _key(other, _can_be_pooled(other)) == mine]
+    same = [other for other in others if _key(other, other.can_be_pooled) == mine]
     if not same:
         differences = dict.fromkeys(_difference(lookup, other) for other in others)
         return f"{NOTHING_TO_MERGE}: the other lookups differ in {listed(differences, 3)}"
     names = listed([other.feature for other in same], 3)
-    if any(places.get(other.node) == places.get(lookup.node) for other in same):
+    if any(region_of.get(other.node) == region_of.get(lookup.node) for other in same):
         return f"it and {names} depend on each other"
     return f"between it and {names} a tensor or a state (gradients, autocast) is changed"
 
 
-def _difference(lookup: Lookup, other: Lookup) -> str:
+def _difference(lookup: TableLookup, other: TableLookup) -> str:
     """The first thing that keeps two lookups apart."""
-    pooled = [_can_be_pooled(one) for one in (lookup, other)]
-    names = ("bags or rows", "batch size" if pooled[0] else "dim", "device", "dtype", "padding", "optimizer")
-    if pooled[0] != pooled[1]:
+    pooled = lookup.can_be_pooled
+    if pooled != other.can_be_pooled:
         return "bags or rows"
-    keys = zip(_key(lookup, pooled[0]), _key(other, pooled[1]), strict=True)  # type: ignore[call-overload]
-    return next((name for name, (mine, theirs) in zip(names, keys, strict=True) if mine != theirs), "place")
+    names = ("bags or rows", "batch size" if pooled else "dim", "device", "dtype", "padding", "optimizer")
+    keys = zip(names, _key(lookup, pooled), _key(other, pooled), strict=True)
+    return next((name for name, mine, theirs in keys if mine != theirs), "place")

@@ -1,128 +1,371 @@
-"""Put one lookup in place of a group of them."""
+"""Put one lookup in place of a group of them: one batch of their ids, one op, and parts of its result.
+
+Parts of a wider matrix are not contiguous, and they share its memory. Who only reads them gets them as they are; anyone
+else, a `view`, a function that works in place, the caller of the graph, gets a copy, which is what the lookup returned.
+"""
 
 from __future__ import annotations
 
+import operator
+from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
-from tritonemb.compiler.batch import Batch, make_batch, make_member
-from tritonemb.compiler.groups import Group, divides_later, result_dtype
-from tritonemb.compiler.lookups import Lookup, kind_of
-from tritonemb.compiler.order import ancestors, dependencies
-from tritonemb.compiler.report import Fused
-from tritonemb.compiler.results import find_runs, in_order, use_columns, use_rows, use_runs
-from tritonemb.compiler.values import Writer, value_of
+from tritonemb.compiler.graph import (
+    CONCATENATIONS,
+    Fused,
+    Size,
+    Traced,
+    Writer,
+    ancestors,
+    dependencies,
+    erase_unused,
+    expression,
+    has_side_effect,
+    is_joined,
+    joined_parts,
+    sets_state,
+    value_of,
+)
+from tritonemb.compiler.groups import LookupGroup
+from tritonemb.compiler.lookups import TableLookup
 from tritonemb.layout import MEAN, SUM, Layout, TableRow, lines_of
 from tritonemb.ops.accumulate import NOT_ACCUMULATING
 from tritonemb.types import seed_of
 
+_READERS = {
+    *CONCATENATIONS, torch.stack, torch.add, torch.sub, torch.mul, torch.div, torch.matmul, torch.mm, torch.bmm,
+    torch.addmm, torch.sum, torch.mean, torch.relu, torch.sigmoid, torch.tanh, F.linear, F.gelu, F.layer_norm,
+    torch.index_select, operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.matmul,
+    "add", "sub", "mul", "div", "matmul", "sum", "mean", "relu", "sigmoid", "tanh", "clone",
+}  # fmt: skip
+_SELECTIONS = {operator.getitem, torch.unsqueeze, torch.transpose, "unsqueeze", "transpose", "t"}
 
-def merge(gm: GraphModule, group: Group) -> Fused:
+
+class Member(NamedTuple):
+    """One lookup's part of the batch.
+
+    Attributes:
+        values: ids `[N]`; -1 for padding that is left out.
+        size: N.
+        trained: ids `[N]` that the gradient goes to.
+        sample_weights: `[N]`, or None.
+        counts: `[B, 1]`, what a sum is divided by, or None.
+    """
+
+    lookup: TableLookup
+    values: Traced
+    size: Size
+    trained: Traced
+    sample_weights: Traced | None
+    counts: Traced | None
+
+
+def merge(gm: GraphModule, group: LookupGroup) -> Fused:
     """Replace a group's lookups by one; the graph computes the same."""
-    first = _bring_inputs_before(group)
-    write = Writer(gm, first)
-    runs = find_runs(gm, group) if group.pooled else []
-    lookups = in_order(group, runs)
-    members = [make_member(lookup, write) for lookup in lookups]
-    batch = make_batch(group, members, write)
+    write = Writer(gm, _move_inputs_before(group))
+    concatenations = _concatenations(group) if group.pooled else []
+    lookups = _in_order(group, concatenations)
+    members = [_member(lookup, write) for lookup in lookups]
     tables = list({lookup.weight: None for lookup in lookups})
     layout = _write_layout(lookups, tables, group.pooled, write)
-    out = _look_up(group, lookups, tables, batch, layout, write)
-    if group.pooled:
-        use_runs(runs, lookups, out, write)
-        use_columns(members, out, write)
-    else:
-        use_rows(gm, members, out, write)
-    for lookup in lookups:
-        for node in lookup.results:
-            if node is not lookup.node:
-                gm.graph.erase_node(node)
-        gm.graph.erase_node(lookup.node)
+    out = _look_up(members, tables, layout, write)
+    columns = _use_parts(gm, group.pooled, members, out, write)
+    for node in concatenations:
+        _join_columns(node, columns, out)
+    erase_unused(gm)
     return Fused(_in_words(lookups, len(tables), group), tuple(lookup.feature for lookup in group.lookups))
 
 
-def _bring_inputs_before(group: Group) -> Node:
+def only_read(node: Node) -> bool:
+    """Whether all users of a node make something new of it, whatever its strides."""
+    return all(
+        (user.target in _READERS and user.kwargs.get("out") is None) or (user.target in _SELECTIONS and only_read(user))
+        for user in node.users
+    )
+
+
+def _move_inputs_before(group: LookupGroup) -> Node:
     """Move what the group's lookups need before the first of them, which is returned."""
-    nodes = group.stretch.nodes
+    nodes = group.region
     place = {node: index for index, node in enumerate(nodes)}
     first = min((lookup.node for lookup in group.lookups), key=place.__getitem__)
     needed = ancestors([lookup.node for lookup in group.lookups], dependencies(nodes))
-    for node in nodes[place[first] + 1 :]:
-        if node in needed:
-            first.prepend(node)
-    for node in [node for node in first.graph.nodes if node.op == "get_attr" and first < node]:
+    later = [node for node in nodes[place[first] + 1 :] if node in needed]
+    for node in [*later, *(node for node in first.graph.nodes if node.op == "get_attr" and first < node)]:
         first.prepend(node)
     return first
 
 
-def _write_layout(lookups: Sequence[Lookup], tables: list[Node], pooled: bool, write: Writer) -> Layout:
+def _member(lookup: TableLookup, write: Writer) -> Member:
+    """Flatten a lookup's ids; leave padding out."""
+    values = _flat(lookup.ids, write)
+    size, counts = write.size(values, 0), None
+    trained = values if lookup.trained is None else write.proxy(lookup.trained)
+    if lookup.padding_idx is not None and lookup.single:
+        trained = values.masked_fill(values == lookup.padding_idx, -1)
+    if lookup.drops_padding:
+        offsets = _own_offsets(lookup, size, write)
+        drop = torch.ops.tritonemb.drop_padding.default
+        trained = values = write(drop, values, offsets, lookup.padding_idx, lookup.shape[0])
+        counts = _counts(values, offsets, size, write) if lookup.divides_later else None
+    weights = None if lookup.sample_weights is None else _flat(lookup.sample_weights, write)
+    return Member(lookup, values, size, trained, weights, counts)
+
+
+def _flat(node: Node, write: Writer) -> Traced:
+    tensor = write.proxy(node)
+    return tensor if value_of(node).dim() == 1 else tensor.reshape(-1)
+
+
+def _as_int64(tensor: Traced) -> Traced:
+    return tensor if value_of(tensor).dtype == torch.int64 else tensor.to(torch.int64)
+
+
+def _joined(ids: list[Traced], write: Writer) -> Traced:
+    """Ids of two dtypes become int64."""
+    if len({value_of(one).dtype for one in ids}) > 1:
+        ids = [_as_int64(one) for one in ids]
+    return write(torch.cat, ids)
+
+
+def _all_sample_weights(members: list[Member], write: Writer) -> Traced | None:
+    """Ones for members that have none."""
+    given = [member.sample_weights for member in members if member.sample_weights is not None]
+    if not given:
+        return None
+    like = {"dtype": value_of(given[0]).dtype, "device": value_of(given[0]).device}
+    parts = [
+        write(torch.ones, (member.size,), **like) if member.sample_weights is None else member.sample_weights
+        for member in members
+    ]
+    return write(torch.cat, parts)
+
+
+def _range(end: Size, step: Size, member: TableLookup, write: Writer) -> Traced:
+    """0, step, 2 step, .. below `end`."""
+    return write(torch.arange, 0, end, step, dtype=torch.int64, device=value_of(member.ids).device)
+
+
+def _full(number: Size, lookup: TableLookup, write: Writer) -> Traced:
+    return write(torch.full, (1,), number, dtype=torch.int64, device=value_of(lookup.ids).device)
+
+
+def _bag_length(lookup: TableLookup, write: Writer) -> Size:
+    """Ids of each bag where that is one number."""
+    return 1 if lookup.single else write.size(write.proxy(lookup.ids), 1)
+
+
+def _own_offsets(lookup: TableLookup, size: Size, write: Writer) -> Traced:
+    """`[B + 1]` of one lookup by itself."""
+    if lookup.offsets is None:
+        return _range(size + 1, _bag_length(lookup, write), lookup, write)
+    offsets = _as_int64(write.proxy(lookup.offsets))
+    return offsets if lookup.has_last_offset else write(torch.cat, [offsets, _full(size, lookup, write)])
+
+
+def _counts(kept: Traced, offsets: Traced, size: Size, write: Writer) -> Traced:
+    """`[B, 1]`: how many of a bag's ids are not padding, at least 1."""
+    before = write(F.pad, write(torch.cumsum, kept >= 0, 0), (1, 0))
+    ends = write(torch.clamp, offsets, 0, size)
+    return write(torch.clamp, before[ends[1:]] - before[ends[:-1]], 1).unsqueeze(1)
+
+
+def _unpooled_offsets(members: list[Member], write: Writer) -> Traced:
+    """`[K + 1]`: where each member's ids begin."""
+    first = members[0].lookup
+    places = list(accumulate((member.size for member in members), initial=0))
+    if all(isinstance(place, int) for place in places):
+        return write.constant(torch.tensor(places, device=value_of(first.ids).device), "offsets")
+    return write(torch.cat, [_full(place, first, write) for place in places])
+
+
+def _pooled_offsets(members: list[Member], write: Writer) -> Traced:
+    """`[K * B + 1]`: where each member's bags begin, and the end.
+
+    A first offset that is not 0, or a last one that is not the number of ids, would give ids to a neighbour's bag; it
+    becomes -1, which the kernels report, as they do any offset that does not ascend.
+    """
+    first = members[0].lookup
+    *bases, end = accumulate((member.size for member in members), initial=0)
+    if all(member.lookup.offsets is None for member in members):
+        lengths = [_bag_length(member.lookup, write) for member in members]
+        if len({expression(value_of(length)) for length in lengths}) == 1:
+            return _range(end + 1, lengths[0], first, write)
+    parts = [part for member, base in zip(members, bases, strict=True) for part in _starts(member, base, write)]
+    return write(torch.cat, [*parts, _full(end, first, write)])
+
+
+def _starts(member: Member, base: Size, write: Writer) -> list[Traced]:
+    """`[B]`, in pieces, from `base` on."""
+    lookup = member.lookup
+    if lookup.offsets is None:
+        return [_range(member.size, _bag_length(lookup, write), lookup, write) + base]
+    offsets = _as_int64(write.proxy(lookup.offsets))
+    fits = offsets[:1] == 0
+    if lookup.has_last_offset:
+        fits = fits & (offsets[-1:] == member.size)
+    moved = offsets + base
+    return [write(torch.where, fits, moved[:1], -1), moved[1 : -1 if lookup.has_last_offset else None]]
+
+
+def _write_layout(lookups: Sequence[TableLookup], tables: list[Node], pooled: bool, write: Writer) -> Layout:
     """Every lookup is a key of its own; a table's rows are trained once, whoever looks them up."""
-    device = value_of(tables[0]).device
-    name_of = {lookup.weight: lookup.table for lookup in lookups}
-    shapes = [[int(size) for size in value_of(table).shape] for table in tables]
-    first_rows = [0, *accumulate(rows for rows, _ in shapes)]
+    lookup_of = {lookup.weight: lookup for lookup in lookups}
+    users = [lookup_of[table] for table in tables]
+    first_rows = [0, *accumulate(lookup.shape[0] for lookup in users)]
     # The bits of a fused update's stochastic rounding do not depend on what was merged.
-    seed_name = {lookup.weight: lookup.optimizer.seed_name if lookup.optimizer else "" for lookup in lookups}
-    seeds = [seed_of(seed_name[table]) for table in tables]
+    rows = [
+        TableRow(first_row, lookup.shape[0], lookup.dim, seed_of(lookup.update.name if lookup.update else ""))
+        for first_row, lookup in zip(first_rows, users, strict=False)
+    ]
     columns = [0, *accumulate(lookup.dim for lookup in lookups)] if pooled else [0] * len(lookups)
     place = {table: index for index, table in enumerate(tables)}
     uses = [
-        [place[lookup.weight], column, lookup.dim, MEAN if lookup.mean and not divides_later(lookup) else SUM]
+        [place[lookup.weight], column, lookup.dim, MEAN if lookup.mean and not lookup.divides_later else SUM]
         for lookup, column in zip(lookups, columns, strict=False)
     ]
-    rows = [
-        TableRow(first, num_rows, dim, seed)
-        for first, (num_rows, dim), seed in zip(first_rows, shapes, seeds, strict=False)
-    ]
-    layout = Layout(
-        torch.tensor(rows, dtype=torch.int64, device=device),
-        torch.tensor(uses, dtype=torch.int64, device=device),
-        torch.arange(len(lookups) + 1, dtype=torch.int64, device=device),
-        lines_of(name_of[table] for table in tables),
-        lines_of(lookup.feature for lookup in lookups),
-        1,
-        first_rows[-1],
-        columns[-1] if pooled else lookups[0].dim,
-        pooled,
-    )
-    tensors: dict[str, Any] = {
-        name: write.constant(getattr(layout, name), name) for name in ("tables", "lookups", "key_starts")
+    arrays = {"tables": rows, "lookups": uses, "key_starts": range(len(lookups) + 1)}
+    device = value_of(tables[0]).device
+    constants: Any = {
+        name: write.constant(torch.tensor(array, dtype=torch.int64, device=device), name)
+        for name, array in arrays.items()
     }
-    return layout._replace(**tensors)
+    return Layout(
+        **constants,
+        table_names=lines_of(lookup.table for lookup in users),
+        feature_names=lines_of(lookup.feature for lookup in lookups),
+        multiplicity=1,
+        num_rows=first_rows[-1],
+        width=columns[-1] if pooled else lookups[0].dim,
+        pooled=pooled,
+    )
 
 
-def _look_up(
-    group: Group, lookups: Sequence[Lookup], tables: list[Node], batch: Batch, layout: Layout, write: Writer
-) -> Node:
+def _look_up(members: list[Member], tables: list[Node], layout: Layout, write: Writer) -> Traced:
     """The one lookup, `[B, width]` or `[N, dim]`."""
-    lookup = lookups[0]
-    dtype = result_dtype(lookup)
-    if lookup.optimizer is None:
-        return write.call(
-            torch.ops.tritonemb.embedding_bag.default, tables, batch.values, batch.offsets, batch.sample_weights,
-            batch.trained, group.checked, dtype, *layout,
-        )  # fmt: skip
-    optimizer_of = {one.weight: one.optimizer for one in lookups}
-    optimizers: list[Any] = [optimizer_of[table] for table in tables]
-    states = [state for states in zip(*(one.states for one in optimizers), strict=True) for state in states]
-    device = value_of(batch.values).device
-    pending = write.constant(torch.zeros((), dtype=torch.int64, device=device), "pending")
-    groups = write.call(torch.ops.tritonemb.row_groups.default, batch.trained or batch.values, batch.offsets, *layout)
-    return write.call(
-        torch.ops.tritonemb.embedding_bag_fused.default, tables, states, [one.step for one in optimizers],
-        [one.skipped for one in optimizers], lookup.optimizer.learning_rate, pending, lookup.optimizer.name,
-        list(lookup.optimizer.hyperparameters), NOT_ACCUMULATING, batch.values, batch.offsets, batch.sample_weights,
-        group.checked, dtype, *(write.item(groups, index) for index in range(4)), *layout,
+    first, ops = members[0].lookup, torch.ops.tritonemb
+    values, trained = _joined([member.values for member in members], write), None
+    if any(member.trained is not member.values for member in members):
+        trained = _joined([member.trained for member in members], write)
+    offsets = _pooled_offsets(members, write) if layout.pooled else _unpooled_offsets(members, write)
+    batch = values, offsets, _all_sample_weights(members, write)
+    options = first.op_checks, first.op_dtype
+    if first.update is None:
+        return write(ops.embedding_bag.default, tables, *batch, trained, *options, *layout)
+    update_of: Any = {member.lookup.weight: member.lookup.update for member in members}
+    updates = [update_of[table] for table in tables]
+    states = [state for states in zip(*(update.states for update in updates), strict=True) for state in states]
+    groups = write(ops.row_groups.default, values if trained is None else trained, offsets, *layout)
+    return write(
+        ops.embedding_bag_fused.default, tables, states, [update.step for update in updates],
+        [update.skipped for update in updates], first.update.learning_rate, first.update.optimizer,
+        list(first.update.hyperparameters), *batch, None, NOT_ACCUMULATING, *options,
+        *(groups[index] for index in range(4)), *layout,
     )  # fmt: skip
 
 
-def _in_words(lookups: Sequence[Lookup], num_tables: int, group: Group) -> str:
-    kinds = sorted({kind_of(lookup.node) for lookup in lookups})
-    what = "lookup with a fused optimizer" if lookups[0].optimizer else "lookup"
+def _in_words(lookups: Sequence[TableLookup], num_tables: int, group: LookupGroup) -> str:
+    kinds = sorted({lookup.kind for lookup in lookups})
+    what = "lookup with a fused optimizer" if lookups[0].update else "lookup"
     tables = "table" if num_tables == 1 else "tables"
     form = "pooled, columns side by side" if group.pooled else "a row for each id"
     return f"{len(lookups)} {' and '.join(kinds)} of {num_tables} {tables} became one {what} ({form})"
+
+
+def _concatenations(group: LookupGroup) -> list[Node]:
+    """Those that have several of a group's results side by side."""
+    users = Counter(user for lookup in group.lookups for node in lookup.results for user in node.users)
+    return [node for node, count in users.items() if count > 1 and is_joined(node)]
+
+
+def _in_order(group: LookupGroup, concatenations: list[Node]) -> list[TableLookup]:
+    """Columns as concatenations want them, then all others."""
+    owner = {node: lookup for lookup in group.lookups for node in lookup.results}
+    wanted = [owner[part] for node in concatenations for part in joined_parts(node) if part in owner]
+    return list({lookup.node: lookup for lookup in (*wanted, *group.lookups)}.values())
+
+
+def _join_columns(node: Node, columns: dict[Node, tuple[int, int]], out: Traced) -> None:
+    """A concatenation takes neighbouring columns of the merged result as one."""
+    parts: list[Any] = []
+    ranges: list[tuple[int, int] | None] = []
+    for part in joined_parts(node):
+        found = columns.get(part)
+        if found and ranges and ranges[-1] and ranges[-1][1] == found[0]:
+            ranges[-1] = ranges[-1][0], found[1]
+            parts[-1] = None
+        else:
+            parts.append(part)
+            ranges.append(found)
+    whole = 0, value_of(out).shape[1]
+    alone = ranges == [whole] and all(set(part.users) == {node} for part in columns)
+    if len(parts) == 1 and not alone and not only_read(node):
+        return  # what changes the concatenation must not change the columns
+    for index, found in enumerate(ranges):
+        if parts[index] is None and found:
+            parts[index] = out.node if found == whole else out[:, found[0] : found[1]].node
+    if len(parts) > 1:
+        node.args, node.kwargs = (parts, *node.args[1:]), {k: v for k, v in node.kwargs.items() if k != "tensors"}
+    else:
+        node.replace_all_uses_with(parts[0])
+
+
+def _use_parts(
+    gm: GraphModule, pooled: bool, members: list[Member], out: Traced, write: Writer
+) -> dict[Node, tuple[int, int]]:
+    """Who uses a lookup's result takes its columns, or its rows; returns where columns that are no copies lie."""
+    shared = set() if pooled else _memory_of_changes(gm) | _memory_of_outputs(gm)
+    parts = write(torch.split, out, [member.lookup.dim if pooled else member.size for member in members], int(pooled))
+    columns, end = {}, 0
+    for index, member in enumerate(members):
+        column = parts[index]
+        part = _as_columns(member, column) if pooled else _as_rows(member, column, shared, write)
+        for node in member.lookup.results:
+            node.replace_all_uses_with(part.node)
+        columns[column.node] = end, end + member.lookup.dim
+        end += member.lookup.dim
+    return columns
+
+
+def _as_columns(member: Member, part: Traced) -> Traced:
+    lookup = member.lookup
+    if member.counts is not None:
+        part = (part / member.counts).to(lookup.dtype)
+    elif not all(only_read(node) for node in lookup.results):
+        part = part.clone()
+    return part.unsqueeze(1) if lookup.single and value_of(lookup.ids).dim() == 2 else part  # ids [B, 1]
+
+
+def _as_rows(member: Member, part: Traced, shared: set[Any], write: Writer) -> Traced:
+    ids, num_dims = write.proxy(member.lookup.ids), value_of(member.lookup.ids).dim()
+    if any(_memory(node) in shared for node in member.lookup.results):
+        part = part.clone()
+    if num_dims == 1:
+        return part
+    return part.reshape(*(write.size(ids, dim) for dim in range(num_dims)), member.lookup.dim)
+
+
+def _memory(node: Any) -> Any:
+    """What tensors that share memory have in common."""
+    value = value_of(node)
+    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
+
+
+def _memory_of_changes(gm: GraphModule) -> set[Any]:
+    """The memory of all tensors that something in the graph may write to."""
+    changing = [node for node in gm.graph.nodes if has_side_effect(node, gm) and not sets_state(node)]
+    return {_memory(other) for node in changing for other in node.all_input_nodes} - {None}
+
+
+def _memory_of_outputs(gm: GraphModule) -> set[Any]:
+    """The memory of what a graph returns."""
+    output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
+    return {_memory(node) for node in tree_leaves(output.args) if isinstance(node, Node)} - {None}

@@ -5,13 +5,11 @@ source stand in `tritonemb/optimizers.py`, in float32; 16-bit rows are rounded b
 
 Bytes: for each position `4 · dim` of gradient read; for each distinct row its weight and state read and written.
 
-The gradient of one table as an ordinary tensor: each distinct row's summed gradient, written to its place.
+`row_gradients_`: the gradients of tables as ordinary tensors, each distinct row's sum written to its place.
 
-`out[place(g)] = Σ_p scale_p · grad_p` over the positions `p` of group `g`, summed as in `kernels/gradient_sums.py`;
-`place(g)` is the row itself (a dense gradient), or `g` (the values of a sparse one). Rows without a group stay as they
-are, so `out` comes filled with zeros.
-
-On a GPU this is a step of plain gradient descent from zero with learning rate -1, which leaves the sums themselves.
+`out[place(g)] = Σ_p scale_p · grad_p` over the positions `p` of group `g`, summed as above; `place(g)` is the row
+itself (a dense gradient), or the number of `g` among its table's groups (compact: the values of a sparse one). Rows
+without a group stay as they are, so `out` comes filled with zeros.
 
 Bytes: `4 · dim` of gradient read for each position, `4 · dim` read and written for each distinct row.
 """
@@ -19,7 +17,8 @@ Bytes: `4 · dim` of gradient read for each position, `4 · dim` read and writte
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import get_args
 
 import torch
@@ -79,7 +78,7 @@ from tritonemb.layout import (
     batch_size_of,
     int64_at,
 )
-from tritonemb.optimizers import KINDS, OPTIMIZERS, SGD, Adam, Hyperparameters, NonFinite
+from tritonemb.optimizers import KINDS, OPTIMIZERS, SGD, Hyperparameters, NonFinite
 
 NONFINITE_MODES = get_args(NonFinite)
 NO_STATE, ROW_STATE, ELEMENT_STATE = (tl.constexpr(kind) for kind in range(3))
@@ -276,7 +275,7 @@ def _corrections(optimizer: str, h: Hyperparameters, step: Tensor) -> Tensor | N
     """float32 `[2]`, or `[T, 2]` for `T` steps: 1 - beta^t of Adam's two moments, for the step that comes; no host ever
     learns t.
     """
-    if not issubclass(OPTIMIZERS[optimizer], Adam):
+    if not OPTIMIZERS[optimizer].corrects_bias:
         return None
     betas = on_device([h.beta1, h.beta2], step.device, torch.float64)
     return (1 - torch.pow(betas, (step + 1).to(torch.float64).unsqueeze(-1))).to(torch.float32)
@@ -350,50 +349,72 @@ def _narrow(row: Tensor, dtype: torch.dtype, table: Tensor, rows: Tensor, step: 
 _PLAIN_SGD = SGD(stochastic_rounding=False)
 
 
-def bag_gradient_(
-    out: Tensor,
+def row_gradients_(
+    sums: Sequence[Tensor],
+    grad: Tensor,
+    offsets: Tensor,
+    sample_weights: Tensor | None,
+    groups: tuple[Tensor, Tensor, Tensor, Tensor],
+    layout: Layout,
+    compact: bool = False,
+    max_gradient: float = math.inf,
+) -> None:
+    """The kernels of the update, on `sums` as if they were the tables. Arguments as in the reference."""
+    plain_step_(row_update_, sums, grad, offsets, sample_weights, groups, layout, compact, max_gradient)
+
+
+def plain_step_(
+    update: Callable[..., None],
+    sums: Sequence[Tensor],
     grad: Tensor,
     offsets: Tensor,
     sample_weights: Tensor | None,
     groups: tuple[Tensor, Tensor, Tensor, Tensor],
     layout: Layout,
     compact: bool,
+    max_gradient: float,
 ) -> None:
-    """The kernels of the update, on `out` as if it were the table. Arguments as in the reference."""
-    device = out.device
-    if out.numel() == 0:
+    """Gradient descent from zero with learning rate -1, which leaves each row's sum; `update` is a `row_update_`."""
+    device = grad.device
+    if all(out.numel() == 0 for out in sums):
         return
     if compact:
-        num_rows, dim = out.shape
+        ends = [0, *accumulate(out.shape[0] for out in sums)]
+        tables = [TableRow(first, *out.shape) for first, out in zip(ends, sums, strict=False)]
+        one = len(tables) == 1  # the same numbers again and again, which need not be sent each time
+        flat = on_device(tables[0], device) if one else torch.tensor(tables, dtype=torch.int64, device=device)
         groups = (torch.arange(groups[0].numel(), device=device), *groups[1:])
-        tables = on_device(TableRow(0, num_rows, dim), device).view(1, TABLE_SIZE)
-        layout = layout._replace(tables=tables, num_rows=num_rows)
-    step, skipped = torch.zeros(2, 1, dtype=torch.int64, device=device)
-    row_update_(
-        [out], [], step[0], skipped, torch.full((), -1.0, device=device), grad, offsets, sample_weights,
-        _PLAIN_SGD.name, _PLAIN_SGD.hyperparameters, groups, layout,
+        layout = layout._replace(tables=flat.view(-1, TABLE_SIZE), num_rows=ends[-1])
+    step = torch.zeros((), dtype=torch.int64, device=device)
+    skipped = torch.zeros(len(sums), dtype=torch.int64, device=device)
+    constants = _PLAIN_SGD.hyperparameters._replace(max_gradient=max_gradient)
+    update(
+        list(sums), [], step, skipped, torch.full((), -1.0, device=device), grad, offsets, sample_weights,
+        _PLAIN_SGD.name, constants, groups, layout,
     )  # fmt: skip
 
 
-def bag_gradient_reference_(
-    out: Tensor,
+def row_gradients_reference_(
+    sums: Sequence[Tensor],
     grad: Tensor,
     offsets: Tensor,
     sample_weights: Tensor | None,
     groups: tuple[Tensor, Tensor, Tensor, Tensor],
     layout: Layout,
-    compact: bool,
+    compact: bool = False,
+    max_gradient: float = math.inf,
 ) -> None:
-    """In `out`'s dtype, row by row.
+    """Row by row, in float32, or float64 for such a table.
 
     Args:
-        out: float32 or float64 zeros, contiguous: `[rows, dim]`; or, `compact`, at least as many rows as there are
-            groups.
-        grad: gradient of the output, `[B, dim]`, or `[N, dim]` if the layout is not pooled.
-        offsets, sample_weights: of the batch, `[B + 1]`, and `[N]` or None.
+        sums: zeros `[T]`, each `[rows, dim]`; or, `compact`, `[distinct rows of the table, dim]` (with one table: at
+            least as many).
+        grad: gradient of the output, `[B, width]`, or `[N, width]` if the layout is not pooled.
+        offsets, sample_weights: of the batch, `[K * B + 1]`, and `[N]` or None.
         groups: rows, starts, order, num_groups; see `kernels/row_groups.py`.
-        layout: of one table and one key.
+        max_gradient: each element of `grad` is clamped to ± this first.
     """
-    rows, sums = sum_gradients_reference([out], grad, offsets, sample_weights, groups, layout, torch.inf)
-    place = torch.arange(rows[0].numel(), device=out.device) if compact else rows[0]
-    out[place] = sums[0]
+    rows, found = sum_gradients_reference(sums, grad, offsets, sample_weights, groups, layout, max_gradient)
+    for out, own, of_table in zip(sums, rows, found, strict=True):
+        values = narrow_reference(of_table, out.dtype) if out.dtype.itemsize == 2 else of_table.to(out.dtype)
+        out[torch.arange(own.numel(), device=out.device) if compact else own] = values

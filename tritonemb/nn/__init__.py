@@ -5,9 +5,9 @@ from tritonemb.nn.embedding import Embedding
 from tritonemb.nn.embedding_bag import EmbeddingBag
 from tritonemb.nn.layers import MLP, DotInteraction
 from tritonemb.nn.models import DLRM, CrossNetwork, DCNv2
-from tritonemb.nn.prefetch import moment, send
+from tritonemb.nn.prefetch import send
 from tritonemb.tables.cache import CacheStatistics
-from tritonemb.tables.pins import Moment
+from tritonemb.tables.pins import sequence_number
 from tritonemb.tables.prefetched import SentFeatures
 
 __all__ = [
@@ -21,8 +21,7 @@ __all__ = [
     "EmbeddingBag",
     "EmbeddingBagCollection",
     "EmbeddingCollection",
-    "Moment",
     "SentFeatures",
-    "moment",
     "send",
+    "sequence_number",
 ]

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.optimizers import Optimizer
-from tritonemb.tables.collection import BoundsCheck, Collection
 from tritonemb.tables.lookup import Features
 from tritonemb.tables.prefetched import Groups, SentFeatures
+from tritonemb.tables.table_set import BoundsCheck, TableSet
 from tritonemb.types import TableConfig
 
 
-class EmbeddingBagCollection(Collection):
+class EmbeddingBagCollection(TableSet):
     """Embedding bags of many tables, looked up, and with an `optimizer` updated, in one pass.
 
     Args:
@@ -42,8 +42,6 @@ class EmbeddingBagCollection(Collection):
         TypeError: for ids that are not int32 or int64.
     """
 
-    pooled = True
-
     def __init__(
         self,
         tables: Sequence[TableConfig],
@@ -55,7 +53,7 @@ class EmbeddingBagCollection(Collection):
         for table in tables:
             if isinstance(table, TableConfig) and table.pooling == "none":
                 raise ValueError(f"table {table.name!r} has pooling 'none'; use EmbeddingCollection for it")
-        super().__init__(tables, optimizer, device, bounds_check, output_dtype)
+        super().__init__(tables, optimizer, device, bounds_check, output_dtype, pooled=True)
 
     @property
     def embedding_dims(self) -> list[int]:
@@ -69,7 +67,7 @@ class EmbeddingBagCollection(Collection):
         return self.look_up(features, groups)
 
 
-class EmbeddingCollection(Collection):
+class EmbeddingCollection(TableSet):
     """A row for each id, for sequence models; arguments as for `EmbeddingBagCollection`.
 
     All tables have one embedding dim, and a feature feeds one table. Returns a `KeyedJaggedTensor` with the batch's
@@ -79,8 +77,6 @@ class EmbeddingCollection(Collection):
     Raises:
         ValueError: for tables with pooling "mean" or of different dims; for a feature that feeds two tables.
     """
-
-    pooled = False
 
     def __init__(
         self,
@@ -103,7 +99,7 @@ class EmbeddingCollection(Collection):
                         f"feature {feature!r} feeds tables {fed[feature]!r} and {table.name!r}; only one can"
                     )
                 fed[feature] = table.name
-        super().__init__(tables, optimizer, device, bounds_check, output_dtype)
+        super().__init__(tables, optimizer, device, bounds_check, output_dtype, pooled=False)
 
     def forward(self, features: Features | SentFeatures, groups: Groups | None = None) -> KeyedJaggedTensor:
         """Rows `[N, dim]` under the batch's keys and offsets."""

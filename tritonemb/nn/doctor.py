@@ -8,7 +8,7 @@ import torch
 
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.nn.collections import EmbeddingBagCollection
-from tritonemb.nn.errors import check_errors
+from tritonemb.ops.errors import check_errors
 from tritonemb.ops.registry import REFERENCE, forced, ops, why
 from tritonemb.optimizers import RowWiseAdagrad
 from tritonemb.types import TableConfig

@@ -13,9 +13,9 @@ from torch._compile import _disable_dynamo
 from tritonemb import ops
 from tritonemb.ops.bag import Bags, bag, serves_sparse
 from tritonemb.optimizers import Optimizer
-from tritonemb.tables.collection import refuse_data_parallel
 from tritonemb.tables.fused_update import FusedGroup
 from tritonemb.tables.optimizer import FusedOptimizer
+from tritonemb.tables.update import refuse_data_parallel
 from tritonemb.types import TRAINABLE_DTYPES
 from tritonemb.utils import advise_huge_pages
 
@@ -212,13 +212,12 @@ class SingleTable(nn.Module):
                 f"the weight of {self._name!r} is on {self.weight.device}, its optimizer state on "
                 f"{holder.step.device}; move the module as a whole, or fuse after loading"
             )
-        table = ops.FusedTable(
-            self.weight, [cast(Tensor, holder._buffers[state.name]) for state in group.spec.states], holder.step,
-            holder.skipped, group.rate_on(self.weight.device), group.spec.name, group.constants.as_list(),
-            self._name,
+        table = ops.FusedTables(
+            [self.weight], [cast(Tensor, holder._buffers[state.name]) for state in group.spec.states], [holder.step],
+            [holder.skipped], group.rate_on(self.weight.device), group.spec.name, group.constants.as_list(),
         )  # fmt: skip
         look_up = _look_up_untraced if group.by_step and torch.compiler.is_compiling() else ops.bag_fused
-        return look_up(table, values, sample_weights, bags, trained, dtype, group.receiver)
+        return look_up(table, self._name, values, sample_weights, bags, trained, dtype, group.receiver)
 
     def _renormalise(self, values: Tensor, max_norm: float, norm_type: float) -> None:
         """Scale the rows that are looked up down to `max_norm`, in place."""

@@ -1,9 +1,8 @@
 """`torch.ops.tritonemb.*`: schema, fake, autograd formula, input checks and dispatch."""
 
-from tritonemb.ops.bag_fused import BagGradient, FusedTable, bag_fused
+from tritonemb.ops.bag import BagGradient, bag_fused
 from tritonemb.ops.cross import cross
-from tritonemb.ops.embedding_bag import embedding_bag
-from tritonemb.ops.embedding_bag_fused import Fused, embedding_bag_fused
+from tritonemb.ops.embedding_bag import embedding_bag, embedding_bag_fused, fused_lookup
 from tritonemb.ops.interaction import interaction
 from tritonemb.ops.jagged import block_bucketize, jagged_permute, segment_offsets
 from tritonemb.ops.quantize import Packing, make_packing, quantize_pack, quantize_unpack
@@ -18,15 +17,14 @@ from tritonemb.ops.row_cache import (
     set_of,
 )
 from tritonemb.ops.row_groups import RowGroups, row_groups
-from tritonemb.ops.row_update import row_update_
+from tritonemb.ops.row_update import FusedTables, row_gradients_, row_update_
 
 __all__ = [
     "NO_ROW",
     "POLICIES",
     "WAYS",
     "BagGradient",
-    "Fused",
-    "FusedTable",
+    "FusedTables",
     "Packing",
     "RowGroups",
     "bag_fused",
@@ -34,6 +32,7 @@ __all__ = [
     "cross",
     "embedding_bag",
     "embedding_bag_fused",
+    "fused_lookup",
     "interaction",
     "jagged_permute",
     "make_packing",
@@ -43,6 +42,7 @@ __all__ = [
     "row_cache_allocate_",
     "row_cache_look_up_",
     "row_cache_translate",
+    "row_gradients_",
     "row_groups",
     "row_update_",
     "segment_offsets",

@@ -1,23 +1,26 @@
-"""`tritonemb::embedding_bag`, differentiable in weights (dense gradients) and per-sample weights.
+"""`tritonemb::embedding_bag`: the lookup in `T` tables, differentiable in weights and per-sample weights; and
+`tritonemb::embedding_bag_fused`, whose backward is the optimizer's step.
 
-What it computes stands in `kernels/embedding_bag.py`.
+What is computed stands in `kernels/embedding_bag.py`. The fused op's tensors are kept on the autograd context as they
+are, without a version check: a collection that is looked up twice in one graph is updated twice, each time with the
+gradients of its own lookup. Where nothing is traced, `fused_lookup`, an autograd function, calls the same kernels
+without the dispatcher; other lookups whose backward is Python code go through it, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from tritonemb.layout import Layout, batch_size_of, names_in
 from tritonemb.ops import registry
-from tritonemb.ops.registry import kernel, plain_eager
+from tritonemb.ops.accumulate import NOT_ACCUMULATING, accumulate_, check_not_gathering
+from tritonemb.ops.registry import define, kernel, plain_eager, unflatten
 from tritonemb.ops.row_groups import RowGroups, check_ids
-from tritonemb.optimizers import SGD
-
-_PLAIN_SGD = SGD(stochastic_rounding=False)
+from tritonemb.ops.row_update import TABLES, FusedTables, row_update_
 
 
 def embedding_bag(
@@ -36,8 +39,8 @@ def embedding_bag(
 
     Raises:
         TypeError: for ids that are not int32 or int64.
-        ValueError: for an id out of range or offsets that do not ascend, on the CPU at once; for tables that are
-            elsewhere than the batch.
+        ValueError: for an id out of range or offsets that do not ascend, on the CPU at once; for tables on another
+            device than the batch.
     """
     check_ids(values)
     check_devices(weights, values, layout)
@@ -60,13 +63,13 @@ def check_devices(weights: Sequence[Tensor], values: Tensor, layout: Layout) -> 
         )
 
 
-@torch.library.custom_op(
-    "tritonemb::embedding_bag",
-    mutates_args=(),
-    schema=f"(Tensor[] weights, {registry.BATCH}, Tensor? trained, bool check_bounds, ScalarType output_dtype, "
-    f"{registry.LAYOUT}) -> Tensor",
-)
-def _embedding_bag(
+def empty_output(values: Tensor, offsets: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
+    """The shape of a lookup's result."""
+    num_rows = batch_size_of(offsets, layout.key_starts) if layout.pooled else values.shape[0]
+    return values.new_empty(num_rows, layout.width, dtype=dtype)
+
+
+def _look_up(
     weights: list[Tensor],
     values: Tensor,
     offsets: Tensor,
@@ -80,78 +83,29 @@ def _embedding_bag(
     return look_up(weights, values, offsets, sample_weights, Layout(*layout), check_bounds, output_dtype)
 
 
-@_embedding_bag.register_fake
-def _(
-    weights: list[Tensor],
-    values: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    trained: Tensor | None,
-    check_bounds: bool,
-    output_dtype: torch.dtype,
-    *layout: Any,
-) -> Tensor:
-    return empty_output(values, offsets, Layout(*layout), output_dtype)
-
-
-def empty_output(values: Tensor, offsets: Tensor, layout: Layout, dtype: torch.dtype) -> Tensor:
-    """The shape of a lookup's result."""
-    num_rows = batch_size_of(offsets, layout.key_starts) if layout.pooled else values.shape[0]
-    return values.new_empty(num_rows, layout.width, dtype=dtype)
-
-
-@torch.library.custom_op(
-    "tritonemb::embedding_bag_weight_gradient",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor[] weights, Tensor offsets, Tensor? sample_weights, "
-    f"{registry.GROUPS}, {registry.LAYOUT}) -> Tensor[]",
-)
-def _weight_gradient(
-    grad: Tensor, weights: list[Tensor], offsets: Tensor, sample_weights: Tensor | None, *groups_and_layout: Any
-) -> list[Tensor]:
-    """Dense gradients: one step of SGD with learning rate -1 from zero leaves each row's summed gradient."""
-    groups, layout = RowGroups(*groups_and_layout[:4]), Layout(*groups_and_layout[4:])
-    for weight in weights:
-        if weight.dtype.itemsize < 2:
-            raise TypeError(
-                f"tables of {weight.dtype} take no gradients; use float32, float16 or bfloat16 to train them"
-            )
-        if weight.device != grad.device:
-            raise ValueError(f"a table on {weight.device} takes no dense gradient on {grad.device}; fuse its optimizer")
-    gradients = [torch.zeros_like(weight, memory_format=torch.contiguous_format) for weight in weights]
-    step, skipped = grad.new_zeros((), dtype=torch.int64), grad.new_zeros(len(weights), dtype=torch.int64)
-    kernel("row_update_", grad.device, weights)(
-        gradients, [], step, skipped, grad.new_full((), -1.0, dtype=torch.float32), grad, offsets, sample_weights,
-        _PLAIN_SGD.name, _PLAIN_SGD.hyperparameters, groups, layout,
-    )  # fmt: skip
-    return gradients
-
-
-@_weight_gradient.register_fake
-def _(
-    grad: Tensor, weights: list[Tensor], offsets: Tensor, sample_weights: Tensor | None, *groups_and_layout: Any
-) -> list[Tensor]:
-    return [torch.empty_like(weight, memory_format=torch.contiguous_format) for weight in weights]
-
-
-@torch.library.custom_op(
-    "tritonemb::sample_weight_gradient",
-    mutates_args=(),
-    schema="(Tensor grad, Tensor[] weights, Tensor values, Tensor offsets, Tensor sample_weights, "
+_embedding_bag = define(
+    "embedding_bag",
+    f"(Tensor[] weights, {registry.BATCH}, Tensor? trained, bool check_bounds, ScalarType output_dtype, "
     f"{registry.LAYOUT}) -> Tensor",
+    _look_up,
+    lambda weights, values, offsets, _s, _t, _c, dtype, *layout: empty_output(values, offsets, Layout(*layout), dtype),
 )
-def _sample_weight_gradient(
+
+
+def _dot(
     grad: Tensor, weights: list[Tensor], values: Tensor, offsets: Tensor, sample_weights: Tensor, *layout: Any
 ) -> Tensor:
     dot = kernel("sample_weight_gradient", grad.device, weights)
     return dot(weights, values, offsets, grad, Layout(*layout)).to(sample_weights.dtype)
 
 
-@_sample_weight_gradient.register_fake
-def _(
-    grad: Tensor, weights: list[Tensor], values: Tensor, offsets: Tensor, sample_weights: Tensor, *layout: Any
-) -> Tensor:
-    return torch.empty_like(sample_weights)
+define(
+    "sample_weight_gradient",
+    "(Tensor grad, Tensor[] weights, Tensor values, Tensor offsets, Tensor sample_weights, "
+    f"{registry.LAYOUT}) -> Tensor",
+    _dot,
+    lambda _g, _w, _v, _o, sample_weights, *_: torch.empty_like(sample_weights),
+)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -169,7 +123,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     ops = torch.ops.tritonemb
     if any(ctx.needs_input_grad[0]):
         groups = ops.row_groups(trained, offsets, *layout)
-        computed = ops.embedding_bag_weight_gradient(grad, weights, offsets, sample_weights, *groups, *layout)
+        computed = ops.row_gradients(grad, weights, offsets, sample_weights, *groups, *layout)
         weight_grads = [g if needed else None for g, needed in zip(computed, ctx.needs_input_grad[0], strict=True)]
     if sample_weights is not None and ctx.needs_input_grad[3]:
         sample_weight_grad = ops.sample_weight_gradient(grad, weights, trained, offsets, sample_weights, *layout)
@@ -177,3 +131,137 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 _embedding_bag.register_autograd(_backward, setup_context=_save)
+
+
+class Update(Protocol):
+    """A lookup whose backward is Python code: what it does with the gradient may update, keep or exchange it."""
+
+    def read(self) -> Tensor:
+        """`[B, width]` if pooled, else `[N, width]`."""
+        ...
+
+    def take_gradient(self, grad: Tensor, needs_sample_weight_grad: bool) -> Tensor | None:
+        """Update the rows, or keep the gradient for later; returns the gradient of the per-sample weights if asked."""
+        ...
+
+
+def fused_lookup(weight: Tensor, sample_weights: Tensor | None, update: Update) -> Tensor:
+    """Read rows; the backward hands the gradient to `update`.
+
+    Args:
+        weight: stands for all tables in the autograd graph; it gets no gradient.
+    """
+    found: Tensor = _FusedLookup.apply(weight, sample_weights, update)
+    return found
+
+
+class _FusedLookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, sample_weights: Tensor | None, update: Update) -> Tensor:
+        ctx.update = update
+        return update.read()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return None, ctx.update.take_gradient(grad, ctx.needs_input_grad[1]), None
+
+
+def embedding_bag_fused(
+    tables: FusedTables,
+    values: Tensor,
+    offsets: Tensor,
+    sample_weights: Tensor | None,
+    groups: RowGroups,
+    layout: Layout,
+    check_bounds: bool = True,
+    output_dtype: torch.dtype = torch.float32,
+    pending: Tensor | None = None,
+    accumulator: int = NOT_ACCUMULATING,
+) -> Tensor:
+    """As `embedding_bag`; the backward updates weights, states, steps and skipped in place, or accumulates.
+
+    Args:
+        pending: int64 `[]`, micro-batches kept in the accumulator.
+        accumulator: where to put gradients instead of applying them, or NOT_ACCUMULATING.
+    """
+    check_ids(values)
+    check_devices(tables.weights, values, layout)
+    rest = values, offsets, sample_weights, pending, accumulator, check_bounds, output_dtype
+    if plain_eager(values, offsets, sample_weights, *tables.weights):
+        return fused_lookup(tables.weights[0], sample_weights, _Inputs(tables, *rest, groups, layout))
+    return torch.ops.tritonemb.embedding_bag_fused(*tables, *rest, *groups, *layout)
+
+
+class _Inputs(NamedTuple):
+    """The op's arguments: an `Update` at once."""
+
+    tables: FusedTables
+    values: Tensor
+    offsets: Tensor
+    sample_weights: Tensor | None
+    pending: Tensor | None
+    accumulator: int
+    check_bounds: bool
+    output_dtype: torch.dtype
+    groups: RowGroups
+    layout: Layout
+
+    def read(self) -> Tensor:
+        look_up = kernel("embedding_bag", self.values.device, self.tables.weights)
+        return look_up(
+            self.tables.weights, self.values, self.offsets, self.sample_weights, self.layout, self.check_bounds,
+            self.output_dtype,
+        )  # fmt: skip
+
+    def take_gradient(self, grad: Tensor, needs_sample_weight_grad: bool) -> Tensor | None:
+        """Update, or accumulate for later; the gradient of the per-sample weights is of the rows before that."""
+        sample_weight_grad, batch = None, (self.values, self.offsets, self.sample_weights)
+        if needs_sample_weight_grad:
+            sample_weight_grad = torch.ops.tritonemb.sample_weight_gradient(
+                grad, self.tables.weights, *batch, *self.layout
+            )
+        if self.accumulator == NOT_ACCUMULATING:
+            row_update_(self.tables, grad, self.offsets, self.sample_weights, self.groups, self.layout)
+        else:
+            assert self.pending is not None
+            accumulate_(self.pending, self.accumulator, grad, *batch)
+        return sample_weight_grad
+
+
+_KINDS = (FusedTables, *[None] * 7, RowGroups, Layout)
+
+
+def _read(*args: Any) -> Tensor:
+    inputs = _Inputs(*unflatten(args, *_KINDS))
+    check_not_gathering(inputs.tables.learning_rate)
+    return inputs.read()
+
+
+def _shape(*args: Any) -> Tensor:
+    inputs = _Inputs(*unflatten(args, *_KINDS))
+    return empty_output(inputs.values, inputs.offsets, inputs.layout, inputs.output_dtype)
+
+
+_embedding_bag_fused = define(
+    "embedding_bag_fused",
+    f"({TABLES}, {registry.BATCH}, Tensor? pending, int accumulator, bool check_bounds, ScalarType output_dtype, "
+    f"{registry.GROUPS}, {registry.LAYOUT}) -> Tensor",
+    _read,
+    _shape,
+)
+
+
+def _save_fused(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.inputs = _Inputs(*unflatten(inputs, *_KINDS))
+
+
+def _backward_fused(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    inputs, place = ctx.inputs, len(FusedTables._fields) + 2
+    sample_weight_grad = inputs.take_gradient(grad, ctx.needs_input_grad[place])
+    lists = [[None] * len(tensors) for tensors in inputs.tables[:4]]
+    after = [None] * (4 + len(RowGroups._fields) + len(Layout._fields))
+    return *lists, *([None] * (place - 4)), sample_weight_grad, *after
+
+
+_embedding_bag_fused.register_autograd(_backward_fused, setup_context=_save_fused)

@@ -1,10 +1,10 @@
-"""Which kernel serves an op: one table, one rule.
+"""Which kernel serves an op, by a rule of names, and how ops are declared.
 
-An op runs its device's kernel if there is one for all of its tables' dtypes, else the reference: Triton's on GPUs, and
-on the CPU under `TRITON_INTERPRET=1`, where Triton interprets them. Kernels are imported when they are first used, so
-that importing tritonemb does not load a compiler.
-
-The pieces that schemas of several ops share. Ops take a layout as their last arguments, so `*layout` catches it.
+Kernel NAME stands in `kernels/FILE.py` (Triton), in `kernels/cpu/FILE.py` (CPU), both called NAME, and its reference in
+`kernels/FILE.py`, called NAME with `_reference` before a last underscore. An op runs its device's kernel if there is
+one for all of its tables' dtypes, else the reference: Triton's on GPUs, and on the CPU under `TRITON_INTERPRET=1`,
+where Triton interprets them. Kernels are imported when they are first used, so that importing tritonemb does not load
+a compiler.
 """
 
 from __future__ import annotations
@@ -23,98 +23,25 @@ from torch import Tensor
 from tritonemb.layout import Layout
 from tritonemb.types import TABLE_DTYPES, TRAINABLE_DTYPES
 
-REFERENCE, TRITON = "reference", "triton"
-_DTYPES = {"cpu": TRAINABLE_DTYPES, TRITON: TABLE_DTYPES}
-_KERNELS: dict[str, dict[str, str]] = {
-    "row_groups": {
-        REFERENCE: "tritonemb.kernels.row_groups:row_groups_reference",
-        "cpu": "tritonemb.kernels.cpu.row_groups:row_groups",
-        TRITON: "tritonemb.kernels.row_groups:row_groups",
-    },
-    "embedding_bag": {
-        REFERENCE: "tritonemb.kernels.embedding_bag:embedding_bag_reference",
-        "cpu": "tritonemb.kernels.cpu.embedding_bag:embedding_bag",
-        TRITON: "tritonemb.kernels.embedding_bag:embedding_bag",
-    },
-    "sample_weight_gradient": {
-        REFERENCE: "tritonemb.kernels.embedding_bag:sample_weight_gradient_reference",
-        "cpu": "tritonemb.kernels.cpu.embedding_bag:sample_weight_gradient",
-        TRITON: "tritonemb.kernels.embedding_bag:sample_weight_gradient",
-    },
-    "bag_gradient_": {
-        REFERENCE: "tritonemb.kernels.row_update:bag_gradient_reference_",
-        "cpu": "tritonemb.kernels.cpu.row_update:bag_gradient_",
-        TRITON: "tritonemb.kernels.row_update:bag_gradient_",
-    },
-    "drop_padding": {
-        REFERENCE: "tritonemb.kernels.jagged:drop_padding_reference",
-        TRITON: "tritonemb.kernels.jagged:drop_padding",
-    },
-    "initial_rows": {
-        REFERENCE: "tritonemb.kernels.random:initial_rows_reference",
-        "cpu": "tritonemb.kernels.cpu.random:initial_rows",
-        TRITON: "tritonemb.kernels.random:initial_rows",
-    },
-    "row_update_": {
-        REFERENCE: "tritonemb.kernels.row_update:row_update_reference_",
-        "cpu": "tritonemb.kernels.cpu.row_update:row_update_",
-        TRITON: "tritonemb.kernels.row_update:row_update_",
-    },
-    "row_cache_look_up_": {
-        REFERENCE: "tritonemb.kernels.row_cache:row_cache_look_up_reference_",
-        "cpu": "tritonemb.kernels.cpu.row_cache:row_cache_look_up_",
-        TRITON: "tritonemb.kernels.row_cache:row_cache_look_up_",
-    },
-    "row_cache_allocate_": {
-        REFERENCE: "tritonemb.kernels.row_cache:row_cache_allocate_reference_",
-        "cpu": "tritonemb.kernels.cpu.row_cache:row_cache_allocate_",
-        TRITON: "tritonemb.kernels.row_cache:row_cache_allocate_",
-    },
-    "row_cache_translate": {
-        REFERENCE: "tritonemb.kernels.row_cache:row_cache_translate_reference",
-        "cpu": "tritonemb.kernels.cpu.row_cache:row_cache_translate",
-        TRITON: "tritonemb.kernels.row_cache:row_cache_translate",
-    },
-    "move_rows_": {
-        REFERENCE: "tritonemb.kernels.move_rows:move_rows_reference_",
-        "cpu": "tritonemb.kernels.cpu.move_rows:move_rows_",
-        TRITON: "tritonemb.kernels.move_rows:move_rows_",
-    },
-    "quantize_pack": {
-        REFERENCE: "tritonemb.kernels.quantize:quantize_pack_reference",
-        TRITON: "tritonemb.kernels.quantize:quantize_pack",
-    },
-    "quantize_unpack": {
-        REFERENCE: "tritonemb.kernels.quantize:quantize_unpack_reference",
-        TRITON: "tritonemb.kernels.quantize:quantize_unpack",
-    },
-    "jagged_permute": {
-        REFERENCE: "tritonemb.kernels.jagged:jagged_permute_reference",
-        TRITON: "tritonemb.kernels.jagged:jagged_permute",
-    },
-    "block_bucketize": {
-        REFERENCE: "tritonemb.kernels.jagged:block_bucketize_reference",
-        TRITON: "tritonemb.kernels.jagged:block_bucketize",
-    },
-    "interaction": {
-        REFERENCE: "tritonemb.kernels.interaction:interaction_reference",
-        "cpu": "tritonemb.kernels.cpu.interaction:interaction",
-        TRITON: "tritonemb.kernels.interaction:interaction",
-    },
-    "interaction_gradient": {
-        REFERENCE: "tritonemb.kernels.interaction:interaction_gradient_reference",
-        "cpu": "tritonemb.kernels.cpu.interaction:interaction_gradient",
-        TRITON: "tritonemb.kernels.interaction:interaction_gradient",
-    },
-    "cross": {
-        REFERENCE: "tritonemb.kernels.cross:cross_reference",
-        TRITON: "tritonemb.kernels.cross:cross",
-    },
-    "cross_gradient": {
-        REFERENCE: "tritonemb.kernels.cross:cross_gradient_reference",
-        TRITON: "tritonemb.kernels.cross:cross_gradient",
-    },
+REFERENCE, CPU, TRITON = "reference", "cpu", "triton"
+_DTYPES = {CPU: TRAINABLE_DTYPES, TRITON: TABLE_DTYPES}
+_FILES = {  # op -> file
+    name: file
+    for file, names in {
+        "row_groups": ("row_groups",),
+        "embedding_bag": ("embedding_bag", "sample_weight_gradient"),
+        "row_update": ("row_update_", "row_gradients_"),
+        "random": ("initial_rows",),
+        "row_cache": ("row_cache_look_up_", "row_cache_allocate_", "row_cache_translate"),
+        "move_rows": ("move_rows_",),
+        "interaction": ("interaction", "interaction_gradient"),
+        "cross": ("cross", "cross_gradient"),
+        "jagged": ("jagged_permute", "block_bucketize", "drop_padding"),
+        "quantize": ("quantize_pack", "quantize_unpack"),
+    }.items()
+    for name in names
 }
+_ONLY_ON_GPU = ("cross", "jagged", "quantize")  # files whose references are as fast on the CPU as kernels would be
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _INTERPRETING = os.environ.get("TRITON_INTERPRET", "0") == "1"
 _forced: str | None = None
@@ -122,7 +49,7 @@ _forced: str | None = None
 
 def choose(op: str, device: torch.device, tables: Sequence[Tensor] = ()) -> str:
     """The name of the kernel that serves `op` on `device` for these tables: "triton", "cpu" or "reference"."""
-    kernels = _KERNELS[op]
+    kernels = kernels_of(op)
     if _forced is not None:
         return _forced if _forced in kernels else REFERENCE
     by_triton = _HAS_TRITON and (device.type == "cuda" or (device.type == "cpu" and _INTERPRETING))
@@ -134,7 +61,7 @@ def choose(op: str, device: torch.device, tables: Sequence[Tensor] = ()) -> str:
 def why(op: str, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[str, str]:
     """The name of the kernel that serves `op` on `device` for tables of `dtype`, and the reason in words."""
     name = choose(op, device, [torch.empty(0, dtype=dtype)])
-    kernels = _KERNELS[op]
+    kernels = kernels_of(op)
     if name == TRITON:
         return name, "a GPU" if device.type == "cuda" else "TRITON_INTERPRET=1: interpreted, slow"
     if name != REFERENCE:
@@ -148,12 +75,17 @@ def why(op: str, device: torch.device, dtype: torch.dtype = torch.float32) -> tu
 
 def ops() -> tuple[str, ...]:
     """The ops that have kernels."""
-    return tuple(_KERNELS)
+    return tuple(_FILES)
+
+
+def kernels_of(op: str) -> tuple[str, ...]:
+    """The kernels that there are for an op."""
+    return (REFERENCE, TRITON) if _FILES[op] in _ONLY_ON_GPU else (REFERENCE, CPU, TRITON)
 
 
 def kernel(op: str, device: torch.device, tables: Sequence[Tensor] = ()) -> Callable[..., Any]:
     """The function that serves `op` on `device` for these tables."""
-    return _load(_KERNELS[op][choose(op, device, tables)])
+    return load(op, choose(op, device, tables))
 
 
 def plain_eager(*tensors: Tensor | None) -> bool:
@@ -174,9 +106,8 @@ def plain_eager(*tensors: Tensor | None) -> bool:
 def forced(name: str) -> Iterator[None]:
     """Serve every op by its kernel called `name`, or its reference if it has none: for tests, to find a wrong one."""
     global _forced
-    names = {name for kernels in _KERNELS.values() for name in kernels}
-    if name not in names:
-        raise ValueError(f"no kernels are called {name!r}; there are {sorted(names)}")
+    if name not in (REFERENCE, CPU, TRITON):
+        raise ValueError(f"no kernels are called {name!r}; there are {[CPU, REFERENCE, TRITON]}")
     before, _forced = _forced, name
     try:
         yield
@@ -185,11 +116,16 @@ def forced(name: str) -> Iterator[None]:
 
 
 @functools.cache
-def _load(target: str) -> Callable[..., Any]:
-    module, function = target.split(":")
-    return getattr(importlib.import_module(module), function)
+def load(op: str, name: str) -> Callable[..., Any]:
+    """The kernel called `name` of an op."""
+    function = op
+    if name == REFERENCE:
+        function = f"{op[:-1]}_reference_" if op.endswith("_") else f"{op}_reference"
+    module = importlib.import_module(f"tritonemb.kernels.{'cpu.' if name == CPU else ''}{_FILES[op]}")
+    return getattr(module, function)
 
 
+# The pieces that schemas of several ops share. NamedTuples travel flat; `unflatten` makes them again.
 LAYOUT = (
     "Tensor tables, Tensor lookups, Tensor key_starts, str table_names, str feature_names, SymInt multiplicity, "
     "SymInt num_rows, SymInt width, bool pooled"
@@ -198,3 +134,23 @@ GROUPS = "Tensor rows, Tensor starts, Tensor order, Tensor num_groups"
 BATCH = "Tensor values, Tensor offsets, Tensor? sample_weights"
 
 assert [part.split()[-1] for part in LAYOUT.split(", ")] == list(Layout._fields)
+
+
+def define(
+    name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any], mutates: Sequence[str] = ()
+) -> Any:
+    """Declare `tritonemb::name`; `fake` makes the shapes of its result, for tracing."""
+    op = torch.library.custom_op(f"tritonemb::{name}", run, mutates_args=mutates, schema=schema)
+    op.register_fake(fake)
+    return op
+
+
+def unflatten(args: Sequence[Any], *kinds: Any) -> list[Any]:
+    """An op's flat arguments, each NamedTuple type of `kinds` made of as many as it has fields; None stands for one."""
+    found, place = [], 0
+    for kind in kinds:
+        size = 1 if kind is None else len(kind._fields)
+        found.append(args[place] if kind is None else kind(*args[place : place + size]))
+        place += size
+    assert place == len(args)
+    return found

@@ -1,110 +1,159 @@
-"""`tritonemb::row_update_`: one optimizer step on the rows of a batch, in place; see `kernels/row_update.py`."""
+"""`tritonemb::row_update_`: one optimizer step on the rows of a batch, in place; and `row_gradients`: the sum of each
+row's gradients. See `kernels/row_update.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
 from tritonemb.layout import Layout
 from tritonemb.ops import registry
-from tritonemb.ops.registry import kernel, plain_eager
+from tritonemb.ops.registry import define, kernel, plain_eager, unflatten
 from tritonemb.ops.row_groups import RowGroups
 from tritonemb.optimizers import Hyperparameters, NonFinite
 
 SKIP = get_args(NonFinite).index("skip")
 
 
+class FusedTables(NamedTuple):
+    """`T` tables and what their update needs beside the batch.
+
+    Attributes:
+        weights: `[T]` of `[rows, dim]`.
+        states: the first optimizer state of every table, then the second; float32 `[rows]` or `[rows, dim]`.
+        steps: one int64 `[]` for all tables together, or one for each: updates so far.
+        skipped: one int64 `[T]`, or a `[1]` for each table: rows left untouched for a gradient that is not finite.
+        learning_rate: float32 `[]`.
+        optimizer: its name.
+        hyperparameters: values of `Hyperparameters`.
+    """
+
+    weights: list[Tensor]
+    states: list[Tensor]
+    steps: list[Tensor]
+    skipped: list[Tensor]
+    learning_rate: Tensor
+    optimizer: str
+    hyperparameters: list[float]
+
+    def states_of(self, table: int) -> list[Tensor]:
+        """The states of one table."""
+        return self.states[table :: len(self.weights)]
+
+
+SCHEMA = (
+    "Tensor{a}[] weights, Tensor{b}[] states, Tensor{c}[] steps, Tensor{d}[] skipped, Tensor learning_rate, "
+    "str optimizer, float[] hyperparameters"
+)
+TABLES = SCHEMA.format(a="", b="", c="", d="")
+MUTATED = "weights", "states", "steps", "skipped"
+
+
 def row_update_(
-    weights: Sequence[Tensor],
-    states: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    skipped: Sequence[Tensor],
-    learning_rate: Tensor,
+    tables: FusedTables,
     grad: Tensor,
     offsets: Tensor,
     sample_weights: Tensor | None,
-    optimizer: str,
-    hyperparameters: Sequence[float],
     groups: RowGroups,
     layout: Layout,
 ) -> None:
-    """Sum each row's gradients in order and apply `optimizer` once a row. Arguments as in the kernel's reference, but:
+    """Sum each row's gradients in order and apply the optimizer once a row.
 
     Args:
-        steps: one int64 `[]` for all tables together, or one for each.
-        skipped: one int64 `[T]`, or a `[1]` for each table.
+        grad: gradient of the output, `[B, width]` or `[N, width]`.
+        offsets, sample_weights: of the batch.
+        groups: its distinct rows.
+
+    Raises:
+        ValueError: for `nonfinite="raise"`, before anything is changed.
     """
-    if plain_eager(grad, *weights):
-        _update(
-            weights, states, steps, skipped, learning_rate, grad, offsets, sample_weights, optimizer, hyperparameters,
-            groups, layout,
-        )  # fmt: skip
-        torch.autograd.graph.increment_version([*weights, *states, *steps, *skipped])
+    if not plain_eager(grad, *tables.weights):
+        torch.ops.tritonemb.row_update_(*tables, grad, offsets, sample_weights, *groups, *layout)
         return
-    torch.ops.tritonemb.row_update_(
-        list(weights), list(states), list(steps), list(skipped), learning_rate, grad, offsets, sample_weights,
-        optimizer, list(hyperparameters), *groups, *layout,
-    )  # fmt: skip
+    _update(tables, grad, offsets, sample_weights, groups, layout)
+    torch.autograd.graph.increment_version([*tables.weights, *tables.states, *tables.steps, *tables.skipped])
 
 
 def _update(
-    weights: Sequence[Tensor],
-    states: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    skipped: Sequence[Tensor],
-    learning_rate: Tensor,
+    tables: FusedTables,
     grad: Tensor,
     offsets: Tensor,
     sample_weights: Tensor | None,
-    optimizer: str,
-    hyperparameters: Sequence[float],
     groups: RowGroups,
     layout: Layout,
 ) -> None:
     """Counters that are kept table by table are one tensor to the kernels."""
-    step = steps[0] if len(steps) == 1 else torch.stack(list(steps))
+    weights, states, steps, skipped, learning_rate, optimizer, hyperparameters = tables
+    step = steps[0] if len(steps) == 1 else torch.stack(steps)
     count = skipped[0] if len(skipped) == 1 else torch.zeros(len(skipped), dtype=torch.int64, device=grad.device)
     kernel("row_update_", grad.device, weights)(
         weights, states, step, count, learning_rate, grad, offsets, sample_weights, optimizer, hyperparameters, groups,
         layout,
     )  # fmt: skip
     if len(steps) > 1:
-        torch._foreach_copy_(list(steps), list(step.unbind()))
+        torch._foreach_copy_(steps, list(step.unbind()))
     if len(skipped) > 1 and Hyperparameters(*hyperparameters).nonfinite == SKIP:
-        torch._foreach_add_(list(skipped), list(count.split(1)))
+        torch._foreach_add_(skipped, list(count.split(1)))
 
 
-@torch.library.custom_op(
-    "tritonemb::row_update_",
-    mutates_args=("weights", "states", "steps", "skipped"),
-    schema="(Tensor(a!)[] weights, Tensor(b!)[] states, Tensor(c!)[] steps, Tensor(d!)[] skipped, "
-    "Tensor learning_rate, Tensor grad, Tensor offsets, Tensor? sample_weights, str optimizer, "
-    f"float[] hyperparameters, {registry.GROUPS}, "
-    f"{registry.LAYOUT}) -> ()",
+def _run(*args: Any) -> None:
+    _update(*unflatten(args, FusedTables, None, None, None, RowGroups, Layout))
+
+
+define(
+    "row_update_",
+    f"({SCHEMA.format(a='(a!)', b='(b!)', c='(c!)', d='(d!)')}, Tensor grad, Tensor offsets, Tensor? sample_weights, "
+    f"{registry.GROUPS}, {registry.LAYOUT}) -> ()",
+    _run,
+    lambda *args: None,
+    mutates=MUTATED,
 )
-def _row_update_(
-    weights: list[Tensor],
-    states: list[Tensor],
-    steps: list[Tensor],
-    skipped: list[Tensor],
-    learning_rate: Tensor,
+
+
+def row_gradients_(
+    sums: Sequence[Tensor],
     grad: Tensor,
     offsets: Tensor,
     sample_weights: Tensor | None,
-    optimizer: str,
-    hyperparameters: list[float],
-    *groups_and_layout: Any,
+    groups: RowGroups,
+    layout: Layout,
+    compact: bool = False,
+    max_gradient: float = torch.inf,
 ) -> None:
-    groups, layout = RowGroups(*groups_and_layout[:4]), Layout(*groups_and_layout[4:])
-    _update(
-        weights, states, steps, skipped, learning_rate, grad, offsets, sample_weights, optimizer, hyperparameters,
-        groups, layout,
-    )  # fmt: skip
+    """Write the sum of each distinct row's gradients; no autograd.
+
+    Args:
+        sums: zeros `[T]`, `[rows, dim]` each; if `compact`, `[distinct rows of the table, dim]` (with one table: at
+            least as many).
+        grad, offsets, sample_weights, groups, layout: as in `row_update_`.
+        max_gradient: each element of `grad` is clamped to ± this first.
+    """
+    kernel("row_gradients_", grad.device, sums)(
+        sums, grad, offsets, sample_weights, groups, layout, compact, max_gradient
+    )
 
 
-@_row_update_.register_fake
-def _(*args: Any) -> None:
-    return None
+def _dense(*args: Any) -> list[Tensor]:
+    grad, weights, offsets, sample_weights, groups, layout = unflatten(args, None, None, None, None, RowGroups, Layout)
+    for weight in weights:
+        if weight.dtype.itemsize < 2:
+            raise TypeError(
+                f"tables of {weight.dtype} take no gradients; use float32, float16 or bfloat16 to train them"
+            )
+        if weight.device != grad.device:
+            raise ValueError(f"a table on {weight.device} takes no dense gradient on {grad.device}; fuse its optimizer")
+    sums = [torch.zeros_like(weight, memory_format=torch.contiguous_format) for weight in weights]
+    row_gradients_(sums, grad, offsets, sample_weights, groups, layout)
+    return sums
+
+
+define(
+    "row_gradients",
+    "(Tensor grad, Tensor[] weights, Tensor offsets, Tensor? sample_weights, "
+    f"{registry.GROUPS}, {registry.LAYOUT}) -> Tensor[]",
+    _dense,
+    lambda grad, weights, *rest: [torch.empty_like(w, memory_format=torch.contiguous_format) for w in weights],
+)

@@ -16,7 +16,7 @@ from tritonemb.errors import id_out_of_range
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.optimizers import Optimizer
 from tritonemb.sharding.init import begin_elsewhere, copy_shard, fill_shard, tensors_of
-from tritonemb.sharding.local_shards import LocalTables
+from tritonemb.sharding.local_shards import ReplicatedUpdate, ShardUpdate
 from tritonemb.sharding.placement import Held, Placement, named_parts, split
 from tritonemb.sharding.plan import ShardingPlan
 from tritonemb.sharding.process_groups import ShardGroups
@@ -24,10 +24,10 @@ from tritonemb.sharding.replicated_update import Columns, Gathering, WholeRowUpd
 from tritonemb.sharding.sharded_features import SentIds
 from tritonemb.sharding.sharded_tensor import LocalShard, TableShards
 from tritonemb.tables.cached_table import TieredTable
-from tritonemb.tables.collection import Collection
 from tritonemb.tables.lookup import Features, parts_of
 from tritonemb.tables.optimizer import FusedOptimizer
 from tritonemb.tables.prefetched import SentFeatures
+from tritonemb.tables.table_set import TableSet
 from tritonemb.types import TableConfig
 
 PIECE_BYTES = 1 << 26  # of a table that are averaged over replicas at once
@@ -43,7 +43,7 @@ class ShardedCollection(nn.Module):
 
     def __init__(
         self,
-        collection: Collection,
+        collection: TableSet,
         plan: ShardingPlan,
         groups: ShardGroups,
         precision: ExchangePrecision,
@@ -86,7 +86,7 @@ class ShardedCollection(nn.Module):
         world = self.groups.world_ahead() if everywhere else None
         return world, self.groups.replicas_ahead() if copied else None
 
-    def _make_locals(self) -> tuple[tuple[LocalTables, ...], tuple[tuple[Held, ...], ...]]:
+    def _make_locals(self) -> tuple[tuple[TableSet, ...], tuple[tuple[Held, ...], ...]]:
         """Collections of this rank's shards, and the shards in each, in their order."""
         raise NotImplementedError
 
@@ -202,7 +202,7 @@ class ShardedCollection(nn.Module):
             return sent
         return sent.map(lambda tensor: tensor.to(self.device, non_blocking=True))
 
-    def _local(self, held: Sequence[Held], bounds_check: bool = False) -> list[tuple[LocalTables, tuple[Held, ...]]]:
+    def _local(self, held: Sequence[Held], bounds_check: bool = False) -> list[tuple[TableSet, tuple[Held, ...]]]:
         """Collections of these shards: first of those that are updated here alone, then of those that need others."""
         made = []
         alone, cut = self._split(held)
@@ -216,16 +216,16 @@ class ShardedCollection(nn.Module):
             ahead = None
             if group is not None and any(self.configs[each.table].placement != "device" for each in part):
                 ahead = self._world_ahead if everywhere else self._replicas_ahead
-            gathering = None
+            how = ShardUpdate()
             if part is cut:
                 update = self._whole_rows[part[0].way]
                 size = 1 if group is None else group.size
-                gathering = Gathering(group, size, update, self._blocks(part), ahead)
+                how = ReplicatedUpdate(Gathering(group, size, update, self._blocks(part), ahead))
             elif group is not None:
-                gathering = Gathering(group, group.size, ahead=ahead)
-            tables = LocalTables(
-                named_parts(self.placement, part), self.pooled, self.optimizer, self.device,
-                self.bounds_check if bounds_check else "ignore", torch.float32, gathering,
+                how = ReplicatedUpdate(Gathering(group, group.size, ahead=ahead))
+            tables = TableSet(
+                named_parts(self.placement, part), self.optimizer, self.device,
+                self.bounds_check if bounds_check else "ignore", torch.float32, pooled=self.pooled, update=how,
             )  # fmt: skip
             made.append((tables, tuple(part)))
         return made
@@ -262,7 +262,7 @@ class ShardedCollection(nn.Module):
                 self._whole_rows[way] = WholeRowUpdate(Columns(among, self._blocks(cut)), self.optimizer)
 
     @torch.no_grad()
-    def _begin(self, collection: Collection) -> None:
+    def _begin(self, collection: TableSet) -> None:
         """Take over values and states of a collection, or draw them if it has none yet."""
         drawn = collection.tables[0].weight.device.type == "meta"
         for tables, held in zip(self.locals, self._held, strict=True):

@@ -12,11 +12,11 @@ from tritonemb.comm.id_exchange import IdsExchange
 from tritonemb.comm.pooled_exchange import ColumnExchange
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.sharding.collection import ShardedCollection
-from tritonemb.sharding.local_shards import LocalTables
 from tritonemb.sharding.placement import Held, Way
 from tritonemb.sharding.sharded_features import SentIds
 from tritonemb.tables.lookup import Features
 from tritonemb.tables.prefetched import SentFeatures
+from tritonemb.tables.table_set import TableSet
 
 WAYS: tuple[Way, ...] = ("direct", "by node", "everywhere")
 
@@ -38,15 +38,15 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
     pooled = True
 
-    def _make_locals(self) -> tuple[tuple[LocalTables, ...], tuple[tuple[Held, ...], ...]]:
+    def _make_locals(self) -> tuple[tuple[TableSet, ...], tuple[tuple[Held, ...], ...]]:
         self._make_whole_row_updates()
         groups, place = self.groups, self.placement
         size, rank = groups.shards.size, groups.shards.rank
         means = self._means_of_rows()
         self._ids = IdsExchange(groups.ids, place.lanes, self.bounds_check == "raise", means=self._lanes_of(means))
         self._ways = tuple(way for way in WAYS if place.tables_of(way))
-        self._locals_of: dict[Way, list[LocalTables]] = {}
-        made: list[LocalTables] = []
+        self._locals_of: dict[Way, list[TableSet]] = {}
+        made: list[TableSet] = []
         held: list[tuple[Held, ...]] = []
         for way in self._ways:
             local = self._local(place.on(rank, way), bounds_check=way == "everywhere")

@@ -15,11 +15,11 @@ from tritonemb.comm.sequence_exchange import RowExchange
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.ops.bag import Bags, bag
 from tritonemb.sharding.collection import ShardedCollection
-from tritonemb.sharding.local_shards import LocalTables
 from tritonemb.sharding.placement import Held
 from tritonemb.sharding.sharded_features import SentIds
 from tritonemb.tables.lookup import Features
 from tritonemb.tables.prefetched import Groups, SentFeatures
+from tritonemb.tables.table_set import TableSet
 
 
 class _Part(NamedTuple):
@@ -34,7 +34,7 @@ class _Part(NamedTuple):
     columns: Run
     ids: IdsExchange
     rows: RowExchange
-    locals: tuple[LocalTables, ...]
+    locals: tuple[TableSet, ...]
 
 
 class ShardedEmbeddingCollection(ShardedCollection):
@@ -48,10 +48,10 @@ class ShardedEmbeddingCollection(ShardedCollection):
 
     pooled = False
 
-    def _make_locals(self) -> tuple[tuple[LocalTables, ...], tuple[tuple[Held, ...], ...]]:
+    def _make_locals(self) -> tuple[tuple[TableSet, ...], tuple[tuple[Held, ...], ...]]:
         self._make_whole_row_updates()
         groups, place = self.groups, self.placement
-        made: list[LocalTables] = []
+        made: list[TableSet] = []
         held: list[tuple[Held, ...]] = []
         # Gradients are clamped one by one, and before weights multiply them: owners need all of both.
         self._apart = self.optimizer.max_gradient is not None

@@ -11,7 +11,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from tritonemb.sharding.sharded_tensor import TableShards
-from tritonemb.tables.collection import Collection
+from tritonemb.tables.table_set import TableSet
 
 MOST_LISTED = 20
 _HOLDERS = ("embedding_bags", "embeddings")  # what TorchRec's collections call their tables
@@ -87,7 +87,7 @@ def _tables(model: nn.Module) -> list[_Ours]:
         weights: Mapping[str, Tensor] = {}
         if path in tellers - outer:
             weights = module.table_weights()
-        elif isinstance(module, Collection) and not any(_is_inside(path, teller) for teller in tellers - outer):
+        elif isinstance(module, TableSet) and not any(_is_inside(path, teller) for teller in tellers - outer):
             weights = {table.config.name: table.weight for table in module.tables}
         found += [_Ours(f"{path}.{name}" if path else name, name, weight) for name, weight in weights.items()]
     return found

@@ -1,4 +1,4 @@
-"""The shards of tables that a rank holds, looked up and updated together."""
+"""How a rank updates the shards that it holds, alone or with the ranks that have the same rows."""
 
 from __future__ import annotations
 
@@ -7,77 +7,50 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tritonemb import ops
 from tritonemb.comm.gradient_exchange import gather_rows
-from tritonemb.optimizers import Optimizer
 from tritonemb.sharding.pinned_rows import HeldRows
 from tritonemb.sharding.replicated_update import Gathering, gathered_update_
-from tritonemb.tables.cache import Brought, Lease, RowsOfOthers
-from tritonemb.tables.collection import BoundsCheck, Collection
-from tritonemb.tables.lookup import Features, Lookup, look_up, parts_of
-from tritonemb.tables.prefetched import Groups
-from tritonemb.types import TableConfig
+from tritonemb.tables.cache import Lease, RowsOfOthers
+from tritonemb.tables.lookup import Lookup
+from tritonemb.tables.table_set import TableSet
+from tritonemb.tables.update import LocalUpdate
 
 
-class LocalTables(Collection):
-    """A collection of shards, or of whole tables that other ranks have too.
+class ShardUpdate(LocalUpdate):
+    """Of rows that are nobody else's: nothing drifts apart, whatever averages the dense network."""
+
+    def check(self, table: str) -> None:
+        pass
+
+
+class ReplicatedUpdate(ShardUpdate):
+    """Of rows that other ranks have too.
 
     Args:
-        tables: parts of tables (`TableConfig.part`), or whole ones; their values are left as memory has them.
-        pooled: whether bags are pooled, or every id keeps its row.
-        gathering: with whom gradients are gathered before an update; None if these rows are nobody else's.
+        gathering: with whom gradients are gathered before an update.
     """
 
-    def __init__(
-        self,
-        tables: Sequence[TableConfig],
-        pooled: bool,
-        optimizer: Optimizer | None,
-        device: torch.device | str | None,
-        bounds_check: BoundsCheck,
-        output_dtype: torch.dtype | None,
-        gathering: Gathering | None = None,
-    ) -> None:
-        self.pooled = pooled
-        super().__init__(tables, optimizer, device, bounds_check, output_dtype)
-        self.gathering = gathering
+    is_traceable = False
 
-    def _refuse_replicas(self) -> None:
-        """These are sharded, or their gradients are gathered: nothing drifts apart."""
+    def __init__(self, gathering: Gathering) -> None:
+        self._gathering = gathering
 
-    def look_up(self, features: Features, groups: Groups | None) -> Tensor:
-        """The op behind `forward`: `[B, width]` if pooled, else `[N, width]`."""
-        if self.gathering is None or self.cache is not None or not torch.is_grad_enabled():
-            return super().look_up(features, groups)
-        assert not isinstance(groups, Brought)
-        keys, values, offsets, sample_weights = parts_of(features)
-        layout = self.layout(keys, values.device)
-        if self._accumulating:
-            self._remember_keys(keys)
-        groups = ops.row_groups(values, offsets, layout) if groups is None else groups
-        return look_up(self, self.tables[0].weight, Lookup(values, offsets, sample_weights, groups, layout))
+    def replica_rows(self, tables: TableSet) -> RowsOfOthers | None:
+        if self._gathering.ahead is None:
+            return None
+        group, cache = self._gathering.ahead, tables.cache
+        assert cache is not None
+        ends = torch.tensor([config.num_embeddings for config in tables.configs], device=cache.device).cumsum(0)
+        cached = torch.tensor([table is not None for table in cache.tiered], device=cache.device)
 
-    def forward(self, features: Features, groups: Groups | None = None) -> Tensor:
-        """As `look_up`."""
-        return self.look_up(features, groups)
+        def find(rows: Tensor, problem: ValueError | None) -> Tensor:
+            """Rows of cached tables which the batches of the replicas have between them; a collective."""
+            own = rows[cached[torch.searchsorted(ends, rows, right=True)]]
+            return gather_rows(group, own.cpu(), problem).to(rows.device)
 
-    def rows_of_others(self) -> RowsOfOthers | None:
-        return None if self.gathering is None or self.gathering.ahead is None else self._rows_of_others
+        return find
 
-    def _rows_of_others(self, rows: Tensor, problem: ValueError | None) -> Tensor:
-        """Those of tables that live elsewhere which the batches of the replicas have between them; a collective."""
-        assert self.cache is not None
-        assert self.gathering is not None
-        assert self.gathering.ahead is not None
-        ends = torch.tensor([config.num_embeddings for config in self.configs], device=rows.device).cumsum(0)
-        elsewhere = torch.tensor([table is not None for table in self.cache.tiered], device=rows.device)
-        own = rows[elsewhere[torch.searchsorted(ends, rows, right=True)]]
-        return gather_rows(self.gathering.ahead, own.cpu(), problem).to(rows.device)
-
-    def _step(self, grad: Tensor, lookup: Lookup, leases: Sequence[Lease] = ()) -> None:
-        if self.gathering is None:
-            super()._step(grad, lookup, leases)
-        else:
-            assert self.optimizer is not None
-            held = HeldRows(self, leases)
-            gathered_update_(self.gathering, self.configs, self.optimizer, held, grad, lookup)
+    def step(self, tables: TableSet, grad: Tensor, lookup: Lookup, leases: Sequence[Lease] = ()) -> None:
+        assert tables.optimizer is not None
+        held = HeldRows(tables, leases)
+        gathered_update_(self._gathering, tables.configs, tables.optimizer, held, grad, lookup)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tritonemb import ops
 from tritonemb.comm.gradient_exchange import RowSums
-from tritonemb.tables.collection import Collection
 from tritonemb.tables.pins import Lease
+from tritonemb.tables.table_set import TableSet
 
 
 class HeldRows:
@@ -24,7 +24,7 @@ class HeldRows:
         leases: of the batches whose rows are updated; they are this object's to end.
     """
 
-    def __init__(self, collection: Collection, leases: Sequence[Lease] = ()) -> None:
+    def __init__(self, collection: TableSet, leases: Sequence[Lease] = ()) -> None:
         self._collection, self._leases = collection, list(leases)
         for lease in self._leases:
             lease.change()
@@ -39,14 +39,14 @@ class HeldRows:
                 self._places[table] = rows, slots
 
     @contextmanager
-    def memory(self) -> Iterator[ops.Fused]:
+    def memory(self) -> Iterator[ops.FusedTables]:
         """The tables' tensors, which nobody replaces meanwhile. No collective may be called within."""
-        with self._collection._memory():
+        with self._collection.memory():
             yield self.fused()
 
-    def fused(self) -> ops.Fused:
+    def fused(self) -> ops.FusedTables:
         """The tables' tensors of this moment, and the counters, which stay the same."""
-        return self._collection._fused([table.weight for table in self._collection.tables])
+        return self._collection.fused_tables()
 
     def slots(self, table: int, rows: Tensor) -> Tensor:
         """Where rows of a table are.

@@ -19,11 +19,9 @@ from torch import Tensor
 from tritonemb import ops
 from tritonemb.comm.gradient_exchange import Block, RowSums, exchange_columns, gather_sums
 from tritonemb.comm.group import Group
-from tritonemb.kernels.random import narrow_reference, narrow_stochastic_reference, random16_reference
 from tritonemb.layout import (
     COLUMN_ORIGIN,
     FIRST_ROW,
-    NUM_ROWS,
     ROW_DIM,
     ROW_IDS,
     ROW_ORIGIN,
@@ -73,8 +71,7 @@ class Gathering(NamedTuple):
 
 def needs_whole_rows(optimizer: Optimizer) -> bool:
     """Whether what becomes of an element depends on others of its row."""
-    by_row = any(not state.per_element for state in optimizer.states) or optimizer.name in ("lamb", "lars_sgd")
-    return by_row or optimizer.max_norm is not None or optimizer.nonfinite == "skip"
+    return optimizer.reads_whole_rows or optimizer.max_norm is not None or optimizer.nonfinite == "skip"
 
 
 @torch.no_grad()
@@ -126,44 +123,23 @@ def _with_replicas(gathering: Gathering, tables: Sequence[TableConfig], sums: Ro
 
 
 def row_sums(grad: Tensor, lookup: Lookup, max_gradient: float | None = None) -> RowSums:
-    """The distinct rows of each table, ascending, and the sum of each one's gradients. Waits for the device.
-
-    It is a step of plain gradient descent from zero with learning rate -1, on tables of just these rows.
-    """
-    device, layout, groups = grad.device, lookup.layout, lookup.groups
+    """The distinct rows of each table, ascending, and the sum of each one's gradients. Waits for the device."""
+    layout, groups = lookup.layout, lookup.groups
     first_rows = layout.tables[:, FIRST_ROW].contiguous()
     rows = groups.rows[: int(groups.num_groups)]
     starts = torch.searchsorted(rows, first_rows)
     counts = torch.diff(starts, append=starts.new_tensor([rows.shape[0]]))
     sizes = counts.tolist()
-    compact = layout.tables.clone()
-    compact[:, FIRST_ROW], compact[:, NUM_ROWS], compact[:, ROW_IDS] = starts, counts, 0
-    sums = [torch.zeros(n, dim, device=device) for n, dim in zip(sizes, compact[:, ROW_DIM].tolist(), strict=True)]
-    _plain_update(
-        sums, grad, lookup.offsets, lookup.sample_weights, max_gradient,
-        groups._replace(rows=torch.arange(groups.rows.shape[0], device=device)),
-        layout._replace(tables=compact, num_rows=rows.shape[0]),
-    )  # fmt: skip
+    sums = [
+        torch.zeros(n, dim, device=grad.device)
+        for n, dim in zip(sizes, layout.tables[:, ROW_DIM].tolist(), strict=True)
+    ]
+    bound = torch.inf if max_gradient is None else max_gradient
+    ops.row_gradients_(
+        sums, grad, lookup.offsets, lookup.sample_weights, groups, layout, compact=True, max_gradient=bound
+    )
     own = (rows - first_rows.repeat_interleave(counts, output_size=rows.shape[0])).split(sizes)
     return RowSums(list(own), sums)
-
-
-def _plain_update(
-    tables: list[Tensor],
-    grad: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    max_gradient: float | None,
-    groups: ops.RowGroups,
-    layout: Layout,
-) -> None:
-    """Add to each row the sum of its gradients."""
-    spec, device = SGD(max_gradient=max_gradient, stochastic_rounding=False), grad.device
-    counters = torch.zeros(1 + len(tables), dtype=torch.int64, device=device)
-    ops.row_update_(
-        tables, [], [counters[0]], [counters[1:]], torch.full((), -1.0, device=device), grad, offsets, sample_weights,
-        spec.name, list(spec.hyperparameters), groups, layout,
-    )  # fmt: skip
 
 
 def _as_batch(
@@ -202,16 +178,14 @@ def _apply_where_held(tables: Sequence[TableConfig], optimizer: Optimizer, held:
 def _apply(
     tables: Sequence[TableConfig],
     optimizer: Optimizer,
-    fused: ops.Fused,
+    fused: ops.FusedTables,
     sums: RowSums,
     row_ids: Sequence[Tensor | None] = (),
 ) -> None:
     """The optimizer's step by gradients of rows; a row's gradients are added in their order."""
     values, offsets, grad, layout = _as_batch(tables, sums, row_ids)
-    ops.row_update_(
-        fused.weights, fused.states, fused.steps, fused.skipped, fused.learning_rate, grad, offsets, None,
-        optimizer.name, list(optimizer.hyperparameters), ops.row_groups(values, offsets, layout), layout,
-    )  # fmt: skip
+    fused = fused._replace(optimizer=optimizer.name, hyperparameters=list(optimizer.hyperparameters))
+    ops.row_update_(fused, grad, offsets, None, ops.row_groups(values, offsets, layout), layout)
 
 
 def _add_equal_rows(tables: Sequence[TableConfig], sums: RowSums) -> RowSums:
@@ -237,9 +211,9 @@ class _Cut(NamedTuple):
     rows: Tensor
     sums: Tensor
 
-    def states(self, fused: ops.Fused) -> list[Tensor]:
+    def states(self, fused: ops.FusedTables) -> list[Tensor]:
         """Of all its rows that are on the device."""
-        return fused.states[self.place :: len(fused.weights)]
+        return fused.states_of(self.place)
 
     def read(self) -> tuple[Tensor, list[Tensor]]:
         """Its rows' weights in float32, and states."""
@@ -300,7 +274,7 @@ class WholeRowUpdate:
             for _, held in waiting:
                 held.give_up()
 
-    def _apply(self, waiting: list[tuple[list[_Cut], ops.Fused]]) -> None:
+    def _apply(self, waiting: list[tuple[list[_Cut], ops.FusedTables]]) -> None:
         """Exchange columns, step on whole rows in float32, keep one's own columns."""
         cuts = [cut for part, _ in waiting for cut in part]
         before = [cut.read() for cut in cuts]
@@ -341,7 +315,7 @@ class WholeRowUpdate:
         cuts: dict[int, _Cut],
         held: dict[int, tuple[Tensor, ...]],
         states_of: dict[int, list[Tensor]],
-        fused: ops.Fused,
+        fused: ops.FusedTables,
     ) -> dict[int, tuple[Tensor, list[Tensor]]]:
         """The optimizer's step on the whole rows of each table: their weights and states after it."""
         tables = [TableConfig(cut.table.name, *held[table][0].shape) for table, cut in cuts.items()]
@@ -404,9 +378,12 @@ def _refuse_nonfinite(
 
 def _narrow(table: TableConfig, values: Tensor, rows: Tensor, step: int, optimizer: Optimizer) -> Tensor:
     """float32 rows in the table's dtype, rounded as the update of the whole table rounds them."""
-    if table.dtype == torch.float32:
-        return values
-    if not optimizer.stochastic_rounding:
-        return narrow_reference(values, table.dtype)
-    noise = random16_reference(table.seed, rows + table.row_origin, step, table.embedding_dim, table.column_origin)
-    return narrow_stochastic_reference(values, table.dtype, noise)
+    if table.dtype == torch.float32 or not rows.numel():
+        return values.to(table.dtype)
+    # A step of gradient descent from zero with learning rate -1 leaves the values themselves, rounded.
+    device, spec = values.device, SGD(stochastic_rounding=optimizer.stochastic_rounding)
+    narrowed = torch.zeros(values.shape, dtype=table.dtype, device=device)
+    before, skipped = torch.full((), step - 1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
+    fused = ops.FusedTables([narrowed], [], [before], [skipped], torch.full((), -1.0, device=device), "", [])
+    _apply([table], spec, fused, RowSums([torch.arange(rows.numel(), device=device)], [values]), [rows])
+    return narrowed

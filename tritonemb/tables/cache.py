@@ -26,7 +26,7 @@ from tritonemb.ops.row_cache import NO_ROW
 from tritonemb.tables.cache_slots import Directory, SlotMemory, wait_for
 from tritonemb.tables.cached_table import TieredTable
 from tritonemb.tables.lookup import Lookup
-from tritonemb.tables.pins import Brought, CacheStatistics, Lease, Mark, mark_of
+from tritonemb.tables.pins import Brought, CacheStatistics, Lease, release_limit, sequence_number
 from tritonemb.tables.table import Table
 from tritonemb.tables.transfer import Reading, RowMover, chunks
 
@@ -40,10 +40,12 @@ class _Ended(NamedTuple):
     """What a batch had of a cache, which it needs no more.
 
     Attributes:
+        number: the release's sequence number.
         changed: whether its rows differ from where they live.
         events: behind which nobody uses the slots for it.
     """
 
+    number: int
     tables: Tensor
     slots: Tensor
     changed: bool
@@ -63,17 +65,17 @@ class RowCache:
     def __init__(self, tables: Sequence[Table], policy: str) -> None:
         self._policy = policy
         self.tiered = [table if isinstance(table, TieredTable) else None for table in tables]
-        self._device = tables[0].weight.device
-        self._directory = Directory([0 if table is None else table.num_sets for table in self.tiered], self._device)
-        self._now = torch.zeros((), dtype=torch.int64, device=self._device)
-        self._is_tiered = torch.tensor([table is not None for table in self.tiered], device=self._device)
+        self.device = tables[0].weight.device
+        self._directory = Directory([0 if table is None else table.num_sets for table in self.tiered], self.device)
+        self._now = torch.zeros((), dtype=torch.int64, device=self.device)
+        self._is_tiered = torch.tensor([table is not None for table in self.tiered], device=self.device)
         self._all_tiered = None not in self.tiered
         self._counts = [[0] * (WRITTEN + 1) for _ in tables]
         self.stall = 0.0  # seconds of lookups that had to wait for rows, as nobody had brought them ahead
         self.memory, self._bringing = SlotMemory(tables, self._directory), threading.RLock()
-        self._ended: deque[_Ended | Mark] = deque()
+        self._ended: deque[_Ended] = deque()
         self._last: torch.cuda.Event | None = None  # of the turn before
-        self._mover = RowMover(self._device)
+        self._mover = RowMover(self.device)
         self._failure: BaseException | None = None
         for table in self.tiered:
             if table is not None:
@@ -96,12 +98,6 @@ class RowCache:
         with self._bringing:  # or slots that grow meanwhile would not be shown to it
             return self.memory.add_layout(keys, whole)
 
-    def mark(self) -> Mark:
-        """A place behind all batches that have ended by now."""
-        mark = Mark()
-        self._ended.append(mark)
-        return mark
-
     @torch.no_grad()
     def bring(
         self,
@@ -112,7 +108,7 @@ class RowCache:
         refuse_bad_ids: Callable[[], object],
         also: RowsOfOthers | None = None,
     ) -> Brought:
-        """Bring a batch's rows in, and hold them. Within `as_of`, batches that ended later are still held.
+        """Bring a batch's rows in, and hold them; within `released_before`, beside those of batches that ended later.
 
         Args:
             batch: a `KeyedJaggedTensor` with one key for each lookup.
@@ -126,7 +122,7 @@ class RowCache:
         Raises:
             StorageError: rows cannot be read or written. The cache is of no use any more.
         """
-        until = mark_of(self)
+        until = release_limit()
         with torch.inference_mode(False):  # what changes here is used in training too
             values, offsets = batch.values(), batch.offsets()
             groups = ops.row_groups(values, offsets, whole)
@@ -160,7 +156,7 @@ class RowCache:
     def take(self, brought: Brought) -> Lookup:
         """The lookup, for this thread's stream."""
         if brought.ready is not None:
-            stream = torch.cuda.current_stream(self._device)
+            stream = torch.cuda.current_stream(self.device)
             stream.wait_event(brought.ready)
             brought.lease.read_on(stream)
             lookup = brought.lookup
@@ -182,10 +178,10 @@ class RowCache:
             stream: on which they were read; None if they were not, or on the CPU.
         """
         events = []
-        if self._device.type == "cuda":
-            here = torch.cuda.current_stream(self._device)
+        if self.device.type == "cuda":
+            here = torch.cuda.current_stream(self.device)
             events = [used.record_event() for used in (here, stream) if used is not None]
-        self._ended.append(_Ended(tables, slots, changed, events))
+        self._ended.append(_Ended(sequence_number(), tables, slots, changed, events))
 
     def write_back(self) -> None:
         """Bring what was trained to where it lives; rows stay in their slots."""
@@ -199,7 +195,7 @@ class RowCache:
                     self._write(index, directory.tags[mine][slots], slots)
                     self._mover.finish_writes()
             directory.dirty.zero_()
-            wait_for(self._device)  # the host reads next
+            wait_for(self.device)  # the host reads next
 
     @contextmanager
     def replacing(self, table: TieredTable) -> Iterator[None]:
@@ -210,7 +206,7 @@ class RowCache:
         with self._bringing, torch.inference_mode(False):
             with self._turn():
                 self._mover.finish_writes()
-                wait_for(self._device)
+                wait_for(self.device)
             try:
                 yield
             finally:
@@ -225,7 +221,7 @@ class RowCache:
         for slots in chunks(table, order[rows != NO_ROW]):
             self._mover.finish_reads([self._begin_read(index, directory.tags[mine][slots], slots)])
         directory.dirty[mine] = False
-        wait_for(self._device)
+        wait_for(self.device)
 
     @contextmanager
     def emptying(self, table: TieredTable) -> Iterator[None]:
@@ -244,12 +240,12 @@ class RowCache:
                 )
             with self._turn():
                 self._mover.finish_writes()
-                wait_for(self._device)
+                wait_for(self.device)
                 directory.empty(index)
             yield
 
     @contextmanager
-    def _turn(self, until: Mark | None = None) -> Iterator[None]:
+    def _turn(self, until: int | None = None) -> Iterator[None]:
         """One thread at a time moves rows, on its own stream, behind what was moved before.
 
         After a turn that has failed nobody knows what is in which slot.
@@ -258,7 +254,7 @@ class RowCache:
             self._refuse_failed()
             try:
                 if self._last is not None:
-                    torch.cuda.current_stream(self._device).wait_event(self._last)
+                    torch.cuda.current_stream(self.device).wait_event(self._last)
                 self._settle(until)
                 yield
                 self._last = self._event()
@@ -266,15 +262,12 @@ class RowCache:
                 self._failure = error
                 raise
 
-    def _settle(self, until: Mark | None = None) -> None:
-        """Unpin the slots of batches that have ended, up to a mark if there is one; changed rows are dirty from now."""
-        while self._ended and not (until is not None and until.passed):
+    def _settle(self, until: int | None = None) -> None:
+        """Unpin the slots of batches that have ended, up to a sequence number if given; changed rows are dirty now."""
+        while self._ended and (until is None or self._ended[0].number < until):
             ended = self._ended.popleft()
-            if isinstance(ended, Mark):
-                ended.passed = True
-                continue
             for event in ended.events:
-                torch.cuda.current_stream(self._device).wait_event(event)
+                torch.cuda.current_stream(self.device).wait_event(event)
             with torch.inference_mode(False):
                 places = self._directory.places_of[ended.tables] + ended.slots
                 self._directory.pins.index_add_(0, places, torch.full_like(places, -1, dtype=torch.int32))
@@ -351,9 +344,9 @@ class RowCache:
         directory = self._directory
         for table, overflow in enumerate(directory.overflow):
             if overflow.rows.numel():
-                idle = (directory.parts[2][table][overflow.slots.to(self._device)] == 0).cpu()
-                slots = overflow.slots[idle].to(self._device)
-                self._evict(torch.full_like(slots, table), overflow.rows[idle].to(self._device), slots)
+                idle = (directory.parts[2][table][overflow.slots.to(self.device)] == 0).cpu()
+                slots = overflow.slots[idle].to(self.device)
+                self._evict(torch.full_like(slots, table), overflow.rows[idle].to(self.device), slots)
                 directory.parts[0][table][slots] = NO_ROW
                 overflow.drop(idle)
 
@@ -366,7 +359,7 @@ class RowCache:
             if some.numel():
                 parts.append(directory.overflow[table].put(some))
                 self._counts[table][OVERFLOWS] += some.numel()
-        slots = torch.cat(parts).to(self._device)
+        slots = torch.cat(parts).to(self.device)
         places = directory.places_of[tables] + slots
         directory.tags[places], directory.used[places] = rows, self._now
         directory.pins.index_fill_(0, places, 1)
@@ -411,7 +404,7 @@ class RowCache:
         return tables[which], *[value[which] for value in values]
 
     def _event(self) -> torch.cuda.Event | None:
-        return torch.cuda.current_stream(self._device).record_event() if self._device.type == "cuda" else None
+        return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
 
     def _refuse_failed(self) -> None:
         if self._failure is not None:

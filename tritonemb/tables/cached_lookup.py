@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,15 +13,38 @@ from torch._compile import _disable_dynamo
 from tritonemb import errors, ops
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.layout import NUM_ROWS, TABLE, Layout, make_layout
-from tritonemb.ops.accumulate import NOT_ACCUMULATING, accumulate_
+from tritonemb.ops.accumulate import NOT_ACCUMULATING, Accumulator, accumulate_
+from tritonemb.optimizers import Optimizer
 from tritonemb.tables.cache import Brought, Lease, RowCache, RowsOfOthers
 from tritonemb.tables.cached_table import TieredTable
-from tritonemb.tables.lookup import Features, Lookup, look_up, parts_of
+from tritonemb.tables.lookup import Features, Lookup, parts_of
 from tritonemb.tables.table import Table
+from tritonemb.tables.update import LocalUpdate
 from tritonemb.types import TableConfig
 
-if TYPE_CHECKING:
-    from tritonemb.tables.collection import Collection
+
+class CachedTables(Protocol):
+    """What lookups of cached tables need to know of a `TableSet`."""
+
+    configs: tuple[TableConfig, ...]
+    optimizer: Optimizer | None
+    pooled: bool
+    update: LocalUpdate
+    pending: Tensor
+    accumulator: Accumulator
+    accumulating: bool
+    leases: list[Lease]
+
+    @property
+    def bounds_check(self) -> str: ...
+    @property
+    def tables(self) -> list[Table]: ...
+    @property
+    def feature_names(self) -> tuple[str, ...]: ...
+    def layout(self, keys: Sequence[str], device: torch.device) -> Layout: ...
+    def read(self, lookup: Lookup) -> Tensor: ...
+    def remember_keys(self, keys: list[str]) -> None: ...
+    def check_trainable(self, weights: list[Tensor]) -> None: ...
 
 
 def make_cache(tables: Sequence[Table]) -> RowCache | None:
@@ -42,7 +65,7 @@ def make_cache(tables: Sequence[Table]) -> RowCache | None:
     return RowCache(tables, tiered[0].cache.policy)
 
 
-def bring(collection: Collection, cache: RowCache, features: Features, before: Brought | None = None) -> Brought:
+def bring(collection: CachedTables, cache: RowCache, features: Features, before: Brought | None = None) -> Brought:
     """Bring a batch's rows to the device; the batch with their slots in place of ids.
 
     Args:
@@ -60,7 +83,7 @@ def bring(collection: Collection, cache: RowCache, features: Features, before: B
             _refuse_bad_ids(values, offsets, layout)
 
     training = torch.is_grad_enabled() and _trains(collection)
-    also = collection.rows_of_others() if training else None
+    also = collection.update.replica_rows(collection) if training else None
     if also is not None and before is not None and before.also is not None:
         also = _as_before(before.also)
     return cache.bring(batch, whole, own, training, refuse_bad_ids, also)
@@ -72,9 +95,9 @@ def _as_before(rows: Tensor) -> RowsOfOthers:
 
 @_disable_dynamo  # a graph break, which loads no compiler before one is used
 def look_up_cached(
-    collection: Collection, cache: RowCache, features: Features, groups: ops.RowGroups | Brought | None
+    collection: CachedTables, cache: RowCache, features: Features, groups: ops.RowGroups | Brought | None
 ) -> Tensor:
-    """As `Collection.look_up`. A compiled model's graphs end before it and begin behind it.
+    """As `CachedTables.look_up`. A compiled model's graphs end before it and begin behind it.
 
     Without an optimizer the result wants gradients as ordinary weights do, and its backward raises.
 
@@ -98,57 +121,58 @@ def look_up_cached(
     _check_gradients(collection, brought)
     weights: list[Tensor] = [table.weight for table in collection.tables]
     if not _trains(collection):
-        found = look_up(_Untrained(collection), next((w for w in weights if w.requires_grad), weights[0]), lookup)
+        stand_for_all = next((w for w in weights if w.requires_grad), weights[0])
+        found = ops.fused_lookup(stand_for_all, None, UntrainedUpdate(collection, lookup))
         lease.end()
         return found
-    collection._refuse_replicas()
-    collection._check_trainable(weights)
-    if collection._accumulating:
+    collection.update.check(collection.configs[0].name)
+    collection.check_trainable(weights)
+    if collection.accumulating:
         keys, values, _, _ = parts_of(features)
         lanes = _lanes(collection, keys, collection.layout(keys, values.device))
-        collection._remember_keys(keys if lanes is None else list(lanes))
-        collection._leases.append(lease)
-    return look_up(_Held(collection, lease), weights[0], lookup)
+        collection.remember_keys(keys if lanes is None else list(lanes))
+        collection.leases.append(lease)
+    return ops.fused_lookup(weights[0], None, PinnedUpdate(collection, lookup, lease))
 
 
-class _Held:
-    """The slots of a batch, read and updated as long as they are the batch's."""
+class PinnedUpdate:
+    """The slots of a batch, read and updated as long as they are pinned; an `ops.Update`."""
 
-    def __init__(self, collection: Collection, lease: Lease) -> None:
-        self._collection, self._lease = collection, lease
-        self._handle = collection._accumulator.handle if collection._accumulating else NOT_ACCUMULATING
+    def __init__(self, collection: CachedTables, lookup: Lookup, lease: Lease) -> None:
+        self._collection, self._lookup, self._lease = collection, lookup, lease
+        self._handle = collection.accumulator.handle if collection.accumulating else NOT_ACCUMULATING
 
-    def read(self, lookup: Lookup) -> Tensor:
-        return self._collection.read(lookup)
+    def read(self) -> Tensor:
+        return self._collection.read(self._lookup)
 
-    def take_gradient(self, grad: Tensor, lookup: Lookup) -> None:
-        """Update the rows and give their slots up; or keep the gradient, if the lookup was made in `accumulate`.
+    def take_gradient(self, grad: Tensor, needs_sample_weight_grad: bool) -> None:
+        """Update the rows and unpin them; or keep the gradient, if the lookup was made in `accumulate`.
 
         Raises:
-            RuntimeError: the slots have been given up.
+            RuntimeError: the slots have been unpinned.
         """
         if self._lease.ended:
             raise RuntimeError(
                 "the rows of this batch have left the device: each lookup of tables placed elsewhere has one backward, "
                 "inside the accumulate() block if it was made in one; look the batch up again"
             )
-        if self._handle != NOT_ACCUMULATING:
-            pending, weights = self._collection.pending, lookup.sample_weights
-            accumulate_(pending, self._handle, grad, lookup.values, lookup.offsets, weights)
-            return
-        self._collection._step(grad, lookup, [self._lease])
+        if self._handle == NOT_ACCUMULATING:
+            self._collection.update.step(self._collection, grad, self._lookup, [self._lease])
+        else:
+            batch = self._lookup.values, self._lookup.offsets, self._lookup.sample_weights
+            accumulate_(self._collection.pending, self._handle, grad, *batch)
 
 
-class _Untrained:
-    """Slots of tables without an optimizer."""
+class UntrainedUpdate:
+    """Slots of tables without an optimizer; an `ops.Update`."""
 
-    def __init__(self, collection: Collection) -> None:
-        self._collection = collection
+    def __init__(self, collection: CachedTables, lookup: Lookup) -> None:
+        self._collection, self._lookup = collection, lookup
 
-    def read(self, lookup: Lookup) -> Tensor:
-        return self._collection.read(lookup)
+    def read(self) -> Tensor:
+        return self._collection.read(self._lookup)
 
-    def take_gradient(self, grad: Tensor, lookup: Lookup) -> None:
+    def take_gradient(self, grad: Tensor, needs_sample_weight_grad: bool) -> None:
         config = _elsewhere(self._collection)
         raise ValueError(
             f"table {config.name!r} is placed on {config.placement!r}, where only a fused optimizer can train it; give "
@@ -156,16 +180,16 @@ class _Untrained:
         )
 
 
-def _trains(collection: Collection) -> bool:
+def _trains(collection: CachedTables) -> bool:
     """Whether a backward updates the tables."""
     return collection.optimizer is not None and any(table.weight.requires_grad for table in collection.tables)
 
 
-def _elsewhere(collection: Collection) -> TableConfig:
+def _elsewhere(collection: CachedTables) -> TableConfig:
     return next(config for config in collection.configs if config.placement != "device")
 
 
-def _check_gradients(collection: Collection, brought: Brought) -> None:
+def _check_gradients(collection: CachedTables, brought: Brought) -> None:
     config, weights = _elsewhere(collection), brought.lookup.sample_weights
     if weights is not None and weights.requires_grad:
         raise ValueError(
@@ -194,7 +218,7 @@ def _refuse_bad_ids(values: Tensor, offsets: Tensor, layout: Layout) -> None:
         raise errors.bad_id(int(bad.nonzero()[0]), values, offsets, layout)
 
 
-def _lanes(collection: Collection, keys: Sequence[str], layout: Layout) -> dict[str, str] | None:
+def _lanes(collection: CachedTables, keys: Sequence[str], layout: Layout) -> dict[str, str] | None:
     """For each lookup a key of its own, and the feature that it is of; None if no key of `layout` has two lookups.
 
     Keys keep their order, so a row's gradients are summed in the order in which they would be on the device.
@@ -224,7 +248,7 @@ def _split(batch: KeyedJaggedTensor, lanes: Mapping[str, str]) -> KeyedJaggedTen
 
 
 def slot_layouts(
-    collection: Collection, cache: RowCache, keys: tuple[str, ...], device: torch.device
+    collection: CachedTables, cache: RowCache, keys: tuple[str, ...], device: torch.device
 ) -> tuple[Layout, Layout]:
     """What the keys of a batch with a key for each lookup mean to the tables and to their slots; made once.
 

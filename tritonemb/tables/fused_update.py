@@ -20,8 +20,7 @@ from torch import Tensor
 from tritonemb import ops
 from tritonemb.errors import gradient_not_finite
 from tritonemb.ops.accumulate import gathering
-from tritonemb.ops.bag import Bags
-from tritonemb.ops.bag_kernels import BagTable, layout_of
+from tritonemb.ops.bag import Bags, BagTable, layout_of
 from tritonemb.optimizers import Constants, Hyperparameters, NonFinite, Optimizer
 from tritonemb.tables.optimizer import FusedOptimizer
 
@@ -182,7 +181,7 @@ def update(gradients: list[ops.BagGradient]) -> None:
     """Update every table once: in one call those whose lookups have the same number of bags, or of columns."""
     by_table: dict[int, list[ops.BagGradient]] = {}
     for gradient in gradients:
-        by_table.setdefault(id(gradient.table.weight), []).append(gradient)
+        by_table.setdefault(id(gradient.table.weights[0]), []).append(gradient)
     together: dict[tuple[Any, ...], list[ops.BagGradient]] = {}
     for found in by_table.values():
         gradient = _joined(found)
@@ -200,7 +199,7 @@ def _refuse_bad(gradients: list[ops.BagGradient]) -> None:
 
     On a GPU, where nobody may wait, each call refuses for itself.
     """
-    for table, values, _, bags, grad in gradients:
+    for table, name, values, _, bags, grad in gradients:
         raises = NONFINITE_MODES[int(Hyperparameters(*table.hyperparameters).nonfinite)] == "raise"
         if not raises or grad.device.type != "cpu" or bool(grad.isfinite().all()):
             continue
@@ -209,25 +208,26 @@ def _refuse_bad(gradients: list[ops.BagGradient]) -> None:
             by_position = by_position[torch.repeat_interleave(bags.offsets.diff(), output_size=values.shape[0])]
         rows = values[by_position & (values >= 0)]
         if rows.numel():
-            raise gradient_not_finite(table.name, int(rows.min()))
+            raise gradient_not_finite(name, int(rows.min()))
 
 
 def _update(gradients: list[ops.BagGradient]) -> None:
     first = gradients[0]
     pooled, device, dim = first.bags.pooled, first.grad.device, 1 if first.bags.pooled else 0
-    described = tuple(BagTable.of(g.table.weight, g.bags.mean, g.table.name) for g in gradients)
+    described = tuple(BagTable.of(g.table.weights[0], g.bags.mean, g.name) for g in gradients)
     layout = layout_of(described, pooled, device)
     values, offsets = _one_batch(gradients)
     grads = [gradient.grad for gradient in gradients]
     groups = ops.row_groups(values, offsets, layout)
     tables = [gradient.table for gradient in gradients]
-    ops.row_update_(
-        [table.weight for table in tables],
-        [table.states[index] for index in range(len(first.table.states)) for table in tables],
-        [table.step for table in tables], [table.skipped for table in tables], first.table.learning_rate,
-        grads[0] if len(grads) == 1 else torch.cat(grads, dim), offsets, _all_sample_weights(gradients),
-        first.table.optimizer, first.table.hyperparameters, groups, layout,
-    )  # fmt: skip
+    joined = first.table._replace(
+        weights=[table.weights[0] for table in tables],
+        states=[table.states[index] for index in range(len(first.table.states)) for table in tables],
+        steps=[table.steps[0] for table in tables],
+        skipped=[table.skipped[0] for table in tables],
+    )
+    grad = grads[0] if len(grads) == 1 else torch.cat(grads, dim)
+    ops.row_update_(joined, grad, offsets, _all_sample_weights(gradients), groups, layout)
 
 
 def _one_batch(gradients: list[ops.BagGradient]) -> tuple[Tensor, Tensor]:
@@ -264,9 +264,9 @@ def _joined(gradients: list[ops.BagGradient]) -> ops.BagGradient:
     first = gradients[0]
     if len(gradients) == 1:
         return first
-    if any(gradient.table.step is not first.table.step for gradient in gradients):
+    if any(gradient.table.steps[0] is not first.table.steps[0] for gradient in gradients):
         raise RuntimeError(
-            f"the weight of {first.table.name!r} is also that of another module, which was fused apart from it; "
+            f"the weight of {first.name!r} is also that of another module, which was fused apart from it; "
             "te.unfuse the model, and fuse it anew"
         )
     if len({(gradient.bags.pooled, gradient.bags.mean) for gradient in gradients}) > 1:
@@ -275,7 +275,7 @@ def _joined(gradients: list[ops.BagGradient]) -> ops.BagGradient:
     values, total = torch.cat([g.values.to(torch.int64) for g in gradients]), sum(g.values.shape[0] for g in gradients)
     offsets = _stacked_offsets(gradients) if pooled else _ends(total, values.device)
     return ops.BagGradient(
-        first.table, values, _all_sample_weights(gradients), gradients[0].bags._replace(offsets=offsets),
+        first.table, first.name, values, _all_sample_weights(gradients), gradients[0].bags._replace(offsets=offsets),
         torch.cat([gradient.grad for gradient in gradients]),
     )  # fmt: skip
 

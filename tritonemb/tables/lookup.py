@@ -1,13 +1,9 @@
-"""A lookup whose backward is Python code: what the tables do with its gradient may exchange rows or move them.
-
-What a batch must offer to be looked up.
-"""
+"""A batch as kernels see it, and what it must offer to be looked up."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from tritonemb import ops
@@ -32,40 +28,19 @@ class Lookup(NamedTuple):
     layout: Layout
 
 
-class Updated(Protocol):
-    """Tables that a backward pass updates."""
+class RowsUpdate:
+    """A lookup whose gradient is handed to its tables; an `ops.Update`."""
 
-    def read(self, lookup: Lookup) -> Tensor:
-        """`[B, width]` if pooled, else `[N, width]`."""
-        ...
+    def __init__(self, tables: Any, lookup: Lookup) -> None:
+        self._tables, self._lookup = tables, lookup
 
-    def take_gradient(self, grad: Tensor, lookup: Lookup) -> None:
-        """Update the rows, or keep the gradient for later."""
-        ...
+    def read(self) -> Tensor:
+        found: Tensor = self._tables.read(self._lookup)
+        return found
 
-
-def look_up(tables: Updated, weight: Tensor, lookup: Lookup) -> Tensor:
-    """Read rows; the backward hands the gradient to the tables.
-
-    Args:
-        weight: stands for all tables in the graph; it gets no gradient.
-    """
-    found: Tensor = _LookUp.apply(weight, tables, lookup)
-    return found
-
-
-class _LookUp(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, tables: Updated, lookup: Lookup) -> Tensor:
-        ctx.inputs = tables, lookup
-        return tables.read(lookup)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
-        tables, lookup = ctx.inputs
-        tables.take_gradient(grad, lookup)
-        return (None,) * 3
+    def take_gradient(self, grad: Tensor, needs_sample_weight_grad: bool) -> None:
+        """Update the rows, or keep the gradient while gradients are accumulated."""
+        self._tables.take_gradient(grad, self._lookup)
 
 
 class Features(Protocol):

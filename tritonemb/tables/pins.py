@@ -1,28 +1,24 @@
 """What `RowCache` gives: a batch whose rows have been brought in, its hold on them, and what has been counted.
 
-A moment of training: which batches had ended by then.
-
-A batch may be brought in by a thread that comes to it sooner or later. Which batches have ended by now is then a matter
-of luck, and so is which rows make room; which had ended when the batch was allowed to be brought in is not.
+Releases of pins have sequence numbers. A thread that prefetches comes to a batch sooner or later, so which pins have
+been released by then, and which rows may be evicted, is a matter of luck; which had been released when the batch was
+submitted is not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from tritonemb import ops
 from tritonemb.tables.lookup import Lookup
-
-if TYPE_CHECKING:
-    from tritonemb.tables.cache import RowCache
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
 
 
 @dataclass(frozen=True)
@@ -58,6 +54,14 @@ class CacheStatistics:
         return self.hits / self.lookups if self.lookups else 1.0
 
 
+class PinnedCache(Protocol):
+    """What a lease asks of the cache that its slots are in."""
+
+    def give_up(self, tables: Tensor, slots: Tensor, changed: bool, stream: torch.cuda.Stream | None) -> None:
+        """Unpin slots."""
+        ...
+
+
 class Lease:
     """The slots of a batch's rows, which stay where they are until it ends. One that is forgotten ends by itself.
 
@@ -65,8 +69,8 @@ class Lease:
         tables, rows, slots: int64 `[n]`: for each row its table, its number there, and where it is.
     """
 
-    def __init__(self, cache: RowCache, tables: Tensor, rows: Tensor, slots: Tensor) -> None:
-        self._cache: RowCache | None = cache
+    def __init__(self, cache: PinnedCache, tables: Tensor, rows: Tensor, slots: Tensor) -> None:
+        self._cache: PinnedCache | None = cache
         self._tables, self._rows, self._slots = tables, rows, slots
         self._taken = self._changed = False
         self._stream: torch.cuda.Stream | None = None
@@ -85,7 +89,7 @@ class Lease:
         """Whether the slots may be other rows' by now."""
         return self._cache is None
 
-    def take(self, cache: RowCache) -> bool:
+    def take(self, cache: PinnedCache) -> bool:
         """Have the slots for a lookup; False if another lookup has had them.
 
         Raises:
@@ -142,47 +146,25 @@ class Brought:
         return replace(self, lookup=moved)
 
 
-class Mark:
-    """A place among a cache's batches in the order in which they end; `passed` once all before it are unpinned."""
-
-    def __init__(self) -> None:
-        self.passed = False
+_clock = itertools.count(1)
+_released_before: ContextVar[int | None] = ContextVar("released_before", default=None)
 
 
-@dataclass(frozen=True)
-class Moment:
-    """What had ended at some moment. See `tritonemb.nn.moment`."""
-
-    marks: Mapping[RowCache, Mark] = field(repr=False)
-
-    @classmethod
-    def now(cls, caches: Iterable[RowCache]) -> Moment:
-        """The present one."""
-        return cls({cache: cache.mark() for cache in caches})
-
-
-_moment: ContextVar[Moment | None] = ContextVar("moment", default=None)
+def sequence_number() -> int:
+    """The next one. Pins that were released before have smaller numbers, those that are released later larger ones."""
+    return next(_clock)
 
 
 @contextmanager
-def as_of(moment: Moment) -> Iterator[None]:
-    """Batches that this thread brings in meanwhile find those held that were so at that moment, and no others' rows."""
-    before = _moment.set(moment)
+def released_before(number: int) -> Iterator[None]:
+    """Batches that this thread prefetches meanwhile find all pins held that were not released before `number`."""
+    token = _released_before.set(number)
     try:
         yield
     finally:
-        _moment.reset(before)
+        _released_before.reset(token)
 
 
-def mark_of(cache: RowCache) -> Mark | None:
-    """Up to where batches count as ended; None for all that have.
-
-    Raises:
-        ValueError: the moment is another model's.
-    """
-    moment = _moment.get()
-    if moment is None:
-        return None
-    if cache not in moment.marks:
-        raise ValueError("this moment is of another model; use moment() of the one whose batches are sent")
-    return moment.marks[cache]
+def release_limit() -> int | None:
+    """The number of `released_before`, or None: all releases count."""
+    return _released_before.get()

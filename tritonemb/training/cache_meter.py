@@ -10,7 +10,7 @@ from torch import nn
 
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.tables.cache import RowCache
-from tritonemb.tables.collection import Collection
+from tritonemb.tables.table_set import TableSet
 
 LEAST_STALL = 1e-3  # seconds that count
 RECENT_STEPS, MANY_STALLS = 10, 3  # so many stalls in so many steps ask for more look-ahead
@@ -32,7 +32,7 @@ class Counted(NamedTuple):
 
 def caches_of(model: nn.Module) -> list[RowCache]:
     """The caches of a model's tables that live elsewhere than on the device, this rank's shards among them."""
-    found = [module for module in model.modules() if isinstance(module, Collection)]
+    found = [module for module in model.modules() if isinstance(module, TableSet)]
     for module in model.modules():
         if isinstance(module, ShardedCollection):
             found += module.locals

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tritonemb.data.batch import Batch
-from tritonemb.nn.errors import check_errors
+from tritonemb.ops.errors import check_errors
 from tritonemb.training.precision import DTYPES, Precision, autocast
 
 Forward = Callable[..., Any]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from tritonemb.comm.control import RankFailed, lost_contact
 from tritonemb.data.source import Split
-from tritonemb.nn.errors import check_errors
+from tritonemb.ops.errors import check_errors
 from tritonemb.training.ahead import Ahead
 from tritonemb.training.cache_meter import CacheMeter
 from tritonemb.training.callbacks import CheckpointSaved, Evaluation, FitEnd, FitStart, Log, StepEnd

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from tritonemb.data.batch import Batch
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
-from tritonemb.tables.collection import Collection
+from tritonemb.tables.table_set import TableSet
 from tritonemb.training.inference import logits_of
 from tritonemb.training.parallel import Parallel
 from tritonemb.training.precision import LossScale, Precision, autocast
@@ -200,12 +200,12 @@ class _Overflow(Exception):
     """A gradient was not finite under the present loss scale."""
 
 
-def fused_collections(model: nn.Module) -> list[Collection | ShardedCollection]:
+def fused_collections(model: nn.Module) -> list[TableSet | ShardedCollection]:
     """The collections of a model that update their tables by themselves."""
     return [
         module
         for module in model.modules()
-        if isinstance(module, Collection | ShardedCollection) and module.fused_optimizer is not None
+        if isinstance(module, TableSet | ShardedCollection) and module.fused_optimizer is not None
     ]
 
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from tritonemb.data.batch import Batch
 from tritonemb.data.source import Batches, Data, Split
-from tritonemb.nn.errors import check_errors
-from tritonemb.tables.pins import Moment, as_of
+from tritonemb.ops.errors import check_errors
+from tritonemb.tables.pins import released_before, sequence_number
 from tritonemb.training import state
 from tritonemb.training.ahead import Ahead
 from tritonemb.training.cache_meter import caches_of, count
@@ -331,7 +331,7 @@ class Trainer:
             count=(lambda: count(mine)) if mine and send and training else None,
         )  # fmt: skip
         # Which rows make room is settled when a step may be made, not when the thread comes to it.
-        allow = (lambda: as_of(Moment.now(mine))) if mine else None
+        allow = (lambda: released_before(sequence_number())) if mine else None
         return Ahead(steps, depth if ahead else 0, "tritonemb-pipeline", parallel.size > 1, allow)
 
     def _begin(self) -> None:

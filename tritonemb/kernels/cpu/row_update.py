@@ -1,7 +1,4 @@
-"""CPU twin of `kernels/row_update.py`: one thread owns a row, sums its gradients in order and applies the optimizer.
-
-CPU twin of `kernels/bag_gradient.py`: one thread owns a row and writes the sum of its gradients, in order.
-"""
+"""CPU twin of `kernels/row_update.py`: one thread owns a row, sums its gradients in order and applies the optimizer."""
 
 from __future__ import annotations
 
@@ -33,6 +30,7 @@ from tritonemb.kernels.cpu.optimizers import MAX_GRADIENT, NONFINITE, STOCHASTIC
 from tritonemb.kernels.cpu.random import fill_random, narrow_row, narrow_row_stochastic, widen_row
 from tritonemb.kernels.cpu.simd import sum_float32_rows
 from tritonemb.kernels.cpu.threads import run_tasks
+from tritonemb.kernels.row_update import plain_step_
 from tritonemb.layout import (
     COLUMN,
     COLUMN_ORIGIN,
@@ -351,16 +349,22 @@ def _write_all(team, num_threads, num_tasks, num_groups, offsets, pooled, rows, 
     )  # fmt: skip
 
 
-def bag_gradient_(
-    out: Tensor,
+def row_gradients_(
+    sums: Sequence[Tensor],
     grad: Tensor,
     offsets: Tensor,
     sample_weights: Tensor | None,
     groups: tuple[Tensor, Tensor, Tensor, Tensor],
     layout: Layout,
-    compact: bool,
+    compact: bool = False,
+    max_gradient: float = np.inf,
 ) -> None:
-    """See `kernels/bag_gradient.py`; `out` is float32."""
+    """See `kernels/row_update.py`. One float32 table has a kernel of its own."""
+    plain = len(sums) == 1 and sums[0].dtype == torch.float32 and max_gradient == np.inf
+    if not plain or layout.lookups.shape[0] != 1 or layout.key_starts.shape[0] != 2:
+        plain_step_(row_update_, sums, grad, offsets, sample_weights, groups, layout, compact, max_gradient)
+        return
+    (out,) = sums
     rows, starts, order, num_groups = (group.numpy() for group in groups)
     if out.numel() == 0 or num_groups == 0:
         return

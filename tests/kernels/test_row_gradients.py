@@ -13,7 +13,7 @@ from tritonemb.kernels import jagged
 from tritonemb.kernels import row_update as triton_kernels
 from tritonemb.kernels.cpu import row_update as cpu_kernels
 from tritonemb.kernels.row_groups import row_groups_reference
-from tritonemb.kernels.row_update import bag_gradient_reference_
+from tritonemb.kernels.row_update import row_gradients_reference_
 from tritonemb.layout import make_layout
 from tritonemb.types import TableConfig
 
@@ -44,7 +44,7 @@ def problems(draw):
 def filled(kernel, args, compact, dtype=torch.float32):
     num_rows = int(args[3][3]) + 2 if compact else args[4].num_rows
     out = torch.zeros(num_rows, args[0].shape[1], dtype=dtype)
-    kernel(out, *args, compact)
+    kernel([out], *args, compact)
     return out
 
 
@@ -68,10 +68,10 @@ def test_reference_equals_the_oracle(problem):
     args, values = problem
     expected = oracle(args, values)
     # At most 1500 products of normal numbers: in float32 their errors stay below 1500 · 2^-24 · 1500.
-    torch.testing.assert_close(filled(bag_gradient_reference_, args, False).double(), expected, rtol=1e-5, atol=2e-3)
-    exact = filled(bag_gradient_reference_, args, False, torch.float64)
+    torch.testing.assert_close(filled(row_gradients_reference_, args, False).double(), expected, rtol=1e-5, atol=2e-3)
+    exact = filled(row_gradients_reference_, args, False, torch.float64)
     torch.testing.assert_close(exact, expected, rtol=1e-9, atol=1e-9)
-    compact = filled(bag_gradient_reference_, args, True, torch.float64)
+    compact = filled(row_gradients_reference_, args, True, torch.float64)
     count = int(args[3][3])
     assert torch.equal(compact[:count], exact[args[3][0][:count]])
     assert not compact[count:].any()
@@ -80,10 +80,10 @@ def test_reference_equals_the_oracle(problem):
 @given(problems())
 def test_cpu_kernel_equals_the_oracle(problem):
     args, values = problem
-    found = filled(cpu_kernels.bag_gradient_, args, False)
+    found = filled(cpu_kernels.row_gradients_, args, False)
     torch.testing.assert_close(found.double(), oracle(args, values), rtol=1e-5, atol=2e-3)
     count = int(args[3][3])
-    assert torch.equal(filled(cpu_kernels.bag_gradient_, args, True)[:count], found[args[3][0][:count]])
+    assert torch.equal(filled(cpu_kernels.row_gradients_, args, True)[:count], found[args[3][0][:count]])
 
 
 @pytest.mark.triton
@@ -94,8 +94,8 @@ def test_triton_kernels_equal_the_reference(device, problem):
     for compact in (False, True):
         num_rows = int(args[3][3]) + 2 if compact else args[4].num_rows
         out = torch.zeros(num_rows, args[0].shape[1], device=device)
-        triton_kernels.bag_gradient_(out, *moved, compact)
-        assert torch.equal(out.cpu(), filled(bag_gradient_reference_, args, compact))
+        triton_kernels.row_gradients_([out], *moved, compact)
+        assert torch.equal(out.cpu(), filled(row_gradients_reference_, args, compact))
 
 
 def move(arg, device):

@@ -12,29 +12,34 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
-from torch.nn.parallel import DistributedDataParallel
 
 from tritonemb import ops
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.layout import Layout, make_layout
 from tritonemb.ops.accumulate import NOT_ACCUMULATING, Accumulator, accumulate_
 from tritonemb.optimizers import Constants, Hyperparameters, Optimizer
-from tritonemb.tables.cache import Brought, CacheStatistics, Lease, RowsOfOthers
+from tritonemb.tables.cache import Brought, CacheStatistics, Lease
 from tritonemb.tables.cached_lookup import bring, look_up_cached, make_cache, slot_layouts
 from tritonemb.tables.cached_table import TieredTable
-from tritonemb.tables.lookup import Features, Lookup, parts_of
+from tritonemb.tables.lookup import Features, Lookup, RowsUpdate, parts_of
 from tritonemb.tables.optimizer import FusedOptimizer
 from tritonemb.tables.prefetched import Grouped, Groups, SentFeatures
 from tritonemb.tables.table import Table
+from tritonemb.tables.update import LocalUpdate
 from tritonemb.types import TRAINABLE_DTYPES, TableConfig
 
 BoundsCheck = Literal["raise", "ignore"]
 
 
-class Collection(nn.Module):
-    """Tables looked up together; see `EmbeddingBagCollection` and `EmbeddingCollection`."""
+class TableSet(nn.Module):
+    """Tables looked up, and with an `optimizer` updated, together; see `EmbeddingBagCollection`.
 
-    pooled: bool
+    Args:
+        tables: whole tables, or parts of tables (`TableConfig.part`).
+        pooled: whether bags are pooled, or every id keeps its row.
+        update: what a backward pass does with the gradients of rows.
+    """
+
     learning_rate: Tensor
     step: Tensor
     skipped: Tensor
@@ -47,8 +52,12 @@ class Collection(nn.Module):
         device: torch.device | str | None = None,
         bounds_check: BoundsCheck = "raise",
         output_dtype: torch.dtype | None = None,
+        *,
+        pooled: bool,
+        update: LocalUpdate | None = None,
     ) -> None:
         super().__init__()
+        self.pooled = pooled
         _check_tables(tables)
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise TypeError(
@@ -62,6 +71,7 @@ class Collection(nn.Module):
         self.optimizer = optimizer
         self.bounds_check = bounds_check
         self.output_dtype = output_dtype
+        self.update = LocalUpdate() if update is None else update
         if optimizer is not None:
             self.register_buffer(
                 "learning_rate", torch.tensor(optimizer.lr, dtype=torch.float32, device=_real(device)), persistent=False
@@ -77,10 +87,10 @@ class Collection(nn.Module):
         self._learning_rate = 0.0 if optimizer is None else optimizer.lr
         self._constants = Constants(Hyperparameters() if optimizer is None else optimizer.hyperparameters)
         self._layouts: dict[tuple[tuple[str, ...], torch.device], Layout] = {}
-        self._accumulator = Accumulator()
+        self.accumulator = Accumulator()
         self._accumulated_keys: tuple[str, ...] | None = None
-        self._accumulating = False
-        self._leases: list[Lease] = []
+        self.accumulating = False
+        self.leases: list[Lease] = []
         self._fused_optimizer: FusedOptimizer | None = None
         self.layout(self.feature_names, self.tables[0].weight.device)
 
@@ -160,27 +170,27 @@ class Collection(nn.Module):
         """
         if self.optimizer is None:
             raise ValueError("accumulate() is for a fused optimizer; ordinary gradients add up by themselves")
-        if self._accumulating:
+        if self.accumulating:
             raise RuntimeError("accumulate() is already active")
-        self._accumulating, self._accumulated_keys = True, None
-        self._accumulator.open()
+        self.accumulating, self._accumulated_keys = True, None
+        self.accumulator.open()
         try:
             yield
             self._apply_accumulated()
         finally:
-            self._accumulator.close()
-            leases, self._leases = self._leases, []
+            self.accumulator.close()
+            leases, self.leases = self.leases, []
             for lease in leases:
                 lease.end()
             self.pending.zero_()
-            self._accumulating = False
+            self.accumulating = False
 
     def scale_accumulated(self, factor: float) -> bool:
         """Multiply the gradients gathered so far by `factor`; returns whether all of them are finite then.
 
         For loss scaling: called in the block of `accumulate`, before it ends. Waits for the device.
         """
-        grads = [batch.grad.mul_(factor) for batch in self._accumulator.kept()]
+        grads = [batch.grad.mul_(factor) for batch in self.accumulator.kept()]
         return all(bool(grad.isfinite().all()) for grad in grads)
 
     def group(self, features: Features) -> Groups:
@@ -228,6 +238,10 @@ class Collection(nn.Module):
             self._layouts[key] = found
         return found
 
+    def forward(self, features: Features, groups: Groups | None = None) -> Any:
+        """As `look_up`."""
+        return self.look_up(features, groups)
+
     def look_up(self, features: Features, groups: Groups | None) -> Tensor:
         """The op behind `forward`: `[B, width]` if pooled, else `[N, width]`."""
         if self.cache is not None:
@@ -239,21 +253,24 @@ class Collection(nn.Module):
         check_bounds, dtype = self.bounds_check == "raise", self.dtype_of(weights)
         if self.optimizer is None or not torch.is_grad_enabled():
             return ops.embedding_bag(weights, values, offsets, sample_weights, layout, check_bounds, dtype)
-        self._refuse_replicas()
-        self._check_trainable(weights)
-        if self._accumulating:
-            self._remember_keys(keys)
+        self.update.check(self.configs[0].name)
+        self.check_trainable(weights)
+        if self.accumulating:
+            self.remember_keys(keys)
+        if not self.update.is_traceable:
+            groups = ops.row_groups(values, offsets, layout) if groups is None else groups
+            update = RowsUpdate(self, Lookup(values, offsets, sample_weights, groups, layout))
+            return ops.fused_lookup(weights[0], None, update)
         if groups is None:
             groups = ops.row_groups(values, offsets, layout)
         elif values.is_cuda and not torch.compiler.is_compiling():
             for tensor in (*groups, values, offsets):  # made ahead, perhaps on another stream
                 tensor.record_stream(torch.cuda.current_stream(values.device))
+        accumulator = self.accumulator.handle if self.accumulating else NOT_ACCUMULATING
         return ops.embedding_bag_fused(
-            self._fused(weights), values, offsets, sample_weights, groups, layout, check_bounds, dtype
-        )
-
-    def _refuse_replicas(self) -> None:
-        refuse_data_parallel(self.configs[0].name)
+            self.fused_tables(), values, offsets, sample_weights, groups, layout, check_bounds, dtype, self.pending,
+            accumulator,
+        )  # fmt: skip
 
     def dtype_of(self, weights: list[Tensor]) -> torch.dtype:
         if self.output_dtype is not None:
@@ -261,17 +278,17 @@ class Collection(nn.Module):
         dtypes = {weight.dtype for weight in weights}
         return dtypes.pop() if len(dtypes) == 1 and dtypes <= {*TRAINABLE_DTYPES, torch.float64} else torch.float32
 
-    def _fused(self, weights: list[Tensor]) -> ops.Fused:
+    def fused_tables(self) -> ops.FusedTables:
+        """The tables' tensors of this moment."""
         spec = self.optimizer
+        weights: list[Tensor] = [table.weight for table in self.tables]
         assert spec is not None
         states = [table.state(state.name) for state in spec.states for table in self.tables]
-        accumulator = self._accumulator.handle if self._accumulating else NOT_ACCUMULATING
-        return ops.Fused(
-            weights, states, [self.step], [self.skipped], self.learning_rate, self.pending, spec.name,
-            self._constants.as_list(), accumulator,
-        )  # fmt: skip
+        return ops.FusedTables(
+            weights, states, [self.step], [self.skipped], self.learning_rate, spec.name, self._constants.as_list()
+        )
 
-    def _check_trainable(self, weights: list[Tensor]) -> None:
+    def check_trainable(self, weights: list[Tensor]) -> None:
         trainable = [weight.requires_grad for weight in weights]
         if any(trainable) and not all(trainable):
             frozen = [config.name for config, on in zip(self.configs, trainable, strict=True) if not on]
@@ -280,7 +297,7 @@ class Collection(nn.Module):
                 "put frozen tables into a collection of their own"
             )
 
-    def _remember_keys(self, keys: list[str]) -> None:
+    def remember_keys(self, keys: list[str]) -> None:
         if self._accumulated_keys is None:
             self._accumulated_keys = tuple(keys)
         elif self._accumulated_keys != tuple(keys):
@@ -291,7 +308,7 @@ class Collection(nn.Module):
 
     @torch.no_grad()
     def _apply_accumulated(self) -> None:
-        batches = self._accumulator.close()
+        batches = self.accumulator.close()
         if not batches:
             return
         assert self._accumulated_keys is not None
@@ -311,8 +328,8 @@ class Collection(nn.Module):
             grad = grad[order.values()]
         values, offsets = stacked.values(), stacked.offsets()
         groups = ops.row_groups(values, offsets, layout)
-        leases, self._leases = self._leases, []
-        self._step(grad, Lookup(values, offsets, stacked.weights_or_none(), groups, layout), leases)
+        leases, self.leases = self.leases, []
+        self.update.step(self, grad, Lookup(values, offsets, stacked.weights_or_none(), groups, layout), leases)
 
     def _own_layout(self, keys: tuple[str, ...], device: torch.device) -> Layout:
         """What keys mean to the rows that are on the device."""
@@ -322,7 +339,7 @@ class Collection(nn.Module):
         """`[B, width]` if pooled, else `[N, width]`; no gradient."""
         weights: list[Tensor] = [table.weight for table in self.tables]
         check_bounds = self.bounds_check == "raise" and self.cache is None  # who brings rows in has looked
-        with self._memory():
+        with self.memory():
             return ops.embedding_bag(
                 weights, lookup.values, lookup.offsets, lookup.sample_weights, lookup.layout, check_bounds,
                 self.dtype_of(weights),
@@ -330,46 +347,24 @@ class Collection(nn.Module):
 
     def take_gradient(self, grad: Tensor, lookup: Lookup) -> None:
         """Update the rows of a batch, or keep its gradient while gradients are accumulated."""
-        if self._accumulating:
-            handle = self._accumulator.handle
+        if self.accumulating:
+            handle = self.accumulator.handle
             accumulate_(self.pending, handle, grad, lookup.values, lookup.offsets, lookup.sample_weights)
         else:
-            self._step(grad, lookup)
+            self.update.step(self, grad, lookup)
 
-    def _memory(self) -> AbstractContextManager[Any]:
+    def memory(self) -> AbstractContextManager[Any]:
         """While tables' tensors are used, nobody replaces them by larger ones."""
         return nullcontext() if self.cache is None else self.cache.memory.lock
 
-    def rows_of_others(self) -> RowsOfOthers | None:
-        """Finds the rows that are updated with those of a batch, as other ranks have them too; None if there are none.
-
-        See `RowCache.bring`.
-        """
-        return None
-
-    def _step(self, grad: Tensor, lookup: Lookup, leases: Sequence[Lease] = ()) -> None:
-        """One step of the optimizer on the rows of a batch, whose leases end when that is done."""
-        for lease in leases:
-            lease.change()
-        try:
-            with self._memory():
-                fused = self._fused([table.weight for table in self.tables])
-                ops.row_update_(
-                    fused.weights, fused.states, fused.steps, fused.skipped, fused.learning_rate, grad, lookup.offsets,
-                    lookup.sample_weights, fused.optimizer, fused.hyperparameters, lookup.groups, lookup.layout,
-                )  # fmt: skip
-        finally:
-            for lease in leases:
-                lease.end()
-
     def __setattr__(self, name: str, value: Any) -> None:
-        """A table may be called "training"; the flag of that name is set beside it."""
-        if name == "training":
+        """A table may be called like an attribute, say "training", which is set beside it."""
+        if name in self.__dict__:
             self.__dict__[name] = value
         else:
             super().__setattr__(name, value)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> Collection:
+    def _apply(self, fn: Any, recurse: bool = True) -> TableSet:
         """Casting a module to 16 bits leaves the learning rate float32."""
         for table in self.tables:
             if isinstance(table, TieredTable):
@@ -420,18 +415,3 @@ def _check_trainable_dtypes(tables: Sequence[TableConfig]) -> None:
                 f"table {table.name!r}: {table.dtype} rows are too coarse to be trained; choose one of "
                 f"{TRAINABLE_DTYPES}, or leave out the optimizer to look it up only"
             )
-
-
-def refuse_data_parallel(name: str) -> None:
-    """Raise in the forward of `DistributedDataParallel` on several processes, for a table that the backward updates.
-
-    Raises:
-        RuntimeError: every process would update its own copy by its own part of the batch.
-    """
-    parallel = DistributedDataParallel._get_active_ddp_module()
-    if parallel is not None and parallel.process_group.size() > 1:
-        raise RuntimeError(
-            f"table {name!r} has a fused optimizer, so DistributedDataParallel has no gradient to average and the "
-            "processes' tables would drift apart; fuse without an optimizer, te.fuse(model), or keep the tables out of "
-            "DistributedDataParallel"
-        )

@@ -1,0 +1,360 @@
+"""What the passes know of a graph of Dynamo's: its values, its side effects, its order; and how they add to it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx import GraphModule, Node, Proxy, map_arg
+from torch.fx.operator_schemas import normalize_function
+from torch.fx.proxy import GraphAppendingTracer
+from torch.utils._pytree import tree_leaves
+
+Traced = Any  # a `Proxy`: operators and methods on it add nodes to the graph
+Size = Any  # a number, or a `Proxy` that computes it
+
+CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
+_STATE_SETTERS = {"_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode",
+                  "_exit_inference_mode", "manual_seed", "_saved_tensors_hooks_disable",
+                  "_saved_tensors_hooks_enable"}  # fmt: skip
+_WITH_RUNNING_STATISTICS = {"batch_norm", "instance_norm"}
+_RANDOM = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout",
+           "feature_alpha_dropout", "native_dropout", "rrelu", "rand", "randn", "randint", "randperm", "rand_like",
+           "randn_like", "randint_like", "bernoulli", "multinomial", "normal", "poisson", "binomial",
+           "gumbel_softmax", "scaled_dot_product_attention", "multi_head_attention_forward", "fractional_max_pool2d",
+           "fractional_max_pool3d"}  # fmt: skip
+_OPERATORS = ("add", "and", "concat", "floordiv", "lshift", "mod", "mul", "matmul", "or", "pow", "rshift", "sub",
+              "truediv")  # fmt: skip
+_MUTATING_FUNCTIONS = {"setattr", "delattr", "setitem", "delitem", *(f"i{name}" for name in _OPERATORS)}
+_MUTATING_METHODS = {"backward", "register_hook", "retain_grad", "__setitem__", "__delitem__",
+                     *(f"__i{name}__" for name in _OPERATORS)}  # fmt: skip
+
+
+class NotServed(Exception):
+    """Says why an operation is left alone."""
+
+
+def require(condition: bool, reason: str) -> None:
+    """Raise `NotServed` unless `condition` holds."""
+    if not condition:
+        raise NotServed(reason)
+
+
+@dataclass(frozen=True)
+class Fused:
+    """Operations that became one.
+
+    Attributes:
+        what: the new operation, in words.
+        members: names of what it replaces: module paths, or names in the graph.
+    """
+
+    what: str
+    members: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.what}: {listed(self.members)}"
+
+
+@dataclass(frozen=True)
+class LeftAlone:
+    """An operation that stays as it was.
+
+    Attributes:
+        name: module path, or name in the graph.
+        what: the function.
+        reason: why, in words.
+    """
+
+    name: str
+    what: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.what}): {self.reason}"
+
+
+def listed(names: Iterable[str], most: int = 12) -> str:
+    """The first `most` names, and how many more there are."""
+    names = list(names)
+    shown = ", ".join(names[:most])
+    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+
+
+def value_of(node: Any) -> Any:
+    """The fake tensor or symbolic number of a node; None if that is not known."""
+    node = node.node if isinstance(node, Proxy) else node
+    return node.meta.get("example_value") if isinstance(node, Node) else node
+
+
+def is_tensor(node: Any) -> bool:
+    return isinstance(node, Node) and isinstance(value_of(node), Tensor)
+
+
+def expression(size: Any) -> Any:
+    """A hashable form of a size: equal for two that are always equal."""
+    return size if isinstance(size, int) else size.node.expr
+
+
+def arguments(node: Node) -> dict[str, Any]:
+    """What a function is called with, by name, defaults included; empty where the call fits no known signature."""
+    target: Any = node.target
+    try:
+        found = normalize_function(target, node.args, dict(node.kwargs), normalize_to_only_use_kwargs=True)
+    except (TypeError, ValueError):
+        return {}
+    return {} if found is None else found.kwargs
+
+
+def is_joined(node: Any, dim: int = 1) -> bool:
+    """Whether a node is a concatenation along `dim`."""
+    return isinstance(node, Node) and node.target in CONCATENATIONS and joined_dim(node) == dim
+
+
+def joined_dim(node: Node) -> int:
+    """Of a concatenation or a stack."""
+    dim: Any = node.kwargs.get("dim", node.kwargs.get("axis", node.args[1] if len(node.args) > 1 else 0))
+    return int(dim) % int(value_of(node).dim())
+
+
+def joined_parts(node: Node) -> list[Any]:
+    """Of a concatenation or a stack."""
+    parts: Any = node.args[0] if node.args else node.kwargs["tensors"]
+    return list(parts)
+
+
+def source_path(node: Node) -> str:
+    """Where an input comes from, as users write it: `towers.user.weight`; the node's name if nobody knows."""
+    source = getattr(node, "_dynamo_source", None)
+    if source is None:
+        return str(node.target) if node.op == "get_attr" else node.name
+    name = source.name if isinstance(source.name, str) else source.name()
+    words = [first or second for first, second in re.findall(r"\['?([^'\]]+)'?\]|\.(\w+)", name)]
+    words = [word for word in words if word not in ("_modules", "_parameters", "_buffers")]
+    return ".".join(words[1:] or words) or node.name
+
+
+def module_path(node: Node) -> tuple[str, type | None]:
+    """The path and the class of the innermost module whose forward has this node; ("", None) outside modules."""
+    stack = node.meta.get("nn_module_stack")
+    if not stack:
+        return "", None
+    name, kind = list(stack.values())[-1]
+    path = re.sub(r"^[LG]\['([^']*)'\]", "", name).lstrip(".")
+    path = re.sub(r"\._(modules|parameters|buffers)\b", "", path)
+    return re.sub(r"\['?([^'\]]+)'?\]", r".\1", path).lstrip("."), kind
+
+
+def regions(gm: GraphModule) -> list[list[Node]]:
+    """The nodes between any two side effects, in order; none of them has one."""
+    found: list[list[Node]] = [[]]
+    for node in gm.graph.nodes:
+        if has_side_effect(node, gm):
+            found.append([])
+        elif _runs(node):
+            found[-1].append(node)
+    return found
+
+
+def grad_states(gm: GraphModule, grad_enabled: bool) -> dict[Node, bool]:
+    """For each node, whether autograd records it; `grad_enabled` is the state that the graph is entered with."""
+    found, outside = {}, list[bool]()
+    for node in gm.graph.nodes:
+        found[node] = grad_enabled
+        if node.target is torch._C._set_grad_enabled:
+            grad_enabled = bool(node.args[0])
+        elif _name(node) == "_enter_inference_mode":
+            outside.append(grad_enabled)
+            grad_enabled = grad_enabled and not (node.args and node.args[0])
+        elif _name(node) == "_exit_inference_mode" and outside:
+            grad_enabled = outside.pop()
+    return found
+
+
+def has_side_effect(node: Node, gm: GraphModule) -> bool:
+    """Whether a node changes a tensor or a state, so that nothing may be moved across it. In doubt, it does."""
+    name, target = _name(node), node.target
+    if not _runs(node):
+        return False
+    if node.op == "call_module" or node.kwargs.get("out") is not None:
+        return True
+    if name.endswith("_") and not name.endswith("__"):  # PyTorch's convention for what works in place
+        return True
+    if node.op == "call_method":
+        return name in _MUTATING_METHODS
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        found = bodies(node, gm)
+        return not found or any(has_side_effect(part, body) for body in found for part in body.graph.nodes)
+    if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return _is_mutable(target)
+    return name in _MUTATING_FUNCTIONS or name in _STATE_SETTERS or _works_in_place(node)
+
+
+def sets_state(node: Node) -> bool:
+    """Whether a side effect is on a state (gradients, autocast), not on a tensor."""
+    return _name(node) in _STATE_SETTERS
+
+
+def is_random(node: Node) -> bool:
+    """Whether a node draws random numbers: two of them keep their order."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return torch.Tag.nondeterministic_seeded in node.target.tags
+    return _name(node).removesuffix(".default") in _RANDOM
+
+
+def is_transformed(gm: GraphModule) -> bool:
+    """Whether some of a graph runs under `torch.func` (`vmap`, `grad`, ..), which the merged ops do not know."""
+    return any(_name(node).endswith("_increment_nesting") for node in gm.graph.nodes)
+
+
+def live_nodes(gm: GraphModule, learning: bool = False) -> set[Node]:
+    """What results and side effects of a graph are computed from; if `learning`, what a backward from them reaches."""
+    waiting = [node for node in gm.graph.nodes if node.op == "output" or has_side_effect(node, gm)]
+    found = set(waiting)
+    while waiting:
+        inputs = waiting.pop().all_input_nodes
+        new = [node for node in inputs if node not in found and (not learning or _may_require_grad(node))]
+        found.update(new)
+        waiting += new
+    return found
+
+
+def dependencies(nodes: Iterable[Node]) -> dict[Node, set[Node]]:
+    """For each node of a region, those of the same region that must come before it, directly."""
+    found: dict[Node, set[Node]] = {}
+    last_random = None
+    for node in nodes:
+        found[node] = {other for other in node.all_input_nodes if other in found}
+        if is_random(node):
+            if last_random is not None:
+                found[node].add(last_random)
+            last_random = node
+    return found
+
+
+def ancestors(nodes: Iterable[Node], before: dict[Node, set[Node]]) -> set[Node]:
+    """All nodes that `nodes` depend on, by `dependencies`."""
+    found: set[Node] = set()
+    waiting = list(nodes)
+    while waiting:
+        new = before[waiting.pop()] - found
+        found |= new
+        waiting += new
+    return found
+
+
+def depths(before: dict[Node, set[Node]], counted: set[Node]) -> dict[Node, int]:
+    """How many `counted` nodes lie at most on a way to each node; of two with equal depths, neither needs the other."""
+    found: dict[Node, int] = {}
+    for node, others in before.items():
+        found[node] = max((found[other] + (other in counted) for other in others), default=0)
+    return found
+
+
+def bodies(node: Node, gm: GraphModule) -> list[GraphModule]:
+    """The graphs that a higher-order operator runs."""
+    names = [str(other.target) for other in node.all_input_nodes if other.op == "get_attr"]
+    found = [functools.reduce(getattr, name.split("."), gm) for name in names]
+    return [body for body in found if isinstance(body, GraphModule)]
+
+
+def _name(node: Node) -> str:
+    return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+
+
+def _runs(node: Node) -> bool:
+    return node.op not in ("placeholder", "get_attr", "output")
+
+
+def _may_require_grad(node: Node) -> bool:
+    tensors = [leaf for leaf in tree_leaves(value_of(node)) if isinstance(leaf, Tensor)]
+    return not tensors or any(tensor.requires_grad for tensor in tensors)
+
+
+def _is_mutable(op: Any) -> bool:
+    """Whether an op writes to its arguments, or returns nothing, so that it must do something else."""
+    if isinstance(op, torch._ops.OpOverload):
+        schemas = [op._schema]
+    else:  # a packet is called without `out`
+        schemas = [getattr(op, name)._schema for name in op.overloads() if "out" not in name]
+    if any("_assert" in schema.name for schema in schemas):
+        return False
+    return any(schema.is_mutable or not schema.returns for schema in schemas)
+
+
+def _works_in_place(node: Node) -> bool:
+    """Whether the arguments of a Python function say so: `inplace=True`, `max_norm`, running statistics."""
+    given = arguments(node) if inspect.isfunction(node.target) else {}
+    if _name(node) in _WITH_RUNNING_STATISTICS:
+        training = given.get("training", given.get("use_input_stats", True))
+        return not given or (training is not False and given["running_mean"] is not None)
+    return given.get("inplace") is True or given.get("max_norm") is not None
+
+
+def erase_unused(gm: GraphModule) -> None:
+    """Erase what neither a result nor a side effect needs; random numbers are drawn as before."""
+
+    def stays(node: Node) -> bool:
+        return not _runs(node) or has_side_effect(node, gm) or is_random(node) or value_of(node) is None
+
+    gm.graph.eliminate_dead_code(stays)
+
+
+class Writer(GraphAppendingTracer):
+    """Adds nodes before one node of a graph, by proxies. Each knows its fake value, so that later passes can go on."""
+
+    def __init__(self, gm: GraphModule, before: Node) -> None:
+        super().__init__(gm.graph)
+        self.gm, self._before = gm, before
+        fakes = (value_of(node) for node in gm.graph.nodes)
+        self._fake_mode: Any = next(fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor))
+
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Traced:
+        """A node that calls `function` with numbers, nodes and proxies."""
+        return self.create_proxy("call_function", function, args, kwargs)
+
+    def size(self, tensor: Traced, dim: int) -> Size:
+        """A size of a tensor: a number if it is fixed."""
+        size = value_of(tensor).shape[dim]
+        return size if isinstance(size, int) else tensor.size(dim)
+
+    def constant(self, value: Tensor, name: str) -> Traced:
+        """A node that reads a new buffer of the module, never written to."""
+        index = sum(1 for other, _ in self.gm.named_buffers() if other.startswith("_tritonemb_"))
+        name = f"_tritonemb_{index}_{name}"
+        with torch.inference_mode(False):  # compiled in inference mode, the graph may be saved for a backward elsewhere
+            self.gm.register_buffer(name, value.clone(), persistent=False)
+        sources = getattr(self.gm, "_param_name_to_source", None)
+        if sources is not None:  # AOTAutograd asks where each buffer of a graph of Dynamo's comes from
+            from torch._dynamo.source import ConstantSource
+
+            sources[name] = ConstantSource(source_name=name)
+        return self.create_proxy("get_attr", name, (), {})
+
+    def create_arg(self, a: Any) -> Any:
+        return a if isinstance(a, Node) else super().create_arg(a)
+
+    def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **options: Any) -> Node:
+        with self.graph.inserting_before(self._before):
+            node = super().create_node(kind, target, args, kwargs, *rest, **options)
+        node.meta["example_value"] = self._evaluate(node)
+        if "stack_trace" in self._before.meta:
+            node.meta["stack_trace"] = self._before.meta["stack_trace"]
+        return node
+
+    def _evaluate(self, node: Node) -> Any:
+        target: Any = node.target
+        if node.op == "get_attr":
+            return self._fake_mode.from_tensor(self.gm.get_buffer(target), static_shapes=True)
+        args, kwargs = map_arg(node.args, value_of), map_arg(node.kwargs, value_of)
+        with self._fake_mode, torch.no_grad(), torch.autocast("cpu", enabled=False):
+            if node.op == "call_method":
+                return getattr(args[0], target)(*args[1:], **kwargs)
+            return target(*args, **kwargs)
