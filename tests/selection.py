@@ -1,7 +1,7 @@
 """Which tests `make test` runs, and what each of them costs.
 
-`--quick` leaves out tests marked `more`, and of a test with parameters it keeps as few cases as show every value of
-every parameter once: six optimizers on three placements are six cases, not eighteen; and Hypothesis makes few examples.
+`--quick` leaves out tests marked `more`, and of a test with parameters it keeps so many cases as a marker `few` says, or
+as show every value of every parameter once: six optimizers on three placements are six cases, not eighteen; and Hypothesis makes few examples.
 `make test-more` runs them all.
 
 `--measure FILE` appends one line of JSON a test: its id, and the seconds of CPU that it and its processes took.
@@ -26,8 +26,13 @@ def select(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Ite
     for item in items:
         if not (item.get_closest_marker("more") or item.get_closest_marker("slow")):
             functions[item.nodeid.split("[", 1)[0]].append(item)
-    kept = {item.nodeid for cases in functions.values() for item in cover(cases)}
+    kept = {item.nodeid for cases in functions.values() for item in cover(cases)[: most_cases(cases[0])]}
     return [item for item in items if item.nodeid in kept], [item for item in items if item.nodeid not in kept]
+
+
+def most_cases(item: pytest.Item) -> int | None:
+    marker = item.get_closest_marker("few")
+    return marker.args[0] if marker else None
 
 
 def cover(cases: Sequence[pytest.Item]) -> list[pytest.Item]:

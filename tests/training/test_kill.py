@@ -108,6 +108,7 @@ def undisturbed(data, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.timeout(900)
+@pytest.mark.more
 def test_killed_training_ends_with_the_same_bits(data, undisturbed, tmp_path, kills):
     chance, killed = random.Random(kills), 0
     for number in range(kills):
