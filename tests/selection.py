@@ -1,8 +1,8 @@
 """Which tests `make test` runs, and what each of them costs.
 
-`--quick` leaves out tests marked `more`, and of a test with parameters it keeps so many cases as a marker `few` says, or
-as show every value of every parameter once: six optimizers on three placements are six cases, not eighteen; and Hypothesis makes few examples.
-`make test-more` runs them all.
+`--quick` leaves out tests marked `more`. Of a test with parameters it keeps as few cases as show every value of every
+parameter once (six optimizers on three placements are six cases, not eighteen), and of a test marked `few(n)` no more
+than `n` of these. Hypothesis makes few examples. `make test-more` runs everything.
 
 `--measure FILE` appends one line of JSON a test: its id, and the seconds of CPU that it and its processes took.
 """
