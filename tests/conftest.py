@@ -51,7 +51,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=others)
         for item in items:
             limit_examples(item)
-            item.add_marker(pytest.mark.xdist_group(group_of(item)))
+            if config.pluginmanager.hasplugin("xdist"):
+                item.add_marker(pytest.mark.xdist_group(group_of(item)))
     has_cuda = torch.cuda.is_available()
     for item in items:
         if item.get_closest_marker("gpu") and not has_cuda:

@@ -15,7 +15,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import psutil
 import pytest
 from hypothesis import settings
 
@@ -81,6 +80,8 @@ class Meter:
 
 def cpu_seconds() -> float:
     """Of this process and all that it has started, ended or not."""
+    import psutil  # not wherever the tests of kernels run
+
     used = os.times()
     total = used.user + used.system + used.children_user + used.children_system
     for child in psutil.Process().children(recursive=True):
