@@ -139,6 +139,7 @@ def assert_same_run(found: Path, expected: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
 )
+@pytest.mark.more
 def test_a_signal_ends_training_after_the_step_and_saves(data, undisturbed, tmp_path, number, status):
     process = start(data, tmp_path)
     checkpoints = CheckpointFolder(tmp_path / "checkpoints")
