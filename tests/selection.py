@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -35,15 +35,20 @@ def most_cases(item: pytest.Item) -> int | None:
 
 
 def cover(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Few cases of one test that have every value of every parameter: each adds as many new ones as it can."""
-    values = {case: set(enumerate(case.callspec._idlist)) if hasattr(case, "callspec") else set() for case in cases}
-    missing = set().union(*values.values())
-    chosen = list(cases[:1])
-    missing -= values[chosen[0]]
-    while missing:
-        best = max(cases, key=lambda case: len(values[case] & missing))
-        chosen.append(best)
-        missing -= values[best]
+    """Few cases of one test that have every value of every parameter: each adds as many new ones as it can, and repeats
+    those that came least often."""
+    values = {case: list(enumerate(case.callspec._idlist)) if hasattr(case, "callspec") else [] for case in cases}
+    missing = {value for of_case in values.values() for value in of_case}
+    times: Counter[tuple[int, object]] = Counter()
+    chosen: list[pytest.Item] = []
+
+    def worth(case: pytest.Item) -> tuple[int, int]:
+        return sum(value in missing for value in values[case]), -sum(times[value] for value in values[case])
+
+    while missing or not chosen:
+        chosen.append(max(cases, key=worth))
+        missing.difference_update(values[chosen[-1]])
+        times.update(values[chosen[-1]])
     return chosen
 
 
