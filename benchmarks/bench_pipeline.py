@@ -15,12 +15,12 @@ import torch
 
 from benchmarks.paired import Contender, measure
 from benchmarks.record import at_most, timing_rows
-from tritonemb.comm.control import Agreement
 from tritonemb.comm.group import Group
 from tritonemb.data import Batch, make_synthetic
+from tritonemb.data.prefetch import Prefetcher
 from tritonemb.data.source import ReadReport, Step, Stream
-from tritonemb.training.ahead import Ahead
 from tritonemb.training.pipeline import DEPTH, empty_batch, prepare
+from tritonemb.training.ranks import Ranks
 
 STEPS, BATCH_SIZE, WARMUP_ROUNDS = 50, 1024, 1
 OVERHEAD = 1.15
@@ -41,8 +41,8 @@ def bench_hidden_source(milliseconds: int, benchmark: Any, record: Callable[...,
 
     def pipelined(_: int) -> None:
         with Stream(slowly(), {}) as stream:
-            steps = prepare(stream, torch.device("cpu"), Agreement(Group()), lambda: empty_batch(data))
-            with Ahead(steps, DEPTH, "pipeline") as ahead:
+            steps = prepare(stream, Ranks(Group(), 60.0), torch.device("cpu"), lambda: empty_batch(data))
+            with Prefetcher(steps, DEPTH, "pipeline") as ahead:
                 for step in ahead:
                     for batch in step.take():
                         compute(batch)

@@ -26,7 +26,7 @@ import tritonemb as te
 from benchmarks.paired import Contender, measure
 from benchmarks.record import at_most, timing_rows
 from benchmarks.reuse import Population
-from tritonemb.training.ahead import Ahead
+from tritonemb.data.prefetch import Prefetcher
 
 FOLDER = os.environ.get("TRITONEMB_STORAGE_FOLDER")
 NUM_ROWS, SHARE, DIM, FEATURES, BATCH_SIZE, NUM_DENSE = 2_000_000, 0.1, 64, 26, 2048, 13
@@ -77,7 +77,7 @@ class Training:
             for batch in batches:
                 yield batch, te.nn.send(self.model, batch.sparse) if self.depth else batch.sparse
 
-        with Ahead(told(), self.depth, "rows") as ahead:
+        with Prefetcher(told(), self.depth, "rows") as ahead:
             for batch, sparse in ahead:
                 self.optimizer.zero_grad()
                 logits = self.model(batch.dense, sparse)

@@ -21,10 +21,10 @@ from benchmarks.record import at_most, timing_rows
 from tritonemb.data import Batch, Dataset, make_synthetic, open_dataset
 from tritonemb.data.source import ReadReport, Step, Stream
 from tritonemb.training.callbacks import Callback, Log
+from tritonemb.training.callbacks.console import make_display
 from tritonemb.training.config import PRESETS
 from tritonemb.training.job import build_model
-from tritonemb.training.stepper import dense_parameters
-from tritonemb.training.watch.display import make_display
+from tritonemb.training.step import dense_parameters
 
 WARMUP_ROUNDS = 2
 OVERHEAD = 1.05

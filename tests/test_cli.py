@@ -245,6 +245,7 @@ def test_defaults_follow_the_data_set(capsys):
         (["train", "--data", "criteo-kaggle"], "data set 'criteo-kaggle' needs a path"),
         (["train", "--data", "adult", "--path", "nowhere"], "adult.data: no such file"),
         (["train", "--data", "synthetic", "--threads", "0"], "threads must be at least 1, got 0"),
+        (["train", "--data", "synthetic", "--batch-size", "0"], "batch_size must be at least 1, got 0"),
         (
             ["train", "--data", "synthetic", "--preset", "kaggle"],
             "there is no preset 'kaggle'; there are movielens-100k",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
+import io
 import os
 import sys
 import traceback
@@ -145,9 +147,9 @@ def _train(arguments: list[str]) -> int:
         return 0
     require("tyro")
     from tritonemb.training.config import TrainConfig, preset
+    from tritonemb.training.config_io import from_plain, load_toml
     from tritonemb.training.job import train
-    from tritonemb.training.signals import Interrupted
-    from tritonemb.training.toml import from_plain, load_toml
+    from tritonemb.training.utils import Interrupted
 
     # The data set, the preset and the file decide the defaults, so they are read before the rest.
     first = argparse.ArgumentParser(prog="tritonemb train", add_help=False, allow_abbrev=False)
@@ -213,7 +215,15 @@ def _doctor(arguments: list[str]) -> int:
 def _parse(kind: type[Any], arguments: list[str], prog: str, **options: Any) -> Any:
     tyro = require("tyro")
     words = ["--help" if word == "--help-all" else word for word in arguments]
-    return tyro.cli(kind, args=words, prog=prog, config=(tyro.conf.OmitArgPrefixes,), **options)
+    shown = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(shown):
+            return tyro.cli(kind, args=words, prog=prog, config=(tyro.conf.OmitArgPrefixes,), **options)
+    except SystemExit as stopped:
+        if type(stopped.__context__) is ValueError:  # of an option out of range, which tyro would show in a box
+            raise stopped.__context__ from None
+        print(shown.getvalue(), end="", file=sys.stderr)
+        raise
 
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {

@@ -16,9 +16,9 @@ from torch import Tensor
 import tritonemb as te
 from benchmarks.gpu.tables import FbgemmTables, OurTables, Tables
 from benchmarks.gpu.workload import Batch
+from tritonemb.data.prefetch import Prefetcher
 from tritonemb.tables.pins import as_of
 from tritonemb.tables.prefetched import SentFeatures
-from tritonemb.training.ahead import Ahead
 
 LOOK_AHEAD = 4  # batches that ours are told of before they are trained
 
@@ -53,7 +53,7 @@ class SentAhead(Feed):
     def __init__(self, tables: OurTables, batches: Iterable[Batch], device: torch.device) -> None:
         super().__init__(tables, batches)
         self._collection, self._side = tables.module, Side(device)
-        self._ahead = Ahead(self._sent(), LOOK_AHEAD, "rows", allow=lambda: as_of(te.nn.moment(tables.module)))
+        self._ahead = Prefetcher(self._sent(), LOOK_AHEAD, "rows", permit=lambda: as_of(te.nn.moment(tables.module)))
 
     def take(self) -> SentFeatures:
         return next(self._ahead)

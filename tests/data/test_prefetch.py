@@ -28,10 +28,10 @@ def test_items_come_in_order_and_no_further_ahead_than_asked():
             made.append(number)
             yield number
 
-    items = Prefetcher(count(), 3, "tritonemb-test")
+    items = Prefetcher(count(), 4, "tritonemb-test")
     wait_until(lambda: len(made) == 4)
     time.sleep(0.05)
-    assert len(made) == 4  # three wait, one more is made
+    assert len(made) == 4
     assert list(items) == list(range(20))
     assert list(items) == []
     assert not running()
@@ -186,7 +186,7 @@ print(next(items), flush=True)
 held, done = threading.Event(), threading.Event()
 
 def hold():  # as the stream's own thread does now and then
-    with items._channel._changed:
+    with items._queue._changed:
         held.set()
         done.wait()
 

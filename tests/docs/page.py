@@ -122,7 +122,7 @@ class Page:
 
     def _toml(self, block: Block) -> None:
         from tritonemb.training.config import preset
-        from tritonemb.training.toml import read_toml
+        from tritonemb.training.config_io import read_toml
 
         path = Path(block.title or "a.toml")
         path.write_text(block.text)

@@ -135,7 +135,7 @@ def test_statistics_are_counted_by_table():
 
 @pytest.mark.parametrize("placement", ELSEWHERE)
 def test_a_step_moves_the_rows_of_its_batch_however_many_there_are(placement):
-    """Counted bytes, and counted elements of all tensors that a step makes."""
+    """CacheCounts bytes, and counted elements of all tensors that a step makes."""
     moved, made = [], []
     for num_rows in (10_000, 1_000_000):
         table, cache = te.TableConfig("t", num_rows, 4), CacheConfig(rows=64)

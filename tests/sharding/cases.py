@@ -16,6 +16,7 @@ import tritonemb as te
 from tests.helpers import make_collection, output_of
 from tests.ranks import KEPT
 from tests.strategies import rows_of
+from tritonemb.data.prefetch import Prefetcher
 from tritonemb.optim import OPTIMIZERS, Optimizer
 from tritonemb.sharding import (
     ColumnWise,
@@ -33,7 +34,6 @@ from tritonemb.sharding import (
 )
 from tritonemb.sharding.process_groups import ShardGroups
 from tritonemb.tables.prefetched import SentFeatures
-from tritonemb.training.ahead import Ahead
 
 EXACT = ExchangePrecision("fp32", "fp32")
 
@@ -178,7 +178,7 @@ def train_steps(
                 batch = micro[rank]
                 yield batch if look_ahead is None else SentFeatures(batch, {id(collection): collection.send(batch)})
 
-    with Ahead(coming(), look_ahead or 0, "look-ahead", collective=True) as ahead:
+    with Prefetcher(coming(), look_ahead or 0, "look-ahead", collective=True) as ahead:
         for step in steps:
             if step < len(case.rates):
                 collection.fused_optimizer.param_groups[0]["lr"] = case.rates[step]

@@ -23,7 +23,7 @@ from tritonemb.sharding.sharded_tensor import TableShards
 from tritonemb.storage import DiskRows
 from tritonemb.training import Callback, CheckpointOptions
 from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, read_manifest, stored_tensors
-from tritonemb.training.state import model_tensors
+from tritonemb.training.train_state import model_tensors
 
 LAST_STEP = 60
 OPTIMIZER = te.optim.RowWiseAdagrad(lr=0.05)

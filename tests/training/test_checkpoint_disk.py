@@ -23,7 +23,7 @@ from tritonemb.tables.cached_table import TieredTable
 from tritonemb.training import Callback, CheckpointOptions
 from tritonemb.training.checkpoint import AsyncSave, CheckpointFolder, load_tensors, stored_tensors
 from tritonemb.training.checkpoints import tables_in, writing
-from tritonemb.training.state import model_tensors
+from tritonemb.training.train_state import model_tensors
 
 EVERY = CheckpointOptions(checkpoint_steps=4, keep=2)
 INCREMENTAL = CheckpointOptions(checkpoint_steps=4, keep=2, checkpoint_incremental=True)

@@ -26,9 +26,9 @@ from tritonemb.storage import StorageError
 from tritonemb.storage.io import PageFile
 from tritonemb.storage.row_file import FileRows
 from tritonemb.training import Callback, CheckpointError, CheckpointOptions
+from tritonemb.training.callbacks.jsonl import read_run_log
 from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, read_manifest
-from tritonemb.training.state import model_tensors
-from tritonemb.training.watch.run_log import read_run_log
+from tritonemb.training.train_state import model_tensors
 
 EVERY = CheckpointOptions(checkpoint_steps=4, keep=2)
 

@@ -17,7 +17,7 @@ from tests.training.disk_job import Probe, in_memory
 from tritonemb.training import CheckpointError
 from tritonemb.training.checkpoint import load_tensors, read_manifest
 from tritonemb.training.checkpoints import tables_out, writing
-from tritonemb.training.state import model_tensors
+from tritonemb.training.train_state import model_tensors
 
 
 class TestIncremental:

@@ -20,10 +20,10 @@ import tritonemb as te
 from tests.helpers import assert_same_bits
 from tritonemb.data import Dataset, make_synthetic
 from tritonemb.training import Callback, CheckpointError, CheckpointOptions, Interrupted
+from tritonemb.training.callbacks import CallbackList
+from tritonemb.training.callbacks.console import make_display
+from tritonemb.training.callbacks.jsonl import RunLog, read_run_log
 from tritonemb.training.checkpoint import CheckpointFolder, read_manifest
-from tritonemb.training.watch.display import make_display
-from tritonemb.training.watch.run_log import RunLog, read_run_log
-from tritonemb.training.watchers import Watchers
 
 
 @pytest.fixture(scope="module")
@@ -209,7 +209,7 @@ def test_a_display_that_cannot_write_does_not_end_training(data, capsys):
     trainer = make_trainer(data, epochs=1, callbacks=[make_display(Full())])
     assert trainer.fit().steps == 12
     notes = capsys.readouterr().err.splitlines()
-    assert notes == ["note: Lines cannot write: [Errno 28] No space left on device. Training goes on"]
+    assert notes == ["note: Lines cannot write: [Errno 28] No space left on device. Training continues"]
 
 
 @pytest.fixture
@@ -249,8 +249,8 @@ def test_a_disk_that_fills_up(data, small_disk, on_error, capsys):
     assert "RunLog cannot write" in capsys.readouterr().err
 
 
-class TestWatchers:
-    def test_every_callback_that_was_started_is_told_of_the_end(self):
+class TestCallbackList:
+    def test_on_end_is_called_for_every_callback_that_was_started(self):
         heard = []
 
         class Named(Callback):
@@ -267,13 +267,13 @@ class TestWatchers:
                 if "end" in self.fails:
                     raise RuntimeError(f"{self.name} at the end")
 
-        watchers = Watchers([Named("a", ["end"]), Named("b"), Named("c", ["start"]), Named("d")])
+        callbacks = CallbackList([Named("a", ["end"]), Named("b"), Named("c", ["start"]), Named("d")])
 
         def fit():
             try:
-                watchers.on_start(None)
+                callbacks.on_start(None)
             finally:
-                watchers.on_end(None)
+                callbacks.on_end(None)
 
         with pytest.raises(RuntimeError, match="c at the start") as caught:
             fit()
@@ -285,20 +285,20 @@ class TestWatchers:
             def on_end(self, end):
                 raise RuntimeError("at the end")
 
-        watchers = Watchers([Fails()])
-        watchers.on_start(None)
+        callbacks = CallbackList([Fails()])
+        callbacks.on_start(None)
         with pytest.raises(RuntimeError, match="at the end"):
-            watchers.on_end(None)
+            callbacks.on_end(None)
 
     def test_an_essential_callback_ends_training_with_its_error(self):
         class Writes(Callback):
             def on_step(self, step):
                 raise OSError("no")
 
-        watchers = Watchers([Writes()])
-        watchers.on_start(None)
+        callbacks = CallbackList([Writes()])
+        callbacks.on_start(None)
         with pytest.raises(OSError, match="no"):
-            watchers.on_step(None)
+            callbacks.on_step(None)
 
     def test_the_log_is_not_essential(self):
         assert Callback.essential

@@ -20,8 +20,8 @@ pytest.importorskip("tomli_w")
 pytest.importorskip("psutil")
 
 from tests.helpers import assert_same_bits
+from tritonemb.training.callbacks.jsonl import read_run_log
 from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, stored_tensors
-from tritonemb.training.watch.run_log import read_run_log
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="a platform without SIGKILL")
 LAST_STEP = 120

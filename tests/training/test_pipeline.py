@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from tests.training import jobs
-from tritonemb.comm.control import Agreement, RankFailed
+from tritonemb.comm.control import RankFailed
 from tritonemb.comm.group import Group
+from tritonemb.data import prefetch as prefetch_module
+from tritonemb.data.prefetch import Prefetcher
 from tritonemb.data.source import ReadReport, Step, Stream
-from tritonemb.training import ahead as ahead_module
-from tritonemb.training.ahead import Ahead
-from tritonemb.training.pipeline import Say, empty_batch, prepare
+from tritonemb.training.pipeline import empty_batch, prepare
+from tritonemb.training.ranks import Ranks
 
 CPU = torch.device("cpu")
 
@@ -32,7 +33,7 @@ def closes(function: Callable[[], object], release: threading.Event) -> bool:
     return returned
 
 
-class TestAhead:
+class TestPrefetcher:
     def counting(self, made: list[int], number: int = 10):
         for item in range(number):
             made.append(item)
@@ -41,7 +42,7 @@ class TestAhead:
     @pytest.mark.parametrize("depth", [0, 1, 2])
     def test_it_makes_so_many_ahead_and_no_more(self, depth):
         made: list[int] = []
-        with Ahead(self.counting(made), depth, "test") as ahead:
+        with Prefetcher(self.counting(made), depth, "test") as ahead:
             for taken in range(1, 6):
                 assert next(ahead) == taken - 1
                 ahead.settle()
@@ -53,7 +54,7 @@ class TestAhead:
             yield 1
             raise ValueError("no")
 
-        with Ahead(failing(), 2, "test") as ahead:
+        with Prefetcher(failing(), 2, "test") as ahead:
             assert next(ahead) == 1
             with pytest.raises(ValueError, match="no"):
                 next(ahead)
@@ -70,7 +71,7 @@ class TestAhead:
             finally:
                 closed.append(True)
 
-        ahead = Ahead(source(), 2, "test-closing", collective)
+        ahead = Prefetcher(source(), 2, "test-closing", collective=collective)
         assert next(ahead) == 0
         ahead.close()
         assert closed == [True]
@@ -79,7 +80,7 @@ class TestAhead:
 
     @pytest.mark.parametrize("collective", [False, True])
     def test_after_a_failure_nobody_waits_for_a_thread_that_hangs(self, monkeypatch, collective):
-        monkeypatch.setattr(ahead_module, "GRACE", 0.01)
+        monkeypatch.setattr(prefetch_module, "GRACE", 0.01)
         asked, release, ended = threading.Event(), threading.Event(), threading.Event()
 
         def hanging():
@@ -91,7 +92,7 @@ class TestAhead:
             finally:
                 ended.set()
 
-        ahead = Ahead(hanging(), 1, "test", collective)
+        ahead = Prefetcher(hanging(), 1, "test", collective=collective)
         assert next(ahead) == 0
         assert asked.wait(60)
         assert closes(lambda: ahead.__exit__(RuntimeError, RuntimeError("elsewhere"), None), release)
@@ -99,10 +100,10 @@ class TestAhead:
         with pytest.raises(StopIteration):
             next(ahead)
 
-    @pytest.mark.parametrize("allow", [None, nullcontext], ids=["at once", "allowed"])
-    def test_after_a_failure_data_that_do_not_come_are_given_up(self, monkeypatch, allow):
+    @pytest.mark.parametrize("permit", [None, nullcontext], ids=["at once", "permitted"])
+    def test_after_a_failure_data_that_do_not_come_are_cancelled(self, monkeypatch, permit):
         """What the thread waits for gives up when its stream is closed, which is behind the end of the items."""
-        monkeypatch.setattr(ahead_module, "GRACE", 0.01)
+        monkeypatch.setattr(prefetch_module, "GRACE", 0.01)
         asked, given_up = threading.Event(), threading.Event()
 
         def steps():
@@ -112,7 +113,7 @@ class TestAhead:
 
         def fail():
             stream = Stream(steps(), {}, on_stop=given_up.set)
-            with suppress(KeyError), stream, Ahead((batch for batch in stream), 1, "test", allow=allow):
+            with suppress(KeyError), stream, Prefetcher((batch for batch in stream), 1, "test", permit=permit):
                 assert asked.wait(60)
                 raise KeyError
 
@@ -136,10 +137,8 @@ def joining(rank, counts, accumulate):
     data, world = jobs.planted(64, validation=False), Group.world()
     batches = list(data.open("train", rank + 1))[: counts[rank]]
     with stream_of(batches) as stream:
-        steps = prepare(
-            stream, CPU, Agreement(world), lambda: empty_batch(data), world=world.size, accumulate=accumulate
-        )
-        with Ahead(steps, 2, "test", collective=True) as ahead:
+        steps = prepare(stream, Ranks(world, 60.0), CPU, lambda: empty_batch(data), accumulate=accumulate)
+        with Prefetcher(steps, 2, "test", collective=True) as ahead:
             return [
                 (step.rows, [len(batch) for batch in step.batches], step.weights, dict(step.position),
                  {tuple(batch.sparse.keys()) for batch in step.batches})
@@ -178,10 +177,8 @@ def stopping(rank):
         return 15 if rank == 1 and len(asked) > 2 else 0
 
     with stream_of(list(data.open("train", 4))) as stream:
-        steps = prepare(
-            stream, CPU, Agreement(world), lambda: empty_batch(data), world=world.size, say=Say(signal, lambda: rank)
-        )
-        with Ahead(steps, 2, "test", collective=True) as ahead:
+        steps = prepare(stream, Ranks(world, 60.0), CPU, lambda: empty_batch(data), signal=signal, clock=lambda: rank)
+        with Prefetcher(steps, 2, "test", collective=True) as ahead:
             return [(len(step.batches), step.signal, step.clock, step.position["row"]) for step in ahead]
 
 
@@ -194,8 +191,8 @@ def failing(rank, who):
     data, world = jobs.planted(64, validation=False), Group.world()
     taken = []
     with stream_of(list(data.open("train", 4)), fail_after=2 if rank == who else None) as stream:
-        steps = prepare(stream, CPU, Agreement(world), lambda: empty_batch(data), world=world.size)
-        ahead = Ahead(steps, 2, "test", collective=True)
+        steps = prepare(stream, Ranks(world, 60.0), CPU, lambda: empty_batch(data))
+        ahead = Prefetcher(steps, 2, "test", collective=True)
         with pytest.raises(ValueError if rank == who else RankFailed) as caught:
             taken.extend(ahead)
         ahead.close(failed=True)
@@ -217,7 +214,7 @@ def fit_with_bad_data(rank, who, kind, timeout):
     class Bad(type(data)):
         def open(self, split, batch_size, **options):
             batches = list(real(split, batch_size, **options))
-            return stream_of(batches, **({kind: 3} if rank == who else {}), hang=timeout + 3.0)
+            return stream_of(batches, **({kind: 3} if rank == who else {}), hang=timeout + 6.0)
 
     bad = Bad(data.name, data.features, data.train, data.test)
     trainer = jobs.make_trainer(bad, timeout=timeout, epochs=1, batch_size=25)
@@ -245,8 +242,8 @@ def test_a_trainer_names_the_rank_whose_data_do_not_come(ranks):
     ranks(2).close()  # its groups are broken
     kind, text, blamed, took = told[0]
     assert (kind, blamed) == ("RankFailed", (1,))
-    assert text.startswith("rank 1: alive waiting step 4 for ")
-    assert "reading for step 4 for " in text
+    assert text.startswith("rank 1 is gone, or has not answered at step ")
+    assert "imed out" in text
     assert took < timeout + 10.0
 
 

@@ -14,12 +14,12 @@ pytest.importorskip("psutil")
 import tritonemb as te
 from tests.helpers import CACHED, assert_same_bits, living
 from tests.training import jobs
-from tritonemb.training.ahead import Ahead
-from tritonemb.training.cache_meter import MANY_STALLS, MOST_WIDENED, CacheMeter
-from tritonemb.training.table_options import TableOptions
-from tritonemb.training.watch.report import Report
-from tritonemb.training.watch.tensorboard import TensorBoard
-from tritonemb.training.watch.text import size
+from tritonemb.data.prefetch import Prefetcher
+from tritonemb.training.callbacks.console import size
+from tritonemb.training.callbacks.report import Report
+from tritonemb.training.callbacks.tensorboard import TensorBoard
+from tritonemb.training.config import TableOptions
+from tritonemb.training.metrics import MANY_STALLS, MAX_WIDENED, CacheMeter
 from tritonemb.types import CacheConfig
 
 
@@ -59,8 +59,8 @@ HOST = {"host_hits", "disk_read", "disk_written"}
     [
         {},
         {"pipeline": False},
-        {"look_ahead": 0},
-        {"look_ahead": 4, "cache_rows": 1},
+        {"prefetch_depth": 0},
+        {"prefetch_depth": 4, "cache_rows": 1},
         {"accumulate": 3},
         {"precision": "fp16"},
         {"patience": 1, "table_schedule": te.training.Schedule(warmup_steps=4)},
@@ -107,7 +107,7 @@ def test_the_report_and_the_log_have_what_was_brought(tmp_path, placement):
     assert [event["cache"] for event in events if event["event"] == "log"] == told.caches
     Report(tmp_path / "run" / "report.html", tmp_path / "run" / "log.jsonl")
     page = (tmp_path / "run" / "report.html").read_text()
-    assert "Rows that live elsewhere" in page
+    assert "Cached tables" in page
     assert f"{told.caches[-1]['rows']:,.0f}" in page
     assert ("rows found in host memory" in page) == (placement == CACHED)
     if placement == CACHED:
@@ -134,7 +134,7 @@ def test_more_is_made_ahead_when_asked_for():
             made.append(number)
             yield number
 
-    with Ahead(numbers(), 1, "numbers") as ahead:
+    with Prefetcher(numbers(), 1, "numbers") as ahead:
         ahead.settle()
         assert made == [0]
         ahead.widen()
@@ -154,10 +154,10 @@ def test_waiting_for_rows_asks_for_more_ahead():
     for step in range(1000):
         # Waits from 10 to 11; rows were brought from 9 to 10.5, so half a second of it was for rows.
         meter.stalled(10.0, 11.0, (9.0, 10.5))
-        asked += meter.wants_more_ahead()
+        asked += meter.wants_deeper_prefetch()
         if asked == 1:
             assert step == MANY_STALLS - 1 or step >= MANY_STALLS
-    assert asked == MOST_WIDENED
+    assert asked == MAX_WIDENED
     assert meter.lap(1000)["stall"] == pytest.approx(0.5)
     # Before it waited, or not at all: nothing.
     meter.stalled(10.0, 11.0, (8.0, 9.5))
@@ -166,8 +166,8 @@ def test_waiting_for_rows_asks_for_more_ahead():
 
 
 def test_options_out_of_range_are_refused():
-    with pytest.raises(ValueError, match="look_ahead must not be negative, got -1"):
-        trained("host", look_ahead=-1)
+    with pytest.raises(ValueError, match="prefetch_depth must not be negative, got -1"):
+        trained("host", prefetch_depth=-1)
     with pytest.raises(ValueError, match="cache_host_rows is for tables on disk, but placement is 'host'"):
         TableOptions(placement="host", cache_host_rows=5)
     (table,) = TableOptions(placement="disk", placed_rows=0, cache_host_rows=5).place([te.TableConfig("t", 9, 2)])

@@ -21,7 +21,7 @@ from tests.nn.simulated_cache import Simulated
 from tests.training import jobs
 from tritonemb.tables.cache import CacheStatistics, RowCache
 from tritonemb.training import pipeline
-from tritonemb.training.cache_meter import caches_of
+from tritonemb.training.metrics import caches_of
 from tritonemb.types import CacheConfig
 
 TABLE, ROWS, BATCH = "user", 64, 40
@@ -122,7 +122,7 @@ def simulated(events: Sequence[Event], depth: int, accumulate: int, host_rows: i
     ],
     ids=str,
 )
-def test_the_counts_of_a_given_look_ahead(monkeypatch, tmp_path, depth, options, placement):
+def test_the_counts_of_a_given_prefetch_depth(monkeypatch, tmp_path, depth, options, placement):
     """With evaluations and checkpoints in between, and an end at which steps that were made ahead are left over."""
     runs, accumulate = [], options.get("accumulate", 1)
     for seed in range(3):
@@ -130,7 +130,7 @@ def test_the_counts_of_a_given_look_ahead(monkeypatch, tmp_path, depth, options,
         if "checkpoint_steps" in own:
             own["folder"] = tmp_path / str(seed)
             own["checkpoints"] = te.training.CheckpointOptions(checkpoint_steps=own.pop("checkpoint_steps"))
-        runs.append(run(monkeypatch, seed, placement, look_ahead=depth, **own))
+        runs.append(run(monkeypatch, seed, placement, prefetch_depth=depth, **own))
     statistics, logs, events = runs[0]
     for other in runs[1:]:
         assert other == runs[0]
@@ -164,12 +164,14 @@ def sharded(rank: int, seed: int, depth: int) -> tuple[int, list[CacheStatistics
         return send(features)
 
     parallel.send = sleepily
-    te.Trainer(parallel, data, callbacks=[sleepy], batch_size=BATCH, max_steps=6, look_ahead=depth, verbose=False).fit()
+    te.Trainer(
+        parallel, data, callbacks=[sleepy], batch_size=BATCH, max_steps=6, prefetch_depth=depth, verbose=False
+    ).fit()
     return len(sends), [found for cache in caches_of(parallel) for found in cache.statistics().values()]
 
 
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_given_look_ahead_on_several_ranks(ranks, world):
+def test_a_given_prefetch_depth_on_several_ranks(ranks, world):
     for depth in (0, 3):
         found = [ranks(world).run(sharded, seed, depth) for seed in range(2)]
         assert found[0] == found[1]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("tomli_w")
 
-from tritonemb.training.toml import from_plain, read_toml, to_plain, to_toml
+from tritonemb.training.config_io import from_plain, read_toml, to_plain, to_toml
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def test_only_what_is_written_changes(tmp_path):
         ("[inner]\nsizes = [1, 'x']", "inner.sizes is [1, 'x'], expected a list of a whole number"),
         ("[inner]\nrate = -1.0", "[inner]: rate must not be negative, got -1.0"),
         ("inner = 3", "inner is 3, expected a section"),
-        ("name = ", "is no TOML"),
+        ("name = ", "is not valid TOML"),
     ],
 )
 def test_mistakes_are_named(tmp_path, text, message):

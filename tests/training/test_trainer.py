@@ -7,7 +7,7 @@ pytest.importorskip("torchmetrics")
 import tritonemb as te
 from tritonemb.data import Column, Dataset, Feature, Rows, make_synthetic
 from tritonemb.training import Schedule
-from tritonemb.training.stepper import dense_parameters
+from tritonemb.training.step import dense_parameters
 
 SPEC = te.optim.RowWiseAdagrad(lr=0.05)
 
@@ -197,11 +197,11 @@ def test_an_overflow_under_fp16_changes_nothing_but_the_scale(data):
     trainer = make_trainer(data, model, precision="fp16")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     (batch,) = [next(data.train_batches(64))]
-    trainer.stepper.loss_scale.factor = 2.0**40  # fp16 ends at 65,504
+    trainer.state.step.loss_scale.factor = 2.0**40  # fp16 ends at 65,504
     assert trainer.step([batch]) == 64
-    assert (trainer.stepper.loss_scale.factor, trainer.stepper.loss_scale.overflows) == (2.0**39, 1)
+    assert (trainer.state.step.loss_scale.factor, trainer.state.step.loss_scale.overflows) == (2.0**39, 1)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    trainer.stepper.loss_scale.factor = 2.0**10
+    trainer.state.step.loss_scale.factor = 2.0**10
     trainer.step([batch])
     assert not any(torch.equal(tensor, before[name]) for name, tensor in model.named_parameters())
 
@@ -212,7 +212,7 @@ def test_the_loss_scale_does_not_change_the_step(data):
     for factor in (2.0**8, 2.0**12):
         model = make_model(data)
         trainer = make_trainer(data, model, precision="fp16")
-        trainer.stepper.loss_scale.factor = factor
+        trainer.state.step.loss_scale.factor = factor
         trainer.step([next(data.train_batches(64))])
         states.append(model.state_dict())
     for name, tensor in states[0].items():

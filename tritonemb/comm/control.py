@@ -2,21 +2,19 @@
 
 Joining the job that torchrun has started, also after it has started it again.
 
-Signs of life: what every rank is doing, kept where the others can read it when a collective fails.
+And which rank has failed or does not answer when a collective fails, which the errors of process groups do not say.
 """
 
 from __future__ import annotations
 
-import json
-import math
 import re
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from types import TracebackType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -24,6 +22,8 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from tritonemb.comm.group import Group
+
+T = TypeVar("T")
 
 State = Literal["ready", "over", "failed"]
 _STATES: tuple[State, ...] = get_args(State)
@@ -190,59 +190,19 @@ def _pause(last: float, problem: str) -> None:
     time.sleep(_POLL)
 
 
-Phase = Literal["reading", "exchanging", "waiting", "computing", "evaluating", "saving"]
-_ORDER = {"reading": 0, "exchanging": 1}  # within a step that is being prepared
-_GONE = re.compile(r"clos|reset|broken|refused", re.IGNORECASE)  # what is said of connections
-INTERVAL = 1.0  # seconds between two signs
-SILENCE = 3.0  # seconds without one
-PATIENCE = 5.0  # seconds in which the store has to answer
+GRACE = 3.0  # seconds that ranks have to report
+REPORT_POLL = 0.1  # seconds between two looks at the store
+STORE_TIMEOUT = 5.0  # seconds in which the store has to answer
 MOST_NAMED = 8
+_ALIVE = "alive"
 _made = 0
 
 
-@dataclass(frozen=True)
-class Sign:
-    """What a rank last said of itself.
+class FailureReports:
+    """What ranks report of themselves when a job ends early.
 
-    Args:
-        step: that it trains.
-        phase: what it does for that step.
-        ahead: the step that it prepares meanwhile.
-        ahead_phase: what it does for that one.
-        seconds: since it began with `phase`, and with `ahead_phase`.
-        silent: seconds since it said so, by the clocks of both ranks.
-        failure: its exception, if it has failed.
-        blames: ranks for whose sake it has ended.
-    """
-
-    rank: int
-    step: int = 0
-    phase: str = ""
-    ahead: int = 0
-    ahead_phase: str = ""
-    seconds: tuple[float, float] = (0.0, 0.0)
-    silent: float = 0.0
-    failure: str = ""
-    blames: tuple[int, ...] = ()
-
-    def __str__(self) -> str:
-        if self.failure:
-            return f"rank {self.rank} failed at step {self.step}: {self.failure}"
-        if self.silent == math.inf:
-            return f"rank {self.rank} was never heard of"
-        doing = f"{self.phase} step {self.step} for {self.seconds[0]:.1f} s" if self.phase else "about to begin"
-        if self.ahead_phase:
-            doing += f", {self.ahead_phase} for step {self.ahead} for {self.seconds[1]:.1f} s"
-        heard = f"not heard of for {self.silent:.1f} s, last" if self.is_silent else "alive"
-        return f"rank {self.rank}: {heard} {doing}"
-
-    @property
-    def is_silent(self) -> bool:
-        return self.silent > SILENCE
-
-
-class Heartbeat:
-    """Tells the job's store about once a second what this rank is doing, in a thread of its own; one rank tells nobody.
+    Nothing is sent while all is well. A rank that ends with an error, or has lost contact to another one, says so in
+    the job's store; a rank that has said nothing some seconds later is the one that is gone, or hangs.
 
     Args:
         group: of all ranks of the job; they make it together, in the same order.
@@ -251,143 +211,60 @@ class Heartbeat:
     def __init__(self, group: Group) -> None:
         global _made
         _made += 1
-        self._rank, self._size, self._prefix = group.rank, group.size, f"tritonemb/alive/{_made}"
-        self._lock, self._wake, self._stop = threading.Lock(), threading.Event(), False
-        self._doing: dict[str, tuple[int, str, float]] = {}
-        self._failure = ""
-        self._blames: tuple[int, ...] = ()
+        self._rank, self._size, self._prefix = group.rank, group.size, f"tritonemb/failures/{_made}"
+        self._report = _ALIVE
         self._store: Any = None
-        self._thread: threading.Thread | None = None
-        if self._size > 1:
-            # A connection of its own: that of the job may be busy with somebody who waits.
+        if group.size > 1:
+            # A connection of its own: that of the job may be busy with a thread that waits.
             self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-            self._store.set_timeout(timedelta(seconds=PATIENCE))
-            self._thread = threading.Thread(target=self._beat, name="tritonemb-alive", daemon=True)
-            self._thread.start()
+            self._store.set_timeout(timedelta(seconds=STORE_TIMEOUT))
 
-    def __enter__(self) -> Heartbeat:
-        return self
+    def report(self, error: BaseException | None = None, step: int = 0) -> None:
+        """Tell the other ranks that this one ends: for an error of its own, or because another one has failed."""
+        if error is not None and not isinstance(error, RankFailed):
+            self._report = f"rank {self._rank} failed at step {step}: {describe(error)}"
+        self._in_time(self._write)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def note(self, phase: Phase, step: int, *, ahead: bool = False) -> None:
-        """This rank begins with a phase of a step; `ahead`: beside the one that it trains."""
-        with self._lock:
-            first = not self._doing
-            self._doing["ahead" if ahead else "main"] = (step, phase, time.monotonic())
-        if first:
-            self._wake.set()
-
-    def fail(self, error: BaseException) -> None:
-        """Say at once that this rank ends with an error, for those that will miss it."""
-        if isinstance(error, RankFailed):
-            self._blames = error.ranks
-        else:
-            self._failure = describe(error)
-        if self._thread is not None:
-            self.close()
-            self._try(self._tell)
-
-    def close(self) -> None:
-        """End the thread. What was said last stays to be read."""
-        self._stop = True
-        self._wake.set()
-        if self._thread is not None:
-            self._thread.join(PATIENCE)
-
-    def explain(self, error: BaseException) -> RankFailed:
-        """An error that says which ranks are to blame for a collective's error, as far as can be told."""
-        first = str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
-        guilty: list[Sign] = []
-        last = time.monotonic() + SILENCE + INTERVAL
-        while True:
-            signs = self._read()
-            if not signs:
-                return RankFailed(f"a rank of the job is gone or does not answer ({first}), nor does the job's store")
-            guilty, sure = lagging([sign for sign in signs if sign.rank != self._rank], self._own())
-            # Who was killed a moment ago is silent only after a while.
-            if sure or not _GONE.search(str(error)) or time.monotonic() > last:
-                break
-            time.sleep(INTERVAL / 2)
-        what = "; ".join(map(str, guilty[:MOST_NAMED]))
-        more = f"; and {len(guilty) - MOST_NAMED} more" if len(guilty) > MOST_NAMED else ""
-        return RankFailed(f"{what}{more} ({first})", tuple(sign.rank for sign in guilty))
-
-    def signs(self) -> list[Sign]:
-        """The last sign of every rank.
-
-        Raises:
-            RuntimeError: the store does not answer.
-        """
+    def explain(self, error: BaseException, step: int) -> RankFailed:
+        """An error that names the ranks that are to blame for the error of a collective."""
+        self.report()
+        deadline = time.monotonic() + GRACE
         keys = [f"{self._prefix}/{rank}" for rank in range(self._size)]
-        there = [key for key in keys if self._store.check([key])]
-        texts = dict(zip(there, self._store.multi_get(there), strict=True)) if there else {}
-        return [_sign(rank, texts.get(key), time.time()) for rank, key in enumerate(keys)]
+        while True:
+            found = self._in_time(lambda: _read(self._store, keys)) or []
+            failed = {rank: text for rank, text in enumerate(found) if text not in ("", _ALIVE)}
+            if not found or failed or "" not in found or time.monotonic() > deadline:
+                break
+            time.sleep(REPORT_POLL)
+        first = str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
+        if not found:
+            return RankFailed(f"a rank of the job is gone or does not answer ({first}), nor does the job's store")
+        blamed = failed or {
+            rank: f"rank {rank} is gone, or has not answered at step {step}"
+            for rank, text in enumerate(found)
+            if not text
+        }
+        if not blamed:
+            return RankFailed(f"the ranks have lost contact at step {step}, and each is alive ({first})")
+        named = "; ".join(list(blamed.values())[:MOST_NAMED])
+        more = f"; and {len(blamed) - MOST_NAMED} more" if len(blamed) > MOST_NAMED else ""
+        return RankFailed(f"{named}{more} ({first})", tuple(blamed))
 
-    def _read(self) -> list[Sign]:
-        """`signs`, or none if the store does not answer: its host may be the one that is gone."""
-        signs: list[Sign] = []
-        reader = threading.Thread(target=lambda: signs.extend(self._try(self.signs) or ()), daemon=True)
-        reader.start()
-        reader.join(2 * PATIENCE)
-        return list(signs)
+    def _write(self) -> None:
+        self._store.set(f"{self._prefix}/{self._rank}", self._report)
 
-    def _own(self) -> Sign:
-        return _sign(self._rank, self._text().encode(), time.time())
+    def _in_time(self, function: Callable[[], T]) -> T | None:
+        """What a call of the store returns; None if it does not answer: its host may be the one that is gone."""
+        found: list[T] = []
 
-    def _beat(self) -> None:
-        while not self._stop:
-            self._try(self._tell)
-            self._wake.wait(INTERVAL)
-            self._wake.clear()
+        def call() -> None:
+            try:
+                found.append(function())
+            except RuntimeError:  # the collectives say more
+                return
 
-    def _tell(self) -> None:
-        self._store.set(f"{self._prefix}/{self._rank}", self._text())
-
-    def _text(self) -> str:
-        now = time.monotonic()
-        with self._lock:
-            doing = {name: [step, phase, now - since] for name, (step, phase, since) in self._doing.items()}
-        return json.dumps({"time": time.time(), "failure": self._failure, "blames": self._blames, **doing})
-
-    @staticmethod
-    def _try(call: Any) -> Any:
-        """A store that does not answer is for the collectives to fail on, which say more."""
-        try:
-            return call()
-        except RuntimeError:
-            return None
-
-
-def lagging(others: list[Sign], own: Sign) -> tuple[list[Sign], bool]:
-    """Those to blame, and whether that is sure: who failed, else who is silent, else who is behind the others."""
-    blamed = {rank for sign in others for rank in sign.blames}
-    for guilty in (
-        [sign for sign in others if sign.failure],
-        [sign for sign in others if sign.rank in blamed],
-        [sign for sign in others if sign.is_silent],
-    ):
-        if guilty:
-            return guilty, True
-    places = {sign.rank: _place(sign) for sign in [*others, own]}
-    furthest = max(places.values())
-    return [sign for sign in others if places[sign.rank] < furthest] or others, False
-
-
-def _place(sign: Sign) -> tuple[int, int]:
-    return sign.ahead, _ORDER.get(sign.ahead_phase, 2)
-
-
-def _sign(rank: int, text: bytes | None, now: float) -> Sign:
-    if text is None:
-        return Sign(rank, silent=math.inf)
-    told = json.loads(text)
-    step, phase, seconds = told.get("main", [0, "", 0.0])
-    ahead, ahead_phase, ahead_seconds = told.get("ahead", [0, "", 0.0])
-    silent = max(now - told["time"], 0.0)
-    # A rank that is alive has gone on with what it was doing since it said so.
-    times = (seconds + silent, ahead_seconds + silent)
-    return Sign(rank, step, phase, ahead, ahead_phase, times, silent, told["failure"], tuple(told["blames"]))
+        if self._store is not None:
+            thread = threading.Thread(target=call, daemon=True)
+            thread.start()
+            thread.join(2 * STORE_TIMEOUT)
+        return found[0] if found else None

@@ -23,7 +23,7 @@ WHOLE: Share = (0, 1)
 Position = dict[str, int]
 """Where a stream stands: JSON-able, of no meaning but to `Data.open`, and only with the arguments of its stream."""
 
-PREFETCHED = 4  # batches
+PREFETCHED = 5  # batches
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from tritonemb.training.checkpoint import CheckpointError, CheckpointOptions
 from tritonemb.training.loop import FitResult
 from tritonemb.training.metrics import Metrics, binary_metrics
 from tritonemb.training.schedule import Schedule
-from tritonemb.training.signals import Interrupted
 from tritonemb.training.trainer import Trainer
+from tritonemb.training.utils import Interrupted
 
 __all__ = [
     "Callback",

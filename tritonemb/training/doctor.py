@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+from contextlib import nullcontext
+
 import torch
 
-from tritonemb.nn.doctor import TOLERANCE, check_step, serving
-from tritonemb.training.devices import check_device
-from tritonemb.training.versions import versions
+from tritonemb.jagged import KeyedJaggedTensor
+from tritonemb.nn.collections import EmbeddingBagCollection
+from tritonemb.ops.errors import check_errors
+from tritonemb.ops.registry import REFERENCE, forced, ops, why
+from tritonemb.optimizers import RowWiseAdagrad
+from tritonemb.training.utils import check_device, versions
+from tritonemb.types import TableConfig
+
+# Sums of at most 8 products of numbers of about 1: a few units in the last place.
+TOLERANCE = 1e-5
 
 
 def examine(device: str | None = None) -> tuple[str, bool]:
@@ -18,13 +28,14 @@ def examine(device: str | None = None) -> tuple[str, bool]:
     Raises:
         ValueError: there is no such device.
     """
-    devices = [check_device(device)] if device is not None else _devices()
+    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    devices = [torch.device("cpu"), *gpus] if device is None else [check_device(device)]
     lines = ["versions", *_columns(list(versions().items()))]
     healthy = True
     for each in devices:
         details = versions(each)
         lines += ["", f"{each}: {details['device']}, {details['threads']} threads on the CPU"]
-        lines += _columns([(op, name, reason) for op, name, reason in serving(each)])
+        lines += _columns([(op, *why(op, each)) for op in ops()])
         verdict, good = _verdict(each)
         lines.append(f"  {verdict}")
         healthy &= good
@@ -37,16 +48,11 @@ def examine(device: str | None = None) -> tuple[str, bool]:
 def _verdict(device: torch.device) -> tuple[str, bool]:
     try:
         difference = check_step(device)
-    except Exception as error:  # whatever is broken: to say so is what this is for
+    except Exception as error:  # whatever is broken is reported
         return f"a training step FAILS: {type(error).__name__}: {error}", False
     if difference <= TOLERANCE:
         return f"a training step agrees with the reference (largest difference {difference:.1e})", True
     return f"a training step is WRONG: it differs from the reference by {difference:.1e}", False
-
-
-def _devices() -> list[torch.device]:
-    gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-    return [torch.device("cpu"), *gpus]
 
 
 def _columns(rows: list[tuple[str, ...]]) -> list[str]:
@@ -54,3 +60,28 @@ def _columns(rows: list[tuple[str, ...]]) -> list[str]:
     return [
         "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
+
+
+def check_step(device: torch.device) -> float:
+    """The largest difference between a step by the kernels that serve `device` and one by the references.
+
+    Two tables, pooled by sum and by mean, with repeated ids and empty bags; forward, backward and update.
+    """
+    tables = [TableConfig("sums", 50, 16), TableConfig("means", 7, 16, pooling="mean")]
+    torch.manual_seed(0)
+    served = EmbeddingBagCollection(tables, RowWiseAdagrad(lr=0.1), device=device)
+    reference = copy.deepcopy(served)
+    lengths = torch.tensor([2, 0, 3, 1, 1, 0, 4, 2])
+    ids = torch.randint(7, (int(lengths.sum()),))
+    batch = KeyedJaggedTensor.from_lengths(["sums", "means"], ids, lengths).to(device)
+    gradient = torch.randn(4, 32, device=device)
+    outputs = []
+    for module, kernels in ((served, nullcontext()), (reference, forced(REFERENCE))):
+        with kernels:
+            output = module(batch)
+            output.backward(gradient)
+        outputs.append(output.detach())
+    check_errors(device)
+    pairs = [(outputs[0], outputs[1])]
+    pairs += list(zip(served.state_dict().values(), reference.state_dict().values(), strict=True))
+    return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,16 +24,15 @@ from tritonemb.nn import DLRM, DCNv2
 from tritonemb.optimizers import OPTIMIZERS, Optimizer
 from tritonemb.sharding import ExchangePrecision, HybridParallel, ShardingPlan
 from tritonemb.training.callbacks import Callback, FitStart
+from tritonemb.training.callbacks.profiler import Profiler
+from tritonemb.training.callbacks.tensorboard import TensorBoard
 from tritonemb.training.checkpoints.together import of_first, together
 from tritonemb.training.config import TrainConfig
-from tritonemb.training.devices import check_device
+from tritonemb.training.config_io import plain, to_plain, to_toml
 from tritonemb.training.loop import FitResult
 from tritonemb.training.run_folder import RunFolder
-from tritonemb.training.signals import Interrupted
-from tritonemb.training.toml import to_plain, to_toml
 from tritonemb.training.trainer import Trainer
-from tritonemb.training.watch.profiling import Profile
-from tritonemb.training.watch.tensorboard import TensorBoard
+from tritonemb.training.utils import Interrupted, check_device
 from tritonemb.utils import write_whole
 
 RUNS = Path("runs")
@@ -56,8 +54,6 @@ def train(
         RankFailed: another rank of the job has failed, or does not answer.
     """
     if config.threads is not None:
-        if config.threads < 1:
-            raise ValueError(f"threads must be at least 1, got {config.threads}")
         torch.set_num_threads(config.threads)
     with joined(config) as (group, device):
         data = _open(config, group, verbose)
@@ -67,28 +63,11 @@ def train(
         trainer = Trainer(
             _model(config, data, group, device),
             data,
-            batch_size=config.batch_size,
-            epochs=config.epochs,
-            max_steps=config.max_steps,
-            accumulate=config.accumulate,
-            dense_lr=config.dense_lr,
-            dense_schedule=config.schedule.dense,
-            table_schedule=config.schedule.tables,
-            precision=config.precision,
-            seed=config.seed,
-            compile=config.compile,
-            log_every=config.output.log_every,
-            evaluate_every=config.evaluation.evaluate_every,
-            monitor=config.evaluation.monitor,
-            patience=config.evaluation.patience,
             folder=folder.path,
-            checkpoints=config.checkpoint,
             callbacks=[*(_watchers(config, folder) if first else []), *callbacks],
-            config=to_plain(config) | {"features": features_to_plain(data.features), "num_dense": data.num_dense},
+            config=to_plain(config) | {"features": plain(data.features), "num_dense": data.num_dense},
             verbose=verbose,
-            readers=config.parallel.readers,
-            timeout=config.parallel.timeout,
-            look_ahead=config.tables.look_ahead,
+            **config.trainer_options(),
         )
         if resume is not None:
             trainer.resume(resume if resume == "auto" else newest(Path(resume)))
@@ -100,7 +79,7 @@ def joined(config: TrainConfig) -> Iterator[tuple[Group, torch.device]]:
     """The ranks that torchrun has started, and this one's device; this process alone without it.
 
     Raises:
-        ValueError: what torchrun tells its processes is not there in full.
+        ValueError: the environment of torchrun is incomplete.
     """
     if "WORLD_SIZE" not in os.environ:
         yield Group(), check_device(config.device)
@@ -116,12 +95,12 @@ def joined(config: TrainConfig) -> Iterator[tuple[Group, torch.device]]:
     except Interrupted:
         dist.destroy_process_group()
         raise
-    # After any other exception ranks may be gone, and to take leave of them would be to wait for them.
+    # After any other exception ranks may be gone, and to destroy the group would be to wait for them.
     dist.destroy_process_group()
 
 
 def _open(config: TrainConfig, group: Group, verbose: bool) -> Data:
-    """The data set; what has to be fetched or counted is, by one process a node, before the others look."""
+    """The data set; one process a node downloads or counts what has to be, before the others open it."""
     opened: list[Data] = []
 
     def open_once(mine: bool) -> None:
@@ -135,7 +114,7 @@ def _open(config: TrainConfig, group: Group, verbose: bool) -> Data:
 
 
 def _model(config: TrainConfig, data: Data, group: Group, device: torch.device) -> nn.Module:
-    """On several ranks, made without memory, and drawn shard by shard."""
+    """On several ranks, made without memory, and initialized shard by shard."""
     if group.process_group is None:
         return build_model(config, data.features, data.num_dense)
     options = config.parallel
@@ -171,7 +150,7 @@ def build_optimizer(config: TrainConfig) -> Optimizer:
 
 
 def run_path(config: TrainConfig, data: Data, resume: str | None) -> Path:
-    """The folder of a run: the one that is named, the newest one of the data set to go on with, or a new one."""
+    """The folder of a run: the one that is named, the newest one of the data set to resume, or a new one."""
     if config.output.out is not None:
         return config.output.out
     name = Path(data.name).name
@@ -201,14 +180,6 @@ class SavedConfig(Callback):
         write_whole(self._path, to_toml(self._config))
 
 
-def features_to_plain(features: Sequence[Feature]) -> list[dict[str, Any]]:
-    return [{"name": f.name, "num_embeddings": f.num_embeddings, "multi_hot": f.multi_hot} for f in features]
-
-
-def features_from_plain(values: Sequence[dict[str, Any]]) -> tuple[Feature, ...]:
-    return tuple(Feature(**value) for value in values)
-
-
 def _say(text: str) -> None:
     print(f"note: {text}", file=sys.stderr, flush=True)
 
@@ -218,5 +189,5 @@ def _watchers(config: TrainConfig, folder: RunFolder) -> list[Callback]:
     if config.output.tensorboard:
         watchers.append(TensorBoard(folder.tensorboard))
     if config.profile.profile_steps:
-        watchers.append(Profile(folder.trace, config.profile))
+        watchers.append(Profiler(folder.trace, config.profile))
     return watchers

@@ -1,31 +1,38 @@
-"""The loop that a trainer runs: steps, and what is due after each of them."""
+"""The loop of a fit: steps, and what is due after each of them; and the evaluation of a split."""
 
 from __future__ import annotations
 
 import math
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
 
 from tritonemb.comm.control import RankFailed, lost_contact
+from tritonemb.data.batch import Batch
+from tritonemb.data.prefetch import Prefetcher
 from tritonemb.data.source import Split
 from tritonemb.ops.errors import check_errors
-from tritonemb.training.ahead import Ahead
-from tritonemb.training.cache_meter import CacheMeter
-from tritonemb.training.callbacks import CheckpointSaved, Evaluation, FitEnd, FitStart, Log, StepEnd
+from tritonemb.training.callbacks import CallbackList, CheckpointSaved, Evaluation, FitEnd, FitStart, Log, StepEnd
 from tritonemb.training.checkpoint import CheckpointError
-from tritonemb.training.clock import Clock, memory_bytes
-from tritonemb.training.metrics import Metrics, UndefinedMetricsError
-from tritonemb.training.pipeline import Prepared, Say
-from tritonemb.training.signals import Interrupted, StopRequest
-from tritonemb.training.versions import versions
-from tritonemb.training.watchers import Watchers
-
-if TYPE_CHECKING:
-    from tritonemb.training.trainer import Trainer
+from tritonemb.training.metrics import (
+    CacheMeter,
+    Clock,
+    Metrics,
+    UndefinedMetricsError,
+    binary_metrics,
+    caches_of,
+    memory_bytes,
+)
+from tritonemb.training.pipeline import PreparedStep, open_epoch, prefetched
+from tritonemb.training.saving import Saving
+from tritonemb.training.step import predict_logits
+from tritonemb.training.train_state import TrainState
+from tritonemb.training.utils import Interrupted, StopRequest, versions
 
 
 @dataclass(frozen=True)
@@ -52,195 +59,212 @@ class FitResult:
 
 
 class Loop:
-    """One fit of a trainer.
+    """One fit.
 
     After a step come, in this order: log, evaluation, checkpoint. So whatever a log says of a step and of those before
     it is decided when the step's checkpoint is written, and a run resumed from there says the rest, and says it once.
 
     Several ranks do all this alike: what decides it (rows, metrics, signals, rank 0's clock) they have agreed upon.
+
+    Args:
+        state: of the run.
+        saving: writes its checkpoints.
+        folder: where they go, if there is one.
+        watchers: callbacks.
+        request: the signal that asks this process to stop.
     """
 
-    def __init__(self, trainer: Trainer, watchers: Watchers, request: StopRequest) -> None:
-        self.trainer = trainer
-        self.watchers = watchers
-        self.request = request
-        self.progress = trainer.progress
+    def __init__(
+        self, state: TrainState, saving: Saving, folder: Path | None, watchers: CallbackList, request: StopRequest
+    ) -> None:
+        self.state, self.saving, self.folder = state, saving, folder
+        self.watchers, self.request = watchers, request
+        self.options, self.ranks, self.progress = state.options, state.ranks, state.progress
         self.clock = Clock(self.progress.seconds)
-        self.caches = CacheMeter(trainer.model)
+        self.caches = CacheMeter(state.model) if caches_of(state.model) else None
         self._began = time.monotonic()
         self._now, self._saved_at, self._saved_step = 0, 0, self.progress.step  # milliseconds by rank 0's clock
         self._logged_step = self.progress.step
         self._signal: int | None = None  # that the ranks have agreed upon
         self._said_skipped: dict[str, int] = {}
-        self._watched = trainer.parallel.any(bool(watchers) or trainer.patience is not None)
+        self._watched = bool(self.ranks.max(bool(watchers) or self.options.patience is not None))
 
     def run(self, test: bool) -> FitResult:
-        """Train to the end, tell those who watch, and return what was done."""
-        trainer, before, end = self.trainer, self.progress.samples, None
+        """Train to the end, tell the callbacks, and return what was done."""
+        progress, before, end = self.progress, self.progress.samples, None
         try:
-            self._start()
+            self.watchers.on_start(self._fit_start())
             reason = self._train()
             self._finish_saving()
             metrics = self._metrics("test") if test and reason in ("finished", "early stop") else None
             speed, seconds = self.clock.samples_per_second, self.clock.seconds
-            progress = self.progress
-            end = FitEnd(reason, progress.step, progress.samples, seconds, speed, metrics, trainer.data.best_auc)
+            end = FitEnd(reason, progress.step, progress.samples, seconds, speed, metrics, self.state.data.best_auc)
         except Exception as error:
             if not isinstance(error, RankFailed) and not lost_contact(error):
                 with suppress(CheckpointError):  # what is being written is worth having
-                    trainer.saving.finish()
+                    self.saving.finish()
             raise
         finally:
             self.watchers.on_end(end)
-        signum = trainer.parallel.most(self._stopped or self.request.signum or 0)  # some rank's may have come late
+        signum = self.ranks.max(self._stopped or self.request.signum or 0)  # some rank's may have come late
         if signum:
             raise Interrupted(signum)
         samples = progress.samples - before
         return FitResult(tuple(progress.losses), samples, seconds, speed, reason, progress.step, metrics)
 
-    def _start(self) -> None:
-        trainer = self.trainer
-        exact = trainer.data.num_rows("train")
-        rows = trainer.data.estimated_rows("train") if exact is None else exact
-        start = FitStart(
-            first_step=self.progress.step,
-            total_steps=trainer.total_steps,
-            samples_done=self.progress.samples,
-            total_samples=_total_samples(trainer, rows),
+    def _fit_start(self) -> FitStart:
+        state, progress = self.state, self.progress
+        exact = state.data.num_rows("train")
+        rows = state.data.estimated_rows("train") if exact is None else exact
+        return FitStart(
+            first_step=progress.step,
+            total_steps=state.total_steps,
+            samples_done=progress.samples,
+            total_samples=state.total_samples(rows),
             epoch_samples=rows,
             estimated=exact is None,
-            num_epochs=trainer.last_epoch,
-            num_ranks=trainer.parallel.size,
-            folder=None if trainer.folder is None else trainer.folder.path,
-            config=trainer.config,
-            versions=versions(trainer.device),
+            num_epochs=state.last_epoch,
+            num_ranks=self.ranks.size,
+            folder=self.folder,
+            config=state.config,
+            versions=versions(state.device),
         )
-        self.watchers.on_start(start)
 
     def _train(self) -> str:
         """Why it ended: "finished", "early stop", or the name of a signal."""
-        while not self.progress.ended and not self._over():
+        while not self.progress.ended and not self._over:
             self._epoch()
             if self._stopped is not None and not self.progress.ended:
-                if self.trainer.folder is not None and self._saved_step != self.progress.step:
+                if self.folder is not None and self._saved_step != self.progress.step:
                     self._checkpoint()  # the signal came too late for that of the step
                 return signal.Signals(self._stopped).name
         return self.progress.ended or "finished"
 
+    @property
     def _over(self) -> bool:
-        last = self.trainer.last_step
-        return self.progress.epoch >= self.trainer.last_epoch or (last is not None and self.progress.step >= last)
+        """Whether all epochs, or all steps, are done."""
+        last, progress = self.state.last_step, self.progress
+        return progress.epoch >= self.state.last_epoch or (last is not None and progress.step >= last)
 
     @property
     def _stopped(self) -> int | None:
         """The signal that ends training: one rank's own at once, else the one that all ranks have agreed upon."""
-        return self.request.signum if self.trainer.parallel.size == 1 else self._signal
+        return self.request.signum if self.ranks.size == 1 else self._signal
 
     def _epoch(self) -> None:
         """Train to the end of the epoch, or of the run, or until a signal arrives."""
-        trainer, progress = self.trainer, self.progress
-        trainer.model.train()
-        say = Say(lambda: self.request.signum or 0, lambda: int(1000 * (time.monotonic() - self._began)))
-        with trainer.open_epoch(say) as steps:
-            step, over = self._pull(steps)
+        state, progress = self.state, self.progress
+        state.model.train()
+        with open_epoch(state, self._signum, self._milliseconds) as steps:
+            step, over = self._next(steps)
             if over:
                 self._end_epoch()
             while step.batches:
-                trainer.parallel.note("computing", progress.step + 1)
-                trainer.train_on(step)
-                self.caches.trained(step.counted)
-                progress.step += 1
-                progress.samples += step.rows
-                progress.epoch_samples += step.rows
-                progress.logged_samples += step.rows
-                progress.position, epoch, samples = step.position, progress.epoch, step.rows
-                self.watchers.on_step(StepEnd(progress.step, epoch, progress.samples))
-                step, over = self._pull(steps)
-                self.clock.step(samples)
+                epoch = progress.epoch
+                self._train_step(step)
+                step, over = self._next(steps)
                 if over:
                     self._end_epoch()
-                if over or self._over() or self._stopped is not None:
+                if over or self._over or self._stopped is not None:
                     self._say_left_out(step, f"train {epoch}")
                 self._due_after_step(epoch, last=over)
-                if progress.ended or self._over() or self._stopped is not None:
+                if progress.ended or self._over or self._stopped is not None:
                     return
 
-    def _pull(self, steps: Ahead[Prepared]) -> tuple[Prepared, bool]:
+    def _signum(self) -> int:
+        return self.request.signum or 0
+
+    def _milliseconds(self) -> int:
+        return int(1000 * (time.monotonic() - self._began))
+
+    def _train_step(self, step: PreparedStep) -> None:
+        progress = self.progress
+        self.ranks.step = progress.step + 1
+        self.state.step(progress.step, step.take(), step.weights)
+        if self.caches is not None:
+            self.caches.trained(step.counted)
+        progress.step += 1
+        progress.samples += step.rows
+        progress.epoch_samples += step.rows
+        progress.logged_samples += step.rows
+        progress.position = step.position
+        self.clock.step(step.rows)
+        self.watchers.on_step(StepEnd(progress.step, progress.epoch, progress.samples))
+
+    def _next(self, steps: Prefetcher[PreparedStep]) -> tuple[PreparedStep, bool]:
         """The next step, and whether the epoch has none more."""
-        self.trainer.parallel.note("waiting", self.progress.step + 1)
         begin = time.perf_counter()
-        with self.clock.waiting():
-            step = next(steps)
-        self.caches.stalled(begin, time.perf_counter(), step.moved)
-        if self.trainer.look_ahead is None and self.caches.wants_more_ahead() and self.trainer.parallel.size == 1:
-            steps.widen()
+        step = next(steps)
+        end = time.perf_counter()
+        self.clock.waited += end - begin
+        if self.caches is not None:
+            self.caches.stalled(begin, end, step.moved)
+            if self.options.prefetch_depth is None and self.caches.wants_deeper_prefetch() and self.ranks.size == 1:
+                steps.widen()
         self._now, self._signal = step.clock, step.signal or None
         return step, not step.batches and not step.signal
 
     def _end_epoch(self) -> None:
         progress = self.progress
-        check_errors(self.trainer.device)
+        check_errors(self.state.device)
         if progress.epoch_samples:
-            loss = self.trainer.stepper.take_loss(1) / progress.epoch_samples
+            loss = self.state.step.take_loss(1) / progress.epoch_samples
             self._refuse_nonfinite(loss, progress.epoch)
             progress.losses.append(loss)
         progress.epoch += 1
         progress.position, progress.epoch_samples = None, 0
 
     def _due_after_step(self, epoch: int, last: bool) -> None:
-        trainer, progress, over = self.trainer, self.progress, self._over()
-        if progress.step % trainer.log_every == 0 or over:
+        progress, over = self.progress, self._over
+        if progress.step % self.options.log_every == 0 or over:
             self._log(epoch)
-        every = trainer.evaluate_every
+        every = self.options.evaluate_every
         if self._watched and (progress.step % every == 0 if every else last or over):
             self._evaluate(epoch)
         if over and not progress.ended:
             progress.ended = "finished"
-        if trainer.folder is not None and self._checkpoint_due():
+        if self.folder is not None and self._checkpoint_due():
             self._checkpoint()
 
     def _log(self, epoch: int) -> None:
-        trainer, progress = self.trainer, self.progress
-        loss = trainer.stepper.take_loss(0) / progress.logged_samples
+        progress = self.progress
+        loss = self.state.step.take_loss(0) / progress.logged_samples
         progress.logged_samples = 0
         self._refuse_nonfinite(loss, epoch)
-        sent, across = trainer.parallel.sent()
+        sent, across = self.ranks.sent()
         steps, self._logged_step = progress.step - self._logged_step, progress.step
-        cache = self.caches.lap(steps)
+        cache = {} if self.caches is None else self.caches.lap(steps)
         if not self.watchers:
             return
-        dense_lr, table_lr = trainer.stepper.current_rates()
+        dense_lr, table_lr = self.state.step.current_rates()
         speed, wait = self.clock.lap()
         log = Log(
             progress.step, epoch, progress.samples, loss, dense_lr, table_lr, speed, wait,
-            memory_bytes(trainer.device), self.clock.seconds,
+            memory_bytes(self.state.device), self.clock.seconds,
             {kind: num_bytes // steps for kind, num_bytes in sent.items()}, across // steps, cache,
         )  # fmt: skip
         self.watchers.on_log(log)
 
     def _evaluate(self, epoch: int) -> None:
-        trainer, progress = self.trainer, self.progress
-        if "validation" not in trainer.data.splits():
-            return
-        metrics = self._metrics("validation")
+        progress, monitor, patience = self.progress, self.options.monitor, self.options.patience
+        metrics = self._metrics("validation") if "validation" in self.state.data.splits() else None
         if metrics is None:
             return
-        best = progress.best is None or _better(metrics, trainer.monitor, progress.best)
+        value, before = getattr(metrics, monitor), progress.best
+        best = before is None or bool(value > before if monitor == "auc" else value < before)
         if best:
-            progress.best, progress.best_step = getattr(metrics, trainer.monitor), progress.step
-            progress.evaluations_since_best = 0
+            progress.best, progress.best_step, progress.evaluations_since_best = value, progress.step, 0
         else:
             progress.evaluations_since_best += 1
         self.watchers.on_evaluation(Evaluation(progress.step, epoch, "validation", metrics, best))
-        if trainer.patience is not None and progress.evaluations_since_best >= trainer.patience:
+        if patience is not None and progress.evaluations_since_best >= patience:
             progress.ended = "early stop"
 
     def _metrics(self, split: Split) -> Metrics | None:
         """Those of a split; None, and a message, where its labels define none."""
         try:
-            self.trainer.parallel.note("evaluating", self.progress.step)
-            with self.clock.pause(), self.trainer.parallel.unmetered():
-                metrics = self.trainer.evaluate(split)
+            with self.clock.pause(), self.ranks.unmetered():
+                metrics = evaluate(self.state, split)
         except UndefinedMetricsError as error:
             self.watchers.on_message(f"the {split} rows are not evaluated: {error}")
             return None
@@ -249,7 +273,7 @@ class Loop:
         return metrics
 
     def _checkpoint_due(self) -> bool:
-        options, progress = self.trainer.checkpoints, self.progress
+        options, progress = self.options.checkpoints, self.progress
         if progress.ended or self._stopped is not None or self._is_best():
             return True
         if options.checkpoint_steps is not None and progress.step % options.checkpoint_steps == 0:
@@ -261,25 +285,23 @@ class Loop:
         return self.progress.best is not None and self.progress.best_step == self.progress.step
 
     def _checkpoint(self) -> None:
-        trainer = self.trainer
         self._saved_at = self._now
-        trainer.parallel.note("saving", self.progress.step)
         self.progress.seconds = self.clock.seconds
         self._finish_saving()  # of the one before, if that is still being written
-        check_errors(trainer.device)
-        if self._save(lambda: trainer.saving.start(self._is_best())):
+        check_errors(self.state.device)
+        if self._save(lambda: self.saving.start(self._is_best())):
             self._saved_step = self.progress.step
 
     def _finish_saving(self) -> None:
-        self._save(self.trainer.saving.finish)
+        self._save(self.saving.finish)
 
     def _save(self, call: Callable[[], CheckpointSaved | None]) -> bool:
-        """Tell what has been saved; False if it could not be, and training goes on."""
+        """Report what has been saved; False if it could not be, and training goes on."""
         try:
-            with self.clock.pause(), self.trainer.parallel.unmetered():
+            with self.clock.pause(), self.ranks.unmetered():
                 saved = call()
         except CheckpointError as error:
-            if self.trainer.checkpoints.on_checkpoint_error == "stop":
+            if self.options.checkpoints.on_checkpoint_error == "stop":
                 raise
             self.watchers.on_message(f"{error}. Training goes on")
             return False
@@ -287,15 +309,15 @@ class Loop:
             self.watchers.on_checkpoint(saved)
         return True
 
-    def _say_left_out(self, step: Prepared, what: str) -> None:
-        """Say how many rows the ranks have left out of this epoch, and which."""
-        reports = self.trainer.parallel.gather(step.report)
+    def _say_left_out(self, step: PreparedStep, what: str) -> None:
+        """Report how many rows the ranks have left out of this epoch, and which."""
+        reports = self.ranks.gather(step.report)
         told = [(rank, report) for rank, report in enumerate(reports) if report.skipped]
         texts = [str(report) if len(reports) == 1 else f"rank {rank}: {report}" for rank, report in told]
         self._say_skipped(sum(report.skipped for report in reports), what, "\n".join(texts))
 
     def _say_skipped(self, skipped: int, what: str, text: str) -> None:
-        """Say how many rows were left out, once for each number."""
+        """Report how many rows were left out, once for each number."""
         if skipped and self._said_skipped.get(what) != skipped:
             self._said_skipped[what] = skipped
             self.watchers.on_message(text)
@@ -305,18 +327,31 @@ class Loop:
             raise ValueError(f"the training loss is {loss} in epoch {epoch + 1}; lower the learning rates")
 
 
-def _total_samples(trainer: Trainer, rows: int | None) -> int | None:
-    """Samples of the whole run, if an epoch has `rows`."""
-    size = trainer.batch_size * trainer.accumulate * trainer.parallel.size
-    by_steps = None if trainer.last_step is None else trainer.last_step * size
-    if rows is None:
-        return by_steps
-    if by_steps is None:
-        return rows * trainer.last_epoch
-    epochs, rest = divmod(trainer.last_step or 0, -(-rows // size))
-    return min(rows * trainer.last_epoch, rows * epochs + rest * size)
+def evaluate(state: TrainState, split: Split) -> Metrics:
+    """See `Trainer.evaluate`."""
+    start, ranks, step = time.perf_counter(), state.ranks, state.step
+    with ranks.watched():
+        state.settle()  # its collectives and those of the evaluation must not mix
+        with state.loader.open(split) as stream, prefetched(state, stream) as steps:
+            logits, labels = predict_logits(state.model, _batches(steps), state.device, step.precision, step.forward)
+            skipped = sum(ranks.gather(stream.report.skipped))
+        logits, labels = ranks.to_first(logits), ranks.to_first(labels)
+        seconds = time.perf_counter() - start
+        metrics, undefined = ranks.on_first(lambda: _metrics(logits, labels, seconds))
+    if metrics is None:
+        raise UndefinedMetricsError(undefined)
+    return replace(metrics, num_skipped=skipped)
 
 
-def _better(metrics: Metrics, monitor: str, best: float) -> bool:
-    value = getattr(metrics, monitor)
-    return bool(value > best if monitor == "auc" else value < best)
+def _batches(steps: Iterable[PreparedStep]) -> Iterator[tuple[Batch, Tensor]]:
+    """Batches on the device, and their labels on the CPU."""
+    for step in steps:
+        yield from zip(step.take(), step.labels, strict=True)
+
+
+def _metrics(logits: Tensor, labels: Tensor, seconds: float) -> tuple[Metrics | None, str]:
+    """Metrics, or why they are not defined."""
+    try:
+        return binary_metrics(logits, labels, seconds), ""
+    except UndefinedMetricsError as error:
+        return None, str(error)

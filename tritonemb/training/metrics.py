@@ -1,13 +1,27 @@
-"""How good a model's click probabilities are."""
+"""What training measures: the quality of click probabilities, its speed and memory, and what caches of rows do."""
 
 from __future__ import annotations
 
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tritonemb.sharding.collection import ShardedCollection
+from tritonemb.tables.cache import RowCache
+from tritonemb.tables.table_set import TableSet
 from tritonemb.utils import require
+
+MIN_STALL = 1e-3  # seconds that count
+RECENT_STEPS, MANY_STALLS = 10, 3  # so many stalls in so many steps ask for a deeper prefetch
+MAX_WIDENED = 6
+HOST = ("host_hits", "disk_read", "disk_written")  # fields of `CacheCounts`, of tables on disk with a host cache
 
 
 class UndefinedMetricsError(ValueError):
@@ -62,3 +76,162 @@ def binary_metrics(logits: Tensor, labels: Tensor, seconds: float | None = None)
         num_samples=labels.numel(),
         samples_per_second=labels.numel() / seconds if seconds else 0.0,
     )
+
+
+class Clock:
+    """Seconds of training since the run began, without evaluation and checkpoints.
+
+    Args:
+        seconds: training time of earlier processes of the run.
+    """
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self._earlier = seconds
+        self._started = time.perf_counter()
+        self._paused = 0.0
+        self._warm: tuple[float, int] | None = None
+        self._samples = 0
+        self._lap = (0.0, 0, 0.0)
+        self.waited = 0.0
+
+    @property
+    def here(self) -> float:
+        """Seconds trained by this process."""
+        return time.perf_counter() - self._started - self._paused
+
+    @property
+    def seconds(self) -> float:
+        return self._earlier + self.here
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """What happens in the block is not training."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._paused += time.perf_counter() - start
+
+    def step(self, num_samples: int) -> None:
+        """A step is done; the first one of a process, which compiles and warms up, does not count for speeds."""
+        self._samples += num_samples
+        if self._warm is None:
+            self._warm = (self.here, num_samples)
+            self._lap = (*self._warm, self.waited)
+
+    def lap(self) -> tuple[float, float]:
+        """Samples a second and the share of waiting since the last lap."""
+        now, samples, waited = self.here, self._samples, self.waited
+        seconds, before = now - self._lap[0], self._lap
+        self._lap = (now, samples, waited)
+        if samples == before[1]:  # the first step alone
+            return self.samples_per_second, 0.0
+        return (samples - before[1]) / seconds, min((waited - before[2]) / seconds, 1.0)
+
+    @property
+    def samples_per_second(self) -> float:
+        """Mean of this process; that of the first step where there is no other."""
+        seconds, samples = self._warm or (0.0, 0)
+        if self._samples == samples:
+            return samples / seconds if seconds else 0.0
+        return (self._samples - samples) / (self.here - seconds)
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Memory allocated on a GPU, or the resident memory of this process."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    return int(require("psutil").Process().memory_info().rss)
+
+
+class CacheCounts(NamedTuple):
+    """What caches have counted when the rows of a step have been prefetched."""
+
+    rows: int = 0
+    hits: int = 0
+    read: int = 0
+    written: int = 0
+    host_hits: int = 0
+    disk_read: int = 0
+    disk_written: int = 0
+
+
+def caches_of(model: nn.Module) -> list[RowCache]:
+    """The caches of a model's cached tables, this rank's shards among them."""
+    found = [module for module in model.modules() if isinstance(module, TableSet)]
+    for module in model.modules():
+        if isinstance(module, ShardedCollection):
+            found += module.locals
+    return [collection.cache for collection in found if collection.cache is not None]
+
+
+def count(caches: Iterable[RowCache]) -> CacheCounts:
+    """Of all tables of the caches."""
+    counts = [found for cache in caches for found in cache.statistics().values()]
+    return CacheCounts(
+        sum(count.lookups for count in counts),
+        *(sum(getattr(count, name) for count in counts) for name in CacheCounts._fields[1:]),
+    )
+
+
+class CacheMeter:
+    """Means per step of what a model's caches count.
+
+    Args:
+        model: with the tables of this rank.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._caches = caches_of(model)
+        tables = [table for cache in self._caches for table in cache.tiered if table is not None]
+        self._in_host_memory = any(table.config.cache.host_rows is not None for table in tables)
+        self._stall = self._stall_before = 0.0
+        self._trained: CacheCounts | None = None
+        self._recent: deque[bool] = deque(maxlen=RECENT_STEPS)
+        self._widened = 0
+        self._before = (*count(self._caches), self._stalls())
+
+    def stalled(self, begin: float, end: float, moved: tuple[float, float] | None) -> None:
+        """Training has waited from `begin` to `end` for a step whose rows were transferred in the time `moved`."""
+        if self._caches and moved is not None:
+            self._stall += max(0.0, min(end, moved[1]) - max(begin, moved[0]))
+
+    def trained(self, counted: CacheCounts | None) -> None:
+        """A step has been trained; `counted` when its rows had been prefetched, None without prefetch.
+
+        So later steps, whose rows have been prefetched by now, are not included.
+        """
+        self._trained = counted
+
+    def wants_deeper_prefetch(self) -> bool:
+        """Whether training has waited for rows in several of the last steps; asked after each step."""
+        self._recent.append(self._stall - self._stall_before > MIN_STALL)
+        self._stall_before = self._stall
+        if sum(self._recent) < MANY_STALLS or self._widened == MAX_WIDENED:
+            return False
+        self._recent.clear()
+        self._widened += 1
+        return True
+
+    def lap(self, steps: int) -> dict[str, float]:
+        """Means per step since the last call, see `Log.cache`; empty without cached tables."""
+        if not self._caches:
+            return {}
+        now = (*(count(self._caches) if self._trained is None else self._trained), self._stalls())
+        rows, hits, read, written, *host, stall = (
+            after - before for after, before in zip(now, self._before, strict=True)
+        )  # fmt: skip
+        self._before = now
+        found = {
+            "rows": rows / steps,
+            "hit_rate": hits / rows if rows else 1.0,
+            "read": read / steps,
+            "written": written / steps,
+            "stall": stall / steps,
+        }
+        if self._in_host_memory:
+            found |= {name: value / steps for name, value in zip(HOST, host, strict=True)}
+        return found
+
+    def _stalls(self) -> float:
+        return self._stall + sum(cache.stall for cache in self._caches)

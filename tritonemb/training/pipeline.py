@@ -1,14 +1,14 @@
-"""The batches of the steps to come: agreed with the other ranks, on the device, their ids on the way.
+"""The batches of the steps to come: agreed with the other ranks, on the device, their rows prefetched.
 
-While a step computes, the next one is ready, and the one after it is being made. A rank that has run out of data brings
+While a step computes, the next one is ready, and the one after it is being made. A rank that has run out of data has
 batches without samples until all have.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,25 +16,29 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from tritonemb.comm.control import Agreement, Heartbeat, describe
+from tritonemb.comm.control import Round, describe
 from tritonemb.data.batch import Batch, Layout
+from tritonemb.data.prefetch import Prefetcher
 from tritonemb.data.source import Batches, Data, ReadReport
 from tritonemb.nn.prefetch import looks_ahead, send
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
+from tritonemb.tables.pins import released_before, sequence_number
 from tritonemb.tables.prefetched import SentFeatures
-from tritonemb.training.cache_meter import Counted
+from tritonemb.training.metrics import CacheCounts, caches_of, count
+from tritonemb.training.ranks import Ranks
+from tritonemb.training.train_state import TrainState
 
 DEPTH = 2  # steps beyond the one that is trained
-Send = Callable[[Any], Any]
+Prefetch = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedStep:
     """What a step needs. One without batches is the last: the data is over, or a signal arrived.
 
     Args:
-        batches: of this rank, on the device; in place of ids what `send` made of them.
+        batches: of this rank, on the device, their features prefetched.
         weights: of the batches' mean losses. The ranks' gradients are averaged, so they are such that the step's loss
             is the mean over the samples of all batches of all ranks.
         rows: samples of all ranks.
@@ -44,7 +48,7 @@ class Prepared:
         signal: that some rank was sent, 0 for none.
         clock: rank 0's.
         copied: when the batches are on the device.
-        moved: from when to when it took to bring them there, and the rows that they need.
+        moved: from when to when it took to move them, and the rows that they need, to the device.
         counted: what the caches of these rows had counted then.
     """
 
@@ -58,7 +62,7 @@ class Prepared:
     clock: int = 0
     copied: torch.cuda.Event | None = field(default=None, repr=False)
     moved: tuple[float, float] | None = None
-    counted: Counted | None = None
+    counted: CacheCounts | None = None
 
     def take(self) -> tuple[Batch, ...]:
         """The batches, for the stream of this thread."""
@@ -70,99 +74,110 @@ class Prepared:
         return self.batches
 
 
-@dataclass(frozen=True)
-class Say:
-    """What a rank has to say beside its rows, asked in each round."""
+@contextmanager
+def open_epoch(
+    state: TrainState, signal: Callable[[], int], clock: Callable[[], int]
+) -> Iterator[Prefetcher[PreparedStep]]:
+    """The steps that are left of the present epoch; see `prepare`."""
+    progress = state.progress
+    with (
+        state.loader.open("train", True, progress.epoch, progress.position) as stream,
+        prefetched(state, stream, training=True, signal=signal, clock=clock) as state.prefetched,
+    ):
+        try:
+            yield state.prefetched
+        finally:
+            state.prefetched = None
 
-    signal: Callable[[], int] = lambda: 0
-    clock: Callable[[], int] = lambda: 0
+
+def prefetched(
+    state: TrainState, stream: Batches, training: bool = False, **signals: Callable[[], int]
+) -> Prefetcher[PreparedStep]:
+    """Steps on a stream's batches, made ahead where that takes exchanges or copies, or reads rows."""
+    ranks, model = state.ranks, state.model
+    prefetch = prefetch_for(model, training) if state.pipeline else None
+    caches, mine = has_cached_tables(model), caches_of(model)
+    ahead = state.pipeline and (ranks.size > 1 or state.device.type == "cuda" or caches)
+    given = state.options.prefetch_depth
+    depth = given if caches and given is not None else DEPTH
+    steps = prepare(
+        stream, ranks, state.device, lambda: empty_batch(state.data), prefetch=prefetch,
+        accumulate=state.options.accumulate if training else 1,
+        counted=(lambda: count(mine)) if mine and prefetch and training else None, **signals,
+    )  # fmt: skip
+    # Which rows are evicted is settled when a step may be made, not when the thread comes to it.
+    permit = (lambda: released_before(sequence_number())) if mine else None
+    return Prefetcher(steps, depth if ahead else 0, "tritonemb-pipeline", collective=ranks.size > 1, permit=permit)
 
 
 def prepare(
     stream: Batches,
+    ranks: Ranks,
     device: torch.device,
-    agreement: Agreement,
     empty: Callable[[], Batch],
     *,
-    world: int = 1,
     accumulate: int = 1,
-    send: Send | None = None,
-    heartbeat: Heartbeat | None = None,
-    first_step: int = 0,
-    say: Say | None = None,
-    count: Callable[[], Counted] | None = None,
-) -> Generator[Prepared, None, None]:
+    prefetch: Prefetch | None = None,
+    counted: Callable[[], CacheCounts] | None = None,
+    signal: Callable[[], int] = lambda: 0,
+    clock: Callable[[], int] = lambda: 0,
+) -> Generator[PreparedStep, None, None]:
     """The steps of an epoch, or of an evaluation; collectives where there are several ranks.
 
     Args:
         stream: of this rank.
+        ranks: that make the same steps.
         device: where the batches go.
-        agreement: with the other ranks.
         empty: makes a batch without samples.
-        world: number of ranks.
         accumulate: batches a step.
-        send: sends a batch's ids to the ranks that own their rows.
-        heartbeat: is told what is done.
-        first_step: steps done before.
-        say: what else this rank tells the others.
-        count: what the caches of rows that `send` brings have counted.
+        prefetch: a batch's features for the model, whose ids are exchanged and whose rows are on the device.
+        counted: what the caches of rows that `prefetch` moves have counted.
+        signal: that asks this rank to stop, 0 for none.
+        clock: of this rank.
 
     Raises:
         RankFailed: the data of another rank has failed.
         Exception: whatever the stream raised, on this rank.
     """
-    move, said, step = _Move(device), say or Say(), first_step
+    copies = torch.cuda.Stream(device) if device.type == "cuda" else None
     while True:
-        step, before = step + 1, stream.position
-        _note(heartbeat, "reading", step)
+        before = stream.position
         batches, error = _draw(stream, accumulate)
-        _note(heartbeat, "exchanging", step)
-        state = "failed" if error is not None else "ready" if batches else "over"
-        rows = sum(len(batch) for batch in batches)
-        try:
-            agreed = agreement.next(
-                rows, state, describe(error) if error is not None else "",  # type: ignore[arg-type]
-                batches=len(batches), signal=said.signal(), clock=said.clock(),
-            )  # fmt: skip
-        except RuntimeError:
-            if error is not None:
-                raise error from None
-            raise
-        if agreed.over:
-            yield Prepared((), (), 0, (), stream.position, stream.report, clock=agreed.clock)
-            return
-        if agreed.signal:
-            yield Prepared((), (), 0, (), before, stream.report, agreed.signal, agreed.clock)
+        agreed = _agree(ranks, batches, error, signal(), clock())
+        if agreed.over or agreed.signal:
+            position = stream.position if agreed.over else before
+            yield PreparedStep(
+                (), (), 0, (), position, stream.report, 0 if agreed.over else agreed.signal, agreed.clock
+            )
             return
         batches += [empty() for _ in range(agreed.batches - len(batches))]
-        total = max(agreed.total, 1)
-        weights = tuple(len(batch) * world / total for batch in batches)
+        rows = sum(agreed.rows)
+        weights = tuple(len(batch) * ranks.size / max(rows, 1) for batch in batches)
         began = time.perf_counter()
-        there, copied = move(batches, send)
+        there, copied = _move(batches, device, prefetch, copies)
         moved = began, time.perf_counter()
         labels = tuple(batch.labels for batch in batches)
-        yield Prepared(
-            there, weights, agreed.total, labels, stream.position, stream.report, clock=agreed.clock, copied=copied,
-            moved=moved, counted=None if count is None else count(),
+        yield PreparedStep(
+            there, weights, rows, labels, stream.position, stream.report, clock=agreed.clock, copied=copied,
+            moved=moved, counted=None if counted is None else counted(),
         )  # fmt: skip
         del batches, there, labels  # or they would stay until the next ones are there
 
 
-def sender(model: nn.Module, training: bool) -> Send | None:
-    """Tells a model's collections of batches ahead, with gradients to come or without; None if there is no need."""
-    parallel = isinstance(model, HybridParallel)
-    if not parallel and not looks_ahead(model):
+def prefetch_for(model: nn.Module, training: bool) -> Prefetch | None:
+    """Prefetches a batch's rows for a model, with gradients to come or without; None if there is no need."""
+    if not isinstance(model, HybridParallel) and not looks_ahead(model):
         return None
 
-    def bring(features: Any) -> SentFeatures:
+    def prefetch(features: Any) -> SentFeatures:
         with torch.set_grad_enabled(training):
             return model.send(features) if isinstance(model, HybridParallel) else send(model, features)
 
-    return bring
+    return prefetch
 
 
-def brings_rows(model: nn.Module) -> bool:
-    """Whether some table lives elsewhere than on the device: the same on all ranks, whoever has its shards."""
+def has_cached_tables(model: nn.Module) -> bool:
+    """Whether some table is in host memory or on disk: the same on all ranks, whoever has its shards."""
     sharded = [module for module in model.modules() if isinstance(module, ShardedCollection)]
     return looks_ahead(model) or any(config.placement != "device" for each in sharded for config in each.configs)
 
@@ -171,20 +186,6 @@ def empty_batch(data: Data) -> Batch:
     """A batch without samples, with the keys of a data set's batches."""
     layout = Layout(tuple(feature.name for feature in data.features), 0, data.num_dense, 0)
     return layout.batch(torch.zeros(layout.num_bytes, dtype=torch.uint8))
-
-
-def _record(batch: Batch, stream: torch.cuda.Stream) -> None:
-    """Tell the allocator that the stream uses the batch's memory."""
-
-    def record(tensor: Tensor) -> Tensor:
-        if tensor.is_cuda:
-            tensor.record_stream(stream)
-        return tensor
-
-    tree_map_only(Tensor, record, (batch.dense, batch.labels, batch.sparse))
-    sparse: Any = batch.sparse
-    if isinstance(sparse, SentFeatures):
-        sparse.map(record)
 
 
 def _draw(stream: Batches, number: int) -> tuple[list[Batch], Exception | None]:
@@ -200,25 +201,51 @@ def _draw(stream: Batches, number: int) -> tuple[list[Batch], Exception | None]:
     return batches, None
 
 
-def _note(heartbeat: Heartbeat | None, phase: Any, step: int) -> None:
-    if heartbeat is not None:
-        heartbeat.note(phase, step, ahead=True)
+def _agree(ranks: Ranks, batches: list[Batch], error: Exception | None, signal: int, clock: int) -> Round:
+    """What all ranks bring to a step.
+
+    Raises:
+        Exception: `error`, of this rank's data; or that the data of another rank have failed.
+    """
+    if error is not None and ranks.size == 1:
+        raise error
+    rows = sum(len(batch) for batch in batches)
+    if ranks.size == 1:
+        return Round((rows,), len(batches), not batches, signal, clock)
+    state: Any = "failed" if error is not None else "ready" if batches else "over"
+    note = "" if error is None else describe(error)
+    try:
+        return ranks.agreement.next(rows, state, note, batches=len(batches), signal=signal, clock=clock)
+    except RuntimeError as failure:
+        ranks.report_lost(failure)
+        if error is not None:
+            raise error from None
+        raise
 
 
-class _Move:
-    """Copies batches to the device, on a CUDA stream of its own where the device has streams."""
+def _move(
+    batches: Sequence[Batch], device: torch.device, prefetch: Prefetch | None, copies: torch.cuda.Stream | None
+) -> tuple[tuple[Batch, ...], torch.cuda.Event | None]:
+    """The batches on the device, copied on a CUDA stream of their own where the device has streams."""
+    there = []
+    with nullcontext() if copies is None else torch.cuda.stream(copies):
+        for batch in batches:
+            moved = batch.to(device, non_blocking=True)
+            if prefetch is not None:
+                moved = replace(moved, sparse=prefetch(moved.sparse), buffer=None, layout=None)
+            there.append(moved)
+        return tuple(there), None if copies is None else copies.record_event()
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def __call__(
-        self, batches: Sequence[Batch], send: Send | None
-    ) -> tuple[tuple[Batch, ...], torch.cuda.Event | None]:
-        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
-            there = tuple(self._move(batch, send) for batch in batches)
-            return there, None if self._stream is None else self._stream.record_event()
+def _record(batch: Batch, stream: torch.cuda.Stream) -> None:
+    """Tell the allocator that the stream uses the batch's memory."""
 
-    def _move(self, batch: Batch, send: Send | None) -> Batch:
-        there = batch.to(self._device, non_blocking=True)
-        return there if send is None else replace(there, sparse=send(batch.sparse), buffer=None, layout=None)
+    def record(tensor: Tensor) -> Tensor:
+        if tensor.is_cuda:
+            tensor.record_stream(stream)
+        return tensor
+
+    tree_map_only(Tensor, record, (batch.dense, batch.labels, batch.sparse))
+    sparse: Any = batch.sparse
+    if isinstance(sparse, SentFeatures):
+        sparse.map(record)

@@ -12,13 +12,14 @@ from torch import Tensor, nn
 
 from tritonemb.data import open_for_scoring
 from tritonemb.data.batch import Batch
-from tritonemb.training import inference
+from tritonemb.data.source import Feature
 from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, read_manifest
 from tritonemb.training.config import TrainConfig
-from tritonemb.training.devices import check_device
-from tritonemb.training.job import build_model, features_from_plain
-from tritonemb.training.state import model_tensors, read_again
-from tritonemb.training.toml import from_plain
+from tritonemb.training.config_io import from_plain
+from tritonemb.training.job import build_model
+from tritonemb.training.step import predict_logits
+from tritonemb.training.train_state import model_tensors, read_again
+from tritonemb.training.utils import check_device
 from tritonemb.utils import require, written_aside
 
 SUFFIXES = (".parquet", ".csv")
@@ -63,8 +64,9 @@ def predict(options: PredictOptions) -> str:
     if "features" not in manifest["config"]:
         raise ValueError(f"{path} was not written by tritonemb train, so nobody knows how to build its model")
     check_device(options.device)
-    config = from_plain(_without_features(manifest["config"]), TrainConfig(), str(path))
-    features = features_from_plain(manifest["config"]["features"])
+    values = dict(manifest["config"])
+    features, num_dense = tuple(Feature(**each) for each in values.pop("features")), values.pop("num_dense")
+    config = replace(from_plain(values, TrainConfig(), str(path)), device=options.device)
     # A row that is left out would give all later ones another row's score.
     data = open_for_scoring(options.data, replace(config.read, on_bad_row="raise"), features)
     if data.encoding != manifest["run"]["encoding"]:
@@ -72,8 +74,7 @@ def predict(options: PredictOptions) -> str:
             f"{options.data} would be numbered otherwise than in training, so its ids would mean something else: the "
             "vocabulary file has changed since, or the columns are others"
         )
-    config = replace(config, device=options.device)
-    model = build_model(config, features, manifest["config"]["num_dense"])
+    model = build_model(config, features, num_dense)
     load_tensors(path, model_tensors(model), ignore=TRAINING_ONLY)
     read_again(model)
     with data.open("test", options.batch_size) as stream:
@@ -96,7 +97,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 def _score(model: nn.Module, batch: Batch, config: TrainConfig) -> Tensor:
-    logits, _ = inference.predict(model, [batch], torch.device(config.device), config.precision)
+    logits, _ = predict_logits(model, [(batch, batch.labels)], torch.device(config.device), config.precision)
     return torch.sigmoid(logits)
 
 
@@ -117,7 +118,3 @@ def _writer(path: Path, suffix: str, schema: Any) -> Any:
     if suffix == ".csv":
         return require("pyarrow.csv").CSVWriter(path, schema)
     return require("pyarrow.parquet").ParquetWriter(path, schema)
-
-
-def _without_features(config: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in config.items() if name not in ("features", "num_dense")}

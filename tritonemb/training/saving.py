@@ -5,21 +5,18 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from tritonemb.training import state
-from tritonemb.training.cache_meter import caches_of
+from tritonemb.training import train_state
 from tritonemb.training.callbacks import CheckpointSaved
 from tritonemb.training.checkpoint import AsyncSave, Saved, load_tensors, read_manifest, stored_tensors
+from tritonemb.training.config_io import plain
+from tritonemb.training.metrics import caches_of
 from tritonemb.training.run_folder import RunFolder
-from tritonemb.training.toml import plain
-from tritonemb.training.versions import versions
-
-if TYPE_CHECKING:
-    from tritonemb.training.trainer import Trainer
+from tritonemb.training.utils import versions
 
 
 class Saving:
@@ -30,9 +27,9 @@ class Saving:
         asynchronous: write in a thread, while training goes on.
     """
 
-    def __init__(self, trainer: Trainer, folder: RunFolder | None, asynchronous: bool) -> None:
-        self._trainer, self._folder = trainer, folder
-        self._control = trainer.parallel.control
+    def __init__(self, state: train_state.TrainState, folder: RunFolder | None, asynchronous: bool) -> None:
+        self._state, self._folder = state, folder
+        self._control = state.ranks.control
         self._writer: AsyncSave | None = None
         if folder is not None and asynchronous:
             self._writer = AsyncSave(folder.checkpoints, self._control)
@@ -41,7 +38,7 @@ class Saving:
         """Write a checkpoint of this moment."""
         assert self._folder is not None
         self.finish()
-        start, step = time.perf_counter(), self._trainer.progress.step
+        start, step = time.perf_counter(), self._state.progress.step
         size = self._folder.checkpoints.save(step, self.tensors(), self.manifest(), self._control)
         return self._saved(step, size, time.perf_counter() - start)
 
@@ -52,7 +49,7 @@ class Saving:
             CheckpointError: this one could not be written, or the one that was being written.
         """
         assert self._folder is not None
-        step = self._trainer.progress.step
+        step = self._state.progress.step
         if self._writer is not None:
             return self._of(self._writer.start(step, self.tensors(), self.manifest(), best))
         saved = self.save()
@@ -70,33 +67,33 @@ class Saving:
 
     def tensors(self) -> dict[str, Tensor]:
         """All that is saved as tensors. Collective."""
-        trainer, parallel = self._trainer, self._trainer.parallel
-        if caches_of(trainer.model):
-            trainer.settle()  # rows that are on their way are written back, or not, whenever this is done
+        state, ranks = self._state, self._state.ranks
+        if caches_of(state.model):
+            state.settle()  # rows that are on their way are written back, or not, whenever this is done
         return {
-            **state.model_tensors(trainer.model),
-            **state.optimizer_tensors(trainer.model, trainer.dense_optimizer),
-            **state.rng_tensors(trainer.device, parallel.rank if parallel.size > 1 else None),
-            "trainer.loss_sums": trainer.stepper.all_loss_sums(),
+            **train_state.model_tensors(state.model),
+            **train_state.optimizer_tensors(state.model, state.step.dense_optimizer),
+            **train_state.rng_tensors(state.device, ranks.rank if ranks.size > 1 else None),
+            "trainer.loss_sums": state.step.all_loss_sums(),
         }
 
     def manifest(self) -> dict[str, Any]:
         """All else, for JSON. Collective."""
-        trainer = self._trainer
-        position = trainer.reading.merged(trainer.progress.position)
+        state = self._state
+        position = state.loader.merged(state.progress.position)
         return {
-            "versions": versions(trainer.device),
+            "versions": versions(state.device),
             "run": self._run(),
-            "progress": trainer.progress.to_json() | {"position": position},
-            **trainer.stepper.to_json(),
-            "optimizer": state.optimizer_plain(trainer.model, trainer.dense_optimizer),
-            **state.rng_manifest(trainer.parallel.gather(state.rng_plain())),
-            "config": plain(trainer.config),
+            "progress": state.progress.to_json() | {"position": position},
+            **state.step.to_json(),
+            "optimizer": train_state.optimizer_plain(state.model, state.step.dense_optimizer),
+            **train_state.rng_manifest(state.ranks.gather(train_state.rng_plain())),
+            "config": plain(state.config),
         }
 
     def restore(self, checkpoint: str | Path) -> Path | None:
         """See `Trainer.resume`. Collective."""
-        trainer, stepper = self._trainer, self._trainer.stepper
+        state, step = self._state, self._state.step
         self.finish()
         newest = None if self._folder is None else self._folder.checkpoints.latest(self._control)
         if checkpoint == "auto" and self._folder is None:
@@ -107,26 +104,26 @@ class Saving:
         manifest = read_manifest(path, self._control)
         self._check_same_run(path, manifest["run"])
         try:
-            progress = state.Progress.from_json(manifest["progress"])
-            options = {name: manifest[name] for name in (*stepper.to_json(), "optimizer", "rng")}
+            progress = train_state.Progress.from_json(manifest["progress"])
+            options = {name: manifest[name] for name in (*step.to_json(), "optimizer", "rng")}
         except (KeyError, TypeError) as error:
             raise ValueError(f"{path / 'trainer.json'} is damaged ({error!r}); use another checkpoint") from error
         if self._folder is not None and newest is not None and path.resolve().parent != newest.resolve().parent:
             raise ValueError(f"{self._folder.path} holds another run than {path}; choose another folder")
         stored = stored_tensors(path, self._control)
-        random = state.rng_templates(stored, trainer.parallel.rank, trainer.device)
-        tensors = state.model_tensors(trainer.model) | random
-        tensors |= state.optimizer_templates(trainer.model, trainer.dense_optimizer, stored)
+        random = train_state.rng_templates(stored, state.ranks.rank, state.device)
+        tensors = train_state.model_tensors(state.model) | random
+        tensors |= train_state.optimizer_templates(state.model, state.step.dense_optimizer, stored)
         entry = stored.get("trainer.loss_sums")
         sums = torch.zeros(2 if entry is None else entry.size, dtype=torch.float64)
         load_tensors(path, tensors | {"trainer.loss_sums": sums}, ignore=("rng.",), group=self._control)
-        state.read_again(trainer.model)
-        if trainer.dense_optimizer is not None:
-            state.load_optimizer_state(trainer.model, trainer.dense_optimizer, tensors, options["optimizer"])
-        stepper.load_loss_sums(sums)
-        stepper.load_json(options)
-        state.set_rng(random, manifest, trainer.seed, trainer.parallel.rank, trainer.device)
-        trainer.progress = replace(progress, position=trainer.reading.own(progress.position))
+        train_state.read_again(state.model)
+        if state.step.dense_optimizer is not None:
+            train_state.load_optimizer_state(state.model, state.step.dense_optimizer, tensors, options["optimizer"])
+        step.load_loss_sums(sums)
+        step.load_json(options)
+        train_state.set_rng(random, manifest, state.options.seed, state.ranks.rank, state.device)
+        state.progress = replace(progress, position=state.loader.own(progress.position))
         return path
 
     def mark_best_again(self) -> None:
@@ -135,7 +132,7 @@ class Saving:
         For rank 0 alone.
         """
         assert self._folder is not None
-        progress, checkpoints = self._trainer.progress, self._folder.checkpoints
+        progress, checkpoints = self._state.progress, self._folder.checkpoints
         best = checkpoints.best()
         marked = best is not None and best.name == f"best-{progress.best_step}"
         if progress.best is not None and not marked and checkpoints.path(progress.best_step).is_dir():
@@ -150,14 +147,14 @@ class Saving:
 
     def _run(self) -> dict[str, Any]:
         """What must be the same for the bits of a run that never stopped."""
-        trainer, optimizer = self._trainer, self._trainer.dense_optimizer
-        collections = trainer.stepper.collections
+        state, optimizer = self._state, self._state.step.dense_optimizer
+        collections = state.step.collections
         return {
-            "data": trainer.data.name,
-            "encoding": trainer.data.encoding,
-            "batch_size": trainer.batch_size,
-            "accumulate": trainer.accumulate,
-            "seed": trainer.seed,
+            "data": state.data.name,
+            "encoding": state.data.encoding,
+            "batch_size": state.options.batch_size,
+            "accumulate": state.options.accumulate,
+            "seed": state.options.seed,
             "dense_optimizer": None if optimizer is None else type(optimizer).__name__,
             "table_optimizers": [collection.optimizer.name for collection in collections if collection.optimizer],
         }

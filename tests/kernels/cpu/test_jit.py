@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import logging
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tritonemb.kernels.cpu import jit
@@ -60,3 +63,31 @@ def test_the_cache_may_be_moved(monkeypatch, tmp_path):
     assert jit.cache_dir() == tmp_path / "here"
     monkeypatch.delenv("TRITONEMB_CACHE_DIR")
     assert jit.cache_dir().name == "tritonemb"
+
+
+@jit.inlined
+def _increase(array):
+    for i in range(array.size):
+        array[i] += 1
+
+
+def increase_twice(array):
+    _increase(array)
+    _increase(array)
+
+
+def test_a_kernel_that_is_compiled_is_logged_once_and_optimized_once(monkeypatch, tmp_path, caplog):
+    optimize, optimized = jit._optimize, []
+    monkeypatch.setattr(jit, "_optimize", lambda library: optimized.append(library.name) or optimize(library))
+    monkeypatch.setattr(jit, "_kernel_cache_dir", lambda: tmp_path)
+    monkeypatch.setenv("TRITONEMB_CACHE_DIR", str(tmp_path))
+    caplog.set_level(logging.INFO, logger="tritonemb")
+    kernel, array = jit.compiled(increase_twice), np.zeros(3, dtype=np.int64)
+    kernel(array)
+    kernel(array)
+    assert array.tolist() == [4, 4, 4]
+    assert optimized == ["increase_twice"]
+    assert gc.isenabled()
+    (record,) = caplog.records
+    assert record.message.startswith("compiling the CPU kernel test_jit.increase_twice (first use on this machine; ")
+    assert record.message.endswith(f"kept in {tmp_path})")

@@ -29,7 +29,7 @@ def in_order(job: Callable[[Chunk], R], chunks: Iterator[Chunk], workers: int) -
     At most `CHUNKS_READ + 1` chunks wait to be worked on and at most `2 * workers + 1` are being worked on or wait as
     results, so memory does not depend on the size of the log. Closing the generator ends all threads.
     """
-    read = Prefetcher(chunks, CHUNKS_READ, "tritonemb-read")
+    read = Prefetcher(chunks, CHUNKS_READ + 1, "tritonemb-read")
     pool = ThreadPoolExecutor(workers, thread_name_prefix="tritonemb-parse")
     results: deque[Future[R]] = deque()
     try:

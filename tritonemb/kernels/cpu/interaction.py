@@ -30,7 +30,9 @@ def _multiply(task, bounds, num_features, dim, dense, sparse, out, width):
         prefetch(sparse + (sample + 1) * num_features * dim * 4, num_features * dim * 4)
         _find_vectors(vectors, dense, sparse, sample, num_features, dim)
         row = float32_row(out + sample * width * 4, width)
-        row[:dim] = float32_row(vectors[0], dim)
+        first = float32_row(vectors[0], dim)
+        for d in range(dim):
+            row[d] = first[d]
         place = dim
         for i in range(1, num_features + 1):
             for j in range(i):

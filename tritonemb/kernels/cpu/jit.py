@@ -12,11 +12,15 @@ Tensors as the plain arrays that CPU kernels read, and work cut into tasks.
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
+import logging
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,12 +29,17 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
-from numba.core import caching
+from numba.core import caching, codegen
 from numba.extending import intrinsic
 from torch import Tensor
 
 from tritonemb.kernels.cpu import threads
 
+_log = logging.getLogger(__name__)
+_finished: list[float] = []  # seconds that each kernel compiled by this process took
+_tasks: set[str] = set()  # names of functions that are `called`
+_Library = codegen.CPUCodeLibrary
+_optimize = _Library._optimize_final_module
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 
 
@@ -96,15 +105,44 @@ class _KernelCache(caching.FunctionCache):
     _impl_class = _CacheImpl
 
 
+@contextmanager
+def _compiling(kernel: str, name: str) -> Iterator[None]:
+    """Log that a kernel is compiled, and save time. Numba calls this with its lock held, for kernels not in the cache.
+
+    Numba optimizes every function by itself and again inside each of its callers. Here only the kernel `name` and its
+    tasks are, which hold all that they call. (The kernel alone, once, leaves loops over 16-bit rows unvectorized.)
+    """
+    done = f"{len(_finished)} done in {sum(_finished):.0f} s, kept in {cache_dir()}"
+    _log.info("compiling the CPU kernel %s (first use on this machine; %s)", kernel, done)
+
+    def optimize(library: Any) -> None:
+        if library.name == name or library.name in _tasks:
+            _optimize(library)
+
+    before, start, collects = _Library._optimize_final_module, time.perf_counter(), gc.isenabled()
+    gc.disable()  # the compiler makes many objects: every collection would go through all of torch's
+    _Library._optimize_final_module = optimize
+    try:
+        yield
+    finally:
+        _Library._optimize_final_module = before
+        if collects:
+            gc.enable()
+        _finished.append(time.perf_counter() - start)
+
+
 def compiled(function: Callable[..., Any]) -> Any:
     """Compile a kernel, called from Python, at its first call."""
     dispatcher = numba.njit(**_OPTIONS)(function)
     dispatcher._cache = _KernelCache(dispatcher.py_func)
+    kernel = f"{function.__module__.rpartition('.')[2]}.{function.__name__.lstrip('_')}"
+    dispatcher._compiler.compile = _compiling(kernel, function.__qualname__)(dispatcher._compiler.compile)
     return dispatcher
 
 
 def called(function: Callable[..., Any]) -> Any:
     """Compile a part of kernels that only kernels call: without what Python would need, which takes time to compile."""
+    _tasks.add(function.__qualname__)
     return numba.njit(**_OPTIONS, no_cpython_wrapper=True)(function)
 
 

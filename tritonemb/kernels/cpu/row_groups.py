@@ -116,6 +116,16 @@ def _fill_pairs(unit, keys, batch_size, values, offsets, pairs):
 
 
 @inlined
+def _fill_part(bit, part_bits, first_id, first_position, position_bits, values, pairs):
+    """Put `part_bits` bits of each id, from `bit` on, above its position; the order stays."""
+    mask, part_mask = (1 << position_bits) - 1, (1 << part_bits) - 1
+    for i in range(pairs.size):
+        position = pairs[i] & mask
+        part = ((values[first_position + position] - first_id) >> bit) & part_mask
+        pairs[i] = part << position_bits | position
+
+
+@inlined
 def _insertion_sort(pairs):
     for i in range(1, pairs.size):
         pair, j = pairs[i], i
@@ -150,7 +160,8 @@ def _radix_sort(pairs, spare, first_bit, num_bits):
             ends[digit] += 1
         source, target = target, source
     if passes % 2:
-        pairs[:] = source
+        for i in range(pairs.size):  # a slice that is assigned to a slice takes seconds to compile
+            pairs[i] = source[i]
 
 
 @called
@@ -162,20 +173,27 @@ def _sort_unit(number, units, batch_size, key_starts_of_table, keys_of_table, va
     pairs = all_pairs[unit[BEGIN] : unit[BEGIN] + unit[ROOM] + 1]
     count = _fill_pairs(unit, keys, batch_size, values, offsets, pairs)
     pairs = pairs[:count]
-    groups = 1 if count else 0
-    if not fits:
-        ids = values[first_position + pairs]
-        by_id = np.argsort(ids, kind="mergesort")
-        pairs[:] = pairs[by_id]
-        for i in range(1, count):
-            groups += 1 if ids[by_id[i]] != ids[by_id[i - 1]] else 0
+    id_bits, part_bits = _bit_length(unit[END_ID] - unit[FIRST_ID] - 1), PAIR_BITS - position_bits
+    if fits and count <= FEW_PAIRS:
+        _insertion_sort(pairs)
     else:
-        if count <= FEW_PAIRS:
-            _insertion_sort(pairs)
-        else:
-            _radix_sort(pairs, np.empty_like(pairs), position_bits, _bit_length(unit[END_ID] - unit[FIRST_ID] - 1))
+        spare = np.empty_like(pairs)
+        for bit in range(
+            0, max(1, id_bits), part_bits
+        ):  # once if ids fit, else by one part of their bits after another
+            if not fits:
+                _fill_part(bit, part_bits, unit[FIRST_ID], first_position, position_bits, values, pairs)
+            _radix_sort(pairs, spare, position_bits, min(id_bits - bit, part_bits))
+    groups = 1 if count else 0
+    if fits:
         for i in range(1, count):
             groups += 1 if pairs[i] >> position_bits != pairs[i - 1] >> position_bits else 0
+    else:
+        mask = (1 << position_bits) - 1
+        for i in range(count):
+            pairs[i] &= mask
+        for i in range(1, count):
+            groups += 1 if values[first_position + pairs[i]] != values[first_position + pairs[i - 1]] else 0
     unit[NUM_VALUES], unit[NUM_GROUPS] = count, groups
 
 
@@ -215,10 +233,12 @@ def _write(
     num_values, num_groups = firsts[num_units]
     part, size = task - num_units, rows.size - num_groups
     begin, end = num_groups + size * part // num_tails, num_groups + size * (part + 1) // num_tails
-    rows[begin:end] = tables[-1, FIRST_ROW] + tables[-1, NUM_ROWS]
-    starts[begin + 1 : end + 1] = num_values
+    past_last = tables[-1, FIRST_ROW] + tables[-1, NUM_ROWS]
+    for group in range(begin, end):
+        rows[group], starts[group + 1] = past_last, num_values
     if part == 0:
-        order[num_values:] = -1
+        for i in range(num_values, order.size):
+            order[i] = -1
 
 
 @compiled

@@ -126,14 +126,14 @@ def _update_rows(
     order, grad, width, sample_weights, learning_rate, steps, hyperparameters,
 ):  # fmt: skip
     """Update groups [bounds[task], bounds[task + 1]). The first whose gradient must be refused goes into `found`."""
-    most = np.int64(0)
+    most = widest = np.int64(0)
     for table in range(tables.shape[0]):
+        widest = max(widest, tables[table, ROW_DIM])
         first, last = max(bounds[task], table_groups[table]), min(bounds[task + 1], table_groups[table + 1])
         if first < last:
             most = max(most, np.int64(starts[last] - starts[first]))
     gradients_room = np.empty(most, dtype=np.int64)
     scales_room = np.empty(most if scaled else 0, dtype=np.float32)
-    widest = tables[:, ROW_DIM].max()
     sums_room, row_room = np.empty(widest, dtype=np.float32), np.empty(widest, dtype=np.float32)
     words_room = np.empty((widest + ELEMENTS_PER_COUNTER - 1) // ELEMENTS_PER_COUNTER * 4, dtype=np.uint32)
     sums_address, row_address = sums_room.ctypes.data, row_room.ctypes.data
@@ -216,9 +216,15 @@ def _share_groups(starts, num_groups, num_tasks):
 def _groups_of_tables(rows, num_groups, tables):
     """Bounds `[T + 1]` of each table's groups."""
     bounds = np.empty(tables.shape[0] + 1, dtype=np.int64)
-    bounds[-1] = num_groups
-    for table in range(tables.shape[0]):
-        bounds[table] = np.searchsorted(rows[:num_groups], tables[table, FIRST_ROW])
+    for table in range(tables.shape[0] + 1):
+        low, high = 0, num_groups
+        while table < tables.shape[0] and low < high:
+            middle = (low + high) // 2
+            if rows[middle] < tables[table, FIRST_ROW]:
+                low = middle + 1
+            else:
+                high = middle
+        bounds[table] = high
     return bounds
 
 
@@ -234,7 +240,9 @@ def _update(
     if pooled and not one_value_a_bag(offsets):
         bags = bags_of(team, num_threads, num_tasks, offsets)
     bounds = _share_groups(starts, num_groups, num_tasks)
-    found = np.full(num_tasks, NO_GROUP, dtype=np.int64)
+    found = np.empty(num_tasks, dtype=np.int64)
+    for task in range(num_tasks):
+        found[task] = NO_GROUP
     ask_for_gradients = starts[num_groups] < READS_PER_GRADIENT * offsets.size
     for check_only in (True, False):
         if check_only and hyperparameters[NONFINITE] != RAISE:
@@ -248,8 +256,11 @@ def _update(
                 steps, hyperparameters,
             ),
         )  # fmt: skip
-        if found.min() != NO_GROUP:
-            return found.min()
+        refused = NO_GROUP
+        for task in range(num_tasks):
+            refused = min(refused, found[task])
+        if refused != NO_GROUP:
+            return refused
     return -1
 
 

@@ -1,9 +1,9 @@
-"""Everything that a run needs to go on as if it had never stopped, out of a trainer's parts and back into them."""
+"""What a trainer, its loop and its checkpoints share, and everything of it that a resumed run needs."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,14 +13,17 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from tritonemb.data.prefetch import Prefetcher
+from tritonemb.data.source import Data
 from tritonemb.tables.cached_table import TieredTable, stand_ins
-
-PLAIN = (int, float, str, bool, type(None))
+from tritonemb.training.config import TrainerOptions
+from tritonemb.training.ranks import RankLoader, Ranks
+from tritonemb.training.step import PLAIN, TrainStep
 
 
 @dataclass
 class Progress:
-    """Where a run stands.
+    """How far a run has come.
 
     Args:
         step: optimizer steps done.
@@ -57,10 +60,81 @@ class Progress:
         return cls(**values)
 
 
+@dataclass
+class TrainState:
+    """What a trainer, its loop and its checkpoints share.
+
+    Args:
+        model: with its tables, on the device.
+        device: that trains.
+        data: what is trained on.
+        options: of the run.
+        config: of the run, for its checkpoints and its report.
+        step: trains the model on the batches of a step.
+        progress: how far the run has come.
+        loader: this rank's part of the data.
+        ranks: that train together.
+        pipeline: whether the next steps are prefetched.
+        last_epoch: epochs of the whole run.
+        last_step: steps of the whole run, if they are limited.
+        begun: whether the ranks' generators are their own.
+        fitted: whether a fit has been to its end.
+        prefetched: the steps of the epoch that is being trained.
+    """
+
+    model: nn.Module
+    device: torch.device
+    data: Data
+    options: TrainerOptions
+    config: Mapping[str, Any]
+    step: TrainStep
+    progress: Progress
+    loader: RankLoader
+    ranks: Ranks
+    pipeline: bool
+    last_epoch: int
+    last_step: int | None
+    begun: bool = False
+    fitted: bool = False
+    prefetched: Prefetcher[Any] | None = None
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """None where the data set does not know its number of rows."""
+        rows = self.data.num_rows("train") if "train" in self.data.splits() else None
+        if rows is None:
+            return None
+        batches = -(-rows // (self.options.batch_size * self.ranks.size))
+        return -(-batches // self.options.accumulate)
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of the whole run, as far as they are known."""
+        each = self.steps_per_epoch
+        by_epochs = None if each is None else each * self.last_epoch
+        return min((steps for steps in (by_epochs, self.last_step) if steps is not None), default=None)
+
+    def total_samples(self, rows: int | None) -> int | None:
+        """Samples of the whole run, if an epoch has `rows`."""
+        size = self.options.batch_size * self.options.accumulate * self.ranks.size
+        by_steps = None if self.last_step is None else self.last_step * size
+        if rows is None:
+            return by_steps
+        if by_steps is None:
+            return rows * self.last_epoch
+        epochs, rest = divmod(self.last_step or 0, -(-rows // size))
+        return min(rows * self.last_epoch, rows * epochs + rest * size)
+
+    def settle(self) -> None:
+        """Wait until nothing is being prefetched: no collective is running, and no transfer of rows."""
+        if self.prefetched is not None:
+            self.prefetched.settle()
+
+
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """`model.<key>` for every entry of the model's `state_dict`, sharing memory with the model.
 
-    An `OnDisk` stands for each tensor of a table on disk.
+    Each tensor of a table on disk is an `OnDisk`, which has no values.
 
     Raises:
         TypeError: for an entry that is no tensor.
@@ -76,7 +150,7 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def read_again(model: nn.Module) -> None:
-    """What of tables in host memory is on the device comes anew from there, where values have been loaded."""
+    """Read cached rows of tables in host memory again, after values have been loaded."""
     for table in model.modules():
         if isinstance(table, TieredTable) and table.config.placement == "host":
             table.read_again()
@@ -84,12 +158,8 @@ def read_again(model: nn.Module) -> None:
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
     """`optimizer.<parameter>.<state>` for every tensor that the optimizer of the dense part keeps."""
-    found = {}
-    for name, parameter in _parameters_of(model, optimizer):
-        for key, value in optimizer.state.get(parameter, {}).items() if optimizer is not None else ():
-            if isinstance(value, Tensor):
-                found[f"optimizer.{name}.{key}"] = value
-    return found
+    entries = _optimizer_entries(model, optimizer)
+    return {f"optimizer.{name}.{key}": value for name, key, value in entries if isinstance(value, Tensor)}
 
 
 def optimizer_plain(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Any]]:
@@ -99,16 +169,15 @@ def optimizer_plain(model: nn.Module, optimizer: torch.optim.Optimizer | None) -
         TypeError: for a value that JSON does not know.
     """
     found: dict[str, dict[str, Any]] = {}
-    for name, parameter in _parameters_of(model, optimizer):
-        for key, value in optimizer.state.get(parameter, {}).items() if optimizer is not None else ():
-            if isinstance(value, Tensor):
-                continue
-            if not isinstance(value, PLAIN):
-                raise TypeError(
-                    f"{type(optimizer).__name__} keeps {key!r} of type {type(value).__name__} for {name}; checkpoints "
-                    "hold tensors and plain values only"
-                )
-            found.setdefault(name, {})[key] = value
+    for name, key, value in _optimizer_entries(model, optimizer):
+        if isinstance(value, Tensor):
+            continue
+        if not isinstance(value, PLAIN):
+            raise TypeError(
+                f"{type(optimizer).__name__} keeps {key!r} of type {type(value).__name__} for {name}; checkpoints "
+                "hold tensors and plain values only"
+            )
+        found.setdefault(name, {})[key] = value
     return found
 
 
@@ -116,7 +185,7 @@ def optimizer_templates(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, stored: Mapping[str, TensorStorageMetadata]
 ) -> dict[str, Tensor]:
     """Room for those stored optimizer states whose parameters this optimizer has: on the CPU, or where the parameter is
-    a DTensor cut as that is.
+    a DTensor, sharded as that is.
     """
     owners: dict[str, Tensor] = {f"optimizer.{name}": parameter for name, parameter in _parameters_of(model, optimizer)}
     found: dict[str, Tensor] = {}
@@ -214,6 +283,13 @@ def set_rng_plain(values: dict[str, Any]) -> None:
     random.setstate((version, tuple(numbers), gauss))
     name, keys, position, has_gauss, cached = values["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002
+
+
+def _optimizer_entries(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, str, Any]]:
+    """Parameter name, state name and value of all that the optimizer keeps."""
+    for name, parameter in _parameters_of(model, optimizer):
+        for key, value in optimizer.state.get(parameter, {}).items() if optimizer is not None else ():
+            yield name, key, value
 
 
 def _parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, nn.Parameter]]:

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.training.watch.events import STEPS, end, evaluation, log, start, step, train
+from tests.training.callbacks.events import STEPS, end, evaluation, log, start, step, train
 from tritonemb.training.callbacks import FitEnd
-from tritonemb.training.watch.run_log import RunLog, read_run_log
+from tritonemb.training.callbacks.jsonl import RunLog, read_run_log
 
 
 def strictly(path: Path) -> list[dict]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tritonemb.training.callbacks import Callback, Evaluation, FitEnd, FitStart, Log
+from tritonemb.training.callbacks.base import Callback, Evaluation, FitEnd, FitStart, Log
 from tritonemb.training.metrics import Metrics
 from tritonemb.utils import require
 
@@ -13,11 +13,11 @@ FLUSH_SECONDS = 10
 
 class TensorBoard(Callback):
     """Writes scalars over steps: train/loss, train/samples_per_second, train/data_wait, train/memory_bytes, lr/dense,
-    lr/tables, and auc, log_loss and normalized_entropy under the name of each split. Where tables live elsewhere than
-    on the device, also cache/rows, cache/hit_rate, cache/read, cache/written and cache/stall; where a table on
-    disk has rows in host memory, cache/host_hits, cache/disk_read and cache/disk_written.
+    lr/tables, and auc, log_loss and normalized_entropy under the name of each split. For cached tables also cache/rows,
+    cache/hit_rate, cache/read, cache/written and cache/stall; for a table on disk with a host cache cache/host_hits,
+    cache/disk_read and cache/disk_written.
 
-    Where a run goes on from a checkpoint, what was written after that step is hidden.
+    Where a run is resumed from a checkpoint, what was written after that step is hidden.
 
     Args:
         folder: of the event files, one of its own for every run.
@@ -41,10 +41,8 @@ class TensorBoard(Callback):
         self._writer = self._make_writer(self._folder, purge_step=start.first_step + 1, flush_secs=FLUSH_SECONDS)
 
     def on_log(self, log: Log) -> None:
-        self._add("train/loss", log.loss, log.step)
-        self._add("train/samples_per_second", log.samples_per_second, log.step)
-        self._add("train/data_wait", log.data_wait, log.step)
-        self._add("train/memory_bytes", log.memory_bytes, log.step)
+        for name in ("loss", "samples_per_second", "data_wait", "memory_bytes"):
+            self._add(f"train/{name}", getattr(log, name), log.step)
         for name, value in log.cache.items():
             self._add(f"cache/{name}", value, log.step)
         self._add("lr/dense", log.dense_lr, log.step)
@@ -61,9 +59,8 @@ class TensorBoard(Callback):
             self._writer = None
 
     def _add_metrics(self, split: str, metrics: Metrics, step: int) -> None:
-        self._add(f"{split}/auc", metrics.auc, step)
-        self._add(f"{split}/log_loss", metrics.log_loss, step)
-        self._add(f"{split}/normalized_entropy", metrics.normalized_entropy, step)
+        for name in ("auc", "log_loss", "normalized_entropy"):
+            self._add(f"{split}/{name}", getattr(metrics, name), step)
 
     def _add(self, name: str, value: float | None, step: int) -> None:
         if self._writer is not None and value is not None:

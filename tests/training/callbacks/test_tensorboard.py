@@ -2,8 +2,8 @@ import sys
 
 import pytest
 
-from tests.training.watch.events import train
-from tritonemb.training.watch.tensorboard import TensorBoard
+from tests.training.callbacks.events import train
+from tritonemb.training.callbacks.tensorboard import TensorBoard
 from tritonemb.utils import MissingExtraError
 
 

@@ -1,8 +1,10 @@
-"""What a trainer tells those who watch it: one small interface for displays, logs and a user's own hooks."""
+"""The callback protocol: the events of a training run, and who is called for them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,14 +14,14 @@ from tritonemb.training.metrics import Metrics
 
 @dataclass(frozen=True)
 class FitStart:
-    """Training begins, or goes on after a resume.
+    """Training begins, or continues after a resume.
 
     Args:
         first_step: steps done before, 0 for a new run.
         total_steps: the number of the last step, None where the data set does not know its size.
         samples_done: samples trained on before.
-        total_samples: those of the whole run; None where not even an estimate is to be had.
-        epoch_samples: those of an epoch; None likewise.
+        total_samples: samples of the whole run; None where there is not even an estimate.
+        epoch_samples: samples of an epoch; None likewise.
         estimated: whether the two are estimates.
         num_epochs: epochs of the whole run, if no number of steps ends it before.
         num_ranks: processes that train together.
@@ -58,22 +60,22 @@ class StepEnd:
 
 @dataclass(frozen=True)
 class Log:
-    """Where training stands, every `log_every` steps.
+    """The state of training, every `log_every` steps.
 
     Args:
         step, epoch, samples: as in `StepEnd`.
         loss: mean training loss since the last log.
         dense_lr, table_lr: learning rates of the step; None without such parameters.
-        samples_per_second: since the last log, evaluation and checkpoints left out.
+        samples_per_second: since the last log, without evaluation and checkpoints.
         data_wait: share of that time in which the trainer waited for data, 0 to 1.
         memory_bytes: resident memory of the process, or memory allocated on the GPU.
-        seconds: time trained since the run began, evaluation and checkpoints left out.
+        seconds: training time since the run began, without evaluation and checkpoints.
         sent: bytes that all ranks together have sent each other in a step, mean since the last log, by kind.
         sent_across_nodes: bytes of these that went to another node.
-        cache: where tables live elsewhere than on the device, of this rank, mean of a step since the last log: distinct
-            `rows`, their `hit_rate`, bytes `read` from where they live and `written` there, and seconds of `stall` in
-            which training waited for them; where a table on disk has rows in host memory, also rows found there,
-            `host_hits`, and bytes that the disk read and wrote, `disk_read` and `disk_written`.
+        cache: of this rank's cached tables (host- or disk-resident), mean of a step since the last log: distinct
+            `rows`, their `hit_rate` in device memory, bytes `read` from and `written` back to the tables, and seconds
+            of `stall` in which training waited for rows; for a table on disk with a host cache also rows found in host
+            memory, `host_hits`, and bytes that the disk read and wrote, `disk_read` and `disk_written`.
     """
 
     step: int
@@ -104,7 +106,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class CheckpointSaved:
-    """A checkpoint is whole and in its place."""
+    """A checkpoint is complete and has its name."""
 
     step: int
     path: Path
@@ -119,10 +121,10 @@ class FitEnd:
     Args:
         reason: "finished", "early stop", "SIGINT" or "SIGTERM".
         step, samples: done since the run began.
-        seconds: time trained since the run began, evaluation and checkpoints left out.
-        samples_per_second: mean over this process, its first step left out.
+        seconds: training time since the run began, without evaluation and checkpoints.
+        samples_per_second: mean over this process, without its first step.
         test: metrics on the test rows, where they were evaluated.
-        best_auc: the best AUC that can be expected, where the data set knows it.
+        best_auc: the Bayes-optimal AUC, where the data set knows it.
     """
 
     reason: str
@@ -142,7 +144,7 @@ class Callback:
     train, each calls its own callbacks, at the same steps with the same numbers but for speed, waiting and memory.
 
     Attributes:
-        essential: whether an `OSError` of its methods ends training too; if not, it is told on stderr.
+        essential: whether an `OSError` of its methods ends training too; if not, it is reported on stderr.
     """
 
     essential = True
@@ -167,3 +169,73 @@ class Callback:
 
     def on_end(self, end: FitEnd | None) -> None:
         """After the last step; None if training failed with an exception."""
+
+
+class CallbackList(Callback):
+    """All callbacks of a fit as one.
+
+    An exception of a callback ends training, but for an `OSError` of one that is not `essential` (the display, the log,
+    the report): that is reported once on stderr, and training continues.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback]) -> None:
+        self._callbacks = list(callbacks)
+        self._started: list[Callback] = []
+        self._reported: set[int] = set()
+
+    def __bool__(self) -> bool:
+        return bool(self._callbacks)
+
+    def on_start(self, start: FitStart) -> None:
+        for callback in self._callbacks:
+            self._call(callback, "on_start", start)
+            self._started.append(callback)
+
+    def on_step(self, step: StepEnd) -> None:
+        self._call_all("on_step", step)
+
+    def on_log(self, log: Log) -> None:
+        self._call_all("on_log", log)
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        self._call_all("on_evaluation", evaluation)
+
+    def on_checkpoint(self, saved: CheckpointSaved) -> None:
+        self._call_all("on_checkpoint", saved)
+
+    def on_message(self, text: str) -> None:
+        self._call_all("on_message", text)
+
+    def on_end(self, end: FitEnd | None) -> None:
+        """Called for each callback whose `on_start` has returned, whatever the others do.
+
+        The first failure is raised at the end; beside that of training itself it becomes a note.
+        """
+        first: BaseException | None = None
+        training = sys.exception()
+        for callback in self._started:
+            try:
+                self._call(callback, "on_end", end)
+            except BaseException as error:
+                if training is not None:
+                    training.add_note(f"besides, {type(callback).__name__}.on_end failed: {error!r}")
+                first = first or error
+        self._started = []
+        if first is not None and training is None:
+            raise first
+
+    def _call_all(self, method: str, event: object) -> None:
+        for callback in self._started:
+            self._call(callback, method, event)
+
+    def _call(self, callback: Callback, method: str, event: object) -> None:
+        try:
+            getattr(callback, method)(event)
+        except OSError as error:
+            if callback.essential:
+                raise
+            if id(callback) not in self._reported:
+                self._reported.add(id(callback))
+                with contextlib.suppress(OSError):
+                    name = type(callback).__name__
+                    print(f"note: {name} cannot write: {error}. Training continues", file=sys.stderr, flush=True)

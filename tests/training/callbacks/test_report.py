@@ -7,11 +7,24 @@ from xml.etree import ElementTree
 
 import pytest
 
-from tests.training.watch.events import end, evaluation, log, start, step, train
+from tests.training.callbacks.events import end, evaluation, log, start, step, train
 from tritonemb.training.callbacks import FitEnd
-from tritonemb.training.watch.chart import COUNT, HEIGHT, PLAIN, RATE, SHARE, WIDTH, Level, chart, decimals, thin, ticks
-from tritonemb.training.watch.report import Report, render, write_report
-from tritonemb.training.watch.run_log import RunLog, read_run_log
+from tritonemb.training.callbacks.jsonl import RunLog, read_run_log
+from tritonemb.training.callbacks.report import (
+    COUNT,
+    HEIGHT,
+    PLAIN,
+    RATE,
+    SHARE,
+    WIDTH,
+    Report,
+    chart,
+    decimals,
+    render,
+    thin,
+    ticks,
+    write_report,
+)
 
 EVIL = "<script>alert('1')</script>&\"\x1b[0m\x00\udcff"
 OPEN = {"meta", "link", "br", "img", "input", "hr"}  # never closed in HTML
@@ -66,6 +79,15 @@ def check_svg(svg: ElementTree.Element) -> None:
                 assert 0 <= float(element.get(name)) <= WIDTH, (element.tag, name)
 
 
+def check_chart(drawn: dict) -> None:
+    """Every place of a chart is within the picture."""
+    places = [place for line in drawn["lines"] for place in line] + drawn["dots"]
+    places += [place for x, y, left, width, *_ in drawn["probes"] for place in ((x, y), (left, y), (left + width, y))]
+    places += [(0, y) for y, _ in drawn["y_ticks"]] + [(x, 0) for x, _ in drawn["x_ticks"] + drawn["resumed"]]
+    places += [] if drawn["level"] is None else [(0, drawn["level"][0])]
+    assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for x, y in places)
+
+
 def words(element: ElementTree.Element) -> str:
     return " ".join(" ".join(element.itertext()).split())
 
@@ -87,7 +109,7 @@ def test_a_run_ends_with_its_whole_report(tmp_path):
     text = words(page.find("body"))
     for expected in (
         "synthetic finished",
-        "test AUC 0.7808 best possible 0.8312",
+        "test AUC 0.7808 Bayes-optimal 0.8312",
         "samples/s 41,733",
         "training time 24.9 s",
         "steps 1,200 120,000 samples",
@@ -221,7 +243,7 @@ def test_a_metric_that_is_nan_is_not_the_best(tmp_path):
 
 
 def test_values_apart_by_rounding_only_can_be_drawn():
-    check_svg(ElementTree.fromstring(chart("x", [(1, 0.3), (2, 0.1 + 0.2)], PLAIN, 2)))
+    check_chart(chart([(1, 0.3), (2, 0.1 + 0.2)], PLAIN, 2))
 
 
 def test_ten_thousand_logs_make_a_small_page(tmp_path):
@@ -289,7 +311,7 @@ def test_every_range_can_be_drawn(seed):
     assert found[-1] >= high - slack
     assert 2 <= len(found) <= 9
     for unit in (PLAIN, COUNT, SHARE, RATE):
-        check_svg(ElementTree.fromstring(chart("x", points, unit, 40, level=Level("best", high), marks=[3, 50])))
+        check_chart(chart(points, unit, 40, level=high, resumed=[3, 50]))
 
 
 def test_tick_labels_have_the_digits_that_they_need():

@@ -20,7 +20,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from tritonemb.training.callbacks import Callback, CheckpointSaved, Evaluation, FitEnd, FitStart, Log, StepEnd
+from tritonemb.training.callbacks.base import Callback, CheckpointSaved, Evaluation, FitEnd, FitStart, Log, StepEnd
 from tritonemb.utils import write_whole
 
 NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
@@ -31,12 +31,12 @@ class RunLog(Callback):
 
     Args:
         path: of the file; its folder is made.
-        resume_at_step: of a run that goes on from a checkpoint: what was logged after that step is cut away before the
-            first new line, also the end of the process before. Without it the file must not exist.
+        resume_at_step: the step of the checkpoint from which a run is resumed: what was logged after it is removed
+            before the first new line, also the `end` of the process before. Without it the file must not exist.
 
     Raises:
         FileExistsError: the file exists and `resume_at_step` is not given.
-        ValueError: from `on_start`, the log of the run that goes on is damaged.
+        ValueError: from `on_start`, the log of the resumed run is damaged.
     """
 
     essential = False
@@ -44,11 +44,11 @@ class RunLog(Callback):
     def __init__(self, path: Path | str, resume_at_step: int | None = None) -> None:
         self._path = Path(path)
         if resume_at_step is None and self._path.exists():
-            raise FileExistsError(f"{path} is the log of another run; give resume_at_step to go on with that run")
+            raise FileExistsError(f"{path} is the log of another run; give resume_at_step to resume that run")
         self._resume_at_step = resume_at_step
         self._step = 0
         self._file: FileIO | None = None
-        self._pending: list[bytes] = []  # lines that have not been written yet: there was no room
+        self._unwritten: list[bytes] = []  # lines for which there was no room on the disk
 
     def on_start(self, start: FitStart) -> None:
         self._step = start.first_step
@@ -85,20 +85,20 @@ class RunLog(Callback):
         finally:
             if self._file is not None:
                 self._file.close()
-            self._file, self._pending = None, []
+            self._file, self._unwritten = None, []
 
     def _write(self, event: str, values: Mapping[str, Any]) -> None:
         if self._file is None:
             return
-        self._pending.append(_line({"event": event, **values}).encode())
-        while self._pending:
+        self._unwritten.append(_line({"event": event, **values}).encode())
+        while self._unwritten:
             size = self._file.seek(0, os.SEEK_END)
             try:
-                _write_all(self._file, self._pending[0])
+                _write_all(self._file, self._unwritten[0])
             except OSError:
-                self._file.truncate(size)  # no half lines: what is left out now is written with the next event
+                self._file.truncate(size)  # no half lines: this one is written again with the next event
                 raise
-            del self._pending[0]
+            del self._unwritten[0]
 
 
 def _write_all(file: FileIO, data: bytes) -> None:
@@ -118,7 +118,7 @@ def read_run_log(path: Path | str) -> list[dict[str, Any]]:
 
 
 def cut_after(path: Path, step: int) -> None:
-    """Leave in the log at `path` what a run knew that stood at `step`, and no `end`.
+    """Remove from the log at `path` what was logged after `step`, and every `end`.
 
     Raises:
         ValueError: as `read_run_log`.

@@ -1,0 +1,313 @@
+"""What a user sees while a model trains: a live progress bar on a terminal, plain lines elsewhere.
+
+The fields of a line are two or more blanks apart and keep their columns, so that lines can be read, searched and split.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TextIO
+
+from tritonemb.training.callbacks.base import Callback, CheckpointSaved, Evaluation, FitEnd, FitStart, Log, StepEnd
+from tritonemb.utils import require
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+    from rich.live import Live
+
+REFRESH_SECONDS = 0.5
+
+
+def make_display(stream: TextIO | None = None) -> Callback:
+    """A display for `stream`, by default standard output.
+
+    Raises:
+        MissingExtraError: the stream is a terminal and rich is not installed.
+    """
+    stream = sys.stdout if stream is None else stream
+    if not stream.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
+        return Lines(stream)
+    require("rich")
+    return LiveView(stream)
+
+
+class _Notes(logging.Handler):
+    """Writes what the library logs on its own, as the progress of compiling kernels, to stderr."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(f"note: {record.getMessage()}", file=sys.stderr, flush=True)
+
+
+_NOTES = _Notes(logging.INFO)
+
+
+class Lines(Callback):
+    """Writes a line for the start, for every log, evaluation, checkpoint and message, and a summary at the end.
+
+    Args:
+        stream: flushed after every line.
+    """
+
+    essential = False
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._start = FitStart()
+
+    def on_start(self, start: FitStart) -> None:
+        self._start = start
+        self._print(start_line(start))
+        logger = logging.getLogger("tritonemb")
+        logger.addHandler(_NOTES)
+        logger.setLevel(logging.INFO)
+
+    def on_log(self, log: Log) -> None:
+        self._print(log_line(log, self._start))
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        self._print(evaluation_line(evaluation, self._start))
+
+    def on_checkpoint(self, saved: CheckpointSaved) -> None:
+        self._print(f"checkpoint  {saved.path}  {size(saved.num_bytes)} in {saved.seconds:.1f} s")
+
+    def on_message(self, text: str) -> None:
+        self._print(f"note: {text}")
+
+    def on_end(self, end: FitEnd | None) -> None:
+        logging.getLogger("tritonemb").removeHandler(_NOTES)
+        if end is not None:
+            self._print(summary(end))
+
+    def _print(self, text: str) -> None:
+        print(printable(text, self._stream.encoding), file=self._stream, flush=True)
+
+
+class LiveView(Lines):
+    """A progress bar and the last log at the bottom of a terminal, and the lines of other events above them.
+
+    It is drawn by the thread that trains, so no thread of it competes with training.
+
+    Args:
+        stream: a terminal.
+        clock: seconds, for tests.
+    """
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.perf_counter) -> None:
+        from rich.console import Console
+
+        super().__init__(stream)
+        self._console = Console(file=stream, highlight=False, force_terminal=True, force_jupyter=False)
+        self._clock = clock
+        self._live: Live | None = None
+
+    def on_start(self, start: FitStart) -> None:
+        from rich.live import Live
+        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+        super().on_start(start)
+        self._logged = self._auc = ""
+        self._best_auc: float | None = None
+        self._drawn = -math.inf
+        columns = TextColumn("{task.description}"), BarColumn(None), TaskProgressColumn(), TimeRemainingColumn()
+        self._progress = Progress(*columns, console=self._console, get_time=self._clock, expand=True)
+        self._task = self._progress.add_task(
+            step_field(start.first_step, start), total=start.total_samples, completed=start.samples_done
+        )
+        # What others print on the same terminal must go through the view, to be above the bar.
+        shared = self._stream in (sys.stdout, sys.stderr)
+        self._live = Live(
+            console=self._console,
+            get_renderable=self._view,
+            auto_refresh=False,
+            redirect_stdout=shared and sys.stdout.isatty(),
+            redirect_stderr=shared and sys.stderr.isatty(),
+        )
+        self._live.start(refresh=True)
+
+    def on_step(self, step: StepEnd) -> None:
+        self._progress.update(self._task, completed=step.samples, description=step_field(step.step, self._start))
+        self._draw()
+
+    def on_log(self, log: Log) -> None:
+        self._logged = state_line(log, self._start)
+        self._draw()
+
+    def on_evaluation(self, evaluation: Evaluation) -> None:
+        super().on_evaluation(evaluation)
+        if evaluation.split == "validation":
+            auc = evaluation.metrics.auc
+            if evaluation.best:  # after a resume the first one may not be
+                self._best_auc = auc
+            best = "" if self._best_auc is None else f"  best {self._best_auc:.4f}"
+            self._auc = f"validation AUC {auc:.4f}{best}"
+
+    def on_end(self, end: FitEnd | None) -> None:
+        if self._live is not None:
+            live, self._live = self._live, None
+            live.transient = end is not None  # after a failure the last state stays visible
+            live.stop()
+        super().on_end(end)
+
+    def _print(self, text: str) -> None:
+        from rich.text import Text
+
+        lines = [fold(line, self._console.width) for line in printable(text, self._console.encoding).split("\n")]
+        self._console.print(Text("\n".join(lines)), soft_wrap=True)
+
+    def _draw(self) -> None:
+        now = self._clock()
+        if self._live is not None and now - self._drawn >= REFRESH_SECONDS:
+            self._drawn = now
+            self._live.refresh()
+
+    def _view(self) -> RenderableType:
+        from rich.console import Group
+        from rich.text import Text
+
+        fields = "  ".join(text for text in (self._logged, self._auc) if text)
+        return Group(self._progress, Text(fold(fields, self._console.width)))
+
+
+def start_line(start: FitStart) -> str:
+    """What the run trains on."""
+    fields = ["training"]
+    data, batch_size = start.config.get("data"), find(start.config, "batch_size")
+    if isinstance(data, str):
+        fields.append(data)
+    epochs = "1 epoch" if start.num_epochs == 1 else f"{start.num_epochs:,} epochs"
+    if start.total_samples is None:
+        fields.append(epochs)
+    else:
+        samples = f"{'about ' * start.estimated}{start.total_samples:,} samples"
+        all_epochs = start.epoch_samples is None or start.total_samples >= start.epoch_samples * start.num_epochs
+        fields.append(f"{samples} in {epochs}" if all_epochs else samples)
+    if batch_size is not None:
+        each = f" on each of {start.num_ranks:,} ranks" if start.num_ranks > 1 else ""
+        fields.append(f"batch {batch_size:,}{each}")
+    if start.total_steps is not None:
+        fields.append(f"{start.total_steps:,} steps")
+    if start.first_step:
+        fields.append(f"resumed at step {start.first_step:,}")
+    return "  ".join(fields)
+
+
+def state_line(log: Log, start: FitStart) -> str:
+    """The state of training at a log."""
+    fields = [
+        (step_field(log.step, start), 0),
+        (f"epoch {epoch_done(log.epoch, log.samples, start)}", 0),
+        (f"loss {log.loss:.4f}", 11),
+        (f"{log.samples_per_second:,.0f} samples/s", 16),
+        (f"wait {100 * log.data_wait:.0f} %", 9),
+        (size(log.memory_bytes), 7),
+    ]
+    return "  ".join(text.ljust(width) for text, width in fields).rstrip()
+
+
+def log_line(log: Log, start: FitStart) -> str:
+    """The state of training, and the time left where it is known."""
+    line, rate = state_line(log, start), log.samples_per_second
+    if start.total_samples is None or not math.isfinite(rate) or rate <= 0:
+        return line
+    width = len(line) + max(0, 7 - len(size(log.memory_bytes)))
+    return f"{line.ljust(width)}  ETA {duration(max(0, start.total_samples - log.samples) / rate)}"
+
+
+def evaluation_line(evaluation: Evaluation, start: FitStart) -> str:
+    """The metrics of a split."""
+    metrics = evaluation.metrics
+    fields = [
+        evaluation.split,
+        step_field(evaluation.step, start),
+        f"AUC {metrics.auc:.4f}",
+        f"log loss {metrics.log_loss:.4f}",
+        f"normalized entropy {metrics.normalized_entropy:.4f}",
+    ]
+    return "  ".join(fields + ["(best)"] * evaluation.best)
+
+
+def summary(end: FitEnd) -> str:
+    """What the run reached: the lines that it ends with."""
+    lines = []
+    if end.test is not None:
+        best = "" if end.best_auc is None else f"  (Bayes-optimal {end.best_auc:.4f})"
+        lines = [
+            f"test AUC            {end.test.auc:.4f}{best}",
+            f"log loss            {end.test.log_loss:.4f}",
+            f"normalized entropy  {end.test.normalized_entropy:.4f}",
+        ]
+    lines.append(f"samples/s           {end.samples_per_second:,.0f}  (training took {took(end.seconds)})")
+    if end.reason != "finished":
+        lines.append(f"ended by            {end.reason} after step {end.step:,}")
+    return "\n".join(lines)
+
+
+def step_field(step: int, start: FitStart) -> str:
+    """`step done/total`, as wide as that of the last step."""
+    return f"step {of(step, start.total_steps)}".ljust(len(f"step {of(start.total_steps or step, start.total_steps)}"))
+
+
+def epoch_done(epoch: int, samples: int, start: FitStart) -> str:
+    """Epochs done as 0.32, where the number of samples is known; else which epoch of how many it is."""
+    if not start.epoch_samples:
+        return of(epoch + 1, start.num_epochs)
+    done = samples / start.epoch_samples
+    if start.estimated:  # only the number of the epoch is certain
+        done = min(max(done, epoch), epoch + 0.99)
+    return f"{done:.2f}"
+
+
+def fold(line: str, width: int) -> str:
+    """`line` with breaks between its fields where it is wider than `width`; a single field stays as it is."""
+    rows = [""]
+    for field in re.split(r"(?<=\S)(?=  +\S)", line):
+        if rows[-1] and len(rows[-1] + field) > width:
+            rows.append("")
+        rows[-1] += field
+    return "\n".join(rows)
+
+
+def find(config: Mapping[str, Any], name: str) -> Any:
+    """The first value of that name, at any depth; None if there is none."""
+    if name in config:
+        return config[name]
+    nested = (find(value, name) for value in config.values() if isinstance(value, Mapping))
+    return next((value for value in nested if value is not None), None)
+
+
+def of(done: int, total: int | None) -> str:
+    """`done/total`, or `done` where the total is not known."""
+    return f"{done:,}" if total is None else f"{done:,}/{total:,}"
+
+
+def took(seconds: float) -> str:
+    """Seconds up to a minute, then as a duration."""
+    return f"{seconds:.1f} s" if seconds < 59.95 else duration(seconds)
+
+
+def duration(seconds: float) -> str:
+    """m:ss, from an hour on h:mm:ss; `?` where it is not known."""
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(max(0, round(seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:,}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def size(num_bytes: int) -> str:
+    """Three digits in MB (10^6 bytes) or GB (10^9)."""
+    value, unit = (num_bytes / 1e6, "MB") if num_bytes < 999.5e6 else (num_bytes / 1e9, "GB")
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:,.{digits}f} {unit}"
+
+
+def printable(text: str, encoding: str | None) -> str:
+    """`text` as a stream of this encoding can take it, without control characters: a path may hold anything."""
+    shown = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+    return shown.encode(encoding or "utf-8", "backslashreplace").decode(encoding or "utf-8")

@@ -1,0 +1,339 @@
+"""The report of a run: one page with its numbers, curves, configuration and checkpoints, made from the run log.
+
+This file computes what `report.html.jinja` shows. The page needs nothing but itself: no script, no font, no network.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path, PurePath
+from typing import Any
+
+import jinja2
+
+from tritonemb.training.callbacks.base import Callback, FitEnd
+from tritonemb.training.callbacks.console import size, took
+from tritonemb.training.callbacks.jsonl import read_run_log
+from tritonemb.utils import write_whole
+
+WIDTH, HEIGHT = 400, 212  # of a chart
+LEFT, RIGHT, TOP, BOTTOM = 58, 384, 12, 172  # its axes
+GEOMETRY = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM}
+MAX_POINTS = 1000  # of a curve
+MAX_PROBES = 80  # places in a chart that show their values under the mouse
+MAX_DOTS = 30  # up to so many points of a curve have a dot each
+LARGEST = 1e300  # beyond it differences overflow
+
+Event = Mapping[str, Any]
+Point = tuple[int, float]
+Unit = tuple[Callable[[float], str], Callable[[float, float], str]]  # formats a value; a tick, by the ticks' distance
+
+
+class Report(Callback):
+    """Writes the report when training ends, however it ends. The callback that writes the log comes before this one.
+
+    Args:
+        path: of the page.
+        log_path: of the run log.
+    """
+
+    essential = False
+
+    def __init__(self, path: Path | str, log_path: Path | str) -> None:
+        self._path, self._log_path = Path(path), Path(log_path)
+
+    def on_end(self, end: FitEnd | None) -> None:
+        write_report(self._path, self._log_path)
+
+
+def write_report(path: Path | str, log_path: Path | str) -> None:
+    """Make the page at `path` from a run log, also of a run that has not ended.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_run_log`.
+    """
+    write_whole(Path(path), render(read_run_log(log_path)))
+
+
+def render(events: Sequence[Event]) -> str:
+    """The page of the events of a run log."""
+    kinds: dict[str, list[Event]] = defaultdict(list)
+    for event in events:
+        kinds[event["event"]].append(event)
+    starts, logs, checkpoints = kinds["start"], kinds["log"], kinds["checkpoint"]
+    start: Event = starts[-1] if starts else {}
+    end: Event = events[-1] if events and events[-1]["event"] == "end" else {}
+    config = start.get("config") or {}
+    validations = [event for event in kinds["evaluation"] if event.get("split") == "validation"]
+    last_step = max((event["step"] for event in events if "step" in event), default=0)
+    resumed = sorted({event["first_step"] for event in starts if event["first_step"]})
+    names = [config[key] for key in ("model", "data") if isinstance(config.get(key), str)]
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_visible)
+    template = environment.from_string(Path(__file__).with_name("report.html.jinja").read_text("utf-8"))
+    return template.render(
+        GEOMETRY,
+        title=" on ".join(names) or "Training run",
+        starts=starts,
+        start=start,
+        end=end,
+        resumed=resumed,
+        tiles=list(_tiles(start, logs, validations, end, last_step)),
+        charts=list(_charts(logs, validations, end.get("best_auc"), resumed, last_step)),
+        tables=list(_tables(config, start, checkpoints, validations, logs, kinds["message"])),
+    )
+
+
+def _visible(value: Any) -> Any:
+    """Text as a page can show it: also control characters and undecodable file names."""
+    if not isinstance(value, str):
+        return value
+    shown = "".join(c if c in "\n\t" or c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in value)
+    return type(value)(shown)
+
+
+def _tiles(
+    start: Event, logs: Sequence[Event], validations: Sequence[Event], end: Event, last_step: int
+) -> Iterator[tuple[str, ...]]:
+    """Name, value and remark of the numbers at the top."""
+    test, last = end.get("test"), logs[-1] if logs else {}
+    latest = {**last, **end}
+    if test:
+        best = end.get("best_auc")
+        yield "test AUC", f"{test['auc']:.4f}", "" if best is None else f"Bayes-optimal {best:.4f}"
+        yield "test log loss", f"{test['log_loss']:.4f}"
+        yield "normalized entropy", f"{test['normalized_entropy']:.4f}"
+    if validations:
+        best_one = max(validations, key=_auc)
+        yield "validation AUC", f"{_auc(best_one):.4f}", f"best, at step {best_one['step']:,}"
+    elif last and not test:
+        yield "training loss", f"{last['loss']:.4f}", "last"
+    if "samples_per_second" in latest:
+        yield "samples/s", f"{latest['samples_per_second']:,.0f}"
+    if "seconds" in latest:
+        yield "training time", took(latest["seconds"])
+    total = start.get("total_steps")
+    remark = f"{latest['samples']:,} samples" if "samples" in latest else ""
+    yield "steps", f"{last_step:,}", remark if total in (None, last_step) else f"of {total:,}"
+
+
+def _auc(validation: Event) -> float:
+    auc = float(validation["metrics"]["auc"])
+    return -math.inf if math.isnan(auc) else auc
+
+
+def _charts(
+    logs: Sequence[Event], validations: Sequence[Event], best: float | None, resumed: Sequence[int], last_step: int
+) -> Iterator[dict[str, Any]]:
+    metrics = [{"step": event["step"], **event["metrics"]} for event in validations]
+    sent = [{"step": log["step"], "sent": sum(log["sent"].values())} for log in logs if log.get("sent")]
+    for title, colour, events, key, unit in (
+        ("Training loss", "quality", logs, "loss", PLAIN),
+        ("Validation AUC", "quality", metrics, "auc", PLAIN),
+        ("Validation log loss", "quality", metrics, "log_loss", PLAIN),
+        ("Samples a second", "speed", logs, "samples_per_second", COUNT),
+        ("Waiting for data", "speed", logs, "data_wait", SHARE),
+        ("Memory", "speed", logs, "memory_bytes", BYTES),
+        ("Sent between ranks, a step", "speed", sent, "sent", BYTES),
+        ("Learning rate, dense", "rates", logs, "dense_lr", RATE),
+        ("Learning rate, tables", "rates", logs, "table_lr", RATE),
+    ):
+        points = [(event["step"], float(event[key])) for event in events if event[key] is not None]
+        if points:
+            level = best if key == "auc" else None
+            drawn = chart(points, unit, last_step, from_zero=colour != "quality", level=level, resumed=resumed)
+            yield {"title": title, "name": title[0].lower() + title[1:], "colour": colour, **drawn}
+
+
+def chart(
+    points: Sequence[Point],
+    unit: Unit,
+    last_step: int,
+    *,
+    from_zero: bool = False,
+    level: float | None = None,
+    resumed: Sequence[int] = (),
+) -> dict[str, Any]:
+    """The places of a curve over the steps up to `last_step`, for the template; without `lines` where none is finite.
+
+    Args:
+        points: in the order of their steps; values that are not finite are gaps.
+        unit: how values are written.
+        from_zero: let the axis begin at 0.
+        level: a value to compare with.
+        resumed: steps at which the run was resumed.
+    """
+    show, show_tick = unit
+    last, points = points[-1][1], thin(points)
+    finite = [point for point in points if is_finite(point[1])]
+    if not finite:
+        return {"last": str(last)}
+    level = level if level is not None and is_finite(level) else None
+    values = [y for _, y in finite] + ([] if level is None else [level]) + ([0.0] if from_zero else [])
+    y_ticks, last_step = ticks(min(values), max(values), outside=True), max(1, last_step)
+
+    def x_of(step: float) -> float:
+        return LEFT + (RIGHT - LEFT) * min(max(step / last_step, 0.0), 1.0)
+
+    def y_of(value: float) -> float:
+        return BOTTOM - (BOTTOM - TOP) * (value - y_ticks[0]) / (y_ticks[-1] - y_ticks[0])
+
+    lines = [[(x_of(x), y_of(y)) for x, y in segment] for segment in segments(points)]
+    stride = math.ceil(len(finite) / MAX_PROBES)
+    probed = finite[(len(finite) - 1) % stride :: stride]  # the last point is always there
+    edges = [LEFT, *((x_of(a) + x_of(b)) / 2 for (a, _), (b, _) in pairwise(probed)), RIGHT]
+    return {
+        "last": show(last) if is_finite(last) else str(last),
+        "y_ticks": [(y_of(value), show_tick(value, y_ticks[1] - y_ticks[0])) for value in y_ticks],
+        "x_ticks": [(x_of(step), compact(step)) for step in ticks(0, last_step) if step == int(step)],
+        "resumed": [(x_of(step), step) for step in resumed],
+        "level": None if level is None else (y_of(level), show(level)),
+        "lines": [line for line in lines if len(line) > 1],
+        "dots": [dot for line in lines if len(points) <= MAX_DOTS or len(line) == 1 for dot in line],
+        "probes": [
+            (x_of(step), y_of(value), left, right - left, step, show(value))
+            for (step, value), (left, right) in zip(probed, pairwise(edges), strict=True)
+        ],
+    }
+
+
+def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
+    """At most `limit` points that look like all of them: of each bucket the smallest, the largest and the first gap."""
+    if len(points) <= limit:
+        return list(points)
+    width = math.ceil(len(points) / (limit // 3))
+    kept = []
+    for start in range(0, len(points), width):
+        bucket = range(start, min(start + width, len(points)))
+        finite = [i for i in bucket if is_finite(points[i][1])]
+        chosen = {min(finite, key=lambda i: points[i][1]), max(finite, key=lambda i: points[i][1])} if finite else set()
+        chosen.update([i for i in bucket if not is_finite(points[i][1])][:1])
+        kept += [points[i] for i in sorted(chosen)]
+    return kept
+
+
+def segments(points: Sequence[Point]) -> list[list[Point]]:
+    """The points without their gaps."""
+    found: list[list[Point]] = [[]]
+    for point in points:
+        if is_finite(point[1]):
+            found[-1].append(point)
+        elif found[-1]:
+            found.append([])
+    return [segment for segment in found if segment]
+
+
+def ticks(low: float, high: float, count: int = 4, outside: bool = False) -> list[float]:
+    """About `count` round numbers within [low, high], or with `outside` the next ones around it, two at least."""
+    if not high - low > 1e-9 * max(abs(low), abs(high)):  # equal, or no more apart than rounding
+        margin = abs(high) / 10 or 1.0
+        low, high = low - margin, high + margin
+    rough = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * (1 - 1e-9))
+    slack = 1e-9 * (high - low) / step
+    if outside:
+        first, last = math.floor(low / step + slack), math.ceil(high / step - slack)
+    else:
+        first, last = math.ceil(low / step - slack), math.floor(high / step + slack)
+    return [number * step for number in range(first, last + 1)]
+
+
+def is_finite(value: float) -> bool:
+    """Whether a value has a place in a chart."""
+    return abs(value) < LARGEST  # False for NaN
+
+
+def decimals(value: float, step: float) -> str:
+    """`value` with as many digits as ticks `step` apart need."""
+    for digits in range(6):
+        if math.isclose(step * 10**digits, round(step * 10**digits)) and abs(value) < 1e6:
+            return f"{value:,.{digits}f}"
+    return f"{value:.3g}"
+
+
+def compact(value: float, step: float = 1.0) -> str:
+    """A large number with k, M or G."""
+    for factor, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= factor:
+            return f"{value / factor:.4g}{suffix}"
+    return f"{value:.4g}"
+
+
+PLAIN: Unit = (lambda value: f"{value:.4f}", decimals)
+COUNT: Unit = (lambda value: f"{value:,.0f}", compact)
+SHARE: Unit = (lambda value: f"{100 * value:.1f} %", lambda value, step: f"{decimals(100 * value, 100 * step)} %")
+BYTES: Unit = (lambda value: size(round(value)), lambda value, step: size(round(value)) if value else "0")
+RATE: Unit = (lambda value: f"{value:.3g}", lambda value, step: f"{value:.3g}")
+
+
+def _tables(
+    config: Event,
+    start: Event,
+    checkpoints: Sequence[Event],
+    validations: Sequence[Event],
+    logs: Sequence[Event],
+    messages: Sequence[Event],
+) -> Iterator[tuple[str, Sequence[tuple[str, ...]], tuple[str, ...]]]:
+    """Title, rows and head of each table; a head that ends with `#` is of a column of numbers."""
+    yield "Configuration", list(_flat(config)), ()
+    yield "Versions", list((start.get("versions") or {}).items()), ()
+    saved = [
+        (f"{at['step']:,}", _within(at["path"], start), size(at["num_bytes"]), f"{at['seconds']:.1f} s")
+        for at in checkpoints
+    ]
+    yield "Checkpoints", saved, ("step#", "path", "size#", "time#")
+    names = ("auc", "log_loss", "normalized_entropy")
+    rows = [(f"{at['step']:,}", *(f"{at['metrics'][name]:.4f}" for name in names)) for at in validations]
+    yield "Validation", rows, ("step#", "AUC#", "log loss#", "normalized entropy#")
+    log = next((log for log in reversed(logs) if log.get("sent")), None)
+    if log is not None:
+        kinds = {**log["sent"], "of these to other nodes": log["sent_across_nodes"]}
+        yield "Sent between ranks", [(kind, size(count)) for kind, count in kinds.items()], ("what", "a step#")
+    cache = next((log["cache"] for log in reversed(logs) if log.get("cache")), None)
+    if cache is not None:
+        yield "Cached tables", list(_cache_rows(cache)), ("what", "a step#")
+    yield "Messages", [(f"{message['step']:,}", message["text"]) for message in messages], ("step#", "message")
+
+
+def _cache_rows(cache: Mapping[str, float]) -> Iterator[tuple[str, str]]:
+    yield "distinct rows", f"{cache['rows']:,.0f}"
+    yield "of these in device memory", f"{100 * cache['hit_rate']:.1f} %"
+    yield "read from the tables", size(round(cache["read"]))
+    yield "written back", size(round(cache["written"]))
+    if "host_hits" in cache:
+        yield "rows found in host memory", f"{cache['host_hits']:,.0f}"
+        yield "read by the disk", size(round(cache["disk_read"]))
+        yield "written by the disk", size(round(cache["disk_written"]))
+    yield "training waited", f"{1000 * cache['stall']:.1f} ms"
+
+
+def _within(path: str, start: Event) -> str:
+    """`path` relative to the folder of the run, where it is in there."""
+    folder = start.get("folder")
+    return str(PurePath(path).relative_to(folder)) if folder and PurePath(path).is_relative_to(folder) else path
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Nested values as rows; those of a list under their number, or under their name where they have one."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _flat(item, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        for number, item in enumerate(value):
+            named = isinstance(item, Mapping) and "name" in item
+            key = item["name"] if named else number
+            rest = {key: item[key] for key in item if key != "name"} if named else item
+            yield f"{name}.{key}", _shown(rest)
+    else:
+        yield name, _shown(value)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {_shown(item)}" for key, item in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(_shown, value)) or "-"
+    return "-" if value in (None, "") else f"{value:.6g}" if isinstance(value, float) else str(value)

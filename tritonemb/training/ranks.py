@@ -1,0 +1,203 @@
+"""The ranks that train together, as a trainer sees them, and the part of the data that each reads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tritonemb.comm.control import Agreement, FailureReports, lost_contact
+from tritonemb.comm.group import Group
+from tritonemb.data.readers import ReaderProcesses
+from tritonemb.data.shares import merge_positions, open_shares, rank_position
+from tritonemb.data.source import Batches, Data, Split
+from tritonemb.sharding.hybrid import HybridParallel
+from tritonemb.training.checkpoints.together import of_first, together
+from tritonemb.training.utils import Interrupted
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The ranks of a job: their consensus, their small messages, and what they say of each other when one is lost.
+
+    Args:
+        group: of all ranks of the job, which make this object together.
+        timeout: seconds to wait for a rank.
+
+    Attributes:
+        step: that this rank trains, for the errors of others.
+    """
+
+    def __init__(self, group: Group, timeout: float) -> None:
+        wait = timedelta(seconds=timeout)
+        self.group, self.rank, self.size = group, group.rank, group.size
+        self.control = group.twin("gloo", wait)
+        self.agreement = Agreement(group, wait)
+        self.reports: FailureReports | None = None
+        self.step = 0
+        self._sent, self._sent_across = self._bytes_sent()
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that shows and writes what one rank has to."""
+        return self.rank == 0
+
+    def on_first(self, function: Callable[[], T]) -> T:
+        """What rank 0's call returns, on all ranks; what it raises becomes an exception of the same builtin kind.
+        Collective."""
+        return of_first(self.control, function)
+
+    def max(self, number: int) -> int:
+        """The largest of the ranks' numbers. Collective."""
+        return int(self._gather(torch.tensor([number], dtype=torch.int64)).max())
+
+    def sum(self, number: Tensor) -> float:
+        """The sum of the ranks' numbers, in the order of ranks. Collective."""
+        return float(self._gather(number.detach().reshape(1).cpu()).sum())
+
+    def gather(self, item: T) -> list[T]:
+        """Every rank's object. Collective."""
+        return self.control.all_gather_object(item)
+
+    def to_first(self, values: Tensor) -> Tensor:
+        """The 1-D CPU tensors of all ranks, one after the other, on rank 0; none of them on the others. Collective."""
+        sizes = self._gather(torch.tensor([values.shape[0]], dtype=torch.int64)).flatten().tolist()
+        send = [values.shape[0]] + [0] * (self.size - 1)
+        return self.control.all_to_all(values, send, sizes if self.is_first else [0] * self.size, "evaluation")
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """A rank that is lost in the block becomes an error that names it; an error of this one is told the others.
+
+        Raises:
+            RankFailed: a rank is gone, or has not answered in time.
+        """
+        if self.size == 1 or self.reports is not None:
+            yield
+            return
+        self.reports = FailureReports(self.group)
+        try:
+            yield
+        except Interrupted:  # all ranks are
+            raise
+        except Exception as error:
+            if lost_contact(error):
+                raise self.reports.explain(error, self.step) from error
+            self.reports.report(error, self.step)
+            raise
+        finally:
+            self.reports = None
+
+    def report_lost(self, error: BaseException) -> None:
+        """Say at once, in any thread, that this rank is alive, if an error means that contact to another is lost."""
+        if self.reports is not None and lost_contact(error):
+            self.reports.report()
+
+    @contextmanager
+    def unmetered(self) -> Iterator[None]:
+        """Do not count what is sent in the block as training's."""
+        sent, across = self._bytes_sent()
+        try:
+            yield
+        finally:
+            sent_now, across_now = self._bytes_sent()
+            self._sent.update(sent_now - sent)
+            self._sent_across += across_now - across
+
+    def sent(self) -> tuple[dict[str, int], int]:
+        """Bytes that all ranks have sent each other since this was last asked, by kind; how many left a node."""
+        if self.size == 1:
+            return {}, 0
+        sent, across = self._bytes_sent()
+        total: Counter[str] = Counter()
+        told = self.gather((sent - self._sent, across - self._sent_across))
+        for of_rank, _ in told:
+            total.update(of_rank)
+        self._sent, self._sent_across = sent, across
+        return dict(total), sum(across for _, across in told)
+
+    def _bytes_sent(self) -> tuple[Counter[str], int]:
+        by_kind = self.group.traffic.by_kind()
+        return Counter({kind: sent.total for kind, sent in by_kind.items()}), sum(
+            sent.across_nodes for sent in by_kind.values()
+        )
+
+    def _gather(self, values: Tensor) -> Tensor:
+        return self.control.all_gather(values, "control")
+
+
+class RankLoader:
+    """Opens this rank's part of a data set, read by reader processes of the host where they are asked for.
+
+    Args:
+        data: the same on all ranks.
+        ranks: of the job.
+        batch_size: samples a batch.
+        seed: of the order of the rows.
+        pin_memory: make the batches in page-locked memory.
+        readers: processes a host that read; none if 0.
+    """
+
+    def __init__(
+        self, data: Data, ranks: Ranks, batch_size: int, seed: int, pin_memory: bool, readers: int = 0
+    ) -> None:
+        self._data, self._ranks = data, ranks
+        self._batch_size, self._seed, self._pin_memory = batch_size, seed, pin_memory
+        self._num_readers = readers
+        self._readers: ReaderProcesses | None = None
+        self._address: str | None = None
+
+    def open(self, split: Split, shuffle: bool = False, epoch: int = 0, position: Any = None) -> Batches:
+        """This rank's batches of a split: shuffled by epoch, from a position on. Collective where there are readers."""
+        return open_shares(
+            self._data, split, self._batch_size, self._ranks.rank, self._ranks.size, positions=position,
+            seed=self._seed if shuffle else 0, epoch=epoch, shuffle=shuffle, pin_memory=self._pin_memory,
+            readers=self._readers_address(),
+        )  # fmt: skip
+
+    def merged(self, position: Any) -> Any:
+        """The position of all ranks in the epoch, from that of each; None at its beginning. Collective."""
+        positions = self._ranks.gather(position)
+        return None if position is None else merge_positions(positions)
+
+    def own(self, position: Any) -> Any:
+        """This rank's part of the position of all ranks."""
+        return None if position is None else rank_position(position, self._ranks.rank, self._ranks.size)
+
+    def _readers_address(self) -> str | None:
+        """Of the readers of this host, which its first rank starts when they are first asked for."""
+        if self._num_readers and self._address is None:
+            nodes = self._ranks.group.nodes
+            first = nodes.index(nodes[self._ranks.rank])
+
+            def start() -> str | None:
+                if first != self._ranks.rank:
+                    return None
+                self._readers = ReaderProcesses(self._data, self._num_readers)
+                return self._readers.address
+
+            self._address = together(self._ranks.control, start)[first]
+        return self._address
+
+
+def group_of(model: nn.Module) -> Group:
+    """The ranks that train a model.
+
+    Raises:
+        ValueError: the job has several ranks, and the model trains on one.
+    """
+    if isinstance(model, HybridParallel):
+        return model.group
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            f"the job has {dist.get_world_size()} ranks, and a {type(model).__name__} trains on one of them: give the "
+            "trainer tritonemb.HybridParallel(model), which shards its tables and copies the rest to all ranks"
+        )
+    return Group()
