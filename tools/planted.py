@@ -27,7 +27,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PATCHES = ROOT / "tests" / "planted"
 NO_TESTS = 5  # pytest's exit status where nothing was selected
 FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
 
@@ -45,7 +44,9 @@ class Outcome:
 
 def main() -> None:
     options = parse()
-    patches = [path for path in sorted(PATCHES.glob("*.patch")) if not options.names or path.stem in options.names]
+    patches = [
+        path for path in sorted(options.patches.glob("*.patch")) if not options.names or path.stem in options.names
+    ]
     options.results.parent.mkdir(parents=True, exist_ok=True)
     tree = digest_of_tree()
     done = read(options.results)
@@ -65,6 +66,7 @@ def main() -> None:
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", help="of patches; all of them by default")
+    parser.add_argument("--patches", type=Path, default=ROOT / "tests" / "planted")
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "planted.json")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one mistake")
     parser.add_argument("--jobs", type=int, default=2, help="processes of pytest-xdist; 0: none of them")
