@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+RANKS, RANKS_EXAMPLES = "ranks", 3
+
 
 def select(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
     """The tests that `--quick` runs, in their order, and the others."""
@@ -53,16 +55,17 @@ def cover(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 def limit_examples(item: pytest.Item) -> None:
-    """No more examples than Hypothesis' profile has, where a test asks for more."""
+    """No more examples than Hypothesis' profile has, and of those that several ranks make no more than `RANKS_EXAMPLES`."""
     function = getattr(getattr(item, "obj", None), "__func__", getattr(item, "obj", None))
     asked = getattr(function, "_hypothesis_internal_use_settings", None)
-    if asked is not None and asked.max_examples > settings().max_examples:
-        function._hypothesis_internal_use_settings = settings(asked, max_examples=settings().max_examples)
+    most = min(settings().max_examples, RANKS_EXAMPLES if group_of(item) == RANKS else settings().max_examples)
+    if asked is not None and asked.max_examples > most:
+        function._hypothesis_internal_use_settings = settings(asked, max_examples=most)
 
 
 def group_of(item: pytest.Item) -> str:
     """Tests of one group run in one process: those that share ranks, else those of one file, which share fixtures."""
-    return "ranks" if "ranks" in getattr(item, "fixturenames", ()) else item.nodeid.split("::")[0]
+    return RANKS if "ranks" in getattr(item, "fixturenames", ()) else item.nodeid.split("::")[0]
 
 
 class Meter:

@@ -138,7 +138,7 @@ QUICK = [pytest.param(name, marks=pytest.mark.slow) if name == "deepfm" else nam
 
 
 @pytest.mark.parametrize("name", QUICK)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 class TestGraphs:
     def test_one_lookup_one_grouping_one_gradient(self, name):
         case = CASES[name]

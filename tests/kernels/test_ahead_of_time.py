@@ -148,6 +148,7 @@ def toy(size: int, factor: int = 3, offset: int = 0, align: int = 4) -> list[Lau
 
 
 @pytest.mark.parametrize("target", ahead_of_time.TARGETS)
+@pytest.mark.few(1)
 def test_a_kernel_that_spills_is_caught(target):
     (code,) = ahead_of_time.compile_all("toy", toy(1 << 15), target)
     assert code.spilled > 0
@@ -164,6 +165,7 @@ def test_spills_are_excepted_by_kernel_size_target_and_case():
 
 
 @pytest.mark.parametrize("target", [name for name in ahead_of_time.TARGETS if name.startswith("sm_")])
+@pytest.mark.few(1)
 def test_narrow_loads_are_caught(target):
     (wide,) = ahead_of_time.compile_all("toy", toy(256, align=16), target)
     (narrow,) = ahead_of_time.compile_all("toy", toy(256, offset=1), target)

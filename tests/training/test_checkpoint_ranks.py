@@ -361,6 +361,7 @@ def save_and_vanish(rank: int, folder: str, port: int) -> str:
     return ""
 
 
+@pytest.mark.more
 def test_a_rank_that_vanishes_leaves_nobody_waiting(tmp_path):
     import torch.multiprocessing as mp
 

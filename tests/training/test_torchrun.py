@@ -155,6 +155,7 @@ def assert_same_run(found: Path, expected: Path) -> None:
 @pytest.mark.parametrize("options", ["", pytest.param("--checkpoint-async", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kills", [1, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.timeout(900)
+@pytest.mark.more
 def test_a_rank_that_is_killed_changes_nothing(start, undisturbed, tmp_path, kills, options):
     chance = random.Random(kills)
     job, step = start(restarts=kills, options=options), 0
