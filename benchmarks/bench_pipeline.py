@@ -15,10 +15,10 @@ import torch
 
 from benchmarks.paired import Contender, measure
 from benchmarks.record import at_most, timing_rows
-from tritonemb.comm.group import Group
+from tritonemb.comm.group import RankGroup
 from tritonemb.data import Batch, make_synthetic
 from tritonemb.data.prefetch import Prefetcher
-from tritonemb.data.source import ReadReport, Step, Stream
+from tritonemb.data.protocol import PositionedBatch, ReadReport, Stream
 from tritonemb.training.pipeline import DEPTH, empty_batch, prepare
 from tritonemb.training.ranks import Ranks
 
@@ -31,17 +31,17 @@ def bench_hidden_source(milliseconds: int, benchmark: Any, record: Callable[...,
     data, seconds = make_synthetic(STEPS * BATCH_SIZE, 1000), milliseconds / 1000
     batches = list(data.open("train", BATCH_SIZE))
 
-    def slowly() -> Iterator[Step]:
+    def slowly() -> Iterator[PositionedBatch]:
         for batch in batches:
             time.sleep(seconds)
-            yield Step(batch, {}, ReadReport())
+            yield PositionedBatch(batch, {}, ReadReport())
 
     def compute(_: Batch) -> None:
         time.sleep(seconds)
 
     def pipelined(_: int) -> None:
         with Stream(slowly(), {}) as stream:
-            steps = prepare(stream, Ranks(Group(), 60.0), torch.device("cpu"), lambda: empty_batch(data))
+            steps = prepare(stream, Ranks(RankGroup(), 60.0), torch.device("cpu"), lambda: empty_batch(data))
             with Prefetcher(steps, DEPTH, "pipeline") as ahead:
                 for step in ahead:
                     for batch in step.take():

@@ -19,7 +19,7 @@ import pytest
 from benchmarks.paired import Contender, measure
 from benchmarks.record import at_most, timing_rows
 from tritonemb.data import ClickLog, LogOptions, SplitRule
-from tritonemb.data.logs.tsv import CATEGORIES, FIELDS, INTEGERS, LABEL
+from tritonemb.data.schema import CATEGORIES, FIELDS, INTEGERS, LABEL
 
 pa = pytest.importorskip("pyarrow")
 csv = pytest.importorskip("pyarrow.csv")

@@ -25,8 +25,8 @@ from torch import Tensor
 from benchmarks.paired import Contender, measure
 from benchmarks.record import at_most, timing_rows
 from tritonemb.optimizers import RowWiseAdagrad
-from tritonemb.storage import DiskRows, record_of
-from tritonemb.storage.format import PAYLOAD_BYTES, Layout
+from tritonemb.storage import DiskRows, TableIdentity, record_of
+from tritonemb.storage.format import PAYLOAD_BYTES, FileLayout
 from tritonemb.storage.threads import DEFAULT_THREADS
 
 NUM_BYTES = int(os.environ.get("TRITONEMB_STORAGE_BYTES", 10**9))
@@ -55,8 +55,9 @@ class Table:
         self.shape, self.path = shape, folder / f"rows-{shape.dim}"
         record = record_of(shape.dim, torch.float32, RowWiseAdagrad.states)
         num_rows = NUM_BYTES // record.num_bytes
-        self.layout = Layout(num_rows, record.num_bytes)
-        self.rows = DiskRows.create(self.path, "table", num_rows, record, 0, lambda rows, records: records.zero_())
+        self.layout = FileLayout(num_rows, record.num_bytes)
+        identity = TableIdentity("table", num_rows, record, 0)
+        self.rows = DiskRows.create(self.path, identity, lambda rows, records: records.zero_())
         step = FILL_BYTES // record.num_bytes
         for begin in range(0, num_rows, step):
             rows = torch.arange(begin, min(begin + step, num_rows))

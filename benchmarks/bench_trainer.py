@@ -19,7 +19,7 @@ import tritonemb as te
 from benchmarks.paired import Contender, measure
 from benchmarks.record import at_most, timing_rows
 from tritonemb.data import Batch, Dataset, make_synthetic, open_dataset
-from tritonemb.data.source import ReadReport, Step, Stream
+from tritonemb.data.protocol import PositionedBatch, ReadReport, Stream
 from tritonemb.training.callbacks import Callback, Log
 from tritonemb.training.callbacks.console import make_display
 from tritonemb.training.config import PRESETS
@@ -52,8 +52,8 @@ class Ready:
     def open(self, split: str, batch_size: int, **options: Any) -> Stream:
         return Stream(self._steps(), {})
 
-    def _steps(self) -> Iterator[Step]:
-        return (Step(batch, {}, ReadReport()) for batch in self.batches)
+    def _steps(self) -> Iterator[PositionedBatch]:
+        return (PositionedBatch(batch, {}, ReadReport()) for batch in self.batches)
 
 
 def model_and_batch_size(name: str, data: Dataset) -> tuple[torch.nn.Module, int]:

@@ -84,6 +84,7 @@ def free_port() -> int:
 def _serve(rank: int, size: int, port: int, pipe: Connection) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    mp.current_process()._config["daemon"] = False  # as a rank of torchrun: it may start data loader workers
     with joined(rank, size, port):
         while True:
             try:

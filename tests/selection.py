@@ -55,7 +55,7 @@ def cover(cases: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 def limit_examples(item: pytest.Item) -> None:
-    """No more examples than Hypothesis' profile has, and of those that several ranks make no more than `RANKS_EXAMPLES`."""
+    """No more examples than Hypothesis' profile has, or, where several ranks make them, `RANKS_EXAMPLES`."""
     function = getattr(getattr(item, "obj", None), "__func__", getattr(item, "obj", None))
     asked = getattr(function, "_hypothesis_internal_use_settings", None)
     most = min(settings().max_examples, RANKS_EXAMPLES if group_of(item) == RANKS else settings().max_examples)

@@ -23,6 +23,7 @@ Train recommendation models.
   predict   write the click probability of every row of a log
   vocab     number the categories of a log by how often they occur
   convert   make Parquet files from a log in Criteo's format
+  serve     read a log for trainers on other machines
   doctor    print versions, devices and kernels, and check that they work
 
 Each has its own --help. To begin with, on data that needs no download:
@@ -52,7 +53,7 @@ Train a click model; print test AUC, log loss, normalized entropy, samples/s.
   --precision bf16      autocast; --compile runs torch.compile
   --device cuda         --threads N on a CPU; --seed N
   --profile-steps N     write a trace; --tensorboard writes curves
-  --readers N           processes that read, apart from those that train
+  --readers N           data loader workers of each rank
   --plan FILE           where tables go, on the ranks that torchrun starts
   --help-all            every option, with its default
 
@@ -74,6 +75,23 @@ of hashing them; for tritonemb train --vocabulary FILE.
   --help-all         every option, with its default
 
   tritonemb vocab --data train.txt --out vocabulary.parquet --min-count 5
+"""
+
+CONVERT_USAGE = """\
+usage: tritonemb convert --data PATH --out PATH ...
+
+Make Parquet files, which read faster, of text files: Criteo's format or CSV.
+
+  --data PATH          the log, a file or a folder
+  --out PATH           the file to write, or the folder for a folder
+  --row-group-rows N   rows of a row group (131072)
+  --compression NAME   zstd, snappy, gzip, lz4 or none (zstd)
+  --on-bad-row skip    leave out and count what cannot be read
+  --label, --dense, --sparse, --integers   columns of CSV, as given to train
+  --delimiter, --quoted-newlines           how CSV is written
+  --help-all           every option, with its default
+
+  tritonemb convert --data day_0.gz --out day_0.parquet
 """
 
 
@@ -183,17 +201,28 @@ def _vocab(arguments: list[str]) -> int:
         print(VOCAB_USAGE, end="")
         return 0
     require("tyro")
-    from tritonemb.data.logs.commands import VocabOptions, make_vocabulary
+    from tritonemb.data.convert import VocabOptions, make_vocabulary
 
     print(make_vocabulary(_parse(VocabOptions, arguments, "tritonemb vocab")))
     return 0
 
 
 def _convert(arguments: list[str]) -> int:
+    if {"-h", "--help"} & set(arguments):
+        print(CONVERT_USAGE, end="")
+        return 0
     require("tyro")
-    from tritonemb.data.logs.commands import ConvertOptions, convert_log
+    from tritonemb.data.convert import ConvertOptions, convert_log
 
     print(convert_log(_parse(ConvertOptions, arguments, "tritonemb convert")))
+    return 0
+
+
+def _serve(arguments: list[str]) -> int:
+    require("tyro")
+    from tritonemb.data.serve import ServeOptions, serve
+
+    serve(_parse(ServeOptions, arguments, "tritonemb serve"))
     return 0
 
 
@@ -231,5 +260,6 @@ COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "predict": _predict,
     "vocab": _vocab,
     "convert": _convert,
+    "serve": _serve,
     "doctor": _doctor,
 }

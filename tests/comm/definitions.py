@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import tritonemb as te
-from tritonemb.comm.id_exchange import Lane
+from tritonemb.comm.id_exchange import IdRoute
 from tritonemb.kernels.packing import CODECS
 
 FEATURES = ("a", "b", "c")
@@ -18,7 +18,7 @@ FEATURES = ("a", "b", "c")
 class IdsCase(NamedTuple):
     """Lanes, and for each rank a batch as lists by feature, ids and weights."""
 
-    lanes: tuple[Lane, ...]
+    lanes: tuple[IdRoute, ...]
     ids: tuple[dict[str, list[list[int]]], ...]
     weights: tuple[dict[str, list[list[float]]], ...] | None
     dtype: torch.dtype
@@ -82,7 +82,7 @@ def ids_cases(draw: st.DrawFn, world: int, wild: bool = False) -> IdsCase:
         owners = draw(st.permutations(range(world)))[: draw(st.integers(1, world))]
         block = -(-rows // len(owners))
         lanes.append(
-            Lane(draw(st.sampled_from(FEATURES)), f"t{number}", rows, block, tuple(owners[: -(-rows // block)]))
+            IdRoute(draw(st.sampled_from(FEATURES)), f"t{number}", rows, block, tuple(owners[: -(-rows // block)]))
         )
     dtype = draw(st.sampled_from((torch.int32, torch.int64)))
     # Past what int32 holds there are ids of int64 only.

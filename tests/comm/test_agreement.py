@@ -8,12 +8,12 @@ from datetime import timedelta
 
 import pytest
 
-from tritonemb.comm.control import GRACE, Agreement, FailureReports, RankFailed, Round, lost_contact
-from tritonemb.comm.group import Group
+from tritonemb.comm.control import GRACE, Consensus, FailureReports, RankFailed, Round, lost_contact
+from tritonemb.comm.group import RankGroup
 
 
 def rounds(rank, given):
-    agreement = Agreement(Group.world())
+    agreement = Consensus(RankGroup.world())
     return [agreement.next(**each[rank]) for each in given]
 
 
@@ -34,7 +34,7 @@ def test_all_ranks_hear_the_same(ranks, size):
 
 
 def failing(rank, who):
-    agreement = Agreement(Group.world())
+    agreement = Consensus(RankGroup.world())
     agreement.next(1)
     try:
         agreement.next(1, "failed" if rank in who else "ready", f"ValueError: bad line of {rank}")
@@ -52,8 +52,8 @@ def test_a_failure_reaches_all_ranks_with_its_reason(ranks, who):
 
 def beside_the_main_thread(rank, count):
     """Two agreements at once, one in a thread: their channels are their own."""
-    world = Group.world()
-    here, there = Agreement(world), Agreement(world)
+    world = RankGroup.world()
+    here, there = Consensus(world), Consensus(world)
     found = []
     thread = threading.Thread(target=lambda: found.extend(there.next(rank + 10 * i).total for i in range(count)))
     thread.start()
@@ -70,9 +70,9 @@ def test_it_may_be_held_in_a_thread(ranks):
 
 def silent(rank, who, seconds, failed=None):
     """Rank `who` does not take part in a round; what the others raise, of which `failed` has an error of its own."""
-    world = Group.world()
-    agreement = Agreement(world, timedelta(seconds=seconds))
-    done, reports = world.twin("gloo"), FailureReports(world)
+    world = RankGroup.world()
+    agreement = Consensus(world, timedelta(seconds=seconds))
+    done, reports = world.duplicate("gloo"), FailureReports(world)
     agreement.next(1)
     told = None
     if rank == failed:
@@ -120,8 +120,8 @@ def test_another_ranks_failure_is_no_failure_of_ones_own(ranks):
 
 def followed(rank):
     """Rank 0 ends because of rank 1, which is gone; neither is told to have failed."""
-    world = Group.world()
-    reports, done = FailureReports(world), world.twin("gloo")
+    world = RankGroup.world()
+    reports, done = FailureReports(world), world.duplicate("gloo")
     if rank == 0:
         reports.report(RankFailed("rank 1 is gone", (1,)), 3)
     done.barrier()

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 import tritonemb as te
 from tests.comm.definitions import ColumnsCase, columns_cases, rounded
 from tritonemb.comm.codec import EXACT, ExchangePrecision
-from tritonemb.comm.group import Group
-from tritonemb.comm.id_exchange import IdsExchange, Lane
-from tritonemb.comm.pooled_exchange import ColumnExchange
-from tritonemb.comm.sequence_exchange import RowExchange
+from tritonemb.comm.group import RankGroup
+from tritonemb.comm.id_exchange import IdExchange, IdRoute
+from tritonemb.comm.output_exchange import PooledExchange, SequenceExchange
 from tritonemb.kernels.packing import CODECS
 
 UNSHRUNK = [Phase.explicit, Phase.generate]  # a smaller case takes as long, as every rank must run it
@@ -22,9 +21,9 @@ UNSHRUNK = [Phase.explicit, Phase.generate]  # a smaller case takes as long, as 
 def exchange(rank, cases):
     found = []
     for case in cases:
-        group = Group.world()
+        group = RankGroup.world()
         precision = ExchangePrecision(case.forward, case.backward)
-        columns = ColumnExchange(group, case.runs, case.width, precision, average=group.size)
+        columns = PooledExchange(group, case.runs, case.width, precision, average=group.size)
         matrix = case.matrix(rank).requires_grad_()
         result = columns(matrix, case.rows)
         result.backward(case.gradient(rank))
@@ -118,8 +117,8 @@ def test_gradients_of_a_mean_over_many_samples_survive_8_bits(ranks):
 
 
 def inside_nodes(rank):
-    group = Group.world(local_world_size=2)
-    columns = ColumnExchange(group, [[(4 * r, 4)] for r in range(4)], 16, EXACT)
+    group = RankGroup.world(local_world_size=2)
+    columns = PooledExchange(group, [[(4 * r, 4)] for r in range(4)], 16, EXACT)
     columns(torch.ones(10, 4), [1, 2, 3, 4])
     return tuple(group.traffic.by_kind()["pooled"])
 
@@ -134,7 +133,7 @@ def test_bytes_that_leave_a_node_are_told_apart(ranks):
         assert across == 16 * sum(other_node)
 
 
-LANES = (Lane("a", "t", 40, 20, (1, 0)), Lane("b", "u", 7, 7, (1,)))
+LANES = (IdRoute("a", "t", 40, 20, (1, 0)), IdRoute("b", "u", 7, 7, (1,)))
 
 
 def batch_of(rank: int) -> te.KeyedJaggedTensor:
@@ -145,16 +144,16 @@ def batch_of(rank: int) -> te.KeyedJaggedTensor:
 
 
 def rows_case(rank, codecs, once):
-    group = Group.world()
-    ids = IdsExchange(group, LANES, once=once)(batch_of(rank))
+    group = RankGroup.world()
+    ids = IdExchange(group, LANES, deduplicate=once)(batch_of(rank))
     generator = torch.Generator().manual_seed(rank)
     values = torch.randn(ids.features.values().shape[0], 8, generator=generator).requires_grad_()
-    rows = RowExchange(group, 8, ExchangePrecision(*codecs, gradient_scale=2.0), average=4)
+    rows = SequenceExchange(group, 8, ExchangePrecision(*codecs, gradient_scale=2.0), average=4)
     back = rows(values, ids)
     grad = torch.randn(back.shape, generator=generator)
     back.backward(grad)
     parts = {kind: tuple(sizes) for kind, sizes in group.traffic.by_kind().items()}
-    return back.detach(), values.detach(), values.grad, grad, ids.sent, ids.received, ids.places, ids.source, parts
+    return back.detach(), values.detach(), values.grad, grad, ids.sent, ids.received, ids.positions, ids.source, parts
 
 
 @pytest.mark.parametrize("once", [False, True])
@@ -182,10 +181,10 @@ def test_rows_come_back_to_the_ids_that_asked(ranks, codecs, once):
 def compiled(rank, backend):
     """Exchanges of ids that are there already, in one graph, forward and backward; and the same without."""
     torch._dynamo.reset()
-    group = Group.world()
-    columns = ColumnExchange(group, [[(8, 4), (0, 8)], [(8, 4)]], 12, ExchangePrecision("fp16", "bf16"), average=2)
-    ids = IdsExchange(group, LANES)(batch_of(rank))
-    rows = RowExchange(group, 8, ExchangePrecision("fp16", "bf16"), average=2)
+    group = RankGroup.world()
+    columns = PooledExchange(group, [[(8, 4), (0, 8)], [(8, 4)]], 12, ExchangePrecision("fp16", "bf16"), average=2)
+    ids = IdExchange(group, LANES)(batch_of(rank))
+    rows = SequenceExchange(group, 8, ExchangePrecision("fp16", "bf16"), average=2)
 
     def pooled(matrix):
         return columns(matrix * 2, [3, 2]) + 1

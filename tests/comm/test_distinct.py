@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tritonemb.comm.gradient_exchange import gather_rows
-from tritonemb.comm.group import Group
+from tritonemb.comm.gradient_exchange import all_gather_rows
+from tritonemb.comm.group import RankGroup
 
 GIVEN = [
     ([[1, 5, 7], [5, 6]], [1, 5, 6, 7]),
@@ -16,10 +16,10 @@ GIVEN = [
 
 
 def gathered(rank: int) -> list[list[int]]:
-    group = Group.world()
+    group = RankGroup.world()
     found = []
     for by_rank, _ in GIVEN:
-        rows = gather_rows(group, torch.tensor(by_rank[rank], dtype=torch.int64))
+        rows = all_gather_rows(group, torch.tensor(by_rank[rank], dtype=torch.int64))
         assert rows.dtype == torch.int64
         found.append(rows.tolist())
     return found
@@ -32,16 +32,16 @@ def test_every_rank_gets_the_rows_of_all_once_in_ascending_order(ranks):
 
 def test_one_rank_keeps_its_own():
     rows = torch.tensor([3, 9])
-    assert torch.equal(gather_rows(Group(), rows), rows)
+    assert torch.equal(all_gather_rows(RankGroup(), rows), rows)
     with pytest.raises(ValueError, match="as wanted"):
-        gather_rows(Group(), rows, ValueError("as wanted"))
+        all_gather_rows(RankGroup(), rows, ValueError("as wanted"))
 
 
 def refused(rank: int) -> tuple[str, list[int]]:
-    group, rows = Group.world(), torch.tensor([rank])
+    group, rows = RankGroup.world(), torch.tensor([rank])
     with pytest.raises(RuntimeError if rank == 0 else ValueError) as caught:
-        gather_rows(group, rows, ValueError("as wanted") if rank == 1 else None)
-    return str(caught.value), gather_rows(group, rows).tolist()
+        all_gather_rows(group, rows, ValueError("as wanted") if rank == 1 else None)
+    return str(caught.value), all_gather_rows(group, rows).tolist()
 
 
 def test_a_rank_that_refuses_its_batch_is_named_to_the_others(ranks):

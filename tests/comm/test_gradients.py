@@ -7,8 +7,8 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from tritonemb.comm.gradient_exchange import Block, RowSums, exchange_columns, gather_sums
-from tritonemb.comm.group import Group
+from tritonemb.comm.gradient_exchange import ColumnBlock, RowSums, all_gather_sums, exchange_columns
+from tritonemb.comm.group import RankGroup
 
 UNSHRUNK = [Phase.explicit, Phase.generate]  # a smaller case takes as long, as every rank must run it
 
@@ -24,8 +24,8 @@ def sums_of(rank: int, case) -> RowSums:
 def gathered(rank, cases):
     found = []
     for case in cases:
-        group = Group.world()
-        sums = gather_sums(group, sums_of(rank, case))
+        group = RankGroup.world()
+        sums = all_gather_sums(group, sums_of(rank, case))
         found.append((sums, {kind: sent.total for kind, sent in group.traffic.by_kind().items()}))
     return found
 
@@ -59,9 +59,9 @@ def test_every_rank_has_all_sums_in_the_order_of_ranks(ranks, world):
 
 
 BLOCKS = (
-    Block(0, 0, 0, 8), Block(0, 1, 8, 8), Block(0, 3, 16, 3),
-    Block(5, 2, 4, 4), Block(5, 1, 0, 4),
-    Block(7, 3, 0, 5), Block(7, 3, 5, 2),
+    ColumnBlock(0, 0, 0, 8), ColumnBlock(0, 1, 8, 8), ColumnBlock(0, 3, 16, 3),
+    ColumnBlock(5, 2, 4, 4), ColumnBlock(5, 1, 0, 4),
+    ColumnBlock(7, 3, 0, 5), ColumnBlock(7, 3, 5, 2),
 )  # fmt: skip
 ROWS = {0: 6, 5: 0, 7: 3}
 
@@ -72,7 +72,7 @@ def whole_of(table: int) -> torch.Tensor:
 
 
 def columns(rank):
-    group = Group.world()
+    group = RankGroup.world()
     mine = [block for block in BLOCKS if block.rank == rank][::-1]
     own = [whole_of(b.table)[:, b.first_column : b.first_column + b.num_columns] for b in mine]
     return exchange_columns(group, BLOCKS, mine, own), group.traffic.by_kind()["row columns"].total

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 import tritonemb as te
 from tests.comm.definitions import FEATURES, IdsCase, ids_cases, lists_of
 from tritonemb.comm.codec import EXACT
-from tritonemb.comm.group import Group
-from tritonemb.comm.id_exchange import IdsExchange, Lane
-from tritonemb.comm.sequence_exchange import RowExchange
+from tritonemb.comm.group import RankGroup
+from tritonemb.comm.id_exchange import IdExchange, IdRoute
+from tritonemb.comm.output_exchange import SequenceExchange
 
 UNSHRUNK = [Phase.explicit, Phase.generate]  # a smaller case takes as long, as every rank must run it
 DIM = 3
@@ -27,8 +27,8 @@ def exchange(rank, cases):
     """For each case: what arrived, and the rows that came back for what was asked."""
     found = []
     for case in cases:
-        group = Group.world()
-        ids = IdsExchange(group, case.lanes, case.check, case.once)
+        group = RankGroup.world()
+        ids = IdExchange(group, case.lanes, case.check, case.once)
         arrived = ids(case.batch(rank))
         narrow = all(lane.block < 2**31 - 1 for lane in case.lanes)
         assert arrived.features.values().dtype == (torch.int32 if narrow else torch.int64)
@@ -39,7 +39,7 @@ def exchange(rank, cases):
             first = lane.owners.index(rank) * lane.block
             rows += [[0.0] * DIM if row is None else row_of(int(key), first + row) for bag in bags for row, _ in bag]
         own = torch.tensor(rows).reshape(-1, DIM).requires_grad_()
-        back = RowExchange(group, DIM, EXACT)(own, arrived)
+        back = SequenceExchange(group, DIM, EXACT)(own, arrived)
         (back * torch.arange(1, back.shape[0] + 1).unsqueeze(1)).sum().backward()
         every = back if arrived.inverse is None else back[arrived.inverse]
         sizes = list(arrived.batch_sizes)
@@ -98,13 +98,13 @@ def test_ids_reach_their_owners(ranks, world):
     run()
 
 
-LANES = (Lane("b", "user", 10, 5, (0, 1)), Lane("a", "item", 3, 3, (1,)))
+LANES = (IdRoute("b", "user", 10, 5, (0, 1)), IdRoute("a", "item", 3, 3, (1,)))
 
 
 def refused(rank, bad_rank, once):
     """A batch out of range on one rank, then a good one."""
-    group = Group.world()
-    exchange = IdsExchange(group, LANES, once=once)
+    group = RankGroup.world()
+    exchange = IdExchange(group, LANES, deduplicate=once)
     a, b = [[0, 2], [1]], [[9], [0, 5, 4]]
     bad = [[9], [0, 10, 4]]
     message = None
@@ -133,7 +133,7 @@ def test_an_id_out_of_range_is_told_by_the_rank_that_has_it(ranks, once):
 def some_weighted(rank):
     weights = {"a": [[1.0]], "b": [[1.0]]} if rank else None
     try:
-        IdsExchange(Group.world(), LANES)(te.KeyedJaggedTensor.from_lists({"a": [[0]], "b": [[0]]}, weights))
+        IdExchange(RankGroup.world(), LANES)(te.KeyedJaggedTensor.from_lists({"a": [[0]], "b": [[0]]}, weights))
     except ValueError as error:
         return str(error)
     return None

@@ -8,14 +8,14 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from tritonemb.comm.control import agreed_name
+from tritonemb.comm.control import rendezvous_name
 
 
 def meet(store: dist.Store, size: int, seconds: float = 30.0) -> list[str]:
     names = [""] * size
 
     def join(rank: int) -> None:
-        names[rank] = agreed_name(store, rank, size, timedelta(seconds=seconds))
+        names[rank] = rendezvous_name(store, rank, size, timedelta(seconds=seconds))
 
     threads = [threading.Thread(target=join, args=(rank,)) for rank in range(size)]
     for thread in threads:
@@ -35,8 +35,8 @@ def test_every_attempt_has_a_name_of_its_own(sizes):
 
 def test_an_attempt_that_did_not_come_together_leaves_nothing_in_the_way():
     store = dist.HashStore()
-    with pytest.raises(RuntimeError, match=r"did not come together in time: ranks \[1\] did not come"):
-        agreed_name(store, 0, 2, timedelta(seconds=0.1))
+    with pytest.raises(RuntimeError, match=r"the ranks did not meet in time: ranks \[1\] did not come"):
+        rendezvous_name(store, 0, 2, timedelta(seconds=0.1))
     with pytest.raises(RuntimeError, match="rank 0 did not answer"):
-        agreed_name(store, 1, 2, timedelta(seconds=0.1))
+        rendezvous_name(store, 1, 2, timedelta(seconds=0.1))
     assert len(set(meet(store, 2))) == 1

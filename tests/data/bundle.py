@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from tritonemb.data import Batch, Data, Stream
-from tritonemb.data.source import ReadReport, Step
+from tritonemb.data import Batch, Data, Feature, Stream
+from tritonemb.data.protocol import PositionedBatch, ReadReport
 from tritonemb.jagged import KeyedJaggedTensor
 
 SIZES = (1, 2, 7, 60)  # rows of the data sets "<kind>-<size>"
@@ -30,6 +30,13 @@ class Bundle:
     data: dict[str, Data]
     folder: Path
     name: str = field(default="bundle")
+    features: tuple[Feature, ...] = ()
+    num_dense: int = 0
+    encoding: str = "of a bundle"
+    best_auc: float | None = None
+
+    def splits(self) -> tuple[str, ...]:
+        return ()
 
     def open(self, split: str, batch_size: int, **how: Any) -> Stream:
         name, _, own = split.partition("/")
@@ -38,7 +45,7 @@ class Bundle:
         steps = getattr(self, f"_{name}")(own, batch_size)
         return Stream(steps, {"of": 0, "number": 0})
 
-    def _endless(self, mark: str, batch_size: int) -> Iterator[Step]:
+    def _endless(self, mark: str, batch_size: int) -> Iterator[PositionedBatch]:
         """Marks every batch that it makes, and its end."""
         try:
             for number in itertools.count(1):
@@ -47,7 +54,7 @@ class Bundle:
         finally:
             self._mark(f"ended {mark}")
 
-    def _slow(self, mark: str, batch_size: int) -> Iterator[Step]:
+    def _slow(self, mark: str, batch_size: int) -> Iterator[PositionedBatch]:
         """One batch, and then one that takes a while."""
         try:
             yield self._step(1, batch_size)
@@ -56,7 +63,7 @@ class Bundle:
         finally:
             self._mark(f"ended {mark}")
 
-    def _failing(self, kind: str, batch_size: int) -> Iterator[Step]:
+    def _failing(self, kind: str, batch_size: int) -> Iterator[PositionedBatch]:
         yield self._step(1, batch_size)
         if kind == "odd":
             raise OddError("odd things happen")
@@ -67,13 +74,13 @@ class Bundle:
         if kind == "unicode":
             b"\xff".decode()
 
-    def _step(self, number: int, batch_size: int) -> Step:
+    def _step(self, number: int, batch_size: int) -> PositionedBatch:
         """A batch of loose tensors, with ids of one to three a bag."""
         lengths = torch.arange(2 * batch_size) % 3 + 1
         values = torch.arange(int(lengths.sum())) + number
         sparse = KeyedJaggedTensor(["a", "b"], values, lengths=lengths)
         batch = Batch(torch.full((batch_size, 3), float(number)), sparse, torch.zeros(batch_size))
-        return Step(batch, {"of": 0, "number": number}, ReadReport(rows=number * batch_size))
+        return PositionedBatch(batch, {"of": 0, "number": number}, ReadReport(rows=number * batch_size))
 
     def _mark(self, name: str) -> None:
         with (self.folder / name).open("a") as file:

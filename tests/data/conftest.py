@@ -1,11 +1,13 @@
-"""Reader processes for all tests of data: starting one takes seconds."""
+"""Data loader workers and reader hosts for all tests of data: starting a process takes seconds."""
+
+import copy
 
 import pytest
 import torch
 
 from tests.data.bundle import SIZES, Bundle
 from tests.data.logs import line, options, write
-from tritonemb.data import ClickLog, ReaderProcesses, convert, make_synthetic
+from tritonemb.data import ClickLog, DataLoaderWorkers, ReaderHost, RemoteData, convert, make_synthetic
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +39,16 @@ def bundle(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def addresses(bundle):
-    """By the number of readers; 0 is none."""
-    with ReaderProcesses(bundle, 1) as one, ReaderProcesses(bundle, 3) as three:
-        yield {0: None, 1: one.address, 3: three.address}
+def workers(bundle):
+    """By their number; 0 is none. Both share their processes."""
+    with DataLoaderWorkers(bundle, 3) as three:
+        one = copy.copy(three)
+        one._count = 1
+        yield {0: None, 1: one, 3: three}
+
+
+@pytest.fixture(scope="session")
+def remote(bundle):
+    """The bundle, as two reader hosts of this process serve it."""
+    with ReaderHost(bundle) as one, ReaderHost(bundle, token=one.token) as two:
+        yield RemoteData([one.address, two.address], token=one.token)

@@ -3,8 +3,8 @@ import torch
 
 from tests.data.logs import contents
 from tritonemb.data import Batch, Column, Rows
-from tritonemb.data.batch import Layout
-from tritonemb.data.rows import concat, cut
+from tritonemb.data.batch import BatchLayout
+from tritonemb.data.columns import concat, cut
 from tritonemb.jagged import KeyedJaggedTensor
 
 KEYS = ("one", "many", "other")
@@ -84,7 +84,7 @@ def test_no_dense_values_and_no_features():
 
 
 def test_layout_counts_its_bytes():
-    layout = Layout(("a", "b"), batch_size=3, num_dense=5, num_values=7, values_dtype=torch.int64)
+    layout = BatchLayout(("a", "b"), batch_size=3, num_dense=5, num_values=7, values_dtype=torch.int64)
     assert layout.num_bytes == 64 + 64 + 64 + 64 + 64  # 60, 12, 56, 24 and 28 bytes, each rounded up
 
 
@@ -125,7 +125,7 @@ def test_a_batch_of_loose_tensors_is_packed(dtype):
     batch = Batch(torch.randn(2, 3), sparse, torch.tensor([0.0, 1.0]))
     packed = batch.packed()
     assert packed.packed() is packed
-    assert packed.layout == Layout(("a", "b"), 2, 3, 6, dtype)
+    assert packed.layout == BatchLayout(("a", "b"), 2, 3, 6, dtype)
     assert torch.equal(packed.dense, batch.dense)
     assert torch.equal(packed.labels, batch.labels)
     assert packed.sparse.to_lists() == sparse.to_lists()

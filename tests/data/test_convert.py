@@ -17,7 +17,13 @@ def test_a_file_keeps_its_values(tmp_path, compression):
         line("0", {1: "7", 2: "0", 3: "1"}, {1: "f", 2: "ffffffff"}),
     ]
     path, told = write(tmp_path, lines), []
-    report = convert(path, tmp_path / "log.parquet", compression=compression, on_bad_row="skip", progress=told.append)
+    report = convert(
+        path,
+        tmp_path / "log.parquet",
+        options=options(on_bad_row="skip"),
+        compression=compression,
+        progress=told.append,
+    )
     assert (report.rows, report.skipped, report.files) == (2, 1, (tmp_path / "log.parquet",))
     assert told[-1] == 2
     table = parquet.read_table(tmp_path / "log.parquet")
@@ -30,7 +36,7 @@ def test_a_file_keeps_its_values(tmp_path, compression):
 
 def test_row_groups_have_the_number_of_rows_asked_for(tmp_path):
     path = write(tmp_path, random_lines(100), "log.gz")
-    convert(path, tmp_path / "log.parquet", row_group_rows=30, chunk_bytes=3000)
+    convert(path, tmp_path / "log.parquet", options=options(chunk_bytes=3000), row_group_rows=30)
     metadata = parquet.read_metadata(tmp_path / "log.parquet")
     assert [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)] == [30, 30, 30, 10]
     logs = [ClickLog(source, options()) for source in (path, tmp_path / "log.parquet")]
@@ -51,7 +57,7 @@ def test_a_folder_becomes_a_folder(tmp_path):
 def test_nothing_half_written_is_left(tmp_path):
     path = write(tmp_path, [*random_lines(50), line("x")])
     with pytest.raises(ValueError, match=r"train.txt, line 51: field 1 \(label\) is 'x'"):
-        convert(path, tmp_path / "log.parquet", row_group_rows=10, chunk_bytes=2000)
+        convert(path, tmp_path / "log.parquet", options=options(chunk_bytes=2000), row_group_rows=10)
     assert [entry.name for entry in tmp_path.iterdir()] == ["train.txt"]
 
 

@@ -216,7 +216,7 @@ def test_a_damaged_gzip_file_is_refused(tmp_path):
 def test_a_schema_of_other_columns_is_refused(tmp_path):
     path = write(tmp_path, [GOOD])
     with pytest.raises(
-        ValueError, match=r"text files are read in Criteo's format alone, whose label is 'label' and not"
+        ValueError, match=r"without a header, text files have Criteo's format, whose label is 'label' and not"
     ):
         ClickLog(path, options(label="click", sparse=("cat_1",)))
     with pytest.raises(ValueError, match="the schema's sparse column 'user' is not there; columns: label, int_1"):

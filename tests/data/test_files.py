@@ -8,9 +8,9 @@ pytest.importorskip("pyarrow")
 
 from tests.data.logs import line, options, random_lines, rows_of, write
 from tritonemb.data import ClickLog, SplitRule, convert
-from tritonemb.data.logs.files import find, natural
-from tritonemb.data.logs.parquet import parquet_chunks
-from tritonemb.data.logs.text import text_chunks
+from tritonemb.data.files import find, natural
+from tritonemb.data.parquet import parquet_chunks
+from tritonemb.data.text import text_chunks
 
 GOOD = line()
 
@@ -31,7 +31,7 @@ def test_a_folder_has_its_data_files_in_order(tmp_path):
         write(tmp_path, [GOOD], name)
     (tmp_path / "more").mkdir()
     assert [file.path.name for file in find(tmp_path)] == ["day_0", "day_9.gz", "day_10"]
-    assert [(file.format, file.codec, file.stem) for file in find(tmp_path)][1] == ("tsv", "gzip", "day_9")
+    assert [(file.format, file.codec, file.stem) for file in find(tmp_path)][1] == ("text", "gzip", "day_9")
 
 
 def test_several_files_keep_their_order(tmp_path):

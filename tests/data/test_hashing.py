@@ -9,7 +9,7 @@ pa = pytest.importorskip("pyarrow")
 
 from tests.data.logs import line, options, rows_of, write  # noqa: E402
 from tritonemb.data import ClickLog  # noqa: E402
-from tritonemb.data.logs.hashing import feature_seed, hash_integers, hash_strings, ids_of  # noqa: E402
+from tritonemb.data.encode import feature_seed, hash_integers, hash_strings, ids_of  # noqa: E402
 
 WORD = (1 << 64) - 1
 

@@ -9,7 +9,7 @@ import pyarrow.parquet as parquet  # noqa: E402
 
 from tests.data.logs import contents, options, rows_of, same  # noqa: E402
 from tritonemb.data import ClickLog, SplitRule  # noqa: E402
-from tritonemb.data.logs.hashing import feature_seed, hash_integers, hash_strings, ids_of  # noqa: E402
+from tritonemb.data.encode import feature_seed, hash_integers, hash_strings, ids_of  # noqa: E402
 
 SCHEMA = {"label": "click", "dense": ("price",), "sparse": ("user",)}
 

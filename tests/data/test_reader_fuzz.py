@@ -10,11 +10,15 @@ from hypothesis import strategies as st
 
 pytest.importorskip("pyarrow")
 
+
+from tests.data.logs import line as line_of
 from tests.data.logs import options, random_lines, rows_of, write
 from tritonemb.data import ClickLog
-from tritonemb.data.logs import tsv
-from tritonemb.data.logs.digits import decimal, hexadecimal, padded, words_of
+from tritonemb.data.arrow import Values
+from tritonemb.data.criteo import CriteoFormat
+from tritonemb.data.delimited import parse
 
+CRITEO = CriteoFormat()
 LINES = random_lines(40)
 RULES = [rb"[01]", *[rb"(-?[0-9]{1,18})?"] * 13, *[rb"[0-9a-fA-F]{0,8}"] * 26]
 RULE = re.compile(rb"\t".join(RULES))
@@ -94,11 +98,13 @@ def test_a_row_is_accepted_alone_if_and_only_if_it_is_among_others(data):
         if not line.startswith((b"\xff\xfe", b"\xfe"))
     ]
     together: list[tuple[str, np.ndarray, np.ndarray | None]] = []
-    checked = tsv.parse(b"\n".join(lines), lambda name, values: together.append((name, values.numbers, values.missing)))
+    checked = parse(
+        CRITEO, b"\n".join(lines), lambda name, values: together.append((name, values.numbers, values.missing))
+    )
     bad = set(checked.bad_rows.tolist())
     for number, line in enumerate(lines):
         alone: list[tuple[np.ndarray, np.ndarray | None]] = []
-        one = tsv.parse(line, lambda name, values, alone=alone: alone.append((values.numbers, values.missing)))
+        one = parse(CRITEO, line, lambda name, values, alone=alone: alone.append((values.numbers, values.missing)))
         assert (number in bad) == (len(one.bad_rows) == 1) == (not is_good(line))
         if number not in bad:
             place = checked.rows.tolist().index(number)
@@ -110,7 +116,7 @@ def test_a_row_is_accepted_alone_if_and_only_if_it_is_among_others(data):
 
 @given(st.lists(st.binary(max_size=22), min_size=1, max_size=20))
 def test_numbers_are_read_as_python_reads_them(fields):
-    fields = [field.replace(b"\t", b"0") for field in fields]
+    fields = [re.sub(rb"[\t\n]", b"0", field) for field in fields]
     check_numbers(fields)
 
 
@@ -121,14 +127,21 @@ def test_well_formed_numbers_are_read_as_python_reads_them(fields):
 
 
 def check_numbers(fields: list[bytes]) -> None:
-    text = padded(b"\t".join(fields) + b"\n")
-    lengths = np.array([len(field) for field in fields])
-    ends = np.cumsum(lengths + 1) - 1
-    for read, rule, base in ((decimal, rb"(-?[0-9]{1,18})?", 10), (hexadecimal, rb"[0-9a-fA-F]{0,8}", 16)):
-        for number, valid, field in zip(*read(words_of(text), ends, lengths), fields, strict=True):
-            assert valid == bool(re.fullmatch(rule, field))
-            if valid and field:
-                assert number == int(field, base)
+    """Each as an integer and as a category of a line."""
+    for name, place, rule, base in (("int_1", 1, rb"(-?[0-9]{1,18})?", 10), ("cat_1", 14, rb"[0-9a-fA-F]{0,8}", 16)):
+        lines = []
+        for field in fields:
+            parts = line_of().encode().split(b"\t")
+            parts[place] = field
+            lines.append(b"\t".join(parts))
+        found: dict[str, Values] = {}
+        checked = parse(CRITEO, b"\n".join(lines), found.__setitem__)
+        rows = dict(zip(checked.rows.tolist(), found[name].numbers.tolist(), strict=True))
+        bad = set(checked.bad_rows.tolist())
+        for number, field in enumerate(fields):
+            assert (number not in bad) == bool(re.fullmatch(rule, field))
+            if number not in bad and field:
+                assert rows[number] == int(field, base)
 
 
 @pytest.mark.parametrize("place", range(8))

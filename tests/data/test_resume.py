@@ -25,11 +25,11 @@ def logs(tmp_path_factory):
     lines[7:7] = [b"bad", b"", b"worse"]
     for name in NAMES[:3]:
         write(folder, lines, name)
-    convert(folder / "log.txt", folder / "log.parquet", row_group_rows=70, on_bad_row="skip")
+    convert(folder / "log.txt", folder / "log.parquet", row_group_rows=70, options=options(on_bad_row="skip"))
     (folder / "folder").mkdir()
     for number, start in enumerate(range(0, len(lines), 50)):
         write(folder / "folder", lines[start : start + 50], f"part_{number}.txt")
-    convert(folder / "folder", folder / "folder.parquet", row_group_rows=33, on_bad_row="skip")
+    convert(folder / "folder", folder / "folder.parquet", row_group_rows=33, options=options(on_bad_row="skip"))
     return folder
 
 

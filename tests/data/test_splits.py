@@ -162,7 +162,7 @@ def test_a_time_column_splits_a_parquet_file(tmp_path, kind):
 
 
 def test_text_has_no_time_column(tmp_path):
-    with pytest.raises(ValueError, match="Criteo's text files have no time column; split by another rule"):
+    with pytest.raises(ValueError, match="text files are not split by a time column; split by another rule"):
         reader(write(tmp_path, random_lines(3)), SplitRule(time_column="when", test_from="3"))
 
 

@@ -11,7 +11,7 @@ NUM_ROWS = 1_200
 
 
 def make(folder: Path) -> None:
-    """train.txt, dirty.txt, days/ in Criteo's format; logs/ in Parquet; adult/ in that of UCI Adult."""
+    """train.txt, dirty.txt, days/ in Criteo's format; logs/ in Parquet, csv/; adult/ in that of UCI Adult."""
     chance = random.Random(0)
     lines = [_criteo_line(chance) for _ in range(NUM_ROWS)]
     (folder / "train.txt").write_text("".join(lines))
@@ -35,9 +35,10 @@ def _criteo_line(chance: random.Random) -> str:
 
 def _make_logs(folder: Path, chance: random.Random) -> None:
     import pyarrow as pa
-    from pyarrow import parquet
+    from pyarrow import csv, parquet
 
     folder.mkdir()
+    folder.with_name("csv").mkdir()
     begin = datetime(2026, 1, 1)
     for part in range(2):
         users = [chance.randrange(40) for _ in range(NUM_ROWS // 2)]
@@ -53,6 +54,7 @@ def _make_logs(folder: Path, chance: random.Random) -> None:
             }
         )
         parquet.write_table(table, folder / f"part-{part}.parquet")
+        csv.write_csv(table.drop_columns(["tags"]), folder.with_name("csv") / f"part-{part}.csv")
 
 
 def _make_adult(folder: Path, chance: random.Random) -> None:

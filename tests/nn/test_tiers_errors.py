@@ -16,7 +16,7 @@ from tests.helpers import CACHED, assert_same_bits, contents, output_of
 from tests.nn.test_bad_offsets import BAD_OFFSETS, unchecked
 from tests.nn.tiers import ELSEWHERE, not_interpreted, outputs_of, same, seeded, varied_steps
 from tritonemb.storage import HostRows, StorageError
-from tritonemb.storage.row_file import FileRows
+from tritonemb.storage.row_file import RowFile
 from tritonemb.tables.transfer import RowMover
 from tritonemb.types import CacheConfig
 
@@ -283,7 +283,7 @@ def test_a_disk_that_fails_in_the_midst_of_training(monkeypatch, placement, oper
     def fail(*_: object) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(FileRows, operation, fail)
+    monkeypatch.setattr(RowFile, operation, fail)
 
     def go_on() -> None:
         for batch, grad in steps[3:]:

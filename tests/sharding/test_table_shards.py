@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.distributed import checkpoint
 
 from tests.sharding.cuts import Cut, draw_cuts, holds, shapes, shards_of, values
-from tritonemb.comm.group import Group
+from tritonemb.comm.group import RankGroup
 from tritonemb.sharding import sharded_tensor
 from tritonemb.sharding.sharded_tensor import LocalShard, TableShards
 
@@ -37,7 +37,7 @@ def load(rank: int, folder: str, whole: torch.Tensor, cuts: list[Cut]) -> bool:
 
 def gather(rank: int, whole: torch.Tensor, cuts: list[Cut], piece_bytes: int) -> bool:
     sharded_tensor.PIECE_BYTES = piece_bytes
-    return torch.equal(shards_of(rank, whole, cuts).gather(Group.world()), whole)
+    return torch.equal(shards_of(rank, whole, cuts).gather(RankGroup.world()), whole)
 
 
 @settings(max_examples=25)
@@ -77,7 +77,7 @@ def test_every_rank_gathers_the_whole(ranks, data):
 
 def gather_with_gaps(rank: int, whole: torch.Tensor, cuts: list[Cut]) -> str:
     try:
-        shards_of(rank, whole, cuts).gather(Group.world())
+        shards_of(rank, whole, cuts).gather(RankGroup.world())
     except ValueError as error:
         return str(error)
     return ""

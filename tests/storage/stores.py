@@ -1,4 +1,4 @@
-"""Tables for the tests of where rows live, and a plain model of them."""
+"""Tables for the tests of stores of rows, and a plain model of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tritonemb.storage import DiskRows, Field, Pending, Record, RowStore, aio
+from tritonemb.storage import DiskRows, Field, IoFuture, Record, RowStore, TableIdentity, aio
 
 SIZES = (5, 516, 4087, 4088, 4089, 10000)  # many in a page, several, one; then two pages, and three
 
@@ -37,10 +37,14 @@ def initial(rows: Tensor, records: Tensor) -> None:
     records.copy_((rows[:, None] * 37 + torch.arange(records.shape[1]) * 11 + 3) % 251)
 
 
+def identity(num_rows: int, num_bytes: int, table: str = "user") -> TableIdentity:
+    return TableIdentity(table, num_rows, plain_record(num_bytes), 7)
+
+
 def disk_rows(path: Path, num_rows: int, num_bytes: int, **options: Any) -> DiskRows:
     """Opened if it is there, else made."""
     make = DiskRows.open if path.exists() else DiskRows.create
-    return make(path, "user", num_rows, plain_record(num_bytes), 7, initial, **options)
+    return make(path, identity(num_rows, num_bytes), initial, **options)
 
 
 def some_records(count: int, num_bytes: int, seed: int) -> Tensor:
@@ -48,18 +52,18 @@ def some_records(count: int, num_bytes: int, seed: int) -> Tensor:
     return torch.randint(0, 256, (count, num_bytes), dtype=torch.uint8, generator=generator)
 
 
-def start_read(store: RowStore, rows: Sequence[int]) -> tuple[Pending, Tensor]:
+def start_read(store: RowStore, rows: Sequence[int]) -> tuple[IoFuture, Tensor]:
     records = torch.full((len(rows), store.record.num_bytes), 254, dtype=torch.uint8)  # which `initial` never writes
     return store.read(torch.tensor(rows, dtype=torch.int64), records), records
 
 
 def read(store: RowStore, rows: Sequence[int]) -> Tensor:
-    pending, records = start_read(store, rows)
-    pending.wait()
+    future, records = start_read(store, rows)
+    future.wait()
     return records
 
 
-def write(store: RowStore, rows: Sequence[int], seed: int) -> Pending:
+def write(store: RowStore, rows: Sequence[int], seed: int) -> IoFuture:
     return store.write(torch.tensor(rows, dtype=torch.int64), some_records(len(rows), store.record.num_bytes, seed))
 
 
@@ -104,9 +108,9 @@ def failing(
 
 
 class _Refused:
-    """A transfer some of whose pieces were never handed over."""
+    """A transfer some of whose extents were never handed over."""
 
-    def __init__(self, transfer: aio.Transfer, kept: np.ndarray, code: int) -> None:
+    def __init__(self, transfer: aio.AioTransfer, kept: np.ndarray, code: int) -> None:
         self._transfer, self._kept, self._code = transfer, kept, code
 
     def wait(self) -> np.ndarray:
@@ -117,24 +121,24 @@ class _Refused:
 
 def break_queues(patch: pytest.MonkeyPatch, code: int, offsets: range = range(1 << 62), writes: bool = True) -> None:
     """Have the system's asynchronous writes, or reads, fail within some bytes of a file."""
-    real = aio.Queue.begin
+    real = aio.AioQueue.submit
 
-    def begin(self: aio.Queue, handle: int, pieces: aio.Pieces, write: bool) -> Any:
-        begins, ends = pieces.offsets, pieces.offsets + pieces.sizes
+    def submit(self: aio.AioQueue, handle: int, extents: aio.Extents, write: bool) -> Any:
+        begins, ends = extents.offsets, extents.offsets + extents.sizes
         kept = (begins >= offsets.stop) | (ends <= offsets.start) | np.array(write != writes)
-        return _Refused(real(self, handle, aio.Pieces(*(part[kept] for part in pieces)), write), kept, code)
+        return _Refused(real(self, handle, aio.Extents(*(part[kept] for part in extents)), write), kept, code)
 
-    patch.setattr(aio.Queue, "begin", begin)
+    patch.setattr(aio.AioQueue, "submit", submit)
 
 
 def shorten_queues(patch: pytest.MonkeyPatch, most: int) -> None:
     """Have them move at most so many bytes of a piece."""
-    real = aio.Queue.begin
+    real = aio.AioQueue.submit
 
-    def begin(self: aio.Queue, handle: int, pieces: aio.Pieces, write: bool) -> Any:
-        return real(self, handle, pieces._replace(sizes=np.minimum(pieces.sizes, most)), write)
+    def submit(self: aio.AioQueue, handle: int, extents: aio.Extents, write: bool) -> Any:
+        return real(self, handle, extents._replace(sizes=np.minimum(extents.sizes, most)), write)
 
-    patch.setattr(aio.Queue, "begin", begin)
+    patch.setattr(aio.AioQueue, "submit", submit)
 
 
 def short(real: Callable[..., int], most: int) -> Callable[..., int]:

@@ -1,4 +1,4 @@
-"""Linux's asynchronous I/O, and what stands in for it."""
+"""Linux's asynchronous I/O, and what replaces it elsewhere."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from tests.storage.stores import disk_rows, read, some_records, write
-from tritonemb.storage import aio, io
-from tritonemb.storage.io import Buffer, PageFile
+from tritonemb.storage import aio
+from tritonemb.storage.io import IoBuffer, PageFile
+from tritonemb.storage.threads import PerProcess
 
 PAGE = 4096
 
@@ -35,29 +36,29 @@ def pages(tmp_path):
     file.close()
 
 
-def pieces(buffer: Buffer, numbers: np.ndarray, first: int = 0) -> aio.Pieces:
+def extents(buffer: IoBuffer, numbers: np.ndarray, first: int = 0) -> aio.Extents:
     """Pages of a file, one behind the other in a buffer."""
     addresses = buffer.address + PAGE * (first + np.arange(numbers.size))
-    return aio.Pieces(addresses, np.full(numbers.size, PAGE), numbers * PAGE)
+    return aio.Extents(addresses, np.full(numbers.size, PAGE), numbers * PAGE)
 
 
-def firsts(buffer: Buffer) -> np.ndarray:
+def firsts(buffer: IoBuffer) -> np.ndarray:
     """The first number in each page of a buffer."""
     return buffer.array.view(np.int64)[:: PAGE // 8]
 
 
-def test_more_pieces_than_are_on_their_way_at_once(queue, pages):
-    numbers, buffer = np.random.default_rng(0).permutation(2000), Buffer(2000 * PAGE)
-    transfer = queue.begin(pages, pieces(buffer, numbers), False)
+def test_more_extents_than_can_be_in_flight(queue, pages):
+    numbers, buffer = np.random.default_rng(0).permutation(2000), IoBuffer(2000 * PAGE)
+    transfer = queue.submit(pages, extents(buffer, numbers), False)
     assert (transfer.wait() == PAGE).all()
     assert (firsts(buffer) == numbers).all()
 
 
 def test_transfers_that_run_at_once(queue, pages):
-    """A second one is begun, and waited for, before the first."""
-    buffer, numbers = Buffer(900 * PAGE), np.random.default_rng(0).permutation(2000)[:900]
-    first = queue.begin(pages, pieces(buffer, numbers[:300]), False)
-    second = queue.begin(pages, pieces(buffer, numbers[300:], 300), False)
+    """A second one is submitted, and waited for, before the first."""
+    buffer, numbers = IoBuffer(900 * PAGE), np.random.default_rng(0).permutation(2000)[:900]
+    first = queue.submit(pages, extents(buffer, numbers[:300]), False)
+    second = queue.submit(pages, extents(buffer, numbers[300:], 300), False)
     assert (second.wait() == PAGE).all()
     assert (firsts(buffer)[300:] == numbers[300:]).all()
     assert (first.wait() == PAGE).all()
@@ -65,40 +66,40 @@ def test_transfers_that_run_at_once(queue, pages):
 
 
 def test_numbers_of_transfers_begin_anew(queue, pages):
-    """They share 63 bits with the number of a piece."""
-    buffer, numbers = Buffer(2 * PAGE), np.array([7, 1999])
+    """They share 63 bits with the number of an extent."""
+    buffer, numbers = IoBuffer(2 * PAGE), np.array([7, 1999])
     queue._next = (1 << 31) - 1
-    first = queue.begin(pages, pieces(buffer, numbers[:1]), False)
-    second = queue.begin(pages, pieces(buffer, numbers[1:], 1), False)
+    first = queue.submit(pages, extents(buffer, numbers[:1]), False)
+    second = queue.submit(pages, extents(buffer, numbers[1:], 1), False)
     assert (second.wait() == PAGE).all()
     assert (first.wait() == PAGE).all()
     assert (firsts(buffer) == numbers).all()
 
 
 def test_what_is_written_is_in_the_file(queue, pages):
-    buffer, numbers = Buffer(100 * PAGE), np.arange(7, 1000, 10)
+    buffer, numbers = IoBuffer(100 * PAGE), np.arange(7, 1000, 10)
     buffer.array.view(np.int64)[:] = -5
-    assert (queue.begin(pages, pieces(buffer, numbers), True).wait() == PAGE).all()
-    found = Buffer(2000 * PAGE)
-    queue.begin(pages, pieces(found, np.arange(2000)), False).wait()
+    assert (queue.submit(pages, extents(buffer, numbers), True).wait() == PAGE).all()
+    found = IoBuffer(2000 * PAGE)
+    queue.submit(pages, extents(found, np.arange(2000)), False).wait()
     expected = np.arange(2000)
     expected[numbers] = -5
     assert (firsts(found) == expected).all()
 
 
-def test_each_piece_has_a_result_of_its_own(queue, pages):
-    buffer = Buffer(4 * PAGE)
-    asked = pieces(buffer, np.array([1, 2000, 3, 5000]))
+def test_each_extent_has_a_result_of_its_own(queue, pages):
+    buffer = IoBuffer(4 * PAGE)
+    asked = extents(buffer, np.array([1, 2000, 3, 5000]))
     asked.addresses[2] = 8 * PAGE  # no memory of this process
-    assert queue.begin(pages, asked, False).wait().tolist() == [PAGE, 0, -errno.EFAULT, 0]
+    assert queue.submit(pages, asked, False).wait().tolist() == [PAGE, 0, -errno.EFAULT, 0]
     handle = os.open(f"/proc/self/fd/{pages}", os.O_RDONLY)
-    assert queue.begin(handle, pieces(buffer, np.array([1, 2])), True).wait().tolist() == [-errno.EBADF] * 2
+    assert queue.submit(handle, extents(buffer, np.array([1, 2])), True).wait().tolist() == [-errno.EBADF] * 2
     os.close(handle)
 
 
-def test_a_queue_is_closed_when_nothing_is_on_its_way(queue, pages):
-    buffer, numbers = Buffer(500 * PAGE), np.arange(500)
-    transfer = queue.begin(pages, pieces(buffer, numbers), False)
+def test_a_queue_is_closed_when_nothing_is_in_flight(queue, pages):
+    buffer, numbers = IoBuffer(500 * PAGE), np.arange(500)
+    transfer = queue.submit(pages, extents(buffer, numbers), False)
     queue.close()
     assert transfer.left == 0
     assert (firsts(buffer) == numbers).all()
@@ -109,7 +110,7 @@ def test_a_system_that_has_no_queues_left(monkeypatch, tmp_path):
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
     monkeypatch.setattr(aio, "_call", refuse)
-    monkeypatch.setattr(io, "_lanes", io._Lanes())
+    monkeypatch.setattr(aio, "_free_contexts", PerProcess(aio._make_contexts))
     assert aio.make_queue() is None
     with disk_rows(tmp_path / "rows", 1000, 516) as store:
         write(store, range(1000), 1)
@@ -122,18 +123,18 @@ def test_other_systems_have_none(monkeypatch, platform):
     assert aio.make_queue() is None
 
 
-def test_there_are_so_many_lanes_and_no_more(monkeypatch):
-    monkeypatch.setattr(io, "NUM_LANES", 2)
-    monkeypatch.setattr(io, "_lanes", io._Lanes())
+def test_there_is_a_fixed_number_of_contexts(monkeypatch):
+    monkeypatch.setattr(aio, "NUM_CONTEXTS", 2)
+    monkeypatch.setattr(aio, "_free_contexts", PerProcess(aio._make_contexts))
     got = threading.Event()
 
     def third() -> None:
-        with io.borrow():
+        with aio.io_context():
             got.set()
 
     thread = threading.Thread(target=third)
-    with io.borrow() as first:
-        with io.borrow() as second:
+    with aio.io_context() as first:
+        with aio.io_context() as second:
             assert first is not second
             thread.start()
             assert not got.wait(0.1)
@@ -141,8 +142,8 @@ def test_there_are_so_many_lanes_and_no_more(monkeypatch):
     thread.join()
 
 
-def test_a_lane_grows_for_large_blocks(monkeypatch):
-    monkeypatch.setattr(io, "_lanes", io._Lanes())
-    with io.borrow() as lane:
-        assert lane.make_room(PAGE) is lane.buffer
-        assert lane.make_room(3 * io.HALF_BYTES).array.size == 6 * io.HALF_BYTES
+def test_the_buffer_of_a_context_grows_for_large_blocks(monkeypatch):
+    monkeypatch.setattr(aio, "_free_contexts", PerProcess(aio._make_contexts))
+    with aio.io_context() as context:
+        assert context.reserve(PAGE) is context.buffer
+        assert context.reserve(3 * aio.HALF_BYTES).array.size == 6 * aio.HALF_BYTES

@@ -20,8 +20,8 @@ from tests.storage.stores import (
     SIZES,
     Model,
     disk_rows,
+    identity,
     initial,
-    plain_record,
     read,
     some_records,
     start_read,
@@ -29,8 +29,7 @@ from tests.storage.stores import (
     write,
 )
 from tritonemb.optimizers import Adam
-from tritonemb.storage import DiskRows, record_of
-from tritonemb.storage import block_file as blocks_module
+from tritonemb.storage import DiskRows, TableIdentity, block_file, record_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,7 +46,7 @@ def streams(num_rows: int) -> st.SearchStrategy[list[tuple[str, list[int]]]]:
 @pytest.mark.parametrize("num_bytes", SIZES)
 @pytest.mark.parametrize("threads", [None, 3])
 def test_it_is_as_a_dict(tmp_path, num_bytes, threads, monkeypatch):
-    monkeypatch.setattr(blocks_module, "BUFFER_BYTES", 3 * 4096)  # so that a request is of several tasks
+    monkeypatch.setattr(block_file, "BUFFER_BYTES", 3 * 4096)  # so that a request is of several tasks
     num_rows = 1700 if num_bytes == 5 else 150  # two pages of the smallest records and a part of a third
 
     @settings(max_examples=12)
@@ -67,8 +66,8 @@ def test_it_is_as_a_dict(tmp_path, num_bytes, threads, monkeypatch):
                 store.close()
                 store = disk_rows(path, num_rows, num_bytes, threads=threads)
         found.append((start_read(store, range(num_rows)), model.read(range(num_rows))))
-        for (pending, records), expected in found:
-            pending.wait()
+        for (future, records), expected in found:
+            future.wait()
             assert records.equal(expected)
         store.close()
 
@@ -115,9 +114,9 @@ def test_many_threads_ask_at_once(tmp_path, options):
         rows, model = list(range(number, 4000, 8)), Model(100)
         for turn in range(6):
             part = rows[turn::2]
-            pending = write(store, part, number * 100 + turn)
+            future = write(store, part, number * 100 + turn)
             model.write(part, number * 100 + turn)
-            if not read(store, rows).equal(model.read(rows)) or not pending.done():
+            if not read(store, rows).equal(model.read(rows)) or not future.done():
                 failures.append((number, turn))
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
@@ -136,7 +135,7 @@ def test_initial_is_asked_once_for_those_never_written(tmp_path):
         asked.append(rows.tolist())
         initial(rows, records)
 
-    with DiskRows.create(tmp_path / "rows", "user", 100, plain_record(516), 7, fill) as store:
+    with DiskRows.create(tmp_path / "rows", identity(100, 516), fill) as store:
         write(store, [3, 50], 0)
         read(store, [2, 3, 4, 50, 99])
         read(store, [3, 50])
@@ -148,7 +147,7 @@ def test_an_initial_that_fails_fails_its_read_alone(tmp_path):
     def fill(rows, records):
         raise KeyError("no values")
 
-    with DiskRows.create(tmp_path / "rows", "user", 100, plain_record(516), 7, fill) as store:
+    with DiskRows.create(tmp_path / "rows", identity(100, 516), fill) as store:
         write(store, [3], 5)
         with pytest.raises(KeyError, match="no values"):
             read(store, [2, 3])
@@ -195,14 +194,14 @@ def test_it_holds_weights_and_states(tmp_path):
         record.views(records)["weight"].copy_(rows[:, None].expand(-1, 5))
 
     rows, records = torch.tensor([0, 77, 200]), torch.zeros(3, record.num_bytes, dtype=torch.uint8)
-    with DiskRows.create(tmp_path / "rows", "user", 1000, record, 7, fill) as store:
+    with DiskRows.create(tmp_path / "rows", TableIdentity("user", 1000, record, 7), fill) as store:
         store.read(rows, records).wait()
         views = record.views(records)
         assert views["weight"][:, 4].tolist() == [0, 77, 200]
         assert not views["exp_avg"].any()
         views["exp_avg_sq"][1] = torch.arange(5) / 8
         store.write(rows[1:2], records[1:2]).wait()
-    with DiskRows.open(tmp_path / "rows", "user", 1000, record, 7, fill) as store:
+    with DiskRows.open(tmp_path / "rows", TableIdentity("user", 1000, record, 7), fill) as store:
         found = torch.ones(3, record.num_bytes, dtype=torch.uint8)
         store.read(rows, found).wait()
     assert found.equal(records)
@@ -276,12 +275,12 @@ path = Path(sys.argv[1])
 store = disk_rows(path, 1000, 100, host_rows=1000, threads=2)
 write(store, range(1000), 1).wait()
 size = path.stat().st_size
-store._operations.ask(lambda: None).wait()  # by now its thread has nothing of the table any more
+store._operations.submit(lambda: None).wait()  # by now its thread has nothing of the table any more
 with store._operations._lock, store._file._threads._lock:
     child = os.fork()
     if child == 0:
         signal.alarm(10)
-        handle = store._file._file.handle
+        handle = store._file.file.handle
         del store
         gc.collect()
         try:

@@ -15,8 +15,8 @@ from tests.storage.stores import (
     break_queues,
     disk_rows,
     failing,
+    identity,
     initial,
-    plain_record,
     read,
     short,
     shorten_queues,
@@ -26,8 +26,9 @@ from tests.storage.stores import (
     write,
 )
 from tritonemb.optimizers import Adam, RowWiseAdagrad
-from tritonemb.storage import DiskRows, StorageError, io, record_of
-from tritonemb.storage import format as headers
+from tritonemb.storage import DiskRows, StorageError, TableIdentity, aio, record_of
+from tritonemb.storage import format as file_format
+from tritonemb.storage.threads import PerProcess
 
 PAGE = 4096
 
@@ -202,8 +203,8 @@ def test_a_page_that_is_written_whole_is_not_read(filled, page, rows):
 
 def test_a_file_holds_nothing_but_its_rows(tmp_path, monkeypatch):
     """What stood in the buffers before does not get into the pages, so the same rows make the same file."""
-    monkeypatch.setattr(io, "NUM_LANES", 1)
-    monkeypatch.setattr(io, "_lanes", io._Lanes())
+    monkeypatch.setattr(aio, "NUM_CONTEXTS", 1)
+    monkeypatch.setattr(aio, "_free_contexts", PerProcess(aio._make_contexts))
     with (
         disk_rows(tmp_path / "rows", 9, 4000) as store,
         disk_rows(tmp_path / "b", 3, 300) as other,
@@ -213,8 +214,8 @@ def test_a_file_holds_nothing_but_its_rows(tmp_path, monkeypatch):
         assert page[4001:-8] == bytes(PAGE - 4009)
         write(other, [0, 1, 2], 1).wait()
         assert tmp_path.joinpath("b").read_bytes()[PAGE + 903 : -8] == bytes(PAGE - 911)
-        with io.borrow() as lane:
-            lane.buffer.array.fill(255)
+        with aio.io_context() as context:
+            context.buffer.array.fill(255)
         write(store, range(9), 2).wait()
         write(store, range(9), 1).wait()
         assert tmp_path.joinpath("rows").read_bytes()[PAGE : 2 * PAGE] == page
@@ -283,7 +284,7 @@ def test_a_damaged_header(filled, place, message):
 
 def test_a_file_of_another_format(filled, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(headers, "FORMAT", 3)
+        patch.setattr(file_format, "FORMAT", 3)
         disk_rows(filled.with_name("new"), 100, 516).close()
     with pytest.raises(StorageError, match="has format 3, this version of tritonemb reads format 2"):
         disk_rows(filled.with_name("new"), 100, 516)
@@ -291,10 +292,10 @@ def test_a_file_of_another_format(filled, monkeypatch):
 
 def test_a_file_of_another_table_is_refused_with_each_difference(tmp_path):
     path, record = tmp_path / "rows", record_of(16, torch.float32, RowWiseAdagrad.states)
-    given = {"table_name": "user", "num_rows": 100, "record": record, "seed": 7, "row_origin": 0, "column_origin": 0}
-    DiskRows.create(path, initial=initial, **given).close()
+    given = {"table": "user", "num_rows": 100, "record": record, "seed": 7, "row_origin": 0, "column_origin": 0}
+    DiskRows.create(path, TableIdentity(**given), initial).close()
     cases = [
-        ({"table_name": "item"}, "the table's name: 'user' in the file, 'item' here"),
+        ({"table": "item"}, "the table's name: 'user' in the file, 'item' here"),
         ({"num_rows": 101}, "the number of rows: 100 in the file, 101 here"),
         ({"seed": 8}, "the seed: 7 in the file, 8 here"),
         ({"row_origin": 9}, "the first row in the whole table: 0 in the file, 9 here"),
@@ -315,10 +316,10 @@ def test_a_file_of_another_table_is_refused_with_each_difference(tmp_path):
     ]
     for change, message in cases:
         with pytest.raises(StorageError) as caught:
-            DiskRows.open(path, initial=initial, **given | change)
+            DiskRows.open(path, TableIdentity(**given | change), initial)
         assert f"file {path} is of another table or optimizer:\n" in str(caught.value)
         assert message in str(caught.value)
-    DiskRows.open(path, initial=initial, **given).close()
+    DiskRows.open(path, TableIdentity(**given), initial).close()
 
 
 def test_a_file_has_one_owner_and_is_not_overwritten(filled):
@@ -327,15 +328,15 @@ def test_a_file_has_one_owner_and_is_not_overwritten(filled):
         disk_rows(filled, 100, 516)
     store.close()
     with pytest.raises(StorageError, match=r"there is a file .* already; open it, remove it"):
-        DiskRows.create(filled, "user", 100, plain_record(516), 7, initial)
+        DiskRows.create(filled, identity(100, 516), initial)
     with pytest.raises(StorageError, match=r"cannot be opened: .*No such file"):
-        DiskRows.open(filled.with_name("none"), "user", 100, plain_record(516), 7, initial)
+        DiskRows.open(filled.with_name("none"), identity(100, 516), initial)
     with pytest.raises(StorageError, match="is closed; open it again"):
         read(store, [1])
     with pytest.raises(ValueError, match="num_rows must be at least 1"):
         disk_rows(filled.with_name("none"), 0, 516)
     with pytest.raises(ValueError, match="its name is too long"):
-        DiskRows.create(filled.with_name("none"), "n" * 5000, 5, plain_record(5), 7, initial)
+        DiskRows.create(filled.with_name("none"), identity(5, 5, "n" * 5000), initial)
     with pytest.raises(ValueError, match="threads must be at least 1"):
         disk_rows(filled.with_name("none"), 100, 516, threads=0)
     assert not filled.with_name("none").exists()
@@ -372,7 +373,7 @@ def test_systems_without_direct_io(tmp_path, monkeypatch, system):
         names = ["O_DIRECT", "posix_fadvise"]
         if system == "windows":
             names += ["preadv", "pwritev", "SEEK_DATA", "SEEK_HOLE"]
-            for module in ("file", "clone"):
+            for module in ("io", "sparse"):
                 monkeypatch.setattr(f"tritonemb.storage.{module}.fcntl", None)
         for name in names:
             monkeypatch.delattr(os, name)

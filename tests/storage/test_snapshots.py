@@ -14,9 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.storage.stores import SIZES, Model, disk_rows, failing, read, some_records, write
-from tritonemb.storage import StorageError, restore
-from tritonemb.storage import snapshot as clone_module
-from tritonemb.storage import snapshot as snapshots_module
+from tritonemb.storage import StorageError, restore, snapshot, sparse
 
 NUM_ROWS = 400
 PAGE = 4096
@@ -50,7 +48,7 @@ changes = st.lists(st.tuples(st.sampled_from("wwsc"), st.lists(st.integers(0, NU
 @pytest.mark.parametrize("num_bytes", [5, 516, 4089])
 def test_chains_of_increments(tmp_path, num_bytes, monkeypatch):
     """Every snapshot on the way can be restored, and a restored table goes on with the chain."""
-    monkeypatch.setattr(snapshots_module, "_NUMBERS", 7)  # so that there are several groups
+    monkeypatch.setattr(snapshot, "_NUMBERS", 7)  # so that there are several groups
 
     @settings(max_examples=10)
     @given(changes, st.integers(0, 5))
@@ -139,7 +137,7 @@ def test_increments_are_put_on_in_their_order_only(tmp_path, chain):
     refused(target, first, [], "changes-1 holds changes, restore them onto their snapshot")
     refused(target, tmp_path / "none", [], "none cannot be opened: .*No such file")
     refused(target, base, [tmp_path / "none"], "none cannot be opened: .*No such file")
-    refused(target, tmp_path / "rows", [first], "is no snapshot, or was written to since")
+    refused(target, tmp_path / "rows", [first], "is not a snapshot, or was written to since")
     with disk_rows(tmp_path / "other", 50, 4088) as store:
         store.snapshot(tmp_path / "other-base").wait()
     refused(target, tmp_path / "other-base", [first], "changes-1 are of another table than their base")
@@ -156,7 +154,7 @@ def test_a_snapshot_that_was_written_to_is_a_base_no_more(tmp_path, chain):
     restore(tmp_path / "again", base, [first])
     with disk_rows(base, 50, 4089) as store:
         write(store, [1], 9).wait()
-    refused(tmp_path / "third", base, [first], "is no snapshot, or was written to since")
+    refused(tmp_path / "third", base, [first], "is not a snapshot, or was written to since")
     with (
         disk_rows(base, 50, 4089) as store,
         pytest.raises(StorageError, match="take a whole one before one of changes"),
@@ -264,11 +262,11 @@ def test_a_snapshot_that_is_cut_off_leaves_the_one_before(tmp_path, monkeypatch,
     store.close()
 
 
-def test_a_clone_is_made_where_the_file_system_makes_such(tmp_path, monkeypatch):
+def test_a_reflink_is_made_where_the_file_system_supports_it(tmp_path, monkeypatch):
     """This one may not: what the system would do is done by copying here."""
     asked = []
 
-    def clone(target: int, request: int, source: int) -> int:
+    def reflink(target: int, request: int, source: int) -> int:
         assert request == 0x40049409
         asked.append((target, source))
         size = os.fstat(source).st_size
@@ -277,8 +275,8 @@ def test_a_clone_is_made_where_the_file_system_makes_such(tmp_path, monkeypatch)
         assert os.fstat(target).st_size == size
         return 0
 
-    monkeypatch.setattr(fcntl, "ioctl", clone)
-    monkeypatch.setattr(clone_module, "_copy", None)  # nothing is copied besides
+    monkeypatch.setattr(fcntl, "ioctl", reflink)
+    monkeypatch.setattr(sparse, "_copy", None)  # nothing is copied besides
     with disk_rows(tmp_path / "rows", 100, 516) as store:
         write(store, range(100), 1).wait()
         store.snapshot(tmp_path / "base").wait()
@@ -291,7 +289,7 @@ def test_a_clone_is_made_where_the_file_system_makes_such(tmp_path, monkeypatch)
     assert found[50:].equal(some_records(100, 516, 1)[50:])
 
 
-def test_a_clone_that_fails_is_no_reason_to_copy(tmp_path, monkeypatch):
+def test_a_reflink_that_fails_is_no_reason_to_copy(tmp_path, monkeypatch):
     def fail(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -308,8 +306,8 @@ def test_pieces_hold_all_parts_once_and_are_small(gaps_and_lengths):
     for gap, length in gaps_and_lengths:
         parts.append(((end + gap) * PAGE, (end + gap + length) * PAGE))
         end += gap + length
-    pieces = list(clone_module._parts_to_copy(iter(parts)))
-    assert all(0 < stop - begin <= clone_module.COPY_BYTES for begin, stop in pieces)
+    pieces = list(sparse._parts_to_copy(iter(parts)))
+    assert all(0 < stop - begin <= sparse.COPY_BYTES for begin, stop in pieces)
     assert all(before[1] <= after[0] for before, after in itertools.pairwise(pieces))
     covered = {page for begin, stop in pieces for page in range(begin // PAGE, stop // PAGE)}
     assert covered >= {page for begin, stop in parts for page in range(begin // PAGE, stop // PAGE)}

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from tests.storage.stores import Stop, no_thread
-from tritonemb.storage.threads import IoThreads, Operations
+from tritonemb.storage.threads import IoThreads, OperationQueue
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
@@ -70,13 +70,13 @@ def test_jobs_have_their_tasks_in_turn():
 
 
 def test_operations_run_in_order_and_a_failure_stays_its_own():
-    operations, order, gate = Operations("test"), [], threading.Event()
+    operations, order, gate = OperationQueue("test"), [], threading.Event()
 
     def fail() -> None:
         raise KeyError("second")
 
-    first = operations.ask(lambda: order.append(gate.wait(30)))
-    second, third = operations.ask(fail), operations.ask(lambda: order.append("third"))
+    first = operations.submit(lambda: order.append(gate.wait(30)))
+    second, third = operations.submit(fail), operations.submit(lambda: order.append("third"))
     assert not first.done()
     gate.set()
     third.wait()
@@ -85,7 +85,7 @@ def test_operations_run_in_order_and_a_failure_stays_its_own():
         with pytest.raises(KeyError, match="second"):
             second.wait()
     thread = operations._thread
-    operations.end(lambda: order.append("last")).wait()
+    operations.close(lambda: order.append("last")).wait()
     assert order[2:] == ["last"]
     thread.join(30)
     assert not thread.is_alive()
@@ -93,7 +93,7 @@ def test_operations_run_in_order_and_a_failure_stays_its_own():
 
 def test_the_last_operation_of_a_thread_that_was_never_needed_needs_none():
     found = []
-    assert Operations("test").end(lambda: found.append(threading.current_thread())).done()
+    assert OperationQueue("test").close(lambda: found.append(threading.current_thread())).done()
     assert found == [threading.current_thread()]
 
 

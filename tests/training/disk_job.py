@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import tritonemb as te
 from tests.helpers import living
 from tests.training.jobs import planted
-from tritonemb.comm.group import Group
+from tritonemb.comm.group import RankGroup
 from tritonemb.data import Dataset
 from tritonemb.sharding.sharded_tensor import TableShards
 from tritonemb.storage import DiskRows
@@ -63,9 +63,9 @@ def sharded(
     data, kinds = planted(600, validation=False), te.sharding
     optimizer = te.optim.Adam(lr=0.01) if adam else OPTIMIZER
     model: Any = model_of(data, placement, folder.parent / f"live{rank}", optimizer)
-    group = Group()
+    group = RankGroup()
     if plan:
-        group = Group.world()
+        group = RankGroup.world()
         ways = {
             "rows": [kinds.RowWise()],
             "columns": [kinds.ColumnWise()],

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import tritonemb as te
-from tritonemb.comm.group import Group
+from tritonemb.comm.group import RankGroup
 from tritonemb.data import Dataset, make_synthetic
 from tritonemb.sharding.sharded_tensor import TableShards
 from tritonemb.training import Callback
@@ -132,7 +132,7 @@ def fit(rank: int, options: dict[str, Any]) -> dict[str, Any]:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """A copy, of all ranks' shards where it is sharded."""
-    return tensor.gather(Group.world()) if isinstance(tensor, TableShards) else tensor.clone()
+    return tensor.gather(RankGroup.world()) if isinstance(tensor, TableShards) else tensor.clone()
 
 
 class Crash(Exception):

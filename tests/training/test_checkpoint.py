@@ -132,7 +132,7 @@ def test_damage_is_found(tmp_path):
     (folder.path(1) / MANIFEST).write_text('{"format": 99, "files": {}, "versions": {"tritonemb": "9.9"}}')
     with pytest.raises(ValueError, match=r"format 99, .* reads format 1; it was written by tritonemb 9\.9"):
         read_manifest(folder.path(1))
-    with pytest.raises(FileNotFoundError, match=r"is no checkpoint: it has no trainer\.json"):
+    with pytest.raises(FileNotFoundError, match=r"is not a checkpoint: it has no trainer\.json"):
         read_manifest(tmp_path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,18 +19,18 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.sharding.cuts import Cut, holds, shards_of, values
-from tritonemb.comm.group import Group
+from tritonemb.comm.group import RankGroup
 from tritonemb.training.checkpoint import (
     AsyncSave,
     CheckpointError,
     CheckpointFolder,
-    Saved,
+    WrittenCheckpoint,
+    dcp,
     load_tensors,
     read_manifest,
     stored_tensors,
 )
-from tritonemb.training.checkpoints import writing
-from tritonemb.training.checkpoints.staging import HostCopies
+from tritonemb.training.checkpoint.async_save import HostStager
 
 CUTS = [Cut((0, 6), (0, 4), (0, 1)), Cut((6, 12), (0, 4), (1, 0))]  # each saves one, and holds both
 
@@ -39,13 +40,13 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
-        real = writing.FileSystemWriter.write_data
+        real = dcp.FileSystemWriter.write_data
 
         def wait(*args: Any) -> Any:
             assert self.open.wait(30)
             return real(*args)
 
-        monkeypatch.setattr(writing.FileSystemWriter, "write_data", wait)
+        monkeypatch.setattr(dcp.FileSystemWriter, "write_data", wait)
 
 
 @pytest.fixture
@@ -90,14 +91,14 @@ def test_there_is_one_at_a_time_and_buffers_are_used_again(tmp_path, gate):
     folder = CheckpointFolder(tmp_path)
     save, tensor = AsyncSave(folder), torch.zeros(1000)
     save.start(1, {"a": tensor}, {})
-    buffer = save._copies._buffers["a"].data_ptr()
+    buffer = save._stager._buffers["a"].data_ptr()
     threading.Timer(0.2, gate.open.set).start()
     before = save.start(2, {"a": tensor + 1}, {}, best=True)
     assert before is not None
     assert before.step == 1
     assert folder.steps()[0] == 1  # it waited
     save.wait()
-    assert save._copies._buffers["a"].data_ptr() == buffer
+    assert save._stager._buffers["a"].data_ptr() == buffer
     save.start(3, {"a": torch.ones(5), "b": tensor}, {})  # of other shapes
     save.wait()
     assert [loaded(folder, step)["a"].sum().item() for step in (1, 2, 3)] == [0, 1000, 5]
@@ -121,7 +122,7 @@ def test_a_failure_comes_out_once(tmp_path, monkeypatch, ask):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(writing.FileSystemWriter, "write_data", full)
+        patch.setattr(dcp.FileSystemWriter, "write_data", full)
         save.start(2, tensors, {})
         with pytest.raises(CheckpointError, match=r"step 2 could not be written .* The checkpoint step-1 is whole"):
             ask(save)
@@ -137,8 +138,8 @@ def test_what_json_does_not_know_is_refused_at_once(tmp_path):
         AsyncSave(CheckpointFolder(tmp_path)).start(1, {}, {"what": object()})
 
 
-def save_and_change(rank: int, folder: str) -> tuple[Saved | None, Saved | None, bool]:
-    whole, group = values((12, 4), torch.bfloat16), Group.world()
+def save_and_change(rank: int, folder: str) -> tuple[WrittenCheckpoint | None, WrittenCheckpoint | None, bool]:
+    whole, group = values((12, 4), torch.bfloat16), RankGroup.world()
     mesh = init_device_mesh("cpu", (group.size,))
     dense, plain = distribute_tensor(torch.arange(7.0), mesh, [Shard(0)]), torch.tensor(3)
     shards, checkpoints = shards_of(rank, whole, CUTS), CheckpointFolder(folder)
@@ -169,21 +170,21 @@ def test_several_ranks_write_while_they_train(ranks, tmp_path):
 
 
 def fail_on_one(rank: int, folder: str) -> str:
-    save, group = AsyncSave(CheckpointFolder(folder), Group.world()), Group.world()
-    real = writing.FileSystemWriter.write_data
+    save, group = AsyncSave(CheckpointFolder(folder), RankGroup.world()), RankGroup.world()
+    real = dcp.FileSystemWriter.write_data
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
     whole = values((12, 4), torch.float32)
     if rank == 1:
-        writing.FileSystemWriter.write_data = full  # type: ignore[method-assign,assignment]
+        dcp.FileSystemWriter.write_data = full  # type: ignore[method-assign,assignment]
     try:
         save.start(1, {"t": shards_of(rank, whole, CUTS)}, {})
         with pytest.raises(CheckpointError) as caught:
             save.wait()
     finally:
-        writing.FileSystemWriter.write_data = real  # type: ignore[method-assign]
+        dcp.FileSystemWriter.write_data = real  # type: ignore[method-assign]
     group.barrier()
     save.start(2, {"t": shards_of(rank, whole, CUTS)}, {})
     assert save.wait().step == 2
@@ -198,41 +199,54 @@ def test_the_failure_of_one_rank_is_everyones(ranks, tmp_path):
 
 
 def run_out_of_memory(rank: int, folder: str) -> str:
-    save, tensors = AsyncSave(CheckpointFolder(folder), Group.world()), {"a": torch.ones(3)}
-    real = HostCopies.copy
+    save, tensors = AsyncSave(CheckpointFolder(folder), RankGroup.world()), {"a": torch.ones(3)}
+    real = HostStager.copy
 
     def fail(*_: Any) -> None:
         raise MemoryError("no memory")
 
     if rank == 1:
-        HostCopies.copy = fail  # type: ignore[method-assign,assignment]
+        HostStager.copy = fail  # type: ignore[method-assign,assignment]
     try:
         with pytest.raises(CheckpointError) as caught:
             save.start(1, tensors, {})
     finally:
-        HostCopies.copy = real  # type: ignore[method-assign]
+        HostStager.copy = real  # type: ignore[method-assign]
     save.start(2, tensors, {})
     save.wait()
     return str(caught.value)
 
 
 def test_no_memory_for_the_copy_on_one_rank(ranks, tmp_path):
-    message = "rank 1: step 1 could not be copied to host memory to be saved: no memory"
-    assert ranks(2).run(run_out_of_memory, str(tmp_path)) == [message] * 2
+    message = "the checkpoint of step 1 could not be written .*: rank 1: the tensors cannot be copied to host memory"
+    for found in ranks(2).run(run_out_of_memory, str(tmp_path)):
+        assert re.match(message, found)
     assert CheckpointFolder(tmp_path).steps() == [2]
+
+
+def save_alone(rank: int, folder: str) -> WrittenCheckpoint | None:
+    save = AsyncSave(CheckpointFolder(Path(folder, str(rank))))
+    save.start(1, {"a": torch.full((3,), float(rank))}, {})
+    return save.wait()
+
+
+def test_each_rank_of_a_job_may_write_a_checkpoint_of_its_own(ranks, tmp_path):
+    for rank, written in enumerate(ranks(2).run(save_alone, str(tmp_path))):
+        assert written.step == 1
+        assert torch.equal(loaded(CheckpointFolder(tmp_path / str(rank)), 1)["a"], torch.full((3,), float(rank)))
 
 
 PROCESS = """
     import sys, time, torch
     from pathlib import Path
     from tritonemb.training.checkpoint import AsyncSave, CheckpointFolder
-    from tritonemb.training.checkpoints import writing
+    from tritonemb.training.checkpoint import dcp
 
     folder, what = Path(sys.argv[1]), sys.argv[2]
     save = AsyncSave(CheckpointFolder(folder))
     save.start(1, {"a": torch.full((1000,), 1.0)}, {"progress": {"step": 1}})
     save.wait()
-    real = writing.FileSystemWriter.write_data
+    real = dcp.FileSystemWriter.write_data
 
     def slow(*args):
         done = real(*args)
@@ -243,7 +257,7 @@ PROCESS = """
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    writing.FileSystemWriter.write_data = full if what == "fail" else slow
+    dcp.FileSystemWriter.write_data = full if what == "fail" else slow
     save.start(2, {"a": torch.full((1000,), 2.0)}, {"progress": {"step": 2}})
 """
 

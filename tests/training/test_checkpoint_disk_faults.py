@@ -24,7 +24,7 @@ from tests.training.disk_job import LAST_STEP, Probe, bits, in_memory, make_trai
 from tests.training.jobs import planted
 from tritonemb.storage import StorageError
 from tritonemb.storage.io import PageFile
-from tritonemb.storage.row_file import FileRows
+from tritonemb.storage.row_file import RowFile
 from tritonemb.training import Callback, CheckpointError, CheckpointOptions
 from tritonemb.training.callbacks.jsonl import read_run_log
 from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, read_manifest
@@ -149,7 +149,7 @@ class TestFaults:
                 raise OSError(errno.EIO, "Input/output error")
             real(self, view, offset)
 
-        monkeypatch.setattr("tritonemb.storage.snapshot._clone", lambda *_: False)
+        monkeypatch.setattr("tritonemb.storage.sparse._reflink", lambda *_: False)
         with monkeypatch.context() as patch:
             patch.setattr(PageFile, "read", fail)
             with pytest.raises(CheckpointError, match=r"Input/output.*step-1 is whole"):
@@ -164,12 +164,12 @@ class TestFaults:
 
     def test_rows_that_cannot_be_written_back_end_training(self, data, tmp_path, monkeypatch):
         """They are lost: training cannot go on without a checkpoint, as it does where only that one fails."""
-        real = FileRows.write
+        real = RowFile.write
 
         class Break(Callback):
             def on_step(self, step):
                 if step.step == 8:
-                    monkeypatch.setattr(FileRows, "write", fail)
+                    monkeypatch.setattr(RowFile, "write", fail)
 
         def fail(self, rows, records):
             self.failure = StorageError(f"table {self.identity.table!r}: no")
@@ -179,7 +179,7 @@ class TestFaults:
         with pytest.raises((StorageError, RuntimeError)) as caught:
             trainer.fit()
         assert not isinstance(caught.value, CheckpointError)
-        monkeypatch.setattr(FileRows, "write", real)
+        monkeypatch.setattr(RowFile, "write", real)
         resumed = make_trainer(data, tmp_path / "run", checkpoints=EVERY)
         assert resumed.resume().name in ("step-4", "step-8")
 

@@ -16,18 +16,19 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import tritonemb as te
 from tests.sharding.cuts import Cut, draw_cuts, holds, shapes, shards_of, values
-from tritonemb.comm.group import Group
+from tritonemb.comm.group import RankGroup
 from tritonemb.sharding.sharded_tensor import TableShards
 from tritonemb.training.checkpoint import (
     MANIFEST,
     CheckpointError,
     CheckpointFolder,
+    all_ranks,
+    dcp,
     load_tensors,
     read_manifest,
     stored_tensors,
 )
-from tritonemb.training.checkpoints import folder as folder_module
-from tritonemb.training.checkpoints import manifest, writing
+from tritonemb.training.checkpoint import folder as folder_module
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HALVES = [Cut((0, 6), (0, 4), (0,)), Cut((6, 12), (0, 4), (1,))]
@@ -46,11 +47,11 @@ def tensors_of(rank: int, whole: torch.Tensor, cuts: list[Cut], fill: float | No
 
 def save(rank: int, folder: str, step: int, whole: torch.Tensor, cuts: list[Cut]) -> int:
     manifest = {"progress": {"step": step}, "of": rank}
-    return CheckpointFolder(folder).save(step, tensors_of(rank, whole, cuts), manifest, Group.world())
+    return CheckpointFolder(folder).save(step, tensors_of(rank, whole, cuts), manifest, RankGroup.world())
 
 
 def load(rank: int, path: str, whole: torch.Tensor, cuts: list[Cut], saved_by: int) -> tuple[bool, dict[str, Any]]:
-    group = Group.world()
+    group = RankGroup.world()
     manifest = read_manifest(path, group)
     found = tensors_of(rank, whole, cuts, fill=-1)
     if rank >= saved_by:
@@ -80,9 +81,9 @@ def test_any_number_of_ranks_reads_what_any_number_has_saved(ranks, tmp_path_fac
 
 def test_one_process_writes_what_it_always_wrote(tmp_path):
     tensors = {"model.a": torch.rand(30, 4), "model.b": torch.rand(5).bfloat16(), "model.step": torch.tensor(3)}
-    CheckpointFolder(tmp_path).save(1, tensors, {}, Group())
-    with writing.as_one_process():
-        torch.distributed.checkpoint.save(tensors, checkpoint_id=tmp_path / "plain", no_dist=True)
+    CheckpointFolder(tmp_path).save(1, tensors, {}, RankGroup())
+    all_ranks.ignore_single_process_warning()
+    torch.distributed.checkpoint.save(tensors, checkpoint_id=tmp_path / "plain", no_dist=True)
     ours = {path.name: path.read_bytes() for path in (tmp_path / "step-1").glob("*.distcp")}
     assert ours == {path.name: path.read_bytes() for path in (tmp_path / "plain").glob("*.distcp")}
     assert list(ours) == ["__0_0.distcp"]
@@ -90,7 +91,7 @@ def test_one_process_writes_what_it_always_wrote(tmp_path):
 
 def save_and_load_dtensors(rank: int, folder: str) -> bool:
     mesh = init_device_mesh("cpu", (2,))
-    whole, group = torch.arange(35.0).view(7, 5), Group.world()
+    whole, group = torch.arange(35.0).view(7, 5), RankGroup.world()
     tensors = {"a": distribute_tensor(whole, mesh, [Shard(0)]), "b": distribute_tensor(whole + 1, mesh, [Replicate()])}
     CheckpointFolder(folder).save(1, tensors, {}, group)
     found = {"a": distribute_tensor(whole * 0, mesh, [Shard(1)]), "b": torch.zeros(7, 5)}
@@ -115,7 +116,7 @@ def train_and_save(rank: int, folder: str, way: str) -> dict[str, torch.Tensor]:
         "column_wise": te.sharding.ColumnWise((1, 1, 0)),  # two blocks on one rank, each with a copy of the row's state
         "data_parallel": te.sharding.DataParallel(),
     }[way]
-    group = Group.world()
+    group = RankGroup.world()
     model = te.HybridParallel(
         click_model(), te.sharding.ShardingPlan({f"t{i}": sharding for i in range(3)}, group.size)
     )
@@ -167,9 +168,9 @@ def save_and_fail(rank: int, folder: str, failing: int, where: str, what: str) -
     whole = values((12, 4), torch.float32)
     places = {
         "begin": (folder_module.CheckpointFolder, "_remove_leftovers"),
-        "write": (writing.FileSystemWriter, "write_data"),
-        "metadata": (writing.FileSystemWriter, "finish"),
-        "checksum": (writing, "checksum"),
+        "write": (dcp.FileSystemWriter, "write_data"),
+        "metadata": (dcp.FileSystemWriter, "finish"),
+        "checksum": (dcp, "size_and_checksum"),
         "manifest": (folder_module, "write"),
     }
     owner, name = places[where]
@@ -229,7 +230,7 @@ def save_too_much(rank: int, folder: str) -> str:
     whole = torch.zeros(2_000_000)
     cuts = [Cut((0, 10), (0, 1), (0,)), Cut((10, 2_000_000), (0, 1), (1,))]
     with pytest.raises(CheckpointError) as caught:
-        CheckpointFolder(folder).save(2, {"t": shards_of(rank, whole, cuts)}, {}, Group.world())
+        CheckpointFolder(folder).save(2, {"t": shards_of(rank, whole, cuts)}, {}, RankGroup.world())
     return str(caught.value)
 
 
@@ -279,7 +280,7 @@ def load_other(rank: int, path: str) -> tuple[str, bool]:
         other["model.new"] = torch.zeros(1)
     del other["model.step"]
     with pytest.raises(ValueError, match="is of another model") as caught:
-        load_tensors(path, other, group=Group.world())
+        load_tensors(path, other, group=RankGroup.world())
     return str(caught.value), all(bool((s.tensor == -1).all()) for s in other["model.t.weight"].shards)
 
 
@@ -298,7 +299,7 @@ def test_another_model_is_refused_on_every_rank_alike(ranks, tmp_path):
 
 def read_damaged(rank: int, path: str) -> tuple[str, str]:
     try:
-        read_manifest(path, Group.world())
+        read_manifest(path, RankGroup.world())
     except (ValueError, FileNotFoundError) as error:
         return type(error).__name__, str(error)
     return "", ""
@@ -316,12 +317,12 @@ def test_damage_is_found_by_whoever_looks_at_the_file_and_told_to_all(ranks, tmp
         assert f"{path} is damaged: {name} does not have the checksum that was written" in first[1]
         (path / name).write_bytes(whole)
     assert ranks(2).run(read_damaged, str(path)) == [("", "")] * 2
-    missing = f"{tmp_path} is no checkpoint: it has no {manifest.MANIFEST}"
+    missing = f"{tmp_path} is not a checkpoint: it has no {MANIFEST}"
     assert ranks(2).run(read_damaged, str(tmp_path)) == [("FileNotFoundError", missing)] * 2
 
 
 def mark(rank: int, folder: str) -> tuple[str | None, str]:
-    group, checkpoints = Group.world(), CheckpointFolder(folder)
+    group, checkpoints = RankGroup.world(), CheckpointFolder(folder)
     checkpoints.mark_best(1, group)
     with pytest.raises(CheckpointError) as caught:
         checkpoints.mark_best(9, group)
@@ -345,12 +346,12 @@ def save_and_vanish(rank: int, folder: str, port: int) -> str:
     from tests.ranks import joined
 
     with joined(rank, 2, port, timeout=20.0):
-        group = Group.world()
+        group = RankGroup.world()
         whole = values((12, 4), torch.float32)
         save(rank, folder, 1, whole, HALVES)
         group.barrier()
         if rank == 1:
-            writing.FileSystemWriter.write_data = lambda *_: os._exit(9)  # type: ignore[method-assign]
+            dcp.FileSystemWriter.write_data = lambda *_: os._exit(9)  # type: ignore[method-assign]
         try:
             save(rank, folder, 2, whole, HALVES)
         except CheckpointError:

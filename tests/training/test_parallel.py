@@ -169,7 +169,7 @@ def test_every_row_is_seen_once_across_a_change_of_ranks(ranks, tmp_path, before
 def test_what_is_sent_is_in_the_log(ranks):
     told = run(ranks, 2)
     first = told[0]["sent"][0]
-    assert {"agreement", "sizes", "ids", "control"} <= first.keys()
+    assert {"consensus", "sizes", "ids", "control"} <= first.keys()
     assert all(num_bytes > 0 for num_bytes in first.values())
     assert told[0]["sent"] == told[1]["sent"]
 

@@ -12,10 +12,10 @@ import torch
 
 from tests.training import jobs
 from tritonemb.comm.control import RankFailed
-from tritonemb.comm.group import Group
+from tritonemb.comm.group import RankGroup
 from tritonemb.data import prefetch as prefetch_module
 from tritonemb.data.prefetch import Prefetcher
-from tritonemb.data.source import ReadReport, Step, Stream
+from tritonemb.data.protocol import PositionedBatch, ReadReport, Stream
 from tritonemb.training.pipeline import empty_batch, prepare
 from tritonemb.training.ranks import Ranks
 
@@ -127,14 +127,14 @@ def stream_of(batches, fail_after: int | None = None, hang_after: int | None = N
                 raise ValueError(f"line {number} is bad")
             if number == hang_after:
                 time.sleep(hang)
-            yield Step(batch, {"of": 1, "row": number + 1}, ReadReport(rows=number + 1))
+            yield PositionedBatch(batch, {"of": 1, "row": number + 1}, ReadReport(rows=number + 1))
 
     return Stream(steps(), {"of": 1, "row": 0})
 
 
 def joining(rank, counts, accumulate):
     """Each rank's rows, weights and positions, step by step; rank r has `counts[r]` batches of r + 1 rows."""
-    data, world = jobs.planted(64, validation=False), Group.world()
+    data, world = jobs.planted(64, validation=False), RankGroup.world()
     batches = list(data.open("train", rank + 1))[: counts[rank]]
     with stream_of(batches) as stream:
         steps = prepare(stream, Ranks(world, 60.0), CPU, lambda: empty_batch(data), accumulate=accumulate)
@@ -170,7 +170,7 @@ def test_ranks_without_data_bring_empty_batches_until_all_have_none(ranks, count
 
 def stopping(rank):
     """Rank 1 is asked to stop while its third step is made."""
-    data, world, asked = jobs.planted(64, validation=False), Group.world(), []
+    data, world, asked = jobs.planted(64, validation=False), RankGroup.world(), []
 
     def signal():
         asked.append(0)
@@ -188,7 +188,7 @@ def test_a_signal_to_one_rank_ends_the_steps_of_all(ranks):
 
 
 def failing(rank, who):
-    data, world = jobs.planted(64, validation=False), Group.world()
+    data, world = jobs.planted(64, validation=False), RankGroup.world()
     taken = []
     with stream_of(list(data.open("train", 4)), fail_after=2 if rank == who else None) as stream:
         steps = prepare(stream, Ranks(world, 60.0), CPU, lambda: empty_batch(data))

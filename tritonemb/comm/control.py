@@ -1,9 +1,4 @@
-"""What every rank is about to do, known to all of them before any does it.
-
-Joining the job that torchrun has started, also after it has started it again.
-
-And which rank has failed or does not answer when a collective fails, which the errors of process groups do not say.
-"""
+"""The control plane: rendezvous of the ranks, consensus before each step, and which rank has failed or is silent."""
 
 from __future__ import annotations
 
@@ -21,17 +16,16 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from tritonemb.comm.group import Group
+from tritonemb.comm.group import RankGroup
 
 T = TypeVar("T")
-
-State = Literal["ready", "over", "failed"]
-_STATES: tuple[State, ...] = get_args(State)
+RankState = Literal["ready", "over", "failed"]
+_STATES: tuple[RankState, ...] = get_args(RankState)
 _LOST = re.compile(r"gloo|nccl|connection|timed? ?out|broken pipe", re.IGNORECASE)
 
 
 class RankFailed(RuntimeError):
-    """Other ranks of the job have failed or answer no more, so this one cannot go on.
+    """Other ranks of the job have failed or do not answer, so this one cannot continue.
 
     Attributes:
         ranks: which.
@@ -47,14 +41,14 @@ class RankFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Round:
-    """What the ranks have told each other.
+    """What the ranks have agreed on.
 
     Args:
-        rows: samples that each rank brings, in the order of ranks.
-        batches: the most batches that a rank brings.
-        over: none of them has any more.
-        signal: the largest that one of them was sent, 0 for none.
-        clock: rank 0's.
+        rows: samples of each rank's batch, in the order of ranks.
+        batches: the most batches that a rank has.
+        over: no rank has more data.
+        signal: the largest number of a signal that a rank got, 0 for none.
+        clock: that of rank 0.
     """
 
     rows: tuple[int, ...]
@@ -69,49 +63,56 @@ class Round:
         return sum(self.rows)
 
 
-class Agreement:
-    """Rounds in which each rank says what it brings and hears what the others bring.
+class Consensus:
+    """Rounds in which the ranks tell each other what they are about to do, before any does it.
 
-    A round is one small message on the CPU, over channels of the agreement's own, so that it may be held in a thread.
+    A round is one small message on the CPU, over connections of its own, so that a thread may run it.
 
     Args:
-        group: who takes part; all of them make the agreement together.
+        group: the ranks; all of them make this object together.
         timeout: how long to wait for a rank; torch's default if not given.
     """
 
-    def __init__(self, group: Group, timeout: timedelta | None = None) -> None:
-        self._group = group.twin("gloo", timeout)
+    def __init__(self, group: RankGroup, timeout: timedelta | None = None) -> None:
+        self._group = group.duplicate("gloo", timeout)
 
     def next(
-        self, rows: int, state: State = "ready", note: str = "", *, batches: int = 1, signal: int = 0, clock: int = 0
+        self,
+        rows: int,
+        state: RankState = "ready",
+        note: str = "",
+        *,
+        batches: int = 1,
+        signal: int = 0,
+        clock: int = 0,
     ) -> Round:
-        """Hold a round.
+        """Run a round.
 
         Args:
-            rows: samples that this rank brings.
-            state: "over" if it has run out of data, "failed" if it cannot go on.
+            rows: samples of this rank's batch.
+            state: "over" if it has run out of data, "failed" if it cannot continue.
             note: why it has failed.
-            batches: in how many batches the samples come.
+            batches: the number of batches that hold the samples.
             signal: number of a signal that asks it to stop.
             clock: any number; all ranks get that of rank 0.
 
         Raises:
-            RankFailed: some rank has failed, on all of them, with their notes.
+            RankFailed: some rank has failed; on all ranks, with their notes.
             RuntimeError: a rank has not answered in time, or is gone.
         """
         words = torch.tensor([rows, batches, _STATES.index(state), signal, clock], dtype=torch.int64)
-        heard = self._group.all_gather(words, "agreement").tolist()
-        states = [_STATES[entry[2]] for entry in heard]
+        entries = self._group.all_gather(words, "consensus").tolist()
+        states = [_STATES[entry[2]] for entry in entries]
         if "failed" in states:
-            notes = self._group.all_gather_object(note)  # all ranks are here, and for the last time
-            failed = tuple(rank for rank, told in enumerate(states) if told == "failed")
+            notes = self._group.all_gather_object(note)  # all ranks get here, for the last time
+            failed = tuple(rank for rank, each in enumerate(states) if each == "failed")
             raise RankFailed("; ".join(f"rank {rank} has failed: {notes[rank]}" for rank in failed), failed)
         return Round(
-            rows=tuple(entry[0] for entry in heard),
-            batches=max(entry[1] for entry in heard),
-            over=all(told == "over" for told in states),
-            signal=max(entry[3] for entry in heard),
-            clock=heard[0][4],
+            rows=tuple(entry[0] for entry in entries),
+            batches=max(entry[1] for entry in entries),
+            over=all(each == "over" for each in states),
+            signal=max(entry[3] for entry in entries),
+            clock=entries[0][4],
         )
 
 
@@ -124,51 +125,51 @@ def lost_contact(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and not isinstance(error, RankFailed) and bool(_LOST.search(str(error)))
 
 
-MEETING = timedelta(minutes=10)  # processes start at different speeds
+RENDEZVOUS_TIMEOUT = timedelta(minutes=10)  # processes start at different speeds
 _POLL = 0.01  # seconds
 
 
-def join(backend: str, timeout: timedelta) -> None:
-    """`torch.distributed.init_process_group` from the environment, apart from what earlier attempts have left.
+def init_from_env(backend: str, timeout: timedelta) -> None:
+    """`torch.distributed.init_process_group` from the environment, also when torchrun has restarted the job.
 
-    torchrun restarts a job's processes (`--max-restarts`) beside the store that it keeps for them, where the addresses
-    of those before still are: to connect to these fails (pytorch/pytorch#135712). So the ranks agree upon a new name
-    first, under which nothing is there yet.
+    torchrun restarts a job's processes (`--max-restarts`) beside the store that it keeps for them, which holds the
+    addresses of the earlier ones: to connect to these fails (pytorch/pytorch#135712). So the ranks first agree on a new
+    name, under which the store holds nothing.
 
     Args:
         timeout: of the job's collectives.
 
     Raises:
-        ValueError: the environment does not say how to meet.
+        ValueError: the environment does not say where the store is.
         RuntimeError: a rank did not come in time.
     """
-    store, rank, size = next(iter(rendezvous("env://", timeout=MEETING)))
-    store.set_timeout(MEETING)
-    name = agreed_name(store, rank, size, MEETING)
+    store, rank, size = next(iter(rendezvous("env://", timeout=RENDEZVOUS_TIMEOUT)))
+    store.set_timeout(RENDEZVOUS_TIMEOUT)
+    name = rendezvous_name(store, rank, size, RENDEZVOUS_TIMEOUT)
     dist.init_process_group(backend, store=PrefixStore(name, store), rank=rank, world_size=size, timeout=timeout)
 
 
-def agreed_name(store: Store, rank: int, size: int, timeout: timedelta) -> str:
-    """A name that rank 0 has just made up, on all ranks, whatever the store holds of earlier meetings.
+def rendezvous_name(store: Store, rank: int, size: int, timeout: timedelta) -> str:
+    """A name that rank 0 has just made up, on all ranks, whatever the store holds of an earlier rendezvous.
 
     Each rank calls with a word of its own; rank 0 answers all calls, with the word and the name, until each rank has
-    said the name.
+    confirmed the name.
     """
     last = time.monotonic() + timeout.total_seconds()
     others = range(1, size)
-    calls, heard = [f"tritonemb/call/{r}" for r in others], [f"tritonemb/heard/{r}" for r in others]
+    calls, confirmed = [f"tritonemb/call/{r}" for r in others], [f"tritonemb/heard/{r}" for r in others]
     word = uuid.uuid4().hex
     if rank:
         store.set(calls[rank - 1], word)
         while True:
             answer = _read(store, [f"tritonemb/answer/{rank}"])[0].partition(":")
             if answer[0] == word:
-                store.set(heard[rank - 1], answer[2])
+                store.set(confirmed[rank - 1], answer[2])
                 return answer[2]
             _pause(last, "rank 0 did not answer")
     while True:
-        said = _read(store, heard)
-        missing = [r for r, name in zip(others, said, strict=True) if name != word]
+        names = _read(store, confirmed)
+        missing = [r for r, name in zip(others, names, strict=True) if name != word]
         if not missing:
             return word
         for r, call in zip(missing, _read(store, [calls[r - 1] for r in missing]), strict=True):
@@ -178,7 +179,7 @@ def agreed_name(store: Store, rank: int, size: int, timeout: timedelta) -> str:
 
 
 def _read(store: Store, keys: list[str]) -> list[str]:
-    """What stands there, "" where nothing does."""
+    """The values of keys, "" where there is none."""
     there = [key for key in keys if store.check([key])]
     found = dict(zip(there, store.multi_get(there), strict=True)) if there else {}
     return [found.get(key, b"").decode() for key in keys]
@@ -186,7 +187,7 @@ def _read(store: Store, keys: list[str]) -> list[str]:
 
 def _pause(last: float, problem: str) -> None:
     if time.monotonic() > last:
-        raise RuntimeError(f"the job did not come together in time: {problem}")
+        raise RuntimeError(f"the ranks did not meet in time: {problem}")
     time.sleep(_POLL)
 
 
@@ -208,7 +209,7 @@ class FailureReports:
         group: of all ranks of the job; they make it together, in the same order.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: RankGroup) -> None:
         global _made
         _made += 1
         self._rank, self._size, self._prefix = group.rank, group.size, f"tritonemb/failures/{_made}"

@@ -1,7 +1,4 @@
-"""Summed gradients of rows on their way between ranks that hold the same rows, or other columns of them.
-
-Distinct rows that each of several ranks is about to train, made known to all of them.
-"""
+"""Rows and summed gradients exchanged between ranks that hold the same rows, or other columns of them."""
 
 from __future__ import annotations
 
@@ -11,7 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tritonemb.comm.group import Group
+from tritonemb.comm.group import RankGroup
+
+_REFUSED = -1
 
 
 class RowSums(NamedTuple):
@@ -21,7 +20,7 @@ class RowSums(NamedTuple):
     sums: list[Tensor]
 
 
-def gather_sums(group: Group, own: RowSums) -> RowSums:
+def all_gather_sums(group: RankGroup, own: RowSums) -> RowSums:
     """Every rank's sums, table by table in the order of ranks: a row comes once for each rank that has it.
 
     Bytes: `8 + 4 · dim` for each distinct row of a rank, to every other rank.
@@ -35,14 +34,11 @@ def gather_sums(group: Group, own: RowSums) -> RowSums:
     words = [sum(n * (2 + dim) for n, dim in zip(mine, dims, strict=True)) for mine in all_counts]
     if not any(words):
         return own
+    rows, sums = torch.cat(own.rows), torch.cat([sums.flatten() for sums in own.sums])
+    message = torch.cat([rows.view(torch.int32), sums.view(torch.int32)])
     longest = max(words) + max(words) % 2  # rows are 8 bytes
-    message = torch.empty(longest, dtype=torch.int32, device=device)
-    rows = torch.cat(own.rows).view(torch.int32)
-    message[: rows.shape[0]] = rows
-    sums = torch.cat([sums.flatten() for sums in own.sums]).view(torch.int32)
-    message[rows.shape[0] : rows.shape[0] + sums.shape[0]] = sums
-    gathered = group.all_gather(message, "row gradients")
-    by_rank = [_read(part, counts, dims) for part, counts in zip(gathered, all_counts, strict=True)]
+    gathered = _all_gather_padded(group, message, longest, "row gradients")
+    by_rank = [_parse(part, counts, dims) for part, counts in zip(gathered, all_counts, strict=True)]
     tables = range(len(dims))
     return RowSums(
         [torch.cat([rank.rows[table] for rank in by_rank]) for table in tables],
@@ -50,7 +46,7 @@ def gather_sums(group: Group, own: RowSums) -> RowSums:
     )
 
 
-def _read(message: Tensor, counts: Sequence[int], dims: Sequence[int]) -> RowSums:
+def _parse(message: Tensor, counts: Sequence[int], dims: Sequence[int]) -> RowSums:
     num_rows = sum(counts)
     rows = message[: 2 * num_rows].view(torch.int64).split(list(counts))
     sizes = [n * dim for n, dim in zip(counts, dims, strict=True)]
@@ -58,61 +54,8 @@ def _read(message: Tensor, counts: Sequence[int], dims: Sequence[int]) -> RowSum
     return RowSums(list(rows), [flat.view(-1, dim) for flat, dim in zip(sums, dims, strict=True)])
 
 
-class Block(NamedTuple):
-    """A block of a table's columns: the number of the table, the rank that holds it, and the columns."""
-
-    table: int
-    rank: int
-    first_column: int
-    num_columns: int
-
-
-def exchange_columns(
-    group: Group, blocks: Sequence[Block], mine: Sequence[Block], own: Sequence[Tensor]
-) -> dict[int, Tensor]:
-    """Whole rows from blocks of their columns, on every rank that holds one of the table's blocks.
-
-    Args:
-        blocks: of all tables and ranks, the same on every rank. Those who hold a table's blocks have the same rows.
-        mine: those of this rank, in any order.
-        own: float32 `[U, num_columns]` for each of them.
-
-    Returns:
-        `[U, dim]` by table, for the tables that this rank has a block of.
-    """
-    ordered = sorted(zip(mine, own, strict=True), key=lambda pair: blocks.index(pair[0]))
-    mine, own = [block for block, _ in ordered], [values for _, values in ordered]
-    num_rows = {block.table: values.shape[0] for block, values in zip(mine, own, strict=True)}
-    holders = {block.table: sorted({other.rank for other in blocks if other.table == block.table}) for block in blocks}
-    to: list[list[Tensor]] = [
-        [values.flatten() for block, values in zip(mine, own, strict=True) if peer in holders[block.table]]
-        for peer in range(group.size)
-    ]
-    coming = [[b for b in blocks if b.rank == peer and b.table in num_rows] for peer in range(group.size)]
-    flat = [piece for pieces in to for piece in pieces]
-    message = torch.cat(flat) if flat else torch.empty(0)
-    arrived = group.all_to_all(
-        message, [sum(piece.numel() for piece in pieces) for pieces in to],
-        [sum(num_rows[b.table] * b.num_columns for b in part) for part in coming], "row columns",
-    )  # fmt: skip
-    found = {
-        table: message.new_empty(n, sum(b.num_columns for b in blocks if b.table == table))
-        for table, n in num_rows.items()
-    }
-    place = 0
-    for block in (block for part in coming for block in part):
-        size = num_rows[block.table] * block.num_columns
-        columns = slice(block.first_column, block.first_column + block.num_columns)
-        found[block.table][:, columns] = arrived[place : place + size].view(-1, block.num_columns)
-        place += size
-    return found
-
-
-_REFUSED = -1
-
-
-def gather_rows(group: Group, rows: Tensor, problem: ValueError | None = None) -> Tensor:
-    """The distinct rows of all ranks; a collective.
+def all_gather_rows(group: RankGroup, rows: Tensor, problem: ValueError | None = None) -> Tensor:
+    """The distinct rows of all ranks.
 
     Bytes: 8 for each rank, and for each distinct row of the rank that has most of them, to every other rank.
 
@@ -135,7 +78,56 @@ def gather_rows(group: Group, rows: Tensor, problem: ValueError | None = None) -
         raise RuntimeError(f"rank {rank} has refused its batch; its own error says why")
     if not any(counts):
         return rows
-    message = rows.new_zeros(max(counts))
-    message[: rows.numel()] = rows
-    gathered = group.all_gather(message, "rows")
+    gathered = _all_gather_padded(group, rows, max(counts), "rows")
     return torch.cat([part[:count] for part, count in zip(gathered, counts, strict=True)]).unique()
+
+
+def _all_gather_padded(group: RankGroup, message: Tensor, longest: int, kind: str) -> Tensor:
+    """Every rank's 1-D message, padded to the longest one's length."""
+    return group.all_gather(torch.nn.functional.pad(message, (0, longest - message.numel())), kind)
+
+
+class ColumnBlock(NamedTuple):
+    """A block of a table's columns: the number of the table, the rank that holds it, and the columns."""
+
+    table: int
+    rank: int
+    first_column: int
+    num_columns: int
+
+
+def exchange_columns(
+    group: RankGroup, blocks: Sequence[ColumnBlock], mine: Sequence[ColumnBlock], own: Sequence[Tensor]
+) -> dict[int, Tensor]:
+    """Whole rows from blocks of their columns, on every rank that holds one of the table's blocks.
+
+    Args:
+        blocks: of all tables and ranks, the same on every rank. Those who hold a table's blocks have the same rows.
+        mine: those of this rank, in any order.
+        own: float32 `[U, num_columns]` for each of them.
+
+    Returns:
+        `[U, dim]` by table, for the tables that this rank has a block of.
+    """
+    ordered = sorted(zip(mine, own, strict=True), key=lambda pair: blocks.index(pair[0]))
+    num_rows = {block.table: values.shape[0] for block, values in ordered}
+    holders = {block.table: {other.rank for other in blocks if other.table == block.table} for block in blocks}
+    sent = [
+        [values.flatten() for block, values in ordered if peer in holders[block.table]] for peer in range(group.size)
+    ]
+    received = [[b for b in blocks if b.rank == peer and b.table in num_rows] for peer in range(group.size)]
+    flat = [piece for pieces in sent for piece in pieces]
+    message = group.all_to_all(
+        torch.cat(flat) if flat else torch.empty(0), [sum(piece.numel() for piece in pieces) for pieces in sent],
+        [sum(num_rows[b.table] * b.num_columns for b in part) for part in received], "row columns",
+    )  # fmt: skip
+    found = {
+        table: message.new_empty(n, sum(b.num_columns for b in blocks if b.table == table))
+        for table, n in num_rows.items()
+    }
+    begin = 0
+    for table, _, first, width in (block for part in received for block in part):
+        end = begin + num_rows[table] * width
+        found[table][:, first : first + width] = message[begin:end].view(-1, width)
+        begin = end
+    return found

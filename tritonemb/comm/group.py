@@ -1,7 +1,4 @@
-"""Ranks that exchange: the few collectives that tritonemb uses, with what they send counted.
-
-How many bytes a rank has sent to others, by kind.
-"""
+"""Groups of ranks, with the few collectives that tritonemb uses and counts of the bytes that they send."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from tritonemb.ops.quantize import Exchange, all_to_all
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-class Group:
+class RankGroup:
     """Some of the processes of a job; made by all processes of the job together, in the same order.
 
     With one rank, or without `torch.distributed`, every collective is what it would be for one rank alone.
@@ -31,7 +28,7 @@ class Group:
         local_world_size: ranks of the whole job on each node; those of this group on the same node are neighbours.
             By default what torchrun says (`LOCAL_WORLD_SIZE`), else all of them.
         traffic: where bytes are counted; one counter may serve several groups.
-        timeout: of collectives of groups that are made of this one; torch's default if not given.
+        timeout: of collectives of groups that are made from this one; torch's default if not given.
 
     Attributes:
         rank, size: of this process in the group, and how many there are.
@@ -49,42 +46,40 @@ class Group:
         self.process_group = process_group
         self.rank = 0 if process_group is None else dist.get_rank(process_group)
         self.size = 1 if process_group is None else dist.get_world_size(process_group)
-        self.ranks = [_own_rank()] if process_group is None else dist.get_process_group_ranks(process_group)
-        self.local_world_size = local_world_size or ranks_of_a_node()
+        if process_group is None:
+            self.ranks = [dist.get_rank() if _is_initialized() else 0]
+        else:
+            self.ranks = dist.get_process_group_ranks(process_group)
+        self.local_world_size = local_world_size or ranks_per_node()
         self.nodes = [rank // self.local_world_size for rank in self.ranks]
         self.traffic = Traffic() if traffic is None else traffic
         self.timeout = timeout
         self._exchange = Exchange(self._all_to_all)
 
     @classmethod
-    def world(cls, local_world_size: int | None = None, timeout: timedelta | None = None) -> Group:
+    def world(cls, local_world_size: int | None = None, timeout: timedelta | None = None) -> RankGroup:
         """All processes of the job, or this process alone where `torch.distributed` is not in use."""
-        joined = dist.is_available() and dist.is_initialized()
-        return cls(dist.group.WORLD if joined else None, local_world_size, timeout=timeout)
+        return cls(dist.group.WORLD if _is_initialized() else None, local_world_size, timeout=timeout)
 
-    def subgroup(
-        self, members: Sequence[Sequence[int]], timeout: timedelta | None = None, backend: str | None = None
-    ) -> Group:
+    def subgroup(self, members: Sequence[Sequence[int]], backend: str | None = None) -> RankGroup:
         """The one of several disjoint sets of ranks that this process is in; every process of the job calls it alike.
 
-        Its bytes are counted with this group's. `timeout`, `backend`: of its collectives; this group's time-out and the
-        job's backend if not given.
+        Its bytes are counted with this group's. `backend`: of its collectives; the job's if not given.
         """
-        timeout = self.timeout if timeout is None else timeout
         found = None
         for ranks in members:
-            if len(ranks) > 1:  # one alone needs no channels
-                made = dist.new_group([self.ranks[rank] for rank in ranks], timeout=timeout, backend=backend)
+            if len(ranks) > 1:  # one alone needs no connections
+                made = dist.new_group([self.ranks[rank] for rank in ranks], timeout=self.timeout, backend=backend)
                 found = made if self.rank in ranks else found
         assert any(self.rank in ranks for ranks in members), "this process is in none of the sets"
-        return Group(found, self.local_world_size, self.traffic, timeout)
+        return RankGroup(found, self.local_world_size, self.traffic, self.timeout)
 
-    def twin(self, backend: str | None = None, timeout: timedelta | None = None) -> Group:
-        """The same ranks with channels of their own, for another thread: collectives of a group have one order."""
+    def duplicate(self, backend: str | None = None, timeout: timedelta | None = None) -> RankGroup:
+        """The same ranks with connections of their own, for another thread: collectives of a group have one order."""
         made, timeout = None, self.timeout if timeout is None else timeout
         if self.process_group is not None:
             made = dist.new_group(self.ranks, timeout=timeout, backend=backend)
-        return Group(made, self.local_world_size, self.traffic, timeout)
+        return RankGroup(made, self.local_world_size, self.traffic, timeout)
 
     def all_to_all(self, message: Tensor, send: Sequence[int], receive: Sequence[int], kind: str) -> Tensor:
         """`send[r]` elements of a 1-D message go to rank `r`; returns `receive[r]` elements of each rank, in order.
@@ -116,7 +111,7 @@ class Group:
         return gathered.view(self.size, *message.shape)
 
     def all_gather_object(self, item: Any) -> list[Any]:
-        """Every rank's object, by pickle: for what is small and seldom."""
+        """Every rank's object, by pickle: for what is small and rare."""
         if self.size == 1:
             return [item]
         items: list[Any] = [None] * self.size
@@ -133,34 +128,32 @@ class Group:
         dist.broadcast(tensor, self.ranks[source], group=self.process_group)
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called this."""
         if self.size > 1:
             dist.barrier(group=self.process_group)
 
 
-def _own_rank() -> int:
-    joined = dist.is_available() and dist.is_initialized()
-    return dist.get_rank() if joined else 0
+def _is_initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
 
 
-def ranks_of_a_node() -> int:
-    """What torchrun says, else all processes of the job are on one node."""
-    told = os.environ.get("LOCAL_WORLD_SIZE")
-    if told is not None:
-        return int(told)
-    joined = dist.is_available() and dist.is_initialized()
-    return dist.get_world_size() if joined else 1
+def ranks_per_node() -> int:
+    """What torchrun says, else the number of the job's processes: all of them are on one node."""
+    size = os.environ.get("LOCAL_WORLD_SIZE")
+    if size is not None:
+        return int(size)
+    return dist.get_world_size() if _is_initialized() else 1
 
 
-def device_of(group: Group) -> torch.device:
-    """Where the group's tensors for small agreements are to lie: the CPU if a backend of it serves that."""
+def control_device(group: RankGroup) -> torch.device:
+    """Where tensors of the group's small messages are: the CPU if one of its backends serves it."""
     if group.process_group is None:
         return torch.device("cpu")
     devices = [device.type for device in group.process_group._device_types]
     return torch.device("cpu" if "cpu" in devices else "cuda")
 
 
-class Sent(NamedTuple):
+class BytesSent(NamedTuple):
     """Bytes sent to other ranks, and how many of them to ranks on other nodes."""
 
     total: int = 0
@@ -171,7 +164,7 @@ class Traffic:
     """Counts what a rank sends; several threads may count at once."""
 
     def __init__(self) -> None:
-        self._sent: dict[str, Sent] = {}
+        self._sent: dict[str, BytesSent] = {}
         self._lock = threading.Lock()
 
     def add(self, kind: str, sizes: Sequence[int], nodes: Sequence[int], rank: int) -> None:
@@ -179,10 +172,10 @@ class Traffic:
         total = sum(sizes) - sizes[rank]
         across = sum(size for size, node in zip(sizes, nodes, strict=True) if node != nodes[rank])
         with self._lock:
-            before = self._sent.get(kind, Sent())
-            self._sent[kind] = Sent(before.total + total, before.across_nodes + across)
+            before = self._sent.get(kind, BytesSent())
+            self._sent[kind] = BytesSent(before.total + total, before.across_nodes + across)
 
-    def by_kind(self) -> dict[str, Sent]:
+    def by_kind(self) -> dict[str, BytesSent]:
         """What has been sent so far, by kind."""
         with self._lock:
             return dict(self._sent)

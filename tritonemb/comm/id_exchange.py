@@ -1,13 +1,13 @@
-"""Ids on their way to the ranks that own their rows.
+"""The input distribution: the ids of a batch go to the ranks that own their rows.
 
-A *lane* is what one feature asks of one table (of one block of its columns, where those are spread over ranks). Its
-rows lie on one rank, or in blocks on several. A batch's ids travel in two messages: how much each rank will get from
-each, 32 bytes, and then, as one message, the lengths of its bags, the ids as the owner counts its rows, and their
+A *route* is what one feature looks up in one table (in one block of its columns, where ranks share those). Its rows
+are on one rank, or in blocks on several. A batch's ids travel in two messages: how much each rank will get from
+each, 40 bytes, and then, as one message, the lengths of its bags, the ids as the owner counts its rows, and their
 weights. So there is one wait for the sizes, whatever the number of tables.
 
-Where an owner sends back a row for each id, an id that comes several times in a lane may be sent once.
+Where an owner sends back a row for each id, an id that comes several times in a route may be sent once.
 
-Bytes: `4 · B` of lengths for each lane and owner, `4` an id (8 where an owner has 2³¹ rows or more), `4` a weight.
+Bytes: `4 · B` of lengths for each route and owner, `4` an id (8 where an owner has 2³¹ rows or more), `4` a weight.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import torch
 from torch import Tensor
 
 from tritonemb import ops
-from tritonemb.comm.group import Group
+from tritonemb.comm.codec import PerDevice
+from tritonemb.comm.group import RankGroup
 from tritonemb.errors import id_out_of_range
 from tritonemb.jagged import KeyedJaggedTensor, key_by_key
 from tritonemb.ops.jagged import Bucketized
 
-_OWNER = 1 << 40  # an id on its way is its owner times this, and its row there
+_OWNER = 1 << 40  # an id is sent as its owner times this, plus its row there
 _READY, _REFUSED = 0, 1
-_SIZES = 5  # bags a lane, values, whether they have weights, whether the batch is good, samples
 
 
-class Lane(NamedTuple):
-    """What a feature asks of a table.
+class IdRoute(NamedTuple):
+    """Where the ids of a feature go that look up a table.
 
     Attributes:
         feature, table: their names.
@@ -46,19 +46,19 @@ class Lane(NamedTuple):
     owners: tuple[int, ...]
 
 
-class Arrived(NamedTuple):
-    """The ids that ranks have sent to this one, and what it takes to send something back.
+class ReceivedIds(NamedTuple):
+    """The ids that ranks have sent to this one, and what the output exchange needs to send rows back.
 
     Attributes:
-        features: the ids of all ranks' samples, in the order of ranks. A key is the number of a lane, as `key_of` says.
-        batch_sizes: bags in each of a rank's lanes: samples, or 1 if ids are sent once.
-        source: int64 `[N]`: value `i` of `features` was at this place of the message, in which ranks come one after
-            the other.
-        sent: ids sent to each rank.
-        received: ids received of each rank.
-        places: int32 `[M]`: where in the messages sent each id that was sent was, lane by lane.
+        features: the ids of all ranks' samples, in the order of ranks. A key is a route's, see `route_key`.
+        batch_sizes: bags in each of a rank's routes: samples, or 1 if ids are deduplicated.
+        source: int64 `[N]`: the position of value `i` of `features` in the messages, rank by rank.
+        sent: number of ids sent to each rank.
+        received: number of ids received from each rank.
+        positions: int32 `[M]`: the position of each id, route by route, in the messages sent.
         samples: of all ranks.
-        inverse: int64 `[I]`: if ids were sent once, which of these each id of the batch is, lane by lane; else None.
+        inverse: int64 `[I]`: if ids are deduplicated, which of those sent each id of the batch is, route by route; else
+            None.
     """
 
     features: KeyedJaggedTensor
@@ -66,52 +66,51 @@ class Arrived(NamedTuple):
     source: Tensor
     sent: list[int]
     received: list[int]
-    places: Tensor
+    positions: Tensor
     samples: int
     inverse: Tensor | None
 
 
-def key_of(lane: int) -> str:
-    """A lane's name among the keys that arrive."""
-    return str(lane)
+def route_key(route: int) -> str:
+    """The key of a route's ids in `ReceivedIds.features`."""
+    return str(route)
 
 
-class IdsExchange:
-    """Sends the ids of batches along `lanes`; every rank of the group makes it with the same lanes.
+class IdExchange:
+    """Sends the ids of batches along their routes; every rank of the group makes it with the same routes.
 
     Args:
         check_bounds: raise for an id that its table does not have; else its owner finds it out of range.
-        once: send an id that comes several times in a lane once; what samples the ids are of is not told then, nor
-            their weights.
-        means: lanes whose ids go with one over the length of their bag as a factor of their weights.
+        deduplicate: send an id that comes several times in a route once, without its samples and weights.
+        means: routes whose ids' weights are multiplied with one over the length of their bag.
     """
 
     def __init__(
         self,
-        group: Group,
-        lanes: Sequence[Lane],
+        group: RankGroup,
+        routes: Sequence[IdRoute],
         check_bounds: bool = True,
-        once: bool = False,
+        deduplicate: bool = False,
         means: Sequence[int] = (),
     ) -> None:
         self.group = group
         self.means = list(means)
-        self.lanes = tuple(lanes)
-        self.check_bounds, self.once = check_bounds, once
-        # The lanes that each rank has rows of, rank by rank.
-        self._owned = [[i for i, lane in enumerate(self.lanes) if rank in lane.owners] for rank in range(group.size)]
-        narrow = all(lane.block < 2**31 - 1 for lane in self.lanes)
+        self.routes = tuple(routes)
+        self.check_bounds, self.deduplicate = check_bounds, deduplicate
+        # The routes that each rank has rows of, rank by rank.
+        self._owned = [[i for i, route in enumerate(self.routes) if rank in route.owners] for rank in range(group.size)]
+        narrow = all(route.block < 2**31 - 1 for route in self.routes)
         self._id_dtype = torch.int32 if narrow else torch.int64
         self._nowhere = 2**31 - 1 if narrow else _OWNER - 1
-        self._constants: dict[torch.device, _Constants] = {}
+        self._tensors = PerDevice(self._make_tensors)
 
     @property
     def owned(self) -> list[int]:
-        """The lanes that this rank has rows of."""
+        """The routes that this rank has rows of."""
         return self._owned[self.group.rank]
 
-    def __call__(self, batch: KeyedJaggedTensor, problem: ValueError | None = None) -> Arrived:
-        """Exchange the ids of every rank's batch; a collective.
+    def __call__(self, batch: KeyedJaggedTensor, problem: ValueError | None = None) -> ReceivedIds:
+        """Exchange the ids of every rank's batch.
 
         Args:
             problem: what the caller has found wrong with this rank's batch.
@@ -119,199 +118,202 @@ class IdsExchange:
         Raises:
             ValueError: for an id out of range, or the problem; the other ranks get a RuntimeError that names this one.
         """
-        group, constants = self.group, self._on(batch.device())
-        lanes, inverse = self._weigh(self._lane_by_lane(batch)), None
-        ids = lane = lanes.values()[:0].to(torch.int64)
+        group, tensors = self.group, self._tensors(batch.device())
+        by_route, inverse = self._weigh_means(self._by_route(batch)), None
+        ids = route = by_route.values()[:0].to(torch.int64)
         if problem is None:
             try:
-                ids, lane = self._checked(lanes, batch, constants)
+                ids, route = self._check(by_route, batch, tensors)
             except ValueError as error:
                 problem = error
-        offsets = lanes.offsets() if problem is None else torch.zeros_like(lanes.offsets())
-        weights = None if self.once or problem is not None else lanes.weights_or_none()
-        if self.once:
-            ids, lane, offsets, inverse = self._distinct(ids, lane)
+        offsets = by_route.offsets() if problem is None else torch.zeros_like(by_route.offsets())
+        weights = None if self.deduplicate or problem is not None else by_route.weights_or_none()
+        if self.deduplicate:
+            ids, route, offsets, inverse = self._distinct(ids, route)
+        bags = 1 if self.deduplicate else batch.stride()
         sorted_ids = ops.block_bucketize(
-            self._addresses(ids, lane, constants), offsets, constants.blocks, group.size, weights
+            self._addresses(ids, route, tensors), offsets, tensors.blocks, group.size, weights
         )
-        lengths, sizes = self._sizes(sorted_ids, weights is not None, problem is None, batch.stride(), constants)
-        told = group.all_to_all(sizes.flatten(), [_SIZES] * group.size, [_SIZES] * group.size, "sizes")
-        told_of, telling = told.reshape(-1, _SIZES).tolist(), sizes.tolist()
+        lengths = sorted_ids.lengths.reshape(group.size * len(self.routes), bags)[tensors.owned].to(torch.int32)
+        sizes = self._sizes(sorted_ids, bags, weights is not None, problem is None, batch.stride())
+        width = len(_Sizes._fields)
+        message = group.all_to_all(sizes.flatten(), [width] * group.size, [width] * group.size, "sizes")
+        sent = [_Sizes(*each) for each in sizes.tolist()]
+        received = [_Sizes(*each) for each in message.reshape(-1, width).tolist()]
         if problem is not None:
             raise problem
-        refusing = [rank for rank, size in enumerate(told_of) if size[3] != _READY]
-        if refusing:
-            raise RuntimeError(f"rank {group.ranks[refusing[0]]} has refused its batch; its own error says why")
-        sent, received = [size[1] for size in telling], [size[1] for size in told_of]
-        weighted = self._weighted(told_of)
-        batch_sizes = [size[0] for size in told_of]
-        out_words = [
-            self._words(len(owned) * size[0], size[1], weighted)
-            for owned, size in zip(self._owned, telling, strict=True)
-        ]
-        in_words = [self._words(len(self.owned) * size[0], size[1], weighted) for size in told_of]
-        arrived = group.all_to_all(self._pack(sorted_ids, lengths, sent, weighted), out_words, in_words, "ids")
-        features, source = self._unpack(arrived, batch_sizes, received, in_words, weighted)
-        samples = sum(size[4] for size in told_of)
-        return Arrived(features, batch_sizes, source, sent, received, sorted_ids.unbucketize, samples, inverse)
+        refused = [rank for rank, each in enumerate(received) if each.state != _READY]
+        if refused:
+            raise RuntimeError(f"rank {group.ranks[refused[0]]} has refused its batch; its own error says why")
+        weighted = self._is_weighted(received)
+        out_words = [self._words(len(owned), each, weighted) for owned, each in zip(self._owned, sent, strict=True)]
+        in_words = [self._words(len(self.owned), each, weighted) for each in received]
+        packed = self._pack(sorted_ids, lengths, sent, weighted)
+        words = group.all_to_all(packed, out_words, in_words, "ids")
+        features, source = self._unpack(words, received, in_words, weighted)
+        return ReceivedIds(
+            features, [each.bags for each in received], source, [each.ids for each in sent],
+            [each.ids for each in received], sorted_ids.unbucketize, sum(each.samples for each in received), inverse,
+        )  # fmt: skip
 
-    def _lane_by_lane(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """The batch with the feature of each lane, in their order, as its keys."""
+    def _by_route(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """The batch with the feature of each route, in their order, as its keys."""
         keys = batch.keys()
-        order = [keys.index(lane.feature) for lane in self.lanes]
-        names = [key_of(lane) for lane in range(len(self.lanes))]
+        order = [keys.index(route.feature) for route in self.routes]
+        names = [route_key(route) for route in range(len(self.routes))]
         if order == list(range(len(keys))):
             return KeyedJaggedTensor(names, batch.values(), batch.weights_or_none(), offsets=batch.offsets())
         batch_size, offsets = batch.stride(), batch.offsets()
         edges = offsets[::batch_size].tolist() if batch_size else [0] * (len(keys) + 1)
         total = sum(edges[key + 1] - edges[key] for key in order)
-        place = torch.tensor(order, dtype=torch.int64, device=batch.device())
-        moved = ops.jagged_permute(batch.values(), offsets, place, len(keys), batch.weights_or_none(), total)
+        order_of = torch.tensor(order, dtype=torch.int64, device=batch.device())
+        moved = ops.jagged_permute(batch.values(), offsets, order_of, len(keys), batch.weights_or_none(), total)
         return KeyedJaggedTensor(names, moved.values, moved.weights, offsets=moved.offsets)
 
-    def _weigh(self, lanes: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    def _weigh_means(self, by_route: KeyedJaggedTensor) -> KeyedJaggedTensor:
         if not self.means:
-            return lanes
-        lengths, weights = lanes.lengths().reshape(len(self.lanes), -1), lanes.weights_or_none()
+            return by_route
+        lengths, weights = by_route.lengths().reshape(len(self.routes), -1), by_route.weights_or_none()
         shares = torch.ones(lengths.shape, dtype=torch.float32, device=lengths.device)
         shares[self.means] = 1.0 / lengths[self.means].clamp(min=1)
-        own = shares.flatten().repeat_interleave(lanes.lengths(), output_size=lanes.values().shape[0])
+        own = shares.flatten().repeat_interleave(by_route.lengths(), output_size=by_route.values().shape[0])
         weights = own if weights is None else own * weights
-        return KeyedJaggedTensor(lanes.keys(), lanes.values(), weights, offsets=lanes.offsets())
+        return KeyedJaggedTensor(by_route.keys(), by_route.values(), weights, offsets=by_route.offsets())
 
-    def _checked(
-        self, lanes: KeyedJaggedTensor, batch: KeyedJaggedTensor, constants: _Constants
+    def _check(
+        self, by_route: KeyedJaggedTensor, batch: KeyedJaggedTensor, tensors: _RouteTensors
     ) -> tuple[Tensor, Tensor]:
-        """Every id and its lane; -1 for an id that its table does not have."""
-        ids = lanes.values().to(torch.int64)
-        batch_size = lanes.stride()
-        edges = lanes.offsets()[::batch_size] if batch_size else lanes.offsets()[:1].expand(len(self.lanes) + 1)
-        lane = torch.repeat_interleave(
-            torch.arange(len(self.lanes), device=ids.device), torch.diff(edges), output_size=ids.shape[0]
+        """Every id and its route; -1 for an id that its table does not have."""
+        ids = by_route.values().to(torch.int64)
+        batch_size = by_route.stride()
+        edges = by_route.offsets()[::batch_size] if batch_size else by_route.offsets()[:1].expand(len(self.routes) + 1)
+        route = torch.repeat_interleave(
+            torch.arange(len(self.routes), device=ids.device), torch.diff(edges), output_size=ids.shape[0]
         )
-        inside = (ids >= 0) & (ids < constants.num_rows[lane])
+        inside = (ids >= 0) & (ids < tensors.num_rows[route])
         if self.check_bounds and not bool(inside.all()):
             first = int((~inside).nonzero()[0])
-            self._refuse(first, int(lane[first]), lanes, batch)
-        return torch.where(inside, ids, -1), lane
+            self._raise_out_of_range(first, int(route[first]), by_route, batch)
+        return torch.where(inside, ids, -1), route
 
-    def _distinct(self, ids: Tensor, lane: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The distinct ids of each lane, ascending, their lanes, where each lane begins, and which each id is."""
-        found, inverse = torch.unique(lane * _OWNER + ids + 1, sorted=True, return_inverse=True)
-        lane = found // _OWNER
-        counts = torch.bincount(lane, minlength=len(self.lanes))
-        return found % _OWNER - 1, lane, ops.segment_offsets(counts), inverse
+    def _distinct(self, ids: Tensor, route: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The distinct ids of each route, ascending, their routes, where each route begins, and the inverse."""
+        found, inverse = torch.unique(route * _OWNER + ids + 1, sorted=True, return_inverse=True)
+        route = found // _OWNER
+        counts = torch.bincount(route, minlength=len(self.routes))
+        return found % _OWNER - 1, route, ops.segment_offsets(counts), inverse
 
-    def _addresses(self, ids: Tensor, lane: Tensor, constants: _Constants) -> Tensor:
-        """Each id's owner and its row there, in one number; an id of -1 is a row that its lane's first owner lacks."""
-        block = constants.rows[lane]
+    def _addresses(self, ids: Tensor, route: Tensor, tensors: _RouteTensors) -> Tensor:
+        """Each id's owner and its row there, in one number; an id of -1 is a row that its route's first owner lacks."""
+        block = tensors.rows[route]
         number = torch.where(ids < 0, 0, ids // block)
         row = torch.where(ids < 0, self._nowhere, ids - number * block)
-        return constants.owners[lane, number] * _OWNER + row
+        return tensors.owners[route, number] * _OWNER + row
 
-    def _refuse(self, place: int, lane: int, lanes: KeyedJaggedTensor, batch: KeyedJaggedTensor) -> None:
-        """Raise for the id at a place, lane by lane; its position is told as the batch has it."""
-        bag = int(torch.searchsorted(lanes.offsets(), place, right=True)) - 1
-        sample, of = bag % batch.stride(), self.lanes[lane]
+    def _raise_out_of_range(
+        self, index: int, route: int, by_route: KeyedJaggedTensor, batch: KeyedJaggedTensor
+    ) -> None:
+        """Raise for the id at an index, route by route; names its position in the batch."""
+        bag = int(torch.searchsorted(by_route.offsets(), index, right=True)) - 1
+        sample, of = bag % batch.stride(), self.routes[route]
         first = batch.offsets()[batch.keys().index(of.feature) * batch.stride() + sample]
-        position = int(first + place - lanes.offsets()[bag])
-        raise id_out_of_range(of.table, of.feature, sample, position, int(lanes.values()[place]), of.num_rows)
+        position = int(first + index - by_route.offsets()[bag])
+        raise id_out_of_range(of.table, of.feature, sample, position, int(by_route.values()[index]), of.num_rows)
 
-    def _sizes(
-        self, ids: Bucketized, weighted: bool, good: bool, samples: int, constants: _Constants
-    ) -> tuple[Tensor, Tensor]:
-        """Lengths of the bags of each rank's lanes, rank by rank, and what each rank is told of the message to it."""
-        world, bags = self.group.size, 1 if self.once else samples
-        lengths = ids.lengths.reshape(world * len(self.lanes), bags)
-        sizes = torch.empty(world, _SIZES, dtype=torch.int64, device=lengths.device)
+    def _sizes(self, ids: Bucketized, bags: int, weighted: bool, ready: bool, samples: int) -> Tensor:
+        """int64 `[ranks, 5]`: the `_Sizes` of the message to each rank."""
+        sizes = torch.empty(self.group.size, len(_Sizes._fields), dtype=torch.int64, device=ids.lengths.device)
         sizes[:, 0] = bags
-        sizes[:, 1] = lengths.reshape(world, -1).sum(1)
+        sizes[:, 1] = ids.lengths.reshape(self.group.size, -1).sum(1)
         sizes[:, 2] = 1 if weighted else 0 if ids.values.shape[0] else -1
-        sizes[:, 3] = _READY if good else _REFUSED
+        sizes[:, 3] = _READY if ready else _REFUSED
         sizes[:, 4] = samples
-        return lengths[constants.owned].to(torch.int32), sizes
+        return sizes
 
-    def _weighted(self, sizes: Sequence[Sequence[int]]) -> bool:
-        """Whether the ranks' ids have weights: -1 says that a rank has neither ids nor weights to tell by."""
-        said = {size[2] for size in sizes if size[2] >= 0}
-        if len(said) > 1:
-            without = [self.group.ranks[rank] for rank, size in enumerate(sizes) if size[2] == 0]
+    def _is_weighted(self, sizes: Sequence[_Sizes]) -> bool:
+        """Whether the ranks' ids have weights."""
+        found = {each.weighted for each in sizes if each.weighted >= 0}
+        if len(found) > 1:
+            without = [self.group.ranks[rank] for rank, each in enumerate(sizes) if each.weighted == 0]
             raise ValueError(f"ids have weights on some ranks only; those without are {without}")
-        return said == {1}
+        return found == {1}
 
-    def _words(self, num_lengths: int, num_ids: int, weighted: bool) -> int:
+    def _words(self, num_routes: int, sizes: _Sizes, weighted: bool) -> int:
         """4-byte words of a message."""
-        wide = self._id_dtype == torch.int64
-        return num_lengths + num_ids * (2 if wide else 1) + num_ids * weighted
+        return num_routes * sizes.bags + sizes.ids * (self._id_dtype.itemsize // 4 + weighted)
 
-    def _pack(self, ids: Bucketized, lengths: Tensor, sent: Sequence[int], weighted: bool) -> Tensor:
+    def _pack(self, ids: Bucketized, lengths: Tensor, sent: Sequence[_Sizes], weighted: bool) -> Tensor:
         """Lengths, ids and weights for each rank, one rank after the other, as int32 words."""
-        narrow = ids.values.to(self._id_dtype).view(torch.int32)
-        weights = None
+        counts = [each.ids for each in sent]
+        wide = self._id_dtype.itemsize // 4
+        of_lengths = lengths.split([len(owned) for owned in self._owned])
+        of_ids = ids.values.to(self._id_dtype).view(torch.int32).split([count * wide for count in counts])
+        parts = [[lengths.flatten(), of_rank] for lengths, of_rank in zip(of_lengths, of_ids, strict=True)]
         if weighted:
-            weights = torch.zeros(0) if ids.weights is None else ids.weights.to(torch.float32)
-            weights = weights.to(narrow.device).view(torch.int32)
-        wide, pieces, lane, first = narrow.shape[0] // max(1, ids.values.shape[0]), [], 0, 0
-        for owned, number in zip(self._owned, sent, strict=True):
-            pieces += [lengths[lane : lane + len(owned)].flatten(), narrow[first * wide : (first + number) * wide]]
-            if weights is not None:
-                pieces.append(weights[first : first + number])
-            lane, first = lane + len(owned), first + number
-        return torch.cat(pieces)
+            weights = ids.values.new_zeros(0) if ids.weights is None else ids.weights
+            of_weights = weights.to(torch.float32).view(torch.int32).split(counts)
+            parts = [[*part, own] for part, own in zip(parts, of_weights, strict=True)]
+        return torch.cat([piece for part in parts for piece in part])
 
     def _unpack(
-        self, words: Tensor, batch_sizes: list[int], received: list[int], in_words: list[int], weighted: bool
+        self, words: Tensor, received: Sequence[_Sizes], in_words: list[int], weighted: bool
     ) -> tuple[KeyedJaggedTensor, Tensor]:
-        """What has arrived, rank by rank, key by key; and where each value was."""
-        wide = 2 if self._id_dtype == torch.int64 else 1
+        """What was received, rank by rank, key by key; and where each value was."""
+        wide = self._id_dtype.itemsize // 4
         lengths, ids, weights = [], [], []
-        for part, batch_size, number in zip(words.split(in_words), batch_sizes, received, strict=True):
-            of_lengths, of_ids, of_weights = part.split(
-                [
-                    len(self.owned) * batch_size,
-                    number * wide,
-                    part.shape[0] - len(self.owned) * batch_size - number * wide,
-                ]
-            )
-            lengths.append(of_lengths.reshape(len(self.owned), batch_size))
+        for part, sizes in zip(words.split(in_words), received, strict=True):
+            num_lengths = len(self.owned) * sizes.bags
+            of_lengths, of_ids, of_weights = part.split([num_lengths, sizes.ids * wide, sizes.ids * weighted])
+            lengths.append(of_lengths.reshape(len(self.owned), sizes.bags))
             ids.append(of_ids)
             weights.append(of_weights)
-        total = sum(received)
-        source = key_by_key(lengths, total)
+        source = key_by_key(lengths, sum(sizes.ids for sizes in received))
         values = torch.cat(ids).view(self._id_dtype)[source]
-        keys = [key_of(lane) for lane in self.owned]
         per_bag = torch.cat(lengths, dim=1).flatten()
         of_values = torch.cat(weights).view(torch.float32)[source] if weighted else None
+        keys = [route_key(route) for route in self.owned]
         return KeyedJaggedTensor(keys, values, of_values, lengths=per_bag), source
 
-    def _on(self, device: torch.device) -> _Constants:
-        """What the lanes say, as tensors."""
-        found = self._constants.get(device)
-        if found is None:
-            with torch.inference_mode(False):
-                found = _Constants.of(self.lanes, self._owned, device)
-            self._constants[device] = found
-        return found
+    def _make_tensors(self, device: torch.device) -> _RouteTensors:
+        most = max([1, *[len(route.owners) for route in self.routes]])
+        owners = [[*route.owners, *[0] * (most - len(route.owners))] for route in self.routes]
+        pairs = [rank * len(self.routes) + route for rank, mine in enumerate(self._owned) for route in mine]
+
+        def tensor(values: Sequence[object]) -> Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device)
+
+        return _RouteTensors(
+            tensor([route.num_rows for route in self.routes]),
+            tensor([route.block for route in self.routes]),
+            tensor(owners).reshape(len(self.routes), most),
+            tensor(pairs),
+            torch.full((len(self.routes),), _OWNER, dtype=torch.int64, device=device),
+        )
 
 
-class _Constants(NamedTuple):
-    """The lanes as tensors: `[V]`; `owners` `[V, most blocks]`; `owned`, ranks and lanes as pairs, flat."""
+class _Sizes(NamedTuple):
+    """What a rank is told of the message to it.
+
+    Args:
+        bags: in each route.
+        ids: in all of them.
+        weighted: 1 if the ids have weights, 0 if not, -1 if there are no ids to tell by.
+        state: whether the batch is good.
+        samples: of the sending rank.
+    """
+
+    bags: int
+    ids: int
+    weighted: int
+    state: int
+    samples: int
+
+
+class _RouteTensors(NamedTuple):
+    """The routes as tensors: `[V]`; `owners` `[V, most blocks]`; `owned`, ranks and routes as pairs, flat."""
 
     num_rows: Tensor
     rows: Tensor
     owners: Tensor
     owned: Tensor
     blocks: Tensor
-
-    @classmethod
-    def of(cls, lanes: Sequence[Lane], owned: Sequence[Sequence[int]], device: torch.device) -> _Constants:
-        most = max([1, *[len(lane.owners) for lane in lanes]])
-        owners = [[*lane.owners, *[0] * (most - len(lane.owners))] for lane in lanes]
-        pairs = [rank * len(lanes) + lane for rank, mine in enumerate(owned) for lane in mine]
-        return cls(
-            torch.tensor([lane.num_rows for lane in lanes], dtype=torch.int64, device=device),
-            torch.tensor([lane.block for lane in lanes], dtype=torch.int64, device=device),
-            torch.tensor(owners, dtype=torch.int64, device=device).reshape(len(lanes), most),
-            torch.tensor(pairs, dtype=torch.int64, device=device),
-            torch.full((len(lanes),), _OWNER, dtype=torch.int64, device=device),
-        )

@@ -5,25 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from tritonemb.data.adult import load_adult
 from tritonemb.data.batch import Batch
-from tritonemb.data.dataset import Dataset
-from tritonemb.data.logs.click_log import ClickLog
-from tritonemb.data.logs.convert import ConvertReport, convert
-from tritonemb.data.logs.counting import VocabularyReport, build_vocabulary
-from tritonemb.data.logs.files import find
-from tritonemb.data.logs.options import LogOptions
-from tritonemb.data.logs.schema import CRITEO, Schema
-from tritonemb.data.logs.sources import is_labelled
-from tritonemb.data.logs.splits import SplitRule
-from tritonemb.data.logs.vocabulary import Vocabulary
-from tritonemb.data.movielens import load_movielens_100k
-from tritonemb.data.readers import ReaderProcesses, RemoteStream
-from tritonemb.data.rows import Column, Rows
-from tritonemb.data.shares import merge_positions, open_shares, rank_position
-from tritonemb.data.source import Batches, Data, Feature, Position, ReadReport, Share, Split, Stream
-from tritonemb.data.synthetic import make_synthetic
+from tritonemb.data.click_log import ClickLog, is_labelled
+from tritonemb.data.columns import Column, Rows
+from tritonemb.data.convert import ConvertReport, cached_as_parquet, convert
+from tritonemb.data.counting import VocabularyReport, build_vocabulary
+from tritonemb.data.datasets.adult import load_adult
+from tritonemb.data.datasets.movielens import load_movielens_100k
+from tritonemb.data.datasets.synthetic import make_synthetic
+from tritonemb.data.encode import Vocabulary
+from tritonemb.data.files import exists, find
+from tritonemb.data.in_memory import Dataset
+from tritonemb.data.loader import merge_positions, open_shards, rank_position
+from tritonemb.data.protocol import Batches, Data, Feature, Position, PositionedBatch, ReadReport, Shard, Split, Stream
+from tritonemb.data.reader_host import ReaderHost, RemoteData
+from tritonemb.data.schema import CRITEO, Schema
+from tritonemb.data.splits import LogOptions, SplitRule
+from tritonemb.data.workers import DataLoaderWorkers
+from tritonemb.flight import SCHEMES
 
 NAMES = ("movielens-100k", "synthetic", "adult", "criteo-kaggle", "criteo-terabyte")
 ALIASES = {"criteo": "criteo-kaggle"}
@@ -39,23 +40,27 @@ __all__ = [
     "Column",
     "ConvertReport",
     "Data",
+    "DataLoaderWorkers",
     "Dataset",
     "Feature",
     "LogOptions",
     "Position",
+    "PositionedBatch",
     "ReadReport",
-    "ReaderProcesses",
-    "RemoteStream",
+    "ReaderHost",
+    "RemoteData",
     "Rows",
     "Schema",
-    "Share",
+    "Shard",
     "Split",
     "SplitRule",
     "Stream",
     "Vocabulary",
     "VocabularyReport",
     "build_vocabulary",
+    "cached_as_parquet",
     "convert",
+    "from_dataframe",
     "kind_of",
     "load_adult",
     "load_movielens_100k",
@@ -63,7 +68,7 @@ __all__ = [
     "merge_positions",
     "open_dataset",
     "open_for_scoring",
-    "open_shares",
+    "open_shards",
     "rank_position",
 ]
 
@@ -81,27 +86,30 @@ def open_dataset(
     log: LogOptions | None = None,
     seed: int = 0,
     say: Callable[[str], None] | None = None,
-) -> Dataset | ClickLog:
-    """Open a data set by name, or a log of clicks by its path.
+) -> Dataset | ClickLog | RemoteData:
+    """Open a data set by name, a log of clicks by its path, or what reader hosts serve by their addresses.
 
     Args:
-        name_or_path: one of `NAMES` or `ALIASES`, or the path of a file or folder: Criteo's TSV or Parquet.
+        name_or_path: one of `NAMES` or `ALIASES`; or the path or URI of a file or folder: Criteo's TSV, CSV or Parquet;
+            or the addresses of reader hosts, "grpc://HOST:PORT" or "grpc+tls://HOST:PORT", with commas between them.
         path: the file or folder of "criteo-kaggle" and "criteo-terabyte", the folder of "adult"; "movielens-100k" and
             "synthetic" take none.
         log: how a log is read.
         seed: of the synthetic data.
-        say: is told of work that takes a pass over the data; see `ClickLog`.
+        say: is called before work that takes a pass over the data; see `ClickLog`.
 
     Raises:
-        ValueError, FileNotFoundError, ConnectionError: saying what to do.
+        ValueError, FileNotFoundError, ConnectionError, PermissionError: saying what to do.
     """
+    if name_or_path.startswith(SCHEMES):
+        return RemoteData(name_or_path.split(","))
     kind = kind_of(name_or_path)
     if name_or_path not in (*NAMES, *ALIASES):
         if path is not None:
             raise ValueError(
                 f"{name_or_path!r} is not one of {NAMES} but a path; a second one was given: {str(path)!r}"
             )
-        if not Path(name_or_path).exists():
+        if not exists(name_or_path):
             raise FileNotFoundError(f"{name_or_path!r} is neither a file or folder nor one of the data sets {NAMES}")
         return ClickLog(name_or_path, log, say=say)
     if kind in ("movielens-100k", "synthetic"):
@@ -113,6 +121,33 @@ def open_dataset(
     return load_adult(path) if kind == "adult" else ClickLog(path, log, name=kind, say=say)
 
 
+def from_dataframe(
+    frame: Any,
+    options: LogOptions | None = None,
+    *,
+    validation: Any = None,
+    test: Any = None,
+    name: str = "data frame",
+) -> ClickLog:
+    """A log of the rows of a data frame: pandas, Polars, a `pyarrow.Table` or anything else with the method
+    `__arrow_c_stream__`. No column is copied.
+
+    Columns are what they are in Parquet files; a column of integers that pandas holds as floating point, since some are
+    missing, has to become one of integers (`convert_dtypes`) to be a sparse one.
+
+    Args:
+        options: how it is read; its split rule holds rows out, by default the last sixth, if no held-out frames are
+            given.
+        validation, test: held-out rows with the same columns.
+        name: for messages.
+
+    Raises:
+        ValueError: not such a frame; a column is not there, or of another type than it needs.
+    """
+    frames = {"train": frame, "validation": validation, "test": test}
+    return ClickLog({s: f for s, f in frames.items() if f is not None}, options, name=name)  # type: ignore[misc]
+
+
 def open_for_scoring(path: str | Path, log: LogOptions, features: Sequence[Feature]) -> ClickLog:
     """Open a log whose rows, all of them and in their order, are test rows, for a model trained on these features.
 
@@ -122,9 +157,9 @@ def open_for_scoring(path: str | Path, log: LogOptions, features: Sequence[Featu
     Raises:
         ValueError, FileNotFoundError: the log can not be read, or has other features.
     """
-    if not Path(path).exists():
+    if not exists(path):
         raise FileNotFoundError(f"{str(path)!r}: no such file or folder to score")
-    labelled = is_labelled(find(path)[0], log.schema)
+    labelled = is_labelled(find(path)[0], log)
     opened = ClickLog(path, replace(log, split=SplitRule(split_by="end", test_share=0.0)), labelled=labelled)
     for found, expected in zip(opened.features, features, strict=False):
         if found != expected:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from tritonemb.jagged import KeyedJaggedTensor, _unflatten
 
@@ -16,15 +17,15 @@ ALIGNMENT = 64  # bytes: a cache line, and more than any vector load asks for
 class Batch:
     """B samples: `dense` `[B, num_dense]` float32, `sparse` ids per feature, `labels` `[B]` float32 in {0, 1}.
 
-    Batches that a data set cuts lie in one buffer (see `Layout`), so that they are pinned and moved at once; a batch
-    put together from loose tensors is moved tensor by tensor.
+    A pytree node of its tensors. The batches of a data set lie in one buffer (see `BatchLayout`), so that they are
+    pinned and moved at once; a batch made from separate tensors is moved tensor by tensor.
     """
 
     dense: Tensor
     sparse: KeyedJaggedTensor
     labels: Tensor
     buffer: Tensor | None = field(default=None, repr=False, compare=False)
-    layout: Layout | None = field(default=None, repr=False, compare=False)
+    layout: BatchLayout | None = field(default=None, repr=False, compare=False)
 
     def __len__(self) -> int:
         return self.labels.shape[0]
@@ -34,14 +35,11 @@ class Batch:
             return self
         if self.buffer is not None and self.layout is not None:
             return self.layout.batch(self.buffer.to(device, non_blocking=non_blocking))
-        return Batch(
-            self.dense.to(device, non_blocking=non_blocking),
-            self.sparse.to(device, non_blocking=non_blocking),
-            self.labels.to(device, non_blocking=non_blocking),
-        )
+        moved: Batch = pytree.tree_map_only(Tensor, lambda t: t.to(device, non_blocking=non_blocking), self)
+        return moved
 
     def packed(self) -> Batch:
-        """The same batch in one buffer; this one if it is.
+        """The same batch in one buffer; this one if it has one.
 
         Raises:
             ValueError: ids have weights, or numbers are of another type than a buffer has.
@@ -57,7 +55,7 @@ class Batch:
                 "dense numbers must be float32 [B, num_dense] and labels float32 [B], got "
                 f"{self.dense.dtype} {shape} and {self.labels.dtype}"
             )
-        layout = Layout(tuple(self.sparse.keys()), len(self), self.dense.shape[1], len(values), values.dtype)
+        layout = BatchLayout(tuple(self.sparse.keys()), len(self), self.dense.shape[1], len(values), values.dtype)
         buffer = torch.empty(layout.num_bytes, dtype=torch.uint8)
         parts = (self.dense, self.labels, values, lengths, self.sparse.offsets())
         for view, part in zip(layout.views(buffer), parts, strict=True):
@@ -67,12 +65,13 @@ class Batch:
     def pin_memory(self) -> Batch:
         if self.buffer is not None and self.layout is not None:
             return self.layout.batch(self.buffer.pin_memory())
-        return Batch(self.dense.pin_memory(), self.sparse.pin_memory(), self.labels.pin_memory())
+        pinned: Batch = pytree.tree_map_only(Tensor, lambda t: t.pin_memory(), self)
+        return pinned
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Where the parts of a batch lie in its buffer of bytes, one after the other, each at a multiple of 64.
+class BatchLayout:
+    """Positions of a batch's tensors in its buffer of bytes, one after the other, each at a multiple of 64.
 
     dense float32 `[batch_size, num_dense]`, labels float32 `[batch_size]`, values `[num_values]`, lengths int32
     `[len(keys) * batch_size]`, offsets int32 `[len(keys) * batch_size + 1]`.
@@ -104,7 +103,7 @@ class Layout:
 
     @property
     def bytes_before_offsets(self) -> int:
-        """Of all that the offsets, which come last, can be made from."""
+        """Of everything before the offsets, which come last and can be computed from it."""
         return sum(_aligned(dtype.itemsize * count) for dtype, count in self._parts()[:-1])
 
     def views(self, buffer: Tensor) -> list[Tensor]:
@@ -126,3 +125,11 @@ class Layout:
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+pytree.register_pytree_node(
+    Batch,
+    lambda batch: ([batch.dense, batch.sparse, batch.labels], None),
+    lambda children, _: Batch(*children),
+    serialized_type_name="tritonemb.Batch",
+)

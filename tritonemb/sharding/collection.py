@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tritonemb.comm.codec import ExchangePrecision
-from tritonemb.comm.gradient_exchange import Block
-from tritonemb.comm.group import Group
+from tritonemb.comm.gradient_exchange import ColumnBlock
+from tritonemb.comm.group import RankGroup
 from tritonemb.errors import id_out_of_range
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.optimizers import Optimizer
@@ -75,7 +75,7 @@ class ShardedCollection(nn.Module):
         # gathered updates exchange as many rows as a batch happens to have.
         self.forward = torch.compiler.disable(self.forward)
 
-    def _groups_ahead(self) -> tuple[Group | None, Group | None]:
+    def _groups_ahead(self) -> tuple[RankGroup | None, RankGroup | None]:
         """The world and the replicas, where these train tables together that live elsewhere than on the device.
 
         Made by all ranks, whether they hold such tables or not.
@@ -210,7 +210,7 @@ class ShardedCollection(nn.Module):
             if not part:
                 continue
             everywhere = part[0].way == "everywhere"
-            group: Group | None = self.groups.world if everywhere else self.groups.replicas
+            group: RankGroup | None = self.groups.world if everywhere else self.groups.replicas
             if group is None or group.size == 1 or not (everywhere or self._gather_replicas):
                 group = None
             ahead = None
@@ -234,13 +234,13 @@ class ShardedCollection(nn.Module):
         """Shards that are updated by what this rank knows, and those for which others' columns are needed."""
         return split(held, lambda each: each.cut and needs_whole_rows(self.optimizer))
 
-    def _blocks(self, held: Sequence[Held]) -> tuple[Block, ...]:
+    def _blocks(self, held: Sequence[Held]) -> tuple[ColumnBlock, ...]:
         """Shards as blocks of columns among the ranks that have such blocks; each run of a table's rows is numbered."""
         cut = self._cut(held[0].way)
         ranks = sorted({h.shard.rank for h in cut})
         rows = sorted({(h.table, h.shard.first_row) for h in cut})
         return tuple(
-            Block(
+            ColumnBlock(
                 rows.index((h.table, h.shard.first_row)),
                 ranks.index(h.shard.rank),
                 h.shard.first_column,
@@ -286,7 +286,7 @@ class ShardedCollection(nn.Module):
                     for tensor in (table.weight, *table.buffers()):
                         self._same_as(each).broadcast(tensor.detach(), 0, "initial values")
 
-    def _same_as(self, held: Held) -> Group:
+    def _same_as(self, held: Held) -> RankGroup:
         """The ranks with the same shard."""
         return self.groups.world if held.way == "everywhere" else self.groups.replicas
 
@@ -407,7 +407,7 @@ class ShardedCollection(nn.Module):
         return ", ".join(f"{config.name}: {self.plan.tables[config.name]}" for config in self.configs)
 
 
-def _average(group: Group, tensor: Tensor) -> None:
+def _average(group: RankGroup, tensor: Tensor) -> None:
     """The mean over ranks, added in their order, by pieces of rows."""
     rows = max(1, PIECE_BYTES // max(1, tensor[:1].numel() * tensor.element_size()))
     for piece in tensor.split(rows):

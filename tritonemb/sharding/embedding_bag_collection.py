@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tritonemb.comm.codec import Run
-from tritonemb.comm.id_exchange import IdsExchange
-from tritonemb.comm.pooled_exchange import ColumnExchange
+from tritonemb.comm.codec import ColumnRange
+from tritonemb.comm.id_exchange import IdExchange
+from tritonemb.comm.output_exchange import PooledExchange
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.placement import Held, Way
@@ -43,7 +43,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         groups, place = self.groups, self.placement
         size, rank = groups.shards.size, groups.shards.rank
         means = self._means_of_rows()
-        self._ids = IdsExchange(groups.ids, place.lanes, self.bounds_check == "raise", means=self._lanes_of(means))
+        self._ids = IdExchange(groups.ids, place.lanes, self.bounds_check == "raise", means=self._lanes_of(means))
         self._ways = tuple(way for way in WAYS if place.tables_of(way))
         self._locals_of: dict[Way, list[TableSet]] = {}
         made: list[TableSet] = []
@@ -53,15 +53,15 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             self._locals_of[way] = [tables for tables, _ in local]
             made += [tables for tables, _ in local]
             held += [of_tables for _, of_tables in local]
-        self._exchanges: list[ColumnExchange] = []
+        self._exchanges: list[PooledExchange] = []
         # The columns of a rank's matrix are those of its collections, one after the other.
-        runs: dict[Way, list[list[Run]]] = {
+        runs: dict[Way, list[list[ColumnRange]]] = {
             way: [[run for part in self._parts_on(r, way) for run in place.runs(part)] for r in range(size)]
             for way in self._ways
         }
         if "direct" in self._ways:
             width = place.width_of("direct")
-            self._direct = ColumnExchange(groups.shards, runs["direct"], width, self.precision, size)
+            self._direct = PooledExchange(groups.shards, runs["direct"], width, self.precision, size)
             self._exchanges.append(self._direct)
         if "by node" in self._ways:
             self._make_by_node(runs["by node"])
@@ -74,7 +74,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         """The shards of a rank, collection by collection; the same split as that of `_local`."""
         return self._split(self.placement.on(rank, way))
 
-    def _make_by_node(self, runs: list[list[Run]]) -> None:
+    def _make_by_node(self, runs: list[list[ColumnRange]]) -> None:
         """Two exchanges: inside the node, which adds, and across nodes, between ranks of the same place."""
         groups, size = self.groups, self.groups.node.size
         nodes = [
@@ -85,8 +85,8 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         first = groups.shards.rank // size * size
         inside = [[(start[run], run[1]) for run in rank] for rank in runs[first : first + size]]
         width = sum(width for _, width in own)
-        self._inside = ColumnExchange(groups.node, inside, width, self.precision, kind="pooled inside a node")
-        self._across = ColumnExchange(
+        self._inside = PooledExchange(groups.node, inside, width, self.precision, kind="pooled inside a node")
+        self._across = PooledExchange(
             groups.across, nodes, self.placement.width_of("by node"), self.precision, groups.shards.size,
             "pooled across nodes",
         )  # fmt: skip

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tritonemb import ops
-from tritonemb.comm.codec import Run
-from tritonemb.comm.id_exchange import Arrived, IdsExchange
-from tritonemb.comm.sequence_exchange import RowExchange
+from tritonemb.comm.codec import ColumnRange
+from tritonemb.comm.id_exchange import IdExchange, ReceivedIds
+from tritonemb.comm.output_exchange import SequenceExchange
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.ops.bag import Bags, bag
 from tritonemb.sharding.collection import ShardedCollection
@@ -31,9 +31,9 @@ class _Part(NamedTuple):
         locals: this rank's shards.
     """
 
-    columns: Run
-    ids: IdsExchange
-    rows: RowExchange
+    columns: ColumnRange
+    ids: IdExchange
+    rows: SequenceExchange
     locals: tuple[TableSet, ...]
 
 
@@ -64,8 +64,8 @@ class ShardedEmbeddingCollection(ShardedCollection):
             renamed = [h._replace(lanes=tuple(lanes.index(lane) for lane in h.lanes)) for h in here]
             local = self._local(renamed)
             chosen_lanes, check = [place.lanes[lane] for lane in lanes], self.bounds_check == "raise"
-            ids = IdsExchange(groups.ids, chosen_lanes, check, once=distinct and not self._apart)
-            rows = RowExchange(groups.shards, columns[1], self.precision, groups.shards.size)
+            ids = IdExchange(groups.ids, chosen_lanes, check, deduplicate=distinct and not self._apart)
+            rows = SequenceExchange(groups.shards, columns[1], self.precision, groups.shards.size)
             self._parts.append(_Part(columns, ids, rows, tuple(t for t, _ in local)))
             made += [tables for tables, _ in local]
             held += [of_tables for _, of_tables in local]
@@ -76,7 +76,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         return tuple(made), tuple(held)
 
     @staticmethod
-    def _is_of(held: Held, columns: Run, distinct: bool) -> bool:
+    def _is_of(held: Held, columns: ColumnRange, distinct: bool) -> bool:
         same = (held.shard.first_column, held.shard.num_columns) == columns and held.summed == distinct
         return bool(held.lanes) and same
 
@@ -118,7 +118,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
     def saturated(self) -> int:
         return sum(part.rows.saturated() for part in self._parts)
 
-    def _rows(self, part: _Part, ids: Arrived, groups: list[Groups]) -> Tensor:
+    def _rows(self, part: _Part, ids: ReceivedIds, groups: list[Groups]) -> Tensor:
         """A row for each id of the batch, lane by lane."""
         found = [tables(ids.features, group) for tables, group in zip(part.locals, groups, strict=True)]
         if found:
@@ -136,7 +136,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
     def _in_place(self, part: _Part, rows: Tensor, batch: KeyedJaggedTensor) -> Tensor:
         """Each row where its id is in the batch; zero for ids of other lanes."""
         keys = batch.keys()
-        order = [keys.index(lane.feature) for lane in part.ids.lanes]
+        order = [keys.index(lane.feature) for lane in part.ids.routes]
         if order == list(range(len(keys))):
             return rows
         num_values = batch.values().shape[0]

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tritonemb.comm.codec import ExchangePrecision
-from tritonemb.comm.group import Group
+from tritonemb.comm.group import RankGroup
 from tritonemb.nn import EmbeddingBagCollection, EmbeddingCollection
 from tritonemb.sharding.collection import ShardedCollection, why_not
 from tritonemb.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection
@@ -118,7 +118,7 @@ class HybridParallel(nn.Module):
         self._called = (_parallel(self.module, dense, mesh, placed, self.groups.world),)
 
     @property
-    def group(self) -> Group:
+    def group(self) -> RankGroup:
         """All ranks of the job."""
         return self.groups.world
 
@@ -284,7 +284,9 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
         reset()
 
 
-def _parallel(model: nn.Module, dense: Dense, mesh: DeviceMesh | None, device: torch.device, world: Group) -> nn.Module:
+def _parallel(
+    model: nn.Module, dense: Dense, mesh: DeviceMesh | None, device: torch.device, world: RankGroup
+) -> nn.Module:
     """What is called in the model's place."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if world.size == 1 or not trained:

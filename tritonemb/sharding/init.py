@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from tritonemb.comm.group import Group
+from tritonemb.comm.group import RankGroup
 from tritonemb.ops.initial import fill_initial_
 from tritonemb.sharding.plan import Shard
 from tritonemb.tables.cached_table import TieredTable
@@ -30,7 +30,7 @@ def tensors_of(table: Table) -> dict[str, Tensor]:
     return {"weight": table.weight.detach(), **dict(table.named_buffers(recurse=False))}
 
 
-def begin_elsewhere(own: TieredTable, table: TableConfig, shard: Shard, source: Table | None, same: Group) -> None:
+def begin_elsewhere(own: TieredTable, table: TableConfig, shard: Shard, source: Table | None, same: RankGroup) -> None:
     """Give a shard that does not live on the device the values of a whole table, or those that are drawn for it.
 
     Args:
@@ -54,7 +54,7 @@ def begin_elsewhere(own: TieredTable, table: TableConfig, shard: Shard, source: 
         own.change(lambda fields: _take_over(fields, own.weight.device, same))
 
 
-def _take_over(fields: Mapping[str, Tensor], device: torch.device, same: Group) -> None:
+def _take_over(fields: Mapping[str, Tensor], device: torch.device, same: RankGroup) -> None:
     """The first rank's values; they cross between devices of this kind."""
     for values in fields.values():
         moved = values.to(device).contiguous()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tritonemb.comm.gradient_exchange import gather_rows
+from tritonemb.comm.gradient_exchange import all_gather_rows
 from tritonemb.sharding.pinned_rows import HeldRows
 from tritonemb.sharding.replicated_update import Gathering, gathered_update_
 from tritonemb.tables.cache import Lease, RowsOfOthers
@@ -46,7 +46,7 @@ class ReplicatedUpdate(ShardUpdate):
         def find(rows: Tensor, problem: ValueError | None) -> Tensor:
             """Rows of cached tables which the batches of the replicas have between them; a collective."""
             own = rows[cached[torch.searchsorted(ends, rows, right=True)]]
-            return gather_rows(group, own.cpu(), problem).to(rows.device)
+            return all_gather_rows(group, own.cpu(), problem).to(rows.device)
 
         return find
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from tritonemb.comm.codec import Run
-from tritonemb.comm.id_exchange import Lane, key_of
+from tritonemb.comm.codec import ColumnRange
+from tritonemb.comm.id_exchange import IdRoute, route_key
 from tritonemb.sharding.plan import Shard, ShardingPlan
 from tritonemb.types import TableConfig
 
@@ -48,14 +48,14 @@ class Placement:
 
     configs: tuple[TableConfig, ...]
     plan: ShardingPlan
-    lanes: tuple[Lane, ...]
+    lanes: tuple[IdRoute, ...]
     held: tuple[Held, ...]
 
     @classmethod
     def of(cls, configs: Sequence[TableConfig], plan: ShardingPlan, pooled: bool) -> Placement:
         """Raises ValueError for tables that the plan lacks, or shardings that do not fit them."""
         plan.check([config.name for config in configs])
-        lanes: list[Lane] = []
+        lanes: list[IdRoute] = []
         held: list[Held] = []
         for table, config in enumerate(configs):
             sharding, shards = plan.tables[config.name], plan.shards(config)
@@ -63,7 +63,7 @@ class Placement:
                 held += [Held(table, shard, (), False, False, "everywhere") for shard in shards]
                 continue
             by_node = pooled and sharding.sums_inside_nodes and plan.local_world_size < plan.world_size
-            blocks: dict[Run, list[Shard]] = {}
+            blocks: dict[ColumnRange, list[Shard]] = {}
             for shard in shards:
                 blocks.setdefault((shard.first_column, shard.num_columns), []).append(shard)
             for rows in blocks.values():
@@ -71,7 +71,7 @@ class Placement:
                 for feature in config.feature_names:
                     own.append(len(lanes))
                     owners = tuple(shard.rank for shard in rows)
-                    lanes.append(Lane(feature, config.name, config.num_embeddings, rows[0].num_rows, owners))
+                    lanes.append(IdRoute(feature, config.name, config.num_embeddings, rows[0].num_rows, owners))
                 way: Way = "by node" if by_node else "direct"
                 held += [Held(table, shard, tuple(own), len(rows) > 1, len(blocks) > 1, way) for shard in rows]
         return cls(tuple(configs), plan, tuple(lanes), tuple(held))
@@ -88,9 +88,9 @@ class Placement:
         """Columns of all vectors that come back this way."""
         return sum(self._width(table) for table in self.tables_of(way))
 
-    def runs(self, held: Sequence[Held]) -> list[Run]:
+    def runs(self, held: Sequence[Held]) -> list[ColumnRange]:
         """Where the columns of these shards are among all that come back the same way: by table, then feature."""
-        runs: list[Run] = []
+        runs: list[ColumnRange] = []
         for each in held:
             before = sum(self._width(table) for table in self.tables_of(each.way) if table < each.table)
             dim = self.configs[each.table].embedding_dim
@@ -111,7 +111,7 @@ class Placement:
         """The shard as a table of its own, looked up by its lanes."""
         config, shard = self.configs[held.table], held.shard
         whole = replace(config, pooling="sum") if held.summed and config.pooling == "mean" else config
-        features = [key_of(lane) for lane in held.lanes] or config.feature_names
+        features = [route_key(lane) for lane in held.lanes] or config.feature_names
         rows, columns = (shard.first_row, shard.num_rows), (shard.first_column, shard.num_columns)
         return whole.part(name, rows, columns, features)
 

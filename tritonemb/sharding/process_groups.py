@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from tritonemb.comm.group import Group
+from tritonemb.comm.group import RankGroup
 
 
 class ShardGroups(NamedTuple):
@@ -23,12 +23,12 @@ class ShardGroups(NamedTuple):
         replicas: ranks that hold the same shards in other copies of the tables; one if there is one copy.
     """
 
-    world: Group
-    shards: Group
-    ids: Group
-    node: Group
-    across: Group
-    replicas: Group
+    world: RankGroup
+    shards: RankGroup
+    ids: RankGroup
+    node: RankGroup
+    across: RankGroup
+    replicas: RankGroup
 
     @classmethod
     def make(
@@ -39,7 +39,7 @@ class ShardGroups(NamedTuple):
         Raises:
             ValueError: for a mesh of more dimensions, or nodes that do not divide the ranks.
         """
-        world = Group.world(local_world_size, timeout)
+        world = RankGroup.world(local_world_size, timeout)
         replicas, shards = 1, world.size
         if mesh is not None:
             if mesh.ndim > 2 or mesh.size() != world.size:
@@ -58,20 +58,20 @@ class ShardGroups(NamedTuple):
         places = [copy[place::node] for copy in copies for place in range(node)]
         of_shards = world.subgroup(copies)
         return cls(
-            world.twin(), of_shards, world.subgroup(copies, backend="gloo"),
+            world.duplicate(), of_shards, world.subgroup(copies, backend="gloo"),
             of_shards if node == shards else world.subgroup(nodes), world.subgroup(places),
             world.subgroup(_same(copies)),
         )  # fmt: skip
 
-    def world_ahead(self) -> Group:
+    def world_ahead(self) -> RankGroup:
         """As `world`, for what goes ahead with the ids; made by all ranks together."""
-        return self.ids if self.replicas.size == 1 else self.world.twin(backend="gloo")
+        return self.ids if self.replicas.size == 1 else self.world.duplicate(backend="gloo")
 
-    def replicas_ahead(self) -> Group:
+    def replicas_ahead(self) -> RankGroup:
         """As `replicas`, for what goes ahead with the ids; made by all ranks together."""
         return self.world.subgroup(_same(_copies(self.replicas.size, self.shards.size)), backend="gloo")
 
-    def among(self, ranks: Sequence[int]) -> Group:
+    def among(self, ranks: Sequence[int]) -> RankGroup:
         """Some ranks of each copy of the tables, or, for a rank that is not one of them, the others."""
         copies, size = self.world.size // self.shards.size, self.shards.size
         others = [rank for rank in range(size) if rank not in ranks]

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from tritonemb import ops
-from tritonemb.comm.gradient_exchange import Block, RowSums, exchange_columns, gather_sums
-from tritonemb.comm.group import Group
+from tritonemb.comm.gradient_exchange import ColumnBlock, RowSums, all_gather_sums, exchange_columns
+from tritonemb.comm.group import RankGroup
 from tritonemb.layout import (
     COLUMN_ORIGIN,
     FIRST_ROW,
@@ -46,8 +46,8 @@ class Columns(NamedTuple):
             its rows, the same on every rank.
     """
 
-    group: Group
-    blocks: tuple[Block, ...]
+    group: RankGroup
+    blocks: tuple[ColumnBlock, ...]
 
 
 class Gathering(NamedTuple):
@@ -62,11 +62,11 @@ class Gathering(NamedTuple):
             the device: told of the rows of each other's batches before these are trained.
     """
 
-    replicas: Group | None
+    replicas: RankGroup | None
     average: int
     whole_rows: WholeRowUpdate | None = None
-    blocks: tuple[Block, ...] = ()
-    ahead: Group | None = None
+    blocks: tuple[ColumnBlock, ...] = ()
+    ahead: RankGroup | None = None
 
 
 def needs_whole_rows(optimizer: Optimizer) -> bool:
@@ -115,7 +115,7 @@ def _with_replicas(gathering: Gathering, tables: Sequence[TableConfig], sums: Ro
     """The gradients of the rows of all replicas' batches, out of those of this rank's."""
     if gathering.replicas is None:
         return sums
-    sums = gather_sums(gathering.replicas, sums)
+    sums = all_gather_sums(gathering.replicas, sums)
     if gathering.average != 1:
         for of_table in sums.sums:
             of_table.mul_(1.0 / gathering.average)
@@ -204,7 +204,7 @@ class _Cut(NamedTuple):
         rows, sums: distinct rows `[U]`, ascending, and their gradients `[U, num_columns]`.
     """
 
-    block: Block
+    block: ColumnBlock
     place: int
     table: TableConfig
     held: HeldRows
@@ -260,7 +260,7 @@ class WholeRowUpdate:
         """Apply what waits; a collective. Tables that were looked up several times are updated as often, in order."""
         waiting, self._waiting = self._waiting, []
         rounds: list[list[tuple[list[_Cut], HeldRows]]] = []
-        times: Counter[Block] = Counter()
+        times: Counter[ColumnBlock] = Counter()
         for part in waiting:
             block = part[0][0].block
             if times[block] == len(rounds):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from tritonemb.comm.id_exchange import Arrived
+from tritonemb.comm.id_exchange import ReceivedIds
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.tables.prefetched import Groups, map_groups
 
@@ -25,7 +25,7 @@ class SentIds:
     """
 
     batch: KeyedJaggedTensor
-    arrived: tuple[Arrived, ...]
+    arrived: tuple[ReceivedIds, ...]
     groups: tuple[Groups, ...]
     shares: Tensor | None = None
 
@@ -38,7 +38,7 @@ class SentIds:
                 a._replace(
                     features=a.features._map(function),
                     source=function(a.source),
-                    places=function(a.places),
+                    positions=function(a.positions),
                     inverse=None if a.inverse is None else function(a.inverse),
                 )
                 for a in self.arrived

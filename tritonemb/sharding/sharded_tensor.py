@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from tritonemb.comm.group import Group, device_of
+from tritonemb.comm.group import RankGroup, control_device
 
 PIECE_BYTES = 1 << 27  # what is written, read and sent at once: a reader fetches whole pieces into host memory
 _INSTEAD = (
@@ -113,7 +113,7 @@ class TableShards(Tensor):
 
     @torch.no_grad()
     def gather(  # type: ignore[override]
-        self, group: Group | None = None, device: torch.device | str = "cpu"
+        self, group: RankGroup | None = None, device: torch.device | str = "cpu"
     ) -> Tensor:
         """The whole tensor, on every rank; all ranks call it together.
 
@@ -124,11 +124,11 @@ class TableShards(Tensor):
         Raises:
             ValueError: on every rank, if their shards do not make up the whole.
         """
-        group = Group() if group is None else group
+        group = RankGroup() if group is None else group
         held: list[list[Rectangle]] = group.all_gather_object(self.rectangles())
         refuse_gaps(self.shape, [rectangle for of_rank in held for rectangle in of_rank])
         whole = torch.empty(self.shape, dtype=self.dtype, device=device)
-        between = device_of(group)
+        between = control_device(group)
         for rank, rectangles in enumerate(held):
             own = [shard for shard in self.shards if shard.mine] if rank == group.rank else []
             for number, rectangle in enumerate(rectangles):

@@ -1,24 +1,26 @@
-"""Where rows live that do not fit the device: in host memory, or in a file on disk."""
+"""Rows that do not fit the device: in host memory, or in checked files on disk."""
 
 from __future__ import annotations
 
 from tritonemb.storage.disk import DiskRows
-from tritonemb.storage.host_cache import Counts
-from tritonemb.storage.memory import HostRows
-from tritonemb.storage.snapshot import SavedRows, copy_rows, digest, restore, snapshot_header
-from tritonemb.storage.store import Field, Initial, Pending, Record, RowStore, StorageError, record_of
+from tritonemb.storage.format import TableIdentity
+from tritonemb.storage.memory import Counts, HostRows
+from tritonemb.storage.snapshot import SnapshotReader, restore, snapshot_header
+from tritonemb.storage.sparse import copy_rows, digest
+from tritonemb.storage.store import Field, Initializer, IoFuture, Record, RowStore, StorageError, record_of
 
 __all__ = [
     "Counts",
     "DiskRows",
     "Field",
     "HostRows",
-    "Initial",
-    "Pending",
+    "Initializer",
+    "IoFuture",
     "Record",
     "RowStore",
-    "SavedRows",
+    "SnapshotReader",
     "StorageError",
+    "TableIdentity",
     "copy_rows",
     "digest",
     "record_of",

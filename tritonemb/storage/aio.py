@@ -1,8 +1,9 @@
-"""Linux's asynchronous I/O (`io_submit(2)`): hundreds of reads or writes in one call, without a thread for each.
+"""Asynchronous I/O: extents of files read into an I/O buffer or written from it, many at once.
 
-Random pages of a virtual solid-state disk, 2 cores: 72 thousand a second at 3 microseconds of CPU each, where 16
-threads reach 49 thousand at 11, and `io_uring` 67 thousand at 4. Containers' usual filters of system calls let it
-through, unlike `io_uring`. It is asynchronous for direct I/O alone.
+Linux's `io_submit(2)` takes hundreds of reads or writes in one call, without a thread for each; elsewhere a pool of
+threads does it. Random pages of a virtual solid-state disk, 2 cores: 72 thousand a second at 3 microseconds of CPU
+each, where 16 threads reach 49 thousand at 11, and `io_uring` 67 thousand at 4. Containers' usual filters of system
+calls let it through, unlike `io_uring`. It is asynchronous for direct I/O alone.
 """
 
 from __future__ import annotations
@@ -12,13 +13,22 @@ import errno
 import functools
 import os
 import platform
+import queue
 import sys
 import time
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-DEPTH = 512  # pieces on their way at once
+from tritonemb.storage.io import HUGE_PAGE, IoBuffer, PageFile
+from tritonemb.storage.threads import IoThreads, PerProcess, raise_if_cancelled, shared_threads
+
+T = TypeVar("T")
+DEPTH = 512  # extents in flight
+HALF_BYTES = HUGE_PAGE  # of a context's buffer
+NUM_CONTEXTS = 4
 _CALLS = {  # the numbers of io_setup, io_destroy, io_getevents, io_submit
     "x86_64": (206, 207, 208, 209),
     "aarch64": (0, 1, 4, 2),
@@ -43,7 +53,7 @@ _EVENT = np.dtype([("tag", "<u8"), ("request", "<u8"), ("result", "<i8"), ("resu
 _NO_CALLS = (errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EAGAIN, errno.ENOMEM)
 
 
-class Pieces(NamedTuple):
+class Extents(NamedTuple):
     """Parts of a file, and where they are in memory.
 
     Args:
@@ -55,28 +65,28 @@ class Pieces(NamedTuple):
     offsets: np.ndarray
 
 
-class Transfer:
-    """Pieces that have been asked for.
+class AioTransfer:
+    """Extents that were submitted.
 
     Attributes:
         results: int64 `[n]`, when `wait` has returned: the bytes moved of each, or the negative number of its error.
     """
 
-    def __init__(self, queue: Queue, num_pieces: int) -> None:
-        self.results, self.left = np.zeros(num_pieces, dtype=np.int64), num_pieces
+    def __init__(self, queue: AioQueue, num_extents: int) -> None:
+        self.results, self.left = np.zeros(num_extents, dtype=np.int64), num_extents
         self._queue = queue
 
     def wait(self) -> np.ndarray:
-        """Wait until all have ended, well or not; the results."""
+        """Wait until all are done or have failed; the results."""
         self._queue.wait(self)
         return self.results
 
-    def end(self, pieces: np.ndarray, results: np.ndarray) -> None:
-        self.results[pieces] = results
-        self.left -= pieces.size
+    def finish(self, extents: np.ndarray, results: np.ndarray) -> None:
+        self.results[extents] = results
+        self.left -= extents.size
 
 
-class Queue:
+class AioQueue:
     """A queue of the kernel's, for one thread at a time.
 
     Raises:
@@ -88,73 +98,73 @@ class Queue:
         _call(_SETUP, DEPTH, ctypes.addressof(context))
         self._context, self._process = context.value, os.getpid()
         self._events = np.zeros(DEPTH, dtype=_EVENT)
-        self._running: dict[int, Transfer] = {}
-        self._next = self._on_their_way = 0
+        self._running: dict[int, AioTransfer] = {}
+        self._next = self._in_flight = 0
 
-    def begin(self, handle: int, pieces: Pieces, write: bool) -> Transfer:
-        """Have pieces read or written, in any order. Their memory must be left alone until all have ended."""
-        number, count = self._next, pieces.sizes.size
+    def submit(self, handle: int, extents: Extents, write: bool) -> AioTransfer:
+        """Read or write extents, in any order. Their memory must be left alone until all are done."""
+        number, count = self._next, extents.sizes.size
         self._next = (number + 1) & 0x7FFFFFFF
-        transfer = self._running[number] = Transfer(self, count)
+        transfer = self._running[number] = AioTransfer(self, count)
         requests = np.zeros(count, dtype=_REQUEST)
         requests["tag"] = (number << 32) + np.arange(count)
         requests["opcode"], requests["handle"] = _WRITE if write else _READ, handle
-        requests["address"], requests["num_bytes"], requests["offset"] = pieces
-        places = requests.ctypes.data + np.arange(count) * _REQUEST.itemsize
+        requests["address"], requests["num_bytes"], requests["offset"] = extents
+        addresses = requests.ctypes.data + np.arange(count) * _REQUEST.itemsize
         done = 0
         while done < count:
-            if self._on_their_way == DEPTH:
+            if self._in_flight == DEPTH:
                 self._reap(DEPTH // 4)
-            some = min(DEPTH - self._on_their_way, count - done)
-            done += self._submit(transfer, done, places[done : done + some])
+            some = min(DEPTH - self._in_flight, count - done)
+            done += self._submit(transfer, done, addresses[done : done + some])
         return transfer
 
-    def wait(self, transfer: Transfer) -> None:
+    def wait(self, transfer: AioTransfer) -> None:
         while transfer.left:
             self._reap(transfer.left)
         self._running = {number: other for number, other in self._running.items() if other.left}
 
     def close(self) -> None:
-        """Wait for what is on its way, and give the queue back."""
-        while self._on_their_way:
-            self._reap(self._on_their_way)
+        """Wait for what is in flight, and destroy the queue."""
+        while self._in_flight:
+            self._reap(self._in_flight)
         if self._context and os.getpid() == self._process:
             _call(_DESTROY, self._context)
         self._context = 0
 
-    def _submit(self, transfer: Transfer, first: int, places: np.ndarray) -> int:
-        """Hand over the pieces from number `first` on; how many of them the kernel has taken, or refused."""
+    def _submit(self, transfer: AioTransfer, first: int, addresses: np.ndarray) -> int:
+        """Submit the requests of the extents from number `first` on; how many the kernel has taken, or refused."""
         try:
-            taken = _call(_SUBMIT, self._context, places.size, places.ctypes.data)
+            taken = _call(_SUBMIT, self._context, addresses.size, addresses.ctypes.data)
         except OSError as error:
-            if error.errno != errno.EAGAIN:  # which is about the first
-                transfer.end(np.array([first]), np.array([-int(error.errno or errno.EIO)]))
+            if error.errno != errno.EAGAIN:  # of the first extent
+                transfer.finish(np.array([first]), np.array([-int(error.errno or errno.EIO)]))
                 return 1
-            if self._on_their_way:
+            if self._in_flight:
                 self._reap(1)
             else:
-                time.sleep(0.001)  # others are using up what the system has
+                time.sleep(0.001)  # other processes use up what the system has
             return 0
-        self._on_their_way += taken
+        self._in_flight += taken
         return taken
 
     def _reap(self, least: int) -> None:
-        """Wait until at least so many pieces have ended."""
+        """Wait until at least this many extents are done."""
         count = _call(_GET_EVENTS, self._context, least, DEPTH, self._events.ctypes.data, 0)
-        self._on_their_way -= count
+        self._in_flight -= count
         tags, results = self._events["tag"][:count].astype(np.int64), self._events["result"][:count]
-        numbers, pieces = tags >> 32, tags & 0xFFFFFFFF
+        numbers, extents = tags >> 32, tags & 0xFFFFFFFF
         for number, transfer in self._running.items():
             mine = numbers == number
-            transfer.end(pieces[mine], results[mine])
+            transfer.finish(extents[mine], results[mine])
 
 
-def make_queue() -> Queue | None:
-    """A queue, where the system has such."""
+def make_queue() -> AioQueue | None:
+    """A queue, where the system has them."""
     if not sys.platform.startswith("linux") or platform.machine() not in _CALLS or sys.byteorder != "little":
         return None
     try:
-        return Queue()
+        return AioQueue()
     except OSError as error:
         if error.errno not in _NO_CALLS:
             raise
@@ -170,7 +180,7 @@ def _system_call() -> Any:
 
 
 def _call(which: int, *arguments: int) -> int:
-    """Other threads of Python's run meanwhile."""
+    """A system call, without the GIL."""
     number, more = _CALLS[platform.machine()][which], (0,) * (5 - len(arguments))
     while True:
         found = int(_system_call()(number, *arguments, *more))
@@ -179,3 +189,145 @@ def _call(which: int, *arguments: int) -> int:
         code = ctypes.get_errno()
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code))
+
+
+class ExtentError(Exception):
+    """An extent could not be read or written.
+
+    Args:
+        extent: its number.
+        reason: why.
+    """
+
+    def __init__(self, extent: int, reason: OSError | EOFError) -> None:
+        super().__init__(extent, reason)
+        self.extent, self.reason = extent, reason
+
+
+Transfer = Callable[[], None]
+"""Waits for extents that were submitted; raises the ExtentError of the first that failed."""
+
+
+class IoContext:
+    """An I/O buffer, and what moves extents of files between it and the disk. It serves one operation at a time.
+
+    The buffer has two halves: the disk has one while the other is worked on.
+    """
+
+    def __init__(self) -> None:
+        self.buffer = IoBuffer(2 * HALF_BYTES)
+        self._queue = make_queue()
+        self._in_flight: list[Transfer] = []
+
+    def reserve(self, num_bytes: int) -> IoBuffer:
+        """The buffer, each of whose halves has at least this size. Its content may be lost."""
+        if self.buffer.array.size < 2 * num_bytes:
+            self.buffer = IoBuffer(2 * num_bytes)
+        return self.buffer
+
+    def submit(self, file: PageFile, extents: Extents, write: bool, threads: IoThreads | None = None) -> Transfer:
+        """Read or write extents, in any order. Their part of the buffer must be left alone meanwhile.
+
+        Args:
+            extents: their addresses are counted from the buffer's start.
+            threads: that read and write; by default asynchronous I/O for a file that is open for direct I/O, if the
+                system has it, else threads that all stores share.
+        """
+        raise_if_cancelled()
+        if threads is None and self._queue is not None and file.direct:
+            transfer = _submit_to_queue(self._queue, file, self.buffer, extents, write)
+        else:
+            transfer = _submit_to_threads(threads or shared_threads.get(), file, self.buffer, extents, write)
+        self._in_flight.append(transfer)
+        return transfer
+
+    def wait(self, transfer: Transfer) -> None:
+        """Wait until the extents are read or written.
+
+        Raises:
+            ExtentError: of the first that failed.
+        """
+        self._in_flight.remove(transfer)
+        transfer()
+
+    def drain(self) -> None:
+        """Wait for all that is in flight, whether or not it fails."""
+        while self._in_flight:
+            try:
+                self._in_flight.pop()()
+            except ExtentError:  # the operation has failed already
+                continue
+
+
+def _submit_to_queue(aio_queue: AioQueue, file: PageFile, buffer: IoBuffer, extents: Extents, write: bool) -> Transfer:
+    absolute = extents._replace(addresses=extents.addresses + buffer.address)
+    submitted = aio_queue.submit(file.handle, absolute, write)
+
+    def wait() -> None:
+        results = submitted.wait()
+        for extent in np.flatnonzero(results != extents.sizes).tolist():
+            _move_rest(file, buffer, extents, write, extent, int(results[extent]))
+
+    return wait
+
+
+def _submit_to_threads(threads: IoThreads, file: PageFile, buffer: IoBuffer, extents: Extents, write: bool) -> Transfer:
+    count = extents.sizes.size
+    size = max(1, -(-count // threads.num_threads))
+
+    def work(task: int) -> None:
+        for extent in range(task * size, min((task + 1) * size, count)):
+            _move_rest(file, buffer, extents, write, extent, 0)
+
+    return threads.submit(work, -(-count // size)).wait
+
+
+def _move_rest(file: PageFile, buffer: IoBuffer, extents: Extents, write: bool, extent: int, done: int) -> None:
+    """Move what is left of an extent, of which `done` bytes are moved; below 0 that is the number of its error."""
+    begin, size, offset = (int(part[extent]) for part in extents)
+    try:
+        if done < 0:
+            raise OSError(-done, os.strerror(-done))
+        (file.write if write else file.read)(buffer.view[begin + done : begin + size], offset + done)
+    except (OSError, EOFError) as error:
+        raise ExtentError(extent, error) from error
+
+
+def overlap(parts: Iterable[T], begin: Callable[[T], object], finish: Callable[[T], object]) -> None:
+    """Begin each part before the one before it is finished: the disk has one while another is worked on."""
+    before: T | None = None
+    for part in parts:
+        begin(part)
+        if before is not None:
+            finish(before)
+        before = part
+    if before is not None:
+        finish(before)
+
+
+def _make_contexts() -> queue.SimpleQueue[IoContext | None]:
+    """The free contexts; None for those that nobody needed yet."""
+    free: queue.SimpleQueue[IoContext | None] = queue.SimpleQueue()
+    for _ in range(NUM_CONTEXTS):
+        free.put(None)
+    return free
+
+
+_free_contexts = PerProcess(_make_contexts)
+
+
+@contextmanager
+def io_context() -> Iterator[IoContext]:
+    """An I/O context for as long as the block runs; waits until one is free.
+
+    Not for the main thread, see `shielded`: a signal handler that raises there could lose what the kernel has returned.
+    """
+    free = _free_contexts.get()
+    context = free.get()
+    try:
+        context = context or IoContext()
+        yield context
+    finally:
+        if context is not None:
+            context.drain()
+        free.put(context)

@@ -1,4 +1,4 @@
-"""Rows in a file on disk."""
+"""Rows in a file on disk, some of them cached in host memory."""
 
 from __future__ import annotations
 
@@ -12,56 +12,51 @@ from pathlib import Path
 
 from torch import Tensor
 
-from tritonemb.storage import format as headers
-from tritonemb.storage.format import Identity, Layout, State
-from tritonemb.storage.host_cache import CachedRows, Counts, Policy, check_cache
-from tritonemb.storage.io import aside, create, give_name, write_page
-from tritonemb.storage.page_table import Places, scan
-from tritonemb.storage.row_file import FileRows
-from tritonemb.storage.store import Initial, Pending, Record, StorageError, advice, check_request
-from tritonemb.storage.threads import IoThreads, Operations, apart, refuse_fork
+from tritonemb.storage.format import FileLayout, TableIdentity
+from tritonemb.storage.io import new_file, write_page
+from tritonemb.storage.memory import Counts, HostCache, Policy, check_cache
+from tritonemb.storage.page_table import PageTable
+from tritonemb.storage.row_file import RowFile
+from tritonemb.storage.store import Initializer, IoFuture, Record, StorageError, check_request, storage_errors
+from tritonemb.storage.threads import OperationQueue, check_process, shielded
 
 
 class DiskRows:
     """A `RowStore` in one file: rows that were never written take no room, and read as their initial values.
 
-    Made by `create` or `open`. Pages have checksums. A write that has ended has reached the file; `flush` and
-    `snapshot` bring it to the disk. A failed write leaves some of its rows written, so it is the last operation that
-    the table takes; a failed read harms nothing but itself. A program's end waits for what was asked for.
+    Made by `create` or `open`. Pages have checksums. A write that is done has reached the file; `flush` and `snapshot`
+    flush it to the disk. A failed write leaves some of its rows written, so it is the last operation that the table
+    takes; a failed read harms nothing else. At its exit the process waits for what was submitted.
 
-    With `host_rows` some rows are in host memory, and what was written there reaches the file later: when others need
-    the place, and before `flush`, `snapshot` and `close` bring the file to the disk; a file without a name, which ends
-    with the table, gets nothing at `close`.
+    With `host_rows` some rows are cached in host memory. Dirty rows are written back when they are evicted, and before
+    `flush`, `snapshot` and `close` flush the file; a file that no folder lists, which ends with the table, is not
+    written to at `close`.
 
     Attributes:
         path: of the file.
         direct: whether the file is read and written past the system's page cache.
+        identity: of the table.
     """
 
-    def __init__(self, file: FileRows, cached: CachedRows | None) -> None:
-        self.path, self.direct, self.identity = file.path, file.direct, file.identity
-        self._file, self._cached = file, cached
-        self._rows = file if cached is None else cached
-        self._operations = Operations(f"tritonemb-rows-{self.table_name}")
-        self._ending: Pending | None = None
+    def __init__(self, file: RowFile, cache: HostCache | None) -> None:
+        self.path, self.direct, self.identity = file.file.path, file.file.direct, file.identity
+        self._file, self._cache = file, cache
+        self._rows = file if cache is None else cache
+        self._operations = OperationQueue(f"tritonemb-rows-{self.table_name}")
+        self._closing: IoFuture | None = None
         self._lock, self._process = threading.Lock(), os.getpid()
         _OPEN.add(self)
-        # Nothing is asked for any more when nobody has the table, so nothing needs to be waited for.
-        self._dropped = weakref.finalize(self, _let_go, self._process, self._operations, file, cached)
+        # Nobody can submit or wait for an operation of a table that is garbage.
+        self._dropped = weakref.finalize(self, _close_dropped, self._process, self._operations, file, cache)
         self._dropped.atexit = False
 
     @classmethod
     def create(
         cls,
         path: str | Path,
-        table_name: str,
-        num_rows: int,
-        record: Record,
-        seed: int,
-        initial: Initial,
+        identity: TableIdentity,
+        initializer: Initializer,
         *,
-        row_origin: int = 0,
-        column_origin: int = 0,
         threads: int | None = None,
         host_rows: int | None = None,
         policy: Policy = "lru",
@@ -70,64 +65,40 @@ class DiskRows:
 
         Args:
             path: of the file; there must be none of that name. The folder must be there.
-            table_name, num_rows, record, seed, row_origin, column_origin: see `Identity`; stored in the file.
-            initial: gives never-written rows their values, from `seed`.
-            threads: read and write in so many threads of this table's own; if not given, Linux's asynchronous I/O
+            identity: of the table; stored in the file.
+            initializer: gives rows that were never written their values, from `identity.seed`.
+            threads: read and write in this number of threads of the table's own; by default Linux's asynchronous I/O
                 does it without threads, where the file is open for direct I/O, else threads that all tables share.
-            host_rows: keep so many rows in host memory, see `CachedRows`; none if not given.
-            policy: which of them makes room for another.
+            host_rows: cache this number of rows in host memory, see `HostCache`; none by default.
+            policy: which of them is evicted.
 
         Raises:
-            ValueError: `num_rows`, `threads` or `host_rows` is below 1, there is no such policy, or the name is too
-                long.
-            StorageError: the file cannot be made, or there is not so much memory.
+            ValueError: `threads` or `host_rows` is below 1, there is no such policy, or the table's name is too long.
+            StorageError: the file cannot be made, or the memory cannot be allocated.
         """
-        identity, path = _identity(table_name, num_rows, record, seed, row_origin, column_origin), Path(path)
+        path, what = Path(path), f"table {identity.table!r}: file {path}"
         if threads is not None and threads < 1:
-            raise ValueError(f"table {table_name!r}: threads must be at least 1, got {threads}")
-        check_cache(table_name, host_rows, policy)
-        page = headers.encode(headers.ROWS, identity.as_json() | headers.UNKNOWN)
-        layout = Layout(num_rows, record.num_bytes)
-        try:
-            if path.exists():
-                raise StorageError(
-                    f"table {table_name!r}: there is a file {path} already; open it, remove it, or choose another name"
-                )
-            try:
-                Places(layout.num_blocks)  # or there would be a file that cannot be opened
-                file = create(aside(path), layout.file_bytes(0))
-                write_page(file, page)
-                file.sync()
-                file.close()
-                give_name(path, replace=False)
-            except BaseException:
-                aside(path).unlink(missing_ok=True)
-                raise
-        except StorageError:
-            raise
-        except (OSError, OverflowError) as error:
-            otherwise = "choose another folder, or cut the table into smaller parts"
+            raise ValueError(f"table {identity.table!r}: threads must be at least 1, got {threads}")
+        check_cache(identity.table, host_rows, policy)
+        page = identity.header()
+        if path.exists():
             raise StorageError(
-                f"table {table_name!r}: file {path} for {num_rows:,} rows cannot be made: {error}; "
-                f"{advice(error, otherwise)}"
-            ) from error
-        return cls.open(
-            path, table_name, num_rows, record, seed, initial, row_origin=row_origin, column_origin=column_origin,
-            threads=threads, host_rows=host_rows, policy=policy,
-        )  # fmt: skip
+                f"table {identity.table!r}: there is a file {path} already; open it, remove it, or choose another name"
+            )
+        otherwise = "choose another folder, or cut the table into smaller shards"
+        with storage_errors(f"{what} for {identity.num_rows:,} rows cannot be made", otherwise):
+            PageTable(FileLayout(identity.num_rows, identity.record.num_bytes).num_blocks)  # or it could not be opened
+            with new_file(path, replace=False) as file:
+                write_page(file, page)
+        return cls.open(path, identity, initializer, threads=threads, host_rows=host_rows, policy=policy)
 
     @classmethod
     def open(
         cls,
         path: str | Path,
-        table_name: str,
-        num_rows: int,
-        record: Record,
-        seed: int,
-        initial: Initial,
+        identity: TableIdentity,
+        initializer: Initializer,
         *,
-        row_origin: int = 0,
-        column_origin: int = 0,
         threads: int | None = None,
         host_rows: int | None = None,
         policy: Policy = "lru",
@@ -136,21 +107,20 @@ class DiskRows:
 
         Raises:
             ValueError: as `create`.
-            StorageError: there is no such file, it is damaged, in use, of another format, or of another table, and how
+            StorageError: the file does not exist, is damaged, in use, of another format, or of another table, and how
                 it differs.
         """
-        identity, path = _identity(table_name, num_rows, record, seed, row_origin, column_origin), Path(path)
-        check_cache(table_name, host_rows, policy)
+        check_cache(identity.table, host_rows, policy)
 
-        def opened() -> tuple[FileRows, CachedRows | None]:
-            rows = _open(path, identity, initial, threads)
+        def opened() -> tuple[RowFile, HostCache | None]:
+            file = RowFile.open(Path(path), identity, initializer, threads)
             try:
-                return rows, None if host_rows is None else CachedRows(rows, host_rows, policy)
+                return file, None if host_rows is None else HostCache(file, host_rows, policy)
             except BaseException:
-                rows.close()
+                file.close()
                 raise
 
-        return cls(*apart(opened))
+        return cls(*shielded(opened))
 
     @property
     def num_rows(self) -> int:
@@ -164,97 +134,97 @@ class DiskRows:
     def table_name(self) -> str:
         return self.identity.table
 
-    def read(self, rows: Tensor, records: Tensor) -> Pending:
+    def read(self, rows: Tensor, records: Tensor) -> IoFuture:
         check_request(self.table_name, self.num_rows, self.record, rows, records)
-        return self._ask(lambda: self._rows.read(rows, records))
+        return self._submit(lambda: self._rows.read(rows, records))
 
-    def write(self, rows: Tensor, records: Tensor) -> Pending:
+    def write(self, rows: Tensor, records: Tensor) -> IoFuture:
         check_request(self.table_name, self.num_rows, self.record, rows, records)
-        return self._ask(lambda: self._rows.write(rows, records))
+        return self._submit(lambda: self._rows.write(rows, records))
 
-    def flush(self) -> Pending:
-        """Bring what was written before to the disk."""
-        return self._ask(self._flush)
+    def flush(self) -> IoFuture:
+        """Flush what was written before to the disk."""
+        return self._submit(self._flush)
 
-    def snapshot(self, path: str | Path, changes_only: bool = False) -> Pending:
-        """A file of the table as it is behind what was asked for before; later writes leave it alone.
+    def snapshot(self, path: str | Path, changes_only: bool = False) -> IoFuture:
+        """Copy the table's file as of the operations submitted before.
 
-        It is a copy-on-write clone where the file system makes such, else a sparse copy. It is on the disk when this
-        has ended, and has its name only when it is whole; what stood there is replaced. A failed snapshot harms
-        nothing but itself.
+        The copy is a reflink where the file system supports it, else a sparse copy. When this is done the copy is on
+        the disk. It gets its name when it is whole, and replaces a file of that name. A failed snapshot does not harm
+        the table.
 
         Args:
-            path: of the file; on the same file system, for a clone.
-            changes_only: write only what has changed since the last snapshot, of either kind; `restore` puts it onto
-                that. A table that was opened from a file that `snapshot` or `restore` has written, and not written to
-                by anybody since, has that file for its last snapshot.
+            path: of the file; on the same file system, for a reflink.
+            changes_only: write an incremental snapshot: the blocks that were written since the last snapshot, of either
+                kind; `restore` applies it to that. A table that was opened from a file that `snapshot` or `restore` has
+                written, and not written to since, has that file for its last snapshot.
 
         Raises:
             ValueError: `path` is the table's own file.
-            StorageError: the table is closed, or has failed. From the `Pending`: the file cannot be written, or there
-                is no last snapshot.
+            StorageError: the table is closed, or has failed. From the future: the file cannot be written, or there is
+                no last snapshot.
         """
         path = Path(path)
         if path.exists() and self.path.exists() and path.samefile(self.path):
             raise ValueError(
                 f"table {self.table_name!r}: {path} is the table's own file; name another for its snapshot"
             )
-        return self._ask(lambda: self._take_snapshot(path, changes_only))
+        return self._submit(lambda: self._take_snapshot(path, changes_only))
 
     @property
     def last_snapshot(self) -> str | None:
-        """The name of the snapshot that changes are relative to; None where changes only cannot be saved."""
+        """The name of the snapshot that an incremental one would follow; None if there is none."""
         return self._file.last_snapshot
 
     def bytes_on_disk(self) -> int:
-        """The room that the file takes, with what is only in host memory yet, which goes there first.
+        """The bytes that the file takes on the disk. Dirty rows are written back first.
 
         Raises:
-            StorageError: it cannot be written.
+            StorageError: they cannot be written.
         """
         self._write_back_now()
-        return self._file.allocated()
+        return self._file.file.allocated()
 
     def changed_pages(self) -> Tensor:
-        """int64, ascending: pages of the file written since the last snapshot, or since the table was opened. What is
-        only in host memory yet goes there first.
+        """int64, ascending: pages of the file written since the last snapshot, or since the table was opened. Dirty
+        rows are written back first.
 
         Raises:
-            StorageError: it cannot be written.
+            StorageError: they cannot be written.
         """
         self._write_back_now()
         return self._file.changed_pages()
 
     def counts(self) -> Counts:
-        """What rows in host memory have been good for, by all that was asked for before; waits for that."""
-        if self._cached is None:
+        """What the cache in host memory has saved; waits for the operations submitted before."""
+        if self._cache is None:
             return Counts()
         if os.getpid() == self._process:
             with self._lock:
-                last = None if self._ending else self._operations.ask(lambda: None)
+                last = None if self._closing else self._operations.submit(lambda: None)
             if last is not None:
                 last.wait()
-        return self._cached.counts
+        return self._cache.counts
 
     def close(self) -> None:
-        """Wait for what has been asked for, bring it to the disk and close the file. A second call does nothing; if
-        the first one was interrupted, it waits for what that has begun.
+        """Wait for what was submitted, flush it and close the file. A second call does nothing; if the first one was
+        interrupted, it waits for what that has begun.
 
         Raises:
-            StorageError: a write has failed that nobody has waited for, or the disk has not taken it all.
+            StorageError: a write has failed that nobody has waited for, or the file cannot be flushed.
         """
         if os.getpid() != self._process:
             return
         with self._lock:
-            if self._ending is None:
-                file, cached = self._file, self._cached
-                self._ending = self._operations.end(lambda: _end(file, cached))
+            if self._closing is None:
+                file, cache = self._file, self._cache
+                self._closing = self._operations.close(lambda: _close(file, cache))
                 self._dropped.detach()
         if self in _OPEN:
             try:
-                self._ending.wait()
+                self._closing.wait()
             finally:
-                if self._ending.done():
+                if self._closing.done():
                     _OPEN.discard(self)
 
     def __enter__(self) -> DiskRows:
@@ -263,30 +233,30 @@ class DiskRows:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ask(self, work: Callable[[], None]) -> Pending:
-        refuse_fork(self._process, self.table_name)
+    def _submit(self, work: Callable[[], None]) -> IoFuture:
+        check_process(self._process, self.table_name)
 
-        def unless_failed() -> None:
-            self._refuse_failed()
+        def checked() -> None:
+            self._check_failure()
             work()
 
         with self._lock:
-            if self._ending is not None:
+            if self._closing is not None:
                 raise StorageError(f"table {self.table_name!r}: file {self.path} is closed; open it again")
-            self._refuse_failed()
-            return self._operations.ask(unless_failed)
+            self._check_failure()
+            return self._operations.submit(checked)
 
-    def _refuse_failed(self) -> None:
+    def _check_failure(self) -> None:
         failure = self._file.failure
         if failure is not None:
-            failure.told = True
+            failure.raised = True
             raise StorageError(
                 f"table {self.table_name!r}: file {self.path} takes nothing more, because a write has failed: {failure}"
             ) from failure
 
     def _write_back_now(self) -> None:
-        if self._cached is not None:
-            self._ask(self._cached.write_back).wait()
+        if self._cache is not None:
+            self._submit(self._cache.write_back).wait()
 
     def _flush(self) -> None:
         self._write_back()
@@ -302,79 +272,51 @@ class DiskRows:
         self._file.take_snapshot(path, changes_only)
 
     def _write_back(self) -> None:
-        if self._cached is not None:
-            self._cached.write_back()
+        if self._cache is not None:
+            self._cache.write_back()
 
 
-def _open(path: Path, identity: Identity, initial: Initial, threads: int | None) -> FileRows:
-    """The rows in a table's file, which is checked, and locked."""
-    what = f"table {identity.table!r}: file {path}"
-    file = headers.open_file(what, path, writable=True)
-    try:
-        header = headers.read(what, file, headers.ROWS)
-        headers.refuse_other(header, identity, path)
-        layout = Layout(identity.num_rows, identity.record.num_bytes)
-        headers.refuse_size(header, file.size(), layout, what)
-        if not file.lock():
-            raise StorageError(f"{what} is open for another table or process; close it there first")
-        places, state = scan(identity.table, file, layout), State(snapshot=header["snapshot"], places=header["places"])
-        return FileRows(path, file, identity, initial, places, state, None if threads is None else IoThreads(threads))
-    except BaseException as error:
-        file.close()
-        if isinstance(error, OSError) and not isinstance(error, StorageError):
-            raise StorageError(f"{what} cannot be opened: {error}") from error
-        raise
+def _needs_write_back(file: RowFile, cache: HostCache | None) -> bool:
+    """Whether there are dirty rows, and a file that takes them and can be opened again."""
+    return cache is not None and cache.is_dirty() and file.failure is None and file.file.is_linked()
 
 
-def _identity(
-    table: str, num_rows: int, record: Record, seed: int, row_origin: int, column_origin: int
-) -> Identity:  # fmt: skip
-    if num_rows < 1:
-        raise ValueError(f"table {table!r}: num_rows must be at least 1, got {num_rows}")
-    return Identity(table, num_rows, record, seed, row_origin, column_origin)
-
-
-def _needs_writing_back(file: FileRows, cached: CachedRows | None) -> bool:
-    """Whether there is something in memory alone, and a file that takes it and that anybody could open again."""
-    return cached is not None and cached.has_changes() and file.failure is None and file.has_name()
-
-
-def _end(file: FileRows, cached: CachedRows | None) -> None:
-    """Close the file, when all that was written is in it, and its header says how much it holds.
+def _close(file: RowFile, cache: HostCache | None) -> None:
+    """Write back, flush and close.
 
     Raises:
-        StorageError: the table's failure, if nobody was told yet.
+        StorageError: the table's failure, if no caller has seen it.
     """
     try:
         if file.failure is None:
-            if cached is not None and _needs_writing_back(file, cached):
-                cached.write_back()
-            file.describe()
-        elif not file.failure.told:
+            if cache is not None and _needs_write_back(file, cache):
+                cache.write_back()
+            file.finalize()
+        elif not file.failure.raised:
             raise file.failure
     finally:
         file.close()
 
 
-def _let_go(process: int, operations: Operations, file: FileRows, cached: CachedRows | None) -> None:
-    """Close the file of a table that was dropped, behind what is in memory alone, for which nobody waits.
+def _close_dropped(process: int, operations: OperationQueue, file: RowFile, cache: HostCache | None) -> None:
+    """Close the file of a table that is garbage; dirty rows are written back without waiting.
 
-    A process forked off has neither the thread nor a say in what becomes of the file.
+    A forked process has not the thread, and must leave the file alone.
     """
     if os.getpid() != process:
         return
 
-    def end() -> None:
+    def close() -> None:
         try:
-            _end(file, cached)
+            _close(file, cache)
         except Exception as error:
             print(f"error: {error}", file=sys.stderr)
 
-    if _needs_writing_back(file, cached):
-        operations.end(end)
+    if _needs_write_back(file, cache):
+        operations.close(close)
     else:
         file.close()
-        operations.end(lambda: None)
+        operations.close(lambda: None)
 
 
 _OPEN: weakref.WeakSet[DiskRows] = weakref.WeakSet()
@@ -382,7 +324,7 @@ _OPEN: weakref.WeakSet[DiskRows] = weakref.WeakSet()
 
 @atexit.register
 def _close_all() -> None:
-    """The process ends: what was asked for is done first, and a failure that nobody has asked for is told."""
+    """At exit: wait for what was submitted, and print failures that no caller has seen."""
     for store in list(_OPEN):
         try:
             store.close()

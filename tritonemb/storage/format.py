@@ -1,6 +1,6 @@
-"""The first page of a file of rows: whose rows they are, and what they look like.
+"""The format of a file of rows: a header page, then blocks of pages that hold the rows' records.
 
-Where a row's record stands in a file of pages.
+The header says of which table the rows are and what a record looks like. Each page ends with a checksum.
 """
 
 from __future__ import annotations
@@ -12,44 +12,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from tritonemb.storage.io import PAGE_BYTES, PageFile, read_page
-from tritonemb.storage.store import WEIGHT, Field, Record, StorageError, advice
+from tritonemb.storage.store import WEIGHT, Record, StorageError, storage_errors
 
 FORMAT = 2
 ROWS, CHANGES = b"tritonemb rows\n\0", b"tritonemb diff\n\0"
+PAYLOAD_BYTES = PAGE_BYTES - 16  # the number of its block, and a checksum, end each page
 _HEAD = struct.Struct("<16sII")  # the kind of file, its format, the length of the JSON
 _CHECKSUM_BYTES = 8
 
 
-class State(TypedDict):
-    """What a file of rows says of its content.
-
-    Args:
-        snapshot: the name of that which it is; None if it is none.
-        places: how many blocks it has; None if it may be written to.
-    """
-
-    snapshot: str | None
-    places: int | None
-
-
-UNKNOWN = State(snapshot=None, places=None)
-
-
 @dataclass(frozen=True)
-class Identity:
-    """Whose rows a file holds.
+class TableIdentity:
+    """The table whose rows a file holds.
 
     Args:
         table: its name.
         num_rows: at least 1.
         record: the layout of a row.
         seed: of the initial values of rows that were never written.
-        row_origin, column_origin: where the first row and column stand in the whole table, of a part.
+        row_origin, column_origin: where the first row and column stand in the whole table, for a shard of it.
     """
 
     table: str
@@ -59,20 +45,34 @@ class Identity:
     row_origin: int = 0
     column_origin: int = 0
 
+    def __post_init__(self) -> None:
+        if self.num_rows < 1:
+            raise ValueError(f"table {self.table!r}: num_rows must be at least 1, got {self.num_rows}")
+
     def as_json(self) -> dict[str, Any]:
+        fields = self.record.fields
         return {
             "table": self.table,
             "num_rows": self.num_rows,
             "record_bytes": self.record.num_bytes,
-            "fields": [[f.name, _name(f), f.size, f.offset, f.one_a_row] for f in self.record.fields],
+            "fields": [[f.name, str(f.dtype).removeprefix("torch."), f.size, f.offset, f.one_a_row] for f in fields],
             "seed": self.seed,
             "row_origin": self.row_origin,
             "column_origin": self.column_origin,
         }
 
+    def header(self, snapshot: str | None = None, num_blocks: int | None = None) -> bytes:
+        """The header page of a file of rows.
 
-def encode(kind: bytes, header: Mapping[str, Any]) -> bytes:
-    """A header page that says what `decode` gives back: an `Identity.as_json()`, and more.
+        Args:
+            snapshot: the name of the snapshot that the file is, if it is one.
+            num_blocks: how many blocks the file has; None while it is written to.
+        """
+        return encode_header(ROWS, self.as_json() | {"snapshot": snapshot, "places": num_blocks})
+
+
+def encode_header(kind: bytes, header: Mapping[str, Any]) -> bytes:
+    """A header page for `decode_header`: what `TableIdentity.as_json` returns, and more.
 
     Raises:
         ValueError: the table's name is so long that it does not fit.
@@ -84,11 +84,11 @@ def encode(kind: bytes, header: Mapping[str, Any]) -> bytes:
     return body + _checksum(body)
 
 
-def decode(kind: bytes, page: bytes, path: Path) -> dict[str, Any]:
-    """What a header page says.
+def decode_header(kind: bytes, page: bytes, path: Path) -> dict[str, Any]:
+    """The JSON of a header page.
 
     Raises:
-        StorageError: it is no such page, is damaged, or of a format that this version cannot read.
+        StorageError: it is not such a page, is damaged, or has a format that this version cannot read.
     """
     what = "rows of a table" if kind == ROWS else "changes of a table"
     body, checksum = page[:-_CHECKSUM_BYTES], page[-_CHECKSUM_BYTES:]
@@ -111,43 +111,32 @@ def decode(kind: bytes, page: bytes, path: Path) -> dict[str, Any]:
     return header
 
 
-def open_file(what: str, path: Path, writable: bool = False) -> PageFile:
-    """A file that is there.
+def open_file(what: str, path: Path, *kinds: bytes, writable: bool = False) -> tuple[PageFile, dict[str, Any]]:
+    """Open a file of one of some kinds; the file, and its header.
 
     Args:
         what: the file, for messages.
 
     Raises:
-        StorageError: it cannot be opened.
+        StorageError: the file cannot be opened or read, or as `decode_header`.
     """
-    try:
-        return PageFile(path, writable)
-    except OSError as error:
-        otherwise = "name a file that is there, and that you may use"
-        raise StorageError(f"{what} cannot be opened: {error}; {advice(error, otherwise)}") from error
-
-
-def read(what: str, file: PageFile, *kinds: bytes) -> dict[str, Any]:
-    """What a file's header says, see `decode`; it is to be of one of some kinds.
-
-    Args:
-        what: the file, for messages.
-
-    Raises:
-        StorageError: as `decode`, or the file cannot be read.
-    """
+    with storage_errors(f"{what} cannot be opened", "name a file that is there, and that you may use"):
+        file = PageFile(path, writable)
     try:
         page = read_page(file)
-    except EOFError:
-        raise StorageError(f"{what} is too short to have a header; restore it, or use another one") from None
-    except OSError as error:
-        raise StorageError(f"{what}: its header cannot be read: {error}") from error
-    found = [kind for kind in kinds if page.startswith(kind)]
-    return decode((found or kinds)[0], page, file.path)
+        kind = next((kind for kind in kinds if page.startswith(kind)), kinds[0])
+        return file, decode_header(kind, page, path)
+    except BaseException as error:
+        file.close()
+        if isinstance(error, EOFError):
+            raise StorageError(f"{what} is too short to have a header; restore it, or use another one") from None
+        if isinstance(error, OSError) and not isinstance(error, StorageError):
+            raise StorageError(f"{what}: its header cannot be read: {error}") from error
+        raise
 
 
-def refuse_other(header: Mapping[str, Any], identity: Identity, path: Path) -> None:
-    """Raise a StorageError that lists each difference between a file and what it should be."""
+def check_identity(header: Mapping[str, Any], identity: TableIdentity, path: Path) -> None:
+    """Raise a StorageError that lists each difference between a file's table and the expected one."""
     there, here = _describe(header), _describe(identity.as_json())
     problems = [
         f"{name}: {there.get(name, 'none')} in the file, {here.get(name, 'none')} here"
@@ -159,15 +148,15 @@ def refuse_other(header: Mapping[str, Any], identity: Identity, path: Path) -> N
         raise StorageError(f"table {identity.table!r}: file {path} is of another table or optimizer:\n  {listed}")
 
 
-def refuse_size(header: Mapping[str, Any], found: int, layout: Layout, what: str) -> None:
-    """Raise a StorageError unless a file's size, in bytes, is that of which its header speaks.
+def check_size(what: str, file: PageFile, header: Mapping[str, Any]) -> None:
+    """Raise a StorageError unless a file has the size that its header says.
 
     Args:
         what: the file, for the message.
     """
-    if header["places"] is None:  # whoever wrote to it has not come to the end
+    if header["places"] is None:  # it was not closed
         return
-    expected = layout.file_bytes(header["places"])
+    found, expected = file.size(), FileLayout.of(header).file_bytes(header["places"])
     if found != expected:
         raise StorageError(
             f"{what} has {found:,} bytes instead of {expected:,}, it was cut or appended to; restore it from a "
@@ -190,23 +179,16 @@ def _describe(header: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-def _name(field: Field) -> str:
-    return str(field.dtype).removeprefix("torch.")
-
-
 def _checksum(body: bytes) -> bytes:
     return hashlib.sha256(body).digest()[:_CHECKSUM_BYTES]
 
 
-PAYLOAD_BYTES = PAGE_BYTES - 16  # the number of its block, and a checksum, end each page
-
-
-class Request(NamedTuple):
-    """Rows by the blocks they stand in.
+class BlockRequest(NamedTuple):
+    """Rows by the blocks that hold them.
 
     Args:
         blocks: int64 `[b]`, ascending and distinct.
-        starts: int64 `[b + 1]`: the rows of block i are those from `starts[i]` on.
+        starts: int64 `[b + 1]`: the rows of block i begin with the one at `starts[i]`.
     """
 
     blocks: np.ndarray
@@ -214,15 +196,20 @@ class Request(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class FileLayout:
     """A header page, then blocks: pages of as many records as fit, or for each record as many pages as it needs.
 
-    Blocks stand in the file in the order in which they were first written, see `Places`. A record has a byte before it
-    that says whether the row was ever written.
+    Blocks stand in the file in the order in which they were first written, see `PageTable`. A byte before each record
+    says whether the row was ever written.
     """
 
     num_rows: int
     record_bytes: int
+
+    @classmethod
+    def of(cls, header: Mapping[str, Any]) -> FileLayout:
+        """The layout of the file that has this header."""
+        return cls(header["num_rows"], header["record_bytes"])
 
     @cached_property
     def rows_per_block(self) -> int:
@@ -240,38 +227,34 @@ class Layout:
     def num_blocks(self) -> int:
         return -(-self.num_rows // self.rows_per_block)
 
-    def file_bytes(self, num_places: int) -> int:
-        """The size of a file of so many blocks."""
-        return PAGE_BYTES + num_places * self.block_bytes
+    def file_bytes(self, num_blocks: int) -> int:
+        """The size of a file with this number of blocks; the offset of the next one."""
+        return PAGE_BYTES + num_blocks * self.block_bytes
 
-    def offsets(self, places: np.ndarray) -> np.ndarray:
-        """Of each place, in bytes from the file's start."""
-        return PAGE_BYTES + places * self.block_bytes
+    def offsets(self, positions: np.ndarray) -> np.ndarray:
+        """The offset of each position, in bytes from the file's start."""
+        return PAGE_BYTES + positions * self.block_bytes
 
-    def rows_of(self, first: int, last: int) -> str:
+    def describe_rows(self, first: int, last: int) -> str:
         """In words: the rows of the blocks from `first` to `last`."""
         begin, end = first * self.rows_per_block, min((last + 1) * self.rows_per_block, self.num_rows)
         return f"row {begin}" if end - begin == 1 else f"rows {begin} to {end - 1}"
 
-    def request(self, rows: np.ndarray) -> Request:
+    def request(self, rows: np.ndarray) -> BlockRequest:
         """The blocks of rows int64 `[n]`, ascending."""
         of_rows = rows // self.rows_per_block
         starts = np.flatnonzero(of_rows[1:] != of_rows[:-1]) + 1
         starts = np.concatenate([[0], starts, [rows.size]]) if rows.size else np.zeros(1, dtype=np.int64)
-        return Request(of_rows[starts[:-1]], starts)
+        return BlockRequest(of_rows[starts[:-1]], starts)
 
-    def whole(self, request: Request) -> np.ndarray:
-        """bool `[b]`: whether all rows of a block are asked for."""
+    def is_whole(self, request: BlockRequest) -> np.ndarray:
+        """bool `[b]`: whether a block's rows are all requested."""
         counts = np.minimum(self.num_rows - request.blocks * self.rows_per_block, self.rows_per_block)
         return np.diff(request.starts) == counts
 
 
 def runs(*numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Stretches in which each of some numbers is greater by 1 than that before: where each begins, and where it ends.
-
-    Args:
-        numbers: int64 `[n]`, one or several.
-    """
+    """Runs of consecutive numbers, in all of some int64 `[n]`: the index where each begins, and where it ends."""
     size = numbers[0].size
     cuts = np.flatnonzero(np.any([np.diff(each) != 1 for each in numbers], axis=0)) + 1
     edge = min(size, 1)

@@ -1,36 +1,44 @@
-"""Rows in host memory."""
+"""Rows in host memory: all of a table (`HostRows`), or those of a table on disk that are in use (`HostCache`)."""
 
 from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tritonemb.storage.store import Initial, Pending, Record, StorageError, check_request
+from tritonemb.layout import NUM_ROWS, TABLE_SIZE
+from tritonemb.ops.row_cache import NO_ROW, POLICIES, WAYS
+from tritonemb.storage.row_file import RowFile
+from tritonemb.storage.store import Initializer, IoFuture, Record, StorageError, check_request, cpu_kernels
 from tritonemb.utils import advise_huge_pages
 
-FILL_BYTES = 64 << 20  # of records that `initial` fills at once
+Policy = Literal["lru", "lfu"]
+FILL_BYTES = 64 << 20  # of records that the initializer fills at once
+CHUNK_BYTES = 1 << 26  # of records that are written back at once
 
 
 class HostRows:
-    """A `RowStore` in host memory: one tensor uint8 `[num_rows, num_bytes]`. Operations have ended when asked for.
+    """A `RowStore` in host memory: one tensor uint8 `[num_rows, num_bytes]`. Operations are done when they return.
 
     Args:
         num_rows: at least 1.
         record: the layout of a row.
-        initial: fills records of rows with their first values.
+        initializer: fills records of rows with their initial values.
         pin: page-locked memory, which a GPU reads and writes by itself; needs CUDA.
         table_name: for messages.
 
     Raises:
         ValueError: `num_rows` is below 1, or memory is to be pinned where there is no CUDA.
-        StorageError: there is not so much memory.
+        StorageError: the memory cannot be allocated.
     """
 
     def __init__(
-        self, num_rows: int, record: Record, initial: Initial, pin: bool = False, *, table_name: str = "table"
+        self, num_rows: int, record: Record, initializer: Initializer, pin: bool = False, *, table_name: str = "table"
     ) -> None:
         if num_rows < 1:
             raise ValueError(f"table {table_name!r}: num_rows must be at least 1, got {num_rows}")
@@ -42,40 +50,190 @@ class HostRows:
             self._bytes = torch.empty(num_rows, record.num_bytes, dtype=torch.uint8, pin_memory=pin)
         except (RuntimeError, MemoryError) as error:
             raise StorageError(
-                f"table {table_name!r} needs {num_rows * record.num_bytes:,} bytes of {'pinned ' * pin}host memory, "
-                f"which there are not ({error}); place it on disk, or cut it into parts for several hosts"
+                f"table {table_name!r}: cannot allocate {num_rows * record.num_bytes:,} bytes of {'pinned ' * pin}host "
+                f"memory for {num_rows:,} rows ({error}); place it on disk, or shard it over several hosts"
             ) from error
         advise_huge_pages(self._bytes)
         step = max(1, FILL_BYTES // record.num_bytes)
         for begin in range(0, num_rows, step):
             end = min(begin + step, num_rows)
-            initial(torch.arange(begin, end), self._bytes[begin:end])
+            initializer(torch.arange(begin, end), self._bytes[begin:end])
 
     def fields(self) -> dict[str, Tensor]:
-        """Views of each field of all rows, `[num_rows, size]` or `[num_rows]`; what is written to them is stored."""
+        """Views of each field of all rows, `[num_rows, size]` or `[num_rows]`; writing to them writes to the store."""
         return self.record.views(self._bytes)
 
-    def read(self, rows: Tensor, records: Tensor) -> Pending:
+    def read(self, rows: Tensor, records: Tensor) -> IoFuture:
         return self._move(rows, records, False)
 
-    def write(self, rows: Tensor, records: Tensor) -> Pending:
+    def write(self, rows: Tensor, records: Tensor) -> IoFuture:
         return self._move(rows, records, True)
 
     def close(self) -> None:
         self._closed = True
 
-    def _move(self, rows: Tensor, records: Tensor, into_table: bool) -> Pending:
-        from tritonemb.kernels.cpu.pages import move_records  # its compiler is loaded when first used
-
+    def _move(self, rows: Tensor, records: Tensor, into_table: bool) -> IoFuture:
         check_request(self.table_name, self.num_rows, self.record, rows, records)
-        if os.getpid() != self._process:  # memory is copied at a fork: what one process wrote the other would not see
+        if os.getpid() != self._process:  # a fork copies memory: the other process would not see a write
             raise StorageError(f"table {self.table_name!r} belongs to the process that this one was forked from")
-        pending = Pending()
+        future, size = IoFuture(), self.record.num_bytes
         with self._lock:
             if self._closed:
                 raise StorageError(f"table {self.table_name!r} is closed")
-            move_records(
-                rows.numpy(), self._bytes.data_ptr(), records.data_ptr(), self.record.num_bytes, into_table
-            )  # fmt: skip
-        pending.end()
-        return pending
+            move, table = cpu_kernels("pages").move_records, self._bytes.data_ptr()
+            future.run(lambda: move(rows.numpy(), table, records.data_ptr(), size, into_table))
+        return future
+
+
+class Counts(NamedTuple):
+    """What a cache in host memory has saved.
+
+    Args:
+        found: rows that were read and were cached.
+        read: bytes of records that came from the file.
+        written: bytes of records that went there.
+    """
+
+    found: int = 0
+    read: int = 0
+    written: int = 0
+
+    def plus(self, found: int = 0, read: int = 0, written: int = 0) -> Counts:
+        """The sums of these and others."""
+        return Counts(self.found + found, self.read + read, self.written + written)
+
+
+class HostCache:
+    """The rows of a `RowFile`, some of which are cached in host memory.
+
+    The cache is set-associative, as the one on a device (`kernels/cache_sets.py`), and the same kernels look up and
+    allocate its slots. Every row that is read or written is cached, and evicts the row of its set that was used
+    longest ago, or least often; a dirty one is written back. Overflow rows, for which others of the same call leave no
+    way of their set, are read from the file and written to it.
+
+    Args:
+        file: the rows; nobody else may write to it.
+        rows: how many to cache, rounded up to sets of 32; all of them, if the table has no more.
+        policy: evict the row that was used longest ago ("lru") or least often ("lfu").
+
+    Attributes:
+        counts: of hits, and of bytes read and written.
+
+    Raises:
+        ValueError: see `check_cache`.
+        StorageError: the memory cannot be allocated.
+    """
+
+    def __init__(self, file: RowFile, rows: int, policy: Policy = "lru") -> None:
+        identity = file.identity
+        check_cache(identity.table, rows, policy)
+        self._file, self._policy, self._num_bytes = file, policy, identity.record.num_bytes
+        num_sets = -(-min(rows, identity.num_rows) // WAYS)
+        num_slots = num_sets * WAYS
+        with torch.device("cpu"):  # whatever device the user has set
+            try:
+                self._records = torch.empty(num_slots, self._num_bytes, dtype=torch.uint8)
+                self._tags = torch.full((num_slots,), NO_ROW)
+                self._used = torch.zeros(num_slots, dtype=torch.int64)
+                self._pins = torch.zeros(num_slots, dtype=torch.int32)
+                self._dirty = torch.zeros(num_slots, dtype=torch.bool)
+            except (RuntimeError, MemoryError) as error:
+                raise StorageError(
+                    f"table {identity.table!r}: cannot allocate {num_slots * self._num_bytes:,} bytes of host memory "
+                    f"for {num_slots:,} cached rows ({error}); reduce CacheConfig(host_rows=...)"
+                ) from error
+            self._num_sets, self._table = torch.tensor([num_sets]), torch.zeros(1, TABLE_SIZE, dtype=torch.int64)
+            self._table[0, NUM_ROWS] = identity.num_rows
+        advise_huge_pages(self._records)
+        self._now = 0
+        self.counts = Counts()
+
+    def read(self, rows: Tensor, records: Tensor) -> None:
+        """Fill `records` with the records of the rows. If it fails, nothing else has changed."""
+        with self._look_up(rows) as slots:
+            missing = (slots < 0).nonzero()[:, 0]
+            wanted = rows[missing]
+            some = records if wanted.numel() == rows.numel() else self._make(wanted.numel())
+            self._file.read(wanted, some)
+            self.counts = self.counts.plus(found=rows.numel() - wanted.numel(), read=some.numel())
+            _move(records, self._records, torch.arange(rows.numel()), slots)
+            if wanted.numel() == 0:
+                return
+            if some is not records:
+                _move(records, some, missing, torch.arange(wanted.numel()))
+            with self._file.fail_on_error("rows could not be written back"):
+                self._allocate(rows, slots)
+                _move(self._records, some, slots[missing], torch.arange(wanted.numel()))
+
+    def write(self, rows: Tensor, records: Tensor) -> None:
+        """Write the records of the rows; an error is the table's failure."""
+        with self._look_up(rows) as slots, self._file.fail_on_error("rows could not be written back"):
+            self._allocate(rows, slots)
+            _move(self._records, records, slots, torch.arange(rows.numel()))
+            self._dirty[slots[slots >= 0]] = True
+            overflow = slots < 0
+            self._write_to_file(rows[overflow], records[overflow])
+
+    def write_back(self) -> None:
+        """Write dirty rows to the file; they stay cached."""
+        slots = self._dirty.nonzero()[:, 0]
+        slots = slots[self._tags[slots].argsort()]
+        for chunk in slots.split(max(1, CHUNK_BYTES // self._num_bytes)):
+            self._write_slots(self._tags[chunk], chunk)
+
+    def is_dirty(self) -> bool:
+        """Whether some row differs from the file's."""
+        return bool(self._dirty.any())
+
+    @contextmanager
+    def _look_up(self, rows: Tensor) -> Iterator[Tensor]:
+        """The slots of rows, -1 of those that have none; they are pinned meanwhile."""
+        self._now += 1
+        slots = cpu_kernels("row_cache").row_cache_look_up_(
+            [self._tags], [self._used], [self._pins], rows, torch.tensor(rows.numel()), self._table, self._num_sets,
+            torch.tensor(self._now), self._policy,
+        )  # fmt: skip
+        try:
+            yield slots
+        finally:
+            self._pins[slots[slots >= 0]] = 0
+
+    def _allocate(self, rows: Tensor, slots: Tensor) -> None:
+        """Allocate slots to those of the rows that have none, as far as there are; write back what is evicted."""
+        evicted = cpu_kernels("row_cache").row_cache_allocate_(
+            [self._tags], [self._used], [self._pins], rows, slots, torch.tensor(rows.numel()), self._table,
+            self._num_sets, torch.tensor(self._now), self._policy,
+        )  # fmt: skip
+        victims = evicted != NO_ROW
+        victims[victims.clone()] = self._dirty[slots[victims]]
+        dirty_rows, order = evicted[victims].sort()
+        self._write_slots(dirty_rows, slots[victims][order])
+
+    def _write_slots(self, rows: Tensor, slots: Tensor) -> None:
+        """Write rows, ascending, whose records are in these slots, to the file."""
+        if rows.numel() == 0:
+            return
+        records = self._make(rows.numel())
+        _move(records, self._records, torch.arange(rows.numel()), slots)
+        self._write_to_file(rows, records)
+        self._dirty[slots] = False
+
+    def _write_to_file(self, rows: Tensor, records: Tensor) -> None:
+        self._file.write(rows, records)
+        self.counts = self.counts.plus(written=rows.numel() * self._num_bytes)
+
+    def _make(self, number: int) -> Tensor:
+        return torch.empty(number, self._num_bytes, dtype=torch.uint8)
+
+
+def check_cache(table: str, rows: int | None, policy: str) -> None:
+    """Raise a ValueError for a number of rows or a policy that is not valid."""
+    if rows is not None and rows < 1:
+        raise ValueError(f"table {table!r}: rows in host memory must be at least 1, got {rows}")
+    if policy not in POLICIES:
+        raise ValueError(f"table {table!r}: no policy is called {policy!r}; there are {list(POLICIES)}")
+
+
+def _move(to: Tensor, source: Tensor, to_rows: Tensor, from_rows: Tensor) -> None:
+    """Copy records, but for those to or from a negative row."""
+    cpu_kernels("move_rows").move_rows_([to], [source], to_rows, from_rows)

@@ -1,61 +1,53 @@
-"""Where in its file each block of a table stands: in the order in which they were first written.
-
-What stands where in a file of blocks: found out, and checked, when it is opened.
-
-Which blocks of a table have been written since its last snapshot.
-"""
+"""Maps of a table's blocks: at which position of the file each stands, and which were written since a snapshot."""
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 
-from tritonemb.storage.aio import Pieces
-from tritonemb.storage.format import Layout
-from tritonemb.storage.io import HALF_BYTES, Lane, Moving, PageFile, PieceError, borrow, overlap, reserve
-from tritonemb.storage.store import StorageError
+from tritonemb.storage.io import reserve
 
-LEAF = 32  # neighbouring blocks, whose places stand side by side
+LEAF = 32  # neighbouring blocks whose entries stand side by side
+CHUNK_BITS = mmap.PAGESIZE * 8  # blocks whose bits share a page of memory
+MAX_POSITIONS = (1 << 32) - 2
 _BITS = LEAF.bit_length() - 1
-_FEWEST_LEAVES = 256
+_MIN_LEAVES = 256
 _CHUNK = 1 << 16  # leaves looked through at once
-MOST_PLACES = (1 << 32) - 2
 
 
-class Places:
-    """A map of blocks to places, in two levels.
+class PageTable:
+    """The position of each block in the file, in two levels; they stand in the order in which they were first written.
 
-    A file in this order grows at its end alone, whatever rows come: it has no holes, however large the table is, and
-    what was first written together stands together. Memory is 4 bytes for a block and as many for each `LEAF` blocks of
-    the table's of which one was ever written; where single blocks are far apart it is 4 `LEAF` bytes for each.
+    So a file grows at its end alone, whatever rows are written: it has no holes, however large the table is, and blocks
+    that were first written together stand together. A block takes 4 bytes of memory, as does every group of `LEAF`
+    blocks of the table; where single blocks are far apart, each takes 4 `LEAF` bytes.
 
     Attributes:
-        count: places that are taken: 0 to `count` - 1.
+        count: positions that are allocated: 0 to `count` - 1.
     """
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks, self.count = num_blocks, 0
-        self._leaf_of = _zeros(-(-num_blocks // LEAF))  # by block // LEAF; 0: none of them has a place
-        self._leaves = _zeros(_FEWEST_LEAVES * LEAF).reshape(-1, LEAF)  # place + 1, 0: none; the first one stays empty
+        self._leaf_of = _zeros(-(-num_blocks // LEAF))  # by block // LEAF; 0: none of them is allocated
+        self._leaves = _zeros(_MIN_LEAVES * LEAF).reshape(-1, LEAF)  # position + 1, 0: none; the first leaf stays empty
         self._num_leaves = 1
 
     def find(self, blocks: np.ndarray) -> np.ndarray:
-        """int64 `[b]`: the places of blocks int64 `[b]`, -1 of those that have none."""
+        """int64 `[b]`: the positions of blocks int64 `[b]`, -1 where none is allocated."""
         return self._leaves[self._leaf_of[blocks >> _BITS], blocks & (LEAF - 1)].astype(np.int64) - 1
 
-    def add(self, blocks: np.ndarray) -> np.ndarray:
-        """Give the next places to those of blocks int64 `[b]`, ascending, that have none; the places of all."""
-        places = self.find(blocks)
-        new = places < 0
-        places[new] = self.count + np.arange(np.count_nonzero(new))
-        self.put(blocks[new], places[new])
-        return places
+    def allocate(self, blocks: np.ndarray) -> np.ndarray:
+        """Allocate positions to those of blocks int64 `[b]`, ascending, that have none; the positions of all."""
+        positions = self.find(blocks)
+        new = positions < 0
+        positions[new] = self.count + np.arange(np.count_nonzero(new))
+        self.insert(blocks[new], positions[new])
+        return positions
 
-    def put(self, blocks: np.ndarray, places: np.ndarray) -> None:
-        """Note the places of blocks, ascending or not, that have none."""
+    def insert(self, blocks: np.ndarray, positions: np.ndarray) -> None:
+        """Note the positions of blocks, ascending or not, that have none."""
         if blocks.size == 0:
             return
         above = blocks >> _BITS
@@ -63,11 +55,11 @@ class Places:
         self._grow(self._num_leaves + new.size)
         self._leaf_of[new] = self._num_leaves + np.arange(new.size)
         self._num_leaves += new.size
-        self._leaves[self._leaf_of[above], blocks & (LEAF - 1)] = places + 1
-        self.count = max(self.count, int(places.max()) + 1)
+        self._leaves[self._leaf_of[above], blocks & (LEAF - 1)] = positions + 1
+        self.count = max(self.count, int(positions.max()) + 1)
 
     def blocks(self) -> Iterator[np.ndarray]:
-        """int64, ascending, in pieces: the blocks that have places."""
+        """int64, ascending, in pieces: the blocks that have positions."""
         for first in range(0, self._leaf_of.size, _CHUNK):
             above = np.flatnonzero(self._leaf_of[first : first + _CHUNK]) + first
             within, blocks = np.nonzero(self._leaves[self._leaf_of[above]])
@@ -85,90 +77,10 @@ def _zeros(count: int) -> np.ndarray:
     return np.frombuffer(reserve(4 * max(count, 1)), dtype=np.uint32)
 
 
-PIECE_BYTES = 1 << 18  # read at once
-
-
-def scan(table: str, file: PageFile, layout: Layout) -> Places:
-    """The places of a file's blocks, which is read whole.
-
-    Args:
-        table: its name, for messages.
-
-    Raises:
-        StorageError: a part cannot be read, is damaged, or is there twice.
-    """
-    with borrow() as lane:
-        scanning = _Scan(table, file, layout, lane)
-        overlap(scanning.parts(), scanning.begin, scanning.finish)
-    return scanning.places
-
-
-@dataclass
-class _Part:
-    """Blocks from place `first` to `stop`, from byte `begin` of the buffer on."""
-
-    first: int
-    stop: int
-    begin: int
-    moving: Moving | None = None
-
-
-class _Scan:
-    def __init__(self, table: str, file: PageFile, layout: Layout, lane: Lane) -> None:
-        self._where = f"table {table!r}, file {file.path}: "
-        self._file, self._layout, self._lane = file, layout, lane
-        self.places = Places(layout.num_blocks)
-
-    def parts(self) -> Iterator[_Part]:
-        half = max(HALF_BYTES, self._layout.block_bytes)
-        self._lane.make_room(half)
-        total = (self._file.size() - self._layout.file_bytes(0)) // self._layout.block_bytes
-        size = half // self._layout.block_bytes
-        for number, first in enumerate(range(0, total, size)):
-            yield _Part(first, min(first + size, total), number % 2 * half)
-
-    def begin(self, part: _Part) -> None:
-        step = self._layout.block_bytes
-        starts = np.arange(part.first, part.stop, max(1, PIECE_BYTES // step))
-        sizes = np.diff(starts, append=part.stop) * step
-        pieces = Pieces(part.begin + (starts - part.first) * step, sizes, self._layout.offsets(starts))
-        part.moving = self._lane.begin(self._file, pieces, False, None)
-
-    def finish(self, part: _Part) -> None:
-        from tritonemb.kernels.cpu.pages import NEVER_WRITTEN, identify  # its compiler is loaded when first used
-
-        layout = self._layout
-        assert part.moving is not None
-        try:
-            self._lane.end(part.moving)
-        except PieceError as error:
-            raise StorageError(
-                f"{self._where}the part behind byte {layout.file_bytes(part.first):,} could not be read: "
-                f"{error.reason}; check the disk and the system's log, then restore the table from a snapshot"
-            ) from error.reason
-        numbers = np.empty(part.stop - part.first, dtype=np.int64)
-        address = self._lane.buffer.address + part.begin
-        damaged = identify(address, numbers, layout.pages_per_block, layout.num_blocks)
-        advice = "check the disk, then restore the table from a snapshot"
-        if damaged < numbers.size:
-            at = f"the part at byte {layout.file_bytes(part.first + damaged):,} is damaged"
-            raise StorageError(f"{self._where}{at}: its checksum is not that of its content; {advice}")
-        there = np.flatnonzero(numbers != NEVER_WRITTEN)
-        taken, counts = np.unique(numbers[there], return_counts=True)
-        twice = taken[(counts > 1) | (self.places.find(taken) >= 0)]
-        if twice.size:
-            rows = layout.rows_of(int(twice[0]), int(twice[0]))
-            raise StorageError(f"{self._where}it is damaged: the part with {rows} is there twice; {advice}")
-        self.places.put(numbers[there], part.first + there)
-
-
-CHUNK_BITS = mmap.PAGESIZE * 8  # blocks whose bits share a page of memory
-
-
 class ChangedBlocks:
-    """A bitmap of blocks whose memory is taken chunk by chunk, when a bit of the chunk is first set.
+    """A bitmap of the blocks that were written since the last snapshot.
 
-    The whole map is reserved as addresses only; the system gives it memory a page at a time.
+    The whole map is reserved as addresses only; the system allocates its memory page by page, as bits are set.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -183,11 +95,11 @@ class ChangedBlocks:
     def add(self, blocks: np.ndarray) -> None:
         """Set the bits of blocks int64 `[b]`, ascending."""
         self._touched[blocks // CHUNK_BITS] = True
-        places = blocks >> 3
-        starts = np.flatnonzero(np.concatenate([[True], places[1:] != places[:-1]])) if blocks.size else places
+        octets = blocks >> 3
+        starts = np.flatnonzero(np.concatenate([[True], octets[1:] != octets[:-1]])) if blocks.size else octets
         bits = np.left_shift(np.uint8(1), (blocks & 7).astype(np.uint8))
         if blocks.size:
-            self._bits[places[starts]] |= np.bitwise_or.reduceat(bits, starts)
+            self._bits[octets[starts]] |= np.bitwise_or.reduceat(bits, starts)
 
     def blocks(self) -> np.ndarray:
         """int64, ascending: those that have changed."""

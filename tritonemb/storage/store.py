@@ -1,15 +1,19 @@
-"""What every place where rows live can do: read and write whole records, a batch at a time, not waited for.
+"""The interface of a store of rows: it reads and writes whole records, a batch at a time, and returns futures.
 
-A row as one record of bytes: its weights and its optimizer state, which travel together.
+A row is one record of bytes: its weights and its optimizer state, which travel together.
 """
 
 from __future__ import annotations
 
 import errno
+import functools
+import importlib
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Protocol
 
 import numpy as np
@@ -18,11 +22,11 @@ from torch import Tensor
 
 from tritonemb.optimizers import StateSpec
 
-Initial = Callable[[Tensor, Tensor], object]
-"""`initial(rows, records)` fills uint8 `[n, num_bytes]` with the first values of rows int64 `[n]`, ascending.
+Initializer = Callable[[Tensor, Tensor], object]
+"""`initializer(rows, records)` fills uint8 `[n, num_bytes]` with the initial values of rows int64 `[n]`, ascending.
 
-What it writes may depend on a row's number alone, never on the other rows of the call. It may be called in any thread,
-but by one store never twice at once.
+What it writes may depend on a row's number alone, never on the other rows of the call. Any thread may call it, but one
+store never calls it twice at once.
 """
 
 
@@ -30,10 +34,21 @@ class StorageError(OSError):
     """Rows could not be read or written; says of which table, where, why, and what to do.
 
     Attributes:
-        told: whether it has been raised to whom it concerns.
+        raised: whether a caller has seen it.
     """
 
-    told = False
+    raised = False
+
+
+@contextmanager
+def storage_errors(what: str, otherwise: str) -> Iterator[None]:
+    """Raise errors of the system as a StorageError: `what`, the error, and what to do, see `advice`."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except (OSError, EOFError, OverflowError) as error:
+        raise StorageError(f"{what}: {error}; {advice(error, otherwise)}") from error
 
 
 def advice(error: BaseException, otherwise: str) -> str:
@@ -44,45 +59,49 @@ def advice(error: BaseException, otherwise: str) -> str:
     return "make room there" if code in (errno.ENOSPC, errno.EDQUOT) else otherwise
 
 
-class Pending:
-    """An operation that has been asked for."""
+class IoFuture:
+    """An operation that was submitted."""
 
     def __init__(self) -> None:
-        self._ended = threading.Event()
+        self._done = threading.Event()
         self._failure: BaseException | None = None
         self._process = os.getpid()
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
-        return self._ended.is_set()
+        """Whether the operation is done or has failed."""
+        return self._done.is_set()
 
     def wait(self) -> None:
-        """Wait until it has ended.
+        """Wait until the operation is done.
 
         Raises:
-            StorageError: it has failed, or it was asked for in another process, which has forked this one off.
-            Exception: whatever a table's `initial` raised.
+            StorageError: it has failed, or it was submitted in another process, from which this one was forked.
+            Exception: whatever a table's initializer raised.
         """
-        if os.getpid() != self._process and not self._ended.is_set():
+        if os.getpid() != self._process and not self._done.is_set():
             raise StorageError("this operation runs in the process that this one was forked from; wait for it there")
-        self._ended.wait()
+        self._done.wait()
         if self._failure is not None:
             if isinstance(self._failure, StorageError):
-                self._failure.told = True
+                self._failure.raised = True
             raise self._failure
 
-    def end(self, failure: BaseException | None = None) -> None:
-        """For stores: it has ended, or failed."""
-        self._failure = failure
-        self._ended.set()
+    def run(self, work: Callable[[], object]) -> None:
+        """For stores: run the operation in this thread."""
+        try:
+            work()
+        except BaseException as failure:
+            self._failure = failure
+        self._done.set()
 
 
 class RowStore(Protocol):
     """Records of rows 0 to `num_rows` - 1.
 
-    Operations take effect in the order they were asked for, whatever thread asks: a read behind a write of the same row
-    sees it. Rows are int64 `[n]` on the CPU, ascending and distinct, records uint8 `[n, num_bytes]`, contiguous, on the
-    CPU. Both must be left alone until the operation has ended. A row that was never written has its initial values.
+    Operations take effect in the order in which they are submitted, by any thread: a read after a write of the same row
+    returns what was written. Rows are int64 `[n]` on the CPU, ascending and distinct, records uint8 `[n, num_bytes]`,
+    contiguous, on the CPU. Neither may be changed until the operation is done. A row that was never written has its
+    initial values.
 
     Methods raise a ValueError or TypeError at once for rows or records that are not so, and a StorageError if the store
     is closed, has failed, or is another process's.
@@ -94,25 +113,31 @@ class RowStore(Protocol):
     @property
     def record(self) -> Record: ...
 
-    def read(self, rows: Tensor, records: Tensor) -> Pending:
-        """Fill `records` with those of the rows."""
+    def read(self, rows: Tensor, records: Tensor) -> IoFuture:
+        """Fill `records` with the records of the rows."""
 
-    def write(self, rows: Tensor, records: Tensor) -> Pending:
-        """Make `records` those of the rows. A store whose write has failed refuses all that comes behind it."""
+    def write(self, rows: Tensor, records: Tensor) -> IoFuture:
+        """Write the records of the rows. After a failed write a store refuses all further operations."""
 
     def close(self) -> None:
-        """Wait for what has been asked for, then refuse further use. A second call does nothing."""
+        """Wait for what was submitted, then refuse further use. A second call does nothing."""
 
 
-def fill_never_written(written: np.ndarray, rows: Tensor, records: Tensor, initial: Initial) -> None:
-    """Give their first values to records of rows of which `written`, uint8 `[n]`, says that none was ever written."""
+def fill_unwritten(written: np.ndarray, rows: Tensor, records: Tensor, initializer: Initializer) -> None:
+    """Give the records of rows that were never written, says `written`, uint8 `[n]`, their initial values."""
     never = torch.from_numpy(np.flatnonzero(written == 0))
     if never.numel() == rows.numel() and never.numel():
-        initial(rows, records)
+        initializer(rows, records)
     elif never.numel():
         some = torch.empty(never.numel(), records.shape[1], dtype=torch.uint8, device="cpu")
-        initial(rows[never], some)
+        initializer(rows[never], some)
         records[never] = some
+
+
+@functools.cache
+def cpu_kernels(name: str) -> ModuleType:
+    """A file of `kernels/cpu`, whose compiler is loaded when it is first used."""
+    return importlib.import_module(f"tritonemb.kernels.cpu.{name}")
 
 
 def check_request(table: str, num_rows: int, record: Record, rows: Tensor, records: Tensor) -> None:

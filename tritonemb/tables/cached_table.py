@@ -27,6 +27,7 @@ from tritonemb.storage import (
     HostRows,
     Record,
     StorageError,
+    TableIdentity,
     record_of,
     restore,
     snapshot_header,
@@ -411,13 +412,10 @@ def _on_disk(config: TableConfig, record: Record, seed: int) -> DiskRows:
 
 def _identity(config: TableConfig, record: Record, seed: int) -> dict[str, Any]:
     return {
-        "table_name": config.name,
-        "num_rows": config.num_embeddings,
-        "record": record,
-        "seed": seed,
-        "initial": _first_values(config, record, seed),
-        "row_origin": config.row_origin,
-        "column_origin": config.column_origin,
+        "identity": TableIdentity(
+            config.name, config.num_embeddings, record, seed, config.row_origin, config.column_origin
+        ),
+        "initializer": _first_values(config, record, seed),
         "host_rows": config.cache.host_rows,
         "policy": config.cache.policy,
     }

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tritonemb import ops
-from tritonemb.storage import HostRows, Pending
+from tritonemb.storage import HostRows, IoFuture
 from tritonemb.tables.cached_table import TieredTable
 
 CHUNK_BYTES = 1 << 26  # of rows that are moved at once where all of a table's are
@@ -23,7 +23,7 @@ class Reading(NamedTuple):
     table: TieredTable
     records: Tensor
     slots: Tensor
-    pending: Pending
+    future: IoFuture
 
 
 class RowMover:
@@ -35,7 +35,7 @@ class RowMover:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._writes: deque[tuple[Pending, int]] = deque()
+        self._writes: deque[tuple[IoFuture, int]] = deque()
         self._writing = 0  # bytes of these
 
     def write(self, table: TieredTable, rows: Tensor, slots: Tensor) -> None:
@@ -69,9 +69,9 @@ class RowMover:
             self._finish_first_write()
 
     def _finish_first_write(self) -> None:
-        pending, size = self._writes.popleft()
+        future, size = self._writes.popleft()
         self._writing -= size
-        pending.wait()
+        future.wait()
 
     def begin_read(self, table: TieredTable, rows: Tensor, slots: Tensor) -> Reading | None:
         """Begin to read rows, ascending, into slots; None if they are there."""
@@ -88,8 +88,8 @@ class RowMover:
         Raises:
             StorageError: some could not be read.
         """
-        for table, records, slots, pending in (read for read in reads if read is not None):
-            pending.wait()
+        for table, records, slots, future in (read for read in reads if read is not None):
+            future.wait()
             here, views = table.tensors_on_device(), table.record.views(records)
             source = torch.arange(slots.numel(), device=self._device)
             self._move(list(here.values()), [views[name] for name in here], slots, source)

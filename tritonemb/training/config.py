@@ -161,7 +161,7 @@ class WorkerOptions(Options):
     """The processes of a job, beside and around those that train.
 
     Args:
-        readers: processes a host that read the data, beside those that train.
+        readers: data loader workers of each rank; none if 0.
         timeout: seconds to wait for a rank that does not answer. The model's own exchanges have a time-out of their
             own: that of `HybridParallel` or `torch.distributed.init_process_group`.
     """

@@ -16,21 +16,21 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tritonemb.comm.control import join
-from tritonemb.comm.group import Group
+from tritonemb.comm.control import init_from_env
+from tritonemb.comm.group import RankGroup
 from tritonemb.data import open_dataset
-from tritonemb.data.source import Data, Feature, tables_of
+from tritonemb.data.protocol import Data, Feature, tables_of
 from tritonemb.nn import DLRM, DCNv2
 from tritonemb.optimizers import OPTIMIZERS, Optimizer
 from tritonemb.sharding import ExchangePrecision, HybridParallel, ShardingPlan
 from tritonemb.training.callbacks import Callback, FitStart
 from tritonemb.training.callbacks.profiler import Profiler
 from tritonemb.training.callbacks.tensorboard import TensorBoard
-from tritonemb.training.checkpoints.together import of_first, together
+from tritonemb.training.checkpoint import RunFolder
+from tritonemb.training.checkpoint.all_ranks import on_all_ranks, on_rank_zero
 from tritonemb.training.config import TrainConfig
 from tritonemb.training.config_io import plain, to_plain, to_toml
 from tritonemb.training.loop import FitResult
-from tritonemb.training.run_folder import RunFolder
 from tritonemb.training.trainer import Trainer
 from tritonemb.training.utils import Interrupted, check_device
 from tritonemb.utils import write_whole
@@ -57,7 +57,7 @@ def train(
         torch.set_num_threads(config.threads)
     with joined(config) as (group, device):
         data = _open(config, group, verbose)
-        folder = RunFolder(of_first(group, lambda: run_path(config, data, resume)), config.checkpoint.keep)
+        folder = RunFolder(on_rank_zero(group, lambda: run_path(config, data, resume)), config.checkpoint.keep)
         first = group.rank == 0
         torch.manual_seed(config.seed)
         trainer = Trainer(
@@ -75,23 +75,23 @@ def train(
 
 
 @contextmanager
-def joined(config: TrainConfig) -> Iterator[tuple[Group, torch.device]]:
+def joined(config: TrainConfig) -> Iterator[tuple[RankGroup, torch.device]]:
     """The ranks that torchrun has started, and this one's device; this process alone without it.
 
     Raises:
         ValueError: the environment of torchrun is incomplete.
     """
     if "WORLD_SIZE" not in os.environ:
-        yield Group(), check_device(config.device)
+        yield RankGroup(), check_device(config.device)
         return
     rank_of_node = os.environ.get("LOCAL_RANK", "0")
     device = check_device(f"cuda:{rank_of_node}" if config.device == "cuda" else config.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    join(backend, timedelta(seconds=config.parallel.timeout))
+    init_from_env(backend, timedelta(seconds=config.parallel.timeout))
     try:
-        yield Group.world(), device
+        yield RankGroup.world(), device
     except Interrupted:
         dist.destroy_process_group()
         raise
@@ -99,7 +99,7 @@ def joined(config: TrainConfig) -> Iterator[tuple[Group, torch.device]]:
     dist.destroy_process_group()
 
 
-def _open(config: TrainConfig, group: Group, verbose: bool) -> Data:
+def _open(config: TrainConfig, group: RankGroup, verbose: bool) -> Data:
     """The data set; one process a node downloads or counts what has to be, before the others open it."""
     opened: list[Data] = []
 
@@ -108,12 +108,12 @@ def _open(config: TrainConfig, group: Group, verbose: bool) -> Data:
             say = _say if verbose and group.rank == 0 else None
             opened.append(open_dataset(config.data, config.path, log=config.read, seed=config.seed, say=say))
 
-    together(group, lambda: open_once(group.nodes.index(group.nodes[group.rank]) == group.rank))
-    together(group, lambda: open_once(True))
+    on_all_ranks(group, lambda: open_once(group.nodes.index(group.nodes[group.rank]) == group.rank))
+    on_all_ranks(group, lambda: open_once(True))
     return opened[0]
 
 
-def _model(config: TrainConfig, data: Data, group: Group, device: torch.device) -> nn.Module:
+def _model(config: TrainConfig, data: Data, group: RankGroup, device: torch.device) -> nn.Module:
     """On several ranks, made without memory, and initialized shard by shard."""
     if group.process_group is None:
         return build_model(config, data.features, data.num_dense)

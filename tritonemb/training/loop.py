@@ -15,10 +15,11 @@ from torch import Tensor
 from tritonemb.comm.control import RankFailed, lost_contact
 from tritonemb.data.batch import Batch
 from tritonemb.data.prefetch import Prefetcher
-from tritonemb.data.source import Split
+from tritonemb.data.protocol import Split
 from tritonemb.ops.errors import check_errors
 from tritonemb.training.callbacks import CallbackList, CheckpointSaved, Evaluation, FitEnd, FitStart, Log, StepEnd
 from tritonemb.training.checkpoint import CheckpointError
+from tritonemb.training.checkpoint.manager import CheckpointManager
 from tritonemb.training.metrics import (
     CacheMeter,
     Clock,
@@ -29,7 +30,6 @@ from tritonemb.training.metrics import (
     memory_bytes,
 )
 from tritonemb.training.pipeline import PreparedStep, open_epoch, prefetched
-from tritonemb.training.saving import Saving
 from tritonemb.training.step import predict_logits
 from tritonemb.training.train_state import TrainState
 from tritonemb.training.utils import Interrupted, StopRequest, versions
@@ -75,7 +75,12 @@ class Loop:
     """
 
     def __init__(
-        self, state: TrainState, saving: Saving, folder: Path | None, watchers: CallbackList, request: StopRequest
+        self,
+        state: TrainState,
+        saving: CheckpointManager,
+        folder: Path | None,
+        watchers: CallbackList,
+        request: StopRequest,
     ) -> None:
         self.state, self.saving, self.folder = state, saving, folder
         self.watchers, self.request = watchers, request

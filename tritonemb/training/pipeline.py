@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from tritonemb.comm.control import Round, describe
-from tritonemb.data.batch import Batch, Layout
+from tritonemb.data.batch import Batch, BatchLayout
 from tritonemb.data.prefetch import Prefetcher
-from tritonemb.data.source import Batches, Data, ReadReport
+from tritonemb.data.protocol import Batches, Data, ReadReport
 from tritonemb.nn.prefetch import looks_ahead, send
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
@@ -184,7 +184,7 @@ def has_cached_tables(model: nn.Module) -> bool:
 
 def empty_batch(data: Data) -> Batch:
     """A batch without samples, with the keys of a data set's batches."""
-    layout = Layout(tuple(feature.name for feature in data.features), 0, data.num_dense, 0)
+    layout = BatchLayout(tuple(feature.name for feature in data.features), 0, data.num_dense, 0)
     return layout.batch(torch.zeros(layout.num_bytes, dtype=torch.uint8))
 
 

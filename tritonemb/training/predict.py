@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tritonemb.data import open_for_scoring
 from tritonemb.data.batch import Batch
-from tritonemb.data.source import Feature
+from tritonemb.data.protocol import Feature
 from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, read_manifest
 from tritonemb.training.config import TrainConfig
 from tritonemb.training.config_io import from_plain

@@ -12,13 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tritonemb.comm.control import Agreement, FailureReports, lost_contact
-from tritonemb.comm.group import Group
-from tritonemb.data.readers import ReaderProcesses
-from tritonemb.data.shares import merge_positions, open_shares, rank_position
-from tritonemb.data.source import Batches, Data, Split
+from tritonemb.comm.control import Consensus, FailureReports, lost_contact
+from tritonemb.comm.group import RankGroup
+from tritonemb.data.loader import merge_positions, open_shards, rank_position
+from tritonemb.data.protocol import Batches, Data, Split
+from tritonemb.data.workers import DataLoaderWorkers
 from tritonemb.sharding.hybrid import HybridParallel
-from tritonemb.training.checkpoints.together import of_first, together
+from tritonemb.training.checkpoint.all_ranks import on_rank_zero
 from tritonemb.training.utils import Interrupted
 
 T = TypeVar("T")
@@ -35,11 +35,11 @@ class Ranks:
         step: that this rank trains, for the errors of others.
     """
 
-    def __init__(self, group: Group, timeout: float) -> None:
+    def __init__(self, group: RankGroup, timeout: float) -> None:
         wait = timedelta(seconds=timeout)
         self.group, self.rank, self.size = group, group.rank, group.size
-        self.control = group.twin("gloo", wait)
-        self.agreement = Agreement(group, wait)
+        self.control = group.duplicate("gloo", wait)
+        self.agreement = Consensus(group, wait)
         self.reports: FailureReports | None = None
         self.step = 0
         self._sent, self._sent_across = self._bytes_sent()
@@ -52,7 +52,7 @@ class Ranks:
     def on_first(self, function: Callable[[], T]) -> T:
         """What rank 0's call returns, on all ranks; what it raises becomes an exception of the same builtin kind.
         Collective."""
-        return of_first(self.control, function)
+        return on_rank_zero(self.control, function)
 
     def max(self, number: int) -> int:
         """The largest of the ranks' numbers. Collective."""
@@ -134,7 +134,7 @@ class Ranks:
 
 
 class RankLoader:
-    """Opens this rank's part of a data set, read by reader processes of the host where they are asked for.
+    """Opens this rank's part of a data set, read by data loader workers where they are asked for.
 
     Args:
         data: the same on all ranks.
@@ -142,7 +142,7 @@ class RankLoader:
         batch_size: samples a batch.
         seed: of the order of the rows.
         pin_memory: make the batches in page-locked memory.
-        readers: processes a host that read; none if 0.
+        readers: data loader workers of this rank; none if 0.
     """
 
     def __init__(
@@ -150,16 +150,14 @@ class RankLoader:
     ) -> None:
         self._data, self._ranks = data, ranks
         self._batch_size, self._seed, self._pin_memory = batch_size, seed, pin_memory
-        self._num_readers = readers
-        self._readers: ReaderProcesses | None = None
-        self._address: str | None = None
+        self._workers = DataLoaderWorkers(data, readers) if readers else None
 
     def open(self, split: Split, shuffle: bool = False, epoch: int = 0, position: Any = None) -> Batches:
-        """This rank's batches of a split: shuffled by epoch, from a position on. Collective where there are readers."""
-        return open_shares(
+        """This rank's batches of a split: shuffled by epoch, from a position on."""
+        return open_shards(
             self._data, split, self._batch_size, self._ranks.rank, self._ranks.size, positions=position,
             seed=self._seed if shuffle else 0, epoch=epoch, shuffle=shuffle, pin_memory=self._pin_memory,
-            readers=self._readers_address(),
+            workers=self._workers,
         )  # fmt: skip
 
     def merged(self, position: Any) -> Any:
@@ -171,23 +169,8 @@ class RankLoader:
         """This rank's part of the position of all ranks."""
         return None if position is None else rank_position(position, self._ranks.rank, self._ranks.size)
 
-    def _readers_address(self) -> str | None:
-        """Of the readers of this host, which its first rank starts when they are first asked for."""
-        if self._num_readers and self._address is None:
-            nodes = self._ranks.group.nodes
-            first = nodes.index(nodes[self._ranks.rank])
 
-            def start() -> str | None:
-                if first != self._ranks.rank:
-                    return None
-                self._readers = ReaderProcesses(self._data, self._num_readers)
-                return self._readers.address
-
-            self._address = together(self._ranks.control, start)[first]
-        return self._address
-
-
-def group_of(model: nn.Module) -> Group:
+def group_of(model: nn.Module) -> RankGroup:
     """The ranks that train a model.
 
     Raises:
@@ -200,4 +183,4 @@ def group_of(model: nn.Module) -> Group:
             f"the job has {dist.get_world_size()} ranks, and a {type(model).__name__} trains on one of them: give the "
             "trainer tritonemb.HybridParallel(model), which shards its tables and copies the rest to all ranks"
         )
-    return Group()
+    return RankGroup()

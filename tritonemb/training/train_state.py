@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from tritonemb.data.prefetch import Prefetcher
-from tritonemb.data.source import Data
+from tritonemb.data.protocol import Data
 from tritonemb.tables.cached_table import TieredTable, stand_ins
 from tritonemb.training.config import TrainerOptions
 from tritonemb.training.ranks import RankLoader, Ranks

@@ -13,18 +13,18 @@ import torch
 from torch import nn
 
 from tritonemb.data.batch import Batch
-from tritonemb.data.source import Data, Split
+from tritonemb.data.protocol import Data, Split
 from tritonemb.ops.errors import check_errors
 from tritonemb.training.callbacks import Callback, CallbackList, CheckpointSaved
 from tritonemb.training.callbacks.console import make_display
 from tritonemb.training.callbacks.jsonl import RunLog
 from tritonemb.training.callbacks.report import Report
+from tritonemb.training.checkpoint import RunFolder
+from tritonemb.training.checkpoint.manager import CheckpointManager
 from tritonemb.training.config import TrainerOptions
 from tritonemb.training.loop import FitResult, Loop, evaluate
 from tritonemb.training.metrics import Metrics
 from tritonemb.training.ranks import RankLoader, Ranks, group_of
-from tritonemb.training.run_folder import RunFolder
-from tritonemb.training.saving import Saving
 from tritonemb.training.schedule import Schedule
 from tritonemb.training.step import TrainStep
 from tritonemb.training.train_state import Progress, TrainState, seed_rank
@@ -51,7 +51,7 @@ class Trainer(TrainerOptions):
 
     Args:
         model: on the device where it is to be trained, unless `device` is given.
-        data: a `tritonemb.data.Dataset` or `ClickLog`, or anything with the methods of `tritonemb.data.source.Data`.
+        data: a `tritonemb.data.Dataset` or `ClickLog`, or anything with the methods of `tritonemb.data.protocol.Data`.
         dense_optimizer: called with the parameters and `lr=dense_lr`; a class of `torch.optim`, for example.
         device: where to train; the model is moved there.
         folder: where checkpoints, `log.jsonl` and `report.html` go.
@@ -85,7 +85,7 @@ class Trainer(TrainerOptions):
     pipeline: bool = True
     state: TrainState = field(init=False)
     run_folder: RunFolder | None = field(init=False)
-    saving: Saving = field(init=False)
+    saving: CheckpointManager = field(init=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -110,7 +110,7 @@ class Trainer(TrainerOptions):
             folder = RunFolder(self.folder, options.keep, options.checkpoint_incremental)
         # The options are frozen; what is made of them is set once.
         vars(self).update(device=device, dense_optimizer=step.dense_optimizer, state=state, run_folder=folder)
-        vars(self).update(saving=Saving(state, folder, options.checkpoint_async))
+        vars(self).update(saving=CheckpointManager(state, folder, options.checkpoint_async))
 
     @property
     def progress(self) -> Progress:

@@ -9,7 +9,7 @@ import torch
 from tritonemb.kernels.cpu import pages
 from tritonemb.kernels.cpu.pages import NEVER_WRITTEN, PAGE_BYTES, PAYLOAD_BYTES, WORDS, check, identify, seal
 from tritonemb.storage import format
-from tritonemb.storage.io import Buffer
+from tritonemb.storage.io import IoBuffer
 
 
 def mix(x: int) -> int:
@@ -32,14 +32,14 @@ def reference(page: np.ndarray, seed: int) -> int:
 
 
 @pytest.fixture
-def three() -> Buffer:
+def three() -> IoBuffer:
     """Three pages of random bytes."""
-    buffer = Buffer(3 * PAGE_BYTES)
+    buffer = IoBuffer(3 * PAGE_BYTES)
     buffer.array[:] = np.random.default_rng(0).integers(0, 256, buffer.array.size, dtype=np.uint8)
     return buffer
 
 
-def checksums(buffer: Buffer) -> list[int]:
+def checksums(buffer: IoBuffer) -> list[int]:
     return buffer.array.reshape(-1, PAGE_BYTES)[:, -8:].copy().view(np.uint64)[:, 0].tolist()
 
 
@@ -77,7 +77,7 @@ def test_any_changed_bit_and_any_other_place_is_damage(three):
     assert check(three.address, numbers, 1) == 1
 
 
-def identified(buffer: Buffer, pages_per_block: int, num_blocks: int) -> tuple[int, list[int]]:
+def identified(buffer: IoBuffer, pages_per_block: int, num_blocks: int) -> tuple[int, list[int]]:
     numbers = np.full(3 // pages_per_block, 99)
     return identify(buffer.address, numbers, pages_per_block, num_blocks), numbers.tolist()
 

@@ -1,0 +1,262 @@
+"""CSV with a header: parsed at once, and line by line where a block has a bad line; the same rows either way."""
+
+import csv
+import gzip
+import io
+import re
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pa = pytest.importorskip("pyarrow")
+
+from tests.data.logs import ALL_TRAIN, contents, options, rows_of, same  # noqa: E402
+from tritonemb.data import ClickLog, SplitRule, convert, open_dataset, open_for_scoring  # noqa: E402
+from tritonemb.data.delimited import LONGEST_LINE, LineEnds, quoted_ends  # noqa: E402
+
+SCHEMA = {"label": "click", "dense": ("price",), "sparse": ("user", "item"), "integers": ("item",)}
+HEADER = "click,note,price,user,item\n"
+
+
+def write(folder, *lines, name="log.csv", header=HEADER, end="\n"):
+    text = header + "".join(line + end for line in lines)
+    raw = text.encode(errors="surrogateescape")
+    if name.endswith(".gz"):
+        raw = gzip.compress(raw)
+    elif name.endswith(".zst"):
+        raw = pa.Codec("zstd").compress(raw, asbytes=True)
+    (folder / name).write_bytes(raw)
+    return folder / name
+
+
+def reader(path, **changes):
+    return ClickLog(path, options(changes.pop("split", ALL_TRAIN), **(SCHEMA | {"log_transform": False} | changes)))
+
+
+def as_parquet(folder, columns):
+    path = folder / "log.parquet"
+    __import__("pyarrow.parquet").parquet.write_table(pa.table(columns), path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["log.csv", "log.csv.gz", "log.csv.zst"])
+def test_rows_are_those_of_parquet(tmp_path, name):
+    path = write(tmp_path, "1,a,1.5,ann,7", '0,"b, c",,"b ""x"" é",-1', "0,,1e3,,", "", "1,x,nan,ann,0", name=name)
+    columns = {
+        "click": [1, 0, 0, 1],
+        "price": [1.5, None, 1000.0, None],
+        "user": ["ann", 'b "x" é', None, "ann"],
+        "item": [7, -1, None, 0],
+    }
+    table = reader(as_parquet(tmp_path, columns))
+    assert rows_of(reader(path)) == rows_of(table)
+    assert [row[1] for row in rows_of(reader(path))] == [1.5, 0.0, 1000.0, 0.0]
+    assert reader(path).encoding == table.encoding
+
+
+@pytest.mark.parametrize("delimiter", ["\t", ";", "|"])
+def test_any_delimiter(tmp_path, delimiter):
+    expected = rows_of(reader(write(tmp_path, "1,a,1.5,ann,7", "0,b,2,bob,8")))
+    lines = [line.replace(",", delimiter) for line in ("1,a,1.5,ann,7", "0,b,2,bob,8")]
+    path = write(tmp_path, *lines, name="log.txt", header=HEADER.replace(",", delimiter), end="\r\n")
+    assert rows_of(reader(path, delimiter=delimiter)) == expected
+
+
+def test_options_and_header_are_checked(tmp_path):
+    path = write(tmp_path, "1,a,1.5,ann,7")
+    for changes, message in (
+        ({"delimiter": ",,"}, "delimiter must be one ASCII character, got ',,'"),
+        ({"delimiter": "\n"}, "delimiter must be one ASCII character"),
+        ({"integers": ("price",)}, "schema: integers names price, not among sparse: user, item"),
+        ({"delimiter": "|"}, "log.csv, line 1: expected a header, names with '|' between them, found 'click,note"),
+        ({"sparse": ("shop",), "integers": ()}, "the schema's sparse column 'shop' is not there; columns: click, note"),
+        ({"split": SplitRule(time_column="note", test_from="3")}, "text files are not split by a time column"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            reader(path, **changes)
+    with pytest.raises(ValueError, match=r"a schema must say which is the label"):
+        ClickLog(path, options())
+    with pytest.raises(ValueError, match="there are 2 columns 'user'"):
+        reader(write(tmp_path, "1,a,2,3,4", header="click,user,price,user,item\n"))
+    other = write(tmp_path, "1,1.5,ann,7", name="other.csv", header="click,price,user,item\n")
+    with pytest.raises(ValueError, match=r"other.csv: its header is not that of .*log.csv: click, price, user, item"):
+        reader([write(tmp_path, "1,a,1.5,ann,7"), other])
+    with pytest.raises(
+        ValueError, match=r"line 1: field 1 \(label\) is 'click,.*; a file with a header is read with a d"
+    ):
+        ClickLog(write(tmp_path, header="click,a\t" + "\t".join("x" * 39) + "\n", name="log.txt"), options())
+
+
+def test_several_files_have_a_header_each(tmp_path):
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    for day in range(3):
+        write(folder, *(f"{day % 2},a,{day * 10 + row},u,1" for row in range(5)), name=f"day_{day}.csv")
+    log = reader(folder, chunk_bytes=30)
+    assert [row[1] for row in rows_of(log)] == [0, 1, 2, 3, 4, 10, 11, 12, 13, 14, 20, 21, 22, 23, 24]
+    days = ClickLog(folder, options(SplitRule(), **SCHEMA, log_transform=False))
+    assert [row[1] for row in rows_of(days, "test")] == [20, 21, 22, 23, 24]
+
+
+def test_a_mark_of_utf_8_before_the_header_is_left_out(tmp_path):
+    assert len(rows_of(reader(write(tmp_path, "1,a,2,3,4", header="\ufeff" + HEADER)))) == 1
+
+
+BAD = [
+    ("2,a,1,u,1", "field 1 (click) is '2', expected 0 or 1"),
+    (",a,1,u,1", "field 1 (click) is '', expected 0 or 1"),
+    ("yes,a,1,u,1", "field 1 (click) is 'yes', expected 0 or 1"),
+    ("1,a,1.5.2,u,1", "field 3 (price) is '1.5.2', expected a number or nothing"),
+    ("1,a,inf,u,1", "field 3 (price) is 'inf', expected a finite number or nothing"),
+    ("1,a,1e39,u,1", "field 3 (price) is '1e39', expected a number that fits float32"),
+    ("1,a,1,u,1.5", "field 5 (item) is '1.5', expected an integer or nothing"),
+    ("1,a,1,u,9223372036854775808", "field 5 (item) is '9223372036854775808', expected an integer or nothing"),
+    ("1,a,1,\udcff,1", "field 4 (user) is '\\\\xff', expected text in UTF-8"),
+    ("1,a,1,u", "expected 5 fields with ',' between them, found 4"),
+    ("1,a,1,u,1,", "expected 5 fields with ',' between them, found 6"),
+    ('1,a,1,u,"1', "field 5 (item) is '1', expected an integer or nothing; a quote is not closed in this line"),
+    ('1,"a,1,u,1', "expected 5 fields with ',' between them, found 2; a quote is not closed in this line"),
+    ('1,a,1,u,1,"', "expected 5 fields with ',' between them, found 6; a quote is not closed in this line"),
+    ('1,a,1,"u\n",1', "expected 5 fields with ',' between them, found 4"),
+    ("1,a\rb,1,u,1", "a carriage return stands inside the line"),
+    (f"1,{'a' * LONGEST_LINE},1,u,1", "the line has more than 65,536 characters"),
+]
+
+
+@pytest.mark.parametrize("chunk_bytes", [1, 40, 1 << 20])
+@pytest.mark.parametrize(("bad", "message"), BAD, ids=range(len(BAD)))
+def test_a_bad_line_is_named_or_skipped_alone(tmp_path, bad, message, chunk_bytes):
+    lines = ["1,a,1,u,1", "0,b,2,v,2", bad, '1,"c",3,"w",3', "", "0,d,4,x,4"]
+    path = write(tmp_path, *lines)
+    with pytest.raises(ValueError, match="line 4: ") as caught:
+        rows_of(reader(path, chunk_bytes=chunk_bytes))
+    assert f"{path}, line 4: {message}" in str(caught.value)
+    log = reader(path, on_bad_row="skip", chunk_bytes=chunk_bytes)
+    with log.open("train", 2) as stream:
+        dense = [value for batch in stream for value in batch.dense[:, 0].tolist()]
+        report = stream.report
+    assert dense == [1, 2, 3, 4]
+    assert report.skipped == (2 if "\n" in bad else 1)
+    assert f"{path}, line 4: {message}" in report.problems[0]
+
+
+def test_a_bad_first_row_is_named_before_anything_is_read(tmp_path):
+    path = write(tmp_path, "", "1,a,x,u,1", "1,a,1,u,1")
+    with pytest.raises(ValueError, match=r"log.csv, line 3: field 3 \(price\) is 'x', expected a number or nothing"):
+        reader(path)
+
+
+@given(st.data())
+def test_a_line_is_accepted_alone_if_and_only_if_it_is_among_others(tmp_path, data):
+    pieces = st.sampled_from(
+        ["0", "1", "2.5", "", " ", "u", '"', '""', ",", ",", "\r", "é", "-", "x\0", '"q"', '"a,b"']
+    )
+    lines = data.draw(st.lists(st.lists(pieces, max_size=12).map("".join), min_size=1, max_size=8))
+    lines += ["1,a,1.5,u,1", "0,b,2,v,2"]
+    how = {"on_bad_row": "skip", "chunk_bytes": data.draw(st.sampled_from((1, 60, 10_000)))}
+    together = rows_of(reader(write(tmp_path, *lines, name="all.csv"), **how))
+    alone = [row for line in lines[:-2] for row in rows_of(reader(write(tmp_path, line, lines[-1]), **how))[:-1]]
+    assert together[:-2] == alone
+
+
+def test_strings_and_integers_have_hashes_of_their_own(tmp_path):
+    path = write(tmp_path, "1,a,1,7,7")
+    strings = rows_of(reader(path, integers=()))[0]
+    integers = rows_of(reader(path, integers=("user", "item")))[0]
+    assert strings[2] != integers[2]
+    assert strings[3] != integers[3]
+
+
+def test_line_ends_inside_quotes(tmp_path):
+    rows = [(number % 2, f'a "{number}",\n' * (number % 4), number, f"u\r\n{number}", number) for number in range(60)]
+    text = io.StringIO(newline="")
+    csv.writer(text, lineterminator="\r\n").writerows(rows)
+    path = tmp_path / "log.csv"
+    path.write_bytes(HEADER.encode() + text.getvalue().encode())
+    columns = {name: [row[place] for row in rows] for place, name in enumerate(HEADER.strip().split(","))}
+    expected = rows_of(reader(as_parquet(tmp_path, columns)))
+    for chunk_bytes in (1, 50, 1 << 20):
+        assert rows_of(reader(path, quoted_newlines=True, chunk_bytes=chunk_bytes)) == expected
+    log = reader(path, quoted_newlines=True, split=SplitRule(test_share=0.4), chunk_bytes=100)
+    shares = [[rows_of(log, split, shard=(index, 3)) for index in range(3)] for split in ("train", "test")]
+    assert sorted(row for split in shares for share in split for row in share) == sorted(expected)
+    assert rows_of(log) + rows_of(log, "test") == expected
+    with log.open("test", 4) as stream:
+        next(stream)
+        position, rest = stream.position, list(stream)
+    assert same(log.open("test", 4, position=position), rest)
+
+
+def test_lines_are_counted_where_quotes_contain_line_ends(tmp_path):
+    lines = ['1,"a\nb",1,u,1'] * 20 + ["1,a,x,u,1", '1,"\n\n",2,u,1']
+    for split in (ALL_TRAIN, SplitRule(test_share=0.3)):
+        log = reader(write(tmp_path, *lines), quoted_newlines=True, split=split, chunk_bytes=30)
+        with pytest.raises(ValueError, match=r"line 42: field 3 \(price\) is 'x'"):
+            rows_of(log, log.splits()[-1])
+
+
+@given(st.lists(st.sampled_from(list('"\n,a')), max_size=40).map("".join))
+def test_quoted_line_ends_are_those_of_a_parser(text):
+    inside, expected = False, []
+    for place, character in enumerate(text):
+        inside ^= character == '"'
+        if character == "\n" and not inside:
+            expected.append(place + 1)
+    assert quoted_ends(text.encode()).tolist() == expected
+    ends = LineEnds(text.encode(), quoted=True)
+    assert ends.last() == (expected[-1] if expected else 0)
+    assert all(ends.after(at) == next((e for e in expected if e > at), 0) for at in range(len(text)))
+
+
+def test_a_quote_that_is_never_closed_costs_one_row(tmp_path):
+    good = ["1,a,1,u,1"] * 9000
+    path = write(tmp_path, *good[:100], '1,"a,1,u,1', *good)
+    for chunk_bytes in (1000, 1 << 20):
+        log = reader(path, quoted_newlines=True, on_bad_row="skip", chunk_bytes=chunk_bytes)
+        with log.open("train", 64) as stream:
+            rows = sum(map(len, stream))
+            report = stream.report
+        assert (rows, report.skipped) == (9100 - LONGEST_LINE // 10, 1)
+        assert "line 102: the line has" in report.problems[0]
+
+
+@pytest.mark.parametrize("name", ["log.csv", "log.csv.gz"])
+@pytest.mark.parametrize("rule", [SplitRule(), SplitRule(split_by="random", test_share=0.3)], ids=["end", "random"])
+def test_shares_and_positions(tmp_path, name, rule):
+    path = write(tmp_path, *(f"{row % 2},{'n' * (row % 7)},{row},u{row % 5},{row}" for row in range(200)), name=name)
+    log = reader(path, split=rule, chunk_bytes=300, shuffle_rows=20)
+    rows = [rows_of(log, split, shard=(index, 4)) for split in ("train", "test") for index in range(4)]
+    assert sorted(row[1] for share in rows for row in share) == list(range(200))
+    with log.open("train", 8, shuffle=True) as stream:
+        batches = [next(stream) for _ in range(7)]
+        position, rest = stream.position, list(stream)
+    assert same(log.open("train", 8, shuffle=True, position=position), rest)
+    assert len(batches) == 7
+
+
+def test_a_converted_file_gives_the_same_batches(tmp_path):
+    random = np.random.default_rng(0)
+    lines = [f"{row % 2},n,{random.normal()},{random.choice(['', 'a', 'b é'])},{row}" for row in range(100)]
+    path = write(tmp_path, *lines, "bad")
+    how = {"schema": options(**SCHEMA).schema, "on_bad_row": "skip"}
+    report = convert(path, tmp_path / "log.parquet", options(**SCHEMA, on_bad_row="skip"))
+    assert (report.rows, report.skipped) == (100, 1)
+    logs = [ClickLog(source, options(**how)) for source in (path, tmp_path / "log.parquet")]
+    assert same(*(log.open("train", 7, shuffle=True) for log in logs))
+    table = __import__("pyarrow.parquet").parquet.read_table(tmp_path / "log.parquet")
+    assert dict(zip(table.schema.names, map(str, table.schema.types), strict=True)) == {
+        "click": "int8", "price": "double", "user": "string", "item": "int64",
+    }  # fmt: skip
+
+
+def test_names_open_csv_and_rows_without_labels_are_scored(tmp_path):
+    path = write(tmp_path, "1,a,1,u,1", "0,b,2,v,2")
+    log = open_dataset(str(path), log=options(**SCHEMA))
+    unlabelled = write(tmp_path, "a,1,u,1", "b,2,v,2", name="score.csv", header=HEADER.partition(",")[2])
+    for source in (path, unlabelled):
+        scored = open_for_scoring(source, options(**SCHEMA), log.features)
+        batch = next(scored.open("test", 2))
+        assert contents(batch)[2].tolist() == contents(next(log.open("train", 2)))[2].tolist()
+    assert batch.labels.tolist() == [0, 0]

@@ -1,0 +1,124 @@
+"""Data frames by Arrow's C stream interface: the rows of a Parquet file with the same columns."""
+
+import pytest
+
+pa = pytest.importorskip("pyarrow")
+pandas = pytest.importorskip("pandas")
+polars = pytest.importorskip("polars")
+import pyarrow.parquet as parquet  # noqa: E402
+
+from tests.data.logs import ALL_TRAIN, options, rows_of, same  # noqa: E402
+from tritonemb.data import ClickLog, SplitRule, from_dataframe  # noqa: E402
+
+SCHEMA = {"label": "click", "dense": ("price",), "sparse": ("user", "item")}
+COLUMNS = {
+    "click": [0, 1] * 50,
+    "price": [None if row % 7 == 0 else row / 3 for row in range(100)],
+    "user": [None if row % 5 == 0 else f"user number {row % 11}" for row in range(100)],
+    "item": [row * row for row in range(100)],
+    "time": list(range(100)),
+}
+
+
+class Stream:
+    """Nothing but the interface."""
+
+    def __init__(self, table):
+        self._table = table
+
+    def __arrow_c_stream__(self, requested_schema=None):
+        return self._table.__arrow_c_stream__(requested_schema)
+
+
+def frames():
+    table = pa.table(COLUMNS)
+    halves = pa.concat_tables([table.slice(0, 33), table.slice(33)])
+    categories = pandas.DataFrame(COLUMNS).astype({"user": "category"})
+    views = polars.DataFrame(COLUMNS).with_columns(polars.col("user").cast(polars.Categorical))
+    return {
+        "pandas": pandas.DataFrame(COLUMNS),
+        "pandas categories": categories,
+        "polars": polars.DataFrame(COLUMNS),
+        "polars categories": views,
+        "arrow": halves,
+        "interface": Stream(table),
+    }
+
+
+@pytest.fixture
+def log(tmp_path):
+    parquet.write_table(pa.table(COLUMNS), tmp_path / "log.parquet")
+    return lambda rule=ALL_TRAIN: ClickLog(tmp_path / "log.parquet", options(rule, **SCHEMA, shuffle_rows=30))
+
+
+@pytest.mark.parametrize("kind", list(frames()))
+@pytest.mark.parametrize(
+    "rule",
+    [
+        SplitRule(),
+        SplitRule(split_by="random", validation_share=0.2),
+        SplitRule(time_column="time", validation_from="60", test_from="80"),
+    ],
+    ids=["end", "random", "time"],
+)
+def test_rows_are_those_of_parquet(log, kind, rule):
+    found, expected = from_dataframe(frames()[kind], options(rule, **SCHEMA, shuffle_rows=30)), log(rule)
+    assert found.encoding == expected.encoding
+    assert found.splits() == expected.splits()
+    for split in expected.splits():
+        assert found.num_rows(split) == expected.num_rows(split)
+        assert same(found.open(split, 8, shuffle=True), expected.open(split, 8, shuffle=True))
+        shares = [rows_of(found, split, shard=(index, 3)) for index in range(3)]
+        assert sorted(row for share in shares for row in share) == sorted(rows_of(expected, split))
+
+
+def test_lists_of_strings_are_multi_hot(tmp_path):
+    columns = {"click": [0, 1], "tags": [["a", "b"], []]}
+    logs = [
+        from_dataframe(frame, options(label="click", sparse=("tags",)))
+        for frame in (polars.DataFrame(columns), pa.table(columns))
+    ]
+    assert logs[0].features[0].multi_hot
+    assert same(*(log.open("train", 2) for log in logs))
+
+
+def test_a_stream_goes_on_at_its_position(log):
+    found = from_dataframe(polars.DataFrame(COLUMNS), options(ALL_TRAIN, **SCHEMA, shuffle_rows=30, chunk_bytes=2000))
+    with found.open("train", 8, shuffle=True) as stream:
+        for _ in range(6):
+            next(stream)
+        position, rest = stream.position, list(stream)
+    assert same(found.open("train", 8, shuffle=True, position=position), rest)
+    assert same(found.open("train", 8, shuffle=True), log().open("train", 8, shuffle=True))
+
+
+def test_held_out_frames(log):
+    frame = polars.DataFrame(COLUMNS)
+    found = from_dataframe(frame[:60], options(SplitRule(), **SCHEMA), validation=frame[60:80], test=frame[80:])
+    everything = rows_of(log())
+    assert found.splits() == ("train", "validation", "test")
+    assert [rows_of(found, split) for split in found.splits()] == [everything[:60], everything[60:80], everything[80:]]
+    assert from_dataframe(frame[:60], options(SplitRule(), **SCHEMA), test=frame[80:]).splits() == ("train", "test")
+
+
+def test_mistakes_are_named():
+    frame = polars.DataFrame(COLUMNS)
+    bad = frame.with_columns(click=polars.Series([0] * 99 + [2]))
+    with pytest.raises(ValueError, match=r"clicks, row 100: field 1 \(click\) is '2', expected 0 or 1"):
+        rows_of(from_dataframe(bad, options(**SCHEMA), name="clicks"))
+    for wrong, how, message in (
+        ([1, 2], {}, "data frame: list is not a data frame with the method __arrow_c_stream__"),
+        (frame[:0], {}, "data frame is empty: it has no rows"),
+        (frame.drop("user"), {}, "data frame: the schema's sparse column 'user' is not there; columns: click, price"),
+        (
+            frame.with_columns(user=0.5),
+            {},
+            "column 'user' is double, but a sparse column has integers, strings or list",
+        ),
+        (frame, {"test": frame.drop("item")}, r"data frame \(test\): the schema's sparse column 'item' is not there"),
+        (frame, {"test": frame, "options": options(SplitRule(split_by="random"), **SCHEMA)}, "another split rule than"),
+        (frame, {"options": options(SplitRule(split_by="files"), **SCHEMA)}, "give held-out data frames, or another"),
+        (pandas.DataFrame({"click": [1, "a"]}), {}, "Arrow can not represent its columns"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            from_dataframe(wrong, **({"options": options(SplitRule(), **SCHEMA)} | how))

@@ -1,0 +1,183 @@
+"""What the ranks of a job read together, also where an epoch goes on with other ranks or other workers."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("pyarrow")
+
+from tests.data.bundle import KINDS, SIZES
+from tests.data.logs import same
+from tests.data.threads import running
+from tritonemb.data.loader import merge_positions, open_shards, rank_position
+
+
+def epoch(data, split, batch_size, world, reading, positions=None, rounds=None, shards=None, **how):
+    """What each rank draws in turn until all are out or for some rounds, and the position of all after that."""
+    streams = [
+        open_shards(data, split, batch_size, rank, world, shards, positions, workers=reading, **how)
+        for rank in range(world)
+    ]
+    drawn = [[] for _ in streams]
+    for _ in itertools.count() if rounds is None else range(rounds):
+        batches = [next(stream, None) for stream in streams]
+        for mine, batch in zip(drawn, batches, strict=True):
+            mine += [] if batch is None else [batch]
+        if not any(batches):
+            break
+    ranks = [json.loads(json.dumps(stream.position)) for stream in streams]
+    rows = sum(stream.report.rows for stream in streams)
+    for stream in streams:
+        stream.close()
+    assert [json.loads(json.dumps(stream.position)) for stream in streams] == ranks
+    return drawn, merge_positions(ranks), rows
+
+
+def rows_of(drawn):
+    return [int(row) for mine in drawn for batch in mine for row in batch.dense[:, 0]]
+
+
+@settings(max_examples=30)
+@given(
+    kind=st.sampled_from(KINDS),
+    size=st.sampled_from(SIZES),
+    batch_size=st.integers(1, 30),
+    world=st.sampled_from((1, 2, 4)),
+    count=st.sampled_from((0, 1, 3)),
+    how=st.fixed_dictionaries({"seed": st.integers(0, 2), "epoch": st.integers(0, 1), "shuffle": st.booleans()}),
+    worlds=st.lists(st.sampled_from((1, 2, 3, 4)), max_size=2),
+    rounds=st.integers(0, 6),
+)
+def test_every_row_is_seen_once(workers, bundle, kind, size, batch_size, world, count, how, worlds, rounds):
+    """With any number of workers, and where the epoch resumes on other numbers of ranks; the same bits in each case."""
+    split, reading = f"{kind}-{size}/train", workers[count]
+    drawn, _, rows = epoch(bundle, split, batch_size, world, reading, **how)
+    assert sorted(rows_of(drawn)) == list(range(size))
+    assert rows == size
+    other = workers[{0: 1, 1: 3, 3: 0}[count]]
+    again, _, _ = epoch(bundle, split, batch_size, world, other, **how)
+    assert all(same(a, b) for a, b in zip(drawn, again, strict=True))
+    seen, position = [], None
+    for number in (world, *worlds):
+        parts, position, rows = epoch(bundle, split, batch_size, number, reading, position, rounds, world, **how)
+        seen += rows_of(parts)
+        assert rows == len(seen)
+    position = json.loads(json.dumps(position))
+    rest, _, rows = epoch(bundle, split, batch_size, world, other, position, **how)
+    assert rows == size
+    assert sorted([*seen, *rows_of(rest)]) == list(range(size))
+    if not worlds:  # as if it had not been interrupted
+        assert all(same(mine[rounds:], after) for mine, after in zip(drawn, rest, strict=True))
+
+
+@pytest.mark.slow
+@settings(max_examples=400)
+@given(
+    kind=st.sampled_from(KINDS),
+    batch_size=st.integers(1, 30),
+    shards=st.integers(1, 7),
+    worlds=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+    rounds=st.integers(0, 5),
+)
+def test_every_row_is_seen_once_whatever_happens(workers, bundle, kind, batch_size, shards, worlds, rounds):
+    seen, position, how = [], None, {"shuffle": True}
+    for number, world in enumerate(worlds):
+        reading = workers[(0, 1, 3)[number % 3]]
+        parts, position, _ = epoch(
+            bundle, f"{kind}-60/train", batch_size, world, reading, position, rounds, shards, **how
+        )
+        seen += rows_of(parts)
+    rest, _, rows = epoch(bundle, f"{kind}-60/train", batch_size, 2, None, position, **how)
+    assert rows == 60
+    assert sorted([*seen, *rows_of(rest)]) == list(range(60))
+
+
+def test_a_shard_is_drawn_from_in_turn(bundle):
+    data = bundle.data["memory-60"]
+    with open_shards(data, "train", 4, 1, 2, 6) as stream:  # shards 1, 3 and 5 with 10 rows each
+        drawn = [[int(row) for row in batch.dense[:, 0]] for batch in stream]
+        assert stream.report.rows == 30
+    assert [rows[0] % 6 for rows in drawn] == [1, 3, 5] * 3
+    assert list(map(len, drawn)) == [4, 4, 4, 4, 4, 4, 2, 2, 2]
+    with open_shards(data, "train", 4, 3, 4, 2) as stream:
+        assert list(stream) == []
+        assert stream.position == {"shares": 2, "at": {}}
+
+
+@pytest.mark.parametrize("rounds", [0, 1, 4, 5, 9, 30])
+def test_ranks_with_several_shards_resume_in_their_turn(bundle, rounds):
+    how = {"shards": 5, "shuffle": True}
+    whole, _, _ = epoch(bundle, "tsv-60/train", 2, 2, None, **how)
+    before, position, _ = epoch(bundle, "tsv-60/train", 2, 2, None, rounds=rounds, **how)
+    after, _, _ = epoch(bundle, "tsv-60/train", 2, 2, None, position, **how)
+    for mine, first, rest in zip(whole, before, after, strict=True):
+        assert same(mine, [*first, *rest])
+
+
+def test_one_shard_is_the_stream_itself(bundle):
+    data = bundle.data["memory-60"]
+    with open_shards(data, "train", 4) as stream, data.open("train", 4) as plain:
+        assert type(stream) is type(plain)
+        next(stream)
+        next(plain)
+        assert stream.position == plain.position
+        position = stream.position
+    assert merge_positions([{"shares": 1, "at": {}}, position]) == position
+    assert rank_position(position, 0, 2) == position
+    assert rank_position(position, 1, 2) == {"shares": 1, "at": {}}
+    with open_shards(data, "train", 4, 0, 2, positions=position) as stream:
+        assert sum(map(len, stream)) == 56
+    with open_shards(data, "train", 4, 1, 2, positions=position) as stream:
+        assert list(stream) == []
+
+
+def test_positions_that_do_not_fit_are_refused(bundle):
+    data = bundle.data["memory-60"]
+    _, whole, _ = epoch(data, "train", 4, 3, None, rounds=2)
+    parts = [rank_position(whole, rank, 3) for rank in range(3)]
+    assert [list(part["at"]) for part in parts] == [["0"], ["1"], ["2"]]
+    assert merge_positions(parts[::-1]) == whole
+    for wrong, message in (
+        (parts[:2], "no rank's position has shard 2 of 3"),
+        ([*parts, parts[0]], "shard 0 is in the positions of two ranks"),
+        ([parts[0], {"shares": 4, "at": {}}], r"of epochs in \[3, 4\] shards"),
+        ([{"shares": 2, "at": {"2": parts[2]["at"]["2"]}}], "is not a position of shards"),
+        ([{"shares": 0, "at": {}}], "is not a position of shards"),
+        ([{"shares": 2, "at": {"0": {}}}], "is not a position of shards"),
+        (["no"], "'no' is not a position"),
+        ([], "positions are of epochs in"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            merge_positions(wrong)
+    with pytest.raises(ValueError, match="the position lacks shard 1 of 3; merge the positions of all ranks"):
+        open_shards(data, "train", 4, 1, 3, positions=parts[0])
+    with pytest.raises(ValueError, match="of an epoch in 3 shards, which cannot resume in 2"):
+        open_shards(data, "train", 4, 1, 3, 2, whole)
+    with pytest.raises(ValueError, match="other data or other settings"):
+        open_shards(data, "train", 5, 1, 3, positions=whole)
+    with pytest.raises(ValueError, match=r"rank must be in \[0, 2\), got 2"):
+        open_shards(data, "train", 4, 2, 2)
+    assert not running()
+
+
+def test_a_rank_whose_shard_fails_gives_no_more_batches(bundle):
+    log = bundle.data["strict"]
+    stream = open_shards(log, "train", 4, 0, 1, 3)
+    with pytest.raises(ValueError, match="line 41: expected 40 tab-separated fields"):
+        list(stream)
+    assert list(stream) == []
+    assert not running()
+
+
+def test_bad_rows_are_reported_by_all_shards(bundle, workers):
+    for reading in workers.values():
+        split = "lenient/train"
+        with open_shards(bundle, split, 4, 0, 1, 3, workers=reading) as stream:
+            list(stream)
+            assert (stream.report.rows, stream.report.skipped, len(stream.report.problems)) == (40, 1, 1)
+            ((reason, number),) = stream.report.reasons
+            assert reason.endswith("bad.txt: not 40 fields")
+            assert number == 1

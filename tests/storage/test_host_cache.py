@@ -1,0 +1,453 @@
+"""Rows of a table on disk that are in host memory: as a dict, whatever is there, and nothing is lost silently."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.storage.stores import (
+    Model,
+    break_queues,
+    disk_rows,
+    failing,
+    identity,
+    initial,
+    read,
+    some_records,
+    start_read,
+    write,
+)
+from tritonemb.kernels.cache_sets import set_of
+from tritonemb.storage import Counts, DiskRows, StorageError, memory, restore
+from tritonemb.storage.row_file import RowFile
+
+ROOT = Path(__file__).parents[2]
+PAGE, NUM_ROWS = 4096, 300
+
+
+def rows_of_one_set(num_rows: int, num_sets: int) -> list[int]:
+    return (set_of(torch.arange(num_rows), num_sets) == 0).nonzero()[:, 0].tolist()
+
+
+@contextmanager
+def held(store: DiskRows) -> Iterator[None]:
+    """The store does nothing of what it is asked for until all has been asked for."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        begun.set()
+        assert go_on.wait(30)
+
+    future = store._operations.submit(wait)
+    assert begun.wait(30)
+    try:
+        yield
+    finally:
+        go_on.set()
+        future.wait()
+
+
+@st.composite
+def streams(draw: st.DrawFn) -> tuple[int, list[tuple[str, list[int]]]]:
+    """Rows to keep, and operations on rows at random, or meant to hurt."""
+    kept = draw(st.sampled_from((1, 64, 5000)))
+    kind = draw(st.sampled_from(("any", "one set", "more than fit", "always new")))
+    operations, generator = (
+        draw(st.text("rwwofsbc", max_size=12)),
+        torch.Generator().manual_seed(draw(st.integers(0, 99))),
+    )
+    size = {"any": 40, "one set": 60, "more than fit": min(3 * kept + 40, NUM_ROWS), "always new": 50}[kind]
+    pool = (
+        torch.tensor(rows_of_one_set(NUM_ROWS, -(-min(kept, NUM_ROWS) // 32)))
+        if kind == "one set"
+        else torch.arange(NUM_ROWS)
+    )
+    asked = []
+    for number, operation in enumerate(operations):
+        if kind == "always new":
+            rows = torch.arange(number * size, (number + 1) * size) % NUM_ROWS
+        else:
+            rows = pool[torch.randperm(pool.numel(), generator=generator)[:size]]
+        asked.append((operation, rows.sort().values.tolist()))
+    return kept, asked
+
+
+@pytest.mark.parametrize(("num_bytes", "policy"), [(5, "lru"), (516, "lfu"), (10000, "lru")])
+def test_it_is_as_a_dict(tmp_path, num_bytes, policy, monkeypatch):
+    """Nobody waits between reads and writes; tables are closed and opened, flushed and saved in between."""
+    monkeypatch.setattr(memory, "CHUNK_BYTES", 30 * num_bytes)  # so that there are several
+
+    @settings(max_examples=12)
+    @given(streams())
+    def check(stream):
+        kept, asked = stream
+        for path in tmp_path.iterdir():
+            path.unlink()
+        options = {"host_rows": kept, "policy": policy}
+        store, model, found = disk_rows(tmp_path / "rows", NUM_ROWS, num_bytes, **options), Model(num_bytes), []
+        chain: list[Path] = []
+        expected = model
+        for number, (kind, rows) in enumerate(asked):
+            if kind == "r":
+                found.append((start_read(store, rows), model.read(rows)))
+            elif kind == "w":
+                write(store, rows, number)
+                model.write(rows, number)
+            elif kind == "f":
+                store.flush()
+            elif kind in "sb" or (kind == "c" and not chain):
+                chain, expected = [tmp_path / f"base{number}"], model.copy()
+                store.snapshot(chain[0])
+            elif kind == "c":
+                chain.append(tmp_path / f"changes{number}")
+                expected = model.copy()
+                store.snapshot(chain[-1], changes_only=True)
+            else:
+                store.close()
+                # What was saved is the last snapshot of another file; this one begins a new chain.
+                store, chain = disk_rows(tmp_path / "rows", NUM_ROWS, num_bytes, **options), []
+        found.append((start_read(store, range(NUM_ROWS)), model.read(range(NUM_ROWS))))
+        for (future, records), right in found:
+            future.wait()
+            assert records.equal(right)
+        store.close()
+        with disk_rows(tmp_path / "rows", NUM_ROWS, num_bytes) as plain:  # all of it is in the file
+            assert read(plain, range(NUM_ROWS)).equal(model.read(range(NUM_ROWS)))
+        if chain:
+            restore(tmp_path / "again", chain[0], chain[1:])
+            with disk_rows(tmp_path / "again", NUM_ROWS, num_bytes) as again:
+                assert read(again, range(NUM_ROWS)).equal(expected.read(range(NUM_ROWS)))
+
+    check()
+
+
+@pytest.mark.parametrize("num_bytes", [516, 10000])
+def test_empty_batches(tmp_path, num_bytes):
+    with disk_rows(tmp_path / "rows", 30, num_bytes, host_rows=5) as store:
+        write(store, [], 0).wait()
+        assert read(store, []).shape == (0, num_bytes)
+        assert store.counts() == Counts()
+
+
+def test_what_is_in_memory_is_neither_read_nor_written(tmp_path):
+    """One set of 32: rows come and go, and those that were written go to the file once, when they must."""
+    with disk_rows(tmp_path / "rows", 1000, 516, host_rows=32) as store:
+        read(store, range(20))
+        assert store.counts() == Counts(0, 20 * 516, 0)
+        read(store, range(10, 20))
+        write(store, range(10), 1)
+        write(store, range(10), 2)
+        assert store.counts() == Counts(10, 20 * 516, 0)
+        assert store._file.changed_pages().tolist() == []  # nothing has been written yet
+        read(store, range(5, 25))  # 10 to 19 and 0 to 9 were used before
+        assert store.counts() == Counts(25, 25 * 516, 0)
+        write(store, range(100, 107), 3)  # there are 25 rows
+        assert store.counts().written == 0
+        read(store, range(200, 205))  # the first five were used longest ago
+        assert store.counts() == Counts(25, 30 * 516, 5 * 516)
+        read(store, [0, 1, 2, 3, 4])
+        # They take the places of 5 to 9, the first ways of those that were used longest ago.
+        assert store.counts() == Counts(25, 35 * 516, 10 * 516)
+        assert store.changed_pages().tolist() == [1, 2, 3, 4]
+        assert store.counts().written == 17 * 516
+        store.flush().wait()
+        assert store.counts().written == 17 * 516
+
+
+def test_the_policies_choose(tmp_path):
+    for policy, gone in (("lru", [0]), ("lfu", [1])):
+        with disk_rows(tmp_path / policy, 1000, 5, host_rows=32, policy=policy) as store:
+            for rows in ([0], [0], [0], range(1, 32), range(2, 32), [40]):
+                read(store, rows)
+            before = store.counts()
+            read(store, [0, 1])
+            assert store.counts().found - before.found == 1
+            read(store, sorted({0, 1} - set(gone)))
+            assert store.counts().read - before.read == len(gone) * 5
+
+
+def test_rows_without_a_place_go_straight_through(tmp_path):
+    rows = rows_of_one_set(3000, 2)[:50]
+    with disk_rows(tmp_path / "rows", 3000, 5, host_rows=64) as store:
+        write(store, rows, 1)
+        assert store.counts() == Counts(0, 0, 18 * 5)
+        assert read(store, rows).equal(some_records(50, 5, 1))
+        assert store.counts() == Counts(32, 18 * 5, 18 * 5)  # as those that are there are of the same call
+        write(store, range(200), 2)
+        assert read(store, range(200)).equal(some_records(200, 5, 2))
+
+
+def test_a_small_table_is_all_in_memory(tmp_path):
+    with disk_rows(tmp_path / "rows", 20, 516, host_rows=10**15) as store:
+        write(store, range(20), 1)
+        assert read(store, range(20)).equal(some_records(20, 516, 1))
+        assert store.counts() == Counts(20, 0, 0)
+
+
+def test_a_read_sees_the_writes_before_it_and_none_behind(tmp_path):
+    with disk_rows(tmp_path / "rows", 1000, 516, host_rows=32) as store:
+        with held(store):
+            asked = []
+            for seed in range(4):
+                asked.append((start_read(store, range(100)), seed - 1))
+                write(store, range(100), seed)
+        for (future, records), seed in asked:
+            future.wait()
+            assert records.equal(Model(516).read(range(100)) if seed < 0 else some_records(100, 516, seed))
+
+
+@pytest.fixture
+def filled(tmp_path):
+    """100 rows of 516 bytes, 7 in a page, in a file."""
+    path = tmp_path / "rows"
+    with disk_rows(path, 100, 516) as store:
+        write(store, range(100), 1).wait()
+    return path
+
+
+def test_a_read_that_fails_harms_nothing_else(filled, monkeypatch):
+    """Neither what is in memory, nor the places of rows that are not there."""
+    store, model = disk_rows(filled, 100, 516, host_rows=32), Model(516)
+    model.write(range(100), 1)
+    write(store, range(30), 2).wait()
+    model.write(range(30), 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", failing(os.preadv, errno.EIO))
+        break_queues(patch, errno.EIO, writes=False)
+        for rows in ([3, 50], range(100)):
+            with pytest.raises(StorageError, match=r"could not be read: \[Errno 5\] Input/output error"):
+                read(store, rows)
+        assert read(store, range(30)).equal(model.read(range(30)))
+        assert store.counts() == Counts(30, 0, 0)
+    assert read(store, range(100)).equal(model.read(range(100)))
+    store.close()
+    with disk_rows(filled, 100, 516) as plain:
+        assert read(plain, range(100)).equal(model.read(range(100)))
+
+
+def break_writes(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(os, "pwritev", failing(os.pwritev, errno.EIO))
+    break_queues(patch, errno.EIO)
+
+
+@pytest.mark.parametrize("operation", ["read", "write", "write through", "flush", "snapshot", "pages", "bytes"])
+def test_rows_that_cannot_be_written_back_are_the_last_operation(filled, monkeypatch, operation):
+    """Be it that others need their places, or that they are to be in the file."""
+    store = disk_rows(filled, 100, 516, host_rows=32)
+    write(store, range(32), 2).wait()
+    break_writes(monkeypatch)
+    ask: dict[str, Callable[[], object]] = {
+        "read": lambda: read(store, [50]),
+        "write": lambda: write(store, [50], 3).wait(),
+        "write through": lambda: write(store, range(40), 3).wait(),
+        "flush": lambda: store.flush().wait(),
+        "snapshot": lambda: store.snapshot(filled.with_name("saved")).wait(),
+        "pages": store.changed_pages,
+        "bytes": store.bytes_on_disk,
+    }
+    with pytest.raises(StorageError, match=r"could not be written: \[Errno 5\] Input/output error; check the disk"):
+        ask[operation]()
+    monkeypatch.undo()
+    for later in (lambda: read(store, [1]), lambda: write(store, [1], 0), store.flush, store.changed_pages):
+        with pytest.raises(
+            StorageError, match=r"takes nothing more, because a write has failed: table 'user'.*Errno 5"
+        ):
+            later()
+    assert not filled.with_name("saved").exists()
+    store.counts()  # can be asked for even so
+    store.close()  # everybody knows by now
+
+
+def test_what_was_asked_for_behind_a_failure_is_refused(filled, monkeypatch):
+    store = disk_rows(filled, 100, 516, host_rows=32)
+    write(store, range(32), 2).wait()
+    break_writes(monkeypatch)
+    with held(store):
+        (first, _), (second, _) = start_read(store, [50]), start_read(store, [5])  # row 5 is in memory
+        third = write(store, [5], 3)
+    with pytest.raises(StorageError, match="could not be written"):
+        first.wait()
+    for later in (second, third):
+        with pytest.raises(StorageError, match="takes nothing more"):
+            later.wait()
+    store.close()
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_failure_that_nobody_has_waited_for_comes_out_of_close(filled, monkeypatch, behind):
+    """Also if it is only then that rows are written back."""
+    store = disk_rows(filled, 100, 516, host_rows=32)
+    write(store, range(32), 2).wait()
+    break_writes(monkeypatch)
+    if behind:
+        start_read(store, [50])
+    with pytest.raises(StorageError, match=r"could not be written: \[Errno 5\]"):
+        store.close()
+    store.close()
+
+
+def test_what_fails_in_memory_is_told_too(filled, monkeypatch):
+    """Rows that had a place and did not get to the file are lost, whatever the reason."""
+    store = disk_rows(filled, 100, 516, host_rows=32)
+    write(store, range(32), 2).wait()
+
+    def fail(*_: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(store._cache, "_make", fail)
+    with pytest.raises(StorageError, match="rows could not be written back: no room"):
+        write(store, [50], 3).wait()
+    with pytest.raises(StorageError, match="takes nothing more"):
+        read(store, [1])
+
+
+def test_an_initial_that_fails_fails_its_read_alone(tmp_path):
+    def fill(rows, records):
+        if 2 in rows:
+            raise KeyError("no values")
+        initial(rows, records)
+
+    with DiskRows.create(tmp_path / "rows", identity(100, 516), fill, host_rows=1) as store:
+        write(store, [3], 5)
+        for _ in range(2):
+            with pytest.raises(KeyError, match="no values"):
+                read(store, [2, 3])
+        assert read(store, [3, 4]).equal(torch.cat([some_records(1, 516, 5), Model(516).read([4])]))
+
+
+def test_pages_and_bytes_are_those_of_all_that_was_written(tmp_path):
+    store, plain = disk_rows(tmp_path / "rows", 5000, 516, host_rows=5000), disk_rows(tmp_path / "plain", 5000, 516)
+    for each in (store, plain):
+        write(each, range(0, 5000, 3), 1).wait()
+        each.snapshot(tmp_path / "saved").wait()
+        write(each, [7, 4000], 2).wait()
+    assert store.last_snapshot
+    assert store.changed_pages().equal(plain.changed_pages())
+    assert store.bytes_on_disk() > 5000 * 516
+    store.snapshot(tmp_path / "changes", changes_only=True).wait()
+    assert (tmp_path / "changes").stat().st_size == PAGE * 4
+    store.close()
+    plain.close()
+
+
+def test_changes_need_a_snapshot_to_follow(filled):
+    store = disk_rows(filled, 100, 516, host_rows=32)
+    name = store.last_snapshot
+    write(store, [1], 2).wait()
+    with pytest.raises(StorageError, match="take a whole one before one of changes only"):
+        store.snapshot(filled.with_name("changes"), changes_only=True).wait()
+    assert (name, store.counts()) == (None, Counts())
+    store.close()
+
+
+@pytest.mark.parametrize("in_a_circle", [False, True])
+def test_a_table_that_nobody_has_any_more_is_written_back(tmp_path, in_a_circle):
+    before = set(threading.enumerate())
+    store = disk_rows(tmp_path / "rows", 1000, 516, threads=3, host_rows=1000)
+    write(store, range(1000), 5).wait()
+    if in_a_circle:
+        store.itself = store
+    own = set(threading.enumerate()) - before
+    del store
+    deadline = time.monotonic() + 20
+    while any(thread.is_alive() for thread in own) and time.monotonic() < deadline:
+        gc.collect()  # the thread may still hold what it has just done
+        time.sleep(0.01)
+    assert not [thread.name for thread in own if thread.is_alive()]
+    with disk_rows(tmp_path / "rows", 1000, 516) as store:
+        assert read(store, range(1000)).equal(some_records(1000, 516, 5))
+
+
+def test_a_file_that_nobody_can_open_again_is_not_written_to_in_the_end(tmp_path, monkeypatch):
+    store = disk_rows(tmp_path / "rows", 1000, 516, host_rows=1000)
+    write(store, range(1000), 5).wait()
+    (tmp_path / "rows").unlink()
+    written: list[int] = []
+    real = RowFile.write
+    monkeypatch.setattr(RowFile, "write", lambda self, *given: written.append(1) or real(self, *given))
+    store.close()
+    assert written == []
+
+
+def run_python(program: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+
+
+def test_the_end_of_a_program_writes_back(tmp_path):
+    program = """
+import sys
+from pathlib import Path
+from tests.storage.stores import disk_rows, write
+store = disk_rows(Path(sys.argv[1]), 10_000, 100, host_rows=3000)
+for seed in range(5):
+    write(store, range(seed, 10_000, 5), seed)
+"""
+    done = run_python(program, tmp_path / "rows")
+    assert (done.returncode, done.stderr) == (0, "")
+    with disk_rows(tmp_path / "rows", 10_000, 100) as store:
+        for seed in range(5):
+            assert read(store, range(seed, 10_000, 5)).equal(some_records(2000, 100, seed))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"host_rows": 0}, "table 'user': rows in host memory must be at least 1, got 0"),
+        ({"host_rows": 5, "policy": "fifo"}, "table 'user': no policy is called 'fifo'"),
+    ],
+)
+def test_what_it_cannot_be(tmp_path, options, message):
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            disk_rows(tmp_path / "rows", 100, 516, **options)
+        assert not (tmp_path / "rows").exists() or not options
+    disk_rows(tmp_path / "rows", 100, 516).close()
+    with pytest.raises(ValueError, match=message):
+        disk_rows(tmp_path / "rows", 100, 516, **options)
+
+
+@pytest.mark.parametrize("host_rows", [None, 32])
+def test_tables_and_rows_of_inference_mode(tmp_path, host_rows):
+    """Its tensors cannot be changed without it."""
+
+    @torch.inference_mode()
+    def first() -> tuple[DiskRows, torch.Tensor]:
+        store = disk_rows(tmp_path / "rows", 100, 516, host_rows=host_rows)
+        write(store, range(0, 100, 3), 1).wait()
+        return store, read(store, range(100))
+
+    model = Model(516)
+    model.write(range(0, 100, 3), 1)
+    with ThreadPoolExecutor(1) as pool:
+        store, found = pool.submit(first).result()
+    assert found.equal(model.read(range(100)))
+    write(store, [5, 6], 2).wait()
+    model.write([5, 6], 2)
+    assert read(store, range(100)).equal(model.read(range(100)))
+    store.close()
+    with disk_rows(tmp_path / "rows", 100, 516) as store:
+        assert read(store, range(100)).equal(model.read(range(100)))
+
+
+def test_more_rows_than_there_is_memory_for(tmp_path):
+    with pytest.raises(
+        StorageError,
+        match=r"table 'user': cannot allocate .* cached rows .*; reduce CacheConfig",
+    ):
+        disk_rows(tmp_path / "rows", 10**10, 100_000, host_rows=10**10)
+    disk_rows(tmp_path / "rows", 10**10, 100_000).close()  # it was closed

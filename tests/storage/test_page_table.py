@@ -1,0 +1,73 @@
+"""Page tables, against a dict."""
+
+from __future__ import annotations
+
+import numpy as np
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.storage.stores import disk_rows, read, some_records, write
+from tritonemb.storage import StorageError, block_file, page_table
+from tritonemb.storage.page_table import LEAF, PageTable
+
+NUM_BLOCKS = 5 * LEAF + 3
+blocks = st.lists(st.integers(0, NUM_BLOCKS - 1), unique=True).map(sorted)
+
+
+@given(st.lists(blocks, max_size=8))
+def test_they_are_as_a_dict(asked):
+    table, model = PageTable(NUM_BLOCKS), {}
+    for some in asked:
+        for block in some:
+            model.setdefault(block, len(model))
+        assert table.allocate(np.array(some, dtype=np.int64)).tolist() == [model[block] for block in some]
+        everything = np.arange(NUM_BLOCKS)
+        assert table.find(everything).tolist() == [model.get(block, -1) for block in range(NUM_BLOCKS)]
+        assert table.count == len(model)
+        assert [block for part in table.blocks() for block in part.tolist()] == sorted(model)
+
+
+@given(st.permutations(range(NUM_BLOCKS)), st.integers(0, NUM_BLOCKS))
+def test_positions_that_are_known(order, count):
+    table = PageTable(NUM_BLOCKS)
+    table.insert(np.array(order[:count], dtype=np.int64), np.arange(count) * 2)
+    assert table.find(np.array(order, dtype=np.int64)).tolist() == [
+        2 * n if n < count else -1 for n in range(NUM_BLOCKS)
+    ]
+    assert table.count == max(2 * count - 1, 0)
+
+
+def test_they_grow_and_are_listed_in_pieces(monkeypatch):
+    monkeypatch.setattr(page_table, "_CHUNK", 1000)
+    table = PageTable(10**6)
+    for first in (7, 3, 500_000 % 10):
+        table.allocate(np.arange(first, 10**6, 10))
+    found = np.concatenate(list(table.blocks()))
+    assert (found == np.sort(np.concatenate([np.arange(first, 10**6, 10) for first in (0, 3, 7)]))).all()
+    assert (table.find(np.arange(7, 10**6, 10)) == np.arange(10**5)).all()
+
+
+def test_memory_is_that_of_what_was_written():
+    memory = psutil.Process().memory_info().rss
+    table = PageTable(10**9)
+    assert psutil.Process().memory_info().rss - memory < 1 << 20
+    table.allocate(np.arange(0, 10**9, 10**5))  # 10,000 blocks far apart: 128 bytes each, and a page above for each
+    assert psutil.Process().memory_info().rss - memory < 60 << 20
+    dense = PageTable(10**6)
+    memory = psutil.Process().memory_info().rss
+    dense.allocate(np.arange(10**6))
+    assert psutil.Process().memory_info().rss - memory < 40 << 20
+
+
+def test_a_file_has_a_limited_number_of_positions(tmp_path, monkeypatch):
+    monkeypatch.setattr(block_file, "MAX_POSITIONS", 3)
+    store = disk_rows(tmp_path / "rows", 100, 516)
+    write(store, [0, 50, 99], 1).wait()
+    with pytest.raises(StorageError, match="a file has at most 3 blocks of 4,096 bytes; cut the table"):
+        write(store, [0, 20], 2).wait()
+    store.close()
+    monkeypatch.undo()
+    with disk_rows(tmp_path / "rows", 100, 516) as store:
+        assert read(store, [0, 50, 99]).equal(some_records(3, 516, 1))

@@ -1,0 +1,201 @@
+"""The output exchanges: looked-up vectors go from the ranks that hold the rows to the ranks of the samples.
+
+Pooled: every rank has looked up some columns for the samples of all ranks, `[samples of all ranks, its columns]`. One
+message a rank carries them, encoded; where several ranks looked up the same columns, each by a part of the rows, the
+parts are added in the order of ranks, in float32: the same bits on every run and with every backend, for codecs that
+no network adds, and the same number of bytes as a reduce-scatter. Bytes: `columns · code size` for each sample and
+each rank that has a part of its vector, forward and backward each.
+
+Sequence: the rows of the ids that a rank has received go back in the order in which the ids came, and each is put where
+its id was. Bytes: `dim · code size` an id, forward and backward each.
+
+Backward, gradients go the same way back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonemb.comm.codec import EXACT, ColumnRange, ExchangePrecision, MessageCodec, PerDevice
+from tritonemb.comm.group import RankGroup
+from tritonemb.comm.id_exchange import ReceivedIds
+
+
+class _OutputExchange:
+    def __init__(self, group: RankGroup, precision: ExchangePrecision, average: int, kind: str) -> None:
+        self.group, self.precision = group, EXACT if group.size == 1 else precision  # one rank sends nothing
+        self.average, self.kind = average, kind
+        self._codecs: tuple[MessageCodec, ...] = ()
+
+    def saturated(self) -> int:
+        """Elements too large for the codecs so far. Waits for the device."""
+        return sum(codec.saturated() for codec in self._codecs)
+
+
+class PooledExchange(_OutputExchange):
+    """Sends columns to the ranks of their samples; every rank of the group makes it with the same arguments.
+
+    Args:
+        columns: for each rank, which columns of the result those of its matrix are, in their order. Ranges that several
+            ranks have are added; ranges do not overlap otherwise. Together they cover the result.
+        width: columns of the result.
+        average: gradients are divided by this.
+        kind: what the bytes are counted as.
+    """
+
+    def __init__(
+        self,
+        group: RankGroup,
+        columns: Sequence[Sequence[ColumnRange]],
+        width: int,
+        precision: ExchangePrecision,
+        average: int = 1,
+        kind: str = "pooled",
+    ) -> None:
+        super().__init__(group, precision, average, kind)
+        own = columns[group.rank]
+        own_width = sum(size for _, size in own)
+        whole = [[(0, own_width)] if own_width else []]
+        by_table = [list(zip(_starts(own), (size for _, size in own), strict=True))]
+        self._parts = _PartSums(columns, width)
+        forward, backward = self.precision.forward, self.precision.backward
+        self._sent = MessageCodec(by_table if forward == "int8" else whole, own_width, forward)
+        self._received = MessageCodec(self._parts.columns, self._parts.width, forward)
+        self._sent_back = MessageCodec(columns, width, backward)
+        self._received_back = MessageCodec(by_table if backward == "int8" else whole, own_width, backward)
+        self._codecs = (self._sent, self._received, self._sent_back, self._received_back)
+
+    def __call__(self, matrix: Tensor, num_rows: Sequence[int]) -> Tensor:
+        """`[sum(num_rows), own columns]` for all ranks' samples → `[num_rows[rank], width]` for this rank's.
+
+        Args:
+            num_rows: samples of each rank, in order.
+        """
+        found: Tensor = _OutputExchangeFunction.apply(matrix, self, list(num_rows))
+        return found
+
+    def forward(self, matrix: Tensor, num_rows: list[int]) -> Tensor:
+        own = num_rows[self.group.rank]
+        (sent,), received = self._sent.part_bytes(matrix.device), self._received.part_bytes(matrix.device)
+        message = self.group.all_to_all(
+            self._sent.pack(matrix), [rows * sent for rows in num_rows], [own * size for size in received], self.kind
+        )
+        return self._parts.add(self._received.unpack(message, own, matrix.dtype))
+
+    def backward(self, grad: Tensor, num_rows: list[int]) -> Tensor:
+        own, total = num_rows[self.group.rank], sum(num_rows)
+        scale = self.precision.scale(total)
+        sent, (received,) = self._sent_back.part_bytes(grad.device), self._received_back.part_bytes(grad.device)
+        message = self.group.all_to_all(
+            self._sent_back.pack(grad, scale), [own * size for size in sent], [rows * received for rows in num_rows],
+            f"{self.kind} gradients",
+        )  # fmt: skip
+        return self._received_back.unpack(message, total, grad.dtype, scale * self.average)
+
+
+class SequenceExchange(_OutputExchange):
+    """Sends rows of `dim` columns to the ranks that sent their ids.
+
+    Args:
+        average: gradients are divided by this.
+        kind: what the bytes are counted as.
+    """
+
+    def __init__(
+        self, group: RankGroup, dim: int, precision: ExchangePrecision, average: int = 1, kind: str = "rows"
+    ) -> None:
+        super().__init__(group, precision, average, kind)
+        self._forward = MessageCodec([[(0, dim)]], dim, self.precision.forward)
+        self._backward = MessageCodec([[(0, dim)]], dim, self.precision.backward)
+        self._codecs = (self._forward, self._backward)
+
+    def __call__(self, rows: Tensor, ids: ReceivedIds) -> Tensor:
+        """`[N, dim]`, a row for each value of `ids.features` → `[M, dim]`, one for each id that was sent."""
+        found: Tensor = _OutputExchangeFunction.apply(rows, self, ids)
+        return found
+
+    def forward(self, rows: Tensor, ids: ReceivedIds) -> Tensor:
+        (size,) = self._forward.part_bytes(rows.device)
+        message = self.group.all_to_all(
+            self._forward.pack(rows, rows=ids.source), [n * size for n in ids.received], [n * size for n in ids.sent],
+            self.kind,
+        )  # fmt: skip
+        return self._forward.unpack(message, ids.positions.shape[0], rows.dtype, rows=ids.positions)
+
+    def backward(self, grad: Tensor, ids: ReceivedIds) -> Tensor:
+        scale = self.precision.scale(ids.samples)
+        (size,) = self._backward.part_bytes(grad.device)
+        message = self.group.all_to_all(
+            self._backward.pack(grad, scale, ids.positions), [n * size for n in ids.sent],
+            [n * size for n in ids.received], f"{self.kind} gradients",
+        )  # fmt: skip
+        return self._backward.unpack(message, ids.source.shape[0], grad.dtype, scale * self.average, ids.source)
+
+
+class _OutputExchangeFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, exchange: Any, batch: Any) -> Tensor:
+        ctx.exchange, ctx.batch = exchange, batch
+        found: Tensor = exchange.forward(values, batch)
+        return found
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.exchange.backward(grad, ctx.batch), None, None
+
+
+class _PartSums:
+    """A matrix with the columns that each rank sends, and how its parts are added to make the result.
+
+    Columns of one rank alone come first, in the order of the result; then a slab for each summand: the first part of
+    every sum, the second part, and so on.
+
+    Attributes:
+        columns: for each rank, where its columns are in the matrix.
+        width: of the matrix.
+    """
+
+    def __init__(self, columns: Sequence[Sequence[ColumnRange]], width: int) -> None:
+        times = Counter(part for own in columns for part in own)
+        single = sorted(part for part, count in times.items() if count == 1)
+        # By falling number of parts: the slabs of the last parts are prefixes of that of the first.
+        summed = sorted((part for part, count in times.items() if count > 1), key=lambda part: (-times[part], part))
+        order = [column for first, size in (*single, *summed) for column in range(first, first + size)]
+        assert sorted(order) == list(range(width)), "ranges must cover the result once, or be the same"
+        self._num_single = sum(size for _, size in single)
+        most = max([0, *[times[part] for part in summed]])
+        self._slabs = [sum(size for first, size in summed if times[first, size] > n) for n in range(most)]
+        self.width = self._num_single + sum(self._slabs)
+        starts = dict(zip((*single, *summed), _starts((*single, *summed)), strict=True))
+        seen: Counter[ColumnRange] = Counter()
+        self.columns: list[list[ColumnRange]] = []
+        for own in columns:
+            self.columns.append([(starts[part] + sum(self._slabs[: seen[part]]), part[1]) for part in own])
+            seen.update(own)
+        inverse = sorted(range(width), key=order.__getitem__)
+        is_sorted = inverse == list(range(width))
+        self._order = None if is_sorted else PerDevice(lambda device: torch.tensor(inverse, device=device))
+
+    def add(self, matrix: Tensor) -> Tensor:
+        """The result."""
+        if self._slabs:
+            single, *slabs = matrix.split([self._num_single, *self._slabs], dim=1)
+            total = slabs[0].float()
+            for slab in slabs[1:]:
+                total[:, : slab.shape[1]] += slab
+            matrix = torch.cat([single, total.to(matrix.dtype)], dim=1)
+        return matrix if self._order is None else matrix.index_select(1, self._order(matrix.device))
+
+
+def _starts(columns: Sequence[ColumnRange]) -> list[int]:
+    """Where each range begins if they stand side by side."""
+    starts = [0]
+    for _, size in columns:
+        starts.append(starts[-1] + size)
+    return starts[:-1]

@@ -1,0 +1,197 @@
+"""Rows in memory, column by column, and how a batch is cut from them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tritonemb.data.batch import Batch, BatchLayout
+from tritonemb.utils import require
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One feature's ids for all rows.
+
+    Args:
+        values: int32 or int64; `[num_rows]` with one id a row, else all rows' ids one after the other.
+        offsets: `[num_rows + 1]` int64, where each row's ids start; None with one id a row.
+    """
+
+    values: Tensor
+    offsets: Tensor | None = None
+
+    def __len__(self) -> int:
+        return self.values.shape[0] if self.offsets is None else self.offsets.shape[0] - 1
+
+    def slice(self, start: int, stop: int) -> Column:
+        if self.offsets is None:
+            return Column(self.values[start:stop])
+        offsets = self.offsets[start : stop + 1]
+        return Column(self.values[int(offsets[0]) : int(offsets[-1])], offsets - offsets[0])
+
+    def take(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Values and int32 lengths of the given rows, in their order."""
+        if self.offsets is None:
+            return self.values[rows], torch.ones(rows.shape[0], dtype=torch.int32)
+        places, lengths = _places(self.offsets.numpy(), rows.numpy())
+        return self.values[torch.from_numpy(places)], torch.from_numpy(lengths.astype(np.int32))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a data set: `dense` `[N, num_dense]` float32, one column a feature, `labels` `[N]` float32 in {0, 1}.
+
+    Raises:
+        ValueError: where the numbers of rows differ.
+    """
+
+    dense: Tensor
+    columns: tuple[Column, ...]
+    labels: Tensor
+
+    def __post_init__(self) -> None:
+        sizes = {"dense": self.dense.shape[0], "labels": self.labels.shape[0]}
+        sizes |= {f"column {index}": len(column) for index, column in enumerate(self.columns)}
+        if len(set(sizes.values())) > 1:
+            raise ValueError(f"dense, labels and all columns need the same number of rows, got {sizes}")
+
+    def __len__(self) -> int:
+        return self.labels.shape[0]
+
+    def slice(self, start: int, stop: int) -> Rows:
+        columns = tuple(column.slice(start, stop) for column in self.columns)
+        return Rows(self.dense[start:stop], columns, self.labels[start:stop])
+
+    def take(self, rows: Tensor) -> Rows:
+        """The given rows, in their order."""
+        columns = []
+        for column in self.columns:
+            values, lengths = column.take(rows)
+            offsets = None if column.offsets is None else _offsets(lengths.numpy())
+            columns.append(Column(values, None if offsets is None else torch.from_numpy(offsets)))
+        return Rows(self.dense[rows], tuple(columns), self.labels[rows])
+
+
+def encode_categories(column: Any, num_train: int, min_count: int = 1) -> tuple[Tensor, int]:
+    """Number the categories of a column whose first `num_train` rows are the training rows.
+
+    Id 0 stands for missing, for unseen in training and for categories with fewer than `min_count` training rows; the
+    others follow by descending count (ties by value), so that rows that are often used together lie together.
+
+    Args:
+        column: a `pyarrow` Array or ChunkedArray; null is missing.
+
+    Returns:
+        ids int32 `[len(column)]`, and the number of ids.
+    """
+    pa = require("pyarrow")
+    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    encoded = array.dictionary_encode()
+    codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False)
+    categories = encoded.dictionary.to_numpy(zero_copy_only=False)
+    if categories.dtype == object:
+        categories = categories.astype(str)
+    train = codes[:num_train]
+    counts = np.bincount(train[train >= 0], minlength=len(categories))
+    order = np.lexsort((categories, -counts))
+    kept = order[counts[order] >= max(min_count, 1)]
+    id_of_code = np.zeros(len(categories) + 1, dtype=np.int32)  # the last one serves code -1
+    id_of_code[kept] = np.arange(1, len(kept) + 1, dtype=np.int32)
+    return torch.from_numpy(id_of_code[codes]), len(kept) + 1
+
+
+def concat(parts: Sequence[Rows], order: Array | None = None) -> Rows:
+    """The rows of all parts, one part after the other; with `order` (int64 `[N]`), those rows in that order.
+
+    Column by column, so that there is never more than one of them twice.
+    """
+    if len(parts) == 1 and order is None:
+        return parts[0]
+    columns = []
+    for columns_of_one in zip(*(part.columns for part in parts), strict=True):
+        values = _joined([column.values for column in columns_of_one])
+        offsets = None
+        if columns_of_one[0].offsets is not None:
+            lengths = [np.diff(column.offsets.numpy()) for column in columns_of_one if column.offsets is not None]
+            offsets = _offsets(np.concatenate(lengths))
+        if order is not None and offsets is not None:
+            places, kept = _places(offsets, order)
+            values, offsets = values[places], _offsets(kept)
+        elif order is not None:
+            values = values[order]
+        columns.append(Column(torch.from_numpy(values), None if offsets is None else torch.from_numpy(offsets)))
+    dense, labels = _joined([part.dense for part in parts]), _joined([part.labels for part in parts])
+    if order is not None:
+        dense, labels = np.take(dense, order, axis=0), labels[order]
+    return Rows(torch.from_numpy(dense), tuple(columns), torch.from_numpy(labels))
+
+
+def cut(rows: Rows, keys: tuple[str, ...], chosen: Array | slice, pin_memory: bool = False) -> Batch:
+    """The batch of the chosen rows (int64 `[B]`, in their order, or a run of them), in one buffer.
+
+    NumPy copies, since this runs in a thread of its own: torch would start a team of workers for every such thread.
+    """
+    size = chosen.stop - chosen.start if isinstance(chosen, slice) else len(chosen)
+    picks = [None if column.offsets is None else _pick(column.offsets.numpy(), chosen) for column in rows.columns]
+    counts = [size if pick is None else int(pick[1].sum()) for pick in picks]
+    wide = any(column.values.dtype == torch.int64 for column in rows.columns)
+    dtype = torch.int64 if wide else torch.int32
+    layout = BatchLayout(keys, size, rows.dense.shape[1], sum(counts), dtype)
+    buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=pin_memory)
+    dense, labels, values, lengths, offsets = (view.numpy() for view in layout.views(buffer))
+    _copy(rows.dense.numpy(), chosen, dense)
+    _copy(rows.labels.numpy(), chosen, labels)
+    lengths.fill(1)
+    start = 0
+    for index, (column, pick, count) in enumerate(zip(rows.columns, picks, counts, strict=True)):
+        _copy(column.values.numpy(), chosen if pick is None else pick[0], values[start : start + count])
+        if pick is not None:
+            lengths[index * size : (index + 1) * size] = pick[1]
+        start += count
+    offsets[0] = 0
+    np.cumsum(lengths, out=offsets[1:])
+    return layout.batch(buffer)
+
+
+def _copy(source: Array, chosen: Array | slice, target: Array) -> None:
+    if isinstance(chosen, slice) or source.dtype != target.dtype:
+        target[...] = source[chosen]
+    elif len(chosen):
+        np.take(source, chosen, axis=0, out=target, mode="clip")  # all are in range; "clip" spares a copy of the output
+
+
+def _pick(offsets: Array, chosen: Array | slice) -> tuple[Array | slice, Array]:
+    """Where the ids of the chosen rows stand, and how many there are in each."""
+    if isinstance(chosen, slice):
+        return slice(int(offsets[chosen.start]), int(offsets[chosen.stop])), np.diff(
+            offsets[chosen.start : chosen.stop + 1]
+        )
+    return _places(offsets, chosen)
+
+
+def _places(offsets: Array, rows: Array) -> tuple[Array, Array]:
+    """Where the ids of the given rows stand, and how many there are in each."""
+    starts = offsets[rows]
+    lengths = offsets[rows + 1] - starts
+    ends = np.cumsum(lengths)
+    shift = np.repeat(starts - ends + lengths, lengths)
+    return np.arange(len(shift)) + shift, lengths
+
+
+def _offsets(lengths: Array) -> Array:
+    offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def _joined(tensors: Sequence[Tensor]) -> Array:
+    joined: Array = np.concatenate([tensor.numpy() for tensor in tensors])
+    return joined

@@ -1,0 +1,172 @@
+"""A data set in memory, and the batches cut from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tritonemb.data.columns import Array, Column, Rows, cut
+from tritonemb.data.protocol import (
+    SPLITS,
+    WHOLE,
+    Feature,
+    Position,
+    PositionedBatch,
+    ReadReport,
+    Shard,
+    Split,
+    Stream,
+    check_batch_size,
+    check_position,
+    check_shard,
+    digest,
+    fingerprint,
+    tables_of,
+)
+from tritonemb.types import TableConfig
+
+__all__ = ["Column", "Dataset", "Feature", "Rows", "Split"]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Train, test and (where the data set has them) validation rows of a binary classification problem.
+
+    Args:
+        name: for messages.
+        features: in the order of each `Rows.columns`; their names are the keys of the batches.
+        best_auc: the AUC on the test rows that no model can be expected to beat, where it is known.
+
+    Raises:
+        ValueError: where rows and features do not fit together, an id has no embedding, or a label is neither 0 nor 1.
+    """
+
+    name: str
+    features: tuple[Feature, ...]
+    train: Rows
+    test: Rows
+    validation: Rows | None = None
+    best_auc: float | None = None
+
+    def __post_init__(self) -> None:
+        for split, rows in (("train", self.train), ("test", self.test), ("validation", self.validation)):
+            if rows is not None:
+                self._check(split, rows)
+
+    def _check(self, split: str, rows: Rows) -> None:
+        where = f"data set {self.name!r}, {split} rows"
+        if len(rows) == 0:
+            raise ValueError(f"{where}: there are none")
+        if len(rows.columns) != len(self.features):
+            raise ValueError(f"{where}: {len(rows.columns)} columns for {len(self.features)} features")
+        if rows.dense.shape[1] != self.num_dense:
+            raise ValueError(f"{where}: {rows.dense.shape[1]} dense values a row, the train rows have {self.num_dense}")
+        wrong = torch.nonzero((rows.labels != 0) & (rows.labels != 1))
+        if len(wrong):
+            row = int(wrong[0, 0])
+            raise ValueError(f"{where}: the label of row {row} is {rows.labels[row].item()}, expected 0 or 1")
+        for feature, column in zip(self.features, rows.columns, strict=True):
+            if column.values.numel() == 0:
+                continue
+            low, high = int(column.values.min()), int(column.values.max())
+            if low < 0 or high >= feature.num_embeddings:
+                raise ValueError(
+                    f"{where}: feature {feature.name!r} has ids from {low} to {high}, "
+                    f"they must lie in [0, {feature.num_embeddings})"
+                )
+
+    @property
+    def num_dense(self) -> int:
+        return self.train.dense.shape[1]
+
+    @property
+    def encoding(self) -> str:
+        """See `tritonemb.data.protocol.Data.encoding`: by the features' names and sizes."""
+        return digest("in memory", self.num_dense, self.features)
+
+    def tables(self, embedding_dim: int) -> list[TableConfig]:
+        """One table a feature, all of one dim; the bags of multi-hot features are averaged."""
+        return tables_of(self.features, embedding_dim)
+
+    def splits(self) -> tuple[Split, ...]:
+        """The splits that it has."""
+        return tuple(split for split in SPLITS if split != "validation" or self.validation is not None)
+
+    def num_rows(self, split: Split) -> int:
+        """ValueError if the data set has no such split."""
+        return len(self.rows(split))
+
+    def rows(self, split: Split) -> Rows:
+        """ValueError if the data set has no such split."""
+        rows = {"train": self.train, "validation": self.validation, "test": self.test}.get(split)
+        if rows is None:
+            raise ValueError(f"data set {self.name!r} has no {split!r} rows")
+        return rows
+
+    def estimated_rows(self, split: Split) -> int | None:
+        """The number of rows."""
+        return self.num_rows(split)
+
+    def open(
+        self,
+        split: Split,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        epoch: int = 0,
+        shuffle: bool = False,
+        position: Position | None = None,
+        pin_memory: bool = False,
+        shard: Shard = WHOLE,
+    ) -> Stream:
+        """See `tritonemb.data.protocol.Data.open`. A shard has every `count`-th row of the epoch's order."""
+        check_batch_size(batch_size)
+        check_shard(shard)
+        rows = self.rows(split)
+        order_of = ((seed, epoch) if shuffle else ()) + (shard if shard != WHOLE else ())
+        belongs_to = fingerprint(self.name, len(rows), split, batch_size, *order_of)
+        index, count = shard
+        num_rows = len(range(index, len(rows), count))
+        first = 0
+        if position is not None:
+            check_position(position, ("row",), belongs_to, self.name)
+            first = position["row"]
+            if first > num_rows or (first % batch_size and first != num_rows):
+                raise ValueError(
+                    f"data set {self.name!r}: no batch of {batch_size} begins at row {first} of {num_rows}"
+                )
+        order = _shuffled(len(rows), seed, epoch) if shuffle else np.arange(len(rows))
+        if shard != WHOLE:
+            order = order[index::count].copy()  # or all of it would stay in memory
+        batches = self._batches(rows, order, first, batch_size, belongs_to, pin_memory)
+        return Stream(batches, {"of": belongs_to, "row": first}, ReadReport(rows=first))
+
+    def train_batches(self, batch_size: int, seed: int = 0, epoch: int = 0) -> Stream:
+        """The train rows, shuffled by (seed, epoch); the last batch may be smaller."""
+        return self.open("train", batch_size, seed=seed, epoch=epoch, shuffle=True)
+
+    def batches(self, split: Split, batch_size: int) -> Stream:
+        """The rows of a split in their order; the last batch may be smaller."""
+        return self.open(split, batch_size)
+
+    def test_batches(self, batch_size: int) -> Stream:
+        return self.batches("test", batch_size)
+
+    def _batches(
+        self, rows: Rows, order: Array, first: int, batch_size: int, belongs_to: int, pin_memory: bool
+    ) -> Iterator[PositionedBatch]:
+        keys = tuple(feature.name for feature in self.features)
+        for start in range(first, len(order), batch_size):
+            stop = min(start + batch_size, len(order))
+            batch = cut(rows, keys, order[start:stop], pin_memory)
+            yield PositionedBatch(batch, {"of": belongs_to, "row": stop}, ReadReport(rows=stop))
+
+
+def _shuffled(num_rows: int, seed: int, epoch: int) -> Array:
+    state = np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)[0]
+    generator = torch.Generator().manual_seed(int(state))
+    order: Array = torch.randperm(num_rows, generator=generator).numpy()
+    return order

@@ -1,0 +1,223 @@
+"""From chunks to batches: chunks are parsed by threads, their rows gathered in shuffle buffers and cut into batches."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from tritonemb.data import protocol
+from tritonemb.data.arrow import Chunk
+from tritonemb.data.columns import Array, Rows, concat, cut
+from tritonemb.data.prefetch import Prefetcher
+from tritonemb.data.protocol import Position, PositionedBatch, ReadReport, Split
+from tritonemb.data.schema import MAX_PROBLEMS, Problems
+
+R = TypeVar("R")
+
+CHUNKS_READ = 2  # that wait to be parsed
+MOST_WORKERS = 8
+FIELDS = ("part", "offset", "line", "skip", "skipped", "window", "batch", "rows")  # of a position
+
+
+def default_workers() -> int:
+    return min(max((os.cpu_count() or 1) // protocol.reading_processes, 1), MOST_WORKERS)
+
+
+def in_order(job: Callable[[Chunk], R], chunks: Iterator[Chunk], workers: int) -> Generator[R, None, None]:
+    """`job(chunk)` of every chunk, in their order; its exception comes in its place.
+
+    At most `CHUNKS_READ + 1` chunks wait for a thread and at most `2 * workers + 1` are being worked on or wait as
+    results, so memory does not depend on the size of the log. Closing the generator ends all threads.
+    """
+    read = Prefetcher(chunks, CHUNKS_READ + 1, "tritonemb-read")
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="tritonemb-parse")
+    results: deque[Future[R]] = deque()
+    try:
+        more = True
+        while True:
+            while more and len(results) <= 2 * workers:
+                chunk = next(read, None)
+                if chunk is None:
+                    more = False
+                else:
+                    results.append(pool.submit(job, chunk))
+                del chunk
+            if not results:
+                return
+            yield results.popleft().result()
+    finally:
+        for result in results:
+            result.cancel()
+        read.close()
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+@dataclass(frozen=True)
+class Block:
+    """The good rows of a chunk, and where the chunk begins; see `tritonemb.data.arrow.Chunk`."""
+
+    part: int
+    offset: int
+    line: int
+    rows: Rows
+    problems: Problems
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a shuffle buffer begins: `skip` good rows behind the beginning of a chunk, before which were `skipped` bad
+    ones."""
+
+    part: int = 0
+    offset: int = 0
+    line: int = 0
+    skip: int = 0
+    skipped: int = 0
+
+
+@dataclass(frozen=True)
+class ShuffleBuffer:
+    """The rows between two places."""
+
+    number: int
+    rows: Rows
+    start: Place
+    stop: Place
+
+
+Order = Callable[[int, int], Array | None]
+"""The order of a buffer's rows, from their number and the buffer's; None keeps it."""
+
+
+def shuffle_buffers(
+    blocks: Iterable[Block], num_rows: int, order: Order, start: Place, number: int
+) -> Iterator[ShuffleBuffer]:
+    """The blocks' rows from `start` on in buffers of `num_rows`, the last one smaller; `number` is that of the first.
+
+    All rows of a buffer are put in order at once: batch by batch, every one of them would be looked for in memory.
+
+    Args:
+        blocks: from the chunk that `start` names.
+
+    Raises:
+        ValueError: there are fewer rows than `start.skip`.
+    """
+    pieces: list[Rows] = []
+    gathered, left_out, skipped, stop = 0, start.skip, start.skipped, start
+    for block in blocks:
+        row = min(left_out, len(block.rows))
+        left_out -= row
+        while row < len(block.rows):
+            end = min(row + num_rows - gathered, len(block.rows))
+            pieces.append(block.rows.slice(row, end))
+            gathered, row = gathered + end - row, end
+            stop = Place(block.part, block.offset, block.line, row, skipped)
+            if gathered == num_rows:
+                joined, pieces, gathered = concat(pieces, order(gathered, number)), [], 0
+                yield ShuffleBuffer(number, joined, start, stop)
+                del joined
+                start, number = stop, number + 1
+        skipped += block.problems.total
+    if left_out:
+        raise ValueError(f"there are {left_out} rows fewer than the position says; the data are not what they were")
+    if pieces:
+        yield ShuffleBuffer(number, concat(pieces, order(gathered, number)), start, stop)
+
+
+def collected(report: ReadReport, rows: int, problems: Problems) -> ReadReport:
+    """A report with more rows and more bad ones."""
+    if not problems.total:
+        return replace(report, rows=report.rows + rows)
+    first = (*report.problems, *(problem.message for problem in problems.first))[:MAX_PROBLEMS]
+    reasons = Counter(dict(report.reasons)) + problems.counts
+    return ReadReport(report.rows + rows, report.skipped + problems.total, first, tuple(sorted(reasons.items())))
+
+
+class Batcher:
+    """Cuts the batches of one stream.
+
+    Args:
+        name: of the data set, for messages.
+        blocks: of the split from a place on.
+        keys: names of the features.
+        buffer_rows: rows of a shuffle buffer.
+        order: what decides the order of the rows; None keeps it.
+        needs_rows: whether a split without rows is an error.
+        left_out: bad rows that are not in the blocks any more.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        split: Split,
+        blocks: Callable[[Place], Generator[Block, None, None]],
+        keys: tuple[str, ...],
+        batch_size: int,
+        buffer_rows: int,
+        order: tuple[int, ...] | None,
+        pin_memory: bool,
+        needs_rows: bool,
+        left_out: ReadReport,
+    ) -> None:
+        self._name, self._split, self._blocks, self._keys = name, split, blocks, keys
+        self._batch_size, self._buffer_rows, self._order = batch_size, buffer_rows, order
+        self._pin_memory, self._needs_rows = pin_memory, needs_rows
+        self._read = left_out
+
+    def report(self, position: Position) -> ReadReport:
+        """The rows before a position, and the bad ones among them."""
+        return replace(self._read, rows=position["rows"], skipped=self._read.skipped + position["skipped"])
+
+    def steps(self, position: Position) -> Iterator[PositionedBatch | ReadReport]:
+        start = Place(*(position[field] for field in FIELDS[:5]))
+        self._read = self.report(position)
+        batch, rows = position["batch"], position["rows"]
+        with closing(self._blocks(start)) as blocks:
+            counted = self._counted(blocks)
+            for buffer in shuffle_buffers(counted, self._buffer_rows, self._permutation, start, position["window"]):
+                for step in self._cut(buffer, batch, rows, position["of"]):
+                    rows = step.report.rows
+                    yield step
+                batch = 0
+        if rows == 0 and self._needs_rows:
+            skipped = f" ({self._read.skipped} bad ones were skipped)" if self._read.skipped else ""
+            raise ValueError(f"data set {self._name!r}: there are no {self._split} rows{skipped}")
+        yield replace(self._read, rows=rows)  # after the last batch, bad rows may have come
+
+    def _cut(self, buffer: ShuffleBuffer, first: int, rows: int, belongs_to: int) -> Iterator[PositionedBatch]:
+        num_rows, size = len(buffer.rows), self._batch_size
+        if first * size >= num_rows:
+            raise ValueError(f"data set {self._name!r}: there are fewer rows than the position says")
+        report = self._read
+        for number in range(first, -(-num_rows // size)):
+            run = slice(number * size, min((number + 1) * size, num_rows))
+            batch = cut(buffer.rows, self._keys, run, self._pin_memory)
+            rows += len(batch)
+            if (number + 1) * size < num_rows:
+                place, at = buffer.start, (buffer.number, number + 1, rows)
+            else:
+                place, at = buffer.stop, (buffer.number + 1, 0, rows)
+            values = (place.part, place.offset, place.line, place.skip, place.skipped, *at)
+            position = {"of": belongs_to, **dict(zip(FIELDS, values, strict=True))}
+            yield PositionedBatch(batch, position, replace(report, rows=rows))
+
+    def _counted(self, blocks: Iterator[Block]) -> Iterator[Block]:
+        for block in blocks:
+            self._read = collected(self._read, 0, block.problems)
+            yield block
+
+    def _permutation(self, num_rows: int, buffer: int) -> Array | None:
+        if self._order is None:
+            return None
+        state = np.random.SeedSequence([*self._order, buffer]).generate_state(1, np.uint64)[0]
+        generator = torch.Generator().manual_seed(int(state))
+        order: Array = torch.randperm(num_rows, generator=generator).numpy()
+        return order

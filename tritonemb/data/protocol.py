@@ -1,0 +1,269 @@
+"""What a trainer reads from: a `Data`, opened as a `Stream` of batches that can be closed and resumed."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self
+
+from tritonemb.data.batch import Batch
+from tritonemb.data.prefetch import Prefetcher
+from tritonemb.types import TableConfig
+
+Split = Literal["train", "validation", "test"]
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+
+Shard = tuple[int, int]
+"""Index and count: one of `count` disjoint parts of a split's rows."""
+WHOLE: Shard = (0, 1)
+
+Position = dict[str, int]
+"""Where a stream resumes: JSON-able, for `Data.open` with the same arguments as its stream."""
+
+PREFETCH_DEPTH = 5  # batches
+reading_processes = 1  # on this host, as far as this process knows: they divide the processors among their threads
+
+
+@dataclass(frozen=True)
+class Feature:
+    """A categorical feature: ids in `[0, num_embeddings)`, exactly one a row unless `multi_hot`."""
+
+    name: str
+    num_embeddings: int
+    multi_hot: bool = False
+
+
+@dataclass(frozen=True)
+class ReadReport:
+    """What has become of the rows.
+
+    Args:
+        rows: returned in batches since the epoch began, also before a position that the stream was opened at.
+        skipped: bad rows left out since then.
+        problems: the first few of them that this stream has met, as file:line:column: what is wrong.
+        reasons: how many of them there are, by file and reason.
+    """
+
+    rows: int = 0
+    skipped: int = 0
+    problems: tuple[str, ...] = ()
+    reasons: tuple[tuple[str, int], ...] = ()
+
+    def __str__(self) -> str:
+        """What a person wants to know of the rows that were left out."""
+        text = f"{self.rows:,} rows were read, {self.skipped:,} bad ones left out"
+        shown = [*(f"{where} ({count:,})" for where, count in self.reasons), *self.problems]
+        return "\n  ".join([text, *shown])
+
+
+@dataclass(frozen=True)
+class PositionedBatch:
+    """A batch with the position and the report once it has been returned."""
+
+    batch: Batch
+    position: Position
+    report: ReadReport
+
+
+class Closing:
+    """Closed at the end of a `with` block."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Batches(Protocol):
+    """Batches in their order, from a position on: a `Stream`, or several. Their position may be a nested one."""
+
+    @property
+    def position(self) -> Mapping[str, Any]: ...
+
+    @property
+    def report(self) -> ReadReport: ...
+
+    def __iter__(self) -> Iterator[Batch]: ...
+
+    def __next__(self) -> Batch: ...
+
+    def close(self) -> None: ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class Stream(Closing):
+    """Batches in their order, prefetched in a thread; errors of the source come out of `next`.
+
+    Args:
+        batches: the source; closed with the stream. The report of all rows may come after the last batch.
+        position: of the first batch.
+        report: of the rows before it.
+        at_end: called with the report when the last batch has been returned and the next one is asked for.
+        on_stop: lets `batches` cancel what it waits for; see `Prefetcher`.
+
+    Attributes:
+        position: of the batch after the last one returned.
+        report: of the rows returned and skipped so far; of the whole epoch once there are no more batches.
+    """
+
+    def __init__(
+        self,
+        batches: Iterator[PositionedBatch | ReadReport],
+        position: Position,
+        report: ReadReport | None = None,
+        at_end: Callable[[ReadReport], None] | None = None,
+        on_stop: Callable[[], None] | None = None,
+    ) -> None:
+        self.position = position
+        self.report = report or ReadReport()
+        self._at_end = at_end
+        self._batches = Prefetcher(batches, PREFETCH_DEPTH, "tritonemb-batches", on_stop)
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Batch:
+        try:
+            item = next(self._batches)
+            while isinstance(item, ReadReport):
+                self.report = item
+                item = next(self._batches)
+        except StopIteration:
+            if self._at_end is not None:
+                self._at_end(self.report)
+            raise
+        self.position, self.report = item.position, item.report
+        return item.batch
+
+    def close(self) -> None:
+        """End the threads of the stream; there are no further batches."""
+        self._at_end = None
+        self._batches.close()
+
+
+class Data(Protocol):
+    """A data set for binary click prediction, in memory (`Dataset`) or read as it is needed (`ClickLog`)."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def features(self) -> tuple[Feature, ...]: ...
+
+    @property
+    def num_dense(self) -> int: ...
+
+    @property
+    def encoding(self) -> str:
+        """A digest, in hex, of what decides how a row becomes numbers: a model fits data of the same encoding alone.
+
+        It depends on the columns, their ids and their treatment, but neither on the rows nor on where they lie.
+        """
+        ...
+
+    @property
+    def best_auc(self) -> float | None:
+        """The Bayes-optimal AUC on the test rows, where it is known: no model can be expected to beat it."""
+        ...
+
+    def tables(self, embedding_dim: int) -> list[TableConfig]:
+        """One table a feature, all of one dim."""
+        ...
+
+    def splits(self) -> tuple[Split, ...]:
+        """The splits that it has."""
+        ...
+
+    def num_rows(self, split: Split) -> int | None:
+        """Rows of a split; None where that is not known before it has been read."""
+        ...
+
+    def estimated_rows(self, split: Split) -> int | None:
+        """About how many rows a split has, without reading it; None where that is not known."""
+        ...
+
+    def open(
+        self,
+        split: Split,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        epoch: int = 0,
+        shuffle: bool = False,
+        position: Position | None = None,
+        pin_memory: bool = False,
+        shard: Shard = WHOLE,
+    ) -> Stream:
+        """The batches of a split, or of a shard of it; the last one may be smaller.
+
+        Args:
+            seed, epoch: decide the order if `shuffle`.
+            position: of a stream opened with the same arguments: resume exactly there.
+            pin_memory: make the batches in page-locked memory.
+            shard: (index, count): the index-th of `count` disjoint shards that together are all rows of the split. A
+                shard without rows ends at once, as there may be more shards than rows.
+
+        Raises:
+            ValueError: no such split or shard; a batch size below 1; a position that cannot be one of this stream.
+        """
+        ...
+
+
+def tables_of(features: tuple[Feature, ...], embedding_dim: int) -> list[TableConfig]:
+    """One table a feature, all of one dim; the bags of multi-hot features are averaged."""
+    return [
+        TableConfig(f.name, f.num_embeddings, embedding_dim, pooling="mean" if f.multi_hot else "sum") for f in features
+    ]
+
+
+def digest(*parts: object) -> str:
+    """For `Data.encoding`: the same for parts with the same `repr`, in every process."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def fingerprint(*parts: object) -> int:
+    """A number that says whether a position belongs to these settings."""
+    return zlib.crc32(repr(parts).encode())
+
+
+def check_position(position: Position, fields: tuple[str, ...], belongs_to: int, name: str) -> None:
+    """ValueError unless a position has these fields, none of them negative, and was taken with the same settings."""
+    if not isinstance(position, dict) or set(position) != {"of", *fields}:
+        raise ValueError(
+            f"data set {name!r}: {position!r} is not a position of it, which has the fields {('of', *fields)}; "
+            "use what `Stream.position` gave"
+        )
+    for field, value in position.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ValueError(f"data set {name!r}: the position's {field!r} is {value!r}, expected an int of 0 or more")
+    if position["of"] != belongs_to:
+        raise ValueError(
+            f"data set {name!r}: this position was taken in a stream of other data or other settings; a stream resumes "
+            "only with the files, split, batch size, seed, epoch, order and shard that it was opened with"
+        )
+
+
+def check_shard(shard: Shard) -> None:
+    """ValueError unless it is (index, count) with 0 <= index < count."""
+    good = isinstance(shard, tuple) and len(shard) == 2 and all(type(number) is int for number in shard)
+    if not good or not 0 <= shard[0] < shard[1]:
+        raise ValueError(f"shard must be (index, count) with 0 <= index < count, got {shard!r}")
+
+
+def check_batch_size(batch_size: int) -> None:
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")

@@ -1,0 +1,260 @@
+"""Reader hosts: machines that read the data for trainers on other machines, over Arrow Flight."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import threading
+from collections.abc import Generator, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tritonemb.data.batch import Batch, BatchLayout
+from tritonemb.data.protocol import (
+    WHOLE,
+    Batches,
+    Closing,
+    Data,
+    Feature,
+    Position,
+    PositionedBatch,
+    ReadReport,
+    Shard,
+    Split,
+    Stream,
+    check_shard,
+    tables_of,
+)
+from tritonemb.flight import Client, Message, Messages, start_server
+from tritonemb.types import TableConfig
+
+TOKEN, ROOTS = "TRITONEMB_TOKEN", "TRITONEMB_TLS_ROOTS"  # variables of the environment
+PATIENCE = 5.0  # seconds for open streams to end
+
+_VALUES = {4: torch.int32, 8: torch.int64}
+
+
+class ReaderHost(Closing):
+    """Serves the batches of `data` to whoever knows the token.
+
+    Every stream has the threads and the memory that `data.open` uses. It prefetches a few batches and waits while the
+    trainer takes none.
+
+    Args:
+        data: what is served.
+        address: `grpc://HOST:PORT`, or `grpc+tls://HOST:PORT`; port 0 takes a free one.
+        token: that clients must have; that of the environment (TRITONEMB_TOKEN) or a random one if not given.
+        certificate, key: PEM files for TLS.
+
+    Attributes:
+        address: with the port.
+        token: that clients must have.
+
+    Raises:
+        ValueError, OSError: it cannot serve at this address.
+    """
+
+    def __init__(
+        self,
+        data: Data,
+        address: str = "grpc://127.0.0.1:0",
+        *,
+        token: str | None = None,
+        certificate: str | Path | None = None,
+        key: str | Path | None = None,
+    ) -> None:
+        self.token = token or os.environ.get(TOKEN) or secrets.token_hex(32)
+        self._closing = threading.Event()
+        self._server = start_server(_Service(data, self._closing), address, self.token, certificate, key)
+        self.address = f"{address.rpartition(':')[0]}:{self._server.port}"
+
+    def wait(self) -> None:
+        """Serve until `close`, SIGINT or SIGTERM; in the main thread."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, lambda *_: self._closing.set())
+        self._closing.wait()
+
+    def close(self) -> None:
+        """End the server; streams that are still open fail."""
+        self._closing.set()
+        # The server waits for its streams, and a stream for the client that takes its batches.
+        ending = threading.Thread(target=self._server.shutdown, name="tritonemb-shutdown", daemon=True)
+        ending.start()
+        ending.join(PATIENCE)
+
+
+class _Service:
+    def __init__(self, data: Data, closing: threading.Event) -> None:
+        self._data, self._closing = data, closing
+
+    def call(self, name: str, request: dict[str, Any]) -> dict[str, Any]:
+        data = self._data
+        if name == "rows":
+            split = request["split"]
+            return {"rows": data.num_rows(split), "estimated": data.estimated_rows(split)}
+        if name != "describe":
+            raise ValueError(f"a reader host has no action {name!r}")
+        return {
+            "name": data.name,
+            "features": [[feature.name, feature.num_embeddings, feature.multi_hot] for feature in data.features],
+            "num_dense": data.num_dense,
+            "encoding": data.encoding,
+            "best_auc": data.best_auc,
+            "splits": data.splits(),
+        }
+
+    def stream(self, request: dict[str, Any]) -> Iterator[Message]:
+        """Where the stream begins, its batches, and its last report. Offsets do not travel."""
+        how = {name: request[name] for name in ("split", "batch_size", "seed", "epoch", "shuffle", "position")}
+        shard = tuple(request["shard"])
+        how |= {} if shard == WHOLE else {"shard": shard}
+        with self._data.open(**how) as stream:
+            yield _progress(stream), None
+            for batch in stream:
+                if self._closing.is_set():
+                    raise ConnectionError("the reader host has been closed")
+                packed = batch.packed()
+                layout, buffer = packed.layout, packed.buffer
+                assert layout is not None
+                assert buffer is not None
+                sizes = [layout.batch_size, layout.num_dense, layout.num_values, layout.values_dtype.itemsize]
+                values = _progress(stream) | {"sizes": sizes, "keys": layout.keys}
+                yield values, memoryview(buffer.numpy())[: layout.bytes_before_offsets]
+                del batch, packed, buffer
+            yield _progress(stream), None
+
+
+class RemoteData:
+    """A data set that reader hosts read: a `Data` for `te.Trainer` and for loops of your own.
+
+    Args:
+        addresses: of hosts with the same data; shard i is read by host i modulo their number.
+        token: that the hosts expect; that of the environment (TRITONEMB_TOKEN) if not given.
+        roots: a PEM file with the certificates to trust with TLS; that of the environment (TRITONEMB_TLS_ROOTS), or the
+            system's if not given.
+
+    Raises:
+        ConnectionError, PermissionError: a host does not answer, or expects another token.
+        ValueError: an address cannot be one, or the hosts have different data.
+    """
+
+    def __init__(
+        self, addresses: str | Sequence[str], *, token: str | None = None, roots: str | Path | None = None
+    ) -> None:
+        self._addresses = (addresses,) if isinstance(addresses, str) else tuple(addresses)
+        if not self._addresses:
+            raise ValueError("no address of a reader host is given")
+        self._token = token or os.environ.get(TOKEN, "")
+        self._roots = roots or os.environ.get(ROOTS)
+        self._clients: list[Client] = []
+        first, *others = (client.call("describe") for client in self._all_clients())
+        for address, other in zip(self._addresses[1:], others, strict=True):
+            if other != first:
+                raise ValueError(f"the reader hosts {self._addresses[0]} and {address} have different data")
+        self.name: str = first["name"]
+        self.features = tuple(Feature(*feature) for feature in first["features"])
+        self.num_dense: int = first["num_dense"]
+        self.encoding: str = first["encoding"]
+        self.best_auc: float | None = first["best_auc"]
+        self._splits: tuple[Split, ...] = tuple(first["splits"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_clients": []}  # connections belong to a process
+
+    def tables(self, embedding_dim: int) -> list[TableConfig]:
+        """One table a feature, all of one dim; the bags of multi-hot features are averaged."""
+        return tables_of(self.features, embedding_dim)
+
+    def splits(self) -> tuple[Split, ...]:
+        """The splits that it has."""
+        return self._splits
+
+    def num_rows(self, split: Split) -> int | None:
+        """Rows of a split; None where the host does not know that before it has read them."""
+        rows: int | None = self._all_clients()[0].call("rows", {"split": split})["rows"]
+        return rows
+
+    def estimated_rows(self, split: Split) -> int | None:
+        """About how many rows a split has; None where that is not known."""
+        rows: int | None = self._all_clients()[0].call("rows", {"split": split})["estimated"]
+        return rows
+
+    def open(
+        self,
+        split: Split,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        epoch: int = 0,
+        shuffle: bool = False,
+        position: Position | None = None,
+        pin_memory: bool = False,
+        shard: Shard = WHOLE,
+    ) -> Stream:
+        """See `tritonemb.data.protocol.Data.open`: the same batches, positions and errors as the host's own data set.
+
+        Raises:
+            ConnectionError: the host does not answer, here or out of `next`. Exceptions of the data set keep their type
+                if it is a built-in one; else they come as the nearest built-in type.
+        """
+        check_shard(shard)
+        clients = self._all_clients()
+        messages = clients[shard[0] % len(clients)].stream(
+            {
+                "split": split,
+                "batch_size": batch_size,
+                "seed": seed,
+                "epoch": epoch,
+                "shuffle": shuffle,
+                "position": position,
+                "shard": shard,
+            }
+        )
+        first, _ = next(messages)
+        batches = _batches(messages, pin_memory)
+        return Stream(batches, first["position"], _report(first), on_stop=messages.cancel)
+
+    def _all_clients(self) -> list[Client]:
+        if not self._clients:
+            self._clients = [Client(address, self._token, self._roots) for address in self._addresses]
+        return self._clients
+
+
+def _progress(stream: Batches) -> dict[str, Any]:
+    report = stream.report
+    return {
+        "position": stream.position,
+        "report": [report.rows, report.skipped, report.problems, report.reasons],
+    }
+
+
+def _report(values: dict[str, Any]) -> ReadReport:
+    rows, skipped, problems, reasons = values["report"]
+    return ReadReport(rows, skipped, tuple(problems), tuple((reason, count) for reason, count in reasons))
+
+
+def _batches(messages: Messages, pin_memory: bool) -> Generator[PositionedBatch | ReadReport, None, None]:
+    try:
+        for values, data in messages:
+            if "sizes" not in values:
+                yield _report(values)
+                return
+            yield PositionedBatch(_batch(values, data, pin_memory), values["position"], _report(values))
+            del values, data  # or they would stay until the next ones are there
+    finally:
+        messages.cancel()
+
+
+def _batch(values: dict[str, Any], data: np.ndarray[Any, Any], pin_memory: bool) -> Batch:
+    batch_size, num_dense, num_values, itemsize = values["sizes"]
+    layout = BatchLayout(tuple(values["keys"]), batch_size, num_dense, num_values, _VALUES[itemsize])
+    buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=pin_memory)
+    buffer.numpy()[: layout.bytes_before_offsets] = data
+    lengths, offsets = (view.numpy() for view in layout.views(buffer)[3:])
+    offsets[0] = 0
+    np.cumsum(lengths, out=offsets[1:])
+    return layout.batch(buffer)

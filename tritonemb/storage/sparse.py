@@ -1,0 +1,171 @@
+"""Files with holes: reflink copies, else copies of their written parts, and digests that do not read holes."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import itertools
+import os
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+
+from tritonemb.storage.format import runs
+from tritonemb.storage.io import PAGE_BYTES, PageFile, create_file, fcntl, thread_buffer
+from tritonemb.storage.store import storage_errors
+from tritonemb.storage.threads import shared_threads, shielded
+
+COPY_BYTES = 1 << 20  # that each thread copies at once
+BATCH = 512  # pieces in a job
+_FICLONE = 0x40049409  # Linux: make a file a reflink copy of another one
+# No reflinks on this file system, across two of them, or of such files; or no such call: the system is not Linux.
+_NO_REFLINK = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EPERM)
+
+
+def reflink_or_copy(source: PageFile, target: PageFile) -> None:
+    """Copy a file, whose size is a multiple of a page's, into an empty one; holes stay holes.
+
+    Raises:
+        OSError, EOFError: what could not be read or written; the target is useless then.
+    """
+    if _reflink(source, target):
+        return
+    size = source.size()
+    target.resize(size)
+    pieces = _parts_to_copy(written_parts(source, size))
+    while batch := list(itertools.islice(pieces, BATCH)):
+        shared_threads.get().run(functools.partial(_copy, source, target, batch), len(batch))
+
+
+def copy_rows(source: Path, target: Path) -> None:
+    """Copy a file of rows, or of changes, as `reflink_or_copy` does, and flush the copy to the disk.
+
+    Raises:
+        OSError, EOFError: what could not be read or written.
+    """
+
+    def copy() -> None:
+        with closing(PageFile(source, writable=False)) as old, closing(create_file(target)) as new:
+            reflink_or_copy(old, new)
+            new.sync()
+
+    shielded(copy)
+
+
+def _reflink(source: PageFile, target: PageFile) -> bool:
+    if fcntl is None:
+        return False
+    try:
+        fcntl.ioctl(target.handle, _FICLONE, source.handle)
+    except OSError as error:
+        if error.errno not in _NO_REFLINK:
+            raise
+        return False
+    return True
+
+
+def written_parts(file: PageFile, size: int) -> Iterator[tuple[int, int]]:
+    """Bounds of what is not a hole, in whole pages, ascending; the whole file where the system does not tell."""
+    if not hasattr(os, "SEEK_DATA"):
+        yield 0, size
+        return
+    end = 0
+    while end < size:
+        try:
+            begin = os.lseek(file.handle, end, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # a hole up to the end
+                return
+            if error.errno != errno.EINVAL:
+                raise
+            yield end, size
+            return
+        begin = begin // PAGE_BYTES * PAGE_BYTES  # blocks of a file system may be smaller
+        end = -(-os.lseek(file.handle, begin, os.SEEK_HOLE) // PAGE_BYTES) * PAGE_BYTES
+        yield begin, end
+
+
+def _parts_to_copy(parts: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """Pieces of at most `COPY_BYTES`: long parts are cut, near ones joined, as reading a hole costs little."""
+    first = last = -1
+    for begin, end in parts:
+        if first >= 0 and end - first <= COPY_BYTES:
+            last = end
+            continue
+        if first >= 0:
+            yield first, last
+        first, last = begin, end
+        while last - first > COPY_BYTES:
+            yield first, first + COPY_BYTES
+            first += COPY_BYTES
+    if first >= 0:
+        yield first, last
+
+
+def _copy(source: PageFile, target: PageFile, pieces: Sequence[tuple[int, int]], number: int) -> None:
+    """Copy the pages of a piece that are not zero."""
+    begin, end = pieces[number]
+    buffer = thread_buffer(end - begin)
+    source.read(buffer.view[: end - begin], begin)
+    pages = buffer.array[: end - begin].reshape(-1, PAGE_BYTES).view(np.int64)
+    written = np.flatnonzero(pages.any(axis=1))
+    firsts, lasts = runs(written)
+    starts, stops = (written[firsts] * PAGE_BYTES).tolist(), ((written[lasts - 1] + 1) * PAGE_BYTES).tolist()
+    for start, stop in zip(starts, stops, strict=True):
+        target.write(buffer.view[start:stop], begin + start)
+
+
+DIGEST_BYTES = 1 << 18  # that are checked at once; a part of the digest's definition
+_MASK = (1 << 64) - 1
+
+
+def digest(path: Path) -> int:
+    """64 bits of a file's content, from the CRC-32 of each piece that is not all zeros, and its number.
+
+    Holes are not read, and how a file system stores zeros does not matter. The file's size, a multiple of a page's, is
+    not a part of it.
+
+    Raises:
+        StorageError: the file cannot be read.
+    """
+    with storage_errors(f"file {path} cannot be read", "check the disk, or use another copy"):
+        return shielded(lambda: _digest(path))
+
+
+def _digest(path: Path) -> int:
+    total = 0
+    with closing(PageFile(path, writable=False)) as file:
+        pieces = _digest_pieces(written_parts(file, file.size()))
+        while batch := list(itertools.islice(pieces, BATCH)):
+            found = [0] * len(batch)
+            shared_threads.get().run(functools.partial(_digest_piece, file, batch, found), len(batch))
+            total += sum(found)
+    return total & _MASK
+
+
+def _digest_piece(file: PageFile, pieces: Sequence[int], found: list[int], number: int) -> None:
+    begin, buffer = pieces[number] * DIGEST_BYTES, thread_buffer(DIGEST_BYTES)
+    count = min(DIGEST_BYTES, file.size() - begin)
+    file.read(buffer.view[:count], begin)
+    if buffer.array[:count].any():
+        found[number] = _mix((pieces[number] << 32) ^ zlib.crc32(buffer.view[:count]))
+
+
+def _digest_pieces(parts: Iterator[tuple[int, int]]) -> Iterator[int]:
+    """The pieces that ascending parts of a file lie in, each once."""
+    following = 0
+    for begin, end in parts:
+        first = max(following, begin // DIGEST_BYTES)
+        following = max(following, -(-end // DIGEST_BYTES))
+        yield from range(first, following)
+
+
+def _mix(value: int) -> int:
+    """SplitMix64's finaliser (Steele et al., OOPSLA 2014), so that pieces that were swapped do not cancel."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)

@@ -1,0 +1,122 @@
+"""The files of a checkpoint: durable writes, checksums, and the manifest."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tritonemb.storage import copy_rows, digest
+
+FORMAT = 1
+MANIFEST = "trainer.json"
+ROWS, CHANGES = ".rows", ".changes"  # of a table on disk: sparse files
+
+
+class CheckpointError(OSError):
+    """A checkpoint could not be written; the earlier ones are as they were."""
+
+
+def read_manifest_text(path: Path) -> tuple[str, dict[str, Any]]:
+    """A checkpoint's manifest, as text and parsed.
+
+    Raises:
+        FileNotFoundError, ValueError: there is none, it is damaged, or of a format that this version cannot read.
+    """
+    if not (path / MANIFEST).is_file():
+        raise FileNotFoundError(f"{path} is not a checkpoint: it has no {MANIFEST}")
+    try:
+        text = (path / MANIFEST).read_text()
+        manifest = json.loads(text)
+        files, found = dict(manifest["files"]), manifest["format"]
+        _check_tables(manifest.get("tables", {}), files)
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path / MANIFEST} is damaged ({error!r}); use another checkpoint") from error
+    if found != FORMAT:
+        raise ValueError(
+            f"{path} has checkpoint format {found}, this version of tritonemb reads format {FORMAT}; it was written by "
+            f"tritonemb {manifest.get('versions', {}).get('tritonemb', 'of an unknown version')}"
+        )
+    assert isinstance(manifest, dict)
+    return text, manifest
+
+
+def _check_tables(tables: Mapping[str, Any], files: Mapping[str, Any]) -> None:
+    """Raise whatever goes wrong when the entries of tables on disk are read."""
+    for entry in tables.values():
+        for part in entry["parts"]:
+            _, _, _, _ = part["table"], part["snapshot"], float(part["bound"]), files[part["files"][0]]
+            for first, count in (part["rows"], part["columns"], *(files[name] for name in part["files"])):
+                _, _ = int(first), int(count)
+        for dtype, size in entry["fields"].values():
+            _, _ = getattr(torch, dtype), torch.Size(size)
+
+
+def size_of(path: Path) -> int | None:
+    """None if there is no such file."""
+    return path.stat().st_size if path.is_file() else None
+
+
+def size_and_checksum(path: Path) -> list[int]:
+    """A file's entry in the manifest."""
+    return [path.stat().st_size, checksum(path)]
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of a file; of a table's rows, whose file may be nearly all holes, their `digest`."""
+    if path.suffix in (ROWS, CHANGES):
+        return digest(path)
+    found = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            found = zlib.crc32(block, found)
+    return found
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file and fsync it."""
+    with path.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync(path: Path) -> None:
+    """Fsync a file, or a folder's entries where folders can be opened."""
+    if os.name != "posix":
+        return
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    """Make a hard link; where the file system has none, a copy that has been fsynced."""
+    try:
+        os.link(source, target)
+    except OSError:
+        if source.suffix in (ROWS, CHANGES):
+            copy_rows(source, target)
+        else:
+            shutil.copy2(source, target)
+        sync(target)
+
+
+def allocated(path: Path) -> int:
+    """Bytes that a file takes on the disk; its size where the system does not tell."""
+    found = path.stat()
+    return 512 * found.st_blocks if hasattr(found, "st_blocks") else found.st_size
+
+
+def free_bytes(folder: Path) -> int | None:
+    """Free bytes where this folder is or would be made."""
+    there = next((path for path in (folder, *folder.parents) if path.is_dir()), None)
+    return None if there is None else shutil.disk_usage(there).free

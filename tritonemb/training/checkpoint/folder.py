@@ -1,0 +1,371 @@
+"""The folder of a run and its checkpoints: written aside and renamed, so that whatever stands there is whole.
+
+A checkpoint is a folder: the tensors in the format of `torch.distributed.checkpoint` (`model.<key of state_dict>`,
+`optimizer.<parameter>.<state>`, `rng.<device>`), the files of tables on disk, and `trainer.json`, which holds all else,
+and sizes and checksums of the files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from filelock import FileLock, Timeout
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from tritonemb.comm.group import RankGroup
+from tritonemb.training.checkpoint.all_ranks import (
+    ignore_single_process_warning,
+    is_alone,
+    is_rank_zero,
+    on_all_ranks,
+    on_rank_zero,
+)
+from tritonemb.training.checkpoint.dcp import (
+    CheckpointWriter,
+    Shards,
+    in_pieces,
+    local_bytes,
+    refuse_missing_shards,
+    shards_of,
+)
+from tritonemb.training.checkpoint.disk_tables import RankFiles, TableSnapshots, split_tables
+from tritonemb.training.checkpoint.files import (
+    FORMAT,
+    MANIFEST,
+    CheckpointError,
+    allocated,
+    free_bytes,
+    link_or_copy,
+    read_manifest_text,
+    size_of,
+    sync,
+    write,
+)
+
+# A half-written checkpoint; a whole one that a new one of the same name is to replace; a half-removed one.
+WRITING, REPLACED, DROPPED = ".writing-", ".replaced-", ".dropped-"
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """When checkpoints are written, how many are kept, and what happens if one cannot be written.
+
+    Args:
+        checkpoint_steps: write one every so many steps.
+        checkpoint_minutes: write one when so many minutes have passed since the last; 0 for never.
+        keep: how many of the last checkpoints stay; the best one stays besides.
+        on_checkpoint_error: go on training with the earlier checkpoints, or stop.
+        checkpoint_incremental: of tables on disk, write the rows that have changed since the last checkpoint only, as
+            long as such changes together are smaller than the table.
+        checkpoint_async: write checkpoints in a thread while training goes on; copies of the tensors stay in memory.
+
+    Raises:
+        ValueError: for numbers out of range.
+    """
+
+    checkpoint_steps: int | None = None
+    checkpoint_minutes: float = 10.0
+    keep: int = 3
+    on_checkpoint_error: Literal["continue", "stop"] = "continue"
+    checkpoint_incremental: bool = False
+    checkpoint_async: bool = False
+
+    def __post_init__(self) -> None:
+        if self.checkpoint_steps is not None and self.checkpoint_steps < 1:
+            raise ValueError(f"checkpoint_steps must be at least 1, got {self.checkpoint_steps}")
+        if self.checkpoint_minutes < 0:
+            raise ValueError(f"checkpoint_minutes must not be negative, got {self.checkpoint_minutes}")
+        if self.keep < 1:
+            raise ValueError(f"keep must be at least 1, got {self.keep}")
+        if self.on_checkpoint_error not in ("continue", "stop"):
+            raise ValueError(f"on_checkpoint_error must be 'continue' or 'stop', got {self.on_checkpoint_error!r}")
+
+
+class CheckpointFolder:
+    """The checkpoints of one run: `step-<n>`, the newest `keep` of them, and `best-<n>`.
+
+    What a killed process left half-written begins with a dot, and is removed when the next checkpoint is written. So
+    does a whole checkpoint, `.replaced-step-<n>`, of which a new one was about to take the name: it stands for that one
+    wherever checkpoints are looked for, and gets its name back when the next one is written.
+
+    With a `group` of several ranks all of them call a method together. Each writes its own tensors into one folder,
+    which must be on a file system that all of them share; rank 0 does all else. What fails on one fails on all.
+
+    Args:
+        keep: how many of the newest stay.
+        incremental: write what has changed in tables on disk since the last checkpoint, where that is less.
+    """
+
+    def __init__(self, folder: str | Path, keep: int = 3, incremental: bool = False) -> None:
+        self.folder = Path(folder)
+        self.keep = keep
+        self.incremental = incremental
+
+    def steps(self) -> list[int]:
+        """The steps of which there is a checkpoint, ascending."""
+        return self._numbers("step")
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of a step is, or would be."""
+        return self._path(f"step-{step}")
+
+    def latest(self, group: RankGroup | None = None) -> Path | None:
+        """The newest checkpoint, if there is one; with several ranks, what rank 0 finds."""
+
+        def found() -> str | None:
+            steps = self.steps()
+            return self.path(steps[-1]).name if steps else None
+
+        name = on_rank_zero(group, found)
+        return None if name is None else self.folder / name
+
+    def best(self) -> Path | None:
+        """The checkpoint of the best evaluation, if there is one."""
+        steps = self._numbers("best")
+        return self._path(f"best-{steps[-1]}") if steps else None
+
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        manifest: Mapping[str, Any],
+        group: RankGroup | None = None,
+        best: bool = False,
+    ) -> int:
+        """Write the checkpoint of a step; returns its size in bytes.
+
+        Args:
+            tensors: this rank's; what has the same name and is no `TableShards` or DTensor is the same on all ranks.
+                An `OnDisk` refers to a table on disk, whose file is copied.
+            manifest: what `trainer.json` is to hold, for JSON; rank 0's is taken.
+            group: ranks that write it together, over a backend that serves the CPU; None for this process alone.
+            best: mark it as the best one when it is written.
+
+        Raises:
+            CheckpointError: it could not be written; says why, on which rank, and how many bytes were needed. Every
+                rank raises it.
+            ValueError: on every rank, if the ranks' parts do not make up a sharded table.
+            TypeError: the manifest is not for JSON.
+            StorageError: what was trained could not be written to a table on disk.
+        """
+        writer = self.begin(step, tensors, manifest, group, best)
+        with self.reporting(writer):
+            ignore_single_process_warning()
+            metadata = save(
+                dict(writer.tensors),
+                storage_writer=writer,
+                process_group=None if group is None else group.process_group,
+                no_dist=is_alone(group),
+            )
+            return writer.result(metadata)[0]
+
+    def begin(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        manifest: Mapping[str, Any],
+        group: RankGroup | None = None,
+        best: bool = False,
+    ) -> CheckpointWriter:
+        """Make the folder of a checkpoint, and submit snapshots of tables on disk; torch saves the writer's tensors.
+
+        Raises:
+            as `save`.
+        """
+        in_memory, tables = split_tables(tensors)
+        snapshots, aside = TableSnapshots(tables), self.folder / f"{WRITING}step-{step}"
+        text: dict[str, Any] = {}
+
+        def check() -> tuple[Shards, int, int, int]:
+            text.update(json.loads(json.dumps(manifest)))
+            on_disk = snapshots.write_back()  # if it fails, those rows are lost, and training ends
+            return shards_of(tensors), *local_bytes(in_memory), on_disk
+
+        def make() -> None:
+            self._remove_leftovers()
+            aside.mkdir(parents=True)
+
+        def begin() -> None:
+            if not aside.is_dir():
+                raise OSError(f"{aside} is not there: all ranks must write to one folder, on a file system they share")
+            snapshots.begin(aside, self._earlier(step) if tables else [])
+
+        def publish(written: RankFiles) -> None:
+            for name, (size, _) in written.files.items():
+                if (found := size_of(aside / name)) != size:
+                    raise OSError(
+                        f"{aside / name} should have {size:,} bytes, rank 0 finds {found}: do all ranks share it?"
+                    )
+            entries = {"tables": written.tables} if written.tables else {}
+            write(aside / MANIFEST, json.dumps({"format": FORMAT, **text, **entries, "files": written.files}, indent=1))
+            self._publish(aside, self.folder / f"step-{step}", self._obsolete(step))
+            if best:
+                self._mark_best(step)
+
+        shards, sharded, replicated, on_disk = zip(*on_all_ranks(group, check), strict=True)
+        refuse_missing_shards(shards)
+        needed = sum(sharded) + max(replicated) + sum(on_disk)
+        in_memory = in_pieces(in_memory) if is_alone(group) else in_memory
+        writer = CheckpointWriter(aside, step, needed, in_memory, snapshots, group, publish)
+        with self.reporting(writer):
+            on_rank_zero(group, make, OSError)
+            on_all_ranks(group, begin, OSError)
+        return writer
+
+    @contextmanager
+    def reporting(self, pending: CheckpointWriter) -> Iterator[None]:
+        """What goes wrong in the block becomes a `CheckpointError`, and nothing is left of the checkpoint."""
+        try:
+            yield
+        except (OSError, CheckpointException) as error:
+            pending.snapshots.settle()
+            raise self._failure(pending.step, pending.needed, error, pending.group) from error
+
+    def mark_best(self, step: int, group: RankGroup | None = None) -> None:
+        """Keep the checkpoint of this step as the best one, whatever becomes of the newest ones.
+
+        Raises:
+            CheckpointError: as `save` does.
+        """
+        try:
+            on_rank_zero(group, lambda: self._mark_best(step), OSError)
+        except OSError as error:
+            source = self.folder / f"step-{step}"
+            needed = sum(allocated(entry) for entry in source.iterdir()) if source.is_dir() else 0
+            raise self._failure(step, needed, error, group) from error
+
+    def _mark_best(self, step: int) -> None:
+        source, aside = self.folder / f"step-{step}", self.folder / f"{WRITING}best-{step}"
+        self._remove_leftovers()
+        aside.mkdir()
+        for entry in source.iterdir():
+            link_or_copy(entry, aside / entry.name)
+        others = [self.folder / f"best-{old}" for old in self._numbers("best") if old != step]
+        self._publish(aside, self.folder / f"best-{step}", others)
+
+    def _earlier(self, step: int) -> list[tuple[Path, Mapping[str, Any]]]:
+        """Earlier checkpoints and their manifests, newest first, if changes of tables on disk may follow them."""
+        found: list[tuple[Path, Mapping[str, Any]]] = []
+        for number in reversed(self.steps() if self.incremental else []):
+            with suppress(ValueError):  # nothing follows a damaged one
+                if number < step:
+                    found.append((self.path(number), read_manifest_text(self.path(number))[1]))
+        return found
+
+    def _obsolete(self, step: int) -> list[Path]:
+        """What goes when this step has its checkpoint: the later ones, as the run has gone back behind them and now
+        goes another way, and those that are not among the newest `keep` any more.
+        """
+        later = [(kind, number) for kind in ("step", "best") for number in self._numbers(kind) if number > step]
+        earlier = [("step", number) for number in self.steps() if number < step]
+        old = earlier[: max(0, len(earlier) + 1 - self.keep)]
+        return [self.folder / f"{kind}-{number}" for kind, number in later + old]
+
+    def _numbers(self, kind: str) -> list[int]:
+        if not self.folder.is_dir():
+            return []
+        names = {entry.name.removeprefix(REPLACED) for entry in self.folder.iterdir()}
+        parts = [name.partition("-") for name in names if (self._path(name) / MANIFEST).is_file()]
+        return sorted(int(number) for name, _, number in parts if name == kind and number.isdecimal())
+
+    def _path(self, name: str) -> Path:
+        """Where the checkpoint of this name is, or would be. Whoever reads it changes nothing here."""
+        final, replaced = self.folder / name, self.folder / f"{REPLACED}{name}"
+        return replaced if replaced.exists() and not final.exists() else final
+
+    def _publish(self, aside: Path, final: Path, others: Sequence[Path]) -> None:
+        """Give a whole folder its name; others go then, as does one of the same name, of a run that was taken back."""
+        sync(aside)
+        replaced = self.folder / f"{REPLACED}{final.name}"
+        if final.exists():
+            os.rename(final, replaced)
+        os.rename(aside, final)
+        sync(self.folder)
+        self._drop([*others, replaced] if replaced.exists() else others)
+
+    def _drop(self, paths: Sequence[Path]) -> None:
+        """Take all their names away first: a half-removed checkpoint is none, and removing one may take long."""
+        asides = [self.folder / f"{DROPPED}{path.name}" for path in paths]
+        for path, aside in zip(paths, asides, strict=True):
+            os.rename(path, aside)
+        if asides:
+            sync(self.folder)
+        for aside in asides:
+            shutil.rmtree(aside)
+
+    def _remove_leftovers(self) -> None:
+        """Of a process that was killed; only for who writes checkpoints here."""
+        if self.folder.is_dir():
+            self._restore_replaced()
+            for entry in self.folder.iterdir():
+                if entry.name.startswith(REPLACED):
+                    self._drop([entry])
+                elif entry.name.startswith((WRITING, DROPPED)):
+                    shutil.rmtree(entry)
+
+    def _restore_replaced(self) -> None:
+        """Where a checkpoint has lost its name and the new one has not got it, the old one has it again."""
+        for replaced in self.folder.glob(f"{REPLACED}*"):
+            final = self.folder / replaced.name.removeprefix(REPLACED)
+            if not final.exists():
+                os.rename(replaced, final)
+
+    def _failure(self, step: int, needed: int, error: BaseException, group: RankGroup | None) -> CheckpointError:
+        cause = error
+        if isinstance(error, CheckpointException):
+            cause = next((failure[0] for failure in error.failures.values()), error)
+            if not isinstance(cause, Exception):  # somebody wants the process to end
+                raise cause
+        if is_rank_zero(group):  # all ranks have stopped writing
+            for kind in ("step", "best"):
+                shutil.rmtree(self.folder / f"{WRITING}{kind}-{step}", ignore_errors=True)
+            with suppress(OSError):  # it is found where it is, too
+                self._restore_replaced()
+        free, kept = free_bytes(self.folder), self.latest()
+        return CheckpointError(
+            f"the checkpoint of step {step} could not be written to {self.folder}: {cause}. It needs {needed:,} bytes, "
+            f"{'an unknown number' if free is None else format(free, ',')} are free there. "
+            f"{f'The checkpoint {kept.name} is whole' if kept else 'There is no earlier checkpoint'}"
+        )
+
+
+class RunFolder:
+    """`checkpoints/`, `log.jsonl`, `report.html`, `config.toml`, `trace.json`, `tensorboard/` of one run."""
+
+    def __init__(self, path: str | Path, keep: int = 3, incremental: bool = False) -> None:
+        self.path = Path(path)
+        self.checkpoints = CheckpointFolder(self.path / "checkpoints", keep, incremental)
+        self.log = self.path / "log.jsonl"
+        self.report = self.path / "report.html"
+        self.config = self.path / "config.toml"
+        self.trace = self.path / "trace.json"
+        self.tensorboard = self.path / "tensorboard"
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Make the folder, and keep other processes out of it; a killed process keeps nobody out.
+
+        Raises:
+            ValueError: another process trains there, or nothing can be written there.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = FileLock(self.path / ".lock")
+            lock.acquire(timeout=0)
+        except Timeout as error:
+            raise ValueError(f"another process trains in {self.path}; wait for it, or choose another folder") from error
+        except OSError as error:
+            raise ValueError(f"nothing can be written to {self.path}: {error}") from error
+        try:
+            yield
+        finally:
+            lock.release()
