@@ -104,6 +104,7 @@ def test_gradients_without_an_optimizer():
 
 
 @pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.few(1)
 def test_one_graph_serves_all_learning_rates_and_numbers_of_ids(pooled):
     configs = CONFIGS if pooled else [te.TableConfig(name, 30, 7, pooling="none") for name in "ab"]
     collection = make_collection(configs, te.optim.RowWiseAdagrad(lr=0.1), pooled)

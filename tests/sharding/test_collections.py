@@ -175,7 +175,7 @@ def test_micro_batches_are_one_step(ranks):
 
 
 @pytest.mark.parametrize("name", ["row_wise_adagrad", "adam", "lamb"])
-@pytest.mark.few(1)
+@pytest.mark.more
 def test_copies_of_the_tables_are_alike(ranks, name):
     """Two copies, each on two ranks: gradients of both make a step, of whole rows and of blocks of columns."""
     shardings, _ = ALONE["mixed"](2)

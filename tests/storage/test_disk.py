@@ -231,6 +231,7 @@ for seed in range(20):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.more
 def test_a_process_forked_off_is_refused(tmp_path):
     program = """
 import os, sys

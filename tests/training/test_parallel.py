@@ -174,6 +174,7 @@ def test_what_is_sent_is_in_the_log(ranks):
     assert told[0]["sent"] == told[1]["sent"]
 
 
+@pytest.mark.more
 def test_readers_change_nothing(ranks):
     """Processes that read bring the same batches as the ranks themselves."""
     expected = run(ranks, 2, epochs=1)
