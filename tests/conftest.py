@@ -44,6 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Meter(path))
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what this machine cannot run, and say what would run it."""
     if config.getoption("--quick"):
