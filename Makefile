@@ -1,5 +1,5 @@
 # make train [DATA=movielens-100k|synthetic|path/to/train.txt] [ARGS="--epochs 2 ..."]
-# make test | test-all | lint | bench | docs | clean
+# make test | test-more | test-all | planted | lint | bench | docs | clean
 # make gpu | gpu-bench [PYTHON=python3] [ARGS="-k update"]
 #
 # Everything is installed into $(VENV); a second call installs nothing unless pyproject.toml or constraints.txt changed.
@@ -28,6 +28,8 @@ GPU_PEERS ?= .peers
 # Where other processes use the cores too, OpenMP threads that spin while they wait make steps many times slower.
 QUIET := OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-passive}
 INTERPRETED := TRITON_INTERPRET=1 HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-few}
+QUICK := HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-quick}
+FEWEST := TRITON_INTERPRET=1 HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-fewest}
 # Compiled or not, a module calls the same reference.
 BY_REFERENCE := --kernels reference tests/ops tests/nn --ignore tests/nn/test_compile.py tests/compiler \
   --ignore tests/compiler/test_backend.py --ignore tests/compiler/test_models.py
@@ -41,15 +43,23 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Whatever plugins that machine's pytest has: none of them is asked for.
 GPU_PYTEST := $(PYTHON) -m pytest -o addopts="-ra --import-mode=importlib" tests/gpu tests/compiler tests/kernels tests/nn tests/ops
 
-.PHONY: train test test-all lint bench docs clean gpu gpu-tests gpu-sanitize gpu-bench
+.PHONY: train test test-selection test-more test-all planted lint bench docs clean gpu gpu-tests gpu-sanitize gpu-bench
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.train
 	$(QUIET) $(BIN)/python -m tritonemb train --data "$(DATA)" $(ARGS)
 
-# Everything by the CPU kernels; the public tests by the references; then, as Triton reads TRITON_INTERPRET once, the
-# public tests and those of the kernels in a run of their own, by Triton kernels that are interpreted on few examples.
-test: lint
+# Every feature once; tests/README.md says which tests that are. Triton reads TRITON_INTERPRET once, so the tests of its
+# kernels are a run of their own, on few examples.
+test: lint test-selection
+
+test-selection:
+	$(QUIET) $(QUICK) $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --quick $(ARGS)
+	$(QUIET) $(FEWEST) $(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --quick -m "triton and not slow" $(ARGS)
+
+# All but the longest sweeps. Everything by the CPU kernels; the public tests by the references; then the public tests
+# and those of the kernels by Triton kernels that are interpreted.
+test-more: $(VENV)/.dev
 	$(QUIET) $(BIN)/python -m pytest -n $(JOBS) $(ARGS)
 	$(QUIET) $(BIN)/python -m pytest -n $(JOBS) -m "public and not slow" $(BY_REFERENCE) $(ARGS)
 	$(QUIET) $(INTERPRETED) $(BIN)/python -m pytest -n $(JOBS) -m "(triton or public) and not slow" $(ARGS)
@@ -58,6 +68,10 @@ test-all: lint
 	$(QUIET) $(BIN)/python -m pytest -n $(JOBS) -m "" $(ARGS)
 	$(QUIET) $(BIN)/python -m pytest -n $(JOBS) -m public $(BY_REFERENCE) $(ARGS)
 	$(QUIET) $(INTERPRETED) $(BIN)/python -m pytest -n $(JOBS) -m "triton or public" $(ARGS)
+
+# Plants the mistakes of tests/planted one at a time into a copy of the tree, and says which of them `make test` finds.
+planted: $(VENV)/.dev
+	$(QUIET) $(BIN)/python tools/planted.py $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .

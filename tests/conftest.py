@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.helpers import INTERPRETED
 from tests.ranks import Ranks
+from tests.selection import Meter, group_of, limit_examples, select
 from tritonemb.ops.registry import forced
 
 _COMMON = {
@@ -22,6 +23,8 @@ _COMMON = {
     "derandomize": True,
     "suppress_health_check": [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.data_too_large],
 }
+settings.register_profile("fewest", max_examples=4, **_COMMON)  # likewise, in `make test`
+settings.register_profile("quick", max_examples=8, **_COMMON)
 settings.register_profile("few", max_examples=5, **_COMMON)  # for kernels that are interpreted
 settings.register_profile("fast", max_examples=40, **_COMMON)
 settings.register_profile("thorough", max_examples=100, **_COMMON)
@@ -32,10 +35,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--kernels", choices=("reference", "cpu", "triton"), help="let these serve every op in tests marked public"
     )
+    parser.addoption("--quick", action="store_true", help="each value of a parameter once, nothing marked more")
+    parser.addoption("--measure", type=Path, metavar="FILE", help="append the CPU seconds of every test to this file")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_configure(config: pytest.Config) -> None:
+    if path := config.getoption("--measure"):
+        config.pluginmanager.register(Meter(path))
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what this machine cannot run, and say what would run it."""
+    if config.getoption("--quick"):
+        items[:], others = select(items)
+        config.hook.pytest_deselected(items=others)
+        for item in items:
+            limit_examples(item)
+            if config.pluginmanager.hasplugin("xdist"):
+                item.add_marker(pytest.mark.xdist_group(group_of(item)))
     has_cuda = torch.cuda.is_available()
     for item in items:
         if item.get_closest_marker("gpu") and not has_cuda:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -25,6 +26,12 @@ _Size = TypeVar("_Size")
 def fewer(full: _Size, interpreted: _Size) -> _Size:
     """`full`, or `interpreted` where kernels are interpreted, which takes thousands of times as long."""
     return interpreted if INTERPRETED else full
+
+
+def breadth(values: Iterable[Any], kept: Iterable[Any]) -> list[Any]:
+    """Values of a parameter, of which `make test` runs those that are `kept`."""
+    chosen = list(kept)
+    return [value if value in chosen else pytest.param(value, marks=pytest.mark.more) for value in values]
 
 
 def living(config: te.TableConfig, placement: str, cache: te.CacheConfig) -> te.TableConfig:

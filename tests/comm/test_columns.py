@@ -208,6 +208,7 @@ def compiled(rank, backend):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.more
 def test_exchanges_in_a_compiled_graph(ranks, backend):
     for of_rank in ranks(2).run(compiled, backend):
         for (eager, eager_grad), (graph, graph_grad) in of_rank:

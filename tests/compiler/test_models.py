@@ -138,6 +138,7 @@ QUICK = [pytest.param(name, marks=pytest.mark.slow) if name == "deepfm" else nam
 
 
 @pytest.mark.parametrize("name", QUICK)
+@pytest.mark.few(1)
 class TestGraphs:
     def test_one_lookup_one_grouping_one_gradient(self, name):
         case = CASES[name]
@@ -183,6 +184,7 @@ class TestGraphs:
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.few(1)
 def test_by_inductor_a_hundred_steps_have_the_same_losses(name):
     case = CASES[name]
     model, plain = pair(case)
@@ -217,6 +219,7 @@ def test_by_inductor_no_table_is_copied():
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.few(2)
 def test_evaluation_has_the_same_results(name):
     case = CASES[name]
     model, plain = pair(case)

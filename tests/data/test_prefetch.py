@@ -165,6 +165,7 @@ def test_errors_of_a_log_come_after_the_batches_before_them(tmp_path):
     assert not running()
 
 
+@pytest.mark.more
 def test_a_program_may_end_with_a_stream_open(tmp_path):
     """Threads that are at work when Python goes away can abort the process."""
     pytest.importorskip("pyarrow")

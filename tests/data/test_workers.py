@@ -210,6 +210,7 @@ def started(tmp_path, name, guard, end):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="reads /proc")
+@pytest.mark.more
 def test_workers_end_with_the_process_that_started_them(tmp_path):
     """Killed, with a process forked off it that holds all its pipes; or ended with workers and streams left open."""
     killed = started(tmp_path, "k", '__name__ == "__main__"', "wait")

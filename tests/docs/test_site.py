@@ -47,11 +47,13 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.more
 def test_the_site_is_built_without_a_warning(site):
     pages = {path.with_suffix(".html").name for path in (ROOT / "docs").glob("*.md")}
     assert {"index.html", "training.html", "from-torch.html"} <= pages <= {path.name for path in site.iterdir()}
 
 
+@pytest.mark.more
 def test_the_reference_has_every_public_name(site):
     inventory = (site / "objects.inv").read_bytes()
     listed = zlib.decompress(inventory.split(b"\n", 4)[4]).decode().splitlines()
@@ -59,6 +61,7 @@ def test_the_reference_has_every_public_name(site):
     assert not missing
 
 
+@pytest.mark.more
 def test_pages_load_nothing_from_elsewhere(site):
     """Links may lead there; scripts, styles, fonts and pictures are files of the site."""
     loads = re.compile(r"""<(?:script|img|iframe)\b[^>]*\bsrc="?https?:|<link\b[^>]*\bhref="?https?:|url\("?https?:""")

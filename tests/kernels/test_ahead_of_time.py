@@ -6,7 +6,7 @@ A table of what the compilers made stands in `build/ahead_of_time/kernels.md` (o
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -87,14 +87,28 @@ EVERYWHERE = {
 }  # fmt: skip
 
 
+# Every kernel once, for `make test`.
+ONCE = {
+    "forward-dim64", "forward-none", "sample_weights-mean", "group-int64", "update-row_wise_adagrad", "padding-int64",
+    "interaction-3x16-float32", "cross-3456-float32", "exchange-fp16", "jagged-int64", "row_cache-lru-several",
+    "move_rows-wide", "initial-dim128",
+}  # fmt: skip
+
+
 def is_quick(case: Case, target: str) -> bool:
     return case.core and (target in ("sm_90", "gfx942") or case.name in EVERYWHERE)
+
+
+def marks(case: Case, target: str) -> tuple[pytest.MarkDecorator, ...]:
+    if case.name in ONCE and target == "sm_90":
+        return ()
+    return (pytest.mark.more,) if is_quick(case, target) else SLOW
 
 
 @pytest.mark.parametrize(
     ("case", "target"),
     [
-        pytest.param(case, target, marks=() if is_quick(case, target) else SLOW, id=f"{case.name}-{target}")
+        pytest.param(case, target, marks=marks(case, target), id=f"{case.name}-{target}")
         for case in CASES
         for target in ahead_of_time.TARGETS
     ],
@@ -112,6 +126,14 @@ def test_kernels_compile_well(case: Case, target: str) -> None:
     assert not found, "\n".join(found)
 
 
+@pytest.mark.more
+def test_every_kernel_is_compiled_once():
+    def kernels(cases: Iterable[Case]) -> set[str]:
+        return {launch.kernel.__name__ for case in cases for launch in ahead_of_time.record(case.call)}
+
+    assert kernels(case for case in CASES if case.name in ONCE) == kernels(case for case in CASES if case.core)
+
+
 @jit
 def copy_scaled(source, target, factor, BLOCK: tl.constexpr, ALIGN: tl.constexpr):
     place = tl.arange(0, BLOCK)
@@ -126,6 +148,7 @@ def toy(size: int, factor: int = 3, offset: int = 0, align: int = 4) -> list[Lau
 
 
 @pytest.mark.parametrize("target", ahead_of_time.TARGETS)
+@pytest.mark.few(1)
 def test_a_kernel_that_spills_is_caught(target):
     (code,) = ahead_of_time.compile_all("toy", toy(1 << 15), target)
     assert code.spilled > 0
@@ -142,6 +165,7 @@ def test_spills_are_excepted_by_kernel_size_target_and_case():
 
 
 @pytest.mark.parametrize("target", [name for name in ahead_of_time.TARGETS if name.startswith("sm_")])
+@pytest.mark.few(1)
 def test_narrow_loads_are_caught(target):
     (wide,) = ahead_of_time.compile_all("toy", toy(256, align=16), target)
     (narrow,) = ahead_of_time.compile_all("toy", toy(256, offset=1), target)

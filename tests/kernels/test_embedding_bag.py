@@ -326,6 +326,24 @@ def test_triton_survives_and_names_offsets_that_do_not_ascend(device):
 
 
 @pytest.mark.triton
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("offsets", [(0, 2, 3), (1, 2, 5), (2, 2, 4)])
+def test_triton_zeroes_rows_of_positions_that_no_bag_covers(device, offsets, monkeypatch):
+    """Wrong offsets are raised later on a GPU: until then the output holds nothing that was not written."""
+    config = te.TableConfig("table", 9, 4)
+    values = torch.arange(5, device=device)
+    layout = make_layout([config], ["table"], False, device)
+    weights = [torch.randn(9, 4, device=device)]
+    with monkeypatch.context() as patch:
+        patch.setattr(triton, "poll", lambda device: None)
+        out = triton.embedding_bag(weights, values, torch.tensor(offsets, device=device), None, layout)
+    covered = (values >= offsets[0]) & (values < offsets[-1])
+    assert torch.equal(out, torch.where(covered[:, None], weights[0][:5], 0.0))
+    with pytest.raises(ValueError, match="offsets"):
+        look_up_and_wait(weights, values[:0], torch.zeros(2, dtype=torch.int64, device=device), None, layout)
+
+
+@pytest.mark.triton
 def test_float8_tables_are_looked_up_but_not_trained(device):
     config = te.TableConfig("table", 9, 4, dtype=torch.float8_e4m3fn)
     collection = te.nn.EmbeddingBagCollection([config], device=device)

@@ -245,12 +245,31 @@ def check_triton_has_the_references_bits(device, configs, optimizer, steps, pool
 @settings(max_examples=2)  # a few seconds each where they are interpreted; the slow test below has more
 @given(data=st.data(), weighted=st.booleans(), stochastic=st.booleans(), pooled=st.booleans(), seed=seeds)
 @pytest.mark.usefixtures("poisoned")
+@pytest.mark.more
 def test_triton_updates_have_the_references_bits(device, name, data, weighted, stochastic, pooled, seed):
     configs = data.draw(tables(max_tables=3, dtypes=TABLE_DTYPES, pooled=pooled))
     optimizer = data.draw(optimizers(name, stochastic_rounding=stochastic))
     collection = make_collection(configs, optimizer, pooled)
     steps = random_steps(collection, 2, batch_size=5, max_length=4, weighted=weighted, seed=seed)
     check_triton_has_the_references_bits(device, configs, optimizer, steps, pooled)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("index", range(len(OPTIMIZERS)), ids=list(OPTIMIZERS))
+@pytest.mark.usefixtures("poisoned")
+def test_triton_updates_small_tables_with_the_references_bits(device, index):
+    """Of every optimizer one problem, in which repeated ids, a mean, weights and 16-bit rows come together."""
+    decay = ("none", "l2", "decoupled")[index % 3]
+    optimizer = list(OPTIMIZERS.values())[index](
+        lr=0.05, weight_decay_mode=decay, weight_decay=0.0 if decay == "none" else 0.1,
+        max_gradient=(None, 0.5)[index % 2], max_norm=(None, 1.5)[index // 2 % 2], stochastic_rounding=index % 2 == 0,
+    )  # fmt: skip
+    configs = [
+        te.TableConfig("a", 9, 20, features=["x", "y"], pooling="mean"),
+        te.TableConfig("b", 5, 3, features=["y"], dtype=torch.bfloat16),
+    ]
+    steps = random_steps(make_collection(configs, optimizer), 2, batch_size=4, max_length=3, weighted=True, seed=index)
+    check_triton_has_the_references_bits(device, configs, optimizer, steps)
 
 
 @pytest.mark.slow
@@ -267,8 +286,9 @@ def test_twenty_triton_steps_have_the_references_bits(device, name, data, weight
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("runs", [[3, 256, 257, 1, 700, 4], [513], [200, 256, 300], [1, 255, 257]], ids=str)
+@pytest.mark.parametrize("runs", [[1, 255, 257], [3, 256, 257, 1, 700, 4], [513], [200, 256, 300]], ids=str)
 @pytest.mark.usefixtures("poisoned")
+@pytest.mark.few(1)
 def test_triton_sums_hot_rows_in_pieces(device, runs):
     """Runs across every boundary of a piece, and of the windows that pieces are found in."""
     ids = torch.repeat_interleave(torch.arange(len(runs)), torch.tensor(runs))
@@ -286,6 +306,7 @@ def test_triton_sums_hot_rows_in_pieces(device, runs):
 
 @pytest.mark.triton
 @pytest.mark.parametrize("dim", [512, 1024])
+@pytest.mark.few(1)
 def test_triton_updates_wide_rows(device, dim):
     configs = [te.TableConfig("wide", 5, dim), te.TableConfig("narrow", 5, 3, dtype=torch.bfloat16)]
     optimizer = te.optim.PartialRowWiseLAMB(lr=0.1, weight_decay=0.1, max_norm=3.0)

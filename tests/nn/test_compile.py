@@ -61,6 +61,7 @@ def test_a_compiled_collection_has_the_bits_of_an_uncompiled_one():
 
 
 @pytest.mark.parametrize("mode", ["none", "l2", "decoupled"])
+@pytest.mark.few(1)
 def test_compiled_steps_equal_the_references(mode):
     """Every optimizer, with each decay; clipping and limits of norms with half of them."""
     decay = {"weight_decay": 0.0 if mode == "none" else 0.1, "weight_decay_mode": mode}
@@ -103,6 +104,7 @@ def test_gradients_without_an_optimizer():
 
 
 @pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.few(1)
 def test_one_graph_serves_all_learning_rates_and_numbers_of_ids(pooled):
     configs = CONFIGS if pooled else [te.TableConfig(name, 30, 7, pooling="none") for name in "ab"]
     collection = make_collection(configs, te.optim.RowWiseAdagrad(lr=0.1), pooled)
@@ -200,6 +202,7 @@ def generated_code(module, batch) -> tuple[torch.Tensor, str]:
 
 
 @pytest.mark.parametrize("optimizer", [te.optim.SGD(), te.optim.Adam()], ids=["sgd", "adam"])
+@pytest.mark.few(1)
 def test_no_table_is_copied_in_the_graph(optimizer):
     collection = make_collection([te.TableConfig("a", NUM_ROWS, DIM)], optimizer)
     pointers = [tensor.data_ptr() for tensor in collection.state_dict().values()]
@@ -253,6 +256,7 @@ def test_two_lookups_in_one_compiled_region():
     assert_close(contents(collection), contents(twin), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.more
 def test_every_optimizer_and_dtype_compiles_to_the_same_bits():
     dtypes = (torch.float32, torch.float16, torch.bfloat16)
     tables = [te.TableConfig(f"t{i}", 20, 9, dtype=dtype) for i, dtype in enumerate(dtypes)]

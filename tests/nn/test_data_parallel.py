@@ -71,5 +71,6 @@ def _run(rank: int, size: int, port: int) -> None:
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="this torch has no torch.distributed")
 @pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.more
 def test_fused_updates_are_refused_where_they_would_drift(size):
     torch.multiprocessing.spawn(_run, (size, _free_port()), nprocs=size)

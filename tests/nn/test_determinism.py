@@ -79,6 +79,7 @@ def test_any_number_of_threads_gives_the_same_bits(num_threads, on_one_thread):
 @pytest.mark.parametrize(
     "num_threads", [4, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)]
 )
+@pytest.mark.more
 def test_compiled_on_any_number_of_threads_gives_the_same_bits(num_threads, on_one_thread):
     assert_same_bits(trained(NUM_STEPS, num_threads, compiled=True), on_one_thread)
 

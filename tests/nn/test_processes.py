@@ -97,6 +97,7 @@ def digest_of_training() -> str:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's MALLOC_PERTURB_")
 @pytest.mark.parametrize("byte", [pytest.param(85, marks=pytest.mark.slow), 255])
+@pytest.mark.more
 def test_fresh_memory_is_never_read(byte):
     """Memory that kernels allocate, in Python or compiled, comes filled with a byte: the same bits must come out."""
     env = {**os.environ, "MALLOC_PERTURB_": str(byte), "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -42,6 +42,7 @@ print("used", used, "budget", budget)
 
 @pytest.mark.skipif(INTERPRETED, reason="says nothing of kernels, and would take hours")
 @pytest.mark.skipif(sys.platform == "win32", reason="needs sparse files")
+@pytest.mark.more
 def test_a_table_larger_than_memory_is_trained_in_that_of_its_cache(tmp_path):
     done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr

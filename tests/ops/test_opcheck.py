@@ -152,6 +152,7 @@ class TestOpcheck:
 
     @pytest.mark.parametrize("by_table", [False, True])
     @pytest.mark.parametrize("optimizer", OPTIMIZERS)
+    @pytest.mark.few(4)
     def test_row_update_(self, problem, optimizer, by_table):
         args = (
             problem.weights(), problem.states(optimizer), *problem.counters(by_table), optimizer,

@@ -173,6 +173,7 @@ def fill_sharded(rank: int, seed: int, how: str) -> bool:
 
 
 @pytest.mark.parametrize("how", ["whole", "dtensor"])
+@pytest.mark.few(1)
 def test_sharded_tables_are_filled_on_every_rank(ranks, how):
     for seed in range(5):
         assert all(ranks(2).run(fill_sharded, seed, how))

@@ -152,6 +152,7 @@ def assert_near(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.few(1)
 def test_models_train_as_one_process_on_all_samples(ranks, world):
     cases = CASES + (NODES if world == 4 else [])
     found = ranks(world).run(trained, world, cases)

@@ -46,6 +46,7 @@ def across_nodes(found, back: bool) -> int:
         (Grid(), 10 * DIM // 2, RowWise(), 2 * 10 * DIM),
     ],
 )
+@pytest.mark.few(1)
 def test_one_vector_a_sample_leaves_a_node(ranks, sharding, vectors, flat, flat_vectors):
     found = ranks(4).run(sent, case_of(sharding))
     for back in (False, True):

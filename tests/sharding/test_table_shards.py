@@ -53,6 +53,7 @@ def test_it_is_saved_under_one_cut_and_loaded_under_another(ranks, tmp_path_fact
 @pytest.mark.parametrize("dtype", DTYPES)
 @settings(max_examples=10)
 @given(data=st.data())
+@pytest.mark.few(1)
 def test_plain_tensors_and_shards_read_each_other(ranks, tmp_path_factory, data, dtype):
     shape, seed = data.draw(shapes()), data.draw(st.integers(0, 10_000))
     whole, folder = values(shape, dtype, seed), tmp_path_factory.mktemp("saved")

@@ -196,6 +196,7 @@ def assert_as_on_the_device(ranks, given: list[Case], look_aheads: list[int | No
         pytest.param("column-wise", False, marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.few(1)
 def test_rows_that_several_ranks_update_may_live_anywhere(ranks, way, pooled):
     """The bits of the same plan on the device."""
     given = [gathered(way, optimizer, pooled=pooled) for optimizer in ("row_wise_adagrad", "lamb")]
@@ -204,6 +205,7 @@ def test_rows_that_several_ranks_update_may_live_anywhere(ranks, way, pooled):
 
 
 @pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.few(1)
 def test_copies_of_tables_may_live_anywhere(ranks, pooled):
     """As above, of tables of which each rank has a copy."""
     given = [gathered("copies", optimizer, pooled=pooled) for optimizer in ("row_wise_adagrad", "adam")]
@@ -240,6 +242,7 @@ def resumed(rank: int, case: Case, elsewhere: Case) -> list[dict[str, torch.Tens
 
 
 @pytest.mark.parametrize("way", ["column-wise", "data-parallel"])
+@pytest.mark.few(1)
 def test_training_goes_on_with_a_loaded_state(ranks, way):
     case = gathered(way, "row_wise_adagrad", steps=6)
     for whole, found in ranks(2).run(resumed, case, placed(case, "disk", "host")):
@@ -269,6 +272,7 @@ def own_of(shards: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("placement", "device"), [("host", "meta"), ("disk", "cpu"), ("disk", "meta")])
+@pytest.mark.few(1)
 def test_copies_that_train_apart_begin_alike_and_are_averaged(ranks, placement, device):
     case = gathered("copies", "row_wise_adagrad")
     case = replace(case, shardings=(TableWise(0),) * 3, weighted=False)
@@ -296,6 +300,7 @@ def twice(rank: int, case: Case) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("way", ["column-wise", "data-parallel"])
+@pytest.mark.few(1)
 def test_a_batch_that_was_sent_may_be_looked_up_twice(ranks, way):
     case = gathered(way, "row_wise_adagrad")
     expected = ranks(2).run(twice, case)
@@ -325,6 +330,7 @@ def with_other_caches(rank: int, case: Case) -> Trained:
 
 
 @pytest.mark.parametrize("way", ["column-wise", "data-parallel"])
+@pytest.mark.few(1)
 def test_ranks_may_have_other_rows_on_their_devices(ranks, way):
     case = gathered(way, "row_wise_adagrad")
     expected, _ = ranks(2).run(together, [case])
@@ -357,6 +363,7 @@ def busy(rank: int, case: Case) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("way", ["column-wise", "data-parallel"])
+@pytest.mark.few(1)
 def test_rows_stay_until_the_pass_has_ended_that_updates_them(ranks, way):
     case = gathered(way, "row_wise_adagrad")
     expected = ranks(2).run(busy, case)

@@ -105,6 +105,7 @@ def test_a_queue_is_closed_when_nothing_is_in_flight(queue, pages):
     assert (firsts(buffer) == numbers).all()
 
 
+@pytest.mark.more
 def test_a_system_that_has_no_queues_left(monkeypatch, tmp_path):
     def refuse(which: int, *_: int) -> int:
         raise OSError(errno.EAGAIN, "Resource temporarily unavailable")

@@ -231,6 +231,7 @@ for seed in range(20):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.more
 def test_a_process_forked_off_is_refused(tmp_path):
     program = """
 import os, sys
@@ -263,6 +264,7 @@ sys.exit(os.waitstatus_to_exitcode(status))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+@pytest.mark.more
 def test_a_process_forked_off_that_drops_a_table_leaves_it_alone(tmp_path):
     """Its lock on the file, what is in memory alone, and what other threads held when it was forked off."""
     program = """
@@ -302,6 +304,7 @@ sys.exit("its lock is gone")
         assert read(store, range(1000)).equal(some_records(1000, 100, 1))
 
 
+@pytest.mark.more
 def test_the_end_of_a_program_starts_no_thread(tmp_path):
     """Python refuses that from 3.12 on. One table is new, another has rows in memory, for a file that takes threads."""
     program = """
@@ -344,6 +347,7 @@ for seed in range(100_000):
     assert torch.stack([(found == version).all(1) for version in versions]).any(0).all()
 
 
+@pytest.mark.more
 def test_no_compiler_is_loaded_before_rows_move():
     program = """
 import sys, torch

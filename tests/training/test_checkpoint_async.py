@@ -284,12 +284,14 @@ def test_a_process_that_is_killed_leaves_the_last_checkpoint_whole(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1", "step-3"]
 
 
+@pytest.mark.more
 def test_a_process_ends_when_its_checkpoint_is_written(tmp_path):
     process = start(tmp_path, "slow")
     _, errors = process.communicate(timeout=120)
     assert (process.returncode, CheckpointFolder(tmp_path).steps()) == (0, [1, 2]), errors
 
 
+@pytest.mark.more
 def test_a_failure_that_nobody_has_asked_for_is_told_at_the_end(tmp_path):
     _, errors = start(tmp_path, "fail").communicate(timeout=120)
     assert f"error: the checkpoint of step 2 could not be written to {tmp_path}: [Errno 28]" in errors

@@ -164,6 +164,7 @@ class TestRanks:
             pytest.param("copies", False, marks=pytest.mark.slow),
         ],
     )
+    @pytest.mark.few(1)
     def test_a_resumed_job_has_the_bits_of_one_that_never_stopped(self, ranks, tmp_path, plan, asynchronous):
         options = CheckpointOptions(1, keep=3, checkpoint_incremental=True, checkpoint_async=asynchronous)
         job = partial(sharded, plan=plan, checkpoints=options)
@@ -193,6 +194,7 @@ class TestRanks:
             ((1, "", "device"), (2, "columns", "disk")),
         ],
     )
+    @pytest.mark.few(2)
     def test_tables_may_be_cut_otherwise(self, ranks, tmp_path, monkeypatch, before, after):
         options = CheckpointOptions(1, keep=3, checkpoint_incremental=True)
         job = partial(sharded, folder=tmp_path / "run", checkpoints=options, adam=True)

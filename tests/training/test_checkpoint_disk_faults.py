@@ -232,6 +232,7 @@ def start(folder: Path, kind: str) -> subprocess.Popen[bytes]:
     ],
 )
 @pytest.mark.timeout(600)
+@pytest.mark.more
 def test_killed_training_ends_with_the_same_bits(tmp_path, kind, kills):
     folder, chance, killed = tmp_path / "run", random.Random(kills), 0
     checkpoints = CheckpointFolder(folder / "checkpoints")

@@ -53,6 +53,7 @@ class Messages(Callback):
         self.found.append(text)
 
 
+@pytest.mark.more
 def test_a_compiled_model_is_evaluated_while_it_trains(data, tmp_path):
     trainer = make_trainer(data, tmp_path / "run", epochs=1, compile=True, evaluate_every=6)
     assert trainer.fit(test=True).test.num_samples == 400

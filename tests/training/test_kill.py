@@ -108,6 +108,7 @@ def undisturbed(data, tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize("kills", [4, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.timeout(900)
+@pytest.mark.more
 def test_killed_training_ends_with_the_same_bits(data, undisturbed, tmp_path, kills):
     chance, killed = random.Random(kills), 0
     for number in range(kills):
@@ -138,6 +139,7 @@ def assert_same_run(found: Path, expected: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow)]
 )
+@pytest.mark.more
 def test_a_signal_ends_training_after_the_step_and_saves(data, undisturbed, tmp_path, number, status):
     process = start(data, tmp_path)
     checkpoints = CheckpointFolder(tmp_path / "checkpoints")

@@ -17,7 +17,7 @@ import tritonemb as te
 pytest.importorskip("torchmetrics")
 pytest.importorskip("psutil")
 
-from tests.helpers import assert_same_bits
+from tests.helpers import assert_same_bits, breadth
 from tests.training import jobs
 from tritonemb.training import CheckpointOptions
 
@@ -42,7 +42,7 @@ def close(found, expected):
         assert mine == pytest.approx(other, rel=1e-4)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", breadth([1, 2, 4], [2]))
 def test_ranks_together_train_as_one_process(ranks, alone, size):
     told = run(ranks, size)
     for each in told:
@@ -57,6 +57,7 @@ def test_ranks_together_train_as_one_process(ranks, alone, size):
 
 
 @pytest.mark.parametrize(("size", "rows"), [(2, 997), (4, 601), (4, 3), (2, 1)], ids=str)
+@pytest.mark.few(1)
 def test_uneven_shares_change_nothing(ranks, size, rows):
     """601 rows: the last step has one sample; 3 rows: one rank has none at all."""
     options = {"num_train": rows, "log_every": 1, "epochs": 3}
@@ -67,6 +68,7 @@ def test_uneven_shares_change_nothing(ranks, size, rows):
 
 
 @pytest.mark.parametrize("options", [{"accumulate": 3}, {"precision": "fp16"}, {"precision": "bf16"}], ids=str)
+@pytest.mark.few(1)
 def test_other_ways_to_step_agree_too(ranks, options):
     """997 rows in steps of 600: in the last one, ranks have different numbers of batches."""
     options = {"num_train": 997, "log_every": 1, "epochs": 1, **options}
@@ -77,6 +79,7 @@ def test_other_ways_to_step_agree_too(ranks, options):
             assert loss == pytest.approx(other, rel=2e-2 if "precision" in options else 1e-4)
 
 
+@pytest.mark.more
 def test_two_runs_have_the_same_bits(ranks):
     first, second = (run(ranks, 4, dropout=0.2) for _ in range(2))
     for one, other in zip(first, second, strict=True):
@@ -87,6 +90,7 @@ def test_two_runs_have_the_same_bits(ranks):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.few(1)
 def test_a_crash_changes_nothing(ranks, tmp_path, asynchronous):
     """On as many ranks the bits are those of a run that never stopped, generators included."""
     options = {"dropout": 0.2, "log_every": 3}
@@ -108,6 +112,7 @@ def test_a_crash_changes_nothing(ranks, tmp_path, asynchronous):
     ("before", "after"),
     [(1, 2), (4, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 1), (2, 4), (1, 4)))],
 )
+@pytest.mark.few(1)
 def test_another_number_of_ranks_goes_on_in_mid_epoch(ranks, tmp_path, before, after):
     """Each row is seen once: there are 600 samples in the epoch, whose shares keep to the ranks that it began with."""
     every = CheckpointOptions(checkpoint_steps=1)
@@ -150,6 +155,7 @@ def seen(rank, folder, options):
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (4, 2), pytest.param(2, 1, marks=pytest.mark.slow)])
+@pytest.mark.few(1)
 def test_every_row_is_seen_once_across_a_change_of_ranks(ranks, tmp_path, before, after):
     options = {"batch_size": 32, "checkpoints": CheckpointOptions(checkpoint_steps=2)}
     first = ranks(before).run(seen, tmp_path, {**options, "crash_at": 3})
@@ -168,6 +174,7 @@ def test_what_is_sent_is_in_the_log(ranks):
     assert told[0]["sent"] == told[1]["sent"]
 
 
+@pytest.mark.more
 def test_readers_change_nothing(ranks):
     """Processes that read bring the same batches as the ranks themselves."""
     expected = run(ranks, 2, epochs=1)
@@ -279,6 +286,7 @@ def stopped(rank, who, timeout):
 
 @pytest.mark.skipif(not hasattr(signal, "SIGSTOP"), reason="a platform without SIGSTOP")
 @pytest.mark.timeout(120)
+@pytest.mark.more
 def test_a_rank_that_is_stopped_is_named_in_time(ranks):
     timeout = 3.0
     told = ranks(2).run(stopped, 1, timeout)
@@ -301,6 +309,7 @@ def crashing(rank, who, path):
         path.write_text(f"{error.ranks} {error}")
 
 
+@pytest.mark.more
 def test_a_rank_that_fails_is_named_with_its_error(ranks, tmp_path):
     with pytest.raises(AssertionError, match="rank 1: the process has ended"):
         ranks(2).run(crashing, 1, tmp_path / "told")

@@ -236,6 +236,7 @@ def test_a_trainer_names_the_rank_whose_data_failed(ranks):
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.more
 def test_a_trainer_names_the_rank_whose_data_do_not_come(ranks):
     timeout = 3.0
     told = ranks(2).run(fit_with_bad_data, 1, "hang_after", timeout)

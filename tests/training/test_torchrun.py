@@ -155,6 +155,7 @@ def assert_same_run(found: Path, expected: Path) -> None:
 @pytest.mark.parametrize("options", ["", pytest.param("--checkpoint-async", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kills", [1, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.timeout(900)
+@pytest.mark.more
 def test_a_rank_that_is_killed_changes_nothing(start, undisturbed, tmp_path, kills, options):
     chance = random.Random(kills)
     job, step = start(restarts=kills, options=options), 0
@@ -173,6 +174,7 @@ def test_a_rank_that_is_killed_changes_nothing(start, undisturbed, tmp_path, kil
     assert starts[-1]["first_step"] > 0
 
 
+@pytest.mark.more
 def test_one_process_predicts_with_what_a_job_has_saved(data, undisturbed, tmp_path):
     out = tmp_path / "scores.csv"
     assert main(["predict", "--checkpoint", str(undisturbed), "--data", str(data), "--out", str(out)]) == 0

@@ -18,7 +18,7 @@ from tritonemb.storage.memory import Counts, HostCache, Policy, check_cache
 from tritonemb.storage.page_table import PageTable
 from tritonemb.storage.row_file import RowFile
 from tritonemb.storage.store import Initializer, IoFuture, Record, StorageError, check_request, storage_errors
-from tritonemb.storage.threads import OperationQueue, check_process, shielded
+from tritonemb.storage.threads import OperationQueue, shielded
 
 
 class DiskRows:
@@ -113,7 +113,7 @@ class DiskRows:
         check_cache(identity.table, host_rows, policy)
 
         def opened() -> tuple[RowFile, HostCache | None]:
-            file = RowFile.open(Path(path), identity, initializer, threads)
+            file = RowFile(Path(path), identity, initializer, threads)
             try:
                 return file, None if host_rows is None else HostCache(file, host_rows, policy)
             except BaseException:
@@ -234,7 +234,11 @@ class DiskRows:
         self.close()
 
     def _submit(self, work: Callable[[], None]) -> IoFuture:
-        check_process(self._process, self.table_name)
+        if os.getpid() != self._process:
+            raise StorageError(
+                f"table {self.table_name!r} was opened before this process was forked off, and its threads are not in "
+                "this process; use it in the process that opened it"
+            )
 
         def checked() -> None:
             self._check_failure()

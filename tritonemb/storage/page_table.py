@@ -94,12 +94,13 @@ class ChangedBlocks:
 
     def add(self, blocks: np.ndarray) -> None:
         """Set the bits of blocks int64 `[b]`, ascending."""
+        if blocks.size == 0:
+            return
         self._touched[blocks // CHUNK_BITS] = True
         octets = blocks >> 3
-        starts = np.flatnonzero(np.concatenate([[True], octets[1:] != octets[:-1]])) if blocks.size else octets
+        starts = np.flatnonzero(np.diff(octets, prepend=-1))
         bits = np.left_shift(np.uint8(1), (blocks & 7).astype(np.uint8))
-        if blocks.size:
-            self._bits[octets[starts]] |= np.bitwise_or.reduceat(bits, starts)
+        self._bits[octets[starts]] |= np.bitwise_or.reduceat(bits, starts)
 
     def blocks(self) -> np.ndarray:
         """int64, ascending: those that have changed."""

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from tritonemb.storage.block_file import BlockFile
 from tritonemb.storage.format import ROWS, FileLayout, TableIdentity, check_identity, check_size, open_file
-from tritonemb.storage.io import PageFile, write_page
+from tritonemb.storage.io import write_page
 from tritonemb.storage.page_table import ChangedBlocks
 from tritonemb.storage.snapshot import write_changes, write_whole
 from tritonemb.storage.store import Initializer, StorageError, fill_unwritten
@@ -23,59 +22,45 @@ from tritonemb.storage.threads import IoThreads
 
 
 class RowFile:
-    """The operations of a `DiskRows` on its file; one thread at a time may call those that are not for any thread.
+    """The operations of a `DiskRows` on its file, which is opened, checked and locked.
+
+    One thread at a time may call those that are not for any thread.
 
     Args:
-        file: opened.
-        header: of the file.
+        path: of the file.
         identity: of the table.
         initializer: gives rows that were never written their values.
         num_threads: of threads of the table's own, see `IoContext.submit`; none by default.
 
     Attributes:
-        file, identity: as given.
         failure: the error after which the file cannot be used; None while there is none.
         last_snapshot: the name of the snapshot that changes are relative to, if there is one.
 
     Raises:
-        StorageError: see `BlockFile`.
+        StorageError: as `DiskRows.open`.
     """
 
     def __init__(
-        self,
-        file: PageFile,
-        header: Mapping[str, Any],
-        identity: TableIdentity,
-        initializer: Initializer,
-        num_threads: int | None = None,
+        self, path: Path, identity: TableIdentity, initializer: Initializer, num_threads: int | None = None
     ) -> None:
-        self.file, self.identity, self._initializer = file, identity, initializer
-        self._threads = None if num_threads is None else IoThreads(num_threads)
-        self._blocks = BlockFile(identity.table, file, FileLayout.of(header), self._threads)
-        self._changes, self._changes_lock = ChangedBlocks(self._blocks.layout.num_blocks), threading.Lock()
-        self.last_snapshot, self._is_final = header["snapshot"], header["places"] is not None
-        self.failure: StorageError | None = None
-
-    @classmethod
-    def open(cls, path: Path, identity: TableIdentity, initializer: Initializer, num_threads: int | None) -> RowFile:
-        """Open, check and lock a table's file.
-
-        Raises:
-            StorageError: as `DiskRows.open`.
-        """
         what = f"table {identity.table!r}: file {path}"
-        file, header = open_file(what, path, ROWS, writable=True)
+        self.file, header = open_file(what, path, ROWS, writable=True)
         try:
             check_identity(header, identity, path)
-            check_size(what, file, header)
-            if not file.lock():
+            check_size(what, self.file, header)
+            if not self.file.lock():
                 raise StorageError(f"{what} is open for another table or process; close it there first")
-            return cls(file, header, identity, initializer, num_threads)
+            self._threads = None if num_threads is None else IoThreads(num_threads)
+            self._blocks = BlockFile(identity.table, self.file, FileLayout.of(header), self._threads)
+            self._changes = ChangedBlocks(self._blocks.layout.num_blocks)
         except BaseException as error:
-            file.close()
+            self.file.close()
             if isinstance(error, OSError) and not isinstance(error, StorageError):
                 raise StorageError(f"{what} cannot be opened: {error}") from error
             raise
+        self.identity, self._initializer, self._changes_lock = identity, initializer, threading.Lock()
+        self.last_snapshot, self._is_final = header["snapshot"], header["places"] is not None
+        self.failure: StorageError | None = None
 
     def read(self, rows: Tensor, records: Tensor) -> None:
         """Fill `records` with the records of the rows."""

@@ -14,7 +14,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from tritonemb.storage.store import IoFuture, StorageError
+from tritonemb.storage.store import IoFuture
 
 DEFAULT_THREADS = 16
 """Tasks that run at once. Random pages of a virtual solid-state disk on 2 cores came at 12, 41, 54, 61 and 63 thousand
@@ -213,15 +213,6 @@ def _run_operations(operations: queue.SimpleQueue[_Operation | None]) -> None:
         work, future = operation
         future.run(work)
         del operation, work, future
-
-
-def check_process(process: int, table: str) -> None:
-    """Raise a StorageError unless this is the process of that id."""
-    if os.getpid() != process:
-        raise StorageError(
-            f"table {table!r} was opened before this process was forked off, and its threads are not in this process; "
-            "use it in the process that opened it"
-        )
 
 
 class Cancelled(Exception):

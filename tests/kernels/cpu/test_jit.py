@@ -44,6 +44,7 @@ def run(cache: Path, **environment: str) -> tuple[int, int, str]:
     return tuple(json.loads(done.stdout))
 
 
+@pytest.mark.more
 def test_a_second_process_compiles_nothing(tmp_path):
     hits, misses, found = run(tmp_path)
     assert hits == 0
