@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import tritonemb as te
 from tests.compiler.graphs import Recorded, copies_of, count_ops
 from tests.compiler.models import DCN, DLRM, DeepFM, SequenceTower, TwoTower
+from tests.helpers import breadth
 
 BATCH_SIZE, NUM_STEPS = 64, 100
 # Losses in float32 after up to 100 steps whose sums are taken in another order.
@@ -133,12 +134,13 @@ def table_shapes(model: nn.Module) -> set[tuple[int, ...]]:
     return {tuple(module.weight.shape) for module in model.modules() if isinstance(module, kinds)}
 
 
-# Of models of one kind, some in the long sweep alone.
-QUICK = [pytest.param(name, marks=pytest.mark.slow) if name == "deepfm" else name for name in CASES]
+# Of models of one kind, some in the long sweep alone. Models of many tables take ten seconds to be traced.
+SELDOM = {"deepfm": pytest.mark.slow, "dlrm": pytest.mark.more}
+QUICK = [pytest.param(name, marks=SELDOM.get(name, ())) for name in CASES]
 
 
 @pytest.mark.parametrize("name", QUICK)
-@pytest.mark.few(1)
+@pytest.mark.few(2)
 class TestGraphs:
     def test_one_lookup_one_grouping_one_gradient(self, name):
         case = CASES[name]
@@ -183,8 +185,7 @@ class TestGraphs:
         torch.testing.assert_close(found, train(other, case, optimizers[1:], steps), rtol=1e-6, atol=0.0)
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.few(1)
+@pytest.mark.parametrize("name", breadth(CASES, ["dcn"]))
 def test_by_inductor_a_hundred_steps_have_the_same_losses(name):
     case = CASES[name]
     model, plain = pair(case)
@@ -218,8 +219,7 @@ def test_by_inductor_no_table_is_copied():
     assert not any(torch.equal(bag.weight, old) for bag, old in zip(model.emb_l, before, strict=True))
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.few(2)
+@pytest.mark.parametrize("name", breadth(CASES, ["dcn"]))
 def test_evaluation_has_the_same_results(name):
     case = CASES[name]
     model, plain = pair(case)
