@@ -57,6 +57,19 @@ def _peers_table(rows: list[dict[str, Any]]) -> str:
     return markdown_table(header, lines, text_columns=3)
 
 
+def headline(results: dict[str, Any]) -> str:
+    """In one sentence: how a training step of the embeddings compares with what users have today."""
+    parts = []
+    for op, peer, name in (("step, row-wise Adagrad", "fbgemm", "FBGEMM's"), ("step, Adagrad", "torch", "torch.nn's")):
+        cases = [case for (found, _), case in _cases(results["rows"]).items() if found == op and peer in case]
+        ratios = [case[peer]["p50_ms"] / case["tritonemb"]["p50_ms"] for case in cases if "tritonemb" in case]
+        if ratios:
+            parts.append(
+                f"{min(ratios):.1f} to {max(ratios):.1f} times as fast as {name} ({op.removeprefix('step, ')})"
+            )
+    return f"On a CPU a training step of embedding tables is {', and '.join(parts)}." if parts else ""
+
+
 def _scaling_table(rows: list[dict[str, Any]]) -> str:
     lines = []
     for (op, shape), case in _cases(rows).items():
@@ -189,6 +202,7 @@ def report_speed() -> None:
     picture = path.with_suffix(".png")
     chart.draw(results, picture)
     update_readme("bench", speed_section(results, picture))
+    update_readme("headline", headline(results))
 
 
 def report_accuracy() -> None:

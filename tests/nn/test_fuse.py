@@ -759,7 +759,7 @@ class TestWhatWouldGoWrongUnseen:
         te.fuse(model, te.optim.Adagrad(lr=0.1))
         model[1].weight = model[0].weight
         before = model[0].weight.detach().clone()
-        with pytest.raises(RuntimeError, match="fused apart"):
+        with pytest.raises(RuntimeError, match="fused separately"):
             (model[0](torch.tensor([1])).sum() + model[1](torch.tensor([1])).sum()).backward()
         assert torch.equal(model[0].weight, before)
 

@@ -22,7 +22,6 @@ from tritonemb.sharding.placement import PlacedShard, Placement, named_parts, sp
 from tritonemb.sharding.plan import ShardingPlan
 from tritonemb.sharding.process_groups import ShardGroups
 from tritonemb.sharding.replicated_update import (
-    Columns,
     ReplicaGroup,
     ReplicatedUpdate,
     ShardUpdate,
@@ -282,7 +281,7 @@ class ShardedCollection(nn.Module):
             cut = self._cut(scheme)
             if cut and needs_whole_rows(self.optimizer):
                 among = self.groups.among(sorted({each.shard.rank for each in cut}))
-                self._whole_rows[scheme] = WholeRowUpdate(Columns(among, self._blocks(cut)), self.optimizer)
+                self._whole_rows[scheme] = WholeRowUpdate(among, self._blocks(cut), self.optimizer)
 
     @torch.no_grad()
     def _init_shards(self, collection: TableSet) -> None:

@@ -42,18 +42,6 @@ from tritonemb.types import TableConfig
 NO_BACKWARD = -1  # what autograd calls it when it is not running
 
 
-class Columns(NamedTuple):
-    """The ranks among which columns are spread.
-
-    Attributes:
-        blocks: of all those tables on all ranks; what a block calls its table is a number for a table, or for a run of
-            its rows, the same on every rank.
-    """
-
-    group: RankGroup
-    blocks: tuple[ColumnBlock, ...]
-
-
 class ReplicaGroup(NamedTuple):
     """The ranks that update the same rows together.
 
@@ -238,10 +226,15 @@ class WholeRowUpdate:
     """Updates blocks of columns by whole rows, when a backward pass ends.
 
     Another rank may wait for gradients that this one has yet to send, so nothing is exchanged before the pass ends.
+
+    Args:
+        group: the ranks with columns of the tables.
+        blocks: of all those tables on all ranks; a block's table is a number for a table, or for a run of its rows, the
+            same on every rank.
     """
 
-    def __init__(self, columns: Columns, optimizer: Optimizer) -> None:
-        self._columns = columns
+    def __init__(self, group: RankGroup, blocks: tuple[ColumnBlock, ...], optimizer: Optimizer) -> None:
+        self._group, self._blocks = group, blocks
         self._optimizer = replace(optimizer, max_gradient=None)
         self._pending: list[tuple[list[_Cut], PinnedRows]] = []
         self._backward = NO_BACKWARD  # at whose end they are applied
@@ -294,7 +287,7 @@ class WholeRowUpdate:
             )
             for cut, (weight, states) in zip(cuts, before, strict=True)
         ]
-        whole = exchange_columns(self._columns.group, self._columns.blocks, [cut.block for cut in cuts], own)
+        whole = exchange_columns(self._group, self._blocks, [cut.block for cut in cuts], own)
         by_table = {cut.block.table: cut for cut in cuts if cut.rows.numel()}
         states_of = {cut.block.table: states for cut, (_, states) in zip(cuts, before, strict=True)}
         fused, skipped = pending[0][1], torch.zeros(len(by_table), dtype=torch.int64, device=own[0].device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,38 +13,14 @@ from torch._compile import _disable_dynamo
 from tritonemb import errors, ops
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.layout import NUM_ROWS, TABLE, Layout, make_layout
-from tritonemb.ops.accumulate import NOT_ACCUMULATING, Accumulator, accumulate_
-from tritonemb.optimizers import Optimizer
+from tritonemb.ops.accumulate import NOT_ACCUMULATING, accumulate_
 from tritonemb.tables.cache import RowCache
 from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.lookup import Features, Lookup, PinnedSlots, PrefetchedBatch, parts_of
 from tritonemb.tables.table import Table
-from tritonemb.tables.update import LocalUpdate
 from tritonemb.types import TableConfig
 
-
-class UpdatedTables(Protocol):
-    """What lookups of cached tables need of a `TableSet`."""
-
-    configs: tuple[TableConfig, ...]
-    optimizer: Optimizer | None
-    pooled: bool
-    update: LocalUpdate
-    pending: Tensor
-    accumulator: Accumulator
-    accumulating: bool
-    pins: list[PinnedSlots]
-
-    @property
-    def bounds_check(self) -> str: ...
-    @property
-    def tables(self) -> list[Table]: ...
-    @property
-    def feature_names(self) -> tuple[str, ...]: ...
-    def layout(self, keys: Sequence[str], device: torch.device) -> Layout: ...
-    def read(self, lookup: Lookup) -> Tensor: ...
-    def remember_keys(self, keys: list[str]) -> None: ...
-    def check_trainable(self, weights: list[Tensor]) -> None: ...
+Tables = Any  # a `TableSet`, whose module imports this one
 
 
 def make_cache(tables: Sequence[Table]) -> RowCache | None:
@@ -66,7 +42,7 @@ def make_cache(tables: Sequence[Table]) -> RowCache | None:
 
 
 def prefetch_batch(
-    tables: UpdatedTables, cache: RowCache, features: Features, before: PrefetchedBatch | None = None
+    tables: Tables, cache: RowCache, features: Features, before: PrefetchedBatch | None = None
 ) -> PrefetchedBatch:
     """Pin a batch's rows in slots; the batch with slots in place of ids.
 
@@ -92,7 +68,7 @@ def prefetch_batch(
 
 @_disable_dynamo  # a graph break, which loads no compiler before one is used
 def look_up_cached(
-    tables: UpdatedTables, cache: RowCache, features: Features, groups: ops.RowGroups | PrefetchedBatch | None
+    tables: Tables, cache: RowCache, features: Features, groups: ops.RowGroups | PrefetchedBatch | None
 ) -> Tensor:
     """As `TableSet.look_up`. A compiled model's graphs end before it and begin behind it.
 
@@ -133,7 +109,7 @@ def look_up_cached(
 class PinnedUpdate:
     """A batch's rows in pinned slots, read and updated there; an `ops.Update`."""
 
-    def __init__(self, tables: UpdatedTables, lookup: Lookup, pinned: PinnedSlots) -> None:
+    def __init__(self, tables: Tables, lookup: Lookup, pinned: PinnedSlots) -> None:
         self._tables, self._lookup, self._pinned = tables, lookup, pinned
         self._handle = tables.accumulator.handle if tables.accumulating else NOT_ACCUMULATING
 
@@ -161,7 +137,7 @@ class PinnedUpdate:
 class UntrainedUpdate:
     """Rows of tables without an optimizer; an `ops.Update`."""
 
-    def __init__(self, tables: UpdatedTables, lookup: Lookup) -> None:
+    def __init__(self, tables: Tables, lookup: Lookup) -> None:
         self._tables, self._lookup = tables, lookup
 
     def read(self) -> Tensor:
@@ -175,16 +151,16 @@ class UntrainedUpdate:
         )
 
 
-def _trains(tables: UpdatedTables) -> bool:
+def _trains(tables: Tables) -> bool:
     """Whether a backward updates the tables."""
     return tables.optimizer is not None and any(table.weight.requires_grad for table in tables.tables)
 
 
-def _first_cached(tables: UpdatedTables) -> TableConfig:
+def _first_cached(tables: Tables) -> TableConfig:
     return next(config for config in tables.configs if config.placement != "device")
 
 
-def _check_gradients(tables: UpdatedTables, batch: PrefetchedBatch) -> None:
+def _check_gradients(tables: Tables, batch: PrefetchedBatch) -> None:
     config, weights = _first_cached(tables), batch.lookup.sample_weights
     if weights is not None and weights.requires_grad:
         raise ValueError(
@@ -213,7 +189,7 @@ def _check_ids(values: Tensor, offsets: Tensor, layout: Layout) -> None:
         raise errors.bad_id(int(bad.nonzero()[0]), values, offsets, layout)
 
 
-def _lookup_keys(tables: UpdatedTables, keys: Sequence[str], layout: Layout) -> dict[str, str] | None:
+def _lookup_keys(tables: Tables, keys: Sequence[str], layout: Layout) -> dict[str, str] | None:
     """A key of its own for each lookup, and its feature; None if no key of `layout` has two lookups.
 
     Keys keep their order, so a row's gradients are summed in the order in which they would be on the device.
@@ -233,7 +209,7 @@ def _lookup_key(table: str, feature: str) -> str:
     return f"{table}.{feature}"
 
 
-def _one_key_a_lookup(tables: UpdatedTables, batch: KeyedJaggedTensor, layout: Layout) -> KeyedJaggedTensor:
+def _one_key_a_lookup(tables: Tables, batch: KeyedJaggedTensor, layout: Layout) -> KeyedJaggedTensor:
     """The batch with a key for each lookup: a value is one row of one table then."""
     by_key, parts = _lookup_keys(tables, batch.keys(), layout), []
     if by_key is None:
@@ -244,9 +220,7 @@ def _one_key_a_lookup(tables: UpdatedTables, batch: KeyedJaggedTensor, layout: L
     return KeyedJaggedTensor.concat(parts)
 
 
-def slot_layouts(
-    tables: UpdatedTables, cache: RowCache, keys: tuple[str, ...], device: torch.device
-) -> tuple[Layout, Layout]:
+def slot_layouts(tables: Tables, cache: RowCache, keys: tuple[str, ...], device: torch.device) -> tuple[Layout, Layout]:
     """The layouts of a batch with a key for each lookup, over whole tables and over their slots; made once.
 
     Any thread may call this.
