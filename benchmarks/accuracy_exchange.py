@@ -69,7 +69,7 @@ def auc_of(config: TrainConfig, data: Dataset, exchange: ExchangePrecision, rank
 
     def batches(split: Split, epoch: int = 0) -> Any:
         size, shuffle = config.batch_size // world, split == "train"
-        return data.open(split, size, seed=config.seed, epoch=epoch, shuffle=shuffle, share=(rank, world))
+        return data.open(split, size, seed=config.seed, epoch=epoch, shuffle=shuffle, shard=(rank, world))
 
     steps = 0
     for epoch in range(config.epochs):
