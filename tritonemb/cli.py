@@ -94,6 +94,22 @@ Make Parquet files, which read faster, of text files: Criteo's format or CSV.
   tritonemb convert --data day_0.gz --out day_0.parquet
 """
 
+SERVE_USAGE = """\
+usage: tritonemb serve --data NAME-OR-PATH ...
+
+Read a data set for trainers on other machines, which are started with --data grpc://HOST:PORT.
+They need the token of the variable TRITONEMB_TOKEN; if there is none, a random one is printed.
+
+  --data NAME-OR-PATH  a data set's name, or the path of a log
+  --path PATH          where the data set lies, for names that need it
+  --address ADDRESS    where to listen (grpc://0.0.0.0:8815); grpc+tls://HOST:PORT for TLS
+  --certificate PATH, --key PATH   PEM files, for TLS
+  --num-embeddings N, --schema PATH, --split-by WAY, ...   how a log is read, as given to train
+  --help-all           every option, with its default
+
+  tritonemb serve --data day_0.tsv --address grpc://0.0.0.0:8815
+"""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 2 for a mistake of the user's (one line on stderr says which)."""
@@ -219,6 +235,9 @@ def _convert(arguments: list[str]) -> int:
 
 
 def _serve(arguments: list[str]) -> int:
+    if {"-h", "--help"} & set(arguments):
+        print(SERVE_USAGE, end="")
+        return 0
     require("tyro")
     from tritonemb.data.serve import ServeOptions, serve
 

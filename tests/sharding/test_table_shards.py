@@ -136,7 +136,7 @@ def test_copies_have_memory_of_their_own():
 )
 def test_what_needs_the_whole_is_refused_with_what_to_do(what):
     _, shards = whole_and_shards()
-    with pytest.raises((TypeError, NotImplementedError), match=r"this rank holds only some rows .* Use gather\(\)"):
+    with pytest.raises((TypeError, NotImplementedError), match=r"this rank has only some rows .* Use gather\(\)"):
         what(shards)
 
 
