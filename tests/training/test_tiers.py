@@ -16,7 +16,7 @@ from tests.helpers import CACHED, assert_same_bits, living
 from tests.training import jobs
 from tritonemb.data.prefetch import Prefetcher
 from tritonemb.training.callbacks.console import size
-from tritonemb.training.callbacks.report import Report
+from tritonemb.training.callbacks.report import HtmlReport
 from tritonemb.training.callbacks.tensorboard import TensorBoard
 from tritonemb.training.config import TableOptions
 from tritonemb.training.metrics import MANY_STALLS, MAX_WIDENED, CacheMeter
@@ -105,7 +105,7 @@ def test_the_report_and_the_log_have_what_was_brought(tmp_path, placement):
     _, told, _ = trained(placement, folder=tmp_path / "run")
     events = [json.loads(line) for line in (tmp_path / "run" / "log.jsonl").read_text().splitlines()]
     assert [event["cache"] for event in events if event["event"] == "log"] == told.caches
-    Report(tmp_path / "run" / "report.html", tmp_path / "run" / "log.jsonl")
+    HtmlReport(tmp_path / "run" / "report.html", tmp_path / "run" / "log.jsonl")
     page = (tmp_path / "run" / "report.html").read_text()
     assert "Cached tables" in page
     assert f"{told.caches[-1]['rows']:,.0f}" in page

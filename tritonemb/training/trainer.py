@@ -18,7 +18,7 @@ from tritonemb.ops.errors import check_errors
 from tritonemb.training.callbacks import Callback, CallbackList, CheckpointSaved
 from tritonemb.training.callbacks.console import make_display
 from tritonemb.training.callbacks.jsonl import RunLog
-from tritonemb.training.callbacks.report import Report
+from tritonemb.training.callbacks.report import HtmlReport
 from tritonemb.training.checkpoint import RunFolder
 from tritonemb.training.checkpoint.manager import CheckpointManager
 from tritonemb.training.config import TrainerOptions
@@ -215,7 +215,7 @@ class Trainer(TrainerOptions):
         watchers: list[Callback] = [make_display()] if self.verbose and first else []
         if folder is not None and first:
             watchers.append(RunLog(folder.log, resume_at_step=self.progress.step))
-            watchers.append(Report(folder.report, folder.log))
+            watchers.append(HtmlReport(folder.report, folder.log))
         return [*watchers, *self.callbacks]
 
     def _lock(self, folder: RunFolder, stack: ExitStack) -> None:

@@ -17,7 +17,7 @@ from tritonemb.training.callbacks.report import (
     RATE,
     SHARE,
     WIDTH,
-    Report,
+    HtmlReport,
     chart,
     decimals,
     render,
@@ -100,7 +100,7 @@ def report(tmp_path: Path) -> ElementTree.Element:
 
 def callbacks(tmp_path: Path, resume_at_step: int | None = None) -> list:
     log_path = tmp_path / "run.jsonl"
-    return [RunLog(log_path, resume_at_step=resume_at_step), Report(tmp_path / "report.html", log_path)]
+    return [RunLog(log_path, resume_at_step=resume_at_step), HtmlReport(tmp_path / "report.html", log_path)]
 
 
 def test_a_run_ends_with_its_whole_report(tmp_path):

@@ -32,7 +32,7 @@ Point = tuple[int, float]
 Unit = tuple[Callable[[float], str], Callable[[float, float], str]]  # formats a value; a tick, by the ticks' distance
 
 
-class Report(Callback):
+class HtmlReport(Callback):
     """Writes the report when training ends, however it ends. The callback that writes the log comes before this one.
 
     Args:
