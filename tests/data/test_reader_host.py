@@ -158,13 +158,13 @@ def test_a_host_does_not_run_away_from_a_slow_trainer(bundle, remote):
     made = bundle.folder / "made slow remote"
     with remote.open("endless/slow remote", 20_000) as stream:
         next(stream)
-        ahead, deadline = 0, time.monotonic() + WAIT
+        ahead, deadline = 0, time.monotonic() + 4 * WAIT  # a busy machine makes them slowly
         while ahead != size_of(made):
             assert time.monotonic() < deadline
             ahead = size_of(made)
             time.sleep(0.5)
         assert ahead <= 20  # five wait on each side, and some are on their way
-        for _ in range(10):
+        for _ in range(30):  # the network opens its window again when a part of it is empty
             next(stream)
         wait_until(lambda: size_of(made) >= ahead + 10)
 
