@@ -174,7 +174,7 @@ def test_a_worker_that_is_killed_is_named(bundle, monkeypatch, tmp_path):
 
 
 STARTER = """
-import os, sys, time
+import os, sys, threading, time
 from dataclasses import dataclass
 import torch
 from tritonemb.data import Column, Dataset, DataLoaderWorkers, Feature, Rows, open_shards
@@ -183,7 +183,12 @@ from tritonemb.data import Column, Dataset, DataLoaderWorkers, Feature, Rows, op
 class Own:  # of the main program
     data: object
     def open(self, split, batch_size, **how):
+        threading.Thread(target=share_tensors, daemon=True).start()
         return self.data.open(split, batch_size, **how)
+
+def share_tensors():  # as the loader does in a thread of the worker, which may be at it when the worker ends
+    while True:
+        torch.zeros(10).share_memory_()
 
 if GUARD:
     rows = Rows(torch.zeros(100, 1), (Column(torch.arange(100)),), torch.zeros(100))

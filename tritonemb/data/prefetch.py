@@ -197,8 +197,8 @@ if hasattr(os, "register_at_fork"):
 
 
 @atexit.register
-def _end_all() -> None:
-    """The end of the program must not find threads running in libraries that are gone by then."""
+def end_all() -> None:
+    """Stop all threads: the end of the program must not find them running in libraries that are gone by then."""
     running = list(_RUNNING.items())
     for _, queue in running:
         queue.stop()

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from tritonemb.data import protocol
 from tritonemb.data.batch import Batch, BatchLayout
 from tritonemb.data.loader import ShardState, in_turn, open_here
-from tritonemb.data.prefetch import Prefetcher
+from tritonemb.data.prefetch import Prefetcher, end_all
 from tritonemb.data.protocol import Closing, Data, Position, ReadReport
 from tritonemb.flight import decode_error, encode_error
 
@@ -366,6 +366,14 @@ def _initialize(processes: int, _worker: int) -> None:
         with suppress(ValueError):
             signal.signal(number, signal.SIG_IGN)
     protocol.reading_processes = processes
+    atexit.register(_exit)
+
+
+def _exit() -> None:
+    """End this worker without finalizing Python: the loader's daemon thread, which shares tensors, may be in C++, and
+    a thread that Python stops there aborts the process."""
+    end_all()
+    os._exit(0)
 
 
 def _unchanged(message: Any) -> Any:
