@@ -53,7 +53,7 @@ Train a click model; print test AUC, log loss, normalized entropy, samples/s.
   --precision bf16      autocast; --compile runs torch.compile
   --device cuda         --threads N on a CPU; --seed N
   --profile-steps N     write a trace; --tensorboard writes curves
-  --readers N           data loader workers of each rank
+  --num-workers N       data loader workers of each rank
   --plan FILE           where tables go, on the ranks that torchrun starts
   --help-all            every option, with its default
 
