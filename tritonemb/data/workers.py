@@ -115,16 +115,6 @@ class _Request(NamedTuple):
     how: Mapping[str, Any] = {}
 
 
-class _Requests:
-    """The sampler of a worker's loader: the same request until another one is made."""
-
-    current = _Request()
-
-    def __iter__(self) -> Iterator[_Request]:
-        while True:
-            yield self.current
-
-
 class _Worker:
     """One process, and the loader that it belongs to. The loader is used in threads: in the main one, its handler of
     SIGCHLD would raise an exception anywhere in the program."""
@@ -133,11 +123,11 @@ class _Worker:
         self.free, self._closed = True, False
         self._number, self._data_type = number, type(data).__name__
         self._shared = torch.zeros(2, dtype=torch.int64).share_memory_()
-        self._requests, self._lock = _Requests(), threading.RLock()  # the collector may close it in any thread
+        self._request, self._lock = _Request(), threading.RLock()  # the collector may close it in any thread
         self._loader: DataLoader[Any] = DataLoader(
             _ShardReader(data, self._shared),
             batch_size=None,
-            sampler=self._requests,
+            sampler=self,
             num_workers=1,
             prefetch_factor=REQUESTS,
             collate_fn=_unchanged,
@@ -146,6 +136,11 @@ class _Worker:
             timeout=POLL,
         )
         self._answers: Iterator[Any] | None = None
+
+    def __iter__(self) -> Iterator[_Request]:
+        """The loader's sampler: the same request until another one is made."""
+        while True:
+            yield self._request
 
     @property
     def pid(self) -> int:
@@ -157,8 +152,8 @@ class _Worker:
 
     def request(self, shards: Sequence[ShardState], how: Mapping[str, Any]) -> int:
         """Let the worker read these shards from now on; the serial number of the request."""
-        serial = self._requests.current.serial + 1
-        self._requests.current = _Request(serial, [replace(shard) for shard in shards], how)
+        serial = self._request.serial + 1
+        self._request = _Request(serial, [replace(shard) for shard in shards], how)
         self.free, self._shared[SERIAL] = False, serial
         return serial
 
