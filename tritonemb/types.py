@@ -44,11 +44,8 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         for name in ("rows", "host_rows"):
-            rows = getattr(self, name)
-            if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool)):
-                raise TypeError(f"a cache's {name} must be an int, got {rows!r}")
-            if rows is not None and rows < 1:
-                raise ValueError(f"a cache's {name} must be at least 1, got {rows}")
+            if getattr(self, name) is not None:
+                _check_size(f"a cache's {name}", getattr(self, name))
         if not isinstance(self.share, (int, float)) or isinstance(self.share, bool):
             raise TypeError(f"a cache's share must be a number, got {self.share!r}")
         if not 0 < self.share <= 1:
@@ -112,11 +109,7 @@ class TableConfig:
         if not self.name or "." in self.name or "\n" in self.name:
             raise ValueError(f"table {self.name!r}: a name must be non-empty, without dots or line breaks")
         for size in ("num_embeddings", "embedding_dim"):
-            value = getattr(self, size)
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"table {self.name!r}: {size} must be an int, got {value!r}")
-            if value < 1:
-                raise ValueError(f"table {self.name!r}: {size} must be at least 1, got {value}")
+            _check_size(f"table {self.name!r}: {size}", getattr(self, size))
         if self.pooling not in get_args(Pooling):
             raise ValueError(f"table {self.name!r}: pooling must be one of {get_args(Pooling)}, got {self.pooling!r}")
         if self.placement not in get_args(Placement):
@@ -166,10 +159,8 @@ class TableConfig:
         Raises:
             ValueError: for a rectangle that is empty or not inside this table.
         """
-        for what, (first, count), whole in (
-            ("rows", rows, self.num_embeddings),
-            ("columns", columns, self.embedding_dim),
-        ):
+        sizes = self.num_embeddings, self.embedding_dim
+        for what, (first, count), whole in zip(("rows", "columns"), (rows, columns), sizes, strict=True):
             if first < 0 or count < 1 or first + count > whole:
                 raise ValueError(
                     f"table {self.name!r} has {what} 0 to {whole - 1}; {count} {what} from {first} on are no part of it"
@@ -177,10 +168,9 @@ class TableConfig:
         part = TableConfig(
             name, rows[1], columns[1], features, self.pooling, self.dtype, self.placement, cache=self.cache
         )
-        object.__setattr__(part, "seed", self.seed)
-        object.__setattr__(part, "whole_rows", self.whole_rows)
-        object.__setattr__(part, "row_origin", self.row_origin + rows[0])
-        object.__setattr__(part, "column_origin", self.column_origin + columns[0])
+        origin = {"row_origin": self.row_origin + rows[0], "column_origin": self.column_origin + columns[0]}
+        for field_name, value in {"seed": self.seed, "whole_rows": self.whole_rows, **origin}.items():
+            object.__setattr__(part, field_name, value)
         return part
 
     @property
@@ -193,6 +183,13 @@ class TableConfig:
         """The keys that look this table up, never None."""
         assert isinstance(self.features, tuple)
         return self.features
+
+
+def _check_size(title: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{title} must be an int, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{title} must be at least 1, got {value}")
 
 
 def seed_of(name: str) -> int:

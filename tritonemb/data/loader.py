@@ -37,6 +37,7 @@ ShardsPosition = dict[str, Any]
 Message = tuple[dict[str, Any], Tensor | None]
 """From a process that reads: the JSON-able progress of a shard, and the buffer of a batch."""
 
+_ENTRY = {"batches", "ended", "rows", "skipped", "position"}
 _VALUES = {4: torch.int32, 8: torch.int64}
 
 
@@ -308,19 +309,20 @@ def rank_position(position: Mapping[str, Any], rank: int, world: int) -> ShardsP
     return {"shares": count, "at": mine}
 
 
-_ENTRY = {"batches", "ended", "rows", "skipped", "position"}
-
-
 def _parsed(position: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     """Number of shards, and the entries of those that the position has."""
     if not isinstance(position, Mapping):
         raise ValueError(f"{position!r} is not a position")
     if "shares" not in position:  # of a stream of all rows
-        return 1, {"0": {"batches": 0, "ended": False, "rows": 0, "skipped": 0, "position": dict(position)}}
+        return 1, {"0": ShardState(0, 1, position=dict(position)).entry()}
     count, at = position["shares"], position.get("at")
-    good = isinstance(count, int) and count >= 1 and isinstance(at, Mapping) and set(position) == {"shares", "at"}
-    entries = dict(at) if good and isinstance(at, Mapping) else {}
-    known = {str(index) for index in range(count)} if good else set()
-    if not good or not set(entries) <= known or any(set(entry) != _ENTRY for entry in entries.values()):
+    if (
+        set(position) != {"shares", "at"}
+        or not isinstance(count, int)
+        or not isinstance(at, Mapping)
+        or count < 1
+        or not set(at) <= {str(index) for index in range(count)}
+        or any(set(entry) != _ENTRY for entry in at.values())
+    ):
         raise ValueError(f"{position!r} is not a position of shards; use what `position` or `merge_positions` returned")
-    return count, entries
+    return count, dict(at)
