@@ -1,4 +1,4 @@
-"""What a table is: its size, where its rows live and how its bags are pooled."""
+"""What a table is: its size, its memory tier and how its bags are pooled."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ TABLE_DTYPES = (*TRAINABLE_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """How much of a table that does not live on the device is kept there, and which of its rows.
+    """How many rows of a host- or disk-resident table are cached, and which.
 
     Args:
-        rows: kept on the device, at least 1, by each rank that holds some of the table; rounded up to sets of 32.
+        rows: cached on the device by each rank that holds some of the table, at least 1; rounded up to sets of 32.
         share: of the table's rows, in (0, 1], where `rows` is not given.
-        policy: which row makes room for another: the one used longest ago ("lru") or least often ("lfu"). Rows of
-            batches that are being trained, or are about to be, never do.
-        folder: where a table on disk has its file while it is in use; the system's folder of temporary files if not
-            given. Nothing is left there when the process has ended.
-        host_rows: of a table on disk, kept in the host's memory besides, at least 1, by each rank that holds some of
-            the table; rounded up to sets of 32. They make room by `policy`, too. None if not given.
+        policy: which row is evicted: the least recently ("lru") or least frequently ("lfu") used one. Rows of batches
+            that are trained or prefetched are pinned.
+        folder: of a disk-resident table's file while it is in use; the system's temporary folder if not given. Nothing
+            is left there when the process has ended.
+        host_rows: of a disk-resident table, cached in host memory too, as `rows` are on the device; none if not given.
 
     Raises:
         TypeError, ValueError: naming the field.
@@ -73,16 +72,15 @@ class TableConfig:
         pooling: how the rows of a bag become one: "sum", "mean", or "none" (each id keeps its row).
         dtype: `torch.float32`, `torch.float16` or `torch.bfloat16`; `torch.float8_e4m3fn` or `torch.float8_e5m2` for
             tables that are looked up but not trained. Optimizer state is always float32.
-        placement: where the rows live: on the device, or, with some of them cached there, in the host's memory or on
-            its disk. Training gives the same bits.
+        placement: memory of the rows: of the device, of the host or on disk, with some rows cached on the device.
+            Training is bitwise identical.
         init: fills the weight `[num_embeddings, embedding_dim]` in place; uniform in ±1/sqrt(num_embeddings)
             if not given.
-        cache: of a table that is placed elsewhere than on the device.
+        cache: of a host- or disk-resident table.
 
     Attributes:
-        seed: of the table's own stream of random numbers, 63 bits from its name: the same wherever the table lives.
-        row_origin, column_origin: where the first row and column stand in the whole table, of a `part`; 0 of a whole
-            table.
+        seed: of the table's random numbers, 63 bits from its name: the same on every tier.
+        row_origin, column_origin: first row and column in the whole table, of a `part`; else 0.
         whole_rows: rows of the whole table.
 
     Raises:
@@ -147,10 +145,9 @@ class TableConfig:
         return features
 
     def part(self, name: str, rows: tuple[int, int], columns: tuple[int, int], features: Sequence[str]) -> TableConfig:
-        """A rectangle of this table as a table of its own, whose updates give the bits that this one's give there.
+        """A shard of this table, whose updates are bitwise identical to this table's.
 
-        It rounds by the random numbers of the elements' places here, so its seed is this table's; `init`, which fills
-        whole tables, is not carried over. `dataclasses.replace` of a part makes a whole table.
+        It has this table's seed, but not its `init`. `dataclasses.replace` of a part makes a whole table.
 
         Args:
             rows, columns: the first, and how many.
@@ -175,7 +172,7 @@ class TableConfig:
 
     @property
     def bound(self) -> float:
-        """First values are uniform in ± this, where there is no `init`."""
+        """Initial values are uniform in ± this, where there is no `init`."""
         return float(self.whole_rows**-0.5)
 
     @property

@@ -152,7 +152,7 @@ def open_for_scoring(path: str | Path, log: LogOptions, features: Sequence[Featu
     """Open a log whose rows, all of them and in their order, are test rows, for a model trained on these features.
 
     Args:
-        log: as in training; how it splits a log is not looked at. The label may be missing, as in Criteo's test.txt.
+        log: as in training; its split rule is ignored. The label may be missing, as in Criteo's test.txt.
 
     Raises:
         ValueError, FileNotFoundError: the log can not be read, or has other features.

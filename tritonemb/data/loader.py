@@ -55,11 +55,7 @@ class ShardState:
 
     def attach(self, stream: Batches) -> None:
         """Read this stream from now on."""
-        self.stream = stream
-        self._update(stream)
-
-    def _update(self, stream: Batches) -> None:
-        self.report, self.position = stream.report, dict(stream.position)
+        self.stream, self.report, self.position = stream, stream.report, dict(stream.position)
 
     def entry(self) -> dict[str, Any]:
         """Its part of a position."""
@@ -74,14 +70,14 @@ class ShardState:
     def next_batch(self) -> Batch | None:
         """The next batch; None if the shard has ended, or is closed, which another thread may do meanwhile."""
         stream = self.stream
-        batch = None if stream is None else next(stream, None)
-        if stream is not None and self.stream is not None:
-            self._update(stream)
-            if batch is None:
-                self.ended, self.position = True, None
-                self.close()
-            else:
-                self.batches += 1
+        if stream is None:
+            return None
+        batch = next(stream, None)
+        if batch is not None:
+            self.batches, self.report, self.position = self.batches + 1, stream.report, dict(stream.position)
+        elif self.stream is not None:
+            self.ended, self.report, self.position = True, stream.report, None
+            self.close()
         return batch
 
     def close(self) -> None:
@@ -121,7 +117,7 @@ def open_shards(
         positions: of a stream of this rank, or of all ranks by `merge_positions`: resume there.
         pin_memory: make the batches in page-locked memory.
         workers: `DataLoaderWorkers` that read in place of this process. They change no batch.
-        how: `seed`, `epoch` and `shuffle`; see `tritonemb.data.protocol.Data.open`.
+        how: `seed`, `epoch` and `shuffle`; see `tritonemb.data.protocol.OpenOptions`.
 
     Raises:
         ValueError: no such rank or split; a position that is not one of these shards.

@@ -27,7 +27,7 @@ PATIENCE = 5.0  # seconds for open streams to end
 
 
 class ReaderHost(Closing):
-    """Serves the batches of `data` to whoever knows the token.
+    """Serves the batches of `data` to clients with the token.
 
     Every stream has the threads and the memory that `data.open` uses. It prefetches a few batches and waits while the
     trainer takes none.
