@@ -29,7 +29,7 @@ from tests.storage.stores import (
     write,
 )
 from tritonemb.optimizers import Adam
-from tritonemb.storage import DiskRows, TableIdentity, block_file, record_of
+from tritonemb.storage import DiskRows, TableIdentity, record_of, row_file
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,7 +46,7 @@ def streams(num_rows: int) -> st.SearchStrategy[list[tuple[str, list[int]]]]:
 @pytest.mark.parametrize("num_bytes", SIZES)
 @pytest.mark.parametrize("threads", [None, 3])
 def test_it_is_as_a_dict(tmp_path, num_bytes, threads, monkeypatch):
-    monkeypatch.setattr(block_file, "BUFFER_BYTES", 3 * 4096)  # so that a request is of several tasks
+    monkeypatch.setattr(row_file, "BUFFER_BYTES", 3 * 4096)  # so that a request is of several tasks
     num_rows = 1700 if num_bytes == 5 else 150  # two pages of the smallest records and a part of a third
 
     @settings(max_examples=12)

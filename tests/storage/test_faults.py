@@ -26,9 +26,8 @@ from tests.storage.stores import (
     write,
 )
 from tritonemb.optimizers import Adam, RowWiseAdagrad
-from tritonemb.storage import DiskRows, StorageError, TableIdentity, aio, record_of
-from tritonemb.storage import format as file_format
-from tritonemb.storage.threads import PerProcess
+from tritonemb.storage import DiskRows, StorageError, TableIdentity, aio, page_table, record_of
+from tritonemb.storage.io import PerProcess
 
 PAGE = 4096
 
@@ -284,7 +283,7 @@ def test_a_damaged_header(filled, place, message):
 
 def test_a_file_of_another_format(filled, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(file_format, "FORMAT", 3)
+        patch.setattr(page_table, "FORMAT", 3)
         disk_rows(filled.with_name("new"), 100, 516).close()
     with pytest.raises(StorageError, match="has format 3, this version of tritonemb reads format 2"):
         disk_rows(filled.with_name("new"), 100, 516)

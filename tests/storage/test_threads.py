@@ -7,7 +7,8 @@ import threading
 import pytest
 
 from tests.storage.stores import Stop, no_thread
-from tritonemb.storage.threads import IoThreads, OperationQueue
+from tritonemb.storage.aio import IoThreads
+from tritonemb.storage.store import OperationQueue
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tritonemb.storage.disk import DiskRows
-from tritonemb.storage.format import TableIdentity
 from tritonemb.storage.memory import Counts, HostRows
+from tritonemb.storage.page_table import TableIdentity
 from tritonemb.storage.snapshot import SnapshotReader, restore, snapshot_header
 from tritonemb.storage.sparse import copy_rows, digest
 from tritonemb.storage.store import Field, Initializer, IoFuture, Record, RowStore, StorageError, record_of

@@ -9,16 +9,24 @@ import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
-from tritonemb.storage.format import FileLayout, TableIdentity
-from tritonemb.storage.io import new_file, write_page
-from tritonemb.storage.memory import Counts, HostCache, Policy, check_cache
-from tritonemb.storage.page_table import PageTable
+from tritonemb.ops.row_cache import POLICIES
+from tritonemb.storage.io import new_file, shielded, write_page
+from tritonemb.storage.memory import Counts, HostCache, Policy
+from tritonemb.storage.page_table import FileLayout, PageTable, TableIdentity
 from tritonemb.storage.row_file import RowFile
-from tritonemb.storage.store import Initializer, IoFuture, Record, StorageError, check_request, storage_errors
-from tritonemb.storage.threads import OperationQueue, shielded
+from tritonemb.storage.snapshot import take_snapshot
+from tritonemb.storage.store import (
+    Initializer,
+    IoFuture,
+    OperationQueue,
+    StorageError,
+    check_request,
+    storage_errors,
+)
 
 
 class DiskRows:
@@ -40,6 +48,7 @@ class DiskRows:
 
     def __init__(self, file: RowFile, cache: HostCache | None) -> None:
         self.path, self.direct, self.identity = file.file.path, file.file.direct, file.identity
+        self.table_name, self.num_rows, self.record = self.identity.table, self.identity.num_rows, self.identity.record
         self._file, self._cache = file, cache
         self._rows = file if cache is None else cache
         self._operations = OperationQueue(f"tritonemb-rows-{self.table_name}")
@@ -51,35 +60,19 @@ class DiskRows:
         self._dropped.atexit = False
 
     @classmethod
-    def create(
-        cls,
-        path: str | Path,
-        identity: TableIdentity,
-        initializer: Initializer,
-        *,
-        threads: int | None = None,
-        host_rows: int | None = None,
-        policy: Policy = "lru",
-    ) -> DiskRows:
+    def create(cls, path: str | Path, identity: TableIdentity, initializer: Initializer, **options: Any) -> DiskRows:
         """A new table, none of whose rows is written yet: takes milliseconds and no room, whatever its size.
 
         Args:
             path: of the file; there must be none of that name. The folder must be there.
-            identity: of the table; stored in the file.
-            initializer: gives rows that were never written their values, from `identity.seed`.
-            threads: read and write in this number of threads of the table's own; by default Linux's asynchronous I/O
-                does it without threads, where the file is open for direct I/O, else threads that all tables share.
-            host_rows: cache this number of rows in host memory, see `HostCache`; none by default.
-            policy: which of them is evicted.
+            identity, initializer, options: as of `open`.
 
         Raises:
-            ValueError: `threads` or `host_rows` is below 1, there is no such policy, or the table's name is too long.
+            ValueError: as `open`, or the table's name is too long.
             StorageError: the file cannot be made, or the memory cannot be allocated.
         """
         path, what = Path(path), f"table {identity.table!r}: file {path}"
-        if threads is not None and threads < 1:
-            raise ValueError(f"table {identity.table!r}: threads must be at least 1, got {threads}")
-        check_cache(identity.table, host_rows, policy)
+        _check_options(identity.table, **options)
         page = identity.header()
         if path.exists():
             raise StorageError(
@@ -90,7 +83,7 @@ class DiskRows:
             PageTable(FileLayout(identity.num_rows, identity.record.num_bytes).num_blocks)  # or it could not be opened
             with new_file(path, replace=False) as file:
                 write_page(file, page)
-        return cls.open(path, identity, initializer, threads=threads, host_rows=host_rows, policy=policy)
+        return cls.open(path, identity, initializer, **options)
 
     @classmethod
     def open(
@@ -103,14 +96,22 @@ class DiskRows:
         host_rows: int | None = None,
         policy: Policy = "lru",
     ) -> DiskRows:
-        """The table in a file that `create`, `snapshot` or `restore` has written. Arguments as of `create`.
+        """The table in a file that `create`, `snapshot` or `restore` has written.
+
+        Args:
+            identity: of the table; stored in the file.
+            initializer: gives rows that were never written their values, from `identity.seed`.
+            threads: read and write in this number of threads of the table's own; by default Linux's asynchronous I/O
+                does it without threads, where the file is open for direct I/O, else threads that all tables share.
+            host_rows: cache this number of rows in host memory, see `HostCache`; none by default.
+            policy: which of them is evicted.
 
         Raises:
-            ValueError: as `create`.
+            ValueError: `threads` or `host_rows` is below 1, or there is no such policy.
             StorageError: the file does not exist, is damaged, in use, of another format, or of another table, and how
                 it differs.
         """
-        check_cache(identity.table, host_rows, policy)
+        _check_options(identity.table, threads, host_rows, policy)
 
         def opened() -> tuple[RowFile, HostCache | None]:
             file = RowFile(Path(path), identity, initializer, threads)
@@ -121,18 +122,6 @@ class DiskRows:
                 raise
 
         return cls(*shielded(opened))
-
-    @property
-    def num_rows(self) -> int:
-        return self.identity.num_rows
-
-    @property
-    def record(self) -> Record:
-        return self.identity.record
-
-    @property
-    def table_name(self) -> str:
-        return self.identity.table
 
     def read(self, rows: Tensor, records: Tensor) -> IoFuture:
         check_request(self.table_name, self.num_rows, self.record, rows, records)
@@ -177,20 +166,13 @@ class DiskRows:
         return self._file.last_snapshot
 
     def bytes_on_disk(self) -> int:
-        """The bytes that the file takes on the disk. Dirty rows are written back first.
-
-        Raises:
-            StorageError: they cannot be written.
-        """
+        """The bytes that the file takes on the disk. Dirty rows are written back first."""
         self._write_back_now()
         return self._file.file.allocated()
 
     def changed_pages(self) -> Tensor:
         """int64, ascending: pages of the file written since the last snapshot, or since the table was opened. Dirty
         rows are written back first.
-
-        Raises:
-            StorageError: they cannot be written.
         """
         self._write_back_now()
         return self._file.changed_pages()
@@ -267,17 +249,25 @@ class DiskRows:
         self._file.sync()
 
     def _take_snapshot(self, path: Path, changes_only: bool) -> None:
-        if changes_only and self._file.last_snapshot is None:
+        if changes_only and self.last_snapshot is None:
             raise StorageError(
                 f"table {self.table_name!r}: file {self.path} has changed since its last snapshot, in another session "
                 "or before there was any; take a whole one before one of changes only"
             )
         self._write_back()
-        self._file.take_snapshot(path, changes_only)
+        take_snapshot(self._file, path, changes_only)
 
     def _write_back(self) -> None:
         if self._cache is not None:
             self._cache.write_back()
+
+
+def _check_options(table: str, threads: int | None = None, host_rows: int | None = None, policy: str = "lru") -> None:
+    for name, number in (("threads", threads), ("rows in host memory", host_rows)):
+        if number is not None and number < 1:
+            raise ValueError(f"table {table!r}: {name} must be at least 1, got {number}")
+    if policy not in POLICIES:
+        raise ValueError(f"table {table!r}: no policy is called {policy!r}; there are {list(POLICIES)}")
 
 
 def _needs_write_back(file: RowFile, cache: HostCache | None) -> bool:

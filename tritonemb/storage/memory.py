@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.layout import NUM_ROWS, TABLE_SIZE
-from tritonemb.ops.row_cache import NO_ROW, POLICIES, WAYS
+from tritonemb.ops.row_cache import NO_ROW, WAYS
 from tritonemb.storage.row_file import RowFile
 from tritonemb.storage.store import Initializer, IoFuture, Record, StorageError, check_request, cpu_kernels
 from tritonemb.utils import advise_huge_pages
@@ -120,13 +120,11 @@ class HostCache:
         counts: of hits, and of bytes read and written.
 
     Raises:
-        ValueError: see `check_cache`.
         StorageError: the memory cannot be allocated.
     """
 
     def __init__(self, file: RowFile, rows: int, policy: Policy = "lru") -> None:
         identity = file.identity
-        check_cache(identity.table, rows, policy)
         self._file, self._policy, self._num_bytes = file, policy, identity.record.num_bytes
         num_sets = -(-min(rows, identity.num_rows) // WAYS)
         num_slots = num_sets * WAYS
@@ -224,14 +222,6 @@ class HostCache:
 
     def _make(self, number: int) -> Tensor:
         return torch.empty(number, self._num_bytes, dtype=torch.uint8)
-
-
-def check_cache(table: str, rows: int | None, policy: str) -> None:
-    """Raise a ValueError for a number of rows or a policy that is not valid."""
-    if rows is not None and rows < 1:
-        raise ValueError(f"table {table!r}: rows in host memory must be at least 1, got {rows}")
-    if policy not in POLICIES:
-        raise ValueError(f"table {table!r}: no policy is called {policy!r}; there are {list(POLICIES)}")
 
 
 def _move(to: Tensor, source: Tensor, to_rows: Tensor, from_rows: Tensor) -> None:

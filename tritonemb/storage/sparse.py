@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from tritonemb.storage.format import runs
-from tritonemb.storage.io import PAGE_BYTES, PageFile, create_file, fcntl, thread_buffer
+from tritonemb.storage.aio import shared_threads
+from tritonemb.storage.io import PAGE_BYTES, PageFile, create_file, fcntl, shielded, thread_buffer
+from tritonemb.storage.page_table import runs
 from tritonemb.storage.store import storage_errors
-from tritonemb.storage.threads import shared_threads, shielded
 
 COPY_BYTES = 1 << 20  # that each thread copies at once
 BATCH = 512  # pieces in a job
