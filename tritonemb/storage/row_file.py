@@ -393,5 +393,6 @@ class RowFile:
             self._threads.close()
 
     def _write_header(self, num_blocks: int | None) -> None:
-        write_page(self.file, self.identity.header(num_blocks=num_blocks))
-        self.file.sync()
+        with self.fail_on_error("the header could not be written"):
+            write_page(self.file, self.identity.header(num_blocks=num_blocks))
+            self.file.sync()

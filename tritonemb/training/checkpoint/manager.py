@@ -1,23 +1,150 @@
-"""A run's state to a checkpoint and back: model, optimizers, progress, position in the data, generators."""
+"""A run's state to a checkpoint and back: model, optimizers, progress, position in the data, generators.
+
+Checkpoints may be written while training goes on, by `torch.distributed.checkpoint.async_save`.
+"""
 
 from __future__ import annotations
 
+import atexit
+import sys
 import time
+import weakref
+from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from tritonemb.comm.group import RankGroup
 from tritonemb.training import train_state
 from tritonemb.training.callbacks import CheckpointSaved
-from tritonemb.training.checkpoint.async_save import AsyncSave, WrittenCheckpoint
-from tritonemb.training.checkpoint.dcp import load_tensors, read_manifest, stored_tensors
-from tritonemb.training.checkpoint.folder import RunFolder
+from tritonemb.training.checkpoint.all_ranks import ignore_single_process_warning, is_alone
+from tritonemb.training.checkpoint.folder import CheckpointFolder, RunFolder
+from tritonemb.training.checkpoint.reader import load_tensors, read_manifest, stored_tensors
+from tritonemb.training.checkpoint.writer import CheckpointWriter, HostStager
 from tritonemb.training.config_io import plain
 from tritonemb.training.metrics import caches_of
 from tritonemb.training.utils import versions
+
+
+class WrittenCheckpoint(NamedTuple):
+    """A checkpoint that has been written.
+
+    Args:
+        step: of which.
+        size: in bytes, of all ranks.
+        stopped: seconds that training waited for it.
+        seconds: until it was on the disk.
+    """
+
+    step: int
+    size: int
+    stopped: float
+    seconds: float
+
+
+class AsyncSave:
+    """Writes one checkpoint at a time in a thread: training stops only while the tensors are copied to host memory.
+
+    Tables on disk are not copied there: snapshots of them are submitted, for which what training reads and writes of
+    them afterwards has to wait, and which take no time where the file system makes reflink copies.
+
+    The thread has a process group of its own. The end of the process waits for it; a process that is killed leaves the
+    last checkpoint whole, as `CheckpointFolder` does.
+
+    All ranks make it, start it and wait for it together, in the same order. Whether it is `done` is of one rank alone:
+    ranks that are to do something about a failure together must `wait` together, where all get the same answer.
+
+    Args:
+        folder: where checkpoints go.
+        group: ranks that write them together; None for this process alone.
+    """
+
+    def __init__(self, folder: CheckpointFolder, group: RankGroup | None = None) -> None:
+        self.folder = folder
+        self._group = None if group is None or is_alone(group) else group.duplicate(backend="gloo")
+        self._process_group = None if self._group is None else self._group.process_group
+        if self._group is None and dist.is_available() and dist.is_initialized():
+            # torch does not use it, and wants one that serves the CPU.
+            self._process_group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+        self._stager = HostStager(self._group)
+        self._running: tuple[CheckpointWriter, Future[Metadata], float] | None = None
+        self._written: WrittenCheckpoint | None = None
+        atexit.register(_finish, weakref.ref(self))
+
+    def start(
+        self, step: int, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], best: bool = False
+    ) -> WrittenCheckpoint | None:
+        """Begin to write the checkpoint of this moment; waits for the one before.
+
+        Args:
+            best: mark it as the best one when it is written.
+
+        Returns:
+            the one before, if nobody has asked for it yet.
+
+        Raises:
+            CheckpointError, ValueError: the one before could not be written, or there is no memory for this one on some
+                rank, or its folder cannot be made; nothing is left of this one then. Where the ranks could not be
+                reached, the error is that of the exchange.
+            StorageError: what was trained could not be written to a table on disk.
+        """
+        before, begin = self.wait(), time.perf_counter()
+        writer = self.folder.begin(step, tensors, manifest, self._group, best)
+        writer.per_thread_copy_ahead = 0  # the copies are in host memory
+        with self.folder.reporting(writer):
+            ignore_single_process_warning()
+            future = async_save(
+                dict(writer.tensors),
+                storage_writer=writer,
+                process_group=self._process_group,
+                async_stager=self._stager,
+                no_dist=self._group is None,
+            )
+        assert isinstance(future, Future)  # not of an asynchronous stager
+        self._running = writer, future, time.perf_counter() - begin
+        return before
+
+    def done(self) -> bool:
+        """Whether nothing is being written on this rank; raises as `start`, once."""
+        if self._running is not None and not self._running[1].done():
+            return False
+        self._collect()
+        return True
+
+    def wait(self) -> WrittenCheckpoint | None:
+        """Wait until it is written; what was written since the last call. Raises as `start`, once."""
+        self._collect()
+        written, self._written = self._written, None
+        return written
+
+    def _collect(self) -> None:
+        if self._running is None:
+            return
+        writer, future, stopped = self._running
+        try:
+            with self.folder.reporting(writer):
+                size, seconds = writer.result(future.result())
+            self._written = WrittenCheckpoint(writer.step, size, stopped, seconds)
+        finally:
+            if future.done():
+                self._running = None
+
+
+def _finish(save: weakref.ref[AsyncSave]) -> None:
+    """The process ends: what is being written is written first, and a failure that nobody has asked for is printed."""
+    found = save()
+    try:
+        if found is not None:
+            found.wait()
+    except Exception as error:
+        print(f"error: {error}", file=sys.stderr)
 
 
 class CheckpointManager:
