@@ -57,11 +57,7 @@ _NO_CALLS = (errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EAGAIN, errno.ENOMEM
 
 
 class Extents(NamedTuple):
-    """Parts of a file, and where they are in memory.
-
-    Args:
-        addresses, sizes, offsets: int64 `[n]`, in bytes; for direct I/O multiples of a page's.
-    """
+    """Parts of a file, and where they are in memory: int64 `[n]`, in bytes; for direct I/O multiples of a page's."""
 
     addresses: np.ndarray
     sizes: np.ndarray
@@ -81,7 +77,8 @@ class AioTransfer:
 
     def wait(self) -> np.ndarray:
         """Wait until all are done or have failed; the results."""
-        self._queue.wait(self)
+        while self.left:
+            self._queue.reap(self.left)
         return self.results
 
     def finish(self, extents: np.ndarray, results: np.ndarray) -> None:
@@ -117,24 +114,29 @@ class AioQueue:
         done = 0
         while done < count:
             if self._in_flight == DEPTH:
-                self._reap(DEPTH // 4)
+                self.reap(DEPTH // 4)
             some = min(DEPTH - self._in_flight, count - done)
             done += self._submit(transfer, done, addresses[done : done + some])
         return transfer
 
-    def wait(self, transfer: AioTransfer) -> None:
-        """Wait until all extents of a transfer are done."""
-        while transfer.left:
-            self._reap(transfer.left)
-        self._running = {number: other for number, other in self._running.items() if other.left}
-
     def close(self) -> None:
         """Wait for what is in flight, and destroy the queue."""
         while self._in_flight:
-            self._reap(self._in_flight)
+            self.reap(self._in_flight)
         if self._context and os.getpid() == self._process:
             _call(_DESTROY, self._context)
         self._context = 0
+
+    def reap(self, least: int) -> None:
+        """Wait until at least this many extents are done."""
+        count = _call(_GET_EVENTS, self._context, least, DEPTH, self._events.ctypes.data, 0)
+        self._in_flight -= count
+        tags, results = self._events["tag"][:count].astype(np.int64), self._events["result"][:count]
+        numbers, extents = tags >> 32, tags & 0xFFFFFFFF
+        for number, transfer in self._running.items():
+            mine = numbers == number
+            transfer.finish(extents[mine], results[mine])
+        self._running = {number: transfer for number, transfer in self._running.items() if transfer.left}
 
     def _submit(self, transfer: AioTransfer, first: int, addresses: np.ndarray) -> int:
         """Submit the requests of the extents from number `first` on; how many the kernel has taken, or refused."""
@@ -145,22 +147,12 @@ class AioQueue:
                 transfer.finish(np.array([first]), np.array([-int(error.errno or errno.EIO)]))
                 return 1
             if self._in_flight:
-                self._reap(1)
+                self.reap(1)
             else:
                 time.sleep(0.001)  # other processes use up what the system has
             return 0
         self._in_flight += taken
         return taken
-
-    def _reap(self, least: int) -> None:
-        """Wait until at least this many extents are done."""
-        count = _call(_GET_EVENTS, self._context, least, DEPTH, self._events.ctypes.data, 0)
-        self._in_flight -= count
-        tags, results = self._events["tag"][:count].astype(np.int64), self._events["result"][:count]
-        numbers, extents = tags >> 32, tags & 0xFFFFFFFF
-        for number, transfer in self._running.items():
-            mine = numbers == number
-            transfer.finish(extents[mine], results[mine])
 
 
 def make_queue() -> AioQueue | None:
@@ -255,9 +247,8 @@ class IoThreads:
     def run(self, work: Callable[[int], object], num_tasks: int) -> None:
         """Call `work(0) … work(num_tasks - 1)`, each once; returns when all are done. Many threads may call it.
 
-        Raises:
-            BaseException: what the first task that failed has raised, or a signal handler, when the running tasks are
-                done; the others are left out.
+        What the first task that failed has raised, or a signal handler, is raised when the running tasks are done; the
+        others are left out.
         """
         raise_if_cancelled()
         job = Job(work, num_tasks)
@@ -361,11 +352,7 @@ class IoContext:
         return transfer
 
     def wait(self, transfer: Transfer) -> None:
-        """Wait until the extents are read or written.
-
-        Raises:
-            ExtentError: of the first that failed.
-        """
+        """Wait until the extents are read or written; raises the ExtentError of the first that failed."""
         self._in_flight.remove(transfer)
         transfer()
 

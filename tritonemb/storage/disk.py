@@ -138,20 +138,18 @@ class DiskRows:
     def snapshot(self, path: str | Path, changes_only: bool = False) -> IoFuture:
         """Copy the table's file as of the operations submitted before.
 
-        The copy is a reflink where the file system supports it, else a sparse copy. When this is done the copy is on
-        the disk. It gets its name when it is whole, and replaces a file of that name. A failed snapshot does not harm
-        the table.
+        The copy is a reflink where the file system, which must be the table's, supports it, else a sparse copy. When
+        this is done the copy is on the disk. It gets its name when it is whole, and replaces a file of that name. A
+        failed snapshot does not harm the table.
 
         Args:
-            path: of the file; on the same file system, for a reflink.
             changes_only: write an incremental snapshot: the blocks that were written since the last snapshot, of either
                 kind; `restore` applies it to that. A table that was opened from a file that `snapshot` or `restore` has
                 written, and not written to since, has that file for its last snapshot.
 
         Raises:
             ValueError: `path` is the table's own file.
-            StorageError: the table is closed, or has failed. From the future: the file cannot be written, or there is
-                no last snapshot.
+            StorageError: from the future: the file cannot be written, or there is no last snapshot.
         """
         path = Path(path)
         if path.exists() and self.path.exists() and path.samefile(self.path):

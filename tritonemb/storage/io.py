@@ -291,11 +291,7 @@ def _open(path: Path, flags: int) -> tuple[int, bool]:
 def new_file(path: Path, replace: bool = True) -> Iterator[PageFile]:
     """A file to write; it gets its name durably when it is whole and on the disk, and is removed if there is an error.
 
-    Args:
-        replace: whether it may replace a file at `path`.
-
-    Raises:
-        OSError: the file cannot be written, or there is one that must not be replaced.
+    OSError if there is a file of that name that it must not `replace`.
     """
     temporary = path.with_name(f".writing-{path.name}")
     try:

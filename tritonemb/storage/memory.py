@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
@@ -64,34 +64,29 @@ class HostRows:
         return self.record.views(self._bytes)
 
     def read(self, rows: Tensor, records: Tensor) -> IoFuture:
-        return self._move(rows, records, False)
+        return self._submit(rows, records, lambda: _move(records, self._bytes, torch.arange(rows.numel()), rows))
 
     def write(self, rows: Tensor, records: Tensor) -> IoFuture:
-        return self._move(rows, records, True)
+        return self._submit(rows, records, lambda: _move(self._bytes, records, rows, torch.arange(rows.numel())))
 
     def close(self) -> None:
         self._closed = True
 
-    def _move(self, rows: Tensor, records: Tensor, into_table: bool) -> IoFuture:
+    def _submit(self, rows: Tensor, records: Tensor, work: Callable[[], None]) -> IoFuture:
         check_request(self.table_name, self.num_rows, self.record, rows, records)
         if os.getpid() != self._process:  # a fork copies memory: the other process would not see a write
             raise StorageError(f"table {self.table_name!r} belongs to the process that this one was forked from")
-        future, size = IoFuture(), self.record.num_bytes
+        future = IoFuture()
         with self._lock:
             if self._closed:
                 raise StorageError(f"table {self.table_name!r} is closed")
-            move, table = cpu_kernels("pages").move_records, self._bytes.data_ptr()
-            future.run(lambda: move(rows.numpy(), table, records.data_ptr(), size, into_table))
+            future.run(work)
         return future
 
 
 class Counts(NamedTuple):
-    """What a cache in host memory has saved.
-
-    Args:
-        found: rows that were read and were cached.
-        read: bytes of records that came from the file.
-        written: bytes of records that went there.
+    """What a cache in host memory has saved: rows that were read and were cached, bytes read from and written to the
+    file.
     """
 
     found: int = 0

@@ -76,11 +76,7 @@ class TableIdentity:
 
 
 def encode_header(kind: bytes, header: Mapping[str, Any]) -> bytes:
-    """A header page for `open_file`: what `TableIdentity.as_json` returns, and more.
-
-    Raises:
-        ValueError: the table's name is so long that it does not fit.
-    """
+    """A header page for `open_file`; ValueError if the table's name is so long that it does not fit."""
     text = json.dumps(header).encode()
     if _HEAD.size + len(text) + _CHECKSUM_BYTES > PAGE_BYTES:
         raise ValueError(f"table {header['table'][:40]!r}...: its name is too long for the header of a file")
@@ -89,10 +85,7 @@ def encode_header(kind: bytes, header: Mapping[str, Any]) -> bytes:
 
 
 def open_file(what: str, path: Path, *kinds: bytes, writable: bool = False) -> tuple[PageFile, dict[str, Any]]:
-    """Open a file of one of some kinds; the file, and its header: what `TableIdentity.as_json` returns, and more.
-
-    Args:
-        what: the file, for messages.
+    """Open a file of one of some kinds, called `what` in messages; the file, and its header.
 
     Raises:
         StorageError: the file cannot be opened or read, has no such header, another size than that says, or a format
@@ -178,8 +171,7 @@ def _checksum(body: bytes) -> bytes:
 class FileLayout:
     """A header page, then blocks: pages of as many records as fit, or for each record as many pages as it needs.
 
-    Blocks stand in the file in the order in which they were first written, see `PageTable`. A byte before each record
-    says whether the row was ever written.
+    Blocks stand in the order in which they were first written. A byte before each record says whether its row was.
     """
 
     num_rows: int
@@ -232,10 +224,10 @@ class FileLayout:
 
 def runs(*numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Runs of consecutive numbers, in all of some int64 `[n]`: the index where each begins, and where it ends."""
-    size = numbers[0].size
+    if numbers[0].size == 0:
+        return numbers[0], numbers[0]
     cuts = np.flatnonzero(np.any([np.diff(each) != 1 for each in numbers], axis=0)) + 1
-    edge = min(size, 1)
-    return np.concatenate([np.zeros(edge, dtype=np.int64), cuts]), np.concatenate([cuts, np.full(edge, size)])
+    return np.append(0, cuts), np.append(cuts, numbers[0].size)
 
 
 class PageTable:
@@ -243,10 +235,8 @@ class PageTable:
 
     So a file grows at its end alone, whatever rows are written: it has no holes, however large the table is, and blocks
     that were first written together stand together. A block takes 4 bytes of memory, as does every group of `LEAF`
-    blocks of the table; where single blocks are far apart, each takes 4 `LEAF` bytes.
-
-    Attributes:
-        count: positions that are allocated: 0 to `count` - 1.
+    blocks of the table; where single blocks are far apart, each takes 4 `LEAF` bytes. Positions 0 to `count` - 1 are
+    allocated.
     """
 
     def __init__(self, num_blocks: int) -> None:

@@ -7,7 +7,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -36,24 +35,16 @@ _RESTORE = "check the disk, then restore the table from a snapshot"
 _RESTORE_OR_LOG = "check the disk and the system's log, then restore the table from a snapshot"
 
 
-@dataclass
 class _RequestPart:
-    """A part of a request that fits a half of the I/O buffer.
+    """A part of a request that fits a half of the I/O buffer."""
 
-    Args:
-        which: of the request's blocks.
-        begin: in bytes, where it is in the buffer.
-        blocks, positions: int64 `[b]`: its blocks, and where they are in the file, -1 for nowhere.
-        slots: int64 `[b]`: where they are in the buffer, in blocks from `begin` on, -1 for nowhere.
-        wait: for what was submitted of it; raises a StorageError.
-    """
+    blocks: np.ndarray  # int64 `[b]`
+    positions: np.ndarray  # int64 `[b]`: where they are in the file, -1 for nowhere
+    slots: np.ndarray  # int64 `[b]`: where they are in the buffer, in blocks from `begin` on, -1 for nowhere
+    wait: Callable[[], None]  # for what was submitted of it; raises a StorageError
 
-    which: slice
-    begin: int
-    blocks: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    positions: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    slots: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    wait: Callable[[], None] = lambda: None
+    def __init__(self, which: slice, begin: int) -> None:
+        self.which, self.begin = which, begin  # of the request's blocks; in bytes, where it is in the buffer
 
     def sort(self, blocks: np.ndarray, positions: np.ndarray) -> None:
         """Give its blocks, of a request's, slots in the order of their positions."""
@@ -67,12 +58,6 @@ class _RequestPart:
 class BlockFile:
     """A file's blocks. Opening it scans the whole file, to recover where each block stands and to check them all.
 
-    Args:
-        table: its name, for messages.
-        file: opened.
-        layout: of the file.
-        threads: see `IoContext.submit`.
-
     Raises:
         StorageError: a part of the file cannot be read, is damaged, or is there twice.
     """
@@ -85,14 +70,9 @@ class BlockFile:
             self._scan(context)
 
     def read(self, rows: np.ndarray, records: int) -> np.ndarray:
-        """Copy the records of rows out of the file; those that were never written are left alone.
+        """Copy the records of rows, int64 `[n]`, ascending, out of the file to the address of `n` records.
 
-        Args:
-            rows: int64 `[n]`, ascending.
-            records: the address of `n` records.
-
-        Returns:
-            uint8 `[n]`: whether a row was ever written.
+        Those that were never written are left alone. Returns uint8 `[n]`: whether a row was ever written.
 
         Raises:
             StorageError: naming table, file, rows and offset.
@@ -120,9 +100,6 @@ class BlockFile:
 
     def write(self, rows: np.ndarray, records: int) -> None:
         """Write records into their blocks. A block whose rows are not all written is read and checked first.
-
-        Args:
-            rows, records: as of `read`.
 
         Raises:
             StorageError: as `read`, or the file cannot become so large; some blocks may have been written then.
@@ -156,28 +133,17 @@ class BlockFile:
                 part.wait()
 
     def load(self, context: IoContext, blocks: np.ndarray, begin: int) -> None:
-        """Read blocks that have positions, one behind the other, from byte `begin` of the buffer on; check them.
-
-        Raises:
-            StorageError: as `read`.
-        """
+        """Read blocks that have positions, one behind the other, from byte `begin` of the buffer on; check them."""
         self._move(context, blocks, self.page_table.find(blocks), begin, False)
         num_good = cpu_kernels("pages").check(context.buffer.address + begin, blocks, self.layout.pages_per_block)
         self._raise_damaged(blocks, num_good)
 
     def store(self, context: IoContext, blocks: np.ndarray, begin: int) -> None:
-        """Write sealed blocks, ascending, that stand one behind the other from byte `begin` of the buffer on.
-
-        Raises:
-            StorageError: as `write`.
-        """
+        """Write sealed blocks, ascending, that stand one behind the other from byte `begin` of the buffer on."""
         self._move(context, blocks, self._allocate(blocks)[0], begin, True)
 
     def changed(self) -> tuple[np.ndarray, np.ndarray]:
-        """Blocks that were allocated or written since `forget_changes`, ascending, and their positions: int64 `[b]`.
-
-        For any thread.
-        """
+        """Blocks that were written since `forget_changes`, ascending, and their positions, int64; for any thread."""
         with self._lock:
             blocks = self._changed.blocks()
             return blocks, self.page_table.find(blocks)
@@ -253,7 +219,8 @@ class BlockFile:
 
     def _move(self, context: IoContext, blocks: np.ndarray, positions: np.ndarray, begin: int, write: bool) -> None:
         """Read or write blocks that stand one behind the other in the buffer, and wait for it."""
-        part = _RequestPart(slice(0, blocks.size), begin, blocks, positions, np.arange(blocks.size))
+        part = _RequestPart(slice(0, blocks.size), begin)
+        part.blocks, part.positions, part.slots = blocks, positions, np.arange(blocks.size)
         self._submit(context, part, part.slots, write)
         part.wait()
 
@@ -302,12 +269,6 @@ class BlockFile:
 
 class RowFile:
     """The operations of a `DiskRows` on its file, which is opened, checked and locked, for one thread at a time.
-
-    Args:
-        path: of the file.
-        identity: of the table.
-        initializer: gives rows that were never written their values.
-        num_threads: of threads of the table's own, see `IoContext.submit`; none by default.
 
     Attributes:
         failure: the error after which the file cannot be used; None while there is none.
