@@ -241,7 +241,7 @@ class IoThreads:
 
     def __init__(self, num_threads: int = DEFAULT_THREADS) -> None:
         self.num_threads = num_threads
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._lock, self._started = threading.Lock(), 0
 
     def run(self, work: Callable[[int], object], num_tasks: int) -> None:
@@ -265,13 +265,6 @@ class IoThreads:
         self._start(job)
         return job
 
-    def close(self) -> None:
-        """End the threads. No job may be running."""
-        with self._lock:
-            for _ in range(self._started):
-                self._jobs.put(None)
-            self._started = 0
-
     def _start(self, job: Job) -> None:
         wanted = min(job.num_tasks, self.num_threads)
         with self._lock:
@@ -289,15 +282,16 @@ class IoThreads:
             pass
 
 
-def _run_tasks(jobs: queue.SimpleQueue[Job | None]) -> None:
-    while (job := jobs.get()) is not None:
+def _run_tasks(jobs: queue.SimpleQueue[Job]) -> None:
+    while True:
+        job = jobs.get()
         if job.run_next():
             jobs.put(job)
         del job  # while it waits for the next one, it must not keep this one's memory
 
 
 shared_threads = PerProcess(IoThreads)
-"""The process's pool, of all stores that have none of their own."""
+"""The process's pool."""
 
 Transfer = Callable[[], None]
 """Waits for extents that were submitted; raises the ExtentError of the first that failed."""
@@ -320,18 +314,16 @@ class IoContext:
             self.buffer = IoBuffer(2 * num_bytes)
         return self.buffer
 
-    def submit(self, file: PageFile, extents: Extents, write: bool, threads: IoThreads | None = None) -> Transfer:
-        """Read or write extents, in any order. Their part of the buffer must be left alone meanwhile.
+    def submit(self, file: PageFile, extents: Extents, write: bool) -> Transfer:
+        """Read or write extents, whose addresses are counted from the buffer's start, in any order.
 
-        Args:
-            extents: their addresses are counted from the buffer's start.
-            threads: that read and write; by default asynchronous I/O for a file that is open for direct I/O, if the
-                system has it, else threads that all stores share.
+        Asynchronous I/O does it for a file that is open for direct I/O, if the system has it, else the shared threads.
+        Their part of the buffer must be left alone meanwhile.
         """
         raise_if_cancelled()
         buffer, count = self.buffer, extents.sizes.size
         move = functools.partial(_move_rest, file, buffer, extents, write)
-        if threads is None and self._queue is not None and file.direct:
+        if self._queue is not None and file.direct:
             absolute = extents._replace(addresses=extents.addresses + buffer.address)
             submitted = self._queue.submit(file.handle, absolute, write)
 
@@ -340,7 +332,7 @@ class IoContext:
                 for extent in np.flatnonzero(results != extents.sizes).tolist():
                     move(extent, int(results[extent]))
         else:
-            threads = threads or shared_threads.get()
+            threads = shared_threads.get()
             size = max(1, -(-count // threads.num_threads))
 
             def work(task: int) -> None:

@@ -92,7 +92,6 @@ class DiskRows:
         identity: TableIdentity,
         initializer: Initializer,
         *,
-        threads: int | None = None,
         host_rows: int | None = None,
         policy: Policy = "lru",
     ) -> DiskRows:
@@ -101,24 +100,22 @@ class DiskRows:
         Args:
             identity: of the table; stored in the file.
             initializer: gives rows that were never written their values, from `identity.seed`.
-            threads: read and write in this number of threads of the table's own; by default Linux's asynchronous I/O
-                does it without threads, where the file is open for direct I/O, else threads that all tables share.
             host_rows: cache this number of rows in host memory, see `HostCache`; none by default.
             policy: which of them is evicted.
 
         Raises:
-            ValueError: `threads` or `host_rows` is below 1, or there is no such policy.
+            ValueError: `host_rows` is below 1, or there is no such policy.
             StorageError: the file does not exist, is damaged, in use, of another format, or of another table, and how
                 it differs.
         """
-        _check_options(identity.table, threads, host_rows, policy)
+        _check_options(identity.table, host_rows, policy)
 
         def opened() -> tuple[RowFile, HostCache | None]:
-            file = RowFile(Path(path), identity, initializer, threads)
+            file = RowFile(Path(path), identity, initializer)
             try:
                 return file, None if host_rows is None else HostCache(file, host_rows, policy)
             except BaseException:
-                file.close()
+                file.file.close()
                 raise
 
         return cls(*shielded(opened))
@@ -260,10 +257,9 @@ class DiskRows:
             self._cache.write_back()
 
 
-def _check_options(table: str, threads: int | None = None, host_rows: int | None = None, policy: str = "lru") -> None:
-    for name, number in (("threads", threads), ("rows in host memory", host_rows)):
-        if number is not None and number < 1:
-            raise ValueError(f"table {table!r}: {name} must be at least 1, got {number}")
+def _check_options(table: str, host_rows: int | None = None, policy: str = "lru") -> None:
+    if host_rows is not None and host_rows < 1:
+        raise ValueError(f"table {table!r}: rows in host memory must be at least 1, got {host_rows}")
     if policy not in POLICIES:
         raise ValueError(f"table {table!r}: no policy is called {policy!r}; there are {list(POLICIES)}")
 
@@ -287,7 +283,7 @@ def _close(file: RowFile, cache: HostCache | None) -> None:
         elif not file.failure.raised:
             raise file.failure
     finally:
-        file.close()
+        file.file.close()
 
 
 def _close_dropped(process: int, operations: OperationQueue, file: RowFile, cache: HostCache | None) -> None:
@@ -307,7 +303,7 @@ def _close_dropped(process: int, operations: OperationQueue, file: RowFile, cach
     if _needs_write_back(file, cache):
         operations.close(close)
     else:
-        file.close()
+        file.file.close()
         operations.close(lambda: None)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tritonemb.storage.aio import HALF_BYTES, ExtentError, Extents, IoContext, IoThreads, io_context, overlap
+from tritonemb.storage.aio import HALF_BYTES, ExtentError, Extents, IoContext, io_context, overlap
 from tritonemb.storage.io import PageFile, write_page
 from tritonemb.storage.page_table import (
     MAX_POSITIONS,
@@ -62,8 +62,8 @@ class BlockFile:
         StorageError: a part of the file cannot be read, is damaged, or is there twice.
     """
 
-    def __init__(self, table: str, file: PageFile, layout: FileLayout, threads: IoThreads | None = None) -> None:
-        self.table, self.file, self.layout, self._threads = table, file, layout, threads
+    def __init__(self, table: str, file: PageFile, layout: FileLayout) -> None:
+        self.table, self.file, self.layout = table, file, layout
         self.page_table, self._changed = PageTable(layout.num_blocks), ChangedBlocks(layout.num_blocks)
         self._size, self._lock = file.size(), threading.Lock()
         with io_context() as context:
@@ -231,7 +231,7 @@ class BlockFile:
         firsts, lasts = runs(positions, slots)
         addresses, sizes = part.begin + slots[firsts] * step, (lasts - firsts) * step
         extents = Extents(addresses, sizes, self.layout.offsets(positions[firsts]))
-        transfer = context.submit(self.file, extents, write, self._threads)
+        transfer = context.submit(self.file, extents, write)
 
         def wait() -> None:
             try:
@@ -278,17 +278,14 @@ class RowFile:
         StorageError: as `DiskRows.open`.
     """
 
-    def __init__(
-        self, path: Path, identity: TableIdentity, initializer: Initializer, num_threads: int | None = None
-    ) -> None:
+    def __init__(self, path: Path, identity: TableIdentity, initializer: Initializer) -> None:
         what = f"table {identity.table!r}: file {path}"
         self.file, header = open_file(what, path, ROWS, writable=True)
         try:
             check_identity(header, identity, path)
             if not self.file.lock():
                 raise StorageError(f"{what} is open for another table or process; close it there first")
-            self._threads = None if num_threads is None else IoThreads(num_threads)
-            self.blocks = BlockFile(identity.table, self.file, FileLayout.of(header), self._threads)
+            self.blocks = BlockFile(identity.table, self.file, FileLayout.of(header))
         except BaseException as error:
             self.file.close()
             if isinstance(error, OSError) and not isinstance(error, StorageError):
@@ -347,11 +344,6 @@ class RowFile:
                 f"table {self.identity.table!r}, file {self.file.path}: {what}: {error}; {_RESTORE}"
             )
             raise self.failure from error
-
-    def close(self) -> None:
-        self.file.close()
-        if self._threads is not None:
-            self._threads.close()
 
     def _write_header(self, num_blocks: int | None) -> None:
         with self.fail_on_error("the header could not be written"):
