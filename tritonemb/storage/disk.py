@@ -8,6 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +241,8 @@ class DiskRows:
             self._submit(self._cache.write_back).wait()
 
     def _flush(self) -> None:
-        self._write_back()
+        if self._cache is not None:
+            self._cache.write_back()
         self._file.sync()
 
     def _take_snapshot(self, path: Path, changes_only: bool) -> None:
@@ -249,12 +251,8 @@ class DiskRows:
                 f"table {self.table_name!r}: file {self.path} has changed since its last snapshot, in another session "
                 "or before there was any; take a whole one before one of changes only"
             )
-        self._write_back()
+        self._flush()
         take_snapshot(self._file, path, changes_only)
-
-    def _write_back(self) -> None:
-        if self._cache is not None:
-            self._cache.write_back()
 
 
 def _check_options(table: str, host_rows: int | None = None, policy: str = "lru") -> None:
@@ -270,11 +268,7 @@ def _needs_write_back(file: RowFile, cache: HostCache | None) -> bool:
 
 
 def _close(file: RowFile, cache: HostCache | None) -> None:
-    """Write back, flush and close.
-
-    Raises:
-        StorageError: the table's failure, if no caller has seen it.
-    """
+    """Write back, flush and close; raise the table's failure, if no caller has seen it."""
     try:
         if file.failure is None:
             if cache is not None and _needs_write_back(file, cache):
@@ -294,14 +288,8 @@ def _close_dropped(process: int, operations: OperationQueue, file: RowFile, cach
     if os.getpid() != process:
         return
 
-    def close() -> None:
-        try:
-            _close(file, cache)
-        except Exception as error:
-            print(f"error: {error}", file=sys.stderr)
-
     if _needs_write_back(file, cache):
-        operations.close(close)
+        operations.close(partial(_print_error, partial(_close, file, cache)))
     else:
         file.file.close()
         operations.close(lambda: None)
@@ -314,7 +302,11 @@ _OPEN: weakref.WeakSet[DiskRows] = weakref.WeakSet()
 def _close_all() -> None:
     """At exit: wait for what was submitted, and print failures that no caller has seen."""
     for store in list(_OPEN):
-        try:
-            store.close()
-        except Exception as error:
-            print(f"error: {error}", file=sys.stderr)
+        _print_error(store.close)
+
+
+def _print_error(work: Callable[[], None]) -> None:
+    try:
+        work()
+    except Exception as error:
+        print(f"error: {error}", file=sys.stderr)

@@ -85,9 +85,7 @@ class HostRows:
 
 
 class Counts(NamedTuple):
-    """What a cache in host memory has saved: rows that were read and were cached, bytes read from and written to the
-    file.
-    """
+    """Rows that were read and were cached in host memory; bytes read from the file, and written to it."""
 
     found: int = 0
     read: int = 0
@@ -110,9 +108,6 @@ class HostCache:
         file: the rows; nobody else may write to it.
         rows: how many to cache, rounded up to sets of 32; all of them, if the table has no more.
         policy: evict the row that was used longest ago ("lru") or least often ("lfu").
-
-    Attributes:
-        counts: of hits, and of bytes read and written.
 
     Raises:
         StorageError: the memory cannot be allocated.

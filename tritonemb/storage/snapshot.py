@@ -47,12 +47,7 @@ _OF_FILE = ("snapshot", "after", "changed", "places")  # what a header says of i
 
 
 def take_snapshot(table: RowFile, path: Path, changes_only: bool) -> None:
-    """See `DiskRows.snapshot`; what was written is flushed first.
-
-    Raises:
-        StorageError: it cannot be written; nothing is left of it.
-    """
-    table.sync()
+    """See `DiskRows.snapshot`; the file is on the disk. StorageError if it cannot be written; nothing is left of it."""
     what, name = f"table {table.identity.table!r}: snapshot {path}", uuid.uuid4().hex
     what += " of changes" if changes_only else ""
     with storage_errors(f"{what} could not be written", "check the disk"), new_file(path) as file:
@@ -209,11 +204,7 @@ class SnapshotReader:
     def read(self, rows: Tensor, records: Tensor, initializer: Initializer) -> None:
         """Fill `records` with the records of the rows, and wait for it; arguments as of `RowStore.read`.
 
-        Args:
-            initializer: gives rows that were never written their initial values.
-
-        Raises:
-            StorageError: a part of the file cannot be read, or is damaged.
+        `initializer` gives rows that were never written their values. StorageError if the file is damaged.
         """
         check_request(self.header["table"], self.num_rows, self.record, rows, records)
 

@@ -214,8 +214,7 @@ class Field:
 
     Args:
         name: "weight", or that of a piece of optimizer state.
-        dtype: of its values.
-        size: how many values a row has.
+        size: how many values of the dtype a row has.
         offset: of the first, in bytes from the record's start.
         one_a_row: of a `size` of 1, whether it is a value of the row and no row of one element: its view is `[n]`.
     """
@@ -258,17 +257,11 @@ class Record:
             raise ValueError(f"a record of {self.num_bytes} bytes has no room for fields that end at byte {end}")
 
     def views(self, records: Tensor) -> dict[str, Tensor]:
-        """Each field of some records, without a copy.
+        """Each field of records uint8 `[n, num_bytes]`, contiguous, by name, without a copy.
 
-        Args:
-            records: uint8 `[n, num_bytes]`, contiguous; where `num_bytes` is no multiple of a field's value size, and n
-                is greater than 1, that field has no view.
-
-        Returns:
-            by name, a view of the field's dtype: `[n, size]`, or `[n]` if a row has one value.
-
-        Raises:
-            ValueError: for records of another shape or dtype.
+        A view has the field's dtype, and is `[n, size]`, or `[n]` if a row has one value. Where `num_bytes` is no
+        multiple of a field's value size, and n is greater than 1, that field has no view. ValueError for records of
+        another shape or dtype.
         """
         if records.dtype != torch.uint8 or records.dim() != 2 or records.shape[1] != self.num_bytes:
             raise ValueError(f"records must be uint8 [n, {self.num_bytes}], got {records.dtype} {list(records.shape)}")
