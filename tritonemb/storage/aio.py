@@ -59,7 +59,7 @@ class Extents(NamedTuple):
 
 
 class AioTransfer:
-    """Extents that were submitted; results int64 `[n]`: the bytes moved of each, or the negative number of its error."""
+    """Extents that were submitted; results int64 `[n]`: bytes moved of each, or the negative number of its error."""
 
     def __init__(self, queue: AioQueue, num_extents: int) -> None:
         self.results, self.left = np.zeros(num_extents, dtype=np.int64), num_extents

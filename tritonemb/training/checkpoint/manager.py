@@ -34,19 +34,12 @@ from tritonemb.training.utils import versions
 
 
 class WrittenCheckpoint(NamedTuple):
-    """A checkpoint that has been written.
-
-    Args:
-        step: of which.
-        size: in bytes, of all ranks.
-        stopped: seconds that training waited for it.
-        seconds: until it was on the disk.
-    """
+    """A checkpoint that has been written."""
 
     step: int
-    size: int
-    stopped: float
-    seconds: float
+    size: int  # in bytes, of all ranks
+    stopped: float  # seconds that training waited for it
+    seconds: float  # until it was on the disk
 
 
 class AsyncSave:
@@ -56,14 +49,8 @@ class AsyncSave:
     them afterwards has to wait, and which take no time where the file system makes reflink copies.
 
     The thread has a process group of its own. The end of the process waits for it; a process that is killed leaves the
-    last checkpoint whole, as `CheckpointFolder` does.
-
-    All ranks make it, start it and wait for it together, in the same order. Whether it is `done` is of one rank alone:
-    ranks that are to do something about a failure together must `wait` together, where all get the same answer.
-
-    Args:
-        folder: where checkpoints go.
-        group: ranks that write them together; None for this process alone.
+    last checkpoint whole, as `CheckpointFolder` does. All ranks of the group make it, start it and wait for it
+    together, in the same order, and get the same answer; whether it is `done` is of one rank alone.
     """
 
     def __init__(self, folder: CheckpointFolder, group: RankGroup | None = None) -> None:
@@ -81,13 +68,8 @@ class AsyncSave:
     def start(
         self, step: int, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], best: bool = False
     ) -> WrittenCheckpoint | None:
-        """Begin to write the checkpoint of this moment; waits for the one before.
-
-        Args:
-            best: mark it as the best one when it is written.
-
-        Returns:
-            the one before, if nobody has asked for it yet.
+        """Begin to write a checkpoint, see `CheckpointFolder.save`; waits for the one before, and returns it if nobody
+        has asked for it yet.
 
         Raises:
             CheckpointError, ValueError: the one before could not be written, or there is no memory for this one on some
@@ -165,9 +147,9 @@ class CheckpointManager:
         """Write a checkpoint of this moment, and mark it if it is the best."""
         assert self._folder is not None
         self.finish()
-        start, step = time.perf_counter(), self._state.progress.step
-        size = self._folder.checkpoints.save(step, self.tensors(), self.manifest(), self._control, best)
-        return self._saved(WrittenCheckpoint(step, size, 0.0, time.perf_counter() - start))
+        start, step, folder = time.perf_counter(), self._state.progress.step, self._folder.checkpoints
+        size = folder.save(step, self.tensors(), self.manifest(), self._control, best)
+        return CheckpointSaved(step, folder.path(step), size, time.perf_counter() - start)
 
     def start(self, best: bool) -> CheckpointSaved | None:
         """Write a checkpoint of this moment, in a thread if asynchronous; what has been written since the last call.
@@ -177,17 +159,11 @@ class CheckpointManager:
         """
         if self._async is None:
             return self.save(best)
-        written = self._async.start(self._state.progress.step, self.tensors(), self.manifest(), best)
-        return None if written is None else self._saved(written)
+        return self._saved(self._async.start(self._state.progress.step, self.tensors(), self.manifest(), best))
 
     def finish(self) -> CheckpointSaved | None:
-        """Wait for what is being written.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
-        written = None if self._async is None else self._async.wait()
-        return None if written is None else self._saved(written)
+        """Wait for what is being written; CheckpointError if it could not be."""
+        return None if self._async is None else self._saved(self._async.wait())
 
     def tensors(self) -> dict[str, Tensor]:
         """All that is saved as tensors. Collective."""
@@ -220,11 +196,13 @@ class CheckpointManager:
         state, step = self._state, self._state.step
         self.finish()
         newest = None if self._folder is None else self._folder.checkpoints.latest(self._control)
-        if checkpoint == "auto" and self._folder is None:
-            raise ValueError('resume("auto") looks into the trainer\'s folder: give it one')
-        if checkpoint == "auto" and newest is None:
-            return None
-        path = newest if checkpoint == "auto" and newest is not None else Path(checkpoint)
+        if checkpoint == "auto":
+            if self._folder is None:
+                raise ValueError('resume("auto") looks into the trainer\'s folder: give it one')
+            if newest is None:
+                return None
+            checkpoint = newest
+        path = Path(checkpoint)
         manifest = read_manifest(path, self._control)
         self._check_same_run(path, manifest["run"])
         try:
@@ -262,11 +240,10 @@ class CheckpointManager:
         if progress.best is not None and not marked and checkpoints.path(progress.best_step).is_dir():
             checkpoints.mark_best(progress.best_step)
 
-    def _saved(self, written: WrittenCheckpoint) -> CheckpointSaved:
-        assert self._folder is not None
-        return CheckpointSaved(
-            written.step, self._folder.checkpoints.path(written.step), written.size, written.seconds
-        )  # fmt: skip
+    def _saved(self, found: WrittenCheckpoint | None) -> CheckpointSaved | None:
+        if found is None or self._folder is None:
+            return None
+        return CheckpointSaved(found.step, self._folder.checkpoints.path(found.step), found.size, found.seconds)
 
     def _run(self) -> dict[str, Any]:
         """What must be the same for a bitwise identical run."""

@@ -11,6 +11,7 @@ import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -33,10 +34,7 @@ MAX_LISTED = 20
 
 
 def read_manifest(path: str | Path, group: RankGroup | None = None) -> dict[str, Any]:
-    """What `trainer.json` of a checkpoint says, after a check that the checkpoint is whole.
-
-    Args:
-        group: ranks that read it together, and share the files to be checked among them.
+    """What `trainer.json` of a checkpoint says, after a check, which the ranks of a group share, that it is whole.
 
     Raises:
         FileNotFoundError, ValueError: there is none, it is damaged, or it is of a format that this version cannot read;
@@ -306,7 +304,6 @@ class _TablePart:
         self._table, self._files = entry["table"], [path / name for name in entry["files"]]
         self.rectangle, self.bound = Rectangle(*entry["rows"], *entry["columns"]), entry["bound"]
         self.first, self.last = self.rectangle.first_row, self.rectangle.first_row + self.rectangle.num_rows
-        self._open: tuple[SnapshotReader, InitialValues] | None = None
         self._stack = ExitStack()
 
     def seed(self) -> int:
@@ -315,24 +312,23 @@ class _TablePart:
 
     def written(self, first: int, last: int) -> Iterator[tuple[int, int]]:
         """Bounds of rows from `first` to `last` of the whole table, beside which none was ever written."""
-        for begin, end in self._opened()[0].written():
+        for begin, end in self._rows.written():
             bounds = max(first, self.first + begin), min(last, self.first + end)
             if bounds[0] < bounds[1]:
                 yield bounds
 
     def read(self, rows: Tensor) -> Mapping[str, Tensor]:
-        saved, initial = self._opened()
+        saved, (row, _, column, _) = self._rows, self.rectangle
         records = torch.empty(rows.numel(), saved.record.num_bytes, dtype=torch.uint8)
-        saved.read(rows, records, initial)
+        saved.read(rows, records, InitialValues(saved.record, saved.header["seed"], self.bound, row, column))
         return saved.record.views(records)
 
     def close(self) -> None:
-        self._open = None
+        vars(self).pop("_rows", None)
         self._stack.close()
 
-    def _opened(self) -> tuple[SnapshotReader, InitialValues]:
-        if self._open is not None:
-            return self._open
+    @cached_property
+    def _rows(self) -> SnapshotReader:
         path = base = self._files[0]
         if len(self._files) > 1:
             folder = tempfile.TemporaryDirectory(prefix="tritonemb-", ignore_cleanup_errors=True)
@@ -346,8 +342,7 @@ class _TablePart:
                 f"{base} is a snapshot of table {header['table']!r}, not of the part of table {self._table!r} that "
                 "should be there; use another checkpoint"
             )
-        self._open = rows, InitialValues(rows.record, header["seed"], self.bound, row, column)
-        return self._open
+        return rows
 
 
 def _rows_of(ranges: Iterator[tuple[int, int]], step: int) -> Iterator[Tensor]:
