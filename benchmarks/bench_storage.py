@@ -84,7 +84,7 @@ class Table:
 
     def draw_offsets(self, seed: int) -> list[int]:
         blocks = self.draw(seed).numpy() // self.layout.rows_per_block
-        return self.layout.offsets(blocks)
+        return self.layout.offset(blocks)
 
     def read_plainly(self, offsets: list[int]) -> None:
         self._share(offsets, lambda view, offset: os.preadv(self.handle, [view], offset))
@@ -135,7 +135,7 @@ def check_plain(table: Table) -> None:
     rows = table.draw(0)[:1]
     table.rows.read(rows, table.records[:1]).wait()
     block = int(rows[0]) // table.layout.rows_per_block
-    table.read_plainly(table.layout.offsets(np.array([block])))
+    table.read_plainly(table.layout.offset(np.array([block])))
     view = np.frombuffer(table.views[-1], dtype=np.uint8)
     begin = int(rows[0]) % table.layout.rows_per_block * (table.layout.record_bytes + 1) + 1
     size = min(table.layout.record_bytes, PAYLOAD_BYTES - begin)

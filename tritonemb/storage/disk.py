@@ -39,12 +39,7 @@ class DiskRows:
 
     With `host_rows` some rows are cached in host memory. Dirty rows are written back when they are evicted, and before
     `flush`, `snapshot` and `close` flush the file; a file that no folder lists, which ends with the table, is not
-    written to at `close`.
-
-    Attributes:
-        path: of the file.
-        direct: whether the file is read and written past the system's page cache.
-        identity: of the table.
+    written to at `close`. Whether the file is read and written past the system's page cache, says `direct`.
     """
 
     def __init__(self, file: RowFile, cache: HostCache | None) -> None:
@@ -64,9 +59,7 @@ class DiskRows:
     def create(cls, path: str | Path, identity: TableIdentity, initializer: Initializer, **options: Any) -> DiskRows:
         """A new table, none of whose rows is written yet: takes milliseconds and no room, whatever its size.
 
-        Args:
-            path: of the file; there must be none of that name. The folder must be there.
-            identity, initializer, options: as of `open`.
+        There must be no file of that name, and its folder. Other arguments as of `open`.
 
         Raises:
             ValueError: as `open`, or the table's name is too long.
@@ -99,7 +92,6 @@ class DiskRows:
         """The table in a file that `create`, `snapshot` or `restore` has written.
 
         Args:
-            identity: of the table; stored in the file.
             initializer: gives rows that were never written their values, from `identity.seed`.
             host_rows: cache this number of rows in host memory, see `HostCache`; none by default.
             policy: which of them is evicted.
@@ -140,10 +132,9 @@ class DiskRows:
         this is done the copy is on the disk. It gets its name when it is whole, and replaces a file of that name. A
         failed snapshot does not harm the table.
 
-        Args:
-            changes_only: write an incremental snapshot: the blocks that were written since the last snapshot, of either
-                kind; `restore` applies it to that. A table that was opened from a file that `snapshot` or `restore` has
-                written, and not written to since, has that file for its last snapshot.
+        With `changes_only` it is incremental: the blocks that were written since the last snapshot, of either kind;
+        `restore` applies it to that. A table that was opened from a file that `snapshot` or `restore` has written, and
+        not written to since, has that file for its last snapshot.
 
         Raises:
             ValueError: `path` is the table's own file.
@@ -185,11 +176,8 @@ class DiskRows:
         return self._cache.counts
 
     def close(self) -> None:
-        """Wait for what was submitted, flush it and close the file. A second call does nothing; if the first one was
-        interrupted, it waits for what that has begun.
-
-        Raises:
-            StorageError: a write has failed that nobody has waited for, or the file cannot be flushed.
+        """Wait for what was submitted, flush it and close the file; StorageError if that or an earlier write has failed
+        that nobody has waited for. A second call waits only for what an interrupted one has begun.
         """
         if os.getpid() != self._process:
             return
@@ -281,11 +269,8 @@ def _close(file: RowFile, cache: HostCache | None) -> None:
 
 
 def _close_dropped(process: int, operations: OperationQueue, file: RowFile, cache: HostCache | None) -> None:
-    """Close the file of a table that is garbage; dirty rows are written back without waiting.
-
-    A forked process has not the thread, and must leave the file alone.
-    """
-    if os.getpid() != process:
+    """Close the file of a table that is garbage; dirty rows are written back without waiting."""
+    if os.getpid() != process:  # without the thread; it must leave the file alone
         return
 
     if _needs_write_back(file, cache):

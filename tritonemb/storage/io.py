@@ -29,10 +29,7 @@ T = TypeVar("T")
 
 
 class PerProcess(Generic[T]):
-    """An object that each process makes when it first needs it.
-
-    A forked process has neither the threads, the I/O buffers nor the kernel's queues of its parent.
-    """
+    """An object that each process makes when it first needs it: threads, I/O buffers, the kernel's queues."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make, self._lock = make, threading.Lock()
@@ -159,9 +156,6 @@ class PageFile:
 
     Otherwise it is read and written through the page cache, which is advised to drop its pages. Many threads may read
     and write whole pages, from and to page-aligned memory. The file is closed when it is garbage collected at last.
-
-    Attributes:
-        direct: whether it is open for direct I/O.
 
     Raises:
         OSError: as `os.open`; EOFError: from `read`, the file ends before.

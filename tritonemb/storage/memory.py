@@ -26,11 +26,8 @@ class HostRows:
     """A `RowStore` in host memory: one tensor uint8 `[num_rows, num_bytes]`. Operations are done when they return.
 
     Args:
-        num_rows: at least 1.
-        record: the layout of a row.
         initializer: fills records of rows with their initial values.
         pin: page-locked memory, which a GPU reads and writes by itself; needs CUDA.
-        table_name: for messages.
 
     Raises:
         ValueError: `num_rows` is below 1, or memory is to be pinned where there is no CUDA.
@@ -105,12 +102,9 @@ class HostCache:
     way of their set, are read from the file and written to it.
 
     Args:
-        file: the rows; nobody else may write to it.
+        file: nobody else may write to it.
         rows: how many to cache, rounded up to sets of 32; all of them, if the table has no more.
         policy: evict the row that was used longest ago ("lru") or least often ("lfu").
-
-    Raises:
-        StorageError: the memory cannot be allocated.
     """
 
     def __init__(self, file: RowFile, rows: int, policy: Policy = "lru") -> None:

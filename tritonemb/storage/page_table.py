@@ -37,21 +37,13 @@ _CHUNK = 1 << 16  # leaves looked through at once
 
 @dataclass(frozen=True)
 class TableIdentity:
-    """The table whose rows a file holds.
-
-    Args:
-        table: its name.
-        num_rows: at least 1.
-        record: the layout of a row.
-        seed: of the initial values of rows that were never written.
-        row_origin, column_origin: where the first row and column stand in the whole table, for a shard of it.
-    """
+    """The table, or the shard of one, whose rows a file holds."""
 
     table: str
     num_rows: int
     record: Record
-    seed: int
-    row_origin: int = 0
+    seed: int  # of the initial values of rows that were never written
+    row_origin: int = 0  # where its first row and column stand in the whole table
     column_origin: int = 0
 
     def __post_init__(self) -> None:
@@ -102,7 +94,7 @@ def open_file(what: str, path: Path, *kinds: bytes, writable: bool = False) -> t
             raise StorageError(f"{what}: its header cannot be read: {error}") from error
         header = _decode_header(page, path, kinds)
         if header.get("places") is not None and page.startswith(ROWS):  # else it was not closed
-            found, expected = file.size(), FileLayout.of(header).file_bytes(header["places"])
+            found, expected = file.size(), FileLayout.of(header).offset(header["places"])
             if found != expected:
                 raise StorageError(
                     f"{what} has {found:,} bytes instead of {expected:,}, it was cut or appended to; restore it from "
@@ -198,13 +190,9 @@ class FileLayout:
     def num_blocks(self) -> int:
         return -(-self.num_rows // self.rows_per_block)
 
-    def file_bytes(self, num_blocks: int) -> int:
-        """The size of a file with this number of blocks; the offset of the next one."""
-        return PAGE_BYTES + num_blocks * self.block_bytes
-
-    def offsets(self, positions: np.ndarray) -> np.ndarray:
-        """The offset of each position, in bytes from the file's start."""
-        return PAGE_BYTES + positions * self.block_bytes
+    def offset(self, position: Any) -> Any:
+        """Of one position, or of an array of them, in bytes: the size of a file with that number of blocks."""
+        return PAGE_BYTES + position * self.block_bytes
 
     def describe_rows(self, first: int, last: int) -> str:
         """In words: the rows of the blocks from `first` to `last`."""
@@ -289,10 +277,7 @@ def _zeros(count: int) -> np.ndarray:
 
 
 class ChangedBlocks:
-    """A bitmap of the blocks that were written since the last snapshot.
-
-    The whole map is reserved as addresses only; the system allocates its memory page by page, as bits are set.
-    """
+    """A bitmap of the blocks that were written since the last snapshot; its memory is allocated as bits are set."""
 
     def __init__(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks

@@ -56,11 +56,7 @@ class _RequestPart:
 
 
 class BlockFile:
-    """A file's blocks. Opening it scans the whole file, to recover where each block stands and to check them all.
-
-    Raises:
-        StorageError: a part of the file cannot be read, is damaged, or is there twice.
-    """
+    """A file's blocks. Opening it scans the whole file, to recover where each block stands and to check them all."""
 
     def __init__(self, table: str, file: PageFile, layout: FileLayout) -> None:
         self.table, self.file, self.layout = table, file, layout
@@ -73,9 +69,6 @@ class BlockFile:
         """Copy the records of rows, int64 `[n]`, ascending, out of the file to the address of `n` records.
 
         Those that were never written are left alone. Returns uint8 `[n]`: whether a row was ever written.
-
-        Raises:
-            StorageError: naming table, file, rows and offset.
         """
         layout, written = self.layout, np.empty(rows.size, dtype=np.uint8)
         blocks, starts = layout.request(rows)
@@ -101,8 +94,7 @@ class BlockFile:
     def write(self, rows: np.ndarray, records: int) -> None:
         """Write records into their blocks. A block whose rows are not all written is read and checked first.
 
-        Raises:
-            StorageError: as `read`, or the file cannot become so large; some blocks may have been written then.
+        After a StorageError some blocks may have been written.
         """
         layout, (blocks, starts) = self.layout, self.layout.request(rows)
         positions, new = self._allocate(blocks)
@@ -163,7 +155,7 @@ class BlockFile:
                     f"{self.layout.block_bytes:,} bytes; cut the table into smaller shards"
                 )
             positions = self.page_table.allocate(blocks)
-            needed, step = self.layout.file_bytes(self.page_table.count), self.layout.block_bytes
+            needed, step = self.layout.offset(self.page_table.count), self.layout.block_bytes
             if needed > self._size:  # ahead of what is written, which would wait for the file to grow each time
                 size = needed + min(needed // 4, MAX_GROWTH) // step * step
                 self.file.resize(size)
@@ -178,7 +170,7 @@ class BlockFile:
         def begin(part: _RequestPart) -> None:
             starts = np.arange(part.which.start, part.which.stop, max(1, SCAN_BYTES // step))
             sizes = np.diff(starts, append=part.which.stop) * step
-            extents = Extents(part.begin + (starts - part.which.start) * step, sizes, layout.offsets(starts))
+            extents = Extents(part.begin + (starts - part.which.start) * step, sizes, layout.offset(starts))
             transfer = context.submit(self.file, extents, False)
             part.wait = lambda: context.wait(transfer)
 
@@ -188,7 +180,7 @@ class BlockFile:
                 part.wait()
             except ExtentError as error:
                 raise StorageError(
-                    f"{where}the part behind byte {layout.file_bytes(first):,} could not be read: {error.reason}; "
+                    f"{where}the part behind byte {layout.offset(first):,} could not be read: {error.reason}; "
                     f"{_RESTORE_OR_LOG}"
                 ) from error.reason
             kernels, blocks = cpu_kernels("pages"), np.empty(part.which.stop - first, dtype=np.int64)
@@ -196,7 +188,7 @@ class BlockFile:
             num_good = kernels.identify(address, blocks, layout.pages_per_block, layout.num_blocks)
             if num_good < blocks.size:
                 raise StorageError(
-                    f"{where}the part at byte {layout.file_bytes(first + num_good):,} is damaged: its checksum is not "
+                    f"{where}the part at byte {layout.offset(first + num_good):,} is damaged: its checksum is not "
                     f"that of its content; {_RESTORE}"
                 )
             written = np.flatnonzero(blocks != kernels.NEVER_WRITTEN)
@@ -207,7 +199,7 @@ class BlockFile:
                 raise StorageError(f"{where}it is damaged: the part with {rows} is there twice; {_RESTORE}")
             self.page_table.insert(blocks[written], first + written)
 
-        overlap(self._parts(context, (self._size - layout.file_bytes(0)) // step), begin, finish)
+        overlap(self._parts(context, (self._size - layout.offset(0)) // step), begin, finish)
 
     def _parts(self, context: IoContext, num_blocks: int) -> Iterator[_RequestPart]:
         """Blocks cut into parts, which in turns have a half of the buffer."""
@@ -230,7 +222,7 @@ class BlockFile:
         positions, slots = part.positions[order], part.slots[order]
         firsts, lasts = runs(positions, slots)
         addresses, sizes = part.begin + slots[firsts] * step, (lasts - firsts) * step
-        extents = Extents(addresses, sizes, self.layout.offsets(positions[firsts]))
+        extents = Extents(addresses, sizes, self.layout.offset(positions[firsts]))
         transfer = context.submit(self.file, extents, write)
 
         def wait() -> None:
@@ -259,7 +251,7 @@ class BlockFile:
 
     def _describe(self, blocks: np.ndarray) -> str:
         """In words: blocks that stand side by side."""
-        begin = int(self.layout.offsets(self.page_table.find(blocks[:1]))[0])
+        begin = int(self.layout.offset(self.page_table.find(blocks[:1])[0]))
         first, last = int(blocks.min()), int(blocks.max())
         rows = self.layout.describe_rows(first, last)
         if last - first >= blocks.size:
@@ -270,12 +262,7 @@ class BlockFile:
 class RowFile:
     """The operations of a `DiskRows` on its file, which is opened, checked and locked, for one thread at a time.
 
-    Attributes:
-        failure: the error after which the file cannot be used; None while there is none.
-        last_snapshot: the name of the snapshot that changes are relative to, if there is one.
-
-    Raises:
-        StorageError: as `DiskRows.open`.
+    After a `failure` the file cannot be used. Changes are relative to the `last_snapshot`, if there is one.
     """
 
     def __init__(self, path: Path, identity: TableIdentity, initializer: Initializer) -> None:
@@ -322,7 +309,7 @@ class RowFile:
         if not self._is_final:
             count = self.blocks.page_table.count
             with self.fail_on_error("the end of the file could not be written"):
-                self.file.resize(self.blocks.layout.file_bytes(count))
+                self.file.resize(self.blocks.layout.offset(count))
                 self._write_header(count)
 
     def changed_pages(self) -> Tensor:

@@ -56,7 +56,7 @@ def take_snapshot(table: RowFile, path: Path, changes_only: bool) -> None:
         else:
             reflink_or_copy(table.file, file)
             count = table.blocks.page_table.count
-            file.resize(table.blocks.layout.file_bytes(count))
+            file.resize(table.blocks.layout.offset(count))
             write_page(file, table.identity.header(name, count))
     table.last_snapshot = name
     table.blocks.forget_changes()
@@ -88,8 +88,8 @@ def restore(path: str | Path, base: str | Path, increments: Sequence[str | Path]
     What it was restored from is the table's last snapshot. The file gets its name when it is whole and on the disk.
 
     Args:
-        path: of the file; there must be none of that name.
-        base: a whole snapshot; the file is a reflink copy of it where the file system supports that.
+        path: there must be no file of that name; it is a reflink copy where the file system supports that.
+        base: a whole snapshot.
         increments: what `snapshot(changes_only=True)` has written since.
 
     Raises:
@@ -114,7 +114,7 @@ def _restore(path: Path, base: Path, increments: Sequence[Path]) -> None:
                 for increment in increments:
                     header = _apply(increment, blocks, header)
                 assert blocks.page_table.count == header["places"]
-                file.resize(blocks.layout.file_bytes(header["places"]))
+                file.resize(blocks.layout.offset(header["places"]))
             whole = {key: value for key, value in header.items() if key not in ("after", "changed")}
             write_page(file, encode_header(ROWS, whole))
 
@@ -169,10 +169,7 @@ def _changes_bytes(layout: FileLayout, changed: int) -> int:
 
 def snapshot_header(path: str | Path) -> dict[str, Any]:
     """The header of a snapshot, whole or incremental: see `TableIdentity.as_json`, `snapshot` its own name, `after`
-    that of the snapshot that changes follow.
-
-    Raises:
-        StorageError: the file cannot be read, or has no such header.
+    that of the snapshot that changes follow. StorageError if the file has no such header.
     """
     file, header = open_file(f"snapshot {path}", Path(path), ROWS, CHANGES)
     file.close()
@@ -181,13 +178,6 @@ def snapshot_header(path: str | Path) -> dict[str, Any]:
 
 class SnapshotReader:
     """Reads the rows of a whole snapshot. Many may read its file, which stays as it is.
-
-    Args:
-        path: of its file.
-
-    Attributes:
-        header: of the file, see `snapshot_header`.
-        record: the layout of a row.
 
     Raises:
         StorageError: the file does not exist, is damaged, of another format, or holds changes.

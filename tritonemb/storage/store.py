@@ -33,13 +33,9 @@ store never calls it twice at once.
 
 
 class StorageError(OSError):
-    """Rows could not be read or written; says of which table, where, why, and what to do.
+    """Rows could not be read or written; says of which table, where, why, and what to do."""
 
-    Attributes:
-        raised: whether a caller has seen it.
-    """
-
-    raised = False
+    raised = False  # to a caller
 
 
 @contextmanager
@@ -210,20 +206,13 @@ def check_request(table: str, num_rows: int, record: Record, rows: Tensor, recor
 
 @dataclass(frozen=True)
 class Field:
-    """A part of a record.
-
-    Args:
-        name: "weight", or that of a piece of optimizer state.
-        size: how many values of the dtype a row has.
-        offset: of the first, in bytes from the record's start.
-        one_a_row: of a `size` of 1, whether it is a value of the row and no row of one element: its view is `[n]`.
-    """
+    """A part of a record: the weight, or a piece of optimizer state."""
 
     name: str
     dtype: torch.dtype
-    size: int
-    offset: int
-    one_a_row: bool = False
+    size: int  # how many values a row has
+    offset: int  # of the first, in bytes from the record's start
+    one_a_row: bool = False  # of a size of 1: it is a value of the row, whose view is `[n]`, and no row of one element
 
     @property
     def num_bytes(self) -> int:

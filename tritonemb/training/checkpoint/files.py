@@ -24,11 +24,7 @@ class CheckpointError(OSError):
 
 
 def read_manifest_text(path: Path) -> tuple[str, dict[str, Any]]:
-    """A checkpoint's manifest, as text and parsed.
-
-    Raises:
-        FileNotFoundError, ValueError: there is none, it is damaged, or of a format that this version cannot read.
-    """
+    """A checkpoint's manifest, as text and parsed; FileNotFoundError or ValueError, see `read_manifest`."""
     if not (path / MANIFEST).is_file():
         raise FileNotFoundError(f"{path} is not a checkpoint: it has no {MANIFEST}")
     try:

@@ -69,9 +69,6 @@ class CheckpointOptions:
         checkpoint_incremental: of tables on disk, write the rows that have changed since the last checkpoint only, as
             long as such changes together are smaller than the table.
         checkpoint_async: write checkpoints in a thread while training goes on; copies of the tensors stay in memory.
-
-    Raises:
-        ValueError: for numbers out of range.
     """
 
     checkpoint_steps: int | None = None
@@ -102,9 +99,7 @@ class CheckpointFolder:
     With a `group` of several ranks all of them call a method together. Each writes its own tensors into one folder,
     which must be on a file system that all of them share; rank 0 does all else. What fails on one fails on all.
 
-    Args:
-        keep: how many of the newest stay.
-        incremental: write what has changed in tables on disk since the last checkpoint, where that is less.
+    An `incremental` one has what has changed in tables on disk since the last checkpoint, where that is less.
     """
 
     def __init__(self, folder: str | Path, keep: int = 3, incremental: bool = False) -> None:
@@ -225,11 +220,7 @@ class CheckpointFolder:
             raise self._failure(pending.step, pending.needed, error, pending.group) from error
 
     def mark_best(self, step: int, group: RankGroup | None = None) -> None:
-        """Keep the checkpoint of this step as the best one, whatever becomes of the newest ones.
-
-        Raises:
-            CheckpointError: as `save`.
-        """
+        """Keep the checkpoint of this step as the best one, whatever becomes of the newest ones. Raises as `save`."""
         try:
             on_rank_zero(group, lambda: self._mark_best(step), OSError)
         except OSError as error:
@@ -343,8 +334,7 @@ class RunFolder:
     def lock(self) -> Iterator[None]:
         """Make the folder, and keep other processes out of it; a killed process keeps nobody out.
 
-        Raises:
-            ValueError: another process trains there, or nothing can be written there.
+        ValueError if another process trains there, or nothing can be written there.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)

@@ -130,13 +130,7 @@ def _finish(save: weakref.ref[AsyncSave]) -> None:
 
 
 class CheckpointManager:
-    """Checkpoints of a run in its folder; all ranks call each method together.
-
-    Args:
-        state: of the run, which a checkpoint holds and restores.
-        folder: None to read only.
-        asynchronous: write in a thread, while training goes on.
-    """
+    """Checkpoints of a run in its folder, None to read only; all ranks call each method together."""
 
     def __init__(self, state: train_state.TrainState, folder: RunFolder | None, asynchronous: bool) -> None:
         self._state, self._folder = state, folder
@@ -154,8 +148,7 @@ class CheckpointManager:
     def start(self, best: bool) -> CheckpointSaved | None:
         """Write a checkpoint of this moment, in a thread if asynchronous; what has been written since the last call.
 
-        Raises:
-            CheckpointError: this one could not be written, or the one that was being written.
+        CheckpointError if this one could not be written, or the one that was being written.
         """
         if self._async is None:
             return self.save(best)
@@ -229,10 +222,7 @@ class CheckpointManager:
         return path
 
     def mark_best_again(self) -> None:
-        """Mark the best checkpoint, where a process was killed after it had written it and before it was marked.
-
-        For rank 0 alone.
-        """
+        """For rank 0: mark the best checkpoint, where a process was killed before it marked what it had written."""
         assert self._folder is not None
         progress, checkpoints = self._state.progress, self._folder.checkpoints
         best = checkpoints.best()

@@ -240,11 +240,7 @@ class FileReader:
     """Rows of a whole table, of this entry of a checkpoint's manifest, out of the files of its parts.
 
     These are opened when they are first needed. Where there are changes to be put onto a snapshot, a file of that is
-    made first, among the system's temporary ones.
-
-    Raises:
-        ValueError: the parts do not make up the table.
-        StorageError: from `read`: a file is missing, damaged, or of another table, or there is no room.
+    made first, among the system's temporary ones. ValueError if the parts do not make up the table.
     """
 
     def __init__(self, path: Path, entry: Mapping[str, Any]) -> None:

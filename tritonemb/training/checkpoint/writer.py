@@ -45,24 +45,17 @@ class CheckpointWriter(FileSystemWriter):
 
     What goes wrong on a rank reaches the others as a `Failure`: an exception, which torch would send by pickle, may not
     be picklable, and the others would wait in vain.
-
-    Args:
-        folder: where the files go; there already.
-        needed: bytes that it takes at most.
-        tensors, snapshots: this rank's; snapshots of tables on disk have begun.
-        group: ranks that write together; None for this process alone.
-        publish: called on rank 0 with all ranks' files, when all of them are on the disk.
     """
 
     def __init__(
         self,
         folder: Path,
         step: int,
-        needed: int,
+        needed: int,  # bytes, at most
         tensors: Mapping[str, Tensor],
         snapshots: TableSnapshots,
         group: RankGroup | None,
-        publish: Callable[[RankFiles], None],
+        publish: Callable[[RankFiles], None],  # for rank 0, when all ranks' files are on the disk
     ) -> None:
         # Copying ahead from a device sorts tensors and waits for its stream, for nothing if all are in host memory.
         copy_ahead = 10_000_000 if any(tensor.is_cuda for tensor in tensors.values()) else 0
@@ -103,8 +96,7 @@ class CheckpointWriter(FileSystemWriter):
     def result(self, metadata: Metadata) -> tuple[int, float]:
         """Bytes of the checkpoint, and seconds until it was published, from what torch returns on every rank.
 
-        Raises:
-            OSError: it could not be written; says on which rank.
+        OSError if it could not be written; says on which rank.
         """
         raise_failures(metadata.storage_data, self._error, OSError)
         num_bytes, seconds = metadata.storage_data
@@ -225,8 +217,7 @@ class TableSnapshots:
     def finish(self, files: dict[str, list[int]]) -> RankFiles:
         """Wait until the snapshots are on the disk; returns all that this rank has written, with these other files.
 
-        Raises:
-            OSError: one could not be written, or does not follow those before.
+        OSError if one could not be written, or does not follow those before.
         """
         tables: dict[str, Any] = {prefix: {"fields": t.fields, "parts": []} for prefix, t in self._tables.items()}
         num_bytes = sum(size for size, _ in files.values())
