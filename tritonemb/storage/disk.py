@@ -15,12 +15,13 @@ from typing import Any
 from torch import Tensor
 
 from tritonemb.ops.row_cache import POLICIES
-from tritonemb.storage.io import new_file, shielded, write_page
-from tritonemb.storage.memory import Counts, HostCache, Policy
+from tritonemb.storage.io import allocated, new_file, shielded, write_page
+from tritonemb.storage.memory import HostCache, Policy
 from tritonemb.storage.page_table import FileLayout, PageTable, TableIdentity
 from tritonemb.storage.row_file import RowFile
 from tritonemb.storage.snapshot import take_snapshot
 from tritonemb.storage.store import (
+    Counts,
     Initializer,
     IoFuture,
     OperationQueue,
@@ -155,7 +156,7 @@ class DiskRows:
     def bytes_on_disk(self) -> int:
         """The bytes that the file takes on the disk. Dirty rows are written back first."""
         self._write_back_now()
-        return self._file.file.allocated()
+        return allocated(self._file.file.handle)
 
     def changed_pages(self) -> Tensor:
         """int64, ascending: pages of the file written since the last snapshot, or since the table was opened. Dirty

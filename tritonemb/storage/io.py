@@ -201,11 +201,6 @@ class PageFile:
     def size(self) -> int:
         return os.fstat(self.handle).st_size
 
-    def allocated(self) -> int:
-        """Bytes allocated on the disk; the file's size where the system does not tell."""
-        found = os.fstat(self.handle)
-        return 512 * found.st_blocks if hasattr(found, "st_blocks") else found.st_size
-
     def is_linked(self) -> bool:
         """Whether a folder lists the file, so that it can be opened again."""
         return os.fstat(self.handle).st_nlink > 0
@@ -304,6 +299,12 @@ def new_file(path: Path, replace: bool = True) -> Iterator[PageFile]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def allocated(file: Path | int) -> int:
+    """Bytes that a file, by its path or handle, takes on the disk; its size where the system does not tell."""
+    found = os.stat(file)
+    return 512 * found.st_blocks if hasattr(found, "st_blocks") else found.st_size
 
 
 def create_file(path: Path) -> PageFile:

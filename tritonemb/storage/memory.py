@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from tritonemb.layout import NUM_ROWS, TABLE_SIZE
 from tritonemb.ops.row_cache import NO_ROW, WAYS
 from tritonemb.storage.row_file import RowFile
-from tritonemb.storage.store import Initializer, IoFuture, Record, StorageError, check_request, cpu_kernels
+from tritonemb.storage.store import Counts, Initializer, IoFuture, Record, StorageError, check_request, cpu_kernels
 from tritonemb.utils import advise_huge_pages
 
 Policy = Literal["lru", "lfu"]
@@ -79,18 +79,6 @@ class HostRows:
                 raise StorageError(f"table {self.table_name!r} is closed")
             future.run(work)
         return future
-
-
-class Counts(NamedTuple):
-    """Rows that were read and were cached in host memory; bytes read from the file, and written to it."""
-
-    found: int = 0
-    read: int = 0
-    written: int = 0
-
-    def plus(self, found: int = 0, read: int = 0, written: int = 0) -> Counts:
-        """The sums of these and others."""
-        return Counts(self.found + found, self.read + read, self.written + written)
 
 
 class HostCache:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -132,6 +132,18 @@ def _run_operations(operations: queue.SimpleQueue[_Operation | None]) -> None:
         work, future = operation
         future.run(work)
         del operation, work, future
+
+
+class Counts(NamedTuple):
+    """Rows that were read and were cached in host memory; bytes read from the file, and written to it."""
+
+    found: int = 0
+    read: int = 0
+    written: int = 0
+
+    def plus(self, found: int = 0, read: int = 0, written: int = 0) -> Counts:
+        """The sums of these and others."""
+        return Counts(self.found + found, self.read + read, self.written + written)
 
 
 class RowStore(Protocol):

@@ -106,12 +106,6 @@ def link_or_copy(source: Path, target: Path) -> None:
         sync(target)
 
 
-def allocated(path: Path) -> int:
-    """Bytes that a file takes on the disk; its size where the system does not tell."""
-    found = path.stat()
-    return 512 * found.st_blocks if hasattr(found, "st_blocks") else found.st_size
-
-
 def free_bytes(folder: Path) -> int | None:
     """Free bytes where this folder is or would be made."""
     there = next((path for path in (folder, *folder.parents) if path.is_dir()), None)

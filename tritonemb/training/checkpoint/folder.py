@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from tritonemb.comm.group import RankGroup
+from tritonemb.storage.io import allocated
 from tritonemb.training.checkpoint.all_ranks import (
     ignore_single_process_warning,
     is_alone,
@@ -33,7 +34,6 @@ from tritonemb.training.checkpoint.files import (
     FORMAT,
     MANIFEST,
     CheckpointError,
-    allocated,
     free_bytes,
     link_or_copy,
     read_manifest_text,
