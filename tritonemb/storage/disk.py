@@ -8,6 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from tritonemb.storage.store import (
 )
 
 
-class DiskRows:
+class DiskRows(AbstractContextManager["DiskRows"]):
     """A `RowStore` in one file: rows that were never written take no room, and read as their initial values.
 
     Made by `create` or `open`. Pages have checksums. A write that is done has reached the file; `flush` and `snapshot`
@@ -193,9 +194,6 @@ class DiskRows:
             finally:
                 if self._closing.done():
                     _OPEN.discard(self)
-
-    def __enter__(self) -> DiskRows:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

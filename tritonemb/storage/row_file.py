@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -26,13 +25,13 @@ from tritonemb.storage.page_table import (
     open_file,
     runs,
 )
-from tritonemb.storage.store import Initializer, StorageError, cpu_kernels, fill_unwritten
+from tritonemb.storage.store import Initializer, StorageError, advice, cpu_kernels, fill_unwritten
 
 BUFFER_BYTES = HALF_BYTES  # that a part of a request must fit
 MAX_GROWTH = 1 << 30  # bytes by which a file grows at once
 SCAN_BYTES = 1 << 18  # that a recovery scan reads at once
 _RESTORE = "check the disk, then restore the table from a snapshot"
-_RESTORE_OR_LOG = "check the disk and the system's log, then restore the table from a snapshot"
+_LOG = "check the disk and the system's log"
 
 
 class _RequestPart:
@@ -181,7 +180,7 @@ class BlockFile:
             except ExtentError as error:
                 raise StorageError(
                     f"{where}the part behind byte {layout.offset(first):,} could not be read: {error.reason}; "
-                    f"{_RESTORE_OR_LOG}"
+                    f"{_LOG}, then restore the table from a snapshot"
                 ) from error.reason
             kernels, blocks = cpu_kernels("pages"), np.empty(part.which.stop - first, dtype=np.int64)
             address = context.buffer.address + part.begin
@@ -235,13 +234,10 @@ class BlockFile:
         part.wait = wait
 
     def _io_error(self, blocks: np.ndarray, reason: OSError | EOFError, write: bool) -> StorageError:
-        advice = _RESTORE_OR_LOG
+        what, then = "written" if write else "read", f"{advice(reason, _LOG)}, then restore the table from a snapshot"
         if isinstance(reason, EOFError):
-            advice = "somebody has cut the file short; restore it from a snapshot"
-        elif reason.errno in (errno.ENOSPC, errno.EDQUOT):
-            advice = "make room there, then restore the table from a snapshot"
-        what = "written" if write else "read"
-        return StorageError(f"{self._describe(blocks)} could not be {what}: {reason}; {advice}")
+            then = "somebody has cut the file short; restore it from a snapshot"
+        return StorageError(f"{self._describe(blocks)} could not be {what}: {reason}; {then}")
 
     def _raise_damaged(self, blocks: np.ndarray, num_good: int) -> None:
         """Raise for the first damaged one of some blocks, before which `num_good` are good."""

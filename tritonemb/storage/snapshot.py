@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +176,7 @@ def snapshot_header(path: str | Path) -> dict[str, Any]:
     return header
 
 
-class SnapshotReader:
+class SnapshotReader(AbstractContextManager["SnapshotReader"]):
     """Reads the rows of a whole snapshot. Many may read its file, which stays as it is.
 
     Raises:
@@ -215,9 +215,6 @@ class SnapshotReader:
     def close(self) -> None:
         with self._in_use:
             self._blocks.file.close()
-
-    def __enter__(self) -> SnapshotReader:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

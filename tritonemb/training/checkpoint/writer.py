@@ -184,7 +184,7 @@ class _Snapshot(NamedTuple):
     prefixes: list[str]  # of the names of weight and states, one for each path to the table in the model
     config: TableConfig
     linked: dict[str, list[int]]  # size and checksum of the files that changes follow, which are in the folder already
-    follows: str | None  # the name of the last one's snapshot; None for a whole snapshot
+    follows: str | None  # the name of the last one's snapshot
     path: Path
     future: IoFuture
 
@@ -209,7 +209,8 @@ class TableSnapshots:
         """Submit the snapshots: they hold the rows of this moment. Changes may follow some earlier checkpoint."""
         for part, prefixes in self._parts.items():
             store, stem = _store(part), _stem_of(prefixes[0], part.config)
-            linked, follows = _link_chain(folder, prefixes[0], store, earlier)
+            follows = store.last_snapshot
+            linked = _link_chain(folder, prefixes[0], store, follows, earlier)
             path = folder / (f"{stem}.{len(linked)}{CHANGES}" if linked else f"{stem}{ROWS}")
             future = store.snapshot(path, changes_only=bool(linked))
             self._snapshots.append(_Snapshot(prefixes, part.config, linked, follows, path, future))
@@ -225,7 +226,7 @@ class TableSnapshots:
             snapshot.future.wait()
         for prefixes, config, linked, follows, path, _ in self._snapshots:
             header = snapshot_header(path)
-            if follows is not None and header["after"] != follows:
+            if linked and header["after"] != follows:
                 raise OSError(
                     f"another snapshot of table {config.name!r} was taken while a checkpoint was begun, so its changes "
                     "do not follow the last checkpoint; the next one will be whole"
@@ -279,26 +280,23 @@ def _store(table: CachedTable) -> DiskRows:
 
 
 def _link_chain(
-    folder: Path, prefix: str, store: DiskRows, earlier: Earlier
-) -> tuple[dict[str, list[int]], str | None]:
-    """Link the files of the table's last snapshot into a folder, and name that; nothing if a whole one is better."""
+    folder: Path, prefix: str, store: DiskRows, snapshot: str | None, earlier: Earlier
+) -> dict[str, list[int]]:
+    """Link the files of this snapshot of a table into a folder; none if a whole one is better."""
     for source, manifest in earlier:
-        parts = manifest.get("tables", {}).get(prefix, {"parts": []})["parts"]
-        for part in parts:
-            if part["snapshot"] == store.last_snapshot:
+        for part in manifest.get("tables", {}).get(prefix, {"parts": []})["parts"]:
+            if part["snapshot"] == snapshot:
                 files = {name: manifest["files"][name] for name in part["files"]}
-                linked = _pays(source, files, store) and _link(source, folder, files)
-                return (files, part["snapshot"]) if linked else ({}, None)
-    return {}, None
+                return files if _pays(source, files, store) and _link(source, folder, files) else {}
+    return {}
 
 
 def _pays(source: Path, files: Mapping[str, list[int]], store: DiskRows) -> bool:
     """Whether a chain is intact, short enough, and its changes take less than the whole snapshot."""
-    base, *changes = [source / name for name in files]
     if len(files) >= MAX_FILES or any(size_of(source / name) != size for name, (size, _) in files.items()):
         return False
-    new = store.changed_pages().numel() * PAGE_BYTES
-    return sum(map(allocated, changes)) + new < allocated(base)
+    base, *changes = [allocated(source / name) for name in files]
+    return sum(changes) + store.changed_pages().numel() * PAGE_BYTES < base
 
 
 def _link(source: Path, folder: Path, names: Mapping[str, Any]) -> bool:
