@@ -13,14 +13,13 @@ Bytes: `4 · B` of lengths for each route and owner, `4` an id (8 where an owner
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tritonemb import ops
-from tritonemb.comm.codec import PerDevice
-from tritonemb.comm.group import RankGroup
+from tritonemb.comm.group import PerDevice, RankGroup
 from tritonemb.errors import id_out_of_range
 from tritonemb.jagged import KeyedJaggedTensor, key_by_key
 from tritonemb.ops.jagged import Bucketized
@@ -59,6 +58,7 @@ class ReceivedIds(NamedTuple):
         samples: of all ranks.
         inverse: int64 `[I]`: if ids are deduplicated, which of those sent each id of the batch is, route by route; else
             None.
+        groups: the distinct rows of `features`, for each table set that looks them up.
     """
 
     features: KeyedJaggedTensor
@@ -69,11 +69,25 @@ class ReceivedIds(NamedTuple):
     positions: Tensor
     samples: int
     inverse: Tensor | None
+    groups: Sequence[Any] = ()
 
 
 def route_key(route: int) -> str:
     """The key of a route's ids in `ReceivedIds.features`."""
     return str(route)
+
+
+def id_error(batch: KeyedJaggedTensor, feature: str, table: str, num_rows: int) -> ValueError | None:
+    """An error that names the first id of a feature that its table does not have; None if there is none."""
+    size = batch.stride()
+    ends = batch.offsets()[batch.keys().index(feature) * size :][: size + 1]
+    ids = batch.values()[int(ends[0]) : int(ends[-1])]
+    bad = ((ids < 0) | (ids >= num_rows)).nonzero()
+    if not bad.numel():
+        return None
+    position = int(bad[0] + ends[0])
+    sample = int(torch.searchsorted(ends, position, right=True)) - 1
+    return id_out_of_range(table, feature, sample, position, int(batch.values()[position]), num_rows)
 
 
 class IdExchange:
@@ -192,8 +206,8 @@ class IdExchange:
         )
         inside = (ids >= 0) & (ids < tensors.num_rows[route])
         if self.check_bounds and not bool(inside.all()):
-            first = int((~inside).nonzero()[0])
-            self._raise_out_of_range(first, int(route[first]), by_route, batch)
+            errors = (id_error(batch, each.feature, each.table, each.num_rows) for each in self.routes)
+            raise next(error for error in errors if error is not None)
         return torch.where(inside, ids, -1), route
 
     def _distinct(self, ids: Tensor, route: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -209,16 +223,6 @@ class IdExchange:
         number = torch.where(ids < 0, 0, ids // block)
         row = torch.where(ids < 0, self._nowhere, ids - number * block)
         return tensors.owners[route, number] * _OWNER + row
-
-    def _raise_out_of_range(
-        self, index: int, route: int, by_route: KeyedJaggedTensor, batch: KeyedJaggedTensor
-    ) -> None:
-        """Raise for the id at an index, route by route; names its position in the batch."""
-        bag = int(torch.searchsorted(by_route.offsets(), index, right=True)) - 1
-        sample, of = bag % batch.stride(), self.routes[route]
-        first = batch.offsets()[batch.keys().index(of.feature) * batch.stride() + sample]
-        position = int(first + index - by_route.offsets()[bag])
-        raise id_out_of_range(of.table, of.feature, sample, position, int(by_route.values()[index]), of.num_rows)
 
     def _sizes(self, ids: Bucketized, bags: int, weighted: bool, ready: bool, samples: int) -> Tensor:
         """int64 `[ranks, 5]`: the `_Sizes` of the message to each rank."""

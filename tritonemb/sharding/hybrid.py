@@ -15,14 +15,14 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tritonemb.comm.codec import ExchangePrecision
 from tritonemb.comm.group import RankGroup
+from tritonemb.comm.output_exchange import ExchangePrecision
 from tritonemb.nn import EmbeddingBagCollection, EmbeddingCollection
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection
 from tritonemb.sharding.embedding_collection import ShardedEmbeddingCollection
+from tritonemb.sharding.placement import ShardGroups
 from tritonemb.sharding.plan import ShardingPlan, uniform_plan
-from tritonemb.sharding.process_groups import ShardGroups
 from tritonemb.sharding.sharded_tensor import TableShards, why_not_loadable
 from tritonemb.tables.lookup import Features
 from tritonemb.tables.prefetch import PrefetchedFeatures
