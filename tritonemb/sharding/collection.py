@@ -28,13 +28,7 @@ from tritonemb.sharding.placement import (
     tensors_of,
 )
 from tritonemb.sharding.plan import ShardingPlan
-from tritonemb.sharding.replicated_update import (
-    ReplicaGroup,
-    ReplicatedUpdate,
-    ShardUpdate,
-    WholeRowUpdate,
-    needs_whole_rows,
-)
+from tritonemb.sharding.replicated_update import ReplicatedUpdate, ShardUpdate, WholeRowUpdate, needs_whole_rows
 from tritonemb.sharding.sharded_tensor import LocalShard, TableShards, load_shards
 from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.lookup import Features, parts_of
@@ -253,7 +247,7 @@ class ShardedCollection(nn.Module):
         whole_rows = self._whole_rows[part[0].scheme] if needs_others else None
         blocks = self._blocks(part) if needs_others else ()
         size = 1 if group is None else group.size
-        return ReplicatedUpdate(ReplicaGroup(group, size, whole_rows, blocks, for_prefetch))
+        return ReplicatedUpdate(group, size, whole_rows, blocks, for_prefetch)
 
     def _split(self, shards: Sequence[PlacedShard]) -> list[list[PlacedShard]]:
         """Shards that are updated by what this rank has, and those for which others' columns are needed."""
