@@ -145,7 +145,8 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         if self._mean_of is None:
             return pooled
         self._mean_of = self._mean_of.to(pooled.device)
-        keys, lengths = batch.keys(), batch.lengths().reshape(-1, batch.stride())
+        keys = batch.keys()
+        lengths = batch.lengths().reshape(len(keys), -1)
         ordered = torch.stack([lengths[keys.index(name)] for name in self.feature_names]).to(torch.float32)
         shares = torch.cat([1.0 / ordered.clamp(min=1.0), ordered.new_ones(1, ordered.shape[1])])
         return pooled * shares.index_select(0, self._mean_of).T
