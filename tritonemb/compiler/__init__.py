@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class Report:
-    """What became of one graph."""
+    """What became of lookups and interactions, and what stays, with the reason."""
 
     fused: list[Fused] = field(default_factory=list)
     left_alone: list[LeftAlone] = field(default_factory=list)
@@ -53,21 +53,17 @@ class GraphBreak:
     place: str
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """What `torch.compile(model, backend="tritonemb")` does with a model; `str()` says it.
+@dataclass
+class Explanation(Report):
+    """What `torch.compile(model, backend="tritonemb")` does with a model, in all of its graphs; `str()` says it.
 
     Attributes:
-        fused: what became one, graph by graph.
-        left_alone: what stays, and why.
         graph_breaks: where the model falls into several graphs.
         num_graphs: how many there are.
     """
 
-    fused: list[Fused]
-    left_alone: list[LeftAlone]
-    graph_breaks: list[GraphBreak]
-    num_graphs: int
+    graph_breaks: list[GraphBreak] = field(default_factory=list)
+    num_graphs: int = 0
 
     def __str__(self) -> str:
         by_reason: dict[str, list[str]] = {}
@@ -155,13 +151,16 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation
     """
     with _unchanged(model):
         found = torch._dynamo.explain(model)(*args, **kwargs)
-    reports = [fuse_graph(graph) for graph in found.graphs]
-    return Explanation(
-        [item for report in reports for item in report.fused],
-        [item for report in reports for item in report.left_alone],
-        [GraphBreak(_first_words(str(reason.reason)), _place(reason)) for reason in found.break_reasons],
-        len(found.graphs),
-    )
+    explanation = Explanation(num_graphs=len(found.graphs))
+    for graph in found.graphs:
+        report = fuse_graph(graph)
+        explanation.fused += report.fused
+        explanation.left_alone += report.left_alone
+    for reason in found.break_reasons:
+        frame = reason.user_stack[-1] if reason.user_stack else None
+        place = "unknown place" if frame is None else f"{frame.filename}:{frame.lineno}"
+        explanation.graph_breaks.append(GraphBreak(_first_words(str(reason.reason)), place))
+    return explanation
 
 
 @contextmanager
@@ -192,11 +191,6 @@ def _first_words(reason: str) -> str:
     """Dynamo's reason without its advice, on one line."""
     lines = [line.strip().removeprefix("Explanation: ") for line in reason.splitlines()[:2]]
     return ". ".join(line.rstrip(".") for line in lines if line)
-
-
-def _place(reason: Any) -> str:
-    frame = reason.user_stack[-1] if reason.user_stack else None
-    return "unknown place" if frame is None else f"{frame.filename}:{frame.lineno}"
 
 
 register()

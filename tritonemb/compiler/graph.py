@@ -144,10 +144,8 @@ def source_path(node: Node) -> str:
     source = getattr(node, "_dynamo_source", None)
     if source is None:
         return str(node.target) if node.op == "get_attr" else node.name
-    name = source.name if isinstance(source.name, str) else source.name()
-    words = [first or second for first, second in re.findall(r"\['?([^'\]]+)'?\]|\.(\w+)", name)]
-    words = [word for word in words if word not in ("_modules", "_parameters", "_buffers")]
-    return ".".join(words[1:] or words) or node.name
+    root, *words = _words(source.name if isinstance(source.name, str) else source.name())
+    return ".".join(words) or root or node.name
 
 
 def module_path(node: Node) -> tuple[str, type | None]:
@@ -156,9 +154,14 @@ def module_path(node: Node) -> tuple[str, type | None]:
     if not stack:
         return "", None
     name, kind = list(stack.values())[-1]
-    path = re.sub(r"^[LG]\['([^']*)'\]", "", name).lstrip(".")
-    path = re.sub(r"\._(modules|parameters|buffers)\b", "", path)
-    return re.sub(r"\['?([^'\]]+)'?\]", r".\1", path).lstrip("."), kind
+    return ".".join(_words(name)[1:]), kind
+
+
+def _words(name: str) -> list[str]:
+    """Of Dynamo's name of a value: the variable that leads to it, then attributes and keys on the way."""
+    words = [key or word for key, word in re.findall(r"\['?([^'\]]+)'?\]|(\w+)", name)]
+    words = [word for word in words if word not in ("_modules", "_parameters", "_buffers")]
+    return words[1:] if words[:1] in (["L"], ["G"]) else ["", *words]
 
 
 def regions(gm: GraphModule) -> list[list[Node]]:

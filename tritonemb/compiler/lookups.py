@@ -53,12 +53,9 @@ _NAMES = {"input": "ids", "indices": "ids", "values": "ids", "per_sample_weights
 
 
 class FusedUpdate(NamedTuple):
-    """What a lookup with a fused optimizer updates beside its table.
+    """What a lookup with a fused optimizer updates beside its table: nodes, then the optimizer's name and values.
 
-    Attributes:
-        states, step, skipped, learning_rate: of the table, nodes.
-        optimizer, hyperparameters: of the optimizer, its name and its values.
-        name: what the table's stochastic rounding is seeded with.
+    `name` seeds the table's stochastic rounding.
     """
 
     states: tuple[Node, ...]
@@ -83,8 +80,7 @@ class TableLookup:
         offsets: of a bag's 1-D ids, `[B]`, or `[B + 1]` if `has_last_offset`; else None.
         sample_weights: of the ids' shape, or None.
         trained: ids that the gradient goes to, `[N]`, if others; -1 for none.
-        single: a row for each id, instead of one for each bag.
-        mean: of a bag, instead of the sum.
+        single: a row for each id, instead of a sum, or a `mean`, for each bag.
         padding_idx: an id that has no part in a bag; of single rows, that is not trained.
         checked: an id out of range is an error, not a zero.
         dtype: of the result.
@@ -171,10 +167,7 @@ def recognise(node: Node, grad_enabled: bool) -> TableLookup | str | None:
 
 
 def names_of(node: Node) -> tuple[str, str]:
-    """What users call a lookup, and its function or module.
-
-    The former is the module's path, or a function's name in the graph behind the path of the module that calls it.
-    """
+    """A lookup's module path, or a function's name in the graph behind that path; and its module or function."""
     path, module = module_path(node)
     if module is not None and issubclass(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
         package = "te.nn" if module.__module__.startswith("tritonemb.") else "nn"
@@ -268,13 +261,9 @@ def _is_zero(size: Any) -> bool:
 
 @dataclass(frozen=True)
 class LookupGroup:
-    """Lookups that become one.
+    """Lookups of a region that become one: none depends on another.
 
-    Attributes:
-        lookups: none depends on another.
-        pooled: rows are bags, side by side; else ids, one below the other.
-        region: where they are.
-        idle: no backward pass reaches them.
+    `pooled`: rows are bags, side by side, not ids, one below the other; `idle`: no backward pass reaches them.
     """
 
     lookups: Sequence[TableLookup]
@@ -315,11 +304,7 @@ def left_alone(gm: GraphModule, grad_enabled: bool, merged: list[LookupGroup]) -
 
 
 def check_fused_tables(gm: GraphModule, merged: list[LookupGroup]) -> None:
-    """Raise if a table whose optimizer is fused is looked up in two places that did not become one.
-
-    Raises:
-        ValueError: its one step a backward would become two, of two gradients.
-    """
+    """Raise ValueError if a table with a fused optimizer is looked up in two places that did not become one."""
     tables: list[tuple[Node, str]] = []  # one for each update
     for group in merged:
         updated = {} if group.idle else {lookup.weight: lookup.table for lookup in group.lookups if lookup.update}

@@ -36,22 +36,14 @@ from tritonemb.types import seed_of
 
 
 class Member(NamedTuple):
-    """One lookup's part of the batch.
-
-    Attributes:
-        values: ids `[N]`; -1 for padding that is left out.
-        size: N.
-        trained: ids `[N]` that the gradient goes to.
-        sample_weights: `[N]`, or None.
-        counts: `[B, 1]`, what a sum is divided by, or None.
-    """
+    """One lookup's part of the batch."""
 
     lookup: TableLookup
-    values: Traced
-    size: Size
-    trained: Traced
-    sample_weights: Traced | None
-    counts: Traced | None
+    values: Traced  # ids [N]; -1 for padding that is left out
+    size: Size  # N
+    trained: Traced  # ids [N] that the gradient goes to
+    sample_weights: Traced | None  # [N]
+    counts: Traced | None  # [B, 1], what a sum is divided by
 
 
 def merge(gm: GraphModule, group: LookupGroup) -> Fused:
@@ -103,14 +95,10 @@ def _flat(node: Node, write: Writer) -> Traced:
     return tensor if value_of(node).dim() == 1 else tensor.reshape(-1)
 
 
-def _as_int64(tensor: Traced) -> Traced:
-    return tensor if value_of(tensor).dtype == torch.int64 else tensor.to(torch.int64)
-
-
 def _joined(ids: list[Traced], write: Writer) -> Traced:
     """Ids of two dtypes become int64."""
     same = len({value_of(one).dtype for one in ids}) == 1
-    return write(torch.cat, ids if same else [_as_int64(one) for one in ids])
+    return write(torch.cat, ids if same else [one.to(torch.int64) for one in ids])
 
 
 def _all_sample_weights(members: list[Member], write: Writer) -> Traced | None:
@@ -145,7 +133,7 @@ def _own_offsets(lookup: TableLookup, size: Size, write: Writer) -> Traced:
     """`[B + 1]` of one lookup by itself."""
     if lookup.offsets is None:
         return _range(size + 1, _bag_length(lookup, write), lookup, write)
-    offsets = _as_int64(write.proxy(lookup.offsets))
+    offsets = write.proxy(lookup.offsets).to(torch.int64)
     return offsets if lookup.has_last_offset else write(torch.cat, [offsets, _full(size, lookup, write)])
 
 
@@ -186,7 +174,7 @@ def _starts(member: Member, base: Size, write: Writer) -> list[Traced]:
     lookup = member.lookup
     if lookup.offsets is None:
         return [_range(member.size, _bag_length(lookup, write), lookup, write) + base]
-    offsets = _as_int64(write.proxy(lookup.offsets))
+    offsets = write.proxy(lookup.offsets).to(torch.int64)
     fits = offsets[:1] == 0
     if lookup.has_last_offset:
         fits = fits & (offsets[-1:] == member.size)

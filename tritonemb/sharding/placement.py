@@ -186,14 +186,14 @@ class ShardGroups(NamedTuple):
         node = min(world.local_world_size, shards)
         if shards % node:
             raise ValueError(f"{shards} ranks of a copy of the tables cannot be nodes of {node} ranks each")
-        copies = _copies(replicas, shards)
+        copies = [[copy * shards + rank for rank in range(shards)] for copy in range(replicas)]
         nodes = [copy[first : first + node] for copy in copies for first in range(0, shards, node)]
         local_ranks = [copy[local::node] for copy in copies for local in range(node)]
         of_shards = world.subgroup(copies)
         return cls(
             world.duplicate(), of_shards, world.subgroup(copies, backend="gloo"),
             of_shards if node == shards else world.subgroup(nodes), world.subgroup(local_ranks),
-            world.subgroup(_same(copies)),
+            world.subgroup(list(zip(*copies, strict=True))),
         )  # fmt: skip
 
     def world_for_prefetch(self) -> RankGroup:
@@ -202,7 +202,8 @@ class ShardGroups(NamedTuple):
 
     def replicas_for_prefetch(self) -> RankGroup:
         """As `replicas`, for prefetches; all ranks make it together."""
-        return self.world.subgroup(_same(_copies(self.replicas.size, self.shards.size)), backend="gloo")
+        size = self.shards.size
+        return self.world.subgroup([range(rank, self.world.size, size) for rank in range(size)], backend="gloo")
 
     def among(self, ranks: Sequence[int]) -> RankGroup:
         """Some ranks of each copy of the tables, or, for a rank that is not one of them, the others."""
@@ -210,16 +211,6 @@ class ShardGroups(NamedTuple):
         others = [rank for rank in range(size) if rank not in ranks]
         sets = [[copy * size + rank for rank in each] for copy in range(copies) for each in (ranks, others) if each]
         return self.world.subgroup(sets)
-
-
-def _copies(replicas: int, shards: int) -> list[list[int]]:
-    """The ranks of each copy of the tables."""
-    return [[copy * shards + rank for rank in range(shards)] for copy in range(replicas)]
-
-
-def _same(copies: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The ranks with the same shards in each copy."""
-    return [list(ranks) for ranks in zip(*copies, strict=True)]
 
 
 def tensors_of(table: Table) -> dict[str, Tensor]:
@@ -249,10 +240,9 @@ def copy_shard(own: Table, whole: Mapping[str, Tensor], shard: Shard) -> None:
     """Fill a shard from a whole table and its states, by name."""
     tensors = tensors_of(own)
     for name, given in whole.items():
-        rows = given[shard.first_row : shard.first_row + shard.num_rows]
-        if given.dim() == 2:
-            rows = rows[:, shard.first_column : shard.first_column + shard.num_columns]
-        tensors[name].copy_(rows)
+        rows = given[shard.first_row :][: shard.num_rows]
+        columns = slice(shard.first_column, shard.first_column + shard.num_columns)
+        tensors[name].copy_(rows[:, columns] if rows.dim() == 2 else rows)
     if isinstance(own, CachedTable):
         own.assign(tensors)
 
