@@ -117,11 +117,7 @@ class IdExchange:
         self._id_dtype = torch.int32 if narrow else torch.int64
         self._nowhere = 2**31 - 1 if narrow else _OWNER - 1
         self._tensors = PerDevice(self._make_tensors)
-
-    @property
-    def owned(self) -> list[int]:
-        """The routes that this rank has rows of."""
-        return self._owned[self.group.rank]
+        self.owned = self._owned[group.rank]
 
     def __call__(self, batch: KeyedJaggedTensor, problem: ValueError | None = None) -> ReceivedIds:
         """Exchange the ids of every rank's batch.
@@ -150,10 +146,9 @@ class IdExchange:
         )
         lengths = sorted_ids.lengths.reshape(group.size * len(self.routes), bags)[tensors.owned].to(torch.int32)
         sizes = self._sizes(sorted_ids, bags, weights is not None, problem is None, batch.stride())
-        width = len(_Sizes._fields)
-        message = group.all_to_all(sizes.flatten(), [width] * group.size, [width] * group.size, "sizes")
-        sent = [_Sizes(*each) for each in sizes.tolist()]
-        received = [_Sizes(*each) for each in message.reshape(-1, width).tolist()]
+        widths = [len(_Sizes._fields)] * group.size
+        message = group.all_to_all(sizes.flatten(), widths, widths, "sizes").view_as(sizes)
+        sent, received = ([_Sizes(*each) for each in of_ranks.tolist()] for of_ranks in (sizes, message))
         if problem is not None:
             raise problem
         refused = [rank for rank, each in enumerate(received) if each.state != _READY]
@@ -226,13 +221,12 @@ class IdExchange:
 
     def _sizes(self, ids: Bucketized, bags: int, weighted: bool, ready: bool, samples: int) -> Tensor:
         """int64 `[ranks, 5]`: the `_Sizes` of the message to each rank."""
-        sizes = torch.empty(self.group.size, len(_Sizes._fields), dtype=torch.int64, device=ids.lengths.device)
-        sizes[:, 0] = bags
-        sizes[:, 1] = ids.lengths.reshape(self.group.size, -1).sum(1)
-        sizes[:, 2] = 1 if weighted else 0 if ids.values.shape[0] else -1
-        sizes[:, 3] = _READY if ready else _REFUSED
-        sizes[:, 4] = samples
-        return sizes
+        of_ids = ids.lengths.reshape(self.group.size, -1).sum(1)
+        tells_weights = 1 if weighted else 0 if ids.values.shape[0] else -1
+        sizes = _Sizes(bags, 0, tells_weights, _READY if ready else _REFUSED, samples)
+        found = torch.tensor([sizes] * self.group.size, dtype=torch.int64, device=of_ids.device)
+        found[:, 1] = of_ids
+        return found
 
     def _is_weighted(self, sizes: Sequence[_Sizes]) -> bool:
         """Whether the ranks' ids have weights."""
@@ -296,21 +290,13 @@ class IdExchange:
 
 
 class _Sizes(NamedTuple):
-    """What a rank is told of the message to it.
+    """What a rank is told of the message to it."""
 
-    Args:
-        bags: in each route.
-        ids: in all of them.
-        weighted: 1 if the ids have weights, 0 if not, -1 if there are no ids to tell by.
-        state: whether the batch is good.
-        samples: of the sending rank.
-    """
-
-    bags: int
-    ids: int
-    weighted: int
-    state: int
-    samples: int
+    bags: int  # in each route
+    ids: int  # in all of them
+    weighted: int  # 1 if the ids have weights, 0 if not, -1 if there are no ids to tell by
+    state: int  # whether the batch is good
+    samples: int  # of the sending rank
 
 
 class _RouteTensors(NamedTuple):

@@ -157,9 +157,9 @@ class ShardedCollection(nn.Module):
     def skipped_rows(self) -> dict[str, int]:
         """For `nonfinite="skip"`: how many row updates this rank has skipped so far, by table."""
         found = dict.fromkeys((config.name for config in self.configs), 0)
-        for tables, shards in zip(self.locals, self._local_shards, strict=True):
-            for each, count in zip(shards, tables.skipped.tolist(), strict=True):
-                found[self.configs[each.table].name] += count
+        counts = [count for tables in self.locals for count in tables.skipped.tolist()]
+        for (each, _, _), count in zip(self._local_tables(), counts, strict=True):
+            found[self.configs[each.table].name] += count
         return found
 
     def table_weights(self) -> dict[str, TableShards]:
