@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 import tritonemb as te
 from tests.comm.definitions import ColumnsCase, columns_cases, rounded
-from tritonemb.comm.codec import EXACT, ExchangePrecision
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.id_exchange import IdExchange, IdRoute
-from tritonemb.comm.output_exchange import PooledExchange, SequenceExchange
+from tritonemb.comm.output_exchange import EXACT, ExchangePrecision, PooledExchange, SequenceExchange
 from tritonemb.kernels.packing import CODECS
 
 UNSHRUNK = [Phase.explicit, Phase.generate]  # a smaller case takes as long, as every rank must run it

@@ -71,7 +71,7 @@ def test_an_unknown_option_is_named():
 
 def test_it_is_registered_once():
     assert "tritonemb" in torch._dynamo.list_backends()
-    tritonemb.compiler.backend.register()
+    tritonemb.compiler.register()
     assert torch._dynamo.lookup_backend("tritonemb") is tritonemb.compiler.tritonemb
 
 
