@@ -72,12 +72,7 @@ class Rows:
 
     def take(self, rows: Tensor) -> Rows:
         """The given rows, in their order."""
-        columns = []
-        for column in self.columns:
-            values, lengths = column.take(rows)
-            offsets = None if column.offsets is None else _offsets(lengths.numpy())
-            columns.append(Column(values, None if offsets is None else torch.from_numpy(offsets)))
-        return Rows(self.dense[rows], tuple(columns), self.labels[rows])
+        return concat([self], rows.numpy())
 
 
 def encode_categories(column: Any, num_train: int, min_count: int = 1) -> tuple[Tensor, int]:
@@ -193,5 +188,6 @@ def _offsets(lengths: Array) -> Array:
 
 
 def _joined(tensors: Sequence[Tensor]) -> Array:
-    joined: Array = np.concatenate([tensor.numpy() for tensor in tensors])
-    return joined
+    """In memory of their own only if there are several."""
+    arrays = [tensor.numpy() for tensor in tensors]
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
