@@ -40,7 +40,9 @@ from tritonemb.data.schema import FIELDS as CRITEO_FIELDS
 from tritonemb.data.schema import LABEL, Kind, LogOptions, SplitRule
 from tritonemb.data.text import TextSource, delimiter_of, first_bytes, header_of
 from tritonemb.types import TableConfig
-from tritonemb.utils import require
+from tritonemb.utils import LazyModule
+
+pa: Any = LazyModule("pyarrow")
 
 UNSHUFFLED_ROWS = 16_384  # of a buffer whose rows keep their order
 
@@ -168,10 +170,9 @@ class ClickLog:
         """Rows of a split: of Parquet at once, where whole runs of rows are held out and bad rows are errors; else None
         until the split has been read to its end."""
         parts = self._parts_of(split)
-        if self._kind in ("end", "files") and self.options.on_bad_row == "raise":
-            counts = [self._source.num_rows(part) for part in parts]
-            if None not in counts:
-                return sum(count or 0 for count in counts)
+        exact = isinstance(self._source, ArrowSource) and self._kind in ("end", "files")
+        if exact and self.options.on_bad_row == "raise":
+            return round(sum(self._source.estimated_rows(part) for part in parts))
         return self._known_rows.get(split)
 
     def estimated_rows(self, split: Split) -> int | None:
@@ -347,7 +348,7 @@ class ClickLog:
         parsed = self._source.parse(chunk)
         keep = parsed.good & self._chosen(split, chunk, parsed.rows)
         bad = np.flatnonzero(self._chosen(split, chunk, parsed.bad_rows))
-        batch = parsed.batch if keep.all() else parsed.batch.filter(require("pyarrow").array(keep))
+        batch = parsed.batch if keep.all() else parsed.batch.filter(pa.array(keep))
         return batch, self._report(split, chunk, parsed, bad, batch.num_rows)
 
     def _chosen(self, split: Split, chunk: Chunk, rows: Array) -> Array:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from tritonemb.data.batch import Batch, BatchLayout
-from tritonemb.utils import require
+from tritonemb.utils import LazyModule
+
+pa: Any = LazyModule("pyarrow")
 
 Array = np.ndarray[Any, Any]
 
@@ -87,7 +89,6 @@ def encode_categories(column: Any, num_train: int, min_count: int = 1) -> tuple[
     Returns:
         ids int32 `[len(column)]`, and the number of ids.
     """
-    pa = require("pyarrow")
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     encoded = array.dictionary_encode()
     codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False)

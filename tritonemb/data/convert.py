@@ -18,8 +18,12 @@ from tritonemb.data.encode import COLUMNS, METADATA, decoded, integers, is_list,
 from tritonemb.data.files import LogFile, find
 from tritonemb.data.pipeline import merged
 from tritonemb.data.protocol import ReadReport, Split
-from tritonemb.data.schema import LogOptions, Schema, SplitRule
-from tritonemb.utils import require, written_aside
+from tritonemb.data.schema import LogOptions, SplitRule
+from tritonemb.utils import LazyModule, require, written_aside
+
+pa: Any = LazyModule("pyarrow")
+compute: Any = LazyModule("pyarrow.compute")
+parquet: Any = LazyModule("pyarrow.parquet")
 
 Compression = Literal["zstd", "snappy", "gzip", "lz4", "none"]
 
@@ -141,7 +145,6 @@ def _written(
     log: ClickLog, split: Split, path: Path, row_group_rows: int, compression: Compression
 ) -> Iterator[ReadReport]:
     """Write the good rows of a split to a Parquet file: the report of those read so far, again and again."""
-    pa, parquet = require("pyarrow"), require("pyarrow.parquet")
     schema = log.text_schema()
 
     def table_of(batch: Any) -> Any:
@@ -235,7 +238,6 @@ def build_vocabulary(
 
 def _counted(array: Any) -> Any:
     """A table of value, a large string or int64, and count, without missing ones."""
-    pa, compute = require("pyarrow"), require("pyarrow.compute")
     if is_list(array.type):
         array = compute.list_flatten(array)
     array = array.cast(decoded(array.type)).drop_null()
@@ -270,7 +272,6 @@ class _Counter:
 
     def most_frequent(self, min_count: int, max_size: int | None) -> Any:
         """A table of value and count, by descending count and then by value."""
-        pa, compute = require("pyarrow"), require("pyarrow.compute")
         if not self._tables:
             return pa.table({"value": [], "count": []})
         self._merge()
@@ -278,7 +279,6 @@ class _Counter:
         return table.sort_by([("count", "descending"), ("value", "ascending")]).slice(0, max_size)
 
     def _merge(self) -> None:
-        pa = require("pyarrow")
         table = pa.concat_tables(self._tables).group_by("value", use_threads=False).aggregate([("count", "sum")])
         table = table.rename_columns({"count_sum": "count"})
         if table.num_rows > self._capacity:
@@ -291,7 +291,6 @@ class _Counter:
 
 def _save(path: Path, counters: Mapping[str, _Counter], min_count: int, max_size: int | None) -> dict[str, int]:
     """Write a vocabulary, at once and whole; returns each feature's number of ids, 0 for missing among them."""
-    pa, parquet = require("pyarrow"), require("pyarrow.parquet")
     types = (pa.string(), pa.large_string(), pa.int64(), pa.int64())
     kinds = {name: "integer" if counter.integers else "string" for name, counter in counters.items()}
     schema = pa.schema(list(zip(COLUMNS, types, strict=True)), {METADATA: json.dumps(kinds).encode()})
@@ -339,20 +338,14 @@ class ConvertOptions:
         out: the file to write, or the folder for a folder.
         row_group_rows: rows of a row group.
         compression: of the columns.
-        on_bad_row: stop at a row that is not as it should be, or leave it out and count it.
-        schema: which columns of CSV files are what; those are kept.
-        delimiter: what stands between the fields of text files that begin with a header; see --data of `train`.
-        quoted_newlines: whether fields in quotes may contain line ends.
+        read: how the log is read; which rows it holds out does not matter.
     """
 
     data: str
     out: Path
     row_group_rows: int = ROW_GROUP_ROWS
     compression: Compression = "zstd"
-    on_bad_row: Literal["raise", "skip"] = "raise"
-    schema: Schema = field(default_factory=Schema)
-    delimiter: str = ""
-    quoted_newlines: bool = False
+    read: LogOptions = field(default_factory=LogOptions)
 
 
 def make_vocabulary(options: VocabOptions) -> str:
@@ -368,18 +361,9 @@ def make_vocabulary(options: VocabOptions) -> str:
 
 def convert_log(options: ConvertOptions) -> str:
     """Raises ValueError, FileNotFoundError: as `convert`."""
+    rows, compression, progress = options.row_group_rows, options.compression, _progress("written")
     report = convert(
-        options.data,
-        options.out,
-        LogOptions(
-            schema=options.schema,
-            on_bad_row=options.on_bad_row,
-            delimiter=options.delimiter,
-            quoted_newlines=options.quoted_newlines,
-        ),
-        row_group_rows=options.row_group_rows,
-        compression=options.compression,
-        progress=_progress("written"),
+        options.data, options.out, options.read, row_group_rows=rows, compression=compression, progress=progress
     )
     files = f" in {len(report.files):,} files" if options.out.is_dir() else ""
     return f"{options.out}: {report.rows:,} rows{files}{_skipped(report.skipped)}"

@@ -24,7 +24,11 @@ import numpy as np
 from tritonemb.data.columns import Array
 from tritonemb.data.encode import good_rows, string_buffers, wrong_values
 from tritonemb.data.schema import CATEGORIES, CRITEO, FIELDS, INTEGERS, LABEL, Schema, listed, wrong_value
-from tritonemb.utils import require
+from tritonemb.utils import LazyModule
+
+pa: Any = LazyModule("pyarrow")
+compute: Any = LazyModule("pyarrow.compute")
+arrow_csv: Any = LazyModule("pyarrow.csv")
 
 Text = bytes | bytearray
 
@@ -71,7 +75,6 @@ class CsvFormat:
     def __init__(
         self, columns: tuple[str, ...], schema: Schema, delimiter: str, quoted: bool = False, labelled: bool = True
     ) -> None:
-        pa = require("pyarrow")
         self.columns, self.quoted, self.schema, self.labelled = columns, quoted, schema, labelled
         self._delimiter = delimiter
         self._types = dict.fromkeys(schema.columns(labelled), pa.float64())
@@ -79,7 +82,7 @@ class CsvFormat:
 
     def arrow_types(self) -> dict[str, Any]:
         """The smallest `pyarrow` types that hold the columns."""
-        return self._types | ({self.schema.label: require("pyarrow").int8()} if self.labelled else {})
+        return self._types | ({self.schema.label: pa.int8()} if self.labelled else {})
 
     def read(self, lines: Text, accepted: bool = False) -> Any:
         """The columns of some lines, a `pyarrow.RecordBatch`; None if one of them is not acceptable, or perhaps. Blank
@@ -109,34 +112,41 @@ class CsvFormat:
 
     def problem(self, line: bytes) -> tuple[str, str]:
         """Reason and message for a bad line, without its end."""
-        if len(line) > LONGEST_LINE:
+        hint = "; a quote is not closed in this line" if self.quote and line.count(b'"') % 2 else encoding_hint(line)
+        if self.quote and len(line) > LONGEST_LINE:
             return "too long", f"the line has more than {LONGEST_LINE:,} characters"
-        if b"\r" in line and not self.quoted:
+        if self.quote and b"\r" in line and not self.quoted:
             return "carriage return", "a carriage return stands inside the line"
-        text = io.StringIO(line.decode(errors="backslashreplace"), newline="")
-        fields = next(csv.reader(text, delimiter=self._delimiter))
-        hint = "; a quote is not closed in this line" if line.count(b'"') % 2 else encoding_hint(line)
+        fields = self._fields(line)
         if len(fields) != len(self.columns):
-            expected = f"expected {len(self.columns)} fields with {self._delimiter!r} between them"
-            return f"not {len(self.columns)} fields", f"{expected}, found {len(fields)}{hint}"
-        found = self.read(line + b"\n") if self.accepts([line])[0] else None
-        wrong = {} if found is None else {n: e for n, e, _ in wrong_values(found, self.schema, self.labelled)}
+            return f"not {len(self.columns)} fields", f"{self._expected_fields(len(fields))}{hint}"
         for place, (name, value) in enumerate(zip(self.columns, fields, strict=True), 1):
-            if needed := wrong.get(name) or self._unreadable(line, name):
-                return f"field {place} ({name}) is not {needed}", wrong_value(place, name, value, needed, hint)
+            if expected := self._expected(line, place, value):
+                return f"field {place} ({name}) is not {expected}", wrong_value(place, name, value, expected, hint)
         return "quote", "a quote is not closed in this line"
 
-    def _unreadable(self, line: bytes, name: str) -> str | None:
-        """What a column should be that can not be read."""
-        if name not in self._types or self._parse(line + b"\n", {name: self._types[name]}) is not None:
+    def _fields(self, line: bytes) -> list[Any]:
+        text = io.StringIO(line.decode(errors="backslashreplace"), newline="")
+        return next(csv.reader(text, delimiter=self._delimiter))
+
+    def _expected_fields(self, found: int) -> str:
+        return f"expected {len(self.columns)} fields with {self._delimiter!r} between them, found {found}"
+
+    def _expected(self, line: bytes, place: int, value: Any) -> str | None:
+        """What should stand in a field that has something else."""
+        name = self.columns[place - 1]
+        if name not in self._types:
             return None
-        if name in self.schema.sparse:
+        alone = self._parse(line + b"\n", {name: self._types[name]})
+        if alone is None and name in self.schema.sparse:
             return "an integer or nothing" if name in self.schema.integers else "text in UTF-8"
-        return "a number or nothing" if name in self.schema.dense else "0 or 1"
+        if alone is None:
+            return "a number or nothing" if name in self.schema.dense else "0 or 1"
+        wrong = wrong_values(alone, self.schema)
+        return wrong[0][1] if wrong else None
 
     def _parse(self, lines: Text, types: dict[str, Any]) -> Any:
         """The columns of `types`; None if the lines have another number of fields, or other values."""
-        pa, arrow_csv = require("pyarrow"), require("pyarrow.csv")
         if not lines:
             table = pa.schema(list(types.items())).empty_table()
         else:
@@ -164,14 +174,12 @@ class CriteoFormat(CsvFormat):
     quote = False
 
     def __init__(self, schema: Schema = CRITEO, labelled: bool = True) -> None:
-        pa = require("pyarrow")
         super().__init__(FIELDS if labelled else FIELDS[1:], schema, "\t", labelled=labelled)
         self._rules = _RULES[-len(self.columns) :]
         self._line = re.compile(rb"\t".join(pattern for pattern, _ in self._rules))
         self._types = {name: pa.binary() if name in CATEGORIES else pa.int64() for name in self.columns}
 
     def arrow_types(self) -> dict[str, Any]:
-        pa = require("pyarrow")
         kinds = {LABEL: pa.int8()} | dict.fromkeys(CATEGORIES, pa.uint32())
         return {name: kinds.get(name, pa.int64()) for name in self.columns}
 
@@ -196,28 +204,27 @@ class CriteoFormat(CsvFormat):
         is_hexadecimal = largest >= 10**10 and (b"x" in lines or b"X" in lines)
         if largest >= 10**18 or (not accepted and (is_hexadecimal or num_bytes != len(lines))):
             return None
-        return require("pyarrow").RecordBatch.from_arrays(arrays, self.columns)
+        return pa.RecordBatch.from_arrays(arrays, self.columns)
 
     def accepts(self, lines: list[bytes]) -> list[bool]:
         return [self._line.fullmatch(line) is not None for line in lines]
 
-    def problem(self, line: bytes) -> tuple[str, str]:
-        names, fields = self.columns, line.split(b"\t")
-        if len(fields) != len(names):
-            unlabelled = self.labelled and len(fields) == len(names) - 1
-            hint = " (Criteo's test.txt has no labels; use train.txt)" if unlabelled else ""
-            message = f"expected {len(names)} tab-separated fields, found {len(fields)}{hint}"
-            return f"not {len(names)} fields", message + encoding_hint(line)
-        for place, (name, value, (pattern, expected)) in enumerate(zip(names, fields, self._rules, strict=True), 1):
-            if not re.fullmatch(pattern, value):
-                reason = f"field {place} ({name}) is not {expected}"
-                return reason, wrong_value(place, name, value, expected, encoding_hint(line))
-        raise AssertionError(f"{line!r} is a good line")
+    def _fields(self, line: bytes) -> list[Any]:
+        return line.split(b"\t")
+
+    def _expected_fields(self, found: int) -> str:
+        unlabelled = self.labelled and found == len(self.columns) - 1
+        hint = " (Criteo's test.txt has no labels; use train.txt)" if unlabelled else ""
+        return f"expected {len(self.columns)} tab-separated fields, found {found}{hint}"
+
+    def _expected(self, line: bytes, place: int, value: Any) -> str | None:
+        pattern, expected = self._rules[place - 1]
+        return None if re.fullmatch(pattern, value) else expected
 
 
 def _written(array: Any) -> tuple[int, int]:
     """The number of characters that write int64 values if none is superfluous, and the largest magnitude."""
-    numbers = require("pyarrow.compute").fill_null(array, 0).to_numpy(zero_copy_only=False)
+    numbers = compute.fill_null(array, 0).to_numpy(zero_copy_only=False)
     largest = max(int(numbers.max(initial=0)), -int(numbers.min(initial=0)))
     size, bound = len(array) - array.null_count + int(np.count_nonzero(numbers < 0)), 10
     magnitudes = np.abs(numbers)
@@ -229,7 +236,6 @@ def _written(array: Any) -> tuple[int, int]:
 
 def hexadecimal(array: Any) -> tuple[Any, int]:
     """uint32 of a `pyarrow` array of up to 8 hexadecimal digits each, and their number; None if there are others."""
-    pa = require("pyarrow")
     data, ends = string_buffers(array)
     data, lengths = data[ends[0] : ends[-1]], np.diff(ends)
     missing, full = lengths == 0, lengths == 8
@@ -285,7 +291,7 @@ def parse(form: CsvFormat, data: Text) -> Parsed:
         data = data.replace(b"\r\n", b"\n")
         plain &= b"\r" not in data
     batch = form.read(data) if plain else None
-    good = None if batch is None else good_rows(wrong_values(batch, form.schema, form.labelled), batch.num_rows)
+    good = None if batch is None else good_rows(batch, form.schema)
     if good is not None and good.all() and batch.num_rows == data.count(b"\n"):
         return Parsed(batch, np.arange(batch.num_rows), good, np.zeros(0, dtype=np.int64), lambda number: ("", ""))
     lines, numbers = lines_of(data, form.quoted)
@@ -295,7 +301,7 @@ def parse(form: CsvFormat, data: Text) -> Parsed:
         rows = numbers[accepted]
         readable = [line + b"\n" for line, fits in zip(lines, accepted, strict=True) if fits]
         batch = form.read(b"".join(readable), accepted=True)
-        good = good_rows(wrong_values(batch, form.schema, form.labelled), len(rows))
+        good = good_rows(batch, form.schema)
     bad_rows = np.setdiff1d(numbers, rows[good], assume_unique=True)
 
     def describe(number: int) -> tuple[str, str]:

@@ -32,7 +32,11 @@ import torch
 from tritonemb.data.columns import Array, Column, Rows
 from tritonemb.data.protocol import Feature
 from tritonemb.data.schema import Schema, listed
-from tritonemb.utils import require
+from tritonemb.utils import LazyModule
+
+pa: Any = LazyModule("pyarrow")
+compute: Any = LazyModule("pyarrow.compute")
+parquet: Any = LazyModule("pyarrow.parquet")
 
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _30, _27, _31, _32 = (np.uint64(bits) for bits in (30, 27, 31, 32))
@@ -122,7 +126,6 @@ def missing_of(array: Any) -> Array:
 
 def integers(array: Any) -> Array:
     """A `pyarrow` array of integers, booleans or nulls: 0 for nulls, booleans and nulls as int64."""
-    pa, compute = require("pyarrow"), require("pyarrow.compute")
     if not pa.types.is_integer(array.type):
         array = array.cast(pa.int64())
     found: Array = compute.fill_null(array, 0).to_numpy(zero_copy_only=False)
@@ -131,7 +134,6 @@ def integers(array: Any) -> Array:
 
 def numbers(array: Any) -> Array:
     """A `pyarrow` array of numbers, 0 where missing: integers as int64; uint64 and floating point as float64."""
-    pa, compute = require("pyarrow"), require("pyarrow.compute")
     array = array.cast(decoded(array.type))
     if not pa.types.is_floating(array.type):
         found = integers(array)
@@ -153,18 +155,17 @@ def scaled(found: Array, logarithmic: bool) -> Array:
     return logarithms
 
 
-def wrong_values(batch: Any, schema: Schema, labelled: bool = True) -> list[Wrong]:
-    """What is wrong in some rows of a `pyarrow.RecordBatch`, by column."""
-    pa = require("pyarrow")
+def wrong_values(batch: Any, schema: Schema) -> list[Wrong]:
+    """What is wrong in some rows of a `pyarrow.RecordBatch` with some of a schema's columns."""
     wrong: list[Wrong] = []
-    if labelled:
+    if schema.label in batch.schema.names:
         label = batch.column(schema.label)
         bad = ~np.isin(numbers(label), (0, 1)) | missing_of(label.cast(decoded(label.type)))
         wrong.append((schema.label, "0 or 1", bad))
     for name in schema.dense:
-        column = batch.column(name)
-        if pa.types.is_floating(decoded(column.type)):
-            found = numbers(column)
+        place = batch.schema.get_field_index(name)
+        if place >= 0 and pa.types.is_floating(decoded(batch.column(place).type)):
+            found = numbers(batch.column(place))
             infinite = np.isinf(found)
             wrong.append((name, "a finite number or nothing", infinite))
             if not schema.is_logarithmic(name):
@@ -172,10 +173,10 @@ def wrong_values(batch: Any, schema: Schema, labelled: bool = True) -> list[Wron
     return [entry for entry in wrong if entry[2].any()]
 
 
-def good_rows(wrong: list[Wrong], num_rows: int) -> Array:
-    """bool `[num_rows]`: the rows with nothing wrong."""
-    good = np.ones(num_rows, dtype=bool)
-    for _, _, bad in wrong:
+def good_rows(batch: Any, schema: Schema) -> Array:
+    """bool `[N]`: the rows of a `pyarrow.RecordBatch` with nothing wrong."""
+    good = np.ones(batch.num_rows, dtype=bool)
+    for _, _, bad in wrong_values(batch, schema):
         good &= ~bad
     return good
 
@@ -236,7 +237,6 @@ class FeatureVocabulary(Numbering):
     encodes_integers = True
 
     def __init__(self, name: str, values: Any, ids: Array, integers: bool) -> None:
-        pa = require("pyarrow")
         super().__init__(name, max(2, int(ids.max()) + 1) if len(ids) else 2)
         self._integers = integers
         keys = values.cast(pa.int64()).to_numpy() if integers else hash_strings(*string_buffers(values), _SEED)
@@ -258,7 +258,6 @@ class FeatureVocabulary(Numbering):
             )
         if self._integers:
             return self._look_up(integers(values).astype(np.int64))
-        pa, compute = require("pyarrow"), require("pyarrow.compute")
         hashes = hash_strings(*string_buffers(values), _SEED)
         ids = self._look_up(hashes)
         hits = np.flatnonzero(ids)  # by hash; now by the strings themselves
@@ -293,7 +292,6 @@ class Vocabulary:
         Raises:
             FileNotFoundError, ValueError: it is not there, or not such a file.
         """
-        pa, parquet = require("pyarrow"), require("pyarrow.parquet")
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(f"{path}: no such vocabulary; `tritonemb vocab` makes one")
@@ -342,7 +340,6 @@ def encode(batch: Any, schema: Schema, features: tuple[Feature, ...], numberings
 def _encoded(array: Any, numbering: Numbering) -> Column:
     if not is_list(array.type):
         return Column(torch.from_numpy(numbering.ids(array)))
-    compute = require("pyarrow.compute")
     offsets = np.zeros(len(array) + 1, dtype=np.int64)
     np.cumsum(integers(compute.list_value_length(array)), out=offsets[1:])
     return Column(torch.from_numpy(numbering.ids(compute.list_flatten(array))), torch.from_numpy(offsets))

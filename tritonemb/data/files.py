@@ -12,7 +12,9 @@ from typing import Any, Literal
 
 from tritonemb.data.protocol import SPLITS, WHOLE, Shard, Split
 from tritonemb.data.schema import SplitRule, listed
-from tritonemb.utils import require
+from tritonemb.utils import LazyModule, require
+
+fs: Any = LazyModule("pyarrow.fs")
 
 Format = Literal["text", "parquet", "table"]
 PARQUET = (".parquet", ".pq", ".parq")
@@ -128,7 +130,6 @@ def natural(name: str) -> list[tuple[int, int, str]]:
 
 
 def _found(entry: str | Path) -> list[LogFile]:
-    fs = require("pyarrow.fs")
     path: Path | str = Path(entry)
     if is_remote(entry):
         path = re.sub(r"(?<=://)[^/]*@", "", str(entry).partition("?")[0]).rstrip("/")  # without keys and options
@@ -169,7 +170,6 @@ def _found(entry: str | Path) -> list[LogFile]:
 
 def _file_system(uri: str, shown: str) -> tuple[Any, str]:
     """A `pyarrow` file system and the path in it."""
-    fs = require("pyarrow.fs")
     try:
         system, path = fs.FileSystem.from_uri(uri)
     except ValueError:  # a scheme that pyarrow does not know

@@ -16,7 +16,11 @@ from tritonemb.data.encode import decoded, good_rows, is_list, is_text, wrong_va
 from tritonemb.data.files import Chunk, LogFile, Part
 from tritonemb.data.protocol import SPLITS, Shard, Split
 from tritonemb.data.schema import Schema, SplitRule, check_single, listed, shown, wrong_value
-from tritonemb.utils import require
+from tritonemb.utils import LazyModule
+
+pa: Any = LazyModule("pyarrow")
+compute: Any = LazyModule("pyarrow.compute")
+parquet: Any = LazyModule("pyarrow.parquet")
 
 SLICE_ROWS = 65_536  # at most: large row groups are read in slices
 ROW_BYTES = 256  # that a row is taken to have, to make slices as large as chunks of text
@@ -29,7 +33,6 @@ def opened(file: LogFile) -> Iterator[Any]:
     Raises:
         ValueError: it is damaged, or has other bytes than when it was found.
     """
-    pa, parquet = require("pyarrow"), require("pyarrow.parquet")
     try:
         # Pages are read as they are needed, in place of whole row groups.
         with file.open() as raw, parquet.ParquetFile(raw, buffer_size=1 << 20, pre_buffer=False) as opened_file:
@@ -67,7 +70,6 @@ def head_of(file: LogFile, time_column: str | None = None) -> Head:
 
 
 def _times(group: Any, column: str, kind: Any) -> Any:
-    pa = require("pyarrow")
     known = pa.types.is_integer(kind) or pa.types.is_date32(kind) or pa.types.is_string(kind)
     if not known and not (pa.types.is_timestamp(kind) and kind.unit in ("ms", "us")):
         return None  # others are rounded, or may hold what is neither early nor late
@@ -123,7 +125,6 @@ def table_of(frame: Any, name: str) -> LogFile:
     Raises:
         ValueError: it has no such interface, or columns that Arrow does not know.
     """
-    pa = require("pyarrow")
     if not hasattr(frame, "__arrow_c_stream__"):
         raise ValueError(
             f"{name}: {type(frame).__name__} is not a data frame with the method __arrow_c_stream__, as pandas has "
@@ -139,7 +140,6 @@ def table_of(frame: Any, name: str) -> LogFile:
 
 def _without_views(kind: Any) -> Any:
     """A type with strings in one buffer."""
-    pa = require("pyarrow")
     if str(kind) in ("string_view", "binary_view"):
         return pa.large_string() if pa.types.is_string_view(kind) else pa.large_binary()
     if pa.types.is_dictionary(kind):
@@ -169,7 +169,7 @@ class ArrowSource:
     def __init__(
         self, files: tuple[LogFile, ...], schema: Schema, time: str | None = None, labelled: bool = True
     ) -> None:
-        self._files, self._labelled = files, labelled
+        self._files = files
         self._heads = [head_of(file, time) for file in files]
         texts: dict[str, tuple[bool, LogFile]] = {}
         for number, (file, head) in enumerate(zip(files, self._heads, strict=True)):
@@ -211,12 +211,8 @@ class ArrowSource:
         """Of the files, in the unit of `Part`."""
         return [head.num_rows for head in self._heads]
 
-    def num_rows(self, part: Part) -> int | None:
-        """Bad ones too; None where only reading tells."""
-        return self._stop(part) - part.start
-
     def estimated_rows(self, part: Part) -> float:
-        """Known without reading the part."""
+        """Rows of a part, bad ones too, as far as they are known without reading it; here exactly."""
         return self._stop(part) - part.start
 
     def chunks(self, parts: tuple[Part, ...], chunk_bytes: int, first: int, offset: int, line: int) -> Iterator[Chunk]:
@@ -228,13 +224,12 @@ class ArrowSource:
 
     def parse(self, chunk: Chunk) -> Parsed:
         batch = chunk.content
-        wrong = wrong_values(batch, self.schema, self._labelled)
-        good = good_rows(wrong, batch.num_rows)
+        good = good_rows(batch, self.schema)
         bad_rows = np.flatnonzero(~good)
 
         def describe(number: int) -> tuple[str, str]:
             row = int(bad_rows[number])
-            name, expected, _ = next(entry for entry in wrong if entry[2][row])
+            name, expected, _ = wrong_values(batch.slice(row, 1), self.schema)[0]
             value = batch.column(name)[row].as_py()
             place = batch.schema.get_field_index(name) + 1
             message = wrong_value(place, name, "missing" if value is None else value, expected)
@@ -285,7 +280,7 @@ def _value_type(kind: Any) -> Any:
 
 def _check_types(columns: Any, schema: Schema, where: str, labelled: bool) -> None:
     """ValueError if a column of a `pyarrow.Schema` has values of another type than it needs."""
-    types = require("pyarrow").types
+    types = pa.types
     for name in schema.columns(labelled):
         kind = columns.field(name).type
         inner = _value_type(kind) if name in schema.sparse else decoded(kind)
@@ -316,7 +311,6 @@ def _may_have(rule: SplitRule, split: Split, times: Any) -> bool:
 def _at_or_after(times: Any, bound: str | None) -> Array:
     if bound is None:
         return np.zeros(len(times), dtype=bool)
-    compute = require("pyarrow.compute")
     late = compute.greater_equal(times, time_bound(bound, times.type))
     mask: Array = compute.fill_null(late, False).to_numpy(zero_copy_only=False)
     return mask
@@ -328,7 +322,6 @@ def time_bound(bound: str, kind: Any) -> Any:
     Raises:
         ValueError: it is none.
     """
-    pa = require("pyarrow")
     try:
         return pa.scalar(bound).cast(kind)
     except pa.ArrowException as error:

@@ -30,7 +30,9 @@ from tritonemb.data.delimited import (
 from tritonemb.data.files import CODECS, Chunk, LogFile, Part
 from tritonemb.data.protocol import Shard
 from tritonemb.data.schema import FIELDS, LogOptions, listed
-from tritonemb.utils import require
+from tritonemb.utils import LazyModule
+
+pa: Any = LazyModule("pyarrow")
 
 _SAMPLE_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 22
@@ -69,13 +71,10 @@ class TextSource:
     def arrow_schema(self) -> Any:
         """The used columns, a `pyarrow.Schema`."""
         kinds = self._form.arrow_types()
-        return require("pyarrow").schema([(name, kinds[name]) for name in self.schema.columns() if name in kinds])
+        return pa.schema([(name, kinds[name]) for name in self.schema.columns() if name in kinds])
 
     def sizes(self) -> list[int]:
         return [unpacked_size(file) for file in self._files]
-
-    def num_rows(self, part: Part) -> int | None:
-        return None
 
     def estimated_rows(self, part: Part) -> float:
         """By the first lines of the file, which are taken to be as long, and as well compressed, as the others."""
@@ -84,7 +83,7 @@ class TextSource:
         if stop is None:
             stop = file.size
             if file.codec is not None:
-                packed = len(require("pyarrow").compress(beginning, codec=file.codec, asbytes=True))
+                packed = len(pa.compress(beginning, codec=file.codec, asbytes=True))
                 stop = round(file.size / packed * len(beginning)) if len(beginning) == _SAMPLE_BYTES else len(beginning)
         size = max(stop - max(part.start, self._header_bytes[part.file]), 0)
         return size * max(beginning.count(b"\n"), 1) / len(beginning)
@@ -99,7 +98,9 @@ class TextSource:
             file, (index, count) = self._files[part.file], part.stripes
             chunks = text_chunks(file, number, part.start, part.stop, chunk_bytes, begin, lines, quoted)
             if count > 1:
-                chunks = striped(chunks, index, count, stripe_bytes(file, count), quoted)
+                # By the file's size alone, since all readers must come to the same; enough stripes for each of them.
+                width = min(max(file.size // (8 * count), 1 << 12), 1 << 22)
+                chunks = striped(chunks, index, count, width, quoted)
             yield from chunks
 
     def parse(self, chunk: Chunk) -> Parsed:
@@ -192,7 +193,7 @@ def opened(file: LogFile) -> Iterator[Any]:
             yield io.BufferedReader(raw)
             return
         try:
-            with require("pyarrow").CompressedInputStream(raw, file.codec) as unpacked:
+            with pa.CompressedInputStream(raw, file.codec) as unpacked:
                 yield io.BufferedReader(unpacked)
         except OSError as error:
             raise ValueError(f"{file.path} is not a whole {file.codec} file ({error}); fetch it again") from error
@@ -256,15 +257,6 @@ def text_chunks(
                 yield Chunk(part, offset, line, data)
                 line += data.count(b"\n")
             offset += end
-
-
-def stripe_bytes(file: LogFile, count: int) -> int:
-    """Unpacked bytes of a stripe of a file that `count` readers share and nobody can enter in the middle.
-
-    By the file's size alone, since all of them must come to the same, whatever their chunks; enough of them for each
-    reader to get much the same.
-    """
-    return min(max(file.size // (8 * count), 1 << 12), 1 << 22)
 
 
 def striped(chunks: Iterator[Chunk], index: int, count: int, width: int, quoted: bool = False) -> Iterator[Chunk]:
