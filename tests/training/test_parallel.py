@@ -177,10 +177,10 @@ def test_what_is_sent_is_in_the_log(ranks):
 
 
 @pytest.mark.more
-def test_readers_change_nothing(ranks):
+def test_data_loader_workers_change_nothing(ranks):
     """Processes that read bring the same batches as the ranks themselves."""
     expected = run(ranks, 2, epochs=1)
-    told = run(ranks, 2, epochs=1, readers=2)
+    told = run(ranks, 2, epochs=1, num_workers=2)
     assert told[0]["losses"] == expected[0]["losses"]
     assert told[0]["test"] == expected[0]["test"]
     assert_same_bits(told[1]["tensors"], expected[1]["tensors"])
