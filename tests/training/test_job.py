@@ -10,7 +10,7 @@ pytest.importorskip("torchmetrics")
 import tritonemb as te
 from tritonemb.data import NAMES, LogOptions, Schema, make_synthetic
 from tritonemb.optim import OPTIMIZERS
-from tritonemb.training.callbacks.profiler import ProfileOptions
+from tritonemb.training.callbacks.tensorboard import ProfileOptions
 from tritonemb.training.config import PRESETS, EmbeddingOptimizer, OutputOptions, TrainConfig, preset
 from tritonemb.training.job import build_model, build_optimizer, train
 

@@ -24,11 +24,10 @@ from tritonemb.training.checkpoint.manager import CheckpointManager
 from tritonemb.training.config import TrainerOptions
 from tritonemb.training.loop import FitResult, Loop, evaluate
 from tritonemb.training.metrics import Metrics
-from tritonemb.training.ranks import RankLoader, Ranks, group_of
+from tritonemb.training.ranks import RankLoader, Ranks, StopRequest, group_of, stop_requests
 from tritonemb.training.schedule import Schedule
 from tritonemb.training.step import TrainStep
 from tritonemb.training.train_state import Progress, TrainState, seed_rank
-from tritonemb.training.utils import StopRequest, stop_requests
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -65,7 +64,6 @@ class Trainer(TrainerOptions):
 
     Attributes:
         dense_optimizer: the optimizer that was made; None where every parameter is in a fused table.
-        device: that trains.
         state: what changes in a run, shared with its loop and its checkpoints.
 
     Raises:
@@ -98,10 +96,8 @@ class Trainer(TrainerOptions):
             model, device = model.to(self.device), torch.empty(0, device=self.device).device  # with its index
         step = TrainStep(model, device, ranks, self.dense_optimizer, self.dense_lr, self.precision, self.compile)
         loader = RankLoader(self.data, ranks, self.batch_size, self.seed, device.type == "cuda", self.readers)
-        state = TrainState(
-            model, device, self.data, self, dict(self.config or {}), step, Progress(), loader, ranks, self.pipeline,
-            self.epochs, self.max_steps,
-        )  # fmt: skip
+        config = dict(self.config or {})
+        state = TrainState(model, device, self.data, self, config, step, Progress(), loader, ranks, self.pipeline)
         # What is learned of the data's size later on does not change them, or a resumed run would have other rates.
         given = (self.dense_schedule, self.table_schedule)
         step.schedule(*((schedule or Schedule()).within(state.total_steps) for schedule in given))
@@ -156,7 +152,7 @@ class Trainer(TrainerOptions):
                 self.saving.tensors()
                 request = stack.enter_context(stop_requests())
             path = None if folder is None else folder.path
-            result = Loop(state, self.saving, path, CallbackList(self._watchers()), request).run(test)
+            result = Loop(state, self.saving, path, CallbackList(self._all_callbacks()), request).run(test)
         state.fitted = True
         return result
 
@@ -210,13 +206,12 @@ class Trainer(TrainerOptions):
                 self.progress.ended = ""  # a run that was finished may have more to do now
         return path
 
-    def _watchers(self) -> list[Callback]:
+    def _all_callbacks(self) -> list[Callback]:
         folder, first = self.run_folder, self.state.ranks.is_first
-        watchers: list[Callback] = [make_display()] if self.verbose and first else []
+        own: list[Callback] = [make_display()] if self.verbose and first else []
         if folder is not None and first:
-            watchers.append(RunLog(folder.log, resume_at_step=self.progress.step))
-            watchers.append(HtmlReport(folder.report, folder.log))
-        return [*watchers, *self.callbacks]
+            own += [RunLog(folder.log, self.progress.step), HtmlReport(folder.report, folder.log)]
+        return [*own, *self.callbacks]
 
     def _lock(self, folder: RunFolder, stack: ExitStack) -> None:
         """Keep other jobs out of the folder, and check that it is this run's."""

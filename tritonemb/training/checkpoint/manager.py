@@ -15,9 +15,9 @@ from tritonemb.training.callbacks import CheckpointSaved
 from tritonemb.training.checkpoint.async_save import AsyncSave, WrittenCheckpoint
 from tritonemb.training.checkpoint.dcp import load_tensors, read_manifest, stored_tensors
 from tritonemb.training.checkpoint.folder import RunFolder
-from tritonemb.training.config_io import plain
+from tritonemb.training.config import plain
+from tritonemb.training.doctor import versions
 from tritonemb.training.metrics import caches_of
-from tritonemb.training.utils import versions
 
 
 class CheckpointManager:
