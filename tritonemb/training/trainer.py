@@ -43,9 +43,8 @@ class Trainer(TrainerOptions):
     stopped.
 
     On several ranks the model is a `tritonemb.HybridParallel`, and every rank makes a trainer with the same arguments.
-    A step trains the ranks' batches as one, in the order of ranks; each rank reads its own shard of the data, and while
-    a step computes, the batches of the next two are read, their ids are exchanged, and they are copied to the device.
-    Rank 0 shows progress, and writes log and report. A signal to any rank ends all after the same step; a checkpoint is
+    A step trains the ranks' batches as one, in the order of ranks; each rank reads its own shard of the data. Rank 0
+    shows progress, and writes log and report. A signal to any rank ends all after the same step; a checkpoint is
     written by all, to a folder that all share, and read by any number of them.
 
     Args:
@@ -54,7 +53,7 @@ class Trainer(TrainerOptions):
         dense_optimizer: called with the parameters and `lr=dense_lr`; a class of `torch.optim`, for example.
         device: where to train; the model is moved there.
         folder: where checkpoints, `log.jsonl` and `report.html` go.
-        callbacks: told of all that happens, see `Callback`.
+        callbacks: see `Callback`.
         config: shown in the report, kept in the log.
         verbose: show progress.
         pipeline: prepare the next steps while one computes; False for a model that changes the features that it is
@@ -67,7 +66,7 @@ class Trainer(TrainerOptions):
         state: what changes in a run, shared with its loop and its checkpoints.
 
     Raises:
-        ValueError: for options out of range, or for `patience` without validation rows; the job has several ranks and
+        ValueError: options are out of range; `patience` or `evaluate_every` without validation rows; several ranks, and
             the model is no `tritonemb.HybridParallel`.
     """
 
@@ -91,9 +90,9 @@ class Trainer(TrainerOptions):
             if getattr(self, name) is not None and "validation" not in self.data.splits():
                 raise ValueError(f"{name} needs validation rows, and data set {self.data.name!r} has none")
         ranks = Ranks(group_of(self.model), self.timeout)
-        model, device = self.model, _device_of(self.model)
-        if self.device is not None:
-            model, device = model.to(self.device), torch.empty(0, device=self.device).device  # with its index
+        model = self.model if self.device is None else self.model.to(self.device)
+        some = next(model.parameters(), None) if self.device is None else torch.empty(0, device=self.device)
+        device = torch.device("cpu") if some is None else some.device  # with its index
         step = TrainStep(model, device, ranks, self.dense_optimizer, self.dense_lr, self.precision, self.compile)
         loader = RankLoader(self.data, ranks, self.batch_size, self.seed, device.type == "cuda", self.readers)
         config = dict(self.config or {})
@@ -104,24 +103,14 @@ class Trainer(TrainerOptions):
         options, folder = self.checkpoints, None
         if self.folder is not None:
             folder = RunFolder(self.folder, options.keep, options.checkpoint_incremental)
+        saving = CheckpointManager(state, folder, options.checkpoint_async)
         # The options are frozen; what is made of them is set once.
-        vars(self).update(device=device, dense_optimizer=step.dense_optimizer, state=state, run_folder=folder)
-        vars(self).update(saving=CheckpointManager(state, folder, options.checkpoint_async))
+        vars(self).update(dense_optimizer=step.dense_optimizer, state=state, run_folder=folder, saving=saving)
 
     @property
     def progress(self) -> Progress:
         """How far the run has come."""
         return self.state.progress
-
-    @property
-    def steps_per_epoch(self) -> int | None:
-        """None where the data set does not know its number of rows."""
-        return self.state.steps_per_epoch
-
-    @property
-    def total_steps(self) -> int | None:
-        """Steps of the whole run, as far as they are known."""
-        return self.state.total_steps
 
     def fit(self, test: bool = False) -> FitResult:
         """Train to the end of the run; a second call trains for as many epochs, or steps, again.
@@ -172,12 +161,7 @@ class Trainer(TrainerOptions):
         return evaluate(self.state, split)
 
     def save(self) -> CheckpointSaved:
-        """Write a checkpoint of the present state into the folder.
-
-        Raises:
-            ValueError: there is no folder.
-            CheckpointError: it could not be written; the earlier ones are as they were.
-        """
+        """Write a checkpoint; ValueError if there is no folder, CheckpointError if it cannot be written."""
         if self.run_folder is None:
             raise ValueError("there is nowhere to save to: give the trainer a folder")
         check_errors(self.state.device)
@@ -222,8 +206,3 @@ class Trainer(TrainerOptions):
                 f"{folder.path} holds a run with {newest.name}; resume it (--resume auto) or choose another folder"
             )
         self.saving.mark_best_again()
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    parameter = next(model.parameters(), None)
-    return torch.device("cpu") if parameter is None else parameter.device

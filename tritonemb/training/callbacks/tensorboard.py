@@ -32,7 +32,7 @@ class TensorBoard(Callback):
 
     def __init__(self, folder: Path | str) -> None:
         require("tensorboard", "tensorboard")
-        self._folder, self._writer = str(folder), None
+        self._folder = str(folder)
 
     def on_start(self, start: FitStart) -> None:
         from torch.utils.tensorboard import SummaryWriter
