@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from torch import Tensor
 
@@ -33,6 +34,18 @@ def require(module: str, extra: str = "train") -> ModuleType:
         raise MissingExtraError(
             f"{package} is needed here and not installed: pip install 'tritonemb[{extra}]'", name=package
         ) from error
+
+
+class LazyModule:
+    """A module of the optional dependencies, which `require` imports when an attribute is first used."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        found = getattr(require(self._name), attribute)
+        setattr(self, attribute, found)
+        return found
 
 
 @contextmanager
