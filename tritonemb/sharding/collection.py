@@ -360,17 +360,9 @@ class ShardedCollection(nn.Module):
         return destination
 
     @torch.no_grad()
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Of whole tensors, this rank's shards are copied; `TableShards` are its own already, or are copied."""
+        _, strict, missing_keys, unexpected_keys, error_msgs = args
         wanted, copies = self._state(prefix)
         for key, here in wanted.items():
             if key not in state_dict:

@@ -25,23 +25,14 @@ Scheme = Literal["direct", "hierarchical", "replicated"]
 
 
 class PlacedShard(NamedTuple):
-    """A shard of a table.
+    """A shard of a table."""
 
-    Attributes:
-        table: its number in the collection.
-        shard: rows, columns, rank.
-        routes: of its ids, one for each feature of the table; none for a replicated table.
-        summed: whether other ranks have other rows of the same columns.
-        cut: whether other ranks have other columns of the same rows.
-        scheme: of its output exchange.
-    """
-
-    table: int
-    shard: Shard
-    routes: tuple[int, ...]
-    summed: bool
-    cut: bool
-    scheme: Scheme
+    table: int  # its number in the collection
+    shard: Shard  # rows, columns, rank
+    routes: tuple[int, ...]  # of its ids, one for each feature of the table; none for a replicated table
+    summed: bool  # whether other ranks have other rows of the same columns
+    cut: bool  # whether other ranks have other columns of the same rows
+    scheme: Scheme  # of its output exchange
 
     @property
     def columns(self) -> ColumnRange:
@@ -50,19 +41,12 @@ class PlacedShard(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """The shards of a collection's tables.
+    """The shards of a collection's tables."""
 
-    Args:
-        configs: of the tables.
-        plan: has them all.
-        routes: of the ID exchange, in its order.
-        shards: of all ranks, by table.
-    """
-
-    configs: tuple[TableConfig, ...]
-    plan: ShardingPlan
-    routes: tuple[IdRoute, ...]
-    shards: tuple[PlacedShard, ...]
+    configs: tuple[TableConfig, ...]  # of the tables
+    plan: ShardingPlan  # has them all
+    routes: tuple[IdRoute, ...]  # of the ID exchange, in its order
+    shards: tuple[PlacedShard, ...]  # of all ranks, by table
 
     @classmethod
     def of(cls, configs: Sequence[TableConfig], plan: ShardingPlan, pooled: bool) -> Placement:
@@ -145,23 +129,15 @@ def named_parts(placement: Placement, shards: Sequence[PlacedShard]) -> list[Tab
 
 
 class ShardGroups(NamedTuple):
-    """Process groups; all ranks make them together.
+    """Process groups; all ranks make them together."""
 
-    Attributes:
-        world: all ranks of the job, apart from the group that `DistributedDataParallel` uses.
-        shards: ranks with the shards of one copy of the tables.
-        ids: the same ranks, for ID exchanges, on the CPU and apart from `shards`, so that ids may be prefetched.
-        node: those of `shards` on this node.
-        across: those of `shards` with this rank's local rank.
-        replicas: ranks with the same shards in other copies of the tables; one if there is one copy.
-    """
-
-    world: RankGroup
-    shards: RankGroup
+    world: RankGroup  # all ranks of the job, apart from the group that `DistributedDataParallel` uses
+    shards: RankGroup  # ranks with the shards of one copy of the tables
+    # the same ranks, for ID exchanges, on the CPU and apart from `shards`, so that ids may be prefetched
     ids: RankGroup
-    node: RankGroup
-    across: RankGroup
-    replicas: RankGroup
+    node: RankGroup  # those of `shards` on this node
+    across: RankGroup  # those of `shards` with this rank's local rank
+    replicas: RankGroup  # ranks with the same shards in other copies of the tables; one if there is one copy
 
     @classmethod
     def make(
