@@ -133,7 +133,7 @@ def _own_offsets(lookup: TableLookup, size: Size, write: Writer) -> Traced:
     """`[B + 1]` of one lookup by itself."""
     if lookup.offsets is None:
         return _range(size + 1, _bag_length(lookup, write), lookup, write)
-    offsets = write.proxy(lookup.offsets).to(torch.int64)
+    offsets: Traced = write.proxy(lookup.offsets).to(torch.int64)
     return offsets if lookup.has_last_offset else write(torch.cat, [offsets, _full(size, lookup, write)])
 
 
@@ -174,7 +174,7 @@ def _starts(member: Member, base: Size, write: Writer) -> list[Traced]:
     lookup = member.lookup
     if lookup.offsets is None:
         return [_range(member.size, _bag_length(lookup, write), lookup, write) + base]
-    offsets = write.proxy(lookup.offsets).to(torch.int64)
+    offsets: Traced = write.proxy(lookup.offsets).to(torch.int64)
     fits = offsets[:1] == 0
     if lookup.has_last_offset:
         fits = fits & (offsets[-1:] == member.size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -306,7 +307,7 @@ class ShardedCollection(nn.Module):
             else:
                 init_shard(table, config, each.shard)
             if same.size > 1:
-                change_tensors(table, self.device, lambda t, same=same: same.broadcast(t, 0, "initial values"))
+                change_tensors(table, self.device, functools.partial(same.broadcast, kind="initial values"))
 
     def _state(self, prefix: str = "") -> tuple[dict[str, TableShards], list[tuple[CachedTable, dict[str, Tensor]]]]:
         """What `state_dict` returns, and cached tables with the copies of their rows in it."""
