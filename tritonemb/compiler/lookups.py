@@ -180,7 +180,8 @@ def _read(node: Node, grad_enabled: bool) -> TableLookup:
     update = None
     if node.target in FUSED_BAGS:
         values: list[Any] = [args[name] for name in FusedUpdate._fields]
-        update = FusedUpdate(*[tuple(value) if isinstance(value, (list, tuple)) else value for value in values])
+        values = [tuple(value) if isinstance(value, (list, tuple)) else value for value in values]
+        update = FusedUpdate(*values)
     results = tuple(node.users) if node.target is torch.embedding_bag else (node,)
     items = all(result is node or (result.target is operator.getitem and result.args[1] == 0) for result in results)
     require(items, "more than the pooled rows is used of what torch.embedding_bag returns")

@@ -24,7 +24,6 @@ from tritonemb.sharding.placement import (
     change_tensors,
     copy_shard,
     init_shard,
-    named_parts,
     seed_of_shards,
     tensors_of,
 )
@@ -226,7 +225,7 @@ class ShardedCollection(nn.Module):
             if part:
                 made.append(
                     TableSet(
-                        named_parts(self.placement, part), self.optimizer, self.device, bounds_check, torch.float32,
+                        self.placement.parts(part), self.optimizer, self.device, bounds_check, torch.float32,
                         pooled=self.pooled, update=self._update_of(part, needs_others),
                     )
                 )  # fmt: skip

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import torch
@@ -91,41 +93,39 @@ class Placement:
         """The columns of these shards among all with their scheme: by table, then feature."""
         runs: list[ColumnRange] = []
         for each in shards:
-            before = sum(self._width(table) for table in self.tables_of(each.scheme) if table < each.table)
-            dim = self.configs[each.table].embedding_dim
-            firsts = [before + feature * dim for feature in range(len(self.configs[each.table].feature_names))]
-            runs += [(first + each.shard.first_column, each.shard.num_columns) for first in firsts]
+            config, first = self.configs[each.table], self._starts([each.scheme])[each.table] + each.shard.first_column
+            features = range(len(config.feature_names))
+            runs += [(first + feature * config.embedding_dim, each.shard.num_columns) for feature in features]
         return runs
 
     def columns(self, schemes: Sequence[Scheme]) -> list[int]:
         """For each column of the result, by table, its column in the results of these schemes side by side."""
-        starts, column = {}, 0
-        for scheme in schemes:
-            for table in self.tables_of(scheme):
-                starts[table] = column
-                column += self._width(table)
+        starts = self._starts(schemes)
         return [starts[t] + c for t in range(len(self.configs)) for c in range(self._width(t))]
 
-    def part(self, placed: PlacedShard, name: str) -> TableConfig:
-        """The shard as a table of its own, looked up by the keys of its routes."""
-        config, shard = self.configs[placed.table], placed.shard
-        whole = replace(config, pooling="sum") if placed.summed and config.pooling == "mean" else config
-        features = [route_key(route) for route in placed.routes] or config.feature_names
-        rows, columns = (shard.first_row, shard.num_rows), (shard.first_column, shard.num_columns)
-        return whole.part(name, rows, columns, features)
+    def _starts(self, schemes: Sequence[Scheme]) -> dict[int, int]:
+        """The first column of each table in the results of these schemes side by side."""
+        tables = [table for scheme in schemes for table in self.tables_of(scheme)]
+        return dict(zip(tables, accumulate((self._width(table) for table in tables), initial=0), strict=False))
+
+    def parts(self, shards: Sequence[PlacedShard]) -> list[TableConfig]:
+        """Shards as tables of their own, looked up by the keys of their routes.
+
+        A table with several shards gets a number behind its name.
+        """
+        parts, times = [], Counter[int]()
+        for each in shards:
+            config, shard, number = self.configs[each.table], each.shard, times[each.table]
+            whole = replace(config, pooling="sum") if each.summed and config.pooling == "mean" else config
+            features = [route_key(route) for route in each.routes] or config.feature_names
+            rows = shard.first_row, shard.num_rows
+            name = f"{config.name}@{number}" if number else config.name
+            parts.append(whole.part(name, rows, each.columns, features))
+            times[each.table] += 1
+        return parts
 
     def _width(self, table: int) -> int:
         return self.configs[table].embedding_dim * len(self.configs[table].feature_names)
-
-
-def named_parts(placement: Placement, shards: Sequence[PlacedShard]) -> list[TableConfig]:
-    """Parts for a table set: a table with several shards gets a number behind its name."""
-    parts, times = [], dict.fromkeys(range(len(placement.configs)), 0)
-    for each in shards:
-        name, number = placement.configs[each.table].name, times[each.table]
-        parts.append(placement.part(each, f"{name}@{number}" if number else name))
-        times[each.table] += 1
-    return parts
 
 
 class ShardGroups(NamedTuple):
