@@ -208,7 +208,7 @@ class TableSnapshots:
     def begin(self, folder: Path, earlier: Earlier) -> None:
         """Submit the snapshots: they hold the rows of this moment. Changes may follow some earlier checkpoint."""
         for part, prefixes in self._parts.items():
-            store, stem = _store(part), _stem_of(prefixes[0], part.config)
+            store, stem = _store(part), stem_of(prefixes[0], part.config)
             follows = store.last_snapshot
             linked = _link_chain(folder, prefixes[0], store, follows, earlier)
             path = folder / (f"{stem}.{len(linked)}{CHANGES}" if linked else f"{stem}{ROWS}")
@@ -267,7 +267,7 @@ def describe_part(config: TableConfig) -> dict[str, Any]:
     }
 
 
-def _stem_of(prefix: str, part: TableConfig) -> str:
+def stem_of(prefix: str, part: TableConfig) -> str:
     """The beginning of a part's file names, which no other one has."""
     readable = re.sub(r"[^A-Za-z0-9_-]+", "-", prefix.removeprefix("model."))[:80]
     origin = f"-{part.row_origin}-{part.column_origin}" if part.row_origin or part.column_origin else ""
