@@ -31,7 +31,7 @@ from tests.storage.stores import (
     start_read,
     write,
 )
-from tritonemb.kernels.cache_sets import set_of
+from tritonemb.kernels.row_cache import set_of
 from tritonemb.storage import Counts, DiskRows, StorageError, memory, restore
 from tritonemb.storage.row_file import RowFile
 

@@ -196,6 +196,7 @@ class TestRanks:
         ],
     )
     @pytest.mark.few(2)
+    @pytest.mark.more
     def test_tables_may_be_cut_otherwise(self, ranks, tmp_path, monkeypatch, before, after):
         options = CheckpointOptions(1, keep=3, checkpoint_incremental=True)
         job = partial(sharded, folder=tmp_path / "run", checkpoints=options, adam=True)

@@ -234,6 +234,7 @@ def save_too_much(rank: int, folder: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.more
 def test_a_full_disk_leaves_the_earlier_checkpoint_whole(ranks, small_disk):
     folder, whole = CheckpointFolder(small_disk / "checkpoints"), values((12, 4), torch.float32)
     ranks(2).run(save, str(folder.folder), 1, whole, HALVES)

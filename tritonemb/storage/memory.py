@@ -84,7 +84,7 @@ class HostRows:
 class HostCache:
     """The rows of a `RowFile`, some of which are cached in host memory.
 
-    The cache is set-associative, as the one on a device (`kernels/cache_sets.py`), and the same kernels look up and
+    The cache is set-associative, as the one on a device (`kernels/row_cache.py`), and the same kernels look up and
     allocate its slots. Every row that is read or written is cached, and evicts the row of its set that was used
     longest ago, or least often; a dirty one is written back. Overflow rows, for which others of the same call leave no
     way of their set, are read from the file and written to it.

@@ -142,15 +142,15 @@ class RankLoader:
         batch_size: samples a batch.
         seed: of the order of the rows.
         pin_memory: make the batches in page-locked memory.
-        readers: data loader workers of this rank; none if 0.
+        num_workers: data loader workers of this rank; none if 0.
     """
 
     def __init__(
-        self, data: Data, ranks: Ranks, batch_size: int, seed: int, pin_memory: bool, readers: int = 0
+        self, data: Data, ranks: Ranks, batch_size: int, seed: int, pin_memory: bool, num_workers: int = 0
     ) -> None:
         self._data, self._ranks = data, ranks
         self._batch_size, self._seed, self._pin_memory = batch_size, seed, pin_memory
-        self._workers = DataLoaderWorkers(data, readers) if readers else None
+        self._workers = DataLoaderWorkers(data, num_workers) if num_workers else None
 
     def open(self, split: Split, shuffle: bool = False, epoch: int = 0, position: Any = None) -> Batches:
         """This rank's batches of a split: shuffled by epoch, from a position on."""

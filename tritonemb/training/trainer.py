@@ -97,7 +97,7 @@ class Trainer(TrainerOptions):
         if self.device is not None:
             model, device = model.to(self.device), torch.empty(0, device=self.device).device  # with its index
         step = TrainStep(model, device, ranks, self.dense_optimizer, self.dense_lr, self.precision, self.compile)
-        loader = RankLoader(self.data, ranks, self.batch_size, self.seed, device.type == "cuda", self.readers)
+        loader = RankLoader(self.data, ranks, self.batch_size, self.seed, device.type == "cuda", self.num_workers)
         state = TrainState(
             model, device, self.data, self, dict(self.config or {}), step, Progress(), loader, ranks, self.pipeline,
             self.epochs, self.max_steps,
