@@ -54,7 +54,7 @@ class CheckpointWriter(FileSystemWriter):
         needed: int,  # bytes, at most
         tensors: Mapping[str, Tensor],
         snapshots: TableSnapshots,
-        group: RankGroup | None,
+        group: RankGroup,
         publish: Callable[[RankFiles], None],  # for rank 0, when all ranks' files are on the disk
     ) -> None:
         # Copying ahead from a device sorts tensors and waits for its stream, for nothing if all are in host memory.
@@ -69,7 +69,7 @@ class CheckpointWriter(FileSystemWriter):
         results: list[Any] = []
         try:
             results += super().write_data(plan, planner).value()
-            paths = self._folder.glob(f"__{0 if self.group is None else self.group.rank}_*")
+            paths = self._folder.glob(f"__{self.group.rank}_*")
             results.append(self.snapshots.finish({path.name: size_and_checksum(path) for path in paths}))
         except BaseException as error:
             self.snapshots.settle()
