@@ -177,10 +177,9 @@ def _train(arguments: list[str]) -> int:
         print(TRAIN_USAGE, end="")
         return 0
     require("tyro")
-    from tritonemb.training.config import TrainConfig, preset
-    from tritonemb.training.config_io import from_plain, load_toml
+    from tritonemb.training.config import TrainConfig, from_plain, load_toml, preset
     from tritonemb.training.job import train
-    from tritonemb.training.utils import Interrupted
+    from tritonemb.training.ranks import Interrupted
 
     # The data set, the preset and the file decide the defaults, so they are read before the rest.
     first = argparse.ArgumentParser(prog="tritonemb train", add_help=False, allow_abbrev=False)

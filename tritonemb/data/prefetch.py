@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
 import weakref
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from queue import Empty, SimpleQueue
 from types import TracebackType

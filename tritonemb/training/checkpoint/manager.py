@@ -28,9 +28,9 @@ from tritonemb.training.checkpoint.all_ranks import ignore_single_process_warnin
 from tritonemb.training.checkpoint.folder import CheckpointFolder, RunFolder
 from tritonemb.training.checkpoint.reader import load_tensors, read_manifest, stored_tensors
 from tritonemb.training.checkpoint.writer import CheckpointWriter, HostStager
-from tritonemb.training.config_io import plain
+from tritonemb.training.config import plain
+from tritonemb.training.doctor import versions
 from tritonemb.training.metrics import caches_of
-from tritonemb.training.utils import versions
 
 
 class WrittenCheckpoint(NamedTuple):
