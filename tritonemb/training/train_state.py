@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -96,11 +96,7 @@ class TrainState:
         self.last_epoch, self.last_step = self.options.epochs, self.options.max_steps
 
     def steps(self, stream: Batches, training: bool = False, **signals: Callable[[], int]) -> Prefetcher[PreparedStep]:
-        """Steps on a stream's batches, made ahead where that takes exchanges or copies, or reads rows.
-
-        Args:
-            signals: `signal` and `clock`, see `prepare`.
-        """
+        """Steps on a stream's batches, prefetched where that exchanges, copies or reads; `signals`: see `prepare`."""
         ranks, options = self.ranks, self.options
         prefetch = prefetch_for(self.model, training) if self.pipeline else None
         cached, caches = has_cached_tables(self.model), caches_of(self.model)
@@ -159,13 +155,7 @@ def has_cached_tables(model: nn.Module) -> bool:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """`model.<key>` for every entry of the model's `state_dict`, sharing memory with the model.
-
-    Each tensor of a table on disk is a `DiskTensor`, which has no values.
-
-    Raises:
-        TypeError: for an entry that is no tensor.
-    """
+    """`model.<key>` for every entry of the model's `state_dict`, sharing memory; a table on disk has `DiskTensor`s."""
     with metadata_only():
         state = model.state_dict()
     for name, value in state.items():
@@ -185,35 +175,30 @@ def read_again(model: nn.Module) -> None:
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
     """`optimizer.<parameter>.<state>` for every tensor that the optimizer of the dense part keeps."""
-    entries = _optimizer_entries(model, optimizer)
-    return {f"optimizer.{name}.{key}": value for name, key, value in entries if isinstance(value, Tensor)}
+    states = _states(model, optimizer).items()
+    return {f"optimizer.{name}.{key}": v for name, state in states for key, v in state.items() if isinstance(v, Tensor)}
 
 
 def optimizer_plain(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Any]]:
-    """What the optimizer keeps of each parameter that is no tensor, by the parameter's name.
-
-    Raises:
-        TypeError: for a value that JSON does not know.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    for name, key, value in _optimizer_entries(model, optimizer):
-        if isinstance(value, Tensor):
-            continue
-        if not isinstance(value, PLAIN):
-            raise TypeError(
-                f"{type(optimizer).__name__} keeps {key!r} of type {type(value).__name__} for {name}; checkpoints "
-                "hold tensors and plain values only"
-            )
-        found.setdefault(name, {})[key] = value
+    """What the optimizer keeps of each parameter that is no tensor, by the parameter's name, for JSON."""
+    found = {}
+    for name, state in _states(model, optimizer).items():
+        plain = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+        for key, value in plain.items():
+            if not isinstance(value, PLAIN):
+                raise TypeError(
+                    f"{type(optimizer).__name__} keeps {key!r} of type {type(value).__name__} for {name}; checkpoints "
+                    "hold tensors and plain values only"
+                )
+        if plain:
+            found[name] = plain
     return found
 
 
 def optimizer_templates(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, stored: Mapping[str, TensorStorageMetadata]
 ) -> dict[str, Tensor]:
-    """Room for those stored optimizer states whose parameters this optimizer has: on the CPU, or where the parameter is
-    a DTensor, sharded as that is.
-    """
+    """Room for the stored states of parameters that this optimizer has: on the CPU, or sharded as they are."""
     owners: dict[str, Tensor] = {f"optimizer.{name}": parameter for name, parameter in _parameters_of(model, optimizer)}
     found: dict[str, Tensor] = {}
     for name, entry in stored.items():
@@ -234,10 +219,8 @@ def load_optimizer_state(
     """Give the optimizer what `optimizer_tensors` and `optimizer_plain` took out of one like it."""
     names = {id(parameter): name for name, parameter in _parameters_of(model, optimizer)}
     packed = optimizer.state_dict()
-    numbers = [number for group in packed["param_groups"] for number in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    packed["state"] = {}
-    for number, parameter in zip(numbers, parameters, strict=True):
+    packed["state"] = {}  # by number, in the order of the groups
+    for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         prefix = f"optimizer.{names[id(parameter)]}."
         state: dict[str, Any] = dict(plain.get(names[id(parameter)], {}))
         state |= {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
@@ -308,11 +291,9 @@ def rng_plain() -> dict[str, Any]:
     }
 
 
-def _optimizer_entries(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, str, Any]]:
-    """Parameter name, state name and value of all that the optimizer keeps."""
-    for name, parameter in _parameters_of(model, optimizer):
-        for key, value in optimizer.state.get(parameter, {}).items() if optimizer is not None else ():
-            yield name, key, value
+def _states(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Mapping[str, Any]]:
+    """What the optimizer keeps, by the parameter's name."""
+    return {name: optimizer.state.get(p, {}) for name, p in _parameters_of(model, optimizer)} if optimizer else {}
 
 
 def _parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, nn.Parameter]]:
