@@ -94,6 +94,7 @@ class Loop:
                     self.saving.finish()
             raise
         finally:
+            self.state.prefetched = None
             self.callbacks.on_end(end)
         signum = self.ranks.max(self._stopped or self.request.signum or 0)  # some rank's may have come late
         if signum:
@@ -138,31 +139,23 @@ class Loop:
         signals = {"signal": lambda: request.signum or 0, "clock": lambda: int(1000 * (time.monotonic() - self._began))}
         state.model.train()
         with (
-            state.loader.open("train", True, progress.epoch, progress.position) as stream,
+            state.open("train", True) as stream,
             state.steps(stream, True, **signals) as steps,
         ):
-            state.prefetched = steps
-            try:
-                self._train_steps(steps)
-            finally:
-                state.prefetched = None
-
-    def _train_steps(self, steps: Prefetcher[PreparedStep]) -> None:
-        progress = self.progress
-        step, over = self._next(steps)
-        if over:
-            self._end_epoch()
-        while step[0]:
-            epoch = progress.epoch
-            self._train_step(step)
             step, over = self._next(steps)
             if over:
                 self._end_epoch()
-            if over or self._over or self._stopped is not None:
-                self._report_left_out(step[1], f"train {epoch}")
-            self._due_after_step(epoch, last=over)
-            if progress.ended or self._over or self._stopped is not None:
-                return
+            while step[0]:
+                epoch = progress.epoch
+                self._train_step(step)
+                step, over = self._next(steps)
+                if over:
+                    self._end_epoch()
+                if over or self._over or self._stopped is not None:
+                    self._report_left_out(step[1], f"train {epoch}")
+                self._due_after_step(epoch, last=over)
+                if progress.ended or self._over or self._stopped is not None:
+                    return
 
     def _train_step(self, step: PreparedStep) -> None:
         progress, info = self.progress, step[1]
@@ -315,7 +308,7 @@ def evaluate(state: TrainState, split: Split) -> Metrics:
     start, ranks, step = time.perf_counter(), state.ranks, state.step
     with ranks.watched():
         state.settle()  # its collectives and those of the evaluation must not mix
-        with state.loader.open(split) as stream, state.steps(stream) as steps:
+        with state.open(split) as stream, state.steps(stream) as steps:
             batches = (batch for each in steps for batch in take(each))
             logits, labels = predict_logits(state.model, batches, state.device, step.precision, step.forward)
             skipped = sum(ranks.gather(stream.report.skipped))
@@ -343,11 +336,7 @@ def predict_logits(
     precision: Precision = "fp32",
     forward: Forward | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Logits and labels `[N]` of all samples, on the CPU, by the model in evaluation mode.
-
-    Args:
-        forward: what to call in place of the model, for example a compiled form of it.
-    """
+    """Logits and labels `[N]` of all samples, on the CPU, by the model (or `forward`, compiled) in evaluation mode."""
     was_training = model.training
     model.eval()
     found = _GrowingTensor(device)

@@ -177,10 +177,7 @@ class CacheMeter:
             self._stall += max(0.0, min(end, moved[1]) - max(begin, moved[0]))
 
     def trained(self, counted: Counter[str] | None) -> None:
-        """A step has been trained; `counted` when its rows had been prefetched, None without prefetch.
-
-        So later steps, whose rows have been prefetched by now, are not included.
-        """
+        """A step has been trained; `counted` when its rows, and no later step's, had been prefetched; None without."""
         self._trained = counted
 
     def wants_deeper_prefetch(self) -> bool:

@@ -15,14 +15,16 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from tritonemb.data.batch import Batch, BatchLayout
+from tritonemb.data.loader import merge_positions, open_shards, rank_position
 from tritonemb.data.prefetch import Prefetcher
-from tritonemb.data.protocol import Batches, Data
+from tritonemb.data.protocol import Batches, Data, Split
+from tritonemb.data.workers import DataLoaderWorkers
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.tables.cached_table import CachedTable, metadata_only
 from tritonemb.tables.prefetch import needs_prefetch
 from tritonemb.training.config import TrainerOptions
 from tritonemb.training.metrics import caches_of, count
-from tritonemb.training.ranks import RankLoader, Ranks
+from tritonemb.training.ranks import Ranks
 from tritonemb.training.step import PLAIN, PreparedStep, TrainStep, eviction_permit, prefetch_for, prepare
 
 DEPTH = 2  # steps beyond the one that is trained
@@ -73,7 +75,7 @@ class TrainState:
         last_epoch, last_step: where the whole run ends.
         begun: whether the ranks' generators are their own.
         fitted: whether a fit has been to its end.
-        prefetched: the steps of the epoch that is being trained.
+        prefetched: the steps of the epoch that is being trained, or of the last one.
     """
 
     model: nn.Module
@@ -83,7 +85,6 @@ class TrainState:
     config: Mapping[str, Any]
     step: TrainStep
     progress: Progress
-    loader: RankLoader
     ranks: Ranks
     pipeline: bool
     last_epoch: int = field(init=False)
@@ -94,21 +95,46 @@ class TrainState:
 
     def __post_init__(self) -> None:
         self.last_epoch, self.last_step = self.options.epochs, self.options.max_steps
+        self._workers = DataLoaderWorkers(self.data, self.options.readers) if self.options.readers else None
+
+    def open(self, split: Split, training: bool = False) -> Batches:
+        """This rank's batches of a split; for training shuffled, from where the epoch has come to."""
+        options, progress = self.options, self.progress
+        order: dict[str, Any] = {}
+        if training:
+            order = {"seed": options.seed, "epoch": progress.epoch, "shuffle": True, "positions": progress.position}
+        return open_shards(
+            self.data, split, options.batch_size, self.ranks.rank, self.ranks.size,
+            pin_memory=self.device.type == "cuda", workers=self._workers, **order,
+        )  # fmt: skip
+
+    def merged_position(self) -> Any:
+        """Where all ranks have come to in the epoch; None at its beginning. Collective."""
+        positions: list[Any] = self.ranks.gather(self.progress.position)
+        return None if self.progress.position is None else merge_positions(positions)
+
+    def own_position(self, position: Any) -> Any:
+        """This rank's part of the position of all ranks."""
+        return None if position is None else rank_position(position, self.ranks.rank, self.ranks.size)
 
     def steps(self, stream: Batches, training: bool = False, **signals: Callable[[], int]) -> Prefetcher[PreparedStep]:
         """Steps on a stream's batches, prefetched where that exchanges, copies or reads; `signals`: see `prepare`."""
         ranks, options = self.ranks, self.options
         prefetch = prefetch_for(self.model, training) if self.pipeline else None
         cached, caches = has_cached_tables(self.model), caches_of(self.model)
-        ahead = self.pipeline and (ranks.size > 1 or self.device.type == "cuda" or cached)
         depth = options.prefetch_depth if cached and options.prefetch_depth is not None else DEPTH
+        if not self.pipeline or (ranks.size == 1 and self.device.type != "cuda" and not cached):
+            depth = 0
         steps = prepare(
             stream, ranks, self.device, partial(empty_batch, self.data), prefetch=prefetch,
             accumulate=options.accumulate if training else 1,
             counted=partial(count, caches) if caches and prefetch and training else None, **signals,
         )  # fmt: skip
         permit = eviction_permit if caches else None
-        return Prefetcher(steps, depth if ahead else 0, "tritonemb-pipeline", collective=ranks.size > 1, permit=permit)
+        prefetcher = Prefetcher(steps, depth, "tritonemb-pipeline", collective=ranks.size > 1, permit=permit)
+        if training:
+            self.prefetched = prefetcher
+        return prefetcher
 
     @property
     def steps_per_epoch(self) -> int | None:
