@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from tritonemb.comm.control import RankFailed, lost_contact
 from tritonemb.data.batch import Batch
-from tritonemb.data.prefetch import Prefetcher
 from tritonemb.data.protocol import Split
 from tritonemb.ops.errors import check_errors
 from tritonemb.training import metrics as measure
@@ -94,7 +93,6 @@ class Loop:
                     self.saving.finish()
             raise
         finally:
-            self.state.prefetched = None
             self.callbacks.on_end(end)
         signum = self.ranks.max(self._stopped or self.request.signum or 0)  # some rank's may have come late
         if signum:
@@ -171,7 +169,7 @@ class Loop:
         self.clock.step(info.rows)
         self.callbacks.on_step(StepEnd(progress.step, progress.epoch, progress.samples))
 
-    def _next(self, steps: Prefetcher[PreparedStep]) -> tuple[PreparedStep, bool]:
+    def _next(self, steps: Iterator[PreparedStep]) -> tuple[PreparedStep, bool]:
         """The next step, and whether the epoch has none more."""
         begin = time.perf_counter()
         step = batches, info = next(steps)
@@ -179,8 +177,9 @@ class Loop:
         self.clock.waited += end - begin
         if self.caches is not None:
             self.caches.stalled(begin, end, info.moved)
-            if self.options.prefetch_depth is None and self.caches.wants_deeper_prefetch() and self.ranks.size == 1:
-                steps.widen()
+            deeper = self.options.prefetch_depth is None and self.caches.wants_deeper_prefetch()
+            if deeper and self.ranks.size == 1 and self.state.prefetched is not None:
+                self.state.prefetched.widen()
         self._now, self._signal = info.clock, info.signal or None
         return step, not batches and not info.signal
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -75,7 +76,7 @@ class TrainState:
         last_epoch, last_step: where the whole run ends.
         begun: whether the ranks' generators are their own.
         fitted: whether a fit has been to its end.
-        prefetched: the steps of the epoch that is being trained, or of the last one.
+        prefetched: the steps of the epoch that is being trained.
     """
 
     model: nn.Module
@@ -117,24 +118,34 @@ class TrainState:
         """This rank's part of the position of all ranks."""
         return None if position is None else rank_position(position, self.ranks.rank, self.ranks.size)
 
-    def steps(self, stream: Batches, training: bool = False, **signals: Callable[[], int]) -> Prefetcher[PreparedStep]:
+    @contextmanager
+    def steps(
+        self, stream: Batches, training: bool = False, **signals: Callable[[], int]
+    ) -> Iterator[Iterator[PreparedStep]]:
         """Steps on a stream's batches, prefetched where that exchanges, copies or reads; `signals`: see `prepare`."""
         ranks, options = self.ranks, self.options
         prefetch = prefetch_for(self.model, training) if self.pipeline else None
         cached, caches = has_cached_tables(self.model), caches_of(self.model)
-        depth = options.prefetch_depth if cached and options.prefetch_depth is not None else DEPTH
-        if not self.pipeline or (ranks.size == 1 and self.device.type != "cuda" and not cached):
-            depth = 0
         steps = prepare(
             stream, ranks, self.device, partial(empty_batch, self.data), prefetch=prefetch,
             accumulate=options.accumulate if training else 1,
             counted=partial(count, caches) if caches and prefetch and training else None, **signals,
         )  # fmt: skip
+        depth = options.prefetch_depth if cached and options.prefetch_depth is not None else DEPTH
+        if depth == 0 or not self.pipeline or (ranks.size == 1 and self.device.type != "cuda" and not cached):
+            with closing(steps):
+                yield steps
+            return
         permit = eviction_permit if caches else None
-        prefetcher = Prefetcher(steps, depth, "tritonemb-pipeline", collective=ranks.size > 1, permit=permit)
-        if training:
+        with Prefetcher(steps, depth, "tritonemb-pipeline", collective=ranks.size > 1, permit=permit) as prefetcher:
+            if not training:
+                yield prefetcher
+                return
             self.prefetched = prefetcher
-        return prefetcher
+            try:
+                yield prefetcher
+            finally:
+                self.prefetched = None
 
     @property
     def steps_per_epoch(self) -> int | None:
