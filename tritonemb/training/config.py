@@ -122,12 +122,12 @@ class WorkerOptions(Options):
     """The processes of a job, beside and around those that train.
 
     Args:
-        readers: data loader workers of each rank; none if 0.
+        num_workers: data loader workers of each rank; none if 0.
         timeout: seconds to wait for a rank that does not answer. The model's own exchanges have a time-out of their
             own: that of `HybridParallel` or `torch.distributed.init_process_group`.
     """
 
-    readers: int = number(0, least=0)
+    num_workers: int = number(0, least=0)
     timeout: float = 600.0
 
     def __post_init__(self) -> None:

@@ -96,7 +96,7 @@ class TrainState:
 
     def __post_init__(self) -> None:
         self.last_epoch, self.last_step = self.options.epochs, self.options.max_steps
-        self._workers = DataLoaderWorkers(self.data, self.options.readers) if self.options.readers else None
+        self._workers = DataLoaderWorkers(self.data, self.options.num_workers) if self.options.num_workers else None
 
     def open(self, split: Split, training: bool = False) -> Batches:
         """This rank's batches of a split; for training shuffled, from where the epoch has come to."""
