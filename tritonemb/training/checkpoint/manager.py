@@ -173,7 +173,7 @@ class CheckpointManager:
     def manifest(self) -> dict[str, Any]:
         """All else, for JSON. Collective."""
         state = self._state
-        position = state.loader.merged(state.progress.position)
+        position = state.merged_position()
         return {
             "versions": versions(state.device),
             "run": self._run(),
@@ -218,7 +218,7 @@ class CheckpointManager:
         step.load_loss_sums(sums)
         step.load_json(options)
         train_state.set_rng(random, manifest, state.options.seed, state.ranks.rank, state.device)
-        state.progress = replace(progress, position=state.loader.own(progress.position))
+        state.progress = replace(progress, position=state.own_position(progress.position))
         return path
 
     def mark_best_again(self) -> None:
