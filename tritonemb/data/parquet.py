@@ -28,11 +28,7 @@ ROW_BYTES = 256  # that a row is taken to have, to make slices as large as chunk
 
 @contextmanager
 def opened(file: LogFile) -> Iterator[Any]:
-    """A `pyarrow.parquet.ParquetFile`.
-
-    Raises:
-        ValueError: it is damaged, or has other bytes than when it was found.
-    """
+    """A `pyarrow.parquet.ParquetFile`; ValueError if it is damaged, or not what was found."""
     try:
         # Pages are read as they are needed, in place of whole row groups.
         with file.open() as raw, parquet.ParquetFile(raw, buffer_size=1 << 20, pre_buffer=False) as opened_file:
@@ -44,17 +40,12 @@ def opened(file: LogFile) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Head:
-    """What a file says of itself: its number of rows, its `pyarrow.Schema`, and the rows of each row group.
-
-    Args:
-        group_times: earliest and latest time of each row group, a `pyarrow` array of two; None if it has rows without
-            a time, or does not say.
-    """
+    """What a file says of itself, and of each of its row groups."""
 
     num_rows: int
-    schema: Any
+    schema: Any  # a `pyarrow.Schema`
     group_rows: tuple[int, ...]
-    group_times: tuple[Any, ...]
+    group_times: tuple[Any, ...]  # earliest and latest, a `pyarrow` array; None where a row has no time, or unknown
 
 
 def head_of(file: LogFile, time_column: str | None = None) -> Head:
@@ -121,10 +112,7 @@ def files_of_frames(frames: Mapping[Split, Any], name: str) -> dict[Split, tuple
 
 def table_of(frame: Any, name: str) -> LogFile:
     """The `pyarrow.Table` of anything with Arrow's C stream interface, as a file of a log; no column is copied.
-
-    Raises:
-        ValueError: it has no such interface, or columns that Arrow does not know.
-    """
+    ValueError if it has no such interface, or columns that Arrow does not know."""
     if not hasattr(frame, "__arrow_c_stream__"):
         raise ValueError(
             f"{name}: {type(frame).__name__} is not a data frame with the method __arrow_c_stream__, as pandas has "
@@ -151,19 +139,14 @@ def _without_views(kind: Any) -> Any:
 
 
 class ArrowSource:
-    """Parquet files or tables with the same columns. The positions and sizes of its parts are rows.
-
-    Args:
-        time: the time column, if rows are split by it.
-        labelled: whether there is a label column.
+    """Parquet files or tables with the same columns, among them a time column if rows are split by it.
 
     Attributes:
         schema: with all columns filled in.
         multi_hot: the sparse columns that are lists.
 
     Raises:
-        ValueError: a file is damaged, has no rows, lacks a column or has it twice, or has it of another type than it
-            needs or than other files have.
+        ValueError: a file is damaged, has no rows, or lacks a column, has it twice, or of a type that does not fit.
     """
 
     def __init__(
@@ -317,11 +300,7 @@ def _at_or_after(times: Any, bound: str | None) -> Array:
 
 
 def time_bound(bound: str, kind: Any) -> Any:
-    """A time, as a `pyarrow` scalar of the column's type.
-
-    Raises:
-        ValueError: it is none.
-    """
+    """A `pyarrow` scalar of the time column's type; ValueError if it is none."""
     try:
         return pa.scalar(bound).cast(kind)
     except pa.ArrowException as error:
