@@ -135,7 +135,8 @@ def _write(
     tasks: Sequence[_Task], row_group_rows: int, compression: Compression, progress: Callable[[int], None] | None
 ) -> list[ReadReport]:
     """Write the good rows of some splits, each to a Parquet file."""
-    schema, reports = tasks[0][0].text_schema(), []
+    schema = tasks[0][0].text_schema()
+    reports: list[ReadReport] = []
 
     def table_of(batch: Any) -> Any:
         return pa.Table.from_batches([batch]).select(schema.names).cast(schema)

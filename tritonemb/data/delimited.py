@@ -267,7 +267,7 @@ def parse(form: CsvFormat, data: Text) -> Parsed:
     if not form.quoted and b"\r" in data:
         data = data.replace(b"\r\n", b"\n")
         plain &= b"\r" not in data
-    batch = form.read(data) if plain else None
+    batch: Any = form.read(data) if plain else None
     good = None if batch is None else good_rows(batch, form.schema)
     if good is not None and good.all() and batch.num_rows == count_lines(data):
         return Parsed(batch, np.arange(batch.num_rows), good, np.zeros(0, dtype=np.int64), lambda number: ("", ""))

@@ -75,7 +75,13 @@ class TextSource:
         return pa.schema([(name, kinds[name]) for name in self.schema.columns() if name in kinds])
 
     def sizes(self) -> list[int]:
-        return [unpacked_size(file) for file in self._files]
+        """Bytes of the texts; of a compressed file all of them are unpacked for it."""
+        sizes = [file.size for file in self._files]
+        for number, file in enumerate(self._files):
+            if file.codec is not None:
+                with opened(file) as source:
+                    sizes[number] = sum(map(len, _blocks(source)))
+        return sizes
 
     def estimated_rows(self, part: Part) -> float:
         """By the first lines of the file, which are taken to be as long, and as well compressed, as the others."""
@@ -270,14 +276,6 @@ def lines_before(file: LogFile, start: int, first: int = 0) -> int:
     with opened(file) as source:
         _skip(source, file, begin)
         return lines + sum(block.count(b"\n") for block in _blocks(source, start - 1 - begin))
-
-
-def unpacked_size(file: LogFile) -> int:
-    """Bytes of the text; of a compressed file all of them are unpacked for it."""
-    if file.codec is None:
-        return file.size
-    with opened(file) as source:
-        return sum(len(block) for block in _blocks(source))
 
 
 def first_bytes(file: LogFile, num_bytes: int = LONGEST_LINE) -> bytes:
