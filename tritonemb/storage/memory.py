@@ -76,12 +76,12 @@ class HostRows:
         check_request(self.table_name, self.num_rows, self.record, rows, records)
         if os.getpid() != self._process:  # a fork copies memory: the other process would not see a write
             raise StorageError(f"table {self.table_name!r} belongs to the process that this one was forked from")
-        future, size = IoFuture(), self.record.num_bytes
+        future, places = IoFuture(), torch.arange(rows.numel())
         with self._lock:
             if self._closed:
                 raise StorageError(f"table {self.table_name!r} is closed")
-            move, table = cpu_kernels("pages").move_records, self._bytes.data_ptr()
-            future.run(lambda: move(rows.numpy(), table, records.data_ptr(), size, into_table))
+            move = (self._bytes, records, rows, places) if into_table else (records, self._bytes, places, rows)
+            future.run(lambda: _move(*move))
         return future
 
 
