@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tritonemb.kernels.cpu.jit import called, compiled, run_tasks, share, team
 from tritonemb.kernels.cpu.simd import copy_bytes, prefetch
+from tritonemb.kernels.move_rows import describe
 
 AHEAD = 8  # moves between asking for a row and copying it
 ASKED_BYTES = 512  # of a row; the processor itself asks for what follows
@@ -41,13 +42,6 @@ def _move_all(team, num_threads, bounds, pairs, to_rows, from_rows, to_limit, fr
     return -1
 
 
-def _describe(destination: Tensor, source: Tensor) -> list[int]:
-    numbers = []
-    for tensor in (destination, source):
-        numbers += [tensor.data_ptr(), tensor.stride(0) * tensor.element_size(), tensor.shape[0]]
-    return [*numbers, source.element_size() * (source.shape[1] if source.dim() == 2 else 1)]
-
-
 def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_rows: Tensor, from_rows: Tensor) -> None:
     """See `kernels/move_rows.py`.
 
@@ -56,7 +50,7 @@ def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_row
     """
     if not destinations:
         return
-    pairs = [_describe(*pair) for pair in zip(destinations, sources, strict=True)]
+    pairs = [describe(*pair)[0] for pair in zip(destinations, sources, strict=True)]
     described = np.array(pairs, dtype=np.int64).reshape(-1, PAIR_SIZE)
     to_limit, from_limit = int(described[:, TO_ROWS].min()), int(described[:, FROM_ROWS].min())
     num_moves = to_rows.numel()

@@ -113,13 +113,8 @@ def check(buffer, numbers, pages_per_block):
 def identify(buffer, numbers, pages_per_block, num_blocks):
     """Find out which blocks stand one behind the other, and check them.
 
-    Args:
-        buffer: address of the first.
-        numbers: int64 `[blocks]`, become theirs, `NEVER_WRITTEN` where there are zeros alone.
-        num_blocks: of the table.
-
-    Returns:
-        the index of the first that is damaged, at which it stops; the number of blocks if none is.
+    `numbers`, int64 `[blocks]`, become theirs, `NEVER_WRITTEN` where there are zeros alone. Returns the index of the
+    first that is damaged, or not among the table's `num_blocks`, at which it stops; the number of blocks if none is.
     """
     for block in range(numbers.size):
         address = buffer + block * pages_per_block * PAGE_BYTES
@@ -153,16 +148,10 @@ def _copy_record(slot, record, num_bytes, into_slot):
 def copy_out(buffer, blocks, slots, rows, rows_per_block, pages_per_block, record_bytes, records, written):
     """Check blocks and copy records out of them; records never written are left alone. Reads each block once.
 
-    Args:
-        buffer: address of the blocks.
-        blocks: int64 `[b]`, their numbers, ascending, those of the rows.
-        slots: int64 `[b]`: each is the so-manieth in the buffer; below 0 if it was never written.
-        rows: int64 `[n]`, ascending.
-        records: address of `n` times `record_bytes` bytes.
-        written: uint8 `[n]`, becomes whether a row was ever written.
-
-    Returns:
-        the index of the first block that is damaged, at which it stops; the number of blocks if none is.
+    `buffer` is the blocks' address; `blocks` int64 `[b]` their numbers, ascending, those of the rows; `slots` int64
+    `[b]` their places in the buffer, below 0 if never written; `rows` int64 `[n]`, ascending; `records` the address of
+    `n` times `record_bytes` bytes; `written` uint8 `[n]`, becomes whether a row was ever written. Returns the index of
+    the first block that is damaged, at which it stops; the number of blocks if none is.
     """
     i = 0
     for block in range(blocks.size):
@@ -182,10 +171,8 @@ def copy_out(buffer, blocks, slots, rows, rows_per_block, pages_per_block, recor
 def copy_in(buffer, blocks, slots, clear, rows, rows_per_block, pages_per_block, record_bytes, records):
     """Check blocks, copy records into them, mark those as written, and seal the blocks.
 
-    Other arguments and what it returns as of `copy_out`; every block has a slot.
-
-    Args:
-        clear: bool `[b]`: whatever stands in the slot is cleared, not checked.
+    Other arguments and what it returns as of `copy_out`; every block has a slot. Where `clear`, bool `[b]`, whatever
+    stands in the slot is cleared, not checked.
     """
     i = 0
     for block in range(blocks.size):
