@@ -16,6 +16,7 @@ from tritonemb.comm.group import RankGroup
 from tritonemb.comm.id_exchange import ReceivedIds
 from tritonemb.errors import id_out_of_range
 from tritonemb.jagged import KeyedJaggedTensor
+from tritonemb.nn.collections import TableCollection
 from tritonemb.optimizers import Optimizer
 from tritonemb.sharding.init import copy_shard, fill_shard, init_cached_shard, tensors_of
 from tritonemb.sharding.placement import PlacedShard, Placement, named_parts, split
@@ -30,9 +31,8 @@ from tritonemb.sharding.replicated_update import (
 )
 from tritonemb.sharding.sharded_tensor import LocalShard, TableShards, load_shards
 from tritonemb.tables.cached_table import CachedTable
-from tritonemb.tables.lookup import Features, parts_of
+from tritonemb.tables.lookup import Features, PrefetchedFeatures, parts_of
 from tritonemb.tables.optimizer import FusedOptimizer
-from tritonemb.tables.prefetch import PrefetchedFeatures
 from tritonemb.tables.table_set import Groups, TableSet
 from tritonemb.types import TableConfig
 
@@ -66,7 +66,7 @@ class ShardedCollection(nn.Module):
 
     def __init__(
         self,
-        collection: TableSet,
+        collection: TableCollection,
         plan: ShardingPlan,
         groups: ShardGroups,
         precision: ExchangePrecision,
@@ -83,8 +83,8 @@ class ShardedCollection(nn.Module):
             raise ValueError(f"the plan is for {plan.world_size} ranks, the tables have {groups.shards.size}")
         self.configs = collection.configs
         self.optimizer: Optimizer = collection.optimizer
-        self.bounds_check = collection.bounds_check
-        self.output_dtype = collection.dtype_of([table.weight for table in collection.tables])
+        self.bounds_check = collection.table_set.bounds_check
+        self.output_dtype = collection.table_set.dtype_of([table.weight for table in collection.tables])
         self.plan, self.groups, self.precision, self.device = plan, groups, precision, device
         self._sync_replicas = sync_replicas and groups.replicas.size > 1
         self.placement = Placement.of(self.configs, plan, self.pooled)
@@ -161,7 +161,7 @@ class ShardedCollection(nn.Module):
         """For `nonfinite="skip"`: how many row updates this rank has skipped so far, by table."""
         found = dict.fromkeys((config.name for config in self.configs), 0)
         for tables, shards_of in zip(self.locals, self._local_shards, strict=True):
-            for each, count in zip(shards_of, tables.skipped.tolist(), strict=True):
+            for each, count in zip(shards_of, tables.counters["skipped"].tolist(), strict=True):
                 found[self.configs[each.table].name] += count
         return found
 
@@ -284,7 +284,7 @@ class ShardedCollection(nn.Module):
                 self._whole_rows[scheme] = WholeRowUpdate(among, self._blocks(cut), self.optimizer)
 
     @torch.no_grad()
-    def _init_shards(self, collection: TableSet) -> None:
+    def _init_shards(self, collection: TableCollection) -> None:
         """Copy weights and states of a collection, or draw initial values if it is on the meta device."""
         drawn = collection.tables[0].weight.device.type == "meta"
         for tables, shards_of in zip(self.locals, self._local_shards, strict=True):
@@ -301,7 +301,7 @@ class ShardedCollection(nn.Module):
                 for name, state in table.named_buffers():
                     copy_shard(state, source.state(name), each.shard)
             if not drawn:
-                tables.step.copy_(collection.step)
+                tables.counters["step"].copy_(collection.step)
             tables.set_learning_rate(self._learning_rate)
             for each, table in zip(shards_of, tables.tables, strict=True):
                 if not isinstance(table, CachedTable):
@@ -345,8 +345,9 @@ class ShardedCollection(nn.Module):
         holders = sorted({h.shard.rank for h in self.placement.shards})
         mine = self.groups.replicas.rank == 0 and self.groups.shards.rank == holders[0]
         return TableShards(
-            (), torch.int64, [LocalShard(tables.step, mine=mine and not n) for n, tables in enumerate(self.locals)]
-        )
+            (), torch.int64,
+            [LocalShard(tables.counters["step"], mine=mine and not n) for n, tables in enumerate(self.locals)],
+        )  # fmt: skip
 
     @torch.no_grad()
     def average_replicas(self) -> None:
@@ -418,7 +419,7 @@ class ShardedCollection(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> ShardedCollection:
         for tables in self.locals:
-            tables._apply(fn, recurse)
+            tables.convert(fn)
         self._nothing = fn(self._nothing)
         self.device = self._nothing.device
         if self._fused_optimizer is not None:

@@ -11,8 +11,7 @@ from tritonemb.comm.output_exchange import PooledExchange
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.sharding.collection import ExchangedIds, ShardedCollection
 from tritonemb.sharding.placement import PlacedShard, Scheme
-from tritonemb.tables.lookup import Features
-from tritonemb.tables.prefetch import PrefetchedFeatures
+from tritonemb.tables.lookup import Features, PrefetchedFeatures
 from tritonemb.tables.table_set import TableSet
 
 SCHEMES: tuple[Scheme, ...] = ("direct", "hierarchical", "replicated")
@@ -111,10 +110,10 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         groups, parts = iter(exchanged.groups), []
         for scheme in self._schemes:
             if scheme == "replicated":
-                parts += [tables(exchanged.batch, next(groups)) for tables in self._locals_of[scheme]]
+                parts += [tables.look_up(exchanged.batch, next(groups)) for tables in self._locals_of[scheme]]
                 continue
             (received,) = exchanged.received
-            found = [tables(received.features, next(groups)) for tables in self._locals_of[scheme]]
+            found = [tables.look_up(received.features, next(groups)) for tables in self._locals_of[scheme]]
             matrix = self._side_by_side(found, sum(received.batch_sizes))
             exchange = self._direct if scheme == "direct" else self._hierarchical
             parts.append(exchange(matrix, received.batch_sizes))

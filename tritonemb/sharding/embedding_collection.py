@@ -15,8 +15,7 @@ from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.ops.bag import Bags, bag
 from tritonemb.sharding.collection import ExchangedIds, ShardedCollection
 from tritonemb.sharding.placement import PlacedShard
-from tritonemb.tables.lookup import Features
-from tritonemb.tables.prefetch import PrefetchedFeatures
+from tritonemb.tables.lookup import Features, PrefetchedFeatures
 from tritonemb.tables.table_set import Groups, TableSet
 
 
@@ -110,7 +109,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
             own = own if width == dim else torch.nn.functional.pad(own, (first, dim - first - width))
             total = own if total is None else total + own
         for tables in self._replicated:
-            found = tables(batch, next(groups))
+            found = tables.look_up(batch, next(groups))
             total = found if total is None else total + found
         assert total is not None
         assert total.shape == (num_values, dim)
@@ -122,7 +121,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
 
     def _rows(self, part: _SequenceExchanges, ids: ReceivedIds, groups: list[Groups]) -> Tensor:
         """A row for each id of the batch, route by route."""
-        found = [tables(ids.features, group) for tables, group in zip(part.locals, groups, strict=True)]
+        found = [tables.look_up(ids.features, group) for tables, group in zip(part.locals, groups, strict=True)]
         if found:
             rows = found[0]
             for more in found[1:]:

@@ -24,8 +24,7 @@ from tritonemb.sharding.embedding_collection import ShardedEmbeddingCollection
 from tritonemb.sharding.plan import ShardingPlan, uniform_plan
 from tritonemb.sharding.process_groups import ShardGroups
 from tritonemb.sharding.sharded_tensor import TableShards, why_not_loadable
-from tritonemb.tables.lookup import Features
-from tritonemb.tables.prefetch import PrefetchedFeatures
+from tritonemb.tables.lookup import Features, PrefetchedFeatures
 from tritonemb.types import TableConfig
 
 Dense = Literal["ddp", "fsdp"]

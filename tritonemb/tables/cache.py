@@ -22,7 +22,7 @@ from torch import Tensor
 from tritonemb import ops
 from tritonemb.layout import FIRST_ROW, Layout
 from tritonemb.ops.row_cache import NO_ROW
-from tritonemb.tables.cache_storage import CacheDirectory, CacheStorage, PendingRead, RowTransfer, chunks, synchronize
+from tritonemb.tables.cache_storage import CacheDirectory, CacheStorage, RowTransfer, chunks, synchronize
 from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.lookup import Lookup, PinnedSlots, PrefetchedBatch, release_limit, sequence_number
 from tritonemb.tables.table import Table
@@ -248,7 +248,7 @@ class RowCache:
         mine = directory.slice_of(index)
         rows, order = directory.tags[mine].sort()
         for slots in chunks(table, order[rows != NO_ROW]):
-            self._transfer.finish_reads([self._start_read(index, directory.tags[mine][slots], slots)])
+            self._start_read(index, directory.tags[mine][slots], slots)()
         directory.dirty[mine] = False
         synchronize(self.device)
 
@@ -331,7 +331,7 @@ class RowCache:
         """
         directory = self._directory
         rows = groups.rows[missing] - first_rows[tables[missing]]
-        if any(overflow.rows.numel() for overflow in directory.overflow):
+        if directory.num_slots != directory.in_sets:
             found = self._pin_overflow(rows, self._by_table(tables[missing]))
             slots[missing] = found
             missing, rows = missing[found < 0], rows[found < 0]
@@ -352,7 +352,8 @@ class RowCache:
             for table, (some, slots_of) in enumerate(zip(rows.split(sizes), taken.split(sizes), strict=True))
             if some.numel()
         ]
-        self._transfer.finish_reads(reads)
+        for finish in reads:
+            finish()
 
     def _pin_overflow(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
         """Pin rows that are in an overflow already: their slots, -1 for others.
@@ -362,7 +363,7 @@ class RowCache:
         """
         parts = []
         for table, mine in enumerate(rows.split(list(sizes))):
-            found = self._directory.overflow[table].find(mine.cpu()).to(rows.device)
+            found = self._directory.find_overflow(table, mine)
             there = found[found >= 0]
             self._directory.parts[2][table][there] += 1
             self._counts[table][HITS] += there.numel()
@@ -372,24 +373,21 @@ class RowCache:
     def _evict_overflow(self) -> None:
         """Evict overflow rows that no batch has pinned."""
         directory = self._directory
-        for table, overflow in enumerate(directory.overflow):
-            if overflow.rows.numel():
-                idle = (directory.parts[2][table][overflow.slots.to(self.device)] == 0).cpu()
-                slots = overflow.slots[idle].to(self.device)
-                self._evict(torch.full_like(slots, table), overflow.rows[idle].to(self.device), slots)
-                directory.parts[0][table][slots] = NO_ROW
-                overflow.drop(idle)
+        for table, first in enumerate(directory.in_sets):
+            tags, pins = directory.overflow_tags(table), directory.parts[2][table][first:]
+            idle = ((tags != NO_ROW) & (pins == 0)).nonzero()[:, 0]
+            self._evict(torch.full_like(idle, table), tags[idle], idle + first)
+            tags[idle] = NO_ROW
 
     def _allocate_overflow(self, tables: Tensor, rows: Tensor) -> Tensor:
         """Slots of overflows for rows, by table, whose sets are full."""
         directory, sizes = self._directory, self._by_table(tables)
         self.storage.grow_overflows(sizes)
         parts = []
-        for table, some in enumerate(rows.cpu().split(sizes)):
-            if some.numel():
-                parts.append(directory.overflow[table].put(some))
-                self._counts[table][OVERFLOWS] += some.numel()
-        slots = torch.cat(parts).to(self.device)
+        for table, number in enumerate(sizes):
+            parts.append(directory.free_overflow(table)[:number])
+            self._counts[table][OVERFLOWS] += number
+        slots = torch.cat(parts)
         index = directory.first_slots[tables] + slots
         directory.tags[index], directory.used[index] = rows, self._now
         directory.pins.index_fill_(0, index, 1)
@@ -415,8 +413,8 @@ class RowCache:
             self._counts[index][WRITTEN] += rows.numel() * table.record.num_bytes
             self._transfer.write(table, rows, slots)
 
-    def _start_read(self, index: int, rows: Tensor, slots: Tensor) -> PendingRead | None:
-        """Start to read rows of a table, ascending, into slots."""
+    def _start_read(self, index: int, rows: Tensor, slots: Tensor) -> Callable[[], None]:
+        """Start to read rows of a table, ascending, into slots; the result waits for them."""
         table = self.tables[index]
         assert table is not None
         self._counts[index][READ] += rows.numel() * table.record.num_bytes

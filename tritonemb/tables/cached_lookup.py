@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,10 +14,9 @@ from torch._compile import _disable_dynamo
 from tritonemb import errors, ops
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.layout import NUM_ROWS, TABLE, Layout, make_layout
-from tritonemb.ops.accumulate import NOT_ACCUMULATING, accumulate_
 from tritonemb.tables.cache import RowCache
 from tritonemb.tables.cached_table import CachedTable
-from tritonemb.tables.lookup import Features, Lookup, PinnedSlots, PrefetchedBatch, parts_of
+from tritonemb.tables.lookup import Features, PrefetchedBatch, parts_of
 from tritonemb.tables.table import Table
 from tritonemb.types import TableConfig
 
@@ -91,64 +91,26 @@ def look_up_cached(
         pinned.release()
         return found
     _check_gradients(tables, batch)
-    weights: list[Tensor] = [table.weight for table in tables.tables]
     if not _trains(tables):
-        stand_for_all = next((w for w in weights if w.requires_grad), weights[0])
-        found = ops.fused_lookup(stand_for_all, None, UntrainedUpdate(tables, lookup))
+        weights = [table.weight for table in tables.tables]
+        stand_for_all = next((weight for weight in weights if weight.requires_grad), weights[0])
+        found = ops.fused_lookup(stand_for_all, None, partial(tables.read, lookup), partial(_refuse_gradient, tables))
         pinned.release()
         return found
-    tables.update.check(tables.configs[0].name)
-    tables.check_trainable(weights)
+    tables.check_trainable()
     if tables.accumulating:
         keys, values, _, _ = parts_of(features)
         tables.remember_keys(list(_lookup_keys(tables, keys, tables.layout(keys, values.device)) or keys))
         tables.pins.append(pinned)
-    return ops.fused_lookup(weights[0], None, PinnedUpdate(tables, lookup, pinned))
+    return tables.look_up_trained(lookup, [pinned])
 
 
-class PinnedUpdate:
-    """A batch's rows in pinned slots, read and updated there; an `ops.Update`."""
-
-    def __init__(self, tables: Tables, lookup: Lookup, pinned: PinnedSlots) -> None:
-        self._tables, self._lookup, self._pinned = tables, lookup, pinned
-        self._handle = tables.accumulator.handle if tables.accumulating else NOT_ACCUMULATING
-
-    def read(self) -> Tensor:
-        return self._tables.read(self._lookup)
-
-    def take_gradient(self, grad: Tensor, needs_sample_weight_grad: bool) -> None:
-        """Update the rows and unpin them; or keep the gradient, if the lookup was made in `accumulate`.
-
-        Raises:
-            RuntimeError: the slots have been unpinned.
-        """
-        if self._pinned.released:
-            raise RuntimeError(
-                "the rows of this batch are no longer pinned: each lookup of cached tables has one backward, inside "
-                "the accumulate() block if it was made in one; look the batch up again"
-            )
-        if self._handle == NOT_ACCUMULATING:
-            self._tables.update.step(self._tables, grad, self._lookup, [self._pinned])
-        else:
-            batch = self._lookup.values, self._lookup.offsets, self._lookup.sample_weights
-            accumulate_(self._tables.pending, self._handle, grad, *batch)
-
-
-class UntrainedUpdate:
-    """Rows of tables without an optimizer; an `ops.Update`."""
-
-    def __init__(self, tables: Tables, lookup: Lookup) -> None:
-        self._tables, self._lookup = tables, lookup
-
-    def read(self) -> Tensor:
-        return self._tables.read(self._lookup)
-
-    def take_gradient(self, grad: Tensor, needs_sample_weight_grad: bool) -> None:
-        config = _first_cached(self._tables)
-        raise ValueError(
-            f"table {config.name!r} is placed on {config.placement!r}, where only a fused optimizer can train it; give "
-            "its collection one, or freeze it with requires_grad_(False)"
-        )
+def _refuse_gradient(tables: Tables, grad: Tensor, needs_sample_weight_grad: bool) -> None:
+    config = _first_cached(tables)
+    raise ValueError(
+        f"table {config.name!r} is placed on {config.placement!r}, where only a fused optimizer can train it; give "
+        "its collection one, or freeze it with requires_grad_(False)"
+    )
 
 
 def _trains(tables: Tables) -> bool:

@@ -9,8 +9,7 @@ import torch
 
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.nn.collections import EmbeddingBagCollection
-from tritonemb.ops.errors import check_errors
-from tritonemb.ops.registry import REFERENCE, forced, ops, why
+from tritonemb.ops.registry import REFERENCE, check_errors, forced, ops, why
 from tritonemb.optimizers import RowWiseAdagrad
 from tritonemb.training.utils import check_device, versions
 from tritonemb.types import TableConfig

@@ -22,8 +22,7 @@ from tritonemb.data.prefetch import Prefetcher
 from tritonemb.data.protocol import Batches, Data, ReadReport
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
-from tritonemb.tables.lookup import released_before, sequence_number
-from tritonemb.tables.prefetch import PrefetchedFeatures, needs_prefetch, prefetch
+from tritonemb.tables.lookup import PrefetchedFeatures, needs_prefetch, prefetch, released_before, sequence_number
 from tritonemb.training.metrics import CacheCounts, caches_of, count
 from tritonemb.training.ranks import Ranks
 from tritonemb.training.train_state import TrainState

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from tritonemb.data.batch import Batch
-from tritonemb.ops.errors import check_errors
+from tritonemb.nn.collections import TableCollection
+from tritonemb.ops.registry import check_errors
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
-from tritonemb.tables.table_set import TableSet
 from tritonemb.training.config import Precision
 from tritonemb.training.ranks import Ranks
 from tritonemb.training.schedule import Schedule
@@ -313,12 +313,12 @@ class _GrowingTensor:
         self._used = end
 
 
-def fused_collections(model: nn.Module) -> list[TableSet | ShardedCollection]:
+def fused_collections(model: nn.Module) -> list[TableCollection | ShardedCollection]:
     """The collections of a model that update their tables by themselves."""
     return [
         module
         for module in model.modules()
-        if isinstance(module, TableSet | ShardedCollection) and module.fused_optimizer is not None
+        if isinstance(module, TableCollection | ShardedCollection) and module.fused_optimizer is not None
     ]
 
 
