@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tritonemb.jagged import KeyedJaggedTensor
+from tritonemb.jagged import Features, KeyedJaggedTensor
 from tritonemb.optimizers import Optimizer
-from tritonemb.tables.cache import CacheStatistics, RowCache
-from tritonemb.tables.lookup import Features, PrefetchedFeatures, features_and_groups
+from tritonemb.tables.cache import CacheStatistics
+from tritonemb.tables.lookup import PrefetchedFeatures, features_and_groups
 from tritonemb.tables.optimizer import FusedOptimizer, OptimizedTables, States
-from tritonemb.tables.table import Table
 from tritonemb.tables.table_set import BoundsCheck, Groups, TableSet
 from tritonemb.types import TableConfig
 
@@ -77,37 +76,29 @@ class FusedModule(nn.Module):
 
 
 class TableCollection(FusedModule):
-    """A module that owns a `TableSet`: it registers tables and counters, which move and are saved with it."""
+    """A module that owns a `TableSet`: it registers tables and counters, which move and are saved with it.
+
+    Attributes:
+        configs, tables: in the order they were given.
+        feature_names: the keys that a batch must have, each once, in the order of tables.
+        cache: of those tables that are in host memory or on disk; None if there are none.
+    """
+
+    step: Tensor
+    skipped: Tensor
+    pending: Tensor
 
     def __init__(self, table_set: TableSet) -> None:
         super().__init__()
         self.table_set = table_set
+        self.configs, self.tables, self.cache = table_set.configs, table_set.tables, table_set.cache
+        self.feature_names = table_set.feature_names
         self._optimized = table_set if table_set.optimizer is not None else None
         for name, counter in table_set.counters.items():
             self.register_buffer(name, counter, persistent=name == "step")
         table_set.counters = self._buffers  # the same dictionary, so that both have the same tensors
         for table in table_set.tables:  # not add_module, which would refuse a table that is called like a method
             self._modules[table.config.name] = table
-
-    @property
-    def configs(self) -> tuple[TableConfig, ...]:
-        """Of the tables, in the order they were given."""
-        return self.table_set.configs
-
-    @property
-    def tables(self) -> list[Table]:
-        """The tables, in the order they were given."""
-        return self.table_set.tables
-
-    @property
-    def feature_names(self) -> tuple[str, ...]:
-        """The keys that a batch must have, each once, in the order of tables."""
-        return self.table_set.feature_names
-
-    @property
-    def cache(self) -> RowCache | None:
-        """Of those tables that are in host memory or on disk; None if there are none."""
-        return self.table_set.cache
 
     def _states(self) -> States:
         return self.table_set.optimizer_states()
@@ -121,7 +112,8 @@ class TableCollection(FusedModule):
 
     def skipped_rows(self) -> dict[str, int]:
         """For `nonfinite="skip"`: how many row updates each table has skipped so far."""
-        return self.table_set.skipped_rows()
+        names = [config.name for config in self.configs]
+        return {} if self.optimizer is None else dict(zip(names, self.skipped.tolist(), strict=True))
 
     def cache_statistics(self) -> dict[str, CacheStatistics]:
         """What the caches have done so far, by table in host memory or on disk."""
@@ -129,7 +121,12 @@ class TableCollection(FusedModule):
 
     def reset_parameters(self) -> None:
         """Initialise all tables, e.g. after `to_empty`."""
-        self.table_set.reset_parameters()
+        for table in self.tables:
+            table.reset_parameters()
+        if self.optimizer is not None:
+            self.set_learning_rate(self.optimizer.lr)
+            for counter in (self.step, self.skipped, self.pending):
+                counter.zero_()
 
     def group(self, features: Features) -> Groups:
         """The distinct rows of a batch, from its ids alone; may be computed ahead and given to `forward`.

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from tritonemb.nn.embeddings import Embedding, EmbeddingBag
-from tritonemb.nn.single_table import SERVED_DEVICES, SERVED_DTYPES, SingleTable, check_optimizer, why_not_fused
+from tritonemb.nn.single_table import SERVED_DEVICES, SERVED_DTYPES, SingleTable, why_not_fused
 from tritonemb.optimizers import SGD, Adagrad, Adam, Optimizer, PartialRowWiseAdam, RowWiseAdagrad
 from tritonemb.tables.fused_update import FusedGroup
-from tritonemb.tables.optimizer import FusedOptimizer
+from tritonemb.tables.optimizer import FusedOptimizer, check_optimizer
 
 _OURS: dict[type[nn.Module], type[SingleTable]] = {
     nn.EmbeddingBag: EmbeddingBag,

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from tritonemb.jagged import Features
 from tritonemb.nn.collections import EmbeddingBagCollection
 from tritonemb.nn.layers import MLP, DotInteraction
 from tritonemb.ops.interaction import cross, is_cross_fused
 from tritonemb.optimizers import Optimizer
-from tritonemb.tables.lookup import Features
 from tritonemb.types import TableConfig
 
 

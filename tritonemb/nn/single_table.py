@@ -14,10 +14,10 @@ from tritonemb.nn.collections import FusedModule
 from tritonemb.ops.bag import Bags, bag, serves_sparse
 from tritonemb.optimizers import Optimizer
 from tritonemb.tables.fused_update import FusedGroup
-from tritonemb.tables.optimizer import States
+from tritonemb.tables.optimizer import States, check_optimizer
+from tritonemb.tables.table import keep_dtypes, new_states
 from tritonemb.tables.table_set import check_not_data_parallel
 from tritonemb.types import TRAINABLE_DTYPES
-from tritonemb.utils import advise_huge_pages
 
 SERVED_DTYPES = (*TRAINABLE_DTYPES, torch.float64)
 SERVED_DEVICES = ("cpu", "cuda", "meta")
@@ -109,18 +109,11 @@ class SingleTable(FusedModule):
             owner._state_users += (self,)
             return
         with torch.inference_mode(False):
-            self._make_states(group, persistent)
-
-    def _make_states(self, group: FusedGroup, persistent: bool) -> None:
-        weight = self.weight
-        device = weight.device
-        self.register_buffer("step", torch.zeros((), dtype=torch.int64, device=device), persistent)
-        self.register_buffer("skipped", torch.zeros(1, dtype=torch.int64, device=device), persistent=False)
-        for spec in group.optimizer.states:
-            shape = weight.shape if spec.per_element else weight.shape[:1]
-            state = torch.empty(shape, dtype=torch.float32, device=weight.device)
-            advise_huge_pages(state)
-            self.register_buffer(spec.name, state.zero_(), persistent)
+            step, skipped = (torch.zeros(size, dtype=torch.int64, device=weight.device) for size in ((), (1,)))
+            self.register_buffer("step", step, persistent)
+            self.register_buffer("skipped", skipped, persistent=False)
+            for state, values in new_states(self.weight, group.optimizer.states).items():
+                self.register_buffer(state, values, persistent)
 
     def _leave(self) -> None:
         """Forget the optimizer and its states."""
@@ -188,17 +181,9 @@ class SingleTable(FusedModule):
         renormalise(self.weight.detach(), values, max_norm, norm_type)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SingleTable:
-        """Casting a module to 16 bits casts the weight; optimizer state stays float32."""
         before = dict(self._buffers)
         super()._apply(fn, recurse)
-        for name, buffer in self._buffers.items():
-            original = before[name]
-            if buffer is None or original is None:
-                continue
-            if original.is_meta and not buffer.is_meta:
-                self._buffers[name] = torch.zeros_like(original, device=buffer.device)
-            elif buffer.dtype != original.dtype:
-                self._buffers[name] = original.to(buffer.device)
+        keep_dtypes(self._buffers, before)
         if self._optimized is not None:
             self._optimized.rate_on(self.weight.device)
         return self
@@ -233,24 +218,6 @@ def why_not_fused(module: Any) -> str | None:
     if 0 in weight.shape:
         return f"there is nothing to update in a weight of shape {list(weight.shape)}"
     return None
-
-
-def check_optimizer(optimizer: object) -> Optimizer:
-    """Raises TypeError for anything but an optimizer of `tritonemb.optim`."""
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"optimizer must be one of tritonemb.optim, e.g. te.optim.RowWiseAdagrad(lr=0.02), got {optimizer!r}"
-        )
-    return optimizer
-
-
-def new_weight(
-    num_embeddings: int, embedding_dim: int, device: torch.device | str | None, dtype: torch.dtype | None
-) -> Tensor:
-    """An empty table, in huge pages where there are any."""
-    weight = torch.empty((num_embeddings, embedding_dim), device=device, dtype=dtype)
-    advise_huge_pages(weight)
-    return weight
 
 
 def _are_ordinary(*tensors: Tensor | None) -> bool:

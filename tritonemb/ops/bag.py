@@ -41,14 +41,9 @@ class Bags(NamedTuple):
 
 
 def bag(
-    weight: Tensor,
-    values: Tensor,
-    sample_weights: Tensor | None,
-    bags: Bags,
-    trained: Tensor | None = None,
-    sparse: bool = False,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+    weight: Tensor, values: Tensor, sample_weights: Tensor | None, bags: Bags, trained: Tensor | None = None,
+    sparse: bool = False, dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """Look `values` up; differentiable in `weight` and `sample_weights`.
 
     Args:

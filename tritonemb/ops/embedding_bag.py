@@ -34,15 +34,9 @@ from tritonemb.ops.row_update import (
 
 
 def embedding_bag(
-    weights: Sequence[Tensor],
-    values: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    layout: Layout,
-    check_bounds: bool = True,
-    output_dtype: torch.dtype = torch.float32,
-    trained: Tensor | None = None,
-) -> Tensor:
+    weights: Sequence[Tensor], values: Tensor, offsets: Tensor, sample_weights: Tensor | None, layout: Layout,
+    check_bounds: bool = True, output_dtype: torch.dtype = torch.float32, trained: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Look `values` `[N]` up in `weights` `[T]`; `[B, width]`, or `[N, width]` if the layout is not pooled.
 
     `trained` `[N]` are the ids that gradients go to, if others than `values`; -1 for none.
@@ -80,15 +74,9 @@ def empty_output(values: Tensor, offsets: Tensor, layout: Layout, dtype: torch.d
 
 
 def _look_up(
-    weights: list[Tensor],
-    values: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    trained: Tensor | None,
-    check_bounds: bool,
-    output_dtype: torch.dtype,
-    *layout: Any,
-) -> Tensor:
+    weights: list[Tensor], values: Tensor, offsets: Tensor, sample_weights: Tensor | None, trained: Tensor | None,
+    check_bounds: bool, output_dtype: torch.dtype, *layout: Any,
+) -> Tensor:  # fmt: skip
     look_up = kernel("embedding_bag", values.device, weights)
     return look_up(weights, values, offsets, sample_weights, Layout(*layout), check_bounds, output_dtype)
 
@@ -174,17 +162,10 @@ class _FusedLookup(torch.autograd.Function):
 
 
 def embedding_bag_fused(
-    tables: FusedTables,
-    values: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    groups: RowGroups,
-    layout: Layout,
-    check_bounds: bool = True,
-    output_dtype: torch.dtype = torch.float32,
-    pending: Tensor | None = None,
+    tables: FusedTables, values: Tensor, offsets: Tensor, sample_weights: Tensor | None, groups: RowGroups,
+    layout: Layout, check_bounds: bool = True, output_dtype: torch.dtype = torch.float32, pending: Tensor | None = None,
     accumulator: int = NOT_ACCUMULATING,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """As `embedding_bag`; the backward updates weights, states, steps and skipped in place, or accumulates.
 
     Args:
@@ -291,15 +272,9 @@ class BagGradient(NamedTuple):
 
 
 def bag_fused(
-    table: FusedTables,
-    name: str,
-    values: Tensor,
-    sample_weights: Tensor | None,
-    bags: Bags,
-    trained: Tensor | None,
-    dtype: torch.dtype,
-    gather: Callable[[BagGradient], None],
-) -> Tensor:
+    table: FusedTables, name: str, values: Tensor, sample_weights: Tensor | None, bags: Bags, trained: Tensor | None,
+    dtype: torch.dtype, gather: Callable[[BagGradient], None],
+) -> Tensor:  # fmt: skip
     """As `bag`, for a table without a gradient of its own.
 
     Its backward gives what there is to be added up to `gather`; traced, it updates the table in place.

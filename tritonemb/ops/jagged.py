@@ -48,13 +48,9 @@ class Bucketized(NamedTuple):
 
 
 def jagged_permute(
-    values: Tensor,
-    offsets: Tensor,
-    order: Tensor,
-    num_keys: int,
-    weights: Tensor | None = None,
+    values: Tensor, offsets: Tensor, order: Tensor, num_keys: int, weights: Tensor | None = None,
     num_values: int | None = None,
-) -> Permuted:
+) -> Permuted:  # fmt: skip
     """Take the keys `order` of a batch, in that order.
 
     Args:

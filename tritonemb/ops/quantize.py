@@ -59,13 +59,9 @@ def quantize_pack(
 
 
 def quantize_unpack(
-    message: Tensor,
-    packing: Packing,
-    dtype: torch.dtype,
-    saturated: Tensor,
-    scale: Tensor | None = None,
+    message: Tensor, packing: Packing, dtype: torch.dtype, saturated: Tensor, scale: Tensor | None = None,
     rows: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Read the matrix from a message: the inverse of `quantize_pack` with the same arguments, up to rounding.
 
     Args:
@@ -98,14 +94,9 @@ def quantize_unpack(
 
 
 def _check(
-    source: Tensor,
-    name: str,
-    dtypes: tuple[torch.dtype, ...],
-    packing: Packing,
-    saturated: Tensor,
-    scale: Tensor | None,
-    rows: Tensor | None,
-) -> None:
+    source: Tensor, name: str, dtypes: tuple[torch.dtype, ...], packing: Packing, saturated: Tensor,
+    scale: Tensor | None, rows: Tensor | None,
+) -> None:  # fmt: skip
     """Raise unless each argument has its dtype, number of dimensions and device."""
     arguments: list[tuple[str, Tensor | None, tuple[torch.dtype, ...], int | None]] = [
         (name, source, dtypes, None),

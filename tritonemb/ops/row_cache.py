@@ -31,16 +31,9 @@ _REST = "Tensor num_groups, Tensor tables, Tensor num_sets, Tensor now, str poli
 
 
 def row_cache_look_up_(
-    tags: Sequence[Tensor],
-    used: Sequence[Tensor],
-    pins: Sequence[Tensor],
-    rows: Tensor,
-    num_groups: Tensor,
-    tables: Tensor,
-    num_sets: Tensor,
-    now: Tensor,
-    policy: str,
-) -> Tensor:
+    tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, num_groups: Tensor,
+    tables: Tensor, num_sets: Tensor, now: Tensor, policy: str,
+) -> Tensor:  # fmt: skip
     """Where each distinct row of a batch lies on the device; rows that are there are pinned once and noted as used.
 
     Args:
@@ -65,17 +58,9 @@ def row_cache_look_up_(
 
 
 def row_cache_allocate_(
-    tags: Sequence[Tensor],
-    used: Sequence[Tensor],
-    pins: Sequence[Tensor],
-    rows: Tensor,
-    slots: Tensor,
-    num_groups: Tensor,
-    tables: Tensor,
-    num_sets: Tensor,
-    now: Tensor,
-    policy: str,
-) -> Tensor:
+    tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, slots: Tensor,
+    num_groups: Tensor, tables: Tensor, num_sets: Tensor, now: Tensor, policy: str,
+) -> Tensor:  # fmt: skip
     """Give a slot to each row that has none, in ascending order within a set, and pin it once.
 
     A row takes the first empty way of its set, else that of the unpinned row with the least (use, way). If all rows of
@@ -173,16 +158,9 @@ def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[in
 
 
 def _check(
-    tags: Sequence[Tensor],
-    used: Sequence[Tensor],
-    pins: Sequence[Tensor],
-    rows: Tensor,
-    num_groups: Tensor,
-    tables: Tensor,
-    num_sets: Tensor,
-    now: Tensor,
-    policy: str,
-) -> None:
+    tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, num_groups: Tensor,
+    tables: Tensor, num_sets: Tensor, now: Tensor, policy: str,
+) -> None:  # fmt: skip
     if policy not in POLICIES:
         raise ValueError(f"no policy is called {policy!r}; there are {list(POLICIES)}")
     num_tables, device = len(tags), rows.device

@@ -62,13 +62,9 @@ MUTATED = "weights", "states", "steps", "skipped"
 
 
 def row_update_(
-    tables: FusedTables,
-    grad: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    groups: RowGroups,
+    tables: FusedTables, grad: Tensor, offsets: Tensor, sample_weights: Tensor | None, groups: RowGroups,
     layout: Layout,
-) -> None:
+) -> None:  # fmt: skip
     """Sum each row's gradients in order and apply the optimizer once a row.
 
     Args:
@@ -87,13 +83,9 @@ def row_update_(
 
 
 def _update(
-    tables: FusedTables,
-    grad: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    groups: RowGroups,
+    tables: FusedTables, grad: Tensor, offsets: Tensor, sample_weights: Tensor | None, groups: RowGroups,
     layout: Layout,
-) -> None:
+) -> None:  # fmt: skip
     """Counters that are kept table by table are one tensor to the kernels."""
     weights, states, steps, skipped, learning_rate, optimizer, hyperparameters = tables
     step = steps[0] if len(steps) == 1 else torch.stack(steps)
@@ -123,15 +115,9 @@ define(
 
 
 def row_gradients_(
-    sums: Sequence[Tensor],
-    grad: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    groups: RowGroups,
-    layout: Layout,
-    compact: bool = False,
-    max_gradient: float = torch.inf,
-) -> None:
+    sums: Sequence[Tensor], grad: Tensor, offsets: Tensor, sample_weights: Tensor | None, groups: RowGroups,
+    layout: Layout, compact: bool = False, max_gradient: float = torch.inf,
+) -> None:  # fmt: skip
     """Write the sum of each distinct row's gradients; no autograd.
 
     Args:

@@ -15,7 +15,7 @@ from tritonemb.comm.gradient_exchange import ColumnBlock
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.id_exchange import ReceivedIds
 from tritonemb.errors import id_out_of_range
-from tritonemb.jagged import KeyedJaggedTensor
+from tritonemb.jagged import Features, KeyedJaggedTensor, parts_of
 from tritonemb.nn.collections import TableCollection
 from tritonemb.optimizers import Optimizer
 from tritonemb.sharding.init import copy_shard, fill_shard, init_cached_shard, tensors_of
@@ -31,7 +31,7 @@ from tritonemb.sharding.replicated_update import (
 )
 from tritonemb.sharding.sharded_tensor import LocalShard, TableShards, load_shards
 from tritonemb.tables.cached_table import CachedTable
-from tritonemb.tables.lookup import Features, PrefetchedFeatures, parts_of
+from tritonemb.tables.lookup import PrefetchedFeatures
 from tritonemb.tables.optimizer import FusedOptimizer
 from tritonemb.tables.table_set import Groups, TableSet
 from tritonemb.types import TableConfig
@@ -299,7 +299,7 @@ class ShardedCollection(nn.Module):
                 source = collection.tables[each.table]
                 copy_shard(table.weight, source.weight, each.shard)
                 for name, state in table.named_buffers():
-                    copy_shard(state, source.state(name), each.shard)
+                    copy_shard(state, source.get_buffer(name), each.shard)
             if not drawn:
                 tables.counters["step"].copy_(collection.step)
             tables.set_learning_rate(self._learning_rate)

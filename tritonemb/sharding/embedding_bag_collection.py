@@ -8,10 +8,10 @@ from torch import Tensor
 from tritonemb.comm.codec import ColumnRange
 from tritonemb.comm.id_exchange import IdExchange
 from tritonemb.comm.output_exchange import PooledExchange
-from tritonemb.jagged import KeyedJaggedTensor
+from tritonemb.jagged import Features, KeyedJaggedTensor
 from tritonemb.sharding.collection import ExchangedIds, ShardedCollection
 from tritonemb.sharding.placement import PlacedShard, Scheme
-from tritonemb.tables.lookup import Features, PrefetchedFeatures
+from tritonemb.tables.lookup import PrefetchedFeatures
 from tritonemb.tables.table_set import TableSet
 
 SCHEMES: tuple[Scheme, ...] = ("direct", "hierarchical", "replicated")

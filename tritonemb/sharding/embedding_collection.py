@@ -11,11 +11,11 @@ from tritonemb import ops
 from tritonemb.comm.codec import ColumnRange
 from tritonemb.comm.id_exchange import IdExchange, ReceivedIds
 from tritonemb.comm.output_exchange import SequenceExchange
-from tritonemb.jagged import KeyedJaggedTensor
+from tritonemb.jagged import Features, KeyedJaggedTensor
 from tritonemb.ops.bag import Bags, bag
 from tritonemb.sharding.collection import ExchangedIds, ShardedCollection
 from tritonemb.sharding.placement import PlacedShard
-from tritonemb.tables.lookup import Features, PrefetchedFeatures
+from tritonemb.tables.lookup import PrefetchedFeatures
 from tritonemb.tables.table_set import Groups, TableSet
 
 

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tritonemb.comm.codec import ExchangePrecision
 from tritonemb.comm.group import RankGroup
+from tritonemb.jagged import Features
 from tritonemb.nn import EmbeddingBagCollection, EmbeddingCollection
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection
@@ -24,7 +25,7 @@ from tritonemb.sharding.embedding_collection import ShardedEmbeddingCollection
 from tritonemb.sharding.plan import ShardingPlan, uniform_plan
 from tritonemb.sharding.process_groups import ShardGroups
 from tritonemb.sharding.sharded_tensor import TableShards, why_not_loadable
-from tritonemb.tables.lookup import Features, PrefetchedFeatures
+from tritonemb.tables.lookup import PrefetchedFeatures
 from tritonemb.types import TableConfig
 
 Dense = Literal["ddp", "fsdp"]

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,22 +64,6 @@ class CacheStatistics:
         return self.hits / self.lookups if self.lookups else 1.0
 
 
-class _Release(NamedTuple):
-    """Slots to unpin.
-
-    Attributes:
-        number: the release's sequence number.
-        dirty: whether their rows are.
-        events: behind which nobody uses the slots for the batch that had pinned them.
-    """
-
-    number: int
-    tables: Tensor
-    slots: Tensor
-    dirty: bool
-    events: list[torch.cuda.Event]
-
-
 class RowCache:
     """The cache of a collection's tables, of which at least one is in host memory or on disk.
 
@@ -105,7 +89,7 @@ class RowCache:
         self._counts = [[0] * (WRITTEN + 1) for _ in tables]
         self.stall = 0.0
         self.storage, self._lock = CacheStorage(tables, self._directory), threading.RLock()
-        self._releases: deque[_Release] = deque()
+        self._releases: deque[PinnedSlots] = deque()
         self._last: torch.cuda.Event | None = None  # behind all transfers so far
         self._transfer = RowTransfer(self.device)
         self._failure: BaseException | None = None
@@ -129,14 +113,9 @@ class RowCache:
 
     @torch.no_grad()
     def prefetch(
-        self,
-        batch: Any,
-        whole: Layout,
-        own: Layout,
-        training: bool,
-        check_ids: Callable[[], object],
+        self, batch: Any, whole: Layout, own: Layout, training: bool, check_ids: Callable[[], object],
         find_replica_rows: FindReplicaRows | None = None,
-    ) -> PrefetchedBatch:
+    ) -> PrefetchedBatch:  # fmt: skip
         """Pin a batch's rows in slots; see `released_before` for the rows that may be evicted.
 
         Args:
@@ -185,32 +164,27 @@ class RowCache:
 
     def acquire(self, batch: PrefetchedBatch) -> Lookup:
         """The lookup, for this thread's stream."""
+        lookup, pinned = batch.lookup, batch.pinned
         if batch.ready is not None:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(batch.ready)
-            batch.pinned.record_stream(stream)
-            lookup = batch.lookup
-            for tensor in (lookup.values, lookup.offsets, lookup.sample_weights, *lookup.groups, *batch.pinned.tensors):
+            pinned.stream = stream
+            for tensor in (*lookup[:3], *lookup.groups, pinned.tables, pinned.rows, pinned.slots):
                 if tensor is not None:
                     tensor.record_stream(stream)
-        return batch.lookup
+        return lookup
 
     def row_ids(self, table: int) -> Tensor:
         """int64, the row in each slot of a table; for who holds `storage.lock`."""
         return self._directory.parts[0][table]
 
-    def release(self, tables: Tensor, slots: Tensor, dirty: bool, stream: torch.cuda.Stream | None) -> None:
-        """Unpin slots of a batch; called by any thread, perhaps by Python's garbage collection.
-
-        Args:
-            dirty: whether this thread's stream has updated the rows.
-            stream: that has read the slots; None if none has, or on the CPU.
-        """
-        events = []
+    def release(self, pinned: PinnedSlots) -> None:
+        """Unpin slots of a batch before the next prefetch."""
         if self.device.type == "cuda":
             here = torch.cuda.current_stream(self.device)
-            events = [used.record_event() for used in (here, stream) if used is not None]
-        self._releases.append(_Release(sequence_number(), tables, slots, dirty, events))
+            pinned.events = [used.record_event() for used in (here, pinned.stream) if used is not None]
+        pinned.number = sequence_number()
+        self._releases.append(pinned)
 
     def write_back(self) -> None:
         """Write dirty rows to their stores; they stay in their slots."""

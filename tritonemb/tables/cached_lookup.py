@@ -12,11 +12,11 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from tritonemb import errors, ops
-from tritonemb.jagged import KeyedJaggedTensor
+from tritonemb.jagged import Features, KeyedJaggedTensor, parts_of
 from tritonemb.layout import NUM_ROWS, TABLE, Layout, make_layout
 from tritonemb.tables.cache import RowCache
 from tritonemb.tables.cached_table import CachedTable
-from tritonemb.tables.lookup import Features, PrefetchedBatch, parts_of
+from tritonemb.tables.lookup import PrefetchedBatch
 from tritonemb.tables.table import Table
 from tritonemb.types import TableConfig
 

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,30 +19,8 @@ from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_map_only
 
 from tritonemb import ops
-from tritonemb.jagged import KeyedJaggedTensor
+from tritonemb.jagged import Features, KeyedJaggedTensor, parts_of
 from tritonemb.layout import Layout
-
-
-class Features(Protocol):
-    """What a batch must offer: tritonemb's or TorchRec's `KeyedJaggedTensor`."""
-
-    def keys(self) -> list[str]: ...
-    def values(self) -> Tensor: ...
-    def offsets(self) -> Tensor: ...
-    def weights_or_none(self) -> Tensor | None: ...
-
-
-def parts_of(features: Features) -> tuple[list[str], Tensor, Tensor, Tensor | None]:
-    """Keys, values, offsets and weights; raises TypeError or ValueError for what is no such batch."""
-    for method in ("keys", "values", "offsets", "weights_or_none"):
-        if not callable(getattr(features, method, None)):
-            raise TypeError(f"expected a KeyedJaggedTensor, got {type(features).__name__}, which has no {method}()")
-    if getattr(features, "variable_stride_per_key", bool)():  # TorchRec's
-        raise ValueError(
-            "the batch has another number of samples for each feature; give every feature a bag, perhaps an empty one, "
-            "for every sample"
-        )
-    return list(features.keys()), features.values(), features.offsets(), features.weights_or_none()
 
 
 class Lookup(NamedTuple):
@@ -63,39 +41,38 @@ class Lookup(NamedTuple):
     layout: Layout
 
 
-ReleaseSlots = Callable[[Tensor, Tensor, bool, torch.cuda.Stream | None], None]
-
-
 class PinnedSlots:
     """The slots of a batch's rows, which are not evicted until it is released; at the latest, when it is deleted.
 
     Args:
-        release: unpins tables, slots, given whether the rows are dirty, and the stream that reads the slots.
+        release: called with this object, by any thread, perhaps by Python's garbage collection.
         tables, rows, slots: int64 `[n]`: for each row its table, its number there, and its slot.
+
+    Attributes:
+        dirty: whether the rows have been updated; they are written back after release.
+        stream: that reads the slots; whoever reuses them waits for it first.
+        number: the release's sequence number.
+        events: behind which nobody uses the slots for this batch.
     """
 
-    def __init__(self, release: ReleaseSlots, tables: Tensor, rows: Tensor, slots: Tensor) -> None:
-        self._release: ReleaseSlots | None = release
-        self._tables, self._rows, self._slots = tables, rows, slots
-        self._acquired = self._dirty = False
-        self._stream: torch.cuda.Stream | None = None
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Tables, rows and slots."""
-        return self._tables, self._rows, self._slots
+    def __init__(self, release: Callable[[PinnedSlots], None], tables: Tensor, rows: Tensor, slots: Tensor) -> None:
+        self._release: Callable[[PinnedSlots], None] | None = release
+        self.tables, self.rows, self.slots = tables, rows, slots
+        self.dirty = self._acquired = False
+        self.stream: torch.cuda.Stream | None = None
+        self.number, self.events = 0, list[torch.cuda.Event]()
 
     def rows_of(self, table: int) -> tuple[Tensor, Tensor]:
         """The rows of a table, ascending, and their slots."""
-        mine = self._tables == table
-        return self._rows[mine], self._slots[mine]
+        mine = self.tables == table
+        return self.rows[mine], self.slots[mine]
 
     @property
     def released(self) -> bool:
         """Whether other rows may be in the slots by now."""
         return self._release is None
 
-    def acquire(self, release: ReleaseSlots) -> bool:
+    def acquire(self, release: Callable[[PinnedSlots], None]) -> bool:
         """Let a lookup use the slots; False if another lookup has had them.
 
         Raises:
@@ -108,19 +85,11 @@ class PinnedSlots:
         self._acquired = True
         return True
 
-    def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Record the stream that reads the slots; whoever reuses them waits for it first."""
-        self._stream = stream
-
-    def mark_dirty(self) -> None:
-        """Mark the rows dirty; they are written back after release."""
-        self._dirty = True
-
     def release(self) -> None:
         """Unpin the slots. This thread's stream has been given all changes of the rows."""
         release, self._release = self._release, None
         if release is not None:
-            release(self._tables, self._slots, self._dirty, self._stream)
+            release(self)
 
     def __del__(self) -> None:
         self.release()

@@ -215,3 +215,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         for tensor, value in pairs:
             tensor.copy_(value)
         self.param_groups[0].update(group)
+
+
+def check_optimizer(optimizer: object) -> Optimizer:
+    """Raises TypeError for anything but an optimizer of `tritonemb.optim`."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"optimizer must be one of tritonemb.optim, e.g. te.optim.RowWiseAdagrad(lr=0.02), got {optimizer!r}"
+        )
+    return optimizer

@@ -12,15 +12,15 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from tritonemb import ops
-from tritonemb.jagged import KeyedJaggedTensor
+from tritonemb.jagged import Features, KeyedJaggedTensor, parts_of
 from tritonemb.layout import Layout, make_layout
 from tritonemb.ops.row_update import NOT_ACCUMULATING, MicroBatch, accumulate_
 from tritonemb.optimizers import Optimizer
 from tritonemb.tables.cache import FindReplicaRows
 from tritonemb.tables.cached_lookup import look_up_cached, make_cache, prefetch_batch, slot_layouts
 from tritonemb.tables.cached_table import CachedTable
-from tritonemb.tables.lookup import Features, Lookup, PinnedSlots, PrefetchedBatch, parts_of
-from tritonemb.tables.optimizer import OptimizedTables, States
+from tritonemb.tables.lookup import Lookup, PinnedSlots, PrefetchedBatch
+from tritonemb.tables.optimizer import OptimizedTables, States, check_optimizer
 from tritonemb.tables.table import Table
 from tritonemb.types import TRAINABLE_DTYPES, TableConfig
 
@@ -49,7 +49,7 @@ class LocalUpdate:
     def step(self, tables: TableSet, grad: Tensor, lookup: Lookup, pins: Sequence[PinnedSlots] = ()) -> None:
         """One step of the optimizer on the rows of a batch, whose slots are unpinned then."""
         for pinned in pins:
-            pinned.mark_dirty()
+            pinned.dirty = True
         try:
             with tables.memory():
                 fused = tables.fused_tables()
@@ -93,16 +93,10 @@ class TableSet(OptimizedTables):
     """
 
     def __init__(
-        self,
-        tables: Sequence[TableConfig],
-        optimizer: Optimizer | None = None,
-        device: torch.device | str | None = None,
-        bounds_check: BoundsCheck = "raise",
-        output_dtype: torch.dtype | None = None,
-        *,
-        pooled: bool,
-        update: LocalUpdate | None = None,
-    ) -> None:
+        self, tables: Sequence[TableConfig], optimizer: Optimizer | None = None,
+        device: torch.device | str | None = None, bounds_check: BoundsCheck = "raise",
+        output_dtype: torch.dtype | None = None, *, pooled: bool, update: LocalUpdate | None = None,
+    ) -> None:  # fmt: skip
         _check_tables(tables, optimizer)
         if bounds_check not in get_args(BoundsCheck):
             raise ValueError(f"bounds_check must be one of {get_args(BoundsCheck)}, got {bounds_check!r}")
@@ -147,22 +141,6 @@ class TableSet(OptimizedTables):
             for t in self.tables
         ]
 
-    def skipped_rows(self) -> dict[str, int]:
-        """For `nonfinite="skip"`: how many row updates each table has skipped so far."""
-        if self.optimizer is None:
-            return {}
-        names = [config.name for config in self.configs]
-        return dict(zip(names, self.counters["skipped"].tolist(), strict=True))
-
-    def reset_parameters(self) -> None:
-        """Initialise all tables, e.g. after `to_empty`."""
-        for table in self.tables:
-            table.reset_parameters()
-        if self.optimizer is not None:
-            self.set_learning_rate(self.optimizer.lr)
-            for name in ("step", "skipped", "pending"):
-                self.counters[name].zero_()
-
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """See `EmbeddingBagCollection.accumulate`."""
@@ -184,27 +162,19 @@ class TableSet(OptimizedTables):
         return self.accumulator.is_open
 
     def scale_accumulated(self, factor: float) -> bool:
-        """Multiply the gradients accumulated so far by `factor`; returns whether all of them are finite then.
-
-        For loss scaling: called in the block of `accumulate`, before it ends. Waits for the device.
-        """
+        """See `EmbeddingBagCollection.scale_accumulated`."""
         grads = [batch.grad.mul_(factor) for batch in self.accumulator.kept]
         return all(bool(grad.isfinite().all()) for grad in grads)
 
     def group(self, features: Features) -> Groups:
-        """The distinct rows of a batch, from its ids alone; may be computed ahead and given to `forward`.
-
-        Rows of tables in host memory or on disk are pinned on the device until the batch's backward has run, or, where
-        gradients are not recorded, until it has been looked up; a second lookup prefetches them again. Another thread
-        may do this.
-        """
+        """See `EmbeddingBagCollection.group`."""
         if self.cache is not None:
             return prefetch_batch(self, self.cache, features)
         keys, values, offsets, _ = parts_of(features)
         return ops.row_groups(values, offsets, self.layout(keys, values.device))
 
     def prefetch(self, features: Features) -> tuple[Features, Groups | None]:
-        """What `PrefetchedFeatures` have for this collection: the batch, and `group`'s result where that takes time."""
+        """What `PrefetchedFeatures` have for these tables: the batch, and `group`'s result where that takes time."""
         return features, None if self.cache is None else self.group(features)
 
     def layout(self, keys: Sequence[str], device: torch.device) -> Layout:
@@ -284,7 +254,8 @@ class TableSet(OptimizedTables):
         spec, counters = self.optimizer, [self.counters[name] for name in ("step", "skipped", "learning_rate")]
         assert spec is not None
         weights: list[Tensor] = [table.weight for table in self.tables]
-        states = [table.state(state.name) for state in spec.states for table in self.tables]
+        # As attributes they would be searched for among parameters first, which adds up.
+        states: list[Any] = [table._buffers[state.name] for state in spec.states for table in self.tables]
         step, skipped, rate = counters
         return ops.FusedTables(weights, states, [step], [skipped], rate, spec.name, self.constants.as_list())
 
@@ -367,10 +338,8 @@ class TableSet(OptimizedTables):
 
 
 def _check_tables(tables: Sequence[TableConfig], optimizer: object) -> None:
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"optimizer must be one of tritonemb.optim, e.g. te.optim.RowWiseAdagrad(lr=0.02), got {optimizer!r}"
-        )
+    if optimizer is not None:
+        check_optimizer(optimizer)
     if not tables:
         raise ValueError("a collection needs at least one table")
     names: set[str] = set()
