@@ -20,8 +20,6 @@ SCHEMES = ("grpc://", "grpc+tls://")
 Message = tuple[dict[str, Any], Any]
 """JSON-able values, and the bytes that go with them: anything with a buffer, or None."""
 
-_PLAIN = (str, int, float, bool, type(None))
-
 
 class Service(Protocol):
     """What a server answers; both methods may raise any exception."""
@@ -177,7 +175,7 @@ def encode_error(error: Exception) -> dict[str, Any]:
         builtin, message = RuntimeError, f"{type(error).__name__}: {message}"
     return {
         "type": builtin.__name__,
-        "args": [arg for arg in error.args if isinstance(arg, _PLAIN)],
+        "args": [arg for arg in error.args if isinstance(arg, str | int | float | None)],
         "message": message,
         "trace": "".join(traceback.format_exception(error)),
     }

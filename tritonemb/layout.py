@@ -21,6 +21,9 @@ TABLE, COLUMN, DIM, POOLING = range(4)  # columns of `lookups`
 FIRST_ROW, NUM_ROWS, ROW_DIM, SEED, ROW_ORIGIN, COLUMN_ORIGIN, ROW_IDS = range(7)
 SUM, MEAN = range(2)  # values of `lookups[:, POOLING]`
 ELEMENTS_PER_COUNTER = 8  # neighbours in a row of 16 bits that one random counter rounds
+WAYS = 32  # slots in a set of a row cache
+NO_ROW = -1  # tag of an empty slot
+POLICIES = ("lru", "lfu")  # the unpinned row to evict: the one used longest ago, or the fewest times
 
 
 class TableRow(NamedTuple):

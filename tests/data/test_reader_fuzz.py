@@ -2,7 +2,6 @@
 
 import re
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -14,9 +13,7 @@ pytest.importorskip("pyarrow")
 from tests.data.logs import line as line_of
 from tests.data.logs import options, random_lines, rows_of, write
 from tritonemb.data import ClickLog
-from tritonemb.data.arrow import Values
-from tritonemb.data.criteo import CriteoFormat
-from tritonemb.data.delimited import parse
+from tritonemb.data.delimited import CriteoFormat, parse
 
 CRITEO = CriteoFormat()
 LINES = random_lines(40)
@@ -97,21 +94,14 @@ def test_a_row_is_accepted_alone_if_and_only_if_it_is_among_others(data):
         for line in lines_of(data.draw(damaged()))
         if not line.startswith((b"\xff\xfe", b"\xfe"))
     ]
-    together: list[tuple[str, np.ndarray, np.ndarray | None]] = []
-    checked = parse(
-        CRITEO, b"\n".join(lines), lambda name, values: together.append((name, values.numbers, values.missing))
-    )
+    checked = parse(CRITEO, b"\n".join(lines))
     bad = set(checked.bad_rows.tolist())
     for number, line in enumerate(lines):
-        alone: list[tuple[np.ndarray, np.ndarray | None]] = []
-        one = parse(CRITEO, line, lambda name, values, alone=alone: alone.append((values.numbers, values.missing)))
+        one = parse(CRITEO, line)
         assert (number in bad) == (len(one.bad_rows) == 1) == (not is_good(line))
         if number not in bad:
             place = checked.rows.tolist().index(number)
-            for (_, numbers, missing), (single, single_missing) in zip(together, alone, strict=True):
-                absent = missing is not None and bool(missing[place])
-                assert absent == (single_missing is not None)
-                assert absent or numbers[place] == single[0]
+            assert checked.batch.slice(place, 1).to_pylist() == one.batch.to_pylist()
 
 
 @given(st.lists(st.binary(max_size=22), min_size=1, max_size=20))
@@ -134,9 +124,8 @@ def check_numbers(fields: list[bytes]) -> None:
             parts = line_of().encode().split(b"\t")
             parts[place] = field
             lines.append(b"\t".join(parts))
-        found: dict[str, Values] = {}
-        checked = parse(CRITEO, b"\n".join(lines), found.__setitem__)
-        rows = dict(zip(checked.rows.tolist(), found[name].numbers.tolist(), strict=True))
+        checked = parse(CRITEO, b"\n".join(lines))
+        rows = dict(zip(checked.rows.tolist(), checked.batch.column(name).to_pylist(), strict=True))
         bad = set(checked.bad_rows.tolist())
         for number, field in enumerate(fields):
             assert (number not in bad) == bool(re.fullmatch(rule, field))

@@ -227,7 +227,7 @@ def test_a_job_goes_on_with_another_number_of_ranks(start, tmp_path, ranks):
     job = start()
     job.wait_for_checkpoint(15)[0].send_signal(signal.SIGTERM)
     assert job.finish() != 0
-    job = start(ranks=ranks, options="--readers 2")
+    job = start(ranks=ranks, options="--num-workers 2")
     assert job.finish() == 0, job.output
     found = losses(tmp_path)
     assert [step for step, _ in found] == list(range(5, LAST_STEP + 1, 5))

@@ -10,8 +10,7 @@ from typing import Any
 from tritonemb.data.batch import Batch
 from tritonemb.data.click_log import ClickLog, is_labelled
 from tritonemb.data.columns import Column, Rows
-from tritonemb.data.convert import ConvertReport, cached_as_parquet, convert
-from tritonemb.data.counting import VocabularyReport, build_vocabulary
+from tritonemb.data.convert import ConvertReport, VocabularyReport, build_vocabulary, cached_as_parquet, convert
 from tritonemb.data.datasets.adult import load_adult
 from tritonemb.data.datasets.movielens import load_movielens_100k
 from tritonemb.data.datasets.synthetic import make_synthetic
@@ -21,8 +20,7 @@ from tritonemb.data.in_memory import Dataset
 from tritonemb.data.loader import merge_positions, open_shards, rank_position
 from tritonemb.data.protocol import Batches, Data, Feature, Position, PositionedBatch, ReadReport, Shard, Split, Stream
 from tritonemb.data.reader_host import ReaderHost, RemoteData
-from tritonemb.data.schema import CRITEO, Schema
-from tritonemb.data.splits import LogOptions, SplitRule
+from tritonemb.data.schema import CRITEO, LogOptions, Schema, SplitRule
 from tritonemb.data.workers import DataLoaderWorkers
 from tritonemb.flight import SCHEMES
 

@@ -4,48 +4,43 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-import torch
 
-from tritonemb.data import splits
-from tritonemb.data.arrow import Checked, Chunk
-from tritonemb.data.columns import concat
-from tritonemb.data.encode import Encoder, numberings
-from tritonemb.data.files import LogFile, find, is_remote
+from tritonemb.data.columns import Array, Rows, concat
+from tritonemb.data.delimited import Parsed
+from tritonemb.data.encode import encode, mix, numberings
+from tritonemb.data.files import Chunk, LogFile, Part, end_parts, find, is_remote, parts_of_files, split_files
 from tritonemb.data.in_memory import Dataset
-from tritonemb.data.parquet import ArrowSource, Source, head_of, tables_by_split
-from tritonemb.data.pipeline import FIELDS, Batcher, Block, Place, default_workers, in_order
+from tritonemb.data.parquet import ArrowSource, files_of_frames, head_of, time_mask
+from tritonemb.data.pipeline import FIELDS, MAX_PROBLEMS, Batcher, Block, Place, default_workers, in_order
 from tritonemb.data.protocol import (
     SPLITS,
     WHOLE,
     Feature,
-    Position,
+    OpenOptions,
     ReadReport,
     Shard,
     Split,
     Stream,
-    check_batch_size,
     check_position,
-    check_shard,
     digest,
     fingerprint,
     tables_of,
 )
 from tritonemb.data.schema import FIELDS as CRITEO_FIELDS
-from tritonemb.data.schema import LABEL, MAX_PROBLEMS, Problem, Problems
-from tritonemb.data.splits import Kind, LogOptions, Part, SplitRule
+from tritonemb.data.schema import LABEL, Kind, LogOptions, SplitRule
 from tritonemb.data.text import TextSource, delimiter_of, first_bytes, header_of
 from tritonemb.types import TableConfig
-from tritonemb.utils import require
+from tritonemb.utils import LazyModule
 
-Array = np.ndarray[Any, Any]
-R = TypeVar("R")
+pa: Any = LazyModule("pyarrow")
 
 UNSHUFFLED_ROWS = 16_384  # of a buffer whose rows keep their order
 
@@ -80,39 +75,75 @@ class ClickLog:
     ) -> None:
         self.options = options or LogOptions()
         rule = self.options.split
-        by_file: dict[Split, tuple[int, ...]] = {}
-        if isinstance(source, Mapping):
-            self.name = name or "data frame"
-            files, self._kind, by_file = tables_by_split(source, rule, self.name)
-        else:
-            files = find(source)
-            self.name = name or _name_of(source, files)
-            self._kind = rule.kind(files)
-            if self._kind == "files":
-                files, by_file = splits.split_files(rule, files)
+        self.best_auc: float | None = None
+        self._known_rows: dict[Split, int] = {}
+        self._left_out: dict[Split, ReadReport] = {}
+        by_split = self._find(source, name)
+        files = tuple(file for split in SPLITS for file in by_split.get(split, ()))
         self._files, self.files = files, tuple(file.path for file in files)
-        time = (rule.time_column,) if self._kind == "time" and rule.time_column else ()
+        self._identity: tuple[Any, ...] = tuple((file.name, file.size) for file in files)
+        self._source: TextSource | ArrowSource
         if files[0].format != "text":
-            self._source: Source = ArrowSource(files, self.options.schema, time, labelled)
-        elif time:
+            self._source = ArrowSource(files, self.options.schema, rule.time_column, labelled)
+        elif rule.time_column:
             raise ValueError(f"{files[0].path}: text files are not split by a time column; split by another rule")
         else:
             self._source = TextSource(files, self.options, labelled)
         self.schema = self._source.schema
         self._numberings = numberings(self.schema)
-        self._vocabulary = _digest_of(self.schema.vocabulary)
+        self._vocabulary: str | None = None
+        if self.schema.vocabulary is not None:
+            with open(self.schema.vocabulary, "rb") as file:
+                self._vocabulary = hashlib.file_digest(file, "sha256").hexdigest()
         self.features = tuple(
             Feature(column, self._numberings[column].num_embeddings, column in self._source.multi_hot)
             for column in self.schema.sparse
         )
-        self.best_auc: float | None = None
-        packed = any(file.codec for file in files)
-        if self._kind == "end" and packed and (rule.test_share or rule.validation_share) and say:
-            say(f"{self.name}: unpacking it once to learn its size, so that its last rows can be held out")
-        self._parts = self._all_parts(by_file, len(files))
-        self._identity: tuple[Any, ...] = tuple((file.name, file.size) for file in files)
-        self._known_rows: dict[Split, int] = {}
-        self._left_out: dict[Split, ReadReport] = {}
+        self._parts = parts_of_files(by_split) if self._kind == "files" else self._split_rows(say)
+        self._parts = {split: parts for split, parts in self._parts.items() if parts}
+
+    def _find(
+        self, source: str | Path | Sequence[str | Path] | Mapping[Split, Any], name: str | None
+    ) -> dict[Split, tuple[LogFile, ...]]:
+        """The files of each split where whole files are held out; else all as train files."""
+        rule = self.options.split
+        if isinstance(source, Mapping):
+            self.name = name or "data frame"
+            self._kind: Kind = rule.kind()
+            held_out = len(source) > 1
+            if (held_out and (self._kind not in ("end", "files") or rule.split_by == "end")) or (
+                not held_out and self._kind == "files"
+            ):
+                raise ValueError(
+                    f"{self.name}: give held-out data frames, or another split rule than {rule.split_by!r}, not both"
+                )
+            self._kind = "files" if held_out else self._kind
+            return files_of_frames(source, self.name)
+        files = find(source)
+        self.name = name or _name_of(source, files)
+        self._kind = rule.kind([file.stem for file in files])
+        return split_files(rule, files) if self._kind == "files" else {"train": files}
+
+    def _split_rows(self, say: Callable[[str], None] | None) -> dict[Split, tuple[Part, ...]]:
+        """What each split reads, where rows are held out."""
+        rule = self.options.split
+        whole = tuple(Part(file) for file in range(len(self._files)))
+        shares: dict[Split, float] = {"train": 1.0, "validation": rule.validation_share, "test": rule.test_share}
+        if self._kind == "end" and not (rule.test_share or rule.validation_share):
+            return {"train": whole}
+        if self._kind == "end":
+            if say and any(file.codec for file in self._files):
+                say(f"{self.name}: unpacking it once to learn its size, so that its last rows can be held out")
+            parts = end_parts(rule, self._source.sizes())
+            for split, share in shares.items():
+                if share and not parts[split]:
+                    raise ValueError(f"{self.name}: too few rows for a share of {share:.3f} as {split} rows")
+            return parts
+        has: dict[Split, Any] = dict(shares)
+        if isinstance(self._source, ArrowSource) and self._kind == "time":
+            self._source.check_times(rule)
+            has = {"train": True, "validation": rule.validation_from, "test": rule.test_from}
+        return {split: whole for split in SPLITS if has[split]}
 
     @property
     def num_dense(self) -> int:
@@ -137,35 +168,23 @@ class ClickLog:
         """Rows of a split: of Parquet at once, where whole runs of rows are held out and bad rows are errors; else None
         until the split has been read to its end."""
         parts = self._parts_of(split)
-        if self._kind in ("end", "files") and self.options.on_bad_row == "raise":
-            counts = [self._source.num_rows(part) for part in parts]
-            if all(count is not None for count in counts):
-                return sum(count for count in counts if count is not None)
+        exact = isinstance(self._source, ArrowSource) and self._kind in ("end", "files")
+        if exact and self.options.on_bad_row == "raise":
+            return round(sum(self._source.estimated_rows(part) for part in parts))
         return self._known_rows.get(split)
 
     def estimated_rows(self, split: Split) -> int | None:
         """The number of rows, or what the sizes of the files and their first lines make of it."""
         known = self.num_rows(split)
-        if known is not None:
+        if known is not None or self._kind == "time":
             return known
         rows = sum(self._source.estimated_rows(part) for part in self._parts_of(split))
-        share = {"validation": self.options.split.validation_share, "test": self.options.split.test_share}
         if self._kind == "random":
-            rows *= share[split] if split != "train" else 1 - sum(share.values())
-        return round(rows) if self._kind != "time" else None
+            held_out = {"validation": self.options.split.validation_share, "test": self.options.split.test_share}
+            rows *= held_out[split] if split != "train" else 1 - sum(held_out.values())
+        return round(rows)
 
-    def open(
-        self,
-        split: Split,
-        batch_size: int,
-        *,
-        seed: int = 0,
-        epoch: int = 0,
-        shuffle: bool = False,
-        position: Position | None = None,
-        pin_memory: bool = False,
-        shard: Shard = WHOLE,
-    ) -> Stream:
+    def open(self, split: Split, batch_size: int, **how: Any) -> Stream:
         """See `tritonemb.data.protocol.Data.open`. Rows are shuffled inside buffers of `shuffle_rows`, whole batches.
 
         A shard is a run of bytes of plain text, or of row groups of Parquet, that nobody else parses. Compressed files
@@ -173,34 +192,22 @@ class ClickLog:
         count-th stripe. Where rows are drawn at random, a shard of plain text counts the lines before it first. Where
         they are split by time, row groups are left out whose statistics say that they have none of the split.
         """
-        check_batch_size(batch_size)
-        check_shard(shard)
-        shuffle = shuffle and self.options.shuffle_rows > 0
+        opened = OpenOptions(split, batch_size, **how)
+        position, shard = opened.position, opened.shard
+        shuffle = opened.shuffle and self.options.shuffle_rows > 0
         wanted = self.options.shuffle_rows if shuffle else UNSHUFFLED_ROWS
         buffer_rows = -(-wanted // batch_size) * batch_size
         of = (self._identity, self.options.split, split, batch_size, buffer_rows)
         extra = shard if shard != WHOLE else ()
-        order = (seed, epoch, *extra)
+        order = (opened.seed, opened.epoch, *extra)
         belongs_to = fingerprint(*of, *(order if shuffle else extra))
         log = self._shard(split, shard)
         parts = log._parts[split]
-        first = parts[0].start if parts else 0
         if position is None:
-            position = dict.fromkeys(FIELDS, 0) | {"of": belongs_to, "offset": first}
+            position = dict.fromkeys(FIELDS, 0) | {"of": belongs_to, "offset": parts[0].start if parts else 0}
         else:
             check_position(position, FIELDS, belongs_to, self.name)
-            part = position["part"]
-            if part >= max(len(parts), 1) or position["offset"] < (parts[part].start if parts else 0):
-                raise ValueError(f"data set {self.name!r}: the position is in a file that the {split} rows do not have")
-            if position["batch"] * batch_size >= buffer_rows:
-                raise ValueError(
-                    f"data set {self.name!r}: the position is in batch {position['batch']} of a shuffle buffer"
-                )
-            if self.options.on_bad_row == "raise" and position["skipped"]:
-                raise ValueError(
-                    f"data set {self.name!r}: {position['skipped']} bad rows had been left out at this position, so it "
-                    'can not go on with on_bad_row="raise"; use on_bad_row="skip", or start the epoch again'
-                )
+            self._check_position(position, parts, split, buffer_rows // batch_size)
         batcher = Batcher(
             self.name,
             split,
@@ -209,9 +216,9 @@ class ClickLog:
             batch_size,
             buffer_rows,
             order if shuffle else None,
-            pin_memory,
+            opened.pin_memory,
             needs_rows=shard == WHOLE,
-            left_out=self._left_out.get(split, ReadReport()) if shard[0] == 0 else ReadReport(),
+            read=self._left_out.get(split, ReadReport()) if shard[0] == 0 else ReadReport(),
         )
 
         def at_end(report: ReadReport) -> None:
@@ -220,35 +227,48 @@ class ClickLog:
 
         return Stream(batcher.steps(position), dict(position), batcher.report(position), at_end)
 
-    def scan(self, split: Split, job: Callable[[Chunk], R], start: Place | None = None) -> Generator[R, None, None]:
-        """`job` of the chunks of a split, in order, by the log's threads; close the iterator to end them."""
+    def _check_position(self, position: Position, parts: tuple[Part, ...], split: Split, num_batches: int) -> None:
+        """ValueError if a position of these settings cannot be one of these parts."""
+        part = position["part"]
+        if part >= max(len(parts), 1) or position["offset"] < (parts[part].start if parts else 0):
+            raise ValueError(f"data set {self.name!r}: the position is in a file that the {split} rows do not have")
+        if position["batch"] >= num_batches:
+            raise ValueError(
+                f"data set {self.name!r}: the position is in batch {position['batch']} of a shuffle buffer"
+            )
+        if self.options.on_bad_row == "raise" and position["skipped"]:
+            raise ValueError(
+                f"data set {self.name!r}: {position['skipped']} bad rows had been left out at this position, so it "
+                'can not go on with on_bad_row="raise"; use on_bad_row="skip", or start the epoch again'
+            )
+
+    def scan(self, split: Split, job: Callable[[Any], Any], start: Place | None = None) -> Generator[Block, None, None]:
+        """What `job` makes of the good rows of a split, a `pyarrow.RecordBatch` a chunk, in order, by the log's
+        threads; close the iterator to end them.
+
+        Raises:
+            ValueError: there is a bad row, and they are not to be skipped.
+        """
         parts = self._parts_of(split)
         start = start or Place(offset=parts[0].start if parts else 0)
         if self._kind == "random":  # here, and not in the threads
             for part in parts:
                 self._source.rows_before(part)
+
+        def work(chunk: Chunk) -> Block:
+            batch, report = self._read(split, chunk)
+            return Block(chunk.part, chunk.offset, chunk.line, job(batch), report)
+
         chunks = self._source.chunks(parts, self.options.chunk_bytes, start.part, start.offset, start.line)
-        return in_order(job, chunks, self.options.workers or default_workers())
+        return in_order(work, chunks, self.options.workers or default_workers())
 
     def encoded(self, split: Split, start: Place | None = None) -> Generator[Block, None, None]:
         """The rows of a split as ids and numbers, chunk by chunk; close the iterator to end its threads."""
-        return self.scan(split, lambda chunk: self._encode(split, chunk), start)
 
-    def parse(self, split: Split, chunk: Chunk, sink: Callable[[str, Any], None]) -> tuple[Array | None, Problems]:
-        """Hand the columns of a chunk to the sink: which of its rows are good and of the split (None: all), which bad.
+        def encoded(batch: Any) -> Rows:
+            return encode(batch, self.schema, self.features, self._numberings)
 
-        Raises:
-            ValueError: there is a bad row, and they are not to be skipped.
-        """
-        checked = self._source.parse(chunk, sink)
-        chosen = self._chosen(split, chunk)
-        bad_rows = np.arange(len(checked.bad_rows))
-        keep = checked.good
-        if chosen is not None:
-            bad_rows = bad_rows[chosen(checked.bad_rows)]
-            mine = chosen(checked.rows)
-            keep = mine if keep is None else keep & mine
-        return keep, self._problems(split, chunk, checked, bad_rows)
+        return self.scan(split, encoded, start)
 
     def load(self) -> Dataset:
         """All of it in memory."""
@@ -262,13 +282,13 @@ class ClickLog:
 
     def for_scoring(self) -> ClickLog:
         """The same log with all of its rows, in their order, as test rows."""
-        scored = self._with("end", {"test": tuple(Part(file, 0, None) for file in range(len(self.files)))})
+        scored = self._with("end", {"test": tuple(Part(file) for file in range(len(self.files)))})
         scored.options = replace(self.options, split=SplitRule(split_by="end", test_share=0.0))
         return scored
 
     def of_file(self, file: int) -> ClickLog:
         """The same log with all rows of one of its files as train rows."""
-        return self._with("end", {"train": (Part(file, 0, None),)})
+        return self._with("end", {"train": (Part(file),)})
 
     def in_files(self, files: Mapping[Split, LogFile | None], left_out: dict[Split, ReadReport]) -> ClickLog:
         """The same log, read from Parquet files with the good rows of its splits, None for one without rows.
@@ -276,12 +296,11 @@ class ClickLog:
         Args:
             left_out: the bad rows of each split.
         """
-        found = [file for file in files.values() if file is not None]
-        parts: dict[Split, tuple[Part, ...]] = {
-            split: () if file is None else (Part(found.index(file), 0, None),) for split, file in files.items()
-        }
-        log = self._with("files", parts)
-        log._source, log.files = ArrowSource(tuple(found), self.schema), tuple(file.path for file in found)
+        found = {split: (file,) for split, file in files.items() if file is not None}
+        parts = parts_of_files(found)
+        log = self._with("files", {split: parts[split] for split in files})
+        stored = tuple(file for split in SPLITS for file in found.get(split, ()))
+        log._source, log.files = ArrowSource(stored, self.schema), tuple(file.path for file in stored)
         log.options = replace(self.options, on_bad_row="raise")
         log._identity, log._left_out = (*self._identity, "parquet"), left_out
         return log
@@ -311,66 +330,35 @@ class ClickLog:
             parts = self._source.within(self.options.split, split)
         return self._with(self._kind, {split: self._source.shard(parts, shard)})
 
-    def _encode(self, split: Split, chunk: Chunk) -> Block:
-        encoder = Encoder(self.schema, self.features, self._numberings)
-        keep, problems = self.parse(split, chunk, encoder.put)
-        rows = encoder.rows()
-        if keep is not None and not keep.all():
-            rows = rows.take(torch.from_numpy(np.flatnonzero(keep)))
-        return Block(chunk.part, chunk.offset, chunk.line, rows, problems)
+    def _read(self, split: Split, chunk: Chunk) -> tuple[Any, ReadReport]:
+        """The good rows of a chunk that belong to the split, and what became of the others."""
+        parsed = self._source.parse(chunk)
+        keep = parsed.good & self._chosen(split, chunk, parsed.rows)
+        bad = np.flatnonzero(self._chosen(split, chunk, parsed.bad_rows))
+        batch = parsed.batch if keep.all() else parsed.batch.filter(pa.array(keep))
+        return batch, self._report(split, chunk, parsed, bad, batch.num_rows)
 
-    def _chosen(self, split: Split, chunk: Chunk) -> Callable[[Array], Array] | None:
-        """Which of some rows of a chunk belong to the split; None: all do."""
-        rule = self.options.split
+    def _chosen(self, split: Split, chunk: Chunk, rows: Array) -> Array:
+        """Which of some rows of a chunk belong to the split."""
+        rule, part = self.options.split, self._parts[split][chunk.part]
         if self._kind == "random":
-            part = self._parts[split][chunk.part]
-            before = self._source.rows_before(part) + chunk.line
-            return lambda rows: splits.drawn(rule, split, part.file, before + rows)
+            return _drawn(rule, split, part.file, self._source.rows_before(part) + chunk.line + rows)
         if self._kind == "time":
-            assert rule.time_column is not None
-            times = chunk.content.column(chunk.content.schema.get_field_index(rule.time_column))
-            mask = splits.time_mask(rule, split, times, require("pyarrow"), require("pyarrow.compute"))
-            return lambda rows: mask[rows]
-        return None
+            return time_mask(rule, split, chunk.content.column(rule.time_column))[rows]
+        return np.ones(len(rows), dtype=bool)
 
-    def _problems(self, split: Split, chunk: Chunk, checked: Checked, bad_rows: Array) -> Problems:
-        problems, part = Problems(), self._parts[split][chunk.part]
-        for number in bad_rows.tolist():
-            row = int(checked.bad_rows[number])
-            reason, message = checked.describe(number)
+    def _report(self, split: Split, chunk: Chunk, parsed: Parsed, bad: Array, num_rows: int) -> ReadReport:
+        counts: Counter[str] = Counter()
+        problems: list[str] = []
+        part = self._parts[split][chunk.part]
+        for number in bad.tolist():
+            reason, message = parsed.describe(number)
+            counts[f"{self.files[part.file]}: {reason}"] += 1
+            if len(problems) < MAX_PROBLEMS:
+                problems.append(f"{self._source.where(part, chunk, int(parsed.bad_rows[number]))}: {message}")
             if self.options.on_bad_row == "raise":
-                raise ValueError(f"{self._source.where(part, chunk, row)}: {message}")
-            problems.counts[f"{self.files[part.file]}: {reason}"] += 1
-            if len(problems.first) < MAX_PROBLEMS:
-                where = self._source.where(part, chunk, row)
-                problems.first.append(Problem(row, reason, f"{where}: {message}"))
-        return problems
-
-    def _all_parts(self, by_file: dict[Split, tuple[int, ...]], num_files: int) -> dict[Split, tuple[Part, ...]]:
-        rule = self.options.split
-        whole = tuple(Part(file, 0, None) for file in range(num_files))
-        if self._kind == "files":
-            parts = {split: tuple(whole[file] for file in indices) for split, indices in by_file.items()}
-        elif self._kind == "end" and not (rule.test_share or rule.validation_share):
-            parts = {"train": whole}
-        elif self._kind == "end":
-            parts = splits.end_parts(rule, self._source.sizes())
-        else:
-            bounds = {"validation": rule.validation_from, "test": rule.test_from}
-            shares = {"validation": rule.validation_share, "test": rule.test_share}
-            self._check_times([bound for bound in bounds.values() if bound is not None])
-            has = bounds if self._kind == "time" else shares
-            parts = {split: whole for split in SPLITS if split == "train" or has[split]}
-        wanted: dict[Split, float] = {"train": 1.0, "validation": rule.validation_share, "test": rule.test_share}
-        for split, share in wanted.items():
-            if self._kind == "end" and share and not parts.get(split):
-                raise ValueError(f"{self.name}: too few rows for a share of {share:.3f} as {split} rows")
-        return {split: kept for split, kept in parts.items() if kept}
-
-    def _check_times(self, bounds: list[str]) -> None:
-        if isinstance(self._source, ArrowSource) and self.options.split.time_column:
-            for bound in bounds:
-                splits.time_bound(bound, self._source.type_of(self.options.split.time_column), require("pyarrow"))
+                raise ValueError(problems[0])
+        return ReadReport(num_rows, counts.total(), tuple(problems), tuple(sorted(counts.items())))
 
     def _parts_of(self, split: Split) -> tuple[Part, ...]:
         if split not in self._parts:
@@ -378,18 +366,23 @@ class ClickLog:
         return self._parts[split]
 
 
-def _digest_of(path: Path | None) -> str | None:
-    if path is None:
-        return None
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _drawn(rule: SplitRule, split: Split, file: int, rows: Array) -> Array:
+    """Which rows of a file (their lines or rows, from 0) belong to a split, for "random".
+
+    A row's number is hashed to `[0, 1)`, on every machine alike: the top of it is test, below that is validation.
+    """
+    number = rows.astype(np.uint64) + (np.uint64(file) << np.uint64(44))
+    place = (mix(number ^ np.uint64(0x53504C4954)) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    test = place >= 1 - rule.test_share
+    held_out = place >= 1 - rule.test_share - rule.validation_share
+    return {"train": ~held_out, "validation": held_out & ~test, "test": test}[split]
 
 
 def is_labelled(file: LogFile, options: LogOptions) -> bool:
     """Whether a log that is to be scored has labels, as far as a file's columns or its first line tell."""
     label = options.schema.label or LABEL
     if file.format != "text":
-        return label in head_of(file).columns
+        return label in head_of(file).schema.names
     if delimiter := delimiter_of(file, options):
         return label in header_of(file, delimiter)[0]
     lines = first_bytes(file).split(b"\n")
@@ -398,11 +391,8 @@ def is_labelled(file: LogFile, options: LogOptions) -> bool:
 
 
 def _name_of(source: str | Path | Sequence[str | Path], files: Sequence[LogFile]) -> str:
-    if isinstance(source, str | Path):
-        return (
-            str(source).partition("?")[0].rstrip("/").rpartition("/")[2]
-            if is_remote(source)
-            else Path(source).resolve().name
-        )
-    path = files[0].path
-    return path.split("/")[-2] if isinstance(path, str) else path.parent.name
+    if not isinstance(source, str | Path):
+        return str(files[0].path).split("/")[-2] if isinstance(files[0].path, str) else files[0].path.parent.name
+    if is_remote(source):
+        return str(source).partition("?")[0].rstrip("/").rpartition("/")[2]
+    return Path(source).resolve().name

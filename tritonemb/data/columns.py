@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from tritonemb.data.batch import Batch, BatchLayout
-from tritonemb.utils import require
+from tritonemb.utils import LazyModule
+
+pa: Any = LazyModule("pyarrow")
 
 Array = np.ndarray[Any, Any]
 
@@ -72,12 +74,7 @@ class Rows:
 
     def take(self, rows: Tensor) -> Rows:
         """The given rows, in their order."""
-        columns = []
-        for column in self.columns:
-            values, lengths = column.take(rows)
-            offsets = None if column.offsets is None else _offsets(lengths.numpy())
-            columns.append(Column(values, None if offsets is None else torch.from_numpy(offsets)))
-        return Rows(self.dense[rows], tuple(columns), self.labels[rows])
+        return concat([self], rows.numpy())
 
 
 def encode_categories(column: Any, num_train: int, min_count: int = 1) -> tuple[Tensor, int]:
@@ -92,7 +89,6 @@ def encode_categories(column: Any, num_train: int, min_count: int = 1) -> tuple[
     Returns:
         ids int32 `[len(column)]`, and the number of ids.
     """
-    pa = require("pyarrow")
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     encoded = array.dictionary_encode()
     codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False)
@@ -193,5 +189,6 @@ def _offsets(lengths: Array) -> Array:
 
 
 def _joined(tensors: Sequence[Tensor]) -> Array:
-    joined: Array = np.concatenate([tensor.numpy() for tensor in tensors])
-    return joined
+    """In memory of their own only if there are several."""
+    arrays = [tensor.numpy() for tensor in tensors]
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)

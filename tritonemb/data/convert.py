@@ -1,11 +1,11 @@
-"""Text logs to Parquet, which reads faster and knows its number of rows; and the commands `vocab` and `convert`."""
+"""Passes over a log, and their commands: text to Parquet, which reads faster, and counts of values to a vocabulary."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -13,20 +13,23 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tritonemb.data.arrow import Chunk, Values
 from tritonemb.data.click_log import ClickLog
-from tritonemb.data.counting import build_vocabulary
+from tritonemb.data.encode import COLUMNS, METADATA, decoded, integers, is_list, is_text
 from tritonemb.data.files import LogFile, find
-from tritonemb.data.pipeline import collected
+from tritonemb.data.pipeline import merged
 from tritonemb.data.protocol import ReadReport, Split
-from tritonemb.data.schema import Problems, Schema
-from tritonemb.data.splits import LogOptions, SplitRule
-from tritonemb.utils import require, written_aside
+from tritonemb.data.schema import LogOptions, SplitRule
+from tritonemb.utils import LazyModule, require, written_aside
+
+pa: Any = LazyModule("pyarrow")
+compute: Any = LazyModule("pyarrow.compute")
+parquet: Any = LazyModule("pyarrow.parquet")
 
 Compression = Literal["zstd", "snappy", "gzip", "lz4", "none"]
 
 ROW_GROUP_ROWS = 1 << 17
 SECONDS_BETWEEN_LINES = 5.0
+CAPACITY = 1 << 22  # distinct values that are counted at a time, of one feature
 
 
 @dataclass(frozen=True)
@@ -81,17 +84,17 @@ def convert(
     log = ClickLog(source, replace(options or LogOptions(), split=SplitRule(split_by="end", test_share=0.0)))
     if is_folder:
         target.mkdir(exist_ok=True)
-    rows = skipped = 0
+    total = ReadReport()
     for number, path in enumerate(targets):
-        one = _Writer(log.of_file(number), "train", row_group_rows, compression)
-        for written in one.write(path):
+        report = ReadReport()
+        for report in _written(log.of_file(number), "train", path, row_group_rows, compression):
             if progress is not None:
-                progress(rows + written)
-        if not one.report.rows:
+                progress(total.rows + report.rows)
+        if not report.rows:
             path.unlink()
             raise ValueError(f"{files[number].path} has no good rows to convert")
-        rows, skipped = rows + one.report.rows, skipped + one.report.skipped
-    return ConvertReport(rows, skipped, tuple(targets))
+        total = merged(total, report)
+    return ConvertReport(total.rows, total.skipped, tuple(targets))
 
 
 def cached_as_parquet(
@@ -120,12 +123,12 @@ def cached_as_parquet(
             total = None if None in estimates else sum(estimate or 0 for estimate in estimates)
             reports, rows = {}, 0
             for split in log.splits():
-                writer = _Writer(log, split, ROW_GROUP_ROWS, "zstd")
-                for written in writer.write(kept / f"{split}.parquet"):
+                report = ReadReport()
+                for report in _written(log, split, kept / f"{split}.parquet", ROW_GROUP_ROWS, "zstd"):
                     if progress is not None:
-                        progress(rows + written, total)
-                rows += writer.report.rows
-                reports[split] = asdict(writer.report)
+                        progress(rows + report.rows, total)
+                rows += report.rows
+                reports[split] = asdict(report)
             with written_aside(summary) as part:
                 Path(part).write_text(json.dumps(reports))
     found: dict[Split, dict[str, Any]] = json.loads(summary.read_text())
@@ -138,55 +141,169 @@ def cached_as_parquet(
     return log.in_files(files, left_out)
 
 
-class _Writer:
-    """Writes the good rows of a split to a Parquet file."""
+def _written(
+    log: ClickLog, split: Split, path: Path, row_group_rows: int, compression: Compression
+) -> Iterator[ReadReport]:
+    """Write the good rows of a split to a Parquet file: the report of those read so far, again and again."""
+    schema = log.text_schema()
 
-    def __init__(self, log: ClickLog, split: Split, row_group_rows: int, compression: Compression) -> None:
-        self._log, self._split = log, split
-        self._row_group_rows, self._compression = row_group_rows, compression
-        self.report = ReadReport()
+    def table_of(batch: Any) -> Any:
+        return pa.Table.from_batches([batch]).select(schema.names).cast(schema)
 
-    def write(self, path: Path) -> Iterator[int]:
-        """The number of rows written, again and again."""
-        pa, parquet = require("pyarrow"), require("pyarrow.parquet")
-        schema = self._log.text_schema()
-        tables = self._log.scan(self._split, lambda chunk: self._table(chunk, schema))
-        with (
-            written_aside(path) as part,
-            parquet.ParquetWriter(part, schema, compression=self._compression) as writer,
-            closing(tables),
-        ):
-            waiting = schema.empty_table()
-            for table, problems in tables:
-                self.report = collected(self.report, table.num_rows, problems)
-                waiting = pa.concat_tables([waiting, table])
-                whole = waiting.num_rows // self._row_group_rows * self._row_group_rows
-                if whole:
-                    writer.write_table(waiting.slice(0, whole), self._row_group_rows)
-                    waiting = waiting.slice(whole)
-                yield self.report.rows
-            if waiting.num_rows:
-                writer.write_table(waiting, self._row_group_rows)
-
-    def _table(self, chunk: Chunk, schema: Any) -> tuple[Any, Problems]:
-        pa = require("pyarrow")
-        columns: dict[str, Any] = {}
-
-        def put(name: str, values: Values) -> None:
-            if name in schema.names:
-                columns[name] = _column(values, schema.field(name).type)
-
-        keep, problems = self._log.parse(self._split, chunk, put)
-        table = pa.table([columns[name] for name in schema.names], schema=schema)
-        return table if keep is None else table.take(pa.array(np.flatnonzero(keep))), problems
+    report, waiting = ReadReport(), schema.empty_table()
+    with (
+        written_aside(path) as part,
+        parquet.ParquetWriter(part, schema, compression=compression) as writer,
+        closing(log.scan(split, table_of)) as blocks,
+    ):
+        for block in blocks:
+            report = merged(report, block.report)
+            waiting = pa.concat_tables([waiting, block.rows])
+            whole = waiting.num_rows // row_group_rows * row_group_rows
+            if whole:
+                writer.write_table(waiting.slice(0, whole), row_group_rows)
+                waiting = waiting.slice(whole)
+            yield report
+        if waiting.num_rows:
+            writer.write_table(waiting, row_group_rows)
 
 
-def _column(values: Values, kind: Any) -> Any:
-    pa = require("pyarrow")
-    if values.strings is not None:
-        return values.strings.take(pa.array(values.numbers, mask=values.missing)).cast(kind)
-    with np.errstate(invalid="ignore"):  # in bad rows
-        return pa.array(values.numbers.astype(kind.to_pandas_dtype()), kind, mask=values.missing)
+@dataclass(frozen=True)
+class VocabularyReport:
+    """What became of a vocabulary.
+
+    Args:
+        rows: train rows counted.
+        skipped: bad rows left out.
+        num_embeddings: ids of each feature, 0 among them.
+        forgotten: for features with more distinct values than could be counted at a time: by how much, at most, a
+            count is too low.
+    """
+
+    rows: int
+    skipped: int
+    num_embeddings: dict[str, int]
+    forgotten: dict[str, int]
+
+
+def build_vocabulary(
+    log: ClickLog,
+    path: str | Path,
+    min_count: int = 1,
+    max_size: int | None = None,
+    *,
+    capacity: int = CAPACITY,
+    progress: Callable[[int], None] | None = None,
+) -> VocabularyReport:
+    """Count the values of the train rows, read once, and write them to one file, at once and whole.
+
+    Memory is bounded: at most `capacity` distinct values a feature are counted at a time, plus a half of that while
+    they are put together.
+
+    Args:
+        log: read with its own threads; a vocabulary in its schema is not looked at.
+        min_count: values with fewer train rows share id 0 with the missing ones.
+        max_size: the most frequent values that a feature keeps; all if not given.
+        progress: is called with the number of rows read so far, now and then.
+
+    Raises:
+        ValueError: a number below 1; a bad row, unless the log skips them.
+        FileNotFoundError: there is no folder for the file.
+    """
+    for name, number in (("min_count", min_count), ("max_size", max_size), ("capacity", capacity)):
+        if number is not None and number < 1:
+            raise ValueError(f"{name} must be at least 1, got {number}")
+    path = Path(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path.parent}: no such folder to write {path.name} to")
+    counters = {name: _Counter(capacity) for name in log.schema.sparse}
+    report = ReadReport()
+
+    def count(batch: Any) -> dict[str, Any]:
+        return {name: _counted(batch.column(name)) for name in counters}
+
+    with closing(log.scan("train", count)) as blocks:
+        for block in blocks:
+            report = merged(report, block.report)
+            for name, table in block.rows.items():
+                counters[name].add(table)
+            if progress is not None:
+                progress(report.rows)
+    if report.rows == 0:
+        raise ValueError(f"data set {log.name!r}: there are no train rows to make a vocabulary of")
+    sizes = _save(path, counters, min_count, max_size)
+    forgotten = {name: counter.forgotten for name, counter in counters.items() if counter.forgotten}
+    return VocabularyReport(report.rows, report.skipped, sizes, forgotten)
+
+
+def _counted(array: Any) -> Any:
+    """A table of value, a large string or int64, and count, without missing ones."""
+    if is_list(array.type):
+        array = compute.list_flatten(array)
+    array = array.cast(decoded(array.type)).drop_null()
+    text = is_text(array.type)
+    found = compute.value_counts(array.cast(pa.large_string()) if text else pa.array(integers(array).astype(np.int64)))
+    return pa.table({"value": found.field("values"), "count": found.field("counts")})
+
+
+class _Counter:
+    """How often each value of one feature occurs, in bounded memory.
+
+    Exact while a feature has at most `capacity` distinct values. Beyond that the rarest so far are forgotten; counts
+    are then too low by `forgotten` at most.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._tables: list[Any] = []
+        self._num_pending = 0
+        self.integers = True
+        self.forgotten = 0
+
+    def add(self, table: Any) -> None:
+        """Take what `_counted` gave of a chunk."""
+        if not table.num_rows:
+            return
+        self.integers = not is_text(table["value"].type)
+        self._tables.append(table)
+        self._num_pending += table.num_rows
+        if self._num_pending > max(self._capacity // 2, 1):
+            self._merge()
+
+    def most_frequent(self, min_count: int, max_size: int | None) -> Any:
+        """A table of value and count, by descending count and then by value."""
+        if not self._tables:
+            return pa.table({"value": [], "count": []})
+        self._merge()
+        table = self._tables[0].filter(compute.greater_equal(self._tables[0]["count"], min_count))
+        return table.sort_by([("count", "descending"), ("value", "ascending")]).slice(0, max_size)
+
+    def _merge(self) -> None:
+        table = pa.concat_tables(self._tables).group_by("value", use_threads=False).aggregate([("count", "sum")])
+        table = table.rename_columns({"count_sum": "count"})
+        if table.num_rows > self._capacity:
+            counts = table["count"].to_numpy()
+            order = np.argsort(-counts, kind="stable")
+            self.forgotten += int(counts[order[self._capacity]])
+            table = table.take(pa.array(np.sort(order[: self._capacity])))
+        self._tables, self._num_pending = [table], 0
+
+
+def _save(path: Path, counters: Mapping[str, _Counter], min_count: int, max_size: int | None) -> dict[str, int]:
+    """Write a vocabulary, at once and whole; returns each feature's number of ids, 0 for missing among them."""
+    types = (pa.string(), pa.large_string(), pa.int64(), pa.int64())
+    kinds = {name: "integer" if counter.integers else "string" for name, counter in counters.items()}
+    schema = pa.schema(list(zip(COLUMNS, types, strict=True)), {METADATA: json.dumps(kinds).encode()})
+    sizes = {}
+    with written_aside(path) as part, parquet.ParquetWriter(part, schema, compression="zstd") as writer:
+        for name, counter in counters.items():
+            found = counter.most_frequent(min_count, max_size)
+            sizes[name] = found.num_rows + 1
+            if found.num_rows:
+                names, ids = [name] * found.num_rows, np.arange(1, sizes[name])
+                columns = {"feature": names, "value": found["value"], "id": ids, "count": found["count"]}
+                writer.write_table(pa.table(columns).cast(schema))
+    return sizes
 
 
 @dataclass(frozen=True)
@@ -221,20 +338,14 @@ class ConvertOptions:
         out: the file to write, or the folder for a folder.
         row_group_rows: rows of a row group.
         compression: of the columns.
-        on_bad_row: stop at a row that is not as it should be, or leave it out and count it.
-        schema: which columns of CSV files are what; those are kept.
-        delimiter: what stands between the fields of text files that begin with a header; see --data of `train`.
-        quoted_newlines: whether fields in quotes may contain line ends.
+        read: how the log is read; which rows it holds out does not matter.
     """
 
     data: str
     out: Path
     row_group_rows: int = ROW_GROUP_ROWS
     compression: Compression = "zstd"
-    on_bad_row: Literal["raise", "skip"] = "raise"
-    schema: Schema = field(default_factory=Schema)
-    delimiter: str = ""
-    quoted_newlines: bool = False
+    read: LogOptions = field(default_factory=LogOptions)
 
 
 def make_vocabulary(options: VocabOptions) -> str:
@@ -250,18 +361,9 @@ def make_vocabulary(options: VocabOptions) -> str:
 
 def convert_log(options: ConvertOptions) -> str:
     """Raises ValueError, FileNotFoundError: as `convert`."""
+    rows, compression, progress = options.row_group_rows, options.compression, _progress("written")
     report = convert(
-        options.data,
-        options.out,
-        LogOptions(
-            schema=options.schema,
-            on_bad_row=options.on_bad_row,
-            delimiter=options.delimiter,
-            quoted_newlines=options.quoted_newlines,
-        ),
-        row_group_rows=options.row_group_rows,
-        compression=options.compression,
-        progress=_progress("written"),
+        options.data, options.out, options.read, row_group_rows=rows, compression=compression, progress=progress
     )
     files = f" in {len(report.files):,} files" if options.out.is_dir() else ""
     return f"{options.out}: {report.rows:,} rows{files}{_skipped(report.skipped)}"

@@ -1,107 +1,313 @@
-"""Lines of text as columns, parsed by `pyarrow.csv`; and CSV, whose first line names the columns.
-
-A field of CSV may stand in quotes, in which a quote is written twice. An empty field is a missing value.
+"""Lines of text as Arrow columns, parsed by `pyarrow.csv`: CSV, and Criteo's format.
 
 A line ends with a line feed, with or without a carriage return before it, or with the file; a line of no characters is
-none. Whether a line is good depends on nothing but the line.
+none. Whether a line is good depends on nothing but the line. An empty field is a missing value.
+
+A field of CSV may stand in quotes, in which a quote is written twice. Criteo's display-advertising log (Kaggle's
+`train.txt`, the Terabyte `day_*` files) has 40 tab-separated fields a line: the label, 0 or 1; 13 integers,
+`-?[0-9]{1,18}`; 26 categories of up to 8 hexadecimal digits in either case. Nothing else is accepted there: no blanks
+around a value, no plus sign, no header.
 """
 
 from __future__ import annotations
 
+import binascii
 import csv
 import io
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
-from tritonemb.data.arrow import Checked, Sink, Values, Wrong, all_good, read_columns
-from tritonemb.data.schema import Schema, wrong_value
-from tritonemb.utils import require
+from tritonemb.data.columns import Array
+from tritonemb.data.encode import good_rows, string_buffers, wrong_values
+from tritonemb.data.schema import CATEGORIES, CRITEO, FIELDS, INTEGERS, LABEL, Schema, listed, wrong_value
+from tritonemb.utils import LazyModule
 
-Array = np.ndarray[Any, Any]
+pa: Any = LazyModule("pyarrow")
+compute: Any = LazyModule("pyarrow.compute")
+arrow_csv: Any = LazyModule("pyarrow.csv")
+
 Text = bytes | bytearray
 
 LONGEST_LINE = 1 << 16  # bytes; a longer line is bad, and only its beginning is kept
 BLOCK_BYTES = 1 << 20  # that pyarrow parses at a time: they stay in the processor's cache
 
+_RULES = (
+    (rb"[01]", "0 or 1"),
+    *((rb"(?:-?[0-9]{1,18})?", "an integer or nothing"),) * len(INTEGERS),
+    *((rb"[0-9a-fA-F]{0,8}", "up to 8 hexadecimal digits or nothing"),) * len(CATEGORIES),
+)
+
 
 @dataclass(frozen=True)
-class Columns:
-    """The columns of some lines, and what is wrong in them."""
+class Parsed:
+    """The rows of a chunk.
 
-    num_rows: int
-    values: dict[str, Values]
-    wrong: list[Wrong]
+    Args:
+        batch: a `pyarrow.RecordBatch` of those that can be read.
+        rows: int64 `[N]`, the line or row of each in the chunk.
+        good: bool `[N]`.
+        bad_rows: int64, the lines or rows that are bad, ascending: of the batch and others.
+        describe: what is wrong with the n-th of them, as (reason, message).
+    """
+
+    batch: Any
+    rows: Array
+    good: Array
+    bad_rows: Array
+    describe: Callable[[int], tuple[str, str]]
 
 
-class Format(Protocol):
-    """How a line becomes columns.
+class CsvFormat:
+    """CSV with these columns. The label and dense columns are float64, sparse ones int64 or strings.
 
-    Attributes:
+    Args:
         columns: the fields of a line.
+        schema: with all columns filled in.
         quoted: whether fields in quotes may contain line ends.
     """
 
-    columns: tuple[str, ...]
-    quoted: bool
+    quote = True
+
+    def __init__(
+        self, columns: tuple[str, ...], schema: Schema, delimiter: str, quoted: bool = False, labelled: bool = True
+    ) -> None:
+        self.columns, self.quoted, self.schema, self.labelled = columns, quoted, schema, labelled
+        self._delimiter = delimiter
+        self._types = dict.fromkeys(schema.columns(labelled), pa.float64())
+        self._types |= {name: pa.int64() if name in schema.integers else pa.string() for name in schema.sparse}
 
     def arrow_types(self) -> dict[str, Any]:
         """The smallest `pyarrow` types that hold the columns."""
-        ...
+        return self._types | ({self.schema.label: pa.int8()} if self.labelled else {})
 
-    def read(self, lines: Text, accepted: bool = False) -> Columns | None:
-        """The columns of some lines; None if one of them is not acceptable, or perhaps. Blank lines are left out.
+    def read(self, lines: Text, accepted: bool = False) -> Any:
+        """The columns of some lines, a `pyarrow.RecordBatch`; None if one of them is not acceptable, or perhaps. Blank
+        lines are left out.
 
         Args:
             accepted: all of the lines are acceptable.
         """
-        ...
+        # A quote that is not closed would reach as far as this row of missing values.
+        guard = (self._delimiter * (len(self.columns) - 1) + "\n").encode() if b'"' in lines else b""
+        batch = self._parse(lines + guard if guard else lines, self._types)
+        return batch if batch is None else batch.slice(0, batch.num_rows - bool(guard))
 
     def accepts(self, lines: list[bytes]) -> list[bool]:
-        """Which lines can be read; what `wrong` of their columns says is another matter."""
-        ...
+        """Which lines can be read; what is wrong with their values is another matter.
+
+        By halves, so that the many lines around a bad one are parsed together.
+        """
+        if not any(len(line) > LONGEST_LINE or (b"\r" in line and not self.quoted) for line in lines):
+            found = self.read(b"".join(line + b"\n" for line in lines))
+            if found is not None and found.num_rows == len(lines):
+                return [True] * len(lines)
+        if len(lines) == 1:
+            return [False]
+        half = len(lines) // 2
+        return self.accepts(lines[:half]) + self.accepts(lines[half:])
 
     def problem(self, line: bytes) -> tuple[str, str]:
         """Reason and message for a bad line, without its end."""
-        ...
+        hint = "; a quote is not closed in this line" if self.quote and line.count(b'"') % 2 else encoding_hint(line)
+        if self.quote and len(line) > LONGEST_LINE:
+            return "too long", f"the line has more than {LONGEST_LINE:,} characters"
+        if self.quote and b"\r" in line and not self.quoted:
+            return "carriage return", "a carriage return stands inside the line"
+        fields = self._fields(line)
+        if len(fields) != len(self.columns):
+            return f"not {len(self.columns)} fields", f"{self._expected_fields(len(fields))}{hint}"
+        for place, (name, value) in enumerate(zip(self.columns, fields, strict=True), 1):
+            if expected := self._expected(line, place, value):
+                return f"field {place} ({name}) is not {expected}", wrong_value(place, name, value, expected, hint)
+        return "quote", "a quote is not closed in this line"
+
+    def _fields(self, line: bytes) -> list[Any]:
+        text = io.StringIO(line.decode(errors="backslashreplace"), newline="")
+        return next(csv.reader(text, delimiter=self._delimiter))
+
+    def _expected_fields(self, found: int) -> str:
+        return f"expected {len(self.columns)} fields with {self._delimiter!r} between them, found {found}"
+
+    def _expected(self, line: bytes, place: int, value: Any) -> str | None:
+        """What should stand in a field that has something else."""
+        name = self.columns[place - 1]
+        if name not in self._types:
+            return None
+        alone = self._parse(line + b"\n", {name: self._types[name]})
+        if alone is None and name in self.schema.sparse:
+            return "an integer or nothing" if name in self.schema.integers else "text in UTF-8"
+        if alone is None:
+            return "a number or nothing" if name in self.schema.dense else "0 or 1"
+        wrong = wrong_values(alone, self.schema)
+        return wrong[0][1] if wrong else None
+
+    def _parse(self, lines: Text, types: dict[str, Any]) -> Any:
+        """The columns of `types`; None if the lines have another number of fields, or other values."""
+        if not lines:
+            table = pa.schema(list(types.items())).empty_table()
+        else:
+            quote = '"' if self.quote else False
+            read = arrow_csv.ReadOptions(column_names=self.columns, block_size=BLOCK_BYTES, use_threads=False)
+            parse = arrow_csv.ParseOptions(delimiter=self._delimiter, quote_char=quote, newlines_in_values=self.quoted)
+            convert = arrow_csv.ConvertOptions(
+                column_types=types, include_columns=list(types), null_values=[""], strings_can_be_null=True
+            )
+            try:
+                table = arrow_csv.read_csv(pa.BufferReader(lines), read, parse, convert)
+            except pa.ArrowInvalid:
+                return None
+        return pa.RecordBatch.from_arrays([column.combine_chunks() for column in table.columns], table.column_names)
 
 
-def parse(form: Format, data: Text, sink: Sink) -> Checked:
-    """Check some lines and hand the columns of all that can be read to the sink.
+class CriteoFormat(CsvFormat):
+    """Criteo's. The label and integers are int64, categories uint32.
 
-    All lines are parsed at once. If one of them is not acceptable, each is looked at.
+    Args:
+        schema: with all columns filled in.
+        labelled: whether lines begin with the label; else they have 39 fields, as those of Criteo's test.txt.
     """
+
+    quote = False
+
+    def __init__(self, schema: Schema = CRITEO, labelled: bool = True) -> None:
+        super().__init__(FIELDS if labelled else FIELDS[1:], schema, "\t", labelled=labelled)
+        self._rules = _RULES[-len(self.columns) :]
+        self._line = re.compile(rb"\t".join(pattern for pattern, _ in self._rules))
+        self._types = {name: pa.binary() if name in CATEGORIES else pa.int64() for name in self.columns}
+
+    def arrow_types(self) -> dict[str, Any]:
+        kinds = {LABEL: pa.int8()} | dict.fromkeys(CATEGORIES, pa.uint32())
+        return {name: kinds.get(name, pa.int64()) for name in self.columns}
+
+    def read(self, lines: Text, accepted: bool = False) -> Any:
+        """pyarrow also takes blanks, hexadecimal integers, and more than 18 digits if the first ones are zeros. All of
+        these make a line longer than its values have to be, but for hexadecimal integers of 10^10 and more."""
+        batch = self._parse(lines, self._types)
+        if batch is None:
+            return None
+        arrays, num_bytes, largest = [], (len(self.columns) - 1) * batch.num_rows + lines.count(b"\n"), 0
+        for name in self.columns:
+            array = batch.column(name)
+            if name in CATEGORIES:
+                array, size = hexadecimal(array)
+                if array is None:
+                    return None
+            else:
+                size, magnitude = _written(array)
+                largest = max(largest, magnitude)
+            arrays.append(array)
+            num_bytes += size
+        is_hexadecimal = largest >= 10**10 and (b"x" in lines or b"X" in lines)
+        if largest >= 10**18 or (not accepted and (is_hexadecimal or num_bytes != len(lines))):
+            return None
+        return pa.RecordBatch.from_arrays(arrays, self.columns)
+
+    def accepts(self, lines: list[bytes]) -> list[bool]:
+        return [self._line.fullmatch(line) is not None for line in lines]
+
+    def _fields(self, line: bytes) -> list[Any]:
+        return line.split(b"\t")
+
+    def _expected_fields(self, found: int) -> str:
+        unlabelled = self.labelled and found == len(self.columns) - 1
+        hint = " (Criteo's test.txt has no labels; use train.txt)" if unlabelled else ""
+        return f"expected {len(self.columns)} tab-separated fields, found {found}{hint}"
+
+    def _expected(self, line: bytes, place: int, value: Any) -> str | None:
+        pattern, expected = self._rules[place - 1]
+        return None if re.fullmatch(pattern, value) else expected
+
+
+def _written(array: Any) -> tuple[int, int]:
+    """The number of characters that write int64 values if none is superfluous, and the largest magnitude."""
+    numbers = compute.fill_null(array, 0).to_numpy(zero_copy_only=False)
+    largest = max(int(numbers.max(initial=0)), -int(numbers.min(initial=0)))
+    size, bound = len(array) - array.null_count + int(np.count_nonzero(numbers < 0)), 10
+    magnitudes = np.abs(numbers)
+    while bound <= min(largest, 10**18):
+        size += int(np.count_nonzero(magnitudes >= bound))
+        bound *= 10
+    return size, largest
+
+
+def hexadecimal(array: Any) -> tuple[Any, int]:
+    """uint32 of a `pyarrow` array of up to 8 hexadecimal digits each, and their number; None if there are others."""
+    data, ends = string_buffers(array)
+    data, lengths = data[ends[0] : ends[-1]], np.diff(ends)
+    missing, full = lengths == 0, lengths == 8
+    if (lengths > 8).any():
+        return None, 0
+    digits = data
+    if not (full | missing).all():  # zeros before the digits
+        digits = np.full(8 * len(lengths), ord("0"), dtype=np.uint8)
+        digits[np.repeat(8 * np.arange(1, len(lengths) + 1) - ends[1:] + ends[0], lengths) + np.arange(len(data))] = (
+            data
+        )
+        full = np.ones(len(lengths), dtype=bool)
+    try:
+        found = np.frombuffer(binascii.unhexlify(digits), ">u4").astype(np.uint32)
+    except binascii.Error:
+        return None, 0
+    numbers = found
+    if not full.all():
+        numbers = np.zeros(len(lengths), dtype=np.uint32)
+        numbers[full] = found
+    return pa.array(numbers, mask=missing if missing.any() else None), len(data)
+
+
+def check_criteo(schema: Schema, where: str) -> None:
+    """ValueError if a schema has other columns than Criteo's, or has them as what they are not."""
+    for part, names in (("dense", schema.dense), ("sparse", schema.sparse)):
+        fitting = INTEGERS if part == "dense" else INTEGERS + CATEGORIES
+        if wrong := [name for name in names if name in FIELDS and name not in fitting]:
+            kind = "the label" if wrong[0] == LABEL else "a category"
+            raise ValueError(f"schema: {wrong[0]!r} of Criteo's TSV can not be {part}: it is {kind}")
+    if schema.label not in ("", LABEL):
+        raise ValueError(
+            f"{where}: without a header, text files have Criteo's format, whose label is {LABEL!r} and not "
+            f"{schema.label!r}; its columns: {listed(FIELDS)}. Files with a header are read with a delimiter, or as "
+            "they are if their names end with .csv"
+        )
+
+
+def encoding_hint(line: bytes) -> str:
+    if line.startswith(b"\xef\xbb\xbf"):
+        return "; the file begins with a UTF-8 byte order mark: remove it"
+    if line.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in line[:1000]:
+        return "; this does not look like text in ASCII or UTF-8, more like UTF-16 or a binary file"
+    return ""
+
+
+def parse(form: CsvFormat, data: Text) -> Parsed:
+    """The rows of some lines. All lines are parsed at once; if one of them is bad, each is looked at."""
     if not data.endswith(b"\n"):
         data = data + b"\n"
     plain = form.quoted or not _has_long_line(data)
     if not form.quoted and b"\r" in data:
         data = data.replace(b"\r\n", b"\n")
         plain &= b"\r" not in data
-    found = form.read(data) if plain else None
-    if found is not None and not form.quoted and found.num_rows == data.count(b"\n"):
-        rows = numbers = np.arange(found.num_rows)
-        good = all_good(found.wrong, found.num_rows)
-        lines = [] if good.all() else lines_of(data, form.quoted)[0]
-    else:
-        lines, numbers = lines_of(data, form.quoted)
-        rows = numbers
-        if found is None or found.num_rows != len(lines):
-            accepted = np.array(form.accepts(lines), dtype=bool)
-            rows = numbers[accepted]
-            readable = [line + b"\n" for line, fits in zip(lines, accepted, strict=True) if fits]
-            found = form.read(b"".join(readable), accepted=True)
-            assert found is not None
-            assert found.num_rows == len(rows)
-        good = all_good(found.wrong, found.num_rows)
-    for name, values in found.values.items():
-        sink(name, values)
-    bad_rows = np.setdiff1d(numbers, rows[good], assume_unique=True) if len(lines) else numbers[:0]
+    batch = form.read(data) if plain else None
+    good = None if batch is None else good_rows(batch, form.schema)
+    if good is not None and good.all() and batch.num_rows == data.count(b"\n"):
+        return Parsed(batch, np.arange(batch.num_rows), good, np.zeros(0, dtype=np.int64), lambda number: ("", ""))
+    lines, numbers = lines_of(data, form.quoted)
+    rows = numbers
+    if good is None or len(good) != len(lines):
+        accepted = np.array(form.accepts(lines), dtype=bool)
+        rows = numbers[accepted]
+        readable = [line + b"\n" for line, fits in zip(lines, accepted, strict=True) if fits]
+        batch = form.read(b"".join(readable), accepted=True)
+        good = good_rows(batch, form.schema)
+    bad_rows = np.setdiff1d(numbers, rows[good], assume_unique=True)
 
     def describe(number: int) -> tuple[str, str]:
         return form.problem(lines[int(np.searchsorted(numbers, bad_rows[number]))])
 
-    return Checked(None if good.all() else good, rows, bad_rows, describe)
+    return Parsed(batch, rows, good, bad_rows, describe)
 
 
 def lines_of(data: Text, quoted: bool) -> tuple[list[bytes], Array]:
@@ -110,14 +316,11 @@ def lines_of(data: Text, quoted: bool) -> tuple[list[bytes], Array]:
         lines = bytes(data[:-1]).split(b"\n")
         numbers = np.arange(len(lines))
     else:
-        ends = quoted_ends(data)
-        starts = np.concatenate([[0], ends])
+        starts = np.concatenate([[0], quoted_ends(data)]).astype(np.int64)
         starts = starts[starts < len(data)]
         stops = np.append(starts[1:], len(data))
-        lines = [
-            bytes(data[start:stop]).removesuffix(b"\n").removesuffix(b"\r")
-            for start, stop in zip(starts, stops, strict=True)
-        ]
+        found = (bytes(data[start:stop]) for start, stop in zip(starts, stops, strict=True))
+        lines = [line.removesuffix(b"\n").removesuffix(b"\r") for line in found]
         numbers = np.searchsorted(np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n")), starts)
     kept = np.array([bool(line) for line in lines], dtype=bool)
     return [line for line in lines if line], numbers[kept]
@@ -131,114 +334,6 @@ def _has_long_line(data: Text) -> bool:
             return True
         begin = end
     return False
-
-
-def read_csv(
-    lines: Text, columns: tuple[str, ...], types: dict[str, Any], delimiter: str, quote: bool, quoted: bool
-) -> Any:
-    """The columns of `types`, a `pyarrow.Table`; None if the lines have another number of fields, or other values."""
-    pa, arrow_csv = require("pyarrow"), require("pyarrow.csv")
-    if not lines:
-        return pa.schema(list(types.items())).empty_table()
-    try:
-        return arrow_csv.read_csv(
-            pa.BufferReader(lines),
-            arrow_csv.ReadOptions(column_names=columns, block_size=BLOCK_BYTES, use_threads=False),
-            arrow_csv.ParseOptions(
-                delimiter=delimiter, quote_char='"' if quote else False, double_quote=quote, newlines_in_values=quoted
-            ),
-            arrow_csv.ConvertOptions(
-                column_types=types, include_columns=list(types), null_values=[""], strings_can_be_null=True
-            ),
-        )
-    except pa.ArrowInvalid:
-        return None
-
-
-class CsvFormat:
-    """CSV with these columns. The label and dense columns are float64, sparse ones int64 or strings.
-
-    Args:
-        schema: with all columns filled in.
-    """
-
-    def __init__(
-        self, columns: tuple[str, ...], schema: Schema, delimiter: str, quoted: bool, labelled: bool = True
-    ) -> None:
-        pa = require("pyarrow")
-        self.columns, self.quoted = columns, quoted
-        self._schema, self._delimiter, self._labelled = schema, delimiter, labelled
-        self._types = dict.fromkeys(((schema.label,) * labelled) + schema.dense, pa.float64())
-        self._types |= {name: pa.int64() if name in schema.integers else pa.string() for name in schema.sparse}
-        self._expected = dict.fromkeys(schema.dense, "a number or nothing") | {schema.label: "0 or 1"}
-        for name in schema.sparse:
-            self._expected[name] = "an integer or nothing" if name in schema.integers else "text in UTF-8"
-
-    def arrow_types(self) -> dict[str, Any]:
-        return self._types | ({self._schema.label: require("pyarrow").int8()} if self._labelled else {})
-
-    def read(self, lines: Text, accepted: bool = False) -> Columns | None:
-        """A quote that is not closed would reach as far as the row of missing values that is put behind the lines."""
-        guard = (self._delimiter * (len(self.columns) - 1) + "\n").encode() if b'"' in lines or not lines else b""
-        table = read_csv(
-            lines + guard if guard else lines, self.columns, self._types, self._delimiter, True, self.quoted
-        )
-        if table is None:
-            return None
-        values: dict[str, Values] = {}
-        table = table.slice(0, table.num_rows - bool(guard))
-        wrong = read_columns(table, self._schema, values.__setitem__, self._labelled)
-        return Columns(table.num_rows, values, wrong)
-
-    def accepts(self, lines: list[bytes]) -> list[bool]:
-        """By halves, so that the many lines around a bad one are parsed together."""
-        if self._accepts_all(lines):
-            return [True] * len(lines)
-        if len(lines) == 1:
-            return [False]
-        half = len(lines) // 2
-        return self.accepts(lines[:half]) + self.accepts(lines[half:])
-
-    def problem(self, line: bytes) -> tuple[str, str]:
-        if len(line) > LONGEST_LINE:
-            return "too long", f"the line has more than {LONGEST_LINE:,} characters"
-        if b"\r" in line and not self.quoted:
-            return "carriage return", "a carriage return stands inside the line"
-        fields = next(
-            csv.reader(io.StringIO(line.decode(errors="backslashreplace"), newline=""), delimiter=self._delimiter)
-        )
-        hint = "; a quote is not closed in this line" if line.count(b'"') % 2 else encoding_hint(line)
-        if len(fields) != len(self.columns):
-            expected = f"expected {len(self.columns)} fields with {self._delimiter!r} between them"
-            return f"not {len(self.columns)} fields", f"{expected}, found {len(fields)}{hint}"
-        found = self.read(line + b"\n") if self._accepts_all([line]) else None
-        wrong = {name: expected for name, expected, _ in found.wrong} if found is not None else {}
-        for place, (name, value) in enumerate(zip(self.columns, fields, strict=True), 1):
-            if needed := wrong.get(name) or self._unreadable(line, name):
-                return f"field {place} ({name}) is not {needed}", wrong_value(place, name, value, needed, hint)
-        return "quote", "a quote is not closed in this line"
-
-    def _accepts_all(self, lines: list[bytes]) -> bool:
-        if any(len(line) > LONGEST_LINE or (b"\r" in line and not self.quoted) for line in lines):
-            return False
-        found = self.read(b"".join(line + b"\n" for line in lines))
-        return found is not None and found.num_rows == len(lines)
-
-    def _unreadable(self, line: bytes, name: str) -> str | None:
-        """What a column should be that can not be read."""
-        if name not in self._types:
-            return None
-        types = {name: self._types[name]}
-        table = read_csv(line + b"\n", self.columns, types, self._delimiter, True, self.quoted)
-        return self._expected[name] if table is None else None
-
-
-def encoding_hint(line: bytes) -> str:
-    if line.startswith(b"\xef\xbb\xbf"):
-        return "; the file begins with a UTF-8 byte order mark: remove it"
-    if line.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in line[:1000]:
-        return "; this does not look like text in ASCII or UTF-8, more like UTF-16 or a binary file"
-    return ""
 
 
 class LineEnds:

@@ -1,4 +1,4 @@
-"""From the columns of a chunk to rows as a model takes them: numbers to float32, categories to ids.
+"""From Arrow columns to rows as a model takes them: numbers to float32, categories to ids; and which rows are bad.
 
 Categories are hashed, with no pass over the data beforehand and the same ids on every machine. The 64-bit hash of a
 value, all arithmetic modulo 2^64:
@@ -24,18 +24,19 @@ import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
-from tritonemb.data.arrow import Values, string_buffers
-from tritonemb.data.columns import Column, Rows
+from tritonemb.data.columns import Array, Column, Rows
 from tritonemb.data.protocol import Feature
 from tritonemb.data.schema import Schema, listed
-from tritonemb.utils import require
+from tritonemb.utils import LazyModule
 
-Array = np.ndarray[Any, Any]
+pa: Any = LazyModule("pyarrow")
+compute: Any = LazyModule("pyarrow.compute")
+parquet: Any = LazyModule("pyarrow.parquet")
 
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _30, _27, _31, _32 = (np.uint64(bits) for bits in (30, 27, 31, 32))
@@ -94,6 +95,182 @@ def ids_of(hashes: Array, num_embeddings: int) -> Array:
 METADATA = b"tritonemb.vocabulary"
 COLUMNS = ("feature", "value", "id", "count")
 _SEED = np.uint64(0)
+_INFINITE = 2.0**128 - 2.0**103  # from here on, numbers are rounded to infinity in float32
+_LOGARITHMS = np.log1p(np.arange(1 << 12)).astype(np.float32)
+_TEXT = ("string", "large_string", "binary", "large_binary")
+
+Wrong = tuple[str, str, Array]
+"""A column, what was expected in it, and the rows (bool `[N]`) that have something else."""
+
+
+def is_list(kind: Any) -> bool:
+    """Whether a `pyarrow` type is one of lists."""
+    return str(kind).startswith(("list<", "large_list<", "fixed_size_list<"))
+
+
+def is_text(kind: Any) -> bool:
+    """Whether a `pyarrow` type is one of strings, perhaps in a dictionary."""
+    return str(decoded(kind)) in _TEXT
+
+
+def decoded(kind: Any) -> Any:
+    """The type of a dictionary's values; other types as they are."""
+    return kind.value_type if hasattr(kind, "index_type") else kind
+
+
+def missing_of(array: Any) -> Array:
+    """bool `[N]`, where a `pyarrow` array has nulls or NaN."""
+    missing: Array = array.is_null(nan_is_null=True).to_numpy(zero_copy_only=False)
+    return missing
+
+
+def integers(array: Any) -> Array:
+    """A `pyarrow` array of integers, booleans or nulls: 0 for nulls, booleans and nulls as int64."""
+    if not pa.types.is_integer(array.type):
+        array = array.cast(pa.int64())
+    found: Array = compute.fill_null(array, 0).to_numpy(zero_copy_only=False)
+    return found
+
+
+def numbers(array: Any) -> Array:
+    """A `pyarrow` array of numbers, 0 where missing: integers as int64; uint64 and floating point as float64."""
+    array = array.cast(decoded(array.type))
+    if not pa.types.is_floating(array.type):
+        found = integers(array)
+        return found.astype(np.float64 if found.dtype == np.uint64 else np.int64, copy=False)
+    found = compute.fill_null(array.cast(pa.float64()), 0.0).to_numpy(zero_copy_only=False)
+    return np.where(np.isnan(found), 0.0, found)
+
+
+def scaled(found: Array, logarithmic: bool) -> Array:
+    """float32 `[N]`; `log(1 + max(x, 0))` if asked for, in float64 before it is rounded."""
+    if not logarithmic:
+        return found.astype(np.float32)
+    found = np.maximum(found, 0)
+    if found.dtype.kind == "f":
+        return np.log1p(found).astype(np.float32)
+    logarithms: Array = np.take(_LOGARITHMS, found, mode="clip")
+    large = np.flatnonzero(found >= len(_LOGARITHMS))
+    logarithms[large] = np.log1p(found[large])
+    return logarithms
+
+
+def wrong_values(batch: Any, schema: Schema) -> list[Wrong]:
+    """What is wrong in some rows of a `pyarrow.RecordBatch` with some of a schema's columns."""
+    wrong: list[Wrong] = []
+    if schema.label in batch.schema.names:
+        label = batch.column(schema.label)
+        bad = ~np.isin(numbers(label), (0, 1)) | missing_of(label.cast(decoded(label.type)))
+        wrong.append((schema.label, "0 or 1", bad))
+    for name in schema.dense:
+        place = batch.schema.get_field_index(name)
+        if place >= 0 and pa.types.is_floating(decoded(batch.column(place).type)):
+            found = numbers(batch.column(place))
+            infinite = np.isinf(found)
+            wrong.append((name, "a finite number or nothing", infinite))
+            if not schema.is_logarithmic(name):
+                wrong.append((name, "a number that fits float32", (np.abs(found) >= _INFINITE) & ~infinite))
+    return [entry for entry in wrong if entry[2].any()]
+
+
+def good_rows(batch: Any, schema: Schema) -> Array:
+    """bool `[N]`: the rows of a `pyarrow.RecordBatch` with nothing wrong."""
+    good = np.ones(batch.num_rows, dtype=bool)
+    for _, _, bad in wrong_values(batch, schema):
+        good &= ~bad
+    return good
+
+
+def string_buffers(strings: Any) -> tuple[Array, Array]:
+    """Bytes (uint8) and offsets `[N + 1]` of a `pyarrow` array of strings or binary, 32- or 64-bit."""
+    dtype = np.dtype(np.int64 if str(strings.type).startswith("large") else np.int32)
+    if len(strings) == 0:
+        return np.zeros(0, dtype=np.uint8), np.zeros(1, dtype=dtype)
+    _, offsets, data = strings.buffers()
+    ends = np.frombuffer(offsets, dtype, len(strings) + 1, strings.offset * dtype.itemsize)
+    return np.zeros(0, dtype=np.uint8) if data is None else np.frombuffer(data, np.uint8), ends
+
+
+class Numbering:
+    """How the values of one feature become ids in `[0, num_embeddings)`, by their hash."""
+
+    encodes_integers = False  # whether each distinct one is looked up once
+
+    def __init__(self, name: str, num_embeddings: int) -> None:
+        self.name, self.num_embeddings = name, num_embeddings
+        self._seed = feature_seed(name)
+
+    def ids(self, array: Any) -> Array:
+        """int32 `[N]` of a `pyarrow` array of strings or integers; 0 where missing."""
+        if str(decoded(array.type)) == "null":
+            return np.zeros(len(array), dtype=np.int32)
+        if not hasattr(array.type, "index_type") and (self.encodes_integers or is_text(array.type)):
+            array = array.dictionary_encode()
+        if not hasattr(array.type, "index_type"):
+            ids = self._unmasked_ids(array)
+        elif len(array.dictionary):
+            ids = self._unmasked_ids(array.dictionary)
+            ids[missing_of(array.dictionary)] = 0
+            ids = ids[integers(array.indices)]
+        else:
+            ids = np.zeros(len(array), dtype=np.int32)
+        if array.null_count:
+            ids[missing_of(array)] = 0
+        return ids
+
+    def _unmasked_ids(self, values: Any) -> Array:
+        """int32 `[N]` of values that are distinct, or integers; anything where missing."""
+        if is_text(values.type):
+            return ids_of(hash_strings(*string_buffers(values), self._seed), self.num_embeddings)
+        return ids_of(hash_integers(integers(values), self._seed), self.num_embeddings)
+
+
+class FeatureVocabulary(Numbering):
+    """One feature's numbering by a vocabulary.
+
+    Args:
+        name: for messages.
+        values: `pyarrow` strings, of integers in decimal if `integers`.
+        ids: int64 `[len(values)]`.
+    """
+
+    encodes_integers = True
+
+    def __init__(self, name: str, values: Any, ids: Array, integers: bool) -> None:
+        super().__init__(name, max(2, int(ids.max()) + 1) if len(ids) else 2)
+        self._integers = integers
+        keys = values.cast(pa.int64()).to_numpy() if integers else hash_strings(*string_buffers(values), _SEED)
+        order = np.argsort(keys, kind="stable")
+        self._keys: Array = keys[order]
+        self._ids: Array = ids[order].astype(np.int32)
+        self._strings = None if integers else values.take(pa.array(order))
+        if len(keys) and (self._keys[1:] == self._keys[:-1]).any():
+            raise ValueError(f"feature {name!r} has a value twice in the vocabulary; build it again")
+
+    def _unmasked_ids(self, values: Any) -> Array:
+        """int32 `[N]` of distinct values; 0 for those that are not in the vocabulary."""
+        if not len(self._keys):
+            return np.zeros(len(values), dtype=np.int32)
+        if is_text(values.type) == self._integers:
+            found, other = ("strings", "integers") if self._integers else ("integers", "strings")
+            raise ValueError(
+                f"feature {self.name!r} has {found}, but {other} in the vocabulary; build it from this log"
+            )
+        if self._integers:
+            return self._look_up(integers(values).astype(np.int64))
+        hashes = hash_strings(*string_buffers(values), _SEED)
+        ids = self._look_up(hashes)
+        hits = np.flatnonzero(ids)  # by hash; now by the strings themselves
+        assert self._strings is not None
+        known = self._strings.take(pa.array(np.searchsorted(self._keys, hashes[hits])))
+        same = compute.equal(known.cast(pa.large_string()), values.take(pa.array(hits)).cast(pa.large_string()))
+        ids[hits[~compute.fill_null(same, False).to_numpy(zero_copy_only=False)]] = 0
+        return ids
+
+    def _look_up(self, keys: Array) -> Array:
+        places = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
+        ids: Array = np.where(self._keys[places] == keys, self._ids[places], np.int32(0))
+        return ids
 
 
 class Vocabulary:
@@ -115,126 +292,22 @@ class Vocabulary:
         Raises:
             FileNotFoundError, ValueError: it is not there, or not such a file.
         """
-        pa, parquet = require("pyarrow"), require("pyarrow.parquet")
         path = Path(path)
         if not path.is_file():
             raise FileNotFoundError(f"{path}: no such vocabulary; `tritonemb vocab` makes one")
         try:
-            table = parquet.read_table(path)
-            metadata = json.loads(table.schema.metadata[METADATA])
-            columns = [table[name].combine_chunks() for name in COLUMNS]
+            table = parquet.read_table(path).combine_chunks()
+            kinds = json.loads(table.schema.metadata[METADATA])
+            names = table.select(COLUMNS)["feature"].combine_chunks().dictionary_encode()
         except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is not a vocabulary that `tritonemb vocab` made ({error})") from error
-        features, (names, values, ids, _) = {}, columns
-        codes = names.dictionary_encode()
-        places = {name: place for place, name in enumerate(codes.dictionary.to_pylist())}
-        indices = codes.indices.to_numpy()
-        for name, kind in metadata.items():
-            chosen = pa.array(np.flatnonzero(indices == places.get(name, -1)))
-            features[name] = FeatureVocabulary(
-                name, values.take(chosen), ids.take(chosen).to_numpy(), kind == "integer"
-            )
+        features, indices = {}, names.indices.to_numpy()
+        places = {name: place for place, name in enumerate(names.dictionary.to_pylist())}
+        for name, kind in kinds.items():
+            mine = table.filter(pa.array(indices == places.get(name, -1)))
+            values, ids = mine["value"].combine_chunks(), mine["id"].to_numpy()
+            features[name] = FeatureVocabulary(name, values, ids, kind == "integer")
         return Vocabulary(features, path)
-
-
-class FeatureVocabulary:
-    """One feature's numbering.
-
-    Args:
-        name: for messages.
-        values: `pyarrow` strings, of integers in decimal if `integers`.
-        ids: int64 `[len(values)]`.
-    """
-
-    def __init__(self, name: str, values: Any, ids: Array, integers: bool) -> None:
-        pa = require("pyarrow")
-        self._name = name
-        self.num_embeddings = max(2, int(ids.max()) + 1) if len(ids) else 2
-        self._integers = integers
-        keys = values.cast(pa.int64()).to_numpy() if integers else hash_strings(*string_buffers(values), _SEED)
-        order = np.argsort(keys, kind="stable")
-        self._keys: Array = keys[order]
-        self._ids: Array = ids[order].astype(np.int32)
-        self._strings = None if integers else values.take(pa.array(order))
-        if len(keys) and (self._keys[1:] == self._keys[:-1]).any():
-            raise ValueError(f"feature {name!r} has a value twice in the vocabulary; build it again")
-
-    def ids(self, values: Values) -> Array:
-        """int32 `[N]`; 0 for what is missing or not in the vocabulary. Looks up each distinct value once."""
-        pa = require("pyarrow")
-        if values.strings is None:
-            encoded = pa.array(values.numbers.astype(np.int64)).dictionary_encode()
-            distinct, codes = encoded.dictionary.to_numpy(), encoded.indices.to_numpy()
-            self._check_kind("integers", self._integers)
-            found = self._lookup(distinct)
-        else:
-            codes = values.numbers
-            self._check_kind("strings", not self._integers)
-            found = self._strings_of(values.strings)
-        ids: Array = found[codes] if len(found) else np.zeros(len(codes), dtype=np.int32)
-        if values.missing is not None:
-            ids[values.missing] = 0
-        return ids
-
-    def _check_kind(self, found: str, fits: bool) -> None:
-        if not fits and len(self._keys):
-            other = "integers" if self._integers else "strings"
-            raise ValueError(
-                f"feature {self._name!r} has {found}, but {other} in the vocabulary; build it from this log"
-            )
-
-    def _lookup(self, keys: Array) -> Array:
-        if not len(self._keys):
-            return np.zeros(len(keys), dtype=np.int32)
-        places = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
-        ids: Array = np.where(self._keys[places] == keys, self._ids[places], np.int32(0))
-        return ids
-
-    def _strings_of(self, strings: Any) -> Array:
-        """By hash, and then by the strings themselves."""
-        if self._strings is None:
-            return np.zeros(len(strings), dtype=np.int32)
-        pa, compute = require("pyarrow"), require("pyarrow.compute")
-        hashes = hash_strings(*string_buffers(strings), _SEED)
-        ids = self._lookup(hashes)
-        hits = np.flatnonzero(ids)
-        if len(hits):
-            known = self._strings.take(pa.array(np.searchsorted(self._keys, hashes[hits])))
-            same = compute.equal(known.cast(pa.large_string()), strings.take(pa.array(hits)).cast(pa.large_string()))
-            ids[hits[~same.to_numpy(zero_copy_only=False)]] = 0
-        return ids
-
-
-_LOGARITHMS = np.log1p(np.arange(1 << 12)).astype(np.float32)
-
-
-class Numbering(Protocol):
-    """How the values of one feature become ids."""
-
-    @property
-    def num_embeddings(self) -> int: ...
-
-    def ids(self, values: Values) -> Array:
-        """int32 `[N]`, 0 where missing."""
-        ...
-
-
-class Hashed:
-    """By the hash of this module."""
-
-    def __init__(self, name: str, num_embeddings: int) -> None:
-        self.num_embeddings = num_embeddings
-        self._seed = feature_seed(name)
-
-    def ids(self, values: Values) -> Array:
-        if values.strings is None:
-            ids = ids_of(hash_integers(values.numbers, self._seed), self.num_embeddings)
-        else:
-            ids = ids_of(hash_strings(*string_buffers(values.strings), self._seed), self.num_embeddings)
-            ids = ids[values.numbers] if len(ids) else np.zeros(len(values.numbers), dtype=np.int32)
-        if values.missing is not None:
-            ids[values.missing] = 0
-        return ids
 
 
 def numberings(schema: Schema) -> dict[str, Numbering]:
@@ -249,55 +322,24 @@ def numberings(schema: Schema) -> dict[str, Numbering]:
         vocabulary = Vocabulary.load(schema.vocabulary)
         return {name: vocabulary.feature(name) for name in schema.sparse}
     sizes = schema.sizes_by_name()
-    return {name: Hashed(name, sizes.get(name, schema.num_embeddings)) for name in schema.sparse}
+    return {name: Numbering(name, sizes.get(name, schema.num_embeddings)) for name in schema.sparse}
 
 
-class Encoder:
-    """A sink for the columns of one chunk; `rows` is what they came to.
-
-    Args:
-        features: in the order of the ids' columns.
-        numberings: one for each of them.
-    """
-
-    def __init__(self, schema: Schema, features: tuple[Feature, ...], numberings: dict[str, Numbering]) -> None:
-        self._schema, self._features, self._numberings = schema, features, numberings
-        self._places = {name: place for place, name in enumerate(schema.dense)}
-        self._dense: Array | None = None
-        self._labels: Array | None = None
-        self._columns: dict[str, Column] = {}
-
-    def put(self, name: str, values: Values) -> None:
-        if name == self._schema.label:
-            self._labels = values.numbers.astype(np.float32)
-        elif name in self._places:
-            if self._dense is None:
-                self._dense = np.empty((len(values.numbers), len(self._places)), dtype=np.float32)
-            self._dense[:, self._places[name]] = numbers(values, self._schema.is_logarithmic(name))
-        elif name in self._numberings:
-            ids = torch.from_numpy(self._numberings[name].ids(values))
-            self._columns[name] = Column(ids, None if values.offsets is None else torch.from_numpy(values.offsets))
-
-    def rows(self) -> Rows:
-        columns = tuple(self._columns[feature.name] for feature in self._features)
-        # A log that is scored may have no labels.
-        labels = np.zeros(len(columns[0]), dtype=np.float32) if self._labels is None else self._labels
-        dense = np.empty((len(labels), 0), dtype=np.float32) if self._dense is None else self._dense
-        return Rows(torch.from_numpy(dense), columns, torch.from_numpy(labels))
+def encode(batch: Any, schema: Schema, features: tuple[Feature, ...], numberings: Mapping[str, Numbering]) -> Rows:
+    """The rows of a `pyarrow.RecordBatch`; its labels are 0 if it has none."""
+    dense = np.empty((batch.num_rows, len(schema.dense)), dtype=np.float32)
+    for place, name in enumerate(schema.dense):
+        dense[:, place] = scaled(numbers(batch.column(name)), schema.is_logarithmic(name))
+    labels = np.zeros(batch.num_rows, dtype=np.float32)
+    if schema.label in batch.schema.names:
+        labels = numbers(batch.column(schema.label)).astype(np.float32)
+    columns = tuple(_encoded(batch.column(feature.name), numberings[feature.name]) for feature in features)
+    return Rows(torch.from_numpy(dense), columns, torch.from_numpy(labels))
 
 
-def numbers(values: Values, logarithmic: bool) -> Array:
-    """float32 `[N]`, 0 where missing; `log(1 + max(x, 0))` if asked for, in float64 before it is rounded."""
-    found = values.numbers
-    if values.missing is not None:
-        found = np.where(values.missing, found.dtype.type(0), found)
-    if not logarithmic:
-        with np.errstate(over="ignore"):  # in bad rows
-            return found.astype(np.float32)
-    if found.dtype.kind == "f":
-        return np.log1p(np.maximum(found, 0)).astype(np.float32)
-    found = np.maximum(found, 0)
-    logarithms: Array = np.take(_LOGARITHMS, found, mode="clip")
-    large = np.flatnonzero(found >= len(_LOGARITHMS))
-    logarithms[large] = np.log1p(found[large])
-    return logarithms
+def _encoded(array: Any, numbering: Numbering) -> Column:
+    if not is_list(array.type):
+        return Column(torch.from_numpy(numbering.ids(array)))
+    offsets = np.zeros(len(array) + 1, dtype=np.int64)
+    np.cumsum(integers(compute.list_value_length(array)), out=offsets[1:])
+    return Column(torch.from_numpy(numbering.ids(compute.list_flatten(array))), torch.from_numpy(offsets))

@@ -1,21 +1,25 @@
-"""The files of a log, local or remote: found, put in order and looked at before anything is read from them."""
+"""The files of a log, local or remote, looked at before anything is read; and the parts that a split or shard reads."""
 
 from __future__ import annotations
 
+import bisect
 import os
 import re
-import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tritonemb.data.schema import listed
-from tritonemb.utils import require
+from tritonemb.data.protocol import SPLITS, WHOLE, Shard, Split
+from tritonemb.data.schema import SplitRule, listed
+from tritonemb.utils import LazyModule, require
+
+fs: Any = LazyModule("pyarrow.fs")
 
 Format = Literal["text", "parquet", "table"]
 PARQUET = (".parquet", ".pq", ".parq")
 CODECS = {".gz": "gzip", ".zst": "zstd"}
+NEAR = 1 / 16  # of a shard: how far a cut may move to fall between two row groups
 _PARQUET_MAGIC, _MAGICS = b"PAR1", {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"PK\3\4": "zip"}
 
 
@@ -28,7 +32,7 @@ class LogFile:
         codec: how it is compressed, None if it is not.
         size: bytes as they are stored; rows of a table.
         modified: when, in nanoseconds.
-        remote: the `pyarrow` file system of a remote file, and its path there.
+        stored: the `pyarrow` file system, and the path there.
         table: the `pyarrow.Table` in place of a file.
     """
 
@@ -37,17 +41,20 @@ class LogFile:
     codec: str | None
     size: int
     modified: int = 0
-    remote: tuple[Any, str] | None = field(default=None, compare=False, repr=False)
+    stored: tuple[Any, str] | None = field(default=None, compare=False, repr=False)
     table: Any = field(default=None, compare=False, repr=False)
 
     @property
     def name(self) -> str:
-        return str(self.path).rpartition("/")[2] if isinstance(self.path, str) else self.path.name
+        return self.path.rpartition("/")[2] if isinstance(self.path, str) else self.path.name
 
     @property
     def stem(self) -> str:
         """The name without the endings that say how it is stored: `day_0` of `day_0.gz` and of `day_0.parquet`."""
-        return stem_of(self.name)
+        name = self.name
+        for suffix in (*CODECS, *PARQUET, ".tsv", ".txt", ".csv"):
+            name = name.removesuffix(suffix)
+        return name
 
     @property
     def location(self) -> str:
@@ -61,18 +68,15 @@ class LogFile:
             ValueError: the file has not the size that it had when it was found.
         """
         self.check_size()
-        if self.remote is None:
-            return require("pyarrow").OSFile(str(self.path))
-        system, path = self.remote
+        assert self.stored is not None
+        system, path = self.stored
         return system.open_input_file(path)
 
     def check_size(self) -> None:
         """ValueError if the file has not the size that it had when it was found."""
-        if self.remote is None:
-            size = os.stat(self.path).st_size
-        else:
-            system, path = self.remote
-            size = system.get_file_info(path).size
+        assert self.stored is not None
+        system, path = self.stored
+        size = system.get_file_info(path).size
         if size != self.size:
             raise ValueError(
                 f"{self.path} has changed since it was opened first: it had {self.size} bytes and now has {size}; "
@@ -95,14 +99,18 @@ def find(source: str | Path | Sequence[str | Path]) -> tuple[LogFile, ...]:
     given = [source] if isinstance(source, str | Path) else list(source)
     if not given:
         raise ValueError("no files are given; name a file, several files or a folder")
-    files: list[LogFile] = []
-    for entry in given:
-        if is_remote(entry):
-            files += _remote(str(entry))
-        else:
-            path = Path(entry)
-            files += [_local(found) for found in (_in_folder(path) if path.is_dir() else [path])]
-    _check_alike(files)
+    files = [file for entry in given for file in _found(entry)]
+    by_format = {file.format: file.path for file in files}
+    if len(by_format) > 1:
+        raise ValueError(
+            f"{by_format['parquet']} is Parquet and {by_format['text']} is text: a log has files of one format"
+        )
+    seen: dict[tuple[str, str], LogFile] = {}
+    for file in files:
+        path = file.path if isinstance(file.path, str) else os.path.abspath(file.path)
+        other = seen.setdefault((path.removesuffix(file.name), file.stem), file)
+        if other is not file:
+            raise ValueError(f"{other.path} and {file.path} look like the same data twice; keep one of them")
     return tuple(files)
 
 
@@ -115,86 +123,53 @@ def exists(path: str | Path) -> bool:
     return is_remote(path) or Path(path).exists()
 
 
-def stem_of(name: str) -> str:
-    for suffix in (*CODECS, *PARQUET, ".tsv", ".txt", ".csv"):
-        name = name.removesuffix(suffix)
-    return name
-
-
 def natural(name: str) -> list[tuple[int, int, str]]:
     """A key that sorts names as people do: numbers in them by their value."""
     parts = re.split(r"([0-9]+)", name)
     return [(1, int(part), part) if part.isdecimal() else (0, 0, part) for part in parts]
 
 
-def described(files: Sequence[LogFile]) -> str:
-    """The files, for messages."""
-    return listed((str(file.path) for file in files), most=5)
-
-
-def _is_data(name: str) -> bool:
-    return not name.startswith((".", "_"))
-
-
-def _in_folder(folder: Path) -> list[Path]:
-    paths = [path for path in folder.iterdir() if _is_data(path.name) and not path.is_dir()]
-    if not paths:
-        raise ValueError(f"{folder}: there are no data files in this folder")
-    return sorted(paths, key=lambda path: natural(path.name))
-
-
-def _local(path: Path) -> LogFile:
+def _found(entry: str | Path) -> list[LogFile]:
+    path: Path | str = Path(entry)
+    if is_remote(entry):
+        path = re.sub(r"(?<=://)[^/]*@", "", str(entry).partition("?")[0]).rstrip("/")  # without keys and options
+    shown = path
+    files = []
     try:
-        status = path.stat()
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path}: no such file or folder") from None
-    except OSError as error:
-        raise ValueError(f"{path} can not be read: {error.strerror}") from error
-    if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{path} is not a regular file; logs are read more than once, so pipes and devices are not")
-    if status.st_size == 0:
-        raise ValueError(f"{path} is empty")
-    try:
-        with path.open("rb") as file:
-            beginning = file.read(4)
-    except OSError as error:
-        raise ValueError(f"{path} can not be read: {error.strerror}") from error
-    return LogFile(path, *_recognised(path, path.suffix, beginning), status.st_size, status.st_mtime_ns)
-
-
-def _remote(uri: str) -> list[LogFile]:
-    shown = re.sub(r"(?<=://)[^/]*@", "", uri.partition("?")[0]).rstrip("/")  # without keys and options
-    fs = require("pyarrow.fs")
-    try:
-        system, place = _file_system(uri, shown)
+        system, place = _file_system(str(entry), path) if isinstance(path, str) else (fs.LocalFileSystem(), str(entry))
         info = system.get_file_info(place)
         if info.type == fs.FileType.NotFound:
-            raise FileNotFoundError(f"{shown}: no such file or folder")
-        found = [(shown, info)]
+            raise FileNotFoundError(f"{path}: no such file or folder")
+        infos = {path: info}
         if info.type == fs.FileType.Directory:
-            entries = system.get_file_info(fs.FileSelector(place))
-            names = {e.base_name: e for e in entries if e.type == fs.FileType.File and _is_data(e.base_name)}
-            found = [(f"{shown}/{name}", names[name]) for name in sorted(names, key=natural)]
-            if not found:
-                raise ValueError(f"{shown}: there are no data files in this folder")
-        files = []
-        for path, info in found:
+            entries = sorted(system.get_file_info(fs.FileSelector(place)), key=lambda entry: natural(entry.base_name))
+            infos = {
+                f"{path}/{entry.base_name}" if isinstance(path, str) else path / entry.base_name: entry
+                for entry in entries
+                if entry.type != fs.FileType.Directory and not entry.base_name.startswith((".", "_"))
+            }
+            if not infos:
+                raise ValueError(f"{path}: there are no data files in this folder")
+        for shown, info in infos.items():
+            if info.type != fs.FileType.File:
+                raise ValueError(
+                    f"{shown} is not a regular file; logs are read more than once, so pipes and devices are not"
+                )
             if not info.size:
-                raise ValueError(f"{path} is empty")
+                raise ValueError(f"{shown} is empty")
             with system.open_input_file(info.path) as file:
-                beginning = file.read(4)
-            form, codec = _recognised(path, Path(path).suffix, beginning)
-            files.append(LogFile(path, form, codec, info.size, info.mtime_ns, (system, info.path)))
-        return files
+                form, codec = _recognised(shown, file.read(4))
+            files.append(LogFile(shown, form, codec, info.size, info.mtime_ns, (system, info.path)))
     except FileNotFoundError:
         raise
     except OSError as error:
-        raise ValueError(f"{shown} can not be read: {error}") from error
+        reason = os.strerror(error.errno) if error.errno else error
+        raise ValueError(f"{shown} can not be read: {reason}") from error
+    return files
 
 
 def _file_system(uri: str, shown: str) -> tuple[Any, str]:
     """A `pyarrow` file system and the path in it."""
-    fs = require("pyarrow.fs")
     try:
         system, path = fs.FileSystem.from_uri(uri)
     except ValueError:  # a scheme that pyarrow does not know
@@ -207,9 +182,9 @@ def _file_system(uri: str, shown: str) -> tuple[Any, str]:
     return system, path.rstrip("/")
 
 
-def _recognised(path: Path | str, suffix: str, beginning: bytes) -> tuple[Format, str | None]:
+def _recognised(path: Path | str, beginning: bytes) -> tuple[Format, str | None]:
     """Format and codec, by the name and the first bytes, which have to agree."""
-    suffix = suffix.lower()
+    suffix = Path(path).suffix.lower()
     if suffix in PARQUET:
         return "parquet", None
     codec = CODECS.get(suffix)
@@ -225,16 +200,116 @@ def _recognised(path: Path | str, suffix: str, beginning: bytes) -> tuple[Format
     return "text", codec
 
 
-def _check_alike(files: Sequence[LogFile]) -> None:
-    by_format = {file.format: file.path for file in files}
-    if len(by_format) > 1:
-        raise ValueError(
-            f"{by_format['parquet']} is Parquet and {by_format['text']} is text: a log has files of one format"
-        )
-    seen: dict[str, LogFile] = {}
-    for file in files:
-        folder = str(file.path).rpartition("/")[0] if isinstance(file.path, str) else os.path.abspath(file.path.parent)
-        key = f"{folder}/{file.stem}"
-        if key in seen:
-            raise ValueError(f"{seen[key].path} and {file.path} look like the same data twice; keep one of them")
-        seen[key] = file
+@dataclass(frozen=True)
+class Part:
+    """A piece of one file: rows `[start, stop)` of Parquet, lines that begin in bytes `[start, stop)` of unpacked text.
+
+    Args:
+        file: index among the log's files.
+        stop: None for the end of the file.
+        stripes: (index, count): of text that nobody can enter in the middle, only every count-th stripe; see
+            `tritonemb.data.text.striped`.
+    """
+
+    file: int
+    start: int = 0
+    stop: int | None = None
+    stripes: Shard = WHOLE
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A run of rows of a part of a log.
+
+    Args:
+        part: index of the part.
+        offset: where the run begins: a byte of the unpacked text, or a row.
+        line: lines of the part before it.
+        content: whole lines, a `bytearray`, or a `pyarrow.RecordBatch`.
+    """
+
+    part: int
+    offset: int
+    line: int
+    content: Any
+
+
+def split_files(rule: SplitRule, files: tuple[LogFile, ...]) -> dict[Split, tuple[LogFile, ...]]:
+    """The files of each split, also those that only the rule names."""
+    held_out: dict[Split, tuple[LogFile, ...]] = {
+        "validation": find(rule.validation_files) if rule.validation_files else (),
+        "test": find(rule.test_files) if rule.test_files else (),
+    }
+    if not held_out["validation"] and not held_out["test"]:
+        held_out["test"] = files[-1:]
+    validation, test = ({file.location for file in held_out[split]} for split in ("validation", "test"))
+    if both := validation & test:
+        raise ValueError(f"split: {sorted(both)[0]} is named for validation and for test")
+    train = tuple(file for file in files if file.location not in validation | test)
+    if not train:
+        names = listed((str(file.path) for file in files), most=5)
+        raise ValueError(f"split: all files are held out, no train rows are left: {names}")
+    if len({file.format for kept in (train, *held_out.values()) for file in kept}) > 1:
+        raise ValueError("split: the held-out files are of another format than the others")
+    return {"train": train, **held_out}
+
+
+def parts_of_files(by_split: Mapping[Split, Sequence[Any]]) -> dict[Split, tuple[Part, ...]]:
+    """Whole files of each split, in the order of the splits."""
+    parts, first = {}, 0
+    for split in SPLITS:
+        count = len(by_split.get(split, ()))
+        parts[split] = tuple(Part(file) for file in range(first, first + count))
+        first += count
+    return parts
+
+
+def end_parts(rule: SplitRule, sizes: list[int]) -> dict[Split, tuple[Part, ...]]:
+    """The log, file after file, cut in two or three by rows or by bytes (`sizes` of the files)."""
+    total = sum(sizes)
+    test = total - round(total * rule.test_share)
+    validation = test - round(total * rule.validation_share)
+    bounds = ((0, validation), (validation, test), (test, total))
+    files = [Part(file) for file in range(len(sizes))]
+    return {split: tuple(between(files, sizes, *ends)) for split, ends in zip(SPLITS, bounds, strict=True)}
+
+
+def between(parts: Sequence[Part], sizes: Sequence[int], start: int, stop: int) -> list[Part]:
+    """What lies between two places of the parts, counted through all of them in the unit of their `sizes`."""
+    pieces, first = [], 0
+    for part, size in zip(parts, sizes, strict=True):
+        low, high = max(start - first, 0), min(stop - first, size)
+        if low < high:
+            pieces.append(Part(part.file, part.start + low, part.stop if high == size else part.start + high))
+        first += size
+    return pieces
+
+
+def even(parts: Sequence[Part], sizes: Sequence[int], shard: Shard, ends: Sequence[int] = ()) -> list[Part]:
+    """The index-th of `count` runs of equal length, counted through all parts.
+
+    Args:
+        sizes: of the parts.
+        ends: places, ascending, that a cut moves to if one is near.
+    """
+    index, count = shard
+    total = sum(sizes)
+    return between(parts, sizes, *(_moved(total * place // count, total / count, ends) for place in (index, index + 1)))
+
+
+def _moved(cut: int, length: float, ends: Sequence[int]) -> int:
+    place = bisect.bisect_left(ends, cut)
+    nearest = min((end for end in ends[max(place - 1, 0) : place + 1]), key=lambda end: abs(end - cut), default=cut)
+    return nearest if cut and abs(nearest - cut) <= NEAR * length else cut
+
+
+def whole(parts: Sequence[Part], sizes: Sequence[int], shard: Shard) -> list[Part]:
+    """Whole parts, the largest ones dealt out first, each to the shard that has least; in their order."""
+    index, count = shard
+    loads, mine = [0] * count, []
+    for number in sorted(range(len(parts)), key=lambda number: (-sizes[number], number)):
+        poorest = loads.index(min(loads))
+        loads[poorest] += sizes[number]
+        if poorest == index:
+            mine.append(number)
+    return [parts[number] for number in sorted(mine)]

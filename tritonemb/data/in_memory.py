@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,15 +14,12 @@ from tritonemb.data.protocol import (
     SPLITS,
     WHOLE,
     Feature,
-    Position,
+    OpenOptions,
     PositionedBatch,
     ReadReport,
-    Shard,
     Split,
     Stream,
-    check_batch_size,
     check_position,
-    check_shard,
     digest,
     fingerprint,
     tables_of,
@@ -110,21 +108,12 @@ class Dataset:
         """The number of rows."""
         return self.num_rows(split)
 
-    def open(
-        self,
-        split: Split,
-        batch_size: int,
-        *,
-        seed: int = 0,
-        epoch: int = 0,
-        shuffle: bool = False,
-        position: Position | None = None,
-        pin_memory: bool = False,
-        shard: Shard = WHOLE,
-    ) -> Stream:
+    def open(self, split: Split, batch_size: int, **how: Any) -> Stream:
         """See `tritonemb.data.protocol.Data.open`. A shard has every `count`-th row of the epoch's order."""
-        check_batch_size(batch_size)
-        check_shard(shard)
+        options = OpenOptions(split, batch_size, **how)
+        seed, epoch, shuffle, position, shard = (
+            options.seed, options.epoch, options.shuffle, options.position, options.shard,
+        )  # fmt: skip
         rows = self.rows(split)
         order_of = ((seed, epoch) if shuffle else ()) + (shard if shard != WHOLE else ())
         belongs_to = fingerprint(self.name, len(rows), split, batch_size, *order_of)
@@ -141,7 +130,7 @@ class Dataset:
         order = _shuffled(len(rows), seed, epoch) if shuffle else np.arange(len(rows))
         if shard != WHOLE:
             order = order[index::count].copy()  # or all of it would stay in memory
-        batches = self._batches(rows, order, first, batch_size, belongs_to, pin_memory)
+        batches = self._batches(rows, order, first, batch_size, belongs_to, options.pin_memory)
         return Stream(batches, {"of": belongs_to, "row": first}, ReadReport(rows=first))
 
     def train_batches(self, batch_size: int, seed: int = 0, epoch: int = 0) -> Stream:

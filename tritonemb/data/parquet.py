@@ -5,60 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-from tritonemb.data import arrow, splits
-from tritonemb.data.arrow import Checked, Chunk, Sink
-from tritonemb.data.files import LogFile
+import numpy as np
+
+from tritonemb.data import files as cuts
+from tritonemb.data.columns import Array
+from tritonemb.data.delimited import Parsed
+from tritonemb.data.encode import decoded, good_rows, is_list, is_text, wrong_values
+from tritonemb.data.files import Chunk, LogFile, Part
 from tritonemb.data.protocol import SPLITS, Shard, Split
-from tritonemb.data.schema import Schema, listed
-from tritonemb.data.splits import Kind, Part, SplitRule
-from tritonemb.utils import require
+from tritonemb.data.schema import Schema, SplitRule, check_single, listed, shown, wrong_value
+from tritonemb.utils import LazyModule
+
+pa: Any = LazyModule("pyarrow")
+compute: Any = LazyModule("pyarrow.compute")
+parquet: Any = LazyModule("pyarrow.parquet")
 
 SLICE_ROWS = 65_536  # at most: large row groups are read in slices
 ROW_BYTES = 256  # that a row is taken to have, to make slices as large as chunks of text
-
-
-class Source(Protocol):
-    """Files of one format, or tables.
-
-    Attributes:
-        schema: with all columns filled in.
-        multi_hot: the sparse columns that are lists.
-    """
-
-    schema: Schema
-    multi_hot: tuple[str, ...]
-
-    def sizes(self) -> list[int]:
-        """Of the files, in the unit of `Part`: unpacked bytes or rows."""
-        ...
-
-    def num_rows(self, part: Part) -> int | None:
-        """Bad ones too; None where only reading tells."""
-        ...
-
-    def estimated_rows(self, part: Part) -> float:
-        """Known without reading the part."""
-        ...
-
-    def chunks(self, parts: tuple[Part, ...], chunk_bytes: int, first: int, offset: int, line: int) -> Iterator[Chunk]:
-        """The chunks of all parts, from the one at `offset` of part `first` on, after `line` lines of that part."""
-        ...
-
-    def parse(self, chunk: Chunk, sink: Sink) -> Checked: ...
-
-    def shard(self, parts: tuple[Part, ...], shard: Shard) -> tuple[Part, ...]:
-        """Of all rows of some parts, those of one shard."""
-        ...
-
-    def rows_before(self, part: Part) -> int:
-        """Lines or rows of the file before those of the part. May have to read them, once."""
-        ...
-
-    def where(self, part: Part, chunk: Chunk, row: int) -> str:
-        """`train.txt, line 3`: where a chunk's row is in its file."""
-        ...
 
 
 @contextmanager
@@ -68,7 +33,6 @@ def opened(file: LogFile) -> Iterator[Any]:
     Raises:
         ValueError: it is damaged, or has other bytes than when it was found.
     """
-    pa, parquet = require("pyarrow"), require("pyarrow.parquet")
     try:
         # Pages are read as they are needed, in place of whole row groups.
         with file.open() as raw, parquet.ParquetFile(raw, buffer_size=1 << 20, pre_buffer=False) as opened_file:
@@ -92,26 +56,20 @@ class Head:
     group_rows: tuple[int, ...]
     group_times: tuple[Any, ...]
 
-    @property
-    def columns(self) -> tuple[str, ...]:
-        return tuple(self.schema.names)
-
 
 def head_of(file: LogFile, time_column: str | None = None) -> Head:
     if file.table is not None:
         return Head(file.size, file.table.schema, (file.size,), (None,))
     with opened(file) as source:
         groups = [source.metadata.row_group(group) for group in range(source.num_row_groups)]
-        rows = tuple(group.num_rows for group in groups)
         times: tuple[Any, ...] = (None,) * len(groups)
         if time_column is not None and source.schema_arrow.names.count(time_column) == 1:
             kind = source.schema_arrow.field(time_column).type
             times = tuple(_times(group, time_column, kind) for group in groups)
-        return Head(source.metadata.num_rows, source.schema_arrow, rows, times)
+        return Head(source.metadata.num_rows, source.schema_arrow, tuple(group.num_rows for group in groups), times)
 
 
 def _times(group: Any, column: str, kind: Any) -> Any:
-    pa = require("pyarrow")
     known = pa.types.is_integer(kind) or pa.types.is_date32(kind) or pa.types.is_string(kind)
     if not known and not (pa.types.is_timestamp(kind) and kind.unit in ("ms", "us")):
         return None  # others are rounded, or may hold what is neither early nor late
@@ -144,8 +102,7 @@ def parquet_chunks(
             for batch in source.iter_batches(slice_rows, row_groups=[group], columns=list(columns), use_threads=False):
                 first, last = max(offset - row, 0), min(stop - row, batch.num_rows)
                 if first < last:
-                    content = batch.slice(first, last - first)
-                    yield Chunk(part, row + first, row + first - start, content)
+                    yield Chunk(part, row + first, row + first - start, batch.slice(first, last - first))
                 row += batch.num_rows
                 if row >= stop:
                     return
@@ -156,13 +113,18 @@ def parquet_chunks(
         )
 
 
+def files_of_frames(frames: Mapping[Split, Any], name: str) -> dict[Split, tuple[LogFile, ...]]:
+    """Data frames as the files of a log."""
+    titles = {split: name if len(frames) == 1 else f"{name} ({split})" for split in frames}
+    return {split: (table_of(frames[split], titles[split]),) for split in SPLITS if split in frames}
+
+
 def table_of(frame: Any, name: str) -> LogFile:
     """The `pyarrow.Table` of anything with Arrow's C stream interface, as a file of a log; no column is copied.
 
     Raises:
         ValueError: it has no such interface, or columns that Arrow does not know.
     """
-    pa = require("pyarrow")
     if not hasattr(frame, "__arrow_c_stream__"):
         raise ValueError(
             f"{name}: {type(frame).__name__} is not a data frame with the method __arrow_c_stream__, as pandas has "
@@ -176,27 +138,9 @@ def table_of(frame: Any, name: str) -> LogFile:
     return LogFile(name, "table", None, table.num_rows, table=table)
 
 
-def tables_by_split(
-    frames: Mapping[Split, Any], rule: SplitRule, name: str
-) -> tuple[tuple[LogFile, ...], Kind, dict[Split, tuple[int, ...]]]:
-    """Data frames as the files of a log, how rows are held out, and which of the files belong to each split.
-
-    Raises:
-        ValueError: held-out frames are given and another split rule, or neither.
-    """
-    if len(frames) == 1 and rule.split_by != "files":
-        return (table_of(frames["train"], name),), rule.kind(()), {}
-    if len(frames) == 1 or rule.kind(()) not in ("end", "files") or rule.split_by == "end":
-        raise ValueError(f"{name}: give held-out data frames, or another split rule than {rule.split_by!r}, not both")
-    present = [split for split in SPLITS if split in frames]
-    files = tuple(table_of(frames[split], f"{name} ({split})") for split in present)
-    return files, "files", {split: (file,) for file, split in enumerate(present)}
-
-
 def _without_views(kind: Any) -> Any:
     """A type with strings in one buffer."""
-    pa = require("pyarrow")
-    if pa.types.is_string_view(kind) or pa.types.is_binary_view(kind):
+    if str(kind) in ("string_view", "binary_view"):
         return pa.large_string() if pa.types.is_string_view(kind) else pa.large_binary()
     if pa.types.is_dictionary(kind):
         return pa.dictionary(kind.index_type, _without_views(kind.value_type), kind.ordered)
@@ -207,11 +151,15 @@ def _without_views(kind: Any) -> Any:
 
 
 class ArrowSource:
-    """Parquet files or tables with the same columns; see `Source`.
+    """Parquet files or tables with the same columns. The positions and sizes of its parts are rows.
 
     Args:
-        extra: the time column, if rows are split by it.
+        time: the time column, if rows are split by it.
         labelled: whether there is a label column.
+
+    Attributes:
+        schema: with all columns filled in.
+        multi_hot: the sparse columns that are lists.
 
     Raises:
         ValueError: a file is damaged, has no rows, lacks a column or has it twice, or has it of another type than it
@@ -219,94 +167,162 @@ class ArrowSource:
     """
 
     def __init__(
-        self, files: tuple[LogFile, ...], schema: Schema, extra: tuple[str, ...] = (), labelled: bool = True
+        self, files: tuple[LogFile, ...], schema: Schema, time: str | None = None, labelled: bool = True
     ) -> None:
-        self._files, self._labelled = files, labelled
-        self._heads = [head_of(file, extra[0] if extra else None) for file in files]
-        for file, head in zip(files, self._heads, strict=True):
-            if head.num_rows == 0:
-                raise ValueError(f"{file.path} is empty: it has no rows")
-        self.schema = schema.of(self._heads[0].columns, str(files[0].path), labelled)
-        self.multi_hot = arrow.check_columns(self._heads[0].schema, self.schema, str(files[0].path), labelled)
+        self._files = files
+        self._heads = [head_of(file, time) for file in files]
         texts: dict[str, tuple[bool, LogFile]] = {}
-        for file, head in zip(files, self._heads, strict=True):
-            self.schema.of(head.columns, str(file.path), labelled)
-            if arrow.check_columns(head.schema, self.schema, str(file.path), labelled) != self.multi_hot:
-                raise ValueError(f"{file.path}: other columns are lists than in {files[0].path}: {self.multi_hot}")
-            for name in extra:
-                if name not in head.columns:
-                    raise ValueError(f"{file.path}: there is no column {name!r}; columns: {listed(head.columns)}")
-                arrow.check_single(head.schema.names, name, str(file.path))
-            for name in self.schema.sparse:
-                text = arrow.is_text(head.schema.field(name).type)
-                if text is None:
+        for number, (file, head) in enumerate(zip(files, self._heads, strict=True)):
+            where, names = str(file.path), head.schema.names
+            if head.num_rows == 0:
+                raise ValueError(f"{where} is empty: it has no rows")
+            schema = schema.of(names, where, labelled)
+            _check_types(head.schema, schema, where, labelled)
+            lists = tuple(name for name in schema.sparse if is_list(head.schema.field(name).type))
+            self.multi_hot = lists if number == 0 else self.multi_hot
+            if lists != self.multi_hot:
+                raise ValueError(f"{where}: other columns are lists than in {files[0].path}: {self.multi_hot}")
+            if time is not None:
+                if time not in names:
+                    raise ValueError(f"{where}: there is no column {time!r}; columns: {listed(names)}")
+                check_single(names, time, where)
+            for name in schema.sparse:
+                kind = _value_type(head.schema.field(name).type)
+                if str(kind) == "null":
                     continue
-                before, other = texts.setdefault(name, (text, file))
-                if text != before:
-                    kinds = ("strings", "integers") if text else ("integers", "strings")
+                text, other = texts.setdefault(name, (is_text(kind), file))
+                if is_text(kind) != text:
+                    kinds = ("integers", "strings") if text else ("strings", "integers")
                     raise ValueError(
-                        f"{file.path}: column {name!r} has {kinds[0]}, but {kinds[1]} in {other.path}; the same value "
+                        f"{where}: column {name!r} has {kinds[0]}, but {kinds[1]} in {other.path}; the same value "
                         "would have different ids"
                     )
-        used = (*(self.schema.label,) * labelled, *self.schema.dense, *self.schema.sparse, *extra)
+        self.schema = schema
+        used = schema.columns(labelled) if time is None else (*schema.columns(labelled), time)
         self._columns = tuple(dict.fromkeys(used))
 
-    def type_of(self, column: str) -> Any:
-        """The `pyarrow` type."""
-        return self._heads[0].schema.field(column).type
+    def check_times(self, rule: SplitRule) -> None:
+        """ValueError if a time of the rule is none of its time column."""
+        for bound in (rule.validation_from, rule.test_from):
+            if bound is not None:
+                time_bound(bound, self._heads[0].schema.field(rule.time_column).type)
 
     def sizes(self) -> list[int]:
+        """Of the files, in the unit of `Part`."""
         return [head.num_rows for head in self._heads]
 
-    def num_rows(self, part: Part) -> int | None:
-        return self._stop(part) - part.start
-
     def estimated_rows(self, part: Part) -> float:
+        """Rows of a part, bad ones too, as far as they are known without reading it; here exactly."""
         return self._stop(part) - part.start
 
     def chunks(self, parts: tuple[Part, ...], chunk_bytes: int, first: int, offset: int, line: int) -> Iterator[Chunk]:
+        """The chunks of all parts, from the one at `offset` of part `first` on, after `line` lines of that part."""
         for number, part in enumerate(parts[first:], start=first):
             begin = offset if number == first else part.start
-            stop = self._stop(part)
-            file = self._files[part.file]
+            file, stop = self._files[part.file], self._stop(part)
             yield from parquet_chunks(file, number, part.start, stop, chunk_bytes, begin, self._columns)
 
-    def parse(self, chunk: Chunk, sink: Sink) -> Checked:
-        return arrow.parse(chunk.content, self.schema, sink, self._labelled)
+    def parse(self, chunk: Chunk) -> Parsed:
+        batch = chunk.content
+        good = good_rows(batch, self.schema)
+        bad_rows = np.flatnonzero(~good)
+
+        def describe(number: int) -> tuple[str, str]:
+            row = int(bad_rows[number])
+            name, expected, _ = wrong_values(batch.slice(row, 1), self.schema)[0]
+            value = batch.column(name)[row].as_py()
+            place = batch.schema.get_field_index(name) + 1
+            message = wrong_value(place, name, "missing" if value is None else value, expected)
+            return f"column {name} is not {expected}", message
+
+        return Parsed(batch, np.arange(batch.num_rows), good, bad_rows, describe)
 
     def shard(self, parts: tuple[Part, ...], shard: Shard) -> tuple[Part, ...]:
-        """Runs of whole row groups where there are enough of them; else one may be cut in two, and be read twice."""
+        """Of all rows of some parts, those of one shard: runs of whole row groups where there are enough of them; else
+        one may be cut in two, and be read twice."""
         sizes = [self._stop(part) - part.start for part in parts]
         ends: list[int] = []
         first = 0
         for part, size in zip(parts, sizes, strict=True):
-            row = first - part.start
-            for rows in self._heads[part.file].group_rows:
-                row += rows
-                if first < row < first + size:
-                    ends.append(row)
+            rows = first - part.start + np.cumsum(self._heads[part.file].group_rows)
             first += size
-            ends.append(first)
-        return tuple(splits.even(parts, sizes, shard, ends))
+            ends += [*(int(row) for row in rows if first - size < row < first), first]
+        return tuple(cuts.even(parts, sizes, shard, ends))
 
     def within(self, rule: SplitRule, split: Split) -> tuple[Part, ...]:
-        """The row groups that may have rows of a split by time: its shares would else have very different numbers."""
-        pa, compute = require("pyarrow"), require("pyarrow.compute")
+        """The row groups that may have rows of a split by time: its shards would else have very different numbers."""
         parts: list[Part] = []
         for file, head in enumerate(self._heads):
             row = 0
             for rows, times in zip(head.group_rows, head.group_times, strict=True):
-                if times is None or splits.may_have(rule, split, times, pa, compute):
+                if times is None or _may_have(rule, split, times):
                     start = parts.pop().start if parts and (parts[-1].file, parts[-1].stop) == (file, row) else row
                     parts.append(Part(file, start, row + rows))
                 row += rows
         return tuple(parts)
 
     def rows_before(self, part: Part) -> int:
+        """Lines or rows of the file before those of the part. May have to read them, once."""
         return part.start
 
     def where(self, part: Part, chunk: Chunk, row: int) -> str:
+        """`train.parquet, row 3`: where a chunk's row is in its file."""
         return f"{self._files[part.file].path}, row {chunk.offset + row + 1}"
 
     def _stop(self, part: Part) -> int:
         return self._heads[part.file].num_rows if part.stop is None else part.stop
+
+
+def _value_type(kind: Any) -> Any:
+    """Of the values of lists and dictionaries."""
+    return decoded(kind.value_type if is_list(kind) else kind)
+
+
+def _check_types(columns: Any, schema: Schema, where: str, labelled: bool) -> None:
+    """ValueError if a column of a `pyarrow.Schema` has values of another type than it needs."""
+    types = pa.types
+    for name in schema.columns(labelled):
+        kind = columns.field(name).type
+        inner = _value_type(kind) if name in schema.sparse else decoded(kind)
+        if types.is_integer(inner) or types.is_boolean(inner) or types.is_null(inner):
+            continue
+        if name in schema.sparse:
+            if not is_text(inner):
+                raise ValueError(
+                    f"{where}: column {name!r} is {kind}, but a sparse column has integers, strings or lists of them"
+                )
+        elif not types.is_floating(inner):
+            what = "a dense column" if name in schema.dense else "the label"
+            raise ValueError(f"{where}: column {name!r} is {inner}, but {what} has numbers")
+
+
+def time_mask(rule: SplitRule, split: Split, times: Any) -> Array:
+    """Which rows belong to a split, for "time"; `times` is a `pyarrow` array. A row without a time is a train row."""
+    late, test = (_at_or_after(times, bound) for bound in (rule.validation_from, rule.test_from))
+    return {"train": ~late & ~test, "validation": late & ~test, "test": test}[split]
+
+
+def _may_have(rule: SplitRule, split: Split, times: Any) -> bool:
+    """Whether rows from one time to another, a `pyarrow` array of these two, may be of a split, for "time"."""
+    first, last = time_mask(rule, "validation", times) + 2 * time_mask(rule, "test", times)
+    return bool(first <= SPLITS.index(split) <= last)  # as the splits follow each other in time
+
+
+def _at_or_after(times: Any, bound: str | None) -> Array:
+    if bound is None:
+        return np.zeros(len(times), dtype=bool)
+    late = compute.greater_equal(times, time_bound(bound, times.type))
+    mask: Array = compute.fill_null(late, False).to_numpy(zero_copy_only=False)
+    return mask
+
+
+def time_bound(bound: str, kind: Any) -> Any:
+    """A time, as a `pyarrow` scalar of the column's type.
+
+    Raises:
+        ValueError: it is none.
+    """
+    try:
+        return pa.scalar(bound).cast(kind)
+    except pa.ArrowException as error:
+        raise ValueError(f"split: {shown(bound)} is not a time of the time column, which is {kind}") from error

@@ -8,22 +8,22 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
 from tritonemb.data import protocol
-from tritonemb.data.arrow import Chunk
 from tritonemb.data.columns import Array, Rows, concat, cut
+from tritonemb.data.files import Chunk
 from tritonemb.data.prefetch import Prefetcher
 from tritonemb.data.protocol import Position, PositionedBatch, ReadReport, Split
-from tritonemb.data.schema import MAX_PROBLEMS, Problems
 
 R = TypeVar("R")
 
 CHUNKS_READ = 2  # that wait to be parsed
 MOST_WORKERS = 8
+MAX_PROBLEMS = 10  # that a report shows in full
 FIELDS = ("part", "offset", "line", "skip", "skipped", "window", "batch", "rows")  # of a position
 
 
@@ -62,13 +62,13 @@ def in_order(job: Callable[[Chunk], R], chunks: Iterator[Chunk], workers: int) -
 
 @dataclass(frozen=True)
 class Block:
-    """The good rows of a chunk, and where the chunk begins; see `tritonemb.data.arrow.Chunk`."""
+    """Where a chunk begins (see `Chunk`), what a job made of its good rows, and what became of all of them."""
 
     part: int
     offset: int
     line: int
-    rows: Rows
-    problems: Problems
+    rows: Any
+    report: ReadReport
 
 
 @dataclass(frozen=True)
@@ -125,22 +125,23 @@ def shuffle_buffers(
                 yield ShuffleBuffer(number, joined, start, stop)
                 del joined
                 start, number = stop, number + 1
-        skipped += block.problems.total
+        skipped += block.report.skipped
     if left_out:
         raise ValueError(f"there are {left_out} rows fewer than the position says; the data are not what they were")
     if pieces:
         yield ShuffleBuffer(number, concat(pieces, order(gathered, number)), start, stop)
 
 
-def collected(report: ReadReport, rows: int, problems: Problems) -> ReadReport:
-    """A report with more rows and more bad ones."""
-    if not problems.total:
-        return replace(report, rows=report.rows + rows)
-    first = (*report.problems, *(problem.message for problem in problems.first))[:MAX_PROBLEMS]
-    reasons = Counter(dict(report.reasons)) + problems.counts
-    return ReadReport(report.rows + rows, report.skipped + problems.total, first, tuple(sorted(reasons.items())))
+def merged(report: ReadReport, more: ReadReport) -> ReadReport:
+    """A report of the rows of two."""
+    if not more.skipped:
+        return replace(report, rows=report.rows + more.rows)
+    reasons = Counter(dict(report.reasons)) + Counter(dict(more.reasons))
+    problems = (*report.problems, *more.problems)[:MAX_PROBLEMS]
+    return ReadReport(report.rows + more.rows, report.skipped + more.skipped, problems, tuple(sorted(reasons.items())))
 
 
+@dataclass
 class Batcher:
     """Cuts the batches of one stream.
 
@@ -151,55 +152,48 @@ class Batcher:
         buffer_rows: rows of a shuffle buffer.
         order: what decides the order of the rows; None keeps it.
         needs_rows: whether a split without rows is an error.
-        left_out: bad rows that are not in the blocks any more.
+        read: bad rows that are not in the blocks any more; then also those that are.
     """
 
-    def __init__(
-        self,
-        name: str,
-        split: Split,
-        blocks: Callable[[Place], Generator[Block, None, None]],
-        keys: tuple[str, ...],
-        batch_size: int,
-        buffer_rows: int,
-        order: tuple[int, ...] | None,
-        pin_memory: bool,
-        needs_rows: bool,
-        left_out: ReadReport,
-    ) -> None:
-        self._name, self._split, self._blocks, self._keys = name, split, blocks, keys
-        self._batch_size, self._buffer_rows, self._order = batch_size, buffer_rows, order
-        self._pin_memory, self._needs_rows = pin_memory, needs_rows
-        self._read = left_out
+    name: str
+    split: Split
+    blocks: Callable[[Place], Generator[Block, None, None]]
+    keys: tuple[str, ...]
+    batch_size: int
+    buffer_rows: int
+    order: tuple[int, ...] | None
+    pin_memory: bool
+    needs_rows: bool
+    read: ReadReport
 
     def report(self, position: Position) -> ReadReport:
         """The rows before a position, and the bad ones among them."""
-        return replace(self._read, rows=position["rows"], skipped=self._read.skipped + position["skipped"])
+        return replace(self.read, rows=position["rows"], skipped=self.read.skipped + position["skipped"])
 
     def steps(self, position: Position) -> Iterator[PositionedBatch | ReadReport]:
         start = Place(*(position[field] for field in FIELDS[:5]))
-        self._read = self.report(position)
+        self.read = self.report(position)
         batch, rows = position["batch"], position["rows"]
-        with closing(self._blocks(start)) as blocks:
+        with closing(self.blocks(start)) as blocks:
             counted = self._counted(blocks)
-            for buffer in shuffle_buffers(counted, self._buffer_rows, self._permutation, start, position["window"]):
+            for buffer in shuffle_buffers(counted, self.buffer_rows, self._permutation, start, position["window"]):
                 for step in self._cut(buffer, batch, rows, position["of"]):
                     rows = step.report.rows
                     yield step
                 batch = 0
-        if rows == 0 and self._needs_rows:
-            skipped = f" ({self._read.skipped} bad ones were skipped)" if self._read.skipped else ""
-            raise ValueError(f"data set {self._name!r}: there are no {self._split} rows{skipped}")
-        yield replace(self._read, rows=rows)  # after the last batch, bad rows may have come
+        if rows == 0 and self.needs_rows:
+            skipped = f" ({self.read.skipped} bad ones were skipped)" if self.read.skipped else ""
+            raise ValueError(f"data set {self.name!r}: there are no {self.split} rows{skipped}")
+        yield replace(self.read, rows=rows)  # after the last batch, bad rows may have come
 
     def _cut(self, buffer: ShuffleBuffer, first: int, rows: int, belongs_to: int) -> Iterator[PositionedBatch]:
-        num_rows, size = len(buffer.rows), self._batch_size
+        num_rows, size = len(buffer.rows), self.batch_size
         if first * size >= num_rows:
-            raise ValueError(f"data set {self._name!r}: there are fewer rows than the position says")
-        report = self._read
+            raise ValueError(f"data set {self.name!r}: there are fewer rows than the position says")
+        report = self.read
         for number in range(first, -(-num_rows // size)):
             run = slice(number * size, min((number + 1) * size, num_rows))
-            batch = cut(buffer.rows, self._keys, run, self._pin_memory)
+            batch = cut(buffer.rows, self.keys, run, self.pin_memory)
             rows += len(batch)
             if (number + 1) * size < num_rows:
                 place, at = buffer.start, (buffer.number, number + 1, rows)
@@ -211,13 +205,13 @@ class Batcher:
 
     def _counted(self, blocks: Iterator[Block]) -> Iterator[Block]:
         for block in blocks:
-            self._read = collected(self._read, 0, block.problems)
+            self.read = merged(self.read, block.report)
             yield block
 
     def _permutation(self, num_rows: int, buffer: int) -> Array | None:
-        if self._order is None:
+        if self.order is None:
             return None
-        state = np.random.SeedSequence([*self._order, buffer]).generate_state(1, np.uint64)[0]
+        state = np.random.SeedSequence([*self.order, buffer]).generate_state(1, np.uint64)[0]
         generator = torch.Generator().manual_seed(int(state))
         order: Array = torch.randperm(num_rows, generator=generator).numpy()
         return order

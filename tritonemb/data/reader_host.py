@@ -7,35 +7,22 @@ import secrets
 import signal
 import threading
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from tritonemb.data.batch import Batch, BatchLayout
-from tritonemb.data.protocol import (
-    WHOLE,
-    Batches,
-    Closing,
-    Data,
-    Feature,
-    Position,
-    PositionedBatch,
-    ReadReport,
-    Shard,
-    Split,
-    Stream,
-    check_shard,
-    tables_of,
-)
+from tritonemb.data.batch import BatchLayout
+from tritonemb.data.loader import MessageStream, ShardState, layout_of, read_shards
+from tritonemb.data.protocol import Closing, Data, Feature, OpenOptions, Split, Stream, tables_of
 from tritonemb.flight import Client, Message, Messages, start_server
 from tritonemb.types import TableConfig
 
 TOKEN, ROOTS = "TRITONEMB_TOKEN", "TRITONEMB_TLS_ROOTS"  # variables of the environment
 PATIENCE = 5.0  # seconds for open streams to end
-
-_VALUES = {4: torch.int32, 8: torch.int64}
 
 
 class ReaderHost(Closing):
@@ -108,24 +95,17 @@ class _Service:
         }
 
     def stream(self, request: dict[str, Any]) -> Iterator[Message]:
-        """Where the stream begins, its batches, and its last report. Offsets do not travel."""
-        how = {name: request[name] for name in ("split", "batch_size", "seed", "epoch", "shuffle", "position")}
-        shard = tuple(request["shard"])
-        how |= {} if shard == WHOLE else {"shard": shard}
-        with self._data.open(**how) as stream:
-            yield _progress(stream), None
-            for batch in stream:
-                if self._closing.is_set():
-                    raise ConnectionError("the reader host has been closed")
-                packed = batch.packed()
-                layout, buffer = packed.layout, packed.buffer
-                assert layout is not None
-                assert buffer is not None
-                sizes = [layout.batch_size, layout.num_dense, layout.num_values, layout.values_dtype.itemsize]
-                values = _progress(stream) | {"sizes": sizes, "keys": layout.keys}
-                yield values, memoryview(buffer.numpy())[: layout.bytes_before_offsets]
-                del batch, packed, buffer
-            yield _progress(stream), None
+        """The messages of `read_shards` for one shard. Offsets do not travel."""
+        index, count = request.pop("shard")
+        shard = ShardState(index, count, position=request.pop("position"))
+        for values, buffer in read_shards(self._data, [shard], request):
+            if self._closing.is_set():
+                raise ConnectionError("the reader host has been closed")
+            if buffer is None:
+                yield values, None
+            else:
+                yield values, memoryview(buffer.numpy())[: layout_of(values).bytes_before_offsets]
+            del buffer  # or it would stay until the next one is there
 
 
 class RemoteData:
@@ -183,40 +163,17 @@ class RemoteData:
         rows: int | None = self._all_clients()[0].call("rows", {"split": split})["estimated"]
         return rows
 
-    def open(
-        self,
-        split: Split,
-        batch_size: int,
-        *,
-        seed: int = 0,
-        epoch: int = 0,
-        shuffle: bool = False,
-        position: Position | None = None,
-        pin_memory: bool = False,
-        shard: Shard = WHOLE,
-    ) -> Stream:
+    def open(self, split: Split, batch_size: int, **how: Any) -> Stream:
         """See `tritonemb.data.protocol.Data.open`: the same batches, positions and errors as the host's own data set.
 
         Raises:
             ConnectionError: the host does not answer, here or out of `next`. Exceptions of the data set keep their type
                 if it is a built-in one; else they come as the nearest built-in type.
         """
-        check_shard(shard)
-        clients = self._all_clients()
-        messages = clients[shard[0] % len(clients)].stream(
-            {
-                "split": split,
-                "batch_size": batch_size,
-                "seed": seed,
-                "epoch": epoch,
-                "shuffle": shuffle,
-                "position": position,
-                "shard": shard,
-            }
-        )
-        first, _ = next(messages)
-        batches = _batches(messages, pin_memory)
-        return Stream(batches, first["position"], _report(first), on_stop=messages.cancel)
+        request = asdict(OpenOptions(split, batch_size, **how))
+        pin_memory, clients = request.pop("pin_memory"), self._all_clients()
+        messages = clients[request["shard"][0] % len(clients)].stream(request)
+        return MessageStream(_with_offsets(messages, pin_memory), messages.cancel)
 
     def _all_clients(self) -> list[Client]:
         if not self._clients:
@@ -224,37 +181,19 @@ class RemoteData:
         return self._clients
 
 
-def _progress(stream: Batches) -> dict[str, Any]:
-    report = stream.report
-    return {
-        "position": stream.position,
-        "report": [report.rows, report.skipped, report.problems, report.reasons],
-    }
-
-
-def _report(values: dict[str, Any]) -> ReadReport:
-    rows, skipped, problems, reasons = values["report"]
-    return ReadReport(rows, skipped, tuple(problems), tuple((reason, count) for reason, count in reasons))
-
-
-def _batches(messages: Messages, pin_memory: bool) -> Generator[PositionedBatch | ReadReport, None, None]:
+def _with_offsets(messages: Messages, pin_memory: bool) -> Generator[tuple[dict[str, Any], Tensor | None], None, None]:
     try:
         for values, data in messages:
-            if "sizes" not in values:
-                yield _report(values)
-                return
-            yield PositionedBatch(_batch(values, data, pin_memory), values["position"], _report(values))
-            del values, data  # or they would stay until the next ones are there
+            yield values, _buffer(layout_of(values), data, pin_memory) if "sizes" in values else None
+            del data  # or it would stay until the next one is there
     finally:
         messages.cancel()
 
 
-def _batch(values: dict[str, Any], data: np.ndarray[Any, Any], pin_memory: bool) -> Batch:
-    batch_size, num_dense, num_values, itemsize = values["sizes"]
-    layout = BatchLayout(tuple(values["keys"]), batch_size, num_dense, num_values, _VALUES[itemsize])
+def _buffer(layout: BatchLayout, data: np.ndarray[Any, Any], pin_memory: bool) -> Tensor:
     buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=pin_memory)
     buffer.numpy()[: layout.bytes_before_offsets] = data
     lengths, offsets = (view.numpy() for view in layout.views(buffer)[3:])
     offsets[0] = 0
     np.cumsum(lengths, out=offsets[1:])
-    return layout.batch(buffer)
+    return buffer

@@ -1,20 +1,25 @@
-"""Which columns of a log are the label, the numbers and the categories; and what is wrong with a row."""
+"""How a log is read: which columns are label, numbers and categories, and which rows are held out."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
+
+Kind = Literal["end", "random", "files", "time"]
 
 MAX_EMBEDDINGS = 1 << 31
 SHOWN_CHARACTERS = 40
-MAX_PROBLEMS = 10  # that a report shows in full
+LARGEST_CHUNK = 1 << 28
 
 LABEL = "label"
 INTEGERS = tuple(f"int_{i}" for i in range(1, 14))
 CATEGORIES = tuple(f"cat_{i}" for i in range(1, 27))
 FIELDS = (LABEL, *INTEGERS, *CATEGORIES)
+
+_DAY = re.compile(r"day_[0-9]+")
 
 
 @dataclass(frozen=True)
@@ -44,21 +49,19 @@ class Schema:
 
     def __post_init__(self) -> None:
         named = [name for name in (self.label, *self.dense, *self.sparse) if name]
-        if len(set(named)) != len(named):
-            twice = sorted({name for name in named if named.count(name) > 1})
+        if twice := sorted({name for name in named if named.count(name) > 1}):
             raise ValueError(f"schema: {listed(twice)} named more than once among label, dense and sparse")
         if (self.dense or self.sparse) and not self.label:
             raise ValueError("schema: dense or sparse columns are named, but no label column")
         if self.label and not self.sparse:
             raise ValueError("schema: no sparse columns are named; a click model needs at least one")
-        if not isinstance(self.log_transform, bool):
-            unknown = [name for name in self.log_transform if self.dense and name not in self.dense]
-            if unknown:
-                raise ValueError(
-                    f"schema: log_transform names {listed(unknown)}, not among dense: {listed(self.dense)}"
-                )
-        if unknown := [name for name in self.integers if self.sparse and name not in self.sparse]:
-            raise ValueError(f"schema: integers names {listed(unknown)}, not among sparse: {listed(self.sparse)}")
+        transformed = () if isinstance(self.log_transform, bool) else self.log_transform
+        for what, names, of, known in (
+            ("log_transform", transformed, "dense", self.dense),
+            ("integers", self.integers, "sparse", self.sparse),
+        ):
+            if unknown := [name for name in names if known and name not in known]:
+                raise ValueError(f"schema: {what} names {listed(unknown)}, not among {of}: {listed(known)}")
         _check_size("num_embeddings", self.num_embeddings)
         self.sizes_by_name()
 
@@ -80,8 +83,12 @@ class Schema:
     def is_logarithmic(self, name: str) -> bool:
         return self.log_transform if isinstance(self.log_transform, bool) else name in self.log_transform
 
-    def of(self, columns: tuple[str, ...], where: str, labelled: bool = True) -> Schema:
-        """With the columns filled in, all of them among those that the data at `where` has.
+    def columns(self, labelled: bool = True) -> tuple[str, ...]:
+        """The label, if there is one, dense and sparse columns."""
+        return (*(self.label,) * labelled, *self.dense, *self.sparse)
+
+    def of(self, columns: Sequence[str], where: str, labelled: bool = True) -> Schema:
+        """With the columns filled in, all of them once among those that the data at `where` has.
 
         Args:
             labelled: whether the label is among them.
@@ -89,6 +96,7 @@ class Schema:
         Raises:
             ValueError: listing the columns found.
         """
+        schema = self
         if not self.label:
             if not set(FIELDS if labelled else FIELDS[1:]) <= set(columns):
                 raise ValueError(
@@ -97,14 +105,15 @@ class Schema:
                     "which are dense and which are sparse: --label click --dense price --sparse user item, or "
                     'Schema(label="click", dense=("price",), sparse=("user", "item"))'
                 )
-            return replace(self, label=LABEL, dense=INTEGERS, sparse=CATEGORIES)
-        for part, names in (("label", (self.label,) * labelled), ("dense", self.dense), ("sparse", self.sparse)):
-            unknown = [name for name in names if name not in columns]
-            if unknown:
+            schema = replace(self, label=LABEL, dense=INTEGERS, sparse=CATEGORIES)
+        for part, names in (("label", (schema.label,) * labelled), ("dense", schema.dense), ("sparse", schema.sparse)):
+            if unknown := [name for name in names if name not in columns]:
                 raise ValueError(
                     f"{where}: the schema's {part} column {unknown[0]!r} is not there; columns: {listed(columns)}"
                 )
-        return self
+        for name in schema.columns(labelled):
+            check_single(columns, name, where)
+        return schema
 
 
 def _check_size(what: str, number: int) -> None:
@@ -113,34 +122,105 @@ def _check_size(what: str, number: int) -> None:
 
 
 CRITEO = Schema(LABEL, INTEGERS, CATEGORIES)
-"""Criteo's display-advertising log; `tritonemb.data.criteo` says what its columns hold."""
+"""Criteo's display-advertising log; `tritonemb.data.delimited.CriteoFormat` says what its columns hold."""
 
 
 @dataclass(frozen=True)
-class Problem:
-    """A bad row.
+class SplitRule:
+    """Which rows are held out for validation and test; all others are train rows.
 
     Args:
-        row: its line or row in the chunk, from 0.
-        reason: what is wrong, for counting: the same words for the same mistake in other rows.
-        message: what is wrong with this one.
+        split_by: "end": the last rows, as a log is in order of time; "random": rows drawn by their number in the file;
+            "files": whole files; "time": rows by a time column of Parquet files; "auto": "files" with the last file as
+            test if the files are Criteo's days (day_0, day_1, ...) or test or validation files are named, "time" if a
+            time column is, else "end".
+        test_share: share of the rows, for "end" and "random"; the test rows come last.
+        validation_share: likewise; they come before the test rows.
+        test_files: paths, for "files": some of the log's, or others.
+        validation_files: likewise.
+        time_column: for "time".
+        test_from: rows with this time or a later one are test rows: a number, or a date and time as 2014-05-31 or
+            2014-05-31T12:00:00.
+        validation_from: rows with this time or a later one, but earlier than the test rows, are validation rows.
     """
 
-    row: int
-    reason: str
-    message: str
+    split_by: Literal["auto", "end", "random", "files", "time"] = "auto"
+    test_share: float = 1 / 6
+    validation_share: float = 0.0
+    test_files: tuple[str, ...] = ()
+    validation_files: tuple[str, ...] = ()
+    time_column: str | None = None
+    test_from: str | None = None
+    validation_from: str | None = None
+
+    def __post_init__(self) -> None:
+        for name, share in (("test_share", self.test_share), ("validation_share", self.validation_share)):
+            if not 0 <= share < 1:
+                raise ValueError(f"split: {name} must be a share of the rows, from 0 to less than 1, got {share}")
+        if self.test_share + self.validation_share >= 1:
+            raise ValueError(f"split: shares of {self.test_share} and {self.validation_share} leave no train rows")
+        by = self.kind()
+        if by != "files" and (self.test_files or self.validation_files):
+            raise ValueError(f'split: test and validation files are for split_by="files", not for split_by={by!r}')
+        if by != "time" and (self.time_column or self.test_from or self.validation_from):
+            raise ValueError(f'split: a time column and times are for split_by="time", not for split_by={by!r}')
+        if by == "time" and not (self.time_column and (self.test_from or self.validation_from)):
+            raise ValueError('split: split_by="time" needs time_column and test_from, validation_from or both')
+
+    def kind(self, stems: Sequence[str] = ()) -> Kind:
+        """What "auto" comes to for files with these names."""
+        if self.split_by != "auto":
+            return self.split_by
+        if self.test_files or self.validation_files:
+            return "files"
+        if self.time_column:
+            return "time"
+        return "files" if len(stems) > 1 and all(_DAY.fullmatch(stem) for stem in stems) else "end"
 
 
-@dataclass
-class Problems:
-    """The bad rows of a chunk: the first few in full, all of them counted by reason."""
+@dataclass(frozen=True)
+class LogOptions:
+    """How a log is read, cut up and numbered.
 
-    first: list[Problem] = field(default_factory=list)
-    counts: Counter[str] = field(default_factory=Counter)
+    Args:
+        schema: which columns are what, and how categories become ids.
+        split: which rows are held out.
+        shuffle_rows: rows that are shuffled among each other at a time, in memory; 0 keeps the order of the files.
+        on_bad_row: stop at a row that is not as it should be, or leave it out and count it.
+        workers: threads that parse; one for each processor, at most 8, if not given.
+        chunk_bytes: bytes that one of them works on at a time.
+        delimiter: what stands between the fields of text files that begin with a header. Without it, names that end
+            with `.csv` (or `.csv.gz`, `.csv.zst`) say that it is a comma, and others that they have Criteo's format.
+        quoted_newlines: whether fields in quotes may contain line ends: slower, as such files are cut serially.
+    """
 
-    @property
-    def total(self) -> int:
-        return self.counts.total()
+    schema: Schema = field(default_factory=Schema)
+    split: SplitRule = field(default_factory=SplitRule)
+    shuffle_rows: int = 262_144
+    on_bad_row: Literal["raise", "skip"] = "raise"
+    workers: int | None = None
+    chunk_bytes: int = 8 << 20
+    delimiter: str = ""
+    quoted_newlines: bool = False
+
+    def __post_init__(self) -> None:
+        if self.shuffle_rows < 0:
+            raise ValueError(f"shuffle_rows must not be negative, got {self.shuffle_rows}")
+        if self.on_bad_row not in ("raise", "skip"):
+            raise ValueError(f'on_bad_row must be "raise" or "skip", got {self.on_bad_row!r}')
+        if self.workers is not None and self.workers < 1:
+            raise ValueError(f"workers must be at least 1, got {self.workers}")
+        if not 1 <= self.chunk_bytes <= LARGEST_CHUNK:
+            raise ValueError(f"chunk_bytes must be from 1 to {LARGEST_CHUNK}, got {self.chunk_bytes}")
+        if len(self.delimiter) > 1 or not self.delimiter.isascii() or self.delimiter in ("\n", "\r", '"'):
+            raise ValueError(f"delimiter must be one ASCII character, got {self.delimiter!r}")
+
+
+def check_single(columns: Sequence[str], name: str, where: str) -> None:
+    """ValueError if a column is there twice."""
+    count = sum(column == name for column in columns)
+    if count > 1:
+        raise ValueError(f"{where}: there are {count} columns {name!r}; give them names of their own")
 
 
 def wrong_value(place: int, name: str, value: object, expected: str, hint: str = "") -> str:

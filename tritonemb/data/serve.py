@@ -10,7 +10,7 @@ from pathlib import Path
 from tritonemb.data import open_dataset
 from tritonemb.data.protocol import Data
 from tritonemb.data.reader_host import TOKEN, ReaderHost
-from tritonemb.data.splits import LogOptions
+from tritonemb.data.schema import LogOptions
 
 
 @dataclass(frozen=True)

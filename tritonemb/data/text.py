@@ -7,38 +7,50 @@ files are read from their beginning.
 from __future__ import annotations
 
 import csv
+import io
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from tritonemb.data import criteo, splits
-from tritonemb.data.arrow import Checked, Chunk, Sink, check_single
-from tritonemb.data.delimited import LONGEST_LINE, CsvFormat, Format, LineEnds, encoding_hint, lines_of, parse
-from tritonemb.data.files import CODECS, LogFile
+from tritonemb.data import files as cuts
+from tritonemb.data.delimited import (
+    LONGEST_LINE,
+    CriteoFormat,
+    CsvFormat,
+    LineEnds,
+    Parsed,
+    check_criteo,
+    encoding_hint,
+    lines_of,
+    parse,
+)
+from tritonemb.data.files import CODECS, Chunk, LogFile, Part
 from tritonemb.data.protocol import Shard
-from tritonemb.data.schema import FIELDS, listed
-from tritonemb.data.splits import LogOptions, Part
-from tritonemb.utils import require
+from tritonemb.data.schema import FIELDS, LogOptions, listed
+from tritonemb.utils import LazyModule
+
+pa: Any = LazyModule("pyarrow")
 
 _SAMPLE_BYTES = 1 << 20
+_BLOCK_BYTES = 1 << 22
 _COUNTING = threading.Lock()  # several threads may ask for the same lines
 
 
 class TextSource:
-    """Text files, plain or compressed: of Criteo's format, or CSV with the same header; see `Source`.
+    """Text files, plain or compressed: of Criteo's format, or CSV with the same header; see `ArrowSource`.
 
     Raises:
         ValueError: a schema of other columns; a file whose first line is bad, unless bad rows are skipped.
     """
 
+    multi_hot: tuple[str, ...] = ()
+
     def __init__(self, files: tuple[LogFile, ...], options: LogOptions, labelled: bool = True) -> None:
-        schema, delimiter = options.schema, delimiter_of(files[0], options)
-        self.multi_hot: tuple[str, ...] = ()
-        self._files = files
-        self._header_bytes = [0] * len(files)
-        self._form: Format
+        delimiter = delimiter_of(files[0], options)
+        self._files, self._header_bytes = files, [0] * len(files)
         if delimiter:
             headers = [header_of(file, delimiter) for file in files]
             columns = headers[0][0]
@@ -46,14 +58,12 @@ class TextSource:
                 if found != columns:
                     raise ValueError(f"{file.path}: its header is not that of {files[0].path}: {listed(found)}")
             self._header_bytes = [num_bytes for _, num_bytes in headers]
-            self.schema = schema.of(columns, str(files[0].path), labelled)
-            for name in (*(self.schema.label,) * labelled, *self.schema.dense, *self.schema.sparse):
-                check_single(list(columns), name, str(files[0].path))
+            self.schema = options.schema.of(columns, str(files[0].path), labelled)
             self._form = CsvFormat(columns, self.schema, delimiter, options.quoted_newlines, labelled)
         else:
-            criteo.check_schema(schema, files[0])
-            self.schema = schema.of(FIELDS, str(files[0].path))
-            self._form = criteo.CriteoFormat(labelled)
+            check_criteo(options.schema, str(files[0].path))
+            self.schema = options.schema.of(FIELDS, str(files[0].path))
+            self._form = CriteoFormat(self.schema, labelled)
         self._lines_before: list[dict[int, int]] = [{0: 0} for _ in files]  # by byte
         for file, num_bytes in zip(files, self._header_bytes, strict=True):
             self._check_beginning(file, num_bytes, options.on_bad_row == "skip")
@@ -61,21 +71,22 @@ class TextSource:
     def arrow_schema(self) -> Any:
         """The used columns, a `pyarrow.Schema`."""
         kinds = self._form.arrow_types()
-        names = (self.schema.label, *self.schema.dense, *self.schema.sparse)
-        return require("pyarrow").schema([(name, kinds[name]) for name in names if name in kinds])
+        return pa.schema([(name, kinds[name]) for name in self.schema.columns() if name in kinds])
 
     def sizes(self) -> list[int]:
         return [unpacked_size(file) for file in self._files]
 
-    def num_rows(self, part: Part) -> int | None:
-        return None
-
     def estimated_rows(self, part: Part) -> float:
         """By the first lines of the file, which are taken to be as long, and as well compressed, as the others."""
-        file = self._files[part.file]
-        line = mean_line_bytes(file)
-        stop = estimated_lines(file) if part.stop is None else part.stop / line
-        return max(stop - max(part.start, self._header_bytes[part.file]) / line, 0.0)
+        file, stop = self._files[part.file], part.stop
+        beginning = first_bytes(file, _SAMPLE_BYTES)
+        if stop is None:
+            stop = file.size
+            if file.codec is not None:
+                packed = len(pa.compress(beginning, codec=file.codec, asbytes=True))
+                stop = round(file.size / packed * len(beginning)) if len(beginning) == _SAMPLE_BYTES else len(beginning)
+        size = max(stop - max(part.start, self._header_bytes[part.file]), 0)
+        return size * max(beginning.count(b"\n"), 1) / len(beginning)
 
     def chunks(self, parts: tuple[Part, ...], chunk_bytes: int, first: int, offset: int, line: int) -> Iterator[Chunk]:
         quoted = self._form.quoted
@@ -87,22 +98,23 @@ class TextSource:
             file, (index, count) = self._files[part.file], part.stripes
             chunks = text_chunks(file, number, part.start, part.stop, chunk_bytes, begin, lines, quoted)
             if count > 1:
-                chunks = striped(chunks, index, count, stripe_bytes(file, count), quoted)
+                # By the file's size alone, since all readers must come to the same; enough stripes for each of them.
+                width = min(max(file.size // (8 * count), 1 << 12), 1 << 22)
+                chunks = striped(chunks, index, count, width, quoted)
             yield from chunks
 
-    def parse(self, chunk: Chunk, sink: Sink) -> Checked:
-        return parse(self._form, chunk.content, sink)
+    def parse(self, chunk: Chunk) -> Parsed:
+        return parse(self._form, chunk.content)
 
     def shard(self, parts: tuple[Part, ...], shard: Shard) -> tuple[Part, ...]:
         """Plain text is cut by bytes. Compressed text can not be entered in the middle: whole files are dealt out if
         there is one for each shard; else every shard unpacks all of them and keeps every count-th stripe."""
-        serial = [self._form.quoted or self._files[part.file].codec is not None for part in parts]
-        plain = [part for part, is_serial in zip(parts, serial, strict=True) if not is_serial]
-        packed = [part for part, is_serial in zip(parts, serial, strict=True) if is_serial]
+        packed = [part for part in parts if self._form.quoted or self._files[part.file].codec is not None]
+        plain = [part for part in parts if part not in packed]
         sizes = [(self._files[part.file].size if part.stop is None else part.stop) - part.start for part in plain]
-        pieces = splits.even(plain, sizes, shard)
+        pieces = cuts.even(plain, sizes, shard)
         if len(packed) >= shard[1]:
-            pieces += splits.whole(packed, [self._files[part.file].size for part in packed], shard)
+            pieces += cuts.whole(packed, [self._files[part.file].size for part in packed], shard)
         else:
             pieces += [replace(part, stripes=shard) for part in packed]
         return tuple(sorted(pieces, key=lambda part: (part.file, part.start)))
@@ -129,15 +141,17 @@ class TextSource:
                 f"{file.path} does not look like text in ASCII or UTF-8: it begins with a mark of UTF-16. Convert it: "
                 f"iconv -f UTF-16 -t UTF-8"
             )
-        if lenient:
-            return
         lines, numbers = lines_of(beginning[header_bytes:] + b"\n", self._form.quoted)
-        if (lines and (line := lines[0].removesuffix(b"\r"))) or ((lines := lines[1:]) and (line := lines[0])):
-            checked = parse(self._form, line, lambda name, values: None)
-            if len(checked.bad_rows):
-                hint = criteo.header_hint(line) if isinstance(self._form, criteo.CriteoFormat) else ""
-                number = int(numbers[-len(lines)]) + 1 + (header_bytes > 0)
-                raise ValueError(f"{file.path}, line {number}: {checked.describe(0)[1]}{hint}")
+        found = next((place for place, line in enumerate(lines) if line.removesuffix(b"\r")), None)
+        if lenient or found is None:
+            return
+        line = lines[found].removesuffix(b"\r")
+        checked = parse(self._form, line)
+        if len(checked.bad_rows):
+            hint = "; a file with a header is read with a delimiter, or as it is if its name ends with .csv"
+            is_header = isinstance(self._form, CriteoFormat) and re.match(rb'["A-Za-z_]', line)
+            number = int(numbers[found]) + 1 + (header_bytes > 0)
+            raise ValueError(f"{file.path}, line {number}: {checked.describe(0)[1]}{hint if is_header else ''}")
 
 
 def delimiter_of(file: LogFile, options: LogOptions) -> str:
@@ -169,18 +183,18 @@ def header_of(file: LogFile, delimiter: str) -> tuple[tuple[str, ...], int]:
 
 @contextmanager
 def opened(file: LogFile) -> Iterator[Any]:
-    """The unpacked bytes of a file, a `pyarrow.NativeFile`.
+    """The unpacked bytes of a file, an `io.BufferedReader`.
 
     Raises:
         ValueError: the file is cut off or damaged, or has other bytes than when it was found.
     """
     with file.open() as raw:
         if file.codec is None:
-            yield raw
+            yield io.BufferedReader(raw)
             return
         try:
-            with require("pyarrow").CompressedInputStream(raw, file.codec) as unpacked:
-                yield unpacked
+            with pa.CompressedInputStream(raw, file.codec) as unpacked:
+                yield io.BufferedReader(unpacked)
         except OSError as error:
             raise ValueError(f"{file.path} is not a whole {file.codec} file ({error}); fetch it again") from error
 
@@ -212,13 +226,12 @@ def text_chunks(
                 yield from _cut(chunk, begin, len(chunk.content))
         return
     with opened(file) as source:
-        pending = bytearray()
-        if offset == start and start > 0:  # in the middle of a line, perhaps: go on after the first line feed from here
+        if offset == start and start > 0:  # in the middle of a line, perhaps: begin after the first line feed from here
             _skip(source, file, start - 1)
-            num_skipped, pending = _after_line_feed(source, chunk_bytes)
-            offset = start - 1 + num_skipped
+            offset = start - 1 + _skip_line(source)
         else:
             _skip(source, file, offset)
+        pending = bytearray()
         while stop is None or offset < stop:
             # The chunk's own memory, written once: fresh pages are what reading costs most.
             data = bytearray(len(pending) + chunk_bytes)
@@ -236,8 +249,7 @@ def text_chunks(
                 end = ends.after(stop - 1 - offset) or end
             if end == 0 and len(data) > LONGEST_LINE and not quoted:
                 yield Chunk(part, offset, line, data[: LONGEST_LINE + 1] + b"\n")
-                num_skipped, pending = _after_line_feed(source, chunk_bytes)
-                offset, line = offset + len(data) + num_skipped, line + 1
+                offset, line, pending = offset + len(data) + _skip_line(source), line + 1, bytearray()
                 continue
             pending = data[end:]
             if end:
@@ -245,15 +257,6 @@ def text_chunks(
                 yield Chunk(part, offset, line, data)
                 line += data.count(b"\n")
             offset += end
-
-
-def stripe_bytes(file: LogFile, count: int) -> int:
-    """Unpacked bytes of a stripe of a file that `count` readers share and nobody can enter in the middle.
-
-    By the file's size alone, since all of them must come to the same, whatever their chunks; enough of them for each
-    reader to get much the same.
-    """
-    return min(max(file.size // (8 * count), 1 << 12), 1 << 22)
 
 
 def striped(chunks: Iterator[Chunk], index: int, count: int, width: int, quoted: bool = False) -> Iterator[Chunk]:
@@ -278,49 +281,30 @@ def lines_before(file: LogFile, start: int, first: int = 0) -> int:
         return 0
     lines = 0 if first else 1
     begin = max(first - 1, 0)
-    left = start - 1 - begin
     with opened(file) as source:
         _skip(source, file, begin)
-        while left > 0 and (block := source.read(min(left, 1 << 22))):
-            lines, left = lines + block.count(b"\n"), left - len(block)
-    return lines
+        return lines + sum(block.count(b"\n") for block in _blocks(source, start - 1 - begin))
 
 
 def unpacked_size(file: LogFile) -> int:
     """Bytes of the text; of a compressed file all of them are unpacked for it."""
     if file.codec is None:
         return file.size
-    size = 0
     with opened(file) as source:
-        while block := source.read(1 << 22):
-            size += len(block)
-    return size
-
-
-def mean_line_bytes(file: LogFile) -> float:
-    """Unpacked bytes of a line, by the first ones."""
-    beginning = first_bytes(file, _SAMPLE_BYTES)
-    return len(beginning) / max(beginning.count(b"\n"), 1)
-
-
-def estimated_lines(file: LogFile) -> float:
-    """Lines of a whole file, by the first ones."""
-    if file.codec is None:
-        return file.size / mean_line_bytes(file)
-    beginning = first_bytes(file, _SAMPLE_BYTES)
-    if len(beginning) < _SAMPLE_BYTES:
-        return max(beginning.count(b"\n"), 1)
-    packed = len(require("pyarrow").compress(beginning, codec=file.codec, asbytes=True))
-    return file.size / packed * max(beginning.count(b"\n"), 1)
+        return sum(len(block) for block in _blocks(source))
 
 
 def first_bytes(file: LogFile, num_bytes: int = LONGEST_LINE) -> bytes:
     """The beginning of the text."""
-    data = b""
     with opened(file) as source:
-        while len(data) < num_bytes and (block := source.read(num_bytes - len(data))):
-            data += block
-    return data
+        return b"".join(_blocks(source, num_bytes))
+
+
+def _blocks(source: Any, left: int = 1 << 62) -> Iterator[bytes]:
+    """What comes next, at most so many bytes."""
+    while left > 0 and (block := source.read(min(left, _BLOCK_BYTES))):
+        left -= len(block)
+        yield block
 
 
 def _cut(chunk: Chunk, begin: int, end: int) -> Iterator[Chunk]:
@@ -344,17 +328,16 @@ def _check_end(file: LogFile, end: int, stop: int | None) -> None:
 def _skip(source: Any, file: LogFile, offset: int) -> None:
     if file.codec is None:
         source.seek(offset)
-        return
-    while offset > 0 and (block := source.read(min(offset, 1 << 22))):
-        offset -= len(block)
+    else:
+        for _ in _blocks(source, offset):
+            pass
 
 
-def _after_line_feed(source: Any, chunk_bytes: int) -> tuple[int, bytearray]:
-    """Read past the next line feed: how many bytes that were, and what else was read."""
+def _skip_line(source: Any) -> int:
+    """Read past the next line feed: how many bytes that were."""
     num_skipped = 0
-    while block := source.read(chunk_bytes):
-        end = block.find(b"\n") + 1
-        if end:
-            return num_skipped + end, bytearray(block[end:])
-        num_skipped += len(block)
-    return num_skipped, bytearray()
+    while piece := source.readline(_BLOCK_BYTES):
+        num_skipped += len(piece)
+        if piece.endswith(b"\n"):
+            break
+    return num_skipped

@@ -26,8 +26,20 @@ import torch
 from torch import Tensor
 
 from tritonemb import errors
-from tritonemb.kernels.error_word import BAD_ID, error_word, names_of, poll, report
-from tritonemb.kernels.triton_utils import cdiv, interpreting, jit, last_at_most, launch, next_power_of_2, tl
+from tritonemb.kernels.triton_utils import (
+    BAD_ID,
+    cdiv,
+    error_word,
+    interpreting,
+    jit,
+    last_at_most,
+    launch,
+    names_of,
+    next_power_of_2,
+    poll,
+    report,
+    tl,
+)  # fmt: skip
 from tritonemb.layout import Layout, segment_offsets
 
 _TILE = 64 if interpreting() else 1024  # values of a program; the interpreter sorts slowly

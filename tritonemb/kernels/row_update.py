@@ -1,7 +1,7 @@
 """The update: one owner per row sums its gradients in a fixed order and applies the optimizer once, in place.
 
 A row's gradients are summed as `kernels/gradient_sums.py` says. Then one step of the optimizer, whose formula and
-source stand in `tritonemb/optimizers.py`, in float32; 16-bit rows are rounded back as in `kernels/rounding.py`.
+source stand in `tritonemb/optimizers.py`, in float32; 16-bit rows are rounded back as in `kernels/random.py`.
 
 Bytes: for each position `4 · dim` of gradient read; for each distinct row its weight and state read and written.
 
@@ -26,7 +26,6 @@ from torch import Tensor
 
 from tritonemb import errors
 from tritonemb.kernels.embedding_bag import alignment_of, by_dtype
-from tritonemb.kernels.error_word import BAD_GRADIENT, error_word, names_of, poll, report
 from tritonemb.kernels.gradient_sums import (
     PIECE_SIZE,
     add_gradients,
@@ -34,7 +33,7 @@ from tritonemb.kernels.gradient_sums import (
     slot_of,
     sum_gradients_reference,
     warps_for,
-)
+)  # fmt: skip
 from tritonemb.kernels.optimizers import constants_of, step_reference, step_rows
 from tritonemb.kernels.random import (
     narrow_reference,
@@ -42,42 +41,36 @@ from tritonemb.kernels.random import (
     narrow_stochastic_reference,
     random16,
     random16_reference,
-)
+)  # fmt: skip
 from tritonemb.kernels.triton_utils import (
+    BAD_GRADIENT,
     CODES,
+    COLUMN_ORIGIN,
+    FIRST_ROW,
     FLOAT32,
+    ROW_DIM,
+    ROW_ORIGIN,
+    SEED,
     cdiv,
-    column_origin_at,
-    dim_at,
-    first_row_at,
+    error_word,
+    field_at,
     jit,
     lanes,
     launch,
+    names_of,
     narrow,
     next_power_of_2,
     num_programs,
     on_device,
     pointer_to,
+    poll,
+    report,
     row_id,
-    row_origin_at,
-    seed_at,
     table_of,
     tl,
     widen,
-)
-from tritonemb.layout import (
-    COLUMN_ORIGIN,
-    FIRST_ROW,
-    NUM_ROWS,
-    ROW_IDS,
-    ROW_ORIGIN,
-    SEED,
-    TABLE_SIZE,
-    Layout,
-    TableRow,
-    batch_size_of,
-    int64_at,
-)
+)  # fmt: skip
+from tritonemb.layout import TABLE_SIZE, Layout, TableRow, batch_size_of, int64_at
 from tritonemb.optimizers import KINDS, OPTIMIZERS, SGD, Hyperparameters, NonFinite
 
 NONFINITE_MODES = get_args(NonFinite)
@@ -128,7 +121,7 @@ def _update_kernel(
             count = 0
             if tl.program_id(0) == 0:
                 table = table_of(tables, num_tables, found)
-                where = row_id(tables, table, found - tl.load(first_row_at(tables, table)), found != NO_ROW)
+                where = row_id(tables, table, found - tl.load(field_at(tables, table, FIRST_ROW)), found != NO_ROW)
                 report(lock, record, BAD_GRADIENT, names, where, where, table, where, where, where)
     lr = tl.load(learning_rate)
     now = tl.load(step) + 1
@@ -141,9 +134,9 @@ def _update_kernel(
         ours = (group < count) & (address != 0)
         first = tl.load(starts + group, mask=ours, other=0)
         stop = tl.load(starts + group + 1, mask=ours, other=0)
-        row = linear - tl.load(first_row_at(tables, table))
+        row = linear - tl.load(field_at(tables, table, FIRST_ROW))
         # A dim of 64 bits would cost registers in every mask, and on AMD wide loads.
-        dim = tl.multiple_of(tl.load(dim_at(tables, table), mask=ours, other=0).to(tl.int32), STEP)
+        dim = tl.multiple_of(tl.load(field_at(tables, table, ROW_DIM), mask=ours, other=0).to(tl.int32), STEP)
         mask = columns[None, :] < dim[:, None]
         long = stop - first > PIECE_SIZE
         g = add_gradients(
@@ -184,10 +177,10 @@ def _update_kernel(
                 row_step = now
                 if OWN_STEP:
                     row_step = tl.load(step + table) + 1
-                whole_row = row_id(tables, table, row, ours) + tl.load(row_origin_at(tables, table))
+                whole_row = row_id(tables, table, row, ours) + tl.load(field_at(tables, table, ROW_ORIGIN))
                 noise = random16(
-                    tl.load(seed_at(tables, table)), whole_row,
-                    tl.load(column_origin_at(tables, table)), row_step, ROWS, BLOCK,
+                    tl.load(field_at(tables, table, SEED)), whole_row,
+                    tl.load(field_at(tables, table, COLUMN_ORIGIN)), row_step, ROWS, BLOCK,
                 )  # fmt: skip
                 bits = narrow_stochastic(w, noise, CODE)
             else:
@@ -198,19 +191,10 @@ def _update_kernel(
 
 
 def row_update_(
-    weights: Sequence[Tensor],
-    states: Sequence[Tensor],
-    step: Tensor,
-    skipped: Tensor,
-    learning_rate: Tensor,
-    grad: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    optimizer: str,
-    hyperparameters: Sequence[float],
-    groups: tuple[Tensor, Tensor, Tensor, Tensor],
-    layout: Layout,
-) -> None:
+    weights: Sequence[Tensor], states: Sequence[Tensor], step: Tensor, skipped: Tensor, learning_rate: Tensor,
+    grad: Tensor, offsets: Tensor, sample_weights: Tensor | None, optimizer: str, hyperparameters: Sequence[float],
+    groups: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout,
+) -> None:  # fmt: skip
     """Find bags, place the gradients, sum the pieces of long rows, update. Arguments as in the reference.
 
     A gradient that is not finite, where that must be raised, leaves every table as it was; it is raised at once where
@@ -282,19 +266,10 @@ def _corrections(optimizer: str, h: Hyperparameters, step: Tensor) -> Tensor | N
 
 
 def row_update_reference_(
-    weights: Sequence[Tensor],
-    states: Sequence[Tensor],
-    step: Tensor,
-    skipped: Tensor,
-    learning_rate: Tensor,
-    grad: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    optimizer: str,
-    hyperparameters: Sequence[float],
-    groups: tuple[Tensor, Tensor, Tensor, Tensor],
-    layout: Layout,
-) -> None:
+    weights: Sequence[Tensor], states: Sequence[Tensor], step: Tensor, skipped: Tensor, learning_rate: Tensor,
+    grad: Tensor, offsets: Tensor, sample_weights: Tensor | None, optimizer: str, hyperparameters: Sequence[float],
+    groups: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout,
+) -> None:  # fmt: skip
     """Table by table, in float64 if the weights are, else float32.
 
     Args:
@@ -316,7 +291,8 @@ def row_update_reference_(
     mode = NONFINITE_MODES[int(h.nonfinite)]
     for table, good in enumerate(finite):
         if mode == "raise" and not bool(good.all()):
-            raise errors.bad_gradient(int(rows[table][~good][0] + layout.tables[table, FIRST_ROW]), layout)
+            first_row = TableRow(*layout.tables[table].tolist()).first_row
+            raise errors.bad_gradient(first_row + int(rows[table][~good][0]), layout)
     step += 1
     steps = step.expand(len(weights)).tolist()
     for table, weight in enumerate(weights):
@@ -329,20 +305,19 @@ def row_update_reference_(
         row = weight[mine].to(gradient.dtype)
         lr = learning_rate.to(gradient.dtype)
         row, row_states = step_reference(optimizer, row, row_states, gradient, lr, steps[table], h)
-        weight[mine] = _narrow(row, weight.dtype, layout.tables[table], mine, steps[table], h)
+        weight[mine] = _narrow(row, weight.dtype, TableRow(*layout.tables[table].tolist()), mine, steps[table], h)
         for state, new in zip(table_states, row_states, strict=True):
             state.view(state.shape[0], -1)[mine] = new.to(state.dtype)
 
 
-def _narrow(row: Tensor, dtype: torch.dtype, table: Tensor, rows: Tensor, step: int, h: Hyperparameters) -> Tensor:
+def _narrow(row: Tensor, dtype: torch.dtype, table: TableRow, rows: Tensor, step: int, h: Hyperparameters) -> Tensor:
     if dtype not in (torch.float16, torch.bfloat16):
         return row.to(dtype)
     if not h.stochastic_rounding:
         return narrow_reference(row, dtype)
-    seed, row_origin, column_origin, row_ids = table[[SEED, ROW_ORIGIN, COLUMN_ORIGIN, ROW_IDS]].tolist()
-    if row_ids:
-        rows = int64_at(row_ids, int(table[NUM_ROWS]), rows.device)[rows]
-    noise = random16_reference(seed, rows + row_origin, step, row.shape[1], column_origin)
+    if table.row_ids:
+        rows = int64_at(table.row_ids, table.num_rows, rows.device)[rows]
+    noise = random16_reference(table.seed, rows + table.row_origin, step, row.shape[1], table.column_origin)
     return narrow_stochastic_reference(row, dtype, noise)
 
 
@@ -350,31 +325,14 @@ _PLAIN_SGD = SGD(stochastic_rounding=False)
 
 
 def row_gradients_(
-    sums: Sequence[Tensor],
-    grad: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    groups: tuple[Tensor, Tensor, Tensor, Tensor],
-    layout: Layout,
-    compact: bool = False,
-    max_gradient: float = math.inf,
-) -> None:
-    """The kernels of the update, on `sums` as if they were the tables. Arguments as in the reference."""
-    plain_step_(row_update_, sums, grad, offsets, sample_weights, groups, layout, compact, max_gradient)
+    sums: Sequence[Tensor], grad: Tensor, offsets: Tensor, sample_weights: Tensor | None,
+    groups: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout, compact: bool = False,
+    max_gradient: float = math.inf, update: Callable[..., None] = row_update_,
+) -> None:  # fmt: skip
+    """Gradient descent from zero with learning rate -1, which leaves each row's sum, by `update`, a `row_update_`.
 
-
-def plain_step_(
-    update: Callable[..., None],
-    sums: Sequence[Tensor],
-    grad: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    groups: tuple[Tensor, Tensor, Tensor, Tensor],
-    layout: Layout,
-    compact: bool,
-    max_gradient: float,
-) -> None:
-    """Gradient descent from zero with learning rate -1, which leaves each row's sum; `update` is a `row_update_`."""
+    Other arguments as in the reference.
+    """
     device = grad.device
     if all(out.numel() == 0 for out in sums):
         return
@@ -395,15 +353,10 @@ def plain_step_(
 
 
 def row_gradients_reference_(
-    sums: Sequence[Tensor],
-    grad: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    groups: tuple[Tensor, Tensor, Tensor, Tensor],
-    layout: Layout,
-    compact: bool = False,
+    sums: Sequence[Tensor], grad: Tensor, offsets: Tensor, sample_weights: Tensor | None,
+    groups: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout, compact: bool = False,
     max_gradient: float = math.inf,
-) -> None:
+) -> None:  # fmt: skip
     """Row by row, in float32, or float64 for such a table.
 
     Args:

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.cache_sets import NO_ROW, POLICIES, WAYS, set_of
-from tritonemb.layout import TABLE_SIZE
+from tritonemb.layout import NO_ROW, POLICIES, TABLE_SIZE, WAYS
 from tritonemb.ops.registry import define, kernel, plain_eager
 
 __all__ = [
@@ -22,7 +21,6 @@ __all__ = [
     "row_cache_allocate_",
     "row_cache_look_up_",
     "row_cache_translate",
-    "set_of",
 ]
 
 _PARTS = (("tags", torch.int64), ("used", torch.int64), ("pins", torch.int32))

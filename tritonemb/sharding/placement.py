@@ -1,15 +1,24 @@
-"""The shards of a collection under a plan: their ranks, the routes of their ids, and columns of output exchanges."""
+"""The shards of a collection under a plan: their ranks, routes of ids, columns, process groups, and initial values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Literal, NamedTuple
 
-from tritonemb.comm.codec import ColumnRange
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from tritonemb.comm.group import RankGroup
 from tritonemb.comm.id_exchange import IdRoute, route_key
+from tritonemb.comm.output_exchange import ColumnRange
+from tritonemb.ops.initial import fill_initial_
 from tritonemb.sharding.plan import Shard, ShardingPlan
-from tritonemb.types import TableConfig
+from tritonemb.tables.cached_table import CachedTable
+from tritonemb.tables.table import Table
+from tritonemb.types import TRAINABLE_DTYPES, TableConfig
 
 Scheme = Literal["direct", "hierarchical", "replicated"]
 """How pooled vectors are exchanged: from rank to rank; summed inside a node first; not at all."""
@@ -33,6 +42,10 @@ class PlacedShard(NamedTuple):
     summed: bool
     cut: bool
     scheme: Scheme
+
+    @property
+    def columns(self) -> ColumnRange:
+        return self.shard.first_column, self.shard.num_columns
 
 
 @dataclass(frozen=True)
@@ -131,8 +144,127 @@ def named_parts(placement: Placement, shards: Sequence[PlacedShard]) -> list[Tab
     return parts
 
 
-def split(
-    shards: Sequence[PlacedShard], chosen: Callable[[PlacedShard], bool]
-) -> tuple[list[PlacedShard], list[PlacedShard]]:
-    """Those that are not chosen, and those that are."""
-    return [each for each in shards if not chosen(each)], [each for each in shards if chosen(each)]
+class ShardGroups(NamedTuple):
+    """Process groups; all ranks make them together.
+
+    Attributes:
+        world: all ranks of the job, apart from the group that `DistributedDataParallel` uses.
+        shards: ranks with the shards of one copy of the tables.
+        ids: the same ranks, for ID exchanges, on the CPU and apart from `shards`, so that ids may be prefetched.
+        node: those of `shards` on this node.
+        across: those of `shards` with this rank's local rank.
+        replicas: ranks with the same shards in other copies of the tables; one if there is one copy.
+    """
+
+    world: RankGroup
+    shards: RankGroup
+    ids: RankGroup
+    node: RankGroup
+    across: RankGroup
+    replicas: RankGroup
+
+    @classmethod
+    def make(
+        cls, mesh: DeviceMesh | None = None, local_world_size: int | None = None, timeout: timedelta | None = None
+    ) -> ShardGroups:
+        """The groups of a job, or of a mesh of its ranks: one dimension of shards, or ("replicate", "shard").
+
+        Raises:
+            ValueError: for a mesh of more dimensions, or nodes that do not divide the ranks.
+        """
+        world = RankGroup.world(local_world_size, timeout)
+        replicas, shards = 1, world.size
+        if mesh is not None:
+            if mesh.ndim > 2 or mesh.size() != world.size:
+                raise ValueError(
+                    f"the mesh must have all {world.size} ranks in 1 dimension (shards) or 2 (replicas, shards), got "
+                    f"shape {tuple(mesh.shape)}"
+                )
+            if mesh.mesh.flatten().tolist() != list(range(world.size)):
+                raise ValueError("the mesh must have the ranks in their order, replica by replica")
+            replicas, shards = (1, *mesh.shape)[-2:]
+        node = min(world.local_world_size, shards)
+        if shards % node:
+            raise ValueError(f"{shards} ranks of a copy of the tables cannot be nodes of {node} ranks each")
+        copies = [[copy * shards + rank for rank in range(shards)] for copy in range(replicas)]
+        nodes = [copy[first : first + node] for copy in copies for first in range(0, shards, node)]
+        local_ranks = [copy[local::node] for copy in copies for local in range(node)]
+        of_shards = world.subgroup(copies)
+        return cls(
+            world.duplicate(), of_shards, world.subgroup(copies, backend="gloo"),
+            of_shards if node == shards else world.subgroup(nodes), world.subgroup(local_ranks),
+            world.subgroup(list(zip(*copies, strict=True))),
+        )  # fmt: skip
+
+    def world_for_prefetch(self) -> RankGroup:
+        """As `world`, for prefetches; all ranks make it together."""
+        return self.ids if self.replicas.size == 1 else self.world.duplicate(backend="gloo")
+
+    def replicas_for_prefetch(self) -> RankGroup:
+        """As `replicas`, for prefetches; all ranks make it together."""
+        size = self.shards.size
+        return self.world.subgroup([range(rank, self.world.size, size) for rank in range(size)], backend="gloo")
+
+    def among(self, ranks: Sequence[int]) -> RankGroup:
+        """Some ranks of each copy of the tables, or, for a rank that is not one of them, the others."""
+        copies, size = self.world.size // self.shards.size, self.shards.size
+        others = [rank for rank in range(size) if rank not in ranks]
+        sets = [[copy * size + rank for rank in each] for copy in range(copies) for each in (ranks, others) if each]
+        return self.world.subgroup(sets)
+
+
+def tensors_of(table: Table) -> dict[str, Tensor]:
+    """Weight and states of all rows of a table; copies, if it is cached."""
+    if isinstance(table, CachedTable):
+        return table.tensors()
+    return {"weight": table.weight.detach(), **dict(table.named_buffers(recurse=False))}
+
+
+def change_tensors(table: Table, device: torch.device, change: Callable[[Tensor], None]) -> None:
+    """Change a table's weight and states in place, on a device of this kind."""
+
+    def change_fields(fields: Mapping[str, Tensor]) -> None:
+        for values in fields.values():
+            moved = values.to(device).contiguous()
+            change(moved)
+            values.copy_(moved)
+
+    if isinstance(table, CachedTable):
+        table.update_records(change_fields)
+        return
+    for tensor in (table.weight.detach(), *table.buffers()):
+        change(tensor)
+
+
+def copy_shard(own: Table, whole: Mapping[str, Tensor], shard: Shard) -> None:
+    """Fill a shard from a whole table and its states, by name."""
+    tensors = tensors_of(own)
+    for name, given in whole.items():
+        rows = given[shard.first_row :][: shard.num_rows]
+        columns = slice(shard.first_column, shard.first_column + shard.num_columns)
+        tensors[name].copy_(rows[:, columns] if rows.dim() == 2 else rows)
+    if isinstance(own, CachedTable):
+        own.assign(tensors)
+
+
+def init_shard(own: Table, table: TableConfig, shard: Shard) -> None:
+    """Draw a shard's initial values: those that the whole table has there, however it is sharded.
+
+    A value depends on the table's name, on torch's seed (`torch.initial_seed`, which `torch.manual_seed` sets), and on
+    its row and column, so nobody draws the whole; a table with an `init` of its own is made whole on the CPU.
+    """
+    seed = seed_of_shards(table)
+    if table.init is None:
+        fill_initial_(own.weight, seed, table.bound, shard.first_row, shard.first_column)
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        dtype = table.dtype if table.dtype in TRAINABLE_DTYPES else torch.float32
+        whole = torch.empty(table.num_embeddings, table.embedding_dim, dtype=dtype)
+        table.init(whole)
+    copy_shard(own, {"weight": whole}, shard)
+
+
+def seed_of_shards(table: TableConfig) -> int:
+    """What a table's initial values are drawn by."""
+    return (table.seed ^ torch.initial_seed()) & (2**63 - 1)

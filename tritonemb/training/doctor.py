@@ -1,9 +1,12 @@
-"""What `tritonemb doctor` prints: versions, devices, kernels and why, and whether a training step is right."""
+"""Versions and devices; what `tritonemb doctor` prints of these, of kernels, and of a training step that it checks."""
 
 from __future__ import annotations
 
 import copy
+import functools
+import platform
 from contextlib import nullcontext
+from importlib import metadata
 
 import torch
 
@@ -11,11 +14,11 @@ from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.nn.collections import EmbeddingBagCollection
 from tritonemb.ops.registry import REFERENCE, check_errors, forced, ops, why
 from tritonemb.optimizers import RowWiseAdagrad
-from tritonemb.training.utils import check_device, versions
 from tritonemb.types import TableConfig
 
 # Sums of at most 8 products of numbers of about 1: a few units in the last place.
 TOLERANCE = 1e-5
+PACKAGES = ("tritonemb", "torch", "triton", "numba", "numpy", "pyarrow", "torchmetrics")
 
 
 def examine(device: str | None = None) -> tuple[str, bool]:
@@ -84,3 +87,47 @@ def check_step(device: torch.device) -> float:
     pairs = [(outputs[0], outputs[1])]
     pairs += list(zip(served.state_dict().values(), reference.state_dict().values(), strict=True))
     return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
+
+
+def check_device(name: str) -> torch.device:
+    """The device of that name.
+
+    Raises:
+        ValueError: it does not exist, or torch cannot use it.
+    """
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def versions(device: torch.device | None = None) -> dict[str, str]:
+    """Versions of Python and of the packages that decide results, the platform, and the device if one is given."""
+    found = {"python": platform.python_version(), **_packages()}
+    found["platform"] = platform.platform()
+    if device is not None:
+        found["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+        found["threads"] = str(torch.get_num_threads())
+    return found
+
+
+@functools.cache
+def _packages() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+@functools.cache
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

@@ -1,11 +1,14 @@
-"""The ranks that train together, as a trainer sees them, and the part of the data that each reads."""
+"""The ranks that train together, as a trainer sees them: their shards of the data, and the signals that stop them."""
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -19,16 +22,15 @@ from tritonemb.data.protocol import Batches, Data, Split
 from tritonemb.data.workers import DataLoaderWorkers
 from tritonemb.sharding.hybrid import HybridParallel
 from tritonemb.training.checkpoint.all_ranks import on_rank_zero
-from tritonemb.training.utils import Interrupted
 
 T = TypeVar("T")
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Ranks:
-    """The ranks of a job: their consensus, their small messages, and what they say of each other when one is lost.
+    """The ranks of a job, which make this object together: their consensus, small messages, and reports of failures.
 
     Args:
-        group: of all ranks of the job, which make this object together.
         timeout: seconds to wait for a rank.
 
     Attributes:
@@ -50,8 +52,7 @@ class Ranks:
         return self.rank == 0
 
     def on_first(self, function: Callable[[], T]) -> T:
-        """What rank 0's call returns, on all ranks; what it raises becomes an exception of the same builtin kind.
-        Collective."""
+        """What rank 0's call returns, on all ranks; raises as `on_rank_zero`. Collective."""
         return on_rank_zero(self.control, function)
 
     def max(self, number: int) -> int:
@@ -116,41 +117,27 @@ class Ranks:
         if self.size == 1:
             return {}, 0
         sent, across = self._bytes_sent()
-        total: Counter[str] = Counter()
-        told = self.gather((sent - self._sent, across - self._sent_across))
-        for of_rank, _ in told:
-            total.update(of_rank)
+        of_ranks = self.gather((sent - self._sent, across - self._sent_across))
         self._sent, self._sent_across = sent, across
-        return dict(total), sum(across for _, across in told)
+        return dict(sum((kinds for kinds, _ in of_ranks), Counter())), sum(across for _, across in of_ranks)
 
     def _bytes_sent(self) -> tuple[Counter[str], int]:
-        by_kind = self.group.traffic.by_kind()
-        return Counter({kind: sent.total for kind, sent in by_kind.items()}), sum(
-            sent.across_nodes for sent in by_kind.values()
-        )
+        kinds = self.group.traffic.by_kind()
+        return Counter({kind: sent.total for kind, sent in kinds.items()}), sum(s.across_nodes for s in kinds.values())
 
     def _gather(self, values: Tensor) -> Tensor:
         return self.control.all_gather(values, "control")
 
 
 class RankLoader:
-    """Opens this rank's part of a data set, read by data loader workers where they are asked for.
-
-    Args:
-        data: the same on all ranks.
-        ranks: of the job.
-        batch_size: samples a batch.
-        seed: of the order of the rows.
-        pin_memory: make the batches in page-locked memory.
-        readers: data loader workers of this rank; none if 0.
-    """
+    """Opens this rank's shard of a data set, read by data loader workers if there are to be any."""
 
     def __init__(
-        self, data: Data, ranks: Ranks, batch_size: int, seed: int, pin_memory: bool, readers: int = 0
+        self, data: Data, ranks: Ranks, batch_size: int, seed: int, pin_memory: bool, num_workers: int = 0
     ) -> None:
         self._data, self._ranks = data, ranks
         self._batch_size, self._seed, self._pin_memory = batch_size, seed, pin_memory
-        self._workers = DataLoaderWorkers(data, readers) if readers else None
+        self._workers = DataLoaderWorkers(data, num_workers) if num_workers else None
 
     def open(self, split: Split, shuffle: bool = False, epoch: int = 0, position: Any = None) -> Batches:
         """This rank's batches of a split: shuffled by epoch, from a position on."""
@@ -184,3 +171,46 @@ def group_of(model: nn.Module) -> RankGroup:
             "trainer tritonemb.HybridParallel(model), which shards its tables and copies the rest to all ranks"
         )
     return RankGroup()
+
+
+class Interrupted(Exception):
+    """Training ended at a signal's request; `exit_status` is what a process reports for it: 130 or 143."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"training was interrupted by {signal.Signals(signum).name}")
+        self.signum = signum
+
+    @property
+    def exit_status(self) -> int:
+        return 128 + self.signum
+
+
+class StopRequest:
+    """The signal that has arrived, if one has."""
+
+    signum: int | None = None
+
+
+@contextmanager
+def stop_requests() -> Iterator[StopRequest]:
+    """Note the first SIGINT or SIGTERM in the block, in the main thread only; a second one acts as usual, at once."""
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    # Whoever started this process may have it ignore a signal: it keeps ignoring it.
+    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        request.signum = signum
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,18 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from tritonemb.data.batch import Batch, BatchLayout
 from tritonemb.data.prefetch import Prefetcher
-from tritonemb.data.protocol import Data
+from tritonemb.data.protocol import Batches, Data
+from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.tables.cached_table import CachedTable, metadata_only
+from tritonemb.tables.lookup import needs_prefetch
 from tritonemb.training.config import TrainerOptions
+from tritonemb.training.metrics import caches_of, count
 from tritonemb.training.ranks import RankLoader, Ranks
-from tritonemb.training.step import PLAIN, TrainStep
+from tritonemb.training.step import PLAIN, PreparedStep, TrainStep, eviction_permit, prefetch_for, prepare
+
+DEPTH = 2  # steps beyond the one that is trained
 
 
 @dataclass
@@ -26,14 +33,11 @@ class Progress:
     """How far a run has come.
 
     Args:
-        step: optimizer steps done.
-        epoch: epochs done.
-        samples: samples trained on.
+        step, epoch, samples: steps and epochs done, samples trained on.
         position: where the epoch's next batch begins, on this rank; None at the beginning of an epoch.
-        epoch_samples: samples trained on in this epoch.
-        logged_samples: samples trained on since the last log.
+        epoch_samples, logged_samples: samples trained on in this epoch, and since the last log.
         losses: mean training loss of each epoch done.
-        best: the best value of the metric that is watched, and the step when it was reached.
+        best, best_step: the best value of the monitored metric, and the step when it was reached.
         evaluations_since_best: how many have not been better.
         seconds: time trained.
         ended: why the run is over, "" while it is not.
@@ -65,18 +69,8 @@ class TrainState:
     """What a trainer, its loop and its checkpoints share.
 
     Args:
-        model: with its tables, on the device.
-        device: that trains.
-        data: what is trained on.
-        options: of the run.
-        config: of the run, for its checkpoints and its report.
-        step: trains the model on the batches of a step.
-        progress: how far the run has come.
-        loader: this rank's part of the data.
-        ranks: that train together.
         pipeline: whether the next steps are prefetched.
-        last_epoch: epochs of the whole run.
-        last_step: steps of the whole run, if they are limited.
+        last_epoch, last_step: where the whole run ends.
         begun: whether the ranks' generators are their own.
         fitted: whether a fit has been to its end.
         prefetched: the steps of the epoch that is being trained.
@@ -92,11 +86,33 @@ class TrainState:
     loader: RankLoader
     ranks: Ranks
     pipeline: bool
-    last_epoch: int
-    last_step: int | None
+    last_epoch: int = field(init=False)
+    last_step: int | None = field(init=False)
     begun: bool = False
     fitted: bool = False
-    prefetched: Prefetcher[Any] | None = None
+    prefetched: Prefetcher[PreparedStep] | None = None
+
+    def __post_init__(self) -> None:
+        self.last_epoch, self.last_step = self.options.epochs, self.options.max_steps
+
+    def steps(self, stream: Batches, training: bool = False, **signals: Callable[[], int]) -> Prefetcher[PreparedStep]:
+        """Steps on a stream's batches, made ahead where that takes exchanges or copies, or reads rows.
+
+        Args:
+            signals: `signal` and `clock`, see `prepare`.
+        """
+        ranks, options = self.ranks, self.options
+        prefetch = prefetch_for(self.model, training) if self.pipeline else None
+        cached, caches = has_cached_tables(self.model), caches_of(self.model)
+        ahead = self.pipeline and (ranks.size > 1 or self.device.type == "cuda" or cached)
+        depth = options.prefetch_depth if cached and options.prefetch_depth is not None else DEPTH
+        steps = prepare(
+            stream, ranks, self.device, partial(empty_batch, self.data), prefetch=prefetch,
+            accumulate=options.accumulate if training else 1,
+            counted=partial(count, caches) if caches and prefetch and training else None, **signals,
+        )  # fmt: skip
+        permit = eviction_permit if caches else None
+        return Prefetcher(steps, depth if ahead else 0, "tritonemb-pipeline", collective=ranks.size > 1, permit=permit)
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -117,18 +133,29 @@ class TrainState:
     def total_samples(self, rows: int | None) -> int | None:
         """Samples of the whole run, if an epoch has `rows`."""
         size = self.options.batch_size * self.options.accumulate * self.ranks.size
-        by_steps = None if self.last_step is None else self.last_step * size
         if rows is None:
-            return by_steps
-        if by_steps is None:
+            return None if self.last_step is None else self.last_step * size
+        if self.last_step is None:
             return rows * self.last_epoch
-        epochs, rest = divmod(self.last_step or 0, -(-rows // size))
+        epochs, rest = divmod(self.last_step, -(-rows // size))
         return min(rows * self.last_epoch, rows * epochs + rest * size)
 
     def settle(self) -> None:
         """Wait until nothing is being prefetched: no collective is running, and no transfer of rows."""
         if self.prefetched is not None:
             self.prefetched.settle()
+
+
+def empty_batch(data: Data) -> Batch:
+    """A batch without samples, with the keys of a data set's batches."""
+    layout = BatchLayout(tuple(feature.name for feature in data.features), 0, data.num_dense, 0)
+    return layout.batch(torch.zeros(layout.num_bytes, dtype=torch.uint8))
+
+
+def has_cached_tables(model: nn.Module) -> bool:
+    """Whether some table is in host memory or on disk: the same on all ranks, whoever has its shards."""
+    sharded = [module for module in model.modules() if isinstance(module, ShardedCollection)]
+    return needs_prefetch(model) or any(config.placement != "device" for each in sharded for config in each.configs)
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -257,7 +284,10 @@ def set_rng(
             torch.set_rng_state(tensor)
         else:
             torch.cuda.set_rng_state(tensor, device)
-    set_rng_plain(plain[rank])
+    version, numbers, gauss = plain[rank]["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, position, has_gauss, cached = plain[rank]["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002
 
 
 def seed_rank(seed: int, rank: int) -> None:
@@ -276,13 +306,6 @@ def rng_plain() -> dict[str, Any]:
         "python": [version, list(numbers), gauss],
         "numpy": [str(name), keys.tolist(), int(position), int(has_gauss), float(cached)],  # type: ignore[union-attr]
     }
-
-
-def set_rng_plain(values: dict[str, Any]) -> None:
-    version, numbers, gauss = values["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    name, keys, position, has_gauss, cached = values["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002
 
 
 def _optimizer_entries(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, str, Any]]:

@@ -8,7 +8,7 @@ import torch
 
 from tritonemb.kernels.cpu import pages
 from tritonemb.kernels.cpu.pages import NEVER_WRITTEN, PAGE_BYTES, PAYLOAD_BYTES, WORDS, check, identify, seal
-from tritonemb.storage import format
+from tritonemb.storage import page_table
 from tritonemb.storage.io import IoBuffer
 
 
@@ -44,7 +44,7 @@ def checksums(buffer: IoBuffer) -> list[int]:
 
 
 def test_both_know_one_page():
-    assert (format.PAGE_BYTES, format.PAYLOAD_BYTES) == (PAGE_BYTES, PAYLOAD_BYTES)
+    assert (page_table.PAGE_BYTES, page_table.PAYLOAD_BYTES) == (PAGE_BYTES, PAYLOAD_BYTES)
     assert pages.KEYS.shape == (WORDS + 1,)
     assert len(set(pages.KEYS.tolist())) == WORDS + 1
     assert pages.KEYS.view(np.uint64)[0] == 0xE220A8397B1DCDAF  # splitmix64's first output from the state 0

@@ -60,7 +60,7 @@ def cache_dir() -> Path:
 def _kernel_cache_dir() -> Path:
     digest = hashlib.sha256(f"{numba.__version__} {sys.version}".encode())
     here, kernels, package = Path(__file__).parents[:3]
-    constants = kernels / "cache_sets.py", kernels / "random.py", package / "layout.py", package / "optimizers.py"
+    constants = kernels / "random.py", package / "layout.py", package / "optimizers.py"
     for source in (*sorted(here.glob("*.py")), *constants):
         digest.update(source.read_bytes())
     folder = cache_dir() / "kernels" / digest.hexdigest()[:16]

@@ -14,14 +14,11 @@ from llvmlite import ir
 from numba import types
 from torch import Tensor
 
-from tritonemb.kernels import cache_sets
 from tritonemb.kernels.cpu import threads
 from tritonemb.kernels.cpu.jit import _pointer, addresses_of, called, compiled, inlined, int64_row, prefetch
 from tritonemb.kernels.cpu.threads import run_tasks
-from tritonemb.layout import FIRST_ROW, NUM_ROWS
+from tritonemb.layout import FIRST_ROW, NO_ROW, NUM_ROWS, WAYS
 
-WAYS, NO_ROW = 32, -1  # compiled in, and the cache of what is compiled is named after this file
-assert (WAYS, NO_ROW) == (cache_sets.WAYS, cache_sets.NO_ROW)
 CHUNK = 32  # rows whose sets are asked for together
 FEW_ROWS = 4_096  # fewer are not worth a second thread
 TAGS, USED, PINS = range(3)  # rows of `directory`, addresses
@@ -36,7 +33,7 @@ def _pins_at(address, size):
 
 @inlined
 def _set_of(row, num_sets):
-    """`cache_sets.set_of`."""
+    """`kernels.row_cache.set_of`."""
     mixed = np.uint64(row)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tritonemb import errors
+from tritonemb.kernels import row_update as triton_update
 from tritonemb.kernels.cpu import threads
 from tritonemb.kernels.cpu.jagged import bags_of, one_value_a_bag, uses_by_table
 from tritonemb.kernels.cpu.jit import (
@@ -30,7 +31,6 @@ from tritonemb.kernels.cpu.optimizers import MAX_GRADIENT, NONFINITE, STOCHASTIC
 from tritonemb.kernels.cpu.random import fill_random, narrow_row, narrow_row_stochastic, widen_row
 from tritonemb.kernels.cpu.simd import sum_float32_rows
 from tritonemb.kernels.cpu.threads import run_tasks
-from tritonemb.kernels.row_update import plain_step_
 from tritonemb.layout import (
     COLUMN,
     COLUMN_ORIGIN,
@@ -373,7 +373,9 @@ def row_gradients_(
     """See `kernels/row_update.py`. One float32 table has a kernel of its own."""
     plain = len(sums) == 1 and sums[0].dtype == torch.float32 and max_gradient == np.inf
     if not plain or layout.lookups.shape[0] != 1 or layout.key_starts.shape[0] != 2:
-        plain_step_(row_update_, sums, grad, offsets, sample_weights, groups, layout, compact, max_gradient)
+        triton_update.row_gradients_(
+            sums, grad, offsets, sample_weights, groups, layout, compact, max_gradient, update=row_update_
+        )
         return
     (out,) = sums
     rows, starts, order, num_groups = (group.numpy() for group in groups)

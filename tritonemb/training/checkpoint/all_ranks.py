@@ -57,7 +57,7 @@ def on_all_ranks(
     if group is None or group.size == 1:
         return [function()]
     own: BaseException | None = None
-    outcome: Any = None
+    outcome: Any
     try:
         outcome = function()
     except BaseException as raised:
@@ -80,13 +80,11 @@ def raise_failures(outcomes: Sequence[Any], own: BaseException | None, error: ty
     if own is not None and not isinstance(own, Exception):
         raise own
     first = next(iter(failures.values()))
-    kind = error or _KINDS[first.kind]
     same = [rank for rank, failure in failures.items() if failure == first]
-    if len(same) == len(outcomes):
-        raise kind(first.message) from own
     others = [rank for rank in failures if rank not in same]
+    where = "" if len(same) == len(outcomes) else f"{_ranks(same)}: "
     besides = f" ({_ranks(others)} failed, too)" if others else ""
-    raise kind(f"{_ranks(same)}: {first.message}{besides}") from own
+    raise (error or _KINDS[first.kind])(f"{where}{first.message}{besides}") from own
 
 
 def _ranks(ranks: list[int]) -> str:
