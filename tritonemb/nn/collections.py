@@ -137,13 +137,6 @@ class TableCollection(FusedModule):
         """
         return self.table_set.group(features)
 
-    def _look_up(
-        self, features: Features | PrefetchedFeatures, groups: Groups | None
-    ) -> tuple[Tensor, Features | PrefetchedFeatures]:
-        if isinstance(features, PrefetchedFeatures):
-            features, groups = features_and_groups(self.table_set, features)
-        return self.table_set.look_up(features, groups), features
-
     def __setattr__(self, name: str, value: Any) -> None:
         """A table may be called like an attribute, say "training", which is set beside it."""
         if name in self.__dict__:
@@ -200,7 +193,9 @@ class EmbeddingBagCollection(TableCollection):
 
     def forward(self, features: Features | PrefetchedFeatures, groups: Groups | None = None) -> Tensor:
         """`[B, sum of dims]`. `groups`, from `self.group(features)`, saves grouping the ids again."""
-        return self._look_up(features, groups)[0]
+        if isinstance(features, PrefetchedFeatures):
+            features, groups = features_and_groups(self.table_set, features)
+        return self.table_set.look_up(features, groups)
 
 
 class EmbeddingCollection(TableCollection):
@@ -239,5 +234,7 @@ class EmbeddingCollection(TableCollection):
 
     def forward(self, features: Features | PrefetchedFeatures, groups: Groups | None = None) -> KeyedJaggedTensor:
         """Rows `[N, dim]` under the batch's keys and offsets."""
-        rows, features = self._look_up(features, groups)
+        if isinstance(features, PrefetchedFeatures):
+            features, groups = features_and_groups(self.table_set, features)
+        rows = self.table_set.look_up(features, groups)
         return KeyedJaggedTensor(list(features.keys()), rows, offsets=features.offsets())

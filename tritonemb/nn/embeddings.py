@@ -182,19 +182,10 @@ class Embedding(SingleTable, torch.nn.Embedding):
     `scale_grad_by_freq` and what else those do not serve is left to PyTorch.
 
     Args:
-        num_embeddings: rows of the table.
-        embedding_dim: columns.
         padding_idx: an id whose row gets no gradient; from the end if negative.
-        max_norm: rows that a call uses are scaled down to this norm first, in place; None for no limit.
-        norm_type: which norm, 2 for the Euclidean.
-        scale_grad_by_freq: divide a row's gradient by the number of its uses in the call; by PyTorch.
-        sparse: the weight's gradient is a sparse COO tensor.
-        _weight: the table itself `[num_embeddings, embedding_dim]`, instead of a new one.
         _freeze: the weight takes no gradient.
-        device: where the table lives.
-        dtype: of the table.
-        optimizer: with one of `tritonemb.optim`, the backward updates the weight exactly, deterministically and in
-            place, and `weight.grad` stays None; `sparse` means nothing then.
+
+    All else as for `EmbeddingBag`.
 
     Shapes:
         input: int32 or int64 ids of any shape `[*]`. Result: `[*, embedding_dim]`, of the weight's dtype.

@@ -112,16 +112,15 @@ class _Form(NamedTuple):
     ) -> Tensor:
         """The derivative by one factor, of which there is none."""
         pooled, mean, dtype = self.pooled, self.mean, self.dtypes[by]
+        args: tuple[Any, ...]
         if by == _GRAD:
-            rest = sample_weights, None, pooled, mean, self.checked, dtype
-            return _run("bag", look_up, weight.contiguous(), values, offsets, *rest)
+            args = weight.contiguous(), values, offsets, sample_weights, None, pooled, mean, self.checked, dtype
+            return _run("bag", look_up, *args)
         if by == _SAMPLE_WEIGHTS:
-            rest = offsets, pooled, mean, dtype
-            return _run("bag_sample_weight_gradient", derive_sample_weights, grad, weight, values, *rest)
-        rest = values, offsets, sample_weights, self.num_rows, pooled, mean, dtype
-        return (
-            derive_weight(grad, *rest, sparse=True) if self.sparse else _run("bag_gradient", derive_weight, grad, *rest)
-        )
+            args = grad, weight, values, offsets, pooled, mean, dtype
+            return _run("bag_sample_weight_gradient", derive_sample_weights, *args)
+        args = grad, values, offsets, sample_weights, self.num_rows, pooled, mean, dtype
+        return derive_weight(*args, sparse=True) if self.sparse else _run("bag_gradient", derive_weight, *args)
 
 
 class _Derivative(torch.autograd.Function):
@@ -149,7 +148,8 @@ class _Derivative(torch.autograd.Function):
         if ctx.by == _WEIGHT and ctx.form.sparse:
             raise RuntimeError("a sparse gradient cannot be differentiated again; make the embedding with sparse=False")
         factors[ctx.by] = given
-        form, found = ctx.form._replace(checked=False, sparse=ctx.form.sparse and ctx.by == _GRAD), []
+        found: list[Tensor | None] = []
+        form = ctx.form._replace(checked=False, sparse=ctx.form.sparse and ctx.by == _GRAD)
         for by, needed in enumerate(ctx.needs_input_grad[2:5]):
             others = [None if factor == by else value for factor, value in enumerate(factors)]
             if not needed:

@@ -22,7 +22,6 @@ from tritonemb.ops.bag import BAGS, Bags, BagTable, derive_sample_weights, empty
 from tritonemb.ops.registry import define, kernel, plain_eager, unflatten
 from tritonemb.ops.row_groups import RowGroups, check_ids, row_groups
 from tritonemb.ops.row_update import (
-    MUTATED,
     NOT_ACCUMULATING,
     SCHEMA,
     TABLES,
@@ -364,5 +363,4 @@ define(
     "bool mean) -> ()",
     _update_bag,
     lambda *args: None,
-    mutates=MUTATED,
 )

@@ -133,7 +133,6 @@ define(
     lambda matrix, _s, _c, _r, *packing: matrix.new_empty(
         matrix.shape[0] * Packing(*packing).row_bytes, dtype=torch.uint8
     ),
-    mutates=("saturated",),
 )
 define(
     "quantize_unpack",
@@ -142,7 +141,6 @@ define(
         message, Packing(*packing), dtype, saturated, scale, rows
     ),
     _unpacked,
-    mutates=("saturated",),
 )
 
 

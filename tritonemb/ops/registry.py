@@ -13,6 +13,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -136,10 +137,9 @@ BATCH = "Tensor values, Tensor offsets, Tensor? sample_weights"
 assert [part.split()[-1] for part in LAYOUT.split(", ")] == list(Layout._fields)
 
 
-def define(
-    name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any], mutates: Sequence[str] = ()
-) -> Any:
-    """Declare `tritonemb::name`; `fake` makes the shapes of its result, for tracing."""
+def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Declare `tritonemb::name`; `fake` makes the shapes of its result, for tracing. The schema marks what changes."""
+    mutates = re.findall(r"!\)(?:\[\])? (\w+)", schema)
     op = torch.library.custom_op(f"tritonemb::{name}", run, mutates_args=mutates, schema=schema)
     op.register_fake(fake)
     return op

@@ -215,21 +215,19 @@ def _check_moves(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_r
             raise ValueError(f"destinations[{pair}] has rows that overlap: strides {destination.stride()}")
 
 
-def _define(op: str, schema: str, fake: Callable[..., Any], mutates: Sequence[str] = ()) -> None:
-    define(op, schema, functools.partial(_run, op), fake, mutates)
+def _define(op: str, schema: str, fake: Callable[..., Any]) -> None:
+    define(op, schema, functools.partial(_run, op), fake)
 
 
 _define(
     "row_cache_look_up_",
     f"({_DIRECTORY.format('[]')}, Tensor rows, {_REST}) -> Tensor",
     lambda _t, _u, _p, rows, *_: torch.empty_like(rows),
-    mutates=("used", "pins"),
 )
 _define(
     "row_cache_allocate_",
     f"({_DIRECTORY.format('(a!)[]')}, Tensor rows, Tensor(d!) slots, {_REST}) -> Tensor",
     lambda _t, _u, _p, rows, *_: torch.empty_like(rows),
-    mutates=("tags", "used", "pins", "slots"),
 )
 _define(
     "row_cache_translate",
@@ -240,5 +238,4 @@ _define(
     "move_rows_",
     "(Tensor(a!)[] destinations, Tensor[] sources, Tensor to_rows, Tensor from_rows) -> ()",
     lambda *_: None,
-    mutates=("destinations",),
 )

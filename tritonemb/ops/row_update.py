@@ -58,7 +58,6 @@ SCHEMA = (
     "str optimizer, float[] hyperparameters"
 )
 TABLES = SCHEMA.format(a="", b="", c="", d="")
-MUTATED = "weights", "states", "steps", "skipped"
 
 
 def row_update_(
@@ -110,7 +109,6 @@ define(
     f"{registry.GROUPS}, {registry.LAYOUT}) -> ()",
     _run,
     lambda *args: None,
-    mutates=MUTATED,
 )
 
 
@@ -259,7 +257,6 @@ define(
     f"(Tensor(a!) pending, int handle, Tensor grad, {BATCH}) -> ()",
     _accumulate,
     lambda *args: None,
-    mutates=("pending",),
 )
 
 

@@ -113,7 +113,7 @@ class RowCache:
 
     @torch.no_grad()
     def prefetch(
-        self, batch: Any, whole: Layout, own: Layout, training: bool, check_ids: Callable[[], object],
+        self, batch: Any, whole: Layout, own: Layout, training: bool, find_problem: Callable[[], ValueError | None],
         find_replica_rows: FindReplicaRows | None = None,
     ) -> PrefetchedBatch:  # fmt: skip
         """Pin a batch's rows in slots; see `released_before` for the rows that may be evicted.
@@ -122,8 +122,8 @@ class RowCache:
             batch: a `KeyedJaggedTensor` with one key for each lookup.
             whole, own: the layouts of its keys over whole tables, and over their slots.
             training: whether the rows are going to be updated.
-            check_ids: called if some id belongs to no row, before any row is read; it may raise. Otherwise such ids
-                read as zero.
+            find_problem: called if some id belongs to no row, before any row is read; what to raise, or None: such ids
+                read as zero then.
             find_replica_rows: given the batch's distinct linear rows, ascending, and what is wrong with its ids,
                 returns linear rows of cached tables to be pinned, too.
 
@@ -135,9 +135,7 @@ class RowCache:
             values, offsets = batch.values(), batch.offsets()
             groups = ops.row_groups(values, offsets, whole)
             count = int(groups.num_groups)
-            problem = None
-            if int(groups.starts[count]) != values.numel():
-                problem = _problem(check_ids)
+            problem = find_problem() if int(groups.starts[count]) != values.numel() else None
             if problem is not None and find_replica_rows is None:
                 raise problem
             pinned, replica_rows = groups, None
@@ -414,15 +412,6 @@ class RowCache:
                 f"an earlier cache transfer failed ({str(self._failure) or repr(self._failure)}); the cache is in an "
                 "undefined state: load a checkpoint into a new module"
             ) from self._failure
-
-
-def _problem(check: Callable[[], object]) -> ValueError | None:
-    """What is wrong, if something is raised."""
-    try:
-        check()
-    except ValueError as error:
-        return error
-    return None
 
 
 def _with_rows(groups: ops.RowGroups, others: Tensor) -> ops.RowGroups:

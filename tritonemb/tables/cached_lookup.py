@@ -54,16 +54,15 @@ def prefetch_batch(
     batch = _one_key_a_lookup(tables, KeyedJaggedTensor(keys, values, weights, offsets=offsets), layout)
     whole, own = slot_layouts(tables, cache, tuple(batch.keys()), batch.values().device)
 
-    def check_ids() -> None:
-        if tables.bounds_check == "raise":
-            _check_ids(values, offsets, layout)
+    def find_problem() -> ValueError | None:
+        return _bad_id(values, offsets, layout) if tables.bounds_check == "raise" else None
 
     training = torch.is_grad_enabled() and _trains(tables)
     find_replica_rows = tables.update.replica_rows(tables) if training else None
     if find_replica_rows is not None and before is not None and before.replica_rows is not None:
         found = before.replica_rows
         find_replica_rows = lambda _rows, _problem: found  # noqa: E731
-    return cache.prefetch(batch, whole, own, training, check_ids, find_replica_rows)
+    return cache.prefetch(batch, whole, own, training, find_problem, find_replica_rows)
 
 
 @_disable_dynamo  # a graph break, which loads no compiler before one is used
@@ -136,8 +135,8 @@ def _check_gradients(tables: Tables, batch: PrefetchedBatch) -> None:
         )
 
 
-def _check_ids(values: Tensor, offsets: Tensor, layout: Layout) -> None:
-    """Raise the ValueError of the first id that lies outside a table which its key looks up."""
+def _bad_id(values: Tensor, offsets: Tensor, layout: Layout) -> ValueError | None:
+    """Names the first id that lies outside a table which its key looks up."""
     num_keys = layout.key_starts.numel() - 1
     bags = torch.diff(offsets)
     for_key = []
@@ -146,9 +145,8 @@ def _check_ids(values: Tensor, offsets: Tensor, layout: Layout) -> None:
         for_key.append(min((int(layout.tables[table, NUM_ROWS]) for table in uses[:, TABLE].tolist()), default=-1))
     rows = torch.tensor(for_key, device=values.device).repeat_interleave(bags.numel() // num_keys)
     rows = torch.repeat_interleave(rows, bags)
-    bad = (rows >= 0) & ((values < 0) | (values >= rows))
-    if bool(bad.any()):
-        raise errors.bad_id(int(bad.nonzero()[0]), values, offsets, layout)
+    bad = ((rows >= 0) & ((values < 0) | (values >= rows))).nonzero()
+    return errors.bad_id(int(bad[0]), values, offsets, layout) if bad.numel() else None
 
 
 def _lookup_keys(tables: Tables, keys: Sequence[str], layout: Layout) -> dict[str, str] | None:

@@ -186,21 +186,16 @@ def _update(gradients: list[ops.BagGradient]) -> None:
 
 
 def _one_batch(gradients: list[ops.BagGradient]) -> tuple[Tensor, Tensor]:
-    """Ids and offsets of all lookups, key by key."""
+    """Ids of K lookups, and offsets `[K * B + 1]`: each lookup begins where the one before ends."""
     if len(gradients) == 1:
         return gradients[0].values, gradients[0].bags.offsets
     dtypes = {gradient.values.dtype for gradient in gradients}
     values = [g.values if len(dtypes) == 1 else g.values.to(torch.int64) for g in gradients]
-    return torch.cat(values), _stacked_offsets(gradients)
-
-
-def _stacked_offsets(gradients: list[ops.BagGradient]) -> Tensor:
-    """`[K * B + 1]` of K lookups with offsets `[B + 1]`, each of which begins where the one before ends."""
     parts, total = [], 0
     for gradient in gradients:
         parts.append(gradient.bags.offsets[:-1] + total)
         total += gradient.values.shape[0]
-    return torch.cat([*parts, parts[0].new_full((1,), total)])
+    return torch.cat(values), torch.cat([*parts, parts[0].new_full((1,), total)])
 
 
 def _all_sample_weights(gradients: list[ops.BagGradient]) -> Tensor | None:
@@ -227,8 +222,9 @@ def _joined(gradients: list[ops.BagGradient]) -> ops.BagGradient:
     if len({(gradient.bags.pooled, gradient.bags.mean) for gradient in gradients}) > 1:
         gradients = [_by_position(gradient) for gradient in gradients]
     pooled = gradients[0].bags.pooled
-    values, total = torch.cat([g.values.to(torch.int64) for g in gradients]), sum(g.values.shape[0] for g in gradients)
-    offsets = _stacked_offsets(gradients) if pooled else _ends(total, values.device)
+    values, offsets = _one_batch(gradients)
+    if not pooled:
+        offsets = _ends(values.shape[0], values.device)
     return ops.BagGradient(
         first.table, first.name, values, _all_sample_weights(gradients), gradients[0].bags._replace(offsets=offsets),
         torch.cat([gradient.grad for gradient in gradients]),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
-from typing import Any, Protocol, cast
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
@@ -15,17 +15,6 @@ from tritonemb.ops.row_update import Accumulator
 from tritonemb.optimizers import Constants, Hyperparameters, Optimizer
 
 States = list[tuple[str, Tensor, dict[str, Tensor]]]
-
-
-class HasOptimizer(Protocol):
-    """What `FusedOptimizer` needs of tables."""
-
-    @property
-    def optimizer(self) -> Optimizer | None: ...
-    @property
-    def current_learning_rate(self) -> float: ...
-    def set_learning_rate(self, lr: float) -> None: ...
-    def accumulate(self) -> AbstractContextManager[None]: ...
 
 
 class OptimizedTables:
@@ -123,14 +112,12 @@ class FusedOptimizer(torch.optim.Optimizer):
     tensors themselves.
 
     Args:
-        tables: those of a collection, or of a group of modules.
+        tables: `OptimizedTables`, or a module with their `optimizer`, `accumulate` and learning rate.
         states: each table's name, weight, and `step` and states by name: the tensors themselves.
         deferred: gradients that `step` is to apply.
     """
 
-    def __init__(
-        self, tables: HasOptimizer, states: Callable[[], States], deferred: OptimizedTables | None = None
-    ) -> None:
+    def __init__(self, tables: Any, states: Callable[[], States], deferred: OptimizedTables | None = None) -> None:
         spec = tables.optimizer
         assert spec is not None
         self._tables, self._states, self._deferred = tables, states, deferred
