@@ -112,7 +112,7 @@ class _Form(NamedTuple):
     ) -> Tensor:
         """The derivative by one factor, of which there is none."""
         pooled, mean, dtype = self.pooled, self.mean, self.dtypes[by]
-        args: tuple[Any, ...]
+        args: Any
         if by == _GRAD:
             args = weight.contiguous(), values, offsets, sample_weights, None, pooled, mean, self.checked, dtype
             return _run("bag", look_up, *args)

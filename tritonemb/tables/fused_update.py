@@ -89,6 +89,7 @@ class FusedGroup(OptimizedTables):
             update(gradients)
 
     def apply(self) -> None:
+        """Update the tables by all accumulated gradients, as one step on all samples."""
         update(self.accumulator.take())
 
     @property
