@@ -25,6 +25,7 @@ from tritonemb.data.protocol import (
     WHOLE,
     Feature,
     OpenOptions,
+    Position,
     ReadReport,
     Shard,
     Split,
