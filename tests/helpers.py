@@ -13,9 +13,9 @@ from torch import Tensor
 import tritonemb as te
 from tests.strategies import random_batch, random_weights, rows_of
 from tritonemb.kernels.triton_utils import interpreting
+from tritonemb.nn.collections import TableCollection
 from tritonemb.optim import OPTIMIZERS
 from tritonemb.tables.cached_table import CachedTable
-from tritonemb.tables.table_set import TableSet
 
 Step = tuple[te.KeyedJaggedTensor, Tensor]
 INTERPRETED = interpreting()
@@ -41,7 +41,7 @@ def living(config: te.TableConfig, placement: str, cache: te.CacheConfig) -> te.
     return replace(config, placement=placement, cache=cache)
 
 
-def contents(collection: TableSet) -> dict[str, Tensor]:
+def contents(collection: TableCollection) -> dict[str, Tensor]:
     """Copies of every table, every state and the step."""
     return {name: tensor.detach().clone() for name, tensor in collection.state_dict().items()}
 
@@ -73,7 +73,7 @@ def assert_close(
 
 def make_collection(
     configs: Sequence[te.TableConfig], optimizer: te.optim.Optimizer | None, pooled: bool = True, **options: Any
-) -> TableSet:
+) -> TableCollection:
     """A collection with normal weights that depend on nothing but the tables' shapes."""
     kind = te.nn.EmbeddingBagCollection if pooled else te.nn.EmbeddingCollection
     collection = kind(configs, optimizer=optimizer, **options)
@@ -98,16 +98,16 @@ def train(collection: Any, steps: Iterable[Step]) -> None:
         output_of(collection, batch).backward(grad)
 
 
-def width_of(collection: TableSet, batch: te.KeyedJaggedTensor) -> tuple[int, int]:
+def width_of(collection: TableCollection, batch: te.KeyedJaggedTensor) -> tuple[int, int]:
     """The shape of a collection's output."""
     configs = collection.configs
-    if collection.pooled:
+    if collection.table_set.pooled:
         return batch.stride(), sum(c.embedding_dim * len(c.feature_names) for c in configs)
     return batch.values().numel(), configs[0].embedding_dim
 
 
 def random_steps(
-    collection: TableSet,
+    collection: TableCollection,
     num_steps: int,
     batch_size: int = 16,
     max_length: int = 5,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from tritonemb import nn, optim
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.nn.fuse import fuse, unfuse
-from tritonemb.ops.errors import check_errors
+from tritonemb.ops.registry import check_errors
 from tritonemb.types import CacheConfig, TableConfig
 
 if TYPE_CHECKING:

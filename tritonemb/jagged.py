@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -380,3 +380,25 @@ pytree.register_pytree_node(
     from_dumpable_context=tuple,
     flatten_with_keys_fn=_flatten_with_keys,
 )
+
+
+class Features(Protocol):
+    """What a batch must offer: tritonemb's or TorchRec's `KeyedJaggedTensor`."""
+
+    def keys(self) -> list[str]: ...
+    def values(self) -> Tensor: ...
+    def offsets(self) -> Tensor: ...
+    def weights_or_none(self) -> Tensor | None: ...
+
+
+def parts_of(features: Features) -> tuple[list[str], Tensor, Tensor, Tensor | None]:
+    """Keys, values, offsets and weights; raises TypeError or ValueError for what is no such batch."""
+    for method in ("keys", "values", "offsets", "weights_or_none"):
+        if not callable(getattr(features, method, None)):
+            raise TypeError(f"expected a KeyedJaggedTensor, got {type(features).__name__}, which has no {method}()")
+    if getattr(features, "variable_stride_per_key", bool)():  # TorchRec's
+        raise ValueError(
+            "the batch has another number of samples for each feature; give every feature a bag, perhaps an empty one, "
+            "for every sample"
+        )
+    return list(features.keys()), features.values(), features.offsets(), features.weights_or_none()

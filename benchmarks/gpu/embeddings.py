@@ -99,7 +99,7 @@ def group(bench: Bench) -> list[Contender]:
     """Grouping with each way to sort; `tritonemb` is the one that the module chooses."""
     num_bytes = group_bytes(bench.batches[-1])
     module = bench.ours.module
-    layout = module.layout(bench.workload.table_names, bench.device)
+    layout = module.table_set.layout(bench.workload.table_names, bench.device)
 
     def with_sorter(name: str) -> Callable[[Batch], Any]:
         return lambda batch: row_groups(batch.values, batch.offsets, layout, SORTERS[name])

@@ -17,8 +17,7 @@ import tritonemb as te
 from benchmarks.gpu.tables import FbgemmTables, OurTables, Tables
 from benchmarks.gpu.workload import Batch
 from tritonemb.data.prefetch import Prefetcher
-from tritonemb.tables.lookup import released_before
-from tritonemb.tables.prefetch import PrefetchedFeatures
+from tritonemb.tables.lookup import PrefetchedFeatures, released_before
 
 LOOK_AHEAD = 4  # batches that ours are told of before they are trained
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import tritonemb as te
 from tests.helpers import Step, make_collection, random_steps
-from tritonemb.tables.table_set import TableSet
+from tritonemb.nn.collections import TableCollection
 
 TABLES = [
     te.TableConfig("aligned", 4000, 128),
@@ -34,17 +34,17 @@ def on_gpu(steps: Iterable[Step], dtype: torch.dtype = torch.float32) -> list[St
 
 def make_gpu_collection(
     optimizer: te.optim.Optimizer | None, configs: Sequence[te.TableConfig] = TABLES, **options: object
-) -> TableSet:
+) -> TableCollection:
     """As `make_collection`, so that the same tables can be had on the CPU."""
     return make_collection(configs, optimizer, device="cuda", **options)
 
 
-def hot_steps(collection: TableSet, num_steps: int, batch_size: int = 256, seed: int = 0) -> list[Step]:
+def hot_steps(collection: TableCollection, num_steps: int, batch_size: int = 256, seed: int = 0) -> list[Step]:
     """Long bags in which half of the ids are among three: their rows are used thousands of times a batch."""
     return random_steps(collection, num_steps, batch_size=batch_size, max_length=40, weighted=True, seed=seed)
 
 
-def run_step(collection: TableSet, batch: te.KeyedJaggedTensor, grad: Tensor) -> Tensor:
+def run_step(collection: TableCollection, batch: te.KeyedJaggedTensor, grad: Tensor) -> Tensor:
     """Forward, backward and update; the output."""
     pooled = collection(batch)
     pooled.backward(grad)

@@ -15,9 +15,9 @@ from tests.helpers import Step, fewer, make_collection, random_steps, train
 from tests.strategies import optimizers, seeds
 from tritonemb.kernels.row_groups import row_groups_reference
 from tritonemb.layout import COLUMN_ORIGIN, ROW_IDS, ROW_ORIGIN, SEED, Layout, make_layout
+from tritonemb.nn.collections import TableCollection
 from tritonemb.ops.registry import forced, kernel
 from tritonemb.optim import OPTIMIZERS
-from tritonemb.tables.table_set import TableSet
 
 Run = tuple[int, int]  # the first, and how many
 DTYPES = (torch.bfloat16, torch.float16)
@@ -56,7 +56,7 @@ def cut_step(step: Step, parts: Sequence[te.TableConfig]) -> Step:
     return te.KeyedJaggedTensor.from_lists(lists), torch.cat([grad[:, place_of(part)[1]] for part in parts], dim=1)
 
 
-def cut(whole: TableSet, rows: Sequence[Run], columns: Sequence[Run]) -> TableSet:
+def cut(whole: TableCollection, rows: Sequence[Run], columns: Sequence[Run]) -> TableCollection:
     """The tables of one that has a single table, cut along `rows` and `columns`; with its weights."""
     (config,), (table,) = whole.configs, whole.tables
     parts = []

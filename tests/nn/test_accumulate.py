@@ -19,7 +19,7 @@ from tests.helpers import (
     train,
 )
 from tests.strategies import TABLE_DTYPES
-from tritonemb.ops import accumulate as accumulate_op
+from tritonemb.ops import row_update as accumulate_op
 
 pytestmark = pytest.mark.public
 NUM_STEPS = fewer(3, 1)
@@ -88,7 +88,8 @@ def test_an_exception_discards_what_was_gathered():
         train(collection, steps[2:])
     train(twin, [as_one_batch(steps[2:])])
     assert_same_bits(contents(collection), contents(twin))
-    assert not accumulate_op._pending
+    assert not accumulate_op._accumulated_rates
+    assert not collection.table_set.accumulator.kept
 
 
 def test_nothing_gathered_is_no_step():

@@ -181,6 +181,14 @@ def test_a_copy_is_independent_and_goes_on_alike(optimizer, make_copy):
         )
 
 
+def test_a_module_and_its_table_set_have_the_same_tensors():
+    collection = small(te.optim.Adam(lr=0.1))
+    for module in (collection, copy.deepcopy(collection).bfloat16(), pickle.loads(pickle.dumps(collection))):
+        assert not isinstance(module.table_set, nn.Module)
+        assert [id(table) for table in module.table_set.tables] == [id(module.user), id(module.genre)]
+        assert all(module.table_set.counters[name] is module.get_buffer(name) for name in ("step", "learning_rate"))
+
+
 @pytest.mark.parametrize("dtype", TABLE_DTYPES[1:])
 @pytest.mark.parametrize("optimizer", configurations(), ids=lambda optimizer: optimizer.name)
 def test_casting_to_16_bits_keeps_states(optimizer, dtype):

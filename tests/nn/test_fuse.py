@@ -181,7 +181,7 @@ class TestTraining:
         with pytest.raises(ZeroDivisionError):
             (Fails.apply(one).sum() * 1.0 + two.sum()).backward()
         assert_same_bits(model.state_dict(), before)
-        assert not model[0]._group._open
+        assert not model[0]._optimized._open
         two = model[1](torch.tensor([2])).sum()
         two.backward()
         assert torch.equal(before["1.weight"][1], model[1].weight[1])

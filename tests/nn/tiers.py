@@ -13,8 +13,8 @@ import torch
 import tritonemb as te
 from tests.helpers import CACHED, INTERPRETED, Step, fewer, living, output_of, width_of
 from tests.strategies import random_batch, rows_of
-from tritonemb.tables.prefetch import Groups
-from tritonemb.tables.table_set import TableSet
+from tritonemb.nn.collections import TableCollection
+from tritonemb.tables.table_set import Groups
 from tritonemb.types import CacheConfig, Placement
 
 # Triton's interpreter serves one thread at a time, and a table on disk has one of its own.
@@ -38,7 +38,7 @@ def seeded(
     placements: Sequence[str] = ("device",),
     cache: CacheConfig = SMALLEST,
     **options: Any,
-) -> TableSet:
+) -> TableCollection:
     """A collection whose first values are the same wherever its tables are placed."""
     torch.manual_seed(3)
     kind = te.nn.EmbeddingBagCollection if pooled else te.nn.EmbeddingCollection
@@ -46,7 +46,11 @@ def seeded(
 
 
 def varied_steps(
-    collection: TableSet, num_steps: int, sizes: Sequence[int] = (33, 1, 0, 40), weighted: bool = False, seed: int = 0
+    collection: TableCollection,
+    num_steps: int,
+    sizes: Sequence[int] = (33, 1, 0, 40),
+    weighted: bool = False,
+    seed: int = 0,
 ) -> list[Step]:
     """Batches of several sizes, with keys that nobody uses, some without any ids; gradients in the output's dtype."""
     rows = rows_of(collection.configs)
@@ -65,7 +69,7 @@ def varied_steps(
     return steps
 
 
-def ahead_of(collection: TableSet, steps: Iterable[Step], depth: int) -> Iterator[tuple[Step, Groups]]:
+def ahead_of(collection: TableCollection, steps: Iterable[Step], depth: int) -> Iterator[tuple[Step, Groups]]:
     """Each step with its groups, made in another thread while up to `depth` steps before it are computed."""
     depth = fewer(depth, 0)
     with ThreadPoolExecutor(1) as other:
@@ -79,7 +83,7 @@ def ahead_of(collection: TableSet, steps: Iterable[Step], depth: int) -> Iterato
             yield first, made.result()
 
 
-def train_ahead(collection: TableSet, steps: Iterable[Step], depth: int) -> list[torch.Tensor]:
+def train_ahead(collection: TableCollection, steps: Iterable[Step], depth: int) -> list[torch.Tensor]:
     """Train, with look-ahead; the outputs."""
     outputs = []
     for (batch, grad), groups in ahead_of(collection, steps, depth):
@@ -90,7 +94,7 @@ def train_ahead(collection: TableSet, steps: Iterable[Step], depth: int) -> list
     return outputs
 
 
-def outputs_of(collection: TableSet, steps: Iterable[Step]) -> list[torch.Tensor]:
+def outputs_of(collection: TableCollection, steps: Iterable[Step]) -> list[torch.Tensor]:
     """Train; the outputs."""
     outputs = []
     for batch, grad in steps:

@@ -9,8 +9,7 @@ from torch._dynamo.testing import CompileCounter
 import tritonemb as te
 from tests.kernels.test_interaction import ROUNDING
 from tritonemb.ops import cross, interaction
-from tritonemb.ops.cross import is_fused as is_cross_fused
-from tritonemb.ops.interaction import is_fused
+from tritonemb.ops.interaction import is_cross_fused, is_fused
 from tritonemb.ops.registry import forced
 
 pytestmark = pytest.mark.public

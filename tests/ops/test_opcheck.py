@@ -13,8 +13,8 @@ from tests.strategies import random_batch, rows_of
 from tritonemb.kernels.packing import CODECS, make_packing
 from tritonemb.layout import make_layout
 from tritonemb.ops import POLICIES, row_groups
-from tritonemb.ops.accumulate import NOT_ACCUMULATING, Accumulator
 from tritonemb.ops.quantize import Exchange
+from tritonemb.ops.row_update import NOT_ACCUMULATING, Accumulator
 from tritonemb.optim import OPTIMIZERS
 
 pytestmark = pytest.mark.public
@@ -176,11 +176,11 @@ class TestOpcheck:
 
     def test_accumulate_(self, problem):
         accumulator = Accumulator()
-        accumulator.open()
+        accumulator.is_open = True
         pending = torch.zeros((), dtype=torch.int64)
         args = (pending, accumulator.handle, problem.grad(), problem.values, problem.offsets, problem.sample_weights)
         torch.library.opcheck(OPS.accumulate_.default, args)
-        assert accumulator.close()
+        assert accumulator.take()
 
     @pytest.mark.parametrize("batch_size", [5, 0])
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

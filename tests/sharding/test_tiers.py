@@ -15,7 +15,7 @@ from tests.sharding.cases import Case, Trained, alone, differences, groups_of, t
 from tests.sharding.test_collections import sizes, tables
 from tritonemb.optim import OPTIMIZERS
 from tritonemb.sharding import ColumnWise, DataParallel, Grid, RowWise, TableColumnWise, TableRowWise, TableWise
-from tritonemb.tables.prefetch import PrefetchedFeatures
+from tritonemb.tables.lookup import PrefetchedFeatures
 from tritonemb.types import CacheConfig
 
 SMALLEST = CacheConfig(rows=1)

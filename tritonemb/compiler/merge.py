@@ -31,7 +31,7 @@ from tritonemb.compiler.graph import (
 )
 from tritonemb.compiler.lookups import LookupGroup, TableLookup
 from tritonemb.layout import MEAN, SUM, Layout, TableRow, lines_of
-from tritonemb.ops.accumulate import NOT_ACCUMULATING
+from tritonemb.ops.row_update import NOT_ACCUMULATING
 from tritonemb.types import seed_of
 
 

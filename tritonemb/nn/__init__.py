@@ -5,8 +5,7 @@ from tritonemb.nn.embeddings import Embedding, EmbeddingBag
 from tritonemb.nn.layers import MLP, DotInteraction
 from tritonemb.nn.models import DLRM, CrossNetwork, DCNv2
 from tritonemb.tables.cache import CacheStatistics
-from tritonemb.tables.lookup import sequence_number
-from tritonemb.tables.prefetch import PrefetchedFeatures, prefetch
+from tritonemb.tables.lookup import PrefetchedFeatures, prefetch, sequence_number
 
 __all__ = [
     "DLRM",

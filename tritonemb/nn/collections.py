@@ -2,20 +2,154 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tritonemb.jagged import KeyedJaggedTensor
+from tritonemb.jagged import Features, KeyedJaggedTensor
 from tritonemb.optimizers import Optimizer
-from tritonemb.tables.lookup import Features
-from tritonemb.tables.prefetch import PrefetchedFeatures, features_and_groups
+from tritonemb.tables.cache import CacheStatistics
+from tritonemb.tables.lookup import PrefetchedFeatures, features_and_groups
+from tritonemb.tables.optimizer import FusedOptimizer, OptimizedTables, States
 from tritonemb.tables.table_set import BoundsCheck, Groups, TableSet
 from tritonemb.types import TableConfig
 
 
-class EmbeddingBagCollection(TableSet):
+class FusedModule(nn.Module):
+    """What modules of tables share that may have a fused optimizer."""
+
+    _optimized: OptimizedTables | None = None  # what their backward updates
+    _fused_optimizer: FusedOptimizer | None = None
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        """The fused optimizer, or None."""
+        return None if self._optimized is None else self._optimized.optimizer
+
+    @property
+    def fused_optimizer(self) -> FusedOptimizer | None:
+        """The fused optimizer as a `torch.optim.Optimizer`, or None for ordinary parameters."""
+        if self._optimized is not None and self._fused_optimizer is None:
+            self._fused_optimizer = self._optimized.view(self._states)
+        return self._fused_optimizer
+
+    def _states(self) -> States:
+        """Each table's name, weight, and the step and states of its fused optimizer by name."""
+        raise NotImplementedError
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Set the learning rate of the fused optimizer; nothing is recompiled.
+
+        Raises:
+            ValueError: without a fused optimizer, or for a negative or non-finite rate.
+        """
+        if self._optimized is None:
+            raise ValueError("this module has no fused optimizer; set the learning rate of the one you made")
+        self._optimized.set_learning_rate(lr)
+
+    @property
+    def current_learning_rate(self) -> float:
+        """What the fused optimizer's learning rate was last set to; the update reads the tensor `learning_rate`."""
+        return 0.0 if self._optimized is None else self._optimized.current_learning_rate
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Accumulate the gradients of several micro-batches and apply them once, when the block ends.
+
+        The tables are then bitwise identical to those after one step on all samples as one batch. Leaving the block
+        with an exception discards what was accumulated. A backward must run inside the block. In a collection every
+        micro-batch must have the same keys in the same order; a single table is not for compiled modules, whose call
+        raises RuntimeError.
+
+        Raises:
+            ValueError: without a fused optimizer.
+        """
+        if self._optimized is None:
+            raise ValueError("accumulate() is for a fused optimizer; ordinary gradients add up by themselves")
+        return self._optimized.accumulate()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy makes its own optimizer view when it needs it."""
+        return {**self.__dict__, "_fused_optimizer": None}
+
+
+class TableCollection(FusedModule):
+    """A module that owns a `TableSet`: it registers tables and counters, which move and are saved with it.
+
+    Attributes:
+        configs, tables: in the order they were given.
+        feature_names: the keys that a batch must have, each once, in the order of tables.
+        cache: of those tables that are in host memory or on disk; None if there are none.
+    """
+
+    step: Tensor
+    skipped: Tensor
+    pending: Tensor
+
+    def __init__(self, table_set: TableSet) -> None:
+        super().__init__()
+        self.table_set = table_set
+        self.configs, self.tables, self.cache = table_set.configs, table_set.tables, table_set.cache
+        self.feature_names = table_set.feature_names
+        self._optimized = table_set if table_set.optimizer is not None else None
+        for name, counter in table_set.counters.items():
+            self.register_buffer(name, counter, persistent=name == "step")
+        table_set.counters = self._buffers  # the same dictionary, so that both have the same tensors
+        for table in table_set.tables:  # not add_module, which would refuse a table that is called like a method
+            self._modules[table.config.name] = table
+
+    def _states(self) -> States:
+        return self.table_set.optimizer_states()
+
+    def scale_accumulated(self, factor: float) -> bool:
+        """Multiply the gradients accumulated so far by `factor`; returns whether all of them are finite then.
+
+        For loss scaling: called in the block of `accumulate`, before it ends. Waits for the device.
+        """
+        return self.table_set.scale_accumulated(factor)
+
+    def skipped_rows(self) -> dict[str, int]:
+        """For `nonfinite="skip"`: how many row updates each table has skipped so far."""
+        names = [config.name for config in self.configs]
+        return {} if self.optimizer is None else dict(zip(names, self.skipped.tolist(), strict=True))
+
+    def cache_statistics(self) -> dict[str, CacheStatistics]:
+        """What the caches have done so far, by table in host memory or on disk."""
+        return {} if self.cache is None else self.cache.statistics()
+
+    def reset_parameters(self) -> None:
+        """Initialise all tables, e.g. after `to_empty`."""
+        for table in self.tables:
+            table.reset_parameters()
+        if self.optimizer is not None:
+            self.set_learning_rate(self.optimizer.lr)
+            for counter in (self.step, self.skipped, self.pending):
+                counter.zero_()
+
+    def group(self, features: Features) -> Groups:
+        """The distinct rows of a batch, from its ids alone; may be computed ahead and given to `forward`.
+
+        Rows of tables in host memory or on disk are pinned on the device until the batch's backward has run, or, where
+        gradients are not recorded, until it has been looked up; a second lookup prefetches them again. Another thread
+        may do this.
+        """
+        return self.table_set.group(features)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """A table may be called like an attribute, say "training", which is set beside it."""
+        if name in self.__dict__:
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableCollection:
+        self.table_set.convert(fn)
+        return self
+
+
+class EmbeddingBagCollection(TableCollection):
     """Embedding bags of many tables, looked up, and with an `optimizer` updated, in one pass.
 
     Args:
@@ -50,7 +184,7 @@ class EmbeddingBagCollection(TableSet):
         for table in tables:
             if isinstance(table, TableConfig) and table.pooling == "none":
                 raise ValueError(f"table {table.name!r} has pooling 'none'; use EmbeddingCollection for it")
-        super().__init__(tables, optimizer, device, bounds_check, output_dtype, pooled=True)
+        super().__init__(TableSet(tables, optimizer, device, bounds_check, output_dtype, pooled=True))
 
     @property
     def embedding_dims(self) -> list[int]:
@@ -60,11 +194,11 @@ class EmbeddingBagCollection(TableSet):
     def forward(self, features: Features | PrefetchedFeatures, groups: Groups | None = None) -> Tensor:
         """`[B, sum of dims]`. `groups`, from `self.group(features)`, saves grouping the ids again."""
         if isinstance(features, PrefetchedFeatures):
-            features, groups = features_and_groups(self, features, groups)
-        return self.look_up(features, groups)
+            features, groups = features_and_groups(self.table_set, features)
+        return self.table_set.look_up(features, groups)
 
 
-class EmbeddingCollection(TableSet):
+class EmbeddingCollection(TableCollection):
     """A row for each id, for sequence models; arguments as for `EmbeddingBagCollection`.
 
     All tables have one embedding dim, and a feature feeds one table. Returns a `KeyedJaggedTensor` with the batch's
@@ -96,11 +230,11 @@ class EmbeddingCollection(TableSet):
                         f"feature {feature!r} feeds tables {fed[feature]!r} and {table.name!r}; only one can"
                     )
                 fed[feature] = table.name
-        super().__init__(tables, optimizer, device, bounds_check, output_dtype, pooled=False)
+        super().__init__(TableSet(tables, optimizer, device, bounds_check, output_dtype, pooled=False))
 
     def forward(self, features: Features | PrefetchedFeatures, groups: Groups | None = None) -> KeyedJaggedTensor:
         """Rows `[N, dim]` under the batch's keys and offsets."""
         if isinstance(features, PrefetchedFeatures):
-            features, groups = features_and_groups(self, features, groups)
-        rows = self.look_up(features, groups)
+            features, groups = features_and_groups(self.table_set, features)
+        rows = self.table_set.look_up(features, groups)
         return KeyedJaggedTensor(list(features.keys()), rows, offsets=features.offsets())

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tritonemb.nn.single_table import SingleTable, new_weight
+from tritonemb.nn.single_table import SingleTable
 from tritonemb.ops.bag import Bags, drop_padding
 from tritonemb.ops.row_groups import ID_DTYPES
 from tritonemb.optimizers import Optimizer
+from tritonemb.tables.table import new_weight
 from tritonemb.types import TRAINABLE_DTYPES
 
 MODES = ("sum", "mean", "max")
@@ -56,21 +57,11 @@ class EmbeddingBag(SingleTable, torch.nn.EmbeddingBag):
     """
 
     def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        mode: str = "mean",
-        sparse: bool = False,
-        _weight: Tensor | None = None,
-        include_last_offset: bool = False,
-        padding_idx: int | None = None,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        optimizer: Optimizer | None = None,
-    ) -> None:
+        self, num_embeddings: int, embedding_dim: int, max_norm: float | None = None, norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False, _weight: Tensor | None = None,
+        include_last_offset: bool = False, padding_idx: int | None = None, device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None, optimizer: Optimizer | None = None,
+    ) -> None:  # fmt: skip
         weight = new_weight(num_embeddings, embedding_dim, device, dtype) if _weight is None else _weight
         torch.nn.EmbeddingBag.__init__(
             self, num_embeddings, embedding_dim, max_norm, norm_type, scale_grad_by_freq, mode, sparse, weight,
@@ -82,18 +73,10 @@ class EmbeddingBag(SingleTable, torch.nn.EmbeddingBag):
 
     @classmethod
     def from_pretrained(
-        cls,
-        embeddings: Tensor,
-        freeze: bool = True,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        mode: str = "mean",
-        sparse: bool = False,
-        include_last_offset: bool = False,
-        padding_idx: int | None = None,
-        optimizer: Optimizer | None = None,
-    ) -> EmbeddingBag:
+        cls, embeddings: Tensor, freeze: bool = True, max_norm: float | None = None, norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False, include_last_offset: bool = False,
+        padding_idx: int | None = None, optimizer: Optimizer | None = None,
+    ) -> EmbeddingBag:  # fmt: skip
         """A module around `embeddings` `[num_embeddings, embedding_dim]`; frozen, it is not trained."""
         module: Any = super().from_pretrained(
             embeddings, freeze, max_norm, norm_type, scale_grad_by_freq, mode, sparse, include_last_offset, padding_idx
@@ -199,19 +182,10 @@ class Embedding(SingleTable, torch.nn.Embedding):
     `scale_grad_by_freq` and what else those do not serve is left to PyTorch.
 
     Args:
-        num_embeddings: rows of the table.
-        embedding_dim: columns.
         padding_idx: an id whose row gets no gradient; from the end if negative.
-        max_norm: rows that a call uses are scaled down to this norm first, in place; None for no limit.
-        norm_type: which norm, 2 for the Euclidean.
-        scale_grad_by_freq: divide a row's gradient by the number of its uses in the call; by PyTorch.
-        sparse: the weight's gradient is a sparse COO tensor.
-        _weight: the table itself `[num_embeddings, embedding_dim]`, instead of a new one.
         _freeze: the weight takes no gradient.
-        device: where the table lives.
-        dtype: of the table.
-        optimizer: with one of `tritonemb.optim`, the backward updates the weight exactly, deterministically and in
-            place, and `weight.grad` stays None; `sparse` means nothing then.
+
+    All else as for `EmbeddingBag`.
 
     Shapes:
         input: int32 or int64 ids of any shape `[*]`. Result: `[*, embedding_dim]`, of the weight's dtype.
@@ -223,20 +197,11 @@ class Embedding(SingleTable, torch.nn.Embedding):
     """
 
     def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
-        _weight: Tensor | None = None,
-        _freeze: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, num_embeddings: int, embedding_dim: int, padding_idx: int | None = None, max_norm: float | None = None,
+        norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False, _weight: Tensor | None = None,
+        _freeze: bool = False, device: torch.device | str | None = None, dtype: torch.dtype | None = None,
         optimizer: Optimizer | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         weight = new_weight(num_embeddings, embedding_dim, device, dtype) if _weight is None else _weight
         torch.nn.Embedding.__init__(
             self, num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, weight,
@@ -248,16 +213,10 @@ class Embedding(SingleTable, torch.nn.Embedding):
 
     @classmethod
     def from_pretrained(
-        cls,
-        embeddings: Tensor,
-        freeze: bool = True,
-        padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
-        scale_grad_by_freq: bool = False,
-        sparse: bool = False,
+        cls, embeddings: Tensor, freeze: bool = True, padding_idx: int | None = None, max_norm: float | None = None,
+        norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
         optimizer: Optimizer | None = None,
-    ) -> Embedding:
+    ) -> Embedding:  # fmt: skip
         """A module around `embeddings` `[num_embeddings, embedding_dim]`; frozen, it is not trained."""
         module: Any = super().from_pretrained(
             embeddings, freeze, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from tritonemb.nn.embeddings import Embedding, EmbeddingBag
-from tritonemb.nn.single_table import SERVED_DEVICES, SERVED_DTYPES, SingleTable, check_optimizer, why_not_fused
+from tritonemb.nn.single_table import SERVED_DEVICES, SERVED_DTYPES, SingleTable, why_not_fused
 from tritonemb.optimizers import SGD, Adagrad, Adam, Optimizer, PartialRowWiseAdam, RowWiseAdagrad
 from tritonemb.tables.fused_update import FusedGroup
-from tritonemb.tables.optimizer import FusedOptimizer
+from tritonemb.tables.optimizer import FusedOptimizer, check_optimizer
 
 _OURS: dict[type[nn.Module], type[SingleTable]] = {
     nn.EmbeddingBag: EmbeddingBag,
@@ -93,9 +93,7 @@ def fuse(model: nn.Module, optimizer: Optimizer | None = None, *, by_step: bool 
     view = None
     if group is not None and owners:
         tables = list(owners.values())
-        states = lambda: [(table._name, table.weight, table.optimizer_states()) for table in tables]  # noqa: E731
-        view = FusedOptimizer(group, states, group if by_step else None)
-        group.watch(view)
+        view = group.view(lambda: [states for table in tables for states in table._states()])
     return FuseReport(tuple(path for path, _ in fused), left_alone, view)
 
 
@@ -114,7 +112,7 @@ def unfuse(model: nn.Module) -> None:
 def unfuse_all(fused: list[Any]) -> None:
     """`unfuse` for these modules."""
     for module in fused:
-        group = module._group if isinstance(module, SingleTable) else None
+        group = module._optimized if isinstance(module, SingleTable) else None
         if group is not None and group.accumulating:
             raise RuntimeError("unfuse() in a block of accumulate() would lose its gradients; leave the block first")
         left = [other for other in getattr(module, "_state_users", ()) if other not in fused]
@@ -124,8 +122,8 @@ def unfuse_all(fused: list[Any]) -> None:
                 "unfuse the model that has both"
             )
     for module in fused:
-        if isinstance(module, SingleTable) and module._group is not None:
-            module._group.discard()
+        if isinstance(module, SingleTable) and module._optimized is not None:
+            module._optimized.accumulator.take()
         cast(SingleTable, module)._leave()
         module.__class__ = module.__dict__.pop("_fused_from")
 

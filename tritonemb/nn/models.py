@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from tritonemb.jagged import Features
 from tritonemb.nn.collections import EmbeddingBagCollection
 from tritonemb.nn.layers import MLP, DotInteraction
-from tritonemb.ops.cross import cross, is_fused
+from tritonemb.ops.interaction import cross, is_cross_fused
 from tritonemb.optimizers import Optimizer
-from tritonemb.tables.lookup import Features
 from tritonemb.types import TableConfig
 
 
@@ -85,7 +85,9 @@ class CrossNetwork(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         crossed = inputs
         for down, up in zip(self.down, self.up, strict=True):
-            if type(up) is nn.Linear and is_fused(inputs, up.weight):  # no subclass: it may compute something else
+            if type(up) is nn.Linear and is_cross_fused(
+                inputs, up.weight
+            ):  # no subclass: it may compute something else
                 crossed = cross(inputs, nn.functional.linear(down(crossed), up.weight), up.bias, crossed)
             else:
                 crossed = inputs * up(down(crossed)) + crossed

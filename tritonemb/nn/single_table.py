@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -11,19 +10,20 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from tritonemb import ops
+from tritonemb.nn.collections import FusedModule
 from tritonemb.ops.bag import Bags, bag, serves_sparse
 from tritonemb.optimizers import Optimizer
 from tritonemb.tables.fused_update import FusedGroup
-from tritonemb.tables.optimizer import FusedOptimizer
-from tritonemb.tables.update import check_not_data_parallel
+from tritonemb.tables.optimizer import States, check_optimizer
+from tritonemb.tables.table import keep_dtypes, new_states
+from tritonemb.tables.table_set import check_not_data_parallel
 from tritonemb.types import TRAINABLE_DTYPES
-from tritonemb.utils import advise_huge_pages
 
 SERVED_DTYPES = (*TRAINABLE_DTYPES, torch.float64)
 SERVED_DEVICES = ("cpu", "cuda", "meta")
 
 
-class SingleTable(nn.Module):
+class SingleTable(FusedModule):
     """Beside `torch.nn.EmbeddingBag` or `torch.nn.Embedding`, which own `weight` and the options.
 
     With an optimizer it has the buffers `step` (updates so far) and the optimizer's states by their names, and, not in
@@ -38,43 +38,21 @@ class SingleTable(nn.Module):
     sparse: bool
     step: Tensor
     skipped: Tensor
-    _group: FusedGroup | None = None
+    _optimized: FusedGroup | None = None
     _name: str = "weight"
     _state_owner: tuple[SingleTable, ...] = ()  # another module with the same weight, which has the states
     _state_users: tuple[SingleTable, ...] = ()  # modules with the same weight, whose states this one has
-    _fused_optimizer: FusedOptimizer | None = None
-
-    @property
-    def optimizer(self) -> Optimizer | None:
-        """The fused optimizer, or None."""
-        return None if self._group is None else self._group.optimizer
 
     def reset_parameters(self) -> None:
         """Draw the weight anew, as PyTorch's module does; zero the optimizer's states."""
         super().reset_parameters()  # type: ignore[misc]
-        if self._group is not None:
-            self.set_learning_rate(self._group.optimizer.lr)
+        if self._optimized is not None:
+            self.set_learning_rate(self._optimized.optimizer.lr)
             for tensor in (self.skipped, *self.optimizer_states().values()):
                 tensor.zero_()
 
-    @property
-    def fused_optimizer(self) -> FusedOptimizer | None:
-        """The fused optimizer as a `torch.optim.Optimizer`, or None for an ordinary parameter."""
-        if self._group is not None and self._fused_optimizer is None:
-            states = lambda: [(self._name, self.weight, self.optimizer_states())]  # noqa: E731
-            self._fused_optimizer = FusedOptimizer(self._group, states)
-            self._group.watch(self._fused_optimizer)
-        return self._fused_optimizer
-
-    def set_learning_rate(self, lr: float) -> None:
-        """Set the learning rate of the fused optimizer; nothing is recompiled.
-
-        Raises:
-            ValueError: without a fused optimizer, or for a negative or non-finite rate.
-        """
-        if self._group is None:
-            raise ValueError("this module has no fused optimizer; set the learning rate of the one you made")
-        self._group.set_learning_rate(lr)
+    def _states(self) -> States:
+        return [(self._name, self.weight, self.optimizer_states())]
 
     @property
     def learning_rate(self) -> Tensor:
@@ -83,38 +61,20 @@ class SingleTable(nn.Module):
         Raises:
             AttributeError: without a fused optimizer.
         """
-        if self._group is None:
+        if self._optimized is None:
             raise AttributeError("this module has no fused optimizer, and so no learning rate")
-        return self._group.rate_on(self.weight.device)
-
-    @property
-    def current_learning_rate(self) -> float:
-        """What the fused optimizer's learning rate was last set to; the update reads the tensor `learning_rate`."""
-        return 0.0 if self._group is None else self._group.current_learning_rate
+        return self._optimized.rate_on(self.weight.device)
 
     def skipped_rows(self) -> int:
         """For `nonfinite="skip"`: how many row updates have been skipped so far."""
-        return 0 if self._group is None else int(self.skipped)
-
-    def accumulate(self) -> AbstractContextManager[None]:
-        """Accumulate the gradients of several micro-batches and apply them once, when the block ends.
-
-        The table is then bitwise identical to that after one step on all samples as one batch. Leaving the block with
-        an exception discards what was accumulated. Not for a compiled module, whose call raises RuntimeError.
-
-        Raises:
-            ValueError: without a fused optimizer.
-        """
-        if self._group is None:
-            raise ValueError("accumulate() is for a fused optimizer; ordinary gradients add up by themselves")
-        return self._group.accumulate()
+        return 0 if self._optimized is None else int(self.skipped)
 
     def optimizer_states(self) -> dict[str, Tensor]:
         """`step` and the optimizer's states by name; none without a fused optimizer."""
-        if self._group is None:
+        if self._optimized is None:
             return {}
         buffers = self._owner._buffers
-        names = ("step", *(state.name for state in self._group.optimizer.states))
+        names = ("step", *(state.name for state in self._optimized.optimizer.states))
         return {name: cast(Tensor, buffers[name]) for name in names}
 
     @property
@@ -141,7 +101,7 @@ class SingleTable(nn.Module):
         weight = self.weight
         if not weight.is_contiguous():
             self.weight = nn.Parameter(weight.detach().contiguous(), requires_grad=weight.requires_grad)
-        self._group, self._name = group, name
+        self._optimized, self._name = group, name
         group.rate_on(weight.device)
         self.weight.grad = None
         if owner is not None:
@@ -149,25 +109,18 @@ class SingleTable(nn.Module):
             owner._state_users += (self,)
             return
         with torch.inference_mode(False):
-            self._make_states(group, persistent)
-
-    def _make_states(self, group: FusedGroup, persistent: bool) -> None:
-        weight = self.weight
-        device = weight.device
-        self.register_buffer("step", torch.zeros((), dtype=torch.int64, device=device), persistent)
-        self.register_buffer("skipped", torch.zeros(1, dtype=torch.int64, device=device), persistent=False)
-        for spec in group.optimizer.states:
-            shape = weight.shape if spec.per_element else weight.shape[:1]
-            state = torch.empty(shape, dtype=torch.float32, device=weight.device)
-            advise_huge_pages(state)
-            self.register_buffer(spec.name, state.zero_(), persistent)
+            step, skipped = (torch.zeros(size, dtype=torch.int64, device=weight.device) for size in ((), (1,)))
+            self.register_buffer("step", step, persistent)
+            self.register_buffer("skipped", skipped, persistent=False)
+            for state, values in new_states(self.weight, group.optimizer.states).items():
+                self.register_buffer(state, values, persistent)
 
     def _leave(self) -> None:
         """Forget the optimizer and its states."""
-        if self._group is not None and not self._state_owner:
+        if self._optimized is not None and not self._state_owner:
             for name in ("skipped", *self.optimizer_states()):
                 delattr(self, name)
-        for name in ("_group", "_name", "_state_owner", "_state_users", "_fused_optimizer"):
+        for name in ("_optimized", "_name", "_state_owner", "_state_users", "_fused_optimizer"):
             self.__dict__.pop(name, None)
 
     def _is_served(self, *tensors: Tensor | None) -> bool:
@@ -182,12 +135,12 @@ class SingleTable(nn.Module):
             and not self.scale_grad_by_freq
             and all(tensor is None or tensor.device == weight.device for tensor in tensors)
         )
-        if self._group is not None:  # whose states have this shape
+        if self._optimized is not None:  # whose states have this shape
             plain = plain and tuple(weight.shape) == (self.num_embeddings, self.embedding_dim)
         served = plain and (torch.compiler.is_compiling() or _are_ordinary(weight, *tensors))
-        if self._group is None and self.sparse and torch.is_grad_enabled():
+        if self._optimized is None and self.sparse and torch.is_grad_enabled():
             return served and serves_sparse(weight, *tensors)
-        if self._group is not None and torch.is_grad_enabled() and (not served or _under_transform()):
+        if self._optimized is not None and torch.is_grad_enabled() and (not served or _under_transform()):
             raise RuntimeError(
                 "the fused optimizer updates, by backward(), an ordinary contiguous weight of the shape it was made "
                 "for, on the CPU or CUDA device of its batch; it goes neither with tensor subclasses nor with "
@@ -199,10 +152,10 @@ class SingleTable(nn.Module):
         self, values: Tensor, trained: Tensor, sample_weights: Tensor | None, bags: Bags, dtype: torch.dtype
     ) -> Tensor:
         """`[B, dim]` or `[N, dim]`; its backward makes a gradient, or updates if there is an optimizer."""
-        if self._group is None or not torch.is_grad_enabled() or not self.weight.requires_grad:
+        if self._optimized is None or not torch.is_grad_enabled() or not self.weight.requires_grad:
             return bag(self.weight, values, sample_weights, bags, trained, self.sparse, dtype)
         check_not_data_parallel(self._name)
-        group, owner = self._group, self._owner
+        group, owner = self._optimized, self._owner
         if self._parameters.get("weight") is not self.weight or not isinstance(self.weight, nn.Parameter):
             raise RuntimeError(
                 f"the weight of {self._name!r} is computed or was put in place of the module's parameter "
@@ -223,33 +176,21 @@ class SingleTable(nn.Module):
 
     def _renormalise(self, values: Tensor, max_norm: float, norm_type: float) -> None:
         """Scale the rows that are looked up down to `max_norm`, in place."""
-        untraced = self._group is not None and torch.compiler.is_compiling()
+        untraced = self._optimized is not None and torch.compiler.is_compiling()
         renormalise = _renormalise_untraced if untraced else torch.embedding_renorm_
         renormalise(self.weight.detach(), values, max_norm, norm_type)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SingleTable:
-        """Casting a module to 16 bits casts the weight; optimizer state stays float32."""
         before = dict(self._buffers)
         super()._apply(fn, recurse)
-        for name, buffer in self._buffers.items():
-            original = before[name]
-            if buffer is None or original is None:
-                continue
-            if original.is_meta and not buffer.is_meta:
-                self._buffers[name] = torch.zeros_like(original, device=buffer.device)
-            elif buffer.dtype != original.dtype:
-                self._buffers[name] = original.to(buffer.device)
-        if self._group is not None:
-            self._group.rate_on(self.weight.device)
+        keep_dtypes(self._buffers, before)
+        if self._optimized is not None:
+            self._optimized.rate_on(self.weight.device)
         return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy makes its own optimizer view when it needs it."""
-        return {**self.__dict__, "_fused_optimizer": None}
 
     def extra_repr(self) -> str:
         text: str = super().extra_repr()
-        return text if self._group is None else f"{text}, optimizer={self._group.optimizer}"
+        return text if self._optimized is None else f"{text}, optimizer={self._optimized.optimizer}"
 
 
 # Graph breaks. Unlike `torch.compiler.disable`, this loads no compiler before one is used.
@@ -277,24 +218,6 @@ def why_not_fused(module: Any) -> str | None:
     if 0 in weight.shape:
         return f"there is nothing to update in a weight of shape {list(weight.shape)}"
     return None
-
-
-def check_optimizer(optimizer: object) -> Optimizer:
-    """Raises TypeError for anything but an optimizer of `tritonemb.optim`."""
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"optimizer must be one of tritonemb.optim, e.g. te.optim.RowWiseAdagrad(lr=0.02), got {optimizer!r}"
-        )
-    return optimizer
-
-
-def new_weight(
-    num_embeddings: int, embedding_dim: int, device: torch.device | str | None, dtype: torch.dtype | None
-) -> Tensor:
-    """An empty table, in huge pages where there are any."""
-    weight = torch.empty((num_embeddings, embedding_dim), device=device, dtype=dtype)
-    advise_huge_pages(weight)
-    return weight
 
 
 def _are_ordinary(*tensors: Tensor | None) -> bool:

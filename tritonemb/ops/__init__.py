@@ -1,9 +1,7 @@
 """`torch.ops.tritonemb.*`: schema, fake, autograd formula, input checks and dispatch."""
 
-from tritonemb.ops.bag import BagGradient, bag_fused
-from tritonemb.ops.cross import cross
-from tritonemb.ops.embedding_bag import embedding_bag, embedding_bag_fused, fused_lookup
-from tritonemb.ops.interaction import interaction
+from tritonemb.ops.embedding_bag import BagGradient, bag_fused, embedding_bag, embedding_bag_fused, fused_lookup
+from tritonemb.ops.interaction import cross, interaction
 from tritonemb.ops.jagged import block_bucketize, jagged_permute, segment_offsets
 from tritonemb.ops.quantize import Packing, make_packing, quantize_pack, quantize_unpack
 from tritonemb.ops.row_cache import (

@@ -5,9 +5,6 @@ gradient `g`; `c_p` is 1, or for means one over the bag's length, and `g_p` is t
 The lookup, the gradient of the table and that of the per-sample weights are the derivatives of `F` by `g`, `W` and `s`:
 each one's own derivatives are the two others. As ops they are differentiable once, and serve what is traced.
 
-`bag_fused` is the lookup whose backward is the optimizer's step on that one table. Where nothing is traced, its
-gradient goes to whoever gathers it, so that the tables of a model are updated together when the backward pass ends.
-
 An id below zero is a position that takes no part, where ids are not checked (`drop_padding` makes such ids).
 """
 
@@ -21,11 +18,9 @@ import torch
 from torch import Tensor
 
 from tritonemb.layout import SEED, Layout, lines_of, make_layout
-from tritonemb.ops.accumulate import check_not_gathering
-from tritonemb.ops.embedding_bag import fused_lookup
-from tritonemb.ops.registry import BATCH, CPU, REFERENCE, choose, define, kernel, plain_eager, unflatten
-from tritonemb.ops.row_groups import RowGroups, check_ids, row_groups
-from tritonemb.ops.row_update import MUTATED, SCHEMA, TABLES, FusedTables, row_gradients_, row_update_
+from tritonemb.ops.registry import BATCH, CPU, REFERENCE, choose, define, kernel, plain_eager
+from tritonemb.ops.row_groups import RowGroups
+from tritonemb.ops.row_update import row_gradients_
 from tritonemb.types import TableConfig, seed_of
 
 
@@ -46,14 +41,9 @@ class Bags(NamedTuple):
 
 
 def bag(
-    weight: Tensor,
-    values: Tensor,
-    sample_weights: Tensor | None,
-    bags: Bags,
-    trained: Tensor | None = None,
-    sparse: bool = False,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
+    weight: Tensor, values: Tensor, sample_weights: Tensor | None, bags: Bags, trained: Tensor | None = None,
+    sparse: bool = False, dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """Look `values` up; differentiable in `weight` and `sample_weights`.
 
     Args:
@@ -78,8 +68,10 @@ def bag(
     transformed = torch._C._functorch.maybe_current_level()
     if not torch.is_grad_enabled() and not transformed:
         return _run("bag", look_up, weight, values, bags.offsets, sample_weights, None, *bags[1:], dtype)
-    apply = _Lookup.apply if transformed else _EagerLookup.apply
-    return apply(weight, sample_weights, values, trained, *bags, sparse, dtype)
+    sample_dtype = None if sample_weights is None else sample_weights.dtype
+    form = _Form(bags.pooled, bags.mean, bags.checked, sparse, weight.shape[0], (weight.dtype, sample_dtype, dtype))
+    apply = _Derivative.apply if transformed else _EagerDerivative.apply
+    return apply(_GRAD, form, weight, sample_weights, None, values, trained, bags.offsets)
 
 
 def serves_sparse(*tensors: Tensor | None) -> bool:
@@ -102,121 +94,83 @@ def _run(op: str, run: Callable[..., Tensor], *args: Any) -> Tensor:
     return run(*args) if serves_sparse(*tensors) else getattr(torch.ops.tritonemb, op)(*args)
 
 
-class _Lookup(torch.autograd.Function):
-    """∂F/∂g."""
+_WEIGHT, _SAMPLE_WEIGHTS, _GRAD = range(3)  # the factors of F
+
+
+class _Form(NamedTuple):
+    """All of F but its factors, ids and offsets; `checked` of the lookup, `sparse` of its gradient."""
+
+    pooled: bool
+    mean: bool
+    checked: bool
+    sparse: bool
+    num_rows: int
+    dtypes: tuple[torch.dtype, torch.dtype | None, torch.dtype]  # of the factors
+
+    def derive(
+        self, by: int, weight: Any, sample_weights: Tensor | None, grad: Any, values: Tensor, offsets: Tensor
+    ) -> Tensor:
+        """The derivative by one factor, of which there is none."""
+        pooled, mean, dtype = self.pooled, self.mean, self.dtypes[by]
+        args: Any
+        if by == _GRAD:
+            args = weight.contiguous(), values, offsets, sample_weights, None, pooled, mean, self.checked, dtype
+            return _run("bag", look_up, *args)
+        if by == _SAMPLE_WEIGHTS:
+            args = grad, weight, values, offsets, pooled, mean, dtype
+            return _run("bag_sample_weight_gradient", derive_sample_weights, *args)
+        args = grad, values, offsets, sample_weights, self.num_rows, pooled, mean, dtype
+        return derive_weight(*args, sparse=True) if self.sparse else _run("bag_gradient", derive_weight, *args)
+
+
+class _Derivative(torch.autograd.Function):
+    """The derivative of F by one factor; its own derivatives are those by the others."""
 
     @staticmethod
     def forward(
-        weight: Tensor, sample_weights: Tensor | None, values: Tensor, trained: Tensor | None, offsets: Tensor,
-        pooled: bool, mean: bool, checked: bool, sparse: bool, dtype: torch.dtype,
+        by: int, form: _Form, weight: Tensor | None, sample_weights: Tensor | None, grad: Tensor | None,
+        values: Tensor, trained: Tensor | None, offsets: Tensor,
     ) -> Tensor:  # fmt: skip
-        return _run("bag", look_up, weight, values, offsets, sample_weights, None, pooled, mean, checked, dtype)
+        return form.derive(by, weight, sample_weights, grad, values, offsets)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        weight, sample_weights, values, trained, offsets, ctx.pooled, ctx.mean, _, ctx.sparse, _ = inputs
-        # The table itself only where it is read again: whoever needs it not may change it in between.
-        needed = weight if sample_weights is not None and ctx.needs_input_grad[1] else None
-        ctx.num_rows, ctx.dtype = weight.shape[0], weight.dtype
-        ctx.save_for_backward(needed, sample_weights, values if trained is None else trained, offsets)
+        ctx.by, ctx.form, *factors, values, trained, offsets = inputs
+        needs = ctx.needs_input_grad[2:5]
+        # A factor only where it is read again: if it is not, it may be changed in between.
+        read_again = [any(needs[:own]) or any(needs[own + 1 :]) for own in range(3)]
+        kept = [factor if again else None for factor, again in zip(factors, read_again, strict=True)]
+        ctx.save_for_backward(*kept, values if trained is None else trained, offsets)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        weight, sample_weights, values, offsets = ctx.saved_tensors
-        bags, by_weight, by_sample_weight = (offsets, ctx.pooled, ctx.mean), None, None
-        if ctx.needs_input_grad[0]:
-            derive: Any = _SparseGradient if ctx.sparse else _Gradient
-            by_weight = derive.apply(grad, sample_weights, values, *bags, ctx.num_rows, ctx.dtype)
-        if ctx.needs_input_grad[1]:
-            by_sample_weight = _SampleWeightGradient.apply(grad, weight, values, *bags, sample_weights.dtype)
-        return by_weight, by_sample_weight, *[None] * 8
+    def backward(ctx: Any, given: Tensor) -> tuple[Any, ...]:
+        *factors, values, offsets = ctx.saved_tensors
+        if ctx.by == _WEIGHT and ctx.form.sparse:
+            raise RuntimeError("a sparse gradient cannot be differentiated again; make the embedding with sparse=False")
+        factors[ctx.by] = given
+        found: list[Tensor | None] = []
+        form = ctx.form._replace(checked=False, sparse=ctx.form.sparse and ctx.by == _GRAD)
+        for by, needed in enumerate(ctx.needs_input_grad[2:5]):
+            others = [None if factor == by else value for factor, value in enumerate(factors)]
+            if not needed:
+                found.append(None)
+            elif torch.is_grad_enabled() or torch._C._functorch.maybe_current_level():
+                found.append(_Derivative.apply(by, form, *others, values, None, offsets))
+            else:
+                found.append(form.derive(by, *others, values, offsets))
+        return None, None, *found, None, None, None
 
 
-class _EagerLookup(torch.autograd.Function):
+class _EagerDerivative(torch.autograd.Function):
     """The same, for calls that nothing transforms or traces: half as long to call."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        weight, sample_weights, values, _, offsets, pooled, mean, checked, _, dtype = inputs
-        output = _run("bag", look_up, weight, values, offsets, sample_weights, None, pooled, mean, checked, dtype)
-        _Lookup.setup_context(ctx, inputs, output)
+        output = _Derivative.forward(*inputs)
+        _Derivative.setup_context(ctx, inputs, output)
         return output
 
-    backward = _Lookup.backward
-
-
-class _Gradient(torch.autograd.Function):
-    """∂F/∂W, dense."""
-
-    @staticmethod
-    def forward(
-        grad: Tensor, sample_weights: Tensor | None, values: Tensor, offsets: Tensor, pooled: bool, mean: bool,
-        num_rows: int, dtype: torch.dtype,
-    ) -> Tensor:  # fmt: skip
-        rest = num_rows, pooled, mean, dtype
-        return _run("bag_gradient", derive_weight, grad, values, offsets, sample_weights, *rest)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        grad, sample_weights, values, offsets, ctx.pooled, ctx.mean, _, _ = inputs
-        ctx.dtype = grad.dtype
-        needed = grad if sample_weights is not None and ctx.needs_input_grad[1] else None
-        ctx.save_for_backward(needed, sample_weights, values, offsets)
-
-    @staticmethod
-    def backward(ctx: Any, weight: Tensor) -> tuple[Any, ...]:
-        grad, sample_weights, values, offsets = ctx.saved_tensors
-        bags, by_grad, by_sample_weight = (offsets, ctx.pooled, ctx.mean), None, None
-        if ctx.needs_input_grad[0]:
-            by_grad = _Lookup.apply(weight.contiguous(), sample_weights, values, None, *bags, False, False, ctx.dtype)
-        if ctx.needs_input_grad[1]:
-            by_sample_weight = _SampleWeightGradient.apply(grad, weight, values, *bags, sample_weights.dtype)
-        return by_grad, by_sample_weight, *[None] * 6
-
-
-class _SparseGradient(torch.autograd.Function):
-    """∂F/∂W, sparse."""
-
-    @staticmethod
-    def forward(
-        grad: Tensor, sample_weights: Tensor | None, values: Tensor, offsets: Tensor, pooled: bool, mean: bool,
-        num_rows: int, dtype: torch.dtype,
-    ) -> Tensor:  # fmt: skip
-        return derive_weight(grad, values, offsets, sample_weights, num_rows, pooled, mean, dtype, sparse=True)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, weight: Tensor) -> tuple[Any, ...]:
-        raise RuntimeError("a sparse gradient cannot be differentiated again; make the embedding with sparse=False")
-
-
-class _SampleWeightGradient(torch.autograd.Function):
-    """∂F/∂s."""
-
-    @staticmethod
-    def forward(
-        grad: Tensor, weight: Tensor, values: Tensor, offsets: Tensor, pooled: bool, mean: bool, dtype: torch.dtype
-    ) -> Tensor:
-        rest = pooled, mean, dtype
-        return _run("bag_sample_weight_gradient", derive_sample_weights, grad, weight, values, offsets, *rest)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        grad, weight, values, offsets, ctx.pooled, ctx.mean, _ = inputs
-        ctx.save_for_backward(grad, weight, values, offsets)
-
-    @staticmethod
-    def backward(ctx: Any, sample_weights: Tensor) -> tuple[Any, ...]:
-        grad, weight, values, offsets = ctx.saved_tensors
-        bags, by_grad, by_weight = (offsets, ctx.pooled, ctx.mean), None, None
-        if ctx.needs_input_grad[0]:
-            by_grad = _Lookup.apply(weight, sample_weights, values, None, *bags, False, False, grad.dtype)
-        if ctx.needs_input_grad[1]:
-            by_weight = _Gradient.apply(grad, sample_weights, values, *bags, weight.shape[0], weight.dtype)
-        return by_grad, by_weight, *[None] * 5
+    backward = _Derivative.backward
 
 
 class BagTable(NamedTuple):
@@ -345,12 +299,12 @@ def derive_sample_weights(
     return dots([weight.contiguous()], values, offsets, grad, layout).to(dtype)
 
 
-def _empty(weight: Tensor, values: Tensor, offsets: Tensor, _s: Any, _t: Any, pooled: bool, *rest: Any) -> Tensor:
+def empty_bags(weight: Tensor, values: Tensor, offsets: Tensor, _s: Any, _t: Any, pooled: bool, *rest: Any) -> Tensor:
     return weight.new_empty(offsets.shape[0] - 1 if pooled else values.shape[0], weight.shape[1], dtype=rest[-1])
 
 
-_BAGS = "Tensor? trained, bool pooled, bool mean, bool checked, ScalarType dtype"
-_bag = define("bag", f"(Tensor weight, {BATCH}, {_BAGS}) -> Tensor", look_up, _empty)
+BAGS = "Tensor? trained, bool pooled, bool mean, bool checked, ScalarType dtype"
+_bag = define("bag", f"(Tensor weight, {BATCH}, {BAGS}) -> Tensor", look_up, empty_bags)
 define(
     "drop_padding",
     "(Tensor values, Tensor offsets, int padding_idx, SymInt num_rows) -> Tensor",
@@ -379,7 +333,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """As of `_Lookup`, but differentiable once."""
+    """As of `_Derivative`, but differentiable once."""
     weight, values, offsets, sample_weights = ctx.saved_tensors
     ops, by_weight, by_sample_weight = torch.ops.tritonemb, None, None
     if ctx.needs_input_grad[0]:
@@ -394,135 +348,3 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 _bag.register_autograd(_backward, setup_context=_save)
-
-
-class BagGradient(NamedTuple):
-    """The gradient of one lookup's result: `[B, dim]`, or `[N, dim]` if not pooled, for the ids `values` `[N]`.
-
-    Attributes:
-        table: one, in lists of one.
-        name: as in `BagTable`.
-    """
-
-    table: FusedTables
-    name: str
-    values: Tensor
-    sample_weights: Tensor | None
-    bags: Bags
-    grad: Tensor
-
-
-def bag_fused(
-    table: FusedTables,
-    name: str,
-    values: Tensor,
-    sample_weights: Tensor | None,
-    bags: Bags,
-    trained: Tensor | None,
-    dtype: torch.dtype,
-    gather: Callable[[BagGradient], None],
-) -> Tensor:
-    """As `bag`, for a table without a gradient of its own.
-
-    Its backward gives what there is to be added up to `gather`; traced, it updates the table in place.
-    """
-    check_ids(values)
-    trained, weight = None if trained is values else trained, table.weights[0]
-    if plain_eager(weight, values, bags.offsets, sample_weights):
-        update = _GatheredUpdate(table, name, values, sample_weights, bags, trained, dtype, gather)
-        return fused_lookup(weight, sample_weights, update)
-    return torch.ops.tritonemb.bag_fused(*table, name, values, bags.offsets, sample_weights, trained, *bags[1:], dtype)
-
-
-class _GatheredUpdate:
-    """Checks the batch's versions itself, as the table may be updated before this backward runs."""
-
-    def __init__(
-        self, table: FusedTables, name: str, values: Tensor, sample_weights: Tensor | None, bags: Bags,
-        trained: Tensor | None, dtype: torch.dtype, gather: Callable[[BagGradient], None],
-    ) -> None:  # fmt: skip
-        self._table, self._name, self._values, self._bags, self._dtype = table, name, values, bags, dtype
-        self._ids, self._sample_weights, self._gather = values if trained is None else trained, sample_weights, gather
-        self._versions = self._current_versions(sample_weights is not None and sample_weights.requires_grad)
-
-    def _current_versions(self, reads_table: bool) -> list[int]:
-        tensors = self._ids, self._bags.offsets, self._sample_weights, self._table.weights[0] if reads_table else None
-        return [0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
-
-    def read(self) -> Tensor:
-        offsets, pooled, mean, checked = self._bags
-        return look_up(
-            self._table.weights[0], self._values, offsets, self._sample_weights, None, pooled, mean, checked,
-            self._dtype,
-        )  # fmt: skip
-
-    def take_gradient(self, grad: Tensor, needs_sample_weight_grad: bool) -> Tensor | None:
-        offsets, pooled, mean, _ = self._bags
-        if self._versions != self._current_versions(needs_sample_weight_grad):
-            raise RuntimeError(
-                f"ids, offsets, per_sample_weights or, where those have a gradient, rows of table {self._name!r} were "
-                "changed in place between the lookup and its backward; change a copy"
-            )
-        by_sample_weight = None
-        if needs_sample_weight_grad:
-            assert self._sample_weights is not None
-            by_sample_weight = derive_sample_weights(
-                grad, self._table.weights[0], self._ids, offsets, pooled, mean, self._sample_weights.dtype
-            )
-        self._gather(BagGradient(self._table, self._name, self._ids, self._sample_weights, self._bags, grad))
-        return by_sample_weight
-
-
-def _look_up_fused(*args: Any) -> Tensor:
-    table, name, *batch = unflatten(args, FusedTables, *[None] * 9)
-    check_not_gathering(table.learning_rate)
-    values, offsets, sample_weights, _, pooled, mean, checked, dtype = batch
-    layout = layout_of((BagTable.of(table.weights[0], mean, name),), pooled, values.device)
-    look_up = kernel("embedding_bag", values.device, table.weights)
-    return look_up(table.weights, values, offsets, sample_weights, layout, checked, dtype)
-
-
-_bag_fused = define(
-    "bag_fused",
-    f"({TABLES}, str name, {BATCH}, {_BAGS}) -> Tensor",
-    _look_up_fused,
-    lambda *args: _empty(args[0][0], *args[len(FusedTables._fields) + 1 :]),
-)
-
-
-def _save_fused(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """The tensors as they are, without a version check, as in `embedding_bag_fused`."""
-    ctx.inputs = inputs
-
-
-def _backward_fused(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    table, name, values, offsets, sample_weights, trained, pooled, mean, _, _ = unflatten(
-        ctx.inputs, FusedTables, *[None] * 9
-    )
-    ids, by_sample_weight, place = values if trained is None else trained, None, len(FusedTables._fields) + 3
-    if sample_weights is not None and ctx.needs_input_grad[place]:
-        by_sample_weight = torch.ops.tritonemb.bag_sample_weight_gradient(
-            grad, table.weights[0], ids, offsets, pooled, mean, sample_weights.dtype
-        )
-    torch.ops.tritonemb.bag_update_(*table, grad, ids, offsets, sample_weights, name, pooled, mean)
-    lists = [[None] * len(tensors) for tensors in table[:4]]
-    return *lists, *[None] * (place - 4), by_sample_weight, *[None] * 5
-
-
-_bag_fused.register_autograd(_backward_fused, setup_context=_save_fused)
-
-
-def _update(*args: Any) -> None:
-    table, grad, values, offsets, sample_weights, name, pooled, mean = unflatten(args, FusedTables, *[None] * 7)
-    layout = layout_of((BagTable.of(table.weights[0], mean, name),), pooled, values.device)
-    row_update_(table, grad, offsets, sample_weights, row_groups(values, offsets, layout), layout)
-
-
-define(
-    "bag_update_",
-    f"({SCHEMA.format(a='(a!)', b='(b!)', c='(c!)', d='(d!)')}, Tensor grad, {BATCH}, str name, bool pooled, "
-    "bool mean) -> ()",
-    _update,
-    lambda *args: None,
-    mutates=MUTATED,
-)

@@ -1,38 +1,41 @@
 """`tritonemb::embedding_bag`: the lookup in `T` tables, differentiable in weights and per-sample weights; and
-`tritonemb::embedding_bag_fused`, whose backward is the optimizer's step.
+`tritonemb::embedding_bag_fused`, whose backward is the optimizer's step. `bag_fused` is the latter for one table.
 
-What is computed stands in `kernels/embedding_bag.py`. The fused op's tensors are kept on the autograd context as they
+What is computed stands in `kernels/embedding_bag.py`. The fused ops' tensors are kept on the autograd context as they
 are, without a version check: a collection that is looked up twice in one graph is updated twice, each time with the
 gradients of its own lookup. Where nothing is traced, `fused_lookup`, an autograd function, calls the same kernels
-without the dispatcher; other lookups whose backward is Python code go through it, too.
+without the dispatcher; other lookups whose backward is Python code go through it, too. There `bag_fused` gives its
+gradient to whoever gathers it, so that the tables of a model are updated together when the backward pass ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tritonemb.layout import Layout, batch_size_of, names_in
 from tritonemb.ops import registry
-from tritonemb.ops.accumulate import NOT_ACCUMULATING, accumulate_, check_not_gathering
+from tritonemb.ops.bag import BAGS, Bags, BagTable, derive_sample_weights, empty_bags, layout_of, look_up
 from tritonemb.ops.registry import define, kernel, plain_eager, unflatten
-from tritonemb.ops.row_groups import RowGroups, check_ids
-from tritonemb.ops.row_update import TABLES, FusedTables, row_update_
+from tritonemb.ops.row_groups import RowGroups, check_ids, row_groups
+from tritonemb.ops.row_update import (
+    NOT_ACCUMULATING,
+    SCHEMA,
+    TABLES,
+    FusedTables,
+    accumulate_,
+    check_not_accumulating,
+    row_update_,
+)
 
 
 def embedding_bag(
-    weights: Sequence[Tensor],
-    values: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    layout: Layout,
-    check_bounds: bool = True,
-    output_dtype: torch.dtype = torch.float32,
-    trained: Tensor | None = None,
-) -> Tensor:
+    weights: Sequence[Tensor], values: Tensor, offsets: Tensor, sample_weights: Tensor | None, layout: Layout,
+    check_bounds: bool = True, output_dtype: torch.dtype = torch.float32, trained: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Look `values` `[N]` up in `weights` `[T]`; `[B, width]`, or `[N, width]` if the layout is not pooled.
 
     `trained` `[N]` are the ids that gradients go to, if others than `values`; -1 for none.
@@ -70,15 +73,9 @@ def empty_output(values: Tensor, offsets: Tensor, layout: Layout, dtype: torch.d
 
 
 def _look_up(
-    weights: list[Tensor],
-    values: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    trained: Tensor | None,
-    check_bounds: bool,
-    output_dtype: torch.dtype,
-    *layout: Any,
-) -> Tensor:
+    weights: list[Tensor], values: Tensor, offsets: Tensor, sample_weights: Tensor | None, trained: Tensor | None,
+    check_bounds: bool, output_dtype: torch.dtype, *layout: Any,
+) -> Tensor:  # fmt: skip
     look_up = kernel("embedding_bag", values.device, weights)
     return look_up(weights, values, offsets, sample_weights, Layout(*layout), check_bounds, output_dtype)
 
@@ -133,52 +130,41 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 _embedding_bag.register_autograd(_backward, setup_context=_save)
 
 
-class Update(Protocol):
-    """A lookup whose backward is Python code: what it does with the gradient may update, keep or exchange it."""
-
-    def read(self) -> Tensor:
-        """`[B, width]` if pooled, else `[N, width]`."""
-        ...
-
-    def take_gradient(self, grad: Tensor, needs_sample_weight_grad: bool) -> Tensor | None:
-        """Update the rows, or keep the gradient for later; returns the gradient of the per-sample weights if asked."""
-        ...
+Read = Callable[[], Tensor]
+TakeGradient = Callable[[Tensor, bool], Tensor | None]
 
 
-def fused_lookup(weight: Tensor, sample_weights: Tensor | None, update: Update) -> Tensor:
-    """Read rows; the backward hands the gradient to `update`.
+def fused_lookup(weight: Tensor, sample_weights: Tensor | None, read: Read, take_gradient: TakeGradient) -> Tensor:
+    """A lookup whose backward is Python code, which may update rows, keep the gradient or exchange it.
 
     Args:
         weight: stands for all tables in the autograd graph; it gets no gradient.
+        read: returns `[B, width]` if pooled, else `[N, width]`.
+        take_gradient: called with the gradient of that, and whether the per-sample weights want one, to be returned.
     """
-    found: Tensor = _FusedLookup.apply(weight, sample_weights, update)
+    found: Tensor = _FusedLookup.apply(weight, sample_weights, read, take_gradient)
     return found
 
 
 class _FusedLookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, sample_weights: Tensor | None, update: Update) -> Tensor:
-        ctx.update = update
-        return update.read()
+    def forward(
+        ctx: Any, weight: Tensor, sample_weights: Tensor | None, read: Read, take_gradient: TakeGradient
+    ) -> Tensor:
+        ctx.take_gradient = take_gradient
+        return read()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return None, ctx.update.take_gradient(grad, ctx.needs_input_grad[1]), None
+        return None, ctx.take_gradient(grad, ctx.needs_input_grad[1]), None, None
 
 
 def embedding_bag_fused(
-    tables: FusedTables,
-    values: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    groups: RowGroups,
-    layout: Layout,
-    check_bounds: bool = True,
-    output_dtype: torch.dtype = torch.float32,
-    pending: Tensor | None = None,
+    tables: FusedTables, values: Tensor, offsets: Tensor, sample_weights: Tensor | None, groups: RowGroups,
+    layout: Layout, check_bounds: bool = True, output_dtype: torch.dtype = torch.float32, pending: Tensor | None = None,
     accumulator: int = NOT_ACCUMULATING,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """As `embedding_bag`; the backward updates weights, states, steps and skipped in place, or accumulates.
 
     Args:
@@ -189,12 +175,13 @@ def embedding_bag_fused(
     check_devices(tables.weights, values, layout)
     rest = values, offsets, sample_weights, pending, accumulator, check_bounds, output_dtype
     if plain_eager(values, offsets, sample_weights, *tables.weights):
-        return fused_lookup(tables.weights[0], sample_weights, _Inputs(tables, *rest, groups, layout))
+        inputs = _Inputs(tables, *rest, groups, layout)
+        return fused_lookup(tables.weights[0], sample_weights, inputs.read, inputs.take_gradient)
     return torch.ops.tritonemb.embedding_bag_fused(*tables, *rest, *groups, *layout)
 
 
 class _Inputs(NamedTuple):
-    """The op's arguments: an `Update` at once."""
+    """The op's arguments."""
 
     tables: FusedTables
     values: Tensor
@@ -234,7 +221,7 @@ _KINDS = (FusedTables, *[None] * 7, RowGroups, Layout)
 
 def _read(*args: Any) -> Tensor:
     inputs = _Inputs(*unflatten(args, *_KINDS))
-    check_not_gathering(inputs.tables.learning_rate)
+    check_not_accumulating(inputs.tables.learning_rate)
     return inputs.read()
 
 
@@ -265,3 +252,115 @@ def _backward_fused(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 
 _embedding_bag_fused.register_autograd(_backward_fused, setup_context=_save_fused)
+
+
+class BagGradient(NamedTuple):
+    """The gradient of one lookup's result: `[B, dim]`, or `[N, dim]` if not pooled, for the ids `values` `[N]`.
+
+    Attributes:
+        table: one, in lists of one.
+        name: as in `BagTable`.
+    """
+
+    table: FusedTables
+    name: str
+    values: Tensor
+    sample_weights: Tensor | None
+    bags: Bags
+    grad: Tensor
+
+
+def bag_fused(
+    table: FusedTables, name: str, values: Tensor, sample_weights: Tensor | None, bags: Bags, trained: Tensor | None,
+    dtype: torch.dtype, gather: Callable[[BagGradient], None],
+) -> Tensor:  # fmt: skip
+    """As `bag`, for a table without a gradient of its own.
+
+    Its backward gives what there is to be added up to `gather`; traced, it updates the table in place.
+    """
+    check_ids(values)
+    trained, weight = None if trained is values else trained, table.weights[0]
+    offsets, pooled, mean, checked = bags
+    if not plain_eager(weight, values, offsets, sample_weights):
+        batch = values, offsets, sample_weights, trained, pooled, mean, checked, dtype
+        return torch.ops.tritonemb.bag_fused(*table, name, *batch)
+    ids = values if trained is None else trained
+
+    def versions(reads_table: bool) -> list[int]:
+        tensors = ids, offsets, sample_weights, weight if reads_table else None
+        return [0 if tensor is None or tensor.is_inference() else tensor._version for tensor in tensors]
+
+    before = versions(sample_weights is not None and sample_weights.requires_grad)
+
+    def read() -> Tensor:
+        return look_up(weight, values, offsets, sample_weights, None, pooled, mean, checked, dtype)
+
+    def take_gradient(grad: Tensor, needs_sample_weight_grad: bool) -> Tensor | None:
+        # Versions are checked here, as the table may be updated before this backward runs.
+        if before != versions(needs_sample_weight_grad):
+            raise RuntimeError(
+                f"ids, offsets, per_sample_weights or, where those have a gradient, rows of table {name!r} were "
+                "changed in place between the lookup and its backward; change a copy"
+            )
+        by_sample_weight = None
+        if needs_sample_weight_grad:
+            assert sample_weights is not None
+            by_sample_weight = derive_sample_weights(grad, weight, ids, offsets, pooled, mean, sample_weights.dtype)
+        gather(BagGradient(table, name, ids, sample_weights, bags, grad))
+        return by_sample_weight
+
+    return fused_lookup(weight, sample_weights, read, take_gradient)
+
+
+def _look_up_bag(*args: Any) -> Tensor:
+    table, name, *batch = unflatten(args, FusedTables, *[None] * 9)
+    check_not_accumulating(table.learning_rate)
+    values, offsets, sample_weights, _, pooled, mean, checked, dtype = batch
+    layout = layout_of((BagTable.of(table.weights[0], mean, name),), pooled, values.device)
+    look_up = kernel("embedding_bag", values.device, table.weights)
+    return look_up(table.weights, values, offsets, sample_weights, layout, checked, dtype)
+
+
+_bag_fused = define(
+    "bag_fused",
+    f"({TABLES}, str name, {registry.BATCH}, {BAGS}) -> Tensor",
+    _look_up_bag,
+    lambda *args: empty_bags(args[0][0], *args[len(FusedTables._fields) + 1 :]),
+)
+
+
+def _save_bag(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """The tensors as they are, without a version check, as in `embedding_bag_fused`."""
+    ctx.inputs = inputs
+
+
+def _backward_bag(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    table, name, values, offsets, sample_weights, trained, pooled, mean, _, _ = unflatten(
+        ctx.inputs, FusedTables, *[None] * 9
+    )
+    ids, by_sample_weight, place = values if trained is None else trained, None, len(FusedTables._fields) + 3
+    if sample_weights is not None and ctx.needs_input_grad[place]:
+        by_sample_weight = torch.ops.tritonemb.bag_sample_weight_gradient(
+            grad, table.weights[0], ids, offsets, pooled, mean, sample_weights.dtype
+        )
+    torch.ops.tritonemb.bag_update_(*table, grad, ids, offsets, sample_weights, name, pooled, mean)
+    lists = [[None] * len(tensors) for tensors in table[:4]]
+    return *lists, *[None] * (place - 4), by_sample_weight, *[None] * 5
+
+
+_bag_fused.register_autograd(_backward_bag, setup_context=_save_bag)
+
+
+def _update_bag(*args: Any) -> None:
+    table, grad, values, offsets, sample_weights, name, pooled, mean = unflatten(args, FusedTables, *[None] * 7)
+    layout = layout_of((BagTable.of(table.weights[0], mean, name),), pooled, values.device)
+    row_update_(table, grad, offsets, sample_weights, row_groups(values, offsets, layout), layout)
+
+
+define(
+    "bag_update_",
+    f"({SCHEMA.format(a='(a!)', b='(b!)', c='(c!)', d='(d!)')}, Tensor grad, {registry.BATCH}, str name, bool pooled, "
+    "bool mean) -> ()",
+    _update_bag,
+    lambda *args: None,
+)

@@ -1,13 +1,17 @@
-"""`tritonemb::interaction`: DLRM's pairwise dot interaction, differentiable; see `kernels/interaction.py`."""
+"""`tritonemb::interaction`, DLRM's pairwise dots, and `tritonemb::cross`, the elementwise part of a DCNv2 cross layer.
+
+Both are differentiable; see `kernels/interaction.py` and `kernels/cross.py`.
+"""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tritonemb.ops.registry import REFERENCE, choose, kernel, plain_eager
+from tritonemb.ops.registry import REFERENCE, TRITON, choose, define, kernel, plain_eager
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -55,36 +59,96 @@ def check_vectors(dense: Tensor, sparse: Tensor) -> None:
         )
 
 
-@torch.library.custom_op("tritonemb::interaction", mutates_args=())
-def _interaction(dense: Tensor, sparse: Tensor) -> Tensor:
+def cross(inputs: Tensor, product: Tensor, bias: Tensor, crossed: Tensor) -> Tensor:
+    """`inputs ⊙ (product + bias) + crossed`: x_0, U V x_l, b_l and x_l.
+
+    One pass forward and one backward where `is_cross_fused`, else the reference. Not twice differentiable: that raises
+    RuntimeError.
+
+    Shapes: `[B, W]`, but for `bias [W]`; float32, float16, bfloat16 or float64, not necessarily the same; `[B, W]` of
+    the widest dtype.
+
+    Raises:
+        TypeError: for other dtypes.
+        ValueError: for other shapes, or several devices.
+    """
+    check_layer(inputs, product, bias, crossed)
+    if not torch.is_grad_enabled() and plain_eager(inputs, product, bias, crossed):
+        return kernel("cross", inputs.device, (inputs, product, bias, crossed))(inputs, product, bias, crossed)
+    return torch.ops.tritonemb.cross(inputs, product, bias, crossed)
+
+
+def is_cross_fused(*tensors: Tensor) -> bool:
+    """Whether a Triton kernel serves `cross` of these tensors."""
+    return choose("cross", tensors[0].device, tensors) == TRITON
+
+
+def check_layer(inputs: Tensor, product: Tensor, bias: Tensor, crossed: Tensor) -> None:
+    """Raise unless these can be the operands of a cross layer."""
+    named = {"inputs": inputs, "product": product, "crossed": crossed, "bias": bias}
+    if inputs.dim() != 2 or inputs.shape[1] < 1:
+        raise ValueError(f"inputs must be [B, W] with W of at least 1, got {list(inputs.shape)}")
+    for name, tensor in named.items():
+        if tensor.dtype not in FLOATS:
+            raise TypeError(f"{name} must be one of {', '.join(str(dtype) for dtype in FLOATS)}, got {tensor.dtype}")
+        if tensor.device != inputs.device:
+            raise ValueError(f"{name} must be on inputs' device {inputs.device}, got {tensor.device}")
+        shape = inputs.shape[1:] if name == "bias" else inputs.shape
+        if tensor.shape != shape:
+            raise ValueError(
+                f"{name} must be {list(shape)} to go with inputs {list(inputs.shape)}, got {list(tensor.shape)}"
+            )
+
+
+def _interact(dense: Tensor, sparse: Tensor) -> Tensor:
     check_vectors(dense, sparse)
     return kernel("interaction", dense.device, (dense, sparse))(dense, sparse)
 
 
-@_interaction.register_fake
-def _(dense: Tensor, sparse: Tensor) -> Tensor:
+def _interacted(dense: Tensor, sparse: Tensor) -> Tensor:
     check_vectors(dense, sparse)
     dim = dense.shape[1]
     num_features = sparse.shape[1] // dim
     return dense.new_empty(dense.shape[0], dim + num_features * (num_features + 1) // 2)
 
 
-@torch.library.custom_op("tritonemb::interaction_gradient", mutates_args=())
-def _gradient(grad: Tensor, dense: Tensor, sparse: Tensor) -> tuple[Tensor, Tensor]:
-    return kernel("interaction_gradient", dense.device, (dense, sparse))(grad, dense, sparse)
+_interaction = define("interaction", "(Tensor dense, Tensor sparse) -> Tensor", _interact, _interacted)
+define(
+    "interaction_gradient",
+    "(Tensor grad, Tensor dense, Tensor sparse) -> (Tensor, Tensor)",
+    lambda grad, *inputs: kernel("interaction_gradient", grad.device, inputs)(grad, *inputs),
+    lambda _, *inputs: tuple(tensor.new_empty(tensor.shape) for tensor in inputs),
+)
+_interaction.register_autograd(
+    lambda ctx, grad: torch.ops.tritonemb.interaction_gradient(grad, *ctx.saved_tensors),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
 
 
-@_gradient.register_fake
-def _(grad: Tensor, dense: Tensor, sparse: Tensor) -> tuple[Tensor, Tensor]:
-    return dense.new_empty(dense.shape), sparse.new_empty(sparse.shape)
+def _cross(inputs: Tensor, product: Tensor, bias: Tensor, crossed: Tensor) -> Tensor:
+    check_layer(inputs, product, bias, crossed)
+    return kernel("cross", inputs.device, (inputs, product, bias, crossed))(inputs, product, bias, crossed)
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)
+def _crossed(inputs: Tensor, product: Tensor, bias: Tensor, crossed: Tensor) -> Tensor:
+    check_layer(inputs, product, bias, crossed)
+    dtypes = (tensor.dtype for tensor in (inputs, product, bias, crossed))
+    return inputs.new_empty(inputs.shape, dtype=functools.reduce(torch.promote_types, dtypes))
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.ops.tritonemb.interaction_gradient(grad, *ctx.saved_tensors)
+def _save_cross(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[:3])
+    ctx.dtype = inputs[3].dtype
 
 
-_interaction.register_autograd(_backward, setup_context=_save)
+_cross_op = define("cross", "(Tensor inputs, Tensor product, Tensor bias, Tensor crossed) -> Tensor", _cross, _crossed)
+define(
+    "cross_gradient",
+    "(Tensor grad, Tensor inputs, Tensor product, Tensor bias) -> (Tensor, Tensor, Tensor)",
+    lambda grad, *inputs: kernel("cross_gradient", grad.device, (grad, *inputs))(grad, *inputs),
+    lambda _, *inputs: tuple(tensor.new_empty(tensor.shape) for tensor in inputs),
+)
+_cross_op.register_autograd(
+    lambda ctx, grad: (*torch.ops.tritonemb.cross_gradient(grad, *ctx.saved_tensors), grad.to(ctx.dtype)),
+    setup_context=_save_cross,
+)

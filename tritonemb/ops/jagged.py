@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tritonemb.jagged import OFFSET_DTYPES
 from tritonemb.layout import segment_offsets
-from tritonemb.ops.registry import kernel, plain_eager
+from tritonemb.ops.registry import define, kernel, plain_eager
 from tritonemb.ops.row_groups import check_ids
 
 __all__ = ["Bucketized", "Permuted", "block_bucketize", "jagged_permute", "segment_offsets"]
@@ -48,13 +48,9 @@ class Bucketized(NamedTuple):
 
 
 def jagged_permute(
-    values: Tensor,
-    offsets: Tensor,
-    order: Tensor,
-    num_keys: int,
-    weights: Tensor | None = None,
+    values: Tensor, offsets: Tensor, order: Tensor, num_keys: int, weights: Tensor | None = None,
     num_values: int | None = None,
-) -> Permuted:
+) -> Permuted:  # fmt: skip
     """Take the keys `order` of a batch, in that order.
 
     Args:
@@ -69,15 +65,11 @@ def jagged_permute(
     Raises:
         TypeError, ValueError: for other dtypes and shapes.
     """
-    weights = None if weights is None else weights.detach()
-    _check(values, offsets, order, "order", weights, num_keys)
     num_values = values.shape[0] if num_values is None else num_values
     if num_values < 0:
         raise ValueError(f"num_values must not be negative, got {num_values}")
-    if plain_eager(values, offsets, order, weights):
-        out = kernel("jagged_permute", values.device)(values, offsets, order, weights, num_keys, num_values)
-    else:
-        out = torch.ops.tritonemb.jagged_permute(values, offsets, order, weights, num_keys, num_values)
+    _check(values, offsets, order, "order", weights, num_keys)
+    out = _call("jagged_permute", values, offsets, order, weights, num_keys, num_values)
     return Permuted(out[0], out[1], None if weights is None else out[2])
 
 
@@ -96,15 +88,22 @@ def block_bucketize(
     Raises:
         TypeError, ValueError: for other dtypes and shapes, or no owners.
     """
-    weights = None if weights is None else weights.detach()
-    _check(values, offsets, block_sizes, "block_sizes", weights, block_sizes.numel())
     if num_owners < 1:
         raise ValueError(f"num_owners must be at least 1, got {num_owners}")
-    if plain_eager(values, offsets, block_sizes, weights):
-        out = kernel("block_bucketize", values.device)(values, offsets, block_sizes, weights, num_owners)
-    else:
-        out = torch.ops.tritonemb.block_bucketize(values, offsets, block_sizes, weights, num_owners)
+    _check(values, offsets, block_sizes, "block_sizes", weights, block_sizes.numel())
+    out = _call("block_bucketize", values, offsets, block_sizes, weights, num_owners)
     return Bucketized(out[0], out[1], out[2], None if weights is None else out[3])
+
+
+def _call(
+    op: str, values: Tensor, offsets: Tensor, by_key: Tensor, weights: Tensor | None, *sizes: int
+) -> tuple[Tensor, ...]:
+    """Call an op's kernel, without the dispatcher where that may be."""
+    weights = None if weights is None else weights.detach()
+    eager = plain_eager(values, offsets, by_key, weights)
+    call = kernel(op, values.device) if eager else getattr(torch.ops.tritonemb, op)
+    found: tuple[Tensor, ...] = call(values, offsets, by_key, weights, *sizes)
+    return found
 
 
 def _check(
@@ -123,20 +122,7 @@ def _check(
         raise ValueError(f"weights must be as many as values, {tuple(values.shape)}, got {tuple(weights.shape)}")
 
 
-@torch.library.custom_op(
-    "tritonemb::jagged_permute",
-    mutates_args=(),
-    schema="(Tensor values, Tensor offsets, Tensor order, Tensor? weights, SymInt num_keys, SymInt num_values) -> "
-    "(Tensor, Tensor, Tensor)",
-)
-def _jagged_permute(
-    values: Tensor, offsets: Tensor, order: Tensor, weights: Tensor | None, num_keys: int, num_values: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    return kernel("jagged_permute", values.device)(values, offsets, order, weights, num_keys, num_values)
-
-
-@_jagged_permute.register_fake
-def _(
+def _permuted(
     values: Tensor, offsets: Tensor, order: Tensor, weights: Tensor | None, num_keys: int, num_values: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch_size = (offsets.shape[0] - 1) // num_keys if num_keys else 0
@@ -144,20 +130,7 @@ def _(
     return values.new_empty(num_values), offsets.new_empty(order.shape[0] * batch_size + 1), out_weights
 
 
-@torch.library.custom_op(
-    "tritonemb::block_bucketize",
-    mutates_args=(),
-    schema="(Tensor values, Tensor offsets, Tensor block_sizes, Tensor? weights, SymInt num_owners) -> "
-    "(Tensor, Tensor, Tensor, Tensor)",
-)
-def _block_bucketize(
-    values: Tensor, offsets: Tensor, block_sizes: Tensor, weights: Tensor | None, num_owners: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return kernel("block_bucketize", values.device)(values, offsets, block_sizes, weights, num_owners)
-
-
-@_block_bucketize.register_fake
-def _(
+def _bucketized(
     values: Tensor, offsets: Tensor, block_sizes: Tensor, weights: Tensor | None, num_owners: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return (
@@ -166,3 +139,18 @@ def _(
         values.new_empty(values.shape[0], dtype=torch.int32),
         values.new_empty(0) if weights is None else weights.new_empty(weights.shape[0]),
     )
+
+
+_BATCH = "Tensor values, Tensor offsets, Tensor {}, Tensor? weights"
+define(
+    "jagged_permute",
+    f"({_BATCH.format('order')}, SymInt num_keys, SymInt num_values) -> (Tensor, Tensor, Tensor)",
+    lambda values, *rest: kernel("jagged_permute", values.device)(values, *rest),
+    _permuted,
+)
+define(
+    "block_bucketize",
+    f"({_BATCH.format('block_sizes')}, SymInt num_owners) -> (Tensor, Tensor, Tensor, Tensor)",
+    lambda values, *rest: kernel("block_bucketize", values.device)(values, *rest),
+    _bucketized,
+)

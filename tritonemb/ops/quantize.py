@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.kernels.packing import CODECS, Packing, make_packing
-from tritonemb.ops.registry import kernel, plain_eager
+from tritonemb.ops.registry import define, kernel, plain_eager
 from tritonemb.ops.row_groups import ID_DTYPES
 
 __all__ = ["CODECS", "Packing", "make_packing", "quantize_pack", "quantize_unpack"]
@@ -59,13 +59,9 @@ def quantize_pack(
 
 
 def quantize_unpack(
-    message: Tensor,
-    packing: Packing,
-    dtype: torch.dtype,
-    saturated: Tensor,
-    scale: Tensor | None = None,
+    message: Tensor, packing: Packing, dtype: torch.dtype, saturated: Tensor, scale: Tensor | None = None,
     rows: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Read the matrix from a message: the inverse of `quantize_pack` with the same arguments, up to rounding.
 
     Args:
@@ -98,14 +94,9 @@ def quantize_unpack(
 
 
 def _check(
-    source: Tensor,
-    name: str,
-    dtypes: tuple[torch.dtype, ...],
-    packing: Packing,
-    saturated: Tensor,
-    scale: Tensor | None,
-    rows: Tensor | None,
-) -> None:
+    source: Tensor, name: str, dtypes: tuple[torch.dtype, ...], packing: Packing, saturated: Tensor,
+    scale: Tensor | None, rows: Tensor | None,
+) -> None:  # fmt: skip
     """Raise unless each argument has its dtype, number of dimensions and device."""
     arguments: list[tuple[str, Tensor | None, tuple[torch.dtype, ...], int | None]] = [
         (name, source, dtypes, None),
@@ -125,38 +116,32 @@ def _check(
             raise ValueError(f"{title} is on {tensor.device}, {name} on {source.device}; move it there")
 
 
-@torch.library.custom_op(
-    "tritonemb::quantize_pack", mutates_args=("saturated",), schema=f"(Tensor matrix, {_REST}) -> Tensor"
-)
-def _quantize_pack(
-    matrix: Tensor, saturated: Tensor, scale: Tensor | None, rows: Tensor | None, *packing: Any
-) -> Tensor:
-    return kernel("quantize_pack", matrix.device)(matrix, Packing(*packing), saturated, scale, rows)
-
-
-@_quantize_pack.register_fake
-def _(matrix: Tensor, saturated: Tensor, scale: Tensor | None, rows: Tensor | None, *packing: Any) -> Tensor:
-    return matrix.new_empty(matrix.shape[0] * Packing(*packing).row_bytes, dtype=torch.uint8)
-
-
-@torch.library.custom_op(
-    "tritonemb::quantize_unpack",
-    mutates_args=("saturated",),
-    schema=f"(Tensor message, ScalarType dtype, {_REST}) -> Tensor",
-)
-def _quantize_unpack(
-    message: Tensor, dtype: torch.dtype, saturated: Tensor, scale: Tensor | None, rows: Tensor | None, *packing: Any
-) -> Tensor:
-    return kernel("quantize_unpack", message.device)(message, Packing(*packing), dtype, saturated, scale, rows)
-
-
-@_quantize_unpack.register_fake
-def _(
-    message: Tensor, dtype: torch.dtype, saturated: Tensor, scale: Tensor | None, rows: Tensor | None, *packing: Any
+def _unpacked(
+    message: Tensor, dtype: torch.dtype, _s: Tensor, _scale: Tensor | None, rows: Tensor | None, *packing: Any
 ) -> Tensor:
     layout = Packing(*packing)
     num_rows = message.shape[0] // max(1, layout.row_bytes) if rows is None else rows.shape[0]
     return message.new_empty(num_rows, layout.width, dtype=dtype)
+
+
+define(
+    "quantize_pack",
+    f"(Tensor matrix, {_REST}) -> Tensor",
+    lambda matrix, saturated, scale, rows, *packing: kernel("quantize_pack", matrix.device)(
+        matrix, Packing(*packing), saturated, scale, rows
+    ),
+    lambda matrix, _s, _c, _r, *packing: matrix.new_empty(
+        matrix.shape[0] * Packing(*packing).row_bytes, dtype=torch.uint8
+    ),
+)
+define(
+    "quantize_unpack",
+    f"(Tensor message, ScalarType dtype, {_REST}) -> Tensor",
+    lambda message, dtype, saturated, scale, rows, *packing: kernel("quantize_unpack", message.device)(
+        message, Packing(*packing), dtype, saturated, scale, rows
+    ),
+    _unpacked,
+)
 
 
 AllToAll = Callable[[Tensor, Sequence[int], Sequence[int], str], Tensor]
@@ -179,16 +164,14 @@ def all_to_all(message: Tensor, send: Sequence[int], receive: Sequence[int], exc
     return torch.ops.tritonemb.all_to_all(message, list(send), list(receive), exchange, kind)
 
 
-@torch.library.custom_op(
-    "tritonemb::all_to_all",
-    mutates_args=(),
-    schema="(Tensor message, SymInt[] send, SymInt[] receive, int exchange, str kind) -> Tensor",
-)
 def _all_to_all(message: Tensor, send: list[int], receive: list[int], exchange: int, kind: str) -> Tensor:
     found = Exchange._made[exchange].call(message, send, receive, kind)
     return found.clone() if found is message else found
 
 
-@_all_to_all.register_fake
-def _(message: Tensor, send: list[int], receive: list[int], exchange: int, kind: str) -> Tensor:
-    return message.new_empty(sum(receive))
+define(
+    "all_to_all",
+    "(Tensor message, SymInt[] send, SymInt[] receive, int exchange, str kind) -> Tensor",
+    _all_to_all,
+    lambda message, _send, receive, _e, _k: message.new_empty(sum(receive)),
+)

@@ -13,6 +13,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -136,10 +137,9 @@ BATCH = "Tensor values, Tensor offsets, Tensor? sample_weights"
 assert [part.split()[-1] for part in LAYOUT.split(", ")] == list(Layout._fields)
 
 
-def define(
-    name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any], mutates: Sequence[str] = ()
-) -> Any:
-    """Declare `tritonemb::name`; `fake` makes the shapes of its result, for tracing."""
+def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    """Declare `tritonemb::name`; `fake` makes the shapes of its result, for tracing. The schema marks what changes."""
+    mutates = re.findall(r"!\)(?:\[\])? (\w+)", schema)
     op = torch.library.custom_op(f"tritonemb::{name}", run, mutates_args=mutates, schema=schema)
     op.register_fake(fake)
     return op
@@ -154,3 +154,22 @@ def unflatten(args: Sequence[Any], *kinds: Any) -> list[Any]:
         place += size
     assert place == len(args)
     return found
+
+
+def check_errors(device: torch.device | str | None = None) -> None:
+    """Wait for `device` (default: the current CUDA device) and raise what its kernels have found wrong since.
+
+    Lookups and updates on a GPU raise such findings by themselves, but at the next lookup or update. On the CPU they
+    are raised at once, and there is nothing to wait for.
+
+    Raises:
+        ValueError: naming table, feature, sample, position and value of an id out of range; the table and row of a
+            gradient that is not finite; or the feature and sample where offsets do not ascend.
+    """
+    chosen = torch.device("cuda" if device is None else device)
+    if chosen.type != "cuda" or not torch.cuda.is_available():
+        return
+    from tritonemb.kernels.triton_utils import poll  # loads the compiler
+
+    torch.cuda.synchronize(chosen)
+    poll(torch.device("cuda", torch.cuda.current_device() if chosen.index is None else chosen.index))

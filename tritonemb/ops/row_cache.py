@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tritonemb.layout import NO_ROW, POLICIES, TABLE_SIZE, WAYS
-from tritonemb.ops.registry import kernel, plain_eager
+from tritonemb.ops.registry import define, kernel, plain_eager
 
 __all__ = [
     "NO_ROW",
@@ -27,16 +29,9 @@ _REST = "Tensor num_groups, Tensor tables, Tensor num_sets, Tensor now, str poli
 
 
 def row_cache_look_up_(
-    tags: Sequence[Tensor],
-    used: Sequence[Tensor],
-    pins: Sequence[Tensor],
-    rows: Tensor,
-    num_groups: Tensor,
-    tables: Tensor,
-    num_sets: Tensor,
-    now: Tensor,
-    policy: str,
-) -> Tensor:
+    tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, num_groups: Tensor,
+    tables: Tensor, num_sets: Tensor, now: Tensor, policy: str,
+) -> Tensor:  # fmt: skip
     """Where each distinct row of a batch lies on the device; rows that are there are pinned once and noted as used.
 
     Args:
@@ -56,27 +51,14 @@ def row_cache_look_up_(
         TypeError, ValueError: for other dtypes, shapes and devices, or a policy that there is not.
     """
     _check(tags, used, pins, rows, num_groups, tables, num_sets, now, policy)
-    if plain_eager(rows, *tags, *used, *pins):
-        slots = _look_up(tags, used, pins, rows, num_groups, tables, num_sets, now, policy)
-        _changed([*used, *pins])
-        return slots
-    return torch.ops.tritonemb.row_cache_look_up_(
-        list(tags), list(used), list(pins), rows, num_groups, tables, num_sets, now, policy
-    )
+    rest = rows, num_groups, tables, num_sets, now, policy
+    return _call("row_cache_look_up_", [used, pins], tags, used, pins, *rest)
 
 
 def row_cache_allocate_(
-    tags: Sequence[Tensor],
-    used: Sequence[Tensor],
-    pins: Sequence[Tensor],
-    rows: Tensor,
-    slots: Tensor,
-    num_groups: Tensor,
-    tables: Tensor,
-    num_sets: Tensor,
-    now: Tensor,
-    policy: str,
-) -> Tensor:
+    tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, slots: Tensor,
+    num_groups: Tensor, tables: Tensor, num_sets: Tensor, now: Tensor, policy: str,
+) -> Tensor:  # fmt: skip
     """Give a slot to each row that has none, in ascending order within a set, and pin it once.
 
     A row takes the first empty way of its set, else that of the unpinned row with the least (use, way). If all rows of
@@ -95,13 +77,8 @@ def row_cache_allocate_(
     """
     _check(tags, used, pins, rows, num_groups, tables, num_sets, now, policy)
     _check_tensor("slots", slots, torch.int64, tuple(rows.shape), rows.device)
-    if plain_eager(rows, slots, *tags, *used, *pins):
-        evicted = _allocate(tags, used, pins, rows, slots, num_groups, tables, num_sets, now, policy)
-        _changed([*tags, *used, *pins, slots])
-        return evicted
-    return torch.ops.tritonemb.row_cache_allocate_(
-        list(tags), list(used), list(pins), rows, slots, num_groups, tables, num_sets, now, policy
-    )
+    rest = rows, slots, num_groups, tables, num_sets, now, policy
+    return _call("row_cache_allocate_", [tags, used, pins, [slots]], tags, used, pins, *rest)
 
 
 def row_cache_translate(slots: Tensor, starts: Tensor, order: Tensor, num_groups: Tensor) -> Tensor:
@@ -123,9 +100,7 @@ def row_cache_translate(slots: Tensor, starts: Tensor, order: Tensor, num_groups
     _check_tensor("starts", starts, torch.int32, (num_entries + 1,), device)
     _check_tensor("order", order, torch.int32, (num_entries,), device)
     _check_tensor("num_groups", num_groups, torch.int64, (), device)
-    if plain_eager(slots, starts, order):
-        return _translate(slots, starts, order, num_groups)
-    return torch.ops.tritonemb.row_cache_translate(slots, starts, order, num_groups)
+    return _call("row_cache_translate", [], slots, starts, order, num_groups)
 
 
 def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_rows: Tensor, from_rows: Tensor) -> None:
@@ -144,16 +119,28 @@ def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_row
             does not have. On a GPU, which nobody waits for, such moves are skipped.
     """
     _check_moves(destinations, sources, to_rows, from_rows)
-    if plain_eager(to_rows, from_rows, *destinations, *sources):
-        _move(destinations, sources, to_rows, from_rows)
-        _changed(destinations)
-        return
-    torch.ops.tritonemb.move_rows_(list(destinations), list(sources), to_rows, from_rows)
+    _call("move_rows_", [destinations], destinations, sources, to_rows, from_rows)
 
 
-def _changed(tensors: Iterable[Tensor]) -> None:
-    """Tell autograd of a change in place. Tensors made in inference mode keep no count."""
-    torch.autograd.graph.increment_version([tensor for tensor in tensors if not tensor.is_inference()])
+def _call(op: str, changed: Sequence[Sequence[Tensor]], *args: Any) -> Any:
+    """Call an op's kernel, without the dispatcher where that may be; `changed` are the tensors that it changes."""
+    flat = [
+        tensor for arg in args if not isinstance(arg, str) for tensor in ([arg] if isinstance(arg, Tensor) else arg)
+    ]
+    if not plain_eager(*flat):
+        return getattr(torch.ops.tritonemb, op)(*[arg if isinstance(arg, Tensor | str) else list(arg) for arg in args])
+    found = _run(op, *args)
+    # Tensors made in inference mode keep no count of changes.
+    tensors = [tensor for part in changed for tensor in part if not tensor.is_inference()]
+    torch.autograd.graph.increment_version(tensors)
+    return found
+
+
+def _run(op: str, *args: Any) -> Any:
+    if op in ("row_cache_look_up_", "row_cache_allocate_"):
+        _check_sets(tags=args[0], num_sets=args[-3])
+    tensor = next(arg for arg in reversed(args) if isinstance(arg, Tensor))
+    return kernel(op, tensor.device)(*args)
 
 
 def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
@@ -169,16 +156,9 @@ def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[in
 
 
 def _check(
-    tags: Sequence[Tensor],
-    used: Sequence[Tensor],
-    pins: Sequence[Tensor],
-    rows: Tensor,
-    num_groups: Tensor,
-    tables: Tensor,
-    num_sets: Tensor,
-    now: Tensor,
-    policy: str,
-) -> None:
+    tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, num_groups: Tensor,
+    tables: Tensor, num_sets: Tensor, now: Tensor, policy: str,
+) -> None:  # fmt: skip
     if policy not in POLICIES:
         raise ValueError(f"no policy is called {policy!r}; there are {list(POLICIES)}")
     num_tables, device = len(tags), rows.device
@@ -235,115 +215,27 @@ def _check_moves(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_r
             raise ValueError(f"destinations[{pair}] has rows that overlap: strides {destination.stride()}")
 
 
-def _look_up(
-    tags: Sequence[Tensor],
-    used: Sequence[Tensor],
-    pins: Sequence[Tensor],
-    rows: Tensor,
-    num_groups: Tensor,
-    tables: Tensor,
-    num_sets: Tensor,
-    now: Tensor,
-    policy: str,
-) -> Tensor:
-    _check_sets(tags, num_sets)
-    return kernel("row_cache_look_up_", rows.device)(tags, used, pins, rows, num_groups, tables, num_sets, now, policy)
+def _define(op: str, schema: str, fake: Callable[..., Any]) -> None:
+    define(op, schema, functools.partial(_run, op), fake)
 
 
-def _allocate(
-    tags: Sequence[Tensor],
-    used: Sequence[Tensor],
-    pins: Sequence[Tensor],
-    rows: Tensor,
-    slots: Tensor,
-    num_groups: Tensor,
-    tables: Tensor,
-    num_sets: Tensor,
-    now: Tensor,
-    policy: str,
-) -> Tensor:
-    _check_sets(tags, num_sets)
-    return kernel("row_cache_allocate_", rows.device)(
-        tags, used, pins, rows, slots, num_groups, tables, num_sets, now, policy
-    )
-
-
-def _translate(slots: Tensor, starts: Tensor, order: Tensor, num_groups: Tensor) -> Tensor:
-    return kernel("row_cache_translate", slots.device)(slots, starts, order, num_groups)
-
-
-def _move(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_rows: Tensor, from_rows: Tensor) -> None:
-    kernel("move_rows_", to_rows.device)(destinations, sources, to_rows, from_rows)
-
-
-@torch.library.custom_op(
-    "tritonemb::row_cache_look_up_",
-    mutates_args=("used", "pins"),
-    schema=f"({_DIRECTORY.format('[]')}, Tensor rows, {_REST}) -> Tensor",
+_define(
+    "row_cache_look_up_",
+    f"({_DIRECTORY.format('[]')}, Tensor rows, {_REST}) -> Tensor",
+    lambda _t, _u, _p, rows, *_: torch.empty_like(rows),
 )
-def _row_cache_look_up_(
-    tags: list[Tensor],
-    used: list[Tensor],
-    pins: list[Tensor],
-    rows: Tensor,
-    num_groups: Tensor,
-    tables: Tensor,
-    num_sets: Tensor,
-    now: Tensor,
-    policy: str,
-) -> Tensor:
-    return _look_up(tags, used, pins, rows, num_groups, tables, num_sets, now, policy)
-
-
-@torch.library.custom_op(
-    "tritonemb::row_cache_allocate_",
-    mutates_args=("tags", "used", "pins", "slots"),
-    schema=f"({_DIRECTORY.format('(a!)[]')}, Tensor rows, Tensor(d!) slots, {_REST}) -> Tensor",
+_define(
+    "row_cache_allocate_",
+    f"({_DIRECTORY.format('(a!)[]')}, Tensor rows, Tensor(d!) slots, {_REST}) -> Tensor",
+    lambda _t, _u, _p, rows, *_: torch.empty_like(rows),
 )
-def _row_cache_allocate_(
-    tags: list[Tensor],
-    used: list[Tensor],
-    pins: list[Tensor],
-    rows: Tensor,
-    slots: Tensor,
-    num_groups: Tensor,
-    tables: Tensor,
-    num_sets: Tensor,
-    now: Tensor,
-    policy: str,
-) -> Tensor:
-    return _allocate(tags, used, pins, rows, slots, num_groups, tables, num_sets, now, policy)
-
-
-@_row_cache_look_up_.register_fake
-@_row_cache_allocate_.register_fake
-def _(tags: list[Tensor], used: list[Tensor], pins: list[Tensor], rows: Tensor, *rest: Tensor | str) -> Tensor:
-    return torch.empty_like(rows)
-
-
-@torch.library.custom_op(
-    "tritonemb::row_cache_translate",
-    mutates_args=(),
-    schema="(Tensor slots, Tensor starts, Tensor order, Tensor num_groups) -> Tensor",
+_define(
+    "row_cache_translate",
+    "(Tensor slots, Tensor starts, Tensor order, Tensor num_groups) -> Tensor",
+    lambda slots, _s, order, _n: slots.new_empty(order.shape[0]),
 )
-def _row_cache_translate(slots: Tensor, starts: Tensor, order: Tensor, num_groups: Tensor) -> Tensor:
-    return _translate(slots, starts, order, num_groups)
-
-
-@_row_cache_translate.register_fake
-def _(slots: Tensor, starts: Tensor, order: Tensor, num_groups: Tensor) -> Tensor:
-    return slots.new_empty(order.shape[0])
-
-
-@torch.library.custom_op(
-    "tritonemb::move_rows_",
-    mutates_args=("destinations",),
-    schema="(Tensor(a!)[] destinations, Tensor[] sources, Tensor to_rows, Tensor from_rows) -> ()",
+_define(
+    "move_rows_",
+    "(Tensor(a!)[] destinations, Tensor[] sources, Tensor to_rows, Tensor from_rows) -> ()",
+    lambda *_: None,
 )
-def _move_rows_(destinations: list[Tensor], sources: list[Tensor], to_rows: Tensor, from_rows: Tensor) -> None:
-    _move(destinations, sources, to_rows, from_rows)
-
-
-@_move_rows_.register_fake
-def _(destinations: list[Tensor], sources: list[Tensor], to_rows: Tensor, from_rows: Tensor) -> None:
-    return None

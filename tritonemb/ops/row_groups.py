@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.layout import Layout
-from tritonemb.ops import registry
-from tritonemb.ops.registry import kernel, plain_eager
+from tritonemb.ops.registry import LAYOUT, define, kernel, plain_eager
 
 ID_DTYPES = (torch.int32, torch.int64)
 
@@ -52,17 +51,7 @@ def check_ids(values: Tensor) -> None:
         raise ValueError(f"ids must be 1-D, got shape {tuple(values.shape)}")
 
 
-@torch.library.custom_op(
-    "tritonemb::row_groups",
-    mutates_args=(),
-    schema=f"(Tensor values, Tensor offsets, {registry.LAYOUT}) -> (Tensor, Tensor, Tensor, Tensor)",
-)
-def _row_groups(values: Tensor, offsets: Tensor, *layout: Any) -> tuple[Tensor, ...]:
-    return kernel("row_groups", values.device)(values, offsets, Layout(*layout))
-
-
-@_row_groups.register_fake
-def _(values: Tensor, offsets: Tensor, *layout: Any) -> tuple[Tensor, ...]:
+def _shapes(values: Tensor, offsets: Tensor, *layout: Any) -> tuple[Tensor, ...]:
     capacity = values.shape[0] * Layout(*layout).multiplicity
     return (
         values.new_empty(capacity, dtype=torch.int64),
@@ -70,3 +59,11 @@ def _(values: Tensor, offsets: Tensor, *layout: Any) -> tuple[Tensor, ...]:
         values.new_empty(capacity, dtype=torch.int32),
         values.new_empty((), dtype=torch.int64),
     )
+
+
+define(
+    "row_groups",
+    f"(Tensor values, Tensor offsets, {LAYOUT}) -> (Tensor, Tensor, Tensor, Tensor)",
+    lambda values, offsets, *layout: kernel("row_groups", values.device)(values, offsets, Layout(*layout)),
+    _shapes,
+)

@@ -1,21 +1,30 @@
-"""`tritonemb::row_update_`: one optimizer step on the rows of a batch, in place; and `row_gradients`: the sum of each
-row's gradients. See `kernels/row_update.py`."""
+"""`tritonemb::row_update_`: one optimizer step on the rows of a batch, in place; `row_gradients`: the sum of each row's
+gradients; and `accumulate_`, which keeps gradients of micro-batches until they are applied together.
+
+See `kernels/row_update.py`. Accumulating sums nothing: the micro-batches are applied as one batch, so that the result
+is bitwise identical to that of a step on all samples at once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, get_args
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar, NamedTuple, get_args
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from tritonemb.layout import Layout
 from tritonemb.ops import registry
-from tritonemb.ops.registry import define, kernel, plain_eager, unflatten
+from tritonemb.ops.registry import BATCH, define, kernel, plain_eager, unflatten
 from tritonemb.ops.row_groups import RowGroups
 from tritonemb.optimizers import Hyperparameters, NonFinite
 
 SKIP = get_args(NonFinite).index("skip")
+NOT_ACCUMULATING = -1
+_accumulated_rates: set[int] = set()  # addresses of learning rates
 
 
 class FusedTables(NamedTuple):
@@ -49,17 +58,12 @@ SCHEMA = (
     "str optimizer, float[] hyperparameters"
 )
 TABLES = SCHEMA.format(a="", b="", c="", d="")
-MUTATED = "weights", "states", "steps", "skipped"
 
 
 def row_update_(
-    tables: FusedTables,
-    grad: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    groups: RowGroups,
+    tables: FusedTables, grad: Tensor, offsets: Tensor, sample_weights: Tensor | None, groups: RowGroups,
     layout: Layout,
-) -> None:
+) -> None:  # fmt: skip
     """Sum each row's gradients in order and apply the optimizer once a row.
 
     Args:
@@ -78,13 +82,9 @@ def row_update_(
 
 
 def _update(
-    tables: FusedTables,
-    grad: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    groups: RowGroups,
+    tables: FusedTables, grad: Tensor, offsets: Tensor, sample_weights: Tensor | None, groups: RowGroups,
     layout: Layout,
-) -> None:
+) -> None:  # fmt: skip
     """Counters that are kept table by table are one tensor to the kernels."""
     weights, states, steps, skipped, learning_rate, optimizer, hyperparameters = tables
     step = steps[0] if len(steps) == 1 else torch.stack(steps)
@@ -109,20 +109,13 @@ define(
     f"{registry.GROUPS}, {registry.LAYOUT}) -> ()",
     _run,
     lambda *args: None,
-    mutates=MUTATED,
 )
 
 
 def row_gradients_(
-    sums: Sequence[Tensor],
-    grad: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    groups: RowGroups,
-    layout: Layout,
-    compact: bool = False,
-    max_gradient: float = torch.inf,
-) -> None:
+    sums: Sequence[Tensor], grad: Tensor, offsets: Tensor, sample_weights: Tensor | None, groups: RowGroups,
+    layout: Layout, compact: bool = False, max_gradient: float = torch.inf,
+) -> None:  # fmt: skip
     """Write the sum of each distinct row's gradients; no autograd.
 
     Args:
@@ -157,3 +150,117 @@ define(
     _dense,
     lambda grad, weights, *rest: [torch.empty_like(w, memory_format=torch.contiguous_format) for w in weights],
 )
+
+
+class MicroBatch(NamedTuple):
+    """The ids of a micro-batch and the gradient of its output, `[B, width]` or `[N, width]`."""
+
+    values: Tensor
+    offsets: Tensor
+    sample_weights: Tensor | None
+    grad: Tensor
+
+
+class Accumulator:
+    """Gradients that are kept while it is open. A copy of it is another one, and empty.
+
+    Args:
+        always_open: keep gradients from the start.
+
+    Attributes:
+        handle: its number in graphs.
+        is_open: whether gradients are to be kept.
+        kept: the gradients, in order.
+    """
+
+    _made: ClassVar[WeakValueDictionary[int, Accumulator]] = WeakValueDictionary()
+    _handles: ClassVar[itertools.count[int]] = itertools.count()
+
+    def __init__(self, always_open: bool = False) -> None:
+        self.handle = next(self._handles)
+        self._always_open = self.is_open = always_open
+        self.kept: list[Any] = []
+        self._made[self.handle] = self
+
+    @property
+    def current_handle(self) -> int:
+        """The handle, or NOT_ACCUMULATING while it is closed."""
+        return self.handle if self.is_open else NOT_ACCUMULATING
+
+    def take(self) -> list[Any]:
+        """What has been kept; it keeps none of it any longer."""
+        kept, self.kept = self.kept, []
+        return kept
+
+    def open(
+        self, apply: Callable[[list[Any]], None], learning_rates: Iterable[Tensor] = ()
+    ) -> AbstractContextManager[None]:
+        """Keep gradients in the block, then apply them; an exception discards them.
+
+        Args:
+            learning_rates: of tables that a compiled graph must not update meanwhile; see `check_not_accumulating`.
+
+        Raises:
+            RuntimeError: it is open already.
+        """
+        if self.is_open:
+            raise RuntimeError("accumulate() is already active")
+        return self._block(apply, {rate.data_ptr() for rate in learning_rates})
+
+    @contextmanager
+    def _block(self, apply: Callable[[list[Any]], None], rates: set[int]) -> Iterator[None]:
+        self.is_open = True
+        _accumulated_rates.update(rates)
+        try:
+            yield
+            self.is_open = False
+            apply(self.take())
+        finally:
+            self.is_open = False
+            self.take()
+            _accumulated_rates.difference_update(rates)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Accumulator:
+        return Accumulator(self._always_open)
+
+    def __reduce__(self) -> tuple[type[Accumulator], tuple[bool]]:
+        return Accumulator, (self._always_open,)
+
+
+def accumulate_(
+    pending: Tensor, handle: int, grad: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None
+) -> None:
+    """Keep one micro-batch's gradient in the accumulator `handle` and count it in `pending` (int64 `[]`).
+
+    Raises:
+        RuntimeError: that accumulator is closed.
+    """
+    torch.ops.tritonemb.accumulate_(pending, handle, grad, values, offsets, sample_weights)
+
+
+def _accumulate(
+    pending: Tensor, handle: int, grad: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None
+) -> None:
+    accumulator = Accumulator._made.get(handle)
+    if accumulator is None or not accumulator.is_open:
+        raise RuntimeError(
+            "the backward of a lookup made inside accumulate() ran after the block had ended, so its gradient is lost; "
+            "call backward inside the block"
+        )
+    weights = None if sample_weights is None else sample_weights.clone()
+    accumulator.kept.append(MicroBatch(values.clone(), offsets.clone(), weights, grad.clone()))
+    pending += 1
+
+
+define(
+    "accumulate_",
+    f"(Tensor(a!) pending, int handle, Tensor grad, {BATCH}) -> ()",
+    _accumulate,
+    lambda *args: None,
+)
+
+
+def check_not_accumulating(learning_rate: Tensor) -> None:
+    """Raise RuntimeError if a compiled graph updates tables in a block that accumulates their gradients."""
+    if _accumulated_rates and learning_rate.data_ptr() in _accumulated_rates:
+        raise RuntimeError("accumulate() is not for a compiled model with a fused optimizer; call the model itself")

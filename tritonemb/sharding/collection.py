@@ -15,7 +15,8 @@ from tritonemb.comm.gradient_exchange import ColumnBlock
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.id_exchange import IdExchange, ReceivedIds, id_error
 from tritonemb.comm.output_exchange import ExchangePrecision
-from tritonemb.jagged import KeyedJaggedTensor
+from tritonemb.jagged import Features, KeyedJaggedTensor, parts_of
+from tritonemb.nn.collections import TableCollection
 from tritonemb.optimizers import Optimizer
 from tritonemb.sharding.placement import (
     PlacedShard,
@@ -31,9 +32,8 @@ from tritonemb.sharding.plan import ShardingPlan
 from tritonemb.sharding.replicated_update import ReplicatedUpdate, ShardUpdate, WholeRowUpdate, needs_whole_rows
 from tritonemb.sharding.sharded_tensor import LocalShard, TableShards, load_shards
 from tritonemb.tables.cached_table import CachedTable
-from tritonemb.tables.lookup import Features, parts_of
+from tritonemb.tables.lookup import PrefetchedFeatures
 from tritonemb.tables.optimizer import FusedOptimizer
-from tritonemb.tables.prefetch import PrefetchedFeatures
 from tritonemb.tables.table import Table
 from tritonemb.tables.table_set import Groups, TableSet
 
@@ -59,7 +59,7 @@ class ShardedCollection(nn.Module):
 
     def __init__(
         self,
-        collection: TableSet,
+        collection: TableCollection,
         plan: ShardingPlan,
         groups: ShardGroups,
         precision: ExchangePrecision,
@@ -76,8 +76,8 @@ class ShardedCollection(nn.Module):
             raise ValueError(f"the plan is for {plan.world_size} ranks, the tables have {groups.shards.size}")
         self.configs = collection.configs
         self.optimizer: Optimizer = collection.optimizer
-        self.bounds_check = collection.bounds_check
-        self.output_dtype = collection.dtype_of([table.weight for table in collection.tables])
+        self.bounds_check = collection.table_set.bounds_check
+        self.output_dtype = collection.table_set.dtype_of([table.weight for table in collection.tables])
         self.plan, self.groups, self.precision, self.device = plan, groups, precision, device
         self._sync_replicas = sync_replicas and groups.replicas.size > 1
         self.placement = Placement.of(self.configs, plan, self.pooled)
@@ -157,7 +157,7 @@ class ShardedCollection(nn.Module):
     def skipped_rows(self) -> dict[str, int]:
         """For `nonfinite="skip"`: how many row updates this rank has skipped so far, by table."""
         found = dict.fromkeys((config.name for config in self.configs), 0)
-        counts = [count for tables in self.locals for count in tables.skipped.tolist()]
+        counts = [count for tables in self.locals for count in tables.counters["skipped"].tolist()]
         for (each, _, _), count in zip(self._local_tables(), counts, strict=True):
             found[self.configs[each.table].name] += count
         return found
@@ -287,12 +287,12 @@ class ShardedCollection(nn.Module):
                 yield each, table, self.groups.world if each.scheme == "replicated" else self.groups.replicas
 
     @torch.no_grad()
-    def _init_shards(self, collection: TableSet) -> None:
+    def _init_shards(self, collection: TableCollection) -> None:
         """Copy weights and states of a collection, or draw initial values if it is on the meta device."""
         drawn = collection.tables[0].weight.device.type == "meta"
         for tables in self.locals:
             if not drawn:
-                tables.step.copy_(collection.step)
+                tables.counters["step"].copy_(collection.step)
             tables.set_learning_rate(self._learning_rate)
         for each, table, same in self._local_tables():
             config = self.configs[each.table]
@@ -344,8 +344,9 @@ class ShardedCollection(nn.Module):
         holder = min(each.shard.rank for each in self.placement.shards)
         mine = self.groups.replicas.rank == 0 and self.groups.shards.rank == holder
         return TableShards(
-            (), torch.int64, [LocalShard(tables.step, mine=mine and not n) for n, tables in enumerate(self.locals)]
-        )
+            (), torch.int64,
+            [LocalShard(tables.counters["step"], mine=mine and not n) for n, tables in enumerate(self.locals)],
+        )  # fmt: skip
 
     @torch.no_grad()
     def average_replicas(self) -> None:
@@ -379,7 +380,7 @@ class ShardedCollection(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> ShardedCollection:
         for tables in self.locals:
-            tables._apply(fn, recurse)
+            tables.convert(fn)
         self._nothing = fn(self._nothing)
         self.device = self._nothing.device
         if self._fused_optimizer is not None:

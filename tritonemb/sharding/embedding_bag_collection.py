@@ -9,11 +9,10 @@ from torch import Tensor
 
 from tritonemb.comm.id_exchange import IdExchange
 from tritonemb.comm.output_exchange import ColumnRange, PooledExchange
-from tritonemb.jagged import KeyedJaggedTensor
+from tritonemb.jagged import Features, KeyedJaggedTensor
 from tritonemb.sharding.collection import ShardedCollection, ShardedLookup
 from tritonemb.sharding.placement import Scheme
-from tritonemb.tables.lookup import Features
-from tritonemb.tables.prefetch import PrefetchedFeatures
+from tritonemb.tables.lookup import PrefetchedFeatures
 from tritonemb.tables.table_set import TableSet
 
 EXCHANGED: tuple[Scheme, ...] = ("direct", "hierarchical")
@@ -91,12 +90,12 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         for ids in received:
             groups = iter(ids.groups)
             for sets, exchange in self._schemes:
-                found = [tables(ids.features, next(groups)) for tables in sets]
+                found = [tables.look_up(ids.features, next(groups)) for tables in sets]
                 if not found:  # a rank without such shards takes part in the backward's exchange, too
                     size = sum(ids.batch_sizes), 0
                     found = [torch.zeros(size, dtype=torch.float32, device=self.device, requires_grad=True)]
                 parts.append(exchange(_side_by_side(found), ids.batch_sizes))
-        parts += [tables(batch, groups) for tables, groups in zip(self._replicated, own_groups, strict=True)]
+        parts += [tables.look_up(batch, groups) for tables, groups in zip(self._replicated, own_groups, strict=True)]
         pooled = _side_by_side(parts)
         if self._columns is not None:
             self._columns = self._columns.to(pooled.device)

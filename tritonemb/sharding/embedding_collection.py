@@ -11,11 +11,10 @@ from torch import Tensor
 from tritonemb import ops
 from tritonemb.comm.id_exchange import IdExchange, ReceivedIds
 from tritonemb.comm.output_exchange import ColumnRange, SequenceExchange
-from tritonemb.jagged import KeyedJaggedTensor
+from tritonemb.jagged import Features, KeyedJaggedTensor
 from tritonemb.ops.bag import Bags, bag
 from tritonemb.sharding.collection import ShardedCollection, ShardedLookup
-from tritonemb.tables.lookup import Features
-from tritonemb.tables.prefetch import PrefetchedFeatures
+from tritonemb.tables.lookup import PrefetchedFeatures
 
 
 class ShardedEmbeddingCollection(ShardedCollection):
@@ -71,7 +70,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
                 own = own * batch.weights().to(own.dtype).unsqueeze(1)
             first, width = columns
             parts.append(own if width == dim else torch.nn.functional.pad(own, (first, dim - first - width)))
-        parts += [tables(batch, groups) for tables, groups in zip(self._replicated, own_groups, strict=True)]
+        parts += [tables.look_up(batch, groups) for tables, groups in zip(self._replicated, own_groups, strict=True)]
         total = functools.reduce(operator.add, parts)
         assert total.shape == (num_values, dim)
         return KeyedJaggedTensor(batch.keys(), total.to(self.output_dtype), offsets=batch.offsets())
@@ -82,7 +81,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
 
     def _rows(self, lookup: ShardedLookup, exchange: SequenceExchange, width: int, ids: ReceivedIds) -> Tensor:
         """A row for each id of the batch, route by route."""
-        found = [tables(ids.features, groups) for tables, groups in zip(lookup.tables, ids.groups, strict=True)]
+        found = [tables.look_up(ids.features, groups) for tables, groups in zip(lookup.tables, ids.groups, strict=True)]
         if not found:  # a rank without such shards takes part in the backward's exchange, too
             found = [torch.zeros(0, width, dtype=torch.float32, device=self.device, requires_grad=True)]
         rows = exchange(functools.reduce(operator.add, found), ids)

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.output_exchange import ExchangePrecision
+from tritonemb.jagged import Features
 from tritonemb.nn import EmbeddingBagCollection, EmbeddingCollection
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection
@@ -24,8 +25,7 @@ from tritonemb.sharding.embedding_collection import ShardedEmbeddingCollection
 from tritonemb.sharding.placement import ShardGroups
 from tritonemb.sharding.plan import ShardingPlan, uniform_plan
 from tritonemb.sharding.sharded_tensor import TableShards, why_not_loadable
-from tritonemb.tables.lookup import Features
-from tritonemb.tables.prefetch import PrefetchedFeatures
+from tritonemb.tables.lookup import PrefetchedFeatures
 
 Dense = Literal["ddp", "fsdp"]
 

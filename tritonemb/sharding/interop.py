@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
+from tritonemb.nn.collections import TableCollection
 from tritonemb.sharding.sharded_tensor import TableShards
-from tritonemb.tables.table_set import TableSet
 
 MOST_LISTED = 20
 _HOLDERS = ("embedding_bags", "embeddings")  # what TorchRec's collections call their tables
@@ -82,7 +82,7 @@ def _tables(model: nn.Module) -> list[_Ours]:
         weights: Mapping[str, Tensor] = {}
         if path in sharded - outer:
             weights = module.table_weights()
-        elif isinstance(module, TableSet) and not any(_is_inside(path, other) for other in sharded - outer):
+        elif isinstance(module, TableCollection) and not any(_is_inside(path, other) for other in sharded - outer):
             weights = {table.config.name: table.weight for table in module.tables}
         found += [_Ours(f"{path}.{name}" if path else name, name, weight) for name, weight in weights.items()]
     return found

@@ -27,7 +27,7 @@ class PinnedRows:
     def __init__(self, collection: TableSet, pins: Sequence[PinnedSlots] = ()) -> None:
         self._collection, self._pins = collection, list(pins)
         for pinned in self._pins:
-            pinned.mark_dirty()
+            pinned.dirty = True
         self._slots: dict[int, tuple[Tensor, Tensor]] = {}  # by cached table: rows, ascending, and slots
         cache = collection.cache
         for table, cached in enumerate([] if cache is None else cache.tables):

@@ -36,8 +36,7 @@ from tritonemb.optimizers import SGD, Optimizer
 from tritonemb.sharding.pinned_rows import PinnedRows
 from tritonemb.tables.cache import FindReplicaRows
 from tritonemb.tables.lookup import Lookup, PinnedSlots
-from tritonemb.tables.table_set import TableSet
-from tritonemb.tables.update import LocalUpdate
+from tritonemb.tables.table_set import LocalUpdate, TableSet
 from tritonemb.types import TableConfig
 
 NO_BACKWARD = -1  # what autograd calls it when it is not running

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch import Tensor
 from tritonemb import ops
 from tritonemb.layout import FIRST_ROW, Layout
 from tritonemb.ops.row_cache import NO_ROW
-from tritonemb.tables.cache_storage import CacheDirectory, CacheStorage, PendingRead, RowTransfer, chunks, synchronize
+from tritonemb.tables.cache_storage import CacheDirectory, CacheStorage, RowTransfer, chunks, synchronize
 from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.lookup import Lookup, PinnedSlots, PrefetchedBatch, release_limit, sequence_number
 from tritonemb.tables.table import Table
@@ -64,22 +64,6 @@ class CacheStatistics:
         return self.hits / self.lookups if self.lookups else 1.0
 
 
-class _Release(NamedTuple):
-    """Slots to unpin.
-
-    Attributes:
-        number: the release's sequence number.
-        dirty: whether their rows are.
-        events: behind which nobody uses the slots for the batch that had pinned them.
-    """
-
-    number: int
-    tables: Tensor
-    slots: Tensor
-    dirty: bool
-    events: list[torch.cuda.Event]
-
-
 class RowCache:
     """The cache of a collection's tables, of which at least one is in host memory or on disk.
 
@@ -105,7 +89,7 @@ class RowCache:
         self._counts = [[0] * (WRITTEN + 1) for _ in tables]
         self.stall = 0.0
         self.storage, self._lock = CacheStorage(tables, self._directory), threading.RLock()
-        self._releases: deque[_Release] = deque()
+        self._releases: deque[PinnedSlots] = deque()
         self._last: torch.cuda.Event | None = None  # behind all transfers so far
         self._transfer = RowTransfer(self.device)
         self._failure: BaseException | None = None
@@ -129,22 +113,17 @@ class RowCache:
 
     @torch.no_grad()
     def prefetch(
-        self,
-        batch: Any,
-        whole: Layout,
-        own: Layout,
-        training: bool,
-        check_ids: Callable[[], object],
+        self, batch: Any, whole: Layout, own: Layout, training: bool, find_problem: Callable[[], ValueError | None],
         find_replica_rows: FindReplicaRows | None = None,
-    ) -> PrefetchedBatch:
+    ) -> PrefetchedBatch:  # fmt: skip
         """Pin a batch's rows in slots; see `released_before` for the rows that may be evicted.
 
         Args:
             batch: a `KeyedJaggedTensor` with one key for each lookup.
             whole, own: the layouts of its keys over whole tables, and over their slots.
             training: whether the rows are going to be updated.
-            check_ids: called if some id belongs to no row, before any row is read; it may raise. Otherwise such ids
-                read as zero.
+            find_problem: called if some id belongs to no row, before any row is read; what to raise, or None: such ids
+                read as zero then.
             find_replica_rows: given the batch's distinct linear rows, ascending, and what is wrong with its ids,
                 returns linear rows of cached tables to be pinned, too.
 
@@ -156,9 +135,7 @@ class RowCache:
             values, offsets = batch.values(), batch.offsets()
             groups = ops.row_groups(values, offsets, whole)
             count = int(groups.num_groups)
-            problem = None
-            if int(groups.starts[count]) != values.numel():
-                problem = _problem(check_ids)
+            problem = find_problem() if int(groups.starts[count]) != values.numel() else None
             if problem is not None and find_replica_rows is None:
                 raise problem
             pinned, replica_rows = groups, None
@@ -185,32 +162,27 @@ class RowCache:
 
     def acquire(self, batch: PrefetchedBatch) -> Lookup:
         """The lookup, for this thread's stream."""
+        lookup, pinned = batch.lookup, batch.pinned
         if batch.ready is not None:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(batch.ready)
-            batch.pinned.record_stream(stream)
-            lookup = batch.lookup
-            for tensor in (lookup.values, lookup.offsets, lookup.sample_weights, *lookup.groups, *batch.pinned.tensors):
+            pinned.stream = stream
+            for tensor in (*lookup[:3], *lookup.groups, pinned.tables, pinned.rows, pinned.slots):
                 if tensor is not None:
                     tensor.record_stream(stream)
-        return batch.lookup
+        return lookup
 
     def row_ids(self, table: int) -> Tensor:
         """int64, the row in each slot of a table; for who holds `storage.lock`."""
         return self._directory.parts[0][table]
 
-    def release(self, tables: Tensor, slots: Tensor, dirty: bool, stream: torch.cuda.Stream | None) -> None:
-        """Unpin slots of a batch; called by any thread, perhaps by Python's garbage collection.
-
-        Args:
-            dirty: whether this thread's stream has updated the rows.
-            stream: that has read the slots; None if none has, or on the CPU.
-        """
-        events = []
+    def release(self, pinned: PinnedSlots) -> None:
+        """Unpin slots of a batch before the next prefetch."""
         if self.device.type == "cuda":
             here = torch.cuda.current_stream(self.device)
-            events = [used.record_event() for used in (here, stream) if used is not None]
-        self._releases.append(_Release(sequence_number(), tables, slots, dirty, events))
+            pinned.events = [used.record_event() for used in (here, pinned.stream) if used is not None]
+        pinned.number = sequence_number()
+        self._releases.append(pinned)
 
     def write_back(self) -> None:
         """Write dirty rows to their stores; they stay in their slots."""
@@ -248,7 +220,7 @@ class RowCache:
         mine = directory.slice_of(index)
         rows, order = directory.tags[mine].sort()
         for slots in chunks(table, order[rows != NO_ROW]):
-            self._transfer.finish_reads([self._start_read(index, directory.tags[mine][slots], slots)])
+            self._start_read(index, directory.tags[mine][slots], slots)()
         directory.dirty[mine] = False
         synchronize(self.device)
 
@@ -331,7 +303,7 @@ class RowCache:
         """
         directory = self._directory
         rows = groups.rows[missing] - first_rows[tables[missing]]
-        if any(overflow.rows.numel() for overflow in directory.overflow):
+        if directory.num_slots != directory.in_sets:
             found = self._pin_overflow(rows, self._by_table(tables[missing]))
             slots[missing] = found
             missing, rows = missing[found < 0], rows[found < 0]
@@ -352,7 +324,8 @@ class RowCache:
             for table, (some, slots_of) in enumerate(zip(rows.split(sizes), taken.split(sizes), strict=True))
             if some.numel()
         ]
-        self._transfer.finish_reads(reads)
+        for finish in reads:
+            finish()
 
     def _pin_overflow(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
         """Pin rows that are in an overflow already: their slots, -1 for others.
@@ -362,7 +335,7 @@ class RowCache:
         """
         parts = []
         for table, mine in enumerate(rows.split(list(sizes))):
-            found = self._directory.overflow[table].find(mine.cpu()).to(rows.device)
+            found = self._directory.find_overflow(table, mine)
             there = found[found >= 0]
             self._directory.parts[2][table][there] += 1
             self._counts[table][HITS] += there.numel()
@@ -372,24 +345,21 @@ class RowCache:
     def _evict_overflow(self) -> None:
         """Evict overflow rows that no batch has pinned."""
         directory = self._directory
-        for table, overflow in enumerate(directory.overflow):
-            if overflow.rows.numel():
-                idle = (directory.parts[2][table][overflow.slots.to(self.device)] == 0).cpu()
-                slots = overflow.slots[idle].to(self.device)
-                self._evict(torch.full_like(slots, table), overflow.rows[idle].to(self.device), slots)
-                directory.parts[0][table][slots] = NO_ROW
-                overflow.drop(idle)
+        for table, first in enumerate(directory.in_sets):
+            tags, pins = directory.overflow_tags(table), directory.parts[2][table][first:]
+            idle = ((tags != NO_ROW) & (pins == 0)).nonzero()[:, 0]
+            self._evict(torch.full_like(idle, table), tags[idle], idle + first)
+            tags[idle] = NO_ROW
 
     def _allocate_overflow(self, tables: Tensor, rows: Tensor) -> Tensor:
         """Slots of overflows for rows, by table, whose sets are full."""
         directory, sizes = self._directory, self._by_table(tables)
         self.storage.grow_overflows(sizes)
         parts = []
-        for table, some in enumerate(rows.cpu().split(sizes)):
-            if some.numel():
-                parts.append(directory.overflow[table].put(some))
-                self._counts[table][OVERFLOWS] += some.numel()
-        slots = torch.cat(parts).to(self.device)
+        for table, number in enumerate(sizes):
+            parts.append(directory.free_overflow(table)[:number])
+            self._counts[table][OVERFLOWS] += number
+        slots = torch.cat(parts)
         index = directory.first_slots[tables] + slots
         directory.tags[index], directory.used[index] = rows, self._now
         directory.pins.index_fill_(0, index, 1)
@@ -415,8 +385,8 @@ class RowCache:
             self._counts[index][WRITTEN] += rows.numel() * table.record.num_bytes
             self._transfer.write(table, rows, slots)
 
-    def _start_read(self, index: int, rows: Tensor, slots: Tensor) -> PendingRead | None:
-        """Start to read rows of a table, ascending, into slots."""
+    def _start_read(self, index: int, rows: Tensor, slots: Tensor) -> Callable[[], None]:
+        """Start to read rows of a table, ascending, into slots; the result waits for them."""
         table = self.tables[index]
         assert table is not None
         self._counts[index][READ] += rows.numel() * table.record.num_bytes
@@ -442,15 +412,6 @@ class RowCache:
                 f"an earlier cache transfer failed ({str(self._failure) or repr(self._failure)}); the cache is in an "
                 "undefined state: load a checkpoint into a new module"
             ) from self._failure
-
-
-def _problem(check: Callable[[], object]) -> ValueError | None:
-    """What is wrong, if something is raised."""
-    try:
-        check()
-    except ValueError as error:
-        return error
-    return None
 
 
 def _with_rows(groups: ops.RowGroups, others: Tensor) -> ops.RowGroups:

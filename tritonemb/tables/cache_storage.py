@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +18,7 @@ from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.table import Table
 
 CHUNK_BYTES = 1 << 26  # of rows that are transferred at once where all of a table's are
+MIN_GROWTH = 256  # slots by which an overflow grows
 MAX_PENDING_BYTES = 1 << 28  # of rows that wait to be written; then their first write is waited for
 
 
@@ -42,7 +42,6 @@ class CacheDirectory:
         self.device = device
         self.num_sets = torch.tensor(num_sets, dtype=torch.int64, device=device)
         self.in_sets = [sets * WAYS for sets in num_sets]
-        self.overflow = [_OverflowRows(size) for size in self.in_sets]
         self.num_slots = list(self.in_sets)
         size = sum(self.num_slots)
         self.tags = torch.full((size,), NO_ROW, dtype=torch.int64, device=device)
@@ -56,7 +55,6 @@ class CacheDirectory:
         mine = self.slice_of(table)
         for values, nothing in ((self.tags, NO_ROW), (self.used, 0), (self.pins, 0), (self.dirty, False)):
             values[mine] = nothing
-        self.overflow[table].empty(self.num_slots[table])
 
     def slice_of(self, table: int) -> slice:
         """Where a table's slots are among all."""
@@ -69,10 +67,24 @@ class CacheDirectory:
             for part, number in zip(getattr(self, name).split(self.num_slots), more, strict=True):
                 parts += [part, part.new_full((number,), empty)]
             setattr(self, name, torch.cat(parts))
-        for overflow, first, number in zip(self.overflow, self.num_slots, more, strict=True):
-            overflow.grow(first, number)
         self.num_slots = [slots + number for slots, number in zip(self.num_slots, more, strict=True)]
         self._split()
+
+    def overflow_tags(self, table: int) -> Tensor:
+        """The rows in the slots of a table's overflow, or `NO_ROW`; nothing as a rule, unless a cache is too small."""
+        return self.parts[0][table][self.in_sets[table] :]
+
+    def find_overflow(self, table: int, rows: Tensor) -> Tensor:
+        """The slots of those rows that are in a table's overflow, -1 of others."""
+        tags, order = self.overflow_tags(table).sort()
+        if not tags.numel():
+            return torch.full_like(rows, -1)
+        index = torch.searchsorted(tags, rows).clamp_(max=tags.numel() - 1)
+        return torch.where(tags[index] == rows, order[index] + self.in_sets[table], -1)
+
+    def free_overflow(self, table: int) -> Tensor:
+        """The slots of a table's overflow that have no row, ascending."""
+        return (self.overflow_tags(table) == NO_ROW).nonzero()[:, 0] + self.in_sets[table]
 
     def _split(self) -> None:
         self.starts = [0, *accumulate(self.num_slots)][:-1]
@@ -82,46 +94,6 @@ class CacheDirectory:
             list(self.used.split(self.num_slots)),
             list(self.pins.split(self.num_slots)),
         )
-
-
-class _OverflowRows:
-    """The overflow rows of a table, on the CPU: few, or none, unless a cache is too small."""
-
-    def __init__(self, first: int) -> None:
-        self._first = first
-        self.empty(first)
-
-    def empty(self, end: int) -> None:
-        """Have no rows; slots up to `end` are free."""
-        self.rows = torch.empty(0, dtype=torch.int64, device="cpu")  # ascending
-        self.slots = torch.empty(0, dtype=torch.int64, device="cpu")
-        self.free = torch.arange(self._first, end, device="cpu")
-
-    def grow(self, first: int, more: int) -> None:
-        """Get so many more slots, from `first` on."""
-        self.free = torch.cat([self.free, torch.arange(first, first + more, device="cpu")])
-
-    def find(self, rows: Tensor) -> Tensor:
-        """The slots of these rows, -1 where there is none."""
-        if not self.rows.numel():
-            return torch.full_like(rows, -1)
-        index = torch.searchsorted(self.rows, rows).clamp_(max=self.rows.numel() - 1)
-        return torch.where(self.rows[index] == rows, self.slots[index], -1)
-
-    def put(self, rows: Tensor) -> Tensor:
-        """Give slots to rows that have none, ascending; there must be enough."""
-        slots, self.free = self.free[: rows.numel()], self.free[rows.numel() :]
-        merged, order = torch.cat([self.rows, rows]).sort()
-        self.rows, self.slots = merged, torch.cat([self.slots, slots])[order]
-        return slots
-
-    def drop(self, which: Tensor) -> None:
-        """Remove rows, given by a bool for each, and free their slots."""
-        self.free = torch.cat([self.slots[which], self.free]).sort().values
-        self.rows, self.slots = self.rows[~which], self.slots[~which]
-
-
-MIN_GROWTH = 256  # slots by which an overflow grows
 
 
 class CacheStorage:
@@ -162,7 +134,7 @@ class CacheStorage:
         """Grow those overflows, all at once, that have fewer free slots than wanted."""
         directory, more = self._directory, [0] * len(wanted)
         for index, number in enumerate(wanted):
-            lacking = number - directory.overflow[index].free.numel()
+            lacking = number - directory.free_overflow(index).numel()
             if lacking > 0:
                 size = directory.num_slots[index] - directory.in_sets[index]
                 room = self._tables[index].config.num_embeddings
@@ -202,15 +174,6 @@ def synchronize(device: torch.device) -> None:
     """Wait for a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-class PendingRead(NamedTuple):
-    """Rows that are being read into slots."""
-
-    table: CachedTable
-    records: Tensor
-    slots: Tensor
-    future: IoFuture
 
 
 class RowTransfer:
@@ -260,26 +223,27 @@ class RowTransfer:
         self._writing -= size
         future.wait()
 
-    def start_read(self, table: CachedTable, rows: Tensor, slots: Tensor) -> PendingRead | None:
-        """Start to read rows, ascending, into slots; None if they are there already."""
-        if isinstance(table.store, HostRows):
-            here, fields = table.tensors_on_device(), table.store.fields()
-            ops.move_rows_(list(here.values()), [fields[name] for name in here], slots, rows)
-            return None
-        records = self._records(table, rows.numel())
-        return PendingRead(table, records, slots, table.store.read(rows.cpu(), records))
-
-    def finish_reads(self, reads: Iterable[PendingRead | None]) -> None:
-        """Wait until the rows are in their slots.
+    def start_read(self, table: CachedTable, rows: Tensor, slots: Tensor) -> Callable[[], None]:
+        """Start to read rows, ascending, into slots; the result waits until they are there.
 
         Raises:
-            StorageError: a read failed.
+            StorageError: a read failed; the result does, too.
         """
-        for table, records, slots, future in (read for read in reads if read is not None):
+        here = table.tensors_on_device()
+        if isinstance(table.store, HostRows):
+            fields = table.store.fields()
+            ops.move_rows_(list(here.values()), [fields[name] for name in here], slots, rows)
+            return lambda: None
+        records = self._records(table, rows.numel())
+        future = table.store.read(rows.cpu(), records)
+
+        def finish() -> None:
             future.wait()
             here, views = table.tensors_on_device(), table.record.views(records)
             source = torch.arange(slots.numel(), device=self._device)
             self._move(list(here.values()), [views[name] for name in here], slots, source)
+
+        return finish
 
     def _move(self, to: list[Tensor], source: list[Tensor], to_rows: Tensor, from_rows: Tensor) -> None:
         """Between slots and records, which are in host memory."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +12,11 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from tritonemb import errors, ops
-from tritonemb.jagged import KeyedJaggedTensor
+from tritonemb.jagged import Features, KeyedJaggedTensor, parts_of
 from tritonemb.layout import NUM_ROWS, TABLE, Layout, make_layout
-from tritonemb.ops.accumulate import NOT_ACCUMULATING, accumulate_
 from tritonemb.tables.cache import RowCache
 from tritonemb.tables.cached_table import CachedTable
-from tritonemb.tables.lookup import Features, Lookup, PinnedSlots, PrefetchedBatch, parts_of
+from tritonemb.tables.lookup import PrefetchedBatch
 from tritonemb.tables.table import Table
 from tritonemb.types import TableConfig
 
@@ -54,16 +54,15 @@ def prefetch_batch(
     batch = _one_key_a_lookup(tables, KeyedJaggedTensor(keys, values, weights, offsets=offsets), layout)
     whole, own = slot_layouts(tables, cache, tuple(batch.keys()), batch.values().device)
 
-    def check_ids() -> None:
-        if tables.bounds_check == "raise":
-            _check_ids(values, offsets, layout)
+    def find_problem() -> ValueError | None:
+        return _bad_id(values, offsets, layout) if tables.bounds_check == "raise" else None
 
     training = torch.is_grad_enabled() and _trains(tables)
     find_replica_rows = tables.update.replica_rows(tables) if training else None
     if find_replica_rows is not None and before is not None and before.replica_rows is not None:
         found = before.replica_rows
         find_replica_rows = lambda _rows, _problem: found  # noqa: E731
-    return cache.prefetch(batch, whole, own, training, check_ids, find_replica_rows)
+    return cache.prefetch(batch, whole, own, training, find_problem, find_replica_rows)
 
 
 @_disable_dynamo  # a graph break, which loads no compiler before one is used
@@ -91,64 +90,26 @@ def look_up_cached(
         pinned.release()
         return found
     _check_gradients(tables, batch)
-    weights: list[Tensor] = [table.weight for table in tables.tables]
     if not _trains(tables):
-        stand_for_all = next((w for w in weights if w.requires_grad), weights[0])
-        found = ops.fused_lookup(stand_for_all, None, UntrainedUpdate(tables, lookup))
+        weights = [table.weight for table in tables.tables]
+        stand_for_all = next((weight for weight in weights if weight.requires_grad), weights[0])
+        found = ops.fused_lookup(stand_for_all, None, partial(tables.read, lookup), partial(_refuse_gradient, tables))
         pinned.release()
         return found
-    tables.update.check(tables.configs[0].name)
-    tables.check_trainable(weights)
+    tables.check_trainable()
     if tables.accumulating:
         keys, values, _, _ = parts_of(features)
         tables.remember_keys(list(_lookup_keys(tables, keys, tables.layout(keys, values.device)) or keys))
         tables.pins.append(pinned)
-    return ops.fused_lookup(weights[0], None, PinnedUpdate(tables, lookup, pinned))
+    return tables.look_up_trained(lookup, [pinned])
 
 
-class PinnedUpdate:
-    """A batch's rows in pinned slots, read and updated there; an `ops.Update`."""
-
-    def __init__(self, tables: Tables, lookup: Lookup, pinned: PinnedSlots) -> None:
-        self._tables, self._lookup, self._pinned = tables, lookup, pinned
-        self._handle = tables.accumulator.handle if tables.accumulating else NOT_ACCUMULATING
-
-    def read(self) -> Tensor:
-        return self._tables.read(self._lookup)
-
-    def take_gradient(self, grad: Tensor, needs_sample_weight_grad: bool) -> None:
-        """Update the rows and unpin them; or keep the gradient, if the lookup was made in `accumulate`.
-
-        Raises:
-            RuntimeError: the slots have been unpinned.
-        """
-        if self._pinned.released:
-            raise RuntimeError(
-                "the rows of this batch are no longer pinned: each lookup of cached tables has one backward, inside "
-                "the accumulate() block if it was made in one; look the batch up again"
-            )
-        if self._handle == NOT_ACCUMULATING:
-            self._tables.update.step(self._tables, grad, self._lookup, [self._pinned])
-        else:
-            batch = self._lookup.values, self._lookup.offsets, self._lookup.sample_weights
-            accumulate_(self._tables.pending, self._handle, grad, *batch)
-
-
-class UntrainedUpdate:
-    """Rows of tables without an optimizer; an `ops.Update`."""
-
-    def __init__(self, tables: Tables, lookup: Lookup) -> None:
-        self._tables, self._lookup = tables, lookup
-
-    def read(self) -> Tensor:
-        return self._tables.read(self._lookup)
-
-    def take_gradient(self, grad: Tensor, needs_sample_weight_grad: bool) -> None:
-        config = _first_cached(self._tables)
-        raise ValueError(
-            f"table {config.name!r} is placed on {config.placement!r}, where only a fused optimizer can train it; give "
-            "its collection one, or freeze it with requires_grad_(False)"
-        )
+def _refuse_gradient(tables: Tables, grad: Tensor, needs_sample_weight_grad: bool) -> None:
+    config = _first_cached(tables)
+    raise ValueError(
+        f"table {config.name!r} is placed on {config.placement!r}, where only a fused optimizer can train it; give "
+        "its collection one, or freeze it with requires_grad_(False)"
+    )
 
 
 def _trains(tables: Tables) -> bool:
@@ -174,8 +135,8 @@ def _check_gradients(tables: Tables, batch: PrefetchedBatch) -> None:
         )
 
 
-def _check_ids(values: Tensor, offsets: Tensor, layout: Layout) -> None:
-    """Raise the ValueError of the first id that lies outside a table which its key looks up."""
+def _bad_id(values: Tensor, offsets: Tensor, layout: Layout) -> ValueError | None:
+    """Names the first id that lies outside a table which its key looks up."""
     num_keys = layout.key_starts.numel() - 1
     bags = torch.diff(offsets)
     for_key = []
@@ -184,9 +145,8 @@ def _check_ids(values: Tensor, offsets: Tensor, layout: Layout) -> None:
         for_key.append(min((int(layout.tables[table, NUM_ROWS]) for table in uses[:, TABLE].tolist()), default=-1))
     rows = torch.tensor(for_key, device=values.device).repeat_interleave(bags.numel() // num_keys)
     rows = torch.repeat_interleave(rows, bags)
-    bad = (rows >= 0) & ((values < 0) | (values >= rows))
-    if bool(bad.any()):
-        raise errors.bad_id(int(bad.nonzero()[0]), values, offsets, layout)
+    bad = ((rows >= 0) & ((values < 0) | (values >= rows))).nonzero()
+    return errors.bad_id(int(bad[0]), values, offsets, layout) if bad.numel() else None
 
 
 def _lookup_keys(tables: Tables, keys: Sequence[str], layout: Layout) -> dict[str, str] | None:

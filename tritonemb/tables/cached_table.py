@@ -131,7 +131,7 @@ class CachedTable(Table):
         cache = self.cache
         with nullcontext() if cache is None else cache.invalidating(self):
             if self.has_store:
-                self._count_replaced()
+                self._counted = self.counts()
                 self.store.close()
             if seed is None:
                 seed = draw_seed() if self.config.init is None else 0
@@ -143,13 +143,18 @@ class CachedTable(Table):
             self.store = self.empty_store(seed)
             return
         config, pin = self.config, self.weight.device.type == "cuda"
-        initial = _initial_values(config, self.record, seed)
-        self.store = HostRows(config.num_embeddings, self.record, initial, pin, table_name=config.name)
+        self.store = HostRows(
+            config.num_embeddings, self.record, self._initial_values(seed), pin, table_name=config.name
+        )
         if config.init is not None:
             dtype = config.dtype if config.dtype in TRAINABLE_DTYPES else torch.float32
             whole = torch.empty(config.num_embeddings, config.embedding_dim, dtype=dtype)
             config.init(whole)
             self.store.fields()["weight"].copy_(whole)
+
+    def _initial_values(self, seed: int) -> InitialValues:
+        config = self.config
+        return InitialValues(self.record, seed, config.bound, config.row_origin, config.column_origin)
 
     def tensors_on_device(self) -> dict[str, Tensor]:
         """Weight and states of the slots, by their names in a record."""
@@ -160,12 +165,22 @@ class CachedTable(Table):
         """All rows, in order, with what is in the cache: the first row of a piece, and its fields."""
         if self.cache is not None:
             self.cache.write_back()
+        yield from self._pieces()
+
+    def _pieces(self, read: bool = True, write: bool = False) -> Iterator[tuple[int, dict[str, Tensor]]]:
+        """As `pieces`, of the store alone; if asked, the fields are written to it."""
         if isinstance(self.store, HostRows):
             yield 0, self.store.fields()
             return
-        for rows, records in self._chunks():
-            self.store.read(rows, records).wait()
-            yield int(rows[0]), self.record.views(records)
+        step = max(1, CHUNK_BYTES // self.record.num_bytes)
+        for first in range(0, self.config.num_embeddings, step):
+            rows = torch.arange(first, min(first + step, self.config.num_embeddings), device="cpu")
+            records = torch.zeros(rows.numel(), self.record.num_bytes, dtype=torch.uint8, device="cpu")
+            if read:
+                self.store.read(rows, records).wait()
+            yield first, self.record.views(records)
+            if write:
+                self.store.write(rows, records).wait()
 
     def tensors(self) -> dict[str, Tensor]:
         """Weight and states of the whole table; of one in host memory, those that training writes to.
@@ -197,19 +212,9 @@ class CachedTable(Table):
         """Write weight or states of the whole table; what is not given, or is `tensors()` itself, stays as it is."""
         given = [field.name for field in self.record.fields if field.name in tensors]
         with self._reloading():
-            if isinstance(self.store, HostRows):
+            for first, fields in self._pieces(read=len(given) < len(self.record.fields), write=True):
                 for name in given:
-                    self.store.fields()[name].copy_(tensors[name])
-                return
-            for rows, records in self._chunks():
-                if len(given) < len(self.record.fields):
-                    self.store.read(rows, records).wait()
-                else:
-                    records.zero_()
-                fields, part = self.record.views(records), slice(int(rows[0]), int(rows[-1]) + 1)
-                for name in given:
-                    fields[name].copy_(tensors[name][part])
-                self.store.write(rows, records).wait()
+                    fields[name].copy_(tensors[name][first : first + fields[name].shape[0]])
 
     @torch.no_grad()
     def update_records(self, function: Callable[[dict[str, Tensor]], None]) -> None:
@@ -218,19 +223,8 @@ class CachedTable(Table):
         Pieces are the same for tables of the same shape and placement.
         """
         with self._reloading():
-            if isinstance(self.store, HostRows):
-                function(self.store.fields())
-                return
-            for rows, records in self._chunks():
-                self.store.read(rows, records).wait()
-                function(self.record.views(records))
-                self.store.write(rows, records).wait()
-
-    def _chunks(self) -> Iterator[tuple[Tensor, Tensor]]:
-        step = max(1, CHUNK_BYTES // self.record.num_bytes)
-        for first in range(0, self.config.num_embeddings, step):
-            rows = torch.arange(first, min(first + step, self.config.num_embeddings), device="cpu")
-            yield rows, torch.empty(rows.numel(), self.record.num_bytes, dtype=torch.uint8, device="cpu")
+            for _, fields in self._pieces(write=True):
+                function(fields)
 
     def restore_store(self, base: str | Path, increments: Sequence[str | Path] = ()) -> DiskRows:
         """Rows of snapshots of this table, for `replace_store`; see `restore`.
@@ -255,7 +249,7 @@ class CachedTable(Table):
         )
         return {
             "identity": identity,
-            "initializer": _initial_values(config, self.record, seed),
+            "initializer": self._initial_values(seed),
             "host_rows": config.cache.host_rows,
             "policy": config.cache.policy,
         }
@@ -263,7 +257,7 @@ class CachedTable(Table):
     def replace_store(self, store: DiskRows) -> None:
         """Replace the store; cached rows are read again from the new one."""
         with self._reloading(write_back=False):
-            self._count_replaced()
+            self._counted = self.counts()
             before, self.store = self.store, store
             with suppress(StorageError):  # that something could not be written matters no more
                 before.close()
@@ -278,15 +272,9 @@ class CachedTable(Table):
             destination[prefix + name] = tensor
 
     def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
+        unexpected_keys: list[str], error_msgs: list[str],
+    ) -> None:  # fmt: skip
         names = [field.name for field in self.record.fields]
         missing = [prefix + name for name in names if prefix + name not in state_dict]
         missing_keys += missing
@@ -336,10 +324,6 @@ class CachedTable(Table):
         now = self.store.counts() if self.has_store and isinstance(self.store, DiskRows) else Counts()
         return self._counted.plus(*now)
 
-    def _count_replaced(self) -> None:
-        """Keep what the store has counted that is about to be replaced."""
-        self._counted = self.counts()
-
 
 def _as_own_storage(values: Tensor, field: Field) -> Tensor:
     """The same memory, as `torch.save` takes it: it refuses a storage of several dtypes."""
@@ -369,10 +353,6 @@ class InitialValues:
         weight = self._record.views(records)["weight"]
         own = rows + self._row_origin if self._row_origin else rows
         fill_initial_(weight, self._seed, self._bound, first_column=self._column_origin, rows=own)
-
-
-def _initial_values(config: TableConfig, record: Record, seed: int) -> InitialValues:
-    return InitialValues(record, seed, config.bound, config.row_origin, config.column_origin)
 
 
 @contextmanager

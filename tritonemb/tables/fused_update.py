@@ -8,69 +8,44 @@ once, by the sum of its gradients, as PyTorch's optimizers do it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, get_args
-from weakref import WeakSet, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from tritonemb import ops
 from tritonemb.errors import gradient_not_finite
-from tritonemb.ops.accumulate import gathering
 from tritonemb.ops.bag import Bags, BagTable, layout_of
-from tritonemb.optimizers import Constants, Hyperparameters, NonFinite, Optimizer
-from tritonemb.tables.optimizer import FusedOptimizer
+from tritonemb.optimizers import Hyperparameters, NonFinite, Optimizer
+from tritonemb.tables.optimizer import OptimizedTables
 
 NONFINITE_MODES = get_args(NonFinite)
 
 
-class FusedGroup:
-    """The optimizer of some tables, its learning rate, and gradients that are not applied yet.
+class FusedGroup(OptimizedTables):
+    """The optimizer of some modules' tables, and gradients that are not applied yet.
 
     It does not know its tables: every gradient has its own.
-
-    Attributes:
-        optimizer: what is computed.
-        constants: its hyperparameters.
-        by_step: gradients are applied by `apply`, instead of when their backward pass ends.
     """
 
+    optimizer: Optimizer
+
     def __init__(self, optimizer: Optimizer, by_step: bool = False) -> None:
-        self.optimizer, self.by_step = optimizer, by_step
-        self.constants = Constants(optimizer.hyperparameters)
-        self._learning_rate = optimizer.lr
+        super().__init__(optimizer, by_step)
         self._rates: dict[torch.device, Tensor] = {}
         self._begin()
 
     def _begin(self) -> None:
-        self._kept: list[ops.BagGradient] = []
-        self._accumulating = False
         # By backward pass. One that fails forgets its callback, and with it its gradients.
         self._open: WeakValueDictionary[int, _PassGradients] = WeakValueDictionary()
         self._lock = threading.Lock()
-        self._views: WeakSet[FusedOptimizer] = WeakSet()
 
-    @property
-    def current_learning_rate(self) -> float:
-        """What was last set; updates read the tensor of `rate_on`."""
-        return self._learning_rate
-
-    def set_learning_rate(self, lr: float) -> None:
-        """Raises ValueError for a negative or non-finite rate."""
-        if not 0.0 <= lr < float("inf"):
-            raise ValueError(f"the learning rate must lie in [0, inf), got {lr}")
-        self._learning_rate = float(lr)
-        for rate in self._rates.values():
-            rate.fill_(lr)
-        for view in self._views:
-            view.show_learning_rate()
-
-    def watch(self, view: FusedOptimizer) -> None:
-        """Show every new learning rate to `view`, without keeping it alive."""
-        self._views.add(view)
+    def rates(self) -> Iterable[Tensor]:
+        return self._rates.values()
 
     def rate_on(self, device: torch.device) -> Tensor:
         """The learning rate as float32 `[]`, always the same tensor, made before a lookup is traced."""
@@ -78,7 +53,7 @@ class FusedGroup:
         if found is None:
             assert not torch.compiler.is_compiling(), "a traced graph would keep the learning rate of its first call"
             with torch.inference_mode(False):
-                found = torch.tensor(self._learning_rate, dtype=torch.float32, device=device)
+                found = torch.tensor(self.current_learning_rate, dtype=torch.float32, device=device)
             self._rates[device] = found
         return found
 
@@ -108,56 +83,36 @@ class FusedGroup:
         return gradients
 
     def _finish(self, gradients: _PassGradients) -> None:
-        if self.by_step or self._accumulating:
-            self._kept += [_copied(gradient) for gradient in gradients]
+        if self.accumulator.is_open:
+            self.accumulator.kept += [_copied(gradient) for gradient in gradients]
         else:
             update(gradients)
 
     def apply(self) -> None:
-        """Update the tables by all kept gradients, as one step on all samples."""
-        kept, self._kept = self._kept, []
-        update(kept)
-
-    def discard(self) -> None:
-        """Forget all kept gradients."""
-        self._kept = []
+        """Update the tables by all accumulated gradients, as one step on all samples."""
+        update(self.accumulator.take())
 
     @property
     def accumulating(self) -> bool:
         """Whether a block of `accumulate` is active."""
-        return self._accumulating
+        return self.accumulator.is_open and not self.by_step
 
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
-        """Accumulate the gradients of several backward passes and apply them once, when the block ends.
-
-        The tables are then bitwise identical to those after one step on all samples as one batch. Leaving the block
-        with an exception discards what was accumulated. Not for compiled modules: calling one in the block raises
-        RuntimeError.
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Not for compiled modules: calling one in the block raises RuntimeError.
 
         Raises:
-            RuntimeError: if it is active already, or if gradients are kept until `step` anyway.
+            RuntimeError: it is active already, or gradients are kept until `step` anyway.
         """
         if self.by_step:
             raise RuntimeError('with update="step" gradients are accumulated until step(); leave out accumulate()')
-        if self._accumulating:
-            raise RuntimeError("accumulate() is already active")
-        self._accumulating = True
-        try:
-            with gathering(list(self._rates.values())):
-                yield
-            self.apply()
-        finally:
-            self._accumulating = False
-            self.discard()
+        return self.accumulator.open(update, self._rates.values())
 
     def __getstate__(self) -> dict[str, Any]:
-        """Kept gradients are not copied."""
-        names = ("optimizer", "by_step", "constants", "_learning_rate", "_rates")
-        return {name: self.__dict__[name] for name in names}
+        """Gradients that are not applied yet are not copied."""
+        return {name: value for name, value in super().__getstate__().items() if name not in ("_open", "_lock")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        super().__setstate__(state)
         self._rates = {rate.device: rate for rate in self._rates.values()}  # perhaps loaded onto another device
         self._begin()
 
@@ -232,21 +187,16 @@ def _update(gradients: list[ops.BagGradient]) -> None:
 
 
 def _one_batch(gradients: list[ops.BagGradient]) -> tuple[Tensor, Tensor]:
-    """Ids and offsets of all lookups, key by key."""
+    """Ids of K lookups, and offsets `[K * B + 1]`: each lookup begins where the one before ends."""
     if len(gradients) == 1:
         return gradients[0].values, gradients[0].bags.offsets
     dtypes = {gradient.values.dtype for gradient in gradients}
     values = [g.values if len(dtypes) == 1 else g.values.to(torch.int64) for g in gradients]
-    return torch.cat(values), _stacked_offsets(gradients)
-
-
-def _stacked_offsets(gradients: list[ops.BagGradient]) -> Tensor:
-    """`[K * B + 1]` of K lookups with offsets `[B + 1]`, each of which begins where the one before ends."""
     parts, total = [], 0
     for gradient in gradients:
         parts.append(gradient.bags.offsets[:-1] + total)
         total += gradient.values.shape[0]
-    return torch.cat([*parts, parts[0].new_full((1,), total)])
+    return torch.cat(values), torch.cat([*parts, parts[0].new_full((1,), total)])
 
 
 def _all_sample_weights(gradients: list[ops.BagGradient]) -> Tensor | None:
@@ -273,8 +223,9 @@ def _joined(gradients: list[ops.BagGradient]) -> ops.BagGradient:
     if len({(gradient.bags.pooled, gradient.bags.mean) for gradient in gradients}) > 1:
         gradients = [_by_position(gradient) for gradient in gradients]
     pooled = gradients[0].bags.pooled
-    values, total = torch.cat([g.values.to(torch.int64) for g in gradients]), sum(g.values.shape[0] for g in gradients)
-    offsets = _stacked_offsets(gradients) if pooled else _ends(total, values.device)
+    values, offsets = _one_batch(gradients)
+    if not pooled:
+        offsets = _ends(values.shape[0], values.device)
     return ops.BagGradient(
         first.table, first.name, values, _all_sample_weights(gradients), gradients[0].bags._replace(offsets=offsets),
         torch.cat([gradient.grad for gradient in gradients]),

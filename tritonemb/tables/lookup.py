@@ -1,4 +1,4 @@
-"""A batch as kernels see it, and the slots of the cache that it pins.
+"""A batch as kernels see it, the slots of the cache that it pins, and `prefetch`, which pins them ahead.
 
 Releases of pins have sequence numbers. A thread that prefetches comes to a batch sooner or later, so which pins have
 been released by then, and which rows may be evicted, is a matter of luck; which had been released when the batch was
@@ -8,38 +8,19 @@ submitted is not.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.utils._pytree import tree_map_only
 
 from tritonemb import ops
+from tritonemb.jagged import Features, KeyedJaggedTensor, parts_of
 from tritonemb.layout import Layout
-
-
-class Features(Protocol):
-    """What a batch must offer: tritonemb's or TorchRec's `KeyedJaggedTensor`."""
-
-    def keys(self) -> list[str]: ...
-    def values(self) -> Tensor: ...
-    def offsets(self) -> Tensor: ...
-    def weights_or_none(self) -> Tensor | None: ...
-
-
-def parts_of(features: Features) -> tuple[list[str], Tensor, Tensor, Tensor | None]:
-    """Keys, values, offsets and weights; raises TypeError or ValueError for what is no such batch."""
-    for method in ("keys", "values", "offsets", "weights_or_none"):
-        if not callable(getattr(features, method, None)):
-            raise TypeError(f"expected a KeyedJaggedTensor, got {type(features).__name__}, which has no {method}()")
-    if getattr(features, "variable_stride_per_key", bool)():  # TorchRec's
-        raise ValueError(
-            "the batch has another number of samples for each feature; give every feature a bag, perhaps an empty one, "
-            "for every sample"
-        )
-    return list(features.keys()), features.values(), features.offsets(), features.weights_or_none()
 
 
 class Lookup(NamedTuple):
@@ -60,39 +41,38 @@ class Lookup(NamedTuple):
     layout: Layout
 
 
-ReleaseSlots = Callable[[Tensor, Tensor, bool, torch.cuda.Stream | None], None]
-
-
 class PinnedSlots:
     """The slots of a batch's rows, which are not evicted until it is released; at the latest, when it is deleted.
 
     Args:
-        release: unpins tables, slots, given whether the rows are dirty, and the stream that reads the slots.
+        release: called with this object, by any thread, perhaps by Python's garbage collection.
         tables, rows, slots: int64 `[n]`: for each row its table, its number there, and its slot.
+
+    Attributes:
+        dirty: whether the rows have been updated; they are written back after release.
+        stream: that reads the slots; whoever reuses them waits for it first.
+        number: the release's sequence number.
+        events: behind which nobody uses the slots for this batch.
     """
 
-    def __init__(self, release: ReleaseSlots, tables: Tensor, rows: Tensor, slots: Tensor) -> None:
-        self._release: ReleaseSlots | None = release
-        self._tables, self._rows, self._slots = tables, rows, slots
-        self._acquired = self._dirty = False
-        self._stream: torch.cuda.Stream | None = None
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Tables, rows and slots."""
-        return self._tables, self._rows, self._slots
+    def __init__(self, release: Callable[[PinnedSlots], None], tables: Tensor, rows: Tensor, slots: Tensor) -> None:
+        self._release: Callable[[PinnedSlots], None] | None = release
+        self.tables, self.rows, self.slots = tables, rows, slots
+        self.dirty = self._acquired = False
+        self.stream: torch.cuda.Stream | None = None
+        self.number, self.events = 0, list[torch.cuda.Event]()
 
     def rows_of(self, table: int) -> tuple[Tensor, Tensor]:
         """The rows of a table, ascending, and their slots."""
-        mine = self._tables == table
-        return self._rows[mine], self._slots[mine]
+        mine = self.tables == table
+        return self.rows[mine], self.slots[mine]
 
     @property
     def released(self) -> bool:
         """Whether other rows may be in the slots by now."""
         return self._release is None
 
-    def acquire(self, release: ReleaseSlots) -> bool:
+    def acquire(self, release: Callable[[PinnedSlots], None]) -> bool:
         """Let a lookup use the slots; False if another lookup has had them.
 
         Raises:
@@ -105,19 +85,11 @@ class PinnedSlots:
         self._acquired = True
         return True
 
-    def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Record the stream that reads the slots; whoever reuses them waits for it first."""
-        self._stream = stream
-
-    def mark_dirty(self) -> None:
-        """Mark the rows dirty; they are written back after release."""
-        self._dirty = True
-
     def release(self) -> None:
         """Unpin the slots. This thread's stream has been given all changes of the rows."""
         release, self._release = self._release, None
         if release is not None:
-            release(self._tables, self._slots, self._dirty, self._stream)
+            release(self)
 
     def __del__(self) -> None:
         self.release()
@@ -163,3 +135,102 @@ def released_before(number: int) -> Iterator[None]:
 def release_limit() -> int | None:
     """The number of `released_before`, or None: all releases count."""
     return _released_before.get()
+
+
+class PrefetchedFeatures:
+    """The place of a batch's features for a model that has prefetched them.
+
+    It has keys and batch size, and nothing else: the ids are where their rows are, so a model that changes them before
+    it looks them up cannot be given this.
+
+    Args:
+        batch: the features.
+        by_collection: for each collection, by `id`, what it has made of them: a pytree of tensors.
+    """
+
+    def __init__(self, batch: KeyedJaggedTensor, by_collection: Mapping[int, Any]) -> None:
+        self._batch, self._by_collection = batch, dict(by_collection)
+
+    def keys(self) -> list[str]:
+        """Keys of the batch."""
+        return self._batch.keys()
+
+    def stride(self) -> int:
+        """Batch size."""
+        return self._batch.stride()
+
+    def of(self, collection: Any) -> Any:
+        """What a collection has prefetched.
+
+        Raises:
+            ValueError: nothing, as it belongs to another model.
+        """
+        if id(collection) not in self._by_collection:
+            raise ValueError("another model has prefetched these features; use prefetch() of the one that is called")
+        return self._by_collection[id(collection)]
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> PrefetchedFeatures:
+        """On another device."""
+        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> PrefetchedFeatures:
+        """The same with other tensors of the same values."""
+        parts = self._batch, self._by_collection
+        return PrefetchedFeatures(*tree_map_only(Tensor, function, parts, is_leaf=_is_layout))
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise AttributeError(
+            f"this batch has been prefetched: its ids are where their rows are, so it has no {name!r}; a model that "
+            "changes its features before it looks them up cannot prefetch them: give it the features themselves "
+            "(pipeline=False), or change them in the data set"
+        )
+
+
+def _is_layout(part: Any) -> bool:
+    """A layout's tensors follow the slots that it describes; a copy would not."""
+    return isinstance(part, Layout)
+
+
+@_disable_dynamo  # a graph break, which loads no compiler before one is used
+def features_and_groups(tables: object, features: PrefetchedFeatures) -> tuple[Features, Any]:
+    """The features of a prefetched batch, and their groups if they are known."""
+    found: tuple[Features, Any] = features.of(tables)
+    return found
+
+
+def prefetch(
+    model: nn.Module, features: Features | PrefetchedFeatures, before: int | None = None
+) -> PrefetchedFeatures:
+    """Move the rows of a batch to the device, for those tables of a model that are in host memory or on disk.
+
+    Another thread may do so for the next batches while one is computed, in the order in which the model is called with
+    them. Give the result to the model in the features' place; where gradients are not going to be recorded, call this
+    under `torch.no_grad` too. Rows stay on the device until the batch's backward has run, or until the result is
+    dropped.
+
+    Args:
+        before: a sequence number, `te.nn.sequence_number()`: rows whose pins are released later are not evicted for
+            this batch. By default all that have been released when this comes to it may be, which in another thread is
+            a matter of time. Take the number in the thread that trains, when it submits a batch; then what caches count
+            (hits, evictions, overflows, bytes) depends on that alone.
+
+    Raises:
+        ValueError: for ids out of range, and what else a lookup raises.
+        StorageError: rows cannot be read or written.
+    """
+    if isinstance(features, PrefetchedFeatures):
+        return features
+    keys, values, offsets, weights = parts_of(features)
+    batch = KeyedJaggedTensor(keys, values, weights, offsets=offsets)
+    with nullcontext() if before is None else released_before(before):
+        return PrefetchedFeatures(batch, {id(tables): tables.prefetch(batch) for tables in table_sets(model)})
+
+
+def table_sets(model: nn.Module) -> list[Any]:
+    """The `TableSet`s that modules of a model own; not those of shards."""
+    return [module.table_set for module in model.modules() if hasattr(module, "table_set")]
+
+
+def needs_prefetch(model: nn.Module) -> bool:
+    """Whether some table of a model is in host memory or on disk, so that `prefetch` has something to do."""
+    return any(tables.cache is not None for tables in table_sets(model))

@@ -2,35 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
-from typing import Any, Protocol, cast
+from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
-from tritonemb.optimizers import Optimizer
+from tritonemb.ops.row_update import Accumulator
+from tritonemb.optimizers import Constants, Hyperparameters, Optimizer
 
 States = list[tuple[str, Tensor, dict[str, Tensor]]]
 
 
-class OptimizedTables(Protocol):
-    """Tables that backward passes update."""
+class OptimizedTables:
+    """Tables that backward passes update, with one learning rate.
 
-    @property
-    def optimizer(self) -> Optimizer | None: ...
-    @property
-    def current_learning_rate(self) -> float: ...
-    def set_learning_rate(self, lr: float) -> None: ...
-    def accumulate(self) -> AbstractContextManager[None]: ...
+    Attributes:
+        optimizer: what is computed; None for ordinary gradients.
+        constants: its hyperparameters.
+        current_learning_rate: what was last set; updates read a tensor.
+        accumulator: gradients that are not applied yet.
+        by_step: gradients are applied by `apply`, instead of when their backward pass ends.
+    """
 
+    def __init__(self, optimizer: Optimizer | None, by_step: bool = False) -> None:
+        self.optimizer, self.by_step = optimizer, by_step
+        self.constants = Constants(Hyperparameters() if optimizer is None else optimizer.hyperparameters)
+        self.current_learning_rate = 0.0 if optimizer is None else optimizer.lr
+        self.accumulator = Accumulator(always_open=by_step)
+        self._views: WeakSet[FusedOptimizer] = WeakSet()
 
-class DeferredGradients(Protocol):
-    """Gradients that are applied by `step`."""
+    def rates(self) -> Iterable[Tensor]:
+        """The tensors that updates read, float32 `[]`."""
+        raise NotImplementedError
 
-    def apply(self) -> None: ...
-    def discard(self) -> None: ...
+    def apply(self) -> None:
+        """Update the tables by all accumulated gradients, as one step on all samples."""
+        raise NotImplementedError
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """See `EmbeddingBagCollection.accumulate`."""
+        raise NotImplementedError
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Raises ValueError for a negative or non-finite rate."""
+        if not 0.0 <= lr < float("inf"):
+            raise ValueError(f"the learning rate must lie in [0, inf), got {lr}")
+        self.current_learning_rate = float(lr)
+        for rate in self.rates():
+            rate.fill_(lr)
+        for view in self._views:
+            view.show_learning_rate()
+
+    def view(self, states: Callable[[], States]) -> FusedOptimizer:
+        """A view that shows every new learning rate, and is not kept alive."""
+        view = FusedOptimizer(self, states, self if self.by_step else None)
+        self._views.add(view)
+        return view
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has views of its own."""
+        return {name: value for name, value in self.__dict__.items() if name != "_views"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._views = WeakSet()
 
 
 class ParamGroup(dict[str, Any]):
@@ -73,14 +112,12 @@ class FusedOptimizer(torch.optim.Optimizer):
     tensors themselves.
 
     Args:
-        tables: a collection, or a group of modules.
+        tables: `OptimizedTables`, or a module with their `optimizer`, `accumulate` and learning rate.
         states: each table's name, weight, and `step` and states by name: the tensors themselves.
         deferred: gradients that `step` is to apply.
     """
 
-    def __init__(
-        self, tables: OptimizedTables, states: Callable[[], States], deferred: DeferredGradients | None = None
-    ) -> None:
+    def __init__(self, tables: Any, states: Callable[[], States], deferred: OptimizedTables | None = None) -> None:
         spec = tables.optimizer
         assert spec is not None
         self._tables, self._states, self._deferred = tables, states, deferred
@@ -126,7 +163,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard gradients that `step` would apply; the weights have none of their own."""
         if self._deferred is not None:
-            self._deferred.discard()
+            self._deferred.accumulator.take()
         super().zero_grad(set_to_none)
 
     def accumulate(self) -> AbstractContextManager[None]:
@@ -165,3 +202,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         for tensor, value in pairs:
             tensor.copy_(value)
         self.param_groups[0].update(group)
+
+
+def check_optimizer(optimizer: object) -> Optimizer:
+    """Raises TypeError for anything but an optimizer of `tritonemb.optim`."""
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"optimizer must be one of tritonemb.optim, e.g. te.optim.RowWiseAdagrad(lr=0.02), got {optimizer!r}"
+        )
+    return optimizer

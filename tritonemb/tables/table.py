@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,38 @@ from tritonemb.utils import advise_huge_pages
 def draw_seed() -> int:
     """A table's seed, 63 bits from torch's generator."""
     return int(torch.randint(2**63 - 1, (), dtype=torch.int64))
+
+
+def new_weight(
+    num_rows: int, embedding_dim: int, device: torch.device | str | None, dtype: torch.dtype | None
+) -> Tensor:
+    """An empty table, in huge pages where there are any."""
+    weight = torch.empty(num_rows, embedding_dim, dtype=dtype, device=device)
+    advise_huge_pages(weight)
+    return weight
+
+
+def new_states(weight: Tensor, specs: Sequence[StateSpec]) -> dict[str, Tensor]:
+    """The optimizer states of a table by name, zeros, float32 `[num_rows]` or of the weight's shape."""
+    states = {}
+    for spec in specs:
+        shape = weight.shape if spec.per_element else weight.shape[:1]
+        state = torch.empty(shape, dtype=torch.float32, device=weight.device)
+        advise_huge_pages(state)
+        states[spec.name] = state.zero_()
+    return states
+
+
+def keep_dtypes(buffers: dict[str, Tensor | None], before: Mapping[str, Tensor | None]) -> None:
+    """After a module's `_apply`: casting to 16 bits casts the weight; states stay float32, zeros if they were meta."""
+    for name, buffer in buffers.items():
+        original = before[name]
+        if buffer is None or original is None:
+            continue
+        if original.is_meta and not buffer.is_meta:
+            buffers[name] = torch.zeros_like(original, device=buffer.device)
+        elif buffer.dtype != original.dtype:
+            buffers[name] = original.to(buffer.device)
 
 
 class Table(nn.Module):
@@ -41,20 +73,10 @@ class Table(nn.Module):
 
     def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: torch.device | str | None) -> None:
         config = self.config
-        weight = torch.empty(num_rows, config.embedding_dim, dtype=config.dtype, device=device)
-        advise_huge_pages(weight)
+        weight = new_weight(num_rows, config.embedding_dim, device, config.dtype)
         self.weight = nn.Parameter(weight, requires_grad=weight.dtype in TRAINABLE_DTYPES)
-        for spec in states:
-            shape = weight.shape if spec.per_element else weight.shape[:1]
-            state = torch.empty(shape, dtype=torch.float32, device=device)
-            advise_huge_pages(state)
-            self.register_buffer(spec.name, state.zero_())
-
-    def state(self, name: str) -> Tensor:
-        """An optimizer state; as an attribute it would be searched for among parameters first, which adds up."""
-        found = self._buffers[name]
-        assert found is not None
-        return found
+        for name, state in new_states(weight, states).items():
+            self.register_buffer(name, state)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
@@ -73,14 +95,9 @@ class Table(nn.Module):
             state.zero_()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Table:
-        """Casting a module to 16 bits casts the weight; optimizer state stays float32."""
         before = dict(self._buffers)
         super()._apply(fn, recurse)
-        for name, state in self._buffers.items():
-            if state is not None and state.dtype != torch.float32:
-                original = before[name]
-                assert original is not None
-                self._buffers[name] = original.to(state.device)
+        keep_dtypes(self._buffers, before)
         return self
 
     def extra_repr(self) -> str:

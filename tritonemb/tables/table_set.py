@@ -2,132 +2,132 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from tritonemb import ops
-from tritonemb.jagged import KeyedJaggedTensor
+from tritonemb.jagged import Features, KeyedJaggedTensor, parts_of
 from tritonemb.layout import Layout, make_layout
-from tritonemb.ops.accumulate import NOT_ACCUMULATING, Accumulator, accumulate_
-from tritonemb.optimizers import Constants, Hyperparameters, Optimizer
-from tritonemb.tables.cache import CacheStatistics
+from tritonemb.ops.row_update import NOT_ACCUMULATING, MicroBatch, accumulate_
+from tritonemb.optimizers import Optimizer
+from tritonemb.tables.cache import FindReplicaRows
 from tritonemb.tables.cached_lookup import look_up_cached, make_cache, prefetch_batch, slot_layouts
 from tritonemb.tables.cached_table import CachedTable
-from tritonemb.tables.lookup import Features, Lookup, PinnedSlots, PrefetchedBatch, parts_of
-from tritonemb.tables.optimizer import FusedOptimizer
+from tritonemb.tables.lookup import Lookup, PinnedSlots, PrefetchedBatch
+from tritonemb.tables.optimizer import OptimizedTables, States, check_optimizer
 from tritonemb.tables.table import Table
-from tritonemb.tables.update import LocalUpdate, RowsUpdate
 from tritonemb.types import TRAINABLE_DTYPES, TableConfig
 
 BoundsCheck = Literal["raise", "ignore"]
 Groups = ops.RowGroups | PrefetchedBatch
 
 
-class TableSet(nn.Module):
+class LocalUpdate:
+    """One step of the optimizer on rows that no other process has.
+
+    Attributes:
+        is_traceable: the update is an op, so that a lookup and its backward may be compiled.
+    """
+
+    is_traceable = True
+
+    def check(self, table: str) -> None:
+        """Raise in the forward where the tables must not be updated."""
+        check_not_data_parallel(table)
+
+    def replica_rows(self, tables: TableSet) -> FindReplicaRows | None:
+        """Finds the rows of other ranks' batches that are updated with a batch, or None; see `RowCache.prefetch`."""
+        return None
+
+    @torch.no_grad()
+    def step(self, tables: TableSet, grad: Tensor, lookup: Lookup, pins: Sequence[PinnedSlots] = ()) -> None:
+        """One step of the optimizer on the rows of a batch, whose slots are unpinned then."""
+        for pinned in pins:
+            pinned.dirty = True
+        try:
+            with tables.memory():
+                fused = tables.fused_tables()
+                ops.row_update_(fused, grad, lookup.offsets, lookup.sample_weights, lookup.groups, lookup.layout)
+        finally:
+            for pinned in pins:
+                pinned.release()
+
+
+def check_not_data_parallel(name: str) -> None:
+    """Raise in the forward of `DistributedDataParallel` on several processes, for a table that the backward updates.
+
+    Raises:
+        RuntimeError: every process would update its own copy by its own part of the batch.
+    """
+    parallel = DistributedDataParallel._get_active_ddp_module()
+    if parallel is not None and parallel.process_group.size() > 1:
+        raise RuntimeError(
+            f"table {name!r} has a fused optimizer, so DistributedDataParallel has no gradient to average and the "
+            "processes' tables would drift apart; fuse without an optimizer, te.fuse(model), or keep the tables out of "
+            "DistributedDataParallel"
+        )
+
+
+class TableSet(OptimizedTables):
     """Tables looked up, and with an `optimizer` updated, together; see `EmbeddingBagCollection`.
+
+    It is no module: one that owns it registers `tables`, and makes `counters` its buffers.
 
     Args:
         tables: whole tables, or parts of tables (`TableConfig.part`).
         pooled: whether bags are pooled, or every id keeps its row.
         update: what a backward pass does with the gradients of rows.
+
+    Attributes:
+        tables: in the order they were given.
+        counters: with an optimizer, `learning_rate`, float32 `[]`; `step`, updates so far, and `pending`, micro-batches
+            that are accumulated, int64 `[]`; `skipped`, int64 `[T]`.
+        feature_names: the keys that a batch must have, each once, in the order of tables.
+        cache: of those tables that are in host memory or on disk; None if there are none.
     """
 
-    learning_rate: Tensor
-    step: Tensor
-    skipped: Tensor
-    pending: Tensor
-
     def __init__(
-        self,
-        tables: Sequence[TableConfig],
-        optimizer: Optimizer | None = None,
-        device: torch.device | str | None = None,
-        bounds_check: BoundsCheck = "raise",
-        output_dtype: torch.dtype | None = None,
-        *,
-        pooled: bool,
-        update: LocalUpdate | None = None,
-    ) -> None:
-        super().__init__()
-        self.pooled = pooled
-        _check_tables(tables)
-        if optimizer is not None and not isinstance(optimizer, Optimizer):
-            raise TypeError(
-                f"optimizer must be one of tritonemb.optim, e.g. te.optim.RowWiseAdagrad(lr=0.02), got {optimizer!r}"
-            )
-        if optimizer is not None:
-            _check_trainable_dtypes(tables)
+        self, tables: Sequence[TableConfig], optimizer: Optimizer | None = None,
+        device: torch.device | str | None = None, bounds_check: BoundsCheck = "raise",
+        output_dtype: torch.dtype | None = None, *, pooled: bool, update: LocalUpdate | None = None,
+    ) -> None:  # fmt: skip
+        _check_tables(tables, optimizer)
         if bounds_check not in get_args(BoundsCheck):
             raise ValueError(f"bounds_check must be one of {get_args(BoundsCheck)}, got {bounds_check!r}")
-        self.configs = tuple(tables)
-        self.optimizer = optimizer
-        self.bounds_check = bounds_check
-        self.output_dtype = output_dtype
+        super().__init__(optimizer)
+        self.configs, self.pooled = tuple(tables), pooled
+        self.bounds_check, self.output_dtype = bounds_check, output_dtype
         self.update = LocalUpdate() if update is None else update
+        self.counters: dict[str, Any] = {}
         if optimizer is not None:
-            self.register_buffer(
-                "learning_rate", torch.tensor(optimizer.lr, dtype=torch.float32, device=_real(device)), persistent=False
-            )
-            self.register_buffer("step", torch.zeros((), dtype=torch.int64, device=_real(device)))
-            skipped = torch.zeros(len(self.configs), dtype=torch.int64, device=_real(device))
-            self.register_buffer("skipped", skipped, persistent=False)
-            self.register_buffer("pending", torch.zeros((), dtype=torch.int64, device=_real(device)), persistent=False)
-        for config in self.configs:  # not add_module, which would refuse a table that is called like a method
-            kind = Table if config.placement == "device" else CachedTable
-            self._modules[config.name] = kind(config, optimizer.states if optimizer else (), device)
+            # Counters have values from the start; they wait on the CPU for a meta module to be moved.
+            real = "cpu" if device is not None and torch.device(device).type == "meta" else device
+            self.counters = {
+                "learning_rate": torch.tensor(optimizer.lr, dtype=torch.float32, device=real),
+                "step": torch.zeros((), dtype=torch.int64, device=real),
+                "skipped": torch.zeros(len(self.configs), dtype=torch.int64, device=real),
+                "pending": torch.zeros((), dtype=torch.int64, device=real),
+            }
+        states = () if optimizer is None else optimizer.states
+        kinds = [Table if config.placement == "device" else CachedTable for config in self.configs]
+        self.tables = [kind(config, states, device) for kind, config in zip(kinds, self.configs, strict=True)]
+        self.feature_names = tuple(dict.fromkeys(feature for config in tables for feature in config.feature_names))
         self.cache = make_cache(self.tables)
-        self._learning_rate = 0.0 if optimizer is None else optimizer.lr
-        self._constants = Constants(Hyperparameters() if optimizer is None else optimizer.hyperparameters)
         self._layouts: dict[tuple[tuple[str, ...], torch.device], Layout] = {}
-        self.accumulator = Accumulator()
         self._accumulated_keys: tuple[str, ...] | None = None
-        self.accumulating = False
         self.pins: list[PinnedSlots] = []
-        self._fused_optimizer: FusedOptimizer | None = None
         self.layout(self.feature_names, self.tables[0].weight.device)
 
-    @property
-    def tables(self) -> list[Table]:
-        """The tables, in the order they were given."""
-        return [self._modules[config.name] for config in self.configs]  # type: ignore[misc]
+    def rates(self) -> list[Tensor]:
+        return [self.counters["learning_rate"]]
 
-    @property
-    def feature_names(self) -> tuple[str, ...]:
-        """The keys that a batch must have, each once, in the order of tables."""
-        return tuple(dict.fromkeys(feature for config in self.configs for feature in config.feature_names))
-
-    @property
-    def fused_optimizer(self) -> FusedOptimizer | None:
-        """The fused optimizer as a `torch.optim.Optimizer`, or None for ordinary parameters."""
-        if self._fused_optimizer is None and self.optimizer is not None:
-            self._fused_optimizer = FusedOptimizer(self, self.optimizer_states)
-        return self._fused_optimizer
-
-    def set_learning_rate(self, lr: float) -> None:
-        """Set the learning rate of the fused optimizer; nothing is recompiled.
-
-        Raises:
-            ValueError: without a fused optimizer, or for a negative or non-finite rate.
-        """
-        if self.optimizer is None:
-            raise ValueError("this collection has no fused optimizer; set the learning rate of the one you made")
-        if not 0.0 <= lr < float("inf"):
-            raise ValueError(f"the learning rate must lie in [0, inf), got {lr}")
-        self._learning_rate = float(lr)
-        self.learning_rate.fill_(lr)
-        if self._fused_optimizer is not None:
-            self._fused_optimizer.show_learning_rate()
-
-    @property
-    def current_learning_rate(self) -> float:
-        """What the fused optimizer's learning rate was last set to; the update reads the tensor `learning_rate`."""
-        return self._learning_rate
-
-    def optimizer_states(self) -> list[tuple[str, Tensor, dict[str, Tensor]]]:
+    def optimizer_states(self) -> States:
         """Each table's name, weight, and the step and states of its fused optimizer by name.
 
         Without the states of cached tables, which `state_dict` alone has.
@@ -136,78 +136,46 @@ class TableSet(nn.Module):
             (
                 t.config.name,
                 t.weight,
-                {"step": self.step, **({} if isinstance(t, CachedTable) else dict(t.named_buffers()))},
+                {"step": self.counters["step"], **({} if isinstance(t, CachedTable) else dict(t.named_buffers()))},
             )
             for t in self.tables
         ]
 
-    def skipped_rows(self) -> dict[str, int]:
-        """For `nonfinite="skip"`: how many row updates each table has skipped so far."""
-        if self.optimizer is None:
-            return {}
-        return dict(zip((config.name for config in self.configs), self.skipped.tolist(), strict=True))
-
-    def reset_parameters(self) -> None:
-        """Initialise all tables, e.g. after `to_empty`."""
-        for table in self.tables:
-            table.reset_parameters()
-        if self.optimizer is not None:
-            self.set_learning_rate(self.optimizer.lr)
-            for counter in (self.step, self.skipped, self.pending):
-                counter.zero_()
-
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Accumulate the gradients of several micro-batches and apply them once, when the block ends.
-
-        The tables are then bitwise identical to those after one step on all samples as one batch. Leaving the block
-        with an exception discards what was accumulated. Every micro-batch must have the same keys in the same order,
-        and its backward must run inside the block.
-        """
+        """See `EmbeddingBagCollection.accumulate`."""
         if self.optimizer is None:
             raise ValueError("accumulate() is for a fused optimizer; ordinary gradients add up by themselves")
-        if self.accumulating:
-            raise RuntimeError("accumulate() is already active")
-        self.accumulating, self._accumulated_keys = True, None
-        self.accumulator.open()
+        block, self._accumulated_keys = self.accumulator.open(self._apply_accumulated), None
         try:
-            yield
-            self._apply_accumulated()
+            with block:
+                yield
         finally:
-            self.accumulator.close()
             pins, self.pins = self.pins, []
             for pinned in pins:
                 pinned.release()
-            self.pending.zero_()
-            self.accumulating = False
+            self.counters["pending"].zero_()
+
+    @property
+    def accumulating(self) -> bool:
+        """Whether a block of `accumulate` is active."""
+        return self.accumulator.is_open
 
     def scale_accumulated(self, factor: float) -> bool:
-        """Multiply the gradients accumulated so far by `factor`; returns whether all of them are finite then.
-
-        For loss scaling: called in the block of `accumulate`, before it ends. Waits for the device.
-        """
-        grads = [batch.grad.mul_(factor) for batch in self.accumulator.kept()]
+        """See `EmbeddingBagCollection.scale_accumulated`."""
+        grads = [batch.grad.mul_(factor) for batch in self.accumulator.kept]
         return all(bool(grad.isfinite().all()) for grad in grads)
 
     def group(self, features: Features) -> Groups:
-        """The distinct rows of a batch, from its ids alone; may be computed ahead and given to `forward`.
-
-        Rows of tables in host memory or on disk are pinned on the device until the batch's backward has run, or, where
-        gradients are not recorded, until it has been looked up; a second lookup prefetches them again. Another thread
-        may do this.
-        """
+        """See `EmbeddingBagCollection.group`."""
         if self.cache is not None:
             return prefetch_batch(self, self.cache, features)
         keys, values, offsets, _ = parts_of(features)
         return ops.row_groups(values, offsets, self.layout(keys, values.device))
 
     def prefetch(self, features: Features) -> tuple[Features, Groups | None]:
-        """What `PrefetchedFeatures` have for this collection: the batch, and `group`'s result where that takes time."""
+        """What `PrefetchedFeatures` have for these tables: the batch, and `group`'s result where that takes time."""
         return features, None if self.cache is None else self.group(features)
-
-    def cache_statistics(self) -> dict[str, CacheStatistics]:
-        """What the caches have done so far, by table in host memory or on disk."""
-        return {} if self.cache is None else self.cache.statistics()
 
     def layout(self, keys: Sequence[str], device: torch.device) -> Layout:
         """The layout of these keys over the tables; made once for each order of keys."""
@@ -224,39 +192,55 @@ class TableSet(nn.Module):
             self._layouts[key] = found
         return found
 
-    def forward(self, features: Features, groups: Groups | None = None) -> Any:
-        """As `look_up`."""
-        return self.look_up(features, groups)
-
-    def look_up(self, features: Features, groups: Groups | None) -> Tensor:
-        """The op behind `forward`: `[B, width]` if pooled, else `[N, width]`."""
+    def look_up(self, features: Features, groups: Groups | None = None) -> Tensor:
+        """`[B, width]` if pooled, else `[N, width]`; differentiable, or its backward updates the tables."""
         if self.cache is not None:
             return look_up_cached(self, self.cache, features, groups)
         assert not isinstance(groups, PrefetchedBatch)
         keys, values, offsets, sample_weights = parts_of(features)
         layout = self.layout(keys, values.device)
-        weights: list[Tensor] = [table.weight for table in self.tables]
-        check_bounds, dtype = self.bounds_check == "raise", self.dtype_of(weights)
+        check_bounds = self.bounds_check == "raise"
         if self.optimizer is None or not torch.is_grad_enabled():
+            weights: list[Tensor] = [table.weight for table in self.tables]
+            dtype = self.dtype_of(weights)
             return ops.embedding_bag(weights, values, offsets, sample_weights, layout, check_bounds, dtype)
-        self.update.check(self.configs[0].name)
-        self.check_trainable(weights)
+        self.check_trainable()
         if self.accumulating:
             self.remember_keys(keys)
-        if not self.update.is_traceable:
-            groups = ops.row_groups(values, offsets, layout) if groups is None else groups
-            update = RowsUpdate(self, Lookup(values, offsets, sample_weights, groups, layout))
-            return ops.fused_lookup(weights[0], None, update)
         if groups is None:
             groups = ops.row_groups(values, offsets, layout)
         elif values.is_cuda and not torch.compiler.is_compiling():
             for tensor in (*groups, values, offsets):  # made ahead, perhaps on another stream
                 tensor.record_stream(torch.cuda.current_stream(values.device))
-        accumulator = self.accumulator.handle if self.accumulating else NOT_ACCUMULATING
+        if not self.update.is_traceable:
+            return self.look_up_trained(Lookup(values, offsets, sample_weights, groups, layout))
+        fused = self.fused_tables()
         return ops.embedding_bag_fused(
-            self.fused_tables(), values, offsets, sample_weights, groups, layout, check_bounds, dtype, self.pending,
-            accumulator,
+            fused, values, offsets, sample_weights, groups, layout, check_bounds, self.dtype_of(fused.weights),
+            self.counters["pending"], self.accumulator.current_handle,
         )  # fmt: skip
+
+    def look_up_trained(self, lookup: Lookup, pins: Sequence[PinnedSlots] = ()) -> Tensor:
+        """Read rows; the backward updates them, or keeps the gradient if this was called in `accumulate`.
+
+        Args:
+            pins: the slots that are read, which the update unpins.
+        """
+        handle = self.accumulator.current_handle
+
+        def take_gradient(grad: Tensor, needs_sample_weight_grad: bool) -> None:
+            if any(pinned.released for pinned in pins):
+                raise RuntimeError(
+                    "the rows of this batch are no longer pinned: each lookup of cached tables has one backward, "
+                    "inside the accumulate() block if it was made in one; look the batch up again"
+                )
+            if handle == NOT_ACCUMULATING:
+                self.update.step(self, grad, lookup, pins)
+            else:
+                batch = lookup.values, lookup.offsets, lookup.sample_weights
+                accumulate_(self.counters["pending"], handle, grad, *batch)
+
+        return ops.fused_lookup(self.tables[0].weight, None, partial(self.read, lookup), take_gradient)
 
     def dtype_of(self, weights: list[Tensor]) -> torch.dtype:
         """Of a lookup's result."""
@@ -267,17 +251,18 @@ class TableSet(nn.Module):
 
     def fused_tables(self) -> ops.FusedTables:
         """The tables' present tensors."""
-        spec = self.optimizer
-        weights: list[Tensor] = [table.weight for table in self.tables]
+        spec, counters = self.optimizer, [self.counters[name] for name in ("step", "skipped", "learning_rate")]
         assert spec is not None
-        states = [table.state(state.name) for state in spec.states for table in self.tables]
-        return ops.FusedTables(
-            weights, states, [self.step], [self.skipped], self.learning_rate, spec.name, self._constants.as_list()
-        )
+        weights: list[Tensor] = [table.weight for table in self.tables]
+        # As attributes they would be searched for among parameters first, which adds up.
+        states: list[Any] = [table._buffers[state.name] for state in spec.states for table in self.tables]
+        step, skipped, rate = counters
+        return ops.FusedTables(weights, states, [step], [skipped], rate, spec.name, self.constants.as_list())
 
-    def check_trainable(self, weights: list[Tensor]) -> None:
-        """Raise ValueError if only some weights require gradients."""
-        trainable = [weight.requires_grad for weight in weights]
+    def check_trainable(self) -> None:
+        """Raise where the tables must not be updated, or if only some weights require gradients."""
+        self.update.check(self.configs[0].name)
+        trainable = [table.weight.requires_grad for table in self.tables]
         if any(trainable) and not all(trainable):
             frozen = [config.name for config, on in zip(self.configs, trainable, strict=True) if not on]
             raise ValueError(
@@ -296,8 +281,7 @@ class TableSet(nn.Module):
             )
 
     @torch.no_grad()
-    def _apply_accumulated(self) -> None:
-        batches = self.accumulator.close()
+    def _apply_accumulated(self, batches: list[MicroBatch]) -> None:
         if not batches:
             return
         assert self._accumulated_keys is not None
@@ -306,23 +290,21 @@ class TableSet(nn.Module):
             [KeyedJaggedTensor(keys, b.values, b.sample_weights, offsets=b.offsets) for b in batches]
         )
         grad = torch.cat([batch.grad for batch in batches])
-        layout = self._own_layout(keys, grad.device)
+        layout = (
+            self.layout(keys, grad.device)
+            if self.cache is None
+            else slot_layouts(self, self.cache, keys, grad.device)[1]
+        )
         if not self.pooled:
+            places = torch.arange(grad.shape[0], device=grad.device).split([b.values.numel() for b in batches])
             order = KeyedJaggedTensor.stack(
-                [
-                    KeyedJaggedTensor(keys, rows, offsets=b.offsets)
-                    for b, rows in zip(batches, _counted(batches), strict=True)
-                ]
+                [KeyedJaggedTensor(keys, p, offsets=b.offsets) for b, p in zip(batches, places, strict=True)]
             )
             grad = grad[order.values()]
         values, offsets = stacked.values(), stacked.offsets()
         groups = ops.row_groups(values, offsets, layout)
         pins, self.pins = self.pins, []
         self.update.step(self, grad, Lookup(values, offsets, stacked.weights_or_none(), groups, layout), pins)
-
-    def _own_layout(self, keys: tuple[str, ...], device: torch.device) -> Layout:
-        """The layout of keys over the rows on the device."""
-        return self.layout(keys, device) if self.cache is None else slot_layouts(self, self.cache, keys, device)[1]
 
     def read(self, lookup: Lookup) -> Tensor:
         """`[B, width]` if pooled, else `[N, width]`; no gradient."""
@@ -334,53 +316,30 @@ class TableSet(nn.Module):
                 self.dtype_of(weights),
             )  # fmt: skip
 
-    def take_gradient(self, grad: Tensor, lookup: Lookup) -> None:
-        """Update the rows of a batch, or keep its gradient while gradients are accumulated."""
-        if self.accumulating:
-            handle = self.accumulator.handle
-            accumulate_(self.pending, handle, grad, lookup.values, lookup.offsets, lookup.sample_weights)
-        else:
-            self.update.step(self, grad, lookup)
+    def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Move or cast all tensors, as `torch.nn.Module._apply`; casting to 16 bits leaves the learning rate float32.
+
+        Raises:
+            RuntimeError: for cached tables, before others have been moved.
+        """
+        for table in sorted(self.tables, key=lambda table: not isinstance(table, CachedTable)):
+            table._apply(fn)
+        for name, counter in self.counters.items():
+            moved = fn(counter)
+            self.counters[name] = counter.to(moved.device) if name == "learning_rate" else moved
 
     def memory(self) -> AbstractContextManager[Any]:
         """Held while the tables' tensors are used, as their cache may replace them by larger ones."""
         return nullcontext() if self.cache is None else self.cache.storage.lock
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        """A table may be called like an attribute, say "training", which is set beside it."""
-        if name in self.__dict__:
-            self.__dict__[name] = value
-        else:
-            super().__setattr__(name, value)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> TableSet:
-        """Casting a module to 16 bits leaves the learning rate float32."""
-        for table in self.tables:
-            if isinstance(table, CachedTable):
-                table._apply(fn)  # raises before others have been moved
-        rate = self._buffers.get("learning_rate")
-        super()._apply(fn, recurse)
-        if rate is not None:
-            self._buffers["learning_rate"] = rate.to(self.step.device)
-        return self
-
     def __getstate__(self) -> dict[str, Any]:
-        """A copy makes its own optimizer view and layouts when it needs them."""
-        return {**self.__dict__, "_fused_optimizer": None, "_layouts": {}}
+        """A copy makes its own layouts when it needs them."""
+        return {**super().__getstate__(), "_layouts": {}}
 
 
-def _counted(batches: Sequence[Any]) -> list[Tensor]:
-    """A running number for every value of every micro-batch."""
-    sizes = [batch.values.numel() for batch in batches]
-    return list(torch.arange(sum(sizes), device=batches[0].values.device).split(sizes))
-
-
-def _real(device: torch.device | str | None) -> torch.device | str | None:
-    """Counters have values from the start; they wait on the CPU for a meta module to be moved."""
-    return "cpu" if device is not None and torch.device(device).type == "meta" else device
-
-
-def _check_tables(tables: Sequence[TableConfig]) -> None:
+def _check_tables(tables: Sequence[TableConfig], optimizer: object) -> None:
+    if optimizer is not None:
+        check_optimizer(optimizer)
     if not tables:
         raise ValueError("a collection needs at least one table")
     names: set[str] = set()
@@ -394,13 +353,9 @@ def _check_tables(tables: Sequence[TableConfig]) -> None:
                 f"table {table.name!r}: placement {table.placement!r} is not available in this collection; use "
                 "'device', 'host' or 'disk'"
             )
-        names.add(table.name)
-
-
-def _check_trainable_dtypes(tables: Sequence[TableConfig]) -> None:
-    for table in tables:
-        if table.dtype not in TRAINABLE_DTYPES:
+        if optimizer is not None and table.dtype not in TRAINABLE_DTYPES:
             raise ValueError(
                 f"table {table.name!r}: {table.dtype} rows are too coarse to be trained; choose one of "
                 f"{TRAINABLE_DTYPES}, or leave out the optimizer to look it up only"
             )
+        names.add(table.name)

@@ -12,8 +12,7 @@ import torch
 
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.nn.collections import EmbeddingBagCollection
-from tritonemb.ops.errors import check_errors
-from tritonemb.ops.registry import REFERENCE, forced, ops, why
+from tritonemb.ops.registry import REFERENCE, check_errors, forced, ops, why
 from tritonemb.optimizers import RowWiseAdagrad
 from tritonemb.types import TableConfig
 

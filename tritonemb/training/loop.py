@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tritonemb.comm.control import RankFailed, lost_contact
 from tritonemb.data.batch import Batch
 from tritonemb.data.protocol import Split
-from tritonemb.ops.errors import check_errors
+from tritonemb.ops.registry import check_errors
 from tritonemb.training import metrics as measure
 from tritonemb.training.callbacks import CallbackList, CheckpointSaved, Evaluation, FitEnd, FitStart, Log, StepEnd
 from tritonemb.training.checkpoint import CheckpointError

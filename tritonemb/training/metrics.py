@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.tables.cache import RowCache
-from tritonemb.tables.table_set import TableSet
+from tritonemb.tables.lookup import table_sets
 from tritonemb.utils import require
 
 MIN_STALL = 1e-3  # seconds that count
@@ -135,7 +135,7 @@ def memory_bytes(device: torch.device) -> int:
 
 def caches_of(model: nn.Module) -> list[RowCache]:
     """The caches of a model's cached tables, this rank's shards among them."""
-    found = [module for module in model.modules() if isinstance(module, TableSet)]
+    found = table_sets(model)
     for module in model.modules():
         if isinstance(module, ShardedCollection):
             found += module.locals

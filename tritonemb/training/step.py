@@ -23,11 +23,10 @@ from torch.utils._pytree import tree_map_only
 from tritonemb.comm.control import Round, describe
 from tritonemb.data.batch import Batch
 from tritonemb.data.protocol import Batches, ReadReport
+from tritonemb.nn.collections import TableCollection
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
-from tritonemb.tables.lookup import released_before, sequence_number
-from tritonemb.tables.prefetch import PrefetchedFeatures, needs_prefetch, prefetch
-from tritonemb.tables.table_set import TableSet
+from tritonemb.tables.lookup import PrefetchedFeatures, needs_prefetch, prefetch, released_before, sequence_number
 from tritonemb.training.config import Precision
 from tritonemb.training.ranks import Ranks
 from tritonemb.training.schedule import LossScale, Schedule
@@ -362,12 +361,12 @@ def logits_of(forward: Forward, batch: Batch, precision: Precision, device: torc
     return logits.float() if logits.dtype in DTYPES.values() else logits
 
 
-def fused_collections(model: nn.Module) -> list[TableSet | ShardedCollection]:
+def fused_collections(model: nn.Module) -> list[TableCollection | ShardedCollection]:
     """The collections of a model that update their tables by themselves."""
     return [
         module
         for module in model.modules()
-        if isinstance(module, TableSet | ShardedCollection) and module.fused_optimizer is not None
+        if isinstance(module, TableCollection | ShardedCollection) and module.fused_optimizer is not None
     ]
 
 

@@ -22,7 +22,7 @@ from tritonemb.data.protocol import Batches, Data, Split
 from tritonemb.data.workers import DataLoaderWorkers
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.tables.cached_table import CachedTable, metadata_only
-from tritonemb.tables.prefetch import needs_prefetch
+from tritonemb.tables.lookup import needs_prefetch
 from tritonemb.training.config import TrainerOptions
 from tritonemb.training.metrics import caches_of, count
 from tritonemb.training.ranks import Ranks

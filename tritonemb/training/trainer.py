@@ -14,7 +14,7 @@ from torch import nn
 
 from tritonemb.data.batch import Batch
 from tritonemb.data.protocol import Data, Split
-from tritonemb.ops.errors import check_errors
+from tritonemb.ops.registry import check_errors
 from tritonemb.training.callbacks import Callback, CallbackList, CheckpointSaved
 from tritonemb.training.callbacks.console import make_display
 from tritonemb.training.callbacks.jsonl import RunLog
