@@ -19,8 +19,9 @@ from tritonemb.comm.group import RankGroup
 from tritonemb.data import Batch, make_synthetic
 from tritonemb.data.prefetch import Prefetcher
 from tritonemb.data.protocol import PositionedBatch, ReadReport, Stream
-from tritonemb.training.pipeline import DEPTH, empty_batch, prepare
 from tritonemb.training.ranks import Ranks
+from tritonemb.training.step import prepare, take
+from tritonemb.training.train_state import DEPTH, empty_batch
 
 STEPS, BATCH_SIZE, WARMUP_ROUNDS = 50, 1024, 1
 OVERHEAD = 1.15
@@ -44,7 +45,7 @@ def bench_hidden_source(milliseconds: int, benchmark: Any, record: Callable[...,
             steps = prepare(stream, Ranks(RankGroup(), 60.0), torch.device("cpu"), lambda: empty_batch(data))
             with Prefetcher(steps, DEPTH, "pipeline") as ahead:
                 for step in ahead:
-                    for batch in step.take():
+                    for batch in take(step):
                         compute(batch)
 
     def ready(_: int) -> None:

@@ -26,8 +26,8 @@ from benchmarks.paired import Contender, measure
 from benchmarks.record import at_most, timing_rows
 from tritonemb.optimizers import RowWiseAdagrad
 from tritonemb.storage import DiskRows, TableIdentity, record_of
-from tritonemb.storage.format import PAYLOAD_BYTES, FileLayout
-from tritonemb.storage.threads import DEFAULT_THREADS
+from tritonemb.storage.aio import DEFAULT_THREADS
+from tritonemb.storage.page_table import PAYLOAD_BYTES, FileLayout
 
 NUM_BYTES = int(os.environ.get("TRITONEMB_STORAGE_BYTES", 10**9))
 FOLDER = os.environ.get("TRITONEMB_STORAGE_FOLDER")
@@ -84,7 +84,7 @@ class Table:
 
     def draw_offsets(self, seed: int) -> list[int]:
         blocks = self.draw(seed).numpy() // self.layout.rows_per_block
-        return self.layout.offsets(blocks)
+        return self.layout.offset(blocks)
 
     def read_plainly(self, offsets: list[int]) -> None:
         self._share(offsets, lambda view, offset: os.preadv(self.handle, [view], offset))
@@ -135,7 +135,7 @@ def check_plain(table: Table) -> None:
     rows = table.draw(0)[:1]
     table.rows.read(rows, table.records[:1]).wait()
     block = int(rows[0]) // table.layout.rows_per_block
-    table.read_plainly(table.layout.offsets(np.array([block])))
+    table.read_plainly(table.layout.offset(np.array([block])))
     view = np.frombuffer(table.views[-1], dtype=np.uint8)
     begin = int(rows[0]) % table.layout.rows_per_block * (table.layout.record_bytes + 1) + 1
     size = min(table.layout.record_bytes, PAYLOAD_BYTES - begin)

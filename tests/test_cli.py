@@ -50,7 +50,7 @@ def test_a_run_from_the_command_line_prints_its_quality(log, tmp_path, capsys):
     assert re.fullmatch(r"normalized entropy +0\.\d{4}", entropy)
     assert re.fullmatch(r"samples/s +[\d,]+  \(training took \d+\.\d s\)", speed)
     kept = {path.name for path in (tmp_path / "run").iterdir()} - {".lock"}
-    assert kept == {"checkpoints", "config.toml", "log.jsonl", "report.html"}
+    assert kept == {"cache", "checkpoints", "config.toml", "log.jsonl", "report.html"}
 
 
 def losses(folder: Path) -> list[float]:

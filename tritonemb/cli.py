@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import functools
+import importlib
 import io
 import os
 import sys
@@ -41,7 +43,7 @@ Train a click model; print test AUC, log loss, normalized entropy, samples/s.
   --path PATH           where adult or a criteo set lies
   --preset NAME         start from the values of another data set
   --config FILE         a TOML file; flags given here win
-  --resume auto|PATH    go on from the newest, or from this, checkpoint
+  --resume auto|PATH    resume from the newest, or from this, checkpoint
   --out FOLDER          keep checkpoints, log and report here
   --model dlrm|dcnv2    and --embedding-dim, --bottom-mlp, --top-mlp
   --epochs N            or --max-steps N; --batch-size N; --accumulate N
@@ -53,7 +55,7 @@ Train a click model; print test AUC, log loss, normalized entropy, samples/s.
   --precision bf16      autocast; --compile runs torch.compile
   --device cuda         --threads N on a CPU; --seed N
   --profile-steps N     write a trace; --tensorboard writes curves
-  --readers N           data loader workers of each rank
+  --num-workers N       data loader workers of each rank
   --plan FILE           where tables go, on the ranks that torchrun starts
   --help-all            every option, with its default
 
@@ -146,7 +148,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not _in_a_job():
             raise
-        if _is_of_another_rank(error):
+        from tritonemb.comm.control import RankFailed
+
+        if isinstance(error, RankFailed):  # a traceback of this rank would not help
             print(f"error: {error}", file=sys.stderr)
         else:
             traceback.print_exc()
@@ -157,13 +161,6 @@ def _in_a_job() -> bool:
     """Whether this process is one of a job's ranks."""
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_available() and bool(distributed.is_initialized())
-
-
-def _is_of_another_rank(error: Exception) -> bool:
-    """Whether another rank of the job is to blame, so that a traceback would tell nothing."""
-    from tritonemb.comm.control import RankFailed
-
-    return isinstance(error, RankFailed)
 
 
 def _end(status: int) -> int:
@@ -180,10 +177,9 @@ def _train(arguments: list[str]) -> int:
         print(TRAIN_USAGE, end="")
         return 0
     require("tyro")
-    from tritonemb.training.config import TrainConfig, preset
-    from tritonemb.training.config_io import from_plain, load_toml
+    from tritonemb.training.config import TrainConfig, from_plain, load_toml, preset
     from tritonemb.training.job import train
-    from tritonemb.training.utils import Interrupted
+    from tritonemb.training.ranks import Interrupted
 
     # The data set, the preset and the file decide the defaults, so they are read before the rest.
     first = argparse.ArgumentParser(prog="tritonemb train", add_help=False, allow_abbrev=False)
@@ -198,50 +194,22 @@ def _train(arguments: list[str]) -> int:
     try:
         train(config, chosen.resume)
     except Interrupted as interrupted:
-        print(f"{interrupted}; go on with --resume auto", file=sys.stderr)
+        print(f"{interrupted}; resume with --resume auto", file=sys.stderr)
         return interrupted.exit_status
     return 0
 
 
-def _predict(arguments: list[str]) -> int:
-    require("tyro")
-    from tritonemb.training.predict import PredictOptions, predict
-
-    options = _parse(PredictOptions, arguments, "tritonemb predict")
-    print(predict(options))
-    return 0
-
-
-def _vocab(arguments: list[str]) -> int:
-    if {"-h", "--help"} & set(arguments):
-        print(VOCAB_USAGE, end="")
+def _run(name: str, arguments: list[str]) -> int:
+    """A command whose options are a dataclass of the module that has its function."""
+    module_name, kind, function, usage = _SIMPLE[name]
+    if usage and {"-h", "--help"} & set(arguments):
+        print(usage, end="")
         return 0
     require("tyro")
-    from tritonemb.data.convert import VocabOptions, make_vocabulary
-
-    print(make_vocabulary(_parse(VocabOptions, arguments, "tritonemb vocab")))
-    return 0
-
-
-def _convert(arguments: list[str]) -> int:
-    if {"-h", "--help"} & set(arguments):
-        print(CONVERT_USAGE, end="")
-        return 0
-    require("tyro")
-    from tritonemb.data.convert import ConvertOptions, convert_log
-
-    print(convert_log(_parse(ConvertOptions, arguments, "tritonemb convert")))
-    return 0
-
-
-def _serve(arguments: list[str]) -> int:
-    if {"-h", "--help"} & set(arguments):
-        print(SERVE_USAGE, end="")
-        return 0
-    require("tyro")
-    from tritonemb.data.serve import ServeOptions, serve
-
-    serve(_parse(ServeOptions, arguments, "tritonemb serve"))
+    module = importlib.import_module(module_name)
+    result = getattr(module, function)(_parse(getattr(module, kind), arguments, f"tritonemb {name}"))
+    if result is not None:
+        print(result)
     return 0
 
 
@@ -274,11 +242,15 @@ def _parse(kind: type[Any], arguments: list[str], prog: str, **options: Any) -> 
         raise
 
 
+# Of each command: the module, its class of options and its function, and the help.
+_SIMPLE = {
+    "predict": ("tritonemb.training.predict", "PredictOptions", "predict", ""),
+    "vocab": ("tritonemb.data.convert", "VocabOptions", "make_vocabulary", VOCAB_USAGE),
+    "convert": ("tritonemb.data.convert", "ConvertOptions", "convert_log", CONVERT_USAGE),
+    "serve": ("tritonemb.data.serve", "ServeOptions", "serve", SERVE_USAGE),
+}
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,
-    "predict": _predict,
-    "vocab": _vocab,
-    "convert": _convert,
-    "serve": _serve,
+    **{name: functools.partial(_run, name) for name in _SIMPLE},
     "doctor": _doctor,
 }

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -107,11 +108,10 @@ class KeyedJaggedTensor:
         batch_sizes = [part.stride() for part in parts]
         if len(set(batch_sizes)) > 1:
             raise ValueError(f"concat needs parts of one batch size, got {batch_sizes}")
-        weighted = _all_weighted(parts)
         return KeyedJaggedTensor(
             [key for part in parts for key in part._keys],
             torch.cat([part.values() for part in parts]),
-            torch.cat([part.weights() for part in parts]) if weighted else None,
+            _joined_weights(parts),
             lengths=torch.cat([part.lengths() for part in parts]),
         )
 
@@ -128,11 +128,11 @@ class KeyedJaggedTensor:
         for part in parts:
             if part.keys() != keys:
                 raise ValueError(f"stack needs parts of the same keys in one order, got {keys} and {part.keys()}")
-        weighted = _all_weighted(parts)
         lengths = [part.lengths().reshape(len(keys), -1) for part in parts]
         values = torch.cat([part.values() for part in parts])
         source = key_by_key(lengths, values.shape[0])
-        weights = torch.cat([part.weights() for part in parts])[source] if weighted else None
+        weights = _joined_weights(parts)
+        weights = None if weights is None else weights[source]
         return KeyedJaggedTensor(keys, values[source], weights, lengths=torch.cat(lengths, dim=1).flatten())
 
     def keys(self) -> list[str]:
@@ -179,11 +179,8 @@ class KeyedJaggedTensor:
         """
         if sum(segments) != len(self._keys) or any(size < 0 for size in segments):
             raise ValueError(f"segments {list(segments)} must add up to the {len(self._keys)} keys")
-        parts, first = [], 0
-        for size in segments:
-            parts.append(self._run(first, first + size))
-            first += size
-        return parts
+        ends = list(accumulate(segments))
+        return [self._run(end - size, end) for size, end in zip(segments, ends, strict=True)]
 
     def permute(self, indices: Sequence[int]) -> KeyedJaggedTensor:
         """The keys at `indices`, in that order; keys may be left out. Reads the offsets on the host.
@@ -196,9 +193,8 @@ class KeyedJaggedTensor:
                 raise ValueError(f"permute: index {index} is not in [0, {len(self._keys)})")
         if len(set(indices)) != len(indices):
             raise ValueError(f"permute: an index is repeated in {list(indices)}")
-        if not indices:
-            return self._run(0, 0)
-        return KeyedJaggedTensor.concat([self._run(index, index + 1) for index in indices])
+        parts = [self._run(index, index + 1) for index in indices]
+        return KeyedJaggedTensor.concat(parts) if parts else self._run(0, 0)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyedJaggedTensor:
         return self._map(lambda t: t.to(device, non_blocking=non_blocking))
@@ -228,14 +224,9 @@ class KeyedJaggedTensor:
         )
 
     def _run(self, first: int, last: int) -> KeyedJaggedTensor:
-        batch_size = self.stride()
-        offsets = self.offsets()
-        bag_offsets = offsets[first * batch_size : last * batch_size + 1]
-        if first == last:
-            begin = end = 0
-            bag_offsets = offsets[:1]
-        else:
-            begin, end = int(bag_offsets[0]), int(bag_offsets[-1])
+        batch_size = self.stride() if first < last else 0  # no keys have one offset, a 0
+        bag_offsets = self._offsets[first * batch_size : last * batch_size + 1]
+        begin, end = int(bag_offsets[0]), int(bag_offsets[-1])
         return KeyedJaggedTensor(
             self._keys[first:last],
             self._values[begin:end],
@@ -328,11 +319,11 @@ def _offsets_of(lengths: Tensor | None) -> Tensor:
     return torch.cat([ends.new_zeros(1), ends])
 
 
-def _all_weighted(parts: Sequence[KeyedJaggedTensor]) -> bool:
+def _joined_weights(parts: Sequence[KeyedJaggedTensor]) -> Tensor | None:
     weighted = [part.weights_or_none() is not None for part in parts]
     if any(weighted) and not all(weighted):
         raise ValueError(f"weights are needed in all parts or in none, got {weighted}")
-    return all(weighted)
+    return torch.cat([part.weights() for part in parts]) if all(weighted) else None
 
 
 def _check_same_lengths(lists: Mapping[str, Sequence[Sequence[Any]]], weights: Mapping[str, Any]) -> None:

@@ -1,19 +1,12 @@
-"""Optional packages: imported when first used, with an error that says how to get them.
-
-Files that are there whole or not at all.
-
-Tables in huge pages: rows are read at random, and with 4 KiB pages each read also misses the address translation.
-Linux only, and only advice: where the kernel does not grant huge pages, memory is as it was.
-"""
+"""Optional packages, atomic writes of files, and huge pages."""
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import importlib
 import mmap
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -57,7 +50,7 @@ class LazyModule:
 
 @contextmanager
 def written_aside(path: Path) -> Iterator[Path]:
-    """A path beside `path` to write to; it takes the place of `path` at the end, or goes away if there is an error.
+    """A path beside `path` to write to; it replaces `path` at the end, or is removed if there is an error.
 
     Raises:
         FileNotFoundError: the folder is not there.
@@ -84,21 +77,15 @@ def write_whole(path: Path, text: str) -> None:
 HUGE_PAGE = 2 << 20  # bytes, on x86-64 and on arm64 with 4 KiB pages
 
 
-@functools.cache
-def _madvise() -> Callable[[int, int, int], int] | None:
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
-        return None
-    function = ctypes.CDLL(None).madvise
-    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    return function
-
-
 def advise_huge_pages(tensor: Tensor) -> None:
-    """Ask for huge pages behind a new CPU tensor that has not been written to yet."""
-    size = tensor.numel() * tensor.element_size()
-    madvise = _madvise()
-    if madvise is None or tensor.device.type != "cpu" or size < 2 * HUGE_PAGE:
+    """Ask for huge pages behind a new CPU tensor that has not been written to yet.
+
+    Rows are read at random, and with pages of 4 KiB each read also misses the address translation. Linux only; the
+    kernel may grant none.
+    """
+    if not hasattr(mmap, "MADV_HUGEPAGE") or tensor.device.type != "cpu" or tensor.nbytes < 2 * HUGE_PAGE:
         return
     begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    end = (tensor.data_ptr() + size) // mmap.PAGESIZE * mmap.PAGESIZE
-    madvise(begin, end - begin, mmap.MADV_HUGEPAGE)
+    end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    advice = ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), ctypes.c_int(mmap.MADV_HUGEPAGE)
+    ctypes.CDLL(None).madvise(*advice)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.clock import Clock, Contender, Outcome, describe, recover
+from benchmarks.gpu.radix_sort import radix_sort
 from benchmarks.gpu.tables import PEERS, OurTables, Tables, make_peer
 from benchmarks.gpu.workload import (
     Batch,
@@ -24,10 +25,11 @@ from benchmarks.gpu.workload import (
     step_bytes,
     update_bytes,
 )
-from tritonemb.kernels import row_groups
+from tritonemb.kernels.row_groups import Sorter, row_groups
 
 NUM_BATCHES = 3
 STEP_REPEATS = 5
+SORTERS: dict[str, Sorter] = {"torch": lambda keys, bits: torch.sort(keys, stable=True), "radix": radix_sort}
 OURS, AHEAD, COPY = "tritonemb", "tritonemb, grouped ahead", "copy"
 
 
@@ -78,19 +80,19 @@ def sort(bench: Bench) -> list[Contender]:
     wide = [batch.values + first_rows.repeat_interleave(per_table) for batch in bench.batches]
     narrow = [keys.int() if total < 2**31 else keys for keys in wide]
 
-    def contender(name: str, keys: list[Tensor], sorter: row_groups.Sorter) -> Contender:
+    def contender(name: str, keys: list[Tensor], sorter: Sorter) -> Contender:
         return Contender(
             name, lambda number: keys[number % len(keys)], lambda k: sorter(k, total.bit_length()), num_bytes
         )
 
-    contenders = [contender(name, narrow, row_groups.SORTERS[name]) for name in _sorters(bench.device)]
+    contenders = [contender(name, narrow, SORTERS[name]) for name in _sorters(bench.device)]
     contenders.append(contender("torch, int64", wide, lambda keys, bits: torch.sort(keys, stable=True)))
     return [*contenders, copy_contender(num_bytes, bench.device)]
 
 
 def _sorters(device: torch.device) -> list[str]:
     """Those that run on `device`: on the CPU only torch's."""
-    return [name for name in row_groups.SORTERS if device.type == "cuda" or name == "torch"]
+    return [name for name in SORTERS if device.type == "cuda" or name == "torch"]
 
 
 def group(bench: Bench) -> list[Contender]:
@@ -100,7 +102,7 @@ def group(bench: Bench) -> list[Contender]:
     layout = module.layout(bench.workload.table_names, bench.device)
 
     def with_sorter(name: str) -> Callable[[Batch], Any]:
-        return lambda batch: row_groups.row_groups(batch.values, batch.offsets, layout, name)
+        return lambda batch: row_groups(batch.values, batch.offsets, layout, SORTERS[name])
 
     contenders = [Contender(OURS, bench.batch, bench.ours.group, num_bytes)]
     if bench.device.type == "cuda":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 import torch
 
 from benchmarks.accuracy import TOLERANCE, compare, seen_share
@@ -23,6 +24,7 @@ def planted(num_rows: int) -> Dataset:
     return Dataset("planted", features, train=rows.slice(0, num_rows // 2), test=rows.slice(num_rows // 2, num_rows))
 
 
+@pytest.mark.more
 def test_both_networks_learn_and_agree() -> None:
     config = dataclasses.replace(preset("synthetic"), embedding_optimizer="row_wise_adagrad", epochs=2, batch_size=64)
     row = compare(config, planted(4000), seeds=range(2))

@@ -167,6 +167,7 @@ def test_cases_can_be_chosen_by_name() -> None:
     }  # fmt: skip
 
 
+@pytest.mark.more
 def test_ops_on_tables_run_and_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = gpu_run.main(["--device", "cpu", "--tiny", "-k", "small tables,codec int8", "--out", str(tmp_path)])
     (path,) = tmp_path.glob("cpu-*.json")

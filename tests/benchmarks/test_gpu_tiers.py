@@ -72,6 +72,7 @@ def test_cases_have_both_shares_and_a_size_that_matters() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.more
 def test_all_train_alike_and_what_crosses_is_counted() -> None:
     makers, batches = small_makers()
     outcome = race(makers)
@@ -96,6 +97,7 @@ class Forgetful(Feed):
         return super().look_up(batch).detach()
 
 
+@pytest.mark.more
 def test_who_trains_otherwise_is_left_out() -> None:
     makers, batches = small_makers()
     torch.manual_seed(1)
@@ -110,6 +112,7 @@ def test_who_trains_otherwise_is_left_out() -> None:
     assert [timing.name for timing in outcome.timings] == list(makers)
 
 
+@pytest.mark.more
 def test_one_that_cannot_be_made_is_left_out_but_for_the_first() -> None:
     makers, _ = small_makers()
 
@@ -123,6 +126,7 @@ def test_one_that_cannot_be_made_is_left_out_but_for_the_first() -> None:
         race(makers | {IN_HBM: fail})
 
 
+@pytest.mark.more
 def test_nothing_is_timed_before_the_caches_are_full() -> None:
     makers, _ = small_makers(share=1.0)
     outcome = race(makers)
@@ -130,6 +134,7 @@ def test_nothing_is_timed_before_the_caches_are_full() -> None:
     assert "a cache is only" in outcome.errors[NONE_AHEAD]
 
 
+@pytest.mark.more
 def test_who_is_too_slow_to_be_warmed_up_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training, "WARMUP_SECONDS", -1.0)
     outcome = race(small_makers()[0])

@@ -106,6 +106,7 @@ def test_a_rank_that_does_not_answer_is_named_with_the_step(ranks):
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.more
 def test_a_rank_that_has_failed_is_named_before_one_that_does_not_answer(ranks):
     heard = ranks(4).run(silent, 1, 2.0, 3)
     ranks(4).close()

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 import tritonemb as te
 from tests.comm.definitions import ColumnsCase, columns_cases, rounded
-from tritonemb.comm.codec import EXACT, ExchangePrecision
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.id_exchange import IdExchange, IdRoute
-from tritonemb.comm.output_exchange import PooledExchange, SequenceExchange
+from tritonemb.comm.output_exchange import EXACT, ExchangePrecision, PooledExchange, SequenceExchange
 from tritonemb.kernels.packing import CODECS
 
 UNSHRUNK = [Phase.explicit, Phase.generate]  # a smaller case takes as long, as every rank must run it
@@ -80,6 +79,7 @@ def test_what_is_too_large_is_kept_at_the_largest_and_counted(ranks):
         assert saturated == int((case.matrix(rank).abs() > 65504).sum())
 
 
+@pytest.mark.more
 def test_int8_is_as_near_as_a_row_of_a_table_is_wide(ranks):
     """Half a step of 1/255 of the range of a row of one table, and float32's rounding."""
     case = ColumnsCase((((0, 16), (32, 8)), ((16, 16),)), 40, (5, 4), "int8", "int8", 2)

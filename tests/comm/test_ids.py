@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 
 import tritonemb as te
 from tests.comm.definitions import FEATURES, IdsCase, ids_cases, lists_of
-from tritonemb.comm.codec import EXACT
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.id_exchange import IdExchange, IdRoute
-from tritonemb.comm.output_exchange import SequenceExchange
+from tritonemb.comm.output_exchange import EXACT, SequenceExchange
 
 UNSHRUNK = [Phase.explicit, Phase.generate]  # a smaller case takes as long, as every rank must run it
 DIM = 3

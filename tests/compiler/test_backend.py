@@ -54,6 +54,7 @@ def test_training_with_several_batch_sizes():
 
 
 @pytest.mark.parametrize("options", [{"mode": "reduce-overhead"}, {"options": {"max-fusion-size": 8}}])
+@pytest.mark.more
 def test_inference_with_a_mode_and_with_options(options):
     model = Model().eval()
     compiled = torch.compile(model, backend="tritonemb", **options)
@@ -70,7 +71,7 @@ def test_an_unknown_option_is_named():
 
 def test_it_is_registered_once():
     assert "tritonemb" in torch._dynamo.list_backends()
-    tritonemb.compiler.backend.register()
+    tritonemb.compiler.register()
     assert torch._dynamo.lookup_backend("tritonemb") is tritonemb.compiler.tritonemb
 
 

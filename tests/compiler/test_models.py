@@ -186,6 +186,7 @@ class TestGraphs:
 
 
 @pytest.mark.parametrize("name", breadth(CASES, ["dcn"]))
+@pytest.mark.more
 def test_by_inductor_a_hundred_steps_have_the_same_losses(name):
     case = CASES[name]
     model, plain = pair(case)
@@ -220,6 +221,7 @@ def test_by_inductor_no_table_is_copied():
 
 
 @pytest.mark.parametrize("name", breadth(CASES, ["dcn"]))
+@pytest.mark.more
 def test_evaluation_has_the_same_results(name):
     case = CASES[name]
     model, plain = pair(case)

@@ -43,7 +43,7 @@ def workers(bundle):
     """By their number; 0 is none. Both share their processes."""
     with DataLoaderWorkers(bundle, 3) as three:
         one = copy.copy(three)
-        one._count = 1
+        one._num_workers = 1
         yield {0: None, 1: one, 3: three}
 
 

@@ -51,6 +51,7 @@ def rows_of(drawn):
     worlds=st.lists(st.sampled_from((1, 2, 3, 4)), max_size=2),
     rounds=st.integers(0, 6),
 )
+@pytest.mark.more
 def test_every_row_is_seen_once(workers, bundle, kind, size, batch_size, world, count, how, worlds, rounds):
     """With any number of workers, and where the epoch resumes on other numbers of ranks; the same bits in each case."""
     split, reading = f"{kind}-{size}/train", workers[count]
@@ -172,6 +173,7 @@ def test_a_rank_whose_shard_fails_gives_no_more_batches(bundle):
     assert not running()
 
 
+@pytest.mark.more
 def test_bad_rows_are_reported_by_all_shards(bundle, workers):
     for reading in workers.values():
         split = "lenient/train"

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -123,6 +124,20 @@ def test_a_stream_that_is_left_ends_in_the_worker_too(bundle, workers, split, wa
     wait_until((bundle.folder / f"ended {mark}").exists)
 
 
+def test_a_stream_is_closed_while_another_thread_waits_for_its_batch(workers):
+    stream = read(workers[1], "slow/waited", 8)
+    next(stream)
+    found = []
+    waiting = threading.Thread(target=lambda: found.extend(stream))
+    waiting.start()
+    time.sleep(0.2)
+    stream.close()
+    waiting.join(1.5)
+    assert not waiting.is_alive()
+    assert found == []
+    assert not running()
+
+
 def threads_of(workers):
     return max(len(os.listdir(f"/proc/{pid}/task")) for pid in workers.pids)
 
@@ -137,7 +152,7 @@ def test_workers_keep_few_threads_and_none_of_streams_that_are_gone(workers):
 
 def test_shards_are_dealt_to_the_workers(workers):
     with read(workers[3], "memory-60/train", 4, shards=7) as stream:
-        names = [shard.stream._group._worker.name for shard in stream._shards]
+        names = [shard.stream.group.worker.name for shard in stream._shards]
         assert len(set(names)) == 3
         assert names == (names[:3] * 3)[:7]
         assert sum(map(len, stream)) == 60
@@ -174,7 +189,7 @@ def test_a_worker_that_is_killed_is_named(bundle, monkeypatch, tmp_path):
 
 
 STARTER = """
-import os, sys, time
+import os, sys, threading, time
 from dataclasses import dataclass
 import torch
 from tritonemb.data import Column, Dataset, DataLoaderWorkers, Feature, Rows, open_shards
@@ -183,7 +198,12 @@ from tritonemb.data import Column, Dataset, DataLoaderWorkers, Feature, Rows, op
 class Own:  # of the main program
     data: object
     def open(self, split, batch_size, **how):
+        threading.Thread(target=share_tensors, daemon=True).start()
         return self.data.open(split, batch_size, **how)
+
+def share_tensors():  # as the loader does in a thread of the worker, which may be at it when the worker ends
+    while True:
+        torch.zeros(10).share_memory_()
 
 if GUARD:
     rows = Rows(torch.zeros(100, 1), (Column(torch.arange(100)),), torch.zeros(100))
@@ -245,7 +265,7 @@ def test_tensors_of_a_data_set_are_in_memory_once():
     data = make_synthetic(20_000, 1000)
     expected = list(data.train_batches(512))
     stream = open_shards(data, "train", 512, workers=DataLoaderWorkers(data, 2), shuffle=True)
-    (pid,) = stream._group._workers.pids
+    (pid,) = stream.group.workers.pids
     with stream:  # which keeps its workers
         assert same(stream, expected)
     for rows in (data.train, data.test):

@@ -14,10 +14,10 @@ from torch import Tensor
 import tritonemb as te
 from tests.helpers import fewer
 from tests.strategies import seeds
-from tritonemb.kernels import cache_sets
 from tritonemb.kernels.cpu import row_cache as cpu
+from tritonemb.kernels.row_cache import set_of
 from tritonemb.kernels.row_groups import row_groups_reference
-from tritonemb.layout import make_layout
+from tritonemb.layout import POLICIES, make_layout
 
 WAYS = 32
 MASK64 = 2**64 - 1
@@ -132,7 +132,7 @@ def problems(draw: st.DrawFn, max_steps: int = 6) -> Problem:
         chosen = (torch.rand(len(known), generator=generator) < share).tolist()
         batch = sorted(row for row, taken in zip(known, chosen, strict=True) if taken)
         steps.append((batch, draw(st.sampled_from((0, 3)))))
-    kept, policy = draw(st.sampled_from((0.0, 0.3, 1.0))), draw(st.sampled_from(cache_sets.POLICIES))
+    kept, policy = draw(st.sampled_from((0.0, 0.3, 1.0))), draw(st.sampled_from(POLICIES))
     return Problem(num_rows, num_sets, policy, steps, kept, draw(seeds))
 
 
@@ -219,7 +219,7 @@ def hard_problem(name: str, policy: str) -> Problem:
     return Problem([0, 10], [1, 0], policy, [([], 0), ([], 3), ([4, 9], 0)], 0.0, 0)
 
 
-@pytest.mark.parametrize("policy", cache_sets.POLICIES)
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", ["one set", "all pinned", "nothing"])
 @pytest.mark.parametrize("kernels", ["cpu", "reference", pytest.param("triton", marks=pytest.mark.triton)])
 @pytest.mark.usefixtures("poisoned")
@@ -239,13 +239,13 @@ def test_hard_problems(request, kernels, name, policy):
 def test_a_set_gets_its_share_of_rows():
     """Multiples of a power of two, of which a poor hash would leave most sets empty."""
     num_sets = 1_000
-    sets = cache_sets.set_of(torch.arange(64 * num_sets) << 20, num_sets)
+    sets = set_of(torch.arange(64 * num_sets) << 20, num_sets)
     counts = torch.bincount(sets, minlength=num_sets)
     assert counts.numel() == num_sets
     assert (counts.min() > 25, counts.max() < 110) == (True, True)  # 64 ± 5 standard deviations of 8
     for row in (0, 1, 2**31 + 5, 2**62, 2**63 - 1):
         for sets in (1, 3, 2**40 + 1):
-            assert int(cache_sets.set_of(torch.tensor([row]), sets)) == mixed(row) % sets
+            assert int(set_of(torch.tensor([row]), sets)) == mixed(row) % sets
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 4])

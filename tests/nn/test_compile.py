@@ -173,6 +173,7 @@ def test_a_batch_may_be_used_again_without_recompiling():
     assert counter.frame_count == 1
 
 
+@pytest.mark.more
 def test_keys_in_another_order_and_unused_ones():
     collection = copy.deepcopy(make_collection(CONFIGS, te.optim.Adam(lr=0.1)))
     twin = copy.deepcopy(collection)
@@ -216,6 +217,7 @@ def test_no_table_is_copied_in_the_graph(optimizer):
     assert [tensor.data_ptr() for tensor in collection.state_dict().values()] == pointers
 
 
+@pytest.mark.more
 def test_a_copied_table_would_be_noticed():
     class Copying(nn.Module):
         def __init__(self):

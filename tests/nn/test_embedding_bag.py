@@ -488,6 +488,7 @@ class TestCompiled:
             if options.get("mode") == "sum":
                 torch.testing.assert_close(weights[0].grad, weights[1].grad, **TOLERANCE)
 
+    @pytest.mark.more
     def test_fused_updates_equal_eager_ones(self):
         module = te.nn.EmbeddingBag(ROWS, DIM, padding_idx=1, optimizer=te.optim.Adam(lr=0.1))
         twin = copy.deepcopy(module)

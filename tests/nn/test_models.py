@@ -104,6 +104,7 @@ def test_forward_and_gradients_are_those_of_plain_layers(kind):
 @pytest.mark.usefixtures("dynamo")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.more
 def test_training_is_that_of_plain_layers(kind, compiled):
     model = make(kind, te.optim.SGD(lr=0.1))
     twin = Plain(model)

@@ -13,7 +13,7 @@ import tritonemb as te
 from tests.helpers import CACHED, assert_same_bits, configurations, contents, fewer, output_of
 from tests.nn.tiers import ELSEWHERE, not_interpreted, outputs_of, same, seeded, train_ahead, varied_steps
 from tests.strategies import TABLE_DTYPES
-from tritonemb.ops.row_cache import set_of
+from tritonemb.kernels.row_cache import set_of
 from tritonemb.types import CacheConfig
 
 pytestmark = pytest.mark.public

@@ -32,7 +32,7 @@ from tritonemb.sharding import (
     TableRowWise,
     TableWise,
 )
-from tritonemb.sharding.process_groups import ShardGroups
+from tritonemb.sharding.placement import ShardGroups
 from tritonemb.tables.prefetch import PrefetchedFeatures
 
 EXACT = ExchangePrecision("fp32", "fp32")

@@ -87,9 +87,15 @@ def run(ranks, given: list[Case]) -> list[str]:
 
 
 @pytest.mark.parametrize("steps", [5, pytest.param(20, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.more), pytest.param(2, marks=pytest.mark.slow), 4])
-@pytest.mark.parametrize("kind", sorted(ALONE))
-def test_every_way_to_cut_trains_as_one_process(ranks, world, kind, steps):
+@pytest.mark.parametrize(
+    ("kind", "world"),
+    [
+        pytest.param(kind, world, marks=() if world == (4 if kind == "grid" else 2) else pytest.mark.more)
+        for kind in sorted(ALONE)
+        for world in (1, 2, 4)
+    ],
+)
+def test_every_way_to_cut_trains_as_one_process(ranks, kind, world, steps):
     """Pooled and not, uneven and empty batches, weights or none, int32 and int64 ids."""
     shardings, local = ALONE[kind](world)
     if kind == "mixed" and world == 4:
@@ -114,6 +120,7 @@ def test_every_way_to_cut_trains_as_one_process(ranks, world, kind, steps):
 
 
 @pytest.mark.parametrize("name", breadth(sorted(OPTIMIZERS), ["lamb"]))
+@pytest.mark.more
 def test_every_optimizer_with_its_options(ranks, name):
     kind, world = OPTIMIZERS[name], 4
     plain = kind(lr=0.05)
@@ -145,6 +152,7 @@ def test_every_optimizer_with_its_options(ranks, name):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.few(1)
+@pytest.mark.more
 def test_16_bit_tables_are_rounded_as_whole_ones(ranks, dtype):
     """The same random numbers round the same elements, however the table is cut: bit for bit where sums are."""
     cut = [TableWise(1), ColumnWise(), RowWise(), TableColumnWise(1), Grid(), TableRowWise(0)]
@@ -164,6 +172,7 @@ def test_16_bit_tables_are_rounded_as_whole_ones(ranks, dtype):
     assert not run(ranks, given)
 
 
+@pytest.mark.more
 def test_micro_batches_are_one_step(ranks):
     shardings, local = ALONE["mixed"](4)
     given = [

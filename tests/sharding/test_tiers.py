@@ -197,6 +197,7 @@ def assert_as_on_the_device(ranks, given: list[Case], look_aheads: list[int | No
     ],
 )
 @pytest.mark.few(1)
+@pytest.mark.more
 def test_rows_that_several_ranks_update_may_live_anywhere(ranks, way, pooled):
     """The bits of the same plan on the device."""
     given = [gathered(way, optimizer, pooled=pooled) for optimizer in ("row_wise_adagrad", "lamb")]

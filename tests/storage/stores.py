@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.storage import DiskRows, Field, IoFuture, Record, RowStore, TableIdentity, aio
+from tritonemb.storage.io import PerProcess
 
 SIZES = (5, 516, 4087, 4088, 4089, 10000)  # many in a page, several, one; then two pages, and three
 
@@ -117,6 +118,13 @@ class _Refused:
         results = np.full(self._kept.size, -self._code)
         results[self._kept] = self._transfer.wait()
         return results
+
+
+def use_threads(patch: pytest.MonkeyPatch, number: int) -> None:
+    """Have this number of threads read and write, as if the system had no asynchronous I/O."""
+    patch.setattr(aio, "make_queue", lambda: None)
+    patch.setattr(aio, "_free_contexts", PerProcess(aio._make_contexts))
+    patch.setattr(aio, "shared_threads", PerProcess(lambda: aio.IoThreads(number)))
 
 
 def break_queues(patch: pytest.MonkeyPatch, code: int, offsets: range = range(1 << 62), writes: bool = True) -> None:

@@ -11,8 +11,7 @@ import pytest
 
 from tests.storage.stores import disk_rows, read, some_records, write
 from tritonemb.storage import aio
-from tritonemb.storage.io import IoBuffer, PageFile
-from tritonemb.storage.threads import PerProcess
+from tritonemb.storage.io import IoBuffer, PageFile, PerProcess
 
 PAGE = 4096
 

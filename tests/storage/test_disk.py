@@ -25,11 +25,12 @@ from tests.storage.stores import (
     read,
     some_records,
     start_read,
+    use_threads,
     without_direct,
     write,
 )
 from tritonemb.optimizers import Adam
-from tritonemb.storage import DiskRows, TableIdentity, block_file, record_of
+from tritonemb.storage import DiskRows, TableIdentity, record_of, row_file
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,7 +47,9 @@ def streams(num_rows: int) -> st.SearchStrategy[list[tuple[str, list[int]]]]:
 @pytest.mark.parametrize("num_bytes", SIZES)
 @pytest.mark.parametrize("threads", [None, 3])
 def test_it_is_as_a_dict(tmp_path, num_bytes, threads, monkeypatch):
-    monkeypatch.setattr(block_file, "BUFFER_BYTES", 3 * 4096)  # so that a request is of several tasks
+    monkeypatch.setattr(row_file, "BUFFER_BYTES", 3 * 4096)  # so that a request is of several tasks
+    if threads:
+        use_threads(monkeypatch, threads)
     num_rows = 1700 if num_bytes == 5 else 150  # two pages of the smallest records and a part of a third
 
     @settings(max_examples=12)
@@ -54,7 +57,7 @@ def test_it_is_as_a_dict(tmp_path, num_bytes, threads, monkeypatch):
     def check(asked):
         path = tmp_path / "rows"
         path.unlink(missing_ok=True)
-        store, model = disk_rows(path, num_rows, num_bytes, threads=threads), Model(num_bytes)
+        store, model = disk_rows(path, num_rows, num_bytes), Model(num_bytes)
         found = []
         for seed, (kind, rows) in enumerate(asked):
             if kind == "r":
@@ -64,7 +67,7 @@ def test_it_is_as_a_dict(tmp_path, num_bytes, threads, monkeypatch):
                 model.write(rows, seed)
             else:
                 store.close()
-                store = disk_rows(path, num_rows, num_bytes, threads=threads)
+                store = disk_rows(path, num_rows, num_bytes)
         found.append((start_read(store, range(num_rows)), model.read(range(num_rows))))
         for (future, records), expected in found:
             future.wait()
@@ -78,10 +81,11 @@ def test_it_is_as_a_dict(tmp_path, num_bytes, threads, monkeypatch):
 def test_a_table_of_10_billion_rows_takes_no_room(tmp_path, direct, monkeypatch):
     if not direct:
         monkeypatch.setattr(os, "open", without_direct(os.open))
+    use_threads(monkeypatch, 2)
     num_rows, num_bytes, path = 10**10, 516, tmp_path / "rows"
     disk_rows(tmp_path / "other", 10, num_bytes).close()  # what is loaded once is loaded
     memory, begin = psutil.Process().memory_info().rss, time.perf_counter()
-    store = disk_rows(path, num_rows, num_bytes, threads=2)
+    store = disk_rows(path, num_rows, num_bytes)
     assert time.perf_counter() - begin < 2  # milliseconds, on a machine that does nothing else
     assert psutil.Process().memory_info().rss - memory < 8 << 20
     rows = [0, 1, 6, 7, 4_294_967_295, 4_294_967_296, num_rows - 2, num_rows - 1]
@@ -105,9 +109,11 @@ def test_empty_batches(tmp_path, num_bytes):
         assert store.changed_pages().tolist() == []
 
 
-@pytest.mark.parametrize("options", [{"threads": 4}, {"host_rows": 1000}], ids=str)
-def test_many_threads_ask_at_once(tmp_path, options):
+@pytest.mark.parametrize("options", [{}, {"host_rows": 1000}], ids=str)
+def test_many_threads_ask_at_once(tmp_path, options, monkeypatch):
     """Each writes rows of its own, in pages and sets that others' stand in, and reads them right behind it."""
+    if not options:
+        use_threads(monkeypatch, 4)
     store, failures = disk_rows(tmp_path / "rows", 4000, 100, **options), []
 
     def work(number: int) -> None:
@@ -171,9 +177,9 @@ def test_memory_does_not_grow_with_what_is_read_and_written(tmp_path):
 
 def test_a_table_that_nobody_has_any_more_ends_its_threads(tmp_path):
     before = set(threading.enumerate())
-    store = disk_rows(tmp_path / "rows", 1000, 516, threads=3)
+    store = disk_rows(tmp_path / "rows", 1000, 516)
     write(store, range(1000), 0).wait()
-    own = set(threading.enumerate()) - before
+    own = {thread for thread in set(threading.enumerate()) - before if not thread.name.startswith("tritonemb-disk")}
     assert own
     del store
     gc.collect()
@@ -272,12 +278,13 @@ import gc, os, signal, sys
 from pathlib import Path
 from tests.storage.stores import disk_rows, write
 from tritonemb.storage import StorageError
+from tritonemb.storage.aio import shared_threads
 path = Path(sys.argv[1])
-store = disk_rows(path, 1000, 100, host_rows=1000, threads=2)
+store = disk_rows(path, 1000, 100, host_rows=1000)
 write(store, range(1000), 1).wait()
 size = path.stat().st_size
 store._operations.submit(lambda: None).wait()  # by now its thread has nothing of the table any more
-with store._operations._lock, store._file._threads._lock:
+with store._operations._lock, shared_threads.get()._lock:
     child = os.fork()
     if child == 0:
         signal.alarm(10)

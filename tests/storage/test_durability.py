@@ -7,7 +7,7 @@ import os
 import pytest
 
 from tests.durability import LINUX, Durability
-from tests.storage.stores import disk_rows, write
+from tests.storage.stores import disk_rows, use_threads, write
 from tritonemb.storage import restore
 from tritonemb.storage.io import PageFile
 
@@ -61,9 +61,10 @@ def test_a_header_is_on_the_disk_before_the_rows_that_it_does_not_describe(tmp_p
     with disk_rows(tmp_path / "rows", 100, 516) as store:
         write(store, range(50), 1).wait()
         store.snapshot(tmp_path / "base").wait()
+    use_threads(monkeypatch, 1)
     monkeypatch.setattr(PageFile, "write", noted)
     monkeypatch.setattr(os, "fsync", lambda handle: (events.append("fsync"), fsync(handle)))
-    with disk_rows(tmp_path / ("base" if again else "rows"), 100, 516, threads=1) as store:
+    with disk_rows(tmp_path / ("base" if again else "rows"), 100, 516) as store:
         write(store, range(3), 2).wait()
         assert events[:2] == ["header", "fsync"]
         assert set(events[2:]) == {"rows"}

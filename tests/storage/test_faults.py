@@ -22,13 +22,13 @@ from tests.storage.stores import (
     shorten_queues,
     some_records,
     start_read,
+    use_threads,
     without_direct,
     write,
 )
 from tritonemb.optimizers import Adam, RowWiseAdagrad
-from tritonemb.storage import DiskRows, StorageError, TableIdentity, aio, record_of
-from tritonemb.storage import format as file_format
-from tritonemb.storage.threads import PerProcess
+from tritonemb.storage import DiskRows, StorageError, TableIdentity, aio, page_table, record_of
+from tritonemb.storage.io import PerProcess
 
 PAGE = 4096
 
@@ -44,7 +44,9 @@ def filled(tmp_path):
 
 @pytest.mark.parametrize("threads", [None, 1])
 def test_a_read_that_fails_harms_nothing_else(filled, monkeypatch, threads):
-    store = disk_rows(filled, 100, 516, threads=threads)
+    if threads:
+        use_threads(monkeypatch, threads)
+    store = disk_rows(filled, 100, 516)
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", failing(os.preadv, errno.EIO, range(2 * PAGE, 3 * PAGE)))
         break_queues(patch, errno.EIO, range(2 * PAGE, 3 * PAGE), writes=False)
@@ -63,7 +65,9 @@ def test_a_read_that_fails_harms_nothing_else(filled, monkeypatch, threads):
 @pytest.mark.parametrize("threads", [None, 2])
 @pytest.mark.parametrize("partial", [True, False])
 def test_a_failed_write_is_the_last_operation(filled, monkeypatch, partial, threads):
-    store = disk_rows(filled, 100, 516, threads=threads)
+    if threads:
+        use_threads(monkeypatch, threads)
+    store = disk_rows(filled, 100, 516)
     rows = [8, 50, 99] if partial else range(100)
     monkeypatch.setattr(os, "pwritev", failing(os.pwritev, errno.EIO, range(8 * PAGE, 9 * PAGE)))
     break_queues(monkeypatch, errno.EIO, range(8 * PAGE, 9 * PAGE))
@@ -140,10 +144,11 @@ def test_a_disk_that_takes_nothing_more_ends_the_write(filled, monkeypatch):
     store.close()
 
 
-def test_a_full_disk(small_disk):
+def test_a_full_disk(small_disk, monkeypatch):
     """The rows of pages that found no room read as before."""
+    use_threads(monkeypatch, 2)
     path = small_disk / "rows"
-    store = disk_rows(path, 100_000, 516, threads=2)
+    store = disk_rows(path, 100_000, 516)
     model = Model(516)
     write(store, range(700), 1).wait()
     model.write(range(700), 1)
@@ -284,7 +289,7 @@ def test_a_damaged_header(filled, place, message):
 
 def test_a_file_of_another_format(filled, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(file_format, "FORMAT", 3)
+        patch.setattr(page_table, "FORMAT", 3)
         disk_rows(filled.with_name("new"), 100, 516).close()
     with pytest.raises(StorageError, match="has format 3, this version of tritonemb reads format 2"):
         disk_rows(filled.with_name("new"), 100, 516)
@@ -337,8 +342,6 @@ def test_a_file_has_one_owner_and_is_not_overwritten(filled):
         disk_rows(filled.with_name("none"), 0, 516)
     with pytest.raises(ValueError, match="its name is too long"):
         DiskRows.create(filled.with_name("none"), identity(5, 5, "n" * 5000), initial)
-    with pytest.raises(ValueError, match="threads must be at least 1"):
-        disk_rows(filled.with_name("none"), 100, 516, threads=0)
     assert not filled.with_name("none").exists()
     disk_rows(filled, 100, 516).close()
 
@@ -378,7 +381,7 @@ def test_systems_without_direct_io(tmp_path, monkeypatch, system):
         for name in names:
             monkeypatch.delattr(os, name)
     path, model = tmp_path / "rows", Model(516)
-    with disk_rows(path, 3000, 516, threads=3) as store:
+    with disk_rows(path, 3000, 516) as store:
         assert not store.direct
         for rows, seed in ((range(1000), 1), (range(500, 3000, 7), 2), (range(0, 3000, 50), 3)):
             write(store, rows, seed)
@@ -401,7 +404,8 @@ def test_the_page_cache_is_asked_to_keep_nothing(tmp_path, monkeypatch):
         real(handle, offset, size, advice)
 
     monkeypatch.setattr(os, "posix_fadvise", note)
-    with disk_rows(tmp_path / "rows", 2000, 516, threads=1) as store:
+    use_threads(monkeypatch, 1)
+    with disk_rows(tmp_path / "rows", 2000, 516) as store:
         asked.clear()
         write(store, range(70), 1).wait()
         assert asked == [(PAGE, 10 * PAGE)]

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tests.storage.stores import Model, Stop, disk_rows, identity, initial, no_thread, read, some_records, write
-from tritonemb.storage import DiskRows, SnapshotReader, aio, block_file, copy_rows, digest, restore
-from tritonemb.storage.threads import IoThreads, PerProcess, shielded
+from tritonemb.storage import DiskRows, SnapshotReader, aio, copy_rows, digest, restore, row_file
+from tritonemb.storage.aio import IoThreads
+from tritonemb.storage.io import PerProcess, shielded
 
 NUM_ROWS, NUM_BYTES = 4000, 4000  # a block each
 pytestmark = pytest.mark.timeout(30)  # where one is not seen through, somebody waits for ever
@@ -231,7 +232,7 @@ def test_a_table_whose_opening_is_interrupted_is_not_read_to_its_end(saved, monk
             until(lambda: threading.current_thread().cancelled)
         return real(*arguments)
 
-    monkeypatch.setattr(block_file, "BUFFER_BYTES", 8192)
+    monkeypatch.setattr(row_file, "BUFFER_BYTES", 8192)
     monkeypatch.setattr(aio.IoContext, "submit", submit)
     with pytest.raises(Stop) as caught:  # which keeps all that is in its frames
         open_table(saved / "live")
@@ -245,15 +246,15 @@ def test_a_table_whose_opening_is_interrupted_is_not_read_to_its_end(saved, monk
 
 
 def test_a_table_that_was_opened_when_nobody_wanted_it_any_more_is_closed(saved, monkeypatch, interrupt):
-    real = block_file.PageTable
+    real = row_file.PageTable
 
     def page_table(*arguments):
         interrupt()
         until(lambda: threading.current_thread().cancelled)
-        monkeypatch.setattr(block_file, "PageTable", real)
+        monkeypatch.setattr(row_file, "PageTable", real)
         return real(*arguments)
 
-    monkeypatch.setattr(block_file, "PageTable", page_table)
+    monkeypatch.setattr(row_file, "PageTable", page_table)
     monkeypatch.setattr(aio, "raise_if_cancelled", lambda: None)
     with pytest.raises(Stop) as caught:
         open_table(saved / "live")

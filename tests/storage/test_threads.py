@@ -7,7 +7,8 @@ import threading
 import pytest
 
 from tests.storage.stores import Stop, no_thread
-from tritonemb.storage.threads import IoThreads, OperationQueue
+from tritonemb.storage.aio import IoThreads
+from tritonemb.storage.store import OperationQueue
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])
@@ -19,14 +20,12 @@ def test_every_task_runs_once(num_tasks, num_threads):
         runs[task] += 1
 
     pool.run(work, num_tasks)
-    pool.close()
     assert runs == [1] * num_tasks
 
 
 def test_as_many_run_side_by_side_as_it_has_threads():
     pool, everyone = IoThreads(4), threading.Barrier(4, timeout=30)
     pool.run(lambda _: everyone.wait(), 4)  # fewer would never get past it
-    pool.close()
 
 
 def test_the_first_failure_is_raised_when_all_have_ended():
@@ -47,7 +46,6 @@ def test_the_first_failure_is_raised_when_all_have_ended():
     assert set(begun) - set(ended) == {1, 2}
     assert len(begun) < 10  # what had not begun was left out
     pool.run(ended.append, 2)  # it goes on
-    pool.close()
 
 
 def test_jobs_have_their_tasks_in_turn():
@@ -64,7 +62,6 @@ def test_jobs_have_their_tasks_in_turn():
     assert begun.wait(30)
     pool.run(lambda _: order.append("short"), 3)
     other.join()
-    pool.close()
     assert order.count("long") == 100
     assert "".join(order).endswith("long" * 50)
 
@@ -114,7 +111,6 @@ def test_a_run_that_is_interrupted_waits_for_what_has_begun_and_begins_nothing_m
     assert sorted(begun) == sorted(ended)
     assert len(begun) < 64
     pool.run(ended.append, 2)  # it goes on
-    pool.close()
 
 
 @pytest.mark.parametrize("there", [0, 2])
@@ -124,5 +120,4 @@ def test_a_pool_makes_do_with_the_threads_that_there_can_be(monkeypatch, there):
     pool.run(runs.append, there)
     monkeypatch.setattr(threading.Thread, "start", no_thread)
     pool.run(runs.append, 10)
-    pool.close()
     assert sorted(runs[there:]) == list(range(10))

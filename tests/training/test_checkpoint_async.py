@@ -21,16 +21,15 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from tests.sharding.cuts import Cut, holds, shards_of, values
 from tritonemb.comm.group import RankGroup
 from tritonemb.training.checkpoint import (
-    AsyncSave,
     CheckpointError,
     CheckpointFolder,
-    WrittenCheckpoint,
-    dcp,
     load_tensors,
     read_manifest,
     stored_tensors,
+    writer,
 )
-from tritonemb.training.checkpoint.async_save import HostStager
+from tritonemb.training.checkpoint.manager import AsyncSave, WrittenCheckpoint
+from tritonemb.training.checkpoint.writer import HostStager
 
 CUTS = [Cut((0, 6), (0, 4), (0, 1)), Cut((6, 12), (0, 4), (1, 0))]  # each saves one, and holds both
 
@@ -40,13 +39,13 @@ class Gate:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.open = threading.Event()
-        real = dcp.FileSystemWriter.write_data
+        real = writer.FileSystemWriter.write_data
 
         def wait(*args: Any) -> Any:
             assert self.open.wait(30)
             return real(*args)
 
-        monkeypatch.setattr(dcp.FileSystemWriter, "write_data", wait)
+        monkeypatch.setattr(writer.FileSystemWriter, "write_data", wait)
 
 
 @pytest.fixture
@@ -122,7 +121,7 @@ def test_a_failure_comes_out_once(tmp_path, monkeypatch, ask):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(dcp.FileSystemWriter, "write_data", full)
+        patch.setattr(writer.FileSystemWriter, "write_data", full)
         save.start(2, tensors, {})
         with pytest.raises(CheckpointError, match=r"step 2 could not be written .* The checkpoint step-1 is whole"):
             ask(save)
@@ -171,20 +170,20 @@ def test_several_ranks_write_while_they_train(ranks, tmp_path):
 
 def fail_on_one(rank: int, folder: str) -> str:
     save, group = AsyncSave(CheckpointFolder(folder), RankGroup.world()), RankGroup.world()
-    real = dcp.FileSystemWriter.write_data
+    real = writer.FileSystemWriter.write_data
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
     whole = values((12, 4), torch.float32)
     if rank == 1:
-        dcp.FileSystemWriter.write_data = full  # type: ignore[method-assign,assignment]
+        writer.FileSystemWriter.write_data = full  # type: ignore[method-assign,assignment]
     try:
         save.start(1, {"t": shards_of(rank, whole, CUTS)}, {})
         with pytest.raises(CheckpointError) as caught:
             save.wait()
     finally:
-        dcp.FileSystemWriter.write_data = real  # type: ignore[method-assign]
+        writer.FileSystemWriter.write_data = real  # type: ignore[method-assign]
     group.barrier()
     save.start(2, {"t": shards_of(rank, whole, CUTS)}, {})
     assert save.wait().step == 2
@@ -239,14 +238,14 @@ def test_each_rank_of_a_job_may_write_a_checkpoint_of_its_own(ranks, tmp_path):
 PROCESS = """
     import sys, time, torch
     from pathlib import Path
-    from tritonemb.training.checkpoint import AsyncSave, CheckpointFolder
-    from tritonemb.training.checkpoint import dcp
+    from tritonemb.training.checkpoint import CheckpointFolder, writer
+    from tritonemb.training.checkpoint.manager import AsyncSave
 
     folder, what = Path(sys.argv[1]), sys.argv[2]
     save = AsyncSave(CheckpointFolder(folder))
     save.start(1, {"a": torch.full((1000,), 1.0)}, {"progress": {"step": 1}})
     save.wait()
-    real = dcp.FileSystemWriter.write_data
+    real = writer.FileSystemWriter.write_data
 
     def slow(*args):
         done = real(*args)
@@ -257,7 +256,7 @@ PROCESS = """
     def full(*args):
         raise OSError(28, "No space left on device")
 
-    dcp.FileSystemWriter.write_data = full if what == "fail" else slow
+    writer.FileSystemWriter.write_data = full if what == "fail" else slow
     save.start(2, {"a": torch.full((1000,), 2.0)}, {"progress": {"step": 2}})
 """
 

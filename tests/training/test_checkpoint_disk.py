@@ -22,7 +22,8 @@ from tests.training.disk_job import Probe, bits, in_memory, make_trainer, sharde
 from tests.training.jobs import planted
 from tritonemb.tables.cached_table import CachedTable
 from tritonemb.training import Callback, CheckpointOptions
-from tritonemb.training.checkpoint import AsyncSave, CheckpointFolder, dcp, load_tensors, stored_tensors, table_rows
+from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, reader, stored_tensors, writer
+from tritonemb.training.checkpoint.manager import AsyncSave
 from tritonemb.training.train_state import model_tensors
 
 EVERY = CheckpointOptions(checkpoint_steps=4, keep=2)
@@ -76,7 +77,7 @@ class TestResume:
     )
     @pytest.mark.parametrize("options", [EVERY, INCREMENTAL])
     def test_tables_may_move_between_tiers(self, data, expected, tmp_path, monkeypatch, before, after, options):
-        monkeypatch.setattr(table_rows, "CHUNK_BYTES", 1000)  # so that there are many pieces
+        monkeypatch.setattr(reader, "CHUNK_BYTES", 1000)  # so that there are many pieces
         make_trainer(data, tmp_path / "run", before, epochs=1, checkpoints=options).fit()
         resumed = make_trainer(data, tmp_path / "run", after, checkpoints=options)
         resumed.resume()
@@ -119,13 +120,13 @@ class TestResume:
 
     def cut_in_two(self, whole: te.nn.EmbeddingBagCollection, path: Path, num_bytes: int) -> None:
         """Parts are cut out of the file, holes and all."""
-        (entry,), (table,) = dcp.saved_tables(path).values(), whole.tables
+        (entry,), (table,) = reader.saved_tables(path).values(), whole.tables
         for first, last in ((0, 6), (6, 1_000_000_000)):
             config = table.config.part("t", (first, last - first), (0, 128), ["t"])
             own = te.nn.EmbeddingBagCollection([config], optimizer=te.optim.RowWiseAdagrad(lr=0.1))
             (part,) = own.tables
-            with closing(table_rows.FileReader(path, entry)) as reader:
-                part.replace_store(table_rows.write_rows(reader, part))
+            with closing(reader.FileReader(path, entry)) as rows:
+                part.replace_store(reader.write_rows(rows, part))
             assert part.store.bytes_on_disk() <= num_bytes
             numbers = torch.tensor([row for row in (0, 1, 5, 6, 700, 999_999_999) if first <= row < last])
             expected = torch.empty(numbers.numel(), table.record.num_bytes, dtype=torch.uint8)
@@ -195,6 +196,7 @@ class TestRanks:
         ],
     )
     @pytest.mark.few(2)
+    @pytest.mark.more
     def test_tables_may_be_cut_otherwise(self, ranks, tmp_path, monkeypatch, before, after):
         options = CheckpointOptions(1, keep=3, checkpoint_incremental=True)
         job = partial(sharded, folder=tmp_path / "run", checkpoints=options, adam=True)
@@ -229,8 +231,8 @@ class TestPieces:
     @pytest.mark.parametrize("sharded", [False, True])
     def test_tensors_of_any_pieces_become_a_table_on_disk(self, tmp_path, monkeypatch, sharded, piece_bytes):
         monkeypatch.setattr("tritonemb.sharding.sharded_tensor.PIECE_BYTES", piece_bytes)
-        monkeypatch.setattr(dcp, "PIECE_BYTES", piece_bytes)
-        monkeypatch.setattr(table_rows, "CHUNK_BYTES", 7 * 28)
+        monkeypatch.setattr(writer, "PIECE_BYTES", piece_bytes)
+        monkeypatch.setattr(reader, "CHUNK_BYTES", 7 * 28)
         whole = self.whole()
         saved = dict(whole)
         if sharded:
@@ -251,7 +253,7 @@ class TestPieces:
         assert torch.equal(found.state_dict()[f"t.{state}"], whole["t.sum"])
 
     def test_a_table_on_disk_becomes_shards(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(table_rows, "CHUNK_BYTES", 7 * 28)
+        monkeypatch.setattr(reader, "CHUNK_BYTES", 7 * 28)
         found = self.collection("disk")
         ids = torch.tensor([3, 17, 39])
         found(te.KeyedJaggedTensor.from_lengths(["t"], ids, torch.tensor([3]))).sum().backward()
@@ -273,8 +275,8 @@ class TestMoment:
         """Whatever is written while it is not on the disk yet."""
         probe, gate = Probe(tmp_path, incremental=incremental), threading.Event()
         save = AsyncSave(probe.folder)
-        real = dcp.FileSystemWriter.write_data
-        monkeypatch.setattr(dcp.FileSystemWriter, "write_data", lambda *a: gate.wait(30) and real(*a))
+        real = writer.FileSystemWriter.write_data
+        monkeypatch.setattr(writer.FileSystemWriter, "write_data", lambda *a: gate.wait(30) and real(*a))
         for step in (1, 2):
             probe.write(10, 20)
             values = probe.values()

@@ -15,7 +15,7 @@ pytest.importorskip("psutil")
 
 from tests.training.disk_job import Probe, in_memory
 from tritonemb.training import CheckpointError
-from tritonemb.training.checkpoint import dcp, disk_tables, load_tensors, read_manifest
+from tritonemb.training.checkpoint import load_tensors, read_manifest, writer
 from tritonemb.training.train_state import model_tensors
 
 
@@ -48,7 +48,7 @@ class TestIncremental:
         assert found == [2, 3, 1, 2]
 
     def test_a_chain_has_an_end(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(disk_tables, "MAX_FILES", 3)
+        monkeypatch.setattr(writer, "MAX_FILES", 3)
         probe = Probe(tmp_path, incremental=True)
         assert [len(probe.save(step)) for step in range(1, 6)] == [1, 2, 3, 1, 2]
 
@@ -89,7 +89,7 @@ class TestIncremental:
         def fail(*_: Any) -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        for place in ((dcp.FileSystemWriter, "write_data"), (disk_tables, "size_and_checksum")):
+        for place in ((writer.FileSystemWriter, "write_data"), (writer, "size_and_checksum")):
             probe.write(5, 6)
             with monkeypatch.context() as patch:
                 patch.setattr(*place, fail)

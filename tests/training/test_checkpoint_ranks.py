@@ -23,10 +23,10 @@ from tritonemb.training.checkpoint import (
     CheckpointError,
     CheckpointFolder,
     all_ranks,
-    dcp,
     load_tensors,
     read_manifest,
     stored_tensors,
+    writer,
 )
 from tritonemb.training.checkpoint import folder as folder_module
 
@@ -168,9 +168,9 @@ def save_and_fail(rank: int, folder: str, failing: int, where: str, what: str) -
     whole = values((12, 4), torch.float32)
     places = {
         "begin": (folder_module.CheckpointFolder, "_remove_leftovers"),
-        "write": (dcp.FileSystemWriter, "write_data"),
-        "metadata": (dcp.FileSystemWriter, "finish"),
-        "checksum": (dcp, "size_and_checksum"),
+        "write": (writer.FileSystemWriter, "write_data"),
+        "metadata": (writer.FileSystemWriter, "finish"),
+        "checksum": (writer, "size_and_checksum"),
         "manifest": (folder_module, "write"),
     }
     owner, name = places[where]
@@ -234,6 +234,7 @@ def save_too_much(rank: int, folder: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.more
 def test_a_full_disk_leaves_the_earlier_checkpoint_whole(ranks, small_disk):
     folder, whole = CheckpointFolder(small_disk / "checkpoints"), values((12, 4), torch.float32)
     ranks(2).run(save, str(folder.folder), 1, whole, HALVES)
@@ -351,7 +352,7 @@ def save_and_vanish(rank: int, folder: str, port: int) -> str:
         save(rank, folder, 1, whole, HALVES)
         group.barrier()
         if rank == 1:
-            dcp.FileSystemWriter.write_data = lambda *_: os._exit(9)  # type: ignore[method-assign]
+            writer.FileSystemWriter.write_data = lambda *_: os._exit(9)  # type: ignore[method-assign]
         try:
             save(rank, folder, 2, whole, HALVES)
         except CheckpointError:

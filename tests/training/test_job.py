@@ -1,16 +1,21 @@
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import get_args
 
 import pytest
+import torch
 
 pytest.importorskip("pyarrow")
 pytest.importorskip("torchmetrics")
 
 import tritonemb as te
+from tests.helpers import assert_same_bits
 from tritonemb.data import NAMES, LogOptions, Schema, make_synthetic
 from tritonemb.optim import OPTIMIZERS
-from tritonemb.training.callbacks.profiler import ProfileOptions
+from tritonemb.training import Callback
+from tritonemb.training.callbacks.tensorboard import ProfileOptions
+from tritonemb.training.checkpoint import CheckpointFolder, CheckpointOptions, load_tensors, stored_tensors
 from tritonemb.training.config import PRESETS, EmbeddingOptimizer, OutputOptions, TrainConfig, preset
 from tritonemb.training.job import build_model, build_optimizer, train
 
@@ -60,6 +65,90 @@ def test_training_a_criteo_file(tmp_path):
     assert result.test.auc == 1.0
     assert 95 <= result.test.num_samples <= 105  # the last sixth of the file's bytes
     assert result.steps == 3 * 10
+
+
+def text_run(folder: Path, epochs: int) -> TrainConfig:
+    """A run on a text log of 600 rows beside its folder, of which 500 are for training: 10 steps an epoch."""
+    log = folder.parent / "train.txt"
+    if not log.exists():
+        rows = [
+            "\t".join([str(i * 7 % 3 % 2), *[str(i % 9)] * 13, *[f"{i * k % 50:x}" for k in range(26)]])
+            for i in range(600)
+        ]
+        log.write_text("\n".join(rows) + "\n")
+    return replace(
+        preset(str(log)),
+        embedding_dim=4,
+        bottom_mlp=(8,),
+        top_mlp=(8,),
+        batch_size=50,
+        epochs=epochs,
+        read=LogOptions(schema=Schema(num_embeddings=100), shuffle_rows=200),
+        checkpoint=CheckpointOptions(checkpoint_steps=1, keep=99),
+        output=OutputOptions(out=folder),
+    )
+
+
+def tensors_at(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    path = CheckpointFolder(folder / "checkpoints").path(step)
+    found = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored_tensors(path).items()
+    }
+    load_tensors(path, found)
+    return found
+
+
+class Crash(Callback):
+    def __init__(self, at: int) -> None:
+        self.at = at
+
+    def on_step(self, step):
+        if step.step == self.at:
+            raise InterruptedError("crash")
+
+
+def test_a_text_log_of_several_epochs_is_converted_once_with_the_same_bits(tmp_path, capsys):
+    text, converted = tmp_path / "text", tmp_path / "converted"
+    train(text_run(text, 1), verbose=False)
+    assert not (text / "cache").exists()
+    train(text_run(text, 3), "auto", verbose=False)  # a run keeps what it has begun with
+    assert not (text / "cache").exists()
+    capsys.readouterr()
+    train(text_run(converted, 3))
+    assert capsys.readouterr().err.count("note: converting train.txt to Parquet, once for all epochs") == 1
+    assert len(list((converted / "cache").glob("*/train.parquet"))) == 1
+    for step in (10, 14, 30):
+        found, expected = tensors_at(converted, step), tensors_at(text, step)
+        del found["trainer.loss_sums"], expected["trainer.loss_sums"]  # since the last log, of which the end had one
+        assert_same_bits(found, expected)
+
+
+@pytest.mark.parametrize(("begun", "resumed"), [(1, 3), (3, 1), (3, 2)])
+def test_a_run_that_crashed_inside_an_epoch_resumes_with_another_number_of_epochs(tmp_path, begun, resumed):
+    """Its position is one in text or in Parquet, whatever its epochs say now."""
+    folder, whole = tmp_path / "run", tmp_path / "whole"
+    with pytest.raises(InterruptedError):
+        train(text_run(folder, begun), callbacks=[Crash(5)], verbose=False)
+    result = train(text_run(folder, resumed), "auto", verbose=False)
+    assert (folder / "cache").exists() == (begun > 1)
+    assert result.steps == 10 * resumed
+    train(text_run(whole, resumed), verbose=False)
+    assert_same_bits(tensors_at(folder, 10 * resumed), tensors_at(whole, 10 * resumed))
+
+
+def test_a_checkpoint_that_is_resumed_in_another_folder_says_what_was_read(tmp_path):
+    train(text_run(tmp_path / "first", 2), verbose=False)
+    checkpoint = tmp_path / "first" / "checkpoints" / "step-14"
+    train(text_run(tmp_path / "second", 2), str(checkpoint), verbose=False)
+    assert (tmp_path / "second" / "cache").exists()
+    assert_same_bits(tensors_at(tmp_path / "second", 20), tensors_at(tmp_path / "first", 20))
+
+
+def test_a_refused_run_converts_nothing(tmp_path):
+    train(text_run(tmp_path / "run", 1), verbose=False)
+    with pytest.raises(ValueError, match="holds a run with step-10"):
+        train(text_run(tmp_path / "run", 2), verbose=False)
+    assert not (tmp_path / "run" / "cache").exists()
 
 
 def test_a_profiled_window_leaves_a_trace_that_names_the_ops(tmp_path):

@@ -69,6 +69,7 @@ def test_uneven_shares_change_nothing(ranks, size, rows):
 
 @pytest.mark.parametrize("options", [{"accumulate": 3}, {"precision": "fp16"}, {"precision": "bf16"}], ids=str)
 @pytest.mark.few(1)
+@pytest.mark.more
 def test_other_ways_to_step_agree_too(ranks, options):
     """997 rows in steps of 600: in the last one, ranks have different numbers of batches."""
     options = {"num_train": 997, "log_every": 1, "epochs": 1, **options}
@@ -113,6 +114,7 @@ def test_a_crash_changes_nothing(ranks, tmp_path, asynchronous):
     [(1, 2), (4, 2), *(pytest.param(*sizes, marks=pytest.mark.slow) for sizes in ((2, 1), (2, 4), (1, 4)))],
 )
 @pytest.mark.few(1)
+@pytest.mark.more
 def test_another_number_of_ranks_goes_on_in_mid_epoch(ranks, tmp_path, before, after):
     """Each row is seen once: there are 600 samples in the epoch, whose shares keep to the ranks that it began with."""
     every = CheckpointOptions(checkpoint_steps=1)
@@ -175,10 +177,10 @@ def test_what_is_sent_is_in_the_log(ranks):
 
 
 @pytest.mark.more
-def test_readers_change_nothing(ranks):
+def test_data_loader_workers_change_nothing(ranks):
     """Processes that read bring the same batches as the ranks themselves."""
     expected = run(ranks, 2, epochs=1)
-    told = run(ranks, 2, epochs=1, readers=2)
+    told = run(ranks, 2, epochs=1, num_workers=2)
     assert told[0]["losses"] == expected[0]["losses"]
     assert told[0]["test"] == expected[0]["test"]
     assert_same_bits(told[1]["tensors"], expected[1]["tensors"])
@@ -192,6 +194,7 @@ def sharded_dense(rank, folder, resume):
     return trainer.fit(test=True).losses
 
 
+@pytest.mark.more
 def test_a_dense_part_that_is_cut_is_saved_whole(ranks, alone, tmp_path):
     first = ranks(2).run(sharded_dense, tmp_path, False)
     second = ranks(2).run(sharded_dense, tmp_path, True)
@@ -231,6 +234,7 @@ def impatient(rank, folder):
     return result.reason, result.steps, trainer.progress.best_step, trainer.run_folder.checkpoints.best().name
 
 
+@pytest.mark.more
 def test_an_early_stop_is_the_same_for_all(ranks, tmp_path):
     assert ranks(2).run(impatient, tmp_path) == [("early stop", 9, 3, "best-3")] * 2
 

@@ -16,8 +16,9 @@ from tritonemb.comm.group import RankGroup
 from tritonemb.data import prefetch as prefetch_module
 from tritonemb.data.prefetch import Prefetcher
 from tritonemb.data.protocol import PositionedBatch, ReadReport, Stream
-from tritonemb.training.pipeline import empty_batch, prepare
 from tritonemb.training.ranks import Ranks
+from tritonemb.training.step import prepare
+from tritonemb.training.train_state import empty_batch
 
 CPU = torch.device("cpu")
 
@@ -140,9 +141,9 @@ def joining(rank, counts, accumulate):
         steps = prepare(stream, Ranks(world, 60.0), CPU, lambda: empty_batch(data), accumulate=accumulate)
         with Prefetcher(steps, 2, "test", collective=True) as ahead:
             return [
-                (step.rows, [len(batch) for batch in step.batches], step.weights, dict(step.position),
-                 {tuple(batch.sparse.keys()) for batch in step.batches})
-                for step in ahead
+                (info.rows, [len(batch) for batch in batches], info.weights, dict(info.position),
+                 {tuple(batch.sparse.keys()) for batch in batches})
+                for batches, info in ahead
             ]  # fmt: skip
 
 
@@ -179,7 +180,7 @@ def stopping(rank):
     with stream_of(list(data.open("train", 4))) as stream:
         steps = prepare(stream, Ranks(world, 60.0), CPU, lambda: empty_batch(data), signal=signal, clock=lambda: rank)
         with Prefetcher(steps, 2, "test", collective=True) as ahead:
-            return [(len(step.batches), step.signal, step.clock, step.position["row"]) for step in ahead]
+            return [(len(batches), info.signal, info.clock, info.position["row"]) for batches, info in ahead]
 
 
 def test_a_signal_to_one_rank_ends_the_steps_of_all(ranks):

@@ -20,7 +20,7 @@ from tests.helpers import CACHED, living
 from tests.nn.simulated_cache import Simulated
 from tests.training import jobs
 from tritonemb.tables.cache import CacheStatistics, RowCache
-from tritonemb.training import pipeline
+from tritonemb.training import step as step_module
 from tritonemb.training.metrics import caches_of
 from tritonemb.types import CacheConfig
 
@@ -71,7 +71,7 @@ def run(monkeypatch, seed: int, placement: str, **options: Any) -> tuple[CacheSt
 
     settings = {"batch_size": BATCH, "epochs": 2, "log_every": 5, "verbose": False} | options
     with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "prefetch", prefetch)
+        patch.setattr(step_module, "prefetch", prefetch)
         patch.setattr(RowCache, "write_back", wrote_back)
         te.Trainer(model, data, callbacks=[sleepy], **settings).fit()
     return model.embeddings.cache_statistics()[TABLE], sleepy.caches, events

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("tomli_w")
 
-from tritonemb.training.config_io import from_plain, read_toml, to_plain, to_toml
+from tritonemb.training.config import from_plain, plain, read_toml, to_toml
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ def test_what_is_written_is_read_back(tmp_path_factory, config):
     path = tmp_path_factory.mktemp("toml") / "run.toml"
     path.write_text(to_toml(config), encoding="utf-8")
     assert read_toml(path, Outer()) == config
-    assert from_plain(to_plain(config), Outer(), "here") == config
+    assert from_plain(plain(config), Outer(), "here") == config
 
 
 def test_only_what_is_written_changes(tmp_path):

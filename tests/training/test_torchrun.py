@@ -187,7 +187,7 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_step(start, undisturbed, t
     job = start()
     job.wait_for_checkpoint(3)[1].send_signal(signal.SIGTERM)
     assert job.finish() != 0
-    assert job.output.count("training was interrupted by SIGTERM; go on with --resume auto") == 2
+    assert job.output.count("training was interrupted by SIGTERM; resume with --resume auto") == 2
     end = read_run_log(tmp_path / "log.jsonl")[-1]
     assert (end["event"], end["reason"]) == ("end", "SIGTERM")
     assert end["step"] == CheckpointFolder(tmp_path / "checkpoints").steps()[-1] < LAST_STEP
@@ -227,7 +227,7 @@ def test_a_job_goes_on_with_another_number_of_ranks(start, tmp_path, ranks):
     job = start()
     job.wait_for_checkpoint(15)[0].send_signal(signal.SIGTERM)
     assert job.finish() != 0
-    job = start(ranks=ranks, options="--readers 2")
+    job = start(ranks=ranks, options="--num-workers 2")
     assert job.finish() == 0, job.output
     found = losses(tmp_path)
     assert [step for step, _ in found] == list(range(5, LAST_STEP + 1, 5))

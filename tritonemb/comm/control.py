@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, TypeVar, get_args
@@ -21,6 +23,13 @@ from tritonemb.comm.group import RankGroup
 T = TypeVar("T")
 RankState = Literal["ready", "over", "failed"]
 _STATES: tuple[RankState, ...] = get_args(RankState)
+RENDEZVOUS_TIMEOUT = timedelta(minutes=10)  # processes start at different speeds
+GRACE = 3.0  # seconds that ranks have to report
+STORE_TIMEOUT = 5.0  # seconds in which the store has to answer
+MOST_NAMED = 8
+_RENDEZVOUS_POLL, _REPORT_POLL = 0.01, 0.1  # seconds between two looks at the store
+_ALIVE = "alive"
+_numbers = itertools.count(1)  # of the objects that this process has made
 _LOST = re.compile(r"gloo|nccl|connection|timed? ?out|broken pipe", re.IGNORECASE)
 
 
@@ -41,21 +50,13 @@ class RankFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Round:
-    """What the ranks have agreed on.
+    """What the ranks have agreed on."""
 
-    Args:
-        rows: samples of each rank's batch, in the order of ranks.
-        batches: the most batches that a rank has.
-        over: no rank has more data.
-        signal: the largest number of a signal that a rank got, 0 for none.
-        clock: that of rank 0.
-    """
-
-    rows: tuple[int, ...]
-    batches: int = 1
-    over: bool = False
-    signal: int = 0
-    clock: int = 0
+    rows: tuple[int, ...]  # samples of each rank's batch, in the order of ranks
+    batches: int = 1  # the most batches that a rank has
+    over: bool = False  # no rank has more data
+    signal: int = 0  # the largest number of a signal that a rank got, 0 for none
+    clock: int = 0  # that of rank 0
 
     @property
     def total(self) -> int:
@@ -125,10 +126,6 @@ def lost_contact(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and not isinstance(error, RankFailed) and bool(_LOST.search(str(error)))
 
 
-RENDEZVOUS_TIMEOUT = timedelta(minutes=10)  # processes start at different speeds
-_POLL = 0.01  # seconds
-
-
 def init_from_env(backend: str, timeout: timedelta) -> None:
     """`torch.distributed.init_process_group` from the environment, also when torchrun has restarted the job.
 
@@ -156,23 +153,22 @@ def rendezvous_name(store: Store, rank: int, size: int, timeout: timedelta) -> s
     confirmed the name.
     """
     last = time.monotonic() + timeout.total_seconds()
-    others = range(1, size)
-    calls, confirmed = [f"tritonemb/call/{r}" for r in others], [f"tritonemb/heard/{r}" for r in others]
     word = uuid.uuid4().hex
     if rank:
-        store.set(calls[rank - 1], word)
+        store.set(f"tritonemb/call/{rank}", word)
         while True:
-            answer = _read(store, [f"tritonemb/answer/{rank}"])[0].partition(":")
-            if answer[0] == word:
-                store.set(confirmed[rank - 1], answer[2])
-                return answer[2]
+            called, _, name = _read(store, [f"tritonemb/answer/{rank}"])[0].partition(":")
+            if called == word:
+                store.set(f"tritonemb/heard/{rank}", name)
+                return name
             _pause(last, "rank 0 did not answer")
+    missing = list(range(1, size))
     while True:
-        names = _read(store, confirmed)
-        missing = [r for r, name in zip(others, names, strict=True) if name != word]
+        names = _read(store, [f"tritonemb/heard/{r}" for r in missing])
+        missing = [r for r, name in zip(missing, names, strict=True) if name != word]
         if not missing:
             return word
-        for r, call in zip(missing, _read(store, [calls[r - 1] for r in missing]), strict=True):
+        for r, call in zip(missing, _read(store, [f"tritonemb/call/{r}" for r in missing]), strict=True):
             if call:
                 store.set(f"tritonemb/answer/{r}", f"{call}:{word}")
         _pause(last, f"ranks {missing} did not come")
@@ -188,15 +184,7 @@ def _read(store: Store, keys: list[str]) -> list[str]:
 def _pause(last: float, problem: str) -> None:
     if time.monotonic() > last:
         raise RuntimeError(f"the ranks did not meet in time: {problem}")
-    time.sleep(_POLL)
-
-
-GRACE = 3.0  # seconds that ranks have to report
-REPORT_POLL = 0.1  # seconds between two looks at the store
-STORE_TIMEOUT = 5.0  # seconds in which the store has to answer
-MOST_NAMED = 8
-_ALIVE = "alive"
-_made = 0
+    time.sleep(_RENDEZVOUS_POLL)
 
 
 class FailureReports:
@@ -210,9 +198,7 @@ class FailureReports:
     """
 
     def __init__(self, group: RankGroup) -> None:
-        global _made
-        _made += 1
-        self._rank, self._size, self._prefix = group.rank, group.size, f"tritonemb/failures/{_made}"
+        self._rank, self._size, self._prefix = group.rank, group.size, f"tritonemb/failures/{next(_numbers)}"
         self._report = _ALIVE
         self._store: Any = None
         if group.size > 1:
@@ -224,7 +210,7 @@ class FailureReports:
         """Tell the other ranks that this one ends: for an error of its own, or because another one has failed."""
         if error is not None and not isinstance(error, RankFailed):
             self._report = f"rank {self._rank} failed at step {step}: {describe(error)}"
-        self._in_time(self._write)
+        self._in_time(lambda: self._store.set(f"{self._prefix}/{self._rank}", self._report))
 
     def explain(self, error: BaseException, step: int) -> RankFailed:
         """An error that names the ranks that are to blame for the error of a collective."""
@@ -236,33 +222,25 @@ class FailureReports:
             failed = {rank: text for rank, text in enumerate(found) if text not in ("", _ALIVE)}
             if not found or failed or "" not in found or time.monotonic() > deadline:
                 break
-            time.sleep(REPORT_POLL)
+            time.sleep(_REPORT_POLL)
         first = str(error).partition("\n")[0].partition(". ")[0] or type(error).__name__
         if not found:
             return RankFailed(f"a rank of the job is gone or does not answer ({first}), nor does the job's store")
-        blamed = failed or {
-            rank: f"rank {rank} is gone, or has not answered at step {step}"
-            for rank, text in enumerate(found)
-            if not text
-        }
+        silent = [rank for rank, text in enumerate(found) if not text]
+        blamed = failed or {rank: f"rank {rank} is gone, or has not answered at step {step}" for rank in silent}
         if not blamed:
             return RankFailed(f"the ranks have lost contact at step {step}, and each is alive ({first})")
         named = "; ".join(list(blamed.values())[:MOST_NAMED])
         more = f"; and {len(blamed) - MOST_NAMED} more" if len(blamed) > MOST_NAMED else ""
         return RankFailed(f"{named}{more} ({first})", tuple(blamed))
 
-    def _write(self) -> None:
-        self._store.set(f"{self._prefix}/{self._rank}", self._report)
-
     def _in_time(self, function: Callable[[], T]) -> T | None:
         """What a call of the store returns; None if it does not answer: its host may be the one that is gone."""
         found: list[T] = []
 
         def call() -> None:
-            try:
+            with suppress(RuntimeError):  # the collectives say more
                 found.append(function())
-            except RuntimeError:  # the collectives say more
-                return
 
         if self._store is not None:
             thread = threading.Thread(target=call, daemon=True)

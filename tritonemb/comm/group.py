@@ -1,12 +1,12 @@
-"""Groups of ranks, with the few collectives that tritonemb uses and counts of the bytes that they send."""
+"""Groups of ranks, the few collectives that tritonemb uses, and counts of the bytes that they send."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tritonemb.ops.quantize import Exchange, all_to_all
 
+T = TypeVar("T")
 # torch 2.13 has given it another name, and warns of the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -61,25 +62,24 @@ class RankGroup:
         """All processes of the job, or this process alone where `torch.distributed` is not in use."""
         return cls(dist.group.WORLD if _is_initialized() else None, local_world_size, timeout=timeout)
 
-    def subgroup(self, members: Sequence[Sequence[int]], backend: str | None = None) -> RankGroup:
+    def subgroup(
+        self, members: Sequence[Sequence[int]], backend: str | None = None, timeout: timedelta | None = None
+    ) -> RankGroup:
         """The one of several disjoint sets of ranks that this process is in; every process of the job calls it alike.
 
-        Its bytes are counted with this group's. `backend`: of its collectives; the job's if not given.
+        Its bytes are counted with this group's. `backend`, `timeout`: of its collectives; this group's if not given.
         """
-        found = None
+        found, timeout = None, self.timeout if timeout is None else timeout
         for ranks in members:
             if len(ranks) > 1:  # one alone needs no connections
-                made = dist.new_group([self.ranks[rank] for rank in ranks], timeout=self.timeout, backend=backend)
+                made = dist.new_group([self.ranks[rank] for rank in ranks], timeout=timeout, backend=backend)
                 found = made if self.rank in ranks else found
         assert any(self.rank in ranks for ranks in members), "this process is in none of the sets"
-        return RankGroup(found, self.local_world_size, self.traffic, self.timeout)
+        return RankGroup(found, self.local_world_size, self.traffic, timeout)
 
     def duplicate(self, backend: str | None = None, timeout: timedelta | None = None) -> RankGroup:
         """The same ranks with connections of their own, for another thread: collectives of a group have one order."""
-        made, timeout = None, self.timeout if timeout is None else timeout
-        if self.process_group is not None:
-            made = dist.new_group(self.ranks, timeout=timeout, backend=backend)
-        return RankGroup(made, self.local_world_size, self.traffic, timeout)
+        return self.subgroup([range(self.size)], backend, timeout)
 
     def all_to_all(self, message: Tensor, send: Sequence[int], receive: Sequence[int], kind: str) -> Tensor:
         """`send[r]` elements of a 1-D message go to rank `r`; returns `receive[r]` elements of each rank, in order.
@@ -183,3 +183,17 @@ class Traffic:
     def reset(self) -> None:
         with self._lock:
             self._sent.clear()
+
+
+class PerDevice(Generic[T]):
+    """Tensors made once for each device, outside of inference mode; called with a device."""
+
+    def __init__(self, make: Callable[[torch.device], T]) -> None:
+        self._make = make
+        self.made: dict[torch.device, T] = {}
+
+    def __call__(self, device: torch.device) -> T:
+        if device not in self.made:
+            with torch.inference_mode(False):
+                self.made[device] = self._make(device)
+        return self.made[device]

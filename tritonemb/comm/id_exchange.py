@@ -13,14 +13,13 @@ Bytes: `4 · B` of lengths for each route and owner, `4` an id (8 where an owner
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tritonemb import ops
-from tritonemb.comm.codec import PerDevice
-from tritonemb.comm.group import RankGroup
+from tritonemb.comm.group import PerDevice, RankGroup
 from tritonemb.errors import id_out_of_range
 from tritonemb.jagged import KeyedJaggedTensor, key_by_key
 from tritonemb.ops.jagged import Bucketized
@@ -30,50 +29,45 @@ _READY, _REFUSED = 0, 1
 
 
 class IdRoute(NamedTuple):
-    """Where the ids of a feature go that look up a table.
-
-    Attributes:
-        feature, table: their names.
-        num_rows: of the table.
-        block: rows of each owner; the last may have fewer.
-        owners: ranks of the group, by block.
-    """
+    """Where the ids of a feature go that look up a table."""
 
     feature: str
     table: str
-    num_rows: int
-    block: int
-    owners: tuple[int, ...]
+    num_rows: int  # of the table
+    block: int  # rows of each owner; the last may have fewer
+    owners: tuple[int, ...]  # ranks of the group, by block
 
 
 class ReceivedIds(NamedTuple):
-    """The ids that ranks have sent to this one, and what the output exchange needs to send rows back.
+    """The ids that ranks have sent to this one, and what the output exchange needs to send rows back."""
 
-    Attributes:
-        features: the ids of all ranks' samples, in the order of ranks. A key is a route's, see `route_key`.
-        batch_sizes: bags in each of a rank's routes: samples, or 1 if ids are deduplicated.
-        source: int64 `[N]`: the position of value `i` of `features` in the messages, rank by rank.
-        sent: number of ids sent to each rank.
-        received: number of ids received from each rank.
-        positions: int32 `[M]`: the position of each id, route by route, in the messages sent.
-        samples: of all ranks.
-        inverse: int64 `[I]`: if ids are deduplicated, which of those sent each id of the batch is, route by route; else
-            None.
-    """
-
-    features: KeyedJaggedTensor
-    batch_sizes: list[int]
-    source: Tensor
-    sent: list[int]
-    received: list[int]
-    positions: Tensor
-    samples: int
-    inverse: Tensor | None
+    features: KeyedJaggedTensor  # of all ranks' samples, in the order of ranks; a key is a route's, see `route_key`
+    batch_sizes: list[int]  # bags in each of a rank's routes: samples, or 1 if ids are deduplicated
+    source: Tensor  # int64 `[N]`: the position of value `i` of `features` in the messages, rank by rank
+    sent: list[int]  # number of ids sent to each rank
+    received: list[int]  # number of ids received from each rank
+    positions: Tensor  # int32 `[M]`: the position of each id, route by route, in the messages sent
+    samples: int  # of all ranks
+    inverse: Tensor | None  # int64 `[I]`: if deduplicated, which id sent each id of the batch is, route by route
+    groups: Sequence[Any] = ()  # the distinct rows of `features`, for each table set that looks them up
 
 
 def route_key(route: int) -> str:
     """The key of a route's ids in `ReceivedIds.features`."""
     return str(route)
+
+
+def id_error(batch: KeyedJaggedTensor, feature: str, table: str, num_rows: int) -> ValueError | None:
+    """An error that names the first id of a feature that its table does not have; None if there is none."""
+    size = batch.stride()
+    ends = batch.offsets()[batch.keys().index(feature) * size :][: size + 1]
+    ids = batch.values()[int(ends[0]) : int(ends[-1])]
+    bad = ((ids < 0) | (ids >= num_rows)).nonzero()
+    if not bad.numel():
+        return None
+    position = int(bad[0] + ends[0])
+    sample = int(torch.searchsorted(ends, position, right=True)) - 1
+    return id_out_of_range(table, feature, sample, position, int(batch.values()[position]), num_rows)
 
 
 class IdExchange:
@@ -103,11 +97,7 @@ class IdExchange:
         self._id_dtype = torch.int32 if narrow else torch.int64
         self._nowhere = 2**31 - 1 if narrow else _OWNER - 1
         self._tensors = PerDevice(self._make_tensors)
-
-    @property
-    def owned(self) -> list[int]:
-        """The routes that this rank has rows of."""
-        return self._owned[self.group.rank]
+        self.owned = self._owned[group.rank]
 
     def __call__(self, batch: KeyedJaggedTensor, problem: ValueError | None = None) -> ReceivedIds:
         """Exchange the ids of every rank's batch.
@@ -136,10 +126,9 @@ class IdExchange:
         )
         lengths = sorted_ids.lengths.reshape(group.size * len(self.routes), bags)[tensors.owned].to(torch.int32)
         sizes = self._sizes(sorted_ids, bags, weights is not None, problem is None, batch.stride())
-        width = len(_Sizes._fields)
-        message = group.all_to_all(sizes.flatten(), [width] * group.size, [width] * group.size, "sizes")
-        sent = [_Sizes(*each) for each in sizes.tolist()]
-        received = [_Sizes(*each) for each in message.reshape(-1, width).tolist()]
+        widths = [len(_Sizes._fields)] * group.size
+        message = group.all_to_all(sizes.flatten(), widths, widths, "sizes").view_as(sizes)
+        sent, received = ([_Sizes(*each) for each in of_ranks.tolist()] for of_ranks in (sizes, message))
         if problem is not None:
             raise problem
         refused = [rank for rank, each in enumerate(received) if each.state != _READY]
@@ -192,8 +181,8 @@ class IdExchange:
         )
         inside = (ids >= 0) & (ids < tensors.num_rows[route])
         if self.check_bounds and not bool(inside.all()):
-            first = int((~inside).nonzero()[0])
-            self._raise_out_of_range(first, int(route[first]), by_route, batch)
+            errors = (id_error(batch, each.feature, each.table, each.num_rows) for each in self.routes)
+            raise next(error for error in errors if error is not None)
         return torch.where(inside, ids, -1), route
 
     def _distinct(self, ids: Tensor, route: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -210,25 +199,14 @@ class IdExchange:
         row = torch.where(ids < 0, self._nowhere, ids - number * block)
         return tensors.owners[route, number] * _OWNER + row
 
-    def _raise_out_of_range(
-        self, index: int, route: int, by_route: KeyedJaggedTensor, batch: KeyedJaggedTensor
-    ) -> None:
-        """Raise for the id at an index, route by route; names its position in the batch."""
-        bag = int(torch.searchsorted(by_route.offsets(), index, right=True)) - 1
-        sample, of = bag % batch.stride(), self.routes[route]
-        first = batch.offsets()[batch.keys().index(of.feature) * batch.stride() + sample]
-        position = int(first + index - by_route.offsets()[bag])
-        raise id_out_of_range(of.table, of.feature, sample, position, int(by_route.values()[index]), of.num_rows)
-
     def _sizes(self, ids: Bucketized, bags: int, weighted: bool, ready: bool, samples: int) -> Tensor:
         """int64 `[ranks, 5]`: the `_Sizes` of the message to each rank."""
-        sizes = torch.empty(self.group.size, len(_Sizes._fields), dtype=torch.int64, device=ids.lengths.device)
-        sizes[:, 0] = bags
-        sizes[:, 1] = ids.lengths.reshape(self.group.size, -1).sum(1)
-        sizes[:, 2] = 1 if weighted else 0 if ids.values.shape[0] else -1
-        sizes[:, 3] = _READY if ready else _REFUSED
-        sizes[:, 4] = samples
-        return sizes
+        of_ids = ids.lengths.reshape(self.group.size, -1).sum(1)
+        tells_weights = 1 if weighted else 0 if ids.values.shape[0] else -1
+        sizes = _Sizes(bags, 0, tells_weights, _READY if ready else _REFUSED, samples)
+        found = torch.tensor([sizes] * self.group.size, dtype=torch.int64, device=of_ids.device)
+        found[:, 1] = of_ids
+        return found
 
     def _is_weighted(self, sizes: Sequence[_Sizes]) -> bool:
         """Whether the ranks' ids have weights."""
@@ -292,21 +270,13 @@ class IdExchange:
 
 
 class _Sizes(NamedTuple):
-    """What a rank is told of the message to it.
+    """What a rank is told of the message to it."""
 
-    Args:
-        bags: in each route.
-        ids: in all of them.
-        weighted: 1 if the ids have weights, 0 if not, -1 if there are no ids to tell by.
-        state: whether the batch is good.
-        samples: of the sending rank.
-    """
-
-    bags: int
-    ids: int
-    weighted: int
-    state: int
-    samples: int
+    bags: int  # in each route
+    ids: int  # in all of them
+    weighted: int  # 1 if the ids have weights, 0 if not, -1 if there are no ids to tell by
+    state: int  # whether the batch is good
+    samples: int  # of the sending rank
 
 
 class _RouteTensors(NamedTuple):

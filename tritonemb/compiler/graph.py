@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node, Proxy, map_arg
@@ -21,20 +23,23 @@ Traced = Any  # a `Proxy`: operators and methods on it add nodes to the graph
 Size = Any  # a number, or a `Proxy` that computes it
 
 CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
-_STATE_SETTERS = {"_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode",
-                  "_exit_inference_mode", "manual_seed", "_saved_tensors_hooks_disable",
-                  "_saved_tensors_hooks_enable"}  # fmt: skip
+_STATE_SETTERS = ("_set_grad_enabled", "_enter_", "_exit_", "_saved_tensors_hooks_", "manual_seed")  # prefixes
 _WITH_RUNNING_STATISTICS = {"batch_norm", "instance_norm"}
-_RANDOM = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout",
-           "feature_alpha_dropout", "native_dropout", "rrelu", "rand", "randn", "randint", "randperm", "rand_like",
-           "randn_like", "randint_like", "bernoulli", "multinomial", "normal", "poisson", "binomial",
-           "gumbel_softmax", "scaled_dot_product_attention", "multi_head_attention_forward", "fractional_max_pool2d",
+_RANDOM = {"rrelu", "bernoulli", "multinomial", "normal", "poisson", "binomial", "gumbel_softmax",
+           "scaled_dot_product_attention", "multi_head_attention_forward", "fractional_max_pool2d",
            "fractional_max_pool3d"}  # fmt: skip
-_OPERATORS = ("add", "and", "concat", "floordiv", "lshift", "mod", "mul", "matmul", "or", "pow", "rshift", "sub",
-              "truediv")  # fmt: skip
-_MUTATING_FUNCTIONS = {"setattr", "delattr", "setitem", "delitem", *(f"i{name}" for name in _OPERATORS)}
-_MUTATING_METHODS = {"backward", "register_hook", "retain_grad", "__setitem__", "__delitem__",
-                     *(f"__i{name}__" for name in _OPERATORS)}  # fmt: skip
+_IN_PLACE = {f"__i{name[2:]}" for name in dir(operator)} & {*dir(operator)}
+_MUTATING = {"setattr", "delattr", "setitem", "delitem", "backward", "register_hook", "retain_grad",
+             *(name.strip("_") for name in _IN_PLACE)}  # fmt: skip
+
+_READERS = {
+    *CONCATENATIONS, torch.stack, torch.add, torch.sub, torch.mul, torch.div, torch.matmul, torch.mm, torch.bmm,
+    torch.addmm, torch.sum, torch.mean, torch.relu, torch.sigmoid, torch.tanh, torch.index_select, F.linear, F.gelu,
+    F.layer_norm, F.normalize, F.scaled_dot_product_attention, operator.add, operator.sub, operator.mul,
+    operator.truediv, operator.neg, operator.matmul, "add", "sub", "mul", "div", "matmul", "sum", "mean", "relu",
+    "sigmoid", "tanh", "clone",
+}  # fmt: skip
+_SELECTIONS = {operator.getitem, torch.unsqueeze, torch.transpose, "unsqueeze", "transpose", "t"}
 
 
 class NotServed(Exception):
@@ -119,13 +124,13 @@ def is_joined(node: Any, dim: int = 1) -> bool:
 
 
 def joined_dim(node: Node) -> int:
-    """Of a concatenation or a stack."""
+    """The dimension of a concatenation or a stack."""
     dim: Any = node.kwargs.get("dim", node.kwargs.get("axis", node.args[1] if len(node.args) > 1 else 0))
     return int(dim) % int(value_of(node).dim())
 
 
 def joined_parts(node: Node) -> list[Any]:
-    """Of a concatenation or a stack."""
+    """The parts of a concatenation or a stack."""
     parts: Any = node.args[0] if node.args else node.kwargs["tensors"]
     return list(parts)
 
@@ -135,10 +140,8 @@ def source_path(node: Node) -> str:
     source = getattr(node, "_dynamo_source", None)
     if source is None:
         return str(node.target) if node.op == "get_attr" else node.name
-    name = source.name if isinstance(source.name, str) else source.name()
-    words = [first or second for first, second in re.findall(r"\['?([^'\]]+)'?\]|\.(\w+)", name)]
-    words = [word for word in words if word not in ("_modules", "_parameters", "_buffers")]
-    return ".".join(words[1:] or words) or node.name
+    root, *words = _words(source.name if isinstance(source.name, str) else source.name())
+    return ".".join(words) or root or node.name
 
 
 def module_path(node: Node) -> tuple[str, type | None]:
@@ -147,13 +150,18 @@ def module_path(node: Node) -> tuple[str, type | None]:
     if not stack:
         return "", None
     name, kind = list(stack.values())[-1]
-    path = re.sub(r"^[LG]\['([^']*)'\]", "", name).lstrip(".")
-    path = re.sub(r"\._(modules|parameters|buffers)\b", "", path)
-    return re.sub(r"\['?([^'\]]+)'?\]", r".\1", path).lstrip("."), kind
+    return ".".join(_words(name)[1:]), kind
+
+
+def _words(name: str) -> list[str]:
+    """Of Dynamo's name of a value: the variable that leads to it, then attributes and keys on the way."""
+    words = [key or word for key, word in re.findall(r"\['?([^'\]]+)'?\]|(\w+)", name)]
+    words = [word for word in words if word not in ("_modules", "_parameters", "_buffers")]
+    return words[1:] if words[:1] in (["L"], ["G"]) else ["", *words]
 
 
 def regions(gm: GraphModule) -> list[list[Node]]:
-    """The nodes between any two side effects, in order; none of them has one."""
+    """The nodes between any two side effects, in order."""
     found: list[list[Node]] = [[]]
     for node in gm.graph.nodes:
         if has_side_effect(node, gm):
@@ -188,25 +196,21 @@ def has_side_effect(node: Node, gm: GraphModule) -> bool:
     if name.endswith("_") and not name.endswith("__"):  # PyTorch's convention for what works in place
         return True
     if node.op == "call_method":
-        return name in _MUTATING_METHODS
+        return name.strip("_") in _MUTATING
     if isinstance(target, torch._ops.HigherOrderOperator):
         found = bodies(node, gm)
         return not found or any(has_side_effect(part, body) for body in found for part in body.graph.nodes)
     if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return _is_mutable(target)
-    return name in _MUTATING_FUNCTIONS or name in _STATE_SETTERS or _works_in_place(node)
-
-
-def sets_state(node: Node) -> bool:
-    """Whether a side effect is on a state (gradients, autocast), not on a tensor."""
-    return _name(node) in _STATE_SETTERS
+    return name.strip("_") in _MUTATING or name.startswith(_STATE_SETTERS) or _works_in_place(node)
 
 
 def is_random(node: Node) -> bool:
     """Whether a node draws random numbers: two of them keep their order."""
     if isinstance(node.target, torch._ops.OpOverload):
         return torch.Tag.nondeterministic_seeded in node.target.tags
-    return _name(node).removesuffix(".default") in _RANDOM
+    name = _name(node).removesuffix(".default")
+    return name in _RANDOM or "dropout" in name or name.startswith("rand")
 
 
 def is_transformed(gm: GraphModule) -> bool:
@@ -251,7 +255,7 @@ def ancestors(nodes: Iterable[Node], before: dict[Node, set[Node]]) -> set[Node]
 
 
 def depths(before: dict[Node, set[Node]], counted: set[Node]) -> dict[Node, int]:
-    """How many `counted` nodes lie at most on a way to each node; of two with equal depths, neither needs the other."""
+    """The most `counted` nodes on a way to each node; of two with equal depths, neither needs the other."""
     found: dict[Node, int] = {}
     for node, others in before.items():
         found[node] = max((found[other] + (other in counted) for other in others), default=0)
@@ -298,13 +302,19 @@ def _works_in_place(node: Node) -> bool:
     return given.get("inplace") is True or given.get("max_norm") is not None
 
 
+def only_read(node: Node) -> bool:
+    """Whether all users of a node make something new of it, whatever its strides."""
+    return all(
+        (user.target in _READERS and user.kwargs.get("out") is None) or (user.target in _SELECTIONS and only_read(user))
+        for user in node.users
+    )
+
+
 def erase_unused(gm: GraphModule) -> None:
     """Erase what neither a result nor a side effect needs; random numbers are drawn as before."""
-
-    def stays(node: Node) -> bool:
-        return not _runs(node) or has_side_effect(node, gm) or is_random(node) or value_of(node) is None
-
-    gm.graph.eliminate_dead_code(stays)
+    gm.graph.eliminate_dead_code(
+        lambda node: not _runs(node) or has_side_effect(node, gm) or is_random(node) or value_of(node) is None
+    )
 
 
 class Writer(GraphAppendingTracer):

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule, Node, map_arg
 
 from tritonemb.compiler.graph import (
     CONCATENATIONS,
@@ -31,17 +31,17 @@ from tritonemb.compiler.graph import (
     expression,
     has_side_effect,
     is_joined,
+    is_random,
     joined_dim,
     joined_parts,
+    only_read,
     require,
     value_of,
 )
-from tritonemb.compiler.merge import only_read
 from tritonemb.ops.interaction import FLOATS, is_fused
 
 _PRODUCTS = (torch.bmm, torch.matmul, operator.matmul, "bmm", "matmul", "__matmul__")
 _RESHAPES = (torch.reshape, "reshape", "view")
-_MAKE_CONSTANTS = (torch.tensor, torch.as_tensor, torch.tril_indices, torch.triu_indices, torch.arange)
 
 
 class Vectors(NamedTuple):
@@ -180,17 +180,11 @@ def _constant(node: Any) -> Tensor:
         return torch.tensor(node)
     require(isinstance(node, Node), "its pairs are not picked by tensors")
     changeable = "its indices are an input or a buffer, which may change; make them in forward, from numbers"
-    require(node.op not in ("placeholder", "get_attr"), changeable)
-    if node.target in _MAKE_CONSTANTS and not node.all_input_nodes:
-        kwargs = {name: value for name, value in node.kwargs.items() if name in ("offset", "dtype")}
-        return node.target(*node.args, **kwargs)
-    if node.target is operator.getitem:
-        return _constant(node.args[0])[node.args[1]]
-    if node.target in ("to", "long", "cuda", "contiguous"):
-        return _constant(node.args[0])
-    require(node.target in (operator.add, operator.mul, torch.add, torch.mul) and not node.kwargs, changeable)
-    left, right = (_constant(arg) if isinstance(arg, Node) else arg for arg in node.args)
-    return node.target(left, right)
+    require(node.op in ("call_function", "call_method") and not is_random(node), changeable)
+    args, kwargs = map_arg(node.args, _constant), map_arg(node.kwargs, _constant)
+    if node.op == "call_method":
+        return getattr(args[0], node.target)(*args[1:], **kwargs)
+    return node.target(*args, **kwargs)
 
 
 def _is_undisturbed(first: Node, last: Node, gm: GraphModule) -> bool:

@@ -6,7 +6,6 @@ else, a `view`, a function that works in place, the caller of the graph, gets a 
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
@@ -14,12 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_leaves
 
 from tritonemb.compiler.graph import (
-    CONCATENATIONS,
     Fused,
     Size,
     Traced,
@@ -28,44 +24,26 @@ from tritonemb.compiler.graph import (
     dependencies,
     erase_unused,
     expression,
-    has_side_effect,
     is_joined,
     joined_parts,
-    sets_state,
+    only_read,
     value_of,
 )
-from tritonemb.compiler.groups import LookupGroup
-from tritonemb.compiler.lookups import TableLookup
+from tritonemb.compiler.lookups import LookupGroup, TableLookup
 from tritonemb.layout import MEAN, SUM, Layout, TableRow, lines_of
 from tritonemb.ops.accumulate import NOT_ACCUMULATING
 from tritonemb.types import seed_of
 
-_READERS = {
-    *CONCATENATIONS, torch.stack, torch.add, torch.sub, torch.mul, torch.div, torch.matmul, torch.mm, torch.bmm,
-    torch.addmm, torch.sum, torch.mean, torch.relu, torch.sigmoid, torch.tanh, F.linear, F.gelu, F.layer_norm,
-    torch.index_select, operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.matmul,
-    "add", "sub", "mul", "div", "matmul", "sum", "mean", "relu", "sigmoid", "tanh", "clone",
-}  # fmt: skip
-_SELECTIONS = {operator.getitem, torch.unsqueeze, torch.transpose, "unsqueeze", "transpose", "t"}
-
 
 class Member(NamedTuple):
-    """One lookup's part of the batch.
-
-    Attributes:
-        values: ids `[N]`; -1 for padding that is left out.
-        size: N.
-        trained: ids `[N]` that the gradient goes to.
-        sample_weights: `[N]`, or None.
-        counts: `[B, 1]`, what a sum is divided by, or None.
-    """
+    """One lookup's part of the batch."""
 
     lookup: TableLookup
-    values: Traced
-    size: Size
-    trained: Traced
-    sample_weights: Traced | None
-    counts: Traced | None
+    values: Traced  # ids [N]; -1 for padding that is left out
+    size: Size  # N
+    trained: Traced  # ids [N] that the gradient goes to
+    sample_weights: Traced | None  # [N]
+    counts: Traced | None  # [B, 1], what a sum is divided by
 
 
 def merge(gm: GraphModule, group: LookupGroup) -> Fused:
@@ -77,19 +55,11 @@ def merge(gm: GraphModule, group: LookupGroup) -> Fused:
     tables = list({lookup.weight: None for lookup in lookups})
     layout = _write_layout(lookups, tables, group.pooled, write)
     out = _look_up(members, tables, layout, write)
-    columns = _use_parts(gm, group.pooled, members, out, write)
+    columns = _use_parts(group.pooled, members, out, write)
     for node in concatenations:
         _join_columns(node, columns, out)
     erase_unused(gm)
     return Fused(_in_words(lookups, len(tables), group), tuple(lookup.feature for lookup in group.lookups))
-
-
-def only_read(node: Node) -> bool:
-    """Whether all users of a node make something new of it, whatever its strides."""
-    return all(
-        (user.target in _READERS and user.kwargs.get("out") is None) or (user.target in _SELECTIONS and only_read(user))
-        for user in node.users
-    )
 
 
 def _move_inputs_before(group: LookupGroup) -> Node:
@@ -125,27 +95,23 @@ def _flat(node: Node, write: Writer) -> Traced:
     return tensor if value_of(node).dim() == 1 else tensor.reshape(-1)
 
 
-def _as_int64(tensor: Traced) -> Traced:
-    return tensor if value_of(tensor).dtype == torch.int64 else tensor.to(torch.int64)
-
-
 def _joined(ids: list[Traced], write: Writer) -> Traced:
     """Ids of two dtypes become int64."""
-    if len({value_of(one).dtype for one in ids}) > 1:
-        ids = [_as_int64(one) for one in ids]
-    return write(torch.cat, ids)
+    same = len({value_of(one).dtype for one in ids}) == 1
+    return write(torch.cat, ids if same else [one.to(torch.int64) for one in ids])
 
 
 def _all_sample_weights(members: list[Member], write: Writer) -> Traced | None:
     """Ones for members that have none."""
-    given = [member.sample_weights for member in members if member.sample_weights is not None]
+    given = [value_of(member.sample_weights) for member in members if member.sample_weights is not None]
     if not given:
         return None
-    like = {"dtype": value_of(given[0]).dtype, "device": value_of(given[0]).device}
-    parts = [
-        write(torch.ones, (member.size,), **like) if member.sample_weights is None else member.sample_weights
-        for member in members
-    ]
+    parts = []
+    for member in members:
+        own = member.sample_weights
+        if own is None:
+            own = write(torch.ones, (member.size,), dtype=given[0].dtype, device=given[0].device)
+        parts.append(own)
     return write(torch.cat, parts)
 
 
@@ -167,7 +133,7 @@ def _own_offsets(lookup: TableLookup, size: Size, write: Writer) -> Traced:
     """`[B + 1]` of one lookup by itself."""
     if lookup.offsets is None:
         return _range(size + 1, _bag_length(lookup, write), lookup, write)
-    offsets = _as_int64(write.proxy(lookup.offsets))
+    offsets: Traced = write.proxy(lookup.offsets).to(torch.int64)
     return offsets if lookup.has_last_offset else write(torch.cat, [offsets, _full(size, lookup, write)])
 
 
@@ -205,15 +171,14 @@ def _pooled_offsets(members: list[Member], write: Writer) -> Traced:
 
 def _starts(member: Member, base: Size, write: Writer) -> list[Traced]:
     """`[B]`, in pieces, from `base` on."""
-    lookup = member.lookup
-    if lookup.offsets is None:
-        return [_range(member.size, _bag_length(lookup, write), lookup, write) + base]
-    offsets = _as_int64(write.proxy(lookup.offsets))
-    fits = offsets[:1] == 0
-    if lookup.has_last_offset:
-        fits = fits & (offsets[-1:] == member.size)
-    moved = offsets + base
-    return [write(torch.where, fits, moved[:1], -1), moved[1 : -1 if lookup.has_last_offset else None]]
+    own = _own_offsets(member.lookup, member.size, write)
+    moved = own + base
+    if member.lookup.offsets is None:
+        return [moved[:-1]]
+    fits = own[:1] == 0
+    if member.lookup.has_last_offset:
+        fits = fits & (own[-1:] == member.size)
+    return [write(torch.where, fits, moved[:1], -1), moved[1:-1]]
 
 
 def _write_layout(lookups: Sequence[TableLookup], tables: list[Node], pooled: bool, write: Writer) -> Layout:
@@ -295,39 +260,35 @@ def _in_order(group: LookupGroup, concatenations: list[Node]) -> list[TableLooku
 
 def _join_columns(node: Node, columns: dict[Node, tuple[int, int]], out: Traced) -> None:
     """A concatenation takes neighbouring columns of the merged result as one."""
-    parts: list[Any] = []
-    ranges: list[tuple[int, int] | None] = []
+    runs: list[list[Any]] = []
     for part in joined_parts(node):
-        found = columns.get(part)
-        if found and ranges and ranges[-1] and ranges[-1][1] == found[0]:
-            ranges[-1] = ranges[-1][0], found[1]
-            parts[-1] = None
+        before = columns.get(runs[-1][-1]) if runs else None
+        if before and part in columns and before[1] == columns[part][0]:
+            runs[-1].append(part)
         else:
-            parts.append(part)
-            ranges.append(found)
-    whole = 0, value_of(out).shape[1]
-    alone = ranges == [whole] and all(set(part.users) == {node} for part in columns)
-    if len(parts) == 1 and not alone and not only_read(node):
+            runs.append([part])
+    alone = len(runs[0]) == len(columns) and all(set(part.users) == {node} for part in columns)
+    if len(runs) == 1 and not alone and not only_read(node):
         return  # what changes the concatenation must not change the columns
-    for index, found in enumerate(ranges):
-        if parts[index] is None and found:
-            parts[index] = out.node if found == whole else out[:, found[0] : found[1]].node
+    parts = [run[0] if len(run) == 1 else _columns(out, columns[run[0]][0], columns[run[-1]][1]) for run in runs]
     if len(parts) > 1:
         node.args, node.kwargs = (parts, *node.args[1:]), {k: v for k, v in node.kwargs.items() if k != "tensors"}
     else:
         node.replace_all_uses_with(parts[0])
 
 
-def _use_parts(
-    gm: GraphModule, pooled: bool, members: list[Member], out: Traced, write: Writer
-) -> dict[Node, tuple[int, int]]:
+def _columns(out: Traced, first: int, end: int) -> Node:
+    found: Node = (out if (first, end) == (0, value_of(out).shape[1]) else out[:, first:end]).node
+    return found
+
+
+def _use_parts(pooled: bool, members: list[Member], out: Traced, write: Writer) -> dict[Node, tuple[int, int]]:
     """Who uses a lookup's result takes its columns, or its rows; returns where columns that are no copies lie."""
-    shared = set() if pooled else _memory_of_changes(gm) | _memory_of_outputs(gm)
     parts = write(torch.split, out, [member.lookup.dim if pooled else member.size for member in members], int(pooled))
     columns, end = {}, 0
     for index, member in enumerate(members):
         column = parts[index]
-        part = _as_columns(member, column) if pooled else _as_rows(member, column, shared, write)
+        part = _as_result(member, column, pooled, write)
         for node in member.lookup.results:
             node.replace_all_uses_with(part.node)
         columns[column.node] = end, end + member.lookup.dim
@@ -335,37 +296,16 @@ def _use_parts(
     return columns
 
 
-def _as_columns(member: Member, part: Traced) -> Traced:
-    lookup = member.lookup
+def _as_result(member: Member, part: Traced, pooled: bool, write: Writer) -> Traced:
+    """A part of the merged result in the shape of the lookup's own."""
+    lookup, shape = member.lookup, value_of(member.lookup.ids).shape
     if member.counts is not None:
         part = (part / member.counts).to(lookup.dtype)
     elif not all(only_read(node) for node in lookup.results):
         part = part.clone()
-    return part.unsqueeze(1) if lookup.single and value_of(lookup.ids).dim() == 2 else part  # ids [B, 1]
-
-
-def _as_rows(member: Member, part: Traced, shared: set[Any], write: Writer) -> Traced:
-    ids, num_dims = write.proxy(member.lookup.ids), value_of(member.lookup.ids).dim()
-    if any(_memory(node) in shared for node in member.lookup.results):
-        part = part.clone()
-    if num_dims == 1:
+    if pooled:
+        return part.unsqueeze(1) if lookup.single and len(shape) == 2 else part  # ids [B, 1]
+    if len(shape) == 1:
         return part
-    return part.reshape(*(write.size(ids, dim) for dim in range(num_dims)), member.lookup.dim)
-
-
-def _memory(node: Any) -> Any:
-    """What tensors that share memory have in common."""
-    value = value_of(node)
-    return value.untyped_storage()._cdata if isinstance(value, Tensor) else None
-
-
-def _memory_of_changes(gm: GraphModule) -> set[Any]:
-    """The memory of all tensors that something in the graph may write to."""
-    changing = [node for node in gm.graph.nodes if has_side_effect(node, gm) and not sets_state(node)]
-    return {_memory(other) for node in changing for other in node.all_input_nodes} - {None}
-
-
-def _memory_of_outputs(gm: GraphModule) -> set[Any]:
-    """The memory of what a graph returns."""
-    output = next(node for node in reversed(gm.graph.nodes) if node.op == "output")
-    return {_memory(node) for node in tree_leaves(output.args) if isinstance(node, Node)} - {None}
+    ids = write.proxy(lookup.ids)
+    return part.reshape(*(write.size(ids, dim) for dim in range(len(shape))), lookup.dim)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -33,10 +34,16 @@ class Batch:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         if self.labels.device == torch.device(device):
             return self
+        return self._map(lambda t: t.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Batch:
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         if self.buffer is not None and self.layout is not None:
-            return self.layout.batch(self.buffer.to(device, non_blocking=non_blocking))
-        moved: Batch = pytree.tree_map_only(Tensor, lambda t: t.to(device, non_blocking=non_blocking), self)
-        return moved
+            return self.layout.batch(function(self.buffer))
+        mapped: Batch = pytree.tree_map_only(Tensor, function, self)
+        return mapped
 
     def packed(self) -> Batch:
         """The same batch in one buffer; this one if it has one.
@@ -61,12 +68,6 @@ class Batch:
         for view, part in zip(layout.views(buffer), parts, strict=True):
             view.copy_(part)
         return layout.batch(buffer)
-
-    def pin_memory(self) -> Batch:
-        if self.buffer is not None and self.layout is not None:
-            return self.layout.batch(self.buffer.pin_memory())
-        pinned: Batch = pytree.tree_map_only(Tensor, lambda t: t.pin_memory(), self)
-        return pinned
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class BatchLayout:
         return views
 
     def batch(self, buffer: Tensor) -> Batch:
-        """The batch that a filled buffer holds; its contents are not looked at again."""
+        """The batch in a filled buffer, whose contents are not checked."""
         dense, labels, values, lengths, offsets = self.views(buffer)
         sparse = _unflatten([values, None, lengths, offsets], self.keys)
         return Batch(dense, sparse, labels, buffer, self)

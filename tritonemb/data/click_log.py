@@ -24,14 +24,13 @@ from tritonemb.data.protocol import (
     SPLITS,
     WHOLE,
     Feature,
+    OpenOptions,
     Position,
     ReadReport,
     Shard,
     Split,
     Stream,
-    check_batch_size,
     check_position,
-    check_shard,
     digest,
     fingerprint,
     tables_of,
@@ -185,18 +184,7 @@ class ClickLog:
             rows *= held_out[split] if split != "train" else 1 - sum(held_out.values())
         return round(rows)
 
-    def open(
-        self,
-        split: Split,
-        batch_size: int,
-        *,
-        seed: int = 0,
-        epoch: int = 0,
-        shuffle: bool = False,
-        position: Position | None = None,
-        pin_memory: bool = False,
-        shard: Shard = WHOLE,
-    ) -> Stream:
+    def open(self, split: Split, batch_size: int, **how: Any) -> Stream:
         """See `tritonemb.data.protocol.Data.open`. Rows are shuffled inside buffers of `shuffle_rows`, whole batches.
 
         A shard is a run of bytes of plain text, or of row groups of Parquet, that nobody else parses. Compressed files
@@ -204,14 +192,14 @@ class ClickLog:
         count-th stripe. Where rows are drawn at random, a shard of plain text counts the lines before it first. Where
         they are split by time, row groups are left out whose statistics say that they have none of the split.
         """
-        check_batch_size(batch_size)
-        check_shard(shard)
-        shuffle = shuffle and self.options.shuffle_rows > 0
+        opened = OpenOptions(split, batch_size, **how)
+        position, shard = opened.position, opened.shard
+        shuffle = opened.shuffle and self.options.shuffle_rows > 0
         wanted = self.options.shuffle_rows if shuffle else UNSHUFFLED_ROWS
         buffer_rows = -(-wanted // batch_size) * batch_size
         of = (self._identity, self.options.split, split, batch_size, buffer_rows)
         extra = shard if shard != WHOLE else ()
-        order = (seed, epoch, *extra)
+        order = (opened.seed, opened.epoch, *extra)
         belongs_to = fingerprint(*of, *(order if shuffle else extra))
         log = self._shard(split, shard)
         parts = log._parts[split]
@@ -228,7 +216,7 @@ class ClickLog:
             batch_size,
             buffer_rows,
             order if shuffle else None,
-            pin_memory,
+            opened.pin_memory,
             needs_rows=shard == WHOLE,
             read=self._left_out.get(split, ReadReport()) if shard[0] == 0 else ReadReport(),
         )

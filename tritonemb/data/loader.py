@@ -1,4 +1,4 @@
-"""The shards of the data that one rank reads, one batch of each in turn, in this process or in data loader workers.
+"""The shards of the data that one rank reads, one batch of each in turn, in this process or in others.
 
 An epoch that began with S shards keeps them until it ends, on however many ranks it resumes: rank r of W reads the
 shards r, r + W, r + 2W, ... The positions of all shards say where it resumes; nothing else does.
@@ -7,24 +7,43 @@ shards r, r + W, r + 2W, ... The positions of all shards say where it resumes; n
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from tritonemb.data.batch import Batch
-from tritonemb.data.protocol import WHOLE, Batches, Closing, Data, Position, ReadReport, Split
+import torch
+from torch import Tensor
+
+from tritonemb.data.batch import Batch, BatchLayout
+from tritonemb.data.protocol import (
+    PREFETCH_DEPTH,
+    WHOLE,
+    Batches,
+    Data,
+    Position,
+    PositionedBatch,
+    ReadReport,
+    Split,
+    Stream,
+)
 
 PROBLEMS_KEPT = 10
 
 ShardsPosition = dict[str, Any]
 """JSON-able. Of an epoch in one shard: that of its stream. Else {"shares": S, "at": {shard: its position}}."""
 
+Message = tuple[dict[str, Any], Tensor | None]
+"""From a process that reads: the JSON-able progress of a shard, and the buffer of a batch."""
+
+_ENTRY = {"batches", "ended", "rows", "skipped", "position"}
+_VALUES = {4: torch.int32, 8: torch.int64}
+
 
 @dataclass
 class ShardState:
-    """Where one shard of `count` stands; `report` and `position` are those at its beginning while it has no stream."""
+    """Where one shard of `count` stands."""
 
     index: int
     count: int
@@ -34,30 +53,37 @@ class ShardState:
     position: Position | None = None
     stream: Batches | None = None
 
-    def resume(self, entry: Mapping[str, Any]) -> None:
-        self.batches, self.ended, self.position = entry["batches"], entry["ended"], entry["position"]
-        self.report = ReadReport(entry["rows"], entry["skipped"])
+    def attach(self, stream: Batches) -> None:
+        """Read this stream from now on."""
+        self.stream, self.report, self.position = stream, stream.report, dict(stream.position)
 
     def entry(self) -> dict[str, Any]:
-        report = self.current_report()
-        position = self.position if self.stream is None else dict(self.stream.position)
+        """Its part of a position."""
         return {
             "batches": self.batches,
             "ended": self.ended,
-            "rows": report.rows,
-            "skipped": report.skipped,
-            "position": position,
+            "rows": self.report.rows,
+            "skipped": self.report.skipped,
+            "position": self.position,
         }
 
-    def current_report(self) -> ReadReport:
-        return self.report if self.stream is None else self.stream.report
+    def next_batch(self) -> Batch | None:
+        """The next batch; None if the shard has ended, or is closed, which another thread may do meanwhile."""
+        stream = self.stream
+        if stream is None:
+            return None
+        batch = next(stream, None)
+        if batch is not None:
+            self.batches, self.report, self.position = self.batches + 1, stream.report, dict(stream.position)
+        elif self.stream is not None:
+            self.ended, self.report, self.position = True, stream.report, None
+            self.close()
+        return batch
 
-    def close(self, ended: bool = False) -> None:
-        """Close the stream, which may wait in another thread; the position stays unless the shard has ended."""
+    def close(self) -> None:
+        """Close the stream, which may wait in another thread; the position stays."""
         stream, self.stream = self.stream, None
         if stream is not None:
-            self.report, self.position = stream.report, None if ended else dict(stream.position)
-            self.ended = ended
             stream.close()
 
 
@@ -78,11 +104,9 @@ def open_shards(
     shards: int | None = None,
     positions: Mapping[str, Any] | None = None,
     *,
-    seed: int = 0,
-    epoch: int = 0,
-    shuffle: bool = False,
     pin_memory: bool = False,
     workers: ShardOpener | None = None,
+    **how: Any,
 ) -> Batches:
     """The batches of the shards rank, rank + world, ... of a split.
 
@@ -91,8 +115,9 @@ def open_shards(
     Args:
         shards: of the epoch: `world` if not given, or what `positions` says.
         positions: of a stream of this rank, or of all ranks by `merge_positions`: resume there.
-        seed, epoch, shuffle, pin_memory: see `tritonemb.data.protocol.Data.open`.
+        pin_memory: make the batches in page-locked memory.
         workers: `DataLoaderWorkers` that read in place of this process. They change no batch.
+        how: `seed`, `epoch` and `shuffle`; see `tritonemb.data.protocol.OpenOptions`.
 
     Raises:
         ValueError: no such rank or split; a position that is not one of these shards.
@@ -112,23 +137,23 @@ def open_shards(
     for shard in mine if positions is not None else ():
         if str(shard.index) not in at:
             raise ValueError(f"the position lacks shard {shard.index} of {shards}; merge the positions of all ranks")
-        shard.resume(at[str(shard.index)])
-    how = {"split": split, "batch_size": batch_size, "seed": seed, "epoch": epoch, "shuffle": shuffle}
-    open_all = partial(open_here, data) if workers is None else workers.open
-    open_all([shard for shard in mine if not shard.ended], how, pin_memory)
+        entry = at[str(shard.index)]
+        shard.batches, shard.ended, shard.position = entry["batches"], entry["ended"], entry["position"]
+        shard.report = ReadReport(entry["rows"], entry["skipped"])
+    open_all = partial(_open, data) if workers is None else workers.open
+    open_all([shard for shard in mine if not shard.ended], {"split": split, "batch_size": batch_size} | how, pin_memory)
     if shards == 1 and rank == 0 and mine[0].stream is not None:
         return mine[0].stream
     return ShardedStream(shards, mine)
 
 
-def open_here(data: Data, shards: Sequence[ShardState], how: Mapping[str, Any], pin_memory: bool) -> None:
-    """Give each of the shards its stream, read by this process."""
+def _open(data: Data, shards: Sequence[ShardState], how: Mapping[str, Any], pin_memory: bool) -> None:
     with ExitStack() as failed:
         for shard in shards:
             own: dict[str, Any] = {"position": shard.position, "pin_memory": pin_memory}
             if (shard.index, shard.count) != WHOLE:
                 own["shard"] = (shard.index, shard.count)
-            shard.stream = failed.enter_context(data.open(**how, **own))
+            shard.attach(failed.enter_context(data.open(**how, **own)))
         failed.pop_all()
 
 
@@ -139,16 +164,10 @@ def in_turn(shards: Sequence[ShardState]) -> Iterator[tuple[ShardState, Batch | 
     """
     while live := [shard for shard in shards if shard.stream is not None]:
         shard = min(live, key=lambda shard: (shard.batches, shard.index))
-        batch = None if shard.stream is None else next(shard.stream, None)
-        if batch is None:
-            shard.close(ended=True)
-        else:
-            shard.batches += 1
-        yield shard, batch
-        del batch  # or it would stay until the next one is there
+        yield shard, shard.next_batch()
 
 
-class ShardedStream(Closing):
+class ShardedStream(Batches):
     """The batches of a rank's shards `in_turn`.
 
     Args:
@@ -160,14 +179,14 @@ class ShardedStream(Closing):
         self._count, self._shards, self._turns = count, shards, in_turn(shards)
 
     @property
-    def position(self) -> ShardsPosition:
+    def position(self) -> ShardsPosition:  # type: ignore[override]
         """Of all shards of this rank: where the batches after the last one returned begin."""
         return {"shares": self._count, "at": {str(shard.index): shard.entry() for shard in self._shards}}
 
     @property
-    def report(self) -> ReadReport:
+    def report(self) -> ReadReport:  # type: ignore[override]
         """Of all shards of this rank."""
-        reports = [shard.current_report() for shard in self._shards]
+        reports = [shard.report for shard in self._shards]
         reasons: Counter[str] = Counter()
         for report in reports:
             reasons.update(dict(report.reasons))
@@ -178,23 +197,75 @@ class ShardedStream(Closing):
             tuple(sorted(reasons.items())),
         )
 
-    def __iter__(self) -> ShardedStream:
-        return self
-
     def __next__(self) -> Batch:
         try:
-            for _, batch in self._turns:
-                if batch is not None:
-                    return batch
+            return next(batch for _, batch in self._turns if batch is not None)
         except BaseException:
             self.close()
             raise
-        raise StopIteration
 
     def close(self) -> None:
         """End the threads of all streams; there are no further batches. The position stays."""
         for shard in self._shards:
             shard.close()
+
+
+def read_shards(data: Data, shards: Sequence[ShardState], how: Mapping[str, Any]) -> Iterator[Message]:
+    """For another process: where each shard begins, and then their batches in turn; a shard that ends has none."""
+    try:
+        _open(data, shards, how, False)
+        for shard in shards:
+            yield _progress(shard), None
+        for shard, batch in in_turn(shards):
+            packed = None if batch is None else batch.packed()
+            if packed is None or packed.layout is None:
+                yield _progress(shard), None
+            else:
+                layout = packed.layout
+                sizes = (layout.batch_size, layout.num_dense, layout.num_values, layout.values_dtype.itemsize)
+                yield _progress(shard) | {"keys": layout.keys, "sizes": sizes}, packed.buffer
+            del batch, packed  # or they would stay until the next ones are there
+    finally:
+        for shard in shards:
+            shard.close()
+
+
+def _progress(shard: ShardState) -> dict[str, Any]:
+    return {"position": shard.position, "report": astuple(shard.report)}
+
+
+class MessageStream(Stream):
+    """The batches of a shard that another process reads: see `read_shards`.
+
+    Args:
+        on_stop, depth: see `Stream`.
+    """
+
+    def __init__(
+        self, messages: Iterator[Message], on_stop: Callable[[], None] | None = None, depth: int = PREFETCH_DEPTH
+    ) -> None:
+        first, _ = next(messages)
+        super().__init__(_received(messages), first["position"], _report(first), on_stop=on_stop, depth=depth)
+
+
+def _received(messages: Iterator[Message]) -> Generator[PositionedBatch | ReadReport, None, None]:
+    for values, buffer in messages:
+        if buffer is None:
+            yield _report(values)
+            return
+        yield PositionedBatch(layout_of(values).batch(buffer), values["position"], _report(values))
+        del values, buffer  # or they would stay until the next ones are there
+
+
+def layout_of(values: Mapping[str, Any]) -> BatchLayout:
+    """Of the batch of a message."""
+    batch_size, num_dense, num_values, itemsize = values["sizes"]
+    return BatchLayout(tuple(values["keys"]), batch_size, num_dense, num_values, _VALUES[itemsize])
+
+
+def _report(values: Mapping[str, Any]) -> ReadReport:
+    rows, skipped, problems, reasons = values["report"]
+    return ReadReport(rows, skipped, tuple(problems), tuple((reason, count) for reason, count in reasons))
 
 
 def merge_positions(positions: Sequence[Mapping[str, Any]]) -> ShardsPosition:
@@ -234,19 +305,20 @@ def rank_position(position: Mapping[str, Any], rank: int, world: int) -> ShardsP
     return {"shares": count, "at": mine}
 
 
-_ENTRY = {"batches", "ended", "rows", "skipped", "position"}
-
-
 def _parsed(position: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     """Number of shards, and the entries of those that the position has."""
     if not isinstance(position, Mapping):
         raise ValueError(f"{position!r} is not a position")
     if "shares" not in position:  # of a stream of all rows
-        return 1, {"0": {"batches": 0, "ended": False, "rows": 0, "skipped": 0, "position": dict(position)}}
+        return 1, {"0": ShardState(0, 1, position=dict(position)).entry()}
     count, at = position["shares"], position.get("at")
-    good = isinstance(count, int) and count >= 1 and isinstance(at, Mapping) and set(position) == {"shares", "at"}
-    entries = dict(at) if good and isinstance(at, Mapping) else {}
-    known = {str(index) for index in range(count)} if good else set()
-    if not good or not set(entries) <= known or any(set(entry) != _ENTRY for entry in entries.values()):
+    if (
+        set(position) != {"shares", "at"}
+        or not isinstance(count, int)
+        or not isinstance(at, Mapping)
+        or count < 1
+        or not set(at) <= {str(index) for index in range(count)}
+        or any(set(entry) != _ENTRY for entry in at.values())
+    ):
         raise ValueError(f"{position!r} is not a position of shards; use what `position` or `merge_positions` returned")
-    return count, entries
+    return count, dict(at)

@@ -6,36 +6,36 @@ import atexit
 import os
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
+from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 Permit = Callable[[], AbstractContextManager[object]]
 GRACE = 2.0  # seconds that a thread gets to end after a failure
+POLL = 0.1  # seconds after which a waiting thread looks whether the other one lives
 
 
 class Prefetcher(Generic[T]):
     """The items of `source`, in their order; its exception, if it raises one, comes out of `next` in its place.
 
-    Which items have been begun depends on nothing but how many were taken: item `k + depth` is begun once item `k` has
-    been taken, not earlier. So ranks that take items alike, and whose items hold collectives, hold as many of them.
+    Item `k + depth` is begun once item `k` has been taken, not earlier. So ranks that take as many items, which hold
+    collectives, begin as many collectives.
 
     Args:
         source: run, and closed if it is a generator, in the thread; in the caller's where `depth` is 0.
         depth: items that are made beyond those taken.
         name: of the thread.
-        on_stop: is called when nobody wants more, in any thread: lets a source cancel what it waits for. It does not
-            wait itself.
+        on_stop: is called when nobody wants more, in any thread, and does not wait: lets a source cancel what it waits
+            for.
         collective: whether items hold collectives. Then all those that may be made are made before the thread ends,
             unless there was a failure.
-        permit: called in the thread that takes items each time it lets one more be made, which is then made inside the
-            context that this has returned. All those that may be made are made before the thread ends then, too.
+        permit: called by the thread that takes an item; the next item is made inside the context that it returns. All
+            those that may be made are made before the thread ends then, too.
 
-    After a failure the thread gets `GRACE` to end, for it may wait for a rank that is gone, or for data that do not
-    come before whoever closes what `source` reads from has told it so. It ends then, with the item that it is making.
+    After a failure the thread gets `GRACE` to end, for it may wait for a rank or for data that never come.
 
     A process forked off has no such thread: there `next` raises a RuntimeError, and `close` does nothing.
     """
@@ -50,37 +50,58 @@ class Prefetcher(Generic[T]):
         collective: bool = False,
         permit: Permit | None = None,
     ) -> None:
-        self._source, self._collective, self._complete = source, collective, collective or permit is not None
-        self._permit: Permit = nullcontext if permit is None else permit
+        self._source, self._permit = source, permit or nullcontext
+        self._complete = collective or permit is not None
         self._thread: threading.Thread | None = None
         if depth == 0:
             return
-        self._queue: _Queue[T] = _Queue([self._permit() for _ in range(depth)], on_stop)
-        # The thread knows the queue but not this object, so that an iterator dropped half-way ends its thread too.
+        # The thread knows the queues but not this object, so that an iterator dropped half-way ends its thread too.
         # Whoever collects this object must not wait for the thread, as it may be one that the thread waits for.
-        self._stop = weakref.finalize(self, self._queue.stop)
+        self._queues = _Queues(on_stop)
+        self._stop = weakref.finalize(self, self._queues.stop)
         self._stop.atexit = False
-        self._thread = threading.Thread(target=_fill, args=(self._queue, source), name=name, daemon=True)
+        for _ in range(depth):
+            self._queues.permits.put(self._permit())
+        self._thread = threading.Thread(target=self._queues.fill, args=(source,), name=name, daemon=True)
         if not collective:  # one that waits for a rank that is gone must not keep the program from ending
-            _RUNNING[self._thread] = self._queue
+            _RUNNING[self._thread] = self._stop
         self._thread.start()
 
     def __iter__(self) -> Prefetcher[T]:
         return self
 
     def __next__(self) -> T:
-        return next(self._source) if self._thread is None else self._queue.get(self._permit)
+        if self._thread is None:
+            return next(self._source)
+        if self._queues.inherited:
+            raise RuntimeError(
+                "this stream was opened before the process was forked, and its threads are not in this process; "
+                "open it here"
+            )
+        if self._queues.stopped:
+            raise StopIteration
+        item, end = self._queues.items.get()
+        if end is not None:
+            if not self._queues.stopped:
+                self._stop()
+                self._thread.join()
+            raise end
+        self._queues.permits.put(self._permit())
+        made: T = item
+        return made
 
     def widen(self) -> None:
-        """One item more may be made beyond those taken, from now on. Not for items that hold collectives."""
-        assert not self._collective
+        """One item more may be made beyond those taken, from now on."""
         if self._thread is not None:
-            self._queue.allow(self._permit())
+            self._queues.permits.put(self._permit())
 
     def settle(self) -> None:
         """Wait until everything is made that may be made for now: no collective of the source is running then."""
         if self._thread is not None:
-            self._queue.settle()
+            settled = threading.Event()
+            self._queues.permits.put(settled)
+            while self._thread.is_alive() and not settled.wait(POLL):
+                pass
 
     def close(self, failed: bool = False) -> None:
         """Stop the thread and wait for it; it ends with the item that it is making. There are no further items.
@@ -91,7 +112,7 @@ class Prefetcher(Generic[T]):
         if self._thread is None:
             _close(self._source)
             return
-        if self._queue.inherited:
+        if self._queues.inherited:
             return
         if self._complete and not failed:
             self.settle()
@@ -108,122 +129,65 @@ class Prefetcher(Generic[T]):
         self.close(failed=error is not None)
 
 
-class _Queue(Generic[T]):
-    """Items that are made, and permits for those that may be; `resting` while the thread waits for a permit."""
+class _Queues:
+    """Between the thread that makes items and the one that takes them; the collector may stop them at any time."""
 
-    def __init__(self, permits: list[AbstractContextManager[object]], on_stop: Callable[[], None] | None) -> None:
-        self._items: deque[T] = deque()
-        self._permits = deque(permits)
-        self._on_stop, self._forks = on_stop, _forks
-        self._changed = threading.Condition()
-        self._resting = self._stopped = self._finished = False
-        self._error: BaseException | None = None
+    def __init__(self, on_stop: Callable[[], None] | None) -> None:
+        self.items: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()  # an item, or what ends them
+        self.permits: SimpleQueue[Any] = SimpleQueue()  # for an item; an Event to set behind the permits before it
+        self.stopped = False
+        self._on_stop, self._pid = on_stop, os.getpid()
 
     @property
     def inherited(self) -> bool:
-        """Whether the thread is in the process that this one was forked from; the lock may be held for ever then."""
-        return self._forks != _forks
-
-    def next_permit(self) -> AbstractContextManager[object] | None:
-        """Wait for the permit to make one item more; None if nobody wants any."""
-        with self._changed:
-            self._resting = True
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._stopped or self._permits)
-            self._resting = False
-            return None if self._stopped else self._permits.popleft()
-
-    def put(self, item: T) -> None:
-        with self._changed:
-            if not self._stopped:
-                self._items.append(item)
-            self._changed.notify_all()
-
-    def finish(self, error: BaseException | None) -> None:
-        with self._changed:
-            self._finished, self._error = True, error
-            self._changed.notify_all()
-
-    def get(self, permit: Permit) -> T:
-        if self.inherited:
-            raise RuntimeError(
-                "this stream was opened before the process was forked, and its threads are not in this process; "
-                "open it here"
-            )
-        with self._changed:
-            self._changed.wait_for(lambda: self._stopped or self._finished or self._items)
-            if self._items:
-                self._permits.append(permit())
-                self._changed.notify_all()
-                return self._items.popleft()
-            error, self._error = self._error, None
-        if error is not None:
-            raise error
-        raise StopIteration
-
-    def allow(self, permit: AbstractContextManager[object]) -> None:
-        with self._changed:
-            self._permits.append(permit)
-            self._changed.notify_all()
-
-    def settle(self) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._finished or (self._resting and not self._permits))
+        """Whether the thread is in the process that this one was forked from."""
+        return self._pid != os.getpid()
 
     def stop(self) -> None:
         if self.inherited:
             return
-        with self._changed:
-            self._stopped = True
-            self._items.clear()
-            self._changed.notify_all()
+        self.stopped = True
+        with suppress(Empty):
+            while True:
+                self.items.get_nowait()
+        self.items.put((None, StopIteration()))
+        self.permits.put(None)
         if self._on_stop is not None:
             self._on_stop()
 
+    def fill(self, source: Iterator[Any]) -> None:
+        """In the thread: make an item for each permit. Behind the last item, answer those who wait for the permits."""
+        item: Any = None
+        end: BaseException | None = None
+        while not self.stopped and (permit := self.permits.get()) is not None:
+            if isinstance(permit, threading.Event):
+                permit.set()
+            elif end is None:
+                try:
+                    with permit:
+                        item = next(source, _END)
+                    end = StopIteration() if item is _END else None
+                except BaseException as error:
+                    end = error
+                if not self.stopped:
+                    self.items.put((item, end))
+                item = None  # or it would stay until the next one is there
+        with suppress(Exception):
+            _close(source)
 
-_RUNNING: weakref.WeakKeyDictionary[threading.Thread, _Queue[Any]] = weakref.WeakKeyDictionary()
-_forks = 0  # between this process and the one that imported this module
 
-
-def _forget_all() -> None:
-    """In a process forked off: the threads are not in it."""
-    global _RUNNING, _forks
-    _RUNNING = weakref.WeakKeyDictionary()
-    _forks += 1
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_all)
+_END: Any = object()
+_RUNNING: weakref.WeakKeyDictionary[threading.Thread, Callable[[], object]] = weakref.WeakKeyDictionary()
 
 
 @atexit.register
-def _end_all() -> None:
-    """The end of the program must not find threads running in libraries that are gone by then."""
+def end_all() -> None:
+    """Stop all threads: the end of the program must not find them running in libraries that are gone by then."""
     running = list(_RUNNING.items())
-    for _, queue in running:
-        queue.stop()
+    for _, stop in running:
+        stop()
     for thread, _ in running:
         thread.join()
-
-
-def _fill(queue: _Queue[T], source: Iterator[T]) -> None:
-    error: BaseException | None = None
-    try:
-        while (permit := queue.next_permit()) is not None:
-            with permit:
-                try:
-                    item = next(source)
-                except StopIteration:
-                    break
-            queue.put(item)
-            del item  # or it would stay until the next one is there
-    except BaseException as caught:
-        error = caught
-    try:
-        _close(source)
-    except BaseException as caught:
-        error = error or caught
-    queue.finish(error)
 
 
 def _close(source: Iterator[Any]) -> None:

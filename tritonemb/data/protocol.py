@@ -6,7 +6,6 @@ import hashlib
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
 from tritonemb.data.batch import Batch
@@ -77,37 +76,25 @@ class Closing:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
-class Batches(Protocol):
+class Batches(Closing):
     """Batches in their order, from a position on: a `Stream`, or several. Their position may be a nested one."""
 
-    @property
-    def position(self) -> Mapping[str, Any]: ...
+    position: Mapping[str, Any]
+    report: ReadReport
+    """What has been read so far."""
 
-    @property
-    def report(self) -> ReadReport:
-        """What has been read so far."""
-        ...
+    def __iter__(self) -> Self:
+        return self
 
-    def __iter__(self) -> Iterator[Batch]: ...
-
-    def __next__(self) -> Batch: ...
-
-    def close(self) -> None: ...
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __next__(self) -> Batch:
+        raise NotImplementedError
 
 
-class Stream(Closing):
+class Stream(Batches):
     """Batches in their order, prefetched in a thread; errors of the source come out of `next`.
 
     Args:
@@ -116,6 +103,7 @@ class Stream(Closing):
         report: of the rows before it.
         at_end: called with the report when the last batch has been returned and the next one is asked for.
         on_stop: lets `batches` cancel what it waits for; see `Prefetcher`.
+        depth: batches that are prefetched; 0 without a thread.
 
     Attributes:
         position: of the batch after the last one returned.
@@ -129,14 +117,12 @@ class Stream(Closing):
         report: ReadReport | None = None,
         at_end: Callable[[ReadReport], None] | None = None,
         on_stop: Callable[[], None] | None = None,
+        depth: int = PREFETCH_DEPTH,
     ) -> None:
-        self.position = position
+        self.position: Position = position
         self.report = report or ReadReport()
         self._at_end = at_end
-        self._batches = Prefetcher(batches, PREFETCH_DEPTH, "tritonemb-batches", on_stop)
-
-    def __iter__(self) -> Stream:
-        return self
+        self._batches = Prefetcher(batches, depth, "tritonemb-batches", on_stop)
 
     def __next__(self) -> Batch:
         try:
@@ -157,6 +143,39 @@ class Stream(Closing):
         self._batches.close()
 
 
+@dataclass(frozen=True)
+class OpenOptions:
+    """The arguments of `Data.open`.
+
+    Args:
+        seed, epoch: decide the order if `shuffle`.
+        position: of a stream opened with the same arguments: resume exactly there.
+        pin_memory: make the batches in page-locked memory.
+        shard: (index, count): the index-th of `count` disjoint shards that together are all rows of the split. A shard
+            without rows ends at once, as there may be more shards than rows.
+
+    Raises:
+        ValueError: a batch size below 1; no such shard.
+    """
+
+    split: Split
+    batch_size: int
+    seed: int = 0
+    epoch: int = 0
+    shuffle: bool = False
+    position: Position | None = None
+    pin_memory: bool = False
+    shard: Shard = WHOLE
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
+        shard = self.shard
+        good = isinstance(shard, tuple) and len(shard) == 2 and all(type(number) is int for number in shard)
+        if not good or not 0 <= shard[0] < shard[1]:
+            raise ValueError(f"shard must be (index, count) with 0 <= index < count, got {shard!r}")
+
+
 class Data(Protocol):
     """A data set for binary click prediction, in memory (`Dataset`) or read as it is needed (`ClickLog`)."""
 
@@ -171,15 +190,12 @@ class Data(Protocol):
 
     @property
     def encoding(self) -> str:
-        """A digest, in hex, of what decides how a row becomes numbers: a model fits data of the same encoding alone.
-
-        It depends on the columns, their ids and their treatment, but neither on the rows nor on where they lie.
-        """
+        """A hex digest of how a row becomes numbers, whichever rows: a model fits data of the same encoding alone."""
         ...
 
     @property
     def best_auc(self) -> float | None:
-        """The Bayes-optimal AUC on the test rows, where it is known: no model can be expected to beat it."""
+        """The Bayes-optimal AUC on the test rows, where it is known."""
         ...
 
     def tables(self, embedding_dim: int) -> list[TableConfig]:
@@ -198,26 +214,11 @@ class Data(Protocol):
         """About how many rows a split has, without reading it; None where that is not known."""
         ...
 
-    def open(
-        self,
-        split: Split,
-        batch_size: int,
-        *,
-        seed: int = 0,
-        epoch: int = 0,
-        shuffle: bool = False,
-        position: Position | None = None,
-        pin_memory: bool = False,
-        shard: Shard = WHOLE,
-    ) -> Stream:
+    def open(self, split: Split, batch_size: int, **how: Any) -> Stream:
         """The batches of a split, or of a shard of it; the last one may be smaller.
 
         Args:
-            seed, epoch: decide the order if `shuffle`.
-            position: of a stream opened with the same arguments: resume exactly there.
-            pin_memory: make the batches in page-locked memory.
-            shard: (index, count): the index-th of `count` disjoint shards that together are all rows of the split. A
-                shard without rows ends at once, as there may be more shards than rows.
+            how: see `OpenOptions`.
 
         Raises:
             ValueError: no such split or shard; a batch size below 1; a position that cannot be one of this stream.
@@ -257,15 +258,3 @@ def check_position(position: Position, fields: tuple[str, ...], belongs_to: int,
             f"data set {name!r}: this position was taken in a stream of other data or other settings; a stream resumes "
             "only with the files, split, batch size, seed, epoch, order and shard that it was opened with"
         )
-
-
-def check_shard(shard: Shard) -> None:
-    """ValueError unless it is (index, count) with 0 <= index < count."""
-    good = isinstance(shard, tuple) and len(shard) == 2 and all(type(number) is int for number in shard)
-    if not good or not 0 <= shard[0] < shard[1]:
-        raise ValueError(f"shard must be (index, count) with 0 <= index < count, got {shard!r}")
-
-
-def check_batch_size(batch_size: int) -> None:
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, got {batch_size}")

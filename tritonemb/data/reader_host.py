@@ -7,39 +7,27 @@ import secrets
 import signal
 import threading
 from collections.abc import Generator, Iterator, Sequence
+from dataclasses import asdict, astuple
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from tritonemb.data.batch import Batch, BatchLayout
-from tritonemb.data.protocol import (
-    WHOLE,
-    Batches,
-    Closing,
-    Data,
-    Feature,
-    Position,
-    PositionedBatch,
-    ReadReport,
-    Shard,
-    Split,
-    Stream,
-    check_shard,
-    tables_of,
-)
+from tritonemb.data.batch import BatchLayout
+from tritonemb.data.loader import MessageStream, ShardState, layout_of, read_shards
+from tritonemb.data.protocol import Closing, Data, Feature, OpenOptions, Split, Stream, tables_of
 from tritonemb.flight import Client, Message, Messages, start_server
 from tritonemb.types import TableConfig
 
 TOKEN, ROOTS = "TRITONEMB_TOKEN", "TRITONEMB_TLS_ROOTS"  # variables of the environment
 PATIENCE = 5.0  # seconds for open streams to end
 
-_VALUES = {4: torch.int32, 8: torch.int64}
-
 
 class ReaderHost(Closing):
-    """Serves the batches of `data` to whoever knows the token.
+    """Serves the batches of `data` to clients with the token.
 
     Every stream has the threads and the memory that `data.open` uses. It prefetches a few batches and waits while the
     trainer takes none.
@@ -69,7 +57,7 @@ class ReaderHost(Closing):
     ) -> None:
         self.token = token or os.environ.get(TOKEN) or secrets.token_hex(32)
         self._closing = threading.Event()
-        self._server = start_server(_Service(data, self._closing), address, self.token, certificate, key)
+        self._server = start_server(partial(_answer, data, self._closing), address, self.token, certificate, key)
         self.address = f"{address.rpartition(':')[0]}:{self._server.port}"
 
     def wait(self) -> None:
@@ -87,45 +75,23 @@ class ReaderHost(Closing):
         ending.join(PATIENCE)
 
 
-class _Service:
-    def __init__(self, data: Data, closing: threading.Event) -> None:
-        self._data, self._closing = data, closing
-
-    def call(self, name: str, request: dict[str, Any]) -> dict[str, Any]:
-        data = self._data
-        if name == "rows":
-            split = request["split"]
-            return {"rows": data.num_rows(split), "estimated": data.estimated_rows(split)}
-        if name != "describe":
-            raise ValueError(f"a reader host has no action {name!r}")
-        return {
-            "name": data.name,
-            "features": [[feature.name, feature.num_embeddings, feature.multi_hot] for feature in data.features],
-            "num_dense": data.num_dense,
-            "encoding": data.encoding,
-            "best_auc": data.best_auc,
-            "splits": data.splits(),
-        }
-
-    def stream(self, request: dict[str, Any]) -> Iterator[Message]:
-        """Where the stream begins, its batches, and its last report. Offsets do not travel."""
-        how = {name: request[name] for name in ("split", "batch_size", "seed", "epoch", "shuffle", "position")}
-        shard = tuple(request["shard"])
-        how |= {} if shard == WHOLE else {"shard": shard}
-        with self._data.open(**how) as stream:
-            yield _progress(stream), None
-            for batch in stream:
-                if self._closing.is_set():
-                    raise ConnectionError("the reader host has been closed")
-                packed = batch.packed()
-                layout, buffer = packed.layout, packed.buffer
-                assert layout is not None
-                assert buffer is not None
-                sizes = [layout.batch_size, layout.num_dense, layout.num_values, layout.values_dtype.itemsize]
-                values = _progress(stream) | {"sizes": sizes, "keys": layout.keys}
-                yield values, memoryview(buffer.numpy())[: layout.bytes_before_offsets]
-                del batch, packed, buffer
-            yield _progress(stream), None
+def _answer(data: Data, closing: threading.Event, request: dict[str, Any]) -> Iterator[Message]:
+    action = request.pop("action")
+    if action == "describe":
+        values = {name: getattr(data, name) for name in ("name", "num_dense", "encoding", "best_auc")}
+        yield values | {"features": [astuple(feature) for feature in data.features], "splits": data.splits()}, None
+    elif action == "rows":
+        yield {"rows": data.num_rows(**request), "estimated": data.estimated_rows(**request)}, None
+    else:
+        index, count = request.pop("shard")
+        shard = ShardState(index, count, position=request.pop("position"))
+        for values, buffer in read_shards(data, [shard], request):
+            if closing.is_set():
+                raise ConnectionError("the reader host has been closed")
+            # Offsets do not travel.
+            sent = None if buffer is None else memoryview(buffer.numpy())[: layout_of(values).bytes_before_offsets]
+            yield values, sent
+            del buffer, sent  # or they would stay until the next ones are there
 
 
 class RemoteData:
@@ -183,40 +149,17 @@ class RemoteData:
         rows: int | None = self._all_clients()[0].call("rows", {"split": split})["estimated"]
         return rows
 
-    def open(
-        self,
-        split: Split,
-        batch_size: int,
-        *,
-        seed: int = 0,
-        epoch: int = 0,
-        shuffle: bool = False,
-        position: Position | None = None,
-        pin_memory: bool = False,
-        shard: Shard = WHOLE,
-    ) -> Stream:
+    def open(self, split: Split, batch_size: int, **how: Any) -> Stream:
         """See `tritonemb.data.protocol.Data.open`: the same batches, positions and errors as the host's own data set.
 
         Raises:
             ConnectionError: the host does not answer, here or out of `next`. Exceptions of the data set keep their type
                 if it is a built-in one; else they come as the nearest built-in type.
         """
-        check_shard(shard)
-        clients = self._all_clients()
-        messages = clients[shard[0] % len(clients)].stream(
-            {
-                "split": split,
-                "batch_size": batch_size,
-                "seed": seed,
-                "epoch": epoch,
-                "shuffle": shuffle,
-                "position": position,
-                "shard": shard,
-            }
-        )
-        first, _ = next(messages)
-        batches = _batches(messages, pin_memory)
-        return Stream(batches, first["position"], _report(first), on_stop=messages.cancel)
+        request = {"action": "open"} | asdict(OpenOptions(split, batch_size, **how))
+        pin_memory, clients = request.pop("pin_memory"), self._all_clients()
+        messages = clients[request["shard"][0] % len(clients)].stream(request)
+        return MessageStream(_with_offsets(messages, pin_memory), messages.cancel)
 
     def _all_clients(self) -> list[Client]:
         if not self._clients:
@@ -224,37 +167,19 @@ class RemoteData:
         return self._clients
 
 
-def _progress(stream: Batches) -> dict[str, Any]:
-    report = stream.report
-    return {
-        "position": stream.position,
-        "report": [report.rows, report.skipped, report.problems, report.reasons],
-    }
-
-
-def _report(values: dict[str, Any]) -> ReadReport:
-    rows, skipped, problems, reasons = values["report"]
-    return ReadReport(rows, skipped, tuple(problems), tuple((reason, count) for reason, count in reasons))
-
-
-def _batches(messages: Messages, pin_memory: bool) -> Generator[PositionedBatch | ReadReport, None, None]:
+def _with_offsets(messages: Messages, pin_memory: bool) -> Generator[tuple[dict[str, Any], Tensor | None], None, None]:
     try:
         for values, data in messages:
-            if "sizes" not in values:
-                yield _report(values)
-                return
-            yield PositionedBatch(_batch(values, data, pin_memory), values["position"], _report(values))
-            del values, data  # or they would stay until the next ones are there
+            yield values, _buffer(layout_of(values), data, pin_memory) if "sizes" in values else None
+            del data  # or it would stay until the next one is there
     finally:
         messages.cancel()
 
 
-def _batch(values: dict[str, Any], data: np.ndarray[Any, Any], pin_memory: bool) -> Batch:
-    batch_size, num_dense, num_values, itemsize = values["sizes"]
-    layout = BatchLayout(tuple(values["keys"]), batch_size, num_dense, num_values, _VALUES[itemsize])
+def _buffer(layout: BatchLayout, data: np.ndarray[Any, Any], pin_memory: bool) -> Tensor:
     buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=pin_memory)
     buffer.numpy()[: layout.bytes_before_offsets] = data
     lengths, offsets = (view.numpy() for view in layout.views(buffer)[3:])
     offsets[0] = 0
     np.cumsum(lengths, out=offsets[1:])
-    return layout.batch(buffer)
+    return buffer

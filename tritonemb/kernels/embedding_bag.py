@@ -20,35 +20,34 @@ import torch
 from torch import Tensor
 
 from tritonemb import errors
-from tritonemb.kernels.error_word import (
+from tritonemb.kernels.row_groups import entries_reference
+from tritonemb.kernels.triton_utils import (
     BAD_FIRST_OFFSET,
     BAD_ID,
     BAD_LAST_OFFSET,
     BAD_OFFSETS,
-    error_word,
-    names_of,
-    poll,
-    report,
-)
-from tritonemb.kernels.row_groups import entries_reference
-from tritonemb.kernels.triton_utils import (
     CODES,
+    NUM_ROWS,
     bits_of,
     cdiv,
+    error_word,
+    field_at,
     jit,
     lanes,
     last_at_most,
     launch,
+    names_of,
     narrow,
     next_power_of_2,
-    num_rows_at,
     on_device,
     pointer_to,
+    poll,
+    report,
     row_sum,
     tl,
     widen,
 )
-from tritonemb.layout import MEAN, NUM_ROWS, Layout, batch_size_of
+from tritonemb.layout import MEAN, Layout, batch_size_of
 
 MAX_BLOCK = 1024  # columns of a tile; wider rows take several
 VECTORS_IN_FLIGHT = 8  # 16-byte loads that a lane asks for before it adds the first
@@ -80,7 +79,7 @@ def _pool_kernel(
         # A dim of 64 bits would cost registers in every mask, and on AMD wide loads.
         dim = tl.multiple_of(tl.load(lookups + lookup * 4 + 2).to(tl.int32), STEP)
         mean = tl.load(lookups + lookup * 4 + 3) == 1
-        num_rows = tl.load(num_rows_at(tables, table))
+        num_rows = tl.load(field_at(tables, table, NUM_ROWS))
         rows = pointer_to(address, CODE, ALIGN)
 
         sample = (tl.program_id(0) % num_blocks) * BAGS + tl.arange(0, BAGS)
@@ -192,7 +191,7 @@ def _gather_kernel(
     address = tl.load(addresses + table)
     used = used & (address != 0)
     dim = tl.multiple_of(tl.load(lookups + lookup * 4 + 2, mask=used, other=0).to(tl.int32), STEP)
-    num_rows = tl.load(num_rows_at(tables, table))
+    num_rows = tl.load(field_at(tables, table, NUM_ROWS))
     row = tl.load(values + position, mask=live, other=0).to(tl.int64)
     inside = used & (row >= 0) & (row < num_rows)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -243,7 +242,7 @@ def _sample_weight_gradient_kernel(
         used = used & (position >= tl.load(offsets)) & (position < tl.load(offsets + num_keys * batch_size))
         table = tl.load(lookups + lookup * 4, mask=used, other=0)
         address = tl.load(addresses + table)
-        used = used & (address != 0) & (row >= 0) & (row < tl.load(num_rows_at(tables, table)))
+        used = used & (address != 0) & (row >= 0) & (row < tl.load(field_at(tables, table, NUM_ROWS)))
         column = tl.multiple_of(tl.load(lookups + lookup * 4 + 1, mask=used, other=0), STEP)
         dim = tl.multiple_of(tl.load(lookups + lookup * 4 + 2, mask=used, other=0).to(tl.int32), STEP)
         mean = tl.load(lookups + lookup * 4 + 3, mask=used, other=0) == 1
@@ -308,14 +307,9 @@ def by_dtype(weights: Sequence[Tensor], device: torch.device) -> Iterator[tuple[
 
 
 def embedding_bag(
-    weights: Sequence[Tensor],
-    values: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    layout: Layout,
-    check_bounds: bool = True,
-    output_dtype: torch.dtype = torch.float32,
-) -> Tensor:
+    weights: Sequence[Tensor], values: Tensor, offsets: Tensor, sample_weights: Tensor | None, layout: Layout,
+    check_bounds: bool = True, output_dtype: torch.dtype = torch.float32,
+) -> Tensor:  # fmt: skip
     """One launch for all tables of one dtype. Arguments and result as in the reference.
 
     An id out of range reads as zero. It is raised at once where kernels are interpreted, and on a GPU by the next
@@ -392,14 +386,9 @@ def sample_weight_gradient(
 
 
 def embedding_bag_reference(
-    weights: Sequence[Tensor],
-    values: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    layout: Layout,
-    check_bounds: bool = True,
-    output_dtype: torch.dtype | None = None,
-) -> Tensor:
+    weights: Sequence[Tensor], values: Tensor, offsets: Tensor, sample_weights: Tensor | None, layout: Layout,
+    check_bounds: bool = True, output_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
     """Lookup by lookup, with `index_add_`; in the weights' dtype if that is float64, else float32.
 
     Shapes: `weights` `[T]` of `[rows, dim]`; `values` `[N]`; `offsets` `[K * B + 1]`; `sample_weights` `[N]` or None.
@@ -408,15 +397,8 @@ def embedding_bag_reference(
     dtype = torch.float64 if weights and weights[0].dtype == torch.float64 else torch.float32
     batch_size = batch_size_of(offsets, layout.key_starts)
     out = torch.zeros(batch_size if layout.pooled else values.numel(), layout.width, dtype=dtype, device=values.device)
-    lookup_of, position_of, bag_of = entries_reference(values, offsets, layout)
-    for lookup, (table, column, dim, pooling) in enumerate(layout.lookups.tolist()):
-        mine = lookup_of == lookup
-        position, bag = position_of[mine], bag_of[mine]
-        ids = values[position].to(torch.int64)
-        inside = (ids >= 0) & (ids < layout.tables[table, NUM_ROWS])
-        if check_bounds and not bool(inside.all()):
-            raise errors.bad_id(int(position[~inside][0]), values, offsets, layout)
-        rows = weights[table].to(dtype)[torch.where(inside, ids, 0)] * inside.unsqueeze(1)
+    lookups = _rows_reference(weights, values, offsets, layout, dtype, check_bounds)
+    for rows, position, bag, (_, column, dim, pooling) in lookups:
         rows = rows * scales_reference(position, bag, offsets, sample_weights, pooling == MEAN, dtype).unsqueeze(1)
         if layout.pooled:
             out[:, column : column + dim].index_add_(0, bag % batch_size, rows)
@@ -425,13 +407,27 @@ def embedding_bag_reference(
     return out if output_dtype is None else out.to(output_dtype)
 
 
+def _rows_reference(
+    weights: Sequence[Tensor], values: Tensor, offsets: Tensor, layout: Layout, dtype: torch.dtype, check_bounds: bool
+) -> Iterator[tuple[Tensor, Tensor, Tensor, list[int]]]:
+    """For each lookup the rows of its positions, zeros for ids out of range; the positions, their bags, the lookup."""
+    lookup_of, position, bag, _, inside = entries_reference(values, offsets, layout)
+    if check_bounds and not bool(inside.all()):
+        raise errors.bad_id(int(position[~inside][0]), values, offsets, layout)
+    for number, lookup in enumerate(layout.lookups.tolist()):
+        mine = lookup_of == number
+        ids = torch.where(inside[mine], values[position[mine]].to(torch.int64), 0)
+        rows = weights[lookup[0]].to(dtype)[ids] * inside[mine].unsqueeze(1)
+        yield rows, position[mine], bag[mine], lookup
+
+
 def scales_reference(
-    position: Tensor, bag: Tensor, offsets: Tensor, sample_weights: Tensor | None, mean: bool, dtype: torch.dtype
-) -> Tensor:
+    position: Tensor, bag: Tensor, offsets: Tensor, sample_weights: Tensor | None, mean: Tensor | bool,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
     """What each position's row is multiplied with: its per-sample weight, over the bag's length for means."""
     scale = torch.ones(position.numel(), dtype=dtype, device=position.device)
-    if mean:
-        scale = scale / torch.diff(offsets)[bag].to(dtype)
+    scale = torch.where(torch.as_tensor(mean, device=scale.device), scale / torch.diff(offsets)[bag].to(dtype), scale)
     return scale if sample_weights is None else scale * sample_weights[position].to(dtype)
 
 
@@ -442,13 +438,8 @@ def sample_weight_gradient_reference(
     dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
     batch_size = batch_size_of(offsets, layout.key_starts)
     out = torch.zeros(values.numel(), dtype=dtype, device=values.device)
-    lookup_of, position_of, bag_of = entries_reference(values, offsets, layout)
-    for lookup, (table, column, dim, pooling) in enumerate(layout.lookups.tolist()):
-        mine = lookup_of == lookup
-        position, bag = position_of[mine], bag_of[mine]
-        ids = values[position].to(torch.int64)
-        inside = (ids >= 0) & (ids < layout.tables[table, NUM_ROWS])
-        rows = weights[table].to(dtype)[torch.where(inside, ids, 0)] * inside.unsqueeze(1)
+    lookups = _rows_reference(weights, values, offsets, layout, dtype, False)
+    for rows, position, bag, (_, column, dim, pooling) in lookups:
         part = grad[bag % batch_size, column : column + dim] if layout.pooled else grad[position, :dim]
         scale = scales_reference(position, bag, offsets, None, pooling == MEAN, dtype)
         out.index_add_(0, position, (rows * part.to(dtype)).sum(1) * scale)

@@ -21,9 +21,10 @@ from torch import Tensor
 from tritonemb.kernels.embedding_bag import scales_reference
 from tritonemb.kernels.triton_utils import (
     CODES,
+    ROW_DIM,
     bits_of,
     cdiv,
-    dim_at,
+    field_at,
     jit,
     lanes,
     last_at_most,
@@ -32,7 +33,7 @@ from tritonemb.kernels.triton_utils import (
     tl,
     widen,
 )
-from tritonemb.layout import COLUMN, FIRST_ROW, MEAN, NUM_ROWS, POOLING, TABLE, Layout, batch_size_of
+from tritonemb.layout import COLUMN, MEAN, POOLING, TABLE, Layout, batch_size_of
 
 PIECE = 256  # positions of a row that are summed before they are added to the rest
 ENTRIES = 256  # entries of a program that places them
@@ -140,7 +141,9 @@ def _sum_pieces_kernel(
         group, begin, end, first, there = _find_piece(window, slot, starts, num_groups)
         if there:
             table = table_of(tables, num_tables, tl.load(rows + group))
-            dim = tl.zeros((1,), tl.int32) + tl.multiple_of(tl.load(dim_at(tables, table)).to(tl.int32), STEP)
+            dim = tl.zeros((1,), tl.int32) + tl.multiple_of(
+                tl.load(field_at(tables, table, ROW_DIM)).to(tl.int32), STEP
+            )
             stop = tl.minimum(first + PIECE_SIZE, end)
             total = add_gradients(
                 tl.zeros((1, BLOCK), tl.float32), tl.zeros((1,), tl.int32) + first, tl.zeros((1,), tl.int32) + stop,
@@ -179,15 +182,9 @@ class Placed(NamedTuple):
 
 
 def place_gradients(
-    grad: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    groups: tuple[Tensor, Tensor, Tensor, Tensor],
-    layout: Layout,
-    max_gradient: float,
-    block: int,
-    step: int,
-) -> Placed:
+    grad: Tensor, offsets: Tensor, sample_weights: Tensor | None, groups: tuple[Tensor, Tensor, Tensor, Tensor],
+    layout: Layout, max_gradient: float, block: int, step: int,
+) -> Placed:  # fmt: skip
     """Find each entry's gradient, and sum long rows; `block` columns a row, dims multiples of `step` elements."""
     rows, starts, order, num_groups = groups
     device, num_entries, num_tables = grad.device, rows.numel(), layout.tables.shape[0]
@@ -223,14 +220,9 @@ def warps_for(block: int) -> int:
 
 
 def sum_gradients_reference(
-    weights: Sequence[Tensor],
-    grad: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    groups: tuple[Tensor, Tensor, Tensor, Tensor],
-    layout: Layout,
-    max_gradient: float,
-) -> tuple[list[Tensor], list[Tensor]]:
+    weights: Sequence[Tensor], grad: Tensor, offsets: Tensor, sample_weights: Tensor | None,
+    groups: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout, max_gradient: float,
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
     """For each table its distinct rows `[R]` and their summed gradients `[R, dim]`."""
     dtype = torch.float64 if weights and weights[0].dtype == torch.float64 else torch.float32
     linear, starts, order, num_groups = groups
@@ -240,18 +232,22 @@ def sum_gradients_reference(
     bag_of = torch.repeat_interleave(torch.diff(offsets))
     group_of = torch.repeat_interleave(sizes)
     position = order[: group_of.numel()].to(torch.int64)
+    key_of = torch.repeat_interleave(torch.diff(layout.key_starts))
+    lookup_of_key = torch.zeros(layout.key_starts.numel() - 1, dtype=torch.int64, device=grad.device)
     clamped = grad.to(dtype).clamp(-max_gradient, max_gradient)
     rows, gradients = [], []
     for table, weight in enumerate(weights):
-        first, num_rows = int(layout.tables[table, FIRST_ROW]), int(layout.tables[table, NUM_ROWS])
+        first, num_rows = layout.tables[table, :2].tolist()
         mine = ((linear >= first) & (linear < first + num_rows)).nonzero().flatten()
-        dim = weight.shape[1]
-        total = torch.zeros(count, dim, dtype=dtype, device=weight.device)
+        total = torch.zeros(count, weight.shape[1], dtype=dtype, device=weight.device)
         entry = torch.isin(group_of, mine).nonzero().flatten()
         where = position[entry]
         bag = bag_of[where]
-        column, scale = _placed(where, bag, batch_size, table, offsets, sample_weights, layout, dtype)
-        columns = column.unsqueeze(1) + torch.arange(dim, device=weight.device)
+        lookups = (layout.lookups[:, TABLE] == table).nonzero().flatten()
+        lookup_of_key[key_of[lookups]] = lookups
+        used = layout.lookups[lookup_of_key[bag // max(1, batch_size)]]
+        scale = scales_reference(where, bag, offsets, sample_weights, used[:, POOLING] == MEAN, dtype)
+        columns = used[:, COLUMN, None] + torch.arange(weight.shape[1], device=weight.device)
         source = (bag % batch_size if layout.pooled else where).unsqueeze(1)
         parts = clamped[source, columns] * scale.unsqueeze(1)
         _add_in_pieces(total, group_of[entry], entry - starts[group_of[entry]].to(torch.int64), parts)
@@ -267,26 +263,3 @@ def _add_in_pieces(total: Tensor, group: Tensor, place: Tensor, parts: Tensor) -
         sums = torch.zeros_like(total)
         sums.index_add_(0, group[mine], parts[mine])
         total += sums
-
-
-def _placed(
-    position: Tensor,
-    bag: Tensor,
-    batch_size: int,
-    table: int,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    layout: Layout,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor]:
-    """Column and scale of each position's use of `table`."""
-    num_keys = layout.key_starts.numel() - 1
-    lookup_of_key = torch.zeros(num_keys, dtype=torch.int64, device=bag.device)
-    for key in range(num_keys):
-        for lookup in range(int(layout.key_starts[key]), int(layout.key_starts[key + 1])):
-            if int(layout.lookups[lookup, TABLE]) == table:
-                lookup_of_key[key] = lookup
-    used = layout.lookups[lookup_of_key[bag // max(1, batch_size)]]
-    plain = scales_reference(position, bag, offsets, sample_weights, False, dtype)
-    mean = scales_reference(position, bag, offsets, sample_weights, True, dtype)
-    return used[:, COLUMN], torch.where(used[:, POOLING] == MEAN, mean, plain)

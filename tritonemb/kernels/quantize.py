@@ -171,13 +171,9 @@ def quantize_pack(
 
 
 def quantize_unpack(
-    message: Tensor,
-    packing: Packing,
-    dtype: torch.dtype,
-    saturated: Tensor,
-    scale: Tensor | None = None,
+    message: Tensor, packing: Packing, dtype: torch.dtype, saturated: Tensor, scale: Tensor | None = None,
     rows: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """See `quantize_unpack_reference`."""
     message = message.contiguous()
     num_message_rows = message.numel() // max(1, packing.row_bytes)
@@ -189,17 +185,9 @@ def quantize_unpack(
 
 
 def _launch(
-    kernel: Any,
-    matrix: Tensor,
-    message: Tensor,
-    packing: Packing,
-    num_message_rows: int,
-    saturated: Tensor,
-    scale: Tensor | None,
-    rows: Tensor | None,
-    written: torch.dtype,
-    counted: bool,
-) -> None:
+    kernel: Any, matrix: Tensor, message: Tensor, packing: Packing, num_message_rows: int, saturated: Tensor,
+    scale: Tensor | None, rows: Tensor | None, written: torch.dtype, counted: bool,
+) -> None:  # fmt: skip
     """One program for each piece and run of rows."""
     is_int8, dtype, num_rows = packing.codec == INT8, CODECS[packing.codec], matrix.shape[0]
     stride = matrix.stride(0) if num_rows > 1 else matrix.shape[1]
@@ -243,13 +231,9 @@ def quantize_pack_reference(
 
 
 def quantize_unpack_reference(
-    message: Tensor,
-    packing: Packing,
-    dtype: torch.dtype,
-    saturated: Tensor,
-    scale: Tensor | None = None,
+    message: Tensor, packing: Packing, dtype: torch.dtype, saturated: Tensor, scale: Tensor | None = None,
     rows: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Piece by piece, with PyTorch's casts.
 
     Shapes: `message` uint8 `[M * row_bytes]`; `saturated` int64 `[]`, added to; `scale` float32 `[]`; `rows` int32 or

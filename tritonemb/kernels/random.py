@@ -1,18 +1,17 @@
-"""Narrowing float32 to 16 bits, to nearest or stochastically, and the counter-based random numbers for it.
+"""Counter-based random numbers: stochastic rounding of float32 to 16 bits, and tables' initial values.
 
-Philox-4x32-10 (Salmon et al., SC 2011) with key = the table's seed and counter = (column // 8, row, row >> 32, step):
-the bits that round an element depend on nothing else. Column `j` takes word `j % 8 // 2`, its low half if `j` is even.
-Rows and columns are those of the whole table, so a table that is a part of another rounds as the whole one would.
-Finite values stay finite: they saturate at the largest one.
+Philox-4x32-10 (Salmon et al., SC 2011) with key = the table's seed. Rows and columns are those of the whole table, so a
+table that is a part of another gets what the whole one would, and a row's values can be had by themselves.
 
-First values of a table's rows, uniform in ±bound: each a function of the table's seed, its row and its column.
+Rounding: counter = (column // 8, row, row >> 32, step). Column `j` takes word `j % 8 // 2`, its low half if `j` is
+even: the bits that round an element depend on nothing else. Finite values saturate at the largest one.
+
+Initial values, uniform in ±bound:
 
     word = Philox-4x32-10(key = seed, counter = (column // 4, row, row >> 32, 0))[column % 4]      as a signed integer
     value = (word >> 8) · bound / 2^23
 
-One product of a 24-bit integer and a float32, so every device rounds alike. A row's values can be had by itself,
-wherever it lives and however its table is cut, and a table that nobody has trained need not be anywhere.
-
+One product of a 24-bit integer and a float32, so every device rounds alike.
 Bytes: `4 · R · D` written, `8 · R` read where rows are named. The floor on CPUs is the generator: ten rounds for 16
 bytes.
 """
@@ -29,18 +28,25 @@ _MASK32 = 0xFFFFFFFF
 
 
 @jit
+def _words(seed, counter, row, step):
+    """int32 `[ROWS, 4 · C]`: the words of counters (counter `[ROWS, C]`, row `[ROWS]`, row >> 32, step)."""
+    zero = counter * 0
+    low, high = zero + row.to(tl.int32)[:, None], zero + (row >> 32).to(tl.int32)[:, None]
+    w0, w1, w2, w3 = tl.philox(seed, counter, low, high, zero + step)
+    return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3)).to(tl.int32, bitcast=True)
+
+
+@jit
 def random16(seed, row, column, step, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """int32 `[ROWS, BLOCK]` in [0, 2^16): noise of BLOCK ≥ 8 elements of rows `row` from columns `column` on.
 
     `row` and `column` are int64 `[ROWS]`, columns multiples of 8; `step` is one for all rows, or `[ROWS]`.
     """
     counter = (column >> 3).to(tl.int32)[:, None] + tl.arange(0, BLOCK // 8)[None, :]
-    low, high = counter * 0 + row.to(tl.int32)[:, None], counter * 0 + (row >> 32).to(tl.int32)[:, None]
     steps = step.to(tl.int32)
     if step.type.is_block():
         steps = steps[:, None]
-    w0, w1, w2, w3 = tl.philox(seed[:, None], counter, low, high, counter * 0 + steps)
-    words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3)).to(tl.int32, bitcast=True)
+    words = _words(seed[:, None], counter, row, steps)
     return tl.interleave(words & 0xFFFF, (words >> 16) & 0xFFFF)
 
 
@@ -69,17 +75,17 @@ def random16_reference(seed: int, rows: Tensor, step: int, dim: int, column: int
 
     `column` is a multiple of 8.
     """
-    num_counters = cdiv(dim, ELEMENTS_PER_COUNTER)
     first = column // ELEMENTS_PER_COUNTER
-    counters = torch.arange(first, first + num_counters, device=rows.device).expand(rows.numel(), -1)
-    words = philox_reference(seed, counters, rows.unsqueeze(1).expand_as(counters), torch.full_like(counters, step))
+    words = philox_reference(seed, first, first + cdiv(dim, ELEMENTS_PER_COUNTER), rows, step)
     halves = torch.stack([words & 0xFFFF, words >> 16], dim=-1).flatten(1)
     return halves[:, :dim]
 
 
-def philox_reference(seed: int, counters: Tensor, rows: Tensor, steps: Tensor) -> Tensor:
-    """int64 `[R, 4 C]` in [0, 2^32): the words of counters (counter, row, row >> 32, step), all int64 `[R, C]`."""
-    c0, c1, c2, c3 = counters & _MASK32, rows & _MASK32, rows >> 32, steps & _MASK32
+def philox_reference(seed: int, first: int, last: int, rows: Tensor, step: int) -> Tensor:
+    """int64 `[R, 4 C]` in [0, 2^32): words of counters (first … last - 1, row, row >> 32, step); `rows` int64 `[R]`."""
+    counters = torch.arange(first, last, device=rows.device).expand(rows.numel(), -1)
+    row, steps = rows.unsqueeze(1).expand_as(counters), torch.full_like(counters, step)
+    c0, c1, c2, c3 = counters & _MASK32, row & _MASK32, row >> 32, steps & _MASK32
     k0, k1 = seed & _MASK32, seed >> 32
     for _ in range(10):
         high0, low0 = _multiply(0xD2511F53, c0)
@@ -142,12 +148,7 @@ def _initial_kernel(
     row = tl.load(rows + place, mask=place < num_rows, other=0) if NAMED else first_row + place
     begin = first_column % 4  # columns of the first counter that belong to others
     counter = (first_column // 4 + tl.program_id(1) * (BLOCK // 4) + tl.arange(0, BLOCK // 4)).to(tl.int32)[None, :]
-    zero = counter * 0 + (row * 0).to(tl.int32)[:, None]
-    key = tl.zeros((ROWS, 1), tl.int64) + seed
-    w0, w1, w2, w3 = tl.philox(
-        key, counter + zero, row.to(tl.int32)[:, None] + zero, (row >> 32).to(tl.int32)[:, None] + zero, zero
-    )
-    words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3)).to(tl.int32, bitcast=True)
+    words = _words(tl.zeros((ROWS, 1), tl.int64) + seed, counter + (row * 0).to(tl.int32)[:, None], row, 0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :] - begin
     mask = (place < num_rows)[:, None] & (column >= 0) & (column < dim)
     tl.store(out + place[:, None] * dim + column, (words >> 8).to(tl.float32) * scale, mask=mask)
@@ -172,17 +173,12 @@ def initial_rows_reference(
 ) -> None:
     """Fill float32 `out` `[R, D]`, contiguous, with the values of rows, from column `first_column` on.
 
-    Args:
-        seed: of the table, 63 bits.
-        bound: no value is larger.
-        first_row: of R neighbours, if `rows` does not name them.
-        rows: int64 `[R]`, any rows.
+    `seed` is the table's, 63 bits. The rows are R neighbours from `first_row` on, or `rows`, any, int64 `[R]`.
     """
     if rows is None:
         rows = first_row + torch.arange(out.shape[0], device=out.device)
     first, last = first_column // UNIFORMS_PER_COUNTER, cdiv(first_column + out.shape[1], UNIFORMS_PER_COUNTER)
-    counters = torch.arange(first, last, device=out.device).expand(rows.numel(), -1)
-    words = philox_reference(seed, counters, rows.unsqueeze(1).expand_as(counters), torch.zeros_like(counters))
+    words = philox_reference(seed, first, last, rows, 0)
     begin = first_column % UNIFORMS_PER_COUNTER
     signed = words[:, begin : begin + out.shape[1]].to(torch.int32)
     out.copy_((signed >> 8).to(torch.float32) * scale_of(bound))

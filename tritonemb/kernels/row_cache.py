@@ -1,13 +1,15 @@
-"""The directory of a row cache: which rows of a table lie on the device, in which slots, and which must go.
+"""The directory of a row cache: which rows of a table lie on the device, in which slots, and which to evict.
 
-A table with `S` sets (`kernels/cache_sets.py`) has three tensors with an entry for each of its `S · WAYS` slots; what
-they hold beyond those is somebody else's:
+A table with `S` sets has three tensors with an entry for each of its `S · WAYS` slots; what they hold beyond those is
+left alone:
 
     tags  int64  row of the table that the slot holds, -1: none
     used  int64  when it was last used (policy "lru"), or how often (policy "lfu")
     pins  int32  batches in flight that use it: such a slot keeps its row
 
-A table with no sets is not cached: all of its rows are on the device, row r in "slot" r, and nothing here touches it.
+Slot = set · WAYS + way; a row may lie in any way of one set: `mix64(row) mod S`, both unsigned. `mix64` is the
+finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014), a bijection of 64 bits: every bit of a row has a say in
+its set. A table with no sets is not cached: its rows are on the device, row r in "slot" r, and nothing touches it.
 Rows come as row groups give them, distinct and ascending, so each is looked up once a batch, and no two share a slot.
 
 **look up**: one row of a tile reads the tags of its set at once.
@@ -30,13 +32,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tritonemb.kernels import cache_sets
-from tritonemb.kernels.cache_sets import NO_ROW, set_of
-from tritonemb.kernels.triton_utils import cdiv, first_row_at, jit, last_at_most, launch, on_device, table_of, tl
-from tritonemb.layout import FIRST_ROW, NUM_ROWS
+from tritonemb import layout
+from tritonemb.kernels.triton_utils import FIRST_ROW, cdiv, field_at, jit, last_at_most, launch, on_device, table_of, tl
+from tritonemb.layout import NO_ROW
 
-WAYS = tl.constexpr(cache_sets.WAYS)
-EMPTY = tl.constexpr(NO_ROW)
+WAYS, EMPTY = tl.constexpr(layout.WAYS), tl.constexpr(NO_ROW)
 TAGS, USED, PINS = (tl.constexpr(part) for part in range(3))  # rows of `directory`, addresses
 LOOK_UP_ROWS = 16  # of a program of two warps: four loads of 16 bytes a lane
 ALLOCATE_SETS = 8  # of a program of one warp: so few that none waits long for the one with the most misses
@@ -45,7 +45,7 @@ BLOCK = 1024  # entries of a program
 
 @jit
 def _set_of(row, num_sets):
-    """`cache_sets.set_of`; 0 where there are no sets."""
+    """`set_of`; 0 where there are no sets."""
     mixed = row.to(tl.uint64)
     mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9
     mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB
@@ -54,16 +54,11 @@ def _set_of(row, num_sets):
 
 
 @jit
-def _longs(directory, num_tables, table, mask, PART: tl.constexpr, ALIGN: tl.constexpr):
-    """Pointers to the first of each table's tags, or of its uses."""
+def _part(directory, num_tables, table, mask, PART: tl.constexpr, ALIGN: tl.constexpr):
+    """Pointers to the first of each table's tags, uses or pins."""
     address = tl.load(directory + PART * num_tables + table, mask=mask, other=0)
-    return tl.multiple_of(address.to(tl.pointer_type(tl.int64)), ALIGN)
-
-
-@jit
-def _pins(directory, num_tables, table, mask, ALIGN: tl.constexpr):
-    address = tl.load(directory + PINS * num_tables + table, mask=mask, other=0)
-    return tl.multiple_of(address.to(tl.pointer_type(tl.int32)), ALIGN)
+    pointer = address.to(tl.pointer_type(tl.int32 if PART == PINS else tl.int64))
+    return tl.multiple_of(pointer, ALIGN)
 
 
 @jit(varying=["num_rows"])
@@ -75,20 +70,20 @@ def _look_up_kernel(
     valid = (group < num_rows) & (group < tl.load(num_groups))
     linear = tl.load(rows + group, mask=valid, other=0)
     table = table_of(tables, num_tables, linear)
-    row = linear - tl.load(first_row_at(tables, table))
+    row = linear - tl.load(field_at(tables, table, FIRST_ROW))
     sets = tl.load(num_sets + table)
     cached = valid & (sets > 0)
     first = _set_of(row, sets) * WAYS
     ways = tl.arange(0, WAYS)
     place = first[:, None] + ways[None, :]
-    tags = _longs(directory, num_tables, table, cached, TAGS, ALIGN)
+    tags = _part(directory, num_tables, table, cached, TAGS, ALIGN)
     tag = tl.load(tags[:, None] + place, mask=cached[:, None] & (ways[None, :] >= 0), other=EMPTY)
     way = tl.max(tl.where(tag == row[:, None], ways[None, :], -1), 1)
     present = cached & (way >= 0)
     slot = first + way
-    pin = _pins(directory, num_tables, table, present, 4) + slot
+    pin = _part(directory, num_tables, table, present, PINS, 4) + slot
     tl.store(pin, tl.load(pin, mask=present, other=0) + 1, mask=present)
-    used = _longs(directory, num_tables, table, present, USED, 8) + slot
+    used = _part(directory, num_tables, table, present, USED, 8) + slot
     use = tl.zeros((ROWS,), tl.int64) + tl.load(now)
     if LFU:
         use = tl.load(used, mask=present, other=0) + 1
@@ -110,7 +105,7 @@ def _miss_kernel(
     sets = tl.load(num_sets + table)
     miss = valid & (sets > 0) & (tl.load(slots + group, mask=valid, other=0) == -1)
     first_set = tl.load(set_ends + table) - sets
-    key = tl.where(miss, first_set + _set_of(linear - tl.load(first_row_at(tables, table)), sets), no_set)
+    key = tl.where(miss, first_set + _set_of(linear - tl.load(field_at(tables, table, FIRST_ROW)), sets), no_set)
     tl.store(keys + group, key.to(keys.dtype.element_ty), mask=group < num_rows)
     tl.store(evicted + group, tl.zeros((BLOCK,), tl.int64) - 1, mask=group < num_rows)
 
@@ -130,14 +125,14 @@ def _allocate_kernel(
         group = tl.load(misses + place, mask=live, other=0)
         linear = tl.load(rows + group, mask=live, other=0)
         table = table_of(tables, num_tables, linear)
-        first_row = tl.load(first_row_at(tables, table))
+        first_row = tl.load(field_at(tables, table, FIRST_ROW))
         first = _set_of(linear - first_row, tl.load(num_sets + table)) * WAYS
         ways = tl.arange(0, WAYS)
         slot = first[:, None] + ways[None, :]
         mask = live[:, None] & (ways[None, :] >= 0)
-        tags = _longs(directory, num_tables, table, live, TAGS, ALIGN)
-        used = _longs(directory, num_tables, table, live, USED, ALIGN)
-        pins = _pins(directory, num_tables, table, live, ALIGN)
+        tags = _part(directory, num_tables, table, live, TAGS, ALIGN)
+        used = _part(directory, num_tables, table, live, USED, ALIGN)
+        pins = _part(directory, num_tables, table, live, PINS, ALIGN)
         tag = tl.load(tags[:, None] + slot, mask=mask, other=0)
         use = tl.load(used[:, None] + slot, mask=mask, other=0)
         free = tl.load(pins[:, None] + slot, mask=mask, other=1) == 0
@@ -187,16 +182,9 @@ def _directory(
 
 
 def row_cache_look_up_(
-    tags: Sequence[Tensor],
-    used: Sequence[Tensor],
-    pins: Sequence[Tensor],
-    rows: Tensor,
-    num_groups: Tensor,
-    tables: Tensor,
-    num_sets: Tensor,
-    now: Tensor,
-    policy: str,
-) -> Tensor:
+    tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, num_groups: Tensor,
+    tables: Tensor, num_sets: Tensor, now: Tensor, policy: str,
+) -> Tensor:  # fmt: skip
     """One launch. Arguments and result as in the reference."""
     slots, num_rows = torch.empty_like(rows), rows.numel()
     directory, align = _directory(tags, used, pins, rows.device)
@@ -209,20 +197,12 @@ def row_cache_look_up_(
 
 
 def row_cache_allocate_(
-    tags: Sequence[Tensor],
-    used: Sequence[Tensor],
-    pins: Sequence[Tensor],
-    rows: Tensor,
-    slots: Tensor,
-    num_groups: Tensor,
-    tables: Tensor,
-    num_sets: Tensor,
-    now: Tensor,
-    policy: str,
-) -> Tensor:
+    tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, slots: Tensor,
+    num_groups: Tensor, tables: Tensor, num_sets: Tensor, now: Tensor, policy: str,
+) -> Tensor:  # fmt: skip
     """Two launches and a sort, nothing read back. Arguments and result as in the reference."""
     evicted, num_rows, device = torch.empty_like(rows), rows.numel(), rows.device
-    no_set = sum(part.numel() // cache_sets.WAYS for part in tags)  # at least as many as there are sets
+    no_set = sum(part.numel() // layout.WAYS for part in tags)  # at least as many as there are sets
     keys = torch.empty(num_rows, dtype=torch.int32 if no_set < 2**31 else torch.int64, device=device)
     launch(
         _miss_kernel, (cdiv(num_rows, BLOCK),),
@@ -249,39 +229,42 @@ def row_cache_translate(slots: Tensor, starts: Tensor, order: Tensor, num_groups
     return values
 
 
+_MIXING = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
+
+
+def set_of(rows: Tensor, num_sets: int) -> Tensor:
+    """int64 `[N]`: the set of each of a table's rows int64 `[N]`; `num_sets` in [1, 2^62)."""
+    mixed = rows
+    for shift, factor in _MIXING:
+        mixed = mixed ^ _shifted(mixed, shift)
+        mixed = mixed * (factor - 2**64 if factor >= 2**63 else factor)
+    # The upper 63 bits are a number that int64 holds; the last bit is brought down behind it.
+    return (_shifted(mixed, 1) % num_sets * 2 + (mixed & 1)) % num_sets
+
+
+def _shifted(values: Tensor, shift: int) -> Tensor:
+    """`values >> shift` as if they were unsigned."""
+    return (values >> shift) & ((1 << (64 - shift)) - 1)
+
+
 def _table_rows(rows: Tensor, num_groups: Tensor, tables: Tensor, table: int) -> tuple[Tensor, Tensor]:
     """The groups of a table, and their rows counted from its first; both int64 `[n]`."""
     valid = rows[: int(num_groups)]
-    first = int(tables[table, FIRST_ROW])
-    groups = ((valid >= first) & (valid < first + int(tables[table, NUM_ROWS]))).nonzero()[:, 0]
+    first, num_rows = tables[table, :2].tolist()
+    groups = ((valid >= first) & (valid < first + num_rows)).nonzero()[:, 0]
     return groups, valid[groups] - first
 
 
 def row_cache_look_up_reference_(
-    tags: Sequence[Tensor],
-    used: Sequence[Tensor],
-    pins: Sequence[Tensor],
-    rows: Tensor,
-    num_groups: Tensor,
-    tables: Tensor,
-    num_sets: Tensor,
-    now: Tensor,
-    policy: str,
-) -> Tensor:
+    tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, num_groups: Tensor,
+    tables: Tensor, num_sets: Tensor, now: Tensor, policy: str,
+) -> Tensor:  # fmt: skip
     """Table by table.
 
-    Args:
-        tags, used, pins: `[T]` each, as above; empty tensors for tables without sets. Uses and pins of the rows that
-            are there change in place.
-        rows: int64 `[N]`, distinct linear rows, ascending; the first `num_groups`, int64 `[]`, are valid.
-        tables: int64 `[T, 7]`, see `Layout.tables`; first rows and numbers of rows are read.
-        num_sets: int64 `[T]`, 0 for a table that is not cached.
-        now: int64 `[]`, what "lru" notes as the time of use.
-        policy: "lru" or "lfu".
-
-    Returns:
-        Slots int64 `[N]`: of its table, where the row is; -1 if it is not there, and behind the valid rows. A row of a
-        table without sets is its own slot.
+    Shapes: `tags`, `used`, `pins` `[T]`, as above, empty for tables without sets; uses and pins of rows that are there
+    change in place. `rows` int64 `[N]`, distinct linear rows, ascending; the first `num_groups`, int64 `[]`, are valid.
+    `tables` int64 `[T, 7]`; `num_sets` int64 `[T]`, 0 for a table that is not cached; `now` int64 `[]`, the time.
+    Returns slots int64 `[N]` of the rows' tables; -1 where there is none, and behind the valid rows.
     """
     slots = torch.full_like(rows, -1)
     for table, sets in enumerate(num_sets.tolist()):
@@ -289,8 +272,8 @@ def row_cache_look_up_reference_(
         if sets == 0:
             slots[groups] = mine
             continue
-        first = set_of(mine, sets) * cache_sets.WAYS
-        ways = torch.arange(cache_sets.WAYS, device=rows.device)
+        first = set_of(mine, sets) * layout.WAYS
+        ways = torch.arange(layout.WAYS, device=rows.device)
         present, way = (tags[table][first[:, None] + ways] == mine[:, None]).nonzero(as_tuple=True)
         found = first[present] + way
         slots[groups[present]] = found
@@ -300,29 +283,17 @@ def row_cache_look_up_reference_(
 
 
 def row_cache_allocate_reference_(
-    tags: Sequence[Tensor],
-    used: Sequence[Tensor],
-    pins: Sequence[Tensor],
-    rows: Tensor,
-    slots: Tensor,
-    num_groups: Tensor,
-    tables: Tensor,
-    num_sets: Tensor,
-    now: Tensor,
-    policy: str,
-) -> Tensor:
+    tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, slots: Tensor,
+    num_groups: Tensor, tables: Tensor, num_sets: Tensor, now: Tensor, policy: str,
+) -> Tensor:  # fmt: skip
     """Row by row, in ascending order.
 
     A row without a slot takes the first empty way of its set; if there is none, the one whose row is not pinned and has
     the least (use, way). It is pinned once, and its use is `now` ("lru") or 1 ("lfu"). Where every row of the set is
     pinned, the row stays without a slot.
 
-    Args:
-        slots: int64 `[N]`, from the look-up; slots of rows that get one are written.
-        tags, used, pins, rows, num_groups, tables, num_sets, now, policy: as for the look-up.
-
-    Returns:
-        int64 `[N]`: the table's row that had to leave the slot, -1 if there was none or no slot was given.
+    `slots` int64 `[N]`, from the look-up, are written; other arguments as there. Returns int64 `[N]`: the table's row
+    that had to leave the slot, -1 if there was none or no slot was given.
     """
     evicted = torch.full_like(rows, -1)
     for table, sets in enumerate(num_sets.tolist()):
@@ -330,10 +301,10 @@ def row_cache_allocate_reference_(
             continue
         groups, mine = _table_rows(rows, num_groups, tables, table)
         missing = slots[groups] == -1
-        firsts = set_of(mine[missing], sets) * cache_sets.WAYS
+        firsts = set_of(mine[missing], sets) * layout.WAYS
         misses = zip(groups[missing].tolist(), mine[missing].tolist(), firsts.tolist(), strict=True)
         for group, row, first in misses:
-            ways = slice(first, first + cache_sets.WAYS)
+            ways = slice(first, first + layout.WAYS)
             empty = (tags[table][ways] == NO_ROW).nonzero()
             unpinned = (pins[table][ways] == 0).nonzero()
             if empty.numel():
@@ -352,13 +323,9 @@ def row_cache_allocate_reference_(
 def row_cache_translate_reference(slots: Tensor, starts: Tensor, order: Tensor, num_groups: Tensor) -> Tensor:
     """By `repeat_interleave`.
 
-    Args:
-        slots: int64 `[N]`, one for each group.
-        starts, order, num_groups: int32 `[N + 1]`, int32 `[N]` and int64 `[]` of row groups in which no key feeds
-            several tables, so that a position belongs to one group at most.
-
-    Returns:
-        int64 `[N]`: for each position the slot of its group; -1 for a position of none.
+    Shapes: `slots` int64 `[N]`, one for each group; `starts` int32 `[N + 1]`, `order` int32 `[N]`, `num_groups` int64
+    `[]`, of row groups in which no key feeds several tables, so that a position belongs to one group at most. Returns
+    int64 `[N]`: for each position the slot of its group; -1 for a position of none.
     """
     groups = int(num_groups)
     values = torch.full((order.numel(),), -1, dtype=torch.int64, device=order.device)

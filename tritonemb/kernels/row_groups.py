@@ -10,14 +10,6 @@ part stand the total number of rows, empty segments and -1. Ids out of range are
 
 Three steps, none of which waits: linear rows, a stable sort, segments. Bytes: ids read once, 8 · N; 20 · N written; the
 sort moves 8 to 12 bytes a pass and id.
-
-A stable radix sort over exactly the bits that keys have.
-
-Least significant digit first. A pass counts each block's digits, scans the counts digit by digit over all blocks, and
-moves every key behind those with a smaller digit, and behind those with its digit that stand before it. Within a block
-that rank comes from sorting (digit, place) pairs, which are distinct, so nothing depends on how they are sorted.
-
-Bytes a pass and key: the key read twice and written once, its place read and written.
 """
 
 from __future__ import annotations
@@ -27,8 +19,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.triton_utils import cdiv, first_row_at, interpreting, jit, last_at_most, launch, num_rows_at, tl
-from tritonemb.layout import FIRST_ROW, NUM_ROWS, TABLE, Layout, batch_size_of
+from tritonemb.kernels.triton_utils import FIRST_ROW, NUM_ROWS, cdiv, field_at, jit, last_at_most, launch, tl
+from tritonemb.layout import TABLE, Layout, batch_size_of
 
 BLOCK = 1024  # entries of a program
 
@@ -49,8 +41,8 @@ def _linear_rows_kernel(
     live = live & (lookup < tl.load(key_starts + key + 1))
     table = tl.load(lookups + lookup * 4, mask=live, other=0)
     row = tl.load(values + position, mask=live, other=-1).to(tl.int64)
-    inside = live & (row >= 0) & (row < tl.load(num_rows_at(tables, table)))
-    linear = tl.where(inside, tl.load(first_row_at(tables, table), mask=inside, other=0) + row, total_rows)
+    inside = live & (row >= 0) & (row < tl.load(field_at(tables, table, NUM_ROWS)))
+    linear = tl.where(inside, tl.load(field_at(tables, table, FIRST_ROW), mask=inside, other=0) + row, total_rows)
     tl.store(keys + entry, linear.to(keys.dtype.element_ty), mask=entry < num_entries)
 
 
@@ -94,19 +86,13 @@ def _segment_kernel(
         tl.store(num_groups, groups.to(tl.int64))
 
 
-def torch_sort(keys: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Stable sort of `keys` `[N]` by torch; sorted keys and int64 places they came from."""
-    return torch.sort(keys, stable=True)
-
-
-Sorter = Callable[[Tensor, int], tuple[Tensor, Tensor]]
-SORTER = "torch"
+Sorter = Callable[[Tensor, int], tuple[Tensor, Tensor]]  # keys `[N]` and their bits; sorted stably, and their places
 
 
 def row_groups(
-    values: Tensor, offsets: Tensor, layout: Layout, sorter: str | None = None
+    values: Tensor, offsets: Tensor, layout: Layout, sorter: Sorter | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Three launches, a sort and a scan, nothing read back. Arguments and results as in the reference."""
+    """Three launches, a sort (torch's, or `sorter`) and a scan, nothing read back. Otherwise as the reference."""
     device = values.device
     values, offsets = values.contiguous(), offsets.contiguous()
     batch_size, num_keys = batch_size_of(offsets, layout.key_starts), layout.key_starts.numel() - 1
@@ -124,42 +110,37 @@ def row_groups(
         _linear_rows_kernel, grid, layout.tables, layout.lookups, layout.key_starts, values, offsets, keys, total_rows,
         batch_size, num_keys, num_entries, layout.multiplicity, BLOCK=BLOCK,
     )  # fmt: skip
-    keys, sorted_entries = SORTERS[sorter or SORTER](keys, total_rows.bit_length())
+    keys, entries = sorter(keys, total_rows.bit_length()) if sorter else torch.sort(keys, stable=True)
     counts = torch.empty(grid, dtype=torch.int32, device=device)
     num_valid = torch.empty(1, dtype=torch.int32, device=device)
     launch(_count_kernel, grid, keys, counts, num_valid, total_rows, num_entries, BLOCK=BLOCK)
     ends = torch.cumsum(counts, 0, dtype=torch.int32)
     launch(
-        _segment_kernel, grid, keys, sorted_entries, ends, num_valid, rows, starts, order, num_groups,
+        _segment_kernel, grid, keys, entries, ends, num_valid, rows, starts, order, num_groups,
         total_rows, num_entries, *grid, layout.multiplicity, BLOCK=BLOCK,
     )  # fmt: skip
     return rows, starts, order, num_groups
 
 
-def entries_reference(values: Tensor, offsets: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
-    """Every (lookup, position) pair of a batch, by lookup: int64 lookup, position and bag."""
-    batch_size = batch_size_of(offsets, layout.key_starts)
-    bag = torch.repeat_interleave(torch.diff(offsets))
-    lookups, positions = [], []
-    for key in range(layout.key_starts.numel() - 1):
-        begin, end = int(offsets[key * batch_size]), int(offsets[(key + 1) * batch_size])
-        for lookup in range(int(layout.key_starts[key]), int(layout.key_starts[key + 1])):
-            positions.append(torch.arange(begin, end, device=values.device))
-            lookups.append(torch.full_like(positions[-1], lookup))
-    if not positions:
-        empty = torch.empty(0, dtype=torch.int64, device=values.device)
-        return empty, empty, empty
-    position = torch.cat(positions)
-    return torch.cat(lookups), position, bag[position]
+def entries_reference(values: Tensor, offsets: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Every (lookup, position) pair of a batch, by lookup: these, bag, linear row, and whether the id is valid."""
+    batch_size, device = batch_size_of(offsets, layout.key_starts), values.device
+    keys = torch.repeat_interleave(torch.diff(layout.key_starts)).tolist()
+    runs = [
+        torch.arange(int(offsets[key * batch_size]), int(offsets[(key + 1) * batch_size]), device=device)
+        for key in keys
+    ]
+    position = torch.cat([torch.empty(0, dtype=torch.int64, device=device), *runs])
+    lookup = torch.repeat_interleave(torch.tensor([run.numel() for run in runs], dtype=torch.int64, device=device))
+    bag, ids = torch.repeat_interleave(torch.diff(offsets))[position], values[position].to(torch.int64)
+    first_row, num_rows = layout.tables[layout.lookups[lookup, TABLE], :2].unbind(1)
+    return lookup, position, bag, first_row + ids, (ids >= 0) & (ids < num_rows)
 
 
 def row_groups_reference(values: Tensor, offsets: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Grouping by `torch.sort`."""
-    lookup, position, _ = entries_reference(values, offsets, layout)
-    table = layout.lookups[lookup, TABLE]
-    ids = values[position].to(torch.int64)
-    inside = (ids >= 0) & (ids < layout.tables[table, NUM_ROWS])
-    linear, position = (layout.tables[table, FIRST_ROW] + ids)[inside], position[inside]
+    _, position, _, linear, inside = entries_reference(values, offsets, layout)
+    linear, position = linear[inside], position[inside]
     by_position = torch.argsort(position, stable=True)
     linear, position = linear[by_position], position[by_position]
     by_row = torch.argsort(linear, stable=True)
@@ -175,69 +156,3 @@ def row_groups_reference(values: Tensor, offsets: Tensor, layout: Layout) -> tup
     order = torch.full((capacity,), -1, dtype=torch.int32, device=values.device)
     order[:num_valid] = position[by_row]
     return rows, starts, order, torch.tensor(num_groups, device=values.device)
-
-
-SORT_BLOCK = 128 if interpreting() else 1024  # keys of a program; the interpreter sorts slowly
-DIGIT_BITS = 8
-
-
-@jit(varying=["num_keys", "num_blocks", "shift"])
-def _count_digits_kernel(keys, counts, num_keys, num_blocks, shift, BINS: tl.constexpr, BLOCK: tl.constexpr):
-    """`counts[digit, block]`."""
-    block = tl.program_id(0)
-    place = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    key = tl.load(keys + place, mask=place < num_keys, other=0)
-    digit = tl.where(place < num_keys, (key >> shift) & (BINS - 1), BINS - 1).to(tl.int32)
-    digits = tl.arange(0, BINS)
-    beyond = tl.sum((place >= num_keys).to(tl.int32))
-    count = tl.histogram(digit, BINS) - tl.where(digits == BINS - 1, beyond, 0)
-    tl.store(counts + digits.to(tl.int64) * num_blocks + block, count)
-
-
-@jit(varying=["num_keys", "num_blocks", "shift"])
-def _move_kernel(
-    keys, places, ends, new_keys, new_places, num_keys, num_blocks, shift, FIRST: tl.constexpr, BINS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Keys and the places they came from (their own, in the first pass) to where this pass puts them."""
-    block = tl.program_id(0)
-    start = block.to(tl.int64) * BLOCK
-    index = tl.arange(0, BLOCK)
-    key = tl.load(keys + start + index, mask=start + index < num_keys, other=0)
-    digit = tl.where(start + index < num_keys, (key >> shift) & (BINS - 1), BINS).to(tl.int32)
-    pair = tl.sort(digit * BLOCK + index)
-    digit, place = pair // BLOCK, start + pair % BLOCK
-    live = digit < BINS
-    before = tl.load(ends + digit.to(tl.int64) * num_blocks + block - 1, mask=live & (digit + block > 0), other=0)
-    count = tl.histogram(digit, 2 * BINS)
-    begin = tl.gather(tl.cumsum(count, 0) - count, digit, 0)  # keys of the block with a smaller digit
-    target = before.to(tl.int64) + index - begin
-    tl.store(new_keys + target, tl.load(keys + place, mask=live, other=0), mask=live)
-    came_from = place.to(tl.int32) if FIRST else tl.load(places + place, mask=live, other=0)
-    tl.store(new_places + target, came_from, mask=live)
-
-
-def radix_sort(keys: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Sort keys `[N]`, int32 or int64, in [0, 2^bits), stably; sorted keys and int32 places they came from.
-
-    N is below 2^31.
-    """
-    num_keys, num_blocks = keys.numel(), cdiv(keys.numel(), SORT_BLOCK)
-    places = torch.empty(num_keys, dtype=torch.int32, device=keys.device)
-    passes = max(1, cdiv(bits, DIGIT_BITS))
-    digit_bits = max(1, cdiv(bits, passes))
-    for turn in range(passes):
-        counts = torch.empty(num_blocks << digit_bits, dtype=torch.int32, device=keys.device)
-        shift, options = turn * digit_bits, {"BINS": 1 << digit_bits, "BLOCK": SORT_BLOCK}
-        launch(_count_digits_kernel, (num_blocks,), keys, counts, num_keys, num_blocks, shift, **options)
-        ends = torch.cumsum(counts, 0, dtype=torch.int32)
-        moved, new_places = torch.empty_like(keys), torch.empty_like(places)
-        launch(
-            _move_kernel, (num_blocks,), keys, places, ends, moved, new_places, num_keys, num_blocks, shift,
-            FIRST=turn == 0, **options,
-        )  # fmt: skip
-        keys, places = moved, new_places
-    return keys, places
-
-
-SORTERS: dict[str, Sorter] = {"torch": torch_sort, "radix": radix_sort}

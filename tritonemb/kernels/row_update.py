@@ -1,16 +1,12 @@
 """The update: one owner per row sums its gradients in a fixed order and applies the optimizer once, in place.
 
 A row's gradients are summed as `kernels/gradient_sums.py` says. Then one step of the optimizer, whose formula and
-source stand in `tritonemb/optimizers.py`, in float32; 16-bit rows are rounded back as in `kernels/rounding.py`.
-
+source stand in `tritonemb/optimizers.py`, in float32; 16-bit rows are rounded back as in `kernels/random.py`.
 Bytes: for each position `4 · dim` of gradient read; for each distinct row its weight and state read and written.
 
-`row_gradients_`: the gradients of tables as ordinary tensors, each distinct row's sum written to its place.
-
-`out[place(g)] = Σ_p scale_p · grad_p` over the positions `p` of group `g`, summed as above; `place(g)` is the row
-itself (a dense gradient), or the number of `g` among its table's groups (compact: the values of a sparse one). Rows
-without a group stay as they are, so `out` comes filled with zeros.
-
+`row_gradients_` writes each row's sum to its place in an ordinary tensor: `out[place(g)] = Σ_p scale_p · grad_p`
+over the positions `p` of group `g`; `place(g)` is the row itself (a dense gradient), or the number of `g` among its
+table's groups (compact: the values of a sparse one). Rows without a group stay as they are: `out` comes as zeros.
 Bytes: `4 · dim` of gradient read for each position, `4 · dim` read and written for each distinct row.
 """
 
@@ -26,7 +22,6 @@ from torch import Tensor
 
 from tritonemb import errors
 from tritonemb.kernels.embedding_bag import alignment_of, by_dtype
-from tritonemb.kernels.error_word import BAD_GRADIENT, error_word, names_of, poll, report
 from tritonemb.kernels.gradient_sums import (
     PIECE_SIZE,
     add_gradients,
@@ -44,40 +39,34 @@ from tritonemb.kernels.random import (
     random16_reference,
 )
 from tritonemb.kernels.triton_utils import (
+    BAD_GRADIENT,
     CODES,
+    COLUMN_ORIGIN,
+    FIRST_ROW,
     FLOAT32,
+    ROW_DIM,
+    ROW_ORIGIN,
+    SEED,
     cdiv,
-    column_origin_at,
-    dim_at,
-    first_row_at,
+    error_word,
+    field_at,
     jit,
     lanes,
     launch,
+    names_of,
     narrow,
     next_power_of_2,
     num_programs,
     on_device,
     pointer_to,
+    poll,
+    report,
     row_id,
-    row_origin_at,
-    seed_at,
     table_of,
     tl,
     widen,
 )
-from tritonemb.layout import (
-    COLUMN_ORIGIN,
-    FIRST_ROW,
-    NUM_ROWS,
-    ROW_IDS,
-    ROW_ORIGIN,
-    SEED,
-    TABLE_SIZE,
-    Layout,
-    TableRow,
-    batch_size_of,
-    int64_at,
-)
+from tritonemb.layout import TABLE_SIZE, Layout, TableRow, batch_size_of, int64_at
 from tritonemb.optimizers import KINDS, OPTIMIZERS, SGD, Hyperparameters, NonFinite
 
 NONFINITE_MODES = get_args(NonFinite)
@@ -128,7 +117,7 @@ def _update_kernel(
             count = 0
             if tl.program_id(0) == 0:
                 table = table_of(tables, num_tables, found)
-                where = row_id(tables, table, found - tl.load(first_row_at(tables, table)), found != NO_ROW)
+                where = row_id(tables, table, found - tl.load(field_at(tables, table, FIRST_ROW)), found != NO_ROW)
                 report(lock, record, BAD_GRADIENT, names, where, where, table, where, where, where)
     lr = tl.load(learning_rate)
     now = tl.load(step) + 1
@@ -141,9 +130,9 @@ def _update_kernel(
         ours = (group < count) & (address != 0)
         first = tl.load(starts + group, mask=ours, other=0)
         stop = tl.load(starts + group + 1, mask=ours, other=0)
-        row = linear - tl.load(first_row_at(tables, table))
+        row = linear - tl.load(field_at(tables, table, FIRST_ROW))
         # A dim of 64 bits would cost registers in every mask, and on AMD wide loads.
-        dim = tl.multiple_of(tl.load(dim_at(tables, table), mask=ours, other=0).to(tl.int32), STEP)
+        dim = tl.multiple_of(tl.load(field_at(tables, table, ROW_DIM), mask=ours, other=0).to(tl.int32), STEP)
         mask = columns[None, :] < dim[:, None]
         long = stop - first > PIECE_SIZE
         g = add_gradients(
@@ -184,10 +173,10 @@ def _update_kernel(
                 row_step = now
                 if OWN_STEP:
                     row_step = tl.load(step + table) + 1
-                whole_row = row_id(tables, table, row, ours) + tl.load(row_origin_at(tables, table))
+                whole_row = row_id(tables, table, row, ours) + tl.load(field_at(tables, table, ROW_ORIGIN))
                 noise = random16(
-                    tl.load(seed_at(tables, table)), whole_row,
-                    tl.load(column_origin_at(tables, table)), row_step, ROWS, BLOCK,
+                    tl.load(field_at(tables, table, SEED)), whole_row,
+                    tl.load(field_at(tables, table, COLUMN_ORIGIN)), row_step, ROWS, BLOCK,
                 )  # fmt: skip
                 bits = narrow_stochastic(w, noise, CODE)
             else:
@@ -198,19 +187,10 @@ def _update_kernel(
 
 
 def row_update_(
-    weights: Sequence[Tensor],
-    states: Sequence[Tensor],
-    step: Tensor,
-    skipped: Tensor,
-    learning_rate: Tensor,
-    grad: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    optimizer: str,
-    hyperparameters: Sequence[float],
-    groups: tuple[Tensor, Tensor, Tensor, Tensor],
-    layout: Layout,
-) -> None:
+    weights: Sequence[Tensor], states: Sequence[Tensor], step: Tensor, skipped: Tensor, learning_rate: Tensor,
+    grad: Tensor, offsets: Tensor, sample_weights: Tensor | None, optimizer: str, hyperparameters: Sequence[float],
+    groups: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout,
+) -> None:  # fmt: skip
     """Find bags, place the gradients, sum the pieces of long rows, update. Arguments as in the reference.
 
     A gradient that is not finite, where that must be raised, leaves every table as it was; it is raised at once where
@@ -282,30 +262,16 @@ def _corrections(optimizer: str, h: Hyperparameters, step: Tensor) -> Tensor | N
 
 
 def row_update_reference_(
-    weights: Sequence[Tensor],
-    states: Sequence[Tensor],
-    step: Tensor,
-    skipped: Tensor,
-    learning_rate: Tensor,
-    grad: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    optimizer: str,
-    hyperparameters: Sequence[float],
-    groups: tuple[Tensor, Tensor, Tensor, Tensor],
-    layout: Layout,
-) -> None:
+    weights: Sequence[Tensor], states: Sequence[Tensor], step: Tensor, skipped: Tensor, learning_rate: Tensor,
+    grad: Tensor, offsets: Tensor, sample_weights: Tensor | None, optimizer: str, hyperparameters: Sequence[float],
+    groups: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout,
+) -> None:  # fmt: skip
     """Table by table, in float64 if the weights are, else float32.
 
-    Args:
-        weights: `[T]` of `[rows, dim]`, changed in place.
-        states: the first state of every table, then the second; float32 `[rows]` or `[rows, dim]`, changed in place.
-        step: int64 `[]`, updates so far, one more afterwards; or `[T]`, each table's own, all one more afterwards.
-        skipped: int64 `[T]`, rows left untouched for a gradient that is not finite, counted up.
-        learning_rate: float32 `[]`.
-        grad: gradient of the output, `[B, width]` or `[N, width]`.
-        hyperparameters: the values of `optim.Hyperparameters`.
-        groups: rows, starts, order, num_groups; see `kernels/row_groups.py`.
+    Shapes: `weights` `[T]` of `[rows, dim]`; `states`, the first of every table, then the second, float32 `[rows]` or
+    `[rows, dim]`; `step` int64 `[]`, updates so far, or `[T]`, each table's own; `skipped` int64 `[T]`, rows left
+    untouched for a gradient that is not finite: all change in place. `learning_rate` float32 `[]`; `grad` `[B, width]`
+    or `[N, width]`; `hyperparameters` as in `Hyperparameters`; `groups` as in `kernels/row_groups.py`.
 
     Raises:
         ValueError: for `nonfinite="raise"`, before anything is changed.
@@ -316,7 +282,8 @@ def row_update_reference_(
     mode = NONFINITE_MODES[int(h.nonfinite)]
     for table, good in enumerate(finite):
         if mode == "raise" and not bool(good.all()):
-            raise errors.bad_gradient(int(rows[table][~good][0] + layout.tables[table, FIRST_ROW]), layout)
+            first_row = TableRow(*layout.tables[table].tolist()).first_row
+            raise errors.bad_gradient(first_row + int(rows[table][~good][0]), layout)
     step += 1
     steps = step.expand(len(weights)).tolist()
     for table, weight in enumerate(weights):
@@ -329,20 +296,19 @@ def row_update_reference_(
         row = weight[mine].to(gradient.dtype)
         lr = learning_rate.to(gradient.dtype)
         row, row_states = step_reference(optimizer, row, row_states, gradient, lr, steps[table], h)
-        weight[mine] = _narrow(row, weight.dtype, layout.tables[table], mine, steps[table], h)
+        weight[mine] = _narrow(row, weight.dtype, TableRow(*layout.tables[table].tolist()), mine, steps[table], h)
         for state, new in zip(table_states, row_states, strict=True):
             state.view(state.shape[0], -1)[mine] = new.to(state.dtype)
 
 
-def _narrow(row: Tensor, dtype: torch.dtype, table: Tensor, rows: Tensor, step: int, h: Hyperparameters) -> Tensor:
+def _narrow(row: Tensor, dtype: torch.dtype, table: TableRow, rows: Tensor, step: int, h: Hyperparameters) -> Tensor:
     if dtype not in (torch.float16, torch.bfloat16):
         return row.to(dtype)
     if not h.stochastic_rounding:
         return narrow_reference(row, dtype)
-    seed, row_origin, column_origin, row_ids = table[[SEED, ROW_ORIGIN, COLUMN_ORIGIN, ROW_IDS]].tolist()
-    if row_ids:
-        rows = int64_at(row_ids, int(table[NUM_ROWS]), rows.device)[rows]
-    noise = random16_reference(seed, rows + row_origin, step, row.shape[1], column_origin)
+    if table.row_ids:
+        rows = int64_at(table.row_ids, table.num_rows, rows.device)[rows]
+    noise = random16_reference(table.seed, rows + table.row_origin, step, row.shape[1], table.column_origin)
     return narrow_stochastic_reference(row, dtype, noise)
 
 
@@ -350,31 +316,14 @@ _PLAIN_SGD = SGD(stochastic_rounding=False)
 
 
 def row_gradients_(
-    sums: Sequence[Tensor],
-    grad: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    groups: tuple[Tensor, Tensor, Tensor, Tensor],
-    layout: Layout,
-    compact: bool = False,
-    max_gradient: float = math.inf,
-) -> None:
-    """The kernels of the update, on `sums` as if they were the tables. Arguments as in the reference."""
-    plain_step_(row_update_, sums, grad, offsets, sample_weights, groups, layout, compact, max_gradient)
+    sums: Sequence[Tensor], grad: Tensor, offsets: Tensor, sample_weights: Tensor | None,
+    groups: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout, compact: bool = False,
+    max_gradient: float = math.inf, update: Callable[..., None] = row_update_,
+) -> None:  # fmt: skip
+    """Gradient descent from zero with learning rate -1, which leaves each row's sum, by `update`, a `row_update_`.
 
-
-def plain_step_(
-    update: Callable[..., None],
-    sums: Sequence[Tensor],
-    grad: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    groups: tuple[Tensor, Tensor, Tensor, Tensor],
-    layout: Layout,
-    compact: bool,
-    max_gradient: float,
-) -> None:
-    """Gradient descent from zero with learning rate -1, which leaves each row's sum; `update` is a `row_update_`."""
+    Other arguments as in the reference.
+    """
     device = grad.device
     if all(out.numel() == 0 for out in sums):
         return
@@ -395,24 +344,15 @@ def plain_step_(
 
 
 def row_gradients_reference_(
-    sums: Sequence[Tensor],
-    grad: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    groups: tuple[Tensor, Tensor, Tensor, Tensor],
-    layout: Layout,
-    compact: bool = False,
+    sums: Sequence[Tensor], grad: Tensor, offsets: Tensor, sample_weights: Tensor | None,
+    groups: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout, compact: bool = False,
     max_gradient: float = math.inf,
-) -> None:
+) -> None:  # fmt: skip
     """Row by row, in float32, or float64 for such a table.
 
-    Args:
-        sums: zeros `[T]`, each `[rows, dim]`; or, `compact`, `[distinct rows of the table, dim]` (with one table: at
-            least as many).
-        grad: gradient of the output, `[B, width]`, or `[N, width]` if the layout is not pooled.
-        offsets, sample_weights: of the batch, `[K * B + 1]`, and `[N]` or None.
-        groups: rows, starts, order, num_groups; see `kernels/row_groups.py`.
-        max_gradient: each element of `grad` is clamped to ± this first.
+    Shapes: `sums` zeros `[T]` of `[rows, dim]`, or if `compact` of `[distinct rows of the table, dim]` (of one table at
+    least as many); `grad` `[B, width]`, or `[N, width]` if not pooled; `offsets` `[K * B + 1]`; `sample_weights` `[N]`
+    or None; `groups` as in `kernels/row_groups.py`. Elements of `grad` are clamped to ±`max_gradient` first.
     """
     rows, found = sum_gradients_reference(sums, grad, offsets, sample_weights, groups, layout, max_gradient)
     for out, own, of_table in zip(sums, rows, found, strict=True):

@@ -1,34 +1,33 @@
-"""The one door to Triton: its compiler where there is one, and the launch of every kernel.
+"""What all Triton kernels share.
 
-Where Triton has no wheel, kernels still import, as plain functions that nobody can launch, and references serve.
-
-Where tensors lie, as a tensor on the device: what lets one launch read any number of separate tables.
-
-Tables are many and stay where they are, so their addresses are uploaded once and kept. The upload is asynchronous, from
-pinned memory. Tables in pinned host memory are read through the same addresses (unified addressing).
-
-Table rows in Triton: 32, 16 and 8 bit floats by address, and sums with one order.
-
-8 and 16 bit floats travel as integers and are widened and narrowed by hand: exactly, and alike on every target (sm_80
-has no e4m3, the interpreter no bfloat16).
-
-`Layout.tables` in Triton: the table of a linear row, and where a table's numbers stand.
+- Triton itself and the launch of every kernel. Where Triton has no wheel, kernels still import, as plain functions that
+  nobody can launch, and references serve.
+- Numbers that recur, such as tables' addresses, as tensors on the device: one launch reads any number of separate
+  tables, in pinned host memory too (unified addressing).
+- Floats of 32, 16 and 8 bits by address. 8 and 16 bit floats travel as integers and are widened and narrowed by hand:
+  exactly, and alike on every target (sm_80 has no e4m3, the interpreter no bfloat16). Sums with one order.
+- `Layout.tables`: the table of a linear row, and pointers to a table's fields.
+- The error word: what a kernel on a GPU found wrong, without making the host wait. The first finding takes a lock on
+  the device and writes one record into pinned host memory; later ones are dropped until it has been raised. The host
+  reads that memory at every lookup and update, and raises; `check_errors` waits for the device first.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tritonemb import layout
+from tritonemb import errors
+from tritonemb.layout import TABLE_SIZE, Layout, names_in
 
 
 def _import(name: str) -> Any:
@@ -88,8 +87,12 @@ def launch(kernel: Any, grid: Sequence[int], *args: Any, num_warps: int = 4, **c
     if 0 in grid:
         return
     device = next(arg.device for arg in args if isinstance(arg, Tensor))
-    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+    with _current(device):
         kernel[tuple(grid)](*args, num_warps=num_warps, enable_fp_fusion=False, **constants)
+
+
+def _current(device: torch.device) -> AbstractContextManager[object]:
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def lanes() -> int:
@@ -143,53 +146,34 @@ _lock = threading.Lock()
 
 
 def on_device(numbers: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """Numbers that recur, such as addresses, as a tensor on `device`, without waiting for it."""
+    """Numbers that recur, such as addresses, as a tensor on `device`: uploaded once, without waiting for it."""
     key = (device, dtype, tuple(numbers))
-    with _lock, torch.inference_mode(False):  # they outlive whatever mode they are first asked for in
-        found = _kept.get(key)
-        if device.type != "cuda":
-            if found is None:
-                found = _keep(key, _Upload(torch.tensor(key[2], dtype=dtype), None, None))
-            return found.tensor
-        with torch.cuda.device(device):
-            return _on_gpu(key, found)
-
-
-def _on_gpu(key: tuple[torch.device, torch.dtype, tuple[float, ...]], found: _Upload | None) -> Tensor:
-    device, dtype, numbers = key
-    stream = torch.cuda.current_stream()
-    if torch.cuda.is_current_stream_capturing():
-        if found is not None:
-            _in_graphs.append(found.tensor)
-            return found.tensor
-        # A graph must not copy from host memory that may be reused before a replay: the numbers go into its kernels.
-        return torch.stack([torch.full((), number, dtype=dtype, device=device) for number in numbers])
-    if found is None:
-        tensor = torch.tensor(numbers, dtype=dtype).pin_memory().to(device, non_blocking=True)
-        return _keep(key, _Upload(tensor, stream, stream.record_event())).tensor
-    _kept.move_to_end(key)
-    if found.stream != stream:
-        assert found.done is not None
-        stream.wait_event(found.done)
-        found.tensor.record_stream(stream)
-    return found.tensor
-
-
-def _keep(key: tuple[torch.device, torch.dtype, tuple[float, ...]], upload: _Upload) -> _Upload:
-    _kept[key] = upload
-    if len(_kept) > KEPT:
-        _kept.popitem(last=False)
-    return upload
+    with _lock, torch.inference_mode(False), _current(device):  # they outlive the mode they are first asked for in
+        stream = torch.cuda.current_stream() if device.type == "cuda" else None
+        upload = _kept.get(key)
+        if stream is not None and torch.cuda.is_current_stream_capturing():
+            if upload is None:
+                # A graph must not copy from host memory that may be reused before a replay: its kernels hold them.
+                return torch.stack([torch.full((), number, dtype=dtype, device=device) for number in numbers])
+            _in_graphs.append(upload.tensor)
+            return upload.tensor
+        if upload is None:
+            tensor = torch.tensor(key[2], dtype=dtype)
+            if stream is not None:
+                tensor = tensor.pin_memory().to(device, non_blocking=True)
+            upload = _kept[key] = _Upload(tensor, stream, stream.record_event() if stream is not None else None)
+            if len(_kept) > KEPT:
+                _kept.popitem(last=False)
+        _kept.move_to_end(key)
+        if stream is not None and upload.done is not None and upload.stream != stream:
+            stream.wait_event(upload.done)
+            upload.tensor.record_stream(stream)
+        return upload.tensor
 
 
 FLOAT32, FLOAT16, BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2 = (tl.constexpr(code) for code in range(5))
-CODES = {
-    torch.float32: 0,
-    torch.float16: 1,
-    torch.bfloat16: 2,
-    torch.float8_e4m3fn: 3,
-    torch.float8_e5m2: 4,
-}
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2)
+CODES = {dtype: code for code, dtype in enumerate(_FLOATS)}
 
 
 @jit
@@ -302,6 +286,19 @@ def row_sum_reference(x: Tensor) -> Tensor:
     return x
 
 
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes: for what is only moved
+
+
+def computed(dtype: torch.dtype) -> torch.dtype:
+    """float32 instead of bfloat16 for the interpreter, which takes bfloat16 for integers and truncates."""
+    return torch.float32 if interpreting() and dtype == torch.bfloat16 else dtype
+
+
+def readable(tensor: Tensor) -> Tensor:
+    """Contiguous, of the dtype that it is `computed` in."""
+    return tensor.to(computed(tensor.dtype)).contiguous()
+
+
 def bits_of(tensor: Tensor) -> Tensor:
     """The tensor as kernels take it: 8 and bfloat16 as the integers that hold their bits."""
     if tensor.dtype == torch.bfloat16:
@@ -309,9 +306,8 @@ def bits_of(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
-_SIZE, _NUM_ROWS, _DIM = (tl.constexpr(n) for n in (layout.TABLE_SIZE, layout.NUM_ROWS, layout.ROW_DIM))
-_SEED, _ROW_ORIGIN, _COLUMN_ORIGIN = (tl.constexpr(n) for n in (layout.SEED, layout.ROW_ORIGIN, layout.COLUMN_ORIGIN))
-_ROW_IDS = tl.constexpr(layout.ROW_IDS)
+_SIZE = tl.constexpr(TABLE_SIZE)
+FIRST_ROW, NUM_ROWS, ROW_DIM, SEED, ROW_ORIGIN, COLUMN_ORIGIN, ROW_IDS = (tl.constexpr(n) for n in range(TABLE_SIZE))
 
 
 @jit
@@ -321,39 +317,82 @@ def table_of(tables, num_tables, linear):
 
 
 @jit
-def first_row_at(tables, table):
-    """Pointers to tables' first linear rows; the others alike."""
-    return tables + table.to(tl.int32) * _SIZE  # a product of 64 bits would cost registers
-
-
-@jit
-def num_rows_at(tables, table):
-    return first_row_at(tables, table) + _NUM_ROWS
-
-
-@jit
-def dim_at(tables, table):
-    return first_row_at(tables, table) + _DIM
-
-
-@jit
-def seed_at(tables, table):
-    return first_row_at(tables, table) + _SEED
-
-
-@jit
-def row_origin_at(tables, table):
-    return first_row_at(tables, table) + _ROW_ORIGIN
+def field_at(tables, table, FIELD: tl.constexpr):
+    """Pointers to one field of tables' `TableRow`s."""
+    return tables + table.to(tl.int32) * _SIZE + FIELD  # a product of 64 bits would cost registers
 
 
 @jit
 def row_id(tables, table, row, mask):
     """The row of its table that each row of the memory holds."""
-    row_ids = tl.load(first_row_at(tables, table) + _ROW_IDS, mask=mask, other=0)
+    row_ids = tl.load(field_at(tables, table, ROW_IDS), mask=mask, other=0)
     found = tl.load(row_ids.to(tl.pointer_type(tl.int64)) + row, mask=row_ids != 0, other=0)
     return tl.where(row_ids != 0, found, row)
 
 
+BAD_ID, BAD_OFFSETS, BAD_GRADIENT, BAD_FIRST_OFFSET, BAD_LAST_OFFSET = (tl.constexpr(kind) for kind in range(1, 6))
+_ID, _OFFSETS, _GRADIENT, _FIRST_OFFSET, _LAST_OFFSET = range(1, 6)
+_FIELDS = 8  # kind, names, position or row, value, table or last offset, key, sample, valid rows
+_names: list[tuple[str, str]] = []
+
+
+class ErrorWord(NamedTuple):
+    """A device's lock, int32 `[1]`, and its record, int64 `[8]` in pinned host memory."""
+
+    lock: Tensor
+    record: Tensor
+
+
 @jit
-def column_origin_at(tables, table):
-    return first_row_at(tables, table) + _COLUMN_ORIGIN
+def report(lock, record, kind, names, where, value, table, key, sample, rows):
+    """Write a finding, if it is the first. `names` points to the number of the layout's names."""
+    if tl.atomic_cas(lock, 0, 1) == 0:
+        tl.store(record + 1, tl.load(names))
+        tl.store(record + 2, where)
+        tl.store(record + 3, value)
+        tl.store(record + 4, table)
+        tl.store(record + 5, key)
+        tl.store(record + 6, sample)
+        tl.store(record + 7, rows)
+        tl.store(record, kind)
+
+
+@functools.cache
+def _number(table_names: str, feature_names: str) -> int:
+    _names.append((table_names, feature_names))
+    return len(_names) - 1
+
+
+def names_of(layout: Layout, device: torch.device) -> Tensor:
+    """int64 `[1]` on `device`: by which the host finds the names of this layout's tables and features again."""
+    return on_device([_number(layout.table_names, layout.feature_names)], device)
+
+
+@functools.cache
+def error_word(device: torch.device) -> ErrorWord:
+    """The one error word of a device."""
+    with torch.inference_mode(False):  # it outlives whatever mode it is first asked for in
+        lock = torch.zeros(1, dtype=torch.int32, device=device)
+        return ErrorWord(lock, torch.zeros(_FIELDS, dtype=torch.int64, pin_memory=device.type == "cuda"))
+
+
+def poll(device: torch.device) -> None:
+    """Raise what kernels have reported so far, without waiting for those that still run."""
+    word = error_word(device)
+    if int(word.record[0]) == 0:
+        return
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    kind, names, where, value, table, key, sample, rows = word.record.tolist()
+    word.record.zero_()
+    word.lock.zero_()
+    table_names, feature_names = map(names_in, _names[names])
+    if kind == _ID:
+        raise errors.id_out_of_range(table_names[table], feature_names[key], sample, where, value, rows)
+    if kind == _FIRST_OFFSET:
+        raise errors.offsets_do_not_start_at_zero(where)
+    if kind == _LAST_OFFSET:
+        raise errors.offsets_do_not_end_with_values(value, rows)
+    if kind == _OFFSETS:
+        raise errors.offsets_do_not_ascend(feature_names[key], sample, where, value, rows)
+    raise errors.gradient_not_finite(table_names[table], where)

@@ -14,7 +14,6 @@ from tritonemb.ops.row_cache import (
     row_cache_allocate_,
     row_cache_look_up_,
     row_cache_translate,
-    set_of,
 )
 from tritonemb.ops.row_groups import RowGroups, row_groups
 from tritonemb.ops.row_update import FusedTables, row_gradients_, row_update_
@@ -46,5 +45,4 @@ __all__ = [
     "row_groups",
     "row_update_",
     "segment_offsets",
-    "set_of",
 ]

@@ -18,7 +18,7 @@ def check_errors(device: torch.device | str | None = None) -> None:
     chosen = torch.device("cuda" if device is None else device)
     if chosen.type != "cuda" or not torch.cuda.is_available():
         return
-    from tritonemb.kernels.error_word import poll  # loads the compiler
+    from tritonemb.kernels.triton_utils import poll  # loads the compiler
 
     torch.cuda.synchronize(chosen)
     poll(torch.device("cuda", torch.cuda.current_device() if chosen.index is None else chosen.index))

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.cache_sets import NO_ROW, POLICIES, WAYS, set_of
-from tritonemb.layout import TABLE_SIZE
+from tritonemb.layout import NO_ROW, POLICIES, TABLE_SIZE, WAYS
 from tritonemb.ops.registry import kernel, plain_eager
 
 __all__ = [
@@ -20,7 +19,6 @@ __all__ = [
     "row_cache_allocate_",
     "row_cache_look_up_",
     "row_cache_translate",
-    "set_of",
 ]
 
 _PARTS = (("tags", torch.int64), ("used", torch.int64), ("pins", torch.int32))

@@ -1,6 +1,6 @@
 """Tables spread over ranks: plans, sharded collections, and whole models trained in parallel."""
 
-from tritonemb.comm.codec import ExchangePrecision
+from tritonemb.comm.output_exchange import ExchangePrecision
 from tritonemb.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection
 from tritonemb.sharding.embedding_collection import ShardedEmbeddingCollection
 from tritonemb.sharding.hybrid import HybridParallel

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -10,50 +11,42 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from tritonemb.comm.codec import ExchangePrecision
 from tritonemb.comm.gradient_exchange import ColumnBlock
 from tritonemb.comm.group import RankGroup
-from tritonemb.comm.id_exchange import ReceivedIds
-from tritonemb.errors import id_out_of_range
+from tritonemb.comm.id_exchange import IdExchange, ReceivedIds, id_error
+from tritonemb.comm.output_exchange import ExchangePrecision
 from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.optimizers import Optimizer
-from tritonemb.sharding.init import copy_shard, fill_shard, init_cached_shard, tensors_of
-from tritonemb.sharding.placement import PlacedShard, Placement, named_parts, split
-from tritonemb.sharding.plan import ShardingPlan
-from tritonemb.sharding.process_groups import ShardGroups
-from tritonemb.sharding.replicated_update import (
-    ReplicaGroup,
-    ReplicatedUpdate,
-    ShardUpdate,
-    WholeRowUpdate,
-    needs_whole_rows,
+from tritonemb.sharding.placement import (
+    PlacedShard,
+    Placement,
+    ShardGroups,
+    change_tensors,
+    copy_shard,
+    init_shard,
+    seed_of_shards,
+    tensors_of,
 )
+from tritonemb.sharding.plan import ShardingPlan
+from tritonemb.sharding.replicated_update import ReplicatedUpdate, ShardUpdate, WholeRowUpdate, needs_whole_rows
 from tritonemb.sharding.sharded_tensor import LocalShard, TableShards, load_shards
 from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.lookup import Features, parts_of
 from tritonemb.tables.optimizer import FusedOptimizer
 from tritonemb.tables.prefetch import PrefetchedFeatures
+from tritonemb.tables.table import Table
 from tritonemb.tables.table_set import Groups, TableSet
-from tritonemb.types import TableConfig
 
 PIECE_BYTES = 1 << 26  # of a table that are averaged over replicas at once
+# A batch, the distinct rows for each table set of replicated tables, and what each ID exchange has received.
+Exchanged = tuple[KeyedJaggedTensor, list[Groups], list[ReceivedIds]]
 
 
-class ExchangedIds(NamedTuple):
-    """What a sharded collection needs of a batch; a pytree.
+class ShardedLookup(NamedTuple):
+    """An ID exchange, and the table sets of this rank's shards that look up what it receives."""
 
-    Attributes:
-        batch: this rank's own.
-        received: the ids that this rank has rows of, for each ID exchange.
-        groups: the distinct rows, for each table set of shards on this rank.
-        shares: `[features + 1, B]`, one over each bag's length, then ones: for means of which no rank with shards knows
-            the length; or None.
-    """
-
-    batch: KeyedJaggedTensor
-    received: tuple[ReceivedIds, ...]
-    groups: tuple[Groups, ...]
-    shares: Tensor | None = None
+    ids: IdExchange
+    tables: list[TableSet]
 
 
 class ShardedCollection(nn.Module):
@@ -92,7 +85,11 @@ class ShardedCollection(nn.Module):
         self._fused_optimizer: FusedOptimizer | None = None
         self._nothing = torch.empty(0, device=device)
         self._prefetch_world, self._prefetch_replicas = self._prefetch_groups()
-        self.locals, self._local_shards = self._make_locals()
+        self.locals: list[TableSet] = []
+        self._local_shards: list[list[PlacedShard]] = []  # of each table set, in the order of its tables
+        self._whole_rows = self._make_whole_row_updates()
+        self._lookups = self._make_lookups()
+        self._replicated = self._make_tables(self.placement.on(groups.shards.rank, "replicated"), self.bounds_check)
         self._init_shards(collection)
         # A compiled model's graphs end before it and begin behind it: the host reads sizes of messages, and replicated
         # updates exchange as many rows as a batch happens to have.
@@ -106,8 +103,8 @@ class ShardedCollection(nn.Module):
         world = self.groups.world_for_prefetch() if replicated else None
         return world, self.groups.replicas_for_prefetch() if copied else None
 
-    def _make_locals(self) -> tuple[tuple[TableSet, ...], tuple[tuple[PlacedShard, ...], ...]]:
-        """Table sets of this rank's shards, and the shards in each, in their order."""
+    def _make_lookups(self) -> list[ShardedLookup]:
+        """Lookups of shards that are not replicated, and how their rows return."""
         raise NotImplementedError
 
     @property
@@ -160,31 +157,43 @@ class ShardedCollection(nn.Module):
     def skipped_rows(self) -> dict[str, int]:
         """For `nonfinite="skip"`: how many row updates this rank has skipped so far, by table."""
         found = dict.fromkeys((config.name for config in self.configs), 0)
-        for tables, shards_of in zip(self.locals, self._local_shards, strict=True):
-            for each, count in zip(shards_of, tables.skipped.tolist(), strict=True):
-                found[self.configs[each.table].name] += count
+        counts = [count for tables in self.locals for count in tables.skipped.tolist()]
+        for (each, _, _), count in zip(self._local_tables(), counts, strict=True):
+            found[self.configs[each.table].name] += count
         return found
 
     def table_weights(self) -> dict[str, TableShards]:
         """The whole tables' weights by table, of which this rank has some shards."""
-        return {name: tensors["weight"] for name, tensors in self._table_tensors().items()}
+        state, _ = self._state()
+        return {config.name: state[f"{config.name}.weight"] for config in self.configs}
 
-    def prefetch(self, features: Features | PrefetchedFeatures) -> ExchangedIds:
+    def prefetch(self, features: Features | PrefetchedFeatures) -> Exchanged:
         """Exchange the ids of all ranks' batches, and prefetch the rows of those received; a collective.
 
         May be called before `forward`, from another thread, if every rank does so in the same order.
         """
-        raise NotImplementedError
+        if isinstance(features, PrefetchedFeatures):
+            prefetched: Exchanged = features.of(self)
+            return prefetched
+        batch = self.own_batch(features)
+        problem = self._bad_ids(batch) if self._lookups else None
+        sent = self._batch_to_send(batch)
+        received = [lookup.ids(sent, problem) for lookup in self._lookups]
+        if self.device.type != "cpu":
+            moved = tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), (batch, received))
+            batch, received = moved
+        for index, lookup in enumerate(self._lookups):
+            groups = [tables.group(received[index].features) for tables in lookup.tables]
+            received[index] = received[index]._replace(groups=groups)
+        return batch, [tables.group(batch) for tables in self._replicated], received
 
     def saturated(self) -> int:
         """Elements that were too large for the exchanges' codecs so far. Waits for the device."""
         raise NotImplementedError
 
-    def _exchanged(self, features: Features | PrefetchedFeatures) -> ExchangedIds:
-        if isinstance(features, PrefetchedFeatures):
-            exchanged: ExchangedIds = features.of(self)
-            return exchanged
-        return self.prefetch(features)
+    def _batch_to_send(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """What of a batch goes to the ranks with the rows."""
+        return batch
 
     def own_batch(self, features: Features) -> KeyedJaggedTensor:
         """The batch as a `KeyedJaggedTensor` of ours, on the CPU, where ids are exchanged."""
@@ -201,40 +210,27 @@ class ShardedCollection(nn.Module):
         """What is wrong with ids of replicated tables, for all ranks to raise; the ID exchange checks other ids."""
         if self.groups.shards.size == 1 or self.bounds_check != "raise":
             return None
-        keys, size = batch.keys(), batch.stride()
         for each in self.placement.on(self.groups.shards.rank, "replicated"):
             config = self.configs[each.table]
             for feature in config.feature_names:
-                ends = batch.offsets()[keys.index(feature) * size :][: size + 1]
-                ids = batch.values()[int(ends[0]) : int(ends[-1])]
-                bad = ((ids < 0) | (ids >= config.num_embeddings)).nonzero()
-                if bad.numel():
-                    position = int(bad[0]) + int(ends[0])
-                    sample = int(torch.searchsorted(ends, position, right=True)) - 1
-                    value = int(batch.values()[position])
-                    return id_out_of_range(config.name, feature, sample, position, value, config.num_embeddings)
+                error = id_error(batch, feature, config.name, config.num_embeddings)
+                if error is not None:
+                    return error
         return None
 
-    def _to_device(self, exchanged: ExchangedIds) -> ExchangedIds:
-        """On the device of the tables."""
-        if self.device.type == "cpu":
-            return exchanged
-        moved: ExchangedIds = tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), exchanged)
-        return moved
-
-    def _local(
-        self, shards: Sequence[PlacedShard], bounds_check: bool = False
-    ) -> list[tuple[TableSet, tuple[PlacedShard, ...]]]:
+    def _make_tables(self, shards: Sequence[PlacedShard], bounds_check: Any = "ignore") -> list[TableSet]:
         """Table sets of these shards: first of those that this rank updates alone, then of those that need others."""
         made = []
         for part, needs_others in zip(self._split(shards), (False, True), strict=True):
             if part:
-                bounds = self.bounds_check if bounds_check else "ignore"
-                tables = TableSet(
-                    named_parts(self.placement, part), self.optimizer, self.device, bounds, torch.float32,
-                    pooled=self.pooled, update=self._update_of(part, needs_others),
+                made.append(
+                    TableSet(
+                        self.placement.parts(part), self.optimizer, self.device, bounds_check, torch.float32,
+                        pooled=self.pooled, update=self._update_of(part, needs_others),
+                    )
                 )  # fmt: skip
-                made.append((tables, tuple(part)))
+                self._local_shards.append(part)
+        self.locals += made
         return made
 
     def _update_of(self, part: Sequence[PlacedShard], needs_others: bool) -> ShardUpdate:
@@ -243,20 +239,20 @@ class ShardedCollection(nn.Module):
         group: RankGroup | None = self.groups.world if replicated else self.groups.replicas
         if group is None or group.size == 1 or not (replicated or self._sync_replicas):
             group = None
+        if group is None and not needs_others:
+            return ShardUpdate()
         for_prefetch = None
         if group is not None and any(self.configs[each.table].placement != "device" for each in part):
             for_prefetch = self._prefetch_world if replicated else self._prefetch_replicas
+        whole_rows = self._whole_rows[part[0].scheme] if needs_others else None
+        blocks = self._blocks(part) if needs_others else ()
         size = 1 if group is None else group.size
-        if needs_others:
-            update = self._whole_rows[part[0].scheme]
-            return ReplicatedUpdate(ReplicaGroup(group, size, update, self._blocks(part), for_prefetch))
-        return (
-            ShardUpdate() if group is None else ReplicatedUpdate(ReplicaGroup(group, size, for_prefetch=for_prefetch))
-        )
+        return ReplicatedUpdate(group, size, whole_rows, blocks, for_prefetch)
 
-    def _split(self, shards: Sequence[PlacedShard]) -> tuple[list[PlacedShard], list[PlacedShard]]:
+    def _split(self, shards: Sequence[PlacedShard]) -> list[list[PlacedShard]]:
         """Shards that are updated by what this rank has, and those for which others' columns are needed."""
-        return split(shards, lambda each: each.cut and needs_whole_rows(self.optimizer))
+        whole_rows = needs_whole_rows(self.optimizer)
+        return [[each for each in shards if (each.cut and whole_rows) == needs] for needs in (False, True)]
 
     def _blocks(self, shards: Sequence[PlacedShard]) -> tuple[ColumnBlock, ...]:
         """Shards as blocks of columns among the ranks that have such blocks; each run of a table's rows is numbered."""
@@ -274,55 +270,58 @@ class ShardedCollection(nn.Module):
     def _cut(self, scheme: str) -> list[PlacedShard]:
         return [each for each in self.placement.shards if each.cut and each.scheme == scheme]
 
-    def _make_whole_row_updates(self) -> None:
+    def _make_whole_row_updates(self) -> dict[str, WholeRowUpdate]:
         """Made by all ranks, whether they have blocks of columns or not."""
-        self._whole_rows: dict[str, WholeRowUpdate] = {}
+        made = {}
         for scheme in ("direct", "hierarchical"):
             cut = self._cut(scheme)
             if cut and needs_whole_rows(self.optimizer):
                 among = self.groups.among(sorted({each.shard.rank for each in cut}))
-                self._whole_rows[scheme] = WholeRowUpdate(among, self._blocks(cut), self.optimizer)
+                made[scheme] = WholeRowUpdate(among, self._blocks(cut), self.optimizer)
+        return made
+
+    def _local_tables(self) -> Iterator[tuple[PlacedShard, Table, RankGroup]]:
+        """This rank's shards, their tables, and the ranks with the same shard."""
+        for tables, shards in zip(self.locals, self._local_shards, strict=True):
+            for each, table in zip(shards, tables.tables, strict=True):
+                yield each, table, self.groups.world if each.scheme == "replicated" else self.groups.replicas
 
     @torch.no_grad()
     def _init_shards(self, collection: TableSet) -> None:
         """Copy weights and states of a collection, or draw initial values if it is on the meta device."""
         drawn = collection.tables[0].weight.device.type == "meta"
-        for tables, shards_of in zip(self.locals, self._local_shards, strict=True):
-            for each, table in zip(shards_of, tables.tables, strict=True):
-                if isinstance(table, CachedTable):
-                    whole = None if drawn else collection.tables[each.table]
-                    init_cached_shard(table, self.configs[each.table], each.shard, whole, self._replicas_of(each))
-                    continue
-                if drawn:
-                    fill_shard(table.weight, self.configs[each.table], each.shard)
-                    continue
-                source = collection.tables[each.table]
-                copy_shard(table.weight, source.weight, each.shard)
-                for name, state in table.named_buffers():
-                    copy_shard(state, source.state(name), each.shard)
+        for tables in self.locals:
             if not drawn:
                 tables.step.copy_(collection.step)
             tables.set_learning_rate(self._learning_rate)
-            for each, table in zip(shards_of, tables.tables, strict=True):
-                if not isinstance(table, CachedTable):
-                    for tensor in (table.weight, *table.buffers()):
-                        self._replicas_of(each).broadcast(tensor.detach(), 0, "initial values")
+        for each, table, same in self._local_tables():
+            config = self.configs[each.table]
+            if not drawn:
+                copy_shard(table, tensors_of(collection.tables[each.table]), each.shard)
+            elif isinstance(table, CachedTable) and config.init is None:
+                seed = torch.tensor(seed_of_shards(config), device=table.weight.device)
+                same.broadcast(seed, 0, "initial values")
+                table.reset_parameters(int(seed))
+                continue
+            else:
+                init_shard(table, config, each.shard)
+            if same.size > 1:
+                change_tensors(table, self.device, functools.partial(same.broadcast, kind="initial values"))
 
-    def _replicas_of(self, each: PlacedShard) -> RankGroup:
-        """The ranks with the same shard."""
-        return self.groups.world if each.scheme == "replicated" else self.groups.replicas
-
-    def _table_tensors(self) -> dict[str, dict[str, TableShards]]:
-        """By table: its weight and states by name, as this rank has them."""
+    def _state(self, prefix: str = "") -> tuple[dict[str, TableShards], list[tuple[CachedTable, dict[str, Tensor]]]]:
+        """What `state_dict` returns, and cached tables with the copies of their rows in it."""
         shards: dict[str, dict[str, list[LocalShard]]] = {
             config.name: {"weight": [], **{state.name: [] for state in self.optimizer.states}}
             for config in self.configs
         }
+        copies = []
         first_copy = self.groups.replicas.rank == 0
         for tables, shards_of in zip(self.locals, self._local_shards, strict=True):
             for each, table in zip(shards_of, tables.tables, strict=True):
                 shard, of_table = each.shard, shards[self.configs[each.table].name]
                 tensors = tensors_of(table)
+                if isinstance(table, CachedTable):
+                    copies.append((table, tensors))
                 mine = first_copy and (each.scheme != "replicated" or self.groups.world.rank == 0)
                 weight = LocalShard(tensors["weight"], shard.first_row, shard.first_column, mine)
                 of_table["weight"].append(weight)
@@ -331,19 +330,19 @@ class ShardedCollection(nn.Module):
                     one = mine and (state.per_element or shard.first_column == 0)
                     column = shard.first_column if state.per_element else 0
                     of_table[state.name].append(LocalShard(tensors[state.name], shard.first_row, column, one))
-        return {config.name: self._whole(config, shards[config.name]) for config in self.configs}
-
-    def _whole(self, config: TableConfig, shards: dict[str, list[LocalShard]]) -> dict[str, TableShards]:
-        size = (config.num_embeddings, config.embedding_dim)
-        found = {"weight": TableShards(size, config.dtype, shards["weight"])}
-        for state in self.optimizer.states:
-            found[state.name] = TableShards(size if state.per_element else size[:1], torch.float32, shards[state.name])
-        return found
+        found = {f"{prefix}step": self._step_shards()}
+        for config in self.configs:
+            size, own = (config.num_embeddings, config.embedding_dim), shards[config.name]
+            found[f"{prefix}{config.name}.weight"] = TableShards(size, config.dtype, own["weight"])
+            for state in self.optimizer.states:
+                of_state = size if state.per_element else size[:1]
+                found[f"{prefix}{config.name}.{state.name}"] = TableShards(of_state, torch.float32, own[state.name])
+        return found, copies
 
     def _step_shards(self) -> TableShards:
         """The number of steps; the first rank with tables saves it."""
-        holders = sorted({h.shard.rank for h in self.placement.shards})
-        mine = self.groups.replicas.rank == 0 and self.groups.shards.rank == holders[0]
+        holder = min(each.shard.rank for each in self.placement.shards)
+        mine = self.groups.replicas.rank == 0 and self.groups.shards.rank == holder
         return TableShards(
             (), torch.int64, [LocalShard(tables.step, mine=mine and not n) for n, tables in enumerate(self.locals)]
         )
@@ -351,42 +350,20 @@ class ShardedCollection(nn.Module):
     @torch.no_grad()
     def average_replicas(self) -> None:
         """Give the copies of the tables the mean of their weights and states; a collective of `groups.replicas`."""
-        for tables in self.locals:
-            for table in tables.tables:
-                if isinstance(table, CachedTable):
-                    table.update_records(self._average_fields)
-                    continue
-                for tensor in (table.weight.detach(), *table.buffers()):
-                    _average(self.groups.replicas, tensor)
-
-    def _average_fields(self, fields: Mapping[str, Tensor]) -> None:
-        for values in fields.values():
-            moved = values.to(self.device)
-            _average(self.groups.replicas, moved)
-            values.copy_(moved)
+        for _, table, _ in self._local_tables():
+            change_tensors(table, self.device, lambda tensor: _average(self.groups.replicas, tensor))
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Whole-table keys, `TableShards` as values."""
         destination = {} if destination is None else destination
-        destination[f"{prefix}step"] = self._step_shards()
-        for table, tensors in self._table_tensors().items():
-            for name, value in tensors.items():
-                destination[f"{prefix}{table}.{name}"] = value
+        destination.update(self._state(prefix)[0])
         return destination
 
     @torch.no_grad()
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Of whole tensors, this rank's shards are copied; `TableShards` are its own already, or are copied."""
-        wanted = self.state_dict(prefix=prefix)
+        _, strict, missing_keys, unexpected_keys, error_msgs = args
+        wanted, copies = self._state(prefix)
         for key, here in wanted.items():
             if key not in state_dict:
                 missing_keys.append(key)
@@ -395,26 +372,10 @@ class ShardedCollection(nn.Module):
                 load_shards(here, state_dict[key])
             except ValueError as error:
                 error_msgs.append(f"{key}: {error}")
-        self._assign_cached(wanted, prefix)
+        for table, tensors in copies:
+            table.assign(tensors)
         if strict:
             unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in wanted]
-
-    def _assign_cached(self, loaded: Mapping[str, TableShards], prefix: str) -> None:
-        """Write what was loaded into the stores of cached tables."""
-        for tables, shards_of in zip(self.locals, self._local_shards, strict=True):
-            for each, table in zip(shards_of, tables.tables, strict=True):
-                if isinstance(table, CachedTable):
-                    name, shard = self.configs[each.table].name, each.shard
-                    own = {}
-                    for field in table.record.fields:
-                        of_table = loaded[f"{prefix}{name}.{field.name}"]
-                        column = 0 if field.one_a_row else shard.first_column
-                        own[field.name] = next(
-                            of.tensor
-                            for of in of_table.shards
-                            if (of.first_row, of.first_column) == (shard.first_row, column)
-                        )
-                    table.assign(own)
 
     def _apply(self, fn: Any, recurse: bool = True) -> ShardedCollection:
         for tables in self.locals:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from tritonemb.comm.codec import ColumnRange
 from tritonemb.comm.id_exchange import IdExchange
-from tritonemb.comm.output_exchange import PooledExchange
+from tritonemb.comm.output_exchange import ColumnRange, PooledExchange
 from tritonemb.jagged import KeyedJaggedTensor
-from tritonemb.sharding.collection import ExchangedIds, ShardedCollection
-from tritonemb.sharding.placement import PlacedShard, Scheme
+from tritonemb.sharding.collection import ShardedCollection, ShardedLookup
+from tritonemb.sharding.placement import Scheme
 from tritonemb.tables.lookup import Features
 from tritonemb.tables.prefetch import PrefetchedFeatures
 from tritonemb.tables.table_set import TableSet
 
-SCHEMES: tuple[Scheme, ...] = ("direct", "hierarchical", "replicated")
+EXCHANGED: tuple[Scheme, ...] = ("direct", "hierarchical")
+Exchange = Callable[[Tensor, list[int]], Tensor]
 
 
 class ShardedEmbeddingBagCollection(ShardedCollection):
@@ -36,41 +38,33 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
 
     pooled = True
 
-    def _make_locals(self) -> tuple[tuple[TableSet, ...], tuple[tuple[PlacedShard, ...], ...]]:
-        self._make_whole_row_updates()
+    def _make_lookups(self) -> list[ShardedLookup]:
         groups, place = self.groups, self.placement
-        size, rank = groups.shards.size, groups.shards.rank
-        means = self._means_over_rows()
-        self._ids = IdExchange(groups.ids, place.routes, self.bounds_check == "raise", means=self._routes_of(means))
-        self._schemes = tuple(scheme for scheme in SCHEMES if place.tables_of(scheme))
-        self._locals_of: dict[Scheme, list[TableSet]] = {}
-        made: list[TableSet] = []
-        shards: list[tuple[PlacedShard, ...]] = []
-        for scheme in self._schemes:
-            local = self._local(place.on(rank, scheme), bounds_check=scheme == "replicated")
-            self._locals_of[scheme] = [tables for tables, _ in local]
-            made += [tables for tables, _ in local]
-            shards += [of_tables for _, of_tables in local]
+        rank, ranks = groups.shards.rank, range(groups.shards.size)
+        self._columns, self._mean_of = self._order_of_columns(), self._columns_by_mean()
         self._exchanges: list[PooledExchange] = []
-        # The columns of a rank's matrix are those of its table sets, one after the other.
-        runs: dict[Scheme, list[list[ColumnRange]]] = {
-            scheme: [[run for part in self._parts_on(r, scheme) for run in place.runs(part)] for r in range(size)]
-            for scheme in self._schemes
-        }
-        if "direct" in self._schemes:
-            width = place.width_of("direct")
-            self._direct = PooledExchange(groups.shards, runs["direct"], width, self.precision, size)
-            self._exchanges.append(self._direct)
-        if "hierarchical" in self._schemes:
-            self._make_hierarchical(runs["hierarchical"])
-        columns = place.columns(self._schemes)
-        self._columns = None if columns == sorted(columns) else torch.tensor(columns)
-        self._mean_of = self._columns_by_mean()
-        return tuple(made), tuple(shards)
+        self._schemes: list[tuple[list[TableSet], Exchange]] = []  # table sets, and what exchanges their columns
+        for scheme in EXCHANGED:
+            if not place.tables_of(scheme):
+                continue
+            # The columns of a rank's matrix are those of its table sets, one after the other.
+            runs = [[run for part in self._split(place.on(r, scheme)) for run in place.runs(part)] for r in ranks]
+            exchange: Exchange = self._hierarchical
+            if scheme == "direct":
+                exchange = PooledExchange(groups.shards, runs, place.width_of(scheme), self.precision, len(ranks))
+                self._exchanges.append(exchange)
+            else:
+                self._make_hierarchical(runs)
+            self._schemes.append((self._make_tables(place.on(rank, scheme)), exchange))
+        if not place.routes:
+            return []
+        ids = IdExchange(groups.ids, place.routes, self.bounds_check == "raise", means=self._routes_of_means())
+        return [ShardedLookup(ids, [each for tables, _ in self._schemes for each in tables])]
 
-    def _parts_on(self, rank: int, scheme: Scheme) -> tuple[list[PlacedShard], list[PlacedShard]]:
-        """The shards of a rank, table set by table set; split as in `_local`."""
-        return self._split(self.placement.on(rank, scheme))
+    def _order_of_columns(self) -> Tensor | None:
+        """For each column of the result, its column in the results of all schemes side by side; None if the same."""
+        columns = self.placement.columns((*EXCHANGED, "replicated"))
+        return None if columns == sorted(columns) else torch.tensor(columns)
 
     def _make_hierarchical(self, runs: list[list[ColumnRange]]) -> None:
         """Two exchanges: inside the node, which adds, and across nodes, between ranks with the same local rank."""
@@ -90,51 +84,28 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         )  # fmt: skip
         self._exchanges += [self._inside, self._across]
 
-    def prefetch(self, features: Features | PrefetchedFeatures) -> ExchangedIds:
-        """See `ShardedCollection.prefetch`."""
-        if isinstance(features, PrefetchedFeatures):
-            return self._exchanged(features)
-        batch = self.own_batch(features)
-        received = (self._ids(batch, self._bad_ids(batch)),) if self.placement.routes else ()
-        shares = None if self._mean_of is None else self._shares(batch)
-        exchanged = self._to_device(ExchangedIds(batch, received, (), shares))
-        groups = [
-            tables.group(exchanged.batch if scheme == "replicated" else exchanged.received[0].features)
-            for scheme in self._schemes
-            for tables in self._locals_of[scheme]
-        ]
-        return exchanged._replace(groups=tuple(groups))
-
     def forward(self, features: Features | PrefetchedFeatures) -> Tensor:
         """`[B, sum of dims]`, columns by table, then by that table's features."""
-        exchanged = self._exchanged(features)
-        groups, parts = iter(exchanged.groups), []
-        for scheme in self._schemes:
-            if scheme == "replicated":
-                parts += [tables(exchanged.batch, next(groups)) for tables in self._locals_of[scheme]]
-                continue
-            (received,) = exchanged.received
-            found = [tables(received.features, next(groups)) for tables in self._locals_of[scheme]]
-            matrix = self._side_by_side(found, sum(received.batch_sizes))
-            exchange = self._direct if scheme == "direct" else self._hierarchical
-            parts.append(exchange(matrix, received.batch_sizes))
-        pooled = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        batch, own_groups, received = self.prefetch(features)
+        parts = []
+        for ids in received:
+            groups = iter(ids.groups)
+            for sets, exchange in self._schemes:
+                found = [tables(ids.features, next(groups)) for tables in sets]
+                if not found:  # a rank without such shards takes part in the backward's exchange, too
+                    size = sum(ids.batch_sizes), 0
+                    found = [torch.zeros(size, dtype=torch.float32, device=self.device, requires_grad=True)]
+                parts.append(exchange(_side_by_side(found), ids.batch_sizes))
+        parts += [tables(batch, groups) for tables, groups in zip(self._replicated, own_groups, strict=True)]
+        pooled = _side_by_side(parts)
         if self._columns is not None:
             self._columns = self._columns.to(pooled.device)
             pooled = pooled.index_select(1, self._columns)
-        return self._mean(pooled, exchanged.shares).to(self.output_dtype)
+        return self._mean(pooled, batch).to(self.output_dtype)
 
     def saturated(self) -> int:
         """See `ShardedCollection.saturated`."""
         return sum(exchange.saturated() for exchange in self._exchanges)
-
-    def _side_by_side(self, found: list[Tensor], num_rows: int) -> Tensor:
-        if len(found) == 1:
-            return found[0]
-        if found:
-            return torch.cat(found, dim=1)
-        # A rank without such shards takes part in the backward's exchange, too.
-        return torch.zeros(num_rows, 0, dtype=torch.float32, device=self.device, requires_grad=True)
 
     def _hierarchical(self, matrix: Tensor, batch_sizes: list[int]) -> Tensor:
         size, rank = self.groups.node.size, self.groups.shards.rank
@@ -150,39 +121,36 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             each.table for each in self.placement.shards if each.summed and self.configs[each.table].pooling == "mean"
         }
 
-    def _routes_of(self, means: set[int]) -> list[int]:
+    def _routes_of_means(self) -> list[int]:
         """The ID routes of such tables whose sums become means by weights of the ids.
 
         That is where gradients are clamped, before they are divided; otherwise it takes fewer bytes to divide results.
         """
-        if self.optimizer.max_gradient is None:
-            return []
+        means = set() if self.optimizer.max_gradient is None else self._means_over_rows()
         return sorted({route for each in self.placement.shards if each.table in means for route in each.routes})
 
     def _columns_by_mean(self) -> Tensor | None:
-        """For each column of the result: which of the `_shares` it is multiplied with; None if all with ones."""
+        """For each column of the result, the feature whose lengths of bags divide it, or one more for none."""
         tables = self._means_over_rows()
-        if not tables or self._routes_of(tables):
+        if not tables or self._routes_of_means():
             return None
-        means = [table in tables for table in range(len(self.configs))]
-        column: list[int] = []
-        names = list(self.feature_names)
-        for is_mean, config in zip(means, self.configs, strict=True):
+        names, column = list(self.feature_names), list[int]()
+        for table, config in enumerate(self.configs):
             for feature in config.feature_names:
-                column += [names.index(feature) if is_mean else len(names)] * config.embedding_dim
+                column += [names.index(feature) if table in tables else len(names)] * config.embedding_dim
         return torch.tensor(column)
 
-    def _shares(self, batch: KeyedJaggedTensor) -> Tensor:
-        """One over the length of each feature's bags, and a row of ones."""
-        keys = batch.keys()
-        order = torch.tensor([keys.index(name) for name in self.feature_names], device=batch.device())
-        lengths = batch.lengths().reshape(len(keys), -1).index_select(0, order).to(torch.float32)
-        return torch.cat([1.0 / lengths.clamp(min=1.0), lengths.new_ones(1, lengths.shape[1])])
-
-    def _mean(self, pooled: Tensor, shares: Tensor | None) -> Tensor:
+    def _mean(self, pooled: Tensor, batch: KeyedJaggedTensor) -> Tensor:
         """Divide the sums of row-wise sharded tables by the lengths of bags."""
         if self._mean_of is None:
             return pooled
-        assert shares is not None
         self._mean_of = self._mean_of.to(pooled.device)
+        keys = batch.keys()
+        lengths = batch.lengths().reshape(len(keys), -1)
+        ordered = torch.stack([lengths[keys.index(name)] for name in self.feature_names]).to(torch.float32)
+        shares = torch.cat([1.0 / ordered.clamp(min=1.0), ordered.new_ones(1, ordered.shape[1])])
         return pooled * shares.index_select(0, self._mean_of).T
+
+
+def _side_by_side(found: list[Tensor]) -> Tensor:
+    return found[0] if len(found) == 1 else torch.cat(found, dim=1)

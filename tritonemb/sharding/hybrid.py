@@ -15,18 +15,17 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from tritonemb.comm.codec import ExchangePrecision
 from tritonemb.comm.group import RankGroup
+from tritonemb.comm.output_exchange import ExchangePrecision
 from tritonemb.nn import EmbeddingBagCollection, EmbeddingCollection
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.embedding_bag_collection import ShardedEmbeddingBagCollection
 from tritonemb.sharding.embedding_collection import ShardedEmbeddingCollection
+from tritonemb.sharding.placement import ShardGroups
 from tritonemb.sharding.plan import ShardingPlan, uniform_plan
-from tritonemb.sharding.process_groups import ShardGroups
 from tritonemb.sharding.sharded_tensor import TableShards, why_not_loadable
 from tritonemb.tables.lookup import Features
 from tritonemb.tables.prefetch import PrefetchedFeatures
-from tritonemb.types import TableConfig
 
 Dense = Literal["ddp", "fsdp"]
 
@@ -99,7 +98,8 @@ class HybridParallel(nn.Module):
             local_world_size = plan.local_world_size
         self.groups = ShardGroups.make(mesh, local_world_size, timeout)
         size, node = self.groups.shards.size, self.groups.node.size
-        self.plan = uniform_plan(_tables(found), size, node) if plan is None else plan
+        tables = [config for collection in found for config in collection.configs]
+        self.plan = uniform_plan(tables, size, node) if plan is None else plan
         if (self.plan.world_size, self.plan.local_world_size) != (size, node):
             raise ValueError(
                 f"the plan is for {self.plan.world_size} ranks, {self.plan.local_world_size} a node; the tables have "
@@ -108,10 +108,13 @@ class HybridParallel(nn.Module):
         self.exchange = ExchangePrecision() if exchange is None else exchange
         self.average_every, self._steps = average_every, 0
         table_device = _device_for(model, device)
-        sharded = {
-            collection: _shard(collection, self.plan, self.groups, self.exchange, table_device, average_every == 1)
-            for collection in found
-        }
+        sharded: dict[Any, ShardedCollection] = {}
+        for collection in found:
+            pooled = isinstance(collection, EmbeddingBagCollection)
+            kind = ShardedEmbeddingBagCollection if pooled else ShardedEmbeddingCollection
+            sharded[collection] = kind(
+                collection, self.plan, self.groups, self.exchange, table_device, average_every == 1
+            )
         self.collections: tuple[ShardedCollection, ...] = tuple(sharded.values())
         self.module: nn.Module = _replace(model, sharded)
         _materialise(self.module, table_device)
@@ -170,11 +173,11 @@ class HybridParallel(nn.Module):
 
     def table_weights(self) -> dict[str, Tensor]:
         """The whole tables' weights by path, of which this rank has some shards."""
-        paths = [(path, m) for path, m in self.module.named_modules() if isinstance(m, ShardedCollection)]
         return {
             f"{path}.{table}" if path else table: weight
-            for path, collection in paths
-            for table, weight in collection.table_weights().items()
+            for path, module in self.module.named_modules()
+            if isinstance(module, ShardedCollection)
+            for table, weight in module.table_weights().items()
         }
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
@@ -203,11 +206,8 @@ class HybridParallel(nn.Module):
 def _check_state(own: Mapping[str, Any], given: Mapping[str, Any], strict: bool) -> None:
     """Raise RuntimeError unless a state can be loaded into this one."""
     missing, unexpected = [key for key in own if key not in given], [key for key in given if key not in own]
-    problems = []
-    if strict and missing:
-        problems.append(f"it lacks {missing}")
-    if strict and unexpected:
-        problems.append(f"the model does not have {unexpected}")
+    problems = [f"it lacks {missing}"] if strict and missing else []
+    problems += [f"the model does not have {unexpected}"] if strict and unexpected else []
     for key, here in own.items():
         if key in given and isinstance(here, TableShards):
             problem = why_not_loadable(here, given[key])
@@ -225,10 +225,6 @@ def _as_distributed(here: Any, given: Any) -> Any:
     return given
 
 
-def _tables(collections: list[Any]) -> list[TableConfig]:
-    return [config for collection in collections for config in collection.configs]
-
-
 def _device_for(model: nn.Module, device: torch.device | str | None) -> torch.device:
     """The device of the tables."""
     if device is not None:
@@ -236,31 +232,14 @@ def _device_for(model: nn.Module, device: torch.device | str | None) -> torch.de
     own = next(model.parameters()).device
     if own.type != "meta":
         return own
-    if torch.cuda.is_available() and "nccl" in str(_backend()):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
-def _backend() -> str:
     joined = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return str(torch.distributed.get_backend_config()) if joined else "nccl"
-
-
-def _shard(
-    collection: EmbeddingBagCollection | EmbeddingCollection,
-    plan: ShardingPlan,
-    groups: ShardGroups,
-    exchange: ExchangePrecision,
-    device: torch.device,
-    sync_replicas: bool,
-) -> ShardedCollection:
-    pooled = isinstance(collection, EmbeddingBagCollection)
-    kind = ShardedEmbeddingBagCollection if pooled else ShardedEmbeddingCollection
-    return kind(collection, plan, groups, exchange, device, sync_replicas)
+    backend = torch.distributed.get_backend_config() if joined else "nccl"
+    on_cuda = torch.cuda.is_available() and "nccl" in str(backend)
+    return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
 
 
 def _replace(model: nn.Module, sharded: dict[Any, ShardedCollection]) -> nn.Module:
-    """The model with its collections retable_device, wherever they are."""
+    """The model with its collections replaced, wherever they are."""
     if model in sharded:
         return sharded[model]
     for module in list(model.modules()):

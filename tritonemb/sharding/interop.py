@@ -68,10 +68,8 @@ def load_tables(
             continue
         value = state_dict[found[table.path]]
         whole = value.full_tensor() if isinstance(value, DTensor) else value
-        if isinstance(table.weight, TableShards):
-            table.weight.copy_from(whole)
-        else:
-            table.weight.copy_(whole)
+        copy = table.weight.copy_from if isinstance(table.weight, TableShards) else table.weight.copy_
+        copy(whole)
     return found
 
 

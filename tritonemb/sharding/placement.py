@@ -1,55 +1,54 @@
-"""The shards of a collection under a plan: their ranks, the routes of their ids, and columns of output exchanges."""
+"""The shards of a collection under a plan: their ranks, routes of ids, columns, process groups, and initial values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
-from tritonemb.comm.codec import ColumnRange
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from tritonemb.comm.group import RankGroup
 from tritonemb.comm.id_exchange import IdRoute, route_key
+from tritonemb.comm.output_exchange import ColumnRange
+from tritonemb.ops.initial import fill_initial_
 from tritonemb.sharding.plan import Shard, ShardingPlan
-from tritonemb.types import TableConfig
+from tritonemb.tables.cached_table import CachedTable
+from tritonemb.tables.table import Table
+from tritonemb.types import TRAINABLE_DTYPES, TableConfig
 
 Scheme = Literal["direct", "hierarchical", "replicated"]
 """How pooled vectors are exchanged: from rank to rank; summed inside a node first; not at all."""
 
 
 class PlacedShard(NamedTuple):
-    """A shard of a table.
+    """A shard of a table."""
 
-    Attributes:
-        table: its number in the collection.
-        shard: rows, columns, rank.
-        routes: of its ids, one for each feature of the table; none for a replicated table.
-        summed: whether other ranks have other rows of the same columns.
-        cut: whether other ranks have other columns of the same rows.
-        scheme: of its output exchange.
-    """
+    table: int  # its number in the collection
+    shard: Shard  # rows, columns, rank
+    routes: tuple[int, ...]  # of its ids, one for each feature of the table; none for a replicated table
+    summed: bool  # whether other ranks have other rows of the same columns
+    cut: bool  # whether other ranks have other columns of the same rows
+    scheme: Scheme  # of its output exchange
 
-    table: int
-    shard: Shard
-    routes: tuple[int, ...]
-    summed: bool
-    cut: bool
-    scheme: Scheme
+    @property
+    def columns(self) -> ColumnRange:
+        return self.shard.first_column, self.shard.num_columns
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The shards of a collection's tables.
+    """The shards of a collection's tables."""
 
-    Args:
-        configs: of the tables.
-        plan: has them all.
-        routes: of the ID exchange, in its order.
-        shards: of all ranks, by table.
-    """
-
-    configs: tuple[TableConfig, ...]
-    plan: ShardingPlan
-    routes: tuple[IdRoute, ...]
-    shards: tuple[PlacedShard, ...]
+    configs: tuple[TableConfig, ...]  # of the tables
+    plan: ShardingPlan  # has them all
+    routes: tuple[IdRoute, ...]  # of the ID exchange, in its order
+    shards: tuple[PlacedShard, ...]  # of all ranks, by table
 
     @classmethod
     def of(cls, configs: Sequence[TableConfig], plan: ShardingPlan, pooled: bool) -> Placement:
@@ -94,45 +93,154 @@ class Placement:
         """The columns of these shards among all with their scheme: by table, then feature."""
         runs: list[ColumnRange] = []
         for each in shards:
-            before = sum(self._width(table) for table in self.tables_of(each.scheme) if table < each.table)
-            dim = self.configs[each.table].embedding_dim
-            firsts = [before + feature * dim for feature in range(len(self.configs[each.table].feature_names))]
-            runs += [(first + each.shard.first_column, each.shard.num_columns) for first in firsts]
+            config, first = self.configs[each.table], self._starts([each.scheme])[each.table] + each.shard.first_column
+            features = range(len(config.feature_names))
+            runs += [(first + feature * config.embedding_dim, each.shard.num_columns) for feature in features]
         return runs
 
     def columns(self, schemes: Sequence[Scheme]) -> list[int]:
         """For each column of the result, by table, its column in the results of these schemes side by side."""
-        starts, column = {}, 0
-        for scheme in schemes:
-            for table in self.tables_of(scheme):
-                starts[table] = column
-                column += self._width(table)
+        starts = self._starts(schemes)
         return [starts[t] + c for t in range(len(self.configs)) for c in range(self._width(t))]
 
-    def part(self, placed: PlacedShard, name: str) -> TableConfig:
-        """The shard as a table of its own, looked up by the keys of its routes."""
-        config, shard = self.configs[placed.table], placed.shard
-        whole = replace(config, pooling="sum") if placed.summed and config.pooling == "mean" else config
-        features = [route_key(route) for route in placed.routes] or config.feature_names
-        rows, columns = (shard.first_row, shard.num_rows), (shard.first_column, shard.num_columns)
-        return whole.part(name, rows, columns, features)
+    def _starts(self, schemes: Sequence[Scheme]) -> dict[int, int]:
+        """The first column of each table in the results of these schemes side by side."""
+        tables = [table for scheme in schemes for table in self.tables_of(scheme)]
+        return dict(zip(tables, accumulate((self._width(table) for table in tables), initial=0), strict=False))
+
+    def parts(self, shards: Sequence[PlacedShard]) -> list[TableConfig]:
+        """Shards as tables of their own, looked up by the keys of their routes.
+
+        A table with several shards gets a number behind its name.
+        """
+        parts, times = [], Counter[int]()
+        for each in shards:
+            config, shard, number = self.configs[each.table], each.shard, times[each.table]
+            whole = replace(config, pooling="sum") if each.summed and config.pooling == "mean" else config
+            features = [route_key(route) for route in each.routes] or config.feature_names
+            rows = shard.first_row, shard.num_rows
+            name = f"{config.name}@{number}" if number else config.name
+            parts.append(whole.part(name, rows, each.columns, features))
+            times[each.table] += 1
+        return parts
 
     def _width(self, table: int) -> int:
         return self.configs[table].embedding_dim * len(self.configs[table].feature_names)
 
 
-def named_parts(placement: Placement, shards: Sequence[PlacedShard]) -> list[TableConfig]:
-    """Parts for a table set: a table with several shards gets a number behind its name."""
-    parts, times = [], dict.fromkeys(range(len(placement.configs)), 0)
-    for each in shards:
-        name, number = placement.configs[each.table].name, times[each.table]
-        parts.append(placement.part(each, f"{name}@{number}" if number else name))
-        times[each.table] += 1
-    return parts
+class ShardGroups(NamedTuple):
+    """Process groups; all ranks make them together."""
+
+    world: RankGroup  # all ranks of the job, apart from the group that `DistributedDataParallel` uses
+    shards: RankGroup  # ranks with the shards of one copy of the tables
+    # the same ranks, for ID exchanges, on the CPU and apart from `shards`, so that ids may be prefetched
+    ids: RankGroup
+    node: RankGroup  # those of `shards` on this node
+    across: RankGroup  # those of `shards` with this rank's local rank
+    replicas: RankGroup  # ranks with the same shards in other copies of the tables; one if there is one copy
+
+    @classmethod
+    def make(
+        cls, mesh: DeviceMesh | None = None, local_world_size: int | None = None, timeout: timedelta | None = None
+    ) -> ShardGroups:
+        """The groups of a job, or of a mesh of its ranks: one dimension of shards, or ("replicate", "shard").
+
+        Raises:
+            ValueError: for a mesh of more dimensions, or nodes that do not divide the ranks.
+        """
+        world = RankGroup.world(local_world_size, timeout)
+        replicas, shards = 1, world.size
+        if mesh is not None:
+            if mesh.ndim > 2 or mesh.size() != world.size:
+                raise ValueError(
+                    f"the mesh must have all {world.size} ranks in 1 dimension (shards) or 2 (replicas, shards), got "
+                    f"shape {tuple(mesh.shape)}"
+                )
+            if mesh.mesh.flatten().tolist() != list(range(world.size)):
+                raise ValueError("the mesh must have the ranks in their order, replica by replica")
+            replicas, shards = (1, *mesh.shape)[-2:]
+        node = min(world.local_world_size, shards)
+        if shards % node:
+            raise ValueError(f"{shards} ranks of a copy of the tables cannot be nodes of {node} ranks each")
+        copies = [[copy * shards + rank for rank in range(shards)] for copy in range(replicas)]
+        nodes = [copy[first : first + node] for copy in copies for first in range(0, shards, node)]
+        local_ranks = [copy[local::node] for copy in copies for local in range(node)]
+        of_shards = world.subgroup(copies)
+        return cls(
+            world.duplicate(), of_shards, world.subgroup(copies, backend="gloo"),
+            of_shards if node == shards else world.subgroup(nodes), world.subgroup(local_ranks),
+            world.subgroup(list(zip(*copies, strict=True))),
+        )  # fmt: skip
+
+    def world_for_prefetch(self) -> RankGroup:
+        """As `world`, for prefetches; all ranks make it together."""
+        return self.ids if self.replicas.size == 1 else self.world.duplicate(backend="gloo")
+
+    def replicas_for_prefetch(self) -> RankGroup:
+        """As `replicas`, for prefetches; all ranks make it together."""
+        size = self.shards.size
+        return self.world.subgroup([range(rank, self.world.size, size) for rank in range(size)], backend="gloo")
+
+    def among(self, ranks: Sequence[int]) -> RankGroup:
+        """Some ranks of each copy of the tables, or, for a rank that is not one of them, the others."""
+        copies, size = self.world.size // self.shards.size, self.shards.size
+        others = [rank for rank in range(size) if rank not in ranks]
+        sets = [[copy * size + rank for rank in each] for copy in range(copies) for each in (ranks, others) if each]
+        return self.world.subgroup(sets)
 
 
-def split(
-    shards: Sequence[PlacedShard], chosen: Callable[[PlacedShard], bool]
-) -> tuple[list[PlacedShard], list[PlacedShard]]:
-    """Those that are not chosen, and those that are."""
-    return [each for each in shards if not chosen(each)], [each for each in shards if chosen(each)]
+def tensors_of(table: Table) -> dict[str, Tensor]:
+    """Weight and states of all rows of a table; copies, if it is cached."""
+    if isinstance(table, CachedTable):
+        return table.tensors()
+    return {"weight": table.weight.detach(), **dict(table.named_buffers(recurse=False))}
+
+
+def change_tensors(table: Table, device: torch.device, change: Callable[[Tensor], None]) -> None:
+    """Change a table's weight and states in place, on a device of this kind."""
+
+    def change_fields(fields: Mapping[str, Tensor]) -> None:
+        for values in fields.values():
+            moved = values.to(device).contiguous()
+            change(moved)
+            values.copy_(moved)
+
+    if isinstance(table, CachedTable):
+        table.update_records(change_fields)
+        return
+    for tensor in (table.weight.detach(), *table.buffers()):
+        change(tensor)
+
+
+def copy_shard(own: Table, whole: Mapping[str, Tensor], shard: Shard) -> None:
+    """Fill a shard from a whole table and its states, by name."""
+    tensors = tensors_of(own)
+    for name, given in whole.items():
+        rows = given[shard.first_row :][: shard.num_rows]
+        columns = slice(shard.first_column, shard.first_column + shard.num_columns)
+        tensors[name].copy_(rows[:, columns] if rows.dim() == 2 else rows)
+    if isinstance(own, CachedTable):
+        own.assign(tensors)
+
+
+def init_shard(own: Table, table: TableConfig, shard: Shard) -> None:
+    """Draw a shard's initial values: those that the whole table has there, however it is sharded.
+
+    A value depends on the table's name, on torch's seed (`torch.initial_seed`, which `torch.manual_seed` sets), and on
+    its row and column, so nobody draws the whole; a table with an `init` of its own is made whole on the CPU.
+    """
+    seed = seed_of_shards(table)
+    if table.init is None:
+        fill_initial_(own.weight, seed, table.bound, shard.first_row, shard.first_column)
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        dtype = table.dtype if table.dtype in TRAINABLE_DTYPES else torch.float32
+        whole = torch.empty(table.num_embeddings, table.embedding_dim, dtype=dtype)
+        table.init(whole)
+    copy_shard(own, {"weight": whole}, shard)
+
+
+def seed_of_shards(table: TableConfig) -> int:
+    """What a table's initial values are drawn by."""
+    return (table.seed ^ torch.initial_seed()) & (2**63 - 1)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from tritonemb.types import TableConfig
 
@@ -28,7 +28,21 @@ class Shard:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a table is sharded; one of the classes below. Ranks count from 0 to the plan's world size."""
+    """How a table is sharded; one of the classes below. Ranks count from 0 to the plan's world size.
+
+    Attributes:
+        is_replicated: every rank has the whole table.
+        sums_inside_nodes: pooled rows are summed inside a node before they leave it.
+    """
+
+    is_replicated: ClassVar[bool] = False
+    sums_inside_nodes: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for field in fields(self):  # lists become tuples, so that shardings compare and hash by what they say
+            value = getattr(self, field.name)
+            if field.name in ("ranks", "nodes", "columns") and value is not None:
+                object.__setattr__(self, field.name, tuple(value))
 
     def shards(self, table: TableConfig, world_size: int, local_world_size: int) -> list[Shard]:
         """The rectangles, column block by column block, then by row; together they cover the table once.
@@ -36,17 +50,39 @@ class Sharding:
         Raises:
             ValueError: naming the table, for ranks, nodes or columns that there are not.
         """
+        owners = self._owners(table, world_size, local_world_size)
+        return [
+            shard
+            for ranks, (first, width) in zip(owners, self._column_blocks(table, len(owners)), strict=True)
+            for shard in _rows(table, ranks, first, width)
+        ]
+
+    def _owners(self, table: TableConfig, world_size: int, local_world_size: int) -> list[Sequence[int]]:
+        """For each block of columns, the ranks that have its rows."""
         raise NotImplementedError
 
-    @property
-    def is_replicated(self) -> bool:
-        """Whether every rank has the whole table."""
-        return False
-
-    @property
-    def sums_inside_nodes(self) -> bool:
-        """Whether pooled rows are summed inside a node before they leave it."""
-        return False
+    def _column_blocks(self, table: TableConfig, blocks: int) -> list[tuple[int, int]]:
+        """First column and width of each block."""
+        dim, widths, cut_at = table.embedding_dim, getattr(self, "columns", None), _cut_at(table)
+        if widths is None:
+            if blocks > _most_blocks(table):
+                raise ValueError(
+                    f"table {table.name!r}: {self} cuts {dim} columns of {table.dtype} into {blocks} blocks"
+                )
+            step = 8 if dim >= 8 * blocks else 1
+            cuts = [dim // step * block // blocks * step for block in range(blocks)] + [dim]
+            return [(first, stop - first) for first, stop in pairwise(cuts)]
+        if len(widths) != blocks or any(not isinstance(w, int) or w < 1 for w in widths) or sum(widths) != dim:
+            raise ValueError(
+                f"table {table.name!r}: the columns of {self} must be {blocks} positive widths that add up to {dim}"
+            )
+        firsts = [sum(widths[:block]) for block in range(blocks)]
+        if any(first % cut_at for first in firsts):
+            raise ValueError(
+                f"table {table.name!r}: blocks of {self} begin at columns {firsts}; those of a {table.dtype} table "
+                f"must begin at multiples of {COLUMNS_ROUNDED_TOGETHER}"
+            )
+        return list(zip(firsts, widths, strict=True))
 
 
 @dataclass(frozen=True)
@@ -55,9 +91,8 @@ class TableWise(Sharding):
 
     rank: int
 
-    def shards(self, table: TableConfig, world_size: int, local_world_size: int) -> list[Shard]:
-        _check(table, self, "rank", [self.rank], world_size)
-        return [Shard(self.rank, 0, table.num_embeddings, 0, table.embedding_dim)]
+    def _owners(self, table: TableConfig, world_size: int, local_world_size: int) -> list[Sequence[int]]:
+        return [_checked(table, self, "rank", [self.rank], world_size)]
 
 
 @dataclass(frozen=True)
@@ -70,13 +105,11 @@ class RowWise(Sharding):
 
     ranks: Ranks | None = None
 
-    def __post_init__(self) -> None:
-        _freeze(self, "ranks")
-
-    def shards(self, table: TableConfig, world_size: int, local_world_size: int) -> list[Shard]:
+    def _owners(self, table: TableConfig, world_size: int, local_world_size: int) -> list[Sequence[int]]:
         ranks = range(world_size) if self.ranks is None else self.ranks
-        _check(table, self, "rank", ranks, world_size, distinct=True)
-        return _rows(table, ranks, 0, table.embedding_dim)
+        if len(set(_checked(table, self, "rank", ranks, world_size))) != len(ranks):
+            raise ValueError(f"table {table.name!r}: {self} names a rank twice")
+        return [ranks]
 
 
 @dataclass(frozen=True)
@@ -92,33 +125,20 @@ class ColumnWise(Sharding):
     ranks: Ranks | None = None
     columns: Sequence[int] | None = None
 
-    def __post_init__(self) -> None:
-        _freeze(self, "ranks", "columns")
-
-    def shards(self, table: TableConfig, world_size: int, local_world_size: int) -> list[Shard]:
-        ranks = list(range(world_size) if self.ranks is None else self.ranks)
-        if self.ranks is None:
-            ranks = ranks[: _most_blocks(table)]
-        _check(table, self, "rank", ranks, world_size)
-        return [
-            Shard(rank, 0, table.num_embeddings, first, width)
-            for rank, (first, width) in zip(ranks, _columns(table, self, self.columns, len(ranks)), strict=True)
-        ]
+    def _owners(self, table: TableConfig, world_size: int, local_world_size: int) -> list[Sequence[int]]:
+        ranks = range(world_size)[: _most_blocks(table)] if self.ranks is None else self.ranks
+        return [[rank] for rank in _checked(table, self, "rank", ranks, world_size)]
 
 
 @dataclass(frozen=True)
 class TableRowWise(Sharding):
     """Blocks of rows on the ranks of one node: partial sums of a bag meet inside the node, and leave it as one."""
 
+    sums_inside_nodes = True
     node: int
 
-    def shards(self, table: TableConfig, world_size: int, local_world_size: int) -> list[Shard]:
-        _check(table, self, "node", [self.node], world_size // local_world_size)
-        return _rows(table, _ranks_of(self.node, local_world_size), 0, table.embedding_dim)
-
-    @property
-    def sums_inside_nodes(self) -> bool:
-        return True
+    def _owners(self, table: TableConfig, world_size: int, local_world_size: int) -> list[Sequence[int]]:
+        return _nodes(table, self, [self.node], world_size, local_world_size)
 
 
 @dataclass(frozen=True)
@@ -128,17 +148,10 @@ class TableColumnWise(Sharding):
     node: int
     columns: Sequence[int] | None = None
 
-    def __post_init__(self) -> None:
-        _freeze(self, "columns")
-
-    def shards(self, table: TableConfig, world_size: int, local_world_size: int) -> list[Shard]:
-        _check(table, self, "node", [self.node], world_size // local_world_size)
-        ranks = list(_ranks_of(self.node, local_world_size))
+    def _owners(self, table: TableConfig, world_size: int, local_world_size: int) -> list[Sequence[int]]:
+        (ranks,) = _nodes(table, self, [self.node], world_size, local_world_size)
         blocks = min(len(ranks), _most_blocks(table)) if self.columns is None else len(self.columns)
-        return [
-            Shard(ranks[block % len(ranks)], 0, table.num_embeddings, first, width)
-            for block, (first, width) in enumerate(_columns(table, self, self.columns, blocks))
-        ]
+        return [[ranks[block % len(ranks)]] for block in range(blocks)]
 
 
 @dataclass(frozen=True)
@@ -150,38 +163,23 @@ class Grid(Sharding):
         columns: as in `ColumnWise`.
     """
 
+    sums_inside_nodes = True
     nodes: Ranks | None = None
     columns: Sequence[int] | None = None
 
-    def __post_init__(self) -> None:
-        _freeze(self, "nodes", "columns")
-
-    def shards(self, table: TableConfig, world_size: int, local_world_size: int) -> list[Shard]:
-        num_nodes = world_size // local_world_size
-        nodes = list(range(num_nodes))[: _most_blocks(table)] if self.nodes is None else self.nodes
-        _check(table, self, "node", nodes, num_nodes)
-        blocks = zip(nodes, _columns(table, self, self.columns, len(nodes)), strict=True)
-        return [
-            shard
-            for node, (first, width) in blocks
-            for shard in _rows(table, _ranks_of(node, local_world_size), first, width)
-        ]
-
-    @property
-    def sums_inside_nodes(self) -> bool:
-        return True
+    def _owners(self, table: TableConfig, world_size: int, local_world_size: int) -> list[Sequence[int]]:
+        nodes = range(world_size // local_world_size)[: _most_blocks(table)] if self.nodes is None else self.nodes
+        return _nodes(table, self, nodes, world_size, local_world_size)
 
 
 @dataclass(frozen=True)
 class DataParallel(Sharding):
     """The whole table on every rank; the gradients of its rows are gathered, and every rank does the same update."""
 
+    is_replicated = True
+
     def shards(self, table: TableConfig, world_size: int, local_world_size: int) -> list[Shard]:
         return [Shard(rank, 0, table.num_embeddings, 0, table.embedding_dim) for rank in range(world_size)]
-
-    @property
-    def is_replicated(self) -> bool:
-        return True
 
 
 SHARDINGS: dict[str, type[Sharding]] = {
@@ -195,17 +193,8 @@ SHARDINGS: dict[str, type[Sharding]] = {
 }
 
 
-def _freeze(sharding: Sharding, *fields: str) -> None:
-    """Lists become tuples, so that shardings compare and hash by what they say."""
-    for field in fields:
-        value = getattr(sharding, field)
-        if value is not None:
-            object.__setattr__(sharding, field, tuple(value))
-
-
-def _check(
-    table: TableConfig, sharding: Sharding, what: str, given: Sequence[int], number: int, distinct: bool = False
-) -> None:
+def _checked(table: TableConfig, sharding: Sharding, what: str, given: Sequence[int], number: int) -> Sequence[int]:
+    """Ranks or nodes, if there are such."""
     if not given:
         raise ValueError(f"table {table.name!r}: {sharding} needs at least one {what}")
     for value in given:
@@ -213,26 +202,24 @@ def _check(
             raise TypeError(f"table {table.name!r}: a {what} must be an int, got {value!r} in {sharding}")
         if not 0 <= value < number:
             raise ValueError(f"table {table.name!r}: {what} {value} of {sharding} is not one of the plan's {number}")
-    if distinct and len(set(given)) != len(given):
-        raise ValueError(f"table {table.name!r}: {sharding} names a {what} twice")
+    return given
 
 
-def _ranks_of(node: int, local_world_size: int) -> range:
-    return range(node * local_world_size, (node + 1) * local_world_size)
-
-
-def rows_a_block(num_rows: int, num_blocks: int) -> int:
-    """Rows of every block but the last ones, which may have fewer or none."""
-    return -(-num_rows // num_blocks)
+def _nodes(
+    table: TableConfig, sharding: Sharding, nodes: Sequence[int], world_size: int, local_world_size: int
+) -> list[Sequence[int]]:
+    """The ranks of each node."""
+    checked = _checked(table, sharding, "node", nodes, world_size // local_world_size)
+    return [range(node * local_world_size, (node + 1) * local_world_size) for node in checked]
 
 
 def _rows(table: TableConfig, ranks: Sequence[int], first_column: int, num_columns: int) -> list[Shard]:
-    size = rows_a_block(table.num_embeddings, len(ranks))
-    firsts = [min(block * size, table.num_embeddings) for block in range(len(ranks) + 1)]
+    """Blocks of rows; the last ones may have fewer than the others, or none, and are left out then."""
+    size = -(-table.num_embeddings // len(ranks))
+    firsts = range(0, table.num_embeddings, size)
     return [
-        Shard(rank, first, stop - first, first_column, num_columns)
-        for rank, first, stop in zip(ranks, firsts[:-1], firsts[1:], strict=True)
-        if stop > first
+        Shard(rank, first, min(size, table.num_embeddings - first), first_column, num_columns)
+        for rank, first in zip(ranks, firsts, strict=False)
     ]
 
 
@@ -242,34 +229,8 @@ def _cut_at(table: TableConfig) -> int:
 
 
 def _most_blocks(table: TableConfig) -> int:
-    """Of columns."""
+    """The most blocks of columns."""
     return max(1, table.embedding_dim // _cut_at(table))
-
-
-def _columns(
-    table: TableConfig, sharding: Sharding, widths: Sequence[int] | None, blocks: int
-) -> list[tuple[int, int]]:
-    """First column and width of each block."""
-    dim = table.embedding_dim
-    if widths is None:
-        if blocks > _most_blocks(table):
-            raise ValueError(
-                f"table {table.name!r}: {sharding} cuts {dim} columns of {table.dtype} into {blocks} blocks"
-            )
-        step = 8 if dim >= 8 * blocks else 1
-        cuts = [dim // step * block // blocks * step for block in range(blocks)] + [dim]
-        return [(first, stop - first) for first, stop in pairwise(cuts)]
-    if len(widths) != blocks or any(not isinstance(w, int) or w < 1 for w in widths) or sum(widths) != dim:
-        raise ValueError(
-            f"table {table.name!r}: the columns of {sharding} must be {blocks} positive widths that add up to {dim}"
-        )
-    firsts = [sum(widths[:block]) for block in range(blocks)]
-    if any(first % _cut_at(table) for first in firsts):
-        raise ValueError(
-            f"table {table.name!r}: blocks of {sharding} begin at columns {firsts}; those of a {table.dtype} table "
-            f"must begin at multiples of {COLUMNS_ROUNDED_TOGETHER}"
-        )
-    return list(zip(firsts, widths, strict=True))
 
 
 FORMAT = 1
@@ -326,10 +287,11 @@ class ShardingPlan:
     def to_json(self) -> str:
         """As text that `from_json` reads."""
         tables = {name: {"type": _NAMES[type(s)], **_given(s)} for name, s in self.tables.items()}
-        sizes = {"format": FORMAT, "world_size": self.world_size, "local_world_size": self.local_world_size}
         lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(value)}" for name, value in tables.items())
-        head = "".join(f"  {json.dumps(name)}: {value},\n" for name, value in sizes.items())
-        return f'{{\n{head}  "tables": {{\n{lines}\n  }}\n}}\n'
+        return (
+            f'{{\n  "format": {FORMAT},\n  "world_size": {self.world_size},\n'
+            f'  "local_world_size": {self.local_world_size},\n  "tables": {{\n{lines}\n  }}\n}}\n'
+        )
 
     @classmethod
     def from_json(cls, text: str) -> ShardingPlan:

@@ -8,9 +8,10 @@ which is bitwise identical to the unsharded update, and keeps its own columns.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -42,33 +43,55 @@ from tritonemb.types import TableConfig
 NO_BACKWARD = -1  # what autograd calls it when it is not running
 
 
-class ReplicaGroup(NamedTuple):
-    """The ranks that update the same rows together.
-
-    Attributes:
-        replicas: ranks with the same rows and columns, or None.
-        average: sums over replicas are divided by this.
-        whole_rows: does the update where other ranks have other columns of the same rows, or None.
-        blocks: for that, the block of columns that each of the tables is.
-        for_prefetch: the replicas, on the CPU and with an order of collectives of its own, where some of the tables are
-            cached: they exchange the rows of their batches before these are trained.
-    """
-
-    replicas: RankGroup | None
-    average: int
-    whole_rows: WholeRowUpdate | None = None
-    blocks: tuple[ColumnBlock, ...] = ()
-    for_prefetch: RankGroup | None = None
-
-
 def needs_whole_rows(optimizer: Optimizer) -> bool:
     """Whether the update of an element depends on others of its row."""
     return optimizer.reads_whole_rows or optimizer.max_norm is not None or optimizer.nonfinite == "skip"
 
 
+class ShardUpdate(LocalUpdate):
+    """Of rows that no other rank has: nothing diverges, whatever averages the dense network."""
+
+    def check(self, table: str) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class ReplicatedUpdate(ShardUpdate):
+    """Of rows that other ranks have, too."""
+
+    is_traceable = False
+
+    replicas: RankGroup | None  # ranks with the same rows and columns, or None
+    average: int  # sums over replicas are divided by this
+    whole_rows: WholeRowUpdate | None = None  # where other ranks have other columns of the same rows
+    blocks: tuple[ColumnBlock, ...] = ()  # for that, the block of columns that each of the tables is
+    # the replicas, on the CPU and with an order of collectives of its own, where some of the tables are cached:
+    # they exchange the rows of their batches before these are trained
+    for_prefetch: RankGroup | None = None
+
+    def replica_rows(self, tables: TableSet) -> FindReplicaRows | None:
+        group, cache = self.for_prefetch, tables.cache
+        if group is None:
+            return None
+        assert cache is not None
+        ends = torch.tensor([config.num_embeddings for config in tables.configs], device=cache.device).cumsum(0)
+        cached = torch.tensor([table is not None for table in cache.tables], device=cache.device)
+
+        def find(rows: Tensor, problem: ValueError | None) -> Tensor:
+            """Rows of cached tables in the batches of all replicas; a collective."""
+            own = rows[cached[torch.searchsorted(ends, rows, right=True)]]
+            return all_gather_rows(group, own.cpu(), problem).to(rows.device)
+
+        return find
+
+    def step(self, tables: TableSet, grad: Tensor, lookup: Lookup, pins: Sequence[PinnedSlots] = ()) -> None:
+        assert tables.optimizer is not None
+        _update(self, tables.configs, tables.optimizer, PinnedRows(tables, pins), grad, lookup)
+
+
 @torch.no_grad()
-def replicated_update_(
-    replica_group: ReplicaGroup,
+def _update(
+    replica_group: ReplicatedUpdate,
     tables: Sequence[TableConfig],
     optimizer: Optimizer,
     pinned: PinnedRows,
@@ -103,7 +126,7 @@ def replicated_update_(
     replica_group.whole_rows.add(cuts, pinned)
 
 
-def _with_replicas(replica_group: ReplicaGroup, tables: Sequence[TableConfig], sums: RowSums) -> RowSums:
+def _with_replicas(replica_group: ReplicatedUpdate, tables: Sequence[TableConfig], sums: RowSums) -> RowSums:
     """The gradients of the rows of all replicas' batches; a collective."""
     if replica_group.replicas is None:
         return sums
@@ -187,38 +210,27 @@ def _add_equal_rows(tables: Sequence[TableConfig], sums: RowSums) -> RowSums:
 
 
 class _Cut(NamedTuple):
-    """A block of a table's columns, and the gradients of its rows.
-
-    Attributes:
-        place: of the block among the tables that are updated with it.
-        table: the block as a table.
-        pinned: its rows.
-        rows, sums: distinct rows `[U]`, ascending, and their gradients `[U, num_columns]`.
-    """
+    """A block of a table's columns, and the gradients of its rows."""
 
     block: ColumnBlock
-    place: int
-    table: TableConfig
-    pinned: PinnedRows
-    rows: Tensor
+    place: int  # of the block among the tables that are updated with it
+    table: TableConfig  # the block as a table
+    pinned: PinnedRows  # its rows
+    rows: Tensor  # distinct rows `[U]`, ascending, and their gradients `[U, num_columns]`
     sums: Tensor
-
-    def states(self, fused: ops.FusedTables) -> list[Tensor]:
-        """Of all its rows that are on the device."""
-        return fused.states_of(self.place)
 
     def read(self) -> tuple[Tensor, list[Tensor]]:
         """Its rows' weights in float32, and states."""
         slots = self.pinned.slots(self.place, self.rows)
         with self.pinned.memory() as fused:
-            return fused.weights[self.place][slots].float(), [state[slots] for state in self.states(fused)]
+            return fused.weights[self.place][slots].float(), [state[slots] for state in fused.states_of(self.place)]
 
     def write(self, changed: Tensor, weights: Tensor, states: Sequence[Tensor]) -> None:
         """Write weights of those rows that are `changed`, and states of all."""
         slots = self.pinned.slots(self.place, self.rows)
         with self.pinned.memory() as fused:
             fused.weights[self.place][slots[changed]] = weights
-            for own, new in zip(self.states(fused), states, strict=True):
+            for own, new in zip(fused.states_of(self.place), states, strict=True):
                 own[slots] = new
 
 
@@ -274,103 +286,71 @@ class WholeRowUpdate:
     def _apply(self, pending: list[tuple[list[_Cut], ops.FusedTables]]) -> None:
         """Exchange columns, step on whole rows in float32, keep the own columns."""
         cuts = [cut for part, _ in pending for cut in part]
-        before = [cut.read() for cut in cuts]
+        fused = pending[0][1]
         per_element = [state.per_element for state in self._optimizer.states]
+        before = [cut.read() for cut in cuts]
         # What single columns have, one under the other: gradient, weight, states.
         own = [
-            torch.cat(
-                [
-                    cut.sums,
-                    weight,
-                    *[state for state, each in zip(states, per_element, strict=True) if each],
-                ]
-            )
+            torch.cat([cut.sums, weight, *itertools.compress(states, per_element)])
             for cut, (weight, states) in zip(cuts, before, strict=True)
         ]
-        whole = exchange_columns(self._group, self._blocks, [cut.block for cut in cuts], own)
-        by_table = {cut.block.table: cut for cut in cuts if cut.rows.numel()}
-        states_of = {cut.block.table: states for cut, (_, states) in zip(cuts, before, strict=True)}
-        fused, skipped = pending[0][1], torch.zeros(len(by_table), dtype=torch.int64, device=own[0].device)
-        if by_table:
-            columns = {table: whole[table].chunk(2 + sum(per_element)) for table in by_table}
-            stepped = self._step(by_table, columns, states_of, fused._replace(skipped=[skipped]))
+        columns = exchange_columns(self._group, self._blocks, [cut.block for cut in cuts], own)
+        whole: dict[int, _WholeRows] = {}
+        for cut, (_, states) in zip(cuts, before, strict=True):
+            if cut.rows.numel():
+                parts = iter(columns[cut.block.table].chunk(2 + sum(per_element)))
+                gradient, weight = next(parts), next(parts)
+                of_rows = [next(parts) if each else own for own, each in zip(states, per_element, strict=True)]
+                whole[cut.block.table] = _WholeRows(cut, gradient, weight, of_rows)
+        skipped = torch.zeros(len(whole), dtype=torch.int64, device=own[0].device)
+        if whole:
+            self._step(list(whole.values()), fused._replace(skipped=[skipped]))
             step = int(fused.steps[0]) if any(cut.table.dtype != torch.float32 for cut in cuts) else 0
             for cut in cuts:
-                if cut.block.table in by_table:
-                    _write_columns(
-                        cut, columns[cut.block.table][0], stepped[cut.block.table], per_element, step, self._optimizer
-                    )
+                if cut.block.table in whole:
+                    self._keep_columns(cut, whole[cut.block.table], step)
         else:
             fused.steps[0] += 1
-        counts = dict(zip(by_table, skipped, strict=True))
+        counts = dict(zip(whole, skipped, strict=True))
         for part, of_part in pending:
             if of_part is not fused:
                 of_part.steps[0] += 1
             for place, cut in enumerate(part):
                 of_part.skipped[0][place] += counts.get(cut.block.table, 0)
 
-    def _step(
-        self,
-        cuts: dict[int, _Cut],
-        columns: dict[int, tuple[Tensor, ...]],
-        states_of: dict[int, list[Tensor]],
-        fused: ops.FusedTables,
-    ) -> dict[int, tuple[Tensor, list[Tensor]]]:
-        """The optimizer's step on the whole rows of each table: their weights and states after it."""
-        tables = [TableConfig(cut.table.name, *columns[table][0].shape) for table, cut in cuts.items()]
-        gradients = [columns[table][0].contiguous() for table in cuts]
-        _check_finite(self._optimizer, tables, [cut.rows for cut in cuts.values()], gradients)
-        weights = [columns[table][1].contiguous() for table in cuts]
-        states: list[list[Tensor]] = []
-        place = 2
-        for index, state in enumerate(self._optimizer.states):
-            if state.per_element:
-                states.append([columns[table][place].contiguous() for table in cuts])
-                place += 1
-            else:
-                states.append([states_of[table][index] for table in cuts])
+    def _step(self, whole: list[_WholeRows], fused: ops.FusedTables) -> None:
+        """The optimizer's step on the whole rows of each table, in place."""
+        tables = [TableConfig(rows.cut.table.name, *rows.weight.shape) for rows in whole]
+        if self._optimizer.nonfinite == "raise":
+            for rows in whole:
+                bad = (~rows.gradient.isfinite().all(1)).nonzero()
+                if bad.numel():
+                    raise gradient_not_finite(rows.cut.table.name, int(rows.cut.rows[bad[0]]))
+        nonfinite: Any = "skip" if self._optimizer.nonfinite == "skip" else "propagate"  # "raise" has been checked
+        in_float32 = replace(self._optimizer, stochastic_rounding=False, nonfinite=nonfinite)
+        gradients, weights = [rows.gradient for rows in whole], [rows.weight for rows in whole]
+        states = [state for of_state in zip(*(rows.states for rows in whole), strict=True) for state in of_state]
         sums = RowSums([torch.arange(g.shape[0], device=g.device) for g in gradients], gradients)
-        in_float32 = replace(self._optimizer, stochastic_rounding=False, nonfinite=self._nonfinite())
-        flat = [tensor for of_state in states for tensor in of_state]
-        _apply(tables, in_float32, fused._replace(weights=weights, states=flat), sums)
-        return {table: (weights[index], [of_state[index] for of_state in states]) for index, table in enumerate(cuts)}
+        _apply(tables, in_float32, fused._replace(weights=weights, states=states), sums)
 
-    def _nonfinite(self) -> Any:
-        return "skip" if self._optimizer.nonfinite == "skip" else "propagate"  # "raise" has been checked
-
-
-def _write_columns(
-    cut: _Cut,
-    gradient: Tensor,
-    stepped: tuple[Tensor, list[Tensor]],
-    per_element: Sequence[bool],
-    step: int,
-    optimizer: Optimizer,
-) -> None:
-    """Write a block's own columns of whole rows."""
-    weight, states = stepped
-    columns = slice(cut.block.first_column, cut.block.first_column + cut.block.num_columns)
-    changed = ~_skipped_rows(optimizer, gradient)
-    own = _rounded(cut.table, weight[changed][:, columns], cut.rows[changed], step, optimizer)
-    cut.write(changed, own, [new[:, columns] if each else new for new, each in zip(states, per_element, strict=True)])
+    def _keep_columns(self, cut: _Cut, whole: _WholeRows, step: int) -> None:
+        """Write a block's own columns of whole rows, but for rows that were skipped because of their gradient."""
+        changed = torch.ones_like(cut.rows, dtype=torch.bool)
+        if self._optimizer.nonfinite == "skip":
+            changed = whole.gradient.isfinite().all(1)
+        columns = slice(cut.block.first_column, cut.block.first_column + cut.block.num_columns)
+        own = _rounded(cut.table, whole.weight[changed][:, columns], cut.rows[changed], step, self._optimizer)
+        states = zip(whole.states, self._optimizer.states, strict=True)
+        cut.write(changed, own, [new[:, columns] if each.per_element else new for new, each in states])
 
 
-def _skipped_rows(optimizer: Optimizer, gradient: Tensor) -> Tensor:
-    """Rows that are not updated because of their gradient."""
-    if optimizer.nonfinite != "skip":
-        return torch.zeros(gradient.shape[0], dtype=torch.bool, device=gradient.device)
-    return ~gradient.isfinite().all(1)
+class _WholeRows(NamedTuple):
+    """The rows of a cut with all of their columns."""
 
-
-def _check_finite(
-    optimizer: Optimizer, tables: Sequence[TableConfig], rows: Sequence[Tensor], gradients: Sequence[Tensor]
-) -> None:
-    if optimizer.nonfinite != "raise":
-        return
-    for table, own, gradient in zip(tables, rows, gradients, strict=True):
-        bad = (~gradient.isfinite().all(1)).nonzero()
-        if bad.numel():
-            raise gradient_not_finite(table.name, int(own[bad[0]]))
+    cut: _Cut
+    gradient: Tensor
+    weight: Tensor
+    states: list[Tensor]
 
 
 def _rounded(table: TableConfig, values: Tensor, rows: Tensor, step: int, optimizer: Optimizer) -> Tensor:
@@ -384,43 +364,3 @@ def _rounded(table: TableConfig, values: Tensor, rows: Tensor, step: int, optimi
     fused = ops.FusedTables([narrowed], [], [before], [skipped], torch.full((), -1.0, device=device), "", [])
     _apply([table], spec, fused, RowSums([torch.arange(rows.numel(), device=device)], [values]), [rows])
     return narrowed
-
-
-class ShardUpdate(LocalUpdate):
-    """Of rows that no other rank has: nothing diverges, whatever averages the dense network."""
-
-    def check(self, table: str) -> None:
-        pass
-
-
-class ReplicatedUpdate(ShardUpdate):
-    """Of rows that other ranks have, too.
-
-    Args:
-        replica_group: the ranks that update them together.
-    """
-
-    is_traceable = False
-
-    def __init__(self, replica_group: ReplicaGroup) -> None:
-        self._replica_group = replica_group
-
-    def replica_rows(self, tables: TableSet) -> FindReplicaRows | None:
-        if self._replica_group.for_prefetch is None:
-            return None
-        group, cache = self._replica_group.for_prefetch, tables.cache
-        assert cache is not None
-        ends = torch.tensor([config.num_embeddings for config in tables.configs], device=cache.device).cumsum(0)
-        cached = torch.tensor([table is not None for table in cache.tables], device=cache.device)
-
-        def find(rows: Tensor, problem: ValueError | None) -> Tensor:
-            """Rows of cached tables in the batches of all replicas; a collective."""
-            own = rows[cached[torch.searchsorted(ends, rows, right=True)]]
-            return all_gather_rows(group, own.cpu(), problem).to(rows.device)
-
-        return find
-
-    def step(self, tables: TableSet, grad: Tensor, lookup: Lookup, pins: Sequence[PinnedSlots] = ()) -> None:
-        assert tables.optimizer is not None
-        pinned = PinnedRows(tables, pins)
-        replicated_update_(self._replica_group, tables.configs, tables.optimizer, pinned, grad, lookup)

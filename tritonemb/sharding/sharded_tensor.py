@@ -6,7 +6,6 @@ saved to what is loaded. So a table that was saved under one plan is loaded unde
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn
@@ -26,22 +25,21 @@ _INSTEAD = (
 
 
 class LocalShard(NamedTuple):
-    """Rows and columns of a table, or of a state of it, on this rank.
+    """Rows and columns of a table, or of a state of it, on this rank."""
 
-    Args:
-        tensor: [rows, columns], or [rows] for a state of one value a row.
-        first_row, first_column: its first row and column in the whole.
-        mine: this rank saves it; others that have the same only load it.
-    """
-
-    tensor: Tensor
-    first_row: int = 0
+    tensor: Tensor  # [rows, columns], or [rows] for a state of one value a row
+    first_row: int = 0  # in the whole
     first_column: int = 0
-    mine: bool = True
+    mine: bool = True  # this rank saves it; others that have the same only load it
 
     @property
     def offset(self) -> tuple[int, ...]:
         return (self.first_row, self.first_column)[: self.tensor.dim()]
+
+    @property
+    def rectangle(self) -> Rectangle:
+        rows, columns = (*self.tensor.shape, 1, 1)[:2]
+        return Rectangle(self.first_row, rows, self.first_column, columns)
 
 
 class Rectangle(NamedTuple):
@@ -89,7 +87,7 @@ class TableShards(Tensor):
 
     def rectangles(self) -> list[Rectangle]:
         """The parts of the whole that this rank saves."""
-        return [_rectangle(shard) for shard in self.shards if shard.mine]
+        return [shard.rectangle for shard in self.shards if shard.mine]
 
     def bytes_to_save(self) -> int:
         """The size of what this rank saves."""
@@ -109,7 +107,7 @@ class TableShards(Tensor):
                 f"{list(whole.shape)}"
             )
         for shard in self.shards:
-            shard.tensor.copy_(_cut(whole, _rectangle(shard)))
+            shard.tensor.copy_(_cut(whole, shard.rectangle))
 
     @torch.no_grad()
     def gather(  # type: ignore[override]
@@ -128,21 +126,14 @@ class TableShards(Tensor):
         held: list[list[Rectangle]] = group.all_gather_object(self.rectangles())
         refuse_gaps(self.shape, [rectangle for of_rank in held for rectangle in of_rank])
         whole = torch.empty(self.shape, dtype=self.dtype, device=device)
-        between = control_device(group)
-        for rank, rectangles in enumerate(held):
-            own = [shard for shard in self.shards if shard.mine] if rank == group.rank else []
-            for number, rectangle in enumerate(rectangles):
-                for piece in _pieces(rectangle, self.dtype):
-                    target = _cut(whole, piece)
-                    if rank == group.rank:
-                        source = own[number].tensor
-                        if source.dim():
-                            source = source[piece.first_row - rectangle.first_row :][: piece.num_rows]
-                        target.copy_(source)
-                    if group.size > 1:
-                        message = target.to(between).contiguous()
-                        group.broadcast(message, rank, "gather")
-                        target.copy_(message)
+        for _, piece, tensor in self._written():
+            _cut(whole, piece).copy_(tensor)
+        for rank, rectangles in enumerate(held if group.size > 1 else []):
+            for piece in (piece for rectangle in rectangles for piece in _pieces(rectangle, self.dtype)):
+                target = _cut(whole, piece)
+                message = target.to(control_device(group)).contiguous()
+                group.broadcast(message, rank, "gather")
+                target.copy_(message)
         return whole
 
     # What torch.distributed.checkpoint asks; it knows these names.
@@ -158,7 +149,7 @@ class TableShards(Tensor):
                     ChunkStorageMetadata(torch.Size(offset), tensor.shape), properties, self.shape
                 ),
             )
-            for offset, tensor in self._written()
+            for offset, _, tensor in self._written()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -173,22 +164,21 @@ class TableShards(Tensor):
         assert index.offset is not None, index
         if self._loading and index.index is not None:
             return self.shards[index.index].tensor
-        places = [(s.offset, s.tensor) for s in self.shards] if self._loading else self._written()
+        places = [(s.offset, s.tensor) for s in self.shards]
+        if not self._loading:
+            places = [(offset, tensor) for offset, _, tensor in self._written()]
         for offset, tensor in places:
             if offset == tuple(index.offset):
                 return tensor
         raise ValueError(f"{index.fqn} has no shard at {tuple(index.offset)} on this rank: {self!r}")
 
-    def _written(self) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    def _written(self) -> Iterator[tuple[tuple[int, ...], Rectangle, Tensor]]:
         """What this rank writes, piece by piece, and where each begins."""
         for shard in self.shards:
-            if shard.mine:
-                for piece in _pieces(_rectangle(shard), self.dtype):
-                    if not self.dim():
-                        yield (), shard.tensor
-                        continue
-                    tensor = shard.tensor[piece.first_row - shard.first_row :][: piece.num_rows]
-                    yield (piece.first_row, piece.first_column)[: self.dim()], tensor
+            for piece in _pieces(shard.rectangle, self.dtype) if shard.mine else ():
+                rows = slice(piece.first_row - shard.first_row, piece.first_row - shard.first_row + piece.num_rows)
+                tensor = shard.tensor[rows] if self.dim() else shard.tensor
+                yield (piece.first_row, piece.first_column)[: self.dim()], piece, tensor
 
     # What torch does with the values of a state_dict.
 
@@ -209,9 +199,9 @@ class TableShards(Tensor):
         return self.map(lambda tensor: tensor)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TableShards:
-        made = memo.get(id(self))
-        if made is None:
-            made = memo[id(self)] = self.map(torch.clone)
+        if id(self) not in memo:
+            memo[id(self)] = self.map(torch.clone)
+        made: TableShards = memo[id(self)]
         return made
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -219,7 +209,7 @@ class TableShards(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         held = "; ".join(
-            f"{_rectangle(shard)} on {shard.tensor.device}{'' if shard.mine else ', saved by another'}"
+            f"{shard.rectangle} on {shard.tensor.device}{'' if shard.mine else ', saved by another'}"
             for shard in self.shards
         )
         return f"TableShards({_named(self.dtype)} {list(self.shape)}: {held or 'nothing of it here'})"
@@ -232,15 +222,12 @@ def why_not_loadable(here: TableShards, given: Any) -> str | None:
     if not isinstance(given, Tensor) or (given.shape, given.dtype) != (here.shape, here.dtype):
         found = f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
         return f"expected a tensor of {here.dtype} {list(here.shape)}, got {found}"
-    if isinstance(given, TableShards) and any(
-        _position(shard) not in map(_position, given.shards) for shard in here.shards
-    ):
-        return "these shards are of another plan; load a checkpoint with torch.distributed.checkpoint, or whole tensors"
+    if isinstance(given, TableShards):
+        there = {shard.rectangle for shard in given.shards}
+        if any(shard.rectangle not in there for shard in here.shards):
+            remedy = "load a checkpoint with torch.distributed.checkpoint, or whole tensors"
+            return f"these shards are of another plan; {remedy}"
     return None
-
-
-def _position(shard: LocalShard) -> tuple[int, int, torch.Size]:
-    return shard.first_row, shard.first_column, shard.tensor.shape
 
 
 def load_shards(here: TableShards, given: Tensor) -> None:
@@ -251,9 +238,9 @@ def load_shards(here: TableShards, given: Tensor) -> None:
     if not isinstance(given, TableShards):
         here.copy_from(given)
         return
-    tensors = {_position(shard): shard.tensor for shard in given.shards}
+    tensors = {shard.rectangle: shard.tensor for shard in given.shards}
     for shard in here.shards:
-        found = tensors[_position(shard)]
+        found = tensors[shard.rectangle]
         if found.data_ptr() != shard.tensor.data_ptr():
             shard.tensor.copy_(found)
 
@@ -298,19 +285,13 @@ def _check(size: torch.Size, dtype: torch.dtype, shards: tuple[LocalShard, ...])
             raise ValueError(f"a shard of {list(size)} begins at column {shard.first_column}, but there are no columns")
         ends = [first + n for first, n in zip(shard.offset, tensor.shape, strict=True)]
         if min(shard.offset, default=0) < 0 or any(end > whole for end, whole in zip(ends, size, strict=True)):
-            raise ValueError(f"a shard has {_rectangle(shard)}, outside of the whole {list(size)}")
-
-
-def _rectangle(shard: LocalShard) -> Rectangle:
-    rows, columns = (*shard.tensor.shape, 1, 1)[:2]
-    return Rectangle(shard.first_row, rows, shard.first_column, columns)
+            raise ValueError(f"a shard has {shard.rectangle}, outside of the whole {list(size)}")
 
 
 def _pieces(rectangle: Rectangle, dtype: torch.dtype) -> Iterator[Rectangle]:
     """Blocks of rows of at most `PIECE_BYTES`, but of at least one row."""
     at_once = max(1, PIECE_BYTES // (rectangle.num_columns * dtype.itemsize))
-    for number in range(math.ceil(rectangle.num_rows / at_once)):
-        first = number * at_once
+    for first in range(0, rectangle.num_rows, at_once):
         rows = min(at_once, rectangle.num_rows - first)
         yield rectangle._replace(first_row=rectangle.first_row + first, num_rows=rows)
 

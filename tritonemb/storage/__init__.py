@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from tritonemb.storage.disk import DiskRows
-from tritonemb.storage.format import TableIdentity
-from tritonemb.storage.memory import Counts, HostRows
+from tritonemb.storage.memory import HostRows
+from tritonemb.storage.page_table import TableIdentity
 from tritonemb.storage.snapshot import SnapshotReader, restore, snapshot_header
 from tritonemb.storage.sparse import copy_rows, digest
-from tritonemb.storage.store import Field, Initializer, IoFuture, Record, RowStore, StorageError, record_of
+from tritonemb.storage.store import Counts, Field, Initializer, IoFuture, Record, RowStore, StorageError, record_of
 
 __all__ = [
     "Counts",

@@ -8,20 +8,31 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
-from tritonemb.storage.format import FileLayout, TableIdentity
-from tritonemb.storage.io import new_file, write_page
-from tritonemb.storage.memory import Counts, HostCache, Policy, check_cache
-from tritonemb.storage.page_table import PageTable
+from tritonemb.ops.row_cache import POLICIES
+from tritonemb.storage.io import allocated, new_file, shielded, write_page
+from tritonemb.storage.memory import HostCache, Policy
+from tritonemb.storage.page_table import FileLayout, PageTable, TableIdentity
 from tritonemb.storage.row_file import RowFile
-from tritonemb.storage.store import Initializer, IoFuture, Record, StorageError, check_request, storage_errors
-from tritonemb.storage.threads import OperationQueue, shielded
+from tritonemb.storage.snapshot import take_snapshot
+from tritonemb.storage.store import (
+    Counts,
+    Initializer,
+    IoFuture,
+    OperationQueue,
+    StorageError,
+    check_request,
+    storage_errors,
+)
 
 
-class DiskRows:
+class DiskRows(AbstractContextManager["DiskRows"]):
     """A `RowStore` in one file: rows that were never written take no room, and read as their initial values.
 
     Made by `create` or `open`. Pages have checksums. A write that is done has reached the file; `flush` and `snapshot`
@@ -30,16 +41,12 @@ class DiskRows:
 
     With `host_rows` some rows are cached in host memory. Dirty rows are written back when they are evicted, and before
     `flush`, `snapshot` and `close` flush the file; a file that no folder lists, which ends with the table, is not
-    written to at `close`.
-
-    Attributes:
-        path: of the file.
-        direct: whether the file is read and written past the system's page cache.
-        identity: of the table.
+    written to at `close`. Whether the file is read and written past the system's page cache, says `direct`.
     """
 
     def __init__(self, file: RowFile, cache: HostCache | None) -> None:
         self.path, self.direct, self.identity = file.file.path, file.file.direct, file.identity
+        self.table_name, self.num_rows, self.record = self.identity.table, self.identity.num_rows, self.identity.record
         self._file, self._cache = file, cache
         self._rows = file if cache is None else cache
         self._operations = OperationQueue(f"tritonemb-rows-{self.table_name}")
@@ -51,35 +58,17 @@ class DiskRows:
         self._dropped.atexit = False
 
     @classmethod
-    def create(
-        cls,
-        path: str | Path,
-        identity: TableIdentity,
-        initializer: Initializer,
-        *,
-        threads: int | None = None,
-        host_rows: int | None = None,
-        policy: Policy = "lru",
-    ) -> DiskRows:
+    def create(cls, path: str | Path, identity: TableIdentity, initializer: Initializer, **options: Any) -> DiskRows:
         """A new table, none of whose rows is written yet: takes milliseconds and no room, whatever its size.
 
-        Args:
-            path: of the file; there must be none of that name. The folder must be there.
-            identity: of the table; stored in the file.
-            initializer: gives rows that were never written their values, from `identity.seed`.
-            threads: read and write in this number of threads of the table's own; by default Linux's asynchronous I/O
-                does it without threads, where the file is open for direct I/O, else threads that all tables share.
-            host_rows: cache this number of rows in host memory, see `HostCache`; none by default.
-            policy: which of them is evicted.
+        There must be no file of that name, and its folder. Other arguments as of `open`.
 
         Raises:
-            ValueError: `threads` or `host_rows` is below 1, there is no such policy, or the table's name is too long.
+            ValueError: as `open`, or the table's name is too long.
             StorageError: the file cannot be made, or the memory cannot be allocated.
         """
         path, what = Path(path), f"table {identity.table!r}: file {path}"
-        if threads is not None and threads < 1:
-            raise ValueError(f"table {identity.table!r}: threads must be at least 1, got {threads}")
-        check_cache(identity.table, host_rows, policy)
+        _check_options(identity.table, **options)
         page = identity.header()
         if path.exists():
             raise StorageError(
@@ -90,7 +79,7 @@ class DiskRows:
             PageTable(FileLayout(identity.num_rows, identity.record.num_bytes).num_blocks)  # or it could not be opened
             with new_file(path, replace=False) as file:
                 write_page(file, page)
-        return cls.open(path, identity, initializer, threads=threads, host_rows=host_rows, policy=policy)
+        return cls.open(path, identity, initializer, **options)
 
     @classmethod
     def open(
@@ -99,40 +88,32 @@ class DiskRows:
         identity: TableIdentity,
         initializer: Initializer,
         *,
-        threads: int | None = None,
         host_rows: int | None = None,
         policy: Policy = "lru",
     ) -> DiskRows:
-        """The table in a file that `create`, `snapshot` or `restore` has written. Arguments as of `create`.
+        """The table in a file that `create`, `snapshot` or `restore` has written.
+
+        Args:
+            initializer: gives rows that were never written their values, from `identity.seed`.
+            host_rows: cache this number of rows in host memory, see `HostCache`; none by default.
+            policy: which of them is evicted.
 
         Raises:
-            ValueError: as `create`.
+            ValueError: `host_rows` is below 1, or there is no such policy.
             StorageError: the file does not exist, is damaged, in use, of another format, or of another table, and how
                 it differs.
         """
-        check_cache(identity.table, host_rows, policy)
+        _check_options(identity.table, host_rows, policy)
 
         def opened() -> tuple[RowFile, HostCache | None]:
-            file = RowFile(Path(path), identity, initializer, threads)
+            file = RowFile(Path(path), identity, initializer)
             try:
                 return file, None if host_rows is None else HostCache(file, host_rows, policy)
             except BaseException:
-                file.close()
+                file.file.close()
                 raise
 
         return cls(*shielded(opened))
-
-    @property
-    def num_rows(self) -> int:
-        return self.identity.num_rows
-
-    @property
-    def record(self) -> Record:
-        return self.identity.record
-
-    @property
-    def table_name(self) -> str:
-        return self.identity.table
 
     def read(self, rows: Tensor, records: Tensor) -> IoFuture:
         check_request(self.table_name, self.num_rows, self.record, rows, records)
@@ -149,20 +130,17 @@ class DiskRows:
     def snapshot(self, path: str | Path, changes_only: bool = False) -> IoFuture:
         """Copy the table's file as of the operations submitted before.
 
-        The copy is a reflink where the file system supports it, else a sparse copy. When this is done the copy is on
-        the disk. It gets its name when it is whole, and replaces a file of that name. A failed snapshot does not harm
-        the table.
+        The copy is a reflink where the file system, which must be the table's, supports it, else a sparse copy. When
+        this is done the copy is on the disk. It gets its name when it is whole, and replaces a file of that name. A
+        failed snapshot does not harm the table.
 
-        Args:
-            path: of the file; on the same file system, for a reflink.
-            changes_only: write an incremental snapshot: the blocks that were written since the last snapshot, of either
-                kind; `restore` applies it to that. A table that was opened from a file that `snapshot` or `restore` has
-                written, and not written to since, has that file for its last snapshot.
+        With `changes_only` it is incremental: the blocks that were written since the last snapshot, of either kind;
+        `restore` applies it to that. A table that was opened from a file that `snapshot` or `restore` has written, and
+        not written to since, has that file for its last snapshot.
 
         Raises:
             ValueError: `path` is the table's own file.
-            StorageError: the table is closed, or has failed. From the future: the file cannot be written, or there is
-                no last snapshot.
+            StorageError: from the future: the file cannot be written, or there is no last snapshot.
         """
         path = Path(path)
         if path.exists() and self.path.exists() and path.samefile(self.path):
@@ -177,20 +155,13 @@ class DiskRows:
         return self._file.last_snapshot
 
     def bytes_on_disk(self) -> int:
-        """The bytes that the file takes on the disk. Dirty rows are written back first.
-
-        Raises:
-            StorageError: they cannot be written.
-        """
+        """The bytes that the file takes on the disk. Dirty rows are written back first."""
         self._write_back_now()
-        return self._file.file.allocated()
+        return allocated(self._file.file.handle)
 
     def changed_pages(self) -> Tensor:
         """int64, ascending: pages of the file written since the last snapshot, or since the table was opened. Dirty
         rows are written back first.
-
-        Raises:
-            StorageError: they cannot be written.
         """
         self._write_back_now()
         return self._file.changed_pages()
@@ -207,11 +178,8 @@ class DiskRows:
         return self._cache.counts
 
     def close(self) -> None:
-        """Wait for what was submitted, flush it and close the file. A second call does nothing; if the first one was
-        interrupted, it waits for what that has begun.
-
-        Raises:
-            StorageError: a write has failed that nobody has waited for, or the file cannot be flushed.
+        """Wait for what was submitted, flush it and close the file; StorageError if that or an earlier write has failed
+        that nobody has waited for. A second call waits only for what an interrupted one has begun.
         """
         if os.getpid() != self._process:
             return
@@ -226,9 +194,6 @@ class DiskRows:
             finally:
                 if self._closing.done():
                     _OPEN.discard(self)
-
-    def __enter__(self) -> DiskRows:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -263,21 +228,25 @@ class DiskRows:
             self._submit(self._cache.write_back).wait()
 
     def _flush(self) -> None:
-        self._write_back()
+        if self._cache is not None:
+            self._cache.write_back()
         self._file.sync()
 
     def _take_snapshot(self, path: Path, changes_only: bool) -> None:
-        if changes_only and self._file.last_snapshot is None:
+        if changes_only and self.last_snapshot is None:
             raise StorageError(
                 f"table {self.table_name!r}: file {self.path} has changed since its last snapshot, in another session "
                 "or before there was any; take a whole one before one of changes only"
             )
-        self._write_back()
-        self._file.take_snapshot(path, changes_only)
+        self._flush()
+        take_snapshot(self._file, path, changes_only)
 
-    def _write_back(self) -> None:
-        if self._cache is not None:
-            self._cache.write_back()
+
+def _check_options(table: str, host_rows: int | None = None, policy: str = "lru") -> None:
+    if host_rows is not None and host_rows < 1:
+        raise ValueError(f"table {table!r}: rows in host memory must be at least 1, got {host_rows}")
+    if policy not in POLICIES:
+        raise ValueError(f"table {table!r}: no policy is called {policy!r}; there are {list(POLICIES)}")
 
 
 def _needs_write_back(file: RowFile, cache: HostCache | None) -> bool:
@@ -286,11 +255,7 @@ def _needs_write_back(file: RowFile, cache: HostCache | None) -> bool:
 
 
 def _close(file: RowFile, cache: HostCache | None) -> None:
-    """Write back, flush and close.
-
-    Raises:
-        StorageError: the table's failure, if no caller has seen it.
-    """
+    """Write back, flush and close; raise the table's failure, if no caller has seen it."""
     try:
         if file.failure is None:
             if cache is not None and _needs_write_back(file, cache):
@@ -299,27 +264,18 @@ def _close(file: RowFile, cache: HostCache | None) -> None:
         elif not file.failure.raised:
             raise file.failure
     finally:
-        file.close()
+        file.file.close()
 
 
 def _close_dropped(process: int, operations: OperationQueue, file: RowFile, cache: HostCache | None) -> None:
-    """Close the file of a table that is garbage; dirty rows are written back without waiting.
-
-    A forked process has not the thread, and must leave the file alone.
-    """
-    if os.getpid() != process:
+    """Close the file of a table that is garbage; dirty rows are written back without waiting."""
+    if os.getpid() != process:  # without the thread; it must leave the file alone
         return
 
-    def close() -> None:
-        try:
-            _close(file, cache)
-        except Exception as error:
-            print(f"error: {error}", file=sys.stderr)
-
     if _needs_write_back(file, cache):
-        operations.close(close)
+        operations.close(partial(_print_error, partial(_close, file, cache)))
     else:
-        file.close()
+        file.file.close()
         operations.close(lambda: None)
 
 
@@ -330,7 +286,11 @@ _OPEN: weakref.WeakSet[DiskRows] = weakref.WeakSet()
 def _close_all() -> None:
     """At exit: wait for what was submitted, and print failures that no caller has seen."""
     for store in list(_OPEN):
-        try:
-            store.close()
-        except Exception as error:
-            print(f"error: {error}", file=sys.stderr)
+        _print_error(store.close)
+
+
+def _print_error(work: Callable[[], None]) -> None:
+    try:
+        work()
+    except Exception as error:
+        print(f"error: {error}", file=sys.stderr)

@@ -1,4 +1,8 @@
-"""Files that are read and written page by page, past the system's page cache where it allows that; I/O buffers."""
+"""Files that are read and written page by page, past the system's page cache where it allows that; I/O buffers.
+
+Signal handlers run in the main thread alone, and may raise anywhere in it: between a system call and the line that
+notes its result, say. So the main thread leaves I/O to other threads, see `shielded`.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +13,105 @@ import mmap
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
-
-from tritonemb.storage.threads import PerProcess
 
 fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
 
 PAGE_BYTES = 4096
 HUGE_PAGE = 2 << 20  # bytes
 SWEEP_BYTES = 64 << 20  # written through the page cache before it is advised to drop what has reached the disk
+T = TypeVar("T")
+
+
+class PerProcess(Generic[T]):
+    """An object that each process makes when it first needs it: threads, I/O buffers, the kernel's queues."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make, self._lock = make, threading.Lock()
+        self._value: T | None = None
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._reset)
+
+    def get(self) -> T:
+        with self._lock:
+            if self._value is None:
+                self._value = self._make()
+            return self._value
+
+    def _reset(self) -> None:
+        self._value = None
+        self._lock = threading.Lock()  # another thread may have held the one before when the process was forked
+
+
+class Cancelled(Exception):
+    """The main thread was interrupted while it waited for this work."""
+
+
+def shielded(work: Callable[[], T]) -> T:
+    """What `work` returns or raises. The main thread has another thread run it, and waits.
+
+    If a signal handler raises meanwhile, as Ctrl-C's does, that is raised here when the work is done, at the next
+    `raise_if_cancelled` at the latest. If one raises once more, this returns at once: what the work uses must be its
+    own, or stay whole until it is done.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    thread = _ShieldedThread(work)
+    try:
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter exits
+            return work()
+        thread.done.wait()
+    except BaseException:
+        thread.cancel()
+        raise
+    return thread.result()
+
+
+def raise_if_cancelled() -> None:
+    """Raise Cancelled in a thread of `shielded` whose caller was interrupted."""
+    thread = threading.current_thread()
+    if isinstance(thread, _ShieldedThread) and thread.cancelled:
+        raise Cancelled
+
+
+class _ShieldedThread(threading.Thread):
+    def __init__(self, work: Callable[[], Any]) -> None:
+        super().__init__(name="tritonemb-shielded", daemon=True)
+        self._work, self._claim = work, threading.Lock()  # who acquires it first decides whether the work is run
+        self._result: Any = None
+        self._failure: BaseException | None = None
+        self.done, self.cancelled = threading.Event(), False
+
+    def run(self) -> None:
+        if not self._claim.acquire(blocking=False):
+            return
+        try:
+            result = self._work()
+            if not self.cancelled:  # else nobody takes it: a file, say, is closed when nobody refers to it
+                self._result = result
+        except BaseException as failure:
+            self._failure = failure
+        finally:
+            self.done.set()
+
+    def cancel(self) -> None:
+        """Have it end early and wait for that, or never start."""
+        self.cancelled = True
+        if not self._claim.acquire(blocking=False):
+            self.done.wait()
+        self._result = self._failure = None
+
+    def result(self) -> Any:
+        if self._failure is not None:
+            raise self._failure
+        return self._result
 
 
 class IoBuffer:
@@ -68,15 +157,8 @@ class PageFile:
     Otherwise it is read and written through the page cache, which is advised to drop its pages. Many threads may read
     and write whole pages, from and to page-aligned memory. The file is closed when it is garbage collected at last.
 
-    Args:
-        path: of an existing file.
-        writable: open it for writing, too.
-
-    Attributes:
-        direct: whether it is open for direct I/O.
-
     Raises:
-        OSError: as `os.open`.
+        OSError: as `os.open`; EOFError: from `read`, the file ends before.
     """
 
     def __init__(self, path: Path, writable: bool = True) -> None:
@@ -90,29 +172,20 @@ class PageFile:
         self._release.atexit = False
 
     def read(self, view: memoryview, offset: int) -> None:
-        """Fill `view` from `offset` on.
-
-        Raises:
-            OSError: as `os.preadv`; EOFError: the file ends before.
-        """
-        done, size = self._read_some(view, offset), len(view)
+        """Fill `view` from `offset` on."""
+        done, size = 0, len(view)
         while done < size:
             count = self._read_some(view[done:], offset + done)
-            if count == 0:
-                raise EOFError(f"the file ends at byte {offset + done:,}")
             done += count
-            if done % PAGE_BYTES and done < size and self.size() <= offset + done:  # direct I/O ends here
+            # A read that ends within a page has met the end of a file that is open for direct I/O.
+            if count == 0 or (done % PAGE_BYTES and done < size and self.size() <= offset + done):
                 raise EOFError(f"the file ends at byte {offset + done:,}")
         if not self.direct:
             self._drop(offset, size)
 
     def write(self, view: memoryview, offset: int) -> None:
-        """Write all of `view` at `offset`.
-
-        Raises:
-            OSError: as `os.pwritev`.
-        """
-        done, size = self._write_some(view, offset), len(view)
+        """Write all of `view` at `offset`."""
+        done, size = 0, len(view)
         while done < size:
             count = self._write_some(view[done:], offset + done)
             if count == 0:
@@ -127,11 +200,6 @@ class PageFile:
 
     def size(self) -> int:
         return os.fstat(self.handle).st_size
-
-    def allocated(self) -> int:
-        """Bytes allocated on the disk; the file's size where the system does not tell."""
-        found = os.fstat(self.handle)
-        return 512 * found.st_blocks if hasattr(found, "st_blocks") else found.st_size
 
     def is_linked(self) -> bool:
         """Whether a folder lists the file, so that it can be opened again."""
@@ -195,19 +263,16 @@ def _open(path: Path, flags: int) -> tuple[int, bool]:
     """A handle, and whether it is for direct I/O, which a file system may refuse at `open` or at the first read."""
     direct = getattr(os, "O_DIRECT", 0)
     if direct:
+        handle = -1
         try:
             handle = os.open(path, flags | direct)
+            os.preadv(handle, [IoBuffer(PAGE_BYTES).view], 0)
+            return handle, True
         except OSError as error:
+            if handle >= 0:
+                os.close(handle)
             if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
-        else:
-            try:
-                os.preadv(handle, [IoBuffer(PAGE_BYTES).view], 0)
-                return handle, True
-            except OSError as error:
-                os.close(handle)
-                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                    raise
     return os.open(path, flags), False
 
 
@@ -215,11 +280,7 @@ def _open(path: Path, flags: int) -> tuple[int, bool]:
 def new_file(path: Path, replace: bool = True) -> Iterator[PageFile]:
     """A file to write; it gets its name durably when it is whole and on the disk, and is removed if there is an error.
 
-    Args:
-        replace: whether it may replace a file at `path`.
-
-    Raises:
-        OSError: the file cannot be written, or there is one that must not be replaced.
+    OSError if there is a file of that name that it must not `replace`.
     """
     temporary = path.with_name(f".writing-{path.name}")
     try:
@@ -240,6 +301,12 @@ def new_file(path: Path, replace: bool = True) -> Iterator[PageFile]:
         raise
 
 
+def allocated(file: Path | int) -> int:
+    """Bytes that a file, by its path or handle, takes on the disk; its size where the system does not tell."""
+    found = os.stat(file)
+    return 512 * found.st_blocks if hasattr(found, "st_blocks") else found.st_size
+
+
 def create_file(path: Path) -> PageFile:
     """An empty file, which replaces one at `path`."""
     flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
@@ -247,23 +314,15 @@ def create_file(path: Path) -> PageFile:
     return PageFile(path)
 
 
-def read_page(file: PageFile, number: int = 0) -> bytes:
-    """A page's bytes.
-
-    Raises:
-        OSError, EOFError: as `PageFile.read`.
-    """
+def read_page(file: PageFile) -> bytes:
+    """The bytes of a file's first page."""
     buffer = IoBuffer(PAGE_BYTES)
-    file.read(buffer.view, number * PAGE_BYTES)
+    file.read(buffer.view, 0)
     return bytes(buffer.view)
 
 
-def write_page(file: PageFile, page: bytes, number: int = 0) -> None:
-    """Write a page's bytes.
-
-    Raises:
-        OSError: as `PageFile.write`.
-    """
+def write_page(file: PageFile, page: bytes) -> None:
+    """Write the bytes of a file's first page."""
     buffer = IoBuffer(PAGE_BYTES)
     buffer.view[:] = page
-    file.write(buffer.view, number * PAGE_BYTES)
+    file.write(buffer.view, 0)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from tritonemb.layout import NUM_ROWS, TABLE_SIZE
-from tritonemb.ops.row_cache import NO_ROW, POLICIES, WAYS
+from tritonemb.ops.row_cache import NO_ROW, WAYS
 from tritonemb.storage.row_file import RowFile
-from tritonemb.storage.store import Initializer, IoFuture, Record, StorageError, check_request, cpu_kernels
+from tritonemb.storage.store import Counts, Initializer, IoFuture, Record, StorageError, check_request, cpu_kernels
 from tritonemb.utils import advise_huge_pages
 
 Policy = Literal["lru", "lfu"]
@@ -26,11 +26,8 @@ class HostRows:
     """A `RowStore` in host memory: one tensor uint8 `[num_rows, num_bytes]`. Operations are done when they return.
 
     Args:
-        num_rows: at least 1.
-        record: the layout of a row.
         initializer: fills records of rows with their initial values.
         pin: page-locked memory, which a GPU reads and writes by itself; needs CUDA.
-        table_name: for messages.
 
     Raises:
         ValueError: `num_rows` is below 1, or memory is to be pinned where there is no CUDA.
@@ -64,69 +61,42 @@ class HostRows:
         return self.record.views(self._bytes)
 
     def read(self, rows: Tensor, records: Tensor) -> IoFuture:
-        return self._move(rows, records, False)
+        return self._submit(rows, records, lambda: _move(records, self._bytes, torch.arange(rows.numel()), rows))
 
     def write(self, rows: Tensor, records: Tensor) -> IoFuture:
-        return self._move(rows, records, True)
+        return self._submit(rows, records, lambda: _move(self._bytes, records, rows, torch.arange(rows.numel())))
 
     def close(self) -> None:
         self._closed = True
 
-    def _move(self, rows: Tensor, records: Tensor, into_table: bool) -> IoFuture:
+    def _submit(self, rows: Tensor, records: Tensor, work: Callable[[], None]) -> IoFuture:
         check_request(self.table_name, self.num_rows, self.record, rows, records)
         if os.getpid() != self._process:  # a fork copies memory: the other process would not see a write
             raise StorageError(f"table {self.table_name!r} belongs to the process that this one was forked from")
-        future, size = IoFuture(), self.record.num_bytes
+        future = IoFuture()
         with self._lock:
             if self._closed:
                 raise StorageError(f"table {self.table_name!r} is closed")
-            move, table = cpu_kernels("pages").move_records, self._bytes.data_ptr()
-            future.run(lambda: move(rows.numpy(), table, records.data_ptr(), size, into_table))
+            future.run(work)
         return future
-
-
-class Counts(NamedTuple):
-    """What a cache in host memory has saved.
-
-    Args:
-        found: rows that were read and were cached.
-        read: bytes of records that came from the file.
-        written: bytes of records that went there.
-    """
-
-    found: int = 0
-    read: int = 0
-    written: int = 0
-
-    def plus(self, found: int = 0, read: int = 0, written: int = 0) -> Counts:
-        """The sums of these and others."""
-        return Counts(self.found + found, self.read + read, self.written + written)
 
 
 class HostCache:
     """The rows of a `RowFile`, some of which are cached in host memory.
 
-    The cache is set-associative, as the one on a device (`kernels/cache_sets.py`), and the same kernels look up and
+    The cache is set-associative, as the one on a device (`kernels/row_cache.py`), and the same kernels look up and
     allocate its slots. Every row that is read or written is cached, and evicts the row of its set that was used
     longest ago, or least often; a dirty one is written back. Overflow rows, for which others of the same call leave no
     way of their set, are read from the file and written to it.
 
     Args:
-        file: the rows; nobody else may write to it.
+        file: nobody else may write to it.
         rows: how many to cache, rounded up to sets of 32; all of them, if the table has no more.
         policy: evict the row that was used longest ago ("lru") or least often ("lfu").
-
-    Attributes:
-        counts: of hits, and of bytes read and written.
-
-    Raises:
-        ValueError: see `check_cache`.
-        StorageError: the memory cannot be allocated.
     """
 
     def __init__(self, file: RowFile, rows: int, policy: Policy = "lru") -> None:
         identity = file.identity
-        check_cache(identity.table, rows, policy)
         self._file, self._policy, self._num_bytes = file, policy, identity.record.num_bytes
         num_sets = -(-min(rows, identity.num_rows) // WAYS)
         num_slots = num_sets * WAYS
@@ -224,14 +194,6 @@ class HostCache:
 
     def _make(self, number: int) -> Tensor:
         return torch.empty(number, self._num_bytes, dtype=torch.uint8)
-
-
-def check_cache(table: str, rows: int | None, policy: str) -> None:
-    """Raise a ValueError for a number of rows or a policy that is not valid."""
-    if rows is not None and rows < 1:
-        raise ValueError(f"table {table!r}: rows in host memory must be at least 1, got {rows}")
-    if policy not in POLICIES:
-        raise ValueError(f"table {table!r}: no policy is called {policy!r}; there are {list(POLICIES)}")
 
 
 def _move(to: Tensor, source: Tensor, to_rows: Tensor, from_rows: Tensor) -> None:

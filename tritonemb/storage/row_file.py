@@ -1,10 +1,10 @@
-"""The file of a table on disk: rows are read and written by one thread at a time, which waits for the disk."""
+"""The file of a table on disk: many blocks are read or written at once, checked when read and sealed when written."""
 
 from __future__ import annotations
 
 import threading
-import uuid
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,74 +12,286 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tritonemb.storage.block_file import BlockFile
-from tritonemb.storage.format import ROWS, FileLayout, TableIdentity, check_identity, check_size, open_file
-from tritonemb.storage.io import write_page
-from tritonemb.storage.page_table import ChangedBlocks
-from tritonemb.storage.snapshot import write_changes, write_whole
-from tritonemb.storage.store import Initializer, StorageError, fill_unwritten
-from tritonemb.storage.threads import IoThreads
+from tritonemb.storage.aio import HALF_BYTES, ExtentError, Extents, IoContext, io_context, overlap
+from tritonemb.storage.io import PageFile, write_page
+from tritonemb.storage.page_table import (
+    MAX_POSITIONS,
+    ROWS,
+    ChangedBlocks,
+    FileLayout,
+    PageTable,
+    TableIdentity,
+    check_identity,
+    open_file,
+    runs,
+)
+from tritonemb.storage.store import Initializer, StorageError, advice, cpu_kernels, fill_unwritten
+
+BUFFER_BYTES = HALF_BYTES  # that a part of a request must fit
+MAX_GROWTH = 1 << 30  # bytes by which a file grows at once
+SCAN_BYTES = 1 << 18  # that a recovery scan reads at once
+_RESTORE = "check the disk, then restore the table from a snapshot"
+_LOG = "check the disk and the system's log"
+
+
+class _RequestPart:
+    """A part of a request that fits a half of the I/O buffer."""
+
+    blocks: np.ndarray  # int64 `[b]`
+    positions: np.ndarray  # int64 `[b]`: where they are in the file, -1 for nowhere
+    slots: np.ndarray  # int64 `[b]`: where they are in the buffer, in blocks from `begin` on, -1 for nowhere
+    wait: Callable[[], None]  # for what was submitted of it; raises a StorageError
+
+    def __init__(self, which: slice, begin: int) -> None:
+        self.which, self.begin = which, begin  # of the request's blocks; in bytes, where it is in the buffer
+
+    def sort(self, blocks: np.ndarray, positions: np.ndarray) -> None:
+        """Give its blocks, of a request's, slots in the order of their positions."""
+        self.blocks, self.positions = blocks[self.which], positions[self.which]
+        order = np.argsort(self.positions)
+        order = order[np.searchsorted(self.positions[order], 0) :]
+        self.slots = np.full(self.blocks.size, -1)
+        self.slots[order] = np.arange(order.size)
+
+
+class BlockFile:
+    """A file's blocks. Opening it scans the whole file, to recover where each block stands and to check them all."""
+
+    def __init__(self, table: str, file: PageFile, layout: FileLayout) -> None:
+        self.table, self.file, self.layout = table, file, layout
+        self.page_table, self._changed = PageTable(layout.num_blocks), ChangedBlocks(layout.num_blocks)
+        self._size, self._lock = file.size(), threading.Lock()
+        with io_context() as context:
+            self._scan(context)
+
+    def read(self, rows: np.ndarray, records: int) -> np.ndarray:
+        """Copy the records of rows, int64 `[n]`, ascending, out of the file to the address of `n` records.
+
+        Those that were never written are left alone. Returns uint8 `[n]`: whether a row was ever written.
+        """
+        layout, written = self.layout, np.empty(rows.size, dtype=np.uint8)
+        blocks, starts = layout.request(rows)
+        positions = self.page_table.find(blocks)
+
+        def begin(part: _RequestPart) -> None:
+            part.sort(blocks, positions)
+            self._submit(context, part, np.flatnonzero(part.positions >= 0), False)
+
+        def finish(part: _RequestPart) -> None:
+            part.wait()
+            some = slice(int(starts[part.which.start]), int(starts[part.which.stop]))
+            num_good = cpu_kernels("pages").copy_out(
+                context.buffer.address + part.begin, part.blocks, part.slots, rows[some], layout.rows_per_block,
+                layout.pages_per_block, layout.record_bytes, records + some.start * layout.record_bytes, written[some],
+            )  # fmt: skip
+            self._raise_damaged(part.blocks, num_good)
+
+        with io_context() as context:
+            overlap(self._parts(context, blocks.size), begin, finish)
+        return written
+
+    def write(self, rows: np.ndarray, records: int) -> None:
+        """Write records into their blocks. A block whose rows are not all written is read and checked first.
+
+        After a StorageError some blocks may have been written.
+        """
+        layout, (blocks, starts) = self.layout, self.layout.request(rows)
+        positions, new = self._allocate(blocks)
+        clear = new | layout.is_whole(blocks, starts)
+        writing: deque[_RequestPart] = deque()
+
+        def begin(part: _RequestPart) -> None:
+            if writing:
+                writing.popleft().wait()  # its half of the buffer is reused
+            part.sort(blocks, positions)
+            self._submit(context, part, np.flatnonzero(~clear[part.which]), False)
+
+        def finish(part: _RequestPart) -> None:
+            part.wait()
+            some = slice(int(starts[part.which.start]), int(starts[part.which.stop]))
+            num_good = cpu_kernels("pages").copy_in(
+                context.buffer.address + part.begin, part.blocks, part.slots, clear[part.which], rows[some],
+                layout.rows_per_block, layout.pages_per_block, layout.record_bytes,
+                records + some.start * layout.record_bytes,
+            )  # fmt: skip
+            self._raise_damaged(part.blocks, num_good)
+            self._submit(context, part, np.arange(part.blocks.size), True)
+            writing.append(part)
+
+        with io_context() as context:
+            overlap(self._parts(context, blocks.size), begin, finish)
+            for part in writing:
+                part.wait()
+
+    def load(self, context: IoContext, blocks: np.ndarray, begin: int) -> None:
+        """Read blocks that have positions, one behind the other, from byte `begin` of the buffer on; check them."""
+        self._move(context, blocks, self.page_table.find(blocks), begin, False)
+        num_good = cpu_kernels("pages").check(context.buffer.address + begin, blocks, self.layout.pages_per_block)
+        self._raise_damaged(blocks, num_good)
+
+    def store(self, context: IoContext, blocks: np.ndarray, begin: int) -> None:
+        """Write sealed blocks, ascending, that stand one behind the other from byte `begin` of the buffer on."""
+        self._move(context, blocks, self._allocate(blocks)[0], begin, True)
+
+    def changed(self) -> tuple[np.ndarray, np.ndarray]:
+        """Blocks that were written since `forget_changes`, ascending, and their positions, int64; for any thread."""
+        with self._lock:
+            blocks = self._changed.blocks()
+            return blocks, self.page_table.find(blocks)
+
+    def forget_changes(self) -> None:
+        """A snapshot has them."""
+        with self._lock:
+            self._changed.clear()
+
+    def _allocate(self, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of blocks int64 `[b]`, ascending, that are about to change: their positions, and which were never written."""
+        with self._lock:
+            new = self.page_table.find(blocks) < 0
+            if self.page_table.count + np.count_nonzero(new) > MAX_POSITIONS:
+                raise StorageError(
+                    f"table {self.table!r}, file {self.file.path}: a file has at most {MAX_POSITIONS:,} blocks of "
+                    f"{self.layout.block_bytes:,} bytes; cut the table into smaller shards"
+                )
+            positions = self.page_table.allocate(blocks)
+            needed, step = self.layout.offset(self.page_table.count), self.layout.block_bytes
+            if needed > self._size:  # ahead of what is written, which would wait for the file to grow each time
+                size = needed + min(needed // 4, MAX_GROWTH) // step * step
+                self.file.resize(size)
+                self._size = size
+            self._changed.add(blocks)
+        return positions, new
+
+    def _scan(self, context: IoContext) -> None:
+        layout, step = self.layout, self.layout.block_bytes
+        where = f"table {self.table!r}, file {self.file.path}: "
+
+        def begin(part: _RequestPart) -> None:
+            starts = np.arange(part.which.start, part.which.stop, max(1, SCAN_BYTES // step))
+            sizes = np.diff(starts, append=part.which.stop) * step
+            extents = Extents(part.begin + (starts - part.which.start) * step, sizes, layout.offset(starts))
+            transfer = context.submit(self.file, extents, False)
+            part.wait = lambda: context.wait(transfer)
+
+        def finish(part: _RequestPart) -> None:
+            first = part.which.start
+            try:
+                part.wait()
+            except ExtentError as error:
+                raise StorageError(
+                    f"{where}the part behind byte {layout.offset(first):,} could not be read: {error.reason}; "
+                    f"{_LOG}, then restore the table from a snapshot"
+                ) from error.reason
+            kernels, blocks = cpu_kernels("pages"), np.empty(part.which.stop - first, dtype=np.int64)
+            address = context.buffer.address + part.begin
+            num_good = kernels.identify(address, blocks, layout.pages_per_block, layout.num_blocks)
+            if num_good < blocks.size:
+                raise StorageError(
+                    f"{where}the part at byte {layout.offset(first + num_good):,} is damaged: its checksum is not "
+                    f"that of its content; {_RESTORE}"
+                )
+            written = np.flatnonzero(blocks != kernels.NEVER_WRITTEN)
+            found, counts = np.unique(blocks[written], return_counts=True)
+            twice = found[(counts > 1) | (self.page_table.find(found) >= 0)]
+            if twice.size:
+                rows = layout.describe_rows(int(twice[0]), int(twice[0]))
+                raise StorageError(f"{where}it is damaged: the part with {rows} is there twice; {_RESTORE}")
+            self.page_table.insert(blocks[written], first + written)
+
+        overlap(self._parts(context, (self._size - layout.offset(0)) // step), begin, finish)
+
+    def _parts(self, context: IoContext, num_blocks: int) -> Iterator[_RequestPart]:
+        """Blocks cut into parts, which in turns have a half of the buffer."""
+        half = max(BUFFER_BYTES, self.layout.block_bytes)
+        context.reserve(half)
+        size = half // self.layout.block_bytes
+        for number, first in enumerate(range(0, num_blocks, size)):
+            yield _RequestPart(slice(first, min(first + size, num_blocks)), number % 2 * half)
+
+    def _move(self, context: IoContext, blocks: np.ndarray, positions: np.ndarray, begin: int, write: bool) -> None:
+        """Read or write blocks that stand one behind the other in the buffer, and wait for it."""
+        part = _RequestPart(slice(0, blocks.size), begin)
+        part.blocks, part.positions, part.slots = blocks, positions, np.arange(blocks.size)
+        self._submit(context, part, part.slots, write)
+        part.wait()
+
+    def _submit(self, context: IoContext, part: _RequestPart, which: np.ndarray, write: bool) -> None:
+        """Move some of a part's blocks, int64, to or from their slots; neighbours are one extent."""
+        step, order = self.layout.block_bytes, which[np.argsort(part.positions[which])]
+        positions, slots = part.positions[order], part.slots[order]
+        firsts, lasts = runs(positions, slots)
+        addresses, sizes = part.begin + slots[firsts] * step, (lasts - firsts) * step
+        extents = Extents(addresses, sizes, self.layout.offset(positions[firsts]))
+        transfer = context.submit(self.file, extents, write)
+
+        def wait() -> None:
+            try:
+                context.wait(transfer)
+            except ExtentError as error:
+                moved = part.blocks[order[firsts[error.extent] : lasts[error.extent]]]
+                raise self._io_error(moved, error.reason, write) from error.reason
+
+        part.wait = wait
+
+    def _io_error(self, blocks: np.ndarray, reason: OSError | EOFError, write: bool) -> StorageError:
+        what, then = "written" if write else "read", f"{advice(reason, _LOG)}, then restore the table from a snapshot"
+        if isinstance(reason, EOFError):
+            then = "somebody has cut the file short; restore it from a snapshot"
+        return StorageError(f"{self._describe(blocks)} could not be {what}: {reason}; {then}")
+
+    def _raise_damaged(self, blocks: np.ndarray, num_good: int) -> None:
+        """Raise for the first damaged one of some blocks, before which `num_good` are good."""
+        if num_good < blocks.size:
+            where = self._describe(blocks[num_good : num_good + 1])
+            raise StorageError(f"{where} is damaged: its checksum is not that of its content; {_RESTORE}")
+
+    def _describe(self, blocks: np.ndarray) -> str:
+        """In words: blocks that stand side by side."""
+        begin = int(self.layout.offset(self.page_table.find(blocks[:1])[0]))
+        first, last = int(blocks.min()), int(blocks.max())
+        rows = self.layout.describe_rows(first, last)
+        if last - first >= blocks.size:
+            rows = f"{blocks.size} blocks of {self.layout.rows_per_block} rows among {rows}"
+        return f"table {self.table!r}, file {self.file.path}: the part with {rows}, at byte {begin:,},"
 
 
 class RowFile:
-    """The operations of a `DiskRows` on its file, which is opened, checked and locked.
+    """The operations of a `DiskRows` on its file, which is opened, checked and locked, for one thread at a time.
 
-    One thread at a time may call those that are not for any thread.
-
-    Args:
-        path: of the file.
-        identity: of the table.
-        initializer: gives rows that were never written their values.
-        num_threads: of threads of the table's own, see `IoContext.submit`; none by default.
-
-    Attributes:
-        failure: the error after which the file cannot be used; None while there is none.
-        last_snapshot: the name of the snapshot that changes are relative to, if there is one.
-
-    Raises:
-        StorageError: as `DiskRows.open`.
+    After a `failure` the file cannot be used. Changes are relative to the `last_snapshot`, if there is one.
     """
 
-    def __init__(
-        self, path: Path, identity: TableIdentity, initializer: Initializer, num_threads: int | None = None
-    ) -> None:
+    def __init__(self, path: Path, identity: TableIdentity, initializer: Initializer) -> None:
         what = f"table {identity.table!r}: file {path}"
         self.file, header = open_file(what, path, ROWS, writable=True)
         try:
             check_identity(header, identity, path)
-            check_size(what, self.file, header)
             if not self.file.lock():
                 raise StorageError(f"{what} is open for another table or process; close it there first")
-            self._threads = None if num_threads is None else IoThreads(num_threads)
-            self._blocks = BlockFile(identity.table, self.file, FileLayout.of(header), self._threads)
-            self._changes = ChangedBlocks(self._blocks.layout.num_blocks)
+            self.blocks = BlockFile(identity.table, self.file, FileLayout.of(header))
         except BaseException as error:
             self.file.close()
             if isinstance(error, OSError) and not isinstance(error, StorageError):
                 raise StorageError(f"{what} cannot be opened: {error}") from error
             raise
-        self.identity, self._initializer, self._changes_lock = identity, initializer, threading.Lock()
+        self.identity, self._initializer = identity, initializer
         self.last_snapshot, self._is_final = header["snapshot"], header["places"] is not None
         self.failure: StorageError | None = None
 
     def read(self, rows: Tensor, records: Tensor) -> None:
         """Fill `records` with the records of the rows."""
-        written = self._blocks.read(rows.numpy(), records.data_ptr())
+        written = self.blocks.read(rows.numpy(), records.data_ptr())
         fill_unwritten(written, rows, records, self._initializer)
 
     def write(self, rows: Tensor, records: Tensor) -> None:
         """Write the records of the rows; an error is the table's failure."""
         if rows.numel() == 0:
             return
-        request = self._blocks.layout.request(rows.numpy())
         with self.fail_on_error("a write has failed"):
             if self._is_final:
                 self._write_header(None)
                 self._is_final = False
-            with self._changes_lock:
-                allocation = self._blocks.allocate(request.blocks)
-                self._changes.add(request.blocks)
-            self._blocks.write(rows.numpy(), request, allocation, records.data_ptr())
+            self.blocks.write(rows.numpy(), records.data_ptr())
 
     def sync(self) -> None:
         """Flush what was written to the disk."""
@@ -91,31 +303,15 @@ class RowFile:
         """Flush the file, and then its header, which says how many blocks it has."""
         self.sync()
         if not self._is_final:
-            count = self._blocks.page_table.count
+            count = self.blocks.page_table.count
             with self.fail_on_error("the end of the file could not be written"):
-                self.file.resize(self._blocks.layout.file_bytes(count))
+                self.file.resize(self.blocks.layout.offset(count))
                 self._write_header(count)
-
-    def take_snapshot(self, path: Path, changes_only: bool) -> None:
-        """See `DiskRows.snapshot`."""
-        self.sync()
-        with self._changes_lock:
-            changed = self._changes.blocks()
-        name = uuid.uuid4().hex
-        if changes_only:
-            write_changes(path, self._blocks, self.identity, changed, str(self.last_snapshot), name)
-        else:
-            write_whole(path, self._blocks, self.identity, name)
-        self.last_snapshot = name
-        with self._changes_lock:
-            self._changes.clear()
 
     def changed_pages(self) -> Tensor:
         """int64, ascending: pages of the file written since the last snapshot; for any thread."""
-        size = self._blocks.layout.pages_per_block
-        with self._changes_lock:
-            positions = np.sort(self._blocks.page_table.find(self._changes.blocks()))
-        pages = 1 + positions[:, None] * size + np.arange(size)
+        size = self.blocks.layout.pages_per_block
+        pages = 1 + np.sort(self.blocks.changed()[1])[:, None] * size + np.arange(size)
         return torch.from_numpy(pages.reshape(-1))
 
     @contextmanager
@@ -128,15 +324,9 @@ class RowFile:
             raise
         except BaseException as error:
             self.failure = StorageError(
-                f"table {self.identity.table!r}, file {self.file.path}: {what}: {error}; check the disk, then restore "
-                "the table from a snapshot"
+                f"table {self.identity.table!r}, file {self.file.path}: {what}: {error}; {_RESTORE}"
             )
             raise self.failure from error
-
-    def close(self) -> None:
-        self.file.close()
-        if self._threads is not None:
-            self._threads.close()
 
     def _write_header(self, num_blocks: int | None) -> None:
         with self.fail_on_error("the header could not be written"):

@@ -7,8 +7,9 @@ up to `_NUMBERS` block numbers, then those blocks as they stand in the table's f
 from __future__ import annotations
 
 import threading
+import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any
 
@@ -17,19 +18,17 @@ import torch
 from torch import Tensor
 
 from tritonemb.storage.aio import io_context
-from tritonemb.storage.block_file import BUFFER_BYTES, BlockFile
-from tritonemb.storage.format import (
+from tritonemb.storage.io import PAGE_BYTES, PageFile, new_file, shielded, write_page
+from tritonemb.storage.page_table import (
     CHANGES,
     PAYLOAD_BYTES,
     ROWS,
     FileLayout,
-    TableIdentity,
-    check_size,
     encode_header,
     open_file,
     runs,
 )
-from tritonemb.storage.io import PAGE_BYTES, new_file, write_page
+from tritonemb.storage.row_file import BUFFER_BYTES, BlockFile, RowFile
 from tritonemb.storage.sparse import reflink_or_copy
 from tritonemb.storage.store import (
     Field,
@@ -41,45 +40,36 @@ from tritonemb.storage.store import (
     fill_unwritten,
     storage_errors,
 )
-from tritonemb.storage.threads import shielded
 
 _NUMBERS = PAYLOAD_BYTES // 8 - 1  # that a group's first page has room for, after their count
 _INDEX_SEED = 1 << 62  # of that page's checksum, to which the group's number is added: no block has such a number
 _OF_FILE = ("snapshot", "after", "changed", "places")  # what a header says of its file, beside the table's identity
 
 
-def write_whole(path: Path, blocks: BlockFile, identity: TableIdentity, name: str) -> None:
-    """Write a snapshot of a table's file; its header says its name.
-
-    Raises:
-        StorageError: it cannot be written; nothing is left of it.
-    """
-    what, count = f"table {identity.table!r}: snapshot {path}", blocks.page_table.count
+def take_snapshot(table: RowFile, path: Path, changes_only: bool) -> None:
+    """See `DiskRows.snapshot`; the file is on the disk. StorageError if it cannot be written; nothing is left of it."""
+    what, name = f"table {table.identity.table!r}: snapshot {path}", uuid.uuid4().hex
+    what += " of changes" if changes_only else ""
     with storage_errors(f"{what} could not be written", "check the disk"), new_file(path) as file:
-        reflink_or_copy(blocks.file, file)
-        file.resize(blocks.layout.file_bytes(count))
-        write_page(file, identity.header(name, count))
+        if changes_only:
+            _write_changes(file, table, name)
+        else:
+            reflink_or_copy(table.file, file)
+            count = table.blocks.page_table.count
+            file.resize(table.blocks.layout.offset(count))
+            write_page(file, table.identity.header(name, count))
+    table.last_snapshot = name
+    table.blocks.forget_changes()
 
 
-def write_changes(
-    path: Path, blocks: BlockFile, identity: TableIdentity, changed: np.ndarray, after: str, name: str
-) -> None:
-    """Write the changed blocks of a table's file, int64, ascending.
-
-    Raises:
-        StorageError: they cannot be read or written; nothing is left of the file.
-    """
-    what, layout = f"table {identity.table!r}: snapshot {path} of changes", blocks.layout
-    size = _group_size(layout)
-    state = {"after": after, "snapshot": name, "changed": int(changed.size), "places": blocks.page_table.count}
-    with (
-        storage_errors(f"{what} could not be written", "check the disk"),
-        new_file(path) as file,
-        io_context() as context,
-    ):
-        file.resize(_changes_bytes(layout, changed.size))
-        for group in range(-(-changed.size // size)):
-            numbers = changed[group * size : (group + 1) * size]
+def _write_changes(file: PageFile, table: RowFile, name: str) -> None:
+    blocks, layout, changed = table.blocks, table.blocks.layout, table.blocks.changed()[0]
+    size, count = _group_size(layout), blocks.page_table.count
+    state = {"after": table.last_snapshot, "snapshot": name, "changed": int(changed.size), "places": count}
+    file.resize(_group_offset(layout, changed.size))
+    with io_context() as context:
+        for group, first in enumerate(range(0, changed.size, size)):
+            numbers = changed[first : first + size]
             end = PAGE_BYTES + numbers.size * layout.block_bytes
             buffer = context.reserve(end)
             blocks.load(context, numbers, PAGE_BYTES)
@@ -88,8 +78,8 @@ def write_changes(
             index[0] = numbers.size
             index[1 : 1 + numbers.size] = numbers
             cpu_kernels("pages").seal(buffer.address, np.array([_INDEX_SEED + group]), 1)
-            file.write(buffer.view[:end], _group_offset(layout, group))
-        write_page(file, encode_header(CHANGES, identity.as_json() | state))
+            file.write(buffer.view[:end], _group_offset(layout, first))
+    write_page(file, encode_header(CHANGES, table.identity.as_json() | state))
 
 
 def restore(path: str | Path, base: str | Path, increments: Sequence[str | Path] = ()) -> None:
@@ -98,8 +88,8 @@ def restore(path: str | Path, base: str | Path, increments: Sequence[str | Path]
     What it was restored from is the table's last snapshot. The file gets its name when it is whole and on the disk.
 
     Args:
-        path: of the file; there must be none of that name.
-        base: a whole snapshot; the file is a reflink copy of it where the file system supports that.
+        path: there must be no file of that name; it is a reflink copy where the file system supports that.
+        base: a whole snapshot.
         increments: what `snapshot(changes_only=True)` has written since.
 
     Raises:
@@ -115,7 +105,6 @@ def restore(path: str | Path, base: str | Path, increments: Sequence[str | Path]
 def _restore(path: Path, base: Path, increments: Sequence[Path]) -> None:
     source, header = open_file(f"snapshot {base}", base, ROWS)
     with closing(source):
-        check_size(f"snapshot {base}", source, header)
         if header["snapshot"] is None and increments:
             raise StorageError(f"{base} is not a snapshot, or was written to since; changes cannot be applied to it")
         with storage_errors(f"file {path} could not be written", "check the disk"), new_file(path) as file:
@@ -125,7 +114,7 @@ def _restore(path: Path, base: Path, increments: Sequence[Path]) -> None:
                 for increment in increments:
                     header = _apply(increment, blocks, header)
                 assert blocks.page_table.count == header["places"]
-                file.resize(blocks.layout.file_bytes(header["places"]))
+                file.resize(blocks.layout.offset(header["places"]))
             whole = {key: value for key, value in header.items() if key not in ("after", "changed")}
             write_page(file, encode_header(ROWS, whole))
 
@@ -141,27 +130,27 @@ def _apply(path: Path, blocks: BlockFile, before: dict[str, Any]) -> dict[str, A
             raise StorageError(
                 f"the changes {path} do not follow the snapshot before them; give all of them, in their order"
             )
-        expected, size = _changes_bytes(layout, header["changed"]), _group_size(layout)
+        changed, size, pages = header["changed"], _group_size(layout), cpu_kernels("pages")
+        expected = _group_offset(layout, changed)
         if file.size() != expected:
             raise StorageError(f"snapshot {path} has {file.size():,} bytes instead of {expected:,}; use another one")
         with io_context() as context:
-            for group in range(-(-header["changed"] // size)):
-                count = min(size, header["changed"] - group * size)
+            for group, first in enumerate(range(0, changed, size)):
+                count = min(size, changed - first)
                 end = PAGE_BYTES + count * layout.block_bytes
                 buffer = context.reserve(end)
                 with storage_errors(f"the changes {path} cannot be read", "use others"):
-                    file.read(buffer.view[:end], _group_offset(layout, group))
+                    file.read(buffer.view[:end], _group_offset(layout, first))
                 numbers = buffer.array[:PAGE_BYTES].view(np.int64)[1 : 1 + count].copy()
-                _check_group(path, buffer.address, group, numbers, layout)
+                num_good = pages.check(buffer.address, np.array([_INDEX_SEED + group]), 1)
+                if num_good:
+                    num_good += pages.check(buffer.address + PAGE_BYTES, numbers, layout.pages_per_block)
+                if num_good <= count:
+                    raise StorageError(
+                        f"the changes {path} are damaged: a checksum is not that of its page; use others"
+                    )
                 blocks.store(context, numbers, PAGE_BYTES)
         return header
-
-
-def _check_group(path: Path, address: int, group: int, numbers: np.ndarray, layout: FileLayout) -> None:
-    check = cpu_kernels("pages").check
-    is_good = check(address, np.array([_INDEX_SEED + group]), 1) == 1
-    if not is_good or check(address + PAGE_BYTES, numbers, layout.pages_per_block) < numbers.size:
-        raise StorageError(f"the changes {path} are damaged: a checksum is not that of its page; use others")
 
 
 def _group_size(layout: FileLayout) -> int:
@@ -169,36 +158,22 @@ def _group_size(layout: FileLayout) -> int:
     return max(1, min(_NUMBERS, (BUFFER_BYTES - PAGE_BYTES) // layout.block_bytes))
 
 
-def _group_offset(layout: FileLayout, group: int) -> int:
-    return PAGE_BYTES + group * (PAGE_BYTES + _group_size(layout) * layout.block_bytes)
-
-
-def _changes_bytes(layout: FileLayout, changed: int) -> int:
-    groups = -(-changed // _group_size(layout))
-    return PAGE_BYTES * (1 + groups) + changed * layout.block_bytes
+def _group_offset(layout: FileLayout, first: int) -> int:
+    """Of the group that begins with the change of this number; the size of a file with that number of changes."""
+    return PAGE_BYTES * (1 + -(-first // _group_size(layout))) + first * layout.block_bytes
 
 
 def snapshot_header(path: str | Path) -> dict[str, Any]:
     """The header of a snapshot, whole or incremental: see `TableIdentity.as_json`, `snapshot` its own name, `after`
-    that of the snapshot that changes follow.
-
-    Raises:
-        StorageError: the file cannot be read, or has no such header.
+    that of the snapshot that changes follow. StorageError if the file has no such header.
     """
     file, header = open_file(f"snapshot {path}", Path(path), ROWS, CHANGES)
     file.close()
     return header
 
 
-class SnapshotReader:
+class SnapshotReader(AbstractContextManager["SnapshotReader"]):
     """Reads the rows of a whole snapshot. Many may read its file, which stays as it is.
-
-    Args:
-        path: of its file.
-
-    Attributes:
-        header: of the file, see `snapshot_header`.
-        record: the layout of a row.
 
     Raises:
         StorageError: the file does not exist, is damaged, of another format, or holds changes.
@@ -208,21 +183,14 @@ class SnapshotReader:
         self.path = Path(path)
         self.header, self._blocks = shielded(lambda: _open_snapshot(self.path))
         self.num_rows: int = self.header["num_rows"]
-        fields = [
-            Field(name, getattr(torch, dtype), size, offset, one_a_row)
-            for name, dtype, size, offset, one_a_row in self.header["fields"]
-        ]
+        fields = [Field(name, getattr(torch, dtype), *rest) for name, dtype, *rest in self.header["fields"]]
         self.record = Record(tuple(fields), self.header["record_bytes"])
         self._in_use = threading.Lock()  # a cancelled read may still run when the file is to be closed
 
     def read(self, rows: Tensor, records: Tensor, initializer: Initializer) -> None:
         """Fill `records` with the records of the rows, and wait for it; arguments as of `RowStore.read`.
 
-        Args:
-            initializer: gives rows that were never written their initial values.
-
-        Raises:
-            StorageError: a part of the file cannot be read, or is damaged.
+        `initializer` gives rows that were never written their values. StorageError if the file is damaged.
         """
         check_request(self.header["table"], self.num_rows, self.record, rows, records)
 
@@ -244,19 +212,14 @@ class SnapshotReader:
         with self._in_use:
             self._blocks.file.close()
 
-    def __enter__(self) -> SnapshotReader:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
 
 def _open_snapshot(path: Path) -> tuple[dict[str, Any], BlockFile]:
     """A snapshot's header, and its blocks."""
-    what = f"snapshot {path}"
-    file, header = open_file(what, path, ROWS)
+    file, header = open_file(f"snapshot {path}", path, ROWS)
     try:
-        check_size(what, file, header)
         return header, BlockFile(header["table"], file, FileLayout.of(header))
     except BaseException:
         file.close()

@@ -3,49 +3,53 @@
 from __future__ import annotations
 
 import errno
-import functools
 import itertools
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
-from tritonemb.storage.format import runs
-from tritonemb.storage.io import PAGE_BYTES, PageFile, create_file, fcntl, thread_buffer
+from tritonemb.storage.aio import shared_threads
+from tritonemb.storage.io import PAGE_BYTES, PageFile, create_file, fcntl, shielded, thread_buffer
+from tritonemb.storage.page_table import runs
 from tritonemb.storage.store import storage_errors
-from tritonemb.storage.threads import shared_threads, shielded
 
 COPY_BYTES = 1 << 20  # that each thread copies at once
 BATCH = 512  # pieces in a job
+T = TypeVar("T")
 _FICLONE = 0x40049409  # Linux: make a file a reflink copy of another one
 # No reflinks on this file system, across two of them, or of such files; or no such call: the system is not Linux.
 _NO_REFLINK = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EPERM)
 
 
 def reflink_or_copy(source: PageFile, target: PageFile) -> None:
-    """Copy a file, whose size is a multiple of a page's, into an empty one; holes stay holes.
-
-    Raises:
-        OSError, EOFError: what could not be read or written; the target is useless then.
+    """Copy a file, whose size is a multiple of a page's, into an empty one; holes stay holes. OSError and EOFError say
+    what could not be read or written; the target is useless then.
     """
     if _reflink(source, target):
         return
     size = source.size()
     target.resize(size)
-    pieces = _parts_to_copy(written_parts(source, size))
+    _for_each(_parts_to_copy(written_parts(source, size)), lambda piece: _copy(source, target, piece))
+
+
+def _for_each(pieces: Iterator[T], work: Callable[[T], object]) -> None:
+    """Have the shared threads work on pieces, a batch at a time."""
     while batch := list(itertools.islice(pieces, BATCH)):
-        shared_threads.get().run(functools.partial(_copy, source, target, batch), len(batch))
+        shared_threads.get().run(partial(_work_on, batch, work), len(batch))
+
+
+def _work_on(batch: Sequence[T], work: Callable[[T], object], number: int) -> None:
+    work(batch[number])
 
 
 def copy_rows(source: Path, target: Path) -> None:
-    """Copy a file of rows, or of changes, as `reflink_or_copy` does, and flush the copy to the disk.
-
-    Raises:
-        OSError, EOFError: what could not be read or written.
-    """
+    """Copy a file of rows, or of changes, as `reflink_or_copy` does, and flush the copy to the disk."""
 
     def copy() -> None:
         with closing(PageFile(source, writable=False)) as old, closing(create_file(target)) as new:
@@ -56,15 +60,14 @@ def copy_rows(source: Path, target: Path) -> None:
 
 
 def _reflink(source: PageFile, target: PageFile) -> bool:
-    if fcntl is None:
-        return False
     try:
-        fcntl.ioctl(target.handle, _FICLONE, source.handle)
+        if fcntl is not None:
+            fcntl.ioctl(target.handle, _FICLONE, source.handle)
     except OSError as error:
         if error.errno not in _NO_REFLINK:
             raise
         return False
-    return True
+    return fcntl is not None
 
 
 def written_parts(file: PageFile, size: int) -> Iterator[tuple[int, int]]:
@@ -105,9 +108,9 @@ def _parts_to_copy(parts: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]
         yield first, last
 
 
-def _copy(source: PageFile, target: PageFile, pieces: Sequence[tuple[int, int]], number: int) -> None:
+def _copy(source: PageFile, target: PageFile, piece: tuple[int, int]) -> None:
     """Copy the pages of a piece that are not zero."""
-    begin, end = pieces[number]
+    begin, end = piece
     buffer = thread_buffer(end - begin)
     source.read(buffer.view[: end - begin], begin)
     pages = buffer.array[: end - begin].reshape(-1, PAGE_BYTES).view(np.int64)
@@ -126,32 +129,26 @@ def digest(path: Path) -> int:
     """64 bits of a file's content, from the CRC-32 of each piece that is not all zeros, and its number.
 
     Holes are not read, and how a file system stores zeros does not matter. The file's size, a multiple of a page's, is
-    not a part of it.
-
-    Raises:
-        StorageError: the file cannot be read.
+    not a part of it. StorageError if the file cannot be read.
     """
     with storage_errors(f"file {path} cannot be read", "check the disk, or use another copy"):
         return shielded(lambda: _digest(path))
 
 
 def _digest(path: Path) -> int:
-    total = 0
+    found: list[int] = []
     with closing(PageFile(path, writable=False)) as file:
-        pieces = _digest_pieces(written_parts(file, file.size()))
-        while batch := list(itertools.islice(pieces, BATCH)):
-            found = [0] * len(batch)
-            shared_threads.get().run(functools.partial(_digest_piece, file, batch, found), len(batch))
-            total += sum(found)
-    return total & _MASK
+        size = file.size()
 
+        def add(number: int) -> None:
+            begin, buffer = number * DIGEST_BYTES, thread_buffer(DIGEST_BYTES)
+            count = min(DIGEST_BYTES, size - begin)
+            file.read(buffer.view[:count], begin)
+            if buffer.array[:count].any():
+                found.append(_mix((number << 32) ^ zlib.crc32(buffer.view[:count])))
 
-def _digest_piece(file: PageFile, pieces: Sequence[int], found: list[int], number: int) -> None:
-    begin, buffer = pieces[number] * DIGEST_BYTES, thread_buffer(DIGEST_BYTES)
-    count = min(DIGEST_BYTES, file.size() - begin)
-    file.read(buffer.view[:count], begin)
-    if buffer.array[:count].any():
-        found[number] = _mix((pieces[number] << 32) ^ zlib.crc32(buffer.view[:count]))
+        _for_each(_digest_pieces(written_parts(file, size)), add)
+    return sum(found) & _MASK
 
 
 def _digest_pieces(parts: Iterator[tuple[int, int]]) -> Iterator[int]:

@@ -1,6 +1,7 @@
 """The interface of a store of rows: it reads and writes whole records, a batch at a time, and returns futures.
 
-A row is one record of bytes: its weights and its optimizer state, which travel together.
+A row is one record of bytes: its weights and its optimizer state, which travel together. A store that waits for a disk
+has one thread that runs its operations in order.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ import errno
 import functools
 import importlib
 import os
+import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -31,13 +33,9 @@ store never calls it twice at once.
 
 
 class StorageError(OSError):
-    """Rows could not be read or written; says of which table, where, why, and what to do.
+    """Rows could not be read or written; says of which table, where, why, and what to do."""
 
-    Attributes:
-        raised: whether a caller has seen it.
-    """
-
-    raised = False
+    raised = False  # to a caller
 
 
 @contextmanager
@@ -63,9 +61,8 @@ class IoFuture:
     """An operation that was submitted."""
 
     def __init__(self) -> None:
-        self._done = threading.Event()
+        self._done, self._process = threading.Event(), os.getpid()
         self._failure: BaseException | None = None
-        self._process = os.getpid()
 
     def done(self) -> bool:
         """Whether the operation is done or has failed."""
@@ -95,6 +92,60 @@ class IoFuture:
         self._done.set()
 
 
+_Operation = tuple[Callable[[], None], IoFuture]
+
+
+class OperationQueue:
+    """Runs operations in a thread of its own, which has this name, first in, first out."""
+
+    def __init__(self, name: str) -> None:
+        self._name, self._lock = name, threading.Lock()
+        self._queue: queue.SimpleQueue[_Operation | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, work: Callable[[], None]) -> IoFuture:
+        future = IoFuture()
+        with self._lock:
+            if self._thread is None:  # the thread knows the queue alone: a store that is dropped must be collected
+                thread = threading.Thread(target=_run_operations, args=(self._queue,), name=self._name, daemon=True)
+                thread.start()
+                self._thread = thread
+            self._queue.put((work, future))
+        return future
+
+    def close(self, last: Callable[[], None]) -> IoFuture:
+        """Submit the last operation; if there is no thread yet, it runs in this one."""
+        future = IoFuture()
+        with self._lock:
+            thread, self._thread = self._thread, None
+            if thread is not None:
+                self._queue.put((last, future))
+                self._queue.put(None)
+        if thread is None:
+            future.run(last)
+        return future
+
+
+@torch.inference_mode()  # tensors that were made in that mode can be changed in it alone, others everywhere
+def _run_operations(operations: queue.SimpleQueue[_Operation | None]) -> None:
+    while (operation := operations.get()) is not None:
+        work, future = operation
+        future.run(work)
+        del operation, work, future
+
+
+class Counts(NamedTuple):
+    """Rows that were read and were cached in host memory; bytes read from the file, and written to it."""
+
+    found: int = 0
+    read: int = 0
+    written: int = 0
+
+    def plus(self, found: int = 0, read: int = 0, written: int = 0) -> Counts:
+        """The sums of these and others."""
+        return Counts(self.found + found, self.read + read, self.written + written)
+
+
 class RowStore(Protocol):
     """Records of rows 0 to `num_rows` - 1.
 
@@ -107,11 +158,8 @@ class RowStore(Protocol):
     is closed, has failed, or is another process's.
     """
 
-    @property
-    def num_rows(self) -> int: ...
-
-    @property
-    def record(self) -> Record: ...
+    num_rows: int
+    record: Record
 
     def read(self, rows: Tensor, records: Tensor) -> IoFuture:
         """Fill `records` with the records of the rows."""
@@ -126,11 +174,13 @@ class RowStore(Protocol):
 def fill_unwritten(written: np.ndarray, rows: Tensor, records: Tensor, initializer: Initializer) -> None:
     """Give the records of rows that were never written, says `written`, uint8 `[n]`, their initial values."""
     never = torch.from_numpy(np.flatnonzero(written == 0))
-    if never.numel() == rows.numel() and never.numel():
-        initializer(rows, records)
-    elif never.numel():
-        some = torch.empty(never.numel(), records.shape[1], dtype=torch.uint8, device="cpu")
-        initializer(rows[never], some)
+    if never.numel() == 0:
+        return
+    some = records
+    if never.numel() < rows.numel():
+        some, rows = torch.empty(never.numel(), records.shape[1], dtype=torch.uint8, device="cpu"), rows[never]
+    initializer(rows, some)
+    if some is not records:
         records[never] = some
 
 
@@ -153,41 +203,28 @@ def check_request(table: str, num_rows: int, record: Record, rows: Tensor, recor
             f"table {table!r}: rows must be [n] and records [n, {record.num_bytes}], "
             f"got {list(rows.shape)} and {list(records.shape)}"
         )
-    if rows.numel() == 0:
-        return
     numbers = rows.numpy()
-    first, last = int(numbers[0]), int(numbers[-1])
-    if not bool((numbers[1:] > numbers[:-1]).all()):
-        at = int((numbers[1:] <= numbers[:-1]).argmax())
+    wrong_order = numbers[1:] <= numbers[:-1]
+    if wrong_order.any():
+        at = int(wrong_order.argmax())
         raise ValueError(
             f"table {table!r}: rows must be ascending and distinct, but rows[{at}] is {numbers[at]} and rows[{at + 1}] "
             f"is {numbers[at + 1]}; sort them and drop repetitions"
         )
-    if first < 0 or last >= num_rows:
-        wrong = first if first < 0 else last
-        raise ValueError(f"table {table!r} has rows 0 to {num_rows - 1}; there is no row {wrong}")
-
-
-WEIGHT = "weight"
+    for row in numbers[:1].tolist() + numbers[-1:].tolist():
+        if not 0 <= row < num_rows:
+            raise ValueError(f"table {table!r} has rows 0 to {num_rows - 1}; there is no row {row}")
 
 
 @dataclass(frozen=True)
 class Field:
-    """A part of a record.
-
-    Args:
-        name: "weight", or that of a piece of optimizer state.
-        dtype: of its values.
-        size: how many values a row has.
-        offset: of the first, in bytes from the record's start.
-        one_a_row: of a `size` of 1, whether it is a value of the row and no row of one element: its view is `[n]`.
-    """
+    """A part of a record: the weight, or a piece of optimizer state."""
 
     name: str
     dtype: torch.dtype
-    size: int
-    offset: int
-    one_a_row: bool = False
+    size: int  # how many values a row has
+    offset: int  # of the first, in bytes from the record's start
+    one_a_row: bool = False  # of a size of 1: it is a value of the row, whose view is `[n]`, and no row of one element
 
     @property
     def num_bytes(self) -> int:
@@ -221,17 +258,11 @@ class Record:
             raise ValueError(f"a record of {self.num_bytes} bytes has no room for fields that end at byte {end}")
 
     def views(self, records: Tensor) -> dict[str, Tensor]:
-        """Each field of some records, without a copy.
+        """Each field of records uint8 `[n, num_bytes]`, contiguous, by name, without a copy.
 
-        Args:
-            records: uint8 `[n, num_bytes]`, contiguous; where `num_bytes` is no multiple of a field's value size, and n
-                is greater than 1, that field has no view.
-
-        Returns:
-            by name, a view of the field's dtype: `[n, size]`, or `[n]` if a row has one value.
-
-        Raises:
-            ValueError: for records of another shape or dtype.
+        A view has the field's dtype, and is `[n, size]`, or `[n]` if a row has one value. Where `num_bytes` is no
+        multiple of a field's value size, and n is greater than 1, that field has no view. ValueError for records of
+        another shape or dtype.
         """
         if records.dtype != torch.uint8 or records.dim() != 2 or records.shape[1] != self.num_bytes:
             raise ValueError(f"records must be uint8 [n, {self.num_bytes}], got {records.dtype} {list(records.shape)}")
@@ -247,10 +278,10 @@ def record_of(embedding_dim: int, dtype: torch.dtype, states: Sequence[StateSpec
 
     Its size is a multiple of 4 bytes, so every field of many records has a view.
     """
-    fields = [Field(WEIGHT, dtype, embedding_dim, 0)]
+    fields = [Field("weight", dtype, embedding_dim, 0)]
+    end = -(-fields[0].num_bytes // 4) * 4
     for state in states:
-        end = fields[-1].offset + fields[-1].num_bytes
         size = embedding_dim if state.per_element else 1
-        fields.append(Field(state.name, torch.float32, size, -(-end // 4) * 4, not state.per_element))
-    end = fields[-1].offset + fields[-1].num_bytes
-    return Record(tuple(fields), -(-end // 4) * 4)
+        fields.append(Field(state.name, torch.float32, size, end, not state.per_element))
+        end += 4 * size
+    return Record(tuple(fields), end)

@@ -5,9 +5,9 @@ from tritonemb.training.callbacks import Callback
 from tritonemb.training.checkpoint import CheckpointError, CheckpointOptions
 from tritonemb.training.loop import FitResult
 from tritonemb.training.metrics import Metrics, binary_metrics
+from tritonemb.training.ranks import Interrupted
 from tritonemb.training.schedule import Schedule
 from tritonemb.training.trainer import Trainer
-from tritonemb.training.utils import Interrupted
 
 __all__ = [
     "Callback",

@@ -1,19 +1,27 @@
-"""Every option of a training run, once: what `Trainer`, the TOML file and the command line take derives from here."""
+"""Every option of a training run, once: what `Trainer`, the TOML file and the command line take derives from here.
+
+Options are nested frozen dataclasses of plain values, tuples and paths, so they can be written as TOML and read back.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import tomllib
+import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from tritonemb.data import LogOptions, kind_of
-from tritonemb.training.callbacks.profiler import ProfileOptions
+from tritonemb.training.callbacks.tensorboard import ProfileOptions
 from tritonemb.training.checkpoint import CheckpointOptions
-from tritonemb.training.schedule import Decay, Schedule
+from tritonemb.training.schedule import Schedule, ScheduleOptions
 from tritonemb.types import CacheConfig, TableConfig
+from tritonemb.utils import require
 
+Config = TypeVar("Config")
 Codec = Literal["fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8"]
 Precision = Literal["fp32", "bf16", "fp16"]
 Monitor = Literal["auc", "log_loss", "normalized_entropy"]
@@ -24,21 +32,23 @@ EmbeddingOptimizer = Literal[
 
 
 def number(default: Any, *, least: int) -> Any:
-    """A field whose value is None or at least `least`."""
+    """A field whose value is None or at least `least`, which `Options` checks."""
     return field(default=default, metadata={"least": least})
 
 
 @dataclass(frozen=True)
 class Options:
-    """Checks the numbers of the fields that derived classes add."""
+    """Checks the numbers and the words of the fields that derived classes add."""
 
     def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
         for each in dataclasses.fields(self):
-            least = each.metadata.get("least")
-            value = None if least is None else getattr(self, each.name)
-            if value is not None and value < least:
+            least, value = each.metadata.get("least"), getattr(self, each.name, None)
+            if least is not None and value is not None and value < least:
                 bound = "not be negative" if least == 0 else f"be at least {least}"
                 raise ValueError(f"{each.name} must {bound}, got {value}")
+            if get_origin(hints[each.name]) is Literal and value not in get_args(hints[each.name]):
+                raise ValueError(f"{each.name} must be one of {get_args(hints[each.name])}, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,50 +77,6 @@ class RunOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleOptions:
-    """Learning rates over the steps, of the dense part and of the tables separately.
-
-    Args:
-        dense_warmup_steps: steps in which the dense rate rises to its full value.
-        dense_decay: how it falls afterwards.
-        dense_decay_steps: over how many steps; to the end of the run if not given.
-        dense_final_factor: what it is multiplied by in the end.
-        table_warmup_steps: as for the dense part.
-        table_decay: as for the dense part.
-        table_decay_steps: as for the dense part.
-        table_final_factor: as for the dense part.
-        decay_power: of polynomial decays.
-    """
-
-    dense_warmup_steps: int = 0
-    dense_decay: Decay = "constant"
-    dense_decay_steps: int | None = None
-    dense_final_factor: float = 0.0
-    table_warmup_steps: int = 0
-    table_decay: Decay = "constant"
-    table_decay_steps: int | None = None
-    table_final_factor: float = 0.0
-    decay_power: float = 2.0
-
-    @property
-    def dense_schedule(self) -> Schedule:
-        return self._schedule("dense")
-
-    @property
-    def table_schedule(self) -> Schedule:
-        return self._schedule("table")
-
-    def _schedule(self, part: str) -> Schedule:
-        warmup, decay, steps, final = (
-            getattr(self, f"{part}_{name}") for name in ("warmup_steps", "decay", "decay_steps", "final_factor")
-        )
-        return Schedule(warmup, decay, steps, self.decay_power, final)
-
-    def __post_init__(self) -> None:
-        assert self.dense_schedule is not self.table_schedule  # both are made once, which checks their numbers
-
-
-@dataclass(frozen=True, kw_only=True)
 class EvaluationOptions(Options):
     """When the validation rows are evaluated, and what follows from it.
 
@@ -125,11 +91,6 @@ class EvaluationOptions(Options):
     evaluate_every: int | None = number(None, least=1)
     monitor: Monitor = "auc"
     patience: int | None = number(None, least=1)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.monitor not in get_args(Monitor):
-            raise ValueError(f"monitor must be one of {get_args(Monitor)}, got {self.monitor!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,12 +122,12 @@ class WorkerOptions(Options):
     """The processes of a job, beside and around those that train.
 
     Args:
-        readers: data loader workers of each rank; none if 0.
+        num_workers: data loader workers of each rank; none if 0.
         timeout: seconds to wait for a rank that does not answer. The model's own exchanges have a time-out of their
             own: that of `HybridParallel` or `torch.distributed.init_process_group`.
     """
 
-    readers: int = number(0, least=0)
+    num_workers: int = number(0, least=0)
     timeout: float = 600.0
 
     def __post_init__(self) -> None:
@@ -216,9 +177,6 @@ class TableOptions(PrefetchOptions):
         cache_host_rows: rows of each table on disk that are cached in host memory too; none if not given.
         cache_policy: the row to evict: the least recently used (lru) or the least frequently used (lfu).
         cache_folder: where tables on disk have their files while they are in use; that of temporary files if not given.
-
-    Raises:
-        ValueError: for numbers out of range.
     """
 
     placement: Literal["device", "host", "disk"] = "device"
@@ -233,20 +191,15 @@ class TableOptions(PrefetchOptions):
         super().__post_init__()
         if self.cache_host_rows is not None and self.placement != "disk":
             raise ValueError(f"cache_host_rows is for tables on disk, but placement is {self.placement!r}")
-        assert self.cache is not None  # made once, which checks its numbers
-
-    @property
-    def cache(self) -> CacheConfig:
-        return CacheConfig(
-            self.cache_rows, self.cache_share, self.cache_policy, self.cache_folder, self.cache_host_rows
-        )
+        self.place([])  # checks the numbers of the cache
 
     def place(self, tables: Sequence[TableConfig]) -> list[TableConfig]:
         """These tables with placement and cache."""
+        cache = CacheConfig(
+            self.cache_rows, self.cache_share, self.cache_policy, self.cache_folder, self.cache_host_rows
+        )
         return [
-            replace(table, placement=self.placement, cache=self.cache)
-            if table.num_embeddings >= self.placed_rows
-            else table
+            replace(table, placement=self.placement, cache=cache) if table.num_embeddings >= self.placed_rows else table
             for table in tables
         ]
 
@@ -267,8 +220,8 @@ class TrainerOptions(PrefetchOptions, WorkerOptions, LoggingOptions, EvaluationO
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelOptions(Options):
-    """The data set, and the model that is made for it.
+class TrainConfig(RunOptions):
+    """Train a click model and report its quality on the test rows.
 
     Args:
         data: movielens-100k, synthetic, adult, criteo-kaggle, criteo-terabyte, or the path of a log.
@@ -282,26 +235,6 @@ class ModelOptions(Options):
         embedding_weight_decay: its weight decay, on the rows of each batch.
         threads: CPU threads; torch's choice if not given.
         device: where to train.
-    """
-
-    data: str = "movielens-100k"
-    path: Path | None = None
-    model: Literal["dlrm", "dcnv2"] = "dlrm"
-    embedding_dim: int = 16
-    bottom_mlp: tuple[int, ...] = (64,)
-    top_mlp: tuple[int, ...] = (128, 64)
-    embedding_optimizer: EmbeddingOptimizer = "row_wise_adagrad"
-    embedding_lr: float = 0.05
-    embedding_weight_decay: float = 0.0
-    threads: int | None = number(None, least=1)
-    device: str = "cpu"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig(RunOptions, ModelOptions):
-    """Train a click model and report its quality on the test rows.
-
-    Args:
         tables: where they are.
         read: how a log is read.
         schedule: learning rates over the steps.
@@ -312,6 +245,17 @@ class TrainConfig(RunOptions, ModelOptions):
         parallel: how several processes share the work.
     """
 
+    data: str = "movielens-100k"
+    path: str | None = None
+    model: Literal["dlrm", "dcnv2"] = "dlrm"
+    embedding_dim: int = 16
+    bottom_mlp: tuple[int, ...] = (64,)
+    top_mlp: tuple[int, ...] = (128, 64)
+    embedding_optimizer: EmbeddingOptimizer = "row_wise_adagrad"
+    embedding_lr: float = 0.05
+    embedding_weight_decay: float = 0.0
+    threads: int | None = number(None, least=1)
+    device: str = "cpu"
     batch_size: int = number(512, least=1)
     epochs: int = number(4, least=1)
     tables: TableOptions = field(default_factory=TableOptions)
@@ -338,37 +282,117 @@ PRESETS = {
     "adult": TrainConfig(data="adult", top_mlp=(64, 32), batch_size=256, epochs=4, embedding_lr=0.02),
     # The widths of the DLRM paper's own Criteo Kaggle run.
     "criteo-kaggle": TrainConfig(
-        data="criteo-kaggle",
-        bottom_mlp=(512, 256, 64),
-        top_mlp=(512, 256),
-        batch_size=2048,
-        epochs=1,
+        data="criteo-kaggle", bottom_mlp=(512, 256, 64), top_mlp=(512, 256), batch_size=2048, epochs=1,
         embedding_lr=0.02,
     ),
     # The widths of MLPerf's DLRM, with its polynomial decay; rates of our own.
     "criteo-terabyte": TrainConfig(
-        data="criteo-terabyte",
-        embedding_dim=128,
-        bottom_mlp=(512, 256),
-        top_mlp=(1024, 1024, 512, 256),
-        batch_size=16_384,
-        epochs=1,
-        embedding_lr=0.02,
+        data="criteo-terabyte", embedding_dim=128, bottom_mlp=(512, 256), top_mlp=(1024, 1024, 512, 256),
+        batch_size=16_384, epochs=1, embedding_lr=0.02, output=OutputOptions(log_every=500),
         schedule=ScheduleOptions(dense_warmup_steps=2_000, table_warmup_steps=2_000),
-        output=OutputOptions(log_every=500),
     ),
-}
+}  # fmt: skip
 
 
 def preset(data: str, name: str | None = None) -> TrainConfig:
-    """The starting point for a data set, or the preset of that name for it; a log gets that of Criteo's Kaggle set.
+    """The starting point for a data set, or the preset of that name for it; a log gets that of Criteo's Kaggle set."""
+    if name is not None and name not in PRESETS:
+        raise ValueError(f"there is no preset {name!r}; there are {', '.join(PRESETS)}")
+    return replace(PRESETS[name or kind_of(data)], data=data)
+
+
+def plain(value: Any) -> Any:
+    """A value as nested lists and dicts of what TOML and JSON know, without fields that are None."""
+    if dataclasses.is_dataclass(value):
+        parts = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
+        return {name: plain(part) for name, part in parts.items() if part is not None}
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, tuple | list):
+        return [plain(part) for part in value]
+    if isinstance(value, dict):
+        return {str(key): plain(part) for key, part in value.items()}
+    return value
+
+
+def to_toml(config: Any) -> str:
+    """A dataclass as TOML; None is the absence of a key."""
+    text: str = require("tomli_w").dumps(plain(config))
+    return text
+
+
+def read_toml(path: str | Path, base: Config) -> Config:
+    """`base` with the values of a TOML file in place of its own.
 
     Raises:
-        ValueError: there is no preset of that name.
+        FileNotFoundError, ValueError: the file is missing or not valid TOML; an unknown key, with the nearest known
+            one; a value of a wrong type or out of range.
     """
-    kind = kind_of(data)
-    if name is None:
-        return dataclasses.replace(PRESETS[kind], data=data)
-    if name not in PRESETS:
-        raise ValueError(f"there is no preset {name!r}; there are {', '.join(PRESETS)}")
-    return dataclasses.replace(PRESETS[name], data=data)
+    return from_plain(load_toml(path), base, str(path))
+
+
+def load_toml(path: str | Path) -> dict[str, Any]:
+    """The contents of a TOML file; raises as `read_toml`."""
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; expected a configuration in TOML")
+    try:
+        return tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not valid TOML: {error}") from error
+
+
+def from_plain(values: dict[str, Any], base: Config, where: str, section: str = "") -> Config:
+    """`base` with these values in place of its own; `where` and `section` name their source in errors."""
+    hints, changed = get_type_hints(type(base)), {}
+    known = sorted(each.name for each in dataclasses.fields(base))  # type: ignore[arg-type]
+    for key, value in values.items():
+        name = f"{section}.{key}" if section else key
+        if key not in known:
+            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+            hint = f"did you mean {nearest[0]!r}?" if nearest else f"known are {', '.join(known)}"
+            raise ValueError(f"{where}: unknown key {name!r}; {hint}")
+        if dataclasses.is_dataclass(hints[key]) and isinstance(value, dict):
+            changed[key] = from_plain(value, getattr(base, key), where, name)
+        elif (converted := _as(value, hints[key])) is _NO:
+            raise ValueError(f"{where}: {name} is {value!r}, expected {_words(hints[key])}")
+        else:
+            changed[key] = converted
+    try:
+        return replace(base, **changed)  # type: ignore[type-var]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}{f', [{section}]' if section else ''}: {error}") from error
+
+
+_NO = object()
+
+
+def _as(value: Any, hint: Any) -> Any:
+    """The value as a field of this type has it; `_NO` where it is of another type."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return next((found for part in parts if (found := _as(value, part)) is not _NO), _NO)
+    if origin is Literal:
+        return value if value in parts else _NO
+    if origin is tuple and isinstance(value, list):
+        kinds = parts[:1] * len(value) if parts[-1] is Ellipsis else parts
+        found = tuple(map(_as, value, kinds)) if len(kinds) == len(value) else (_NO,)
+        return _NO if _NO in found else found
+    if hint is Path and isinstance(value, str):
+        return Path(value)
+    if hint is float and type(value) is int:
+        return float(value)
+    return value if type(value) is hint else _NO
+
+
+def _words(hint: Any) -> str:
+    """What is expected of a value of this type."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        return " or ".join(_words(part) for part in parts if part is not type(None))
+    if origin is Literal:
+        return "one of " + ", ".join(map(repr, parts))
+    if origin is tuple:
+        return "a list of " + _words(parts[0])
+    names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", Path: "a path"}
+    return names.get(hint, "a section" if dataclasses.is_dataclass(hint) else str(hint))

@@ -1,9 +1,12 @@
-"""What `tritonemb doctor` prints: versions, devices, kernels and why, and whether a training step is right."""
+"""Versions and devices; what `tritonemb doctor` prints of these, of kernels, and of a training step that it checks."""
 
 from __future__ import annotations
 
 import copy
+import functools
+import platform
 from contextlib import nullcontext
+from importlib import metadata
 
 import torch
 
@@ -12,21 +15,18 @@ from tritonemb.nn.collections import EmbeddingBagCollection
 from tritonemb.ops.errors import check_errors
 from tritonemb.ops.registry import REFERENCE, forced, ops, why
 from tritonemb.optimizers import RowWiseAdagrad
-from tritonemb.training.utils import check_device, versions
 from tritonemb.types import TableConfig
 
 # Sums of at most 8 products of numbers of about 1: a few units in the last place.
 TOLERANCE = 1e-5
+PACKAGES = ("tritonemb", "torch", "triton", "numba", "numpy", "pyarrow", "torchmetrics")
 
 
 def examine(device: str | None = None) -> tuple[str, bool]:
-    """The text, and whether all is well.
+    """The text, and whether all is well; ValueError if there is no such device.
 
     Args:
         device: look at this one only; the CPU and every GPU if not given.
-
-    Raises:
-        ValueError: there is no such device.
     """
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     devices = [torch.device("cpu"), *gpus] if device is None else [check_device(device)]
@@ -85,3 +85,37 @@ def check_step(device: torch.device) -> float:
     pairs = [(outputs[0], outputs[1])]
     pairs += list(zip(served.state_dict().values(), reference.state_dict().values(), strict=True))
     return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
+
+
+def check_device(name: str) -> torch.device:
+    """The device of that name; ValueError if it does not exist, or torch cannot use it."""
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def versions(device: torch.device | None = None) -> dict[str, str]:
+    """Versions of Python and of the packages that decide results, the platform, and the device if one is given."""
+    found = {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+    found["platform"] = platform.platform()
+    if device is not None:
+        found["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+        found["threads"] = str(torch.get_num_threads())
+    return found
+
+
+@functools.cache
+def _version(package: str) -> str:
+    return next((found.version for found in metadata.distributions(name=package)), "not installed")
+
+
+@functools.cache
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

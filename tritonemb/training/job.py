@@ -6,11 +6,12 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,22 +19,21 @@ from torch import nn
 
 from tritonemb.comm.control import init_from_env
 from tritonemb.comm.group import RankGroup
-from tritonemb.data import open_dataset
+from tritonemb.data import ClickLog, cached_as_parquet, open_dataset
 from tritonemb.data.protocol import Data, Feature, tables_of
 from tritonemb.nn import DLRM, DCNv2
 from tritonemb.optimizers import OPTIMIZERS, Optimizer
 from tritonemb.sharding import ExchangePrecision, HybridParallel, ShardingPlan
 from tritonemb.training.callbacks import Callback, FitStart
-from tritonemb.training.callbacks.profiler import Profiler
-from tritonemb.training.callbacks.tensorboard import TensorBoard
-from tritonemb.training.checkpoint import RunFolder
+from tritonemb.training.callbacks.tensorboard import Profiler, TensorBoard
+from tritonemb.training.checkpoint import RunFolder, read_manifest
 from tritonemb.training.checkpoint.all_ranks import on_all_ranks, on_rank_zero
-from tritonemb.training.config import TrainConfig
-from tritonemb.training.config_io import plain, to_plain, to_toml
+from tritonemb.training.config import TrainConfig, plain, to_toml
+from tritonemb.training.doctor import check_device
 from tritonemb.training.loop import FitResult
+from tritonemb.training.ranks import Interrupted
 from tritonemb.training.trainer import Trainer
-from tritonemb.training.utils import Interrupted, check_device
-from tritonemb.utils import write_whole
+from tritonemb.utils import require, write_whole
 
 RUNS = Path("runs")
 
@@ -43,10 +43,13 @@ def train(
 ) -> FitResult:
     """Open the data set, build the model, train it and evaluate it on the test rows.
 
+    A text log that is read for more than one epoch is first converted to Parquet, once, in the folder of the run. A
+    resumed run reads what it has read before, text or Parquet, as its checkpoint says.
+
     Args:
         resume: "auto" for the newest checkpoint of the run's folder (of the newest folder of this data set, if `out` is
             not given), a new run if there is none; or the path of a checkpoint.
-        callbacks: told of all that happens.
+        callbacks: besides those of the configuration.
 
     Raises:
         ValueError, FileNotFoundError, ConnectionError: as the data set, the model and the trainer say.
@@ -57,20 +60,23 @@ def train(
         torch.set_num_threads(config.threads)
     with joined(config) as (group, device):
         data = _open(config, group, verbose)
-        folder = RunFolder(on_rank_zero(group, lambda: run_path(config, data, resume)), config.checkpoint.keep)
-        first = group.rank == 0
+        path, checkpoint, converted = on_rank_zero(group, lambda: _begin(config, data, resume))
+        folder = RunFolder(path, config.checkpoint.keep)
+        if converted and isinstance(data, ClickLog):
+            data = _converted(data, folder.path / "cache", group, verbose)
+        kept = {"features": plain(data.features), "num_dense": data.num_dense, "converted": converted}
         torch.manual_seed(config.seed)
         trainer = Trainer(
             _model(config, data, group, device),
             data,
             folder=folder.path,
-            callbacks=[*(_watchers(config, folder) if first else []), *callbacks],
-            config=to_plain(config) | {"features": plain(data.features), "num_dense": data.num_dense},
+            callbacks=[*(_callbacks(config, folder) if group.rank == 0 else []), *callbacks],
+            config=plain(config) | kept,
             verbose=verbose,
             **config.trainer_options(),
         )
-        if resume is not None:
-            trainer.resume(resume if resume == "auto" else newest(Path(resume)))
+        if checkpoint is not None:
+            trainer.resume(checkpoint)
         return trainer.fit(test="test" in data.splits())
 
 
@@ -113,6 +119,52 @@ def _open(config: TrainConfig, group: RankGroup, verbose: bool) -> Data:
     return opened[0]
 
 
+def _begin(config: TrainConfig, data: Data, resume: str | None) -> tuple[Path, Path | None, bool]:
+    """The folder of the run, the checkpoint to resume from, and whether the run reads Parquet in place of text."""
+    checkpoint = None
+    if resume is not None and resume != "auto":
+        checkpoint = RunFolder(resume).checkpoints.latest() or Path(resume)
+    if config.output.out is not None:
+        path = config.output.out
+    else:
+        path = _run_path(data, resume) if checkpoint is None else checkpoint.resolve().parents[1]
+    newest = RunFolder(path).checkpoints.latest()
+    if resume == "auto":
+        checkpoint = newest
+    if checkpoint is not None:
+        # Positions in text and in Parquet differ, so a run keeps what it has begun with, however many epochs it has.
+        return path, checkpoint, bool(read_manifest(checkpoint).get("config", {}).get("converted"))
+    is_text = isinstance(data, ClickLog) and data.text_schema() is not None
+    return path, None, is_text and config.epochs > 1 and newest is None  # else the trainer refuses the folder
+
+
+def _converted(data: ClickLog, cache: Path, group: RankGroup, verbose: bool) -> ClickLog:
+    """The same log as Parquet. The first rank that comes writes; the others wait, in no collective that times out."""
+    found: list[ClickLog] = []
+    with _progress(f"converting {data.name} to Parquet, once for all epochs", verbose) as show:
+        on_all_ranks(group, lambda: found.append(cached_as_parquet(data, cache, show)))
+    return found[0]
+
+
+@contextmanager
+def _progress(text: str, verbose: bool) -> Iterator[Callable[[int, int | None], None] | None]:
+    """Shows how many rows are done, of how many, on stderr: a line at the first call, and a bar on a terminal."""
+    if not verbose:
+        yield None
+        return
+    console = require("rich.console").Console(stderr=True)
+    with require("rich.progress").Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        tasks: list[Any] = []
+
+        def show(rows: int, total: int | None) -> None:
+            if not tasks:
+                _say(text)
+                tasks.append(bar.add_task("converting"))
+            bar.update(tasks[0], completed=rows, total=total)
+
+        yield show
+
+
 def _model(config: TrainConfig, data: Data, group: RankGroup, device: torch.device) -> nn.Module:
     """On several ranks, made without memory, and initialized shard by shard."""
     if group.process_group is None:
@@ -131,17 +183,10 @@ def _model(config: TrainConfig, data: Data, group: RankGroup, device: torch.devi
 def build_model(config: TrainConfig, features: Sequence[Feature], num_dense: int) -> nn.Module:
     """The model of a config, with one table for each feature."""
     tables = config.tables.place(tables_of(tuple(features), config.embedding_dim))
-    optimizer = build_optimizer(config)
+    options: dict[str, Any] = {"top_mlp": config.top_mlp, "optimizer": build_optimizer(config), "device": config.device}
     if config.model == "dcnv2":
-        return DCNv2(tables, num_dense, top_mlp=config.top_mlp, optimizer=optimizer, device=config.device)
-    return DLRM(
-        tables,
-        num_dense,
-        bottom_mlp=config.bottom_mlp,
-        top_mlp=config.top_mlp,
-        optimizer=optimizer,
-        device=config.device,
-    )
+        return DCNv2(tables, num_dense, **options)
+    return DLRM(tables, num_dense, bottom_mlp=config.bottom_mlp, **options)
 
 
 def build_optimizer(config: TrainConfig) -> Optimizer:
@@ -149,25 +194,16 @@ def build_optimizer(config: TrainConfig) -> Optimizer:
     return OPTIMIZERS[config.embedding_optimizer](lr=config.embedding_lr, weight_decay=config.embedding_weight_decay)
 
 
-def run_path(config: TrainConfig, data: Data, resume: str | None) -> Path:
-    """The folder of a run: the one that is named, the newest one of the data set to resume, or a new one."""
-    if config.output.out is not None:
-        return config.output.out
+def _run_path(data: Data, resume: str | None) -> Path:
+    """The newest folder with a checkpoint of the data set to resume, or a new one."""
     name = Path(data.name).name
-    if resume == "auto":
+    if resume == "auto" and RUNS.is_dir():
         started = re.compile(re.escape(name) + r"-\d{8}-\d{6}")
-        folders = [path for path in RUNS.iterdir() if started.fullmatch(path.name)] if RUNS.is_dir() else []
+        folders = [path for path in RUNS.iterdir() if started.fullmatch(path.name)]
         runs = [path for path in folders if RunFolder(path).checkpoints.latest() is not None]
         if runs:
             return max(runs, key=lambda path: path.stat().st_mtime)
-    elif resume is not None:
-        return newest(Path(resume)).resolve().parents[1]
     return RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-def newest(path: Path) -> Path:
-    """The newest checkpoint of a run's folder, or the path itself."""
-    return RunFolder(path).checkpoints.latest() or path
 
 
 class SavedConfig(Callback):
@@ -184,10 +220,10 @@ def _say(text: str) -> None:
     print(f"note: {text}", file=sys.stderr, flush=True)
 
 
-def _watchers(config: TrainConfig, folder: RunFolder) -> list[Callback]:
-    watchers: list[Callback] = [SavedConfig(folder.config, config)]
+def _callbacks(config: TrainConfig, folder: RunFolder) -> list[Callback]:
+    found: list[Callback] = [SavedConfig(folder.config, config)]
     if config.output.tensorboard:
-        watchers.append(TensorBoard(folder.tensorboard))
+        found.append(TensorBoard(folder.tensorboard))
     if config.profile.profile_steps:
-        watchers.append(Profiler(folder.trace, config.profile))
-    return watchers
+        found.append(Profiler(folder.trace, config.profile))
+    return found

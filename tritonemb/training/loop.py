@@ -10,29 +10,23 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from tritonemb.comm.control import RankFailed, lost_contact
 from tritonemb.data.batch import Batch
-from tritonemb.data.prefetch import Prefetcher
 from tritonemb.data.protocol import Split
 from tritonemb.ops.errors import check_errors
+from tritonemb.training import metrics as measure
 from tritonemb.training.callbacks import CallbackList, CheckpointSaved, Evaluation, FitEnd, FitStart, Log, StepEnd
 from tritonemb.training.checkpoint import CheckpointError
 from tritonemb.training.checkpoint.manager import CheckpointManager
-from tritonemb.training.metrics import (
-    CacheMeter,
-    Clock,
-    Metrics,
-    UndefinedMetricsError,
-    binary_metrics,
-    caches_of,
-    memory_bytes,
-)
-from tritonemb.training.pipeline import PreparedStep, open_epoch, prefetched
-from tritonemb.training.step import predict_logits
+from tritonemb.training.config import Precision
+from tritonemb.training.doctor import versions
+from tritonemb.training.metrics import Metrics, UndefinedMetricsError
+from tritonemb.training.ranks import Interrupted, StopRequest
+from tritonemb.training.step import Forward, PreparedStep, StepInfo, logits_of, take
 from tritonemb.training.train_state import TrainState
-from tritonemb.training.utils import Interrupted, StopRequest, versions
 
 
 @dataclass(frozen=True)
@@ -65,42 +59,31 @@ class Loop:
     it is decided when the step's checkpoint is written, and a run resumed from there says the rest, and says it once.
 
     Several ranks do all this alike: what decides it (rows, metrics, signals, rank 0's clock) they have agreed upon.
-
-    Args:
-        state: of the run.
-        saving: writes its checkpoints.
-        folder: where they go, if there is one.
-        watchers: callbacks.
-        request: the signal that asks this process to stop.
     """
 
     def __init__(
-        self,
-        state: TrainState,
-        saving: CheckpointManager,
-        folder: Path | None,
-        watchers: CallbackList,
+        self, state: TrainState, saving: CheckpointManager, folder: Path | None, callbacks: CallbackList,
         request: StopRequest,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.state, self.saving, self.folder = state, saving, folder
-        self.watchers, self.request = watchers, request
+        self.callbacks, self.request = callbacks, request
         self.options, self.ranks, self.progress = state.options, state.ranks, state.progress
-        self.clock = Clock(self.progress.seconds)
-        self.caches = CacheMeter(state.model) if caches_of(state.model) else None
+        self.clock = measure.Clock(self.progress.seconds)
+        self.caches = measure.CacheMeter(state.model) if measure.caches_of(state.model) else None
         self._began = time.monotonic()
         self._now, self._saved_at, self._saved_step = 0, 0, self.progress.step  # milliseconds by rank 0's clock
         self._logged_step = self.progress.step
         self._signal: int | None = None  # that the ranks have agreed upon
-        self._said_skipped: dict[str, int] = {}
-        self._watched = bool(self.ranks.max(bool(watchers) or self.options.patience is not None))
+        self._reported_skipped: dict[str, int] = {}
+        self._evaluated = bool(self.ranks.max(bool(callbacks) or self.options.patience is not None))
 
     def run(self, test: bool) -> FitResult:
-        """Train to the end, tell the callbacks, and return what was done."""
+        """Train to the end, call the callbacks, and return what was done."""
         progress, before, end = self.progress, self.progress.samples, None
         try:
-            self.watchers.on_start(self._fit_start())
+            self.callbacks.on_start(self._fit_start())
             reason = self._train()
-            self._finish_saving()
+            self._save(self.saving.finish)
             metrics = self._metrics("test") if test and reason in ("finished", "early stop") else None
             speed, seconds = self.clock.samples_per_second, self.clock.seconds
             end = FitEnd(reason, progress.step, progress.samples, seconds, speed, metrics, self.state.data.best_auc)
@@ -110,7 +93,7 @@ class Loop:
                     self.saving.finish()
             raise
         finally:
-            self.watchers.on_end(end)
+            self.callbacks.on_end(end)
         signum = self.ranks.max(self._stopped or self.request.signum or 0)  # some rank's may have come late
         if signum:
             raise Interrupted(signum)
@@ -122,18 +105,10 @@ class Loop:
         exact = state.data.num_rows("train")
         rows = state.data.estimated_rows("train") if exact is None else exact
         return FitStart(
-            first_step=progress.step,
-            total_steps=state.total_steps,
-            samples_done=progress.samples,
-            total_samples=state.total_samples(rows),
-            epoch_samples=rows,
-            estimated=exact is None,
-            num_epochs=state.last_epoch,
-            num_ranks=self.ranks.size,
-            folder=self.folder,
-            config=state.config,
-            versions=versions(state.device),
-        )
+            progress.step, state.total_steps, progress.samples, state.total_samples(rows), epoch_samples=rows,
+            estimated=exact is None, num_epochs=state.last_epoch, num_ranks=self.ranks.size, folder=self.folder,
+            config=state.config, versions=versions(state.device),
+        )  # fmt: skip
 
     def _train(self) -> str:
         """Why it ended: "finished", "early stop", or the name of a signal."""
@@ -158,56 +133,55 @@ class Loop:
 
     def _epoch(self) -> None:
         """Train to the end of the epoch, or of the run, or until a signal arrives."""
-        state, progress = self.state, self.progress
+        state, progress, request = self.state, self.progress, self.request
+        signals = {"signal": lambda: request.signum or 0, "clock": lambda: int(1000 * (time.monotonic() - self._began))}
         state.model.train()
-        with open_epoch(state, self._signum, self._milliseconds) as steps:
+        with (
+            state.open("train", True) as stream,
+            state.steps(stream, True, **signals) as steps,
+        ):
             step, over = self._next(steps)
             if over:
                 self._end_epoch()
-            while step.batches:
+            while step[0]:
                 epoch = progress.epoch
                 self._train_step(step)
                 step, over = self._next(steps)
                 if over:
                     self._end_epoch()
                 if over or self._over or self._stopped is not None:
-                    self._say_left_out(step, f"train {epoch}")
+                    self._report_left_out(step[1], f"train {epoch}")
                 self._due_after_step(epoch, last=over)
                 if progress.ended or self._over or self._stopped is not None:
                     return
 
-    def _signum(self) -> int:
-        return self.request.signum or 0
-
-    def _milliseconds(self) -> int:
-        return int(1000 * (time.monotonic() - self._began))
-
     def _train_step(self, step: PreparedStep) -> None:
-        progress = self.progress
+        progress, info = self.progress, step[1]
         self.ranks.step = progress.step + 1
-        self.state.step(progress.step, step.take(), step.weights)
+        self.state.step(progress.step, take(step), info.weights)
         if self.caches is not None:
-            self.caches.trained(step.counted)
+            self.caches.trained(info.counted)
         progress.step += 1
-        progress.samples += step.rows
-        progress.epoch_samples += step.rows
-        progress.logged_samples += step.rows
-        progress.position = step.position
-        self.clock.step(step.rows)
-        self.watchers.on_step(StepEnd(progress.step, progress.epoch, progress.samples))
+        progress.samples += info.rows
+        progress.epoch_samples += info.rows
+        progress.logged_samples += info.rows
+        progress.position = info.position
+        self.clock.step(info.rows)
+        self.callbacks.on_step(StepEnd(progress.step, progress.epoch, progress.samples))
 
-    def _next(self, steps: Prefetcher[PreparedStep]) -> tuple[PreparedStep, bool]:
+    def _next(self, steps: Iterator[PreparedStep]) -> tuple[PreparedStep, bool]:
         """The next step, and whether the epoch has none more."""
         begin = time.perf_counter()
-        step = next(steps)
+        step = batches, info = next(steps)
         end = time.perf_counter()
         self.clock.waited += end - begin
         if self.caches is not None:
-            self.caches.stalled(begin, end, step.moved)
-            if self.options.prefetch_depth is None and self.caches.wants_deeper_prefetch() and self.ranks.size == 1:
-                steps.widen()
-        self._now, self._signal = step.clock, step.signal or None
-        return step, not step.batches and not step.signal
+            self.caches.stalled(begin, end, info.moved)
+            deeper = self.options.prefetch_depth is None and self.caches.wants_deeper_prefetch()
+            if deeper and self.ranks.size == 1 and self.state.prefetched is not None:
+                self.state.prefetched.widen()
+        self._now, self._signal = info.clock, info.signal or None
+        return step, not batches and not info.signal
 
     def _end_epoch(self) -> None:
         progress = self.progress
@@ -224,7 +198,7 @@ class Loop:
         if progress.step % self.options.log_every == 0 or over:
             self._log(epoch)
         every = self.options.evaluate_every
-        if self._watched and (progress.step % every == 0 if every else last or over):
+        if self._evaluated and (progress.step % every == 0 if every else last or over):
             self._evaluate(epoch)
         if over and not progress.ended:
             progress.ended = "finished"
@@ -239,16 +213,16 @@ class Loop:
         sent, across = self.ranks.sent()
         steps, self._logged_step = progress.step - self._logged_step, progress.step
         cache = {} if self.caches is None else self.caches.lap(steps)
-        if not self.watchers:
+        if not self.callbacks:
             return
         dense_lr, table_lr = self.state.step.current_rates()
         speed, wait = self.clock.lap()
         log = Log(
             progress.step, epoch, progress.samples, loss, dense_lr, table_lr, speed, wait,
-            memory_bytes(self.state.device), self.clock.seconds,
+            measure.memory_bytes(self.state.device), self.clock.seconds,
             {kind: num_bytes // steps for kind, num_bytes in sent.items()}, across // steps, cache,
         )  # fmt: skip
-        self.watchers.on_log(log)
+        self.callbacks.on_log(log)
 
     def _evaluate(self, epoch: int) -> None:
         progress, monitor, patience = self.progress, self.options.monitor, self.options.patience
@@ -261,7 +235,7 @@ class Loop:
             progress.best, progress.best_step, progress.evaluations_since_best = value, progress.step, 0
         else:
             progress.evaluations_since_best += 1
-        self.watchers.on_evaluation(Evaluation(progress.step, epoch, "validation", metrics, best))
+        self.callbacks.on_evaluation(Evaluation(progress.step, epoch, "validation", metrics, best))
         if patience is not None and progress.evaluations_since_best >= patience:
             progress.ended = "early stop"
 
@@ -271,19 +245,18 @@ class Loop:
             with self.clock.pause(), self.ranks.unmetered():
                 metrics = evaluate(self.state, split)
         except UndefinedMetricsError as error:
-            self.watchers.on_message(f"the {split} rows are not evaluated: {error}")
+            self.callbacks.on_message(f"the {split} rows are not evaluated: {error}")
             return None
         skipped = f"{split}: {metrics.num_samples:,} rows were read, {metrics.num_skipped:,} bad ones left out"
-        self._say_skipped(metrics.num_skipped, split, skipped)
+        self._report_skipped(metrics.num_skipped, split, skipped)
         return metrics
 
     def _checkpoint_due(self) -> bool:
-        options, progress = self.options.checkpoints, self.progress
-        if progress.ended or self._stopped is not None or self._is_best():
+        if self.progress.ended or self._stopped is not None or self._is_best():
             return True
-        if options.checkpoint_steps is not None and progress.step % options.checkpoint_steps == 0:
+        every, minutes = self.options.checkpoints.checkpoint_steps, self.options.checkpoints.checkpoint_minutes
+        if every is not None and self.progress.step % every == 0:
             return True
-        minutes = options.checkpoint_minutes
         return minutes > 0 and self._now - self._saved_at >= 60_000 * minutes
 
     def _is_best(self) -> bool:
@@ -292,13 +265,10 @@ class Loop:
     def _checkpoint(self) -> None:
         self._saved_at = self._now
         self.progress.seconds = self.clock.seconds
-        self._finish_saving()  # of the one before, if that is still being written
+        self._save(self.saving.finish)  # of the one before, if that is still being written
         check_errors(self.state.device)
         if self._save(lambda: self.saving.start(self._is_best())):
             self._saved_step = self.progress.step
-
-    def _finish_saving(self) -> None:
-        self._save(self.saving.finish)
 
     def _save(self, call: Callable[[], CheckpointSaved | None]) -> bool:
         """Report what has been saved; False if it could not be, and training goes on."""
@@ -308,24 +278,24 @@ class Loop:
         except CheckpointError as error:
             if self.options.checkpoints.on_checkpoint_error == "stop":
                 raise
-            self.watchers.on_message(f"{error}. Training goes on")
+            self.callbacks.on_message(f"{error}. Training goes on")
             return False
         if saved is not None:
-            self.watchers.on_checkpoint(saved)
+            self.callbacks.on_checkpoint(saved)
         return True
 
-    def _say_left_out(self, step: PreparedStep, what: str) -> None:
+    def _report_left_out(self, info: StepInfo, what: str) -> None:
         """Report how many rows the ranks have left out of this epoch, and which."""
-        reports = self.ranks.gather(step.report)
-        told = [(rank, report) for rank, report in enumerate(reports) if report.skipped]
-        texts = [str(report) if len(reports) == 1 else f"rank {rank}: {report}" for rank, report in told]
-        self._say_skipped(sum(report.skipped for report in reports), what, "\n".join(texts))
+        reports = self.ranks.gather(info.report)
+        names = [""] if len(reports) == 1 else [f"rank {rank}: " for rank in range(len(reports))]
+        texts = [f"{name}{report}" for name, report in zip(names, reports, strict=True) if report.skipped]
+        self._report_skipped(sum(report.skipped for report in reports), what, "\n".join(texts))
 
-    def _say_skipped(self, skipped: int, what: str, text: str) -> None:
+    def _report_skipped(self, skipped: int, what: str, text: str) -> None:
         """Report how many rows were left out, once for each number."""
-        if skipped and self._said_skipped.get(what) != skipped:
-            self._said_skipped[what] = skipped
-            self.watchers.on_message(text)
+        if skipped and self._reported_skipped.get(what) != skipped:
+            self._reported_skipped[what] = skipped
+            self.callbacks.on_message(text)
 
     def _refuse_nonfinite(self, loss: float, epoch: int) -> None:
         if not math.isfinite(loss):
@@ -337,8 +307,9 @@ def evaluate(state: TrainState, split: Split) -> Metrics:
     start, ranks, step = time.perf_counter(), state.ranks, state.step
     with ranks.watched():
         state.settle()  # its collectives and those of the evaluation must not mix
-        with state.loader.open(split) as stream, prefetched(state, stream) as steps:
-            logits, labels = predict_logits(state.model, _batches(steps), state.device, step.precision, step.forward)
+        with state.open(split) as stream, state.steps(stream) as steps:
+            batches = (batch for each in steps for batch in take(each))
+            logits, labels = predict_logits(state.model, batches, state.device, step.precision, step.forward)
             skipped = sum(ranks.gather(stream.report.skipped))
         logits, labels = ranks.to_first(logits), ranks.to_first(labels)
         seconds = time.perf_counter() - start
@@ -348,15 +319,53 @@ def evaluate(state: TrainState, split: Split) -> Metrics:
     return replace(metrics, num_skipped=skipped)
 
 
-def _batches(steps: Iterable[PreparedStep]) -> Iterator[tuple[Batch, Tensor]]:
-    """Batches on the device, and their labels on the CPU."""
-    for step in steps:
-        yield from zip(step.take(), step.labels, strict=True)
-
-
 def _metrics(logits: Tensor, labels: Tensor, seconds: float) -> tuple[Metrics | None, str]:
     """Metrics, or why they are not defined."""
     try:
-        return binary_metrics(logits, labels, seconds), ""
+        return measure.binary_metrics(logits, labels, seconds), ""
     except UndefinedMetricsError as error:
         return None, str(error)
+
+
+@torch.no_grad()
+def predict_logits(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    device: torch.device,
+    precision: Precision = "fp32",
+    forward: Forward | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Logits and labels `[N]` of all samples, on the CPU, by the model (or `forward`, compiled) in evaluation mode."""
+    was_training = model.training
+    model.eval()
+    found = _GrowingTensor(device)
+    try:
+        for batch in batches:
+            there = batch.to(device, non_blocking=True)
+            logits = logits_of(model if forward is None else forward, there, precision, device)
+            found.append(torch.stack([logits, there.labels]))
+        check_errors(device)
+    finally:
+        model.train(was_training)
+    logits, labels = found.values.cpu()
+    return logits, labels
+
+
+class _GrowingTensor:
+    """Two numbers a sample of many batches, one after the other.
+
+    A small tensor kept from every batch would be between the large ones that come and go, and keep the allocator from
+    using their room again: 160 bytes a sample, measured.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._room = torch.empty(2, 1 << 16, device=device)
+        self.values = self._room[:, :0]
+
+    def append(self, numbers: Tensor) -> None:
+        used, end = self.values.shape[1], self.values.shape[1] + numbers.shape[1]
+        if end > self._room.shape[1]:
+            self._room = self._room.new_empty(2, max(end, 2 * self._room.shape[1]))
+            self._room[:, :used] = self.values
+        self._room[:, used:end] = numbers
+        self.values = self._room[:, :end]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from tritonemb.utils import require
 MIN_STALL = 1e-3  # seconds that count
 RECENT_STEPS, MANY_STALLS = 10, 3  # so many stalls in so many steps ask for a deeper prefetch
 MAX_WIDENED = 6
-HOST = ("host_hits", "disk_read", "disk_written")  # fields of `CacheCounts`, of tables on disk with a host cache
+HOST = ("host_hits", "disk_read", "disk_written")  # of tables on disk with a host cache
 
 
 class UndefinedMetricsError(ValueError):
@@ -67,32 +67,21 @@ def binary_metrics(logits: Tensor, labels: Tensor, seconds: float | None = None)
             f"all {labels.numel()} labels are the same, so neither AUC nor normalized entropy is defined"
         )
     binary_auroc = require("torchmetrics.functional.classification").binary_auroc
+    auc = float(binary_auroc(logits.sigmoid(), labels.int()))
     log_loss = float(F.binary_cross_entropy_with_logits(logits, labels))
     base_loss = float(F.binary_cross_entropy(base_rate, base_rate))
-    return Metrics(
-        auc=float(binary_auroc(logits.sigmoid(), labels.int())),
-        log_loss=log_loss,
-        normalized_entropy=log_loss / base_loss,
-        num_samples=labels.numel(),
-        samples_per_second=labels.numel() / seconds if seconds else 0.0,
-    )
+    speed = labels.numel() / seconds if seconds else 0.0
+    return Metrics(auc, log_loss, log_loss / base_loss, labels.numel(), speed)
 
 
 class Clock:
-    """Seconds of training since the run began, without evaluation and checkpoints.
-
-    Args:
-        seconds: training time of earlier processes of the run.
-    """
+    """Seconds of training since the run began, `seconds` of them in earlier processes, without what `pause` covers."""
 
     def __init__(self, seconds: float = 0.0) -> None:
-        self._earlier = seconds
-        self._started = time.perf_counter()
-        self._paused = 0.0
-        self._warm: tuple[float, int] | None = None
-        self._samples = 0
+        self._earlier, self._started, self._paused = seconds, time.perf_counter(), 0.0
+        self._warm: tuple[float, int] | None = None  # when the first step was done, and its samples
+        self._samples, self.waited = 0, 0.0
         self._lap = (0.0, 0, 0.0)
-        self.waited = 0.0
 
     @property
     def here(self) -> float:
@@ -122,11 +111,11 @@ class Clock:
     def lap(self) -> tuple[float, float]:
         """Samples a second and the share of waiting since the last lap."""
         now, samples, waited = self.here, self._samples, self.waited
-        seconds, before = now - self._lap[0], self._lap
+        before, samples_before, waited_before = self._lap
         self._lap = (now, samples, waited)
-        if samples == before[1]:  # the first step alone
+        if samples == samples_before:  # the first step alone
             return self.samples_per_second, 0.0
-        return (samples - before[1]) / seconds, min((waited - before[2]) / seconds, 1.0)
+        return (samples - samples_before) / (now - before), min((waited - waited_before) / (now - before), 1.0)
 
     @property
     def samples_per_second(self) -> float:
@@ -144,18 +133,6 @@ def memory_bytes(device: torch.device) -> int:
     return int(require("psutil").Process().memory_info().rss)
 
 
-class CacheCounts(NamedTuple):
-    """What caches have counted when the rows of a step have been prefetched."""
-
-    rows: int = 0
-    hits: int = 0
-    read: int = 0
-    written: int = 0
-    host_hits: int = 0
-    disk_read: int = 0
-    disk_written: int = 0
-
-
 def caches_of(model: nn.Module) -> list[RowCache]:
     """The caches of a model's cached tables, this rank's shards among them."""
     found = [module for module in model.modules() if isinstance(module, TableSet)]
@@ -165,42 +142,35 @@ def caches_of(model: nn.Module) -> list[RowCache]:
     return [collection.cache for collection in found if collection.cache is not None]
 
 
-def count(caches: Iterable[RowCache]) -> CacheCounts:
-    """Of all tables of the caches."""
-    counts = [found for cache in caches for found in cache.statistics().values()]
-    return CacheCounts(
-        sum(count.lookups for count in counts),
-        *(sum(getattr(count, name) for count in counts) for name in CacheCounts._fields[1:]),
-    )
+def count(caches: Iterable[RowCache]) -> Counter[str]:
+    """What the caches have counted, of all tables: the fields of `CacheStatistics`."""
+    found: Counter[str] = Counter()
+    for cache in caches:
+        for statistics in cache.statistics().values():
+            found.update(vars(statistics))
+    return found
 
 
 class CacheMeter:
-    """Means per step of what a model's caches count.
-
-    Args:
-        model: with the tables of this rank.
-    """
+    """Means per step of what the caches of a model's tables on this rank count."""
 
     def __init__(self, model: nn.Module) -> None:
         self._caches = caches_of(model)
         tables = [table for cache in self._caches for table in cache.tables if table is not None]
         self._in_host_memory = any(table.config.cache.host_rows is not None for table in tables)
         self._stall = self._stall_before = 0.0
-        self._trained: CacheCounts | None = None
+        self._trained: Counter[str] | None = None
         self._recent: deque[bool] = deque(maxlen=RECENT_STEPS)
         self._widened = 0
-        self._before = (*count(self._caches), self._stalls())
+        self._before = self._now()
 
     def stalled(self, begin: float, end: float, moved: tuple[float, float] | None) -> None:
         """Training has waited from `begin` to `end` for a step whose rows were transferred in the time `moved`."""
         if self._caches and moved is not None:
             self._stall += max(0.0, min(end, moved[1]) - max(begin, moved[0]))
 
-    def trained(self, counted: CacheCounts | None) -> None:
-        """A step has been trained; `counted` when its rows had been prefetched, None without prefetch.
-
-        So later steps, whose rows have been prefetched by now, are not included.
-        """
+    def trained(self, counted: Counter[str] | None) -> None:
+        """A step has been trained; `counted` when its rows, and no later step's, had been prefetched; None without."""
         self._trained = counted
 
     def wants_deeper_prefetch(self) -> bool:
@@ -217,21 +187,14 @@ class CacheMeter:
         """Means per step since the last call, see `Log.cache`; empty without cached tables."""
         if not self._caches:
             return {}
-        now = (*(count(self._caches) if self._trained is None else self._trained), self._stalls())
-        rows, hits, read, written, *host, stall = (
-            after - before for after, before in zip(now, self._before, strict=True)
-        )  # fmt: skip
+        now = self._now()
+        since: Counter[Any] = Counter(now)
+        since.subtract(self._before)
         self._before = now
-        found = {
-            "rows": rows / steps,
-            "hit_rate": hits / rows if rows else 1.0,
-            "read": read / steps,
-            "written": written / steps,
-            "stall": stall / steps,
-        }
-        if self._in_host_memory:
-            found |= {name: value / steps for name, value in zip(HOST, host, strict=True)}
-        return found
+        rows, names = since["lookups"], ("read", "written", "stall", *(HOST if self._in_host_memory else ()))
+        means = {name: since[name] / steps for name in names}
+        return {"rows": rows / steps, "hit_rate": since["hits"] / rows if rows else 1.0, **means}
 
-    def _stalls(self) -> float:
-        return self._stall + sum(cache.stall for cache in self._caches)
+    def _now(self) -> dict[str, float]:
+        stall = self._stall + sum(cache.stall for cache in self._caches)
+        return {**(count(self._caches) if self._trained is None else self._trained), "stall": stall}

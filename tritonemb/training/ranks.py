@@ -1,12 +1,15 @@
-"""The ranks that train together, as a trainer sees them, and the part of the data that each reads."""
+"""The ranks that train together, as a trainer sees them, and the signals that stop them."""
 
 from __future__ import annotations
 
+import signal
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from types import FrameType
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,26 +17,15 @@ from torch import Tensor, nn
 
 from tritonemb.comm.control import Consensus, FailureReports, lost_contact
 from tritonemb.comm.group import RankGroup
-from tritonemb.data.loader import merge_positions, open_shards, rank_position
-from tritonemb.data.protocol import Batches, Data, Split
-from tritonemb.data.workers import DataLoaderWorkers
 from tritonemb.sharding.hybrid import HybridParallel
 from tritonemb.training.checkpoint.all_ranks import on_rank_zero
-from tritonemb.training.utils import Interrupted
 
 T = TypeVar("T")
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Ranks:
-    """The ranks of a job: their consensus, their small messages, and what they say of each other when one is lost.
-
-    Args:
-        group: of all ranks of the job, which make this object together.
-        timeout: seconds to wait for a rank.
-
-    Attributes:
-        step: that this rank trains, for the errors of others.
-    """
+    """The ranks of a job: their consensus, small messages, and reports of failures, which name this rank's `step`."""
 
     def __init__(self, group: RankGroup, timeout: float) -> None:
         wait = timedelta(seconds=timeout)
@@ -50,8 +42,7 @@ class Ranks:
         return self.rank == 0
 
     def on_first(self, function: Callable[[], T]) -> T:
-        """What rank 0's call returns, on all ranks; what it raises becomes an exception of the same builtin kind.
-        Collective."""
+        """What rank 0's call returns, on all ranks; raises as `on_rank_zero`. Collective."""
         return on_rank_zero(self.control, function)
 
     def max(self, number: int) -> int:
@@ -74,11 +65,7 @@ class Ranks:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """A rank that is lost in the block becomes an error that names it; an error of this one is told the others.
-
-        Raises:
-            RankFailed: a rank is gone, or has not answered in time.
-        """
+        """A rank that is lost in the block becomes a `RankFailed` that names it; an error of this one is reported."""
         if self.size == 1 or self.reports is not None:
             yield
             return
@@ -116,66 +103,20 @@ class Ranks:
         if self.size == 1:
             return {}, 0
         sent, across = self._bytes_sent()
-        total: Counter[str] = Counter()
-        told = self.gather((sent - self._sent, across - self._sent_across))
-        for of_rank, _ in told:
-            total.update(of_rank)
+        of_ranks = self.gather((sent - self._sent, across - self._sent_across))
         self._sent, self._sent_across = sent, across
-        return dict(total), sum(across for _, across in told)
+        return dict(sum((kinds for kinds, _ in of_ranks), Counter())), sum(across for _, across in of_ranks)
 
     def _bytes_sent(self) -> tuple[Counter[str], int]:
-        by_kind = self.group.traffic.by_kind()
-        return Counter({kind: sent.total for kind, sent in by_kind.items()}), sum(
-            sent.across_nodes for sent in by_kind.values()
-        )
+        kinds = self.group.traffic.by_kind()
+        return Counter({kind: sent.total for kind, sent in kinds.items()}), sum(s.across_nodes for s in kinds.values())
 
     def _gather(self, values: Tensor) -> Tensor:
         return self.control.all_gather(values, "control")
 
 
-class RankLoader:
-    """Opens this rank's part of a data set, read by data loader workers where they are asked for.
-
-    Args:
-        data: the same on all ranks.
-        ranks: of the job.
-        batch_size: samples a batch.
-        seed: of the order of the rows.
-        pin_memory: make the batches in page-locked memory.
-        readers: data loader workers of this rank; none if 0.
-    """
-
-    def __init__(
-        self, data: Data, ranks: Ranks, batch_size: int, seed: int, pin_memory: bool, readers: int = 0
-    ) -> None:
-        self._data, self._ranks = data, ranks
-        self._batch_size, self._seed, self._pin_memory = batch_size, seed, pin_memory
-        self._workers = DataLoaderWorkers(data, readers) if readers else None
-
-    def open(self, split: Split, shuffle: bool = False, epoch: int = 0, position: Any = None) -> Batches:
-        """This rank's batches of a split: shuffled by epoch, from a position on."""
-        return open_shards(
-            self._data, split, self._batch_size, self._ranks.rank, self._ranks.size, positions=position,
-            seed=self._seed if shuffle else 0, epoch=epoch, shuffle=shuffle, pin_memory=self._pin_memory,
-            workers=self._workers,
-        )  # fmt: skip
-
-    def merged(self, position: Any) -> Any:
-        """The position of all ranks in the epoch, from that of each; None at its beginning. Collective."""
-        positions = self._ranks.gather(position)
-        return None if position is None else merge_positions(positions)
-
-    def own(self, position: Any) -> Any:
-        """This rank's part of the position of all ranks."""
-        return None if position is None else rank_position(position, self._ranks.rank, self._ranks.size)
-
-
 def group_of(model: nn.Module) -> RankGroup:
-    """The ranks that train a model.
-
-    Raises:
-        ValueError: the job has several ranks, and the model trains on one.
-    """
+    """The ranks that train a model; ValueError if it trains on one of several."""
     if isinstance(model, HybridParallel):
         return model.group
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
@@ -184,3 +125,46 @@ def group_of(model: nn.Module) -> RankGroup:
             "trainer tritonemb.HybridParallel(model), which shards its tables and copies the rest to all ranks"
         )
     return RankGroup()
+
+
+class Interrupted(Exception):
+    """Training ended at a signal's request; `exit_status` is what a process reports for it: 130 or 143."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"training was interrupted by {signal.Signals(signum).name}")
+        self.signum = signum
+
+    @property
+    def exit_status(self) -> int:
+        return 128 + self.signum
+
+
+class StopRequest:
+    """The signal that has arrived, if one has."""
+
+    signum: int | None = None
+
+
+@contextmanager
+def stop_requests() -> Iterator[StopRequest]:
+    """Note the first SIGINT or SIGTERM in the block, in the main thread only; a second one acts as usual, at once."""
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    # Whoever started this process may have it ignore a signal: it keeps ignoring it.
+    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+
+    def note(signum: int, frame: FrameType | None) -> None:
+        request.signum = signum
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+    for number in before:
+        signal.signal(number, note)
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""Learning rates over the steps of a run: warm-up, then constant, polynomial or cosine decay."""
+"""Factors that change from step to step: of learning rates (warm-up, then decay), and of fp16 losses."""
 
 from __future__ import annotations
 
@@ -77,3 +77,75 @@ class Schedule:
         share = min((step - self.warmup_steps) / self.decay_steps, 1.0)
         fall = (1 - share) ** self.power if self.decay == "polynomial" else (1 + math.cos(math.pi * share)) / 2
         return self.final + (1 - self.final) * fall
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleOptions:
+    """Learning rates over the steps, of the dense part and of the tables separately.
+
+    Args:
+        dense_warmup_steps: steps in which the dense rate rises to its full value.
+        dense_decay: how it falls afterwards.
+        dense_decay_steps: over how many steps; to the end of the run if not given.
+        dense_final_factor: what it is multiplied by in the end.
+        table_warmup_steps: as for the dense part.
+        table_decay: as for the dense part.
+        table_decay_steps: as for the dense part.
+        table_final_factor: as for the dense part.
+        decay_power: of polynomial decays.
+    """
+
+    dense_warmup_steps: int = 0
+    dense_decay: Decay = "constant"
+    dense_decay_steps: int | None = None
+    dense_final_factor: float = 0.0
+    table_warmup_steps: int = 0
+    table_decay: Decay = "constant"
+    table_decay_steps: int | None = None
+    table_final_factor: float = 0.0
+    decay_power: float = 2.0
+
+    def __post_init__(self) -> None:
+        _ = self.dense_schedule, self.table_schedule  # both are made once, which checks their numbers
+
+    @property
+    def dense_schedule(self) -> Schedule:
+        steps, final = self.dense_decay_steps, self.dense_final_factor
+        return Schedule(self.dense_warmup_steps, self.dense_decay, steps, self.decay_power, final)
+
+    @property
+    def table_schedule(self) -> Schedule:
+        steps, final = self.table_decay_steps, self.table_final_factor
+        return Schedule(self.table_warmup_steps, self.table_decay, steps, self.decay_power, final)
+
+
+class LossScale:
+    """A factor that keeps fp16 gradients above the smallest number and below the largest.
+
+    It doubles after `GROWTH_INTERVAL` steps without overflow and halves at every overflow, whose step is left out
+    (Micikevicius et al., ICLR 2018). `torch.amp.GradScaler` has the same rule but unscales gradients of a
+    `torch.optim.Optimizer` only; those of fused tables have to be checked together with them.
+    """
+
+    GROWTH_INTERVAL = 2000
+    SMALLEST, LARGEST = 1.0, 2.0**24
+
+    def __init__(self, factor: float = 2.0**16) -> None:
+        self.factor = factor
+        self.good_steps = 0
+        self.overflows = 0
+
+    def update(self, overflowed: bool) -> None:
+        self.overflows += overflowed
+        self.good_steps += 1
+        if overflowed:
+            self.factor, self.good_steps = max(self.factor / 2, self.SMALLEST), 0
+        elif self.good_steps == self.GROWTH_INTERVAL:
+            self.factor, self.good_steps = min(self.factor * 2, self.LARGEST), 0
+
+    def state_dict(self) -> dict[str, float]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.factor = float(state["factor"])
+        self.good_steps, self.overflows = int(state["good_steps"]), int(state["overflows"])

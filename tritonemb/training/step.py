@@ -1,41 +1,188 @@
-"""A training step: forward, loss, backward, and the optimizers of the dense part and of the tables; or logits alone."""
+"""A step: its batches, prefetched to the device; then forward, backward, and the optimizers of dense part and tables.
+
+While a step computes, the next one is ready, and the one after it is being made. A rank that has run out of data has
+batches without samples until all have.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, get_args
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map_only
 
+from tritonemb.comm.control import Round, describe
 from tritonemb.data.batch import Batch
-from tritonemb.ops.errors import check_errors
+from tritonemb.data.protocol import Batches, ReadReport
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
+from tritonemb.tables.lookup import released_before, sequence_number
+from tritonemb.tables.prefetch import PrefetchedFeatures, needs_prefetch, prefetch
 from tritonemb.tables.table_set import TableSet
 from tritonemb.training.config import Precision
 from tritonemb.training.ranks import Ranks
-from tritonemb.training.schedule import Schedule
+from tritonemb.training.schedule import LossScale, Schedule
 
 PLAIN = (int, float, str, bool, type(None))
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 Forward = Callable[..., Any]
+Prefetch = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class StepInfo:
+    """What belongs to the batches of a step.
+
+    Args:
+        weights: of the batches' mean losses. The ranks' gradients are averaged, so they are such that the step's loss
+            is the mean over the samples of all batches of all ranks.
+        rows: samples of all ranks.
+        position, report: of this rank's data after them.
+        signal: that some rank received, 0 for none.
+        clock: rank 0's.
+        copied: when the batches are on the device.
+        moved: from when to when they, and the rows that they need, were moved to the device.
+        counted: what the caches of these rows had counted then.
+    """
+
+    weights: tuple[float, ...]
+    rows: int
+    position: Any
+    report: ReadReport
+    signal: int = 0
+    clock: int = 0
+    copied: torch.cuda.Event | None = field(default=None, repr=False)
+    moved: tuple[float, float] | None = None
+    counted: Counter[str] | None = None
+
+
+PreparedStep = tuple[tuple[Batch, ...], StepInfo]
+
+
+def prepare(
+    stream: Batches,
+    ranks: Ranks,
+    device: torch.device,
+    empty: Callable[[], Batch],
+    *,
+    accumulate: int = 1,
+    prefetch: Prefetch | None = None,
+    counted: Callable[[], Counter[str]] | None = None,
+    signal: Callable[[], int] = lambda: 0,
+    clock: Callable[[], int] = lambda: 0,
+) -> Generator[PreparedStep, None, None]:
+    """The steps of an epoch, or of an evaluation: batches on the device; collective where there are several ranks.
+
+    The last one has no batches: the data is over, or a signal arrived.
+
+    Args:
+        empty: makes a batch without samples.
+        accumulate: batches a step.
+        prefetch: a batch's features for the model, whose ids are exchanged and whose rows are on the device.
+        counted: what the caches of rows that `prefetch` moves have counted.
+        signal: that asks this rank to stop, 0 for none.
+        clock: of this rank.
+
+    Raises:
+        RankFailed: the data of another rank has failed.
+        Exception: whatever the stream raised, on this rank.
+    """
+    copies = torch.cuda.Stream(device) if device.type == "cuda" else None
+    while True:
+        before, error = stream.position, None
+        try:
+            batches = list(islice(stream, accumulate))
+        except Exception as raised:
+            batches, error = [], raised
+        agreed = _agree(ranks, batches, error, signal(), clock())
+        if agreed.over or agreed.signal:
+            position, number = (stream.position, 0) if agreed.over else (before, agreed.signal)
+            yield (), StepInfo((), 0, position, stream.report, number, agreed.clock)
+            return
+        batches += [empty() for _ in range(agreed.batches - len(batches))]
+        rows = sum(agreed.rows)
+        weights = tuple(len(batch) * ranks.size / max(rows, 1) for batch in batches)
+        began = time.perf_counter()
+        with nullcontext() if copies is None else torch.cuda.stream(copies):
+            there = tuple(batch.to(device, non_blocking=True) for batch in batches)
+            if prefetch is not None:
+                there = tuple(replace(b, sparse=prefetch(b.sparse), buffer=None, layout=None) for b in there)
+            copied = None if copies is None else copies.record_event()
+        moved = began, time.perf_counter()
+        yield there, StepInfo(
+            weights, rows, stream.position, stream.report, 0, agreed.clock, copied, moved,
+            None if counted is None else counted(),
+        )  # fmt: skip
+        del batches, there  # or they would stay until the next ones are there
+
+
+def _agree(ranks: Ranks, batches: list[Batch], error: Exception | None, signal: int, clock: int) -> Round:
+    """What all ranks bring to a step; raises `error`, of this rank's data, or that another rank's have failed."""
+    if error is not None and ranks.size == 1:
+        raise error
+    rows = sum(len(batch) for batch in batches)
+    if ranks.size == 1:
+        return Round((rows,), len(batches), not batches, signal, clock)
+    state: Any = "failed" if error is not None else "ready" if batches else "over"
+    note = "" if error is None else describe(error)
+    try:
+        return ranks.agreement.next(rows, state, note, batches=len(batches), signal=signal, clock=clock)
+    except RuntimeError as failure:
+        ranks.report_lost(failure)
+        if error is not None:
+            raise error from None
+        raise
+
+
+def take(step: PreparedStep) -> tuple[Batch, ...]:
+    """The batches of a step, for the CUDA stream of this thread."""
+    batches, info = step
+    if info.copied is not None:
+        stream = torch.cuda.current_stream(batches[0].labels.device)
+        stream.wait_event(info.copied)
+
+        def record(tensor: Tensor) -> Tensor:
+            """Tell the allocator that the stream uses the memory."""
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
+            return tensor
+
+        for batch in batches:
+            sparse: Any = batch.sparse
+            tree_map_only(Tensor, record, (batch.dense, batch.labels, sparse))
+            if isinstance(sparse, PrefetchedFeatures):
+                sparse.map(record)
+    return batches
+
+
+def prefetch_for(model: nn.Module, training: bool) -> Prefetch | None:
+    """Prefetches a batch's features for a model, with gradients to come or without; None if there is no need."""
+    if not isinstance(model, HybridParallel) and not needs_prefetch(model):
+        return None
+
+    def prefetch_features(features: Any) -> PrefetchedFeatures:
+        with torch.set_grad_enabled(training):
+            return model.prefetch(features) if isinstance(model, HybridParallel) else prefetch(model, features)
+
+    return prefetch_features
+
+
+def eviction_permit() -> AbstractContextManager[object]:
+    """Which rows may be evicted is settled when a step may be made, not when the thread comes to it."""
+    return released_before(sequence_number())
 
 
 class TrainStep:
-    """Trains a model step by step.
-
-    Args:
-        model: its fused collections update their tables themselves; every other parameter belongs to `dense_optimizer`.
-        device: where it is.
-        ranks: that train it.
-        dense_optimizer: called with the parameters and `lr`.
-        dense_lr: of that.
-        precision: of the dense part.
-        compile: run the model through `torch.compile`.
+    """Trains a model step by step; the options are those of `Trainer`.
 
     Attributes:
         forward: the model, compiled if that is asked for.
@@ -53,7 +200,6 @@ class TrainStep:
         precision: Precision,
         compile: bool,
     ) -> None:
-        autocast(precision, device)  # raises for an unknown name before training
         self.model, self.device, self.ranks, self.precision = model, device, ranks, precision
         self.forward: Forward = torch.compile(model) if compile else model
         dense = dense_parameters(model)
@@ -70,12 +216,7 @@ class TrainStep:
         self._schedules = (None if dense.is_constant else dense, None if tables.is_constant else tables)
 
     def __call__(self, number: int, batches: Sequence[Batch], weights: Sequence[float]) -> None:
-        """Step `number`, from 0.
-
-        Args:
-            batches: of this rank; every rank has as many.
-            weights: of the batches' mean losses, in the loss of the step.
-        """
+        """Step `number`, from 0, on as many batches on each rank; `weights` are those of their mean losses."""
         for base, (group, schedule) in zip(self._base_rates, self._rates(), strict=True):
             if schedule is not None:
                 group["lr"] = base * schedule.factor(number)
@@ -203,47 +344,8 @@ class _GradientOverflow(Exception):
     """A gradient was not finite under the present loss scale."""
 
 
-class LossScale:
-    """A factor that keeps fp16 gradients above the smallest number and below the largest.
-
-    It doubles after `GROWTH_INTERVAL` steps without overflow and halves at every overflow, whose step is left out
-    (Micikevicius et al., ICLR 2018). `torch.amp.GradScaler` has the same rule but unscales gradients of a
-    `torch.optim.Optimizer` only; those of fused tables have to be checked together with them.
-    """
-
-    GROWTH_INTERVAL = 2000
-    SMALLEST, LARGEST = 1.0, 2.0**24
-
-    def __init__(self, factor: float = 2.0**16) -> None:
-        self.factor = factor
-        self.good_steps = 0
-        self.overflows = 0
-
-    def update(self, overflowed: bool) -> None:
-        if overflowed:
-            self.factor, self.good_steps = max(self.factor / 2, self.SMALLEST), 0
-            self.overflows += 1
-            return
-        self.good_steps += 1
-        if self.good_steps == self.GROWTH_INTERVAL:
-            self.factor, self.good_steps = min(self.factor * 2, self.LARGEST), 0
-
-    def state_dict(self) -> dict[str, float]:
-        return dict(vars(self))
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.factor = float(state["factor"])
-        self.good_steps, self.overflows = int(state["good_steps"]), int(state["overflows"])
-
-
 def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
-    """Matrix products in 16 bits within the block; tables and weights stay as they are.
-
-    Raises:
-        ValueError: for another name.
-    """
-    if precision not in get_args(Precision):
-        raise ValueError(f"precision must be one of {get_args(Precision)}, got {precision!r}")
+    """Matrix products in 16 bits within the block; tables and weights stay as they are."""
     return nullcontext() if precision == "fp32" else torch.autocast(device.type, dtype=DTYPES[precision])
 
 
@@ -258,59 +360,6 @@ def logits_of(forward: Forward, batch: Batch, precision: Precision, device: torc
     if logits.shape != batch.labels.shape:
         raise ValueError(f"the model must return logits [{len(batch)}], got shape {list(logits.shape)}")
     return logits.float() if logits.dtype in DTYPES.values() else logits
-
-
-@torch.no_grad()
-def predict_logits(
-    model: nn.Module,
-    batches: Iterable[tuple[Batch, Tensor]],
-    device: torch.device,
-    precision: Precision = "fp32",
-    forward: Forward | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Logits and labels `[N]` of all samples, on the CPU, by the model in evaluation mode.
-
-    Args:
-        batches: with their labels on the CPU, which a batch that is on the device has there.
-        forward: what to call in place of the model, for example a compiled form of it.
-    """
-    was_training = model.training
-    model.eval()
-    logits, labels = _GrowingTensor(device), _GrowingTensor(torch.device("cpu"))
-    try:
-        for batch, its_labels in batches:
-            there = batch.to(device, non_blocking=True)
-            logits.append(logits_of(model if forward is None else forward, there, precision, device))
-            labels.append(its_labels)
-        check_errors(device)
-    finally:
-        model.train(was_training)
-    return logits.values.cpu(), labels.values.cpu()
-
-
-class _GrowingTensor:
-    """Numbers of many batches, one after the other.
-
-    A small tensor kept from every batch would be between the large ones that come and go, and keep the allocator from
-    using their room again: 160 bytes a sample, measured.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._room = torch.empty(1 << 16, device=device)
-        self._used = 0
-
-    @property
-    def values(self) -> Tensor:
-        return self._room[: self._used]
-
-    def append(self, numbers: Tensor) -> None:
-        end = self._used + numbers.shape[0]
-        if end > self._room.shape[0]:
-            larger = torch.empty(max(end, 2 * self._room.shape[0]), device=self._room.device)
-            larger[: self._used] = self.values
-            self._room = larger
-        self._room[self._used : end] = numbers
-        self._used = end
 
 
 def fused_collections(model: nn.Module) -> list[TableSet | ShardedCollection]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,12 +15,20 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from tritonemb.data.batch import Batch, BatchLayout
+from tritonemb.data.loader import merge_positions, open_shards, rank_position
 from tritonemb.data.prefetch import Prefetcher
-from tritonemb.data.protocol import Data
+from tritonemb.data.protocol import Batches, Data, Split
+from tritonemb.data.workers import DataLoaderWorkers
+from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.tables.cached_table import CachedTable, metadata_only
+from tritonemb.tables.prefetch import needs_prefetch
 from tritonemb.training.config import TrainerOptions
-from tritonemb.training.ranks import RankLoader, Ranks
-from tritonemb.training.step import PLAIN, TrainStep
+from tritonemb.training.metrics import caches_of, count
+from tritonemb.training.ranks import Ranks
+from tritonemb.training.step import PLAIN, PreparedStep, TrainStep, eviction_permit, prefetch_for, prepare
+
+DEPTH = 2  # steps beyond the one that is trained
 
 
 @dataclass
@@ -26,14 +36,11 @@ class Progress:
     """How far a run has come.
 
     Args:
-        step: optimizer steps done.
-        epoch: epochs done.
-        samples: samples trained on.
+        step, epoch, samples: steps and epochs done, samples trained on.
         position: where the epoch's next batch begins, on this rank; None at the beginning of an epoch.
-        epoch_samples: samples trained on in this epoch.
-        logged_samples: samples trained on since the last log.
+        epoch_samples, logged_samples: samples trained on in this epoch, and since the last log.
         losses: mean training loss of each epoch done.
-        best: the best value of the metric that is watched, and the step when it was reached.
+        best, best_step: the best value of the monitored metric, and the step when it was reached.
         evaluations_since_best: how many have not been better.
         seconds: time trained.
         ended: why the run is over, "" while it is not.
@@ -65,18 +72,8 @@ class TrainState:
     """What a trainer, its loop and its checkpoints share.
 
     Args:
-        model: with its tables, on the device.
-        device: that trains.
-        data: what is trained on.
-        options: of the run.
-        config: of the run, for its checkpoints and its report.
-        step: trains the model on the batches of a step.
-        progress: how far the run has come.
-        loader: this rank's part of the data.
-        ranks: that train together.
         pipeline: whether the next steps are prefetched.
-        last_epoch: epochs of the whole run.
-        last_step: steps of the whole run, if they are limited.
+        last_epoch, last_step: where the whole run ends.
         begun: whether the ranks' generators are their own.
         fitted: whether a fit has been to its end.
         prefetched: the steps of the epoch that is being trained.
@@ -89,14 +86,66 @@ class TrainState:
     config: Mapping[str, Any]
     step: TrainStep
     progress: Progress
-    loader: RankLoader
     ranks: Ranks
     pipeline: bool
-    last_epoch: int
-    last_step: int | None
+    last_epoch: int = field(init=False)
+    last_step: int | None = field(init=False)
     begun: bool = False
     fitted: bool = False
-    prefetched: Prefetcher[Any] | None = None
+    prefetched: Prefetcher[PreparedStep] | None = None
+
+    def __post_init__(self) -> None:
+        self.last_epoch, self.last_step = self.options.epochs, self.options.max_steps
+        self._workers = DataLoaderWorkers(self.data, self.options.num_workers) if self.options.num_workers else None
+
+    def open(self, split: Split, training: bool = False) -> Batches:
+        """This rank's batches of a split; for training shuffled, from where the epoch has come to."""
+        options, progress = self.options, self.progress
+        order: dict[str, Any] = {}
+        if training:
+            order = {"seed": options.seed, "epoch": progress.epoch, "shuffle": True, "positions": progress.position}
+        return open_shards(
+            self.data, split, options.batch_size, self.ranks.rank, self.ranks.size,
+            pin_memory=self.device.type == "cuda", workers=self._workers, **order,
+        )  # fmt: skip
+
+    def merged_position(self) -> Any:
+        """Where all ranks have come to in the epoch; None at its beginning. Collective."""
+        positions: list[Any] = self.ranks.gather(self.progress.position)
+        return None if self.progress.position is None else merge_positions(positions)
+
+    def own_position(self, position: Any) -> Any:
+        """This rank's part of the position of all ranks."""
+        return None if position is None else rank_position(position, self.ranks.rank, self.ranks.size)
+
+    @contextmanager
+    def steps(
+        self, stream: Batches, training: bool = False, **signals: Callable[[], int]
+    ) -> Iterator[Iterator[PreparedStep]]:
+        """Steps on a stream's batches, prefetched where that exchanges, copies or reads; `signals`: see `prepare`."""
+        ranks, options = self.ranks, self.options
+        prefetch = prefetch_for(self.model, training) if self.pipeline else None
+        cached, caches = has_cached_tables(self.model), caches_of(self.model)
+        steps = prepare(
+            stream, ranks, self.device, partial(empty_batch, self.data), prefetch=prefetch,
+            accumulate=options.accumulate if training else 1,
+            counted=partial(count, caches) if caches and prefetch and training else None, **signals,
+        )  # fmt: skip
+        depth = options.prefetch_depth if cached and options.prefetch_depth is not None else DEPTH
+        if depth == 0 or not self.pipeline or (ranks.size == 1 and self.device.type != "cuda" and not cached):
+            with closing(steps):
+                yield steps
+            return
+        permit = eviction_permit if caches else None
+        with Prefetcher(steps, depth, "tritonemb-pipeline", collective=ranks.size > 1, permit=permit) as prefetcher:
+            if not training:
+                yield prefetcher
+                return
+            self.prefetched = prefetcher
+            try:
+                yield prefetcher
+            finally:
+                self.prefetched = None
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -117,12 +166,11 @@ class TrainState:
     def total_samples(self, rows: int | None) -> int | None:
         """Samples of the whole run, if an epoch has `rows`."""
         size = self.options.batch_size * self.options.accumulate * self.ranks.size
-        by_steps = None if self.last_step is None else self.last_step * size
         if rows is None:
-            return by_steps
-        if by_steps is None:
+            return None if self.last_step is None else self.last_step * size
+        if self.last_step is None:
             return rows * self.last_epoch
-        epochs, rest = divmod(self.last_step or 0, -(-rows // size))
+        epochs, rest = divmod(self.last_step, -(-rows // size))
         return min(rows * self.last_epoch, rows * epochs + rest * size)
 
     def settle(self) -> None:
@@ -131,14 +179,20 @@ class TrainState:
             self.prefetched.settle()
 
 
+def empty_batch(data: Data) -> Batch:
+    """A batch without samples, with the keys of a data set's batches."""
+    layout = BatchLayout(tuple(feature.name for feature in data.features), 0, data.num_dense, 0)
+    return layout.batch(torch.zeros(layout.num_bytes, dtype=torch.uint8))
+
+
+def has_cached_tables(model: nn.Module) -> bool:
+    """Whether some table is in host memory or on disk: the same on all ranks, whoever has its shards."""
+    sharded = [module for module in model.modules() if isinstance(module, ShardedCollection)]
+    return needs_prefetch(model) or any(config.placement != "device" for each in sharded for config in each.configs)
+
+
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """`model.<key>` for every entry of the model's `state_dict`, sharing memory with the model.
-
-    Each tensor of a table on disk is a `DiskTensor`, which has no values.
-
-    Raises:
-        TypeError: for an entry that is no tensor.
-    """
+    """`model.<key>` for every entry of the model's `state_dict`, sharing memory; a table on disk has `DiskTensor`s."""
     with metadata_only():
         state = model.state_dict()
     for name, value in state.items():
@@ -158,35 +212,30 @@ def read_again(model: nn.Module) -> None:
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
     """`optimizer.<parameter>.<state>` for every tensor that the optimizer of the dense part keeps."""
-    entries = _optimizer_entries(model, optimizer)
-    return {f"optimizer.{name}.{key}": value for name, key, value in entries if isinstance(value, Tensor)}
+    states = _states(model, optimizer).items()
+    return {f"optimizer.{name}.{key}": v for name, state in states for key, v in state.items() if isinstance(v, Tensor)}
 
 
 def optimizer_plain(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Any]]:
-    """What the optimizer keeps of each parameter that is no tensor, by the parameter's name.
-
-    Raises:
-        TypeError: for a value that JSON does not know.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    for name, key, value in _optimizer_entries(model, optimizer):
-        if isinstance(value, Tensor):
-            continue
-        if not isinstance(value, PLAIN):
-            raise TypeError(
-                f"{type(optimizer).__name__} keeps {key!r} of type {type(value).__name__} for {name}; checkpoints "
-                "hold tensors and plain values only"
-            )
-        found.setdefault(name, {})[key] = value
+    """What the optimizer keeps of each parameter that is no tensor, by the parameter's name, for JSON."""
+    found = {}
+    for name, state in _states(model, optimizer).items():
+        plain = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+        for key, value in plain.items():
+            if not isinstance(value, PLAIN):
+                raise TypeError(
+                    f"{type(optimizer).__name__} keeps {key!r} of type {type(value).__name__} for {name}; checkpoints "
+                    "hold tensors and plain values only"
+                )
+        if plain:
+            found[name] = plain
     return found
 
 
 def optimizer_templates(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, stored: Mapping[str, TensorStorageMetadata]
 ) -> dict[str, Tensor]:
-    """Room for those stored optimizer states whose parameters this optimizer has: on the CPU, or where the parameter is
-    a DTensor, sharded as that is.
-    """
+    """Room for the stored states of parameters that this optimizer has: on the CPU, or sharded as they are."""
     owners: dict[str, Tensor] = {f"optimizer.{name}": parameter for name, parameter in _parameters_of(model, optimizer)}
     found: dict[str, Tensor] = {}
     for name, entry in stored.items():
@@ -207,10 +256,8 @@ def load_optimizer_state(
     """Give the optimizer what `optimizer_tensors` and `optimizer_plain` took out of one like it."""
     names = {id(parameter): name for name, parameter in _parameters_of(model, optimizer)}
     packed = optimizer.state_dict()
-    numbers = [number for group in packed["param_groups"] for number in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    packed["state"] = {}
-    for number, parameter in zip(numbers, parameters, strict=True):
+    packed["state"] = {}  # by number, in the order of the groups
+    for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         prefix = f"optimizer.{names[id(parameter)]}."
         state: dict[str, Any] = dict(plain.get(names[id(parameter)], {}))
         state |= {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
@@ -257,7 +304,10 @@ def set_rng(
             torch.set_rng_state(tensor)
         else:
             torch.cuda.set_rng_state(tensor, device)
-    set_rng_plain(plain[rank])
+    version, numbers, gauss = plain[rank]["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, position, has_gauss, cached = plain[rank]["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002
 
 
 def seed_rank(seed: int, rank: int) -> None:
@@ -278,18 +328,9 @@ def rng_plain() -> dict[str, Any]:
     }
 
 
-def set_rng_plain(values: dict[str, Any]) -> None:
-    version, numbers, gauss = values["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    name, keys, position, has_gauss, cached = values["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002
-
-
-def _optimizer_entries(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, str, Any]]:
-    """Parameter name, state name and value of all that the optimizer keeps."""
-    for name, parameter in _parameters_of(model, optimizer):
-        for key, value in optimizer.state.get(parameter, {}).items() if optimizer is not None else ():
-            yield name, key, value
+def _states(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Mapping[str, Any]]:
+    """What the optimizer keeps, by the parameter's name."""
+    return {name: optimizer.state.get(p, {}) for name, p in _parameters_of(model, optimizer)} if optimizer else {}
 
 
 def _parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, nn.Parameter]]:

@@ -24,11 +24,10 @@ from tritonemb.training.checkpoint.manager import CheckpointManager
 from tritonemb.training.config import TrainerOptions
 from tritonemb.training.loop import FitResult, Loop, evaluate
 from tritonemb.training.metrics import Metrics
-from tritonemb.training.ranks import RankLoader, Ranks, group_of
+from tritonemb.training.ranks import Ranks, StopRequest, group_of, stop_requests
 from tritonemb.training.schedule import Schedule
 from tritonemb.training.step import TrainStep
 from tritonemb.training.train_state import Progress, TrainState, seed_rank
-from tritonemb.training.utils import StopRequest, stop_requests
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -44,9 +43,8 @@ class Trainer(TrainerOptions):
     stopped.
 
     On several ranks the model is a `tritonemb.HybridParallel`, and every rank makes a trainer with the same arguments.
-    A step trains the ranks' batches as one, in the order of ranks; each rank reads its own shard of the data, and while
-    a step computes, the batches of the next two are read, their ids are exchanged, and they are copied to the device.
-    Rank 0 shows progress, and writes log and report. A signal to any rank ends all after the same step; a checkpoint is
+    A step trains the ranks' batches as one, in the order of ranks; each rank reads its own shard of the data. Rank 0
+    shows progress, and writes log and report. A signal to any rank ends all after the same step; a checkpoint is
     written by all, to a folder that all share, and read by any number of them.
 
     Args:
@@ -55,7 +53,7 @@ class Trainer(TrainerOptions):
         dense_optimizer: called with the parameters and `lr=dense_lr`; a class of `torch.optim`, for example.
         device: where to train; the model is moved there.
         folder: where checkpoints, `log.jsonl` and `report.html` go.
-        callbacks: told of all that happens, see `Callback`.
+        callbacks: see `Callback`.
         config: shown in the report, kept in the log.
         verbose: show progress.
         pipeline: prepare the next steps while one computes; False for a model that changes the features that it is
@@ -69,7 +67,7 @@ class Trainer(TrainerOptions):
         state: what changes in a run, shared with its loop and its checkpoints.
 
     Raises:
-        ValueError: for options out of range, or for `patience` without validation rows; the job has several ranks and
+        ValueError: options are out of range; `patience` or `evaluate_every` without validation rows; several ranks, and
             the model is no `tritonemb.HybridParallel`.
     """
 
@@ -93,45 +91,30 @@ class Trainer(TrainerOptions):
             if getattr(self, name) is not None and "validation" not in self.data.splits():
                 raise ValueError(f"{name} needs validation rows, and data set {self.data.name!r} has none")
         ranks = Ranks(group_of(self.model), self.timeout)
-        model, device = self.model, _device_of(self.model)
-        if self.device is not None:
-            model, device = model.to(self.device), torch.empty(0, device=self.device).device  # with its index
+        model = self.model if self.device is None else self.model.to(self.device)
+        some = next(model.parameters(), None) if self.device is None else torch.empty(0, device=self.device)
+        device = torch.device("cpu") if some is None else some.device  # with its index
         step = TrainStep(model, device, ranks, self.dense_optimizer, self.dense_lr, self.precision, self.compile)
-        loader = RankLoader(self.data, ranks, self.batch_size, self.seed, device.type == "cuda", self.readers)
-        state = TrainState(
-            model, device, self.data, self, dict(self.config or {}), step, Progress(), loader, ranks, self.pipeline,
-            self.epochs, self.max_steps,
-        )  # fmt: skip
+        config = dict(self.config or {})
+        state = TrainState(model, device, self.data, self, config, step, Progress(), ranks, self.pipeline)
         # What is learned of the data's size later on does not change them, or a resumed run would have other rates.
         given = (self.dense_schedule, self.table_schedule)
         step.schedule(*((schedule or Schedule()).within(state.total_steps) for schedule in given))
         options, folder = self.checkpoints, None
         if self.folder is not None:
             folder = RunFolder(self.folder, options.keep, options.checkpoint_incremental)
+        saving = CheckpointManager(state, folder, options.checkpoint_async)
         # The options are frozen; what is made of them is set once.
-        vars(self).update(device=device, dense_optimizer=step.dense_optimizer, state=state, run_folder=folder)
-        vars(self).update(saving=CheckpointManager(state, folder, options.checkpoint_async))
+        vars(self).update(device=device, dense_optimizer=step.dense_optimizer)
+        vars(self).update(state=state, run_folder=folder, saving=saving)
 
     @property
     def progress(self) -> Progress:
         """How far the run has come."""
         return self.state.progress
 
-    @property
-    def steps_per_epoch(self) -> int | None:
-        """None where the data set does not know its number of rows."""
-        return self.state.steps_per_epoch
-
-    @property
-    def total_steps(self) -> int | None:
-        """Steps of the whole run, as far as they are known."""
-        return self.state.total_steps
-
     def fit(self, test: bool = False) -> FitResult:
-        """Train to the end of the run; a second call trains for as many epochs, or steps, again.
-
-        Args:
-            test: evaluate the test rows at the end.
+        """Train to the end of the run, and with `test` evaluate the test rows; again for as many epochs, or steps.
 
         Raises:
             ValueError: the loss is not finite; the data says so; or the folder holds another run.
@@ -156,7 +139,7 @@ class Trainer(TrainerOptions):
                 self.saving.tensors()
                 request = stack.enter_context(stop_requests())
             path = None if folder is None else folder.path
-            result = Loop(state, self.saving, path, CallbackList(self._watchers()), request).run(test)
+            result = Loop(state, self.saving, path, CallbackList(self._all_callbacks()), request).run(test)
         state.fitted = True
         return result
 
@@ -168,20 +151,11 @@ class Trainer(TrainerOptions):
         return total
 
     def evaluate(self, split: Split = "test") -> Metrics:
-        """Metrics on the test rows, or on another split.
-
-        Raises:
-            ValueError: the data set has no such split, or a logit is NaN.
-        """
+        """Metrics on the test rows, or on another split; ValueError if there are none, or a logit is NaN."""
         return evaluate(self.state, split)
 
     def save(self) -> CheckpointSaved:
-        """Write a checkpoint of the present state into the folder.
-
-        Raises:
-            ValueError: there is no folder.
-            CheckpointError: it could not be written; the earlier ones are as they were.
-        """
+        """Write a checkpoint; ValueError if there is no folder, CheckpointError if it cannot be written."""
         if self.run_folder is None:
             raise ValueError("there is nowhere to save to: give the trainer a folder")
         check_errors(self.state.device)
@@ -192,11 +166,8 @@ class Trainer(TrainerOptions):
         """Resume from a checkpoint: model, optimizers, schedules, position in the data and generators.
 
         Args:
-            checkpoint: a checkpoint's folder, or "auto" for the newest one in the trainer's folder. Later checkpoints
-                than the one that is named are removed when the next one is written.
-
-        Returns:
-            the checkpoint, or None if "auto" found none.
+            checkpoint: a checkpoint's folder, or "auto" for the newest one in the trainer's folder, if there is one.
+                Later checkpoints than this are removed when the next one is written.
 
         Raises:
             ValueError, FileNotFoundError: it is damaged, or of another model, optimizer, data set or batch size; all
@@ -210,13 +181,12 @@ class Trainer(TrainerOptions):
                 self.progress.ended = ""  # a run that was finished may have more to do now
         return path
 
-    def _watchers(self) -> list[Callback]:
+    def _all_callbacks(self) -> list[Callback]:
         folder, first = self.run_folder, self.state.ranks.is_first
-        watchers: list[Callback] = [make_display()] if self.verbose and first else []
+        own: list[Callback] = [make_display()] if self.verbose and first else []
         if folder is not None and first:
-            watchers.append(RunLog(folder.log, resume_at_step=self.progress.step))
-            watchers.append(HtmlReport(folder.report, folder.log))
-        return [*watchers, *self.callbacks]
+            own += [RunLog(folder.log, self.progress.step), HtmlReport(folder.report, folder.log)]
+        return [*own, *self.callbacks]
 
     def _lock(self, folder: RunFolder, stack: ExitStack) -> None:
         """Keep other jobs out of the folder, and check that it is this run's."""
@@ -227,8 +197,3 @@ class Trainer(TrainerOptions):
                 f"{folder.path} holds a run with {newest.name}; resume it (--resume auto) or choose another folder"
             )
         self.saving.mark_best_again()
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    parameter = next(model.parameters(), None)
-    return torch.device("cpu") if parameter is None else parameter.device

@@ -43,7 +43,7 @@ MAX_HISTORY = 50  # movies
 
 
 def default_cache_dir() -> Path:
-    """Where downloads are kept: the user's cache folder, `tritonemb` in it."""
+    """Where downloads are kept: `tritonemb` in the cache folder of the user."""
     if sys.platform == "win32":
         base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
     else:

@@ -1,4 +1,4 @@
-"""A planted model: data whose best possible AUC is known.
+"""Synthetic data with a known ground truth, and so with a known Bayes-optimal AUC.
 
 Every id of every feature has a hidden effect; a row's logit is the sum of its ids' effects (the mean for a multi-hot
 feature) and of a linear part in the dense values; its label is 1 with probability sigmoid(logit). No model can be
@@ -29,7 +29,7 @@ MAX_TAGS = 6
 
 
 def make_synthetic(num_train: int = 200_000, num_test: int = 50_000, seed: int = 0) -> Dataset:
-    """Draw a data set from the planted model; `best_auc` is the AUC of the true logits on the test rows.
+    """Draw a synthetic data set; `best_auc` is the AUC of the true logits on the test rows.
 
     Raises:
         ValueError: for fewer than one row.

@@ -12,14 +12,10 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
-from tritonemb.training.callbacks.base import Callback, CheckpointSaved, Evaluation, FitEnd, FitStart, Log, StepEnd
+from tritonemb.training.callbacks import Callback, CheckpointSaved, Evaluation, FitEnd, FitStart, Log, StepEnd
 from tritonemb.utils import require
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-    from rich.live import Live
 
 REFRESH_SECONDS = 0.5
 
@@ -33,7 +29,6 @@ def make_display(stream: TextIO | None = None) -> Callback:
     stream = sys.stdout if stream is None else stream
     if not stream.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
         return Lines(stream)
-    require("rich")
     return LiveView(stream)
 
 
@@ -48,11 +43,7 @@ _NOTES = _Notes(logging.INFO)
 
 
 class Lines(Callback):
-    """Writes a line for the start, for every log, evaluation, checkpoint and message, and a summary at the end.
-
-    Args:
-        stream: flushed after every line.
-    """
+    """Writes a line for the start, for every log, evaluation, checkpoint and message, and a summary at the end."""
 
     essential = False
 
@@ -68,10 +59,14 @@ class Lines(Callback):
         logger.setLevel(logging.INFO)
 
     def on_log(self, log: Log) -> None:
-        self._print(log_line(log, self._start))
+        self._print(log_line(log, self._start, eta=True))
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        self._print(evaluation_line(evaluation, self._start))
+        found, step = evaluation.metrics, _step_field(evaluation.step, self._start)
+        quality = (
+            f"AUC {found.auc:.4f}  log loss {found.log_loss:.4f}  normalized entropy {found.normalized_entropy:.4f}"
+        )
+        self._print(f"{evaluation.split}  {step}  {quality}{'  (best)' * evaluation.best}")
 
     def on_checkpoint(self, saved: CheckpointSaved) -> None:
         self._print(f"checkpoint  {saved.path}  {size(saved.num_bytes)} in {saved.seconds:.1f} s")
@@ -92,36 +87,31 @@ class LiveView(Lines):
     """A progress bar and the last log at the bottom of a terminal, and the lines of other events above them.
 
     It is drawn by the thread that trains, so no thread of it competes with training.
-
-    Args:
-        stream: a terminal.
-        clock: seconds, for tests.
     """
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.perf_counter) -> None:
-        from rich.console import Console
-
         super().__init__(stream)
-        self._console = Console(file=stream, highlight=False, force_terminal=True, force_jupyter=False)
+        console = require("rich.console").Console
+        self._console = console(file=stream, highlight=False, force_terminal=True, force_jupyter=False)
         self._clock = clock
-        self._live: Live | None = None
+        self._live: Any = None
 
     def on_start(self, start: FitStart) -> None:
-        from rich.live import Live
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
         super().on_start(start)
         self._logged = self._auc = ""
         self._best_auc: float | None = None
         self._drawn = -math.inf
-        columns = TextColumn("{task.description}"), BarColumn(None), TaskProgressColumn(), TimeRemainingColumn()
-        self._progress = Progress(*columns, console=self._console, get_time=self._clock, expand=True)
+        rich = require("rich.progress")
+        columns = rich.TextColumn("{task.description}"), rich.BarColumn(None), rich.TaskProgressColumn()
+        self._progress = rich.Progress(
+            *columns, rich.TimeRemainingColumn(), console=self._console, get_time=self._clock, expand=True
+        )
         self._task = self._progress.add_task(
-            step_field(start.first_step, start), total=start.total_samples, completed=start.samples_done
+            _step_field(start.first_step, start), total=start.total_samples, completed=start.samples_done
         )
         # What others print on the same terminal must go through the view, to be above the bar.
         shared = self._stream in (sys.stdout, sys.stderr)
-        self._live = Live(
+        self._live = require("rich.live").Live(
             console=self._console,
             get_renderable=self._view,
             auto_refresh=False,
@@ -131,11 +121,11 @@ class LiveView(Lines):
         self._live.start(refresh=True)
 
     def on_step(self, step: StepEnd) -> None:
-        self._progress.update(self._task, completed=step.samples, description=step_field(step.step, self._start))
+        self._progress.update(self._task, completed=step.samples, description=_step_field(step.step, self._start))
         self._draw()
 
     def on_log(self, log: Log) -> None:
-        self._logged = state_line(log, self._start)
+        self._logged = log_line(log, self._start)
         self._draw()
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
@@ -155,10 +145,8 @@ class LiveView(Lines):
         super().on_end(end)
 
     def _print(self, text: str) -> None:
-        from rich.text import Text
-
         lines = [fold(line, self._console.width) for line in printable(text, self._console.encoding).split("\n")]
-        self._console.print(Text("\n".join(lines)), soft_wrap=True)
+        self._console.print(require("rich.text").Text("\n".join(lines)), soft_wrap=True)
 
     def _draw(self) -> None:
         now = self._clock()
@@ -166,18 +154,15 @@ class LiveView(Lines):
             self._drawn = now
             self._live.refresh()
 
-    def _view(self) -> RenderableType:
-        from rich.console import Group
-        from rich.text import Text
-
-        fields = "  ".join(text for text in (self._logged, self._auc) if text)
-        return Group(self._progress, Text(fold(fields, self._console.width)))
+    def _view(self) -> Any:
+        fields = fold("  ".join(text for text in (self._logged, self._auc) if text), self._console.width)
+        return require("rich.console").Group(self._progress, require("rich.text").Text(fields))
 
 
 def start_line(start: FitStart) -> str:
     """What the run trains on."""
     fields = ["training"]
-    data, batch_size = start.config.get("data"), find(start.config, "batch_size")
+    data, batch_size = start.config.get("data"), _find(start.config, "batch_size")
     if isinstance(data, str):
         fields.append(data)
     epochs = "1 epoch" if start.num_epochs == 1 else f"{start.num_epochs:,} epochs"
@@ -197,39 +182,19 @@ def start_line(start: FitStart) -> str:
     return "  ".join(fields)
 
 
-def state_line(log: Log, start: FitStart) -> str:
-    """The state of training at a log."""
+def log_line(log: Log, start: FitStart, eta: bool = False) -> str:
+    """The state of training at a log, and with `eta` the time left where it is known."""
+    rate = log.samples_per_second
     fields = [
-        (step_field(log.step, start), 0),
-        (f"epoch {epoch_done(log.epoch, log.samples, start)}", 0),
-        (f"loss {log.loss:.4f}", 11),
-        (f"{log.samples_per_second:,.0f} samples/s", 16),
-        (f"wait {100 * log.data_wait:.0f} %", 9),
-        (size(log.memory_bytes), 7),
+        f"{_step_field(log.step, start)}  epoch {_epoch_done(log, start)}",
+        f"loss {log.loss:.4f}".ljust(11),
+        f"{rate:,.0f} samples/s".ljust(16),
+        f"wait {100 * log.data_wait:.0f} %".ljust(9),
+        size(log.memory_bytes).ljust(7),
     ]
-    return "  ".join(text.ljust(width) for text, width in fields).rstrip()
-
-
-def log_line(log: Log, start: FitStart) -> str:
-    """The state of training, and the time left where it is known."""
-    line, rate = state_line(log, start), log.samples_per_second
-    if start.total_samples is None or not math.isfinite(rate) or rate <= 0:
-        return line
-    width = len(line) + max(0, 7 - len(size(log.memory_bytes)))
-    return f"{line.ljust(width)}  ETA {duration(max(0, start.total_samples - log.samples) / rate)}"
-
-
-def evaluation_line(evaluation: Evaluation, start: FitStart) -> str:
-    """The metrics of a split."""
-    metrics = evaluation.metrics
-    fields = [
-        evaluation.split,
-        step_field(evaluation.step, start),
-        f"AUC {metrics.auc:.4f}",
-        f"log loss {metrics.log_loss:.4f}",
-        f"normalized entropy {metrics.normalized_entropy:.4f}",
-    ]
-    return "  ".join(fields + ["(best)"] * evaluation.best)
+    if eta and start.total_samples is not None and math.isfinite(rate) and rate > 0:
+        fields.append(f"ETA {duration(max(0, start.total_samples - log.samples) / rate)}")
+    return "  ".join(fields).rstrip()
 
 
 def summary(end: FitEnd) -> str:
@@ -237,30 +202,42 @@ def summary(end: FitEnd) -> str:
     lines = []
     if end.test is not None:
         best = "" if end.best_auc is None else f"  (Bayes-optimal {end.best_auc:.4f})"
-        lines = [
-            f"test AUC            {end.test.auc:.4f}{best}",
-            f"log loss            {end.test.log_loss:.4f}",
-            f"normalized entropy  {end.test.normalized_entropy:.4f}",
-        ]
+        lines.append(f"test AUC            {end.test.auc:.4f}{best}")
+        lines.append(f"log loss            {end.test.log_loss:.4f}")
+        lines.append(f"normalized entropy  {end.test.normalized_entropy:.4f}")
     lines.append(f"samples/s           {end.samples_per_second:,.0f}  (training took {took(end.seconds)})")
     if end.reason != "finished":
         lines.append(f"ended by            {end.reason} after step {end.step:,}")
     return "\n".join(lines)
 
 
-def step_field(step: int, start: FitStart) -> str:
+def _step_field(step: int, start: FitStart) -> str:
     """`step done/total`, as wide as that of the last step."""
-    return f"step {of(step, start.total_steps)}".ljust(len(f"step {of(start.total_steps or step, start.total_steps)}"))
+    return f"step {_of(step, start.total_steps)}".ljust(
+        len(f"step {_of(start.total_steps or step, start.total_steps)}")
+    )
 
 
-def epoch_done(epoch: int, samples: int, start: FitStart) -> str:
+def _epoch_done(log: Log, start: FitStart) -> str:
     """Epochs done as 0.32, where the number of samples is known; else which epoch of how many it is."""
     if not start.epoch_samples:
-        return of(epoch + 1, start.num_epochs)
-    done = samples / start.epoch_samples
+        return _of(log.epoch + 1, start.num_epochs)
+    done = log.samples / start.epoch_samples
     if start.estimated:  # only the number of the epoch is certain
-        done = min(max(done, epoch), epoch + 0.99)
+        done = min(max(done, log.epoch), log.epoch + 0.99)
     return f"{done:.2f}"
+
+
+def _find(config: Mapping[str, Any], name: str) -> Any:
+    """The first value of that name, at any depth; None if there is none."""
+    if name in config:
+        return config[name]
+    nested = (_find(value, name) for value in config.values() if isinstance(value, Mapping))
+    return next((value for value in nested if value is not None), None)
+
+
+def _of(done: int, total: int | None) -> str:
+    return f"{done:,}" if total is None else f"{done:,}/{total:,}"
 
 
 def fold(line: str, width: int) -> str:
@@ -271,19 +248,6 @@ def fold(line: str, width: int) -> str:
             rows.append("")
         rows[-1] += field
     return "\n".join(rows)
-
-
-def find(config: Mapping[str, Any], name: str) -> Any:
-    """The first value of that name, at any depth; None if there is none."""
-    if name in config:
-        return config[name]
-    nested = (find(value, name) for value in config.values() if isinstance(value, Mapping))
-    return next((value for value in nested if value is not None), None)
-
-
-def of(done: int, total: int | None) -> str:
-    """`done/total`, or `done` where the total is not known."""
-    return f"{done:,}" if total is None else f"{done:,}/{total:,}"
 
 
 def took(seconds: float) -> str:
@@ -300,7 +264,7 @@ def duration(seconds: float) -> str:
     return f"{hours:,}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def size(num_bytes: int) -> str:
+def size(num_bytes: float) -> str:
     """Three digits in MB (10^6 bytes) or GB (10^9)."""
     value, unit = (num_bytes / 1e6, "MB") if num_bytes < 999.5e6 else (num_bytes / 1e9, "GB")
     digits = 2 if value < 9.995 else 1 if value < 99.95 else 0

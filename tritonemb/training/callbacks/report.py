@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
-from pathlib import Path, PurePath
+from itertools import groupby, pairwise
+from pathlib import Path
 from typing import Any
 
 import jinja2
 
-from tritonemb.training.callbacks.base import Callback, FitEnd
+from tritonemb.training.callbacks import Callback, FitEnd
 from tritonemb.training.callbacks.console import size, took
 from tritonemb.training.callbacks.jsonl import read_run_log
 from tritonemb.utils import write_whole
@@ -50,11 +50,7 @@ class HtmlReport(Callback):
 
 
 def write_report(path: Path | str, log_path: Path | str) -> None:
-    """Make the page at `path` from a run log, also of a run that has not ended.
-
-    Raises:
-        FileNotFoundError, ValueError: as `read_run_log`.
-    """
+    """Make the page at `path` from a run log, also of a run that has not ended; raises as `read_run_log`."""
     write_whole(Path(path), render(read_run_log(log_path)))
 
 
@@ -63,26 +59,31 @@ def render(events: Sequence[Event]) -> str:
     kinds: dict[str, list[Event]] = defaultdict(list)
     for event in events:
         kinds[event["event"]].append(event)
-    starts, logs, checkpoints = kinds["start"], kinds["log"], kinds["checkpoint"]
-    start: Event = starts[-1] if starts else {}
+    start: Event = kinds["start"][-1] if kinds["start"] else {}
     end: Event = events[-1] if events and events[-1]["event"] == "end" else {}
     config = start.get("config") or {}
     validations = [event for event in kinds["evaluation"] if event.get("split") == "validation"]
     last_step = max((event["step"] for event in events if "step" in event), default=0)
-    resumed = sorted({event["first_step"] for event in starts if event["first_step"]})
+    resumed = sorted({event["first_step"] for event in kinds["start"] if event["first_step"]})
     names = [config[key] for key in ("model", "data") if isinstance(config.get(key), str)]
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_visible)
+    environment.filters |= {"count": "{:,.0f}".format, "size": size, "took": took}
     template = environment.from_string(Path(__file__).with_name("report.html.jinja").read_text("utf-8"))
     return template.render(
         GEOMETRY,
+        kinds=kinds,
         title=" on ".join(names) or "Training run",
-        starts=starts,
         start=start,
         end=end,
+        config=config,
         resumed=resumed,
-        tiles=list(_tiles(start, logs, validations, end, last_step)),
-        charts=list(_charts(logs, validations, end.get("best_auc"), resumed, last_step)),
-        tables=list(_tables(config, start, checkpoints, validations, logs, kinds["message"])),
+        validations=validations,
+        best=max(validations, key=_auc, default=None),
+        last_step=last_step,
+        latest={**(kinds["log"][-1] if kinds["log"] else {}), **end},
+        sent=next((log for log in reversed(kinds["log"]) if log.get("sent")), None),
+        cache=next((log["cache"] for log in reversed(kinds["log"]) if log.get("cache")), None),
+        charts=list(_charts(kinds["log"], validations, end.get("best_auc"), resumed, last_step)),
     )
 
 
@@ -92,31 +93,6 @@ def _visible(value: Any) -> Any:
         return value
     shown = "".join(c if c in "\n\t" or c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in value)
     return type(value)(shown)
-
-
-def _tiles(
-    start: Event, logs: Sequence[Event], validations: Sequence[Event], end: Event, last_step: int
-) -> Iterator[tuple[str, ...]]:
-    """Name, value and remark of the numbers at the top."""
-    test, last = end.get("test"), logs[-1] if logs else {}
-    latest = {**last, **end}
-    if test:
-        best = end.get("best_auc")
-        yield "test AUC", f"{test['auc']:.4f}", "" if best is None else f"Bayes-optimal {best:.4f}"
-        yield "test log loss", f"{test['log_loss']:.4f}"
-        yield "normalized entropy", f"{test['normalized_entropy']:.4f}"
-    if validations:
-        best_one = max(validations, key=_auc)
-        yield "validation AUC", f"{_auc(best_one):.4f}", f"best, at step {best_one['step']:,}"
-    elif last and not test:
-        yield "training loss", f"{last['loss']:.4f}", "last"
-    if "samples_per_second" in latest:
-        yield "samples/s", f"{latest['samples_per_second']:,.0f}"
-    if "seconds" in latest:
-        yield "training time", took(latest["seconds"])
-    total = start.get("total_steps")
-    remark = f"{latest['samples']:,} samples" if "samples" in latest else ""
-    yield "steps", f"{last_step:,}", remark if total in (None, last_step) else f"of {total:,}"
 
 
 def _auc(validation: Event) -> float:
@@ -156,15 +132,7 @@ def chart(
     level: float | None = None,
     resumed: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """The places of a curve over the steps up to `last_step`, for the template; without `lines` where none is finite.
-
-    Args:
-        points: in the order of their steps; values that are not finite are gaps.
-        unit: how values are written.
-        from_zero: let the axis begin at 0.
-        level: a value to compare with.
-        resumed: steps at which the run was resumed.
-    """
+    """The places of a curve over the steps up to `last_step`, for the template; values that are not finite are gaps."""
     show, show_tick = unit
     last, points = points[-1][1], thin(points)
     finite = [point for point in points if is_finite(point[1])]
@@ -215,14 +183,8 @@ def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
 
 
 def segments(points: Sequence[Point]) -> list[list[Point]]:
-    """The points without their gaps."""
-    found: list[list[Point]] = [[]]
-    for point in points:
-        if is_finite(point[1]):
-            found[-1].append(point)
-        elif found[-1]:
-            found.append([])
-    return [segment for segment in found if segment]
+    """The points between the gaps."""
+    return [list(part) for finite, part in groupby(points, lambda point: is_finite(point[1])) if finite]
 
 
 def ticks(low: float, high: float, count: int = 4, outside: bool = False) -> list[float]:
@@ -267,73 +229,3 @@ COUNT: Unit = (lambda value: f"{value:,.0f}", compact)
 SHARE: Unit = (lambda value: f"{100 * value:.1f} %", lambda value, step: f"{decimals(100 * value, 100 * step)} %")
 BYTES: Unit = (lambda value: size(round(value)), lambda value, step: size(round(value)) if value else "0")
 RATE: Unit = (lambda value: f"{value:.3g}", lambda value, step: f"{value:.3g}")
-
-
-def _tables(
-    config: Event,
-    start: Event,
-    checkpoints: Sequence[Event],
-    validations: Sequence[Event],
-    logs: Sequence[Event],
-    messages: Sequence[Event],
-) -> Iterator[tuple[str, Sequence[tuple[str, ...]], tuple[str, ...]]]:
-    """Title, rows and head of each table; a head that ends with `#` is of a column of numbers."""
-    yield "Configuration", list(_flat(config)), ()
-    yield "Versions", list((start.get("versions") or {}).items()), ()
-    saved = [
-        (f"{at['step']:,}", _within(at["path"], start), size(at["num_bytes"]), f"{at['seconds']:.1f} s")
-        for at in checkpoints
-    ]
-    yield "Checkpoints", saved, ("step#", "path", "size#", "time#")
-    names = ("auc", "log_loss", "normalized_entropy")
-    rows = [(f"{at['step']:,}", *(f"{at['metrics'][name]:.4f}" for name in names)) for at in validations]
-    yield "Validation", rows, ("step#", "AUC#", "log loss#", "normalized entropy#")
-    log = next((log for log in reversed(logs) if log.get("sent")), None)
-    if log is not None:
-        kinds = {**log["sent"], "of these to other nodes": log["sent_across_nodes"]}
-        yield "Sent between ranks", [(kind, size(count)) for kind, count in kinds.items()], ("what", "a step#")
-    cache = next((log["cache"] for log in reversed(logs) if log.get("cache")), None)
-    if cache is not None:
-        yield "Cached tables", list(_cache_rows(cache)), ("what", "a step#")
-    yield "Messages", [(f"{message['step']:,}", message["text"]) for message in messages], ("step#", "message")
-
-
-def _cache_rows(cache: Mapping[str, float]) -> Iterator[tuple[str, str]]:
-    yield "distinct rows", f"{cache['rows']:,.0f}"
-    yield "of these in device memory", f"{100 * cache['hit_rate']:.1f} %"
-    yield "read from the tables", size(round(cache["read"]))
-    yield "written back", size(round(cache["written"]))
-    if "host_hits" in cache:
-        yield "rows found in host memory", f"{cache['host_hits']:,.0f}"
-        yield "read by the disk", size(round(cache["disk_read"]))
-        yield "written by the disk", size(round(cache["disk_written"]))
-    yield "training waited", f"{1000 * cache['stall']:.1f} ms"
-
-
-def _within(path: str, start: Event) -> str:
-    """`path` relative to the folder of the run, where it is in there."""
-    folder = start.get("folder")
-    return str(PurePath(path).relative_to(folder)) if folder and PurePath(path).is_relative_to(folder) else path
-
-
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Nested values as rows; those of a list under their number, or under their name where they have one."""
-    if isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _flat(item, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
-        for number, item in enumerate(value):
-            named = isinstance(item, Mapping) and "name" in item
-            key = item["name"] if named else number
-            rest = {key: item[key] for key in item if key != "name"} if named else item
-            yield f"{name}.{key}", _shown(rest)
-    else:
-        yield name, _shown(value)
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{key} {_shown(item)}" for key, item in value.items())
-    if isinstance(value, list):
-        return ", ".join(map(_shown, value)) or "-"
-    return "-" if value in (None, "") else f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,10 +1,14 @@
-"""Curves for TensorBoard."""
+"""Curves for TensorBoard, and a window of steps under `torch.profiler` as a trace that Perfetto opens."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from tritonemb.training.callbacks.base import Callback, Evaluation, FitEnd, FitStart, Log
+import torch
+
+from tritonemb.training.callbacks import Callback, Evaluation, FitEnd, FitStart, Log, StepEnd
 from tritonemb.training.metrics import Metrics
 from tritonemb.utils import require
 
@@ -13,9 +17,7 @@ FLUSH_SECONDS = 10
 
 class TensorBoard(Callback):
     """Writes scalars over steps: train/loss, train/samples_per_second, train/data_wait, train/memory_bytes, lr/dense,
-    lr/tables, and auc, log_loss and normalized_entropy under the name of each split. For cached tables also cache/rows,
-    cache/hit_rate, cache/read, cache/written and cache/stall; for a table on disk with a host cache cache/host_hits,
-    cache/disk_read and cache/disk_written.
+    lr/tables; auc, log_loss and normalized_entropy under the name of each split; cache/ and each name of `Log.cache`.
 
     Where a run is resumed from a checkpoint, what was written after that step is hidden.
 
@@ -30,23 +32,22 @@ class TensorBoard(Callback):
 
     def __init__(self, folder: Path | str) -> None:
         require("tensorboard", "tensorboard")
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._make_writer = SummaryWriter
         self._folder = str(folder)
-        self._writer: SummaryWriter | None = None
 
     def on_start(self, start: FitStart) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
         # What an earlier process wrote from purge_step on is hidden: what belongs to first_step itself stays.
-        self._writer = self._make_writer(self._folder, purge_step=start.first_step + 1, flush_secs=FLUSH_SECONDS)
+        self._writer: Any = SummaryWriter(self._folder, purge_step=start.first_step + 1, flush_secs=FLUSH_SECONDS)
 
     def on_log(self, log: Log) -> None:
         for name in ("loss", "samples_per_second", "data_wait", "memory_bytes"):
-            self._add(f"train/{name}", getattr(log, name), log.step)
+            self._writer.add_scalar(f"train/{name}", getattr(log, name), log.step)
         for name, value in log.cache.items():
-            self._add(f"cache/{name}", value, log.step)
-        self._add("lr/dense", log.dense_lr, log.step)
-        self._add("lr/tables", log.table_lr, log.step)
+            self._writer.add_scalar(f"cache/{name}", value, log.step)
+        for name, rate in (("dense", log.dense_lr), ("tables", log.table_lr)):
+            if rate is not None:
+                self._writer.add_scalar(f"lr/{name}", rate, log.step)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         self._add_metrics(evaluation.split, evaluation.metrics, evaluation.step)
@@ -54,14 +55,54 @@ class TensorBoard(Callback):
     def on_end(self, end: FitEnd | None) -> None:
         if end is not None and end.test is not None:
             self._add_metrics("test", end.test, end.step)
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+        self._writer.close()
 
     def _add_metrics(self, split: str, metrics: Metrics, step: int) -> None:
         for name in ("auc", "log_loss", "normalized_entropy"):
-            self._add(f"{split}/{name}", getattr(metrics, name), step)
+            self._writer.add_scalar(f"{split}/{name}", getattr(metrics, name), step)
 
-    def _add(self, name: str, value: float | None, step: int) -> None:
-        if self._writer is not None and value is not None:
-            self._writer.add_scalar(name, value, step)
+
+@dataclass(frozen=True)
+class ProfileOptions:
+    """Which steps to profile.
+
+    Args:
+        profile_steps: how many, 0 for none; the trace is `trace.json` in the run's folder (ui.perfetto.dev opens it).
+        profile_start: how many steps of this process go before.
+
+    Raises:
+        ValueError: for negative numbers.
+    """
+
+    profile_steps: int = 0
+    profile_start: int = 10
+
+    def __post_init__(self) -> None:
+        if self.profile_steps < 0 or self.profile_start < 0:
+            raise ValueError(
+                f"profile_steps and profile_start must not be negative, got {self.profile_steps}, {self.profile_start}"
+            )
+
+
+class Profiler(Callback):
+    """Profiles a window of at least one step, and writes `path` when the window or training ends."""
+
+    def __init__(self, path: Path, options: ProfileOptions) -> None:
+        self.path, self.options = path, options
+
+    def on_start(self, start: FitStart) -> None:
+        warmup = min(1, self.options.profile_start)
+        self._profiler = torch.profiler.profile(
+            schedule=torch.profiler.schedule(
+                wait=self.options.profile_start - warmup, warmup=warmup, active=self.options.profile_steps, repeat=1
+            ),
+            on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(self.path)),
+            record_shapes=True,
+        )
+        self._profiler.start()
+
+    def on_step(self, step: StepEnd) -> None:
+        self._profiler.step()
+
+    def on_end(self, end: FitEnd | None) -> None:
+        self._profiler.stop()

@@ -24,11 +24,7 @@ class CheckpointError(OSError):
 
 
 def read_manifest_text(path: Path) -> tuple[str, dict[str, Any]]:
-    """A checkpoint's manifest, as text and parsed.
-
-    Raises:
-        FileNotFoundError, ValueError: there is none, it is damaged, or of a format that this version cannot read.
-    """
+    """A checkpoint's manifest, as text and parsed; FileNotFoundError or ValueError, see `read_manifest`."""
     if not (path / MANIFEST).is_file():
         raise FileNotFoundError(f"{path} is not a checkpoint: it has no {MANIFEST}")
     try:
@@ -110,13 +106,12 @@ def link_or_copy(source: Path, target: Path) -> None:
         sync(target)
 
 
-def allocated(path: Path) -> int:
-    """Bytes that a file takes on the disk; its size where the system does not tell."""
-    found = path.stat()
-    return 512 * found.st_blocks if hasattr(found, "st_blocks") else found.st_size
-
-
 def free_bytes(folder: Path) -> int | None:
     """Free bytes where this folder is or would be made."""
     there = next((path for path in (folder, *folder.parents) if path.is_dir()), None)
     return None if there is None else shutil.disk_usage(there).free
+
+
+def describe(shape: Any, dtype: torch.dtype) -> str:
+    """A tensor's dtype and shape, in words."""
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"

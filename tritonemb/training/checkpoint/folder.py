@@ -22,33 +22,29 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from tritonemb.comm.group import RankGroup
-from tritonemb.training.checkpoint.all_ranks import (
-    ignore_single_process_warning,
-    is_alone,
-    is_rank_zero,
-    on_all_ranks,
-    on_rank_zero,
-)
-from tritonemb.training.checkpoint.dcp import (
-    CheckpointWriter,
-    Shards,
-    in_pieces,
-    local_bytes,
-    refuse_missing_shards,
-    shards_of,
-)
-from tritonemb.training.checkpoint.disk_tables import RankFiles, TableSnapshots, split_tables
+from tritonemb.storage.io import allocated
+from tritonemb.training.checkpoint.all_ranks import ignore_single_process_warning, on_all_ranks, on_rank_zero
 from tritonemb.training.checkpoint.files import (
     FORMAT,
     MANIFEST,
     CheckpointError,
-    allocated,
     free_bytes,
     link_or_copy,
     read_manifest_text,
     size_of,
     sync,
     write,
+)
+from tritonemb.training.checkpoint.writer import (
+    CheckpointWriter,
+    RankFiles,
+    Shards,
+    TableSnapshots,
+    in_pieces,
+    local_bytes,
+    refuse_missing_shards,
+    shards_of,
+    split_tables,
 )
 
 # A half-written checkpoint; a whole one that a new one of the same name is to replace; a half-removed one.
@@ -67,9 +63,6 @@ class CheckpointOptions:
         checkpoint_incremental: of tables on disk, write the rows that have changed since the last checkpoint only, as
             long as such changes together are smaller than the table.
         checkpoint_async: write checkpoints in a thread while training goes on; copies of the tensors stay in memory.
-
-    Raises:
-        ValueError: for numbers out of range.
     """
 
     checkpoint_steps: int | None = None
@@ -80,12 +73,12 @@ class CheckpointOptions:
     checkpoint_async: bool = False
 
     def __post_init__(self) -> None:
-        if self.checkpoint_steps is not None and self.checkpoint_steps < 1:
-            raise ValueError(f"checkpoint_steps must be at least 1, got {self.checkpoint_steps}")
+        for name in ("checkpoint_steps", "keep"):
+            number = getattr(self, name)
+            if number is not None and number < 1:
+                raise ValueError(f"{name} must be at least 1, got {number}")
         if self.checkpoint_minutes < 0:
             raise ValueError(f"checkpoint_minutes must not be negative, got {self.checkpoint_minutes}")
-        if self.keep < 1:
-            raise ValueError(f"keep must be at least 1, got {self.keep}")
         if self.on_checkpoint_error not in ("continue", "stop"):
             raise ValueError(f"on_checkpoint_error must be 'continue' or 'stop', got {self.on_checkpoint_error!r}")
 
@@ -100,15 +93,11 @@ class CheckpointFolder:
     With a `group` of several ranks all of them call a method together. Each writes its own tensors into one folder,
     which must be on a file system that all of them share; rank 0 does all else. What fails on one fails on all.
 
-    Args:
-        keep: how many of the newest stay.
-        incremental: write what has changed in tables on disk since the last checkpoint, where that is less.
+    An `incremental` one has what has changed in tables on disk since the last checkpoint, where that is less.
     """
 
     def __init__(self, folder: str | Path, keep: int = 3, incremental: bool = False) -> None:
-        self.folder = Path(folder)
-        self.keep = keep
-        self.incremental = incremental
+        self.folder, self.keep, self.incremental = Path(folder), keep, incremental
 
     def steps(self) -> list[int]:
         """The steps of which there is a checkpoint, ascending."""
@@ -120,13 +109,8 @@ class CheckpointFolder:
 
     def latest(self, group: RankGroup | None = None) -> Path | None:
         """The newest checkpoint, if there is one; with several ranks, what rank 0 finds."""
-
-        def found() -> str | None:
-            steps = self.steps()
-            return self.path(steps[-1]).name if steps else None
-
-        name = on_rank_zero(group, found)
-        return None if name is None else self.folder / name
+        names = on_rank_zero(group, lambda: [self.path(step).name for step in self.steps()[-1:]])
+        return self.folder / names[0] if names else None
 
     def best(self) -> Path | None:
         """The checkpoint of the best evaluation, if there is one."""
@@ -163,8 +147,8 @@ class CheckpointFolder:
             metadata = save(
                 dict(writer.tensors),
                 storage_writer=writer,
-                process_group=None if group is None else group.process_group,
-                no_dist=is_alone(group),
+                process_group=writer.group.process_group,
+                no_dist=writer.group.size == 1,
             )
             return writer.result(metadata)[0]
 
@@ -178,9 +162,9 @@ class CheckpointFolder:
     ) -> CheckpointWriter:
         """Make the folder of a checkpoint, and submit snapshots of tables on disk; torch saves the writer's tensors.
 
-        Raises:
-            as `save`.
+        Arguments and errors as of `save`.
         """
+        group = RankGroup() if group is None else group
         in_memory, tables = split_tables(tensors)
         snapshots, aside = TableSnapshots(tables), self.folder / f"{WRITING}step-{step}"
         text: dict[str, Any] = {}
@@ -214,7 +198,7 @@ class CheckpointFolder:
         shards, sharded, replicated, on_disk = zip(*on_all_ranks(group, check), strict=True)
         refuse_missing_shards(shards)
         needed = sum(sharded) + max(replicated) + sum(on_disk)
-        in_memory = in_pieces(in_memory) if is_alone(group) else in_memory
+        in_memory = in_pieces(in_memory) if group.size == 1 else in_memory
         writer = CheckpointWriter(aside, step, needed, in_memory, snapshots, group, publish)
         with self.reporting(writer):
             on_rank_zero(group, make, OSError)
@@ -231,11 +215,7 @@ class CheckpointFolder:
             raise self._failure(pending.step, pending.needed, error, pending.group) from error
 
     def mark_best(self, step: int, group: RankGroup | None = None) -> None:
-        """Keep the checkpoint of this step as the best one, whatever becomes of the newest ones.
-
-        Raises:
-            CheckpointError: as `save` does.
-        """
+        """Keep the checkpoint of this step as the best one, whatever becomes of the newest ones. Raises as `save`."""
         try:
             on_rank_zero(group, lambda: self._mark_best(step), OSError)
         except OSError as error:
@@ -255,10 +235,10 @@ class CheckpointFolder:
     def _earlier(self, step: int) -> list[tuple[Path, Mapping[str, Any]]]:
         """Earlier checkpoints and their manifests, newest first, if changes of tables on disk may follow them."""
         found: list[tuple[Path, Mapping[str, Any]]] = []
-        for number in reversed(self.steps() if self.incremental else []):
+        earlier = [self.path(number) for number in self.steps() if number < step]
+        for path in reversed(earlier if self.incremental else []):
             with suppress(ValueError):  # nothing follows a damaged one
-                if number < step:
-                    found.append((self.path(number), read_manifest_text(self.path(number))[1]))
+                found.append((path, read_manifest_text(path)[1]))
         return found
 
     def _obsolete(self, step: int) -> list[Path]:
@@ -304,13 +284,11 @@ class CheckpointFolder:
 
     def _remove_leftovers(self) -> None:
         """Of a process that was killed; only for who writes checkpoints here."""
-        if self.folder.is_dir():
-            self._restore_replaced()
-            for entry in self.folder.iterdir():
-                if entry.name.startswith(REPLACED):
-                    self._drop([entry])
-                elif entry.name.startswith((WRITING, DROPPED)):
-                    shutil.rmtree(entry)
+        self._restore_replaced()
+        for prefix in (WRITING, DROPPED):
+            for entry in self.folder.glob(f"{prefix}*"):
+                shutil.rmtree(entry)
+        self._drop(list(self.folder.glob(f"{REPLACED}*")))
 
     def _restore_replaced(self) -> None:
         """Where a checkpoint has lost its name and the new one has not got it, the old one has it again."""
@@ -325,7 +303,7 @@ class CheckpointFolder:
             cause = next((failure[0] for failure in error.failures.values()), error)
             if not isinstance(cause, Exception):  # somebody wants the process to end
                 raise cause
-        if is_rank_zero(group):  # all ranks have stopped writing
+        if group is None or group.rank == 0:  # all ranks have stopped writing
             for kind in ("step", "best"):
                 shutil.rmtree(self.folder / f"{WRITING}{kind}-{step}", ignore_errors=True)
             with suppress(OSError):  # it is found where it is, too
@@ -344,18 +322,14 @@ class RunFolder:
     def __init__(self, path: str | Path, keep: int = 3, incremental: bool = False) -> None:
         self.path = Path(path)
         self.checkpoints = CheckpointFolder(self.path / "checkpoints", keep, incremental)
-        self.log = self.path / "log.jsonl"
-        self.report = self.path / "report.html"
-        self.config = self.path / "config.toml"
-        self.trace = self.path / "trace.json"
-        self.tensorboard = self.path / "tensorboard"
+        self.log, self.report, self.config = (self.path / n for n in ("log.jsonl", "report.html", "config.toml"))
+        self.trace, self.tensorboard = self.path / "trace.json", self.path / "tensorboard"
 
     @contextmanager
     def lock(self) -> Iterator[None]:
         """Make the folder, and keep other processes out of it; a killed process keeps nobody out.
 
-        Raises:
-            ValueError: another process trains there, or nothing can be written there.
+        ValueError if another process trains there, or nothing can be written there.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)

@@ -1,33 +1,136 @@
-"""A run's state to a checkpoint and back: model, optimizers, progress, position in the data, generators."""
+"""A run's state to a checkpoint and back: model, optimizers, progress, position in the data, generators.
+
+Checkpoints may be written while training goes on, by `torch.distributed.checkpoint.async_save`.
+"""
 
 from __future__ import annotations
 
+import atexit
+import sys
 import time
+import weakref
+from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
+from tritonemb.comm.group import RankGroup
 from tritonemb.training import train_state
 from tritonemb.training.callbacks import CheckpointSaved
-from tritonemb.training.checkpoint.async_save import AsyncSave, WrittenCheckpoint
-from tritonemb.training.checkpoint.dcp import load_tensors, read_manifest, stored_tensors
-from tritonemb.training.checkpoint.folder import RunFolder
-from tritonemb.training.config_io import plain
+from tritonemb.training.checkpoint.all_ranks import ignore_single_process_warning
+from tritonemb.training.checkpoint.folder import CheckpointFolder, RunFolder
+from tritonemb.training.checkpoint.reader import load_tensors, read_manifest, stored_tensors
+from tritonemb.training.checkpoint.writer import CheckpointWriter, HostStager
+from tritonemb.training.config import plain
+from tritonemb.training.doctor import versions
 from tritonemb.training.metrics import caches_of
-from tritonemb.training.utils import versions
+
+
+class WrittenCheckpoint(NamedTuple):
+    """A checkpoint that has been written."""
+
+    step: int
+    size: int  # in bytes, of all ranks
+    stopped: float  # seconds that training waited for it
+    seconds: float  # until it was on the disk
+
+
+class AsyncSave:
+    """Writes one checkpoint at a time in a thread: training stops only while the tensors are copied to host memory.
+
+    Tables on disk are not copied there: snapshots of them are submitted, for which what training reads and writes of
+    them afterwards has to wait, and which take no time where the file system makes reflink copies.
+
+    The thread has a process group of its own. The end of the process waits for it; a process that is killed leaves the
+    last checkpoint whole, as `CheckpointFolder` does. All ranks of the group make it, start it and wait for it
+    together, in the same order, and get the same answer; whether it is `done` is of one rank alone.
+    """
+
+    def __init__(self, folder: CheckpointFolder, group: RankGroup | None = None) -> None:
+        self.folder = folder
+        self._group = (RankGroup() if group is None else group).duplicate(backend="gloo")
+        self._process_group = self._group.process_group
+        if self._process_group is None and dist.is_available() and dist.is_initialized():
+            # torch does not use it, and wants one that serves the CPU.
+            self._process_group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+        self._stager = HostStager(self._group)
+        self._running: tuple[CheckpointWriter, Future[Metadata], float] | None = None
+        self._written: WrittenCheckpoint | None = None
+        atexit.register(_finish, weakref.ref(self))
+
+    def start(
+        self, step: int, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], best: bool = False
+    ) -> WrittenCheckpoint | None:
+        """Begin to write a checkpoint, see `CheckpointFolder.save`; waits for the one before, and returns it if nobody
+        has asked for it yet.
+
+        Raises:
+            CheckpointError, ValueError: the one before could not be written, or there is no memory for this one on some
+                rank, or its folder cannot be made; nothing is left of this one then. Where the ranks could not be
+                reached, the error is that of the exchange.
+            StorageError: what was trained could not be written to a table on disk.
+        """
+        before, begin = self.wait(), time.perf_counter()
+        writer = self.folder.begin(step, tensors, manifest, self._group, best)
+        writer.per_thread_copy_ahead = 0  # the copies are in host memory
+        with self.folder.reporting(writer):
+            ignore_single_process_warning()
+            future = async_save(
+                dict(writer.tensors),
+                storage_writer=writer,
+                process_group=self._process_group,
+                async_stager=self._stager,
+                no_dist=self._group.size == 1,
+            )
+        assert isinstance(future, Future)  # not of an asynchronous stager
+        self._running = writer, future, time.perf_counter() - begin
+        return before
+
+    def done(self) -> bool:
+        """Whether nothing is being written on this rank; raises as `start`, once."""
+        if self._running is not None and not self._running[1].done():
+            return False
+        self._collect()
+        return True
+
+    def wait(self) -> WrittenCheckpoint | None:
+        """Wait until it is written; what was written since the last call. Raises as `start`, once."""
+        self._collect()
+        written, self._written = self._written, None
+        return written
+
+    def _collect(self) -> None:
+        if self._running is None:
+            return
+        writer, future, stopped = self._running
+        try:
+            with self.folder.reporting(writer):
+                size, seconds = writer.result(future.result())
+            self._written = WrittenCheckpoint(writer.step, size, stopped, seconds)
+        finally:
+            if future.done():
+                self._running = None
+
+
+def _finish(save: weakref.ref[AsyncSave]) -> None:
+    """The process ends: what is being written is written first, and a failure that nobody has asked for is printed."""
+    found = save()
+    try:
+        if found is not None:
+            found.wait()
+    except Exception as error:
+        print(f"error: {error}", file=sys.stderr)
 
 
 class CheckpointManager:
-    """Checkpoints of a run in its folder; all ranks call each method together.
-
-    Args:
-        state: of the run, which a checkpoint holds and restores.
-        folder: None to read only.
-        asynchronous: write in a thread, while training goes on.
-    """
+    """Checkpoints of a run in its folder, None to read only; all ranks call each method together."""
 
     def __init__(self, state: train_state.TrainState, folder: RunFolder | None, asynchronous: bool) -> None:
         self._state, self._folder = state, folder
@@ -38,29 +141,22 @@ class CheckpointManager:
         """Write a checkpoint of this moment, and mark it if it is the best."""
         assert self._folder is not None
         self.finish()
-        start, step = time.perf_counter(), self._state.progress.step
-        size = self._folder.checkpoints.save(step, self.tensors(), self.manifest(), self._control, best)
-        return self._saved(WrittenCheckpoint(step, size, 0.0, time.perf_counter() - start))
+        start, step, folder = time.perf_counter(), self._state.progress.step, self._folder.checkpoints
+        size = folder.save(step, self.tensors(), self.manifest(), self._control, best)
+        return CheckpointSaved(step, folder.path(step), size, time.perf_counter() - start)
 
     def start(self, best: bool) -> CheckpointSaved | None:
         """Write a checkpoint of this moment, in a thread if asynchronous; what has been written since the last call.
 
-        Raises:
-            CheckpointError: this one could not be written, or the one that was being written.
+        CheckpointError if this one could not be written, or the one that was being written.
         """
         if self._async is None:
             return self.save(best)
-        written = self._async.start(self._state.progress.step, self.tensors(), self.manifest(), best)
-        return None if written is None else self._saved(written)
+        return self._saved(self._async.start(self._state.progress.step, self.tensors(), self.manifest(), best))
 
     def finish(self) -> CheckpointSaved | None:
-        """Wait for what is being written.
-
-        Raises:
-            CheckpointError: it could not be written.
-        """
-        written = None if self._async is None else self._async.wait()
-        return None if written is None else self._saved(written)
+        """Wait for what is being written; CheckpointError if it could not be."""
+        return None if self._async is None else self._saved(self._async.wait())
 
     def tensors(self) -> dict[str, Tensor]:
         """All that is saved as tensors. Collective."""
@@ -77,7 +173,7 @@ class CheckpointManager:
     def manifest(self) -> dict[str, Any]:
         """All else, for JSON. Collective."""
         state = self._state
-        position = state.loader.merged(state.progress.position)
+        position = state.merged_position()
         return {
             "versions": versions(state.device),
             "run": self._run(),
@@ -93,11 +189,13 @@ class CheckpointManager:
         state, step = self._state, self._state.step
         self.finish()
         newest = None if self._folder is None else self._folder.checkpoints.latest(self._control)
-        if checkpoint == "auto" and self._folder is None:
-            raise ValueError('resume("auto") looks into the trainer\'s folder: give it one')
-        if checkpoint == "auto" and newest is None:
-            return None
-        path = newest if checkpoint == "auto" and newest is not None else Path(checkpoint)
+        if checkpoint == "auto":
+            if self._folder is None:
+                raise ValueError('resume("auto") looks into the trainer\'s folder: give it one')
+            if newest is None:
+                return None
+            checkpoint = newest
+        path = Path(checkpoint)
         manifest = read_manifest(path, self._control)
         self._check_same_run(path, manifest["run"])
         try:
@@ -120,14 +218,11 @@ class CheckpointManager:
         step.load_loss_sums(sums)
         step.load_json(options)
         train_state.set_rng(random, manifest, state.options.seed, state.ranks.rank, state.device)
-        state.progress = replace(progress, position=state.loader.own(progress.position))
+        state.progress = replace(progress, position=state.own_position(progress.position))
         return path
 
     def mark_best_again(self) -> None:
-        """Mark the best checkpoint, where a process was killed after it had written it and before it was marked.
-
-        For rank 0 alone.
-        """
+        """For rank 0: mark the best checkpoint, where a process was killed before it marked what it had written."""
         assert self._folder is not None
         progress, checkpoints = self._state.progress, self._folder.checkpoints
         best = checkpoints.best()
@@ -135,11 +230,10 @@ class CheckpointManager:
         if progress.best is not None and not marked and checkpoints.path(progress.best_step).is_dir():
             checkpoints.mark_best(progress.best_step)
 
-    def _saved(self, written: WrittenCheckpoint) -> CheckpointSaved:
-        assert self._folder is not None
-        return CheckpointSaved(
-            written.step, self._folder.checkpoints.path(written.step), written.size, written.seconds
-        )  # fmt: skip
+    def _saved(self, found: WrittenCheckpoint | None) -> CheckpointSaved | None:
+        if found is None or self._folder is None:
+            return None
+        return CheckpointSaved(found.step, self._folder.checkpoints.path(found.step), found.size, found.seconds)
 
     def _run(self) -> dict[str, Any]:
         """What must be the same for a bitwise identical run."""

@@ -1,0 +1,365 @@
+"""Writes the tensors of a checkpoint by `torch.distributed.checkpoint`, and snapshots of tables on disk beside them.
+
+Each part of a table on disk is saved by the rank that holds it, by the first one if several do; its rows never pass
+through memory. They are a chain of files: a whole snapshot, and where checkpoints are incremental the changes since, in
+their order. The files of earlier checkpoints are hard links, so every checkpoint has all it needs, and any may be
+removed.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from tritonemb.comm.group import RankGroup
+from tritonemb.sharding.sharded_tensor import PIECE_BYTES, LocalShard, Rectangle, TableShards, refuse_gaps
+from tritonemb.storage import DiskRows, IoFuture, snapshot_header
+from tritonemb.storage.io import PAGE_BYTES, allocated
+from tritonemb.tables.cached_table import CachedTable, DiskTensor, write_back
+from tritonemb.training.checkpoint.all_ranks import Failure, on_all_ranks, raise_failures
+from tritonemb.training.checkpoint.files import CHANGES, ROWS, describe, size_and_checksum, size_of, sync
+from tritonemb.types import TableConfig
+
+MAX_FILES = 64  # of a chain: each is opened, read and checked when a run is resumed
+
+Earlier = Sequence[tuple[Path, Mapping[str, Any]]]  # checkpoints and their manifests, newest first
+
+
+class CheckpointWriter(FileSystemWriter):
+    """Writes one checkpoint for `torch.distributed.checkpoint`: each rank its part, then rank 0 publishes it.
+
+    What goes wrong on a rank reaches the others as a `Failure`: an exception, which torch would send by pickle, may not
+    be picklable, and the others would wait in vain.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        step: int,
+        needed: int,  # bytes, at most
+        tensors: Mapping[str, Tensor],
+        snapshots: TableSnapshots,
+        group: RankGroup,
+        publish: Callable[[RankFiles], None],  # for rank 0, when all ranks' files are on the disk
+    ) -> None:
+        # Copying ahead from a device sorts tensors and waits for its stream, for nothing if all are in host memory.
+        copy_ahead = 10_000_000 if any(tensor.is_cuda for tensor in tensors.values()) else 0
+        super().__init__(folder, sync_files=True, per_thread_copy_ahead=copy_ahead)
+        self.step, self.needed, self.tensors, self.snapshots, self.group = step, needed, tensors, snapshots, group
+        self._folder, self._publish = folder, publish
+        self._error: BaseException | None = None
+        self._began = time.perf_counter()
+
+    def write_data(self, plan: Any, planner: Any) -> Future[list[WriteResult]]:
+        results: list[Any] = []
+        try:
+            results += super().write_data(plan, planner).value()
+            paths = self._folder.glob(f"__{self.group.rank}_*")
+            results.append(self.snapshots.finish({path.name: size_and_checksum(path) for path in paths}))
+        except BaseException as error:
+            self.snapshots.settle()
+            self._error = error
+            results = [Failure.of(error)]
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        outcomes: list[Any] = [of_rank.pop() for of_rank in results]
+        if not any(isinstance(outcome, Failure) for outcome in outcomes):
+            try:
+                super().finish(metadata, results)
+                sync(self._folder / ".metadata")  # torch does so before all of it is written
+                outcomes[0].files[".metadata"] = size_and_checksum(self._folder / ".metadata")
+                written = merge_files(outcomes)
+                self._publish(written)
+                outcomes = [written.num_bytes + written.files[".metadata"][0], time.perf_counter() - self._began]
+            except BaseException as error:
+                self._error, outcomes[0] = error, Failure.of(error)
+        metadata.storage_data = outcomes  # the file has it all; torch sends this to all ranks
+
+    def result(self, metadata: Metadata) -> tuple[int, float]:
+        """Bytes of the checkpoint, and seconds until it was published, from what torch returns on every rank.
+
+        OSError if it could not be written; says on which rank.
+        """
+        raise_failures(metadata.storage_data, self._error, OSError)
+        num_bytes, seconds = metadata.storage_data
+        return num_bytes, seconds
+
+
+Shards = Mapping[str, tuple[torch.Size, torch.dtype, list[Rectangle]]]
+
+
+def shards_of(tensors: Mapping[str, Tensor]) -> Shards:
+    """Shape and dtype of each sharded table or state, and the parts that this rank saves."""
+    return {n: (t.shape, t.dtype, t.rectangles()) for n, t in tensors.items() if isinstance(t, TableShards)}
+
+
+def refuse_missing_shards(ranks: Sequence[Shards]) -> None:
+    """Raise ValueError unless the ranks' shards make up each sharded table."""
+    for name in dict.fromkeys(name for shards in ranks for name in shards):
+        found = [shards[name] for shards in ranks if name in shards]
+        kinds = sorted({describe(shape, dtype) for shape, dtype, _ in found})
+        if len(kinds) > 1:
+            raise ValueError(f"{name} is not the same on all ranks: {', '.join(kinds)}")
+        try:
+            refuse_gaps(found[0][0], [rectangle for *_, rectangles in found for rectangle in rectangles])
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+
+
+def local_bytes(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+    """What this rank holds and may have to write: of tensors of which each rank has a part, and of all others."""
+    shards = sum(tensor.bytes_to_save() for tensor in tensors.values() if isinstance(tensor, TableShards))
+    parts = sum(tensor.to_local().nbytes for tensor in tensors.values() if isinstance(tensor, DTensor))
+    others = (tensor for tensor in tensors.values() if not isinstance(tensor, TableShards | DTensor))
+    return shards + parts, sum(tensor.nbytes for tensor in others)
+
+
+def in_pieces(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Of one process: large tensors as ones that are written, and so read again, piece by piece.
+
+    A writer copies a whole piece of a table in host memory, whose rows are not contiguous, and a reader holds one.
+    """
+    return {
+        name: TableShards(tensor.shape, tensor.dtype, [LocalShard(tensor)])
+        if not isinstance(tensor, TableShards | DTensor) and tensor.dim() in (1, 2) and tensor.nbytes > PIECE_BYTES
+        else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+class DiskTable(NamedTuple):
+    """A table on disk, of which a rank holds some parts; one, where the table is not sharded."""
+
+    fields: dict[str, tuple[str, list[int]]]  # dtype and shape of the whole weight and states
+    parts: dict[CachedTable, bool]  # whether this rank saves them
+
+
+class RankFiles(NamedTuple):
+    """What a rank has written."""
+
+    files: dict[str, list[int]]  # size and checksum
+    tables: dict[str, dict[str, Any]]  # of the manifest, as far as this rank knows them, by the prefix of their names
+    num_bytes: int  # that are new
+
+
+def split_tables(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, DiskTable]]:
+    """The values that are in memory, and this rank's tables on disk by the prefix of their names."""
+    in_memory: dict[str, Tensor] = {}
+    tables: dict[str, DiskTable] = {}
+    for name, value in tensors.items():
+        shards = value.shards if isinstance(value, TableShards) else [LocalShard(value)]
+        on_disk = [(shard.tensor.table, shard.mine) for shard in shards if isinstance(shard.tensor, DiskTensor)]
+        if not on_disk:
+            in_memory[name] = value
+            continue
+        prefix, _, field = name.rpartition(".")
+        table = tables.setdefault(prefix, DiskTable({}, {}))
+        table.fields[field] = (str(value.dtype).removeprefix("torch."), list(value.shape))
+        for part, mine in on_disk:
+            table.parts[part] = mine or table.parts.get(part, False)
+    return in_memory, tables
+
+
+class _Snapshot(NamedTuple):
+    """A part of a table that is being written."""
+
+    prefixes: list[str]  # of the names of weight and states, one for each path to the table in the model
+    config: TableConfig
+    linked: dict[str, list[int]]  # size and checksum of the files that changes follow, which are in the folder already
+    follows: str | None  # the name of the last one's snapshot
+    path: Path
+    future: IoFuture
+
+
+class TableSnapshots:
+    """Writes this rank's parts of tables on disk into a checkpoint's folder, while training goes on."""
+
+    def __init__(self, tables: Mapping[str, DiskTable]) -> None:
+        self._tables = tables
+        self._parts: dict[CachedTable, list[str]] = {}  # each once, with all its prefixes
+        for prefix, table in tables.items():
+            for part in (part for part, mine in table.parts.items() if mine):
+                self._parts.setdefault(part, []).append(prefix)
+        self._snapshots: list[_Snapshot] = []
+
+    def write_back(self) -> int:
+        """Write back what was trained on the device; returns the bytes that snapshots take at most."""
+        write_back(self._parts)
+        return sum(_store(part).bytes_on_disk() for part in self._parts)
+
+    def begin(self, folder: Path, earlier: Earlier) -> None:
+        """Submit the snapshots: they hold the rows of this moment. Changes may follow some earlier checkpoint."""
+        for part, prefixes in self._parts.items():
+            store, stem = _store(part), stem_of(prefixes[0], part.config)
+            follows = store.last_snapshot
+            linked = _link_chain(folder, prefixes[0], store, follows, earlier)
+            path = folder / (f"{stem}.{len(linked)}{CHANGES}" if linked else f"{stem}{ROWS}")
+            future = store.snapshot(path, changes_only=bool(linked))
+            self._snapshots.append(_Snapshot(prefixes, part.config, linked, follows, path, future))
+
+    def finish(self, files: dict[str, list[int]]) -> RankFiles:
+        """Wait until the snapshots are on the disk; returns all that this rank has written, with these other files.
+
+        OSError if one could not be written, or does not follow those before.
+        """
+        tables: dict[str, Any] = {prefix: {"fields": t.fields, "parts": []} for prefix, t in self._tables.items()}
+        num_bytes = sum(size for size, _ in files.values())
+        for snapshot in self._snapshots:
+            snapshot.future.wait()
+        for prefixes, config, linked, follows, path, _ in self._snapshots:
+            header = snapshot_header(path)
+            if linked and header["after"] != follows:
+                raise OSError(
+                    f"another snapshot of table {config.name!r} was taken while a checkpoint was begun, so its changes "
+                    "do not follow the last checkpoint; the next one will be whole"
+                )
+            own = linked | {path.name: size_and_checksum(path)}
+            num_bytes += allocated(path)
+            files |= own
+            for prefix in prefixes:
+                part = describe_part(config) | {"files": list(own), "snapshot": header["snapshot"]}
+                tables[prefix]["parts"].append(part)
+        return RankFiles(files, tables, num_bytes)
+
+    def settle(self) -> None:
+        """Wait until nothing is being written, whether it fails or not."""
+        for snapshot in self._snapshots:
+            with suppress(OSError):
+                snapshot.future.wait()
+
+
+def merge_files(ranks: Sequence[RankFiles]) -> RankFiles:
+    """What all ranks have written."""
+    files = sorted(entry for rank in ranks for entry in rank.files.items())
+    tables: dict[str, dict[str, Any]] = {}
+    for prefix, entry in (entry for rank in ranks for entry in rank.tables.items()):
+        merged = tables.setdefault(prefix, {"fields": {}, "parts": []})
+        merged["fields"] |= entry["fields"]
+        merged["parts"] += entry["parts"]
+    return RankFiles(dict(files), tables, sum(rank.num_bytes for rank in ranks))
+
+
+def describe_part(config: TableConfig) -> dict[str, Any]:
+    """What the manifest says of a part of a table, beside its files."""
+    return {
+        "table": config.name,
+        "rows": [config.row_origin, config.num_embeddings],
+        "columns": [config.column_origin, config.embedding_dim],
+        "bound": config.bound,
+    }
+
+
+def stem_of(prefix: str, part: TableConfig) -> str:
+    """The beginning of a part's file names, which no other one has."""
+    readable = re.sub(r"[^A-Za-z0-9_-]+", "-", prefix.removeprefix("model."))[:80]
+    origin = f"-{part.row_origin}-{part.column_origin}" if part.row_origin or part.column_origin else ""
+    return f"{readable}-{zlib.crc32(prefix.encode()):08x}{origin}"
+
+
+def _store(table: CachedTable) -> DiskRows:
+    assert isinstance(table.store, DiskRows)
+    return table.store
+
+
+def _link_chain(
+    folder: Path, prefix: str, store: DiskRows, snapshot: str | None, earlier: Earlier
+) -> dict[str, list[int]]:
+    """Link the files of this snapshot of a table into a folder; none if a whole one is better."""
+    for source, manifest in earlier:
+        for part in manifest.get("tables", {}).get(prefix, {"parts": []})["parts"]:
+            if part["snapshot"] == snapshot:
+                files = {name: manifest["files"][name] for name in part["files"]}
+                return files if _pays(source, files, store) and _link(source, folder, files) else {}
+    return {}
+
+
+def _pays(source: Path, files: Mapping[str, list[int]], store: DiskRows) -> bool:
+    """Whether a chain is intact, short enough, and its changes take less than the whole snapshot."""
+    if len(files) >= MAX_FILES or any(size_of(source / name) != size for name, (size, _) in files.items()):
+        return False
+    base, *changes = [allocated(source / name) for name in files]
+    return sum(changes) + store.changed_pages().numel() * PAGE_BYTES < base
+
+
+def _link(source: Path, folder: Path, names: Mapping[str, Any]) -> bool:
+    """Whether the file system made hard links of all files; else none is left."""
+    try:
+        for name in names:
+            (folder / name).hardlink_to(source / name)
+    except OSError:
+        for name in names:
+            (folder / name).unlink(missing_ok=True)
+        return False
+    return True
+
+
+class HostStager(BlockingAsyncStager):
+    """Copies tensors to host memory; its buffers are made at the first copy and used again for the next ones.
+
+    Their memory is pinned for what comes from a CUDA device. Unlike torch's stagers it knows `TableShards`, copies only
+    the part of a storage that a tensor has, and fails on all ranks if it fails on one.
+    """
+
+    def __init__(self, group: RankGroup | None = None) -> None:
+        super().__init__()
+        self._group = group
+        self._buffers: dict[str, Tensor] = {}
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Copies for torch; overwrites what the last call returned. OSError on all ranks if one has no memory."""
+        copies: dict[str, Any] = {}
+
+        def copy() -> None:
+            try:
+                copies.update(self.copy(state_dict))
+            except (MemoryError, RuntimeError) as error:
+                raise OSError(f"the tensors cannot be copied to host memory: {error}") from error
+
+        on_all_ranks(self._group, copy, OSError)
+        return copies
+
+    @torch.no_grad()
+    def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What this rank is to save of `tensors`: of `TableShards` and DTensors, such ones on the CPU."""
+        before, self._buffers = self._buffers, {}  # buffers that are not wanted any more are freed
+        devices: set[torch.device] = set()
+
+        def fill(name: str, tensor: Tensor) -> Tensor:
+            buffer = before.get(name)
+            if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+                buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._buffers[name] = buffer
+            if tensor.is_cuda:
+                devices.add(tensor.device)
+            return buffer.copy_(tensor, non_blocking=tensor.is_cuda)
+
+        def copy(name: str, tensor: Tensor) -> Tensor:
+            if isinstance(tensor, TableShards):
+                numbers = count()
+                return tensor.map(lambda part: fill(f"{name} {next(numbers)}", part), only_mine=True)
+            if isinstance(tensor, DTensor):
+                return DTensor(fill(name, tensor.to_local()), tensor._spec, requires_grad=False)
+            return fill(name, tensor)
+
+        copies = {name: copy(name, tensor) for name, tensor in tensors.items()}
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+        return copies
