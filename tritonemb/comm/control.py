@@ -50,21 +50,13 @@ class RankFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Round:
-    """What the ranks have agreed on.
+    """What the ranks have agreed on."""
 
-    Args:
-        rows: samples of each rank's batch, in the order of ranks.
-        batches: the most batches that a rank has.
-        over: no rank has more data.
-        signal: the largest number of a signal that a rank got, 0 for none.
-        clock: that of rank 0.
-    """
-
-    rows: tuple[int, ...]
-    batches: int = 1
-    over: bool = False
-    signal: int = 0
-    clock: int = 0
+    rows: tuple[int, ...]  # samples of each rank's batch, in the order of ranks
+    batches: int = 1  # the most batches that a rank has
+    over: bool = False  # no rank has more data
+    signal: int = 0  # the largest number of a signal that a rank got, 0 for none
+    clock: int = 0  # that of rank 0
 
     @property
     def total(self) -> int:

@@ -29,47 +29,27 @@ _READY, _REFUSED = 0, 1
 
 
 class IdRoute(NamedTuple):
-    """Where the ids of a feature go that look up a table.
-
-    Attributes:
-        feature, table: their names.
-        num_rows: of the table.
-        block: rows of each owner; the last may have fewer.
-        owners: ranks of the group, by block.
-    """
+    """Where the ids of a feature go that look up a table."""
 
     feature: str
     table: str
-    num_rows: int
-    block: int
-    owners: tuple[int, ...]
+    num_rows: int  # of the table
+    block: int  # rows of each owner; the last may have fewer
+    owners: tuple[int, ...]  # ranks of the group, by block
 
 
 class ReceivedIds(NamedTuple):
-    """The ids that ranks have sent to this one, and what the output exchange needs to send rows back.
+    """The ids that ranks have sent to this one, and what the output exchange needs to send rows back."""
 
-    Attributes:
-        features: the ids of all ranks' samples, in the order of ranks. A key is a route's, see `route_key`.
-        batch_sizes: bags in each of a rank's routes: samples, or 1 if ids are deduplicated.
-        source: int64 `[N]`: the position of value `i` of `features` in the messages, rank by rank.
-        sent: number of ids sent to each rank.
-        received: number of ids received from each rank.
-        positions: int32 `[M]`: the position of each id, route by route, in the messages sent.
-        samples: of all ranks.
-        inverse: int64 `[I]`: if ids are deduplicated, which of those sent each id of the batch is, route by route; else
-            None.
-        groups: the distinct rows of `features`, for each table set that looks them up.
-    """
-
-    features: KeyedJaggedTensor
-    batch_sizes: list[int]
-    source: Tensor
-    sent: list[int]
-    received: list[int]
-    positions: Tensor
-    samples: int
-    inverse: Tensor | None
-    groups: Sequence[Any] = ()
+    features: KeyedJaggedTensor  # of all ranks' samples, in the order of ranks; a key is a route's, see `route_key`
+    batch_sizes: list[int]  # bags in each of a rank's routes: samples, or 1 if ids are deduplicated
+    source: Tensor  # int64 `[N]`: the position of value `i` of `features` in the messages, rank by rank
+    sent: list[int]  # number of ids sent to each rank
+    received: list[int]  # number of ids received from each rank
+    positions: Tensor  # int32 `[M]`: the position of each id, route by route, in the messages sent
+    samples: int  # of all ranks
+    inverse: Tensor | None  # int64 `[I]`: if deduplicated, which id sent each id of the batch is, route by route
+    groups: Sequence[Any] = ()  # the distinct rows of `features`, for each table set that looks them up
 
 
 def route_key(route: int) -> str:

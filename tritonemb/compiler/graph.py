@@ -23,25 +23,21 @@ Traced = Any  # a `Proxy`: operators and methods on it add nodes to the graph
 Size = Any  # a number, or a `Proxy` that computes it
 
 CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
-_STATE_SETTERS = {"_set_grad_enabled", "_enter_autocast", "_exit_autocast", "_enter_inference_mode",
-                  "_exit_inference_mode", "manual_seed", "_saved_tensors_hooks_disable",
-                  "_saved_tensors_hooks_enable"}  # fmt: skip
+_STATE_SETTERS = ("_set_grad_enabled", "_enter_", "_exit_", "_saved_tensors_hooks_", "manual_seed")  # prefixes
 _WITH_RUNNING_STATISTICS = {"batch_norm", "instance_norm"}
-_RANDOM = {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout",
-           "feature_alpha_dropout", "native_dropout", "rrelu", "rand", "randn", "randint", "randperm", "rand_like",
-           "randn_like", "randint_like", "bernoulli", "multinomial", "normal", "poisson", "binomial",
-           "gumbel_softmax", "scaled_dot_product_attention", "multi_head_attention_forward", "fractional_max_pool2d",
+_RANDOM = {"rrelu", "bernoulli", "multinomial", "normal", "poisson", "binomial", "gumbel_softmax",
+           "scaled_dot_product_attention", "multi_head_attention_forward", "fractional_max_pool2d",
            "fractional_max_pool3d"}  # fmt: skip
 _IN_PLACE = {f"__i{name[2:]}" for name in dir(operator)} & {*dir(operator)}
 _MUTATING = {"setattr", "delattr", "setitem", "delitem", "backward", "register_hook", "retain_grad",
              *(name.strip("_") for name in _IN_PLACE)}  # fmt: skip
 
-
 _READERS = {
     *CONCATENATIONS, torch.stack, torch.add, torch.sub, torch.mul, torch.div, torch.matmul, torch.mm, torch.bmm,
-    torch.addmm, torch.sum, torch.mean, torch.relu, torch.sigmoid, torch.tanh, F.linear, F.gelu, F.layer_norm,
-    torch.index_select, operator.add, operator.sub, operator.mul, operator.truediv, operator.neg, operator.matmul,
-    "add", "sub", "mul", "div", "matmul", "sum", "mean", "relu", "sigmoid", "tanh", "clone",
+    torch.addmm, torch.sum, torch.mean, torch.relu, torch.sigmoid, torch.tanh, torch.index_select, F.linear, F.gelu,
+    F.layer_norm, F.normalize, F.scaled_dot_product_attention, operator.add, operator.sub, operator.mul,
+    operator.truediv, operator.neg, operator.matmul, "add", "sub", "mul", "div", "matmul", "sum", "mean", "relu",
+    "sigmoid", "tanh", "clone",
 }  # fmt: skip
 _SELECTIONS = {operator.getitem, torch.unsqueeze, torch.transpose, "unsqueeze", "transpose", "t"}
 
@@ -206,14 +202,15 @@ def has_side_effect(node: Node, gm: GraphModule) -> bool:
         return not found or any(has_side_effect(part, body) for body in found for part in body.graph.nodes)
     if isinstance(target, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return _is_mutable(target)
-    return name.strip("_") in _MUTATING or name in _STATE_SETTERS or _works_in_place(node)
+    return name.strip("_") in _MUTATING or name.startswith(_STATE_SETTERS) or _works_in_place(node)
 
 
 def is_random(node: Node) -> bool:
     """Whether a node draws random numbers: two of them keep their order."""
     if isinstance(node.target, torch._ops.OpOverload):
         return torch.Tag.nondeterministic_seeded in node.target.tags
-    return _name(node).removesuffix(".default") in _RANDOM
+    name = _name(node).removesuffix(".default")
+    return name in _RANDOM or "dropout" in name or name.startswith("rand")
 
 
 def is_transformed(gm: GraphModule) -> bool:

@@ -69,41 +69,25 @@ class FusedUpdate(NamedTuple):
 
 @dataclass(frozen=True)
 class TableLookup:
-    """One use of one table.
+    """One use of one table."""
 
-    Attributes:
-        node: the call.
-        results: the nodes that have its result: `node`, or items of a tuple.
-        feature, kind, table: what users call them.
-        weight: `[rows, dim]`.
-        ids: integers; `[B, L]` or `[N]` for bags, of any shape for single rows.
-        offsets: of a bag's 1-D ids, `[B]`, or `[B + 1]` if `has_last_offset`; else None.
-        sample_weights: of the ids' shape, or None.
-        trained: ids that the gradient goes to, `[N]`, if others; -1 for none.
-        single: a row for each id, instead of a sum, or a `mean`, for each bag.
-        padding_idx: an id that has no part in a bag; of single rows, that is not trained.
-        checked: an id out of range is an error, not a zero.
-        dtype: of the result.
-        update: None for a weight with an ordinary gradient.
-    """
-
-    node: Node
-    results: tuple[Node, ...]
-    feature: str
+    node: Node  # the call
+    results: tuple[Node, ...]  # the nodes that have its result: `node`, or items of a tuple
+    feature: str  # these three: what users call them
     kind: str
     table: str
-    weight: Node
-    ids: Node
-    offsets: Node | None
+    weight: Node  # `[rows, dim]`
+    ids: Node  # integers; `[B, L]` or `[N]` for bags, of any shape for single rows
+    offsets: Node | None  # of a bag's 1-D ids, `[B]`, or `[B + 1]` if `has_last_offset`; else None
     has_last_offset: bool
-    sample_weights: Node | None
-    trained: Node | None
-    single: bool
+    sample_weights: Node | None  # of the ids' shape, or None
+    trained: Node | None  # ids that the gradient goes to, `[N]`, if others; -1 for none
+    single: bool  # a row for each id, instead of a sum, or a `mean`, for each bag
     mean: bool
-    padding_idx: int | None
-    checked: bool
-    dtype: torch.dtype
-    update: FusedUpdate | None
+    padding_idx: int | None  # an id that has no part in a bag; of single rows, that is not trained
+    checked: bool  # an id out of range is an error, not a zero
+    dtype: torch.dtype  # of the result
+    update: FusedUpdate | None  # None for a weight with an ordinary gradient
 
     @property
     def shape(self) -> list[int]:
@@ -195,8 +179,9 @@ def _read(node: Node, grad_enabled: bool) -> TableLookup:
         padding_idx = None if node.target is torch.embedding else padding_idx + value_of(weight).shape[0]
     update = None
     if node.target in FUSED_BAGS:
-        values = [args[name] for name in FusedUpdate._fields]
-        update = FusedUpdate(*(tuple(value) if isinstance(value, (list, tuple)) else value for value in values))
+        values: list[Any] = [args[name] for name in FusedUpdate._fields]
+        values = [tuple(value) if isinstance(value, (list, tuple)) else value for value in values]
+        update = FusedUpdate(*values)
     results = tuple(node.users) if node.target is torch.embedding_bag else (node,)
     items = all(result is node or (result.target is operator.getitem and result.args[1] == 0) for result in results)
     require(items, "more than the pooled rows is used of what torch.embedding_bag returns")

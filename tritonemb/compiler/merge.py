@@ -133,7 +133,7 @@ def _own_offsets(lookup: TableLookup, size: Size, write: Writer) -> Traced:
     """`[B + 1]` of one lookup by itself."""
     if lookup.offsets is None:
         return _range(size + 1, _bag_length(lookup, write), lookup, write)
-    offsets = write.proxy(lookup.offsets).to(torch.int64)
+    offsets: Traced = write.proxy(lookup.offsets).to(torch.int64)
     return offsets if lookup.has_last_offset else write(torch.cat, [offsets, _full(size, lookup, write)])
 
 
@@ -171,15 +171,14 @@ def _pooled_offsets(members: list[Member], write: Writer) -> Traced:
 
 def _starts(member: Member, base: Size, write: Writer) -> list[Traced]:
     """`[B]`, in pieces, from `base` on."""
-    lookup = member.lookup
-    if lookup.offsets is None:
-        return [_range(member.size, _bag_length(lookup, write), lookup, write) + base]
-    offsets = write.proxy(lookup.offsets).to(torch.int64)
-    fits = offsets[:1] == 0
-    if lookup.has_last_offset:
-        fits = fits & (offsets[-1:] == member.size)
-    moved = offsets + base
-    return [write(torch.where, fits, moved[:1], -1), moved[1 : -1 if lookup.has_last_offset else None]]
+    own = _own_offsets(member.lookup, member.size, write)
+    moved = own + base
+    if member.lookup.offsets is None:
+        return [moved[:-1]]
+    fits = own[:1] == 0
+    if member.lookup.has_last_offset:
+        fits = fits & (own[-1:] == member.size)
+    return [write(torch.where, fits, moved[:1], -1), moved[1:-1]]
 
 
 def _write_layout(lookups: Sequence[TableLookup], tables: list[Node], pooled: bool, write: Writer) -> Layout:
@@ -261,27 +260,26 @@ def _in_order(group: LookupGroup, concatenations: list[Node]) -> list[TableLooku
 
 def _join_columns(node: Node, columns: dict[Node, tuple[int, int]], out: Traced) -> None:
     """A concatenation takes neighbouring columns of the merged result as one."""
-    parts: list[Any] = []
-    ranges: list[tuple[int, int] | None] = []
+    runs: list[list[Any]] = []
     for part in joined_parts(node):
-        found = columns.get(part)
-        if found and ranges and ranges[-1] and ranges[-1][1] == found[0]:
-            ranges[-1] = ranges[-1][0], found[1]
-            parts[-1] = None
+        before = columns.get(runs[-1][-1]) if runs else None
+        if before and part in columns and before[1] == columns[part][0]:
+            runs[-1].append(part)
         else:
-            parts.append(part)
-            ranges.append(found)
-    whole = 0, value_of(out).shape[1]
-    alone = ranges == [whole] and all(set(part.users) == {node} for part in columns)
-    if len(parts) == 1 and not alone and not only_read(node):
+            runs.append([part])
+    alone = len(runs[0]) == len(columns) and all(set(part.users) == {node} for part in columns)
+    if len(runs) == 1 and not alone and not only_read(node):
         return  # what changes the concatenation must not change the columns
-    for index, found in enumerate(ranges):
-        if parts[index] is None and found:
-            parts[index] = out.node if found == whole else out[:, found[0] : found[1]].node
+    parts = [run[0] if len(run) == 1 else _columns(out, columns[run[0]][0], columns[run[-1]][1]) for run in runs]
     if len(parts) > 1:
         node.args, node.kwargs = (parts, *node.args[1:]), {k: v for k, v in node.kwargs.items() if k != "tensors"}
     else:
         node.replace_all_uses_with(parts[0])
+
+
+def _columns(out: Traced, first: int, end: int) -> Node:
+    found: Node = (out if (first, end) == (0, value_of(out).shape[1]) else out[:, first:end]).node
+    return found
 
 
 def _use_parts(pooled: bool, members: list[Member], out: Traced, write: Writer) -> dict[Node, tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -24,7 +25,6 @@ from tritonemb.sharding.placement import (
     change_tensors,
     copy_shard,
     init_shard,
-    named_parts,
     seed_of_shards,
     tensors_of,
 )
@@ -225,7 +225,7 @@ class ShardedCollection(nn.Module):
             if part:
                 made.append(
                     TableSet(
-                        named_parts(self.placement, part), self.optimizer, self.device, bounds_check, torch.float32,
+                        self.placement.parts(part), self.optimizer, self.device, bounds_check, torch.float32,
                         pooled=self.pooled, update=self._update_of(part, needs_others),
                     )
                 )  # fmt: skip
@@ -306,7 +306,7 @@ class ShardedCollection(nn.Module):
             else:
                 init_shard(table, config, each.shard)
             if same.size > 1:
-                change_tensors(table, self.device, lambda t, same=same: same.broadcast(t, 0, "initial values"))
+                change_tensors(table, self.device, functools.partial(same.broadcast, kind="initial values"))
 
     def _state(self, prefix: str = "") -> tuple[dict[str, TableShards], list[tuple[CachedTable, dict[str, Tensor]]]]:
         """What `state_dict` returns, and cached tables with the copies of their rows in it."""
@@ -361,17 +361,9 @@ class ShardedCollection(nn.Module):
         return destination
 
     @torch.no_grad()
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Of whole tensors, this rank's shards are copied; `TableShards` are its own already, or are copied."""
+        _, strict, missing_keys, unexpected_keys, error_msgs = args
         wanted, copies = self._state(prefix)
         for key, here in wanted.items():
             if key not in state_dict:

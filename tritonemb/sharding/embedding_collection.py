@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,20 +101,4 @@ class ShardedEmbeddingCollection(ShardedCollection):
             torch.arange(num_values, device=rows.device), batch.offsets(),
             torch.tensor(order, dtype=torch.int64, device=rows.device), len(keys), None, rows.shape[0],
         ).values  # fmt: skip
-        found: Tensor = _Scatter.apply(rows, where, num_values)
-        return found
-
-
-class _Scatter(torch.autograd.Function):
-    """Rows at distinct positions of a larger matrix."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, where: Tensor, num_rows: int) -> Tensor:
-        ctx.save_for_backward(where)
-        return rows.new_zeros(num_rows, rows.shape[1]).index_copy_(0, where, rows)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (where,) = ctx.saved_tensors
-        return grad.index_select(0, where), None, None
+        return rows.new_zeros(num_values, rows.shape[1]).index_copy_(0, where, rows)

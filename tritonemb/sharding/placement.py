@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 import torch
@@ -25,23 +27,14 @@ Scheme = Literal["direct", "hierarchical", "replicated"]
 
 
 class PlacedShard(NamedTuple):
-    """A shard of a table.
+    """A shard of a table."""
 
-    Attributes:
-        table: its number in the collection.
-        shard: rows, columns, rank.
-        routes: of its ids, one for each feature of the table; none for a replicated table.
-        summed: whether other ranks have other rows of the same columns.
-        cut: whether other ranks have other columns of the same rows.
-        scheme: of its output exchange.
-    """
-
-    table: int
-    shard: Shard
-    routes: tuple[int, ...]
-    summed: bool
-    cut: bool
-    scheme: Scheme
+    table: int  # its number in the collection
+    shard: Shard  # rows, columns, rank
+    routes: tuple[int, ...]  # of its ids, one for each feature of the table; none for a replicated table
+    summed: bool  # whether other ranks have other rows of the same columns
+    cut: bool  # whether other ranks have other columns of the same rows
+    scheme: Scheme  # of its output exchange
 
     @property
     def columns(self) -> ColumnRange:
@@ -50,19 +43,12 @@ class PlacedShard(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """The shards of a collection's tables.
+    """The shards of a collection's tables."""
 
-    Args:
-        configs: of the tables.
-        plan: has them all.
-        routes: of the ID exchange, in its order.
-        shards: of all ranks, by table.
-    """
-
-    configs: tuple[TableConfig, ...]
-    plan: ShardingPlan
-    routes: tuple[IdRoute, ...]
-    shards: tuple[PlacedShard, ...]
+    configs: tuple[TableConfig, ...]  # of the tables
+    plan: ShardingPlan  # has them all
+    routes: tuple[IdRoute, ...]  # of the ID exchange, in its order
+    shards: tuple[PlacedShard, ...]  # of all ranks, by table
 
     @classmethod
     def of(cls, configs: Sequence[TableConfig], plan: ShardingPlan, pooled: bool) -> Placement:
@@ -107,61 +93,51 @@ class Placement:
         """The columns of these shards among all with their scheme: by table, then feature."""
         runs: list[ColumnRange] = []
         for each in shards:
-            before = sum(self._width(table) for table in self.tables_of(each.scheme) if table < each.table)
-            dim = self.configs[each.table].embedding_dim
-            firsts = [before + feature * dim for feature in range(len(self.configs[each.table].feature_names))]
-            runs += [(first + each.shard.first_column, each.shard.num_columns) for first in firsts]
+            config, first = self.configs[each.table], self._starts([each.scheme])[each.table] + each.shard.first_column
+            features = range(len(config.feature_names))
+            runs += [(first + feature * config.embedding_dim, each.shard.num_columns) for feature in features]
         return runs
 
     def columns(self, schemes: Sequence[Scheme]) -> list[int]:
         """For each column of the result, by table, its column in the results of these schemes side by side."""
-        starts, column = {}, 0
-        for scheme in schemes:
-            for table in self.tables_of(scheme):
-                starts[table] = column
-                column += self._width(table)
+        starts = self._starts(schemes)
         return [starts[t] + c for t in range(len(self.configs)) for c in range(self._width(t))]
 
-    def part(self, placed: PlacedShard, name: str) -> TableConfig:
-        """The shard as a table of its own, looked up by the keys of its routes."""
-        config, shard = self.configs[placed.table], placed.shard
-        whole = replace(config, pooling="sum") if placed.summed and config.pooling == "mean" else config
-        features = [route_key(route) for route in placed.routes] or config.feature_names
-        rows, columns = (shard.first_row, shard.num_rows), (shard.first_column, shard.num_columns)
-        return whole.part(name, rows, columns, features)
+    def _starts(self, schemes: Sequence[Scheme]) -> dict[int, int]:
+        """The first column of each table in the results of these schemes side by side."""
+        tables = [table for scheme in schemes for table in self.tables_of(scheme)]
+        return dict(zip(tables, accumulate((self._width(table) for table in tables), initial=0), strict=False))
+
+    def parts(self, shards: Sequence[PlacedShard]) -> list[TableConfig]:
+        """Shards as tables of their own, looked up by the keys of their routes.
+
+        A table with several shards gets a number behind its name.
+        """
+        parts, times = [], Counter[int]()
+        for each in shards:
+            config, shard, number = self.configs[each.table], each.shard, times[each.table]
+            whole = replace(config, pooling="sum") if each.summed and config.pooling == "mean" else config
+            features = [route_key(route) for route in each.routes] or config.feature_names
+            rows = shard.first_row, shard.num_rows
+            name = f"{config.name}@{number}" if number else config.name
+            parts.append(whole.part(name, rows, each.columns, features))
+            times[each.table] += 1
+        return parts
 
     def _width(self, table: int) -> int:
         return self.configs[table].embedding_dim * len(self.configs[table].feature_names)
 
 
-def named_parts(placement: Placement, shards: Sequence[PlacedShard]) -> list[TableConfig]:
-    """Parts for a table set: a table with several shards gets a number behind its name."""
-    parts, times = [], dict.fromkeys(range(len(placement.configs)), 0)
-    for each in shards:
-        name, number = placement.configs[each.table].name, times[each.table]
-        parts.append(placement.part(each, f"{name}@{number}" if number else name))
-        times[each.table] += 1
-    return parts
-
-
 class ShardGroups(NamedTuple):
-    """Process groups; all ranks make them together.
+    """Process groups; all ranks make them together."""
 
-    Attributes:
-        world: all ranks of the job, apart from the group that `DistributedDataParallel` uses.
-        shards: ranks with the shards of one copy of the tables.
-        ids: the same ranks, for ID exchanges, on the CPU and apart from `shards`, so that ids may be prefetched.
-        node: those of `shards` on this node.
-        across: those of `shards` with this rank's local rank.
-        replicas: ranks with the same shards in other copies of the tables; one if there is one copy.
-    """
-
-    world: RankGroup
-    shards: RankGroup
+    world: RankGroup  # all ranks of the job, apart from the group that `DistributedDataParallel` uses
+    shards: RankGroup  # ranks with the shards of one copy of the tables
+    # the same ranks, for ID exchanges, on the CPU and apart from `shards`, so that ids may be prefetched
     ids: RankGroup
-    node: RankGroup
-    across: RankGroup
-    replicas: RankGroup
+    node: RankGroup  # those of `shards` on this node
+    across: RankGroup  # those of `shards` with this rank's local rank
+    replicas: RankGroup  # ranks with the same shards in other copies of the tables; one if there is one copy
 
     @classmethod
     def make(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from tritonemb.types import TableConfig
 
@@ -28,7 +28,15 @@ class Shard:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a table is sharded; one of the classes below. Ranks count from 0 to the plan's world size."""
+    """How a table is sharded; one of the classes below. Ranks count from 0 to the plan's world size.
+
+    Attributes:
+        is_replicated: every rank has the whole table.
+        sums_inside_nodes: pooled rows are summed inside a node before they leave it.
+    """
+
+    is_replicated: ClassVar[bool] = False
+    sums_inside_nodes: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for field in fields(self):  # lists become tuples, so that shardings compare and hash by what they say
@@ -75,16 +83,6 @@ class Sharding:
                 f"must begin at multiples of {COLUMNS_ROUNDED_TOGETHER}"
             )
         return list(zip(firsts, widths, strict=True))
-
-    @property
-    def is_replicated(self) -> bool:
-        """Whether every rank has the whole table."""
-        return False
-
-    @property
-    def sums_inside_nodes(self) -> bool:
-        """Whether pooled rows are summed inside a node before they leave it."""
-        return False
 
 
 @dataclass(frozen=True)
@@ -136,14 +134,11 @@ class ColumnWise(Sharding):
 class TableRowWise(Sharding):
     """Blocks of rows on the ranks of one node: partial sums of a bag meet inside the node, and leave it as one."""
 
+    sums_inside_nodes = True
     node: int
 
     def _owners(self, table: TableConfig, world_size: int, local_world_size: int) -> list[Sequence[int]]:
         return _nodes(table, self, [self.node], world_size, local_world_size)
-
-    @property
-    def sums_inside_nodes(self) -> bool:
-        return True
 
 
 @dataclass(frozen=True)
@@ -168,6 +163,7 @@ class Grid(Sharding):
         columns: as in `ColumnWise`.
     """
 
+    sums_inside_nodes = True
     nodes: Ranks | None = None
     columns: Sequence[int] | None = None
 
@@ -175,21 +171,15 @@ class Grid(Sharding):
         nodes = range(world_size // local_world_size)[: _most_blocks(table)] if self.nodes is None else self.nodes
         return _nodes(table, self, nodes, world_size, local_world_size)
 
-    @property
-    def sums_inside_nodes(self) -> bool:
-        return True
-
 
 @dataclass(frozen=True)
 class DataParallel(Sharding):
     """The whole table on every rank; the gradients of its rows are gathered, and every rank does the same update."""
 
+    is_replicated = True
+
     def shards(self, table: TableConfig, world_size: int, local_world_size: int) -> list[Shard]:
         return [Shard(rank, 0, table.num_embeddings, 0, table.embedding_dim) for rank in range(world_size)]
-
-    @property
-    def is_replicated(self) -> bool:
-        return True
 
 
 SHARDINGS: dict[str, type[Sharding]] = {

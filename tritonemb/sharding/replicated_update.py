@@ -56,23 +56,16 @@ class ShardUpdate(LocalUpdate):
 
 @dataclass(frozen=True)
 class ReplicatedUpdate(ShardUpdate):
-    """Of rows that other ranks have, too.
-
-    Attributes:
-        replicas: ranks with the same rows and columns, or None.
-        average: sums over replicas are divided by this.
-        whole_rows: does the update where other ranks have other columns of the same rows, or None.
-        blocks: for that, the block of columns that each of the tables is.
-        for_prefetch: the replicas, on the CPU and with an order of collectives of its own, where some of the tables are
-            cached: they exchange the rows of their batches before these are trained.
-    """
+    """Of rows that other ranks have, too."""
 
     is_traceable = False
 
-    replicas: RankGroup | None
-    average: int
-    whole_rows: WholeRowUpdate | None = None
-    blocks: tuple[ColumnBlock, ...] = ()
+    replicas: RankGroup | None  # ranks with the same rows and columns, or None
+    average: int  # sums over replicas are divided by this
+    whole_rows: WholeRowUpdate | None = None  # where other ranks have other columns of the same rows
+    blocks: tuple[ColumnBlock, ...] = ()  # for that, the block of columns that each of the tables is
+    # the replicas, on the CPU and with an order of collectives of its own, where some of the tables are cached:
+    # they exchange the rows of their batches before these are trained
     for_prefetch: RankGroup | None = None
 
     def replica_rows(self, tables: TableSet) -> FindReplicaRows | None:
@@ -216,20 +209,13 @@ def _add_equal_rows(tables: Sequence[TableConfig], sums: RowSums) -> RowSums:
 
 
 class _Cut(NamedTuple):
-    """A block of a table's columns, and the gradients of its rows.
-
-    Attributes:
-        place: of the block among the tables that are updated with it.
-        table: the block as a table.
-        pinned: its rows.
-        rows, sums: distinct rows `[U]`, ascending, and their gradients `[U, num_columns]`.
-    """
+    """A block of a table's columns, and the gradients of its rows."""
 
     block: ColumnBlock
-    place: int
-    table: TableConfig
-    pinned: PinnedRows
-    rows: Tensor
+    place: int  # of the block among the tables that are updated with it
+    table: TableConfig  # the block as a table
+    pinned: PinnedRows  # its rows
+    rows: Tensor  # distinct rows `[U]`, ascending, and their gradients `[U, num_columns]`
     sums: Tensor
 
     def read(self) -> tuple[Tensor, list[Tensor]]:

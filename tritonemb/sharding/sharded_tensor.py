@@ -25,18 +25,12 @@ _INSTEAD = (
 
 
 class LocalShard(NamedTuple):
-    """Rows and columns of a table, or of a state of it, on this rank.
+    """Rows and columns of a table, or of a state of it, on this rank."""
 
-    Args:
-        tensor: [rows, columns], or [rows] for a state of one value a row.
-        first_row, first_column: its first row and column in the whole.
-        mine: this rank saves it; others that have the same only load it.
-    """
-
-    tensor: Tensor
-    first_row: int = 0
+    tensor: Tensor  # [rows, columns], or [rows] for a state of one value a row
+    first_row: int = 0  # in the whole
     first_column: int = 0
-    mine: bool = True
+    mine: bool = True  # this rank saves it; others that have the same only load it
 
     @property
     def offset(self) -> tuple[int, ...]:
