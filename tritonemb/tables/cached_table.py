@@ -111,13 +111,9 @@ class CachedTable(Table):
 
     def _reloading(self, write_back: bool = True) -> AbstractContextManager[Any]:
         """While the store changes; then cached rows are read again."""
-        cache = self.cache
-        if cache is None:
-            return nullcontext()
-        if write_back:
-            cache.write_back()
-        found: AbstractContextManager[Any] = cache.reloading(self)
-        return found
+        if write_back and self.cache is not None:
+            self.cache.write_back()
+        return nullcontext() if self.cache is None else self.cache.reloading(self)
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
@@ -128,8 +124,7 @@ class CachedTable(Table):
         """
         if self.weight.device.type == "meta" or isinstance(self.weight, FakeTensor):
             return
-        cache = self.cache
-        with nullcontext() if cache is None else cache.invalidating(self):
+        with nullcontext() if self.cache is None else self.cache.invalidating(self):
             if self.has_store:
                 self._counted = self.counts()
                 self.store.close()
