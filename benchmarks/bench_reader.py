@@ -1,7 +1,7 @@
 """Reading a log in Criteo's format: ours, to encoded rows and to shuffled batches, against pyarrow's CSV reader alone.
 
 pyarrow only parses: its columns are numbers and strings, neither hashed nor cut into batches. The file is 1 GB of
-planted lines, or, where TRITONEMB_SAMPLE names a file in Criteo's format, of its lines with some categories redrawn;
+synthetic lines, or, where TRITONEMB_SAMPLE names a file in Criteo's format, of its lines with some categories redrawn;
 TRITONEMB_READER_BYTES makes it another size. The kernel keeps the file in memory, so what is measured is the processor.
 """
 

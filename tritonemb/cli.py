@@ -43,7 +43,7 @@ Train a click model; print test AUC, log loss, normalized entropy, samples/s.
   --path PATH           where adult or a criteo set lies
   --preset NAME         start from the values of another data set
   --config FILE         a TOML file; flags given here win
-  --resume auto|PATH    go on from the newest, or from this, checkpoint
+  --resume auto|PATH    resume from the newest, or from this, checkpoint
   --out FOLDER          keep checkpoints, log and report here
   --model dlrm|dcnv2    and --embedding-dim, --bottom-mlp, --top-mlp
   --epochs N            or --max-steps N; --batch-size N; --accumulate N
@@ -150,7 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         from tritonemb.comm.control import RankFailed
 
-        if isinstance(error, RankFailed):  # of another rank: a traceback would tell nothing
+        if isinstance(error, RankFailed):  # a traceback of this rank would not help
             print(f"error: {error}", file=sys.stderr)
         else:
             traceback.print_exc()
@@ -194,7 +194,7 @@ def _train(arguments: list[str]) -> int:
     try:
         train(config, chosen.resume)
     except Interrupted as interrupted:
-        print(f"{interrupted}; go on with --resume auto", file=sys.stderr)
+        print(f"{interrupted}; resume with --resume auto", file=sys.stderr)
         return interrupted.exit_status
     return 0
 

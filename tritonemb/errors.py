@@ -1,4 +1,4 @@
-"""What a kernel's finding means to the person who brought the batch."""
+"""Errors about a batch, from what a kernel has found."""
 
 from __future__ import annotations
 

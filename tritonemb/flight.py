@@ -9,36 +9,27 @@ import builtins
 import hmac
 import json
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tritonemb.utils import require
 
 SCHEMES = ("grpc://", "grpc+tls://")
 Message = tuple[dict[str, Any], Any]
 """JSON-able values, and the bytes that go with them: anything with a buffer, or None."""
-
-
-class Service(Protocol):
-    """What a server answers; both methods may raise any exception."""
-
-    def call(self, name: str, request: dict[str, Any]) -> dict[str, Any]:
-        """A short answer."""
-        ...
-
-    def stream(self, request: dict[str, Any]) -> Iterator[Message]:
-        """Messages as the client takes them; closed when it takes no more."""
-        ...
+Answer = Callable[[dict[str, Any]], Iterator[Message]]
+"""The messages that answer a request, as the client takes them; closed when it takes no more. May raise anything."""
 
 
 def start_server(
-    service: Service, address: str, token: str, certificate: str | Path | None = None, key: str | Path | None = None
+    answer: Answer, address: str, token: str, certificate: str | Path | None = None, key: str | Path | None = None
 ) -> Any:
     """A running `pyarrow.flight.FlightServerBase`.
 
     Args:
+        answer: what the server does.
         address: `grpc://HOST:PORT`, or `grpc+tls://HOST:PORT` with a certificate; port 0 takes a free one.
         token: that every call has to have.
         certificate, key: PEM files for TLS.
@@ -63,14 +54,7 @@ def start_server(
 
     class Server(flight.FlightServerBase):  # type: ignore[name-defined]
         def do_get(self, context: Any, ticket: Any) -> Any:
-            return flight.GeneratorStream(schema, _record_batches(service, ticket.ticket, schema))
-
-        def do_action(self, context: Any, action: Any) -> Any:
-            try:
-                answer = {"answer": service.call(action.type, json.loads(action.body.to_pybytes()))}
-            except Exception as error:
-                answer = {"error": encode_error(error)}
-            return iter([flight.Result(pa.py_buffer(json.dumps(answer).encode()))])
+            return flight.GeneratorStream(schema, _record_batches(answer, ticket.ticket, schema))
 
     try:
         return Server(address, tls_certificates=pairs, middleware={"authentication": Authentication()})
@@ -78,7 +62,7 @@ def start_server(
         raise OSError(f"cannot serve at {address}: {error}") from error
 
 
-def _record_batches(service: Service, ticket: bytes, schema: Any) -> Iterator[tuple[Any, bytes]]:
+def _record_batches(answer: Answer, ticket: bytes, schema: Any) -> Iterator[tuple[Any, bytes]]:
     """A message's values travel as the metadata of a record batch, its bytes as the batch's column."""
     pa = require("pyarrow")
 
@@ -87,7 +71,7 @@ def _record_batches(service: Service, ticket: bytes, schema: Any) -> Iterator[tu
         return pa.record_batch([pa.Array.from_buffers(pa.uint8(), buffer.size, [None, buffer])], schema=schema)
 
     try:
-        for values, data in service.stream(json.loads(ticket)):
+        for values, data in answer(json.loads(ticket)):
             yield record_batch(data), json.dumps(values).encode()
             del data  # or it would stay until the next one is there
     except Exception as error:
@@ -113,23 +97,19 @@ class Client:
         self._options = self._flight.FlightCallOptions(headers=[(b"authorization", f"Bearer {token}".encode())])
 
     def call(self, name: str, request: dict[str, Any] | None = None) -> dict[str, Any]:
-        """The answer of `Service.call`, or its exception.
-
-        Raises:
-            PermissionError: the server expects another token.
-            ConnectionError: it does not answer.
-        """
-        with self._readable_errors():
-            action = self._flight.Action(name, json.dumps(request or {}).encode())
-            (result,) = self._client.do_action(action, self._options)
-        answer = json.loads(result.body.to_pybytes())
-        if "error" in answer:
-            raise decode_error(answer["error"], self.address)
-        values: dict[str, Any] = answer["answer"]
+        """The values of the only message that answers a request; raises as `stream` does."""
+        messages = self.stream({"action": name} | (request or {}))
+        values, _ = next(messages)
+        messages.cancel()
         return values
 
     def stream(self, request: dict[str, Any]) -> Messages:
-        """The messages of `Service.stream`; raises as `call` does."""
+        """The messages that answer a request; `next` raises the server's exceptions.
+
+        Raises:
+            PermissionError: the server expects another token: here or out of `next`.
+            ConnectionError: it does not answer.
+        """
         with self._readable_errors():
             ticket = self._flight.Ticket(json.dumps(request).encode())
             return Messages(self, self._client.do_get(ticket, self._options))

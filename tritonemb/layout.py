@@ -1,8 +1,7 @@
 """Which key of a batch looks up which table, and where its columns go: the plain arrays that every kernel reads.
 
-A *lookup* is one use of a table by one feature. Lookups are sorted by the feature's place among the batch's keys, so a
-batch may bring its keys in any order, bring keys that nobody uses, or feed one key to several tables, and nothing is
-moved: only these small arrays differ.
+A *lookup* is one use of a table by one feature. Lookups are sorted by the feature's position among the batch's keys. So
+keys may be in any order, unused, or used by several tables, and nothing is moved: only these small arrays differ.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ class TableRow(NamedTuple):
         first_row: linear row of the table's first.
         num_rows, dim: its shape.
         seed: of its stochastic rounding.
-        row_origin, column_origin: where its first row and column stand in the whole table that it is a part of.
-        row_ids: where these are some rows of a larger table: address of int64 `[num_rows]`, the row that each one is.
-            0: each is its own. Whoever makes the layout keeps that tensor alive.
+        row_origin, column_origin: its first row and column in the whole table that it is a part of.
+        row_ids: of a table of some rows of a larger one: address of int64 `[num_rows]`, the row that each one is; else
+            0. The maker of the layout keeps that tensor alive.
     """
 
     first_row: int
@@ -118,12 +117,12 @@ def make_layout(
 
 
 def lines_of(names: Iterable[str]) -> str:
-    """Names as one text, as custom ops take it. The keys of a batch that nobody looks up may have line breaks."""
+    """Names as one string, as custom ops take it. Unused keys of a batch may have line breaks."""
     return "\n".join(name.replace("\n", " ") for name in names)
 
 
 def names_in(lines: str) -> list[str]:
-    """The names of `lines_of`. Not `splitlines`, which ends lines elsewhere, too: a name may have such characters."""
+    """The names of `lines_of`. Not `splitlines`, which also splits at characters that a name may have."""
     return lines.split("\n")
 
 
@@ -145,7 +144,7 @@ class _OnGPU(NamedTuple):
 
 
 def int64_at(address: int, count: int, device: torch.device | str = "cpu") -> Tensor:
-    """The int64 numbers `[count]` at an address, where they are: somebody else keeps them alive."""
+    """A view of the int64 numbers `[count]` at an address, which does not keep them alive."""
     if torch.device(device).type == "cuda":
         return torch.as_tensor(_OnGPU(address, count), device=device)
     return torch.frombuffer((ctypes.c_int64 * count).from_address(address), dtype=torch.int64)

@@ -105,7 +105,7 @@ class Optimizer:
 
     @property
     def hyperparameters(self) -> Hyperparameters:
-        """The constants in the order the kernels expect (the learning rate is a tensor and travels apart)."""
+        """The constants in the order the kernels expect, without the learning rate, which is a tensor."""
         values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
         values["weight_decay_mode"] = get_args(WeightDecayMode).index(self.weight_decay_mode)
         values["nonfinite"] = get_args(NonFinite).index(self.nonfinite)
@@ -115,10 +115,7 @@ class Optimizer:
 
 
 class Constants:
-    """Hyperparameters that a tracer takes as they are.
-
-    It takes floats for inputs that change from call to call, where shapes do; a text it takes for a constant.
-    """
+    """Hyperparameters that a tracer takes for constants, as it does a string; floats it may take for dynamic inputs."""
 
     def __init__(self, hyperparameters: Hyperparameters) -> None:
         self._text = ",".join(repr(value) for value in hyperparameters)

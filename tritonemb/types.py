@@ -1,4 +1,4 @@
-"""What a table is: its size, where its rows live and how its bags are pooled."""
+"""What a table is: its size, its memory tier and how its bags are pooled."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ TABLE_DTYPES = (*TRAINABLE_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2)
 
 @dataclass(frozen=True)
 class CacheConfig:
-    """How much of a table that does not live on the device is kept there, and which of its rows.
+    """How many rows of a host- or disk-resident table are cached, and which.
 
     Args:
-        rows: kept on the device, at least 1, by each rank that holds some of the table; rounded up to sets of 32.
+        rows: cached on the device by each rank that holds some of the table, at least 1; rounded up to sets of 32.
         share: of the table's rows, in (0, 1], where `rows` is not given.
-        policy: which row makes room for another: the one used longest ago ("lru") or least often ("lfu"). Rows of
-            batches that are being trained, or are about to be, never do.
-        folder: where a table on disk has its file while it is in use; the system's folder of temporary files if not
-            given. Nothing is left there when the process has ended.
-        host_rows: of a table on disk, kept in the host's memory besides, at least 1, by each rank that holds some of
-            the table; rounded up to sets of 32. They make room by `policy`, too. None if not given.
+        policy: which row is evicted: the least recently ("lru") or least frequently ("lfu") used one. Rows of batches
+            that are trained or prefetched are pinned.
+        folder: of a disk-resident table's file while it is in use; the system's temporary folder if not given. Nothing
+            is left there when the process has ended.
+        host_rows: of a disk-resident table, cached in host memory too, as `rows` are on the device; none if not given.
 
     Raises:
         TypeError, ValueError: naming the field.
@@ -44,11 +43,8 @@ class CacheConfig:
 
     def __post_init__(self) -> None:
         for name in ("rows", "host_rows"):
-            rows = getattr(self, name)
-            if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool)):
-                raise TypeError(f"a cache's {name} must be an int, got {rows!r}")
-            if rows is not None and rows < 1:
-                raise ValueError(f"a cache's {name} must be at least 1, got {rows}")
+            if getattr(self, name) is not None:
+                _check_size(f"a cache's {name}", getattr(self, name))
         if not isinstance(self.share, (int, float)) or isinstance(self.share, bool):
             raise TypeError(f"a cache's share must be a number, got {self.share!r}")
         if not 0 < self.share <= 1:
@@ -76,16 +72,15 @@ class TableConfig:
         pooling: how the rows of a bag become one: "sum", "mean", or "none" (each id keeps its row).
         dtype: `torch.float32`, `torch.float16` or `torch.bfloat16`; `torch.float8_e4m3fn` or `torch.float8_e5m2` for
             tables that are looked up but not trained. Optimizer state is always float32.
-        placement: where the rows live: on the device, or, with some of them cached there, in the host's memory or on
-            its disk. Training gives the same bits.
+        placement: memory of the rows: of the device, of the host or on disk, with some rows cached on the device.
+            Training is bitwise identical.
         init: fills the weight `[num_embeddings, embedding_dim]` in place; uniform in ±1/sqrt(num_embeddings)
             if not given.
-        cache: of a table that is placed elsewhere than on the device.
+        cache: of a host- or disk-resident table.
 
     Attributes:
-        seed: of the table's own stream of random numbers, 63 bits from its name: the same wherever the table lives.
-        row_origin, column_origin: where the first row and column stand in the whole table, of a `part`; 0 of a whole
-            table.
+        seed: of the table's random numbers, 63 bits from its name: the same on every tier.
+        row_origin, column_origin: first row and column in the whole table, of a `part`; else 0.
         whole_rows: rows of the whole table.
 
     Raises:
@@ -112,11 +107,7 @@ class TableConfig:
         if not self.name or "." in self.name or "\n" in self.name:
             raise ValueError(f"table {self.name!r}: a name must be non-empty, without dots or line breaks")
         for size in ("num_embeddings", "embedding_dim"):
-            value = getattr(self, size)
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise TypeError(f"table {self.name!r}: {size} must be an int, got {value!r}")
-            if value < 1:
-                raise ValueError(f"table {self.name!r}: {size} must be at least 1, got {value}")
+            _check_size(f"table {self.name!r}: {size}", getattr(self, size))
         if self.pooling not in get_args(Pooling):
             raise ValueError(f"table {self.name!r}: pooling must be one of {get_args(Pooling)}, got {self.pooling!r}")
         if self.placement not in get_args(Placement):
@@ -154,10 +145,9 @@ class TableConfig:
         return features
 
     def part(self, name: str, rows: tuple[int, int], columns: tuple[int, int], features: Sequence[str]) -> TableConfig:
-        """A rectangle of this table as a table of its own, whose updates give the bits that this one's give there.
+        """A shard of this table, whose updates are bitwise identical to this table's.
 
-        It rounds by the random numbers of the elements' places here, so its seed is this table's; `init`, which fills
-        whole tables, is not carried over. `dataclasses.replace` of a part makes a whole table.
+        It has this table's seed, but not its `init`. `dataclasses.replace` of a part makes a whole table.
 
         Args:
             rows, columns: the first, and how many.
@@ -166,10 +156,8 @@ class TableConfig:
         Raises:
             ValueError: for a rectangle that is empty or not inside this table.
         """
-        for what, (first, count), whole in (
-            ("rows", rows, self.num_embeddings),
-            ("columns", columns, self.embedding_dim),
-        ):
+        sizes = self.num_embeddings, self.embedding_dim
+        for what, (first, count), whole in zip(("rows", "columns"), (rows, columns), sizes, strict=True):
             if first < 0 or count < 1 or first + count > whole:
                 raise ValueError(
                     f"table {self.name!r} has {what} 0 to {whole - 1}; {count} {what} from {first} on are no part of it"
@@ -177,15 +165,14 @@ class TableConfig:
         part = TableConfig(
             name, rows[1], columns[1], features, self.pooling, self.dtype, self.placement, cache=self.cache
         )
-        object.__setattr__(part, "seed", self.seed)
-        object.__setattr__(part, "whole_rows", self.whole_rows)
-        object.__setattr__(part, "row_origin", self.row_origin + rows[0])
-        object.__setattr__(part, "column_origin", self.column_origin + columns[0])
+        origin = {"row_origin": self.row_origin + rows[0], "column_origin": self.column_origin + columns[0]}
+        for field_name, value in {"seed": self.seed, "whole_rows": self.whole_rows, **origin}.items():
+            object.__setattr__(part, field_name, value)
         return part
 
     @property
     def bound(self) -> float:
-        """First values are uniform in ± this, where there is no `init`."""
+        """Initial values are uniform in ± this, where there is no `init`."""
         return float(self.whole_rows**-0.5)
 
     @property
@@ -193,6 +180,13 @@ class TableConfig:
         """The keys that look this table up, never None."""
         assert isinstance(self.features, tuple)
         return self.features
+
+
+def _check_size(title: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{title} must be an int, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{title} must be at least 1, got {value}")
 
 
 def seed_of(name: str) -> int:

@@ -180,8 +180,8 @@ def test_line_ends_inside_quotes(tmp_path):
     for chunk_bytes in (1, 50, 1 << 20):
         assert rows_of(reader(path, quoted_newlines=True, chunk_bytes=chunk_bytes)) == expected
     log = reader(path, quoted_newlines=True, split=SplitRule(test_share=0.4), chunk_bytes=100)
-    shares = [[rows_of(log, split, shard=(index, 3)) for index in range(3)] for split in ("train", "test")]
-    assert sorted(row for split in shares for share in split for row in share) == sorted(expected)
+    shards = [[rows_of(log, split, shard=(index, 3)) for index in range(3)] for split in ("train", "test")]
+    assert sorted(row for split in shards for shard in split for row in shard) == sorted(expected)
     assert rows_of(log) + rows_of(log, "test") == expected
     with log.open("test", 4) as stream:
         next(stream)
@@ -224,11 +224,11 @@ def test_a_quote_that_is_never_closed_costs_one_row(tmp_path):
 
 @pytest.mark.parametrize("name", ["log.csv", "log.csv.gz"])
 @pytest.mark.parametrize("rule", [SplitRule(), SplitRule(split_by="random", test_share=0.3)], ids=["end", "random"])
-def test_shares_and_positions(tmp_path, name, rule):
+def test_shards_and_positions(tmp_path, name, rule):
     path = write(tmp_path, *(f"{row % 2},{'n' * (row % 7)},{row},u{row % 5},{row}" for row in range(200)), name=name)
     log = reader(path, split=rule, chunk_bytes=300, shuffle_rows=20)
     rows = [rows_of(log, split, shard=(index, 4)) for split in ("train", "test") for index in range(4)]
-    assert sorted(row[1] for share in rows for row in share) == list(range(200))
+    assert sorted(row[1] for shard in rows for row in shard) == list(range(200))
     with log.open("train", 8, shuffle=True) as stream:
         batches = [next(stream) for _ in range(7)]
         position, rest = stream.position, list(stream)

@@ -68,8 +68,8 @@ def test_rows_are_those_of_parquet(log, kind, rule):
     for split in expected.splits():
         assert found.num_rows(split) == expected.num_rows(split)
         assert same(found.open(split, 8, shuffle=True), expected.open(split, 8, shuffle=True))
-        shares = [rows_of(found, split, shard=(index, 3)) for index in range(3)]
-        assert sorted(row for share in shares for row in share) == sorted(rows_of(expected, split))
+        shards = [rows_of(found, split, shard=(index, 3)) for index in range(3)]
+        assert sorted(row for shard in shards for row in shard) == sorted(rows_of(expected, split))
 
 
 def test_lists_of_strings_are_multi_hot(tmp_path):

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -121,6 +122,20 @@ def test_a_stream_that_is_left_ends_in_the_worker_too(bundle, workers, split, wa
         del stream
         wait_until(lambda: not running())
     wait_until((bundle.folder / f"ended {mark}").exists)
+
+
+def test_a_stream_is_closed_while_another_thread_waits_for_its_batch(workers):
+    stream = read(workers[1], "slow/waited", 8)
+    next(stream)
+    found = []
+    waiting = threading.Thread(target=lambda: found.extend(stream))
+    waiting.start()
+    time.sleep(0.2)
+    stream.close()
+    waiting.join(1.5)
+    assert not waiting.is_alive()
+    assert found == []
+    assert not running()
 
 
 def threads_of(workers):

@@ -148,7 +148,7 @@ def test_a_signal_ends_training_after_the_step_and_saves(data, undisturbed, tmp_
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == status, errors.decode()
-    assert f"training was interrupted by {number.name}; go on with --resume auto" in errors.decode()
+    assert f"training was interrupted by {number.name}; resume with --resume auto" in errors.decode()
     end = [event for event in read_run_log(tmp_path / "log.jsonl") if event["event"] == "end"][-1]
     assert (end["reason"], end["step"]) == (number.name, checkpoints.steps()[-1])
     finish(data, tmp_path)

@@ -187,7 +187,7 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_step(start, undisturbed, t
     job = start()
     job.wait_for_checkpoint(3)[1].send_signal(signal.SIGTERM)
     assert job.finish() != 0
-    assert job.output.count("training was interrupted by SIGTERM; go on with --resume auto") == 2
+    assert job.output.count("training was interrupted by SIGTERM; resume with --resume auto") == 2
     end = read_run_log(tmp_path / "log.jsonl")[-1]
     assert (end["event"], end["reason"]) == ("end", "SIGTERM")
     assert end["step"] == CheckpointFolder(tmp_path / "checkpoints").steps()[-1] < LAST_STEP

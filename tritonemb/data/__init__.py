@@ -18,7 +18,18 @@ from tritonemb.data.encode import Vocabulary
 from tritonemb.data.files import exists, find
 from tritonemb.data.in_memory import Dataset
 from tritonemb.data.loader import merge_positions, open_shards, rank_position
-from tritonemb.data.protocol import Batches, Data, Feature, Position, PositionedBatch, ReadReport, Shard, Split, Stream
+from tritonemb.data.protocol import (
+    Batches,
+    Data,
+    Feature,
+    OpenOptions,
+    Position,
+    PositionedBatch,
+    ReadReport,
+    Shard,
+    Split,
+    Stream,
+)
 from tritonemb.data.reader_host import ReaderHost, RemoteData
 from tritonemb.data.schema import CRITEO, LogOptions, Schema, SplitRule
 from tritonemb.data.workers import DataLoaderWorkers
@@ -42,6 +53,7 @@ __all__ = [
     "Dataset",
     "Feature",
     "LogOptions",
+    "OpenOptions",
     "Position",
     "PositionedBatch",
     "ReadReport",
@@ -150,7 +162,7 @@ def open_for_scoring(path: str | Path, log: LogOptions, features: Sequence[Featu
     """Open a log whose rows, all of them and in their order, are test rows, for a model trained on these features.
 
     Args:
-        log: as in training; how it splits a log is not looked at. The label may be missing, as in Criteo's test.txt.
+        log: as in training; its split rule is ignored. The label may be missing, as in Criteo's test.txt.
 
     Raises:
         ValueError, FileNotFoundError: the log can not be read, or has other features.

@@ -118,7 +118,7 @@ class BatchLayout:
         return views
 
     def batch(self, buffer: Tensor) -> Batch:
-        """The batch that a filled buffer holds; its contents are not looked at again."""
+        """The batch in a filled buffer, whose contents are not checked."""
         dense, labels, values, lengths, offsets = self.views(buffer)
         sparse = _unflatten([values, None, lengths, offsets], self.keys)
         return Batch(dense, sparse, labels, buffer, self)

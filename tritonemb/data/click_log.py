@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from tritonemb.data.columns import Array, Rows, concat
+from tritonemb.data.columns import Array, concat
 from tritonemb.data.delimited import Parsed
 from tritonemb.data.encode import encode, mix, numberings
 from tritonemb.data.files import Chunk, LogFile, Part, end_parts, find, is_remote, parts_of_files, split_files
@@ -25,6 +25,7 @@ from tritonemb.data.protocol import (
     WHOLE,
     Feature,
     OpenOptions,
+    Position,
     ReadReport,
     Shard,
     Split,
@@ -84,7 +85,7 @@ class ClickLog:
         self._identity: tuple[Any, ...] = tuple((file.name, file.size) for file in files)
         self._source: TextSource | ArrowSource
         if files[0].format != "text":
-            self._source = ArrowSource(files, self.options.schema, rule.time_column, labelled)
+            self._source = ArrowSource(files, self.options.schema, rule, labelled)
         elif rule.time_column:
             raise ValueError(f"{files[0].path}: text files are not split by a time column; split by another rule")
         else:
@@ -140,8 +141,7 @@ class ClickLog:
                     raise ValueError(f"{self.name}: too few rows for a share of {share:.3f} as {split} rows")
             return parts
         has: dict[Split, Any] = dict(shares)
-        if isinstance(self._source, ArrowSource) and self._kind == "time":
-            self._source.check_times(rule)
+        if self._kind == "time":
             has = {"train": True, "validation": rule.validation_from, "test": rule.test_from}
         return {split: whole for split in SPLITS if has[split]}
 
@@ -228,7 +228,6 @@ class ClickLog:
         return Stream(batcher.steps(position), dict(position), batcher.report(position), at_end)
 
     def _check_position(self, position: Position, parts: tuple[Part, ...], split: Split, num_batches: int) -> None:
-        """ValueError if a position of these settings cannot be one of these parts."""
         part = position["part"]
         if part >= max(len(parts), 1) or position["offset"] < (parts[part].start if parts else 0):
             raise ValueError(f"data set {self.name!r}: the position is in a file that the {split} rows do not have")
@@ -264,11 +263,7 @@ class ClickLog:
 
     def encoded(self, split: Split, start: Place | None = None) -> Generator[Block, None, None]:
         """The rows of a split as ids and numbers, chunk by chunk; close the iterator to end its threads."""
-
-        def encoded(batch: Any) -> Rows:
-            return encode(batch, self.schema, self.features, self._numberings)
-
-        return self.scan(split, encoded, start)
+        return self.scan(split, lambda batch: encode(batch, self.schema, self.features, self._numberings), start)
 
     def load(self) -> Dataset:
         """All of it in memory."""
@@ -327,7 +322,7 @@ class ClickLog:
         if shard == WHOLE:
             return self
         if self._kind == "time" and isinstance(self._source, ArrowSource):
-            parts = self._source.within(self.options.split, split)
+            parts = self._source.within(split)
         return self._with(self._kind, {split: self._source.shard(parts, shard)})
 
     def _read(self, split: Split, chunk: Chunk) -> tuple[Any, ReadReport]:

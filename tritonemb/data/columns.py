@@ -41,10 +41,10 @@ class Column:
 
     def take(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Values and int32 lengths of the given rows, in their order."""
-        if self.offsets is None:
-            return self.values[rows], torch.ones(rows.shape[0], dtype=torch.int32)
-        places, lengths = _places(self.offsets.numpy(), rows.numpy())
-        return self.values[torch.from_numpy(places)], torch.from_numpy(lengths.astype(np.int32))
+        places, lengths = rows.numpy(), np.ones(rows.shape[0], dtype=np.int32)
+        if self.offsets is not None:
+            places, lengths = _places(self.offsets.numpy(), places)
+        return torch.from_numpy(self.values.numpy()[places]), torch.from_numpy(lengths.astype(np.int32))
 
 
 @dataclass(frozen=True)
@@ -112,18 +112,16 @@ def concat(parts: Sequence[Rows], order: Array | None = None) -> Rows:
     if len(parts) == 1 and order is None:
         return parts[0]
     columns = []
-    for columns_of_one in zip(*(part.columns for part in parts), strict=True):
-        values = _joined([column.values for column in columns_of_one])
-        offsets = None
-        if columns_of_one[0].offsets is not None:
-            lengths = [np.diff(column.offsets.numpy()) for column in columns_of_one if column.offsets is not None]
-            offsets = _offsets(np.concatenate(lengths))
-        if order is not None and offsets is not None:
-            places, kept = _places(offsets, order)
-            values, offsets = values[places], _offsets(kept)
-        elif order is not None:
-            values = values[order]
-        columns.append(Column(torch.from_numpy(values), None if offsets is None else torch.from_numpy(offsets)))
+    for of_one in zip(*(part.columns for part in parts), strict=True):
+        column = Column(torch.from_numpy(_joined([piece.values for piece in of_one])))
+        if of_one[0].offsets is not None:
+            lengths = np.concatenate([np.diff(piece.offsets.numpy()) for piece in of_one if piece.offsets is not None])
+            column = Column(column.values, torch.from_numpy(_offsets(lengths)))
+        if order is not None:
+            values, kept = column.take(torch.from_numpy(order))
+            offsets = None if column.offsets is None else torch.from_numpy(_offsets(kept.numpy()))
+            column = Column(values, offsets)
+        columns.append(column)
     dense, labels = _joined([part.dense for part in parts]), _joined([part.labels for part in parts])
     if order is not None:
         dense, labels = np.take(dense, order, axis=0), labels[order]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -25,6 +25,7 @@ pa: Any = LazyModule("pyarrow")
 compute: Any = LazyModule("pyarrow.compute")
 parquet: Any = LazyModule("pyarrow.parquet")
 
+_Task = tuple[ClickLog, Split, Path]
 Compression = Literal["zstd", "snappy", "gzip", "lz4", "none"]
 
 ROW_GROUP_ROWS = 1 << 17
@@ -71,30 +72,25 @@ def convert(
     if files[0].format == "parquet":
         raise ValueError(f"{files[0].path} is Parquet already; text files are converted")
     is_folder = len(files) > 1 or str(files[0].path).rstrip("/") != str(source).rstrip("/")
-    targets = [target]
-    if is_folder:
-        targets = [target / f"{file.stem}.parquet" for file in files]
-        if not target.parent.is_dir():
-            raise FileNotFoundError(f"{target.parent}: no such folder to make {target.name} in")
-        if target.exists() and not target.is_dir():
-            raise ValueError(f"{target} is a file; a folder is converted to a folder")
+    targets = [target / f"{file.stem}.parquet" for file in files] if is_folder else [target]
+    if is_folder and not target.parent.is_dir():
+        raise FileNotFoundError(f"{target.parent}: no such folder to make {target.name} in")
+    if is_folder and target.exists() and not target.is_dir():
+        raise ValueError(f"{target} is a file; a folder is converted to a folder")
     for path in targets:
         if path.exists():
             raise ValueError(f"{path} is there already; remove it, or name another target")
     log = ClickLog(source, replace(options or LogOptions(), split=SplitRule(split_by="end", test_share=0.0)))
     if is_folder:
         target.mkdir(exist_ok=True)
-    total = ReadReport()
-    for number, path in enumerate(targets):
-        report = ReadReport()
-        for report in _written(log.of_file(number), "train", path, row_group_rows, compression):
-            if progress is not None:
-                progress(total.rows + report.rows)
+    tasks: list[_Task] = [(log.of_file(number), "train", path) for number, path in enumerate(targets)]
+    reports = _write(tasks, row_group_rows, compression, progress)
+    for file, path, report in zip(files, targets, reports, strict=True):
         if not report.rows:
             path.unlink()
-            raise ValueError(f"{files[number].path} has no good rows to convert")
-        total = merged(total, report)
-    return ConvertReport(total.rows, total.skipped, tuple(targets))
+            raise ValueError(f"{file.path} has no good rows to convert")
+    rows, skipped = sum(report.rows for report in reports), sum(report.skipped for report in reports)
+    return ConvertReport(rows, skipped, tuple(targets))
 
 
 def cached_as_parquet(
@@ -121,51 +117,50 @@ def cached_as_parquet(
         if not summary.exists():
             estimates = [log.estimated_rows(split) for split in log.splits()]
             total = None if None in estimates else sum(estimate or 0 for estimate in estimates)
-            reports, rows = {}, 0
-            for split in log.splits():
-                report = ReadReport()
-                for report in _written(log, split, kept / f"{split}.parquet", ROW_GROUP_ROWS, "zstd"):
-                    if progress is not None:
-                        progress(rows + report.rows, total)
-                rows += report.rows
-                reports[split] = asdict(report)
+            tasks: list[_Task] = [(log, split, kept / f"{split}.parquet") for split in log.splits()]
+            written = None if progress is None else lambda rows: progress(rows, total)
+            reports = map(asdict, _write(tasks, ROW_GROUP_ROWS, "zstd", written))
             with written_aside(summary) as part:
-                Path(part).write_text(json.dumps(reports))
-    found: dict[Split, dict[str, Any]] = json.loads(summary.read_text())
+                part.write_text(json.dumps(dict(zip(log.splits(), reports, strict=True))))
     files: dict[Split, LogFile | None] = {}
-    left_out = {}
-    for split, values in found.items():
-        files[split] = find(kept / f"{split}.parquet")[0] if values["rows"] else None
-        reasons = tuple((reason, count) for reason, count in values["reasons"])
-        left_out[split] = ReadReport(0, values["skipped"], tuple(values["problems"]), reasons)
+    left_out: dict[Split, ReadReport] = {}
+    for split, found in json.loads(summary.read_text()).items():
+        files[split] = find(kept / f"{split}.parquet")[0] if found["rows"] else None
+        reasons = tuple((reason, count) for reason, count in found["reasons"])
+        left_out[split] = ReadReport(0, found["skipped"], tuple(found["problems"]), reasons)
     return log.in_files(files, left_out)
 
 
-def _written(
-    log: ClickLog, split: Split, path: Path, row_group_rows: int, compression: Compression
-) -> Iterator[ReadReport]:
-    """Write the good rows of a split to a Parquet file: the report of those read so far, again and again."""
-    schema = log.text_schema()
+def _write(
+    tasks: Sequence[_Task], row_group_rows: int, compression: Compression, progress: Callable[[int], None] | None
+) -> list[ReadReport]:
+    """Write the good rows of some splits, each to a Parquet file."""
+    schema = tasks[0][0].text_schema()
+    reports: list[ReadReport] = []
 
     def table_of(batch: Any) -> Any:
         return pa.Table.from_batches([batch]).select(schema.names).cast(schema)
 
-    report, waiting = ReadReport(), schema.empty_table()
-    with (
-        written_aside(path) as part,
-        parquet.ParquetWriter(part, schema, compression=compression) as writer,
-        closing(log.scan(split, table_of)) as blocks,
-    ):
-        for block in blocks:
-            report = merged(report, block.report)
-            waiting = pa.concat_tables([waiting, block.rows])
-            whole = waiting.num_rows // row_group_rows * row_group_rows
-            if whole:
-                writer.write_table(waiting.slice(0, whole), row_group_rows)
-                waiting = waiting.slice(whole)
-            yield report
-        if waiting.num_rows:
-            writer.write_table(waiting, row_group_rows)
+    for log, split, path in tasks:
+        report, waiting, before = ReadReport(), schema.empty_table(), sum(report.rows for report in reports)
+        with (
+            written_aside(path) as part,
+            parquet.ParquetWriter(part, schema, compression=compression) as writer,
+            closing(log.scan(split, table_of)) as blocks,
+        ):
+            for block in blocks:
+                report = merged(report, block.report)
+                waiting = pa.concat_tables([waiting, block.rows])
+                whole = waiting.num_rows // row_group_rows * row_group_rows
+                if whole:
+                    writer.write_table(waiting.slice(0, whole), row_group_rows)
+                    waiting = waiting.slice(whole)
+                if progress is not None:
+                    progress(before + report.rows)
+            if waiting.num_rows:
+                writer.write_table(waiting, row_group_rows)
+        reports.append(report)
+    return reports
 
 
 @dataclass(frozen=True)
@@ -247,11 +242,8 @@ def _counted(array: Any) -> Any:
 
 
 class _Counter:
-    """How often each value of one feature occurs, in bounded memory.
-
-    Exact while a feature has at most `capacity` distinct values. Beyond that the rarest so far are forgotten; counts
-    are then too low by `forgotten` at most.
-    """
+    """How often each value of one feature occurs. With more than `capacity` distinct values, the rarest so far are
+    forgotten; counts are then too low by `forgotten` at most."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity

@@ -44,30 +44,19 @@ _RULES = (
 
 @dataclass(frozen=True)
 class Parsed:
-    """The rows of a chunk.
+    """The rows of a chunk."""
 
-    Args:
-        batch: a `pyarrow.RecordBatch` of those that can be read.
-        rows: int64 `[N]`, the line or row of each in the chunk.
-        good: bool `[N]`.
-        bad_rows: int64, the lines or rows that are bad, ascending: of the batch and others.
-        describe: what is wrong with the n-th of them, as (reason, message).
-    """
-
-    batch: Any
-    rows: Array
-    good: Array
-    bad_rows: Array
-    describe: Callable[[int], tuple[str, str]]
+    batch: Any  # a `pyarrow.RecordBatch` of the rows that can be read
+    rows: Array  # int64 [N], the line or row of each in the chunk
+    good: Array  # bool [N]
+    bad_rows: Array  # int64, the lines or rows that are bad, ascending: of the batch and others
+    describe: Callable[[int], tuple[str, str]]  # reason and message for the n-th of them
 
 
 class CsvFormat:
     """CSV with these columns. The label and dense columns are float64, sparse ones int64 or strings.
 
-    Args:
-        columns: the fields of a line.
-        schema: with all columns filled in.
-        quoted: whether fields in quotes may contain line ends.
+    With `quoted`, fields in quotes may contain line ends.
     """
 
     quote = True
@@ -85,22 +74,15 @@ class CsvFormat:
         return self._types | ({self.schema.label: pa.int8()} if self.labelled else {})
 
     def read(self, lines: Text, accepted: bool = False) -> Any:
-        """The columns of some lines, a `pyarrow.RecordBatch`; None if one of them is not acceptable, or perhaps. Blank
-        lines are left out.
-
-        Args:
-            accepted: all of the lines are acceptable.
-        """
+        """A `pyarrow.RecordBatch` of some lines without blank ones; None if one may not be acceptable, unless all have
+        been `accepted`."""
         # A quote that is not closed would reach as far as this row of missing values.
         guard = (self._delimiter * (len(self.columns) - 1) + "\n").encode() if b'"' in lines else b""
         batch = self._parse(lines + guard if guard else lines, self._types)
         return batch if batch is None else batch.slice(0, batch.num_rows - bool(guard))
 
     def accepts(self, lines: list[bytes]) -> list[bool]:
-        """Which lines can be read; what is wrong with their values is another matter.
-
-        By halves, so that the many lines around a bad one are parsed together.
-        """
+        """Which lines can be read: by halves, so that the many lines around a bad one are parsed together."""
         if not any(len(line) > LONGEST_LINE or (b"\r" in line and not self.quoted) for line in lines):
             found = self.read(b"".join(line + b"\n" for line in lines))
             if found is not None and found.num_rows == len(lines):
@@ -154,7 +136,7 @@ class CsvFormat:
             read = arrow_csv.ReadOptions(column_names=self.columns, block_size=BLOCK_BYTES, use_threads=False)
             parse = arrow_csv.ParseOptions(delimiter=self._delimiter, quote_char=quote, newlines_in_values=self.quoted)
             convert = arrow_csv.ConvertOptions(
-                column_types=types, include_columns=list(types), null_values=[""], strings_can_be_null=True
+                column_types=types, include_columns=list(types), null_values=[""], strings_can_be_null=self.quote
             )
             try:
                 table = arrow_csv.read_csv(pa.BufferReader(lines), read, parse, convert)
@@ -164,12 +146,7 @@ class CsvFormat:
 
 
 class CriteoFormat(CsvFormat):
-    """Criteo's. The label and integers are int64, categories uint32.
-
-    Args:
-        schema: with all columns filled in.
-        labelled: whether lines begin with the label; else they have 39 fields, as those of Criteo's test.txt.
-    """
+    """Criteo's. The label and integers are int64, categories uint32. Without the label, as in test.txt, 39 fields."""
 
     quote = False
 
@@ -184,12 +161,12 @@ class CriteoFormat(CsvFormat):
         return {name: kinds.get(name, pa.int64()) for name in self.columns}
 
     def read(self, lines: Text, accepted: bool = False) -> Any:
-        """pyarrow also takes blanks, hexadecimal integers, and more than 18 digits if the first ones are zeros. All of
-        these make a line longer than its values have to be, but for hexadecimal integers of 10^10 and more."""
+        """pyarrow also takes blank lines, blanks, hexadecimal integers, and more than 18 digits if the first ones are
+        zeros. All of these make the text longer than its values have to be, but for hexadecimal integers from 10^10."""
         batch = self._parse(lines, self._types)
         if batch is None:
             return None
-        arrays, num_bytes, largest = [], (len(self.columns) - 1) * batch.num_rows + lines.count(b"\n"), 0
+        arrays, num_bytes, largest = [], len(self.columns) * batch.num_rows, 0
         for name in self.columns:
             array = batch.column(name)
             if name in CATEGORIES:
@@ -290,9 +267,9 @@ def parse(form: CsvFormat, data: Text) -> Parsed:
     if not form.quoted and b"\r" in data:
         data = data.replace(b"\r\n", b"\n")
         plain &= b"\r" not in data
-    batch = form.read(data) if plain else None
+    batch: Any = form.read(data) if plain else None
     good = None if batch is None else good_rows(batch, form.schema)
-    if good is not None and good.all() and batch.num_rows == data.count(b"\n"):
+    if good is not None and good.all() and batch.num_rows == count_lines(data):
         return Parsed(batch, np.arange(batch.num_rows), good, np.zeros(0, dtype=np.int64), lambda number: ("", ""))
     lines, numbers = lines_of(data, form.quoted)
     rows = numbers
@@ -308,6 +285,11 @@ def parse(form: CsvFormat, data: Text) -> Parsed:
         return form.problem(lines[int(np.searchsorted(numbers, bad_rows[number]))])
 
     return Parsed(batch, rows, good, bad_rows, describe)
+
+
+def count_lines(data: Text) -> int:
+    """Line feeds; several times as fast as `data.count`."""
+    return int(np.count_nonzero(np.frombuffer(data, np.uint8) == ord("\n")))
 
 
 def lines_of(data: Text, quoted: bool) -> tuple[list[bytes], Array]:

@@ -226,13 +226,7 @@ class Numbering:
 
 
 class FeatureVocabulary(Numbering):
-    """One feature's numbering by a vocabulary.
-
-    Args:
-        name: for messages.
-        values: `pyarrow` strings, of integers in decimal if `integers`.
-        ids: int64 `[len(values)]`.
-    """
+    """By a vocabulary: `pyarrow` strings, of integers in decimal if `integers`, and the int64 id of each."""
 
     encodes_integers = True
 
@@ -311,11 +305,7 @@ class Vocabulary:
 
 
 def numberings(schema: Schema) -> dict[str, Numbering]:
-    """One for each sparse column.
-
-    Raises:
-        FileNotFoundError, ValueError: the vocabulary is not there, or not one of these columns.
-    """
+    """One for each sparse column; FileNotFoundError or ValueError if the vocabulary is not there, or not of these."""
     if schema.vocabulary is not None:
         if schema.sizes:
             raise ValueError("schema: sizes are of hashed categories; a vocabulary has sizes of its own")

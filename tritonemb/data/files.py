@@ -25,23 +25,14 @@ _PARQUET_MAGIC, _MAGICS = b"PAR1", {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "z
 
 @dataclass(frozen=True)
 class LogFile:
-    """A file of a log.
+    """A file of a log, or a `pyarrow.Table` in place of one."""
 
-    Args:
-        path: where it is; a URI if it is remote.
-        codec: how it is compressed, None if it is not.
-        size: bytes as they are stored; rows of a table.
-        modified: when, in nanoseconds.
-        stored: the `pyarrow` file system, and the path there.
-        table: the `pyarrow.Table` in place of a file.
-    """
-
-    path: Path | str
+    path: Path | str  # a URI if it is remote
     format: Format
-    codec: str | None
-    size: int
-    modified: int = 0
-    stored: tuple[Any, str] | None = field(default=None, compare=False, repr=False)
+    codec: str | None  # how it is compressed
+    size: int  # bytes as they are stored; rows of a table
+    modified: int = 0  # nanoseconds
+    stored: tuple[Any, str] | None = field(default=None, compare=False, repr=False)  # file system, and path there
     table: Any = field(default=None, compare=False, repr=False)
 
     @property
@@ -62,18 +53,14 @@ class LogFile:
         return self.path if isinstance(self.path, str) else str(self.path.resolve())
 
     def open(self) -> Any:
-        """The stored bytes as a `pyarrow.NativeFile`.
-
-        Raises:
-            ValueError: the file has not the size that it had when it was found.
-        """
+        """The stored bytes as a `pyarrow.NativeFile`; ValueError if their number is not the one found."""
         self.check_size()
         assert self.stored is not None
         system, path = self.stored
         return system.open_input_file(path)
 
     def check_size(self) -> None:
-        """ValueError if the file has not the size that it had when it was found."""
+        """ValueError if the number of stored bytes is not the one found."""
         assert self.stored is not None
         system, path = self.stored
         size = system.get_file_info(path).size
@@ -204,34 +191,23 @@ def _recognised(path: Path | str, beginning: bytes) -> tuple[Format, str | None]
 class Part:
     """A piece of one file: rows `[start, stop)` of Parquet, lines that begin in bytes `[start, stop)` of unpacked text.
 
-    Args:
-        file: index among the log's files.
-        stop: None for the end of the file.
-        stripes: (index, count): of text that nobody can enter in the middle, only every count-th stripe; see
-            `tritonemb.data.text.striped`.
+    Of text that nobody can enter in the middle, a shard has every count-th stripe; see `tritonemb.data.text.striped`.
     """
 
-    file: int
+    file: int  # index among the log's files
     start: int = 0
-    stop: int | None = None
+    stop: int | None = None  # None for the end of the file
     stripes: Shard = WHOLE
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A run of rows of a part of a log.
+    """A run of rows of a part of a log."""
 
-    Args:
-        part: index of the part.
-        offset: where the run begins: a byte of the unpacked text, or a row.
-        line: lines of the part before it.
-        content: whole lines, a `bytearray`, or a `pyarrow.RecordBatch`.
-    """
-
-    part: int
-    offset: int
-    line: int
-    content: Any
+    part: int  # index
+    offset: int  # where the run begins: a byte of the unpacked text, or a row
+    line: int  # lines of the part before it
+    content: Any  # whole lines, a `bytearray`, or a `pyarrow.RecordBatch`
 
 
 def split_files(rule: SplitRule, files: tuple[LogFile, ...]) -> dict[Split, tuple[LogFile, ...]]:
@@ -286,12 +262,8 @@ def between(parts: Sequence[Part], sizes: Sequence[int], start: int, stop: int) 
 
 
 def even(parts: Sequence[Part], sizes: Sequence[int], shard: Shard, ends: Sequence[int] = ()) -> list[Part]:
-    """The index-th of `count` runs of equal length, counted through all parts.
-
-    Args:
-        sizes: of the parts.
-        ends: places, ascending, that a cut moves to if one is near.
-    """
+    """The index-th of `count` runs of equal length, counted through all parts of these sizes; cuts move to the places
+    of `ends`, ascending, that are near."""
     index, count = shard
     total = sum(sizes)
     return between(parts, sizes, *(_moved(total * place // count, total / count, ends) for place in (index, index + 1)))

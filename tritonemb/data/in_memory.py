@@ -12,7 +12,6 @@ import torch
 from tritonemb.data.columns import Array, Column, Rows, cut
 from tritonemb.data.protocol import (
     SPLITS,
-    WHOLE,
     Feature,
     OpenOptions,
     PositionedBatch,
@@ -111,25 +110,19 @@ class Dataset:
     def open(self, split: Split, batch_size: int, **how: Any) -> Stream:
         """See `tritonemb.data.protocol.Data.open`. A shard has every `count`-th row of the epoch's order."""
         options = OpenOptions(split, batch_size, **how)
-        seed, epoch, shuffle, position, shard = (
-            options.seed, options.epoch, options.shuffle, options.position, options.shard,
-        )  # fmt: skip
-        rows = self.rows(split)
-        order_of = ((seed, epoch) if shuffle else ()) + (shard if shard != WHOLE else ())
+        (index, count), rows = options.shard, self.rows(split)
+        order_of = ((options.seed, options.epoch) if options.shuffle else ()) + (options.shard if count > 1 else ())
         belongs_to = fingerprint(self.name, len(rows), split, batch_size, *order_of)
-        index, count = shard
-        num_rows = len(range(index, len(rows), count))
-        first = 0
-        if position is not None:
-            check_position(position, ("row",), belongs_to, self.name)
-            first = position["row"]
+        num_rows, first = len(range(index, len(rows), count)), 0
+        if options.position is not None:
+            check_position(options.position, ("row",), belongs_to, self.name)
+            first = options.position["row"]
             if first > num_rows or (first % batch_size and first != num_rows):
                 raise ValueError(
                     f"data set {self.name!r}: no batch of {batch_size} begins at row {first} of {num_rows}"
                 )
-        order = _shuffled(len(rows), seed, epoch) if shuffle else np.arange(len(rows))
-        if shard != WHOLE:
-            order = order[index::count].copy()  # or all of it would stay in memory
+        order = _shuffled(len(rows), options.seed, options.epoch) if options.shuffle else np.arange(len(rows))
+        order = order[index::count].copy() if count > 1 else order  # a view would keep all of it in memory
         batches = self._batches(rows, order, first, batch_size, belongs_to, options.pin_memory)
         return Stream(batches, {"of": belongs_to, "row": first}, ReadReport(rows=first))
 
@@ -137,12 +130,9 @@ class Dataset:
         """The train rows, shuffled by (seed, epoch); the last batch may be smaller."""
         return self.open("train", batch_size, seed=seed, epoch=epoch, shuffle=True)
 
-    def batches(self, split: Split, batch_size: int) -> Stream:
-        """The rows of a split in their order; the last batch may be smaller."""
-        return self.open(split, batch_size)
-
     def test_batches(self, batch_size: int) -> Stream:
-        return self.batches("test", batch_size)
+        """The test rows in their order; the last batch may be smaller."""
+        return self.open("test", batch_size)
 
     def _batches(
         self, rows: Rows, order: Array, first: int, batch_size: int, belongs_to: int, pin_memory: bool

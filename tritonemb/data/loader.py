@@ -37,6 +37,7 @@ ShardsPosition = dict[str, Any]
 Message = tuple[dict[str, Any], Tensor | None]
 """From a process that reads: the JSON-able progress of a shard, and the buffer of a batch."""
 
+_ENTRY = {"batches", "ended", "rows", "skipped", "position"}
 _VALUES = {4: torch.int32, 8: torch.int64}
 
 
@@ -54,11 +55,7 @@ class ShardState:
 
     def attach(self, stream: Batches) -> None:
         """Read this stream from now on."""
-        self.stream = stream
-        self._update(stream)
-
-    def _update(self, stream: Batches) -> None:
-        self.report, self.position = stream.report, dict(stream.position)
+        self.stream, self.report, self.position = stream, stream.report, dict(stream.position)
 
     def entry(self) -> dict[str, Any]:
         """Its part of a position."""
@@ -73,14 +70,14 @@ class ShardState:
     def next_batch(self) -> Batch | None:
         """The next batch; None if the shard has ended, or is closed, which another thread may do meanwhile."""
         stream = self.stream
-        batch = None if stream is None else next(stream, None)
-        if stream is not None and self.stream is not None:
-            self._update(stream)
-            if batch is None:
-                self.ended, self.position = True, None
-                self.close()
-            else:
-                self.batches += 1
+        if stream is None:
+            return None
+        batch = next(stream, None)
+        if batch is not None:
+            self.batches, self.report, self.position = self.batches + 1, stream.report, dict(stream.position)
+        elif self.stream is not None:
+            self.ended, self.report, self.position = True, stream.report, None
+            self.close()
         return batch
 
     def close(self) -> None:
@@ -120,7 +117,7 @@ def open_shards(
         positions: of a stream of this rank, or of all ranks by `merge_positions`: resume there.
         pin_memory: make the batches in page-locked memory.
         workers: `DataLoaderWorkers` that read in place of this process. They change no batch.
-        how: `seed`, `epoch` and `shuffle`; see `tritonemb.data.protocol.Data.open`.
+        how: `seed`, `epoch` and `shuffle`; see `tritonemb.data.protocol.OpenOptions`.
 
     Raises:
         ValueError: no such rank or split; a position that is not one of these shards.
@@ -308,19 +305,20 @@ def rank_position(position: Mapping[str, Any], rank: int, world: int) -> ShardsP
     return {"shares": count, "at": mine}
 
 
-_ENTRY = {"batches", "ended", "rows", "skipped", "position"}
-
-
 def _parsed(position: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     """Number of shards, and the entries of those that the position has."""
     if not isinstance(position, Mapping):
         raise ValueError(f"{position!r} is not a position")
     if "shares" not in position:  # of a stream of all rows
-        return 1, {"0": {"batches": 0, "ended": False, "rows": 0, "skipped": 0, "position": dict(position)}}
+        return 1, {"0": ShardState(0, 1, position=dict(position)).entry()}
     count, at = position["shares"], position.get("at")
-    good = isinstance(count, int) and count >= 1 and isinstance(at, Mapping) and set(position) == {"shares", "at"}
-    entries = dict(at) if good and isinstance(at, Mapping) else {}
-    known = {str(index) for index in range(count)} if good else set()
-    if not good or not set(entries) <= known or any(set(entry) != _ENTRY for entry in entries.values()):
+    if (
+        set(position) != {"shares", "at"}
+        or not isinstance(count, int)
+        or not isinstance(at, Mapping)
+        or count < 1
+        or not set(at) <= {str(index) for index in range(count)}
+        or any(set(entry) != _ENTRY for entry in at.values())
+    ):
         raise ValueError(f"{position!r} is not a position of shards; use what `position` or `merge_positions` returned")
-    return count, entries
+    return count, dict(at)

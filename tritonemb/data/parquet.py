@@ -28,11 +28,7 @@ ROW_BYTES = 256  # that a row is taken to have, to make slices as large as chunk
 
 @contextmanager
 def opened(file: LogFile) -> Iterator[Any]:
-    """A `pyarrow.parquet.ParquetFile`.
-
-    Raises:
-        ValueError: it is damaged, or has other bytes than when it was found.
-    """
+    """A `pyarrow.parquet.ParquetFile`; ValueError if it is damaged, or not what was found."""
     try:
         # Pages are read as they are needed, in place of whole row groups.
         with file.open() as raw, parquet.ParquetFile(raw, buffer_size=1 << 20, pre_buffer=False) as opened_file:
@@ -44,17 +40,12 @@ def opened(file: LogFile) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class Head:
-    """What a file says of itself: its number of rows, its `pyarrow.Schema`, and the rows of each row group.
-
-    Args:
-        group_times: earliest and latest time of each row group, a `pyarrow` array of two; None if it has rows without
-            a time, or does not say.
-    """
+    """What a file says of itself, and of each of its row groups."""
 
     num_rows: int
-    schema: Any
+    schema: Any  # a `pyarrow.Schema`
     group_rows: tuple[int, ...]
-    group_times: tuple[Any, ...]
+    group_times: tuple[Any, ...]  # earliest and latest, a `pyarrow` array; None where a row has no time, or unknown
 
 
 def head_of(file: LogFile, time_column: str | None = None) -> Head:
@@ -121,10 +112,7 @@ def files_of_frames(frames: Mapping[Split, Any], name: str) -> dict[Split, tuple
 
 def table_of(frame: Any, name: str) -> LogFile:
     """The `pyarrow.Table` of anything with Arrow's C stream interface, as a file of a log; no column is copied.
-
-    Raises:
-        ValueError: it has no such interface, or columns that Arrow does not know.
-    """
+    ValueError if it has no such interface, or columns that Arrow does not know."""
     if not hasattr(frame, "__arrow_c_stream__"):
         raise ValueError(
             f"{name}: {type(frame).__name__} is not a data frame with the method __arrow_c_stream__, as pandas has "
@@ -151,26 +139,23 @@ def _without_views(kind: Any) -> Any:
 
 
 class ArrowSource:
-    """Parquet files or tables with the same columns. The positions and sizes of its parts are rows.
-
-    Args:
-        time: the time column, if rows are split by it.
-        labelled: whether there is a label column.
+    """Parquet files or tables with the same columns, among them the time column if the rule names one.
 
     Attributes:
         schema: with all columns filled in.
         multi_hot: the sparse columns that are lists.
 
     Raises:
-        ValueError: a file is damaged, has no rows, lacks a column or has it twice, or has it of another type than it
-            needs or than other files have.
+        ValueError: a file is damaged, has no rows, or lacks a column, has it twice, or of a type that does not fit.
     """
 
     def __init__(
-        self, files: tuple[LogFile, ...], schema: Schema, time: str | None = None, labelled: bool = True
+        self, files: tuple[LogFile, ...], schema: Schema, rule: SplitRule | None = None, labelled: bool = True
     ) -> None:
-        self._files = files
+        self._files, self._rule = files, rule or SplitRule()
+        time = self._rule.time_column
         self._heads = [head_of(file, time) for file in files]
+        self.multi_hot: tuple[str, ...] = ()
         texts: dict[str, tuple[bool, LogFile]] = {}
         for number, (file, head) in enumerate(zip(files, self._heads, strict=True)):
             where, names = str(file.path), head.schema.names
@@ -179,13 +164,15 @@ class ArrowSource:
             schema = schema.of(names, where, labelled)
             _check_types(head.schema, schema, where, labelled)
             lists = tuple(name for name in schema.sparse if is_list(head.schema.field(name).type))
-            self.multi_hot = lists if number == 0 else self.multi_hot
+            if number == 0:
+                self.multi_hot = lists
             if lists != self.multi_hot:
                 raise ValueError(f"{where}: other columns are lists than in {files[0].path}: {self.multi_hot}")
             if time is not None:
                 if time not in names:
                     raise ValueError(f"{where}: there is no column {time!r}; columns: {listed(names)}")
                 check_single(names, time, where)
+                time_mask(self._rule, "train", pa.nulls(0, head.schema.field(time).type))  # checks the rule's times
             for name in schema.sparse:
                 kind = _value_type(head.schema.field(name).type)
                 if str(kind) == "null":
@@ -200,12 +187,6 @@ class ArrowSource:
         self.schema = schema
         used = schema.columns(labelled) if time is None else (*schema.columns(labelled), time)
         self._columns = tuple(dict.fromkeys(used))
-
-    def check_times(self, rule: SplitRule) -> None:
-        """ValueError if a time of the rule is none of its time column."""
-        for bound in (rule.validation_from, rule.test_from):
-            if bound is not None:
-                time_bound(bound, self._heads[0].schema.field(rule.time_column).type)
 
     def sizes(self) -> list[int]:
         """Of the files, in the unit of `Part`."""
@@ -249,13 +230,13 @@ class ArrowSource:
             ends += [*(int(row) for row in rows if first - size < row < first), first]
         return tuple(cuts.even(parts, sizes, shard, ends))
 
-    def within(self, rule: SplitRule, split: Split) -> tuple[Part, ...]:
+    def within(self, split: Split) -> tuple[Part, ...]:
         """The row groups that may have rows of a split by time: its shards would else have very different numbers."""
         parts: list[Part] = []
         for file, head in enumerate(self._heads):
             row = 0
             for rows, times in zip(head.group_rows, head.group_times, strict=True):
-                if times is None or _may_have(rule, split, times):
+                if times is None or _may_have(self._rule, split, times):
                     start = parts.pop().start if parts and (parts[-1].file, parts[-1].stop) == (file, row) else row
                     parts.append(Part(file, start, row + rows))
                 row += rows
@@ -309,20 +290,12 @@ def _may_have(rule: SplitRule, split: Split, times: Any) -> bool:
 
 
 def _at_or_after(times: Any, bound: str | None) -> Array:
+    """ValueError if the bound is none of the type of the times."""
     if bound is None:
         return np.zeros(len(times), dtype=bool)
-    late = compute.greater_equal(times, time_bound(bound, times.type))
-    mask: Array = compute.fill_null(late, False).to_numpy(zero_copy_only=False)
-    return mask
-
-
-def time_bound(bound: str, kind: Any) -> Any:
-    """A time, as a `pyarrow` scalar of the column's type.
-
-    Raises:
-        ValueError: it is none.
-    """
     try:
-        return pa.scalar(bound).cast(kind)
+        limit = pa.scalar(bound).cast(times.type)
     except pa.ArrowException as error:
-        raise ValueError(f"split: {shown(bound)} is not a time of the time column, which is {kind}") from error
+        raise ValueError(f"split: {shown(bound)} is not a time of the time column, which is {times.type}") from error
+    mask: Array = compute.fill_null(compute.greater_equal(times, limit), False).to_numpy(zero_copy_only=False)
+    return mask

@@ -103,12 +103,7 @@ def shuffle_buffers(
     """The blocks' rows from `start` on in buffers of `num_rows`, the last one smaller; `number` is that of the first.
 
     All rows of a buffer are put in order at once: batch by batch, every one of them would be looked for in memory.
-
-    Args:
-        blocks: from the chunk that `start` names.
-
-    Raises:
-        ValueError: there are fewer rows than `start.skip`.
+    ValueError if there are fewer rows than `start.skip`.
     """
     pieces: list[Rows] = []
     gathered, left_out, skipped, stop = 0, start.skip, start.skipped, start
@@ -143,28 +138,18 @@ def merged(report: ReadReport, more: ReadReport) -> ReadReport:
 
 @dataclass
 class Batcher:
-    """Cuts the batches of one stream.
+    """Cuts the batches of one stream."""
 
-    Args:
-        name: of the data set, for messages.
-        blocks: of the split from a place on.
-        keys: names of the features.
-        buffer_rows: rows of a shuffle buffer.
-        order: what decides the order of the rows; None keeps it.
-        needs_rows: whether a split without rows is an error.
-        read: bad rows that are not in the blocks any more; then also those that are.
-    """
-
-    name: str
+    name: str  # of the data set, for messages
     split: Split
-    blocks: Callable[[Place], Generator[Block, None, None]]
-    keys: tuple[str, ...]
+    blocks: Callable[[Place], Generator[Block, None, None]]  # of the split from a place on
+    keys: tuple[str, ...]  # names of the features
     batch_size: int
-    buffer_rows: int
-    order: tuple[int, ...] | None
+    buffer_rows: int  # rows of a shuffle buffer
+    order: tuple[int, ...] | None  # what decides the order of the rows; None keeps it
     pin_memory: bool
-    needs_rows: bool
-    read: ReadReport
+    needs_rows: bool  # whether a split without rows is an error
+    read: ReadReport  # bad rows that are not in the blocks any more; then also those that are
 
     def report(self, position: Position) -> ReadReport:
         """The rows before a position, and the bad ones among them."""

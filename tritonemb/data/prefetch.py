@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from queue import Empty, SimpleQueue
 from types import TracebackType
@@ -47,20 +48,20 @@ class Prefetcher(Generic[T]):
         on_stop: Callable[[], None] | None = None,
         *,
         collective: bool = False,
-        permit: Permit = nullcontext,
+        permit: Permit | None = None,
     ) -> None:
-        self._source, self._permit, self._collective = source, permit, collective
-        self._complete = collective or permit is not nullcontext
+        self._source, self._permit = source, permit or nullcontext
+        self._complete = collective or permit is not None
         self._thread: threading.Thread | None = None
         if depth == 0:
             return
         # The thread knows the queues but not this object, so that an iterator dropped half-way ends its thread too.
         # Whoever collects this object must not wait for the thread, as it may be one that the thread waits for.
-        self._queues = _Queues[T](on_stop)
+        self._queues = _Queues(on_stop)
         self._stop = weakref.finalize(self, self._queues.stop)
         self._stop.atexit = False
         for _ in range(depth):
-            self.widen()
+            self._queues.permits.put(self._permit())
         self._thread = threading.Thread(target=self._queues.fill, args=(source,), name=name, daemon=True)
         if not collective:  # one that waits for a rank that is gone must not keep the program from ending
             _RUNNING[self._thread] = self._stop
@@ -85,12 +86,14 @@ class Prefetcher(Generic[T]):
                 self._stop()
                 self._thread.join()
             raise end
-        self.widen()
-        return item
+        self._queues.permits.put(self._permit())
+        made: T = item
+        return made
 
     def widen(self) -> None:
         """One item more may be made beyond those taken, from now on."""
-        self._queues.permits.put(self._permit())
+        if self._thread is not None:
+            self._queues.permits.put(self._permit())
 
     def settle(self) -> None:
         """Wait until everything is made that may be made for now: no collective of the source is running then."""
@@ -126,8 +129,8 @@ class Prefetcher(Generic[T]):
         self.close(failed=error is not None)
 
 
-class _Queues(Generic[T]):
-    """Between the thread that makes items and the one that takes them. `SimpleQueue`, as the collector may stop them."""
+class _Queues:
+    """Between the thread that makes items and the one that takes them; the collector may stop them at any time."""
 
     def __init__(self, on_stop: Callable[[], None] | None) -> None:
         self.items: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()  # an item, or what ends them
@@ -152,17 +155,41 @@ class _Queues(Generic[T]):
         if self._on_stop is not None:
             self._on_stop()
 
-    def fill(self, source: Iterator[T]) -> None:
-        end: BaseException = StopIteration()
-        try:
-            while self._wanted():
-                pass_on = self._make(source)
-                if not pass_on:
-                    break
-        except BaseException as error:
-            end = error
-        try:
+    def fill(self, source: Iterator[Any]) -> None:
+        """In the thread: make an item for each permit. Behind the last item, answer those who wait for the permits."""
+        item: Any = None
+        end: BaseException | None = None
+        while not self.stopped and (permit := self.permits.get()) is not None:
+            if isinstance(permit, threading.Event):
+                permit.set()
+            elif end is None:
+                try:
+                    with permit:
+                        item = next(source, _END)
+                    end = StopIteration() if item is _END else None
+                except BaseException as error:
+                    end = error
+                if not self.stopped:
+                    self.items.put((item, end))
+                item = None  # or it would stay until the next one is there
+        with suppress(Exception):
             _close(source)
-        except BaseException as error:
-            end = error if isinstance(end, StopIteration) else end
-        self.items.put((None, end))
+
+
+_END: Any = object()
+_RUNNING: weakref.WeakKeyDictionary[threading.Thread, Callable[[], object]] = weakref.WeakKeyDictionary()
+
+
+@atexit.register
+def end_all() -> None:
+    """Stop all threads: the end of the program must not find them running in libraries that are gone by then."""
+    running = list(_RUNNING.items())
+    for _, stop in running:
+        stop()
+    for thread, _ in running:
+        thread.join()
+
+
+def _close(source: Iterator[Any]) -> None:
+    if isinstance(source, Generator):
+        source.close()

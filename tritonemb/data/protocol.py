@@ -147,6 +147,13 @@ class Stream(Batches):
 class OpenOptions:
     """The arguments of `Data.open`.
 
+    Args:
+        seed, epoch: decide the order if `shuffle`.
+        position: of a stream opened with the same arguments: resume exactly there.
+        pin_memory: make the batches in page-locked memory.
+        shard: (index, count): the index-th of `count` disjoint shards that together are all rows of the split. A shard
+            without rows ends at once, as there may be more shards than rows.
+
     Raises:
         ValueError: a batch size below 1; no such shard.
     """
@@ -183,15 +190,12 @@ class Data(Protocol):
 
     @property
     def encoding(self) -> str:
-        """A digest, in hex, of what decides how a row becomes numbers: a model fits data of the same encoding alone.
-
-        It depends on the columns, their ids and their treatment, but neither on the rows nor on where they lie.
-        """
+        """A hex digest of how a row becomes numbers, whichever rows: a model fits data of the same encoding alone."""
         ...
 
     @property
     def best_auc(self) -> float | None:
-        """The Bayes-optimal AUC on the test rows, where it is known: no model can be expected to beat it."""
+        """The Bayes-optimal AUC on the test rows, where it is known."""
         ...
 
     def tables(self, embedding_dim: int) -> list[TableConfig]:
@@ -210,26 +214,11 @@ class Data(Protocol):
         """About how many rows a split has, without reading it; None where that is not known."""
         ...
 
-    def open(
-        self,
-        split: Split,
-        batch_size: int,
-        *,
-        seed: int = 0,
-        epoch: int = 0,
-        shuffle: bool = False,
-        position: Position | None = None,
-        pin_memory: bool = False,
-        shard: Shard = WHOLE,
-    ) -> Stream:
+    def open(self, split: Split, batch_size: int, **how: Any) -> Stream:
         """The batches of a split, or of a shard of it; the last one may be smaller.
 
         Args:
-            seed, epoch: decide the order if `shuffle`.
-            position: of a stream opened with the same arguments: resume exactly there.
-            pin_memory: make the batches in page-locked memory.
-            shard: (index, count): the index-th of `count` disjoint shards that together are all rows of the split. A
-                shard without rows ends at once, as there may be more shards than rows.
+            how: see `OpenOptions`.
 
         Raises:
             ValueError: no such split or shard; a batch size below 1; a position that cannot be one of this stream.

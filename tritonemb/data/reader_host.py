@@ -7,7 +7,8 @@ import secrets
 import signal
 import threading
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ PATIENCE = 5.0  # seconds for open streams to end
 
 
 class ReaderHost(Closing):
-    """Serves the batches of `data` to whoever knows the token.
+    """Serves the batches of `data` to clients with the token.
 
     Every stream has the threads and the memory that `data.open` uses. It prefetches a few batches and waits while the
     trainer takes none.
@@ -56,7 +57,7 @@ class ReaderHost(Closing):
     ) -> None:
         self.token = token or os.environ.get(TOKEN) or secrets.token_hex(32)
         self._closing = threading.Event()
-        self._server = start_server(_Service(data, self._closing), address, self.token, certificate, key)
+        self._server = start_server(partial(_answer, data, self._closing), address, self.token, certificate, key)
         self.address = f"{address.rpartition(':')[0]}:{self._server.port}"
 
     def wait(self) -> None:
@@ -74,38 +75,23 @@ class ReaderHost(Closing):
         ending.join(PATIENCE)
 
 
-class _Service:
-    def __init__(self, data: Data, closing: threading.Event) -> None:
-        self._data, self._closing = data, closing
-
-    def call(self, name: str, request: dict[str, Any]) -> dict[str, Any]:
-        data = self._data
-        if name == "rows":
-            split = request["split"]
-            return {"rows": data.num_rows(split), "estimated": data.estimated_rows(split)}
-        if name != "describe":
-            raise ValueError(f"a reader host has no action {name!r}")
-        return {
-            "name": data.name,
-            "features": [[feature.name, feature.num_embeddings, feature.multi_hot] for feature in data.features],
-            "num_dense": data.num_dense,
-            "encoding": data.encoding,
-            "best_auc": data.best_auc,
-            "splits": data.splits(),
-        }
-
-    def stream(self, request: dict[str, Any]) -> Iterator[Message]:
-        """The messages of `read_shards` for one shard. Offsets do not travel."""
+def _answer(data: Data, closing: threading.Event, request: dict[str, Any]) -> Iterator[Message]:
+    action = request.pop("action")
+    if action == "describe":
+        values = {name: getattr(data, name) for name in ("name", "num_dense", "encoding", "best_auc")}
+        yield values | {"features": [astuple(feature) for feature in data.features], "splits": data.splits()}, None
+    elif action == "rows":
+        yield {"rows": data.num_rows(**request), "estimated": data.estimated_rows(**request)}, None
+    else:
         index, count = request.pop("shard")
         shard = ShardState(index, count, position=request.pop("position"))
-        for values, buffer in read_shards(self._data, [shard], request):
-            if self._closing.is_set():
+        for values, buffer in read_shards(data, [shard], request):
+            if closing.is_set():
                 raise ConnectionError("the reader host has been closed")
-            if buffer is None:
-                yield values, None
-            else:
-                yield values, memoryview(buffer.numpy())[: layout_of(values).bytes_before_offsets]
-            del buffer  # or it would stay until the next one is there
+            # Offsets do not travel.
+            sent = None if buffer is None else memoryview(buffer.numpy())[: layout_of(values).bytes_before_offsets]
+            yield values, sent
+            del buffer, sent  # or they would stay until the next ones are there
 
 
 class RemoteData:
@@ -170,7 +156,7 @@ class RemoteData:
             ConnectionError: the host does not answer, here or out of `next`. Exceptions of the data set keep their type
                 if it is a built-in one; else they come as the nearest built-in type.
         """
-        request = asdict(OpenOptions(split, batch_size, **how))
+        request = {"action": "open"} | asdict(OpenOptions(split, batch_size, **how))
         pin_memory, clients = request.pop("pin_memory"), self._all_clients()
         messages = clients[request["shard"][0] % len(clients)].stream(request)
         return MessageStream(_with_offsets(messages, pin_memory), messages.cancel)

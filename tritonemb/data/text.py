@@ -23,6 +23,7 @@ from tritonemb.data.delimited import (
     LineEnds,
     Parsed,
     check_criteo,
+    count_lines,
     encoding_hint,
     lines_of,
     parse,
@@ -40,7 +41,7 @@ _COUNTING = threading.Lock()  # several threads may ask for the same lines
 
 
 class TextSource:
-    """Text files, plain or compressed: of Criteo's format, or CSV with the same header; see `ArrowSource`.
+    """Text files of Criteo's format, or CSV with the same header; its methods are those of `ArrowSource`.
 
     Raises:
         ValueError: a schema of other columns; a file whose first line is bad, unless bad rows are skipped.
@@ -74,7 +75,13 @@ class TextSource:
         return pa.schema([(name, kinds[name]) for name in self.schema.columns() if name in kinds])
 
     def sizes(self) -> list[int]:
-        return [unpacked_size(file) for file in self._files]
+        """Bytes of the texts; of a compressed file all of them are unpacked for it."""
+        sizes = [file.size for file in self._files]
+        for number, file in enumerate(self._files):
+            if file.codec is not None:
+                with opened(file) as source:
+                    sizes[number] = sum(map(len, _blocks(source)))
+        return sizes
 
     def estimated_rows(self, part: Part) -> float:
         """By the first lines of the file, which are taken to be as long, and as well compressed, as the others."""
@@ -163,11 +170,7 @@ def delimiter_of(file: LogFile, options: LogOptions) -> str:
 
 
 def header_of(file: LogFile, delimiter: str) -> tuple[tuple[str, ...], int]:
-    """The columns that a CSV file names, and the bytes of its first line.
-
-    Raises:
-        ValueError: its first line is no header.
-    """
+    """The columns that a CSV file names, and the bytes of its first line; ValueError if that is no header."""
     line, end, _ = first_bytes(file).partition(b"\n")
     try:
         decoded = line.removesuffix(b"\r").decode("utf-8-sig")
@@ -183,11 +186,7 @@ def header_of(file: LogFile, delimiter: str) -> tuple[tuple[str, ...], int]:
 
 @contextmanager
 def opened(file: LogFile) -> Iterator[Any]:
-    """The unpacked bytes of a file, an `io.BufferedReader`.
-
-    Raises:
-        ValueError: the file is cut off or damaged, or has other bytes than when it was found.
-    """
+    """The unpacked bytes of a file, an `io.BufferedReader`; ValueError if it is damaged, or not what was found."""
     with file.open() as raw:
         if file.codec is None:
             yield io.BufferedReader(raw)
@@ -211,12 +210,8 @@ def text_chunks(
 ) -> Iterator[Chunk]:
     """The lines that begin at byte `start` or later and before byte `stop`, in chunks of about `chunk_bytes`.
 
-    Args:
-        offset: where to begin, `start` or where a chunk began; `line` lines of the part come before. With `quoted`,
-            these are lines of the file.
-
-    Raises:
-        ValueError: the file is damaged, or is not what it was.
+    It begins at `offset`, which is `start` or where a chunk began, after `line` lines of the part; with `quoted`, of
+    the file. ValueError if the file is damaged, or is not what it was.
     """
     if quoted and offset == start > 0:
         for chunk in text_chunks(file, part, 0, stop, chunk_bytes, 0, 0, quoted):
@@ -255,7 +250,7 @@ def text_chunks(
             if end:
                 del data[end:]
                 yield Chunk(part, offset, line, data)
-                line += data.count(b"\n")
+                line += count_lines(data)
             offset += end
 
 
@@ -273,10 +268,7 @@ def striped(chunks: Iterator[Chunk], index: int, count: int, width: int, quoted:
 
 
 def lines_before(file: LogFile, start: int, first: int = 0) -> int:
-    """Lines that begin at byte `first` or later and before the first one that begins at byte `start` or later.
-
-    Reads all that is before `start`, or what is between, where that can be done.
-    """
+    """Lines that begin at byte `first` or later and before the first one that begins at byte `start` or later."""
     if start <= first:
         return 0
     lines = 0 if first else 1
@@ -284,14 +276,6 @@ def lines_before(file: LogFile, start: int, first: int = 0) -> int:
     with opened(file) as source:
         _skip(source, file, begin)
         return lines + sum(block.count(b"\n") for block in _blocks(source, start - 1 - begin))
-
-
-def unpacked_size(file: LogFile) -> int:
-    """Bytes of the text; of a compressed file all of them are unpacked for it."""
-    if file.codec is None:
-        return file.size
-    with opened(file) as source:
-        return sum(len(block) for block in _blocks(source))
 
 
 def first_bytes(file: LogFile, num_bytes: int = LONGEST_LINE) -> bytes:

@@ -205,8 +205,8 @@ class _Worker:
                     return None
                 self._answers = None
                 raise RuntimeError(
-                    f"{self.name} has ended, so nobody reads its shards ({error}); if it was killed because memory ran "
-                    "out, use fewer workers, or smaller chunks and shuffle buffers"
+                    f"{self.name} has ended, and its shards are not read ({error}); if it was killed because memory "
+                    "ran out, use fewer workers, or smaller chunks and shuffle buffers"
                 ) from error
 
     def close(self) -> None:
@@ -241,14 +241,15 @@ class _WorkerStream(MessageStream):
         self.group, self._closed = group, False
 
     def __next__(self) -> Batch:
+        if self._closed:
+            raise StopIteration
         try:
             return super().__next__()
         except BaseException:
             self.close()
             raise
 
-    def close(self) -> None:
-        super().close()
+    def close(self) -> None:  # also while another thread waits for a batch
         if not self._closed:
             self._closed = True
             self.group.num_open -= 1

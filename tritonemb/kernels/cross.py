@@ -18,7 +18,7 @@ import functools
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.triton_utils import cdiv, interpreting, jit, launch, next_power_of_2, row_sum, tl
+from tritonemb.kernels.triton_utils import cdiv, computed, jit, launch, next_power_of_2, readable, row_sum, tl
 
 _ROWS, _SIZE, _MAX_RUNS = 8, 256, 256
 
@@ -80,11 +80,11 @@ def cross(inputs: Tensor, product: Tensor, bias: Tensor, crossed: Tensor) -> Ten
     """
     dtype = functools.reduce(torch.promote_types, (x.dtype for x in (inputs, product, bias, crossed)))
     num_rows, width = inputs.shape
-    out = torch.empty(num_rows, width, dtype=_computed(dtype), device=inputs.device)
+    out = torch.empty(num_rows, width, dtype=computed(dtype), device=inputs.device)
     size = _columns(width)
     launch(
         _forward, (cdiv(num_rows, _ROWS), cdiv(width, size)),
-        *map(_readable, (inputs, product, bias, crossed)), out, num_rows, width, ROWS=_ROWS, SIZE=size,
+        *map(readable, (inputs, product, bias, crossed)), out, num_rows, width, ROWS=_ROWS, SIZE=size,
     )  # fmt: skip
     return out.to(dtype)
 
@@ -94,11 +94,11 @@ def cross_gradient(grad: Tensor, inputs: Tensor, product: Tensor, bias: Tensor) 
     num_rows, width = inputs.shape
     run = max(32, next_power_of_2(max(1, cdiv(num_rows, _MAX_RUNS))))
     num_runs, size = cdiv(num_rows, run), _columns(width)
-    grads = [torch.empty(x.shape, dtype=_computed(x.dtype), device=x.device) for x in (inputs, product, bias)]
+    grads = [torch.empty(x.shape, dtype=computed(x.dtype), device=x.device) for x in (inputs, product, bias)]
     sums = torch.empty(num_runs, width, dtype=torch.float32, device=inputs.device)
     launch(
         _backward, (num_runs, cdiv(width, size)),
-        *map(_readable, (grad, inputs, product, bias)), *grads[:2], sums, num_rows, width, run, ROWS=_ROWS, SIZE=size,
+        *map(readable, (grad, inputs, product, bias)), *grads[:2], sums, num_rows, width, run, ROWS=_ROWS, SIZE=size,
     )  # fmt: skip
     runs = next_power_of_2(max(1, num_runs))
     launch(_sum_runs, (cdiv(width, 16),), sums, grads[2], num_runs, width, RUNS=runs, SIZE=16)
@@ -110,15 +110,6 @@ def cross_gradient(grad: Tensor, inputs: Tensor, product: Tensor, bias: Tensor) 
 
 def _columns(width: int) -> int:
     return min(_SIZE, next_power_of_2(width))
-
-
-def _readable(tensor: Tensor) -> Tensor:
-    return tensor.to(_computed(tensor.dtype)).contiguous()
-
-
-def _computed(dtype: torch.dtype) -> torch.dtype:
-    """float32 instead of bfloat16 for the interpreter, which takes bfloat16 for integers and truncates."""
-    return torch.float32 if interpreting() and dtype == torch.bfloat16 else dtype
 
 
 def cross_reference(inputs: Tensor, product: Tensor, bias: Tensor, crossed: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ from tritonemb.kernels.triton_utils import (
     row_sum,
     tl,
     widen,
-)  # fmt: skip
+)
 from tritonemb.layout import MEAN, Layout, batch_size_of
 
 MAX_BLOCK = 1024  # columns of a tile; wider rows take several

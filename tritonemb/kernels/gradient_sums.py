@@ -32,7 +32,7 @@ from tritonemb.kernels.triton_utils import (
     table_of,
     tl,
     widen,
-)  # fmt: skip
+)
 from tritonemb.layout import COLUMN, MEAN, POOLING, TABLE, Layout, batch_size_of
 
 PIECE = 256  # positions of a row that are summed before they are added to the rest

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.triton_utils import cdiv, interpreting, jit, launch, next_power_of_2, tl
+from tritonemb.kernels.triton_utils import cdiv, jit, launch, next_power_of_2, readable, tl
 
 
 @jit
@@ -117,7 +117,7 @@ def interaction(dense: Tensor, sparse: Tensor) -> Tensor:
     Shapes: `dense [B, D]`, `sparse [B, F * D]` of one dtype, float32, float16 or bfloat16; `[B, D + F (F + 1) / 2]`.
     """
     dtype = dense.dtype
-    dense, sparse = _readable(dense), _readable(sparse)
+    dense, sparse = readable(dense), readable(sparse)
     F, D = num_features(dense, sparse), dense.shape[1]
     tiles = _tiles(F, D, dense)
     out = dense.new_empty(dense.shape[0], D + F * (F + 1) // 2)
@@ -133,7 +133,7 @@ def interaction(dense: Tensor, sparse: Tensor) -> Tensor:
 def interaction_gradient(grad: Tensor, dense: Tensor, sparse: Tensor) -> tuple[Tensor, Tensor]:
     """Launch the backward: the gradients of `dense` and `sparse` from that of the output, all of one dtype."""
     dtype = dense.dtype
-    grad, dense, sparse = _readable(grad), _readable(dense), _readable(sparse)
+    grad, dense, sparse = readable(grad), readable(dense), readable(sparse)
     F, D = num_features(dense, sparse), dense.shape[1]
     tiles = _tiles(F, D, dense)
     rows = tiles["ROWS"]
@@ -149,13 +149,6 @@ def interaction_gradient(grad: Tensor, dense: Tensor, sparse: Tensor) -> tuple[T
 def num_features(dense: Tensor, sparse: Tensor) -> int:
     """`F`, from the widths of `dense [B, D]` and `sparse [B, F * D]`."""
     return sparse.shape[1] // dense.shape[1]
-
-
-def _readable(tensor: Tensor) -> Tensor:
-    """Contiguous; float32 instead of bfloat16 for the interpreter, which takes bfloat16 for integers and truncates."""
-    if interpreting() and tensor.dtype == torch.bfloat16:
-        tensor = tensor.float()
-    return tensor.contiguous()
 
 
 def _tiles(F: int, D: int, dense: Tensor) -> dict[str, Any]:
@@ -178,18 +171,22 @@ def _tiles(F: int, D: int, dense: Tensor) -> dict[str, Any]:
 
 def interaction_reference(dense: Tensor, sparse: Tensor) -> Tensor:
     """`interaction` by a batched matrix product of the vectors side by side; differentiable, any float dtype."""
-    F, D = num_features(dense, sparse), dense.shape[1]
-    vectors = torch.cat([dense.unsqueeze(1), sparse.reshape(-1, F, D)], dim=1)
+    F, vectors, row, column = _side_by_side(dense, sparse)
     products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
-    row, column = torch.tril_indices(F + 1, F + 1, offset=-1, device=dense.device)
     return torch.cat([dense, products.index_select(1, row * (F + 1) + column)], dim=1)
 
 
 def interaction_gradient_reference(grad: Tensor, dense: Tensor, sparse: Tensor) -> tuple[Tensor, Tensor]:
     """`interaction_gradient` by scattering the products' gradients into symmetric matrices."""
-    F, D = num_features(dense, sparse), dense.shape[1]
-    vectors = torch.cat([dense.unsqueeze(1), sparse.reshape(-1, F, D)], dim=1)
-    row, column = torch.tril_indices(F + 1, F + 1, offset=-1, device=dense.device)
+    (F, vectors, row, column), D = _side_by_side(dense, sparse), dense.shape[1]
     pairs = grad.new_zeros(grad.shape[0], F + 1, F + 1)
     pairs[:, row, column] = pairs[:, column, row] = grad[:, D:]
     return grad[:, :D] + torch.bmm(pairs[:, :1], vectors)[:, 0], torch.bmm(pairs[:, 1:], vectors).flatten(1)
+
+
+def _side_by_side(dense: Tensor, sparse: Tensor) -> tuple[int, Tensor, Tensor, Tensor]:
+    """`F`, all vectors `[B, F + 1, D]`, and the rows and columns of the pairs of them."""
+    F, D = num_features(dense, sparse), dense.shape[1]
+    vectors = torch.cat([dense.unsqueeze(1), sparse.reshape(-1, F, D)], dim=1)
+    row, column = torch.tril_indices(F + 1, F + 1, offset=-1, device=dense.device)
+    return F, vectors, row, column

@@ -12,11 +12,8 @@ owner: each program sorts its tile of ids by owner and counts them; the running 
 where each tile's ids go. Positions ascend by key, then sample: the result is by owner, key, sample, position.
 Bytes: `(3 · id size + 2 · weight size + 16) · N`, lengths `offset size · W · K · B` twice (zeroed, counted into).
 
-Padding left out: ids of a batch with -1 in place of a table's padding row.
-
-Lookups and gradients that do not check their ids leave out what is not in the table, so such a position has no part in
-a sum, nor in a gradient. Ids out of range are found here, before they could be taken for padding.
-
+**drop padding**: -1 in place of a table's padding row, for lookups and gradients that do not check their ids and leave
+such a position out. Ids out of range are found here, before they could be taken for padding.
 Bytes: `8 · N` of ids read and written.
 """
 
@@ -28,6 +25,7 @@ from torch import Tensor
 from tritonemb import errors
 from tritonemb.kernels.triton_utils import (
     BAD_ID,
+    INTEGERS,
     cdiv,
     error_word,
     interpreting,
@@ -39,7 +37,7 @@ from tritonemb.kernels.triton_utils import (
     poll,
     report,
     tl,
-)  # fmt: skip
+)
 from tritonemb.layout import Layout, segment_offsets
 
 _TILE = 64 if interpreting() else 1024  # values of a program; the interpreter sorts slowly
@@ -155,10 +153,7 @@ def block_bucketize(
     assert num_values < 2**31
     assert (num_owners + 1) * max(num_keys, 2 * _TILE) < 2**31
     owner_keys, places = (torch.empty(num_values, dtype=torch.int32, device=values.device) for _ in range(2))
-    counts, sums = (
-        owner_keys.new_empty((num_owners + 1) * num_tiles),
-        owner_keys.new_empty((num_owners + 1) * num_tiles),
-    )
+    counts, sums = (owner_keys.new_empty((num_owners + 1) * num_tiles) for _ in range(2))
     lengths = offsets.new_zeros(num_owners * num_bags)
     out_values = torch.empty_like(values)
     out_weights = values.new_empty(0) if weights is None else torch.empty_like(weights.contiguous())
@@ -182,10 +177,7 @@ def _batch_size(offsets: Tensor, num_keys: int) -> int:
 
 
 def _as_integers(weights: Tensor | None) -> Tensor | None:
-    """Weights as integers of their size: they are only moved."""
-    if weights is None:
-        return None
-    return weights.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[weights.itemsize])
+    return None if weights is None else weights.contiguous().view(INTEGERS[weights.itemsize])
 
 
 def jagged_permute_reference(

@@ -13,10 +13,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from tritonemb.kernels.triton_utils import cdiv, jit, launch, next_power_of_2, on_device, tl
+from tritonemb.kernels.triton_utils import INTEGERS, cdiv, jit, launch, next_power_of_2, on_device, tl
 
 TO, TO_PITCH, TO_ROWS, FROM, FROM_PITCH, FROM_ROWS, ROW_BYTES, IS_WIDE, PAIR_SIZE = (tl.constexpr(n) for n in range(9))
 WIDE_BYTES = 16
@@ -81,7 +80,7 @@ def row_bytes(tensor: Tensor) -> int:
     return tensor.element_size() * (tensor.shape[1] if tensor.dim() == 2 else 1)
 
 
-def _describe(destination: Tensor, source: Tensor) -> tuple[list[int], int]:
+def describe(destination: Tensor, source: Tensor) -> tuple[list[int], int]:
     """What the kernel reads of a pair, but IS_WIDE; and the largest unit up to 16 bytes that it can be moved by."""
     size, numbers = row_bytes(source), []
     for tensor in (destination, source):
@@ -96,7 +95,7 @@ def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_row
     left out.
     """
     described = [
-        _describe(*pair) for pair in zip(destinations, sources, strict=True) if row_bytes(pair[0]) and pair[0].numel()
+        describe(*pair) for pair in zip(destinations, sources, strict=True) if row_bytes(pair[0]) and pair[0].numel()
     ]
     num_moves = to_rows.numel()
     if not described or num_moves == 0:
@@ -121,18 +120,14 @@ def move_rows_reference_(
 ) -> None:
     """Pair by pair.
 
-    Args:
-        destinations, sources: tensors in pairs of one dtype (1, 2, 4 or 8 bytes an element) and row width, `[rows]` or
-            `[rows, width]`; elements of a row stand side by side, rows any distance apart. A tensor may be both, but
-            no row of it. With indices on a GPU, tensors in host memory are pinned.
-        to_rows, from_rows: int64 `[n]`; a move with a negative one is skipped. `to_rows` are distinct otherwise.
+    `destinations` and `sources` come in pairs of one dtype (1, 2, 4 or 8 bytes an element) and row width, `[rows]` or
+    `[rows, width]`; elements of a row stand side by side, rows any distance apart. A tensor may be both, but no row
+    of it. With indices on a GPU, tensors in host memory are pinned. `to_rows`, `from_rows` are int64 `[n]`; a move with
+    a negative one is skipped; `to_rows` are distinct otherwise.
     """
     moving = (to_rows >= 0) & (from_rows >= 0)
     to_rows, from_rows = to_rows[moving], from_rows[moving]
     for destination, source in zip(destinations, sources, strict=True):
-        integers = _INTEGERS[source.element_size()]
+        integers = INTEGERS[source.element_size()]
         taken = source.detach().view(integers)[from_rows.to(source.device)]
         destination.detach().view(integers)[to_rows.to(destination.device)] = taken.to(destination.device)
-
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -5,7 +5,6 @@ Divisions and roots are IEEE's and sums over a row have one order, so both give 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import get_args
 
 import torch
@@ -141,7 +140,41 @@ def step_reference(
         g = g + decay * w
     if mode == "decoupled" and "lamb" not in optimizer:
         w = w * (1 - lr * decay)
-    w, states = _STEPS[optimizer](w, states, g, lr, t, h)
+    if optimizer == "sgd":
+        w = w - lr * g
+    elif optimizer == "row_wise_adagrad":
+        states = [states[0] + _mean_of_squares(g)]
+        w = w - lr / (_sqrt(states[0]) + h.eps) * g
+    elif optimizer == "adagrad":
+        states = [states[0] + g.square()]
+        w = w - lr * g / (_sqrt(states[0]) + h.eps)
+    elif optimizer == "lars_sgd":
+        decay = decay if mode == "l2" else 0.0
+        weight_norm, norm = _norm_reference(w), _norm_reference(g)
+        divisor = norm + decay * weight_norm
+        adjusted = torch.where(divisor > 0, lr * h.eta * weight_norm / divisor, 0.0)
+        states = [h.momentum * states[0] + adjusted * (g + decay * w)]
+        w = w - states[0]
+    elif optimizer == "ftrl":
+        z, n = states
+        grown = n + g.square()
+        z = z + (g - (_sqrt(grown) - _sqrt(n)) / lr * w)
+        shrunk = z - torch.copysign(torch.full_like(z, h.l1), z)
+        w = torch.where(z.abs() <= h.l1, 0.0, -shrunk / ((h.beta + _sqrt(grown)) / lr + h.l2))
+        states = [z, grown]
+    else:
+        assert optimizer in ("adam", "partial_row_wise_adam", "lamb", "partial_row_wise_lamb")
+        square = _mean_of_squares(g) if optimizer.startswith("partial_row_wise") else g.square()
+        m = h.beta1 * states[0] + (1 - h.beta1) * g
+        v = h.beta2 * states[1] + (1 - h.beta2) * square
+        states = [m, v]
+        direction = m / (1 - h.beta1**t) / (_sqrt(v / (1 - h.beta2**t)) + h.eps)
+        if "lamb" in optimizer:
+            if mode == "decoupled":
+                direction = direction + decay * w
+            weight_norm, norm = _norm_reference(w), _norm_reference(direction)
+            lr = lr * torch.where((weight_norm > 0) & (norm > 0), weight_norm / norm, 1.0)
+        w = w - lr * direction
     if h.max_norm < torch.inf:
         norm = _norm_reference(w)
         # A number over a tensor would be the number times a rounded reciprocal.
@@ -160,80 +193,3 @@ def _norm_reference(x: Tensor) -> Tensor:
 
 def _mean_of_squares(x: Tensor) -> Tensor:
     return row_sum_reference(x * x) / x.shape[1]
-
-
-_Step = Callable[[Tensor, list[Tensor], Tensor, Tensor, int, Hyperparameters], tuple[Tensor, list[Tensor]]]
-
-
-def _sgd(w, states, g, lr, t, h):
-    return w - lr * g, states
-
-
-def _row_wise_adagrad(w, states, g, lr, t, h):
-    total = states[0] + _mean_of_squares(g)
-    return w - lr / (_sqrt(total) + h.eps) * g, [total]
-
-
-def _adagrad(w, states, g, lr, t, h):
-    total = states[0] + g.square()
-    return w - lr * g / (_sqrt(total) + h.eps), [total]
-
-
-def _adam_direction(states, g, t, h, row_wise):
-    square = _mean_of_squares(g) if row_wise else g.square()
-    m = h.beta1 * states[0] + (1 - h.beta1) * g
-    v = h.beta2 * states[1] + (1 - h.beta2) * square
-    return m / (1 - h.beta1**t) / (_sqrt(v / (1 - h.beta2**t)) + h.eps), [m, v]
-
-
-def _adam(w, states, g, lr, t, h, row_wise=False):
-    direction, states = _adam_direction(states, g, t, h, row_wise)
-    return w - lr * direction, states
-
-
-def _partial_row_wise_adam(w, states, g, lr, t, h):
-    return _adam(w, states, g, lr, t, h, row_wise=True)
-
-
-def _lamb(w, states, g, lr, t, h, row_wise=False):
-    direction, states = _adam_direction(states, g, t, h, row_wise)
-    if DECAY_MODES[int(h.weight_decay_mode)] == "decoupled":
-        direction = direction + h.weight_decay * w
-    weight_norm, norm = _norm_reference(w), _norm_reference(direction)
-    ratio = torch.where((weight_norm > 0) & (norm > 0), weight_norm / norm, 1.0)
-    return w - lr * ratio * direction, states
-
-
-def _partial_row_wise_lamb(w, states, g, lr, t, h):
-    return _lamb(w, states, g, lr, t, h, row_wise=True)
-
-
-def _lars_sgd(w, states, g, lr, t, h):
-    decay = h.weight_decay if DECAY_MODES[int(h.weight_decay_mode)] == "l2" else 0.0
-    weight_norm, norm = _norm_reference(w), _norm_reference(g)
-    divisor = norm + decay * weight_norm
-    adjusted = torch.where(divisor > 0, lr * h.eta * weight_norm / divisor, 0.0)
-    buffer = h.momentum * states[0] + adjusted * (g + decay * w)
-    return w - buffer, [buffer]
-
-
-def _ftrl(w, states, g, lr, t, h):
-    z, n = states
-    grown = n + g.square()
-    z = z + (g - (_sqrt(grown) - _sqrt(n)) / lr * w)
-    shrunk = z - torch.copysign(torch.full_like(z, h.l1), z)
-    w = torch.where(z.abs() <= h.l1, 0.0, -shrunk / ((h.beta + _sqrt(grown)) / lr + h.l2))
-    return w, [z, grown]
-
-
-_STEPS: dict[str, _Step] = {
-    "sgd": _sgd,
-    "row_wise_adagrad": _row_wise_adagrad,
-    "adagrad": _adagrad,
-    "adam": _adam,
-    "partial_row_wise_adam": _partial_row_wise_adam,
-    "lamb": _lamb,
-    "partial_row_wise_lamb": _partial_row_wise_lamb,
-    "lars_sgd": _lars_sgd,
-    "ftrl": _ftrl,
-}

@@ -38,16 +38,11 @@ COLUMN, WIDTH, CODES, PART, FIRST, STRIDE, PARAMETERS = range(7)  # columns of `
 class Packing(NamedTuple):
     """How a matrix `[R, width]` and a message of `M` rows correspond (`M = R`, unless a row map says otherwise).
 
-    Attributes:
-        pieces: int64 `[S, 7]`, at most `PIECE` columns each: first column; columns; codes (columns, and the zero bytes
-            that the last piece of a row adds); and, measured in codes, start of the part as a multiple of `M`, first
-            code in a row of the part, length of such a row, its scale and offset in it (codec "int8", else 0).
-        codec: a key of `CODECS`.
-        width: columns of the matrix.
-        part_bytes: bytes of a row in each part: the message's split sizes are `M` times these.
-        widest: most codes of a piece.
-        vector: a power of two ≤ 16 that divides every first column, number of codes and place.
-        complete: whether every column lies in exactly one piece.
+    `pieces` is int64 `[S, 7]`, each at most `PIECE` columns: first column; columns; codes (columns, and the zero bytes
+    that the last piece of a row adds); and, measured in codes, start of the part as a multiple of `M`, first code in a
+    row of the part, length of such a row, its scale and offset in it (codec "int8", else 0). `part_bytes` are a row's
+    in each part: the message's split sizes are `M` times these. `widest`: most codes of a piece. `vector`: a power of
+    two ≤ 16 that divides every first column, number of codes and place. `complete`: each column lies in one piece.
     """
 
     pieces: Tensor
@@ -65,18 +60,12 @@ class Packing(NamedTuple):
 
 
 def make_packing(
-    parts: Sequence[Sequence[tuple[int, int]]],
-    width: int,
-    codec: str,
-    device: torch.device | str | None = None,
+    parts: Sequence[Sequence[tuple[int, int]]], width: int, codec: str, device: torch.device | str | None = None
 ) -> Packing:
     """Lay out a matrix of `width` columns as a message.
 
-    Args:
-        parts: for each rank, the columns that its part holds in this order, as (first column, number of columns). With
-            codec "int8" each of these is quantized by itself (`PIECE` columns at a time); give one for each table.
-        width: columns of the matrix.
-        codec: a key of `CODECS`.
+    `parts` has for each rank the columns that its part holds, in this order, as (first column, number of columns). With
+    codec "int8" each of these is quantized by itself (`PIECE` columns at a time); give one for each table.
 
     Raises:
         ValueError: for an unknown codec, or columns that the matrix does not have.
@@ -110,7 +99,7 @@ def make_packing(
         width,
         tuple(part_bytes),
         max([1, *[piece[CODES] for piece in pieces]]),
-        _vector(pieces),
+        math.gcd(16, *(number for piece in pieces for number in piece[:PARAMETERS])),
         sorted(column for p in pieces for column in range(p[COLUMN], p[COLUMN] + p[WIDTH])) == list(range(width)),
     )
 
@@ -128,11 +117,3 @@ def _merge(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 def _cut(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Runs of columns, none longer than `PIECE`."""
     return [(first + begin, min(PIECE, size - begin)) for first, size in runs for begin in range(0, size, PIECE)]
-
-
-def _vector(pieces: Sequence[Sequence[int]]) -> int:
-    """The largest power of two up to 16 that divides what the address of a piece's row is made of."""
-    common = 16
-    for piece in pieces:
-        common = math.gcd(common, *piece[:PARAMETERS])
-    return common

@@ -173,11 +173,7 @@ def initial_rows_reference(
 ) -> None:
     """Fill float32 `out` `[R, D]`, contiguous, with the values of rows, from column `first_column` on.
 
-    Args:
-        seed: of the table, 63 bits.
-        bound: no value is larger.
-        first_row: of R neighbours, if `rows` does not name them.
-        rows: int64 `[R]`, any rows.
+    `seed` is the table's, 63 bits. The rows are R neighbours from `first_row` on, or `rows`, any, int64 `[R]`.
     """
     if rows is None:
         rows = first_row + torch.arange(out.shape[0], device=out.device)

@@ -261,18 +261,10 @@ def row_cache_look_up_reference_(
 ) -> Tensor:  # fmt: skip
     """Table by table.
 
-    Args:
-        tags, used, pins: `[T]` each, as above; empty tensors for tables without sets. Uses and pins of the rows that
-            are there change in place.
-        rows: int64 `[N]`, distinct linear rows, ascending; the first `num_groups`, int64 `[]`, are valid.
-        tables: int64 `[T, 7]`, see `Layout.tables`; first rows and numbers of rows are read.
-        num_sets: int64 `[T]`, 0 for a table that is not cached.
-        now: int64 `[]`, what "lru" notes as the time of use.
-        policy: "lru" or "lfu".
-
-    Returns:
-        Slots int64 `[N]`: of its table, where the row is; -1 if it is not there, and behind the valid rows. A row of a
-        table without sets is its own slot.
+    Shapes: `tags`, `used`, `pins` `[T]`, as above, empty for tables without sets; uses and pins of rows that are there
+    change in place. `rows` int64 `[N]`, distinct linear rows, ascending; the first `num_groups`, int64 `[]`, are valid.
+    `tables` int64 `[T, 7]`; `num_sets` int64 `[T]`, 0 for a table that is not cached; `now` int64 `[]`, the time.
+    Returns slots int64 `[N]` of the rows' tables; -1 where there is none, and behind the valid rows.
     """
     slots = torch.full_like(rows, -1)
     for table, sets in enumerate(num_sets.tolist()):
@@ -300,12 +292,8 @@ def row_cache_allocate_reference_(
     the least (use, way). It is pinned once, and its use is `now` ("lru") or 1 ("lfu"). Where every row of the set is
     pinned, the row stays without a slot.
 
-    Args:
-        slots: int64 `[N]`, from the look-up; slots of rows that get one are written.
-        tags, used, pins, rows, num_groups, tables, num_sets, now, policy: as for the look-up.
-
-    Returns:
-        int64 `[N]`: the table's row that had to leave the slot, -1 if there was none or no slot was given.
+    `slots` int64 `[N]`, from the look-up, are written; other arguments as there. Returns int64 `[N]`: the table's row
+    that had to leave the slot, -1 if there was none or no slot was given.
     """
     evicted = torch.full_like(rows, -1)
     for table, sets in enumerate(num_sets.tolist()):
@@ -335,13 +323,9 @@ def row_cache_allocate_reference_(
 def row_cache_translate_reference(slots: Tensor, starts: Tensor, order: Tensor, num_groups: Tensor) -> Tensor:
     """By `repeat_interleave`.
 
-    Args:
-        slots: int64 `[N]`, one for each group.
-        starts, order, num_groups: int32 `[N + 1]`, int32 `[N]` and int64 `[]` of row groups in which no key feeds
-            several tables, so that a position belongs to one group at most.
-
-    Returns:
-        int64 `[N]`: for each position the slot of its group; -1 for a position of none.
+    Shapes: `slots` int64 `[N]`, one for each group; `starts` int32 `[N + 1]`, `order` int32 `[N]`, `num_groups` int64
+    `[]`, of row groups in which no key feeds several tables, so that a position belongs to one group at most. Returns
+    int64 `[N]`: for each position the slot of its group; -1 for a position of none.
     """
     groups = int(num_groups)
     values = torch.full((order.numel(),), -1, dtype=torch.int64, device=order.device)

@@ -86,18 +86,13 @@ def _segment_kernel(
         tl.store(num_groups, groups.to(tl.int64))
 
 
-def torch_sort(keys: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Stable sort of `keys` `[N]` by torch; sorted keys and int64 places they came from."""
-    return torch.sort(keys, stable=True)
-
-
-Sorter = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+Sorter = Callable[[Tensor, int], tuple[Tensor, Tensor]]  # keys `[N]` and their bits; sorted stably, and their places
 
 
 def row_groups(
-    values: Tensor, offsets: Tensor, layout: Layout, sorter: Sorter = torch_sort
+    values: Tensor, offsets: Tensor, layout: Layout, sorter: Sorter | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Three launches, a sort and a scan, nothing read back. Arguments and results as in the reference."""
+    """Three launches, a sort (torch's, or `sorter`) and a scan, nothing read back. Otherwise as the reference."""
     device = values.device
     values, offsets = values.contiguous(), offsets.contiguous()
     batch_size, num_keys = batch_size_of(offsets, layout.key_starts), layout.key_starts.numel() - 1
@@ -115,13 +110,13 @@ def row_groups(
         _linear_rows_kernel, grid, layout.tables, layout.lookups, layout.key_starts, values, offsets, keys, total_rows,
         batch_size, num_keys, num_entries, layout.multiplicity, BLOCK=BLOCK,
     )  # fmt: skip
-    keys, sorted_entries = sorter(keys, total_rows.bit_length())
+    keys, entries = sorter(keys, total_rows.bit_length()) if sorter else torch.sort(keys, stable=True)
     counts = torch.empty(grid, dtype=torch.int32, device=device)
     num_valid = torch.empty(1, dtype=torch.int32, device=device)
     launch(_count_kernel, grid, keys, counts, num_valid, total_rows, num_entries, BLOCK=BLOCK)
     ends = torch.cumsum(counts, 0, dtype=torch.int32)
     launch(
-        _segment_kernel, grid, keys, sorted_entries, ends, num_valid, rows, starts, order, num_groups,
+        _segment_kernel, grid, keys, entries, ends, num_valid, rows, starts, order, num_groups,
         total_rows, num_entries, *grid, layout.multiplicity, BLOCK=BLOCK,
     )  # fmt: skip
     return rows, starts, order, num_groups

@@ -2,15 +2,11 @@
 
 A row's gradients are summed as `kernels/gradient_sums.py` says. Then one step of the optimizer, whose formula and
 source stand in `tritonemb/optimizers.py`, in float32; 16-bit rows are rounded back as in `kernels/random.py`.
-
 Bytes: for each position `4 · dim` of gradient read; for each distinct row its weight and state read and written.
 
-`row_gradients_`: the gradients of tables as ordinary tensors, each distinct row's sum written to its place.
-
-`out[place(g)] = Σ_p scale_p · grad_p` over the positions `p` of group `g`, summed as above; `place(g)` is the row
-itself (a dense gradient), or the number of `g` among its table's groups (compact: the values of a sparse one). Rows
-without a group stay as they are, so `out` comes filled with zeros.
-
+`row_gradients_` writes each row's sum to its place in an ordinary tensor: `out[place(g)] = Σ_p scale_p · grad_p`
+over the positions `p` of group `g`; `place(g)` is the row itself (a dense gradient), or the number of `g` among its
+table's groups (compact: the values of a sparse one). Rows without a group stay as they are: `out` comes as zeros.
 Bytes: `4 · dim` of gradient read for each position, `4 · dim` read and written for each distinct row.
 """
 
@@ -33,7 +29,7 @@ from tritonemb.kernels.gradient_sums import (
     slot_of,
     sum_gradients_reference,
     warps_for,
-)  # fmt: skip
+)
 from tritonemb.kernels.optimizers import constants_of, step_reference, step_rows
 from tritonemb.kernels.random import (
     narrow_reference,
@@ -41,7 +37,7 @@ from tritonemb.kernels.random import (
     narrow_stochastic_reference,
     random16,
     random16_reference,
-)  # fmt: skip
+)
 from tritonemb.kernels.triton_utils import (
     BAD_GRADIENT,
     CODES,
@@ -69,7 +65,7 @@ from tritonemb.kernels.triton_utils import (
     table_of,
     tl,
     widen,
-)  # fmt: skip
+)
 from tritonemb.layout import TABLE_SIZE, Layout, TableRow, batch_size_of, int64_at
 from tritonemb.optimizers import KINDS, OPTIMIZERS, SGD, Hyperparameters, NonFinite
 
@@ -272,15 +268,10 @@ def row_update_reference_(
 ) -> None:  # fmt: skip
     """Table by table, in float64 if the weights are, else float32.
 
-    Args:
-        weights: `[T]` of `[rows, dim]`, changed in place.
-        states: the first state of every table, then the second; float32 `[rows]` or `[rows, dim]`, changed in place.
-        step: int64 `[]`, updates so far, one more afterwards; or `[T]`, each table's own, all one more afterwards.
-        skipped: int64 `[T]`, rows left untouched for a gradient that is not finite, counted up.
-        learning_rate: float32 `[]`.
-        grad: gradient of the output, `[B, width]` or `[N, width]`.
-        hyperparameters: the values of `optim.Hyperparameters`.
-        groups: rows, starts, order, num_groups; see `kernels/row_groups.py`.
+    Shapes: `weights` `[T]` of `[rows, dim]`; `states`, the first of every table, then the second, float32 `[rows]` or
+    `[rows, dim]`; `step` int64 `[]`, updates so far, or `[T]`, each table's own; `skipped` int64 `[T]`, rows left
+    untouched for a gradient that is not finite: all change in place. `learning_rate` float32 `[]`; `grad` `[B, width]`
+    or `[N, width]`; `hyperparameters` as in `Hyperparameters`; `groups` as in `kernels/row_groups.py`.
 
     Raises:
         ValueError: for `nonfinite="raise"`, before anything is changed.
@@ -359,13 +350,9 @@ def row_gradients_reference_(
 ) -> None:  # fmt: skip
     """Row by row, in float32, or float64 for such a table.
 
-    Args:
-        sums: zeros `[T]`, each `[rows, dim]`; or, `compact`, `[distinct rows of the table, dim]` (with one table: at
-            least as many).
-        grad: gradient of the output, `[B, width]`, or `[N, width]` if the layout is not pooled.
-        offsets, sample_weights: of the batch, `[K * B + 1]`, and `[N]` or None.
-        groups: rows, starts, order, num_groups; see `kernels/row_groups.py`.
-        max_gradient: each element of `grad` is clamped to ± this first.
+    Shapes: `sums` zeros `[T]` of `[rows, dim]`, or if `compact` of `[distinct rows of the table, dim]` (of one table at
+    least as many); `grad` `[B, width]`, or `[N, width]` if not pooled; `offsets` `[K * B + 1]`; `sample_weights` `[N]`
+    or None; `groups` as in `kernels/row_groups.py`. Elements of `grad` are clamped to ±`max_gradient` first.
     """
     rows, found = sum_gradients_reference(sums, grad, offsets, sample_weights, groups, layout, max_gradient)
     for out, own, of_table in zip(sums, rows, found, strict=True):

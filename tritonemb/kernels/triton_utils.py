@@ -286,6 +286,19 @@ def row_sum_reference(x: Tensor) -> Tensor:
     return x
 
 
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes: for what is only moved
+
+
+def computed(dtype: torch.dtype) -> torch.dtype:
+    """float32 instead of bfloat16 for the interpreter, which takes bfloat16 for integers and truncates."""
+    return torch.float32 if interpreting() and dtype == torch.bfloat16 else dtype
+
+
+def readable(tensor: Tensor) -> Tensor:
+    """Contiguous, of the dtype that it is `computed` in."""
+    return tensor.to(computed(tensor.dtype)).contiguous()
+
+
 def bits_of(tensor: Tensor) -> Tensor:
     """The tensor as kernels take it: 8 and bfloat16 as the integers that hold their bits."""
     if tensor.dtype == torch.bfloat16:

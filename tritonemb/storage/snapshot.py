@@ -66,7 +66,7 @@ def _write_changes(file: PageFile, table: RowFile, name: str) -> None:
     blocks, layout, changed = table.blocks, table.blocks.layout, table.blocks.changed()[0]
     size, count = _group_size(layout), blocks.page_table.count
     state = {"after": table.last_snapshot, "snapshot": name, "changed": int(changed.size), "places": count}
-    file.resize(_changes_bytes(layout, changed.size))
+    file.resize(_group_offset(layout, changed.size))
     with io_context() as context:
         for group, first in enumerate(range(0, changed.size, size)):
             numbers = changed[first : first + size]
@@ -78,7 +78,7 @@ def _write_changes(file: PageFile, table: RowFile, name: str) -> None:
             index[0] = numbers.size
             index[1 : 1 + numbers.size] = numbers
             cpu_kernels("pages").seal(buffer.address, np.array([_INDEX_SEED + group]), 1)
-            file.write(buffer.view[:end], _group_offset(layout, group))
+            file.write(buffer.view[:end], _group_offset(layout, first))
     write_page(file, encode_header(CHANGES, table.identity.as_json() | state))
 
 
@@ -130,27 +130,27 @@ def _apply(path: Path, blocks: BlockFile, before: dict[str, Any]) -> dict[str, A
             raise StorageError(
                 f"the changes {path} do not follow the snapshot before them; give all of them, in their order"
             )
-        expected, size = _changes_bytes(layout, header["changed"]), _group_size(layout)
+        changed, size, pages = header["changed"], _group_size(layout), cpu_kernels("pages")
+        expected = _group_offset(layout, changed)
         if file.size() != expected:
             raise StorageError(f"snapshot {path} has {file.size():,} bytes instead of {expected:,}; use another one")
         with io_context() as context:
-            for group in range(-(-header["changed"] // size)):
-                count = min(size, header["changed"] - group * size)
+            for group, first in enumerate(range(0, changed, size)):
+                count = min(size, changed - first)
                 end = PAGE_BYTES + count * layout.block_bytes
                 buffer = context.reserve(end)
                 with storage_errors(f"the changes {path} cannot be read", "use others"):
-                    file.read(buffer.view[:end], _group_offset(layout, group))
+                    file.read(buffer.view[:end], _group_offset(layout, first))
                 numbers = buffer.array[:PAGE_BYTES].view(np.int64)[1 : 1 + count].copy()
-                _check_group(path, buffer.address, group, numbers, layout)
+                num_good = pages.check(buffer.address, np.array([_INDEX_SEED + group]), 1)
+                if num_good:
+                    num_good += pages.check(buffer.address + PAGE_BYTES, numbers, layout.pages_per_block)
+                if num_good <= count:
+                    raise StorageError(
+                        f"the changes {path} are damaged: a checksum is not that of its page; use others"
+                    )
                 blocks.store(context, numbers, PAGE_BYTES)
         return header
-
-
-def _check_group(path: Path, address: int, group: int, numbers: np.ndarray, layout: FileLayout) -> None:
-    check = cpu_kernels("pages").check
-    is_good = check(address, np.array([_INDEX_SEED + group]), 1) == 1
-    if not is_good or check(address + PAGE_BYTES, numbers, layout.pages_per_block) < numbers.size:
-        raise StorageError(f"the changes {path} are damaged: a checksum is not that of its page; use others")
 
 
 def _group_size(layout: FileLayout) -> int:
@@ -158,13 +158,9 @@ def _group_size(layout: FileLayout) -> int:
     return max(1, min(_NUMBERS, (BUFFER_BYTES - PAGE_BYTES) // layout.block_bytes))
 
 
-def _group_offset(layout: FileLayout, group: int) -> int:
-    return PAGE_BYTES + group * (PAGE_BYTES + _group_size(layout) * layout.block_bytes)
-
-
-def _changes_bytes(layout: FileLayout, changed: int) -> int:
-    groups = -(-changed // _group_size(layout))
-    return PAGE_BYTES * (1 + groups) + changed * layout.block_bytes
+def _group_offset(layout: FileLayout, first: int) -> int:
+    """Of the group that begins with the change of this number; the size of a file with that number of changes."""
+    return PAGE_BYTES * (1 + -(-first // _group_size(layout))) + first * layout.block_bytes
 
 
 def snapshot_header(path: str | Path) -> dict[str, Any]:

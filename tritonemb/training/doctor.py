@@ -23,13 +23,10 @@ PACKAGES = ("tritonemb", "torch", "triton", "numba", "numpy", "pyarrow", "torchm
 
 
 def examine(device: str | None = None) -> tuple[str, bool]:
-    """The text, and whether all is well.
+    """The text, and whether all is well; ValueError if there is no such device.
 
     Args:
         device: look at this one only; the CPU and every GPU if not given.
-
-    Raises:
-        ValueError: there is no such device.
     """
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     devices = [torch.device("cpu"), *gpus] if device is None else [check_device(device)]
@@ -91,11 +88,7 @@ def check_step(device: torch.device) -> float:
 
 
 def check_device(name: str) -> torch.device:
-    """The device of that name.
-
-    Raises:
-        ValueError: it does not exist, or torch cannot use it.
-    """
+    """The device of that name; ValueError if it does not exist, or torch cannot use it."""
     try:
         device = torch.device(name)
         torch.empty(1, device=device)
@@ -106,7 +99,7 @@ def check_device(name: str) -> torch.device:
 
 def versions(device: torch.device | None = None) -> dict[str, str]:
     """Versions of Python and of the packages that decide results, the platform, and the device if one is given."""
-    found = {"python": platform.python_version(), **_packages()}
+    found = {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
     found["platform"] = platform.platform()
     if device is not None:
         found["device"] = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
@@ -115,14 +108,8 @@ def versions(device: torch.device | None = None) -> dict[str, str]:
 
 
 @functools.cache
-def _packages() -> dict[str, str]:
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+def _version(package: str) -> str:
+    return next((found.version for found in metadata.distributions(name=package)), "not installed")
 
 
 @functools.cache

@@ -121,9 +121,16 @@ def _open(config: TrainConfig, group: RankGroup, verbose: bool) -> Data:
 
 def _begin(config: TrainConfig, data: Data, resume: str | None) -> tuple[Path, Path | None, bool]:
     """The folder of the run, the checkpoint to resume from, and whether the run reads Parquet in place of text."""
-    path = _run_path(config, data, resume)
+    checkpoint = None
+    if resume is not None and resume != "auto":
+        checkpoint = RunFolder(resume).checkpoints.latest() or Path(resume)
+    if config.output.out is not None:
+        path = config.output.out
+    else:
+        path = _run_path(data, resume) if checkpoint is None else checkpoint.resolve().parents[1]
     newest = RunFolder(path).checkpoints.latest()
-    checkpoint = None if resume is None else newest if resume == "auto" else _newest(Path(resume))
+    if resume == "auto":
+        checkpoint = newest
     if checkpoint is not None:
         # Positions in text and in Parquet differ, so a run keeps what it has begun with, however many epochs it has.
         return path, checkpoint, bool(read_manifest(checkpoint).get("config", {}).get("converted"))
@@ -187,25 +194,16 @@ def build_optimizer(config: TrainConfig) -> Optimizer:
     return OPTIMIZERS[config.embedding_optimizer](lr=config.embedding_lr, weight_decay=config.embedding_weight_decay)
 
 
-def _run_path(config: TrainConfig, data: Data, resume: str | None) -> Path:
-    """The folder of a run: the one that is named, the newest one of the data set to resume, or a new one."""
-    if config.output.out is not None:
-        return config.output.out
+def _run_path(data: Data, resume: str | None) -> Path:
+    """The newest folder with a checkpoint of the data set to resume, or a new one."""
     name = Path(data.name).name
-    if resume == "auto":
+    if resume == "auto" and RUNS.is_dir():
         started = re.compile(re.escape(name) + r"-\d{8}-\d{6}")
-        folders = [path for path in RUNS.iterdir() if started.fullmatch(path.name)] if RUNS.is_dir() else []
+        folders = [path for path in RUNS.iterdir() if started.fullmatch(path.name)]
         runs = [path for path in folders if RunFolder(path).checkpoints.latest() is not None]
         if runs:
             return max(runs, key=lambda path: path.stat().st_mtime)
-    elif resume is not None:
-        return _newest(Path(resume)).resolve().parents[1]
     return RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-def _newest(path: Path) -> Path:
-    """The newest checkpoint of a run's folder, or the path itself."""
-    return RunFolder(path).checkpoints.latest() or path
 
 
 class SavedConfig(Callback):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,23 +15,15 @@ from torch import Tensor, nn
 
 from tritonemb.comm.control import RankFailed, lost_contact
 from tritonemb.data.batch import Batch
-from tritonemb.data.prefetch import Prefetcher
 from tritonemb.data.protocol import Split
 from tritonemb.ops.errors import check_errors
+from tritonemb.training import metrics as measure
 from tritonemb.training.callbacks import CallbackList, CheckpointSaved, Evaluation, FitEnd, FitStart, Log, StepEnd
 from tritonemb.training.checkpoint import CheckpointError
 from tritonemb.training.checkpoint.manager import CheckpointManager
 from tritonemb.training.config import Precision
 from tritonemb.training.doctor import versions
-from tritonemb.training.metrics import (
-    CacheMeter,
-    Clock,
-    Metrics,
-    UndefinedMetricsError,
-    binary_metrics,
-    caches_of,
-    memory_bytes,
-)
+from tritonemb.training.metrics import Metrics, UndefinedMetricsError
 from tritonemb.training.ranks import Interrupted, StopRequest
 from tritonemb.training.step import Forward, PreparedStep, StepInfo, logits_of, take
 from tritonemb.training.train_state import TrainState
@@ -70,18 +62,14 @@ class Loop:
     """
 
     def __init__(
-        self,
-        state: TrainState,
-        saving: CheckpointManager,
-        folder: Path | None,
-        callbacks: CallbackList,
+        self, state: TrainState, saving: CheckpointManager, folder: Path | None, callbacks: CallbackList,
         request: StopRequest,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.state, self.saving, self.folder = state, saving, folder
         self.callbacks, self.request = callbacks, request
         self.options, self.ranks, self.progress = state.options, state.ranks, state.progress
-        self.clock = Clock(self.progress.seconds)
-        self.caches = CacheMeter(state.model) if caches_of(state.model) else None
+        self.clock = measure.Clock(self.progress.seconds)
+        self.caches = measure.CacheMeter(state.model) if measure.caches_of(state.model) else None
         self._began = time.monotonic()
         self._now, self._saved_at, self._saved_step = 0, 0, self.progress.step  # milliseconds by rank 0's clock
         self._logged_step = self.progress.step
@@ -95,7 +83,7 @@ class Loop:
         try:
             self.callbacks.on_start(self._fit_start())
             reason = self._train()
-            self._finish_saving()
+            self._save(self.saving.finish)
             metrics = self._metrics("test") if test and reason in ("finished", "early stop") else None
             speed, seconds = self.clock.samples_per_second, self.clock.seconds
             end = FitEnd(reason, progress.step, progress.samples, seconds, speed, metrics, self.state.data.best_auc)
@@ -117,18 +105,10 @@ class Loop:
         exact = state.data.num_rows("train")
         rows = state.data.estimated_rows("train") if exact is None else exact
         return FitStart(
-            first_step=progress.step,
-            total_steps=state.total_steps,
-            samples_done=progress.samples,
-            total_samples=state.total_samples(rows),
-            epoch_samples=rows,
-            estimated=exact is None,
-            num_epochs=state.last_epoch,
-            num_ranks=self.ranks.size,
-            folder=self.folder,
-            config=state.config,
-            versions=versions(state.device),
-        )
+            progress.step, state.total_steps, progress.samples, state.total_samples(rows), epoch_samples=rows,
+            estimated=exact is None, num_epochs=state.last_epoch, num_ranks=self.ranks.size, folder=self.folder,
+            config=state.config, versions=versions(state.device),
+        )  # fmt: skip
 
     def _train(self) -> str:
         """Why it ended: "finished", "early stop", or the name of a signal."""
@@ -153,37 +133,27 @@ class Loop:
 
     def _epoch(self) -> None:
         """Train to the end of the epoch, or of the run, or until a signal arrives."""
-        state, progress = self.state, self.progress
+        state, progress, request = self.state, self.progress, self.request
+        signals = {"signal": lambda: request.signum or 0, "clock": lambda: int(1000 * (time.monotonic() - self._began))}
         state.model.train()
         with (
-            state.loader.open("train", True, progress.epoch, progress.position) as stream,
-            state.steps(stream, True, signal=lambda: self.request.signum or 0, clock=self._milliseconds) as steps,
+            state.open("train", True) as stream,
+            state.steps(stream, True, **signals) as steps,
         ):
-            state.prefetched = steps
-            try:
-                self._train_steps(steps)
-            finally:
-                state.prefetched = None
-
-    def _train_steps(self, steps: Prefetcher[PreparedStep]) -> None:
-        progress = self.progress
-        step, over = self._next(steps)
-        if over:
-            self._end_epoch()
-        while step[0]:
-            epoch = progress.epoch
-            self._train_step(step)
             step, over = self._next(steps)
             if over:
                 self._end_epoch()
-            if over or self._over or self._stopped is not None:
-                self._report_left_out(step[1], f"train {epoch}")
-            self._due_after_step(epoch, last=over)
-            if progress.ended or self._over or self._stopped is not None:
-                return
-
-    def _milliseconds(self) -> int:
-        return int(1000 * (time.monotonic() - self._began))
+            while step[0]:
+                epoch = progress.epoch
+                self._train_step(step)
+                step, over = self._next(steps)
+                if over:
+                    self._end_epoch()
+                if over or self._over or self._stopped is not None:
+                    self._report_left_out(step[1], f"train {epoch}")
+                self._due_after_step(epoch, last=over)
+                if progress.ended or self._over or self._stopped is not None:
+                    return
 
     def _train_step(self, step: PreparedStep) -> None:
         progress, info = self.progress, step[1]
@@ -199,7 +169,7 @@ class Loop:
         self.clock.step(info.rows)
         self.callbacks.on_step(StepEnd(progress.step, progress.epoch, progress.samples))
 
-    def _next(self, steps: Prefetcher[PreparedStep]) -> tuple[PreparedStep, bool]:
+    def _next(self, steps: Iterator[PreparedStep]) -> tuple[PreparedStep, bool]:
         """The next step, and whether the epoch has none more."""
         begin = time.perf_counter()
         step = batches, info = next(steps)
@@ -207,8 +177,9 @@ class Loop:
         self.clock.waited += end - begin
         if self.caches is not None:
             self.caches.stalled(begin, end, info.moved)
-            if self.options.prefetch_depth is None and self.caches.wants_deeper_prefetch() and self.ranks.size == 1:
-                steps.widen()
+            deeper = self.options.prefetch_depth is None and self.caches.wants_deeper_prefetch()
+            if deeper and self.ranks.size == 1 and self.state.prefetched is not None:
+                self.state.prefetched.widen()
         self._now, self._signal = info.clock, info.signal or None
         return step, not batches and not info.signal
 
@@ -248,7 +219,7 @@ class Loop:
         speed, wait = self.clock.lap()
         log = Log(
             progress.step, epoch, progress.samples, loss, dense_lr, table_lr, speed, wait,
-            memory_bytes(self.state.device), self.clock.seconds,
+            measure.memory_bytes(self.state.device), self.clock.seconds,
             {kind: num_bytes // steps for kind, num_bytes in sent.items()}, across // steps, cache,
         )  # fmt: skip
         self.callbacks.on_log(log)
@@ -281,12 +252,11 @@ class Loop:
         return metrics
 
     def _checkpoint_due(self) -> bool:
-        options, progress = self.options.checkpoints, self.progress
-        if progress.ended or self._stopped is not None or self._is_best():
+        if self.progress.ended or self._stopped is not None or self._is_best():
             return True
-        if options.checkpoint_steps is not None and progress.step % options.checkpoint_steps == 0:
+        every, minutes = self.options.checkpoints.checkpoint_steps, self.options.checkpoints.checkpoint_minutes
+        if every is not None and self.progress.step % every == 0:
             return True
-        minutes = options.checkpoint_minutes
         return minutes > 0 and self._now - self._saved_at >= 60_000 * minutes
 
     def _is_best(self) -> bool:
@@ -295,13 +265,10 @@ class Loop:
     def _checkpoint(self) -> None:
         self._saved_at = self._now
         self.progress.seconds = self.clock.seconds
-        self._finish_saving()  # of the one before, if that is still being written
+        self._save(self.saving.finish)  # of the one before, if that is still being written
         check_errors(self.state.device)
         if self._save(lambda: self.saving.start(self._is_best())):
             self._saved_step = self.progress.step
-
-    def _finish_saving(self) -> None:
-        self._save(self.saving.finish)
 
     def _save(self, call: Callable[[], CheckpointSaved | None]) -> bool:
         """Report what has been saved; False if it could not be, and training goes on."""
@@ -320,8 +287,8 @@ class Loop:
     def _report_left_out(self, info: StepInfo, what: str) -> None:
         """Report how many rows the ranks have left out of this epoch, and which."""
         reports = self.ranks.gather(info.report)
-        told = [(rank, report) for rank, report in enumerate(reports) if report.skipped]
-        texts = [str(report) if len(reports) == 1 else f"rank {rank}: {report}" for rank, report in told]
+        names = [""] if len(reports) == 1 else [f"rank {rank}: " for rank in range(len(reports))]
+        texts = [f"{name}{report}" for name, report in zip(names, reports, strict=True) if report.skipped]
         self._report_skipped(sum(report.skipped for report in reports), what, "\n".join(texts))
 
     def _report_skipped(self, skipped: int, what: str, text: str) -> None:
@@ -340,7 +307,7 @@ def evaluate(state: TrainState, split: Split) -> Metrics:
     start, ranks, step = time.perf_counter(), state.ranks, state.step
     with ranks.watched():
         state.settle()  # its collectives and those of the evaluation must not mix
-        with state.loader.open(split) as stream, state.steps(stream) as steps:
+        with state.open(split) as stream, state.steps(stream) as steps:
             batches = (batch for each in steps for batch in take(each))
             logits, labels = predict_logits(state.model, batches, state.device, step.precision, step.forward)
             skipped = sum(ranks.gather(stream.report.skipped))
@@ -355,7 +322,7 @@ def evaluate(state: TrainState, split: Split) -> Metrics:
 def _metrics(logits: Tensor, labels: Tensor, seconds: float) -> tuple[Metrics | None, str]:
     """Metrics, or why they are not defined."""
     try:
-        return binary_metrics(logits, labels, seconds), ""
+        return measure.binary_metrics(logits, labels, seconds), ""
     except UndefinedMetricsError as error:
         return None, str(error)
 
@@ -368,11 +335,7 @@ def predict_logits(
     precision: Precision = "fp32",
     forward: Forward | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Logits and labels `[N]` of all samples, on the CPU, by the model in evaluation mode.
-
-    Args:
-        forward: what to call in place of the model, for example a compiled form of it.
-    """
+    """Logits and labels `[N]` of all samples, on the CPU, by the model (or `forward`, compiled) in evaluation mode."""
     was_training = model.training
     model.eval()
     found = _GrowingTensor(device)
@@ -397,17 +360,12 @@ class _GrowingTensor:
 
     def __init__(self, device: torch.device) -> None:
         self._room = torch.empty(2, 1 << 16, device=device)
-        self._used = 0
-
-    @property
-    def values(self) -> Tensor:
-        return self._room[:, : self._used]
+        self.values = self._room[:, :0]
 
     def append(self, numbers: Tensor) -> None:
-        end = self._used + numbers.shape[1]
+        used, end = self.values.shape[1], self.values.shape[1] + numbers.shape[1]
         if end > self._room.shape[1]:
-            larger = self._room.new_empty(2, max(end, 2 * self._room.shape[1]))
-            larger[:, : self._used] = self.values
-            self._room = larger
-        self._room[:, self._used : end] = numbers
-        self._used = end
+            self._room = self._room.new_empty(2, max(end, 2 * self._room.shape[1]))
+            self._room[:, :used] = self.values
+        self._room[:, used:end] = numbers
+        self.values = self._room[:, :end]

@@ -67,28 +67,21 @@ def binary_metrics(logits: Tensor, labels: Tensor, seconds: float | None = None)
             f"all {labels.numel()} labels are the same, so neither AUC nor normalized entropy is defined"
         )
     binary_auroc = require("torchmetrics.functional.classification").binary_auroc
+    auc = float(binary_auroc(logits.sigmoid(), labels.int()))
     log_loss = float(F.binary_cross_entropy_with_logits(logits, labels))
     base_loss = float(F.binary_cross_entropy(base_rate, base_rate))
-    return Metrics(
-        auc=float(binary_auroc(logits.sigmoid(), labels.int())),
-        log_loss=log_loss,
-        normalized_entropy=log_loss / base_loss,
-        num_samples=labels.numel(),
-        samples_per_second=labels.numel() / seconds if seconds else 0.0,
-    )
+    speed = labels.numel() / seconds if seconds else 0.0
+    return Metrics(auc, log_loss, log_loss / base_loss, labels.numel(), speed)
 
 
 class Clock:
     """Seconds of training since the run began, `seconds` of them in earlier processes, without what `pause` covers."""
 
     def __init__(self, seconds: float = 0.0) -> None:
-        self._earlier = seconds
-        self._started = time.perf_counter()
-        self._paused = 0.0
-        self._warm: tuple[float, int] | None = None
-        self._samples = 0
+        self._earlier, self._started, self._paused = seconds, time.perf_counter(), 0.0
+        self._warm: tuple[float, int] | None = None  # when the first step was done, and its samples
+        self._samples, self.waited = 0, 0.0
         self._lap = (0.0, 0, 0.0)
-        self.waited = 0.0
 
     @property
     def here(self) -> float:
@@ -177,10 +170,7 @@ class CacheMeter:
             self._stall += max(0.0, min(end, moved[1]) - max(begin, moved[0]))
 
     def trained(self, counted: Counter[str] | None) -> None:
-        """A step has been trained; `counted` when its rows had been prefetched, None without prefetch.
-
-        So later steps, whose rows have been prefetched by now, are not included.
-        """
+        """A step has been trained; `counted` when its rows, and no later step's, had been prefetched; None without."""
         self._trained = counted
 
     def wants_deeper_prefetch(self) -> bool:

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tritonemb.data import open_for_scoring
-from tritonemb.data.batch import Batch
 from tritonemb.data.protocol import Feature
 from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, read_manifest
 from tritonemb.training.config import TrainConfig, from_plain
@@ -55,10 +54,11 @@ class PredictOptions:
 def predict(options: PredictOptions) -> str:
     """Score a log and write the file, aside and renamed; returns a line that says what was done.
 
-    Raises:
-        ValueError, FileNotFoundError: the checkpoint or the log cannot be used, or the file cannot be written.
+    Raises ValueError, FileNotFoundError: the checkpoint or the log cannot be used, or the file cannot be written.
     """
-    path = find_checkpoint(options.checkpoint)
+    path = options.checkpoint
+    for folder in (CheckpointFolder(path), CheckpointFolder(path / "checkpoints")):
+        path = folder.best() or folder.latest() or path
     manifest = read_manifest(path)
     if "features" not in manifest["config"]:
         raise ValueError(f"{path} was not written by tritonemb train, so nobody knows how to build its model")
@@ -77,37 +77,19 @@ def predict(options: PredictOptions) -> str:
     load_tensors(path, model_tensors(model), ignore=TRAINING_ONLY)
     read_again(model)
     with data.open("test", options.batch_size) as stream:
-        scores = (_score(model, batch, config) for batch in stream)
-        num_rows = _write(options.out, scores)
+        logits = (predict_logits(model, [batch], torch.device(config.device), config.precision)[0] for batch in stream)
+        num_rows = _write(options.out, logits)
     return f"{options.out}: {num_rows:,} scores by {path}"
 
 
-def find_checkpoint(path: Path) -> Path:
-    """The checkpoint itself, or the best, else the newest one of a run's folder.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
-    for folder in (path / "checkpoints", path):
-        found = CheckpointFolder(folder).best() or CheckpointFolder(folder).latest()
-        if found is not None:
-            return found
-    return path
-
-
-def _score(model: nn.Module, batch: Batch, config: TrainConfig) -> Tensor:
-    logits, _ = predict_logits(model, [batch], torch.device(config.device), config.precision)
-    return torch.sigmoid(logits)
-
-
-def _write(out: Path, scores: Iterator[Tensor]) -> int:
-    """Batch by batch, so that a log of any size fits; returns the number of rows."""
+def _write(out: Path, logits: Iterator[Tensor]) -> int:
+    """Write probabilities batch by batch, so that a log of any size fits; returns the number of rows."""
     pa, num_rows = require("pyarrow"), 0
     schema = pa.schema([("score", pa.float32())])
     kind: Any = require("pyarrow.csv").CSVWriter if out.suffix == ".csv" else require("pyarrow.parquet").ParquetWriter
     out.parent.mkdir(parents=True, exist_ok=True)
     with written_aside(out) as part, kind(part, schema) as writer:
-        for chunk in scores:
-            writer.write_table(pa.table([pa.array(chunk.numpy())], schema=schema))
+        for chunk in logits:
+            writer.write_table(pa.table([pa.array(torch.sigmoid(chunk).numpy())], schema=schema))
             num_rows += len(chunk)
     return num_rows

@@ -1,4 +1,4 @@
-"""The ranks that train together, as a trainer sees them: their shards of the data, and the signals that stop them."""
+"""The ranks that train together, as a trainer sees them, and the signals that stop them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,6 @@ from torch import Tensor, nn
 
 from tritonemb.comm.control import Consensus, FailureReports, lost_contact
 from tritonemb.comm.group import RankGroup
-from tritonemb.data.loader import merge_positions, open_shards, rank_position
-from tritonemb.data.protocol import Batches, Data, Split
-from tritonemb.data.workers import DataLoaderWorkers
 from tritonemb.sharding.hybrid import HybridParallel
 from tritonemb.training.checkpoint.all_ranks import on_rank_zero
 
@@ -28,14 +25,7 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Ranks:
-    """The ranks of a job, which make this object together: their consensus, small messages, and reports of failures.
-
-    Args:
-        timeout: seconds to wait for a rank.
-
-    Attributes:
-        step: that this rank trains, for the errors of others.
-    """
+    """The ranks of a job: their consensus, small messages, and reports of failures, which name this rank's `step`."""
 
     def __init__(self, group: RankGroup, timeout: float) -> None:
         wait = timedelta(seconds=timeout)
@@ -75,11 +65,7 @@ class Ranks:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """A rank that is lost in the block becomes an error that names it; an error of this one is told the others.
-
-        Raises:
-            RankFailed: a rank is gone, or has not answered in time.
-        """
+        """A rank that is lost in the block becomes a `RankFailed` that names it; an error of this one is reported."""
         if self.size == 1 or self.reports is not None:
             yield
             return
@@ -129,40 +115,8 @@ class Ranks:
         return self.control.all_gather(values, "control")
 
 
-class RankLoader:
-    """Opens this rank's shard of a data set, read by data loader workers if there are to be any."""
-
-    def __init__(
-        self, data: Data, ranks: Ranks, batch_size: int, seed: int, pin_memory: bool, num_workers: int = 0
-    ) -> None:
-        self._data, self._ranks = data, ranks
-        self._batch_size, self._seed, self._pin_memory = batch_size, seed, pin_memory
-        self._workers = DataLoaderWorkers(data, num_workers) if num_workers else None
-
-    def open(self, split: Split, shuffle: bool = False, epoch: int = 0, position: Any = None) -> Batches:
-        """This rank's batches of a split: shuffled by epoch, from a position on."""
-        return open_shards(
-            self._data, split, self._batch_size, self._ranks.rank, self._ranks.size, positions=position,
-            seed=self._seed if shuffle else 0, epoch=epoch, shuffle=shuffle, pin_memory=self._pin_memory,
-            workers=self._workers,
-        )  # fmt: skip
-
-    def merged(self, position: Any) -> Any:
-        """The position of all ranks in the epoch, from that of each; None at its beginning. Collective."""
-        positions = self._ranks.gather(position)
-        return None if position is None else merge_positions(positions)
-
-    def own(self, position: Any) -> Any:
-        """This rank's part of the position of all ranks."""
-        return None if position is None else rank_position(position, self._ranks.rank, self._ranks.size)
-
-
 def group_of(model: nn.Module) -> RankGroup:
-    """The ranks that train a model.
-
-    Raises:
-        ValueError: the job has several ranks, and the model trains on one.
-    """
+    """The ranks that train a model; ValueError if it trains on one of several."""
     if isinstance(model, HybridParallel):
         return model.group
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:

@@ -105,22 +105,18 @@ class ScheduleOptions:
     table_final_factor: float = 0.0
     decay_power: float = 2.0
 
+    def __post_init__(self) -> None:
+        _ = self.dense_schedule, self.table_schedule  # both are made once, which checks their numbers
+
     @property
     def dense_schedule(self) -> Schedule:
-        return self._schedule("dense")
+        steps, final = self.dense_decay_steps, self.dense_final_factor
+        return Schedule(self.dense_warmup_steps, self.dense_decay, steps, self.decay_power, final)
 
     @property
     def table_schedule(self) -> Schedule:
-        return self._schedule("table")
-
-    def _schedule(self, part: str) -> Schedule:
-        warmup, decay, steps, final = (
-            getattr(self, f"{part}_{name}") for name in ("warmup_steps", "decay", "decay_steps", "final_factor")
-        )
-        return Schedule(warmup, decay, steps, self.decay_power, final)
-
-    def __post_init__(self) -> None:
-        _ = self.dense_schedule, self.table_schedule  # both are made once, which checks their numbers
+        steps, final = self.table_decay_steps, self.table_final_factor
+        return Schedule(self.table_warmup_steps, self.table_decay, steps, self.decay_power, final)
 
 
 class LossScale:
@@ -140,12 +136,11 @@ class LossScale:
         self.overflows = 0
 
     def update(self, overflowed: bool) -> None:
+        self.overflows += overflowed
+        self.good_steps += 1
         if overflowed:
             self.factor, self.good_steps = max(self.factor / 2, self.SMALLEST), 0
-            self.overflows += 1
-            return
-        self.good_steps += 1
-        if self.good_steps == self.GROWTH_INTERVAL:
+        elif self.good_steps == self.GROWTH_INTERVAL:
             self.factor, self.good_steps = min(self.factor * 2, self.LARGEST), 0
 
     def state_dict(self) -> dict[str, float]:

@@ -46,12 +46,11 @@ class StepInfo:
         weights: of the batches' mean losses. The ranks' gradients are averaged, so they are such that the step's loss
             is the mean over the samples of all batches of all ranks.
         rows: samples of all ranks.
-        position: of this rank's data after them.
-        report: of this rank's data so far.
+        position, report: of this rank's data after them.
         signal: that some rank received, 0 for none.
         clock: rank 0's.
         copied: when the batches are on the device.
-        moved: from when to when it took to move them, and the rows that they need, to the device.
+        moved: from when to when they, and the rows that they need, were moved to the device.
         counted: what the caches of these rows had counted then.
     """
 
@@ -86,9 +85,6 @@ def prepare(
     The last one has no batches: the data is over, or a signal arrived.
 
     Args:
-        stream: of this rank.
-        ranks: that make the same steps.
-        device: where the batches go.
         empty: makes a batch without samples.
         accumulate: batches a step.
         prefetch: a batch's features for the model, whose ids are exchanged and whose rows are on the device.
@@ -130,11 +126,7 @@ def prepare(
 
 
 def _agree(ranks: Ranks, batches: list[Batch], error: Exception | None, signal: int, clock: int) -> Round:
-    """What all ranks bring to a step.
-
-    Raises:
-        Exception: `error`, of this rank's data; or that the data of another rank have failed.
-    """
+    """What all ranks bring to a step; raises `error`, of this rank's data, or that another rank's have failed."""
     if error is not None and ranks.size == 1:
         raise error
     rows = sum(len(batch) for batch in batches)
@@ -190,16 +182,7 @@ def eviction_permit() -> AbstractContextManager[object]:
 
 
 class TrainStep:
-    """Trains a model step by step.
-
-    Args:
-        model: its fused collections update their tables themselves; every other parameter belongs to `dense_optimizer`.
-        device: where it is.
-        ranks: that train it.
-        dense_optimizer: called with the parameters and `lr`.
-        dense_lr: of that.
-        precision: of the dense part.
-        compile: run the model through `torch.compile`.
+    """Trains a model step by step; the options are those of `Trainer`.
 
     Attributes:
         forward: the model, compiled if that is asked for.
@@ -233,12 +216,7 @@ class TrainStep:
         self._schedules = (None if dense.is_constant else dense, None if tables.is_constant else tables)
 
     def __call__(self, number: int, batches: Sequence[Batch], weights: Sequence[float]) -> None:
-        """Step `number`, from 0.
-
-        Args:
-            batches: of this rank; every rank has as many.
-            weights: of the batches' mean losses, in the loss of the step.
-        """
+        """Step `number`, from 0, on as many batches on each rank; `weights` are those of their mean losses."""
         for base, (group, schedule) in zip(self._base_rates, self._rates(), strict=True):
             if schedule is not None:
                 group["lr"] = base * schedule.factor(number)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -15,14 +16,16 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from tritonemb.data.batch import Batch, BatchLayout
+from tritonemb.data.loader import merge_positions, open_shards, rank_position
 from tritonemb.data.prefetch import Prefetcher
-from tritonemb.data.protocol import Batches, Data
+from tritonemb.data.protocol import Batches, Data, Split
+from tritonemb.data.workers import DataLoaderWorkers
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.tables.cached_table import CachedTable, metadata_only
 from tritonemb.tables.prefetch import needs_prefetch
 from tritonemb.training.config import TrainerOptions
 from tritonemb.training.metrics import caches_of, count
-from tritonemb.training.ranks import RankLoader, Ranks
+from tritonemb.training.ranks import Ranks
 from tritonemb.training.step import PLAIN, PreparedStep, TrainStep, eviction_permit, prefetch_for, prepare
 
 DEPTH = 2  # steps beyond the one that is trained
@@ -83,7 +86,6 @@ class TrainState:
     config: Mapping[str, Any]
     step: TrainStep
     progress: Progress
-    loader: RankLoader
     ranks: Ranks
     pipeline: bool
     last_epoch: int = field(init=False)
@@ -94,25 +96,56 @@ class TrainState:
 
     def __post_init__(self) -> None:
         self.last_epoch, self.last_step = self.options.epochs, self.options.max_steps
+        self._workers = DataLoaderWorkers(self.data, self.options.num_workers) if self.options.num_workers else None
 
-    def steps(self, stream: Batches, training: bool = False, **signals: Callable[[], int]) -> Prefetcher[PreparedStep]:
-        """Steps on a stream's batches, made ahead where that takes exchanges or copies, or reads rows.
+    def open(self, split: Split, training: bool = False) -> Batches:
+        """This rank's batches of a split; for training shuffled, from where the epoch has come to."""
+        options, progress = self.options, self.progress
+        order: dict[str, Any] = {}
+        if training:
+            order = {"seed": options.seed, "epoch": progress.epoch, "shuffle": True, "positions": progress.position}
+        return open_shards(
+            self.data, split, options.batch_size, self.ranks.rank, self.ranks.size,
+            pin_memory=self.device.type == "cuda", workers=self._workers, **order,
+        )  # fmt: skip
 
-        Args:
-            signals: `signal` and `clock`, see `prepare`.
-        """
+    def merged_position(self) -> Any:
+        """Where all ranks have come to in the epoch; None at its beginning. Collective."""
+        positions: list[Any] = self.ranks.gather(self.progress.position)
+        return None if self.progress.position is None else merge_positions(positions)
+
+    def own_position(self, position: Any) -> Any:
+        """This rank's part of the position of all ranks."""
+        return None if position is None else rank_position(position, self.ranks.rank, self.ranks.size)
+
+    @contextmanager
+    def steps(
+        self, stream: Batches, training: bool = False, **signals: Callable[[], int]
+    ) -> Iterator[Iterator[PreparedStep]]:
+        """Steps on a stream's batches, prefetched where that exchanges, copies or reads; `signals`: see `prepare`."""
         ranks, options = self.ranks, self.options
         prefetch = prefetch_for(self.model, training) if self.pipeline else None
         cached, caches = has_cached_tables(self.model), caches_of(self.model)
-        ahead = self.pipeline and (ranks.size > 1 or self.device.type == "cuda" or cached)
-        depth = options.prefetch_depth if cached and options.prefetch_depth is not None else DEPTH
         steps = prepare(
             stream, ranks, self.device, partial(empty_batch, self.data), prefetch=prefetch,
             accumulate=options.accumulate if training else 1,
             counted=partial(count, caches) if caches and prefetch and training else None, **signals,
         )  # fmt: skip
+        depth = options.prefetch_depth if cached and options.prefetch_depth is not None else DEPTH
+        if depth == 0 or not self.pipeline or (ranks.size == 1 and self.device.type != "cuda" and not cached):
+            with closing(steps):
+                yield steps
+            return
         permit = eviction_permit if caches else None
-        return Prefetcher(steps, depth if ahead else 0, "tritonemb-pipeline", collective=ranks.size > 1, permit=permit)
+        with Prefetcher(steps, depth, "tritonemb-pipeline", collective=ranks.size > 1, permit=permit) as prefetcher:
+            if not training:
+                yield prefetcher
+                return
+            self.prefetched = prefetcher
+            try:
+                yield prefetcher
+            finally:
+                self.prefetched = None
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -159,13 +192,7 @@ def has_cached_tables(model: nn.Module) -> bool:
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """`model.<key>` for every entry of the model's `state_dict`, sharing memory with the model.
-
-    Each tensor of a table on disk is a `DiskTensor`, which has no values.
-
-    Raises:
-        TypeError: for an entry that is no tensor.
-    """
+    """`model.<key>` for every entry of the model's `state_dict`, sharing memory; a table on disk has `DiskTensor`s."""
     with metadata_only():
         state = model.state_dict()
     for name, value in state.items():
@@ -185,35 +212,30 @@ def read_again(model: nn.Module) -> None:
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
     """`optimizer.<parameter>.<state>` for every tensor that the optimizer of the dense part keeps."""
-    entries = _optimizer_entries(model, optimizer)
-    return {f"optimizer.{name}.{key}": value for name, key, value in entries if isinstance(value, Tensor)}
+    states = _states(model, optimizer).items()
+    return {f"optimizer.{name}.{key}": v for name, state in states for key, v in state.items() if isinstance(v, Tensor)}
 
 
 def optimizer_plain(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Any]]:
-    """What the optimizer keeps of each parameter that is no tensor, by the parameter's name.
-
-    Raises:
-        TypeError: for a value that JSON does not know.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    for name, key, value in _optimizer_entries(model, optimizer):
-        if isinstance(value, Tensor):
-            continue
-        if not isinstance(value, PLAIN):
-            raise TypeError(
-                f"{type(optimizer).__name__} keeps {key!r} of type {type(value).__name__} for {name}; checkpoints "
-                "hold tensors and plain values only"
-            )
-        found.setdefault(name, {})[key] = value
+    """What the optimizer keeps of each parameter that is no tensor, by the parameter's name, for JSON."""
+    found = {}
+    for name, state in _states(model, optimizer).items():
+        plain = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+        for key, value in plain.items():
+            if not isinstance(value, PLAIN):
+                raise TypeError(
+                    f"{type(optimizer).__name__} keeps {key!r} of type {type(value).__name__} for {name}; checkpoints "
+                    "hold tensors and plain values only"
+                )
+        if plain:
+            found[name] = plain
     return found
 
 
 def optimizer_templates(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, stored: Mapping[str, TensorStorageMetadata]
 ) -> dict[str, Tensor]:
-    """Room for those stored optimizer states whose parameters this optimizer has: on the CPU, or where the parameter is
-    a DTensor, sharded as that is.
-    """
+    """Room for the stored states of parameters that this optimizer has: on the CPU, or sharded as they are."""
     owners: dict[str, Tensor] = {f"optimizer.{name}": parameter for name, parameter in _parameters_of(model, optimizer)}
     found: dict[str, Tensor] = {}
     for name, entry in stored.items():
@@ -234,10 +256,8 @@ def load_optimizer_state(
     """Give the optimizer what `optimizer_tensors` and `optimizer_plain` took out of one like it."""
     names = {id(parameter): name for name, parameter in _parameters_of(model, optimizer)}
     packed = optimizer.state_dict()
-    numbers = [number for group in packed["param_groups"] for number in group["params"]]
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    packed["state"] = {}
-    for number, parameter in zip(numbers, parameters, strict=True):
+    packed["state"] = {}  # by number, in the order of the groups
+    for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         prefix = f"optimizer.{names[id(parameter)]}."
         state: dict[str, Any] = dict(plain.get(names[id(parameter)], {}))
         state |= {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
@@ -308,11 +328,9 @@ def rng_plain() -> dict[str, Any]:
     }
 
 
-def _optimizer_entries(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[tuple[str, str, Any]]:
-    """Parameter name, state name and value of all that the optimizer keeps."""
-    for name, parameter in _parameters_of(model, optimizer):
-        for key, value in optimizer.state.get(parameter, {}).items() if optimizer is not None else ():
-            yield name, key, value
+def _states(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Mapping[str, Any]]:
+    """What the optimizer keeps, by the parameter's name."""
+    return {name: optimizer.state.get(p, {}) for name, p in _parameters_of(model, optimizer)} if optimizer else {}
 
 
 def _parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, nn.Parameter]]:

@@ -24,7 +24,7 @@ from tritonemb.training.checkpoint.manager import CheckpointManager
 from tritonemb.training.config import TrainerOptions
 from tritonemb.training.loop import FitResult, Loop, evaluate
 from tritonemb.training.metrics import Metrics
-from tritonemb.training.ranks import RankLoader, Ranks, StopRequest, group_of, stop_requests
+from tritonemb.training.ranks import Ranks, StopRequest, group_of, stop_requests
 from tritonemb.training.schedule import Schedule
 from tritonemb.training.step import TrainStep
 from tritonemb.training.train_state import Progress, TrainState, seed_rank
@@ -63,6 +63,7 @@ class Trainer(TrainerOptions):
 
     Attributes:
         dense_optimizer: the optimizer that was made; None where every parameter is in a fused table.
+        device: that trains.
         state: what changes in a run, shared with its loop and its checkpoints.
 
     Raises:
@@ -94,9 +95,8 @@ class Trainer(TrainerOptions):
         some = next(model.parameters(), None) if self.device is None else torch.empty(0, device=self.device)
         device = torch.device("cpu") if some is None else some.device  # with its index
         step = TrainStep(model, device, ranks, self.dense_optimizer, self.dense_lr, self.precision, self.compile)
-        loader = RankLoader(self.data, ranks, self.batch_size, self.seed, device.type == "cuda", self.num_workers)
         config = dict(self.config or {})
-        state = TrainState(model, device, self.data, self, config, step, Progress(), loader, ranks, self.pipeline)
+        state = TrainState(model, device, self.data, self, config, step, Progress(), ranks, self.pipeline)
         # What is learned of the data's size later on does not change them, or a resumed run would have other rates.
         given = (self.dense_schedule, self.table_schedule)
         step.schedule(*((schedule or Schedule()).within(state.total_steps) for schedule in given))
@@ -105,7 +105,8 @@ class Trainer(TrainerOptions):
             folder = RunFolder(self.folder, options.keep, options.checkpoint_incremental)
         saving = CheckpointManager(state, folder, options.checkpoint_async)
         # The options are frozen; what is made of them is set once.
-        vars(self).update(dense_optimizer=step.dense_optimizer, state=state, run_folder=folder, saving=saving)
+        vars(self).update(device=device, dense_optimizer=step.dense_optimizer)
+        vars(self).update(state=state, run_folder=folder, saving=saving)
 
     @property
     def progress(self) -> Progress:
@@ -113,10 +114,7 @@ class Trainer(TrainerOptions):
         return self.state.progress
 
     def fit(self, test: bool = False) -> FitResult:
-        """Train to the end of the run; a second call trains for as many epochs, or steps, again.
-
-        Args:
-            test: evaluate the test rows at the end.
+        """Train to the end of the run, and with `test` evaluate the test rows; again for as many epochs, or steps.
 
         Raises:
             ValueError: the loss is not finite; the data says so; or the folder holds another run.
@@ -153,11 +151,7 @@ class Trainer(TrainerOptions):
         return total
 
     def evaluate(self, split: Split = "test") -> Metrics:
-        """Metrics on the test rows, or on another split.
-
-        Raises:
-            ValueError: the data set has no such split, or a logit is NaN.
-        """
+        """Metrics on the test rows, or on another split; ValueError if there are none, or a logit is NaN."""
         return evaluate(self.state, split)
 
     def save(self) -> CheckpointSaved:
@@ -172,11 +166,8 @@ class Trainer(TrainerOptions):
         """Resume from a checkpoint: model, optimizers, schedules, position in the data and generators.
 
         Args:
-            checkpoint: a checkpoint's folder, or "auto" for the newest one in the trainer's folder. Later checkpoints
-                than the one that is named are removed when the next one is written.
-
-        Returns:
-            the checkpoint, or None if "auto" found none.
+            checkpoint: a checkpoint's folder, or "auto" for the newest one in the trainer's folder, if there is one.
+                Later checkpoints than this are removed when the next one is written.
 
         Raises:
             ValueError, FileNotFoundError: it is damaged, or of another model, optimizer, data set or batch size; all

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tritonemb.kernels.cpu import pages
+from tritonemb.kernels.cpu.move_rows import move_rows_
 from tritonemb.kernels.cpu.pages import NEVER_WRITTEN, PAGE_BYTES, PAYLOAD_BYTES, WORDS, check, identify, seal
 from tritonemb.storage import page_table
 from tritonemb.storage.io import IoBuffer
@@ -129,13 +130,13 @@ def test_pages_of_two_versions_make_no_block(three):
 def test_records_move_between_tables_and_batches(num_bytes, num_threads):
     torch.set_num_threads(num_threads)
     random = np.random.default_rng(0)
-    table = random.integers(0, 256, (3000, num_bytes), dtype=np.uint8)
+    table = torch.from_numpy(random.integers(0, 256, (3000, num_bytes), dtype=np.uint8))
     for count in (0, 1, 700):
-        rows = np.sort(random.permutation(3000)[:count])
-        found = np.zeros((count, num_bytes), dtype=np.uint8)
-        pages.move_records(rows, table.ctypes.data, found.ctypes.data, num_bytes, False)
-        assert (found == table[rows]).all()
-        expected, found = table.copy(), found + np.uint8(1)
+        rows, places = torch.from_numpy(np.sort(random.permutation(3000)[:count])), torch.arange(count)
+        found = torch.zeros(count, num_bytes, dtype=torch.uint8)
+        move_rows_([found], [table], places, rows)
+        assert torch.equal(found, table[rows])
+        expected, found = table.clone(), found + 1
         expected[rows] = found
-        pages.move_records(rows, table.ctypes.data, found.ctypes.data, num_bytes, True)
-        assert (table == expected).all()
+        move_rows_([table], [found], rows, places)
+        assert torch.equal(table, expected)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import torch
 
-from tritonemb.kernels.cpu import threads
-from tritonemb.kernels.cpu.jit import compiled
-from tritonemb.kernels.cpu.threads import run_tasks
+from tritonemb.kernels.cpu import jit
+from tritonemb.kernels.cpu.jit import compiled, run_tasks
 
 
 @compiled
@@ -39,7 +40,7 @@ def all_ask_for_too_much(team, num_threads, num_tasks, size):
 
 def counted(num_tasks: int) -> list[float]:
     runs, weights = np.zeros(num_tasks), np.arange(num_tasks, dtype=np.float64)
-    count_all(threads.team(), threads.num_threads(), num_tasks, runs, weights)
+    count_all(*jit.team(), num_tasks, runs, weights)
     return runs.tolist()
 
 
@@ -51,7 +52,7 @@ def expected(num_tasks: int) -> list[float]:
 def team(request, monkeypatch):
     """Both kinds of threads."""
     if request.param == "own":
-        monkeypatch.setattr(threads, "_openmp_team", lambda: 0)
+        monkeypatch.setattr(jit, "_openmp_team", lambda: 0)
     return request.param
 
 
@@ -68,11 +69,26 @@ def test_every_task_runs_once(num_tasks, num_threads):
 def test_several_threads_share_out_tasks_at_once():
     torch.set_num_threads(3)
 
-    def caller(_: int) -> bool:
+    def caller(index: int) -> bool:
+        torch.set_num_threads(2 + index % 3)  # a pool of our own grows under its users
         return all(counted(20) == expected(20) for _ in range(50))
 
     with ThreadPoolExecutor(4) as callers:
         assert all(callers.map(caller, range(4)))
+
+
+def test_a_team_of_our_own_runs_side_by_side():
+    torch.set_num_threads(3)
+    everyone, names = threading.Barrier(3, timeout=30), set()
+
+    @jit._Body
+    def body(data: int) -> None:
+        everyone.wait()
+        names.add(threading.current_thread().name)
+
+    jit._own_team(ctypes.cast(body, ctypes.c_void_p).value, None, 3, 0)
+    assert len(names) == 3
+    assert threading.current_thread().name in names
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
@@ -80,7 +96,7 @@ def test_several_threads_share_out_tasks_at_once():
 def test_memory_that_is_not_there_raises(num_threads):
     torch.set_num_threads(num_threads)
     with pytest.raises(MemoryError):
-        all_ask_for_too_much(threads.team(), num_threads, 5, 1 << 58)
+        all_ask_for_too_much(*jit.team(), 5, 1 << 58)
     assert counted(5) == expected(5)
 
 
@@ -89,8 +105,8 @@ def test_tasks_run_although_no_thread_can_be_started(monkeypatch):
         raise RuntimeError("can't start new thread")
 
     torch.set_num_threads(4)
-    monkeypatch.setattr(threads, "_openmp_team", lambda: 0)
-    monkeypatch.setattr(threads, "_submit", refuse)
+    monkeypatch.setattr(jit, "_openmp_team", lambda: 0)
+    monkeypatch.setattr(jit, "_submit", refuse)
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     assert counted(9) == expected(9)
 
@@ -101,6 +117,7 @@ def _count_in_child(queue: multiprocessing.Queue[list[float]]) -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.usefixtures("team")
 def test_a_forked_child_has_threads_of_its_own():
     torch.set_num_threads(3)
     assert counted(9) == expected(9)

@@ -11,7 +11,7 @@ import tritonemb as te
 from tests.helpers import assert_same_bits, contents, make_collection, train
 from tests.strategies import TABLE_DTYPES, random_batch, random_weights
 from tritonemb.kernels.cpu import embedding_bag as kernel
-from tritonemb.kernels.cpu import threads
+from tritonemb.kernels.cpu import jit
 from tritonemb.kernels.cpu.embedding_bag import embedding_bag
 from tritonemb.layout import make_layout
 from tritonemb.ops.registry import forced
@@ -74,7 +74,7 @@ def test_updates_have_the_same_bits_on_any_threads_and_follow_the_reference(kind
         torch.set_num_threads(num_threads)
         train(twin, [(batch, grad)] * 3)
         assert_same_bits(contents(twin), contents(twins[0]), f"{num_threads} threads")
-    monkeypatch.setattr(threads, "_openmp_team", lambda: 0)
+    monkeypatch.setattr(jit, "_openmp_team", lambda: 0)
     train(twins[-1], [(batch, grad)] * 3)
     assert_same_bits(contents(twins[-1]), contents(twins[0]), "threads of our own")
     for name, tensor in contents(collection).items():

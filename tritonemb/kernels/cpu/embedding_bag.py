@@ -9,23 +9,9 @@ import torch
 from torch import Tensor
 
 from tritonemb import errors
-from tritonemb.kernels.cpu import threads
-from tritonemb.kernels.cpu.jagged import check_offsets
-from tritonemb.kernels.cpu.jit import (
-    addresses_of,
-    as_float32,
-    as_int64,
-    called,
-    compiled,
-    dtypes_of,
-    element_size,
-    float32_row,
-    inlined,
-    prefetch,
-    share,
-)
-from tritonemb.kernels.cpu.simd import dot, sum_rows
-from tritonemb.kernels.cpu.threads import run_tasks
+from tritonemb.kernels.cpu.jit import addresses_of, as_float32, as_int64, dtypes_of, inlined, parallel, share
+from tritonemb.kernels.cpu.row_groups import check_offsets
+from tritonemb.kernels.cpu.simd import dot, element_size, float32_row, prefetch, sum_rows
 from tritonemb.layout import COLUMN, DIM, MEAN, NUM_ROWS, POOLING, TABLE, Layout, batch_size_of
 
 BLOCK = 1024  # samples whose output stays in cache while all features are visited
@@ -82,7 +68,7 @@ def _pool_run(
     return bad
 
 
-@called
+@parallel
 def _pool_samples(
     task, bounds, bad, batch_size, addresses, dtypes, tables, lookups, key_starts, values, offsets, sample_weights,
     zero_row, out, width, streamed,
@@ -102,7 +88,7 @@ def _pool_samples(
                 bad[task] = min(bad[task], found)
 
 
-@called
+@parallel
 def _gather_values(
     task, bounds, bad, batch_size, addresses, dtypes, tables, lookups, key_starts, values, offsets, sample_weights,
     zero_row, out, width, streamed,
@@ -126,25 +112,10 @@ def _gather_values(
                 float32_row(out + position * width * 4, width)[dim:] = np.float32(0)
 
 
-@compiled
-def _pool_all(team, num_threads, bounds, *args):
-    run_tasks(team, num_threads, bounds.size - 1, _pool_samples, (bounds, *args))
-
-
-@compiled
-def _gather_all(team, num_threads, bounds, *args):
-    run_tasks(team, num_threads, bounds.size - 1, _gather_values, (bounds, *args))
-
-
 def embedding_bag(
-    weights: Sequence[Tensor],
-    values: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    layout: Layout,
-    check_bounds: bool = True,
-    output_dtype: torch.dtype = torch.float32,
-) -> Tensor:
+    weights: Sequence[Tensor], values: Tensor, offsets: Tensor, sample_weights: Tensor | None, layout: Layout,
+    check_bounds: bool = True, output_dtype: torch.dtype = torch.float32,
+) -> Tensor:  # fmt: skip
     """Summed in float32, `[B, width]` or `[N, width]`; see `kernels/embedding_bag.py`."""
     check_offsets(values, offsets, layout)
     batch_size = batch_size_of(offsets, layout.key_starts)
@@ -154,10 +125,10 @@ def embedding_bag(
     zeros = torch.zeros(layout.width, dtype=torch.float32)  # at least as wide as any row
     bounds = share(num_rows, values.numel() * layout.width // max(1, layout.lookups.shape[0]))
     bad = np.full(bounds.size - 1, NO_POSITION, dtype=np.int64)
-    look_up = _pool_all if layout.pooled else _gather_all
+    look_up = _pool_samples if layout.pooled else _gather_values
     look_up(
-        threads.team(), threads.num_threads(), bounds, bad, batch_size, addresses_of(weights), dtypes_of(weights),
-        layout.tables.numpy(), layout.lookups.numpy(), layout.key_starts.numpy(), as_int64(values), as_int64(offsets),
+        bad.size, bounds, bad, batch_size, addresses_of(weights), dtypes_of(weights), layout.tables.numpy(),
+        layout.lookups.numpy(), layout.key_starts.numpy(), as_int64(values), as_int64(offsets),
         as_float32(sample_weights), zeros.data_ptr(), out.data_ptr(), layout.width,
         num_rows * layout.width * out.element_size() >= STREAMED_BYTES,
     )  # fmt: skip
@@ -166,7 +137,7 @@ def embedding_bag(
     return out.to(output_dtype)
 
 
-@called
+@parallel
 def _sample_weight_gradients(
     task, bounds, batch_size, addresses, dtypes, tables, lookups, key_starts, values, offsets, pooled, grad, width, out
 ):
@@ -186,11 +157,6 @@ def _sample_weight_gradients(
                         out[position] += scale * product
 
 
-@compiled
-def _sample_weight_gradients_of_all(team, num_threads, bounds, *args):
-    run_tasks(team, num_threads, bounds.size - 1, _sample_weight_gradients, (bounds, *args))
-
-
 def sample_weight_gradient(
     weights: Sequence[Tensor], values: Tensor, offsets: Tensor, grad: Tensor, layout: Layout
 ) -> Tensor:
@@ -198,8 +164,8 @@ def sample_weight_gradient(
     batch_size = batch_size_of(offsets, layout.key_starts)
     out, gradient = torch.zeros(values.numel(), dtype=torch.float32), as_float32(grad)
     bounds = share(batch_size, values.numel() * layout.width // max(1, layout.lookups.shape[0]))
-    _sample_weight_gradients_of_all(
-        threads.team(), threads.num_threads(), bounds, batch_size, addresses_of(weights), dtypes_of(weights),
+    _sample_weight_gradients(
+        bounds.size - 1, bounds, batch_size, addresses_of(weights), dtypes_of(weights),
         layout.tables.numpy(), layout.lookups.numpy(), layout.key_starts.numpy(), as_int64(values), as_int64(offsets),
         layout.pooled, gradient.ctypes.data, layout.width, out.numpy(),
     )  # fmt: skip

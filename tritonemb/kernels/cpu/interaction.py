@@ -6,10 +6,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.cpu import threads
-from tritonemb.kernels.cpu.jit import FLOAT32, called, compiled, float32_row, inlined, prefetch, share
-from tritonemb.kernels.cpu.simd import dot, sum_float32_rows
-from tritonemb.kernels.cpu.threads import run_tasks
+from tritonemb.kernels.cpu.jit import FLOAT32, inlined, parallel, share
+from tritonemb.kernels.cpu.simd import dot, float32_row, prefetch, sum_float32_rows
 
 TASKS_PER_THREAD = 4
 
@@ -22,7 +20,7 @@ def _find_vectors(vectors, dense, sparse, sample, num_features, dim):
         vectors[feature + 1] = sparse + (sample * num_features + feature) * dim * 4
 
 
-@called
+@parallel
 def _multiply(task, bounds, num_features, dim, dense, sparse, out, width):
     """Samples of a task. Addresses of float32: `dense [B, dim]`, `sparse [B, F * dim]`, `out [B, width]`."""
     vectors = np.empty(num_features + 1, dtype=np.int64)
@@ -40,7 +38,7 @@ def _multiply(task, bounds, num_features, dim, dense, sparse, out, width):
                 place += 1
 
 
-@called
+@parallel
 def _derive(task, bounds, num_features, dim, grad, width, dense, sparse, grad_dense, grad_sparse):
     """Samples of a task: x_i's gradient is the sum of all x_j, each by the gradient of its product with x_i."""
     num_vectors = num_features + 1
@@ -66,26 +64,16 @@ def _derive(task, bounds, num_features, dim, grad, width, dense, sparse, grad_de
             sum_float32_rows(to, vectors.ctypes.data, factors + i * num_vectors * 4, num_vectors, dim)
 
 
-@compiled
-def _multiply_all(team, num_threads, bounds, *args):
-    run_tasks(team, num_threads, bounds.size - 1, _multiply, (bounds, *args))
-
-
-@compiled
-def _derive_all(team, num_threads, bounds, *args):
-    run_tasks(team, num_threads, bounds.size - 1, _derive, (bounds, *args))
-
-
 def interaction(dense: Tensor, sparse: Tensor) -> Tensor:
     """See `kernels/interaction.py`. 16-bit inputs are multiplied in float32 and rounded once."""
     dtype, dim = dense.dtype, dense.shape[1]
     dense, sparse = _float32(dense), _float32(sparse)
     num_features = sparse.shape[1] // dim
     out = dense.new_empty(dense.shape[0], dim + num_features * (num_features + 1) // 2)
-    _multiply_all(
-        threads.team(), threads.num_threads(), _share(out, num_features), num_features, dim, dense.data_ptr(),
-        sparse.data_ptr(), out.data_ptr(), out.shape[1],
-    )  # fmt: skip
+    bounds = _share(out, num_features)
+    _multiply(
+        bounds.size - 1, bounds, num_features, dim, dense.data_ptr(), sparse.data_ptr(), out.data_ptr(), out.shape[1]
+    )
     return out.to(dtype)
 
 
@@ -95,9 +83,10 @@ def interaction_gradient(grad: Tensor, dense: Tensor, sparse: Tensor) -> tuple[T
     grad, dense, sparse = _float32(grad), _float32(dense), _float32(sparse)
     num_features = sparse.shape[1] // dim
     grad_dense, grad_sparse = torch.empty_like(dense), torch.empty_like(sparse)
-    _derive_all(
-        threads.team(), threads.num_threads(), _share(grad, num_features), num_features, dim, grad.data_ptr(),
-        grad.shape[1], dense.data_ptr(), sparse.data_ptr(), grad_dense.data_ptr(), grad_sparse.data_ptr(),
+    bounds = _share(grad, num_features)
+    _derive(
+        bounds.size - 1, bounds, num_features, dim, grad.data_ptr(), grad.shape[1], dense.data_ptr(),
+        sparse.data_ptr(), grad_dense.data_ptr(), grad_sparse.data_ptr(),
     )  # fmt: skip
     return grad_dense.to(dtype), grad_sparse.to(dtype)
 

@@ -1,16 +1,19 @@
-"""How CPU kernels are compiled: Numba, without the GIL, cached on disk.
+"""How CPU kernels are compiled, by Numba, and run on threads.
 
-Numba's own cache looks at one source file only, so a kernel would stay stale when a helper in another file changes.
-Here the cache's folder is named after a hash of all kernel sources, and of the files whose constants are compiled in.
-`TRITONEMB_CACHE_DIR` moves it.
+Kernels release the GIL and are cached on disk. Numba's own cache looks at one source file only, so a kernel would stay
+stale when a helper in another file changes. Here the cache's folder is named after a hash of all kernel sources, and of
+the files whose constants are compiled in. `TRITONEMB_CACHE_DIR` moves it.
 
-What kernels need beneath NumPy: rows by address, prefetch, and the bits of 16-bit floats.
-
-Tensors as the plain arrays that CPU kernels read, and work cut into tasks.
+A kernel's tasks run on as many threads as `torch.get_num_threads()`, the caller one of them. A thread that runs Python
+code waits for the interpreter's lock first, which costs more than a small task, so compiled code draws and runs tasks.
+Where torch's own threads are GNU OpenMP's (its Linux wheels), tasks run on those: they are awake already. Threads of
+another pool would share the cores with them, because OpenMP's threads keep spinning for a while after each of torch's
+parallel regions. Elsewhere, and in a forked child, whose copy of OpenMP has lost its threads, a pool of our own serves.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import gc
 import hashlib
@@ -18,8 +21,10 @@ import logging
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,11 +34,9 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import types
-from numba.core import caching, codegen
+from numba.core import caching, cgutils, codegen
 from numba.extending import intrinsic
 from torch import Tensor
-
-from tritonemb.kernels.cpu import threads
 
 _log = logging.getLogger(__name__)
 _finished: list[float] = []  # seconds that each kernel compiled by this process took
@@ -81,16 +84,16 @@ class _Locator(caching._CacheLocator):
     """Finds a kernel's cache by the content of the kernels, not by a file's time stamp."""
 
     def __init__(self, py_func: Callable[..., Any]) -> None:
-        self._name = py_func.__qualname__
+        self._module = py_func.__module__
 
     def get_cache_path(self) -> str:
         return str(_kernel_cache_dir())
 
     def get_source_stamp(self) -> str:
-        return self._name
+        return ""
 
     def get_disambiguator(self) -> str:
-        return ""
+        return self._module
 
     @classmethod
     def from_function(cls, py_func: Callable[..., Any], py_file: str) -> _Locator:
@@ -103,6 +106,10 @@ class _CacheImpl(caching.CompileResultCacheImpl):
 
 class _KernelCache(caching.FunctionCache):
     _impl_class = _CacheImpl
+
+    def _index_key(self, signature: Any, target: Any) -> tuple[Any, ...]:
+        """Numba would add the pickled closure, which differs between processes where it holds another kernel."""
+        return signature, target.magic_tuple()
 
 
 @contextmanager
@@ -151,96 +158,169 @@ def inlined(function: Callable[..., Any]) -> Any:
     return numba.njit(**_OPTIONS, no_cpython_wrapper=True, forceinline=True)(function)
 
 
-FLOAT32, FLOAT16, BFLOAT16 = 0, 1, 2  # how a row's bits are to be read
-CACHE_LINE = 64  # bytes
-_FLOAT, _HALF, _SHORT = ir.FloatType(), ir.HalfType(), ir.IntType(16)
+def parallel(function: Callable[..., Any]) -> Callable[..., None]:
+    """Compile `function(task, *args)`; what returns is called from Python with the number of tasks and `args`."""
+    task = called(function)
+
+    def all_tasks(team, num_threads, num_tasks, *args):
+        run_tasks(team, num_threads, num_tasks, task, args)
+
+    all_tasks.__module__, all_tasks.__name__ = function.__module__, function.__name__
+    all_tasks.__qualname__ = f"{function.__qualname__}_all"
+    kernel = compiled(all_tasks)
+    return lambda num_tasks, *args: kernel(*team(), num_tasks, *args)
 
 
-def _cast(source: types.Type, result: types.Type, build: Any) -> Any:
-    """An intrinsic of one argument whose code is `build(builder, value)`."""
-
-    @intrinsic
-    def cast(typing_context: Any, value: types.Type) -> Any:
-        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return build(builder, args[0])
-
-        return result(source), generate
-
-    return cast
+_lock = threading.Lock()
+_pool: ThreadPoolExecutor | None = None
+_pool_size = 0
+_forked = False
+_Body = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_Team = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
 
 
-def _pointer(item: types.Type, code: ir.Type) -> Any:
-    return _cast(
-        types.int64, types.CPointer(item), lambda builder, address: builder.inttoptr(address, ir.PointerType(code))
-    )
+def team(alone: bool = False) -> tuple[int, int]:
+    """Who runs a kernel's tasks: the address of a team, and the number of its threads; `alone`: the caller.
+
+    A team is `void f(void (*body)(void *), void *data, unsigned num_threads, unsigned flags)`. It calls `body(data)` on
+    each of several threads, the calling one among them, and returns when all have. Address 0: the calling one alone.
+    """
+    num_threads = 1 if alone else torch.get_num_threads()
+    if num_threads <= 1:
+        return 0, 1
+    return _own_team_address if _forked else _openmp_team() or _own_team_address, num_threads
 
 
-_float32_pointer = _pointer(types.float32, _FLOAT)
-_int64_pointer = _pointer(types.int64, ir.IntType(64))
-_uint16_pointer = _pointer(types.uint16, _SHORT)
-float32_bits = _cast(types.float32, types.uint32, lambda b, a: b.bitcast(a, ir.IntType(32)))
-float32_from_bits = _cast(types.uint32, types.float32, lambda b, a: b.bitcast(a, _FLOAT))
-float16_to_float32 = _cast(types.uint16, types.float32, lambda b, a: b.fpext(b.bitcast(a, _HALF), _FLOAT))
-float32_to_float16 = _cast(types.float32, types.uint16, lambda b, a: b.bitcast(b.fptrunc(a, _HALF), _SHORT))
+@_Team
+def _own_team(body: int, data: int, size: int, flags: int) -> None:
+    work, helpers = _Body(body), list[Future[None]]()
+    try:
+        helpers.extend(_submit(work, data) for _ in range(size - 1))
+    finally:  # although no thread could be started: each call draws tasks until none is left
+        work(data)
+        for helper in helpers:
+            if not helper.cancel():
+                helper.result()
+
+
+_own_team_address: int = ctypes.cast(_own_team, ctypes.c_void_p).value or 0
+
+
+@functools.cache
+def _openmp_team() -> int:
+    """The address of `GOMP_parallel` of the OpenMP that torch has loaded, if it is GNU's, else 0."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return 0
+    loaded = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines() if "libgomp" in line}
+    if len(loaded) != 1:
+        return 0
+    return ctypes.cast(ctypes.CDLL(loaded.pop()).GOMP_parallel, ctypes.c_void_p).value or 0
+
+
+def _submit(work: Callable[[int], None], data: int) -> Future[None]:
+    global _pool, _pool_size
+    with _lock:
+        if _pool is None or _pool_size < torch.get_num_threads() - 1:
+            if _pool is not None:
+                _pool.shutdown(wait=False)
+            _pool_size = max(1, torch.get_num_threads() - 1)
+            _pool = ThreadPoolExecutor(_pool_size, thread_name_prefix="tritonemb")
+        return _pool.submit(work, data)
+
+
+def _forget() -> None:
+    """A forked child has the parent's pools without their threads."""
+    global _pool, _lock, _forked
+    _pool, _lock, _forked = None, threading.Lock(), True
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+_LONG, _INT = ir.IntType(64), ir.IntType(32)
+_POINTER = ir.IntType(8).as_pointer()
 
 
 @intrinsic
-def _prefetch_line(typing_context: Any, address: types.Type) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer_type, int32 = ir.PointerType(ir.IntType(8)), ir.IntType(32)
-        function = builder.module.declare_intrinsic(
-            "llvm.prefetch", [pointer_type], ir.FunctionType(ir.VoidType(), [pointer_type, int32, int32, int32])
-        )
-        pointer = builder.inttoptr(args[0], pointer_type)
-        builder.call(function, [pointer, int32(0), int32(3), int32(1)])  # to read, keep in all levels, data
+def run_tasks(
+    typing_context: Any, team: types.Type, num_threads: types.Type, num_tasks: types.Type, kernel: Any, args: Any
+) -> Any:
+    """`kernel(task, *args)` for each task in [0, num_tasks), shared among the threads of `team`, an address.
+
+    `team` is the address of a function like `GOMP_parallel` (see `team`), or 0 to run on this thread alone.
+    """
+    argument_types = tuple(types.unliteral(argument) for argument in args.types)
+    signature = kernel.get_call_type(typing_context, (types.int64, *argument_types), {})
+    compiled = kernel.dispatcher.overloads[signature.args]
+
+    def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
+        context.active_code_library.add_linking_library(compiled.library)
+        team_address, threads, tasks, _, arguments = values
+        pieces = cgutils.unpack_tuple(builder, arguments)
+        pieces = [
+            context.cast(builder, piece, given, wanted)
+            for piece, given, wanted in zip(pieces, args.types, argument_types, strict=True)
+        ]
+        shared_type = ir.LiteralStructType([_LONG, _LONG, _LONG, *(piece.type for piece in pieces)])
+        shared = cgutils.alloca_once(builder, shared_type)
+        for index, value in enumerate([_LONG(0), tasks, _LONG(0), *pieces]):
+            builder.store(value, cgutils.gep_inbounds(builder, shared, 0, index))
+        body = _make_body(context, builder.module, shared_type, compiled.fndesc, signature)
+        data = builder.bitcast(shared, _POINTER)
+        no_team, few = builder.icmp_signed("==", team_address, _LONG(0)), builder.icmp_signed("<=", tasks, _LONG(1))
+        with builder.if_else(builder.or_(no_team, few)) as (alone, together):
+            with alone:
+                builder.call(body, [data])
+            with together:
+                team_type = ir.FunctionType(ir.VoidType(), [body.type, _POINTER, _INT, _INT])
+                function = builder.inttoptr(team_address, team_type.as_pointer())
+                builder.call(function, [body, data, builder.trunc(threads, _INT), _INT(0)])
+        failed = builder.load(cgutils.gep_inbounds(builder, shared, 0, 2))
+        with cgutils.if_unlikely(builder, builder.icmp_signed("!=", failed, _LONG(0))):
+            context.call_conv.return_user_exc(builder, MemoryError, ("a kernel found no memory",))
         return context.get_dummy_value()
 
-    return types.void(types.int64), generate
+    return types.void(team, num_threads, num_tasks, kernel, args), generate
 
 
-@inlined
-def prefetch(address, num_bytes):
-    """Ask for the cache lines of `num_bytes` bytes from `address` on."""
-    for line in range(0, num_bytes, CACHE_LINE):
-        _prefetch_line(address + line)
+def _make_body(context: Any, module: Any, shared_type: Any, descriptor: Any, signature: Any) -> Any:
+    """What each thread runs: draw a task's number, run the task, until none is left."""
+    name = module.get_unique_name("run_tasks_body")
+    body = ir.Function(module, ir.FunctionType(ir.VoidType(), [_POINTER]), name)
+    body.linkage = "internal"
+    labels = ("start", "draw", "work", "failed", "end")
+    start, draw, work, failed, end = (body.append_basic_block(label) for label in labels)
+    builder = ir.IRBuilder(start)
+    shared = builder.bitcast(body.args[0], shared_type.as_pointer())
+    counter, num_tasks, failure, *pieces = (
+        cgutils.gep_inbounds(builder, shared, 0, index) for index in range(len(shared_type.elements))
+    )
+    arguments = [builder.load(piece) for piece in pieces]
+    last = builder.load(num_tasks)
+    builder.branch(draw)
+    builder.position_at_end(draw)
+    task = builder.atomic_rmw("add", counter, _LONG(1), "monotonic")
+    builder.cbranch(builder.icmp_signed("<", task, last), work, end)
+    builder.position_at_end(work)
+    status, _ = context.call_internal_no_propagate(builder, descriptor, signature, [task, *arguments])
+    builder.cbranch(status.is_error, failed, draw)
+    builder.position_at_end(failed)
+    builder.store(_LONG(1), failure)
+    builder.branch(end)
+    builder.position_at_end(end)
+    builder.ret_void()
+    return body
 
 
-@inlined
-def float32_row(address, size):
-    """The `size` float32 values at `address` as an array. It counts no references: slices of it cost nothing."""
-    return numba.carray(_float32_pointer(address), size)
-
-
-@inlined
-def uint16_row(address, size):
-    """Likewise, 16-bit values."""
-    return numba.carray(_uint16_pointer(address), size)
-
-
-@inlined
-def int64_row(address, size):
-    """Likewise, int64 values."""
-    return numba.carray(_int64_pointer(address), size)
-
-
-@inlined
-def bfloat16_to_float32(bits):
-    """Exact: a bfloat16 is the upper half of a float32."""
-    return float32_from_bits(numba.uint32(bits) << numba.uint32(16))
-
-
-@inlined
-def element_size(dtype):
-    """Bytes."""
-    return 4 if dtype == FLOAT32 else 2
-
-
+FLOAT32, FLOAT16, BFLOAT16 = range(3)  # how a row's bits are to be read
 DTYPE_CODES = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 
 
 def share(num_items: int, num_elements: int) -> np.ndarray:
     """int64: bounds of the tasks that split `num_items` items, which move `num_elements` elements in all."""
-    wanted = 1 if num_elements < 16_384 else threads.num_threads()
+    wanted = 1 if num_elements < 16_384 else torch.get_num_threads()
     num_tasks = max(1, min(wanted, num_items))
     return np.arange(num_tasks + 1) * num_items // num_tasks
 

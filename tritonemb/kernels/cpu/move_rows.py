@@ -3,35 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 from torch import Tensor
 
-from tritonemb.kernels.cpu import threads
-from tritonemb.kernels.cpu.jit import called, compiled, prefetch, share
-from tritonemb.kernels.cpu.threads import run_tasks
+from tritonemb.kernels.cpu.jit import called, compiled, run_tasks, share, team
+from tritonemb.kernels.cpu.simd import copy_bytes, prefetch
+from tritonemb.kernels.move_rows import describe
 
 AHEAD = 8  # moves between asking for a row and copying it
 ASKED_BYTES = 512  # of a row; the processor itself asks for what follows
 TO, TO_PITCH, TO_ROWS, FROM, FROM_PITCH, FROM_ROWS, ROW_BYTES, PAIR_SIZE = range(8)  # columns of `pairs`
-
-
-@intrinsic
-def _copy_bytes(typing_context: Any, to: types.Type, source: types.Type, count: types.Type) -> Any:
-    """Copy `count` bytes from one address to another; they do not overlap."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer = ir.PointerType(ir.IntType(8))
-        to, source = builder.inttoptr(args[0], pointer), builder.inttoptr(args[1], pointer)
-        cgutils.raw_memcpy(builder, to, source, args[2], 1)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), generate
 
 
 @called
@@ -46,7 +28,7 @@ def _move(task, bounds, pairs, to_rows, from_rows):
                 prefetch(source + from_rows[move + AHEAD] * from_pitch, asked)
                 prefetch(to + to_rows[move + AHEAD] * to_pitch, asked)
             if move >= bounds[task] and to_rows[move] >= 0 and from_rows[move] >= 0:
-                _copy_bytes(to + to_rows[move] * to_pitch, source + from_rows[move] * from_pitch, size)
+                copy_bytes(to + to_rows[move] * to_pitch, source + from_rows[move] * from_pitch, size)
 
 
 @compiled
@@ -60,13 +42,6 @@ def _move_all(team, num_threads, bounds, pairs, to_rows, from_rows, to_limit, fr
     return -1
 
 
-def _describe(destination: Tensor, source: Tensor) -> list[int]:
-    numbers = []
-    for tensor in (destination, source):
-        numbers += [tensor.data_ptr(), tensor.stride(0) * tensor.element_size(), tensor.shape[0]]
-    return [*numbers, source.element_size() * (source.shape[1] if source.dim() == 2 else 1)]
-
-
 def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_rows: Tensor, from_rows: Tensor) -> None:
     """See `kernels/move_rows.py`.
 
@@ -75,20 +50,13 @@ def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_row
     """
     if not destinations:
         return
-    pairs = [_describe(*pair) for pair in zip(destinations, sources, strict=True)]
+    pairs = [describe(*pair)[0] for pair in zip(destinations, sources, strict=True)]
     described = np.array(pairs, dtype=np.int64).reshape(-1, PAIR_SIZE)
     to_limit, from_limit = int(described[:, TO_ROWS].min()), int(described[:, FROM_ROWS].min())
     num_moves = to_rows.numel()
     bounds = share(num_moves, num_moves * int(described[:, ROW_BYTES].sum()) // 4)
     bad = _move_all(
-        threads.team(),
-        threads.num_threads(),
-        bounds,
-        described,
-        to_rows.numpy(),
-        from_rows.numpy(),
-        to_limit,
-        from_limit,
+        *team(alone=bounds.size == 2), bounds, described, to_rows.numpy(), from_rows.numpy(), to_limit, from_limit
     )
     if bad >= 0:
         raise ValueError(

@@ -8,16 +8,9 @@ from tritonemb.kernels.cpu.jit import FLOAT32, inlined
 from tritonemb.kernels.cpu.simd import dot
 from tritonemb.optimizers import KINDS, Hyperparameters
 
-SGD = KINDS["sgd"]
-ROW_WISE_ADAGRAD = KINDS["row_wise_adagrad"]
-ADAGRAD = KINDS["adagrad"]
-ADAM = KINDS["adam"]
-PARTIAL_ROW_WISE_ADAM = KINDS["partial_row_wise_adam"]
-LAMB = KINDS["lamb"]
-PARTIAL_ROW_WISE_LAMB = KINDS["partial_row_wise_lamb"]
-LARS_SGD = KINDS["lars_sgd"]
-FTRL = KINDS["ftrl"]
-
+SGD, ROW_WISE_ADAGRAD, ADAGRAD, ADAM, PARTIAL_ROW_WISE_ADAM, LAMB, PARTIAL_ROW_WISE_LAMB, LARS_SGD, FTRL = (
+    KINDS.values()
+)
 (WEIGHT_DECAY, WEIGHT_DECAY_MODE, MAX_GRADIENT, MAX_NORM, STOCHASTIC_ROUNDING, NONFINITE,
  EPS, BETA1, BETA2, MOMENTUM, ETA, BETA, L1, L2) = range(len(Hyperparameters._fields))  # fmt: skip
 NO_DECAY, L2_DECAY, DECOUPLED_DECAY = range(3)

@@ -13,26 +13,16 @@ versions do not make up a block. Its sums have no order, and vector units take 4
 
 from __future__ import annotations
 
-from typing import Any
-
-import numba
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.core import cgutils
-from numba.extending import intrinsic
 
-from tritonemb.kernels.cpu import threads
-from tritonemb.kernels.cpu.jit import called, compiled, inlined, int64_row, prefetch, share
-from tritonemb.kernels.cpu.threads import run_tasks
+from tritonemb.kernels.cpu.jit import compiled, inlined
+from tritonemb.kernels.cpu.simd import copy_bytes, int64_row, uint8_row
 
 PAGE_BYTES = 4096
 PAYLOAD_BYTES = PAGE_BYTES - 16
 WORDS = (PAGE_BYTES - 8) // 8  # that the checksum is of; the last one is the block's number
 NEVER_WRITTEN = -1
 _LOW = 0xFFFFFFFF
-_AHEAD = 4  # rows whose memory is asked for before it is needed
-_BYTE = ir.IntType(8).as_pointer()
 
 
 def _make_keys() -> np.ndarray:
@@ -47,35 +37,6 @@ def _make_keys() -> np.ndarray:
 
 
 KEYS = _make_keys()
-
-
-@intrinsic
-def _copy(typing_context: Any, to: types.Type, source: types.Type, num_bytes: types.Type) -> Any:
-    """Bytes from one address to another."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        target, origin = (builder.inttoptr(address, _BYTE) for address in args[:2])
-        cgutils.raw_memcpy(builder, target, origin, args[2], 1)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), generate
-
-
-@intrinsic
-def _byte_at(typing_context: Any, address: types.Type) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(builder.inttoptr(args[0], _BYTE))
-
-    return types.uint8(types.int64), generate
-
-
-@intrinsic
-def _set_byte(typing_context: Any, address: types.Type, value: types.Type) -> Any:
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[1], builder.inttoptr(args[0], _BYTE))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.uint8), generate
 
 
 @inlined
@@ -152,13 +113,8 @@ def check(buffer, numbers, pages_per_block):
 def identify(buffer, numbers, pages_per_block, num_blocks):
     """Find out which blocks stand one behind the other, and check them.
 
-    Args:
-        buffer: address of the first.
-        numbers: int64 `[blocks]`, become theirs, `NEVER_WRITTEN` where there are zeros alone.
-        num_blocks: of the table.
-
-    Returns:
-        the index of the first that is damaged, at which it stops; the number of blocks if none is.
+    `numbers`, int64 `[blocks]`, become theirs, `NEVER_WRITTEN` where there are zeros alone. Returns the index of the
+    first that is damaged, or not among the table's `num_blocks`, at which it stops; the number of blocks if none is.
     """
     for block in range(numbers.size):
         address = buffer + block * pages_per_block * PAGE_BYTES
@@ -180,9 +136,9 @@ def _copy_record(slot, record, num_bytes, into_slot):
     while done < num_bytes:
         size = min(room, num_bytes - done)
         if into_slot:
-            _copy(place, record + done, size)
+            copy_bytes(place, record + done, size)
         else:
-            _copy(record + done, place, size)
+            copy_bytes(record + done, place, size)
         done += size
         place += size + PAGE_BYTES - PAYLOAD_BYTES
         room = np.int64(PAYLOAD_BYTES)
@@ -192,16 +148,10 @@ def _copy_record(slot, record, num_bytes, into_slot):
 def copy_out(buffer, blocks, slots, rows, rows_per_block, pages_per_block, record_bytes, records, written):
     """Check blocks and copy records out of them; records never written are left alone. Reads each block once.
 
-    Args:
-        buffer: address of the blocks.
-        blocks: int64 `[b]`, their numbers, ascending, those of the rows.
-        slots: int64 `[b]`: each is the so-manieth in the buffer; below 0 if it was never written.
-        rows: int64 `[n]`, ascending.
-        records: address of `n` times `record_bytes` bytes.
-        written: uint8 `[n]`, becomes whether a row was ever written.
-
-    Returns:
-        the index of the first block that is damaged, at which it stops; the number of blocks if none is.
+    `buffer` is the blocks' address; `blocks` int64 `[b]` their numbers, ascending, those of the rows; `slots` int64
+    `[b]` their places in the buffer, below 0 if never written; `rows` int64 `[n]`, ascending; `records` the address of
+    `n` times `record_bytes` bytes; `written` uint8 `[n]`, becomes whether a row was ever written. Returns the index of
+    the first block that is damaged, at which it stops; the number of blocks if none is.
     """
     i = 0
     for block in range(blocks.size):
@@ -210,7 +160,7 @@ def copy_out(buffer, blocks, slots, rows, rows_per_block, pages_per_block, recor
             return block
         while i < rows.size and rows[i] < first_row + rows_per_block:
             slot = address + (rows[i] - first_row) * (record_bytes + 1)
-            written[i] = _byte_at(slot) if slots[block] >= 0 else numba.uint8(0)
+            written[i] = uint8_row(slot, 1)[0] if slots[block] >= 0 else np.uint8(0)
             if written[i] != 0:
                 _copy_record(slot, records + i * record_bytes, record_bytes, False)
             i += 1
@@ -221,10 +171,8 @@ def copy_out(buffer, blocks, slots, rows, rows_per_block, pages_per_block, recor
 def copy_in(buffer, blocks, slots, clear, rows, rows_per_block, pages_per_block, record_bytes, records):
     """Check blocks, copy records into them, mark those as written, and seal the blocks.
 
-    Other arguments and what it returns as of `copy_out`; every block has a slot.
-
-    Args:
-        clear: bool `[b]`: whatever stands in the slot is cleared, not checked.
+    Other arguments and what it returns as of `copy_out`; every block has a slot. Where `clear`, bool `[b]`, whatever
+    stands in the slot is cleared, not checked.
     """
     i = 0
     for block in range(blocks.size):
@@ -237,37 +185,8 @@ def copy_in(buffer, blocks, slots, clear, rows, rows_per_block, pages_per_block,
             return block
         while i < rows.size and rows[i] < first_row + rows_per_block:
             slot = address + (rows[i] - first_row) * (record_bytes + 1)
-            _set_byte(slot, numba.uint8(1))
+            uint8_row(slot, 1)[0] = 1
             _copy_record(slot, records + i * record_bytes, record_bytes, True)
             i += 1
         _seal_block(address, blocks[block], pages_per_block)
     return blocks.size
-
-
-@called
-def _move_some(task, bounds, rows, table, records, num_bytes, into_table):
-    for i in range(bounds[task], bounds[task + 1]):
-        if i + _AHEAD < bounds[task + 1]:
-            prefetch(table + rows[i + _AHEAD] * num_bytes, min(num_bytes, 1024))
-        if into_table:
-            _copy(table + rows[i] * num_bytes, records + i * num_bytes, num_bytes)
-        else:
-            _copy(records + i * num_bytes, table + rows[i] * num_bytes, num_bytes)
-
-
-@compiled
-def _move(team, num_threads, bounds, rows, table, records, num_bytes, into_table):
-    run_tasks(
-        team, num_threads, bounds.size - 1, _move_some, (bounds, rows, table, records, num_bytes, into_table)
-    )  # fmt: skip
-
-
-def move_records(rows: np.ndarray, table: int, records: int, num_bytes: int, into_table: bool) -> None:
-    """`records[i] = table[rows[i]]`, or the other way round: records of `num_bytes` bytes by their addresses.
-
-    Args:
-        rows: int64 `[n]`, distinct.
-    """
-    bounds = share(rows.size, rows.size * num_bytes // 4)
-    team, num_threads = (0, 1) if bounds.size == 2 else (threads.team(), threads.num_threads())
-    _move(team, num_threads, bounds, rows, table, records, num_bytes, into_table)

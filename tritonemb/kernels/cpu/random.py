@@ -1,27 +1,19 @@
-"""CPU twin of `kernels/rounding.py`: 16-bit rows, widened exactly, narrowed to nearest or stochastically.
-
-CPU twin of `kernels/initial.py`: rows shared among threads.
-"""
+"""CPU twin of `kernels/random.py`: 16-bit rows, widened exactly, narrowed to nearest or at random; initial values."""
 
 from __future__ import annotations
 
 import numpy as np
 from torch import Tensor
 
-from tritonemb.kernels.cpu import threads
-from tritonemb.kernels.cpu.jit import (
-    FLOAT16,
+from tritonemb.kernels.cpu.jit import FLOAT16, inlined, parallel
+from tritonemb.kernels.cpu.simd import (
     bfloat16_to_float32,
-    called,
-    compiled,
     float16_to_float32,
     float32_bits,
     float32_from_bits,
     float32_row,
     float32_to_float16,
-    inlined,
 )
-from tritonemb.kernels.cpu.threads import run_tasks
 from tritonemb.kernels.random import UNIFORMS_PER_COUNTER, scale_of
 from tritonemb.layout import ELEMENTS_PER_COUNTER
 
@@ -142,7 +134,7 @@ def narrow_row_stochastic(row, dtype, bits, words):
 ELEMENTS_PER_TASK = 1 << 15
 
 
-@called
+@parallel
 def _fill_rows(task, num_tasks, out, num_rows, dim, seed, scale, first_row, first_column, rows):
     begin = first_column % UNIFORMS_PER_COUNTER
     counters = (begin + dim + UNIFORMS_PER_COUNTER - 1) // UNIFORMS_PER_COUNTER
@@ -155,21 +147,13 @@ def _fill_rows(task, num_tasks, out, num_rows, dim, seed, scale, first_row, firs
             values[column] = np.float32(np.int32(words[begin + column]) >> np.int32(8)) * scale
 
 
-@compiled
-def _fill(team, num_threads, num_tasks, out, num_rows, dim, seed, scale, first_row, first_column, rows):
-    run_tasks(
-        team, num_threads, num_tasks, _fill_rows,
-        (num_tasks, out, num_rows, dim, seed, scale, first_row, first_column, rows),
-    )  # fmt: skip
-
-
 def initial_rows(
     out: Tensor, seed: int, bound: float, first_row: int = 0, first_column: int = 0, rows: Tensor | None = None
 ) -> None:
     """Arguments as in the reference."""
     named = np.empty(0, dtype=np.int64) if rows is None else rows.contiguous().numpy()
     num_tasks = max(1, min(out.shape[0], out.numel() // ELEMENTS_PER_TASK))
-    _fill(
-        threads.team(), threads.num_threads(), num_tasks, out.data_ptr(), *out.shape, seed, np.float32(scale_of(bound)),
-        first_row, first_column, named,
+    _fill_rows(
+        num_tasks, num_tasks, out.data_ptr(), *out.shape, seed, np.float32(scale_of(bound)), first_row, first_column,
+        named,
     )  # fmt: skip

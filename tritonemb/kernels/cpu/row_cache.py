@@ -7,28 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numba
 import numpy as np
 import torch
-from llvmlite import ir
-from numba import types
 from torch import Tensor
 
-from tritonemb.kernels.cpu import threads
-from tritonemb.kernels.cpu.jit import _pointer, addresses_of, called, compiled, inlined, int64_row, prefetch
-from tritonemb.kernels.cpu.threads import run_tasks
+from tritonemb.kernels.cpu.jit import addresses_of, called, compiled, inlined, parallel, run_tasks, team
+from tritonemb.kernels.cpu.simd import int32_row, int64_row, prefetch
 from tritonemb.layout import FIRST_ROW, NO_ROW, NUM_ROWS, WAYS
 
 CHUNK = 32  # rows whose sets are asked for together
 FEW_ROWS = 4_096  # fewer are not worth a second thread
 TAGS, USED, PINS = range(3)  # rows of `directory`, addresses
-_int32_pointer = _pointer(types.int32, ir.IntType(32))
-
-
-@inlined
-def _pins_at(address, size):
-    """The `size` int32 values at `address` as an array."""
-    return numba.carray(_int32_pointer(address), size)
 
 
 @inlined
@@ -49,7 +38,7 @@ def _table_of(linear, table, tables):
     return table
 
 
-@called
+@parallel
 def _look_up(task, num_tasks, directory, tables, num_sets, rows, num_groups, now, lfu, slots):
     """A share of the groups; then of what stands behind them. Each step of a chunk asks for what the next reads."""
     begin, end = num_groups * task // num_tasks, num_groups * (task + 1) // num_tasks
@@ -82,17 +71,9 @@ def _look_up(task, num_tasks, directory, tables, num_sets, rows, num_groups, now
                 continue
             used = int64_row(directory[USED, table] + slot * 8, 1)
             used[0] = used[0] + 1 if lfu else now
-            _pins_at(directory[PINS, table] + slot * 4, 1)[0] += 1
+            int32_row(directory[PINS, table] + slot * 4, 1)[0] += 1
     rest = rows.size - num_groups
     slots[num_groups + rest * task // num_tasks : num_groups + rest * (task + 1) // num_tasks] = -1
-
-
-@compiled
-def _look_up_all(team, num_threads, num_tasks, directory, tables, num_sets, rows, num_groups, now, lfu, slots):
-    run_tasks(
-        team, num_threads, num_tasks, _look_up,
-        (num_tasks, directory, tables, num_sets, rows, num_groups, now, lfu, slots),
-    )  # fmt: skip
 
 
 @called
@@ -156,7 +137,7 @@ def _allocate(task, directory, tables, first_sets, rows, sets, places, misses, n
             first = (sets[group] - first_sets[table]) * WAYS
             tags = int64_row(directory[TAGS, table] + first * 8, WAYS)
             used = int64_row(directory[USED, table] + first * 8, WAYS)
-            pins = _pins_at(directory[PINS, table] + first * 4, WAYS)
+            pins = int32_row(directory[PINS, table] + first * 4, WAYS)
             way = _way_to_take(tags, used, pins)
             if way >= 0:
                 slots[group], evicted[group] = first + way, tags[way]
@@ -191,7 +172,7 @@ def _allocate_all(
     )  # fmt: skip
 
 
-@called
+@parallel
 def _translate(task, num_tasks, slots, starts, order, num_groups, values):
     """A share of the entries, whoever's group they are of."""
     total = np.int64(starts[num_groups])
@@ -203,67 +184,42 @@ def _translate(task, num_tasks, slots, starts, order, num_groups, values):
         values[order[entry]] = slots[group]
 
 
-@compiled
-def _translate_all(team, num_threads, num_tasks, slots, starts, order, num_groups, values):
-    run_tasks(team, num_threads, num_tasks, _translate, (num_tasks, slots, starts, order, num_groups, values))
-
-
 def _directory(tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor]) -> np.ndarray:
     return addresses_of([*tags, *used, *pins]).reshape(3, -1)
 
 
-def _tasks(num_rows: int) -> tuple[int, int, int]:
-    """Team, threads and tasks."""
-    if num_rows < FEW_ROWS:
-        return 0, 1, 1
-    return threads.team(), threads.num_threads(), threads.num_threads()
+def _tasks(num_rows: int) -> int:
+    return 1 if num_rows < FEW_ROWS else torch.get_num_threads()
 
 
 def row_cache_look_up_(
-    tags: Sequence[Tensor],
-    used: Sequence[Tensor],
-    pins: Sequence[Tensor],
-    rows: Tensor,
-    num_groups: Tensor,
-    tables: Tensor,
-    num_sets: Tensor,
-    now: Tensor,
-    policy: str,
-) -> Tensor:
+    tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, num_groups: Tensor,
+    tables: Tensor, num_sets: Tensor, now: Tensor, policy: str,
+) -> Tensor:  # fmt: skip
     """See `kernels/row_cache.py`."""
-    slots = torch.empty_like(rows)
-    _look_up_all(
-        *_tasks(rows.numel()), _directory(tags, used, pins), tables.numpy(), num_sets.numpy(), rows.numpy(),
+    slots, num_tasks = torch.empty_like(rows), _tasks(rows.numel())
+    _look_up(
+        num_tasks, num_tasks, _directory(tags, used, pins), tables.numpy(), num_sets.numpy(), rows.numpy(),
         int(num_groups), int(now), policy == "lfu", slots.numpy(),
     )  # fmt: skip
     return slots
 
 
 def row_cache_allocate_(
-    tags: Sequence[Tensor],
-    used: Sequence[Tensor],
-    pins: Sequence[Tensor],
-    rows: Tensor,
-    slots: Tensor,
-    num_groups: Tensor,
-    tables: Tensor,
-    num_sets: Tensor,
-    now: Tensor,
-    policy: str,
-) -> Tensor:
+    tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, slots: Tensor,
+    num_groups: Tensor, tables: Tensor, num_sets: Tensor, now: Tensor, policy: str,
+) -> Tensor:  # fmt: skip
     """See `kernels/row_cache.py`."""
-    evicted = torch.empty_like(rows)
+    evicted, num_tasks = torch.empty_like(rows), _tasks(rows.numel())
     _allocate_all(
-        *_tasks(rows.numel()), _directory(tags, used, pins), tables.numpy(), num_sets.numpy(), rows.numpy(),
-        int(num_groups), int(now), policy == "lfu", slots.numpy(), evicted.numpy(),
+        *team(alone=num_tasks == 1), num_tasks, _directory(tags, used, pins), tables.numpy(), num_sets.numpy(),
+        rows.numpy(), int(num_groups), int(now), policy == "lfu", slots.numpy(), evicted.numpy(),
     )  # fmt: skip
     return evicted
 
 
 def row_cache_translate(slots: Tensor, starts: Tensor, order: Tensor, num_groups: Tensor) -> Tensor:
     """See `kernels/row_cache.py`."""
-    values = torch.full((order.numel(),), -1, dtype=torch.int64)
-    _translate_all(
-        *_tasks(order.numel()), slots.numpy(), starts.numpy(), order.numpy(), int(num_groups), values.numpy()
-    )
+    values, num_tasks = torch.full((order.numel(),), -1, dtype=torch.int64), _tasks(order.numel())
+    _translate(num_tasks, num_tasks, slots.numpy(), starts.numpy(), order.numpy(), int(num_groups), values.numpy())
     return values

@@ -1,5 +1,7 @@
 """CPU twin of `kernels/row_groups.py`: a radix sort per table, large tables cut into ranges of ids.
 
+Offsets are checked before anything is read through them.
+
 A *unit* is a table and a range of its ids. Units are sorted independently, each by the bits that its ids need; when all
 are, it is known where the result of each begins, and it is written there. The result is the one sorted order there is,
 so it does not depend on how units are cut.
@@ -11,18 +13,58 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.cpu import threads
-from tritonemb.kernels.cpu.jagged import check_offsets, uses_by_table
-from tritonemb.kernels.cpu.jit import as_int64, called, compiled, inlined
-from tritonemb.kernels.cpu.threads import run_tasks
-from tritonemb.layout import FIRST_ROW, NUM_ROWS, Layout, batch_size_of
+from tritonemb import errors
+from tritonemb.kernels.cpu.jit import as_int64, called, compiled, inlined, run_tasks, team
+from tritonemb.layout import FIRST_ROW, NUM_ROWS, TABLE, Layout, batch_size_of
 
 PAIR_BITS = 63  # of a sort key: an id and, below it, a position
 FEW_PAIRS = 48  # up to here, insertion is faster
 MANY_PAIRS = 8_192  # from here on, fewer passes with larger digits are faster
 HISTOGRAM_BITS = 8
 UNIT_VALUES = 16_384  # tables with fewer values are not cut
-TABLE, FIRST_ID, END_ID, ROOM, BEGIN, NUM_VALUES, NUM_GROUPS = range(7)  # columns of `units`; ROOM: values at most
+# Columns of `units`, behind TABLE; ROOM: values at most.
+FIRST_ID, END_ID, ROOM, BEGIN, NUM_VALUES, NUM_GROUPS = range(1, 7)
+GOOD_OFFSETS = -2
+
+
+@compiled
+def _first_bad_bag(offsets, num_values):
+    """GOOD_OFFSETS; -1 if the first offset is not 0; a bag whose end lies before its start; or the last index."""
+    if offsets[0] != 0:
+        return -1
+    descents = 0
+    for bag in range(offsets.size - 1):  # to the end, because a loop that may stop early is not vectorised
+        descents += 1 if offsets[bag + 1] < offsets[bag] else 0
+    if descents:
+        for bag in range(offsets.size - 1):
+            if offsets[bag + 1] < offsets[bag]:
+                return bag
+    return GOOD_OFFSETS if offsets[-1] == num_values else offsets.size - 1
+
+
+def check_offsets(values: Tensor, offsets: Tensor, layout: Layout) -> None:
+    """Raise ValueError unless offsets ascend from 0 to the number of values."""
+    found = _first_bad_bag(offsets.numpy(), values.numel())
+    if found != GOOD_OFFSETS:
+        raise errors.bad_offsets(found, offsets, values.numel(), layout)
+
+
+@inlined
+def uses_by_table(lookups, key_starts, num_tables):
+    """The lookups of table t, by key: `uses[starts[t]:starts[t + 1]]`; and the key of every lookup."""
+    starts = np.zeros(num_tables + 1, dtype=np.int64)
+    for lookup in range(lookups.shape[0]):
+        starts[lookups[lookup, TABLE] + 1] += 1
+    for table in range(num_tables):
+        starts[table + 1] += starts[table]
+    filled = starts[:-1].copy()
+    uses, key_of = np.empty(lookups.shape[0], dtype=np.int64), np.empty(lookups.shape[0], dtype=np.int64)
+    for key in range(key_starts.size - 1):
+        for lookup in range(key_starts[key], key_starts[key + 1]):
+            table = lookups[lookup, TABLE]
+            uses[filled[table]], key_of[lookup] = lookup, key
+            filled[table] += 1
+    return starts, uses, key_of
 
 
 @inlined
@@ -178,9 +220,7 @@ def _sort_unit(number, units, batch_size, key_starts_of_table, keys_of_table, va
         _insertion_sort(pairs)
     else:
         spare = np.empty_like(pairs)
-        for bit in range(
-            0, max(1, id_bits), part_bits
-        ):  # once if ids fit, else by one part of their bits after another
+        for bit in range(0, max(1, id_bits), part_bits):  # once if ids fit, else part of their bits by part
             if not fits:
                 _fill_part(bit, part_bits, unit[FIRST_ID], first_position, position_bits, values, pairs)
             _radix_sort(pairs, spare, position_bits, min(id_bits - bit, part_bits))
@@ -275,11 +315,9 @@ def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> tuple[Tensor,
     rows = torch.empty(capacity, dtype=torch.int64)
     starts = torch.empty(capacity + 1, dtype=torch.int32)
     order = torch.empty(capacity, dtype=torch.int32)
-    alone = values.numel() < UNIT_VALUES
     num_groups = _group(
-        0 if alone else threads.team(), 1 if alone else threads.num_threads(),
-        batch_size_of(offsets, layout.key_starts), layout.tables.numpy(),
-        layout.lookups.numpy(), layout.key_starts.numpy(), as_int64(values),
-        as_int64(offsets), rows.numpy(), starts.numpy(), order.numpy(),
+        *team(alone=values.numel() < UNIT_VALUES), batch_size_of(offsets, layout.key_starts), layout.tables.numpy(),
+        layout.lookups.numpy(), layout.key_starts.numpy(), as_int64(values), as_int64(offsets), rows.numpy(),
+        starts.numpy(), order.numpy(),
     )  # fmt: skip
     return rows, starts, order, torch.tensor(num_groups, dtype=torch.int64)

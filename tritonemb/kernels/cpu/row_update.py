@@ -10,8 +10,6 @@ from torch import Tensor
 
 from tritonemb import errors
 from tritonemb.kernels import row_update as triton_update
-from tritonemb.kernels.cpu import threads
-from tritonemb.kernels.cpu.jagged import bags_of, one_value_a_bag, uses_by_table
 from tritonemb.kernels.cpu.jit import (
     FLOAT32,
     addresses_of,
@@ -20,17 +18,14 @@ from tritonemb.kernels.cpu.jit import (
     called,
     compiled,
     dtypes_of,
-    element_size,
-    float32_row,
     inlined,
-    int64_row,
-    prefetch,
-    uint16_row,
+    run_tasks,
+    team,
 )
 from tritonemb.kernels.cpu.optimizers import MAX_GRADIENT, NONFINITE, STOCHASTIC_ROUNDING, apply
 from tritonemb.kernels.cpu.random import fill_random, narrow_row, narrow_row_stochastic, widen_row
-from tritonemb.kernels.cpu.simd import sum_float32_rows
-from tritonemb.kernels.cpu.threads import run_tasks
+from tritonemb.kernels.cpu.row_groups import uses_by_table
+from tritonemb.kernels.cpu.simd import element_size, float32_row, int64_row, prefetch, sum_float32_rows, uint16_row
 from tritonemb.layout import (
     COLUMN,
     COLUMN_ORIGIN,
@@ -52,8 +47,35 @@ AHEAD = 4  # groups between asking for a row and updating it
 GRADIENTS_AHEAD = 12  # positions between asking for a gradient and adding it
 READS_PER_GRADIENT = 4  # from here on, a gradient that is read is likely in cache already
 POSITIONS_PER_ROW = 2  # a row's own cost, in positions, when work is shared out
+TASKS_PER_THREAD = 4
+FEW_ELEMENTS = 16_384  # that one thread adds before another has begun
 PROPAGATE, RAISE, SKIP = range(3)
 NO_GROUP = np.iinfo(np.int64).max
+
+
+@inlined
+def _one_value_a_bag(offsets):
+    """Whether each bag's number is also the position of its only value."""
+    others = 0
+    for bag in range(offsets.size):
+        others += 1 if offsets[bag] != bag else 0
+    return others == 0
+
+
+@called
+def _fill_bags(task, num_tasks, offsets, bags):
+    num_bags = offsets.size - 1
+    for bag in range(num_bags * task // num_tasks, num_bags * (task + 1) // num_tasks):
+        for position in range(offsets[bag], offsets[bag + 1]):
+            bags[position] = bag
+
+
+@inlined
+def _bags_of(team, num_threads, num_tasks, offsets):
+    """int32 `[N]`: the bag that each position of values lies in."""
+    bags = np.empty(offsets[-1], dtype=np.int32)
+    run_tasks(team, num_threads, num_tasks, _fill_bags, (num_tasks, offsets, bags))
+    return bags
 
 
 @inlined
@@ -237,8 +259,8 @@ def _update(
     """Update all rows; or none, and return the first group whose gradient must be refused (else -1)."""
     uses_of_table, uses, key_of = uses_by_table(lookups, key_starts, tables.shape[0])
     bags = np.empty(0, dtype=np.int32)
-    if pooled and not one_value_a_bag(offsets):
-        bags = bags_of(team, num_threads, num_tasks, offsets)
+    if pooled and not _one_value_a_bag(offsets):
+        bags = _bags_of(team, num_threads, num_tasks, offsets)
     bounds = _share_groups(starts, num_groups, num_tasks)
     found = np.empty(num_tasks, dtype=np.int64)
     for task in range(num_tasks):
@@ -265,29 +287,20 @@ def _update(
 
 
 def row_update_(
-    weights: Sequence[Tensor],
-    states: Sequence[Tensor],
-    step: Tensor,
-    skipped: Tensor,
-    learning_rate: Tensor,
-    grad: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    optimizer: str,
-    hyperparameters: Sequence[float],
-    groups: tuple[Tensor, Tensor, Tensor, Tensor],
-    layout: Layout,
-) -> None:
+    weights: Sequence[Tensor], states: Sequence[Tensor], step: Tensor, skipped: Tensor, learning_rate: Tensor,
+    grad: Tensor, offsets: Tensor, sample_weights: Tensor | None, optimizer: str, hyperparameters: Sequence[float],
+    groups: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout,
+) -> None:  # fmt: skip
     """See `kernels/row_update.py`."""
     rows, starts, order, num_groups = (group.numpy() for group in groups)
     constants = np.array(hyperparameters, dtype=np.float64)
     gradient = as_float32(_clamped(grad, constants[MAX_GRADIENT]))
     lookups = layout.lookups.numpy()
-    small = int(starts[num_groups]) * layout.width < 16_384 * len(lookups)
-    num_tasks = 1 if small else 2 * threads.num_threads()
+    small = int(starts[num_groups]) * layout.width < FEW_ELEMENTS * len(lookups)
+    num_tasks = 1 if small else 2 * torch.get_num_threads()
     skips = np.zeros((num_tasks, len(weights)), dtype=np.int64)
     refused = _update(
-        threads.team(), threads.num_threads(), num_tasks, skips, KINDS[optimizer], addresses_of(weights),
+        *team(small), num_tasks, skips, KINDS[optimizer], addresses_of(weights),
         dtypes_of(weights), *_states_of(states, optimizer, len(weights)), layout.tables.numpy(), lookups,
         layout.key_starts.numpy(), batch_size_of(offsets, layout.key_starts), as_int64(offsets), layout.pooled,
         sample_weights is not None or bool((lookups[:, POOLING] == MEAN).any()), rows, starts, order, int(num_groups),
@@ -314,28 +327,21 @@ def _states_of(states: Sequence[Tensor], optimizer: str, num_tables: int) -> tup
     return addresses, np.array([spec.per_element for spec in specs] + [False, False], dtype=np.bool_)[:2]
 
 
-TASKS_PER_THREAD = 4
-FEW_ELEMENTS = 16_384  # that one thread adds before another has begun
-
-
 @called
 def _write_sums(
-    task, num_tasks, num_groups, rows, starts, order, compact, bags, mean, offsets, sample_weights, grad, dim, out
+    task, num_tasks, num_groups, rows, starts, order, compact, lookups, bags, offsets, sample_weights, grad, dim, out
 ):
     """Groups of task `task`, a range with about as many positions as the others'; `grad` and `out` are addresses."""
     first = np.searchsorted(starts[: num_groups + 1], starts[num_groups] * task // num_tasks)
     last = np.searchsorted(starts[: num_groups + 1], starts[num_groups] * (task + 1) // num_tasks)
     begin, end = np.int64(starts[first]), np.int64(starts[last])
-    scaled = mean or sample_weights.size > 0
+    scaled = (bags.size > 0 and lookups[0, POOLING] == MEAN) or sample_weights.size > 0
     gradients = np.empty(end - begin, dtype=np.int64)
     scales = np.empty(end - begin if scaled else 0, dtype=np.float32)
-    for entry in range(end - begin):
-        position = np.int64(order[begin + entry])
-        source = np.int64(bags[position]) if bags.size else position
-        gradients[entry] = grad + source * dim * 4
-        if scaled:
-            scale = np.float32(1) / np.float32(offsets[source + 1] - offsets[source]) if mean else np.float32(1)
-            scales[entry] = scale * sample_weights[position] if sample_weights.size else scale
+    only, batch_size = np.zeros(1, dtype=np.int64), offsets.size - 1
+    _find_gradients(order[begin:end], only, lookups, only, batch_size, offsets, bags, True, grad, 4 * dim, gradients)
+    if scaled:
+        _find_scales(order[begin:end], only, lookups, only, batch_size, offsets, bags, sample_weights, scales)
     for group in range(first, last):
         start, stop = np.int64(starts[group] - begin), np.int64(starts[group + 1] - begin)
         for entry in range(start + GRADIENTS_AHEAD, min(stop + GRADIENTS_AHEAD, end - begin)):
@@ -348,28 +354,19 @@ def _write_sums(
 @compiled
 def _write_all(team, num_threads, num_tasks, num_groups, offsets, pooled, rows, starts, order, *args):
     bags = np.empty(0, dtype=np.int32)
-    if pooled and not one_value_a_bag(offsets):
-        bags = bags_of(team, num_threads, num_tasks, offsets)
-    compact, mean, sample_weights, grad, dim, out = args
+    if pooled and not _one_value_a_bag(offsets):
+        bags = _bags_of(team, num_threads, num_tasks, offsets)
+    compact, lookups, sample_weights, grad, dim, out = args
     run_tasks(
         team, num_threads, num_tasks, _write_sums,
-        (
-            num_tasks, num_groups, rows, starts, order, compact, bags, mean and bags.size > 0, offsets, sample_weights,
-            grad, dim, out,
-        ),
+        (num_tasks, num_groups, rows, starts, order, compact, lookups, bags, offsets, sample_weights, grad, dim, out),
     )  # fmt: skip
 
 
 def row_gradients_(
-    sums: Sequence[Tensor],
-    grad: Tensor,
-    offsets: Tensor,
-    sample_weights: Tensor | None,
-    groups: tuple[Tensor, Tensor, Tensor, Tensor],
-    layout: Layout,
-    compact: bool = False,
-    max_gradient: float = np.inf,
-) -> None:
+    sums: Sequence[Tensor], grad: Tensor, offsets: Tensor, sample_weights: Tensor | None,
+    groups: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout, compact: bool = False, max_gradient: float = np.inf,
+) -> None:  # fmt: skip
     """See `kernels/row_update.py`. One float32 table has a kernel of its own."""
     plain = len(sums) == 1 and sums[0].dtype == torch.float32 and max_gradient == np.inf
     if not plain or layout.lookups.shape[0] != 1 or layout.key_starts.shape[0] != 2:
@@ -384,8 +381,7 @@ def row_gradients_(
     gradient, dim = as_float32(grad), out.shape[1]
     alone = int(starts[num_groups]) * dim < FEW_ELEMENTS
     _write_all(
-        0 if alone else threads.team(), 1 if alone else threads.num_threads(),
-        1 if alone else TASKS_PER_THREAD * threads.num_threads(), int(num_groups), as_int64(offsets), layout.pooled,
-        rows, starts, order, compact, layout.pooled and bool(layout.lookups[0, POOLING] == MEAN),
-        as_float32(sample_weights), gradient.ctypes.data, dim, out.data_ptr(),
+        *team(alone), 1 if alone else TASKS_PER_THREAD * torch.get_num_threads(), int(num_groups), as_int64(offsets),
+        layout.pooled, rows, starts, order, compact, layout.lookups.numpy(), as_float32(sample_weights),
+        gradient.ctypes.data, dim, out.data_ptr(),
     )  # fmt: skip

@@ -1,16 +1,19 @@
-"""Rows as vectors of lanes: the two loops that every kernel spends its time in, as LLVM code.
+"""What kernels need beneath NumPy: rows by address, prefetch, the bits of 16-bit floats, sums and products of rows.
 
-Written out, because a loop that the compiler must first prove safe costs more than a row, and because sums stay in
-registers that way. Every operation is IEEE, lane by lane, in a fixed order and without contraction, so the bits depend
-neither on the machine's vector width nor on alignment.
+The two loops that every kernel spends its time in are written out as LLVM code, because a loop that the compiler must
+first prove safe costs more than a row, and because sums stay in registers that way. Every operation is IEEE, lane by
+lane, in a fixed order and without contraction, so the bits depend neither on the machine's vector width nor on
+alignment.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import numba
 from llvmlite import ir
 from numba import types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 from tritonemb.kernels.cpu.jit import BFLOAT16, FLOAT16, FLOAT32, inlined
@@ -21,6 +24,89 @@ _WIDE_SUMS, _SUMS = ((8, 16), (4, 16), (1, 16), (1, 4), (1, 1)), ((4, 16), (1, 1
 SUMS = {FLOAT32: _WIDE_SUMS, FLOAT16: _SUMS, BFLOAT16: _SUMS}  # sums at once: (vectors, lanes of each), wide to narrow
 _FLOAT, _HALF, _SHORT, _INT = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32)
 _LONG = ir.IntType(64)
+CACHE_LINE = 64  # bytes
+
+
+def _cast(source: types.Type, result: types.Type, build: Any) -> Any:
+    """An intrinsic of one argument whose code is `build(builder, value)`."""
+
+    @intrinsic
+    def cast(typing_context: Any, value: types.Type) -> Any:
+        def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return build(builder, args[0])
+
+        return result(source), generate
+
+    return cast
+
+
+def _row_of(item: types.Type, code: ir.Type) -> Any:
+    """The function of an address and a size that makes an array. It counts no references: slices of it cost nothing."""
+    kind = ir.PointerType(code)
+    pointer = _cast(types.int64, types.CPointer(item), lambda builder, address: builder.inttoptr(address, kind))
+
+    @inlined
+    def row(address, size):
+        return numba.carray(pointer(address), size)
+
+    return row
+
+
+float32_row, uint16_row, uint8_row = (
+    _row_of(item, code)
+    for item, code in ((types.float32, _FLOAT), (types.uint16, _SHORT), (types.uint8, ir.IntType(8)))
+)
+int32_row, int64_row = _row_of(types.int32, _INT), _row_of(types.int64, _LONG)
+float32_bits = _cast(types.float32, types.uint32, lambda b, a: b.bitcast(a, ir.IntType(32)))
+float32_from_bits = _cast(types.uint32, types.float32, lambda b, a: b.bitcast(a, _FLOAT))
+float16_to_float32 = _cast(types.uint16, types.float32, lambda b, a: b.fpext(b.bitcast(a, _HALF), _FLOAT))
+float32_to_float16 = _cast(types.float32, types.uint16, lambda b, a: b.bitcast(b.fptrunc(a, _HALF), _SHORT))
+
+
+@intrinsic
+def _prefetch_line(typing_context: Any, address: types.Type) -> Any:
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer_type, int32 = ir.PointerType(ir.IntType(8)), ir.IntType(32)
+        function = builder.module.declare_intrinsic(
+            "llvm.prefetch", [pointer_type], ir.FunctionType(ir.VoidType(), [pointer_type, int32, int32, int32])
+        )
+        pointer = builder.inttoptr(args[0], pointer_type)
+        builder.call(function, [pointer, int32(0), int32(3), int32(1)])  # to read, keep in all levels, data
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@inlined
+def prefetch(address, num_bytes):
+    """Ask for the cache lines of `num_bytes` bytes from `address` on."""
+    for line in range(0, num_bytes, CACHE_LINE):
+        _prefetch_line(address + line)
+
+
+@intrinsic
+def copy_bytes(typing_context: Any, to: types.Type, source: types.Type, num_bytes: types.Type) -> Any:
+    """Copy bytes from one address to another; they do not overlap."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        pointer = ir.PointerType(ir.IntType(8))
+        target, origin = (builder.inttoptr(address, pointer) for address in args[:2])
+        cgutils.raw_memcpy(builder, target, origin, args[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), generate
+
+
+@inlined
+def bfloat16_to_float32(bits):
+    """Exact: a bfloat16 is the upper half of a float32."""
+    return float32_from_bits(numba.uint32(bits) << numba.uint32(16))
+
+
+@inlined
+def element_size(dtype):
+    """Bytes."""
+    return 4 if dtype == FLOAT32 else 2
 
 
 def _vector(item: ir.Type, lanes: int) -> ir.VectorType:
@@ -137,14 +223,9 @@ def _make_sum(dtype: int) -> Any:
 
     @intrinsic
     def sum_rows_of_dtype(
-        typing_context: Any,
-        to: types.Type,
-        rows: types.Type,
-        scales: types.Type,
-        count: types.Type,
-        size: types.Type,
+        typing_context: Any, to: types.Type, rows: types.Type, scales: types.Type, count: types.Type, size: types.Type,
         streamed: types.Type,
-    ) -> Any:
+    ) -> Any:  # fmt: skip
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             with builder.if_else(builder.icmp_signed("==", args[2], _LONG(0))) as (plain, scaled):
                 with plain:

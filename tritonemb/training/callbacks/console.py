@@ -43,11 +43,7 @@ _NOTES = _Notes(logging.INFO)
 
 
 class Lines(Callback):
-    """Writes a line for the start, for every log, evaluation, checkpoint and message, and a summary at the end.
-
-    Args:
-        stream: flushed after every line.
-    """
+    """Writes a line for the start, for every log, evaluation, checkpoint and message, and a summary at the end."""
 
     essential = False
 
@@ -66,15 +62,11 @@ class Lines(Callback):
         self._print(log_line(log, self._start, eta=True))
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        metrics = evaluation.metrics
-        fields = [
-            evaluation.split,
-            _step_field(evaluation.step, self._start),
-            f"AUC {metrics.auc:.4f}",
-            f"log loss {metrics.log_loss:.4f}",
-            f"normalized entropy {metrics.normalized_entropy:.4f}",
-        ]
-        self._print("  ".join(fields + ["(best)"] * evaluation.best))
+        found, step = evaluation.metrics, _step_field(evaluation.step, self._start)
+        quality = (
+            f"AUC {found.auc:.4f}  log loss {found.log_loss:.4f}  normalized entropy {found.normalized_entropy:.4f}"
+        )
+        self._print(f"{evaluation.split}  {step}  {quality}{'  (best)' * evaluation.best}")
 
     def on_checkpoint(self, saved: CheckpointSaved) -> None:
         self._print(f"checkpoint  {saved.path}  {size(saved.num_bytes)} in {saved.seconds:.1f} s")
@@ -95,10 +87,6 @@ class LiveView(Lines):
     """A progress bar and the last log at the bottom of a terminal, and the lines of other events above them.
 
     It is drawn by the thread that trains, so no thread of it competes with training.
-
-    Args:
-        stream: a terminal.
-        clock: seconds, for tests.
     """
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -196,18 +184,17 @@ def start_line(start: FitStart) -> str:
 
 def log_line(log: Log, start: FitStart, eta: bool = False) -> str:
     """The state of training at a log, and with `eta` the time left where it is known."""
-    fields = [
-        (_step_field(log.step, start), 0),
-        (f"epoch {_epoch_done(log, start)}", 0),
-        (f"loss {log.loss:.4f}", 11),
-        (f"{log.samples_per_second:,.0f} samples/s", 16),
-        (f"wait {100 * log.data_wait:.0f} %", 9),
-        (size(log.memory_bytes), 7),
-    ]
     rate = log.samples_per_second
+    fields = [
+        f"{_step_field(log.step, start)}  epoch {_epoch_done(log, start)}",
+        f"loss {log.loss:.4f}".ljust(11),
+        f"{rate:,.0f} samples/s".ljust(16),
+        f"wait {100 * log.data_wait:.0f} %".ljust(9),
+        size(log.memory_bytes).ljust(7),
+    ]
     if eta and start.total_samples is not None and math.isfinite(rate) and rate > 0:
-        fields.append((f"ETA {duration(max(0, start.total_samples - log.samples) / rate)}", 0))
-    return "  ".join(text.ljust(width) for text, width in fields).rstrip()
+        fields.append(f"ETA {duration(max(0, start.total_samples - log.samples) / rate)}")
+    return "  ".join(fields).rstrip()
 
 
 def summary(end: FitEnd) -> str:
@@ -215,11 +202,9 @@ def summary(end: FitEnd) -> str:
     lines = []
     if end.test is not None:
         best = "" if end.best_auc is None else f"  (Bayes-optimal {end.best_auc:.4f})"
-        lines = [
-            f"test AUC            {end.test.auc:.4f}{best}",
-            f"log loss            {end.test.log_loss:.4f}",
-            f"normalized entropy  {end.test.normalized_entropy:.4f}",
-        ]
+        lines.append(f"test AUC            {end.test.auc:.4f}{best}")
+        lines.append(f"log loss            {end.test.log_loss:.4f}")
+        lines.append(f"normalized entropy  {end.test.normalized_entropy:.4f}")
     lines.append(f"samples/s           {end.samples_per_second:,.0f}  (training took {took(end.seconds)})")
     if end.reason != "finished":
         lines.append(f"ended by            {end.reason} after step {end.step:,}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +50,7 @@ class HtmlReport(Callback):
 
 
 def write_report(path: Path | str, log_path: Path | str) -> None:
-    """Make the page at `path` from a run log, also of a run that has not ended.
-
-    Raises:
-        FileNotFoundError, ValueError: as `read_run_log`.
-    """
+    """Make the page at `path` from a run log, also of a run that has not ended; raises as `read_run_log`."""
     write_whole(Path(path), render(read_run_log(log_path)))
 
 
@@ -136,15 +132,7 @@ def chart(
     level: float | None = None,
     resumed: Sequence[int] = (),
 ) -> dict[str, Any]:
-    """The places of a curve over the steps up to `last_step`, for the template; without `lines` where none is finite.
-
-    Args:
-        points: in the order of their steps; values that are not finite are gaps.
-        unit: how values are written.
-        from_zero: let the axis begin at 0.
-        level: a value to compare with.
-        resumed: steps at which the run was resumed.
-    """
+    """The places of a curve over the steps up to `last_step`, for the template; values that are not finite are gaps."""
     show, show_tick = unit
     last, points = points[-1][1], thin(points)
     finite = [point for point in points if is_finite(point[1])]
@@ -195,14 +183,8 @@ def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
 
 
 def segments(points: Sequence[Point]) -> list[list[Point]]:
-    """The points without their gaps."""
-    found: list[list[Point]] = [[]]
-    for point in points:
-        if is_finite(point[1]):
-            found[-1].append(point)
-        elif found[-1]:
-            found.append([])
-    return [segment for segment in found if segment]
+    """The points between the gaps."""
+    return [list(part) for finite, part in groupby(points, lambda point: is_finite(point[1])) if finite]
 
 
 def ticks(low: float, high: float, count: int = 4, outside: bool = False) -> list[float]:

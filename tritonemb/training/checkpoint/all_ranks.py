@@ -34,14 +34,6 @@ def ignore_single_process_warning() -> None:
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
-def is_alone(group: RankGroup | None) -> bool:
-    return group is None or group.size == 1
-
-
-def is_rank_zero(group: RankGroup | None) -> bool:
-    return group is None or group.rank == 0
-
-
 def on_all_ranks(
     group: RankGroup | None, function: Callable[[], Value], error: type[Exception] | None = None
 ) -> list[Value]:
@@ -69,7 +61,8 @@ def on_all_ranks(
 
 def on_rank_zero(group: RankGroup | None, function: Callable[[], Value], error: type[Exception] | None = None) -> Value:
     """What `function()` returns on rank 0, on every rank; raises as `on_all_ranks` does."""
-    return on_all_ranks(group, lambda: function() if is_rank_zero(group) else None, error)[0]  # type: ignore[return-value]
+    is_zero = group is None or group.rank == 0
+    return on_all_ranks(group, lambda: function() if is_zero else None, error)[0]  # type: ignore[return-value]
 
 
 def raise_failures(outcomes: Sequence[Any], own: BaseException | None, error: type[Exception] | None = None) -> None:

@@ -23,13 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from tritonemb.comm.group import RankGroup
 from tritonemb.storage.io import allocated
-from tritonemb.training.checkpoint.all_ranks import (
-    ignore_single_process_warning,
-    is_alone,
-    is_rank_zero,
-    on_all_ranks,
-    on_rank_zero,
-)
+from tritonemb.training.checkpoint.all_ranks import ignore_single_process_warning, on_all_ranks, on_rank_zero
 from tritonemb.training.checkpoint.files import (
     FORMAT,
     MANIFEST,
@@ -153,8 +147,8 @@ class CheckpointFolder:
             metadata = save(
                 dict(writer.tensors),
                 storage_writer=writer,
-                process_group=None if group is None else group.process_group,
-                no_dist=is_alone(group),
+                process_group=writer.group.process_group,
+                no_dist=writer.group.size == 1,
             )
             return writer.result(metadata)[0]
 
@@ -170,6 +164,7 @@ class CheckpointFolder:
 
         Arguments and errors as of `save`.
         """
+        group = RankGroup() if group is None else group
         in_memory, tables = split_tables(tensors)
         snapshots, aside = TableSnapshots(tables), self.folder / f"{WRITING}step-{step}"
         text: dict[str, Any] = {}
@@ -203,7 +198,7 @@ class CheckpointFolder:
         shards, sharded, replicated, on_disk = zip(*on_all_ranks(group, check), strict=True)
         refuse_missing_shards(shards)
         needed = sum(sharded) + max(replicated) + sum(on_disk)
-        in_memory = in_pieces(in_memory) if is_alone(group) else in_memory
+        in_memory = in_pieces(in_memory) if group.size == 1 else in_memory
         writer = CheckpointWriter(aside, step, needed, in_memory, snapshots, group, publish)
         with self.reporting(writer):
             on_rank_zero(group, make, OSError)
@@ -308,7 +303,7 @@ class CheckpointFolder:
             cause = next((failure[0] for failure in error.failures.values()), error)
             if not isinstance(cause, Exception):  # somebody wants the process to end
                 raise cause
-        if is_rank_zero(group):  # all ranks have stopped writing
+        if group is None or group.rank == 0:  # all ranks have stopped writing
             for kind in ("step", "best"):
                 shutil.rmtree(self.folder / f"{WRITING}{kind}-{step}", ignore_errors=True)
             with suppress(OSError):  # it is found where it is, too

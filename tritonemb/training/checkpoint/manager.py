@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from tritonemb.comm.group import RankGroup
 from tritonemb.training import train_state
 from tritonemb.training.callbacks import CheckpointSaved
-from tritonemb.training.checkpoint.all_ranks import ignore_single_process_warning, is_alone
+from tritonemb.training.checkpoint.all_ranks import ignore_single_process_warning
 from tritonemb.training.checkpoint.folder import CheckpointFolder, RunFolder
 from tritonemb.training.checkpoint.reader import load_tensors, read_manifest, stored_tensors
 from tritonemb.training.checkpoint.writer import CheckpointWriter, HostStager
@@ -55,9 +55,9 @@ class AsyncSave:
 
     def __init__(self, folder: CheckpointFolder, group: RankGroup | None = None) -> None:
         self.folder = folder
-        self._group = None if group is None or is_alone(group) else group.duplicate(backend="gloo")
-        self._process_group = None if self._group is None else self._group.process_group
-        if self._group is None and dist.is_available() and dist.is_initialized():
+        self._group = (RankGroup() if group is None else group).duplicate(backend="gloo")
+        self._process_group = self._group.process_group
+        if self._process_group is None and dist.is_available() and dist.is_initialized():
             # torch does not use it, and wants one that serves the CPU.
             self._process_group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
         self._stager = HostStager(self._group)
@@ -87,7 +87,7 @@ class AsyncSave:
                 storage_writer=writer,
                 process_group=self._process_group,
                 async_stager=self._stager,
-                no_dist=self._group is None,
+                no_dist=self._group.size == 1,
             )
         assert isinstance(future, Future)  # not of an asynchronous stager
         self._running = writer, future, time.perf_counter() - begin
@@ -173,7 +173,7 @@ class CheckpointManager:
     def manifest(self) -> dict[str, Any]:
         """All else, for JSON. Collective."""
         state = self._state
-        position = state.loader.merged(state.progress.position)
+        position = state.merged_position()
         return {
             "versions": versions(state.device),
             "run": self._run(),
@@ -218,7 +218,7 @@ class CheckpointManager:
         step.load_loss_sums(sums)
         step.load_json(options)
         train_state.set_rng(random, manifest, state.options.seed, state.ranks.rank, state.device)
-        state.progress = replace(progress, position=state.loader.own(progress.position))
+        state.progress = replace(progress, position=state.own_position(progress.position))
         return path
 
     def mark_best_again(self) -> None:

@@ -40,7 +40,7 @@ def read_manifest(path: str | Path, group: RankGroup | None = None) -> dict[str,
         FileNotFoundError, ValueError: there is none, it is damaged, or it is of a format that this version cannot read;
             on every rank.
     """
-    path = Path(path)
+    path, group = Path(path), RankGroup() if group is None else group
     found: dict[str, Any] = {}
 
     def read() -> int:
@@ -49,10 +49,9 @@ def read_manifest(path: str | Path, group: RankGroup | None = None) -> dict[str,
 
     if len(set(on_all_ranks(group, read))) > 1:
         raise ValueError(f"the ranks find different checkpoints at {path}; it must be on a file system that they share")
-    rank, size = (0, 1) if group is None else (group.rank, group.size)
     manifest: dict[str, Any] = found["manifest"]
     files = sorted(manifest["files"].items(), key=lambda entry: -entry[1][0])  # large and small ones for each rank
-    on_all_ranks(group, lambda: _check_files(path, dict(files[rank::size])))
+    on_all_ranks(group, lambda: _check_files(path, dict(files[group.rank :: group.size])))
     return manifest
 
 

@@ -54,7 +54,7 @@ class CheckpointWriter(FileSystemWriter):
         needed: int,  # bytes, at most
         tensors: Mapping[str, Tensor],
         snapshots: TableSnapshots,
-        group: RankGroup | None,
+        group: RankGroup,
         publish: Callable[[RankFiles], None],  # for rank 0, when all ranks' files are on the disk
     ) -> None:
         # Copying ahead from a device sorts tensors and waits for its stream, for nothing if all are in host memory.
@@ -69,7 +69,7 @@ class CheckpointWriter(FileSystemWriter):
         results: list[Any] = []
         try:
             results += super().write_data(plan, planner).value()
-            paths = self._folder.glob(f"__{0 if self.group is None else self.group.rank}_*")
+            paths = self._folder.glob(f"__{self.group.rank}_*")
             results.append(self.snapshots.finish({path.name: size_and_checksum(path) for path in paths}))
         except BaseException as error:
             self.snapshots.settle()
@@ -208,7 +208,7 @@ class TableSnapshots:
     def begin(self, folder: Path, earlier: Earlier) -> None:
         """Submit the snapshots: they hold the rows of this moment. Changes may follow some earlier checkpoint."""
         for part, prefixes in self._parts.items():
-            store, stem = _store(part), _stem_of(prefixes[0], part.config)
+            store, stem = _store(part), stem_of(prefixes[0], part.config)
             follows = store.last_snapshot
             linked = _link_chain(folder, prefixes[0], store, follows, earlier)
             path = folder / (f"{stem}.{len(linked)}{CHANGES}" if linked else f"{stem}{ROWS}")
@@ -267,7 +267,7 @@ def describe_part(config: TableConfig) -> dict[str, Any]:
     }
 
 
-def _stem_of(prefix: str, part: TableConfig) -> str:
+def stem_of(prefix: str, part: TableConfig) -> str:
     """The beginning of a part's file names, which no other one has."""
     readable = re.sub(r"[^A-Za-z0-9_-]+", "-", prefix.removeprefix("model."))[:80]
     origin = f"-{part.row_origin}-{part.column_origin}" if part.row_origin or part.column_origin else ""

@@ -1,4 +1,4 @@
-"""Shares of a data set: disjoint, complete, of much the same size, and each a stream like any other."""
+"""Shards of a data set: disjoint, complete, of much the same size, and each a stream like any other."""
 
 import itertools
 import json
@@ -108,9 +108,9 @@ def test_every_row_of_a_log_is_in_one_shard(logs, kind, size, count, rule, split
     chunk_bytes=st.tuples(st.integers(300, 20_000), st.integers(300, 20_000)),
     rule=st.sampled_from(RULES),
 )
-def test_a_share_goes_on_with_the_same_bits(logs, kind, count, data, batch_size, chunk_bytes, rule):
-    share = (data.draw(st.integers(0, count - 1)), count)
-    how = {"seed": 1, "epoch": 2, "shuffle": True, "shard": share}
+def test_a_shard_goes_on_with_the_same_bits(logs, kind, count, data, batch_size, chunk_bytes, rule):
+    shard = (data.draw(st.integers(0, count - 1)), count)
+    how = {"seed": 1, "epoch": 2, "shuffle": True, "shard": shard}
     first, second = (reader(logs[kind, 300], rule, chunk_bytes=size, shuffle_rows=60) for size in chunk_bytes)
     with first.open("train", batch_size, **how) as stream:
         whole = list(stream)
@@ -123,7 +123,7 @@ def test_a_share_goes_on_with_the_same_bits(logs, kind, count, data, batch_size,
         assert stream.report.rows == sum(map(len, whole[:stop]))
         assert same(stream, whole[stop:])
         assert (stream.report.rows, stream.report.skipped) == (report.rows, report.skipped)
-    other = (share[0], count + 1)
+    other = (shard[0], count + 1)
     with pytest.raises(ValueError, match="seed, epoch, order and shard that it was opened with"):
         first.open("train", batch_size, **(how | {"shard": other}), position=position)
 
@@ -135,7 +135,7 @@ def test_a_share_goes_on_with_the_same_bits(logs, kind, count, data, batch_size,
     shuffle=st.booleans(),
     seed=st.integers(0, 3),
 )
-def test_every_row_in_memory_is_in_one_share_of_its_epochs_order(num_rows, count, batch_size, shuffle, seed):
+def test_every_row_in_memory_is_in_one_shard_of_its_epochs_order(num_rows, count, batch_size, shuffle, seed):
     data = numbered_in_memory(num_rows)
     how = {"seed": seed, "epoch": 1, "shuffle": shuffle}
     whole = [row for batch in data.open("train", batch_size, **how) for row in batch.dense[:, 0].int().tolist()]
@@ -196,7 +196,7 @@ def rows_seen(chunks):
 
 
 @pytest.mark.parametrize("kind", ["plain", "packed", "parquet", "mixed files"])
-def test_bad_rows_of_a_share_have_their_lines(tmp_path, logs, kind):
+def test_bad_rows_of_a_shard_have_their_lines(tmp_path, logs, kind):
     if kind == "parquet":
         table = pa.table({"click": [0] * 90 + [3] + [0] * 9, "user": [str(row) for row in range(100)]})
         parquet.write_table(table, tmp_path / "log.parquet", row_group_size=20)
@@ -251,7 +251,7 @@ def by_time(folder, times, kind, statistics=True):
 
 @pytest.mark.parametrize("count", [2, 3, 40])
 @pytest.mark.parametrize("statistics", [True, False])
-def test_a_share_of_rows_by_time(tmp_path, count, statistics):
+def test_a_shard_of_rows_by_time(tmp_path, count, statistics):
     log = by_time(tmp_path, list(range(100)), pa.int64(), statistics)
     for split, expected in (("train", range(60)), ("validation", range(60, 80)), ("test", range(80, 100))):
         found = [numbers(log, split, shard=(index, count)) for index in range(count)]

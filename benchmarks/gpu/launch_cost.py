@@ -1,0 +1,129 @@
+"""What a step of the embeddings costs the host with Triton's kernels: time, and launches by kernel.
+
+    python benchmarks/gpu/launch_cost.py [--tables 26] [--rounds 200]
+
+Without a GPU, Triton compiles for sm_90 and launches into a driver that does nothing: results are garbage, but launches
+and the host's time are those of a GPU, less what its driver would take. A line says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))  # called as a file, Python puts only this folder on the path
+
+BATCH_SIZE, DIM = 8, 64
+NO_GPU = (
+    "No GPU here: Triton compiles for sm_90 and launches into a driver that does nothing, so only the number of "
+    "launches and the host's own time mean something."
+)
+
+
+class _NoDevice:
+    """A Triton driver for an H100 whose launches return at once."""
+
+    class utils:
+        """What the compiler asks a device for."""
+
+        @staticmethod
+        def load_binary(*_: Any) -> tuple[int, int, int, int, int]:
+            return 1, 1, 32, 0, 1024  # module, function, registers, spills, most threads
+
+        @staticmethod
+        def get_device_properties(_: int) -> dict[str, int]:
+            return {"max_shared_mem": 227 << 10, "multiprocessor_count": 132, "warpSize": 32, "max_num_regs": 65536}
+
+    class launcher_cls:
+        """Launches nothing."""
+
+        def __init__(self, *_: Any) -> None: ...
+
+        def __call__(self, *_: Any) -> None: ...
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, _: int) -> int:
+        return 0
+
+    def set_current_device(self, _: int) -> None: ...
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+def _count_launches(launches: Counter[str], seconds: Counter[str]) -> None:
+    """Have every launch counted and timed: kernels' modules name the launcher each for itself."""
+    from tritonemb.kernels import triton_utils
+
+    launch = triton_utils.launch
+
+    def timed(kernel: Any, *args: Any, **options: Any) -> None:
+        begin = time.perf_counter()
+        launch(kernel, *args, **options)
+        seconds[kernel.__name__] += time.perf_counter() - begin
+        launches[kernel.__name__] += 1
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("tritonemb.kernels.") and getattr(module, "launch", None) is launch:
+            module.launch = timed  # type: ignore[attr-defined]
+
+
+def measure(num_tables: int, rounds: int) -> tuple[list[float], Counter[str], Counter[str]]:
+    """Seconds of each step: forward, grouping, backward, update; launches and their seconds, by kernel."""
+    import tritonemb as te
+    from tritonemb.ops.registry import forced
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    tables = [te.TableConfig(f"t{i}", num_embeddings=1000, embedding_dim=DIM) for i in range(num_tables)]
+    collection = te.nn.EmbeddingBagCollection(tables, optimizer=te.optim.RowWiseAdagrad(lr=0.1), device=device)
+    values = torch.randint(1000, (num_tables * BATCH_SIZE,), device=device)
+    batch = te.KeyedJaggedTensor.from_lengths([table.name for table in tables], values, torch.ones_like(values))
+    grad = torch.randn(BATCH_SIZE, num_tables * DIM, device=device)
+    launches, seconds, steps = Counter[str](), Counter[str](), []
+    with forced("triton"):
+        collection(batch).backward(grad)  # compiles
+        _count_launches(launches, seconds)
+        for _ in range(rounds):
+            begin = time.perf_counter()
+            collection(batch).backward(grad)
+            steps.append(time.perf_counter() - begin)
+            if device == "cuda":
+                torch.cuda.synchronize()  # off the clock, so that the host never waits for a full queue
+    return steps, launches, seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Host time and launches of a step of the embeddings.")
+    parser.add_argument("--tables", type=int, default=26)
+    parser.add_argument("--rounds", type=int, default=200)
+    args = parser.parse_args()
+    try:
+        from triton.runtime import driver
+    except ImportError:
+        raise SystemExit("Triton is not installed, so there are no launches to count") from None
+    if not torch.cuda.is_available():
+        print(NO_GPU)
+        driver.set_active(_NoDevice())
+    steps, launches, seconds = measure(args.tables, args.rounds)
+    print(f"{args.tables} tables: {median(steps) * 1e6:.0f} us a step on the host, least {min(steps) * 1e6:.0f}")
+    for kernel, number in launches.most_common():
+        print(f"  {kernel:28}{number / args.rounds:6.1f} launches{seconds[kernel] / args.rounds * 1e6:9.1f} us")
+
+
+if __name__ == "__main__":
+    main()
