@@ -133,11 +133,15 @@ def _match(
         used.setdefault(key, path)
     problems += [
         f"{key} is a table of TorchRec's that this model does not have"
-        for name, of_name in candidates.items()
-        for key in of_name
-        if strict and key not in used and key.split(".")[-3:-2] in ([holder] for holder in _HOLDERS)
+        for key in state_dict
+        if strict and _is_table_of_torchrec(key) and key not in used
     ]
     return found, problems
+
+
+def _is_table_of_torchrec(key: str) -> bool:
+    parts = key.split(".")
+    return len(parts) >= 3 and parts[-1] == "weight" and parts[-3] in _HOLDERS
 
 
 def _misfits(table: _Ours, key: str, value: Any) -> list[str]:
