@@ -127,7 +127,7 @@ def _load_float32(builder: Any, address: Any, dtype: int, lanes: int) -> Any:
 def _splat(builder: Any, value: Any, lanes: int) -> Any:
     undefined = ir.Constant(ir.VectorType(_FLOAT, lanes), ir.Undefined)
     one = builder.insert_element(undefined, value, _INT(0))
-    return builder.shuffleir.VectorType(one, undefined, ir.Constant(ir.VectorType(_INT, lanes), [0] * lanes))
+    return builder.shuffle_vector(one, undefined, ir.Constant(ir.VectorType(_INT, lanes), [0] * lanes))
 
 
 def _loop(builder: Any, count: Any, initial: Any, body: Any) -> Any:
@@ -284,7 +284,7 @@ def _make_dot(dtype: int) -> Any:
                 low = ir.Constant(ir.VectorType(_INT, lanes), list(range(lanes)))
                 high = ir.Constant(ir.VectorType(_INT, lanes), list(range(lanes, 2 * lanes)))
                 total = builder.fadd(
-                    builder.shuffleir.VectorType(total, total, low), builder.shuffleir.VectorType(total, total, high)
+                    builder.shuffle_vector(total, total, low), builder.shuffle_vector(total, total, high)
                 )
             done = builder.mul(num_vectors, _LONG(DOT_LANES))
 
