@@ -1,0 +1,1 @@
+"""Rows with their optimizer state, on any tier: tables, caches, prefetch, lookups and fused updates."""
