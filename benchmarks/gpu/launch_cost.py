@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -66,7 +66,7 @@ class _NoDevice:
         return GPUTarget("cuda", 90, 32)
 
 
-def _count_launches(launches: Counter[str], seconds: Counter[str]) -> None:
+def _count_launches(launches: Counter[str], seconds: defaultdict[str, float]) -> None:
     """Have every launch counted and timed: kernels' modules name the launcher each for itself."""
     from tritonemb.kernels import triton_utils
 
@@ -83,7 +83,7 @@ def _count_launches(launches: Counter[str], seconds: Counter[str]) -> None:
             module.launch = timed  # type: ignore[attr-defined]
 
 
-def measure(num_tables: int, rounds: int) -> tuple[list[float], Counter[str], Counter[str]]:
+def measure(num_tables: int, rounds: int) -> tuple[list[float], Counter[str], defaultdict[str, float]]:
     """Seconds of each step: forward, grouping, backward, update; launches and their seconds, by kernel."""
     import tritonemb as te
     from tritonemb.ops.registry import forced
@@ -94,7 +94,7 @@ def measure(num_tables: int, rounds: int) -> tuple[list[float], Counter[str], Co
     values = torch.randint(1000, (num_tables * BATCH_SIZE,), device=device)
     batch = te.KeyedJaggedTensor.from_lengths([table.name for table in tables], values, torch.ones_like(values))
     grad = torch.randn(BATCH_SIZE, num_tables * DIM, device=device)
-    launches, seconds, steps = Counter[str](), Counter[str](), []
+    launches, seconds, steps = Counter[str](), defaultdict[str, float](float), []
     with forced("triton"):
         collection(batch).backward(grad)  # compiles
         _count_launches(launches, seconds)

@@ -18,8 +18,9 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import pytest
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
@@ -27,7 +28,7 @@ from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from tritonemb.kernels.triton_utils import Launch, recording
+from tritonemb.kernels import triton_utils
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -68,9 +69,21 @@ class Code:
         return self.loads.get(16, 0)
 
 
+class Launch(NamedTuple):
+    """One launch: the kernel and what it is specialised on."""
+
+    kernel: Any
+    args: tuple[Any, ...]
+    constants: dict[str, Any]
+    num_warps: int
+
+
 def record(call: Callable[[], object], target: str = "sm_90") -> list[Launch]:
-    """The launches that `call` makes for `target`; nothing runs."""
-    with recording(TARGETS[target].warp_size) as launches:
+    """The launches that `call` makes for `target`; nothing runs, so outputs stay unwritten."""
+    launches: list[Launch] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton_utils, "instead_of_launching", lambda *launch: launches.append(Launch(*launch)))
+        patch.setattr(triton_utils, "_lanes", TARGETS[target].warp_size)
         call()
     return launches
 

@@ -12,13 +12,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tritonemb.kernels.triton_utils import CODES, Launch, interpreting, jit, launch, tl
+from tritonemb.kernels.triton_utils import CODES, interpreting, jit, launch, tl
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 if interpreting():
     pytest.skip("kernels are interpreted in this process, so there is nothing to compile", allow_module_level=True)
 
 from tests.kernels import ahead_of_time
+from tests.kernels.ahead_of_time import Launch
 from tests.kernels.ahead_of_time_cases import CASES, Case
 
 # 128 registers a thread leave room for 16 warps a processor; a gather needs no more to keep its memory busy.

@@ -211,24 +211,33 @@ def build_vocabulary(
     path = Path(path)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path.parent}: no such folder to write {path.name} to")
-    counters = {name: _Counter(capacity) for name in log.schema.sparse}
+    tables: dict[str, list[Any]] = {name: [] for name in log.schema.sparse}
+    forgotten = dict.fromkeys(tables, 0)
     report = ReadReport()
 
     def count(batch: Any) -> dict[str, Any]:
-        return {name: _counted(batch.column(name)) for name in counters}
+        return {name: _counted(batch.column(name)) for name in tables}
+
+    def merge(name: str, most_pending: int) -> None:
+        if sum(table.num_rows for table in tables[name][1:]) > most_pending:
+            table, lost = _summed(tables[name], capacity)
+            tables[name], forgotten[name] = [table], forgotten[name] + lost
 
     with closing(log.scan("train", count)) as blocks:
         for block in blocks:
             report = merged(report, block.report)
             for name, table in block.rows.items():
-                counters[name].add(table)
+                tables[name] += [table] if table.num_rows else []
+                merge(name, max(capacity // 2, 1))
             if progress is not None:
                 progress(report.rows)
     if report.rows == 0:
         raise ValueError(f"data set {log.name!r}: there are no train rows to make a vocabulary of")
-    sizes = _save(path, counters, min_count, max_size)
-    forgotten = {name: counter.forgotten for name, counter in counters.items() if counter.forgotten}
-    return VocabularyReport(report.rows, report.skipped, sizes, forgotten)
+    for name, found in tables.items():
+        if found:
+            merge(name, -1)
+    sizes = _save(path, tables, min_count, max_size)
+    return VocabularyReport(report.rows, report.skipped, sizes, {name: n for name, n in forgotten.items() if n})
 
 
 def _counted(array: Any) -> Any:
@@ -241,59 +250,32 @@ def _counted(array: Any) -> Any:
     return pa.table({"value": found.field("values"), "count": found.field("counts")})
 
 
-class _Counter:
-    """How often each value of one feature occurs. With more than `capacity` distinct values, the rarest so far are
-    forgotten; counts are then too low by `forgotten` at most."""
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._tables: list[Any] = []
-        self._num_pending = 0
-        self.integers = True
-        self.forgotten = 0
-
-    def add(self, table: Any) -> None:
-        """Take what `_counted` gave of a chunk."""
-        if not table.num_rows:
-            return
-        self.integers = not is_text(table["value"].type)
-        self._tables.append(table)
-        self._num_pending += table.num_rows
-        if self._num_pending > max(self._capacity // 2, 1):
-            self._merge()
-
-    def most_frequent(self, min_count: int, max_size: int | None) -> Any:
-        """A table of value and count, by descending count and then by value."""
-        if not self._tables:
-            return pa.table({"value": [], "count": []})
-        self._merge()
-        table = self._tables[0].filter(compute.greater_equal(self._tables[0]["count"], min_count))
-        return table.sort_by([("count", "descending"), ("value", "ascending")]).slice(0, max_size)
-
-    def _merge(self) -> None:
-        table = pa.concat_tables(self._tables).group_by("value", use_threads=False).aggregate([("count", "sum")])
-        table = table.rename_columns({"count_sum": "count"})
-        if table.num_rows > self._capacity:
-            counts = table["count"].to_numpy()
-            order = np.argsort(-counts, kind="stable")
-            self.forgotten += int(counts[order[self._capacity]])
-            table = table.take(pa.array(np.sort(order[: self._capacity])))
-        self._tables, self._num_pending = [table], 0
+def _summed(tables: Sequence[Any], capacity: int) -> tuple[Any, int]:
+    """One table of values and counts, without the rarest of more than `capacity`; and the largest count left out."""
+    table = pa.concat_tables(tables).group_by("value", use_threads=False).aggregate([("count", "sum")])
+    table = table.rename_columns({"count_sum": "count"})
+    if table.num_rows <= capacity:
+        return table, 0
+    counts = table["count"].to_numpy()
+    order = np.argsort(-counts, kind="stable")
+    return table.take(pa.array(np.sort(order[:capacity]))), int(counts[order[capacity]])
 
 
-def _save(path: Path, counters: Mapping[str, _Counter], min_count: int, max_size: int | None) -> dict[str, int]:
+def _save(path: Path, tables: Mapping[str, list[Any]], min_count: int, max_size: int | None) -> dict[str, int]:
     """Write a vocabulary, at once and whole; returns each feature's number of ids, 0 for missing among them."""
     types = (pa.string(), pa.large_string(), pa.int64(), pa.int64())
-    kinds = {name: "integer" if counter.integers else "string" for name, counter in counters.items()}
+    is_string = {name: bool(found) and is_text(found[0]["value"].type) for name, found in tables.items()}
+    kinds = {name: "string" if text else "integer" for name, text in is_string.items()}
     schema = pa.schema(list(zip(COLUMNS, types, strict=True)), {METADATA: json.dumps(kinds).encode()})
-    sizes = {}
+    sizes = dict.fromkeys(tables, 1)
     with written_aside(path) as part, parquet.ParquetWriter(part, schema, compression="zstd") as writer:
-        for name, counter in counters.items():
-            found = counter.most_frequent(min_count, max_size)
-            sizes[name] = found.num_rows + 1
-            if found.num_rows:
-                names, ids = [name] * found.num_rows, np.arange(1, sizes[name])
-                columns = {"feature": names, "value": found["value"], "id": ids, "count": found["count"]}
+        for name, found in tables.items():
+            for table in found:
+                kept = table.filter(compute.greater_equal(table["count"], min_count))
+                kept = kept.sort_by([("count", "descending"), ("value", "ascending")]).slice(0, max_size)
+                sizes[name] += kept.num_rows
+                names, ids = pa.array([name] * kept.num_rows, pa.string()), np.arange(1, sizes[name])
+                columns = {"feature": names, "value": kept["value"], "id": ids, "count": kept["count"]}
                 writer.write_table(pa.table(columns).cast(schema))
     return sizes
 

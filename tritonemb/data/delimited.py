@@ -69,9 +69,12 @@ class CsvFormat:
         self._types = dict.fromkeys(schema.columns(labelled), pa.float64())
         self._types |= {name: pa.int64() if name in schema.integers else pa.string() for name in schema.sparse}
 
-    def arrow_types(self) -> dict[str, Any]:
-        """The smallest `pyarrow` types that hold the columns."""
-        return self._types | ({self.schema.label: pa.int8()} if self.labelled else {})
+    def arrow_schema(self) -> Any:
+        """The columns of the schema in the smallest types that hold them, a `pyarrow.Schema`."""
+        kinds = self._types | {self.schema.label: pa.int8()}
+        if not self.quote:
+            kinds |= dict.fromkeys(CATEGORIES, pa.uint32())
+        return pa.schema([(name, kinds[name]) for name in self.schema.columns(self.labelled)])
 
     def read(self, lines: Text, accepted: bool = False) -> Any:
         """A `pyarrow.RecordBatch` of some lines without blank ones; None if one may not be acceptable, unless all have
@@ -156,10 +159,6 @@ class CriteoFormat(CsvFormat):
         self._line = re.compile(rb"\t".join(pattern for pattern, _ in self._rules))
         self._types = {name: pa.binary() if name in CATEGORIES else pa.int64() for name in self.columns}
 
-    def arrow_types(self) -> dict[str, Any]:
-        kinds = {LABEL: pa.int8()} | dict.fromkeys(CATEGORIES, pa.uint32())
-        return {name: kinds.get(name, pa.int64()) for name in self.columns}
-
     def read(self, lines: Text, accepted: bool = False) -> Any:
         """pyarrow also takes blank lines, blanks, hexadecimal integers, and more than 18 digits if the first ones are
         zeros. All of these make the text longer than its values have to be, but for hexadecimal integers from 10^10."""
@@ -221,9 +220,8 @@ def hexadecimal(array: Any) -> tuple[Any, int]:
     digits = data
     if not (full | missing).all():  # zeros before the digits
         digits = np.full(8 * len(lengths), ord("0"), dtype=np.uint8)
-        digits[np.repeat(8 * np.arange(1, len(lengths) + 1) - ends[1:] + ends[0], lengths) + np.arange(len(data))] = (
-            data
-        )
+        shifts = np.arange(8, 8 * len(lengths) + 8, 8) - (ends[1:] - ends[0])
+        digits[np.repeat(shifts, lengths) + np.arange(len(data))] = data
         full = np.ones(len(lengths), dtype=bool)
     try:
         found = np.frombuffer(binascii.unhexlify(digits), ">u4").astype(np.uint32)

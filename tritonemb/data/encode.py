@@ -99,9 +99,6 @@ _INFINITE = 2.0**128 - 2.0**103  # from here on, numbers are rounded to infinity
 _LOGARITHMS = np.log1p(np.arange(1 << 12)).astype(np.float32)
 _TEXT = ("string", "large_string", "binary", "large_binary")
 
-Wrong = tuple[str, str, Array]
-"""A column, what was expected in it, and the rows (bool `[N]`) that have something else."""
-
 
 def is_list(kind: Any) -> bool:
     """Whether a `pyarrow` type is one of lists."""
@@ -155,9 +152,10 @@ def scaled(found: Array, logarithmic: bool) -> Array:
     return logarithms
 
 
-def wrong_values(batch: Any, schema: Schema) -> list[Wrong]:
-    """What is wrong in some rows of a `pyarrow.RecordBatch` with some of a schema's columns."""
-    wrong: list[Wrong] = []
+def wrong_values(batch: Any, schema: Schema) -> list[tuple[str, str, Array]]:
+    """Of a `pyarrow.RecordBatch` with some of a schema's columns, those that have something wrong: their name, what was
+    expected, and the rows (bool `[N]`) that have something else."""
+    wrong: list[tuple[str, str, Array]] = []
     if schema.label in batch.schema.names:
         label = batch.column(schema.label)
         bad = ~np.isin(numbers(label), (0, 1)) | missing_of(label.cast(decoded(label.type)))

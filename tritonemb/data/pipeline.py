@@ -93,16 +93,13 @@ class ShuffleBuffer:
     stop: Place
 
 
-Order = Callable[[int, int], Array | None]
-"""The order of a buffer's rows, from their number and the buffer's; None keeps it."""
-
-
 def shuffle_buffers(
-    blocks: Iterable[Block], num_rows: int, order: Order, start: Place, number: int
+    blocks: Iterable[Block], num_rows: int, order: Callable[[int, int], Array | None], start: Place, number: int
 ) -> Iterator[ShuffleBuffer]:
     """The blocks' rows from `start` on in buffers of `num_rows`, the last one smaller; `number` is that of the first.
 
     All rows of a buffer are put in order at once: batch by batch, every one of them would be looked for in memory.
+    `order` is called with their number and that of the buffer; None keeps them as they are.
     ValueError if there are fewer rows than `start.skip`.
     """
     pieces: list[Rows] = []

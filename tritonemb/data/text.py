@@ -71,8 +71,7 @@ class TextSource:
 
     def arrow_schema(self) -> Any:
         """The used columns, a `pyarrow.Schema`."""
-        kinds = self._form.arrow_types()
-        return pa.schema([(name, kinds[name]) for name in self.schema.columns() if name in kinds])
+        return self._form.arrow_schema()
 
     def sizes(self) -> list[int]:
         """Bytes of the texts; of a compressed file all of them are unpacked for it."""

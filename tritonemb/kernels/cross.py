@@ -2,13 +2,11 @@
 
     out = x_0 ⊙ (u + b) + x_l        u = U (V x_l), the product of the layer's matrices, by cuBLAS
 
-    grad u = grad ⊙ x_0      grad x_0 = grad ⊙ (u + b)      grad x_l = grad      grad b = Σ_rows grad ⊙ x_0
+    grad u = grad ⊙ x_0      grad x_0 = grad ⊙ (u + b)      grad x_l = grad, as it is      grad b = Σ_rows grad ⊙ x_0
 
-`grad x_l` is the output's gradient itself: nothing is computed, nothing is copied. The bias's gradient is summed in two
-stages with a fixed order: runs of rows whose length depends on the number of rows alone, then the runs. All
-arithmetic is float32; a result is rounded once.
-
-The floor, for `e` bytes an element: forward `4 e B W` bytes, backward `5 e B W`, two operations an element each.
+The bias's gradient is summed in two stages with a fixed order: runs of rows whose length depends on the number of rows
+alone, then the runs. All arithmetic is float32; a result is rounded once.
+Bytes, for `e` an element: forward `4 e B W`, backward `5 e B W`, for two operations an element each.
 """
 
 from __future__ import annotations

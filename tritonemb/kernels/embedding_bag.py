@@ -3,17 +3,14 @@
 Pooled: `out[b, column(l) : column(l) + dim(l)] = scale · Σ_p s_p · W_l[values_p]` over the positions `p` of bag
 `(key(l), b)`, for every lookup `l`; `s` are the per-sample weights (1 if absent), `scale` is 1 (sum) or 1 / bag length
 (mean); an empty bag is zero. Not pooled: `out[p, : dim] = s_p · W[values_p]`, zeros to the right of narrower tables.
-
-Sums are float32 in the order of positions, whatever the tile, so a bag has the same bits on every device. A row that an
-id out of range asks for is zero.
-
+A row that an id out of range asks for is zero. Sums are float32 in the order of positions, whatever the tile: a bag has
+the same bits on every device.
 Bytes: `B · width · output size` written, `N · dim · element size` of rows and `8 · N` of ids read.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,18 +25,18 @@ from tritonemb.kernels.triton_utils import (
     BAD_OFFSETS,
     CODES,
     NUM_ROWS,
+    alignment_of,
     bits_of,
+    by_dtype,
     cdiv,
-    error_word,
+    error_args,
     field_at,
     jit,
     lanes,
     last_at_most,
     launch,
-    names_of,
     narrow,
     next_power_of_2,
-    on_device,
     pointer_to,
     poll,
     report,
@@ -288,32 +285,13 @@ def choose_tile(max_dim: int, item_size: int, mean_length: float) -> Tile:
     return Tile(rows, block, min(unroll, max(1, (MAX_ELEMENTS if is_long else MAX_SUMS) // sums)), num_warps)
 
 
-def alignment_of(tensors: Sequence[Tensor], dims: Iterable[int] = ()) -> int:
-    """The largest power of two, up to 16, that divides the addresses of all rows, and multiples of `dims`, in bytes."""
-    item_size = tensors[0].element_size()
-    sizes = [tensor.shape[-1] * item_size for tensor in tensors] + [dim * item_size for dim in dims]
-    return math.gcd(16, *sizes, *(tensor.data_ptr() for tensor in tensors))
-
-
-def by_dtype(weights: Sequence[Tensor], device: torch.device) -> Iterator[tuple[list[Tensor], Tensor]]:
-    """Tables of each dtype, and the addresses int64 `[T]` of all tables with 0 for those of other dtypes.
-
-    Tables lie on `device`, or in pinned memory of its host.
-    """
-    assert all(weight.is_contiguous() for weight in weights)
-    for dtype in dict.fromkeys(weight.dtype for weight in weights):
-        mine = [weight for weight in weights if weight.dtype == dtype]
-        yield mine, on_device([w.data_ptr() if w.dtype == dtype else 0 for w in weights], device)
-
-
 def embedding_bag(
     weights: Sequence[Tensor], values: Tensor, offsets: Tensor, sample_weights: Tensor | None, layout: Layout,
     check_bounds: bool = True, output_dtype: torch.dtype = torch.float32,
 ) -> Tensor:  # fmt: skip
-    """One launch for all tables of one dtype. Arguments and result as in the reference.
+    """One launch for all tables of one dtype, on `values`' device or in its pinned memory. Otherwise as the reference.
 
-    An id out of range reads as zero. It is raised at once where kernels are interpreted, and on a GPU by the next
-    lookup or update, or by `check_errors`.
+    An id out of range reads as zero; on a GPU the next lookup or update, or `check_errors`, raises it.
     """
     device = values.device
     poll(device)
@@ -322,25 +300,22 @@ def embedding_bag(
     values, offsets = values.contiguous(), offsets.contiguous()
     scales = None if sample_weights is None else sample_weights.to(torch.float32).contiguous()
     assert layout.pooled or layout.multiplicity <= 1
-    num_rows = batch_size if layout.pooled else num_values
-    out = torch.empty(num_rows, layout.width, dtype=output_dtype, device=device)
+    out = torch.empty(batch_size if layout.pooled else num_values, layout.width, dtype=output_dtype, device=device)
     if not layout.pooled and layout.lookups.shape[0] < num_keys:
         out.zero_()  # keys that nobody looks up
     if batch_size * num_keys == 0:
         return out.zero_()
-    word = error_word(device)
     for tables, addresses in by_dtype(weights, values.device):
         max_dim = max(table.shape[1] for table in tables)
         # Columns of the output follow the dims of all tables.
         align = alignment_of(tables, (weight.shape[1] for weight in weights))
-        step = align // tables[0].element_size()
         args = (
-            addresses, layout.tables, layout.lookups, layout.key_starts, values, offsets, scales, bits_of(out), *word,
-            names_of(layout, device), batch_size,
+            addresses, layout.tables, layout.lookups, layout.key_starts, values, offsets, scales, bits_of(out),
+            *error_args(layout, device), batch_size,
         )  # fmt: skip
         options = {
-            "CODE": CODES[tables[0].dtype], "OUT_CODE": CODES[output_dtype], "ALIGN": align, "STEP": step,
-            "WEIGHTED": scales is not None, "CHECK": check_bounds,
+            "CODE": CODES[tables[0].dtype], "OUT_CODE": CODES[output_dtype], "ALIGN": align,
+            "STEP": align // tables[0].element_size(), "WEIGHTED": scales is not None, "CHECK": check_bounds,
         }  # fmt: skip
         if layout.pooled:
             tile = choose_tile(max_dim, tables[0].element_size(), num_values / max(1, batch_size * num_keys))
@@ -373,14 +348,13 @@ def sample_weight_gradient(
     for tables, addresses in by_dtype(weights, values.device):
         max_dim = max(table.shape[1] for table in tables)
         align = alignment_of(tables, (weight.shape[1] for weight in weights))
-        step = align // tables[0].element_size()
         tile = choose_tile(max_dim, tables[0].element_size(), 1.0)
         launch(
             _sample_weight_gradient_kernel, (cdiv(values.numel(), tile.rows),), addresses, layout.tables,
             layout.lookups, layout.key_starts, values, offsets, bits_of(grad), out, batch_size, num_keys,
             values.numel(), layout.multiplicity, layout.width, max_dim, CODE=CODES[tables[0].dtype],
-            GRAD_CODE=CODES[grad.dtype], ALIGN=align, STEP=step, POOLED=layout.pooled, ROWS=tile.rows,
-            BLOCK=tile.block, num_warps=tile.num_warps,
+            GRAD_CODE=CODES[grad.dtype], ALIGN=align, STEP=align // tables[0].element_size(), POOLED=layout.pooled,
+            ROWS=tile.rows, BLOCK=tile.block, num_warps=tile.num_warps,
         )  # fmt: skip
     return out
 

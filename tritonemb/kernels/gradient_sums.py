@@ -107,11 +107,10 @@ def add_gradients(
 
 @jit
 def _find_piece(window, slot, starts, num_groups):
-    """The piece that belongs in slot 0 or 1 of a window of PIECE entries: its group, its row's begin and end, its first
-    entry, and whether there is one.
+    """The piece in slot 0 or 1 of a window: its group, its row's begin and end, its first entry, whether there is one.
 
-    At most two pieces of long rows begin in a window: one of the row that the window's first entry is part of, and one
-    of a row that begins further on and does not end in the window.
+    At most two pieces of long rows begin in a window of PIECE entries: one of the row of the window's first entry, and
+    one of a row that begins further on and does not end in the window.
     """
     count = tl.load(num_groups).to(tl.int32)
     window_begin = window * PIECE_SIZE

@@ -1,18 +1,17 @@
 """DLRM's feature interaction: the dense vector, then the dot products of all pairs of a sample's vectors.
 
 With `x_0` a sample's dense vector and `x_1 .. x_F` its pooled rows, all of dim `D` (Naumov et al., arXiv:1906.00091,
-section 2):
+section 2), and `G` the symmetric matrix of the products' gradients, zeros on its diagonal:
 
     out = [x_0, x_1·x_0, x_2·x_0, x_2·x_1, x_3·x_0, ..]         D + F (F + 1) / 2 numbers
     grad x_i = Σ_j G_ij x_j, plus the first D gradients for x_0
 
-where the symmetric `G` holds the products' gradients, zeros on its diagonal. Vectors are read where they lie; neither
-the vectors side by side nor the `F + 1` by `F + 1` matrices are ever in memory. Sums are float32; an output is rounded
-once, to the inputs' dtype. One sample's bits depend on nothing else in the batch, and nothing is added atomically.
+Vectors are read where they lie; neither they side by side nor the matrices are ever in memory. Sums are float32,
+without atomics; an output is rounded once, to the inputs' dtype. A sample's bits depend on nothing else in the batch.
 
-The floor, for `e` bytes an element and `n = F + 1`: forward `B e (n D + D + P)` bytes for `B n² D` multiply-adds, of
-which half are needed; backward `B e (2 n D + D + P)` bytes for `B n² D`. For 27 vectors of 128 bfloat16: 7.9 KB and
-15 KB a sample, 24 and 13 operations a byte, so that with tensor cores both are bound by memory.
+Bytes, for `e` an element and `n = F + 1`: forward `B e (n D + D + P)` for `B n² D` multiply-adds, of which half are
+needed; backward `B e (2 n D + D + P)` for `B n² D`. For 27 vectors of 128 bfloat16: 7.9 KB and 15 KB a sample, 24 and
+13 operations a byte, so that with tensor cores both are bound by memory.
 """
 
 from __future__ import annotations

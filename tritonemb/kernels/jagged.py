@@ -27,12 +27,11 @@ from tritonemb.kernels.triton_utils import (
     BAD_ID,
     INTEGERS,
     cdiv,
-    error_word,
+    error_args,
     interpreting,
     jit,
     last_at_most,
     launch,
-    names_of,
     next_power_of_2,
     poll,
     report,
@@ -251,18 +250,14 @@ def _drop_padding_kernel(
 
 
 def drop_padding(values: Tensor, offsets: Tensor, padding_idx: int, layout: Layout) -> Tensor:
-    """One launch. Arguments and result as in the reference.
-
-    An id out of range is raised at once where kernels are interpreted, and on a GPU by the next lookup or update, or by
-    `check_errors`.
-    """
+    """One launch, as the reference; on a GPU the next lookup or update, or `check_errors`, raises a bad id."""
     device = values.device
     poll(device)
     values, offsets = values.contiguous(), offsets.contiguous()
     out = torch.empty_like(values)
     launch(
-        _drop_padding_kernel, (cdiv(values.numel(), BLOCK),), values, offsets, out, *error_word(device),
-        names_of(layout, device), padding_idx, layout.num_rows, values.numel(), offsets.numel() - 1, BLOCK=BLOCK,
+        _drop_padding_kernel, (cdiv(values.numel(), BLOCK),), values, offsets, out, *error_args(layout, device),
+        padding_idx, layout.num_rows, values.numel(), offsets.numel() - 1, BLOCK=BLOCK,
     )  # fmt: skip
     if device.type != "cuda":
         poll(device)

@@ -3,15 +3,14 @@
 `packing` says where each column goes (`kernels/packing.py`). An element `x` of the matrix travels as
 `code(float32(x) · scale)` and arrives as `value(code) · (1 / scale)`; `scale` is a loss scale, 1 if absent.
 
-- "fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2": to nearest, ties to even. What is finite stays finite: it saturates at
-  the largest value. NaN stays NaN, infinities stay infinite (e4m3 has none: NaN), as PyTorch's casts have it.
+- "fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2": to nearest, ties to even. What is finite saturates at the largest
+  value. NaN stays NaN, infinities stay infinite (e4m3 has none: NaN), as PyTorch's casts have it.
 - "int8": row-wise, each row of a piece by itself, as FBGEMM's fused 8-bit rows (Guan et al., 2019, and
   `FloatToFused8BitRowwiseQuantized`): offset = min, scale = (max - min) / 255, code = round((x - min) · 255 / (max -
   min)); it arrives as `code · scale + offset`. Magnitudes saturate at 2^125, so that ranges are finite. A range below
   255 / (largest float32) counts as 0. A row with a NaN or an infinity arrives as NaN: its codes could hide them.
 
 Each element that is finite and saturates, on either side, adds 1 to `saturated` (int64).
-
 Bytes: `R · width · (element size + code size)`, and with "int8" 8 for each row of a piece.
 """
 

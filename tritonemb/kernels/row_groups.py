@@ -7,9 +7,8 @@
 
 `N` is the number of values times the most lookups of one key, a size known without looking at data. Behind the valid
 part stand the total number of rows, empty segments and -1. Ids out of range are left out.
-
-Three steps, none of which waits: linear rows, a stable sort, segments. Bytes: ids read once, 8 · N; 20 · N written; the
-sort moves 8 to 12 bytes a pass and id.
+Three steps, none of which waits: linear rows, a stable sort, segments.
+Bytes: `8 · N` of ids read; `20 · N` written; the sort moves 8 to 12 bytes a pass and id.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from tritonemb import errors
-from tritonemb.kernels.embedding_bag import alignment_of, by_dtype
 from tritonemb.kernels.gradient_sums import (
     PIECE_SIZE,
     add_gradients,
@@ -47,13 +46,14 @@ from tritonemb.kernels.triton_utils import (
     ROW_DIM,
     ROW_ORIGIN,
     SEED,
+    alignment_of,
+    by_dtype,
     cdiv,
-    error_word,
+    error_args,
     field_at,
     jit,
     lanes,
     launch,
-    names_of,
     narrow,
     next_power_of_2,
     num_programs,
@@ -193,8 +193,7 @@ def row_update_(
 ) -> None:  # fmt: skip
     """Find bags, place the gradients, sum the pieces of long rows, update. Arguments as in the reference.
 
-    A gradient that is not finite, where that must be raised, leaves every table as it was; it is raised at once where
-    kernels are interpreted, and on a GPU by the next lookup or update, or by `check_errors`.
+    On a GPU the next lookup or update, or `check_errors`, raises a gradient that is not finite; no table changes.
     """
     device, h = grad.device, Hyperparameters(*hyperparameters)
     assert step.dim() == 0 or step.shape == (len(weights),)
@@ -216,7 +215,7 @@ def row_update_(
     args = (
         layout.tables, rows, starts, num_groups, *placed, learning_rate, step.contiguous(),
         _corrections(optimizer, h, step), on_device(constants_of(h), device, torch.float32), skipped, bad_row,
-        *error_word(device), names_of(layout, device), num_tables, h.max_gradient,
+        *error_args(layout, device), num_tables, h.max_gradient,
     )  # fmt: skip
     pointers = [state.data_ptr() for state in states] + [0] * (2 * num_tables - len(states))
     kinds = [int(spec.per_element) + 1 for spec in OPTIMIZERS[optimizer].states] + [0, 0]
@@ -252,9 +251,7 @@ def _tile_rows(optimizer: str, dtype: torch.dtype, align: int, block: int) -> in
 
 
 def _corrections(optimizer: str, h: Hyperparameters, step: Tensor) -> Tensor | None:
-    """float32 `[2]`, or `[T, 2]` for `T` steps: 1 - beta^t of Adam's two moments, for the step that comes; no host ever
-    learns t.
-    """
+    """float32 `[2]`, or `[T, 2]` for `T` steps: 1 - beta^t of Adam's two moments for the coming step, on the device."""
     if not OPTIMIZERS[optimizer].corrects_bias:
         return None
     betas = on_device([h.beta1, h.beta2], step.device, torch.float64)

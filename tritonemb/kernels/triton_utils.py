@@ -1,12 +1,10 @@
 """What all Triton kernels share.
 
-- Triton itself and the launch of every kernel. Where Triton has no wheel, kernels still import, as plain functions that
-  nobody can launch, and references serve.
-- Numbers that recur, such as tables' addresses, as tensors on the device: one launch reads any number of separate
-  tables, in pinned host memory too (unified addressing).
-- Floats of 32, 16 and 8 bits by address. 8 and 16 bit floats travel as integers and are widened and narrowed by hand:
-  exactly, and alike on every target (sm_80 has no e4m3, the interpreter no bfloat16). Sums with one order.
-- `Layout.tables`: the table of a linear row, and pointers to a table's fields.
+- Triton and the launch of every kernel. Where it has no wheel, kernels import as plain functions; references serve.
+- Numbers that recur, such as tables' addresses, on the device: one launch reads any number of separate tables, in
+  pinned host memory too (unified addressing).
+- Floats by address: 8 and 16 bit floats travel as integers and are widened and narrowed by hand, exactly, and alike on
+  every target (sm_80 has no e4m3, the interpreter no bfloat16). Sums with one order. Fields of `Layout.tables`.
 - The error word: what a kernel on a GPU found wrong, without making the host wait. The first finding takes a lock on
   the device and writes one record into pinned host memory; later ones are dropped until it has been raised. The host
   reads that memory at every lookup and update, and raises; `check_errors` waits for the device first.
@@ -16,11 +14,12 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -58,16 +57,7 @@ def jit(function: Any = None, *, varying: Sequence[str] = ()) -> Any:
     return triton.jit(function, do_not_specialize=list(varying) or None)
 
 
-class Launch(NamedTuple):
-    """One launch, as ahead-of-time compilation needs it: the kernel and what it is specialised on."""
-
-    kernel: Any
-    args: tuple[Any, ...]
-    constants: dict[str, Any]
-    num_warps: int
-
-
-_recorded: list[Launch] | None = None
+instead_of_launching: Callable[..., None] | None = None  # compilation ahead of time only notes launches
 _lanes = 64 if torch.version.hip else 32
 
 
@@ -77,12 +67,9 @@ def interpreting() -> bool:
 
 
 def launch(kernel: Any, grid: Sequence[int], *args: Any, num_warps: int = 4, **constants: Any) -> None:
-    """Run `kernel` over `grid` on its tensors' device.
-
-    Products and sums stay apart (no fused multiply-add), so that bits do not depend on the compiler's taste.
-    """
-    if _recorded is not None:
-        _recorded.append(Launch(kernel, args, constants, num_warps))
+    """Run `kernel` over `grid` on its tensors' device, without fused multiply-adds: bits depend on no compiler."""
+    if instead_of_launching is not None:
+        instead_of_launching(kernel, args, constants, num_warps)
         return
     if 0 in grid:
         return
@@ -98,20 +85,6 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
 def lanes() -> int:
     """Threads of a warp: 32, or 64 on AMD's processors."""
     return _lanes
-
-
-@contextmanager
-def recording(lanes: int = 32) -> Iterator[list[Launch]]:
-    """Note launches for a GPU with warps of `lanes` instead of running them: outputs stay unwritten.
-
-    For compilation ahead of time.
-    """
-    global _recorded, _lanes
-    before, _recorded, _lanes = (_recorded, _lanes), [], lanes
-    try:
-        yield _recorded
-    finally:
-        _recorded, _lanes = before
 
 
 def num_programs(device: torch.device, per_processor: int) -> int:
@@ -169,6 +142,21 @@ def on_device(numbers: Sequence[float], device: torch.device, dtype: torch.dtype
             stream.wait_event(upload.done)
             upload.tensor.record_stream(stream)
         return upload.tensor
+
+
+def alignment_of(tensors: Sequence[Tensor], dims: Iterable[int] = ()) -> int:
+    """The largest power of two, up to 16, that divides the addresses of all rows, and multiples of `dims`, in bytes."""
+    item_size = tensors[0].element_size()
+    sizes = [tensor.shape[-1] * item_size for tensor in tensors] + [dim * item_size for dim in dims]
+    return math.gcd(16, *sizes, *(tensor.data_ptr() for tensor in tensors))
+
+
+def by_dtype(weights: Sequence[Tensor], device: torch.device) -> Iterator[tuple[list[Tensor], Tensor]]:
+    """Tables of each dtype, and the addresses int64 `[T]` of all tables with 0 for those of other dtypes."""
+    assert all(weight.is_contiguous() for weight in weights)
+    for dtype in dict.fromkeys(weight.dtype for weight in weights):
+        mine = [weight for weight in weights if weight.dtype == dtype]
+        yield mine, on_device([w.data_ptr() if w.dtype == dtype else 0 for w in weights], device)
 
 
 FLOAT32, FLOAT16, BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2 = (tl.constexpr(code) for code in range(5))
@@ -261,10 +249,7 @@ def row_sum(x, ROWS: tl.constexpr, SIZE: tl.constexpr):
 
 @jit
 def last_at_most(ascending, count, wanted, STRIDE: tl.constexpr = 1):
-    """For each of `wanted`, the index of the last of `count` ascending values that is not above it; at least 0.
-
-    The values stand STRIDE elements apart.
-    """
+    """For each of `wanted`, the last of `count` ascending values, STRIDE apart, that is not above it; at least 0."""
     low = (wanted * 0).to(tl.int32)
     high = low + count
     size = tl.full((), 0, tl.int32) + count
@@ -363,17 +348,17 @@ def _number(table_names: str, feature_names: str) -> int:
     return len(_names) - 1
 
 
-def names_of(layout: Layout, device: torch.device) -> Tensor:
-    """int64 `[1]` on `device`: by which the host finds the names of this layout's tables and features again."""
-    return on_device([_number(layout.table_names, layout.feature_names)], device)
-
-
 @functools.cache
 def error_word(device: torch.device) -> ErrorWord:
     """The one error word of a device."""
     with torch.inference_mode(False):  # it outlives whatever mode it is first asked for in
         lock = torch.zeros(1, dtype=torch.int32, device=device)
         return ErrorWord(lock, torch.zeros(_FIELDS, dtype=torch.int64, pin_memory=device.type == "cuda"))
+
+
+def error_args(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """What `report` takes: lock, record, and int64 `[1]` by which the host finds the layout's names again."""
+    return *error_word(device), on_device([_number(layout.table_names, layout.feature_names)], device)
 
 
 def poll(device: torch.device) -> None:

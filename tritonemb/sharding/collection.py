@@ -100,8 +100,7 @@ class ShardedCollection(nn.Module):
         cached = [each for each in self.placement.shards if self.configs[each.table].placement != "device"]
         replicated = any(each.scheme == "replicated" for each in cached) and self.groups.world.size > 1
         copied = any(each.scheme != "replicated" for each in cached) and self._sync_replicas
-        world = self.groups.world_for_prefetch() if replicated else None
-        return world, self.groups.replicas_for_prefetch() if copied else None
+        return self.groups.for_prefetch(replicated, copied)
 
     def _make_lookups(self) -> list[ShardedLookup]:
         """Lookups of shards that are not replicated, and how their rows return."""

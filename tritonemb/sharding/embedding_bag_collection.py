@@ -40,7 +40,9 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
     def _make_lookups(self) -> list[ShardedLookup]:
         groups, place = self.groups, self.placement
         rank, ranks = groups.shards.rank, range(groups.shards.size)
-        self._columns, self._mean_of = self._order_of_columns(), self._columns_by_mean()
+        columns = place.columns((*EXCHANGED, "replicated"))
+        self._columns = None if columns == sorted(columns) else torch.tensor(columns)
+        self._mean_of = self._columns_by_mean()
         self._exchanges: list[PooledExchange] = []
         self._schemes: list[tuple[list[TableSet], Exchange]] = []  # table sets, and what exchanges their columns
         for scheme in EXCHANGED:
@@ -59,11 +61,6 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             return []
         ids = IdExchange(groups.ids, place.routes, self.bounds_check == "raise", means=self._routes_of_means())
         return [ShardedLookup(ids, [each for tables, _ in self._schemes for each in tables])]
-
-    def _order_of_columns(self) -> Tensor | None:
-        """For each column of the result, its column in the results of all schemes side by side; None if the same."""
-        columns = self.placement.columns((*EXCHANGED, "replicated"))
-        return None if columns == sorted(columns) else torch.tensor(columns)
 
     def _make_hierarchical(self, runs: list[list[ColumnRange]]) -> None:
         """Two exchanges: inside the node, which adds, and across nodes, between ranks with the same local rank."""

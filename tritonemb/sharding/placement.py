@@ -172,14 +172,15 @@ class ShardGroups(NamedTuple):
             world.subgroup(list(zip(*copies, strict=True))),
         )  # fmt: skip
 
-    def world_for_prefetch(self) -> RankGroup:
-        """As `world`, for prefetches; all ranks make it together."""
-        return self.ids if self.replicas.size == 1 else self.world.duplicate(backend="gloo")
-
-    def replicas_for_prefetch(self) -> RankGroup:
-        """As `replicas`, for prefetches; all ranks make it together."""
-        size = self.shards.size
-        return self.world.subgroup([range(rank, self.world.size, size) for rank in range(size)], backend="gloo")
+    def for_prefetch(self, world: bool, replicas: bool) -> tuple[RankGroup | None, RankGroup | None]:
+        """As `world` and `replicas`, for prefetches, those that are wanted; all ranks make them together."""
+        size, of_world, of_replicas = self.shards.size, None, None
+        if world:
+            of_world = self.ids if self.replicas.size == 1 else self.world.duplicate(backend="gloo")
+        if replicas:
+            sets = [range(rank, self.world.size, size) for rank in range(size)]
+            of_replicas = self.world.subgroup(sets, backend="gloo")
+        return of_world, of_replicas
 
     def among(self, ranks: Sequence[int]) -> RankGroup:
         """Some ranks of each copy of the tables, or, for a rank that is not one of them, the others."""

@@ -286,11 +286,14 @@ class ShardingPlan:
 
     def to_json(self) -> str:
         """As text that `from_json` reads."""
-        tables = {name: {"type": _NAMES[type(s)], **_given(s)} for name, s in self.tables.items()}
-        lines = ",\n".join(f"    {json.dumps(name)}: {json.dumps(value)}" for name, value in tables.items())
+        lines = []
+        for name, sharding in self.tables.items():
+            given = {key: value for key, value in vars(sharding).items() if value is not None}
+            lines.append(f"    {json.dumps(name)}: {json.dumps({'type': _NAMES[type(sharding)], **given})}")
+        tables = ",\n".join(lines)
         return (
             f'{{\n  "format": {FORMAT},\n  "world_size": {self.world_size},\n'
-            f'  "local_world_size": {self.local_world_size},\n  "tables": {{\n{lines}\n  }}\n}}\n'
+            f'  "local_world_size": {self.local_world_size},\n  "tables": {{\n{tables}\n  }}\n}}\n'
         )
 
     @classmethod
@@ -353,11 +356,6 @@ def uniform_plan(tables: Sequence[TableConfig], world_size: int, local_world_siz
         shardings[table.name] = TableWise(rank)
         bytes_on[rank] += sizes[table.name]
     return ShardingPlan({table.name: shardings[table.name] for table in tables}, world_size, local_world_size)
-
-
-def _given(sharding: Sharding) -> dict[str, Any]:
-    values = {field.name: getattr(sharding, field.name) for field in fields(sharding)}
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def _sharding(table: str, values: Any) -> Sharding:

@@ -109,7 +109,9 @@ def _update(
         sums = _with_replicas(replica_group, tables, pinned.in_rows(row_sums(grad, lookup, bound)))
         optimizer = replace(optimizer, max_gradient=None)
         if replica_group.whole_rows is None:
-            _apply_pinned(tables, optimizer, pinned, sums)
+            slots = RowSums([pinned.slots(table, rows) for table, rows in enumerate(sums.rows)], sums.sums)
+            with pinned.memory() as fused:
+                _apply(tables, optimizer, fused, slots, [pinned.row_ids(table) for table in range(len(tables))])
     except BaseException:
         pinned.release()
         raise
@@ -133,7 +135,10 @@ def _with_replicas(replica_group: ReplicatedUpdate, tables: Sequence[TableConfig
     if replica_group.average != 1:
         for of_table in sums.sums:
             of_table.mul_(1.0 / replica_group.average)
-    return sums if replica_group.whole_rows is None else _add_equal_rows(tables, sums)
+    if replica_group.whole_rows is None:
+        return sums
+    values, offsets, grad, layout = _as_batch(tables, sums)  # rows that came from several ranks, once
+    return row_sums(grad, Lookup(values, offsets, None, ops.row_groups(values, offsets, layout), layout))
 
 
 def row_sums(grad: Tensor, lookup: Lookup, max_gradient: float | None = None) -> RowSums:
@@ -183,12 +188,6 @@ def _as_batch(
     return values, offsets, grad, layout
 
 
-def _apply_pinned(tables: Sequence[TableConfig], optimizer: Optimizer, pinned: PinnedRows, sums: RowSums) -> None:
-    slots = RowSums([pinned.slots(table, rows) for table, rows in enumerate(sums.rows)], sums.sums)
-    with pinned.memory() as fused:
-        _apply(tables, optimizer, fused, slots, [pinned.row_ids(table) for table in range(len(tables))])
-
-
 def _apply(
     tables: Sequence[TableConfig],
     optimizer: Optimizer,
@@ -200,12 +199,6 @@ def _apply(
     values, offsets, grad, layout = _as_batch(tables, sums, row_ids)
     fused = fused._replace(optimizer=optimizer.name, hyperparameters=list(optimizer.hyperparameters))
     ops.row_update_(fused, grad, offsets, None, ops.row_groups(values, offsets, layout), layout)
-
-
-def _add_equal_rows(tables: Sequence[TableConfig], sums: RowSums) -> RowSums:
-    """Rows that came from several ranks, once."""
-    values, offsets, grad, layout = _as_batch(tables, sums)
-    return row_sums(grad, Lookup(values, offsets, None, ops.row_groups(values, offsets, layout), layout))
 
 
 class _Cut(NamedTuple):

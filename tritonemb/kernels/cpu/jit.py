@@ -4,11 +4,11 @@ Kernels release the GIL and are cached on disk. Numba's own cache looks at one s
 stale when a helper in another file changes. Here the cache's folder is named after a hash of all kernel sources, and of
 the files whose constants are compiled in. `TRITONEMB_CACHE_DIR` moves it.
 
-A kernel's tasks run on as many threads as `torch.get_num_threads()`, the caller one of them. A thread that runs Python
-code waits for the interpreter's lock first, which costs more than a small task, so compiled code draws and runs tasks.
-Where torch's own threads are GNU OpenMP's (its Linux wheels), tasks run on those: they are awake already. Threads of
-another pool would share the cores with them, because OpenMP's threads keep spinning for a while after each of torch's
-parallel regions. Elsewhere, and in a forked child, whose copy of OpenMP has lost its threads, a pool of our own serves.
+A kernel's tasks run on as many threads as `torch.get_num_threads()`, the caller one of them. Compiled code draws and
+runs them, because a thread that runs Python waits for the interpreter's lock, longer than a small task takes. Where
+torch's own threads are GNU OpenMP's (its Linux wheels), tasks run on those: they keep spinning for a while after each
+of torch's parallel regions, so another pool would share the cores with them. Elsewhere, and in a forked child, whose
+copy of OpenMP has lost its threads, a pool of our own serves.
 """
 
 from __future__ import annotations
@@ -71,13 +71,10 @@ def _kernel_cache_dir() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError:  # a read-only home: compiled kernels last as long as the machine's temporary files
-        folder = Path(tempfile.gettempdir()) / f"tritonemb-{_user()}" / digest.hexdigest()[:16]
+        user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
+        folder = Path(tempfile.gettempdir()) / f"tritonemb-{user}" / digest.hexdigest()[:16]
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return folder
-
-
-def _user() -> str:
-    return str(os.getuid()) if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
 
 
 class _Locator(caching._CacheLocator):

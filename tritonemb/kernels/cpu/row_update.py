@@ -294,7 +294,8 @@ def row_update_(
     """See `kernels/row_update.py`."""
     rows, starts, order, num_groups = (group.numpy() for group in groups)
     constants = np.array(hyperparameters, dtype=np.float64)
-    gradient = as_float32(_clamped(grad, constants[MAX_GRADIENT]))
+    most = constants[MAX_GRADIENT]
+    gradient = as_float32(grad.clamp(-most, most) if most < np.inf else grad)
     lookups = layout.lookups.numpy()
     small = int(starts[num_groups]) * layout.width < FEW_ELEMENTS * len(lookups)
     num_tasks = 1 if small else 2 * torch.get_num_threads()
@@ -312,10 +313,6 @@ def row_update_(
     step += 1
     if constants[NONFINITE] == SKIP:
         skipped += torch.from_numpy(skips.sum(0))
-
-
-def _clamped(grad: Tensor, max_gradient: float) -> Tensor:
-    return grad.clamp(-max_gradient, max_gradient) if max_gradient < np.inf else grad
 
 
 def _states_of(states: Sequence[Tensor], optimizer: str, num_tables: int) -> tuple[np.ndarray, np.ndarray]:

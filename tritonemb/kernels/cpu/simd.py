@@ -1,9 +1,8 @@
 """What kernels need beneath NumPy: rows by address, prefetch, the bits of 16-bit floats, sums and products of rows.
 
-The two loops that every kernel spends its time in are written out as LLVM code, because a loop that the compiler must
-first prove safe costs more than a row, and because sums stay in registers that way. Every operation is IEEE, lane by
-lane, in a fixed order and without contraction, so the bits depend neither on the machine's vector width nor on
-alignment.
+The two loops that every kernel spends its time in are LLVM code: a loop that the compiler must first prove safe costs
+more than a row, and sums stay in registers. Every operation is IEEE, lane by lane, in a fixed order and without
+contraction, so the bits depend neither on the machine's vector width nor on alignment.
 """
 
 from __future__ import annotations
@@ -109,13 +108,9 @@ def element_size(dtype):
     return 4 if dtype == FLOAT32 else 2
 
 
-def _vector(item: ir.Type, lanes: int) -> ir.VectorType:
-    return ir.VectorType(item, lanes)
-
-
 def _load(builder: Any, address: Any, item: ir.Type, lanes: int) -> Any:
     size = {_FLOAT: 4, _HALF: 2, _SHORT: 2}[item]
-    return builder.load(builder.inttoptr(address, ir.PointerType(_vector(item, lanes))), align=size)
+    return builder.load(builder.inttoptr(address, ir.PointerType(ir.VectorType(item, lanes))), align=size)
 
 
 def _load_float32(builder: Any, address: Any, dtype: int, lanes: int) -> Any:
@@ -123,16 +118,16 @@ def _load_float32(builder: Any, address: Any, dtype: int, lanes: int) -> Any:
     if dtype == FLOAT32:
         return _load(builder, address, _FLOAT, lanes)
     if dtype == FLOAT16:
-        return builder.fpext(_load(builder, address, _HALF, lanes), _vector(_FLOAT, lanes))
-    bits = builder.zext(_load(builder, address, _SHORT, lanes), _vector(_INT, lanes))
-    shift = ir.Constant(_vector(_INT, lanes), [16] * lanes)
-    return builder.bitcast(builder.shl(bits, shift), _vector(_FLOAT, lanes))
+        return builder.fpext(_load(builder, address, _HALF, lanes), ir.VectorType(_FLOAT, lanes))
+    bits = builder.zext(_load(builder, address, _SHORT, lanes), ir.VectorType(_INT, lanes))
+    shift = ir.Constant(ir.VectorType(_INT, lanes), [16] * lanes)
+    return builder.bitcast(builder.shl(bits, shift), ir.VectorType(_FLOAT, lanes))
 
 
 def _splat(builder: Any, value: Any, lanes: int) -> Any:
-    undefined = ir.Constant(_vector(_FLOAT, lanes), ir.Undefined)
+    undefined = ir.Constant(ir.VectorType(_FLOAT, lanes), ir.Undefined)
     one = builder.insert_element(undefined, value, _INT(0))
-    return builder.shuffle_vector(one, undefined, ir.Constant(_vector(_INT, lanes), [0] * lanes))
+    return builder.shuffle_vector(one, undefined, ir.Constant(ir.VectorType(_INT, lanes), [0] * lanes))
 
 
 def _loop(builder: Any, count: Any, initial: Any, body: Any) -> Any:
@@ -176,7 +171,7 @@ def _sum_columns(builder: Any, dtype: int, chunks: int, lanes: int, scaled: bool
             sums.append(builder.fadd(total, builder.fmul(values, scale) if scaled else values))
         return sums
 
-    return _loop(builder, num_rows, [ir.Constant(_vector(_FLOAT, lanes), [0.0] * lanes)] * chunks, add)
+    return _loop(builder, num_rows, [ir.Constant(ir.VectorType(_FLOAT, lanes), [0.0] * lanes)] * chunks, add)
 
 
 def _store(builder: Any, sums: Any, to: Any, streamed: bool) -> None:
@@ -281,13 +276,13 @@ def _make_dot(dtype: int) -> Any:
             def add_vector(index: Any, totals: Any) -> Any:
                 return [builder.fadd(totals[0], product(builder.mul(index, _LONG(DOT_LANES)), DOT_LANES))]
 
-            zeros = ir.Constant(_vector(_FLOAT, DOT_LANES), [0.0] * DOT_LANES)
+            zeros = ir.Constant(ir.VectorType(_FLOAT, DOT_LANES), [0.0] * DOT_LANES)
             (total,) = _loop(builder, num_vectors, [zeros], add_vector)
             lanes = DOT_LANES
             while lanes > 1:
                 lanes //= 2
-                low = ir.Constant(_vector(_INT, lanes), list(range(lanes)))
-                high = ir.Constant(_vector(_INT, lanes), list(range(lanes, 2 * lanes)))
+                low = ir.Constant(ir.VectorType(_INT, lanes), list(range(lanes)))
+                high = ir.Constant(ir.VectorType(_INT, lanes), list(range(lanes, 2 * lanes)))
                 total = builder.fadd(
                     builder.shuffle_vector(total, total, low), builder.shuffle_vector(total, total, high)
                 )
