@@ -119,8 +119,10 @@ class _Form(NamedTuple):
         if by == _SAMPLE_WEIGHTS:
             args = grad, weight, values, offsets, pooled, mean, dtype
             return _run("bag_sample_weight_gradient", derive_sample_weights, *args)
-        args = grad, values, offsets, sample_weights, self.num_rows, pooled, mean, dtype
-        return derive_weight(*args, sparse=True) if self.sparse else _run("bag_gradient", derive_weight, *args)
+        batch = values, offsets, sample_weights
+        if self.sparse:
+            return derive_weight(grad, *batch, self.num_rows, pooled, mean, self.dtypes[0], sparse=True)
+        return _run("bag_gradient", derive_weight, grad, *batch, self.num_rows, pooled, mean, dtype)
 
 
 class _Derivative(torch.autograd.Function):
