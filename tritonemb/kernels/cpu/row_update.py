@@ -326,19 +326,22 @@ def _states_of(states: Sequence[Tensor], optimizer: str, num_tables: int) -> tup
 
 @called
 def _write_sums(
-    task, num_tasks, num_groups, rows, starts, order, compact, lookups, bags, offsets, sample_weights, grad, dim, out
+    task, num_tasks, num_groups, rows, starts, order, compact, bags, mean, offsets, sample_weights, grad, dim, out
 ):
     """Groups of task `task`, a range with about as many positions as the others'; `grad` and `out` are addresses."""
     first = np.searchsorted(starts[: num_groups + 1], starts[num_groups] * task // num_tasks)
     last = np.searchsorted(starts[: num_groups + 1], starts[num_groups] * (task + 1) // num_tasks)
     begin, end = np.int64(starts[first]), np.int64(starts[last])
-    scaled = (bags.size > 0 and lookups[0, POOLING] == MEAN) or sample_weights.size > 0
+    scaled = mean or sample_weights.size > 0
     gradients = np.empty(end - begin, dtype=np.int64)
     scales = np.empty(end - begin if scaled else 0, dtype=np.float32)
-    only, batch_size = np.zeros(1, dtype=np.int64), offsets.size - 1
-    _find_gradients(order[begin:end], only, lookups, only, batch_size, offsets, bags, True, grad, 4 * dim, gradients)
-    if scaled:
-        _find_scales(order[begin:end], only, lookups, only, batch_size, offsets, bags, sample_weights, scales)
+    for entry in range(end - begin):
+        position = np.int64(order[begin + entry])
+        source = np.int64(bags[position]) if bags.size else position
+        gradients[entry] = grad + source * dim * 4
+        if scaled:
+            scale = np.float32(1) / np.float32(offsets[source + 1] - offsets[source]) if mean else np.float32(1)
+            scales[entry] = scale * sample_weights[position] if sample_weights.size else scale
     for group in range(first, last):
         start, stop = np.int64(starts[group] - begin), np.int64(starts[group + 1] - begin)
         for entry in range(start + GRADIENTS_AHEAD, min(stop + GRADIENTS_AHEAD, end - begin)):
@@ -353,10 +356,13 @@ def _write_all(team, num_threads, num_tasks, num_groups, offsets, pooled, rows, 
     bags = np.empty(0, dtype=np.int32)
     if pooled and not _one_value_a_bag(offsets):
         bags = _bags_of(team, num_threads, num_tasks, offsets)
-    compact, lookups, sample_weights, grad, dim, out = args
+    compact, mean, sample_weights, grad, dim, out = args
     run_tasks(
         team, num_threads, num_tasks, _write_sums,
-        (num_tasks, num_groups, rows, starts, order, compact, lookups, bags, offsets, sample_weights, grad, dim, out),
+        (
+            num_tasks, num_groups, rows, starts, order, compact, bags, mean and bags.size > 0, offsets, sample_weights,
+            grad, dim, out,
+        ),
     )  # fmt: skip
 
 
@@ -379,6 +385,6 @@ def row_gradients_(
     alone = int(starts[num_groups]) * dim < FEW_ELEMENTS
     _write_all(
         *team(alone), 1 if alone else TASKS_PER_THREAD * torch.get_num_threads(), int(num_groups), as_int64(offsets),
-        layout.pooled, rows, starts, order, compact, layout.lookups.numpy(), as_float32(sample_weights),
-        gradient.ctypes.data, dim, out.data_ptr(),
+        layout.pooled, rows, starts, order, compact, layout.pooled and bool(layout.lookups[0, POOLING] == MEAN),
+        as_float32(sample_weights), gradient.ctypes.data, dim, out.data_ptr(),
     )  # fmt: skip
