@@ -1,4 +1,4 @@
-"""First values of tables; see `kernels/initial.py`."""
+"""Initial values of tables; see `kernels/random.py`."""
 
 from __future__ import annotations
 
