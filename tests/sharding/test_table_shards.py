@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,9 +24,9 @@ PIECES = (1, 64, 1 << 27)  # bytes written at once: single rows, some rows, all
 
 
 def save(rank: int, folder: str, whole: torch.Tensor, cuts: list[Cut], piece_bytes: int) -> None:
-    sharded_tensor.PIECE_BYTES = piece_bytes
     state = {"a.t.weight": shards_of(rank, whole, cuts), "step": torch.tensor(7)}
-    checkpoint.save(state, checkpoint_id=folder)
+    with patch.object(sharded_tensor, "PIECE_BYTES", piece_bytes):
+        checkpoint.save(state, checkpoint_id=folder)
 
 
 def load(rank: int, folder: str, whole: torch.Tensor, cuts: list[Cut]) -> bool:
@@ -36,8 +37,8 @@ def load(rank: int, folder: str, whole: torch.Tensor, cuts: list[Cut]) -> bool:
 
 
 def gather(rank: int, whole: torch.Tensor, cuts: list[Cut], piece_bytes: int) -> bool:
-    sharded_tensor.PIECE_BYTES = piece_bytes
-    return torch.equal(shards_of(rank, whole, cuts).gather(RankGroup.world()), whole)
+    with patch.object(sharded_tensor, "PIECE_BYTES", piece_bytes):
+        return torch.equal(shards_of(rank, whole, cuts).gather(RankGroup.world()), whole)
 
 
 @settings(max_examples=25)
@@ -176,20 +177,15 @@ def bytes_written_at_once(rank: int, folder: str) -> list[int]:
     """Sizes of the tensors that are handed to `torch.save`."""
     sizes: list[int] = []
     real = torch.save
-    sharded_tensor.PIECE_BYTES = 256
 
     def spy(value, *args, **options):
         sizes.append(value.untyped_storage().size())
         return real(value, *args, **options)
 
-    torch.save = spy
-    try:
+    with patch.object(torch, "save", spy), patch.object(sharded_tensor, "PIECE_BYTES", 256):
         whole = torch.zeros(40, 16)
         own = shards_of(rank, whole, [Cut((0, 25), (0, 16), (0,)), Cut((25, 40), (0, 16), (1,))])
         checkpoint.save({"t": own}, checkpoint_id=folder, process_group=dist.group.WORLD)
-    finally:
-        torch.save = real
-        sharded_tensor.PIECE_BYTES = 1 << 27
     return sizes
 
 

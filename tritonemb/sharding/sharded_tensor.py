@@ -164,21 +164,27 @@ class TableShards(Tensor):
         assert index.offset is not None, index
         if self._loading and index.index is not None:
             return self.shards[index.index].tensor
-        places = [(s.offset, s.tensor) for s in self.shards]
-        if not self._loading:
-            places = [(offset, tensor) for offset, _, tensor in self._written()]
-        for offset, tensor in places:
-            if offset == tuple(index.offset):
-                return tensor
+        row, column = (*index.offset, 0, 0)[:2]
+        for shard in self.shards:
+            if self._loading and shard.offset == tuple(index.offset):
+                return shard.tensor
+            end = shard.first_row + shard.rectangle.num_rows
+            if not self._loading and shard.mine and shard.first_column == column and shard.first_row <= row < end:
+                return self._piece(shard, row)
         raise ValueError(f"{index.fqn} has no shard at {tuple(index.offset)} on this rank: {self!r}")
 
     def _written(self) -> Iterator[tuple[tuple[int, ...], Rectangle, Tensor]]:
         """What this rank writes, piece by piece, and where each begins."""
         for shard in self.shards:
             for piece in _pieces(shard.rectangle, self.dtype) if shard.mine else ():
-                rows = slice(piece.first_row - shard.first_row, piece.first_row - shard.first_row + piece.num_rows)
-                tensor = shard.tensor[rows] if self.dim() else shard.tensor
-                yield (piece.first_row, piece.first_column)[: self.dim()], piece, tensor
+                place = (piece.first_row, piece.first_column)[: self.dim()]
+                yield place, piece, self._piece(shard, piece.first_row)
+
+    def _piece(self, shard: LocalShard, first_row: int) -> Tensor:
+        """The piece of a shard that begins at a row of the whole."""
+        if not self.dim():
+            return shard.tensor
+        return shard.tensor[first_row - shard.first_row :][: _rows_of_a_piece(shard.rectangle, self.dtype)]
 
     # What torch does with the values of a state_dict.
 
@@ -290,10 +296,14 @@ def _check(size: torch.Size, dtype: torch.dtype, shards: tuple[LocalShard, ...])
 
 def _pieces(rectangle: Rectangle, dtype: torch.dtype) -> Iterator[Rectangle]:
     """Blocks of rows of at most `PIECE_BYTES`, but of at least one row."""
-    at_once = max(1, PIECE_BYTES // (rectangle.num_columns * dtype.itemsize))
+    at_once = _rows_of_a_piece(rectangle, dtype)
     for first in range(0, rectangle.num_rows, at_once):
         rows = min(at_once, rectangle.num_rows - first)
         yield rectangle._replace(first_row=rectangle.first_row + first, num_rows=rows)
+
+
+def _rows_of_a_piece(rectangle: Rectangle, dtype: torch.dtype) -> int:
+    return max(1, PIECE_BYTES // (rectangle.num_columns * dtype.itemsize))
 
 
 def _cut(whole: Tensor, rectangle: Rectangle) -> Tensor:
