@@ -142,6 +142,7 @@ def test_who_is_too_slow_to_be_warmed_up_is_left_out(monkeypatch: pytest.MonkeyP
     assert all(error.startswith("TimeoutError: 0 of 25 steps") for error in outcome.errors.values())
 
 
+@pytest.mark.more
 def test_batches_are_sent_before_they_are_taken_and_none_is_lost() -> None:
     _, batches = small_makers()
     tables = OurTables(SMALL, CPU, "host", te.CacheConfig(share=0.1))

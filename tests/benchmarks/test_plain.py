@@ -39,6 +39,7 @@ def test_same_weights_give_the_same_logits() -> None:
 
 
 @pytest.mark.parametrize("kind", [te.optim.RowWiseAdagrad, te.optim.Adagrad])
+@pytest.mark.more
 def test_same_formula_gives_the_same_tables(kind: type[te.optim.Optimizer]) -> None:
     fused, plain = twins(kind(0.1))
     if kind is te.optim.RowWiseAdagrad:

@@ -17,7 +17,7 @@ def rounds(rank, given):
     return [agreement.next(**each[rank]) for each in given]
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.more), 2, pytest.param(4, marks=pytest.mark.more)])
 def test_all_ranks_hear_the_same(ranks, size):
     given = [
         [{"rows": 3 + rank, "batches": rank + 1, "clock": 100 * rank + 7} for rank in range(size)],

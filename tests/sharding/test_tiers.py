@@ -207,6 +207,7 @@ def test_rows_that_several_ranks_update_may_live_anywhere(ranks, way, pooled):
 
 @pytest.mark.parametrize("pooled", [True, False])
 @pytest.mark.few(1)
+@pytest.mark.more
 def test_copies_of_tables_may_live_anywhere(ranks, pooled):
     """As above, of tables of which each rank has a copy."""
     given = [gathered("copies", optimizer, pooled=pooled) for optimizer in ("row_wise_adagrad", "adam")]
