@@ -74,3 +74,13 @@ def test_mistakes_are_named(tmp_path):
             convert(source, target)
     with pytest.raises(ValueError, match="row_group_rows must be at least 1, got 0"):
         convert(path, tmp_path / "other", row_group_rows=0)
+
+
+def test_files_without_good_rows_leave_nothing(tmp_path):
+    source = tmp_path / "logs"
+    source.mkdir()
+    for name in ("a", "b"):
+        write(source, [line("7")], name)
+    with pytest.raises(ValueError, match="a has no good rows to convert"):
+        convert(source, tmp_path / "converted", options=options(on_bad_row="skip"))
+    assert list(tmp_path.rglob("*.parquet")) == []

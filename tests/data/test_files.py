@@ -99,6 +99,13 @@ def test_formats_are_not_mixed_and_no_file_is_read_twice(tmp_path):
         ClickLog(folder, options())
 
 
+def test_a_name_that_is_not_utf_8_is_refused(tmp_path):
+    path = write(tmp_path, [GOOD])
+    os.rename(path, os.fsencode(tmp_path) + b"/log-\xff.txt")
+    with pytest.raises(ValueError, match=r"names of files must be UTF-8 .*; rename them"):
+        ClickLog(tmp_path, options())
+
+
 def test_an_empty_compressed_file_is_refused(tmp_path):
     path = write(tmp_path, [], "log.gz")
     with pytest.raises(ValueError, match=r"log.gz is empty"):

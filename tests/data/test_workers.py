@@ -188,6 +188,15 @@ def test_a_worker_that_is_killed_is_named(bundle, monkeypatch, tmp_path):
     assert not running()
 
 
+@pytest.mark.more
+def test_a_stream_may_be_opened_in_inference_mode(bundle):
+    with DataLoaderWorkers(bundle, 1) as workers:
+        with torch.inference_mode():
+            assert sum(map(len, read(workers, "memory-60/train", 4, shards=1))) == 60
+        assert sum(map(len, read(workers, "memory-60/train", 4, shards=1))) == 60
+        assert len(workers.pids) == 1
+
+
 STARTER = """
 import os, sys, threading, time
 from dataclasses import dataclass

@@ -282,3 +282,37 @@ def test_groups_may_be_computed_ahead():
         collection(batch, groups=collection.group(batch)).backward(grad)
         twin(batch).backward(grad)
     assert_same_bits(contents(collection), contents(twin))
+
+
+class Projected(te.nn.EmbeddingBagCollection):
+    """As a user may extend it: by a layer and a parameter."""
+
+    def __init__(self):
+        super().__init__([te.TableConfig("t", 5, 4)], te.optim.SGD(lr=0.1))
+        self.projection, self.scale = torch.nn.Linear(4, 2), torch.nn.Parameter(torch.ones(2))
+
+
+def test_what_a_subclass_adds_moves_with_it():
+    module = Projected().half()
+    assert {value.dtype for value in (module.projection.weight, module.scale, module.tables[0].weight)} == {
+        torch.float16
+    }
+    assert module.table_set.counters["learning_rate"].dtype == torch.float32
+
+
+def test_a_replaced_table_is_looked_up():
+    """As `torch.nn.DataParallel` replaces those of its replicas."""
+    collection = te.nn.EmbeddingBagCollection([te.TableConfig("t", 5, 4)])
+    replica, table = collection._replicate_for_data_parallel(), copy.deepcopy(collection.tables[0])
+    torch.nn.init.ones_(table.weight)
+    replica._modules["t"] = table
+    batch = te.KeyedJaggedTensor.from_lists({"t": [[3]]})
+    assert torch.equal(replica(batch), torch.ones(1, 4))
+    assert not torch.equal(collection(batch), torch.ones(1, 4))
+
+
+def test_an_attribute_of_a_user_may_be_called_like_ours():
+    model = torch.nn.Module()
+    model.table_set = te.nn.EmbeddingBagCollection([te.TableConfig("t", 5, 4)])
+    batch = te.KeyedJaggedTensor.from_lists({"t": [[3]]})
+    assert torch.equal(model.table_set(te.nn.prefetch(model, batch)), model.table_set(batch))

@@ -85,10 +85,11 @@ def convert(
         target.mkdir(exist_ok=True)
     tasks: list[_Task] = [(log.of_file(number), "train", path) for number, path in enumerate(targets)]
     reports = _write(tasks, row_group_rows, compression, progress)
-    for file, path, report in zip(files, targets, reports, strict=True):
-        if not report.rows:
-            path.unlink()
-            raise ValueError(f"{file.path} has no good rows to convert")
+    empty = [(file, path) for file, path, report in zip(files, targets, reports, strict=True) if not report.rows]
+    for _, path in empty:
+        path.unlink()
+    if empty:
+        raise ValueError(f"{empty[0][0].path} has no good rows to convert")
     rows, skipped = sum(report.rows for report in reports), sum(report.skipped for report in reports)
     return ConvertReport(rows, skipped, tuple(targets))
 
@@ -212,22 +213,23 @@ def build_vocabulary(
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path.parent}: no such folder to write {path.name} to")
     tables: dict[str, list[Any]] = {name: [] for name in log.schema.sparse}
-    forgotten = dict.fromkeys(tables, 0)
+    forgotten, pending = dict.fromkeys(tables, 0), dict.fromkeys(tables, 0)
     report = ReadReport()
 
     def count(batch: Any) -> dict[str, Any]:
         return {name: _counted(batch.column(name)) for name in tables}
 
     def merge(name: str, most_pending: int) -> None:
-        if sum(table.num_rows for table in tables[name][1:]) > most_pending:
+        if pending[name] > most_pending:
             table, lost = _summed(tables[name], capacity)
-            tables[name], forgotten[name] = [table], forgotten[name] + lost
+            tables[name], pending[name], forgotten[name] = [table], 0, forgotten[name] + lost
 
     with closing(log.scan("train", count)) as blocks:
         for block in blocks:
             report = merged(report, block.report)
             for name, table in block.rows.items():
                 tables[name] += [table] if table.num_rows else []
+                pending[name] += table.num_rows
                 merge(name, max(capacity // 2, 1))
             if progress is not None:
                 progress(report.rows)

@@ -266,7 +266,7 @@ def parse(form: CsvFormat, data: Text) -> Parsed:
         data = data.replace(b"\r\n", b"\n")
         plain &= b"\r" not in data
     batch: Any = form.read(data) if plain else None
-    good = None if batch is None else good_rows(batch, form.schema)
+    good = None if batch is None else good_rows(batch.num_rows, wrong_values(batch, form.schema))
     if good is not None and good.all() and batch.num_rows == count_lines(data):
         return Parsed(batch, np.arange(batch.num_rows), good, np.zeros(0, dtype=np.int64), lambda number: ("", ""))
     lines, numbers = lines_of(data, form.quoted)
@@ -276,7 +276,7 @@ def parse(form: CsvFormat, data: Text) -> Parsed:
         rows = numbers[accepted]
         readable = [line + b"\n" for line, fits in zip(lines, accepted, strict=True) if fits]
         batch = form.read(b"".join(readable), accepted=True)
-        good = good_rows(batch, form.schema)
+        good = good_rows(batch.num_rows, wrong_values(batch, form.schema))
     bad_rows = np.setdiff1d(numbers, rows[good], assume_unique=True)
 
     def describe(number: int) -> tuple[str, str]:

@@ -171,10 +171,10 @@ def wrong_values(batch: Any, schema: Schema) -> list[tuple[str, str, Array]]:
     return [entry for entry in wrong if entry[2].any()]
 
 
-def good_rows(batch: Any, schema: Schema) -> Array:
-    """bool `[N]`: the rows of a `pyarrow.RecordBatch` with nothing wrong."""
-    good = np.ones(batch.num_rows, dtype=bool)
-    for _, _, bad in wrong_values(batch, schema):
+def good_rows(num_rows: int, wrong: list[tuple[str, str, Array]]) -> Array:
+    """bool `[N]`: the rows with none of the `wrong_values`."""
+    good = np.ones(num_rows, dtype=bool)
+    for _, _, bad in wrong:
         good &= ~bad
     return good
 

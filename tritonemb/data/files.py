@@ -149,6 +149,8 @@ def _found(entry: str | Path) -> list[LogFile]:
             files.append(LogFile(shown, form, codec, info.size, info.mtime_ns, (system, info.path)))
     except FileNotFoundError:
         raise
+    except UnicodeError as error:
+        raise ValueError(f"{str(shown)!r}: names of files must be UTF-8 ({error}); rename them") from error
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno else error
         raise ValueError(f"{shown} can not be read: {reason}") from error

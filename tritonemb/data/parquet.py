@@ -205,12 +205,13 @@ class ArrowSource:
 
     def parse(self, chunk: Chunk) -> Parsed:
         batch = chunk.content
-        good = good_rows(batch, self.schema)
+        wrong = wrong_values(batch, self.schema)
+        good = good_rows(batch.num_rows, wrong)
         bad_rows = np.flatnonzero(~good)
 
         def describe(number: int) -> tuple[str, str]:
             row = int(bad_rows[number])
-            name, expected, _ = wrong_values(batch.slice(row, 1), self.schema)[0]
+            name, expected, _ = next(entry for entry in wrong if entry[2][row])
             value = batch.column(name)[row].as_py()
             place = batch.schema.get_field_index(name) + 1
             message = wrong_value(place, name, "missing" if value is None else value, expected)

@@ -85,10 +85,10 @@ class DataLoaderWorkers(Closing):
         self._close()
 
     def free_worker(self) -> _Worker:
-        """One that serves no stream; a new one if all do."""
+        """One that serves no stream, nor a batch of one that was closed; a new one if all do."""
         if not self._close.alive:
             raise RuntimeError("these data loader workers have been closed")
-        free = next((worker for worker in self._workers if worker.free), None)
+        free = next((worker for worker in self._workers if worker.free and not worker.is_late()), None)
         if free is None:
             free = _Worker(self._data, len(self._workers), self._num_workers)
             self._workers.append(free)
@@ -120,9 +120,10 @@ class _Worker:
     SIGCHLD would raise an exception anywhere in the program."""
 
     def __init__(self, data: Data, number: int, num_workers: int) -> None:
-        self.free, self._closed = True, False
+        self.free, self._late, self._closed = True, False, False
         self._number, self._data_type = number, type(data).__name__
-        self._shared = torch.zeros(2, dtype=torch.int64).share_memory_()
+        with torch.inference_mode(False):  # threads without that mode change it
+            self._shared = torch.zeros(2, dtype=torch.int64).share_memory_()
         self._request, self._lock = _Request(), threading.RLock()  # the collector may close it in any thread
         self._loader: DataLoader[Any] = DataLoader(
             _ShardReader(data, self._shared),
@@ -172,7 +173,9 @@ class _Worker:
                     continue
                 _, values, buffer = answer
                 if values is None:
-                    return
+                    if self._shared[SERIAL] == serial:
+                        return
+                    continue  # it ended because it was left
                 if "error" in values:
                     raise decode_error(values["error"], self.name)
                 yield values, buffer.pin_memory() if pin_memory and buffer is not None else buffer
@@ -181,9 +184,17 @@ class _Worker:
                 raise RuntimeError(f"{self.name} has ended: its DataLoaderWorkers have been closed")
         finally:
             self.leave(serial)
-            with suppress(RuntimeError):
-                self._answer()  # an idle worker then gets one request more
+            self._late = True
+            self.is_late()  # an idle worker then gets one request more
             self.free = not self._closed
+
+    def is_late(self) -> bool:
+        """Whether it is still in a batch of a stream that was closed."""
+        if self._late:
+            with suppress(RuntimeError):
+                self._late = self._answer() is None
+            self._late = self._late and self._answers is not None
+        return self._late
 
     def _start(self) -> None:
         with self._lock:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 from tritonemb.jagged import Features, KeyedJaggedTensor
 from tritonemb.optimizers import Optimizer
 from tritonemb.tables.cache import CacheStatistics
+from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.lookup import PrefetchedFeatures, features_and_groups
 from tritonemb.tables.optimizer import FusedOptimizer, OptimizedTables, States
+from tritonemb.tables.table import Table
 from tritonemb.tables.table_set import BoundsCheck, Groups, TableSet
 from tritonemb.types import TableConfig
 
@@ -79,7 +82,7 @@ class TableCollection(FusedModule):
     """A module that owns a `TableSet`: it registers tables and counters, which move and are saved with it.
 
     Attributes:
-        configs, tables: in the order they were given.
+        configs: in the order they were given.
         feature_names: the keys that a batch must have, each once, in the order of tables.
         cache: of those tables that are in host memory or on disk; None if there are none.
     """
@@ -90,15 +93,29 @@ class TableCollection(FusedModule):
 
     def __init__(self, table_set: TableSet) -> None:
         super().__init__()
-        self.table_set = table_set
-        self.configs, self.tables, self.cache = table_set.configs, table_set.tables, table_set.cache
+        self.configs, self.cache = table_set.configs, table_set.cache
         self.feature_names = table_set.feature_names
         self._optimized = table_set if table_set.optimizer is not None else None
         for name, counter in table_set.counters.items():
             self.register_buffer(name, counter, persistent=name == "step")
-        table_set.counters = self._buffers  # the same dictionary, so that both have the same tensors
-        for table in table_set.tables:  # not add_module, which would refuse a table that is called like a method
-            self._modules[table.config.name] = table
+        # Not add_module, which would refuse a table that is called like a method.
+        self._modules.update(table_set.by_name)
+        self._share_with(table_set)
+
+    @property
+    def tables(self) -> list[Table]:
+        """In the order they were given."""
+        return self.table_set.tables
+
+    def _share_with(self, table_set: TableSet) -> None:
+        """Give it the module's own dictionaries, so that both always have the same tensors and tables."""
+        self.table_set = table_set
+        table_set.counters, table_set.by_name = self._buffers, self._modules
+
+    def _replicate_for_data_parallel(self) -> TableCollection:
+        replica: TableCollection = super()._replicate_for_data_parallel()
+        replica._share_with(copy.copy(self.table_set))
+        return replica
 
     def _states(self) -> States:
         return self.table_set.optimizer_states()
@@ -145,7 +162,14 @@ class TableCollection(FusedModule):
             super().__setattr__(name, value)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableCollection:
-        self.table_set.convert(fn)
+        """Casting a module to 16 bits leaves the learning rate float32."""
+        for table in self.tables:
+            if isinstance(table, CachedTable):
+                table._apply(fn)  # raises before others have been moved
+        rate = self._buffers.get("learning_rate")
+        super()._apply(fn, recurse)
+        if rate is not None:
+            self._buffers["learning_rate"] = rate.to(self.step.device)
         return self
 
 

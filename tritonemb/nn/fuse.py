@@ -93,7 +93,7 @@ def fuse(model: nn.Module, optimizer: Optimizer | None = None, *, by_step: bool 
     view = None
     if group is not None and owners:
         tables = list(owners.values())
-        view = group.view(lambda: [states for table in tables for states in table._states()])
+        view = group.view(lambda: [states for table in tables for states in table._states()], all_tables=True)
     return FuseReport(tuple(path for path, _ in fused), left_alone, view)
 
 

@@ -303,7 +303,7 @@ class RowCache:
         """
         directory = self._directory
         rows = groups.rows[missing] - first_rows[tables[missing]]
-        if directory.num_slots != directory.in_sets:
+        if directory.has_overflow_rows():
             found = self._pin_overflow(rows, self._by_table(tables[missing]))
             slots[missing] = found
             missing, rows = missing[found < 0], rows[found < 0]
@@ -335,6 +335,9 @@ class RowCache:
         """
         parts = []
         for table, mine in enumerate(rows.split(list(sizes))):
+            if not mine.numel() or self._directory.num_slots[table] == self._directory.in_sets[table]:
+                parts.append(torch.full_like(mine, -1))
+                continue
             found = self._directory.find_overflow(table, mine)
             there = found[found >= 0]
             self._directory.parts[2][table][there] += 1
@@ -346,6 +349,8 @@ class RowCache:
         """Evict overflow rows that no batch has pinned."""
         directory = self._directory
         for table, first in enumerate(directory.in_sets):
+            if directory.num_slots[table] == first:
+                continue
             tags, pins = directory.overflow_tags(table), directory.parts[2][table][first:]
             idle = ((tags != NO_ROW) & (pins == 0)).nonzero()[:, 0]
             self._evict(torch.full_like(idle, table), tags[idle], idle + first)
@@ -357,7 +362,8 @@ class RowCache:
         self.storage.grow_overflows(sizes)
         parts = []
         for table, number in enumerate(sizes):
-            parts.append(directory.free_overflow(table)[:number])
+            if number:
+                parts.append(directory.free_overflow(table)[:number])
             self._counts[table][OVERFLOWS] += number
         slots = torch.cat(parts)
         index = directory.first_slots[tables] + slots

@@ -82,6 +82,11 @@ class CacheDirectory:
         index = torch.searchsorted(tags, rows).clamp_(max=tags.numel() - 1)
         return torch.where(tags[index] == rows, order[index] + self.in_sets[table], -1)
 
+    def has_overflow_rows(self) -> bool:
+        """Whether some overflow has rows; waits for the device only where one has ever grown."""
+        grown = [self.overflow_tags(t) for t, slots in enumerate(self.in_sets) if self.num_slots[t] != slots]
+        return bool(grown) and bool((torch.cat(grown) != NO_ROW).any())
+
     def free_overflow(self, table: int) -> Tensor:
         """The slots of a table's overflow that have no row, ascending."""
         return (self.overflow_tags(table) == NO_ROW).nonzero()[:, 0] + self.in_sets[table]
@@ -134,6 +139,8 @@ class CacheStorage:
         """Grow those overflows, all at once, that have fewer free slots than wanted."""
         directory, more = self._directory, [0] * len(wanted)
         for index, number in enumerate(wanted):
+            if not number:
+                continue
             lacking = number - directory.free_overflow(index).numel()
             if lacking > 0:
                 size = directory.num_slots[index] - directory.in_sets[index]

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from tritonemb import ops
 from tritonemb.jagged import Features, KeyedJaggedTensor, parts_of
 from tritonemb.layout import Layout
+from tritonemb.tables.optimizer import OptimizedTables
 
 
 class Lookup(NamedTuple):
@@ -228,7 +229,8 @@ def prefetch(
 
 def table_sets(model: nn.Module) -> list[Any]:
     """The `TableSet`s that modules of a model own; not those of shards."""
-    return [module.table_set for module in model.modules() if hasattr(module, "table_set")]
+    found = (module.__dict__.get("table_set") for module in model.modules())
+    return [tables for tables in found if isinstance(tables, OptimizedTables)]
 
 
 def needs_prefetch(model: nn.Module) -> bool:

@@ -57,9 +57,9 @@ class OptimizedTables:
         for view in self._views:
             view.show_learning_rate()
 
-    def view(self, states: Callable[[], States]) -> FusedOptimizer:
-        """A view that shows every new learning rate, and is not kept alive."""
-        view = FusedOptimizer(self, states, self if self.by_step else None)
+    def view(self, states: Callable[[], States], all_tables: bool = False) -> FusedOptimizer:
+        """A view that shows every new learning rate, and is not kept alive; one of `all_tables` may step them."""
+        view = FusedOptimizer(self, states, self if self.by_step and all_tables else None)
         self._views.add(view)
         return view
 

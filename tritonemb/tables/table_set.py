@@ -116,13 +116,19 @@ class TableSet(OptimizedTables):
             }
         states = () if optimizer is None else optimizer.states
         kinds = [Table if config.placement == "device" else CachedTable for config in self.configs]
-        self.tables = [kind(config, states, device) for kind, config in zip(kinds, self.configs, strict=True)]
+        made = [kind(config, states, device) for kind, config in zip(kinds, self.configs, strict=True)]
+        # As of `counters`, a module that owns the tables gives its own dictionary.
+        self.by_name: dict[str, Any] = {table.config.name: table for table in made}
         self.feature_names = tuple(dict.fromkeys(feature for config in tables for feature in config.feature_names))
         self.cache = make_cache(self.tables)
         self._layouts: dict[tuple[tuple[str, ...], torch.device], Layout] = {}
         self._accumulated_keys: tuple[str, ...] | None = None
         self.pins: list[PinnedSlots] = []
         self.layout(self.feature_names, self.tables[0].weight.device)
+
+    @property
+    def tables(self) -> list[Table]:
+        return [self.by_name[config.name] for config in self.configs]
 
     def rates(self) -> list[Tensor]:
         return [self.counters["learning_rate"]]

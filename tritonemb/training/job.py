@@ -26,8 +26,9 @@ from tritonemb.optimizers import OPTIMIZERS, Optimizer
 from tritonemb.sharding import ExchangePrecision, HybridParallel, ShardingPlan
 from tritonemb.training.callbacks import Callback, FitStart
 from tritonemb.training.callbacks.tensorboard import Profiler, TensorBoard
-from tritonemb.training.checkpoint import RunFolder, read_manifest
+from tritonemb.training.checkpoint import RunFolder
 from tritonemb.training.checkpoint.all_ranks import on_all_ranks, on_rank_zero
+from tritonemb.training.checkpoint.files import read_manifest_text
 from tritonemb.training.config import TrainConfig, plain, to_toml
 from tritonemb.training.doctor import check_device
 from tritonemb.training.loop import FitResult
@@ -133,7 +134,7 @@ def _begin(config: TrainConfig, data: Data, resume: str | None) -> tuple[Path, P
         checkpoint = newest
     if checkpoint is not None:
         # Positions in text and in Parquet differ, so a run keeps what it has begun with, however many epochs it has.
-        return path, checkpoint, bool(read_manifest(checkpoint).get("config", {}).get("converted"))
+        return path, checkpoint, bool(read_manifest_text(checkpoint)[1].get("config", {}).get("converted"))
     is_text = isinstance(data, ClickLog) and data.text_schema() is not None
     return path, None, is_text and config.epochs > 1 and newest is None  # else the trainer refuses the folder
 

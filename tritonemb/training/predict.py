@@ -64,6 +64,7 @@ def predict(options: PredictOptions) -> str:
         raise ValueError(f"{path} was not written by tritonemb train, so nobody knows how to build its model")
     check_device(options.device)
     values = {name: value for name, value in manifest["config"].items() if name != "converted"}
+    values.get("parallel", {}).pop("readers", None)  # of older checkpoints
     features, num_dense = tuple(Feature(**each) for each in values.pop("features")), values.pop("num_dense")
     config = replace(from_plain(values, TrainConfig(), str(path)), device=options.device)
     # A row that is left out would give all later ones another row's score.

@@ -3,6 +3,7 @@ import sys
 import pytest
 
 from tests.training.callbacks.events import train
+from tritonemb.training.callbacks import Callback
 from tritonemb.training.callbacks.tensorboard import TensorBoard
 from tritonemb.utils import MissingExtraError
 
@@ -49,3 +50,20 @@ def test_without_tensorboard_the_error_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
     with pytest.raises(MissingExtraError, match=r"tensorboard is needed .* pip install 'tritonemb\[tensorboard\]'"):
         TensorBoard(tmp_path)
+
+
+def test_training_goes_on_where_no_file_can_be_written(tmp_path):
+    pytest.importorskip("tensorboard")
+    (tmp_path / "file").touch()
+    callback = TensorBoard(tmp_path / "file" / "below")
+    with pytest.raises(OSError, match="file"):
+        train([callback], last=1)  # a trainer says so, as the callback is not essential, and goes on with the others
+    train([Unstarted(callback)])
+    assert (tmp_path / "file").read_bytes() == b""
+
+
+class Unstarted(Callback):
+    """A callback whose start has failed."""
+
+    def __init__(self, callback):
+        self.on_log, self.on_evaluation, self.on_end = callback.on_log, callback.on_evaluation, callback.on_end

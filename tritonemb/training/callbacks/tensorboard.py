@@ -33,21 +33,22 @@ class TensorBoard(Callback):
     def __init__(self, folder: Path | str) -> None:
         require("tensorboard", "tensorboard")
         self._folder = str(folder)
+        self._writer: Any = None  # as long as it could not be made
 
     def on_start(self, start: FitStart) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         # What an earlier process wrote from purge_step on is hidden: what belongs to first_step itself stays.
-        self._writer: Any = SummaryWriter(self._folder, purge_step=start.first_step + 1, flush_secs=FLUSH_SECONDS)
+        self._writer = SummaryWriter(self._folder, purge_step=start.first_step + 1, flush_secs=FLUSH_SECONDS)
 
     def on_log(self, log: Log) -> None:
         for name in ("loss", "samples_per_second", "data_wait", "memory_bytes"):
-            self._writer.add_scalar(f"train/{name}", getattr(log, name), log.step)
+            self._add(f"train/{name}", getattr(log, name), log.step)
         for name, value in log.cache.items():
-            self._writer.add_scalar(f"cache/{name}", value, log.step)
+            self._add(f"cache/{name}", value, log.step)
         for name, rate in (("dense", log.dense_lr), ("tables", log.table_lr)):
             if rate is not None:
-                self._writer.add_scalar(f"lr/{name}", rate, log.step)
+                self._add(f"lr/{name}", rate, log.step)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         self._add_metrics(evaluation.split, evaluation.metrics, evaluation.step)
@@ -55,11 +56,16 @@ class TensorBoard(Callback):
     def on_end(self, end: FitEnd | None) -> None:
         if end is not None and end.test is not None:
             self._add_metrics("test", end.test, end.step)
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
 
     def _add_metrics(self, split: str, metrics: Metrics, step: int) -> None:
         for name in ("auc", "log_loss", "normalized_entropy"):
-            self._writer.add_scalar(f"{split}/{name}", getattr(metrics, name), step)
+            self._add(f"{split}/{name}", getattr(metrics, name), step)
+
+    def _add(self, name: str, value: float, step: int) -> None:
+        if self._writer is not None:
+            self._writer.add_scalar(name, value, step)
 
 
 @dataclass(frozen=True)
