@@ -565,6 +565,17 @@ class TestByStep:
         optimizer.step()
         torch.testing.assert_close(before[1] - model.weight[1], torch.full((3,), 2.0), rtol=1e-6, atol=1e-6)
 
+    def test_the_view_of_one_module_leaves_the_other_tables_alone(self):
+        model = nn.ModuleDict({name: nn.Embedding(5, 3) for name in ("a", "b")})
+        report = te.fuse(model, te.optim.SGD(lr=1.0), by_step=True)
+        before = model["b"].weight.detach().clone()
+        model["b"](torch.tensor([1])).sum().backward()
+        model["a"].fused_optimizer.step()
+        assert torch.equal(model["b"].weight, before)
+        model["a"].fused_optimizer.zero_grad()
+        report.optimizer.step()
+        torch.testing.assert_close(before[1] - model["b"].weight[1], torch.ones(3), rtol=1e-6, atol=1e-6)
+
     def test_wrong_use(self):
         model, _ = pair()
         with pytest.raises(ValueError, match="update must be one of"):
