@@ -6,6 +6,10 @@ import threading
 
 
 def running() -> list[str]:
-    """Their names; the threads that all tables on disk share stay as long as the process."""
+    """Their names; threads of tables on disk are none of a stream."""
     names = [thread.name for thread in threading.enumerate()]
-    return [name for name in names if name.startswith("tritonemb") and not name.startswith("tritonemb-disk")]
+    return [
+        name
+        for name in names
+        if name.startswith("tritonemb") and not name.startswith(("tritonemb-disk", "tritonemb-rows"))
+    ]
