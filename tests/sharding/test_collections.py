@@ -120,7 +120,6 @@ def test_every_way_to_cut_trains_as_one_process(ranks, kind, world, steps):
 
 
 @pytest.mark.parametrize("name", breadth(sorted(OPTIMIZERS), ["lamb"]))
-@pytest.mark.more
 def test_every_optimizer_with_its_options(ranks, name):
     kind, world = OPTIMIZERS[name], 4
     plain = kind(lr=0.05)
