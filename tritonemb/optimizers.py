@@ -2,7 +2,7 @@
 
 Each is applied once per distinct row and step to `g`, the sum of the row's gradients in a fixed order, after `g`'s
 parts were clamped to ±`max_gradient`. Arithmetic is float32 whatever the table's dtype; `t` counts steps from 1; `D` is
-the embedding dim; sums and norms run over one row. How it is computed stands in `kernels/row_update.py`.
+the embedding dim; sums and norms run over one row. How it is computed is in `kernels/row_update.py`.
 """
 
 from __future__ import annotations

@@ -270,7 +270,7 @@ class IdExchange:
 
 
 class _Sizes(NamedTuple):
-    """What a rank is told of the message to it."""
+    """What a rank must know of the message to it."""
 
     bags: int  # in each route
     ids: int  # in all of them

@@ -339,7 +339,7 @@ class Writer(GraphAppendingTracer):
         """A node that reads a new buffer of the module, never written to."""
         index = sum(1 for other, _ in self.gm.named_buffers() if other.startswith("_tritonemb_"))
         name = f"_tritonemb_{index}_{name}"
-        with torch.inference_mode(False):  # compiled in inference mode, the graph may be saved for a backward elsewhere
+        with torch.inference_mode(False):  # compiled in inference mode, the graph may be saved for a later backward
             self.gm.register_buffer(name, value.clone(), persistent=False)
         sources = getattr(self.gm, "_param_name_to_source", None)
         if sources is not None:  # AOTAutograd asks where each buffer of a graph of Dynamo's comes from

@@ -382,7 +382,7 @@ def _why_alone(lookup: TableLookup, lookups: list[TableLookup], merged: list[Loo
 
 
 def _difference(lookup: TableLookup, other: TableLookup) -> str:
-    """The first thing that keeps two lookups apart."""
+    """The first difference that keeps two lookups from being merged."""
     pooled = lookup.can_be_pooled
     if pooled != other.can_be_pooled:
         return "bags or rows"

@@ -3,7 +3,7 @@
 A line ends with a line feed, with or without a carriage return before it, or with the file; a line of no characters is
 none. Whether a line is good depends on nothing but the line. An empty field is a missing value.
 
-A field of CSV may stand in quotes, in which a quote is written twice. Criteo's display-advertising log (Kaggle's
+A field of CSV may be quoted; then a quote is written twice. Criteo's display-advertising log (Kaggle's
 `train.txt`, the Terabyte `day_*` files) has 40 tab-separated fields a line: the label, 0 or 1; 13 integers,
 `-?[0-9]{1,18}`; 26 categories of up to 8 hexadecimal digits in either case. Nothing else is accepted there: no blanks
 around a value, no plus sign, no header.
@@ -118,7 +118,7 @@ class CsvFormat:
         return f"expected {len(self.columns)} fields with {self._delimiter!r} between them, found {found}"
 
     def _expected(self, line: bytes, place: int, value: Any) -> str | None:
-        """What should stand in a field that has something else."""
+        """What was expected of a field that has something else."""
         name = self.columns[place - 1]
         if name not in self._types:
             return None

@@ -88,7 +88,7 @@ class ShardState:
 
 
 class ShardOpener(Protocol):
-    """Reads shards elsewhere; see `tritonemb.data.workers.DataLoaderWorkers`."""
+    """Reads shards in other processes; see `tritonemb.data.workers.DataLoaderWorkers`."""
 
     def open(self, shards: Sequence[ShardState], how: Mapping[str, Any], pin_memory: bool) -> None:
         """Give each of the shards its stream, whose batches are taken `in_turn`; none of them has ended."""

@@ -238,7 +238,7 @@ def set_of(rows: Tensor, num_sets: int) -> Tensor:
     for shift, factor in _MIXING:
         mixed = mixed ^ _shifted(mixed, shift)
         mixed = mixed * (factor - 2**64 if factor >= 2**63 else factor)
-    # The upper 63 bits are a number that int64 holds; the last bit is brought down behind it.
+    # The upper 63 bits are a number that int64 holds; the last bit is added behind it.
     return (_shifted(mixed, 1) % num_sets * 2 + (mixed & 1)) % num_sets
 
 

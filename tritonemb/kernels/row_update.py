@@ -1,7 +1,7 @@
 """The update: one owner per row sums its gradients in a fixed order and applies the optimizer once, in place.
 
 A row's gradients are summed as `kernels/gradient_sums.py` says. Then one step of the optimizer, whose formula and
-source stand in `tritonemb/optimizers.py`, in float32; 16-bit rows are rounded back as in `kernels/random.py`.
+source are in `tritonemb/optimizers.py`, in float32; 16-bit rows are rounded back as in `kernels/random.py`.
 Bytes: for each position `4 · dim` of gradient read; for each distinct row its weight and state read and written.
 
 `row_gradients_` writes each row's sum to its place in an ordinary tensor: `out[place(g)] = Σ_p scale_p · grad_p`

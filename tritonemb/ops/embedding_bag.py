@@ -1,7 +1,7 @@
 """`tritonemb::embedding_bag`: the lookup in `T` tables, differentiable in weights and per-sample weights; and
 `tritonemb::embedding_bag_fused`, whose backward is the optimizer's step. `bag_fused` is the latter for one table.
 
-What is computed stands in `kernels/embedding_bag.py`. The fused ops' tensors are kept on the autograd context as they
+What is computed is in `kernels/embedding_bag.py`. The fused ops' tensors are kept on the autograd context as they
 are, without a version check: a collection that is looked up twice in one graph is updated twice, each time with the
 gradients of its own lookup. Where nothing is traced, `fused_lookup`, an autograd function, calls the same kernels
 without the dispatcher; other lookups whose backward is Python code go through it, too. There `bag_fused` gives its

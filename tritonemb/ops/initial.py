@@ -19,7 +19,7 @@ def fill_initial_(
     Args:
         weight: `[R, D]`, any floating dtype; float32 values are rounded to it, to nearest.
         seed: of the table, in [0, 2^63).
-        first_row, first_column: where the first element stands in the whole table.
+        first_row, first_column: the place of the first element in the whole table.
         rows: int64 `[R]`: which rows of the whole table these are; neighbours from `first_row` on if not given.
     """
     assert rows is None or rows.numel() == weight.shape[0]

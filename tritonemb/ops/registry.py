@@ -1,6 +1,6 @@
 """Which kernel serves an op, by a rule of names, and how ops are declared.
 
-Kernel NAME stands in `kernels/FILE.py` (Triton), in `kernels/cpu/FILE.py` (CPU), both called NAME, and its reference in
+Kernel NAME is in `kernels/FILE.py` (Triton), in `kernels/cpu/FILE.py` (CPU), both called NAME, and its reference in
 `kernels/FILE.py`, called NAME with `_reference` before a last underscore. An op runs its device's kernel if there is
 one for all of its tables' dtypes, else the reference: Triton's on GPUs, and on the CPU under `TRITON_INTERPRET=1`,
 where Triton interprets them. Kernels are imported when they are first used, so that importing tritonemb does not load

@@ -131,9 +131,9 @@ class Placement:
 class ShardGroups(NamedTuple):
     """Process groups; all ranks make them together."""
 
-    world: RankGroup  # all ranks of the job, apart from the group that `DistributedDataParallel` uses
+    world: RankGroup  # all ranks of the job; not the group that `DistributedDataParallel` uses
     shards: RankGroup  # ranks with the shards of one copy of the tables
-    # the same ranks, for ID exchanges, on the CPU and apart from `shards`, so that ids may be prefetched
+    # the same ranks, for ID exchanges, on the CPU and in a group of their own, so that ids may be prefetched
     ids: RankGroup
     node: RankGroup  # those of `shards` on this node
     across: RankGroup  # those of `shards` with this rank's local rank

@@ -1,6 +1,6 @@
 """Asynchronous I/O: extents of files read into an I/O buffer or written from it, many at once.
 
-Linux's `io_submit(2)` takes hundreds of reads or writes in one call, without a thread for each; elsewhere a pool of
+Linux's `io_submit(2)` takes hundreds of reads or writes in one call, without a thread for each; else a pool of
 threads does it. Random pages of a virtual solid-state disk, 2 cores: 72 thousand a second at 3 microseconds of CPU
 each, where 16 threads reach 49 thousand at 11, and `io_uring` 67 thousand at 4. Containers' usual filters of system
 calls let it through, unlike `io_uring`. It is asynchronous for direct I/O alone.

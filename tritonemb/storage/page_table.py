@@ -43,7 +43,7 @@ class TableIdentity:
     num_rows: int
     record: Record
     seed: int  # of the initial values of rows that were never written
-    row_origin: int = 0  # where its first row and column stand in the whole table
+    row_origin: int = 0  # its first row and column in the whole table
     column_origin: int = 0
 
     def __post_init__(self) -> None:
@@ -163,7 +163,7 @@ def _checksum(body: bytes) -> bytes:
 class FileLayout:
     """A header page, then blocks: pages of as many records as fit, or for each record as many pages as it needs.
 
-    Blocks stand in the order in which they were first written. A byte before each record says whether its row was.
+    Blocks are in the order in which they were first written. A byte before each record says whether its row was.
     """
 
     num_rows: int
@@ -219,7 +219,7 @@ def runs(*numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 class PageTable:
-    """The position of each block in the file, in two levels; they stand in the order in which they were first written.
+    """The position of each block in the file, in two levels; they are in the order in which they were first written.
 
     So a file grows at its end alone, whatever rows are written: it has no holes, however large the table is, and blocks
     that were first written together stand together. A block takes 4 bytes of memory, as does every group of `LEAF`

@@ -1,7 +1,7 @@
 """Snapshots of a table's file, whole and incremental, and the way back.
 
 An incremental snapshot is a file of changes: a header page, which names the snapshot it follows, then groups: a page of
-up to `_NUMBERS` block numbers, then those blocks as they stand in the table's file. Every page has a checksum.
+up to `_NUMBERS` block numbers, then those blocks as they are in the table's file. Every page has a checksum.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a user sees while a model trains: a live progress bar on a terminal, plain lines elsewhere.
+"""What a user sees while a model trains: a live progress bar on a terminal, plain lines in a file or a pipe.
 
 The fields of a line are two or more blanks apart and keep their columns, so that lines can be read, searched and split.
 """
