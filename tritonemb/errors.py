@@ -7,7 +7,8 @@ from bisect import bisect_right
 import numpy as np
 from torch import Tensor
 
-from tritonemb.layout import FIRST_ROW, NUM_ROWS, ROW_IDS, TABLE, Layout, batch_size_of, int64_at, names_in
+from tritonemb.jagged import batch_size_of
+from tritonemb.layout import FIRST_ROW, NUM_ROWS, ROW_IDS, TABLE, Layout, int64_at, names_in
 
 
 def bad_id(position: int, values: Tensor, offsets: Tensor, layout: Layout) -> ValueError:

@@ -313,6 +313,12 @@ def key_by_key(lengths: Sequence[Tensor], num_values: int) -> Tensor:
     return source + torch.repeat_interleave(shifts, wanted_lengths, output_size=num_values)
 
 
+def batch_size_of(offsets: Tensor, key_starts: Tensor) -> int:
+    """Samples in a batch: offsets `[K * B + 1]`, `Layout.key_starts` `[K + 1]`."""
+    num_keys = key_starts.numel() - 1
+    return (offsets.numel() - 1) // num_keys if num_keys else 0
+
+
 def _offsets_of(lengths: Tensor | None) -> Tensor:
     assert lengths is not None
     ends = torch.cumsum(lengths, 0, dtype=lengths.dtype)

@@ -126,12 +126,6 @@ def names_in(lines: str) -> list[str]:
     return lines.split("\n")
 
 
-def batch_size_of(offsets: Tensor, key_starts: Tensor) -> int:
-    """Samples in a batch; offsets `[K * B + 1]`."""
-    num_keys = key_starts.numel() - 1
-    return (offsets.numel() - 1) // num_keys if num_keys else 0
-
-
 class _OnGPU(NamedTuple):
     """int64 numbers at an address of a GPU, for `torch.as_tensor`."""
 

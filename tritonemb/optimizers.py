@@ -114,17 +114,6 @@ class Optimizer:
         return Hyperparameters(**{name: float(values[name]) for name in Hyperparameters._fields if name in values})
 
 
-class Constants:
-    """Hyperparameters that a tracer takes for constants, as it does a string; floats it may take for dynamic inputs."""
-
-    def __init__(self, hyperparameters: Hyperparameters) -> None:
-        self._text = ",".join(repr(value) for value in hyperparameters)
-
-    def as_list(self) -> list[float]:
-        """The values, in the order of `Hyperparameters`."""
-        return [float(value) for value in self._text.split(",")]
-
-
 @dataclass(frozen=True)
 class SGD(Optimizer):
     """`w -= lr · g`."""

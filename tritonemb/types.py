@@ -82,6 +82,7 @@ class TableConfig:
         seed: of the table's random numbers, 63 bits from its name: the same on every tier.
         row_origin, column_origin: first row and column in the whole table, of a `part`; else 0.
         whole_rows: rows of the whole table.
+        feature_names: `features`, never None.
 
     Raises:
         TypeError, ValueError: naming the table and the field.
@@ -100,6 +101,7 @@ class TableConfig:
     row_origin: int = field(default=0, init=False, compare=False, repr=False)
     column_origin: int = field(default=0, init=False, compare=False, repr=False)
     whole_rows: int = field(default=0, init=False, compare=False, repr=False)
+    feature_names: tuple[str, ...] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):
@@ -126,6 +128,7 @@ class TableConfig:
                 f"placement is {self.placement!r}; leave them out, or place it on disk"
             )
         object.__setattr__(self, "features", self._checked_features())
+        object.__setattr__(self, "feature_names", self.features)
         object.__setattr__(self, "seed", seed_of(self.name))
         object.__setattr__(self, "whole_rows", self.num_embeddings)
 
@@ -174,12 +177,6 @@ class TableConfig:
     def bound(self) -> float:
         """Initial values are uniform in ± this, where there is no `init`."""
         return float(self.whole_rows**-0.5)
-
-    @property
-    def feature_names(self) -> tuple[str, ...]:
-        """The keys that look this table up, never None."""
-        assert isinstance(self.features, tuple)
-        return self.features
 
 
 def _check_size(title: str, value: object) -> None:

@@ -14,7 +14,7 @@ from benchmarks.gpu.clock import Clock, Contender, Outcome
 from benchmarks.gpu.embeddings import OURS, Bench, copy_contender
 from benchmarks.gpu.workload import Batch
 from tritonemb.kernels.packing import make_packing
-from tritonemb.nn.layers import MLP
+from tritonemb.nn.models import MLP
 from tritonemb.ops.quantize import quantize_pack, quantize_unpack
 
 NUM_DENSE = 13

@@ -75,7 +75,7 @@ def problems(pooled: bool, **options):
 def test_lookups(pooled):
     for p in problems(pooled):
         x = p.gpu_batch
-        look_up = kernel("embedding_bag", CUDA, p.gpu_weights)
+        look_up = kernel("embedding_bag", CUDA, tuple(weight.dtype for weight in p.gpu_weights))
         out = look_up(p.gpu_weights, x.values(), x.offsets(), x.weights_or_none(), p.gpu_layout, True)
         wide = [weight.double() for weight in p.weights]
         truth = plain.pooled_lookup if pooled else plain.unpooled_lookup
@@ -88,7 +88,7 @@ def test_lookups(pooled):
 def test_gradients_of_per_sample_weights(pooled):
     for seed, p in enumerate(problems(pooled)):
         grad, x = p.grad(seed), p.gpu_batch
-        gradient = kernel("sample_weight_gradient", CUDA, p.gpu_weights)
+        gradient = kernel("sample_weight_gradient", CUDA, tuple(weight.dtype for weight in p.gpu_weights))
         found = gradient(p.gpu_weights, x.values(), x.offsets(), grad.to(CUDA), p.gpu_layout)
         wide = [weight.double() for weight in p.weights]
         expected = sample_weight_gradient_reference(wide, p.batch.values(), p.batch.offsets(), grad.double(), p.layout)
@@ -121,7 +121,11 @@ def test_updates(name, pooled):
         narrow = p.gpu_weights, [t.to(CUDA) for t in states]
         for where, (weights, kept) in (("cpu", wide), (CUDA, narrow)):
             x, layout = (p.batch, p.layout) if where == "cpu" else (p.gpu_batch, p.gpu_layout)
-            update = row_update_reference_ if where == "cpu" else kernel("row_update_", CUDA, weights)
+            update = (
+                row_update_reference_
+                if where == "cpu"
+                else kernel("row_update_", CUDA, (weights[0].dtype,))
+            )
             counts = torch.zeros(1 + len(weights), dtype=torch.int64, device=where)
             update(
                 weights, kept, counts[0], counts[1:], torch.tensor(0.05, device=where), grad.to(where, wide[0][0].dtype)

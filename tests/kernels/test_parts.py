@@ -174,7 +174,7 @@ def test_equal_rows_in_other_places_round_differently(device, implementation, co
     spec, rate = te.optim.SGD(lr=1.0), torch.tensor(1.0, device=device)
     grad = torch.full((40, 16), 2.0**-10, device=device)  # a quarter of the gap below 1
     with forced(implementation):
-        kernel("row_update_", device, weights)(
+        kernel("row_update_", device, tuple(weight.dtype for weight in weights))(
             weights, [], *counters, rate, grad, offsets, None, spec.name, spec.hyperparameters, groups, layout
         )
     down = [weight < 1 for weight in weights]
@@ -209,7 +209,7 @@ def test_rows_held_elsewhere_are_updated_as_in_the_table(device, name, dtype, im
         counters = [torch.zeros(shape, dtype=torch.int64, device=device) for shape in ((), (1,))]
         groups = tuple(group.to(device) for group in row_groups_reference(values, offsets, where))
         with forced(implementation):
-            kernel("row_update_", device, [weight])(
+            kernel("row_update_", device, (weight.dtype,))(
                 [weight], states, *counters, torch.tensor(0.1, device=device), grad, offsets, None, spec.name,
                 spec.hyperparameters, groups, where,
             )  # fmt: skip
@@ -228,7 +228,7 @@ def test_a_bad_gradient_of_a_row_held_elsewhere_names_the_row(device, implementa
     values, grad = torch.tensor([0, 1], device=device), torch.tensor([[1.0], [float("nan")]], device=device)
     groups = tuple(group.to(device) for group in row_groups_reference(values, offsets, layout))
     counters = [torch.zeros(shape, dtype=torch.int64, device=device) for shape in ((), (1,))]
-    update, rate = kernel("row_update_", device, [weight]), torch.tensor(0.1, device=device)
+    update, rate = kernel("row_update_", device, (weight.dtype,)), torch.tensor(0.1, device=device)
     grad = grad.expand(2, 8).contiguous()
 
     def step():

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tritonemb import errors
+from tritonemb.jagged import batch_size_of
 from tritonemb.kernels.row_groups import entries_reference
 from tritonemb.kernels.triton_utils import (
     BAD_FIRST_OFFSET,
@@ -44,7 +45,7 @@ from tritonemb.kernels.triton_utils import (
     tl,
     widen,
 )
-from tritonemb.layout import MEAN, Layout, batch_size_of
+from tritonemb.layout import MEAN, Layout
 
 MAX_BLOCK = 1024  # columns of a tile; wider rows take several
 VECTORS_IN_FLIGHT = 8  # 16-byte loads that a lane asks for before it adds the first

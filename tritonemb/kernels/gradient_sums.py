@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tritonemb.jagged import batch_size_of
 from tritonemb.kernels.embedding_bag import scales_reference
 from tritonemb.kernels.triton_utils import (
     CODES,
@@ -33,7 +34,7 @@ from tritonemb.kernels.triton_utils import (
     tl,
     widen,
 )
-from tritonemb.layout import COLUMN, MEAN, POOLING, TABLE, Layout, batch_size_of
+from tritonemb.layout import COLUMN, MEAN, POOLING, TABLE, Layout
 
 PIECE = 256  # positions of a row that are summed before they are added to the rest
 ENTRIES = 256  # entries of a program that places them

@@ -18,8 +18,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from tritonemb.jagged import batch_size_of
 from tritonemb.kernels.triton_utils import FIRST_ROW, NUM_ROWS, cdiv, field_at, jit, last_at_most, launch, tl
-from tritonemb.layout import TABLE, Layout, batch_size_of
+from tritonemb.layout import TABLE, Layout
 
 BLOCK = 1024  # entries of a program
 

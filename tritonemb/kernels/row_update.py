@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from tritonemb import errors
+from tritonemb.jagged import batch_size_of
 from tritonemb.kernels.gradient_sums import (
     PIECE_SIZE,
     add_gradients,
@@ -66,7 +67,7 @@ from tritonemb.kernels.triton_utils import (
     tl,
     widen,
 )
-from tritonemb.layout import TABLE_SIZE, Layout, TableRow, batch_size_of, int64_at
+from tritonemb.layout import TABLE_SIZE, Layout, TableRow, int64_at
 from tritonemb.optimizers import KINDS, OPTIMIZERS, SGD, Hyperparameters, NonFinite
 
 NONFINITE_MODES = get_args(NonFinite)

@@ -169,7 +169,8 @@ class SingleTable(FusedModule):
             )
         table = ops.FusedTables(
             [self.weight], [cast(Tensor, owner._buffers[state.name]) for state in group.optimizer.states], [owner.step],
-            [owner.skipped], group.rate_on(self.weight.device), group.optimizer.name, group.constants.as_list(),
+            [owner.skipped], group.rate_on(self.weight.device), group.optimizer.name,
+            [float(value) for value in group.constants.split(",")],
         )  # fmt: skip
         look_up = _look_up_untraced if group.by_step and torch.compiler.is_compiling() else ops.bag_fused
         return look_up(table, self._name, values, sample_weights, bags, trained, dtype, group.receiver)

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from tritonemb.layout import SEED, Layout, lines_of, make_layout
-from tritonemb.ops.registry import BATCH, CPU, REFERENCE, choose, define, kernel, plain_eager
-from tritonemb.ops.row_groups import RowGroups
+from tritonemb.ops.registry import BATCH, CPU, REFERENCE, chosen, define, kernel
+from tritonemb.ops.row_groups import RowGroups, plain_eager
 from tritonemb.ops.row_update import row_gradients_
 from tritonemb.types import TableConfig, seed_of
 
@@ -216,8 +216,8 @@ def look_up(
 ) -> Tensor:  # fmt: skip
     """`bag` by the kernels of the tensors' device: no autograd, no dispatcher."""
     layout = layout_of((BagTable.of(weight, mean),), pooled, values.device)
-    look_up = kernel("embedding_bag", values.device, [weight])
-    serving = choose("embedding_bag", values.device, [weight])
+    look_up = kernel("embedding_bag", values.device, (weight.dtype,))
+    serving = chosen("embedding_bag", values.device, (weight.dtype,))
     if serving == REFERENCE:
         _check_offsets(values, offsets)
     try:
@@ -297,7 +297,7 @@ def derive_sample_weights(
 ) -> Tensor:
     """The gradient of the per-sample weights, `[N]`."""
     layout = layout_of((BagTable.of(weight, mean),), pooled, values.device)
-    dots = kernel("sample_weight_gradient", grad.device, [weight])
+    dots = kernel("sample_weight_gradient", grad.device, (weight.dtype,))
     return dots([weight.contiguous()], values, offsets, grad, layout).to(dtype)
 
 

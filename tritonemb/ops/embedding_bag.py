@@ -16,11 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tritonemb.layout import Layout, batch_size_of, names_in
+from tritonemb.jagged import batch_size_of
+from tritonemb.layout import Layout, names_in
 from tritonemb.ops import registry
 from tritonemb.ops.bag import BAGS, Bags, BagTable, derive_sample_weights, empty_bags, layout_of, look_up
-from tritonemb.ops.registry import define, kernel, plain_eager, unflatten
-from tritonemb.ops.row_groups import RowGroups, check_ids, row_groups
+from tritonemb.ops.registry import define, dtype_of, kernel, unflatten
+from tritonemb.ops.row_groups import RowGroups, check_ids, plain_eager, row_groups
 from tritonemb.ops.row_update import (
     NOT_ACCUMULATING,
     SCHEMA,
@@ -48,7 +49,7 @@ def embedding_bag(
     check_ids(values)
     check_devices(weights, values, layout)
     if not torch.is_grad_enabled() and plain_eager(values, offsets, sample_weights, *weights):
-        look_up = kernel("embedding_bag", values.device, weights)
+        look_up = kernel("embedding_bag", values.device, frozenset(map(dtype_of, weights)))
         return look_up(weights, values, offsets, sample_weights, layout, check_bounds, output_dtype)
     return torch.ops.tritonemb.embedding_bag(
         list(weights), values, offsets, sample_weights, trained, check_bounds, output_dtype, *layout
@@ -76,7 +77,7 @@ def _look_up(
     weights: list[Tensor], values: Tensor, offsets: Tensor, sample_weights: Tensor | None, trained: Tensor | None,
     check_bounds: bool, output_dtype: torch.dtype, *layout: Any,
 ) -> Tensor:  # fmt: skip
-    look_up = kernel("embedding_bag", values.device, weights)
+    look_up = kernel("embedding_bag", values.device, frozenset(map(dtype_of, weights)))
     return look_up(weights, values, offsets, sample_weights, Layout(*layout), check_bounds, output_dtype)
 
 
@@ -92,7 +93,7 @@ _embedding_bag = define(
 def _dot(
     grad: Tensor, weights: list[Tensor], values: Tensor, offsets: Tensor, sample_weights: Tensor, *layout: Any
 ) -> Tensor:
-    dot = kernel("sample_weight_gradient", grad.device, weights)
+    dot = kernel("sample_weight_gradient", grad.device, frozenset(map(dtype_of, weights)))
     return dot(weights, values, offsets, grad, Layout(*layout)).to(sample_weights.dtype)
 
 
@@ -195,7 +196,7 @@ class _Inputs(NamedTuple):
     layout: Layout
 
     def read(self) -> Tensor:
-        look_up = kernel("embedding_bag", self.values.device, self.tables.weights)
+        look_up = kernel("embedding_bag", self.values.device, frozenset(map(dtype_of, self.tables.weights)))
         return look_up(
             self.tables.weights, self.values, self.offsets, self.sample_weights, self.layout, self.check_bounds,
             self.output_dtype,
@@ -317,7 +318,7 @@ def _look_up_bag(*args: Any) -> Tensor:
     check_not_accumulating(table.learning_rate)
     values, offsets, sample_weights, _, pooled, mean, checked, dtype = batch
     layout = layout_of((BagTable.of(table.weights[0], mean, name),), pooled, values.device)
-    look_up = kernel("embedding_bag", values.device, table.weights)
+    look_up = kernel("embedding_bag", values.device, frozenset(map(dtype_of, table.weights)))
     return look_up(table.weights, values, offsets, sample_weights, layout, checked, dtype)
 
 

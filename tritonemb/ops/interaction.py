@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonemb.ops.registry import REFERENCE, TRITON, choose, define, kernel, plain_eager
+from tritonemb.ops.registry import REFERENCE, TRITON, choose, chosen, define, dtype_of, kernel
+from tritonemb.ops.row_groups import plain_eager
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -31,13 +32,14 @@ def interaction(dense: Tensor, sparse: Tensor) -> Tensor:
     """
     check_vectors(dense, sparse)
     if not torch.is_grad_enabled() and plain_eager(dense, sparse):
-        return kernel("interaction", dense.device, (dense, sparse))(dense, sparse)
+        return kernel("interaction", dense.device, (dense.dtype,))(dense, sparse)
     return torch.ops.tritonemb.interaction(dense, sparse)
 
 
 def is_fused(dense: Tensor, sparse: Tensor) -> bool:
     """Whether a kernel of our own serves `interaction` of these tensors."""
-    return dense.dtype == sparse.dtype and choose("interaction", dense.device, (dense, sparse)) != REFERENCE
+    find = choose if torch.compiler.is_compiling() else chosen
+    return dense.dtype == sparse.dtype and find("interaction", dense.device, (dense.dtype,)) != REFERENCE
 
 
 def check_vectors(dense: Tensor, sparse: Tensor) -> None:
@@ -74,13 +76,14 @@ def cross(inputs: Tensor, product: Tensor, bias: Tensor, crossed: Tensor) -> Ten
     """
     check_layer(inputs, product, bias, crossed)
     if not torch.is_grad_enabled() and plain_eager(inputs, product, bias, crossed):
-        return kernel("cross", inputs.device, (inputs, product, bias, crossed))(inputs, product, bias, crossed)
+        return _cross_kernel("cross", inputs, product, bias, crossed)
     return torch.ops.tritonemb.cross(inputs, product, bias, crossed)
 
 
 def is_cross_fused(*tensors: Tensor) -> bool:
     """Whether a Triton kernel serves `cross` of these tensors."""
-    return choose("cross", tensors[0].device, tensors) == TRITON
+    find = choose if torch.compiler.is_compiling() else chosen
+    return find("cross", tensors[0].device, tuple(tensor.dtype for tensor in tensors)) == TRITON
 
 
 def check_layer(inputs: Tensor, product: Tensor, bias: Tensor, crossed: Tensor) -> None:
@@ -102,7 +105,7 @@ def check_layer(inputs: Tensor, product: Tensor, bias: Tensor, crossed: Tensor) 
 
 def _interact(dense: Tensor, sparse: Tensor) -> Tensor:
     check_vectors(dense, sparse)
-    return kernel("interaction", dense.device, (dense, sparse))(dense, sparse)
+    return kernel("interaction", dense.device, (dense.dtype,))(dense, sparse)
 
 
 def _interacted(dense: Tensor, sparse: Tensor) -> Tensor:
@@ -116,7 +119,7 @@ _interaction = define("interaction", "(Tensor dense, Tensor sparse) -> Tensor", 
 define(
     "interaction_gradient",
     "(Tensor grad, Tensor dense, Tensor sparse) -> (Tensor, Tensor)",
-    lambda grad, *inputs: kernel("interaction_gradient", grad.device, inputs)(grad, *inputs),
+    lambda grad, *inputs: kernel("interaction_gradient", grad.device, (inputs[0].dtype,))(grad, *inputs),
     lambda _, *inputs: tuple(tensor.new_empty(tensor.shape) for tensor in inputs),
 )
 _interaction.register_autograd(
@@ -127,7 +130,11 @@ _interaction.register_autograd(
 
 def _cross(inputs: Tensor, product: Tensor, bias: Tensor, crossed: Tensor) -> Tensor:
     check_layer(inputs, product, bias, crossed)
-    return kernel("cross", inputs.device, (inputs, product, bias, crossed))(inputs, product, bias, crossed)
+    return _cross_kernel("cross", inputs, product, bias, crossed)
+
+
+def _cross_kernel(op: str, *tensors: Tensor) -> Any:
+    return kernel(op, tensors[0].device, frozenset(map(dtype_of, tensors)))(*tensors)
 
 
 def _crossed(inputs: Tensor, product: Tensor, bias: Tensor, crossed: Tensor) -> Tensor:
@@ -145,7 +152,7 @@ _cross_op = define("cross", "(Tensor inputs, Tensor product, Tensor bias, Tensor
 define(
     "cross_gradient",
     "(Tensor grad, Tensor inputs, Tensor product, Tensor bias) -> (Tensor, Tensor, Tensor)",
-    lambda grad, *inputs: kernel("cross_gradient", grad.device, (grad, *inputs))(grad, *inputs),
+    lambda grad, *inputs: _cross_kernel("cross_gradient", grad, *inputs),
     lambda _, *inputs: tuple(tensor.new_empty(tensor.shape) for tensor in inputs),
 )
 _cross_op.register_autograd(

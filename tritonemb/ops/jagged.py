@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tritonemb.jagged import OFFSET_DTYPES
 from tritonemb.layout import segment_offsets
-from tritonemb.ops.registry import define, kernel, plain_eager
-from tritonemb.ops.row_groups import check_ids
+from tritonemb.ops.registry import define, kernel
+from tritonemb.ops.row_groups import check_ids, plain_eager
 
 __all__ = ["Bucketized", "Permuted", "block_bucketize", "jagged_permute", "segment_offsets"]
 

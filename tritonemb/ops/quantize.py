@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from tritonemb.kernels.packing import CODECS, Packing, make_packing
-from tritonemb.ops.registry import define, kernel, plain_eager
-from tritonemb.ops.row_groups import ID_DTYPES
+from tritonemb.ops.registry import define, kernel
+from tritonemb.ops.row_groups import ID_DTYPES, plain_eager
 
 __all__ = ["CODECS", "Packing", "make_packing", "quantize_pack", "quantize_unpack"]
 

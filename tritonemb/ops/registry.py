@@ -12,14 +12,14 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
+import operator
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tritonemb.layout import Layout
 from tritonemb.types import TABLE_DTYPES, TRAINABLE_DTYPES
@@ -48,20 +48,20 @@ _INTERPRETING = os.environ.get("TRITON_INTERPRET", "0") == "1"
 _forced: str | None = None
 
 
-def choose(op: str, device: torch.device, tables: Sequence[Tensor] = ()) -> str:
-    """The name of the kernel that serves `op` on `device` for these tables: "triton", "cpu" or "reference"."""
+def choose(op: str, device: torch.device, dtypes: Collection[torch.dtype] = ()) -> str:
+    """The name of the kernel that serves `op` on `device` for tables of `dtypes`: "triton", "cpu" or "reference"."""
     kernels = kernels_of(op)
     if _forced is not None:
         return _forced if _forced in kernels else REFERENCE
     by_triton = _HAS_TRITON and (device.type == "cuda" or (device.type == "cpu" and _INTERPRETING))
     name = TRITON if by_triton else device.type
-    fast = name in kernels and all(table.dtype in _DTYPES[name] for table in tables)
+    fast = name in kernels and all(dtype in _DTYPES[name] for dtype in dtypes)
     return name if fast else REFERENCE
 
 
 def why(op: str, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[str, str]:
     """The name of the kernel that serves `op` on `device` for tables of `dtype`, and the reason in words."""
-    name = choose(op, device, [torch.empty(0, dtype=dtype)])
+    name = choose(op, device, [dtype])
     kernels = kernels_of(op)
     if name == TRITON:
         return name, "a GPU" if device.type == "cuda" else "TRITON_INTERPRET=1: interpreted, slow"
@@ -84,36 +84,36 @@ def kernels_of(op: str) -> tuple[str, ...]:
     return (REFERENCE, TRITON) if _FILES[op] in _ONLY_ON_GPU else (REFERENCE, CPU, TRITON)
 
 
-def kernel(op: str, device: torch.device, tables: Sequence[Tensor] = ()) -> Callable[..., Any]:
-    """The function that serves `op` on `device` for these tables."""
-    return load(op, choose(op, device, tables))
+chosen = functools.cache(choose)  # not for what Dynamo traces, which looks through caches and warns
 
 
-def plain_eager(*tensors: Tensor | None) -> bool:
-    """Whether a kernel may be called at once: nothing is being traced and these are ordinary tensors.
+@functools.cache
+def kernel(op: str, device: torch.device, dtypes: Hashable = ()) -> Callable[..., Any]:
+    """The function that serves `op` on `device` for tables of `dtypes`, a tuple or a frozenset."""
+    return load(op, choose(op, device, dtypes))  # type: ignore[arg-type]
 
-    The dispatcher, which tracing needs, costs a custom op with lists of tables up to half a millisecond a call.
-    """
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._functorch.maybe_current_level()
-    ):
-        return False
-    return all(tensor is None or type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
+
+dtype_of = operator.attrgetter("dtype")
 
 
 @contextmanager
 def forced(name: str) -> Iterator[None]:
     """Serve every op by its kernel called `name`, or its reference if it has none: for tests, to find a wrong one."""
-    global _forced
     if name not in (REFERENCE, CPU, TRITON):
         raise ValueError(f"no kernels are called {name!r}; there are {[CPU, REFERENCE, TRITON]}")
-    before, _forced = _forced, name
+    before = _forced
+    _force(name)
     try:
         yield
     finally:
-        _forced = before
+        _force(before)
+
+
+def _force(name: str | None) -> None:
+    global _forced
+    _forced = name
+    chosen.cache_clear()
+    kernel.cache_clear()
 
 
 @functools.cache

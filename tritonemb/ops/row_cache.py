@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tritonemb.layout import NO_ROW, POLICIES, TABLE_SIZE, WAYS
-from tritonemb.ops.registry import define, kernel, plain_eager
+from tritonemb.ops.registry import define, kernel
+from tritonemb.ops.row_groups import plain_eager
 
 __all__ = [
     "NO_ROW",

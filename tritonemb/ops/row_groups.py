@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.layout import Layout
-from tritonemb.ops.registry import LAYOUT, define, kernel, plain_eager
+from tritonemb.ops.registry import LAYOUT, define, kernel
 
 ID_DTYPES = (torch.int32, torch.int64)
 
@@ -41,6 +41,20 @@ def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> RowGroups:
     if plain_eager(values, offsets):
         return RowGroups(*kernel("row_groups", values.device)(values, offsets, layout))
     return RowGroups(*torch.ops.tritonemb.row_groups(values, offsets, *layout))
+
+
+def plain_eager(*tensors: Tensor | None) -> bool:
+    """Whether a kernel may be called at once: nothing is being traced and these are ordinary tensors.
+
+    The dispatcher, which tracing needs, costs a custom op with lists of tables up to half a millisecond a call.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._functorch.maybe_current_level()
+    ):
+        return False
+    return all(tensor is None or type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
 
 
 def check_ids(values: Tensor) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from tritonemb.layout import Layout
 from tritonemb.ops import registry
-from tritonemb.ops.registry import BATCH, define, kernel, plain_eager, unflatten
-from tritonemb.ops.row_groups import RowGroups
+from tritonemb.ops.registry import BATCH, define, dtype_of, kernel, unflatten
+from tritonemb.ops.row_groups import RowGroups, plain_eager
 from tritonemb.optimizers import Hyperparameters, NonFinite
 
 SKIP = get_args(NonFinite).index("skip")
@@ -89,7 +89,7 @@ def _update(
     weights, states, steps, skipped, learning_rate, optimizer, hyperparameters = tables
     step = steps[0] if len(steps) == 1 else torch.stack(steps)
     count = skipped[0] if len(skipped) == 1 else torch.zeros(len(skipped), dtype=torch.int64, device=grad.device)
-    kernel("row_update_", grad.device, weights)(
+    kernel("row_update_", grad.device, frozenset(map(dtype_of, weights)))(
         weights, states, step, count, learning_rate, grad, offsets, sample_weights, optimizer, hyperparameters, groups,
         layout,
     )  # fmt: skip
@@ -124,7 +124,7 @@ def row_gradients_(
         grad, offsets, sample_weights, groups, layout: as in `row_update_`.
         max_gradient: each element of `grad` is clamped to ± this first.
     """
-    kernel("row_gradients_", grad.device, sums)(
+    kernel("row_gradients_", grad.device, frozenset(map(dtype_of, sums)))(
         sums, grad, offsets, sample_weights, groups, layout, compact, max_gradient
     )
 

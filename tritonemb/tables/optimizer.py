@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.ops.row_update import Accumulator
-from tritonemb.optimizers import Constants, Hyperparameters, Optimizer
+from tritonemb.optimizers import Hyperparameters, Optimizer
 
 States = list[tuple[str, Tensor, dict[str, Tensor]]]
 
@@ -22,7 +22,7 @@ class OptimizedTables:
 
     Attributes:
         optimizer: what is computed; None for ordinary gradients.
-        constants: its hyperparameters.
+        constants: its hyperparameters as text: floats might be dynamic inputs to a tracer, a string is a constant.
         current_learning_rate: what was last set; updates read a tensor.
         accumulator: gradients that are not applied yet.
         by_step: gradients are applied by `apply`, instead of when their backward pass ends.
@@ -30,7 +30,8 @@ class OptimizedTables:
 
     def __init__(self, optimizer: Optimizer | None, by_step: bool = False) -> None:
         self.optimizer, self.by_step = optimizer, by_step
-        self.constants = Constants(Hyperparameters() if optimizer is None else optimizer.hyperparameters)
+        hyperparameters = Hyperparameters() if optimizer is None else optimizer.hyperparameters
+        self.constants = ",".join(map(repr, hyperparameters))
         self.current_learning_rate = 0.0 if optimizer is None else optimizer.lr
         self.accumulator = Accumulator(always_open=by_step)
         self._views: WeakSet[FusedOptimizer] = WeakSet()

@@ -263,7 +263,8 @@ class TableSet(OptimizedTables):
         # As attributes they would be searched for among parameters first, which adds up.
         states: list[Any] = [table._buffers[state.name] for state in spec.states for table in self.tables]
         step, skipped, rate = counters
-        return ops.FusedTables(weights, states, [step], [skipped], rate, spec.name, self.constants.as_list())
+        hyperparameters = [float(value) for value in self.constants.split(",")]
+        return ops.FusedTables(weights, states, [step], [skipped], rate, spec.name, hyperparameters)
 
     def check_trainable(self) -> None:
         """Raise where the tables must not be updated, or if only some weights require gradients."""

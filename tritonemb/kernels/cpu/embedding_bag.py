@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from tritonemb import errors
+from tritonemb.jagged import batch_size_of
 from tritonemb.kernels.cpu.jit import addresses_of, as_float32, as_int64, dtypes_of, inlined, parallel, share
 from tritonemb.kernels.cpu.row_groups import check_offsets
 from tritonemb.kernels.cpu.simd import dot, element_size, float32_row, prefetch, sum_rows
-from tritonemb.layout import COLUMN, DIM, MEAN, NUM_ROWS, POOLING, TABLE, Layout, batch_size_of
+from tritonemb.layout import COLUMN, DIM, MEAN, NUM_ROWS, POOLING, TABLE, Layout
 
 BLOCK = 1024  # samples whose output stays in cache while all features are visited
 AHEAD = 12  # values between asking for a row and reading it

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from tritonemb import errors
+from tritonemb.jagged import batch_size_of
 from tritonemb.kernels.cpu.jit import as_int64, called, compiled, inlined, run_tasks, team
-from tritonemb.layout import FIRST_ROW, NUM_ROWS, TABLE, Layout, batch_size_of
+from tritonemb.layout import FIRST_ROW, NUM_ROWS, TABLE, Layout
 
 PAIR_BITS = 63  # of a sort key: an id and, below it, a position
 FEW_PAIRS = 48  # up to here, insertion is faster

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tritonemb import errors
+from tritonemb.jagged import batch_size_of
 from tritonemb.kernels import row_update as triton_update
 from tritonemb.kernels.cpu.jit import (
     FLOAT32,
@@ -39,7 +40,6 @@ from tritonemb.layout import (
     ROW_ORIGIN,
     SEED,
     Layout,
-    batch_size_of,
 )
 from tritonemb.optimizers import KINDS, OPTIMIZERS
 
