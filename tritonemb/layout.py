@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -82,9 +83,8 @@ def make_layout(
     Raises:
         ValueError: for a part of a 16-bit table that begins in the middle of eight columns that round together.
     """
-    place = {key: index for index, key in enumerate(keys)}
-    by_key: list[list[list[int]]] = [[] for _ in keys]
-    table_rows, column, first_row = [], 0, 0
+    uses: dict[str, list[tuple[int, int, int, int]]] = {key: [] for key in keys}
+    rows, column = [], 0
     for index, table in enumerate(tables):
         if table.dtype.itemsize == 2 and table.column_origin % ELEMENTS_PER_COUNTER:
             raise ValueError(
@@ -92,26 +92,31 @@ def make_layout(
                 f"{table.dtype} may be cut at multiples of {ELEMENTS_PER_COUNTER} columns, which are rounded together"
             )
         shape = table.num_embeddings, table.embedding_dim
-        table_rows.append(TableRow(first_row, *shape, table.seed, table.row_origin, table.column_origin))
-        first_row += table.num_embeddings
+        rows.append(TableRow(0, *shape, table.seed, table.row_origin, table.column_origin))
         for feature in table.feature_names:
-            pooling = MEAN if table.pooling == "mean" else SUM
-            by_key[place[feature]].append([index, column, table.embedding_dim, pooling])
+            uses[feature].append((index, column, table.embedding_dim, MEAN if table.pooling == "mean" else SUM))
             column += table.embedding_dim if pooled else 0
-    key_starts = [0]
-    for uses in by_key:
-        key_starts.append(key_starts[-1] + len(uses))
-    width = column if pooled else max(table.embedding_dim for table in tables)
-    lookups = [use for uses in by_key for use in uses]
+    return lay_out(rows, list(uses.values()), [table.name for table in tables], keys, pooled, device)
+
+
+def lay_out(
+    tables: Sequence[TableRow], uses: Sequence[Sequence[tuple[int, int, int, int]]], table_names: Iterable[str],
+    feature_names: Iterable[str], pooled: bool, device: torch.device | str | None = None,
+) -> Layout:  # fmt: skip
+    """The layout of `tables`, whose `first_row` is found here, and of each key's rows of `Layout.lookups`."""
+    first_rows = [0, *accumulate(table.num_rows for table in tables)]
+    rows = [TableRow(first, *table[1:]) for table, first in zip(tables, first_rows, strict=False)]
+    lookups = [use for of_key in uses for use in of_key]
+    ends = [use[COLUMN] + use[DIM] for use in lookups] if pooled else [table.dim for table in tables]
     return Layout(
-        torch.tensor(table_rows, dtype=torch.int64, device=device).reshape(-1, TABLE_SIZE),
+        torch.tensor(rows, dtype=torch.int64, device=device).reshape(-1, TABLE_SIZE),
         torch.tensor(lookups, dtype=torch.int64, device=device).reshape(-1, 4),
-        torch.tensor(key_starts, dtype=torch.int64, device=device),
-        lines_of(table.name for table in tables),
-        lines_of(keys),
-        max([0, *[len(uses) for uses in by_key]]),
-        first_row,
-        width,
+        torch.tensor([0, *accumulate(map(len, uses))], dtype=torch.int64, device=device),
+        lines_of(table_names),
+        lines_of(feature_names),
+        max(map(len, uses), default=0),
+        first_rows[-1],
+        max(ends),
         pooled,
     )
 

@@ -33,10 +33,10 @@ def test_it_says_what_was_fused_what_not_and_where_the_graph_breaks():
     assert {item.name for item in found.left_alone} == {"most", "limited"}
     assert found.num_graphs == 2
     (graph_break,) = found.graph_breaks
-    assert graph_break.place.startswith(__file__)
+    assert graph_break.startswith(__file__)
     text = str(found)
-    for part in ("3 nn.EmbeddingBag", "bags.0, bags.1, bags.2", 'mode="max"', "max_norm", "test_explain.py"):
-        assert part in text
+    for part in ("3 lookups of 3 tables", "bags.0, bags.1, bags.2", 'mode="max"', "max_norm", "test_explain.py"):
+        assert part in " ".join(text.split())
     assert max(len(line) for line in text.splitlines() if "/" not in line) <= 88
 
 

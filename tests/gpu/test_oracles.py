@@ -121,11 +121,7 @@ def test_updates(name, pooled):
         narrow = p.gpu_weights, [t.to(CUDA) for t in states]
         for where, (weights, kept) in (("cpu", wide), (CUDA, narrow)):
             x, layout = (p.batch, p.layout) if where == "cpu" else (p.gpu_batch, p.gpu_layout)
-            update = (
-                row_update_reference_
-                if where == "cpu"
-                else kernel("row_update_", CUDA, (weights[0].dtype,))
-            )
+            update = row_update_reference_ if where == "cpu" else kernel("row_update_", CUDA, (weights[0].dtype,))
             counts = torch.zeros(1 + len(weights), dtype=torch.int64, device=where)
             update(
                 weights, kept, counts[0], counts[1:], torch.tensor(0.05, device=where), grad.to(where, wide[0][0].dtype)

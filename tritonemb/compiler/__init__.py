@@ -12,67 +12,66 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from tritonemb.compiler.graph import Fused, LeftAlone, is_transformed
+from tritonemb.compiler.graph import is_transformed, listed
 from tritonemb.compiler.interaction import fuse_interactions
-from tritonemb.compiler.lookups import LookupGroup, check_fused_tables, left_alone, next_group
+from tritonemb.compiler.lookups import LeftAlone, LookupGroup, check_fused_tables, left_alone, next_group
 from tritonemb.compiler.merge import merge
 
-__all__ = ["Explanation", "Fused", "GraphBreak", "LeftAlone", "Report", "explain", "fuse_graph", "tritonemb"]
+__all__ = ["Fused", "LeftAlone", "Report", "explain", "fuse_graph", "tritonemb"]
 
-WIDTH = 88
 _log = logging.getLogger(__name__)
+
+
+class Fused(NamedTuple):
+    """Operations that became one.
+
+    Attributes:
+        what: the new operation, in words.
+        members: names of what it replaces: of weights, without `.weight`, or names in the graph.
+    """
+
+    what: str
+    members: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.what}: {listed(self.members)}"
 
 
 @dataclass
 class Report:
-    """What became of lookups and interactions, and what stays, with the reason."""
+    """What becomes of a model's lookups and interactions; `str()` says it.
+
+    Attributes:
+        fused: what is merged.
+        left_alone: what stays, with the reason.
+        graph_breaks: file and line where Dynamo splits a model, and why; lookups before and after are never merged.
+        num_graphs: how many graphs the model falls into.
+    """
 
     fused: list[Fused] = field(default_factory=list)
     left_alone: list[LeftAlone] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        return "\n".join([*(f"fused: {item}" for item in self.fused), *(f"left alone: {x}" for x in self.left_alone)])
-
-
-@dataclass(frozen=True)
-class GraphBreak:
-    """Where Dynamo splits a model into several graphs: lookups before and after are never merged.
-
-    Attributes:
-        reason: Dynamo's words.
-        place: file and line.
-    """
-
-    reason: str
-    place: str
-
-
-@dataclass
-class Explanation(Report):
-    """What `torch.compile(model, backend="tritonemb")` does with a model, in all of its graphs; `str()` says it.
-
-    Attributes:
-        graph_breaks: where the model falls into several graphs.
-        num_graphs: how many there are.
-    """
-
-    graph_breaks: list[GraphBreak] = field(default_factory=list)
-    num_graphs: int = 0
+    graph_breaks: list[str] = field(default_factory=list)
+    num_graphs: int = 1
 
     def __str__(self) -> str:
         by_reason: dict[str, list[str]] = {}
-        for item in self.left_alone:
-            by_reason.setdefault(item.reason, []).append(f"{item.name} ({item.what})")
+        for name, what, reason in self.left_alone:
+            by_reason.setdefault(reason, []).append(f"{name} ({what})")
+        parts = {
+            "Fused": [str(item) for item in self.fused] or "nothing",
+            "Left alone": [f"{', '.join(names)}: {why}" for why, names in by_reason.items()] or "nothing",
+            "Graph breaks": self.graph_breaks or "none",
+        }
+        fill = textwrap.TextWrapper(88, "  - ", "    ", break_long_words=False).fill
         lines = [f"{self.num_graphs} graph{'' if self.num_graphs == 1 else 's'}"]
-        lines += _section("Fused", [str(item) for item in self.fused], "nothing")
-        lines += _section("Left alone", [f"{', '.join(names)}: {why}" for why, names in by_reason.items()], "nothing")
-        lines += _section("Graph breaks", [f"{item.place}: {item.reason}" for item in self.graph_breaks], "none")
+        for title, items in parts.items():
+            lines += [f"{title}: {items}"] if isinstance(items, str) else [f"{title}:", *map(fill, items)]
         return "\n".join(lines)
 
 
@@ -126,21 +125,20 @@ def fuse_graph(gm: GraphModule) -> Report:
         ValueError: for a table with a fused optimizer that is looked up in two places that cannot be merged.
     """
     report, groups = Report(), list[LookupGroup]()
-    grad_enabled = torch.is_grad_enabled()
-    interactions, alone = ([], []) if is_transformed(gm) else fuse_interactions(gm)
-    while (group := next_group(gm, grad_enabled)) is not None:
-        report.fused.append(merge(gm, group))
+    interactions, alone = ({}, []) if is_transformed(gm) else fuse_interactions(gm)
+    while (group := next_group(gm)) is not None:
+        report.fused.append(Fused(merge(gm, group), tuple(lookup.feature for lookup in group.lookups)))
         groups.append(group)
     check_fused_tables(gm, groups)
-    report.fused += interactions
-    report.left_alone += [*left_alone(gm, grad_enabled, groups), *alone]
+    report.fused += [Fused(what, (name,)) for name, what in interactions.items()]
+    report.left_alone += [*left_alone(gm, groups), *alone]
     if report.fused:
         gm.graph.lint()
         gm.recompile()
     return report
 
 
-def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """Run `model(*args, **kwargs)` once under Dynamo and say what the backend would do with its graphs.
 
     Nothing is trained: there is no backward pass, and buffers, weights that a `max_norm` scales, and random number
@@ -151,16 +149,18 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation
     """
     with _unchanged(model):
         found = torch._dynamo.explain(model)(*args, **kwargs)
-    explanation = Explanation(num_graphs=len(found.graphs))
+    report = Report(num_graphs=len(found.graphs))
     for graph in found.graphs:
-        report = fuse_graph(graph)
-        explanation.fused += report.fused
-        explanation.left_alone += report.left_alone
+        part = fuse_graph(graph)
+        report.fused += part.fused
+        report.left_alone += part.left_alone
     for reason in found.break_reasons:
         frame = reason.user_stack[-1] if reason.user_stack else None
         place = "unknown place" if frame is None else f"{frame.filename}:{frame.lineno}"
-        explanation.graph_breaks.append(GraphBreak(_first_words(str(reason.reason)), place))
-    return explanation
+        # Without Dynamo's advice.
+        lines = [line.strip().removeprefix("Explanation: ") for line in str(reason.reason).splitlines()[:2]]
+        report.graph_breaks.append(f"{place}: {'. '.join(line.rstrip('.') for line in lines if line)}")
+    return report
 
 
 @contextmanager
@@ -178,19 +178,6 @@ def _unchanged(model: Any) -> Iterator[None]:
             for tensor, before in zip(kept, copies, strict=True):
                 if not torch.equal(tensor, before):
                     tensor.detach().copy_(before)
-
-
-def _section(title: str, items: list[str], otherwise: str) -> list[str]:
-    if not items:
-        return [f"{title}: {otherwise}"]
-    lines = textwrap.TextWrapper(WIDTH, "  - ", "    ", break_long_words=False)
-    return [f"{title}:", *map(lines.fill, items)]
-
-
-def _first_words(reason: str) -> str:
-    """Dynamo's reason without its advice, on one line."""
-    lines = [line.strip().removeprefix("Explanation: ") for line in reason.splitlines()[:2]]
-    return ". ".join(line.rstrip(".") for line in lines if line)
 
 
 register()

@@ -7,20 +7,16 @@ import inspect
 import operator
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.fx import GraphModule, Node, Proxy, map_arg
+from torch.fx import GraphModule, Node, map_arg
 from torch.fx.operator_schemas import normalize_function
-from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._pytree import tree_leaves
-
-Traced = Any  # a `Proxy`: operators and methods on it add nodes to the graph
-Size = Any  # a number, or a `Proxy` that computes it
 
 CONCATENATIONS = (torch.cat, torch.concat, torch.concatenate)
 _STATE_SETTERS = ("_set_grad_enabled", "_enter_", "_exit_", "_saved_tensors_hooks_", "manual_seed")  # prefixes
@@ -52,40 +48,6 @@ def require(condition: bool, reason: str) -> None:
         raise NotServed(reason)
 
 
-@dataclass(frozen=True)
-class Fused:
-    """Operations that became one.
-
-    Attributes:
-        what: the new operation, in words.
-        members: names of what it replaces: module paths, or names in the graph.
-    """
-
-    what: str
-    members: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return f"{self.what}: {listed(self.members)}"
-
-
-@dataclass(frozen=True)
-class LeftAlone:
-    """An operation that stays as it was.
-
-    Attributes:
-        name: module path, or name in the graph.
-        what: the function.
-        reason: why, in words.
-    """
-
-    name: str
-    what: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.what}): {self.reason}"
-
-
 def listed(names: Iterable[str], most: int = 12) -> str:
     """The first `most` names, and how many more there are."""
     names = list(names)
@@ -95,12 +57,7 @@ def listed(names: Iterable[str], most: int = 12) -> str:
 
 def value_of(node: Any) -> Any:
     """The fake tensor or symbolic number of a node; None if that is not known."""
-    node = node.node if isinstance(node, Proxy) else node
     return node.meta.get("example_value") if isinstance(node, Node) else node
-
-
-def is_tensor(node: Any) -> bool:
-    return isinstance(node, Node) and isinstance(value_of(node), Tensor)
 
 
 def expression(size: Any) -> Any:
@@ -144,15 +101,6 @@ def source_path(node: Node) -> str:
     return ".".join(words) or root or node.name
 
 
-def module_path(node: Node) -> tuple[str, type | None]:
-    """The path and the class of the innermost module whose forward has this node; ("", None) outside modules."""
-    stack = node.meta.get("nn_module_stack")
-    if not stack:
-        return "", None
-    name, kind = list(stack.values())[-1]
-    return ".".join(_words(name)[1:]), kind
-
-
 def _words(name: str) -> list[str]:
     """Of Dynamo's name of a value: the variable that leads to it, then attributes and keys on the way."""
     words = [key or word for key, word in re.findall(r"\['?([^'\]]+)'?\]|(\w+)", name)]
@@ -168,21 +116,6 @@ def regions(gm: GraphModule) -> list[list[Node]]:
             found.append([])
         elif _runs(node):
             found[-1].append(node)
-    return found
-
-
-def grad_states(gm: GraphModule, grad_enabled: bool) -> dict[Node, bool]:
-    """For each node, whether autograd records it; `grad_enabled` is the state that the graph is entered with."""
-    found, outside = {}, list[bool]()
-    for node in gm.graph.nodes:
-        found[node] = grad_enabled
-        if node.target is torch._C._set_grad_enabled:
-            grad_enabled = bool(node.args[0])
-        elif _name(node) == "_enter_inference_mode":
-            outside.append(grad_enabled)
-            grad_enabled = grad_enabled and not (node.args and node.args[0])
-        elif _name(node) == "_exit_inference_mode" and outside:
-            grad_enabled = outside.pop()
     return found
 
 
@@ -317,25 +250,26 @@ def erase_unused(gm: GraphModule) -> None:
     )
 
 
-class Writer(GraphAppendingTracer):
-    """Adds nodes before one node of a graph, by proxies. Each knows its fake value, so that later passes can go on."""
+class Writer:
+    """Adds nodes before one node of a graph. Each knows its fake value, so that later passes can go on."""
 
     def __init__(self, gm: GraphModule, before: Node) -> None:
-        super().__init__(gm.graph)
         self.gm, self._before = gm, before
         fakes = (value_of(node) for node in gm.graph.nodes)
         self._fake_mode: Any = next(fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor))
 
-    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Traced:
-        """A node that calls `function` with numbers, nodes and proxies."""
-        return self.create_proxy("call_function", function, args, kwargs)
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Node:
+        """A node that calls `function`, which AOTAutograd traces, with nodes, numbers and named tuples of them."""
+        with self._fake_mode, torch.no_grad(), torch.autocast("cpu", enabled=False):
+            value = function(*map_arg(args, value_of))
+        with self.gm.graph.inserting_before(self._before):
+            return self._known(self.gm.graph.call_function(function, args), value)
 
-    def size(self, tensor: Traced, dim: int) -> Size:
-        """A size of a tensor: a number if it is fixed."""
-        size = value_of(tensor).shape[dim]
-        return size if isinstance(size, int) else tensor.size(dim)
+    def item(self, node: Node, index: Any) -> Node:
+        """`node[index]`."""
+        return self(operator.getitem, node, index)
 
-    def constant(self, value: Tensor, name: str) -> Traced:
+    def constant(self, value: Tensor, name: str) -> Node:
         """A node that reads a new buffer of the module, never written to."""
         index = sum(1 for other, _ in self.gm.named_buffers() if other.startswith("_tritonemb_"))
         name = f"_tritonemb_{index}_{name}"
@@ -343,28 +277,12 @@ class Writer(GraphAppendingTracer):
             self.gm.register_buffer(name, value.clone(), persistent=False)
         sources = getattr(self.gm, "_param_name_to_source", None)
         if sources is not None:  # AOTAutograd asks where each buffer of a graph of Dynamo's comes from
-            from torch._dynamo.source import ConstantSource
-
             sources[name] = ConstantSource(source_name=name)
-        return self.create_proxy("get_attr", name, (), {})
+        with self.gm.graph.inserting_before(self._before):
+            return self._known(self.gm.graph.get_attr(name), self._fake_mode.from_tensor(value, static_shapes=True))
 
-    def create_arg(self, a: Any) -> Any:
-        return a if isinstance(a, Node) else super().create_arg(a)
-
-    def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **options: Any) -> Node:
-        with self.graph.inserting_before(self._before):
-            node = super().create_node(kind, target, args, kwargs, *rest, **options)
-        node.meta["example_value"] = self._evaluate(node)
+    def _known(self, node: Node, value: Any) -> Node:
+        node.meta["example_value"] = value
         if "stack_trace" in self._before.meta:
             node.meta["stack_trace"] = self._before.meta["stack_trace"]
         return node
-
-    def _evaluate(self, node: Node) -> Any:
-        target: Any = node.target
-        if node.op == "get_attr":
-            return self._fake_mode.from_tensor(self.gm.get_buffer(target), static_shapes=True)
-        args, kwargs = map_arg(node.args, value_of), map_arg(node.kwargs, value_of)
-        with self._fake_mode, torch.no_grad(), torch.autocast("cpu", enabled=False):
-            if node.op == "call_method":
-                return getattr(args[0], target)(*args[1:], **kwargs)
-            return target(*args, **kwargs)

@@ -22,10 +22,7 @@ from torch.fx import GraphModule, Node, map_arg
 
 from tritonemb.compiler.graph import (
     CONCATENATIONS,
-    Fused,
-    LeftAlone,
     NotServed,
-    Traced,
     Writer,
     erase_unused,
     expression,
@@ -38,6 +35,7 @@ from tritonemb.compiler.graph import (
     require,
     value_of,
 )
+from tritonemb.compiler.lookups import LeftAlone
 from tritonemb.ops.interaction import FLOATS, is_fused
 
 _PRODUCTS = (torch.bmm, torch.matmul, operator.matmul, "bmm", "matmul", "__matmul__")
@@ -52,15 +50,15 @@ class Vectors(NamedTuple):
     dim: int
 
 
-def fuse_interactions(gm: GraphModule) -> tuple[list[Fused], list[LeftAlone]]:
-    """Replace every interaction that a kernel of ours serves; say why others are not."""
-    fused, alone = [], []
+def fuse_interactions(gm: GraphModule) -> tuple[dict[str, str], list[LeftAlone]]:
+    """Replace every interaction that a kernel of ours serves, and say what by; say why others are not."""
+    fused, alone = {}, []
     for node in list(gm.graph.nodes):
         both = _transposed_product(node)
         if both is None:
             continue
         try:
-            fused.append(_fuse(gm, node, both))
+            fused[node.name] = _fuse(gm, node, both)
         except NotServed as reason:
             alone.append(LeftAlone(node.name, "interaction", str(reason)))
     if fused:
@@ -89,7 +87,7 @@ def _is_transpose(node: Node) -> bool:
     return False
 
 
-def _fuse(gm: GraphModule, product: Node, both: Node) -> Fused:
+def _fuse(gm: GraphModule, product: Node, both: Node) -> str:
     """Put the op where the products were."""
     vectors = _vectors(both)
     picked, pairs = _pairs(product)
@@ -111,10 +109,11 @@ def _fuse(gm: GraphModule, product: Node, both: Node) -> Fused:
         index = write.constant(torch.tensor(wanted, device=example.device), "pairs")
         out = write(torch.index_select, out, 1, index)
     elif not whole:
-        out = out[:, begin:] if only_read(picked) else out[:, begin:].clone()
+        out = write.item(out, (slice(None), slice(begin, None)))
+        out = out if only_read(picked) else write(torch.clone, out)
     result = next(iter(picked.users)) if whole else picked
-    result.replace_all_uses_with(out.node)
-    return Fused(f"the interaction of {len(pairs)} pairs of vectors became one kernel", (product.name,))
+    result.replace_all_uses_with(out)
+    return f"the interaction of {len(pairs)} pairs of vectors became one kernel"
 
 
 def _vectors(both: Node) -> Vectors:
@@ -203,7 +202,7 @@ def _is_joined_with(dense: Node, picked: Node, dtype: torch.dtype, gm: GraphModu
     return value_of(dense).dtype == dtype and _is_undisturbed(picked, node, gm)
 
 
-def _matrix(part: Node, dtype: torch.dtype, write: Writer) -> Traced:
+def _matrix(part: Node, dtype: torch.dtype, write: Writer) -> Node:
     """`[B, F * d]`"""
-    tensor = write.proxy(part) if value_of(part).dim() == 2 else write.proxy(part).flatten(1)
-    return tensor if value_of(part).dtype == dtype else tensor.to(dtype)
+    tensor = part if value_of(part).dim() == 2 else write(torch.flatten, part, 1)
+    return tensor if value_of(part).dtype == dtype else write(Tensor.to, tensor, dtype)

@@ -1,5 +1,7 @@
 """Put one lookup in place of a group of them: one batch of their ids, one op, and parts of its result.
 
+The batch and the parts are made by functions of this file, which stand in the graph as one node each.
+
 Parts of a wider matrix are not contiguous, and they share its memory. Who only reads them gets them as they are; anyone
 else, a `view`, a function that works in place, the caller of the graph, gets a copy, which is what the lookup returned.
 """
@@ -9,16 +11,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.nn.functional as F
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from tritonemb.compiler.graph import (
-    Fused,
-    Size,
-    Traced,
     Writer,
     ancestors,
     dependencies,
@@ -29,37 +28,128 @@ from tritonemb.compiler.graph import (
     only_read,
     value_of,
 )
-from tritonemb.compiler.lookups import LookupGroup, TableLookup
-from tritonemb.layout import MEAN, SUM, Layout, TableRow, lines_of
+from tritonemb.compiler.lookups import Bags, LookupGroup, TableLookup
+from tritonemb.layout import MEAN, SUM, Layout, TableRow, lay_out
+from tritonemb.ops.bag import kept_counts
 from tritonemb.ops.row_update import NOT_ACCUMULATING
 from tritonemb.types import seed_of
 
 
-class Member(NamedTuple):
-    """One lookup's part of the batch."""
+def one_batch(members: Sequence[Bags], pooled: bool) -> tuple[Any, ...]:
+    """The ids of all, `[N]`; those that gradients go to; offsets; sample weights; and what each mean is divided by."""
+    kept, trained, counts = [], [], []
+    for bags in members:
+        values = bags.ids.reshape(-1)
+        own = values if bags.trained is None else bags.trained
+        if bags.drops_padding:
+            offsets = _own_offsets(bags)
+            own = values = torch.ops.tritonemb.drop_padding(values, offsets, bags.padding_idx, bags.num_rows)
+            if bags.divides_later:
+                counts.append(kept_counts(values, offsets))
+        elif bags.padding_idx is not None:
+            own = values.masked_fill(values == bags.padding_idx, -1)
+        kept.append(values)
+        trained.append(own)
+    same = all(own is values for own, values in zip(trained, kept, strict=True))
+    offsets = _all_offsets(members, pooled)
+    return _joined(kept), None if same else _joined(trained), offsets, _sample_weights(members), *counts
 
-    lookup: TableLookup
-    values: Traced  # ids [N]; -1 for padding that is left out
-    size: Size  # N
-    trained: Traced  # ids [N] that the gradient goes to
-    sample_weights: Traced | None  # [N]
-    counts: Traced | None  # [B, 1], what a sum is divided by
+
+def _joined(ids: list[Tensor]) -> Tensor:
+    """Ids of two dtypes become int64."""
+    same = len({one.dtype for one in ids}) == 1
+    return torch.cat(ids if same else [one.to(torch.int64) for one in ids])
 
 
-def merge(gm: GraphModule, group: LookupGroup) -> Fused:
-    """Replace a group's lookups by one; the graph computes the same."""
-    write = Writer(gm, _move_inputs_before(group))
-    concatenations = _concatenations(group) if group.pooled else []
+def _sample_weights(members: Sequence[Bags]) -> Tensor | None:
+    """Ones for members that have none."""
+    given = [bags.sample_weights for bags in members if bags.sample_weights is not None]
+    if not given:
+        return None
+    parts = []
+    for bags in members:
+        own = given[0].new_ones(bags.ids.numel()) if bags.sample_weights is None else bags.sample_weights
+        parts.append(own.reshape(-1))
+    return torch.cat(parts)
+
+
+def _all_offsets(members: Sequence[Bags], pooled: bool) -> Tensor:
+    """`[K * B + 1]`: where each member's bags begin, and the end; `[K + 1]` if not pooled: where its ids do."""
+    sizes, device = [bags.ids.numel() for bags in members], members[0].ids.device
+    *bases, end = accumulate(sizes, initial=0)
+    steps = [_bag_length(bags) for bags in members] if pooled else sizes
+    alike = all(bags.offsets is None for bags in members) and len({expression(step) for step in steps}) == 1
+    if alike and expression(steps[0]) != 0:
+        return torch.arange(0, end + 1, steps[0], device=device)
+    parts = [_full(base, device) for base in bases]
+    if pooled:
+        parts = [part for bags, base in zip(members, bases, strict=True) for part in _starts(bags, base)]
+    return torch.cat([*parts, _full(end, device)])
+
+
+def _bag_length(bags: Bags) -> Any:
+    """Ids of each bag, where there are no offsets."""
+    return 1 if bags.single else bags.ids.shape[-1]
+
+
+def _full(number: int, device: torch.device) -> Tensor:
+    return torch.full((1,), number, dtype=torch.int64, device=device)
+
+
+def _own_offsets(bags: Bags) -> Tensor:
+    """`[B + 1]` of one lookup by itself."""
+    size, device = bags.ids.numel(), bags.ids.device
+    if bags.offsets is None:
+        return torch.arange(0, size + 1, _bag_length(bags), device=device)
+    offsets: Tensor = bags.offsets.to(torch.int64)
+    return offsets if bags.has_last_offset else torch.cat([offsets, _full(size, device)])
+
+
+def _starts(bags: Bags, base: int) -> list[Tensor]:
+    """`[B]`, in pieces: where the bags begin, from `base` on.
+
+    A first offset that is not 0, or a last one that is not the number of ids, would give ids to a neighbour's bag; it
+    becomes -1, which the kernels report, as they do any offset that does not ascend.
+    """
+    own = _own_offsets(bags)
+    moved = own + base
+    if bags.offsets is None:
+        return [moved[:-1]]
+    fits = own[:1] == 0
+    if bags.has_last_offset:
+        fits = fits & (own[-1:] == bags.ids.numel())
+    return [torch.where(fits, moved[:1], -1), moved[1:-1]]
+
+
+def parts_of(out: Tensor, members: Sequence[Bags], dims: Sequence[int], pooled: bool) -> tuple[Tensor, ...]:
+    """Each member's columns of the merged result; its rows, if not pooled."""
+    return out.split(list(dims), 1) if pooled else out.split([bags.ids.numel() for bags in members])
+
+
+def as_result(part: Tensor, ids: Tensor | None, counts: Tensor | None, dtype: torch.dtype, copied: bool) -> Tensor:
+    """A part of the merged result in the shape of the lookup's own: a row for each of `ids`, or one a bag."""
+    if counts is not None:
+        part = (part / counts).to(dtype)
+    elif copied:
+        part = part.clone()
+    return part if ids is None else part.reshape(*ids.shape, part.shape[1])
+
+
+def merge(gm: GraphModule, group: LookupGroup) -> str:
+    """Replace a group's lookups by one; the graph computes the same. Says in words what came of it."""
+    write, pooled = Writer(gm, _move_inputs_before(group)), group.pooled
+    concatenations = _concatenations(group) if pooled else []
     lookups = _in_order(group, concatenations)
-    members = [_member(lookup, write) for lookup in lookups]
     tables = list({lookup.weight: None for lookup in lookups})
-    layout = _write_layout(lookups, tables, group.pooled, write)
-    out = _look_up(members, tables, layout, write)
-    columns = _use_parts(group.pooled, members, out, write)
+    batch = write(one_batch, tuple(lookup.bags for lookup in lookups), pooled)
+    out = _look_up(lookups, tables, batch, _write_layout(lookups, tables, pooled, write), write)
+    columns = _use_parts(lookups, batch, out, pooled, write)
     for node in concatenations:
-        _join_columns(node, columns, out)
+        _join_columns(node, columns, out, write)
     erase_unused(gm)
-    return Fused(_in_words(lookups, len(tables), group), tuple(lookup.feature for lookup in group.lookups))
+    update = " with a fused optimizer" if lookups[0].update else ""
+    form = "pooled, columns side by side" if pooled else "a row for each id"
+    return f"{len(lookups)} lookups of {len(tables)} tables became one{update} ({form})"
 
 
 def _move_inputs_before(group: LookupGroup) -> Node:
@@ -74,175 +164,63 @@ def _move_inputs_before(group: LookupGroup) -> Node:
     return first
 
 
-def _member(lookup: TableLookup, write: Writer) -> Member:
-    """Flatten a lookup's ids; leave padding out."""
-    values = _flat(lookup.ids, write)
-    size, counts = write.size(values, 0), None
-    trained = values if lookup.trained is None else write.proxy(lookup.trained)
-    if lookup.padding_idx is not None and lookup.single:
-        trained = values.masked_fill(values == lookup.padding_idx, -1)
-    if lookup.drops_padding:
-        offsets = _own_offsets(lookup, size, write)
-        drop = torch.ops.tritonemb.drop_padding.default
-        trained = values = write(drop, values, offsets, lookup.padding_idx, lookup.shape[0])
-        counts = _counts(values, offsets, size, write) if lookup.divides_later else None
-    weights = None if lookup.sample_weights is None else _flat(lookup.sample_weights, write)
-    return Member(lookup, values, size, trained, weights, counts)
-
-
-def _flat(node: Node, write: Writer) -> Traced:
-    tensor = write.proxy(node)
-    return tensor if value_of(node).dim() == 1 else tensor.reshape(-1)
-
-
-def _joined(ids: list[Traced], write: Writer) -> Traced:
-    """Ids of two dtypes become int64."""
-    same = len({value_of(one).dtype for one in ids}) == 1
-    return write(torch.cat, ids if same else [one.to(torch.int64) for one in ids])
-
-
-def _all_sample_weights(members: list[Member], write: Writer) -> Traced | None:
-    """Ones for members that have none."""
-    given = [value_of(member.sample_weights) for member in members if member.sample_weights is not None]
-    if not given:
-        return None
-    parts = []
-    for member in members:
-        own = member.sample_weights
-        if own is None:
-            own = write(torch.ones, (member.size,), dtype=given[0].dtype, device=given[0].device)
-        parts.append(own)
-    return write(torch.cat, parts)
-
-
-def _range(end: Size, step: Size, member: TableLookup, write: Writer) -> Traced:
-    """0, step, 2 step, .. below `end`."""
-    return write(torch.arange, 0, end, step, dtype=torch.int64, device=value_of(member.ids).device)
-
-
-def _full(number: Size, lookup: TableLookup, write: Writer) -> Traced:
-    return write(torch.full, (1,), number, dtype=torch.int64, device=value_of(lookup.ids).device)
-
-
-def _bag_length(lookup: TableLookup, write: Writer) -> Size:
-    """Ids of each bag where that is one number."""
-    return 1 if lookup.single else write.size(write.proxy(lookup.ids), 1)
-
-
-def _own_offsets(lookup: TableLookup, size: Size, write: Writer) -> Traced:
-    """`[B + 1]` of one lookup by itself."""
-    if lookup.offsets is None:
-        return _range(size + 1, _bag_length(lookup, write), lookup, write)
-    offsets: Traced = write.proxy(lookup.offsets).to(torch.int64)
-    return offsets if lookup.has_last_offset else write(torch.cat, [offsets, _full(size, lookup, write)])
-
-
-def _counts(kept: Traced, offsets: Traced, size: Size, write: Writer) -> Traced:
-    """`[B, 1]`: how many of a bag's ids are not padding, at least 1."""
-    before = write(F.pad, write(torch.cumsum, kept >= 0, 0), (1, 0))
-    ends = write(torch.clamp, offsets, 0, size)
-    return write(torch.clamp, before[ends[1:]] - before[ends[:-1]], 1).unsqueeze(1)
-
-
-def _unpooled_offsets(members: list[Member], write: Writer) -> Traced:
-    """`[K + 1]`: where each member's ids begin."""
-    first = members[0].lookup
-    places = list(accumulate((member.size for member in members), initial=0))
-    if all(isinstance(place, int) for place in places):
-        return write.constant(torch.tensor(places, device=value_of(first.ids).device), "offsets")
-    return write(torch.cat, [_full(place, first, write) for place in places])
-
-
-def _pooled_offsets(members: list[Member], write: Writer) -> Traced:
-    """`[K * B + 1]`: where each member's bags begin, and the end.
-
-    A first offset that is not 0, or a last one that is not the number of ids, would give ids to a neighbour's bag; it
-    becomes -1, which the kernels report, as they do any offset that does not ascend.
-    """
-    first = members[0].lookup
-    *bases, end = accumulate((member.size for member in members), initial=0)
-    if all(member.lookup.offsets is None for member in members):
-        lengths = [_bag_length(member.lookup, write) for member in members]
-        if len({expression(value_of(length)) for length in lengths}) == 1:
-            return _range(end + 1, lengths[0], first, write)
-    parts = [part for member, base in zip(members, bases, strict=True) for part in _starts(member, base, write)]
-    return write(torch.cat, [*parts, _full(end, first, write)])
-
-
-def _starts(member: Member, base: Size, write: Writer) -> list[Traced]:
-    """`[B]`, in pieces, from `base` on."""
-    own = _own_offsets(member.lookup, member.size, write)
-    moved = own + base
-    if member.lookup.offsets is None:
-        return [moved[:-1]]
-    fits = own[:1] == 0
-    if member.lookup.has_last_offset:
-        fits = fits & (own[-1:] == member.size)
-    return [write(torch.where, fits, moved[:1], -1), moved[1:-1]]
-
-
 def _write_layout(lookups: Sequence[TableLookup], tables: list[Node], pooled: bool, write: Writer) -> Layout:
     """Every lookup is a key of its own; a table's rows are trained once, whoever looks them up."""
     lookup_of = {lookup.weight: lookup for lookup in lookups}
     users = [lookup_of[table] for table in tables]
-    first_rows = [0, *accumulate(lookup.shape[0] for lookup in users)]
     # The bits of a fused update's stochastic rounding do not depend on what was merged.
-    rows = [
-        TableRow(first_row, lookup.shape[0], lookup.dim, seed_of(lookup.update.name if lookup.update else ""))
-        for first_row, lookup in zip(first_rows, users, strict=False)
-    ]
+    seeds = [seed_of(lookup.update.name if lookup.update else "") for lookup in users]
+    rows = [TableRow(0, lookup.bags.num_rows, lookup.dim, seed) for lookup, seed in zip(users, seeds, strict=True)]
     columns = [0, *accumulate(lookup.dim for lookup in lookups)] if pooled else [0] * len(lookups)
-    place = {table: index for index, table in enumerate(tables)}
     uses = [
-        [place[lookup.weight], column, lookup.dim, MEAN if lookup.mean and not lookup.divides_later else SUM]
-        for lookup, column in zip(lookups, columns, strict=False)
+        [(tables.index(use.weight), column, use.dim, MEAN if use.bags.mean and not use.bags.divides_later else SUM)]
+        for use, column in zip(lookups, columns, strict=False)
     ]
-    arrays = {"tables": rows, "lookups": uses, "key_starts": range(len(lookups) + 1)}
-    device = value_of(tables[0]).device
-    constants: Any = {
-        name: write.constant(torch.tensor(array, dtype=torch.int64, device=device), name)
-        for name, array in arrays.items()
-    }
-    return Layout(
-        **constants,
-        table_names=lines_of(lookup.table for lookup in users),
-        feature_names=lines_of(lookup.feature for lookup in lookups),
-        multiplicity=1,
-        num_rows=first_rows[-1],
-        width=columns[-1] if pooled else lookups[0].dim,
-        pooled=pooled,
-    )
+    names = [lookup.table for lookup in users], [lookup.feature for lookup in lookups]
+    layout = lay_out(rows, uses, *names, pooled, value_of(tables[0]).device)
+    constants: Any = [write.constant(getattr(layout, name), name) for name in Layout._fields[:3]]
+    return Layout(*constants, *layout[3:])
 
 
-def _look_up(members: list[Member], tables: list[Node], layout: Layout, write: Writer) -> Traced:
+def _look_up(lookups: Sequence[TableLookup], tables: list[Node], batch: Node, layout: Layout, write: Writer) -> Node:
     """The one lookup, `[B, width]` or `[N, dim]`."""
-    first, ops = members[0].lookup, torch.ops.tritonemb
-    values, trained = _joined([member.values for member in members], write), None
-    if any(member.trained is not member.values for member in members):
-        trained = _joined([member.trained for member in members], write)
-    offsets = _pooled_offsets(members, write) if layout.pooled else _unpooled_offsets(members, write)
-    batch = values, offsets, _all_sample_weights(members, write)
+    first, ops = lookups[0], torch.ops.tritonemb
+    parts = [None if part is None else write.item(batch, index) for index, part in enumerate(value_of(batch)[:4])]
+    values, trained, offsets, sample_weights = parts
     options = first.op_checks, first.op_dtype
     if first.update is None:
-        return write(ops.embedding_bag.default, tables, *batch, trained, *options, *layout)
-    update_of: Any = {member.lookup.weight: member.lookup.update for member in members}
+        inputs = values, offsets, sample_weights, trained
+        return write(ops.embedding_bag.default, tables, *inputs, *options, *layout)
+    update_of: Any = {lookup.weight: lookup.update for lookup in lookups}
     updates = [update_of[table] for table in tables]
     states = [state for states in zip(*(update.states for update in updates), strict=True) for state in states]
     groups = write(ops.row_groups.default, values if trained is None else trained, offsets, *layout)
     return write(
         ops.embedding_bag_fused.default, tables, states, [update.step for update in updates],
         [update.skipped for update in updates], first.update.learning_rate, first.update.optimizer,
-        list(first.update.hyperparameters), *batch, None, NOT_ACCUMULATING, *options,
-        *(groups[index] for index in range(4)), *layout,
+        list(first.update.hyperparameters), values, offsets, sample_weights, None, NOT_ACCUMULATING, *options,
+        *(write.item(groups, index) for index in range(4)), *layout,
     )  # fmt: skip
 
 
-def _in_words(lookups: Sequence[TableLookup], num_tables: int, group: LookupGroup) -> str:
-    kinds = sorted({lookup.kind for lookup in lookups})
-    what = "lookup with a fused optimizer" if lookups[0].update else "lookup"
-    tables = "table" if num_tables == 1 else "tables"
-    form = "pooled, columns side by side" if group.pooled else "a row for each id"
-    return f"{len(lookups)} {' and '.join(kinds)} of {num_tables} {tables} became one {what} ({form})"
+def _use_parts(
+    lookups: Sequence[TableLookup], batch: Node, out: Node, pooled: bool, write: Writer
+) -> dict[Node, tuple[int, int]]:
+    """Who uses a lookup's result takes its columns, or its rows; returns where columns that are no copies lie."""
+    parts = write(parts_of, out, tuple(lookup.bags for lookup in lookups), [lookup.dim for lookup in lookups], pooled)
+    columns, end, means = {}, 0, iter(range(4, len(value_of(batch))))
+    for index, lookup in enumerate(lookups):
+        part = result = write.item(parts, index)
+        counts = write.item(batch, next(means)) if lookup.bags.divides_later else None
+        copied = not all(only_read(node) for node in lookup.results)
+        ids = lookup.bags.ids if lookup.bags.single and value_of(lookup.bags.ids).dim() != 1 else None
+        if copied or counts is not None or ids is not None:
+            result = write(as_result, part, ids, counts, lookup.dtype, copied)
+        for node in lookup.results:
+            node.replace_all_uses_with(result)
+        columns[part] = end, end + lookup.dim
+        end += lookup.dim
+    return columns
 
 
 def _concatenations(group: LookupGroup) -> list[Node]:
@@ -258,7 +236,7 @@ def _in_order(group: LookupGroup, concatenations: list[Node]) -> list[TableLooku
     return list({lookup.node: lookup for lookup in (*wanted, *group.lookups)}.values())
 
 
-def _join_columns(node: Node, columns: dict[Node, tuple[int, int]], out: Traced) -> None:
+def _join_columns(node: Node, columns: dict[Node, tuple[int, int]], out: Node, write: Writer) -> None:
     """A concatenation takes neighbouring columns of the merged result as one."""
     runs: list[list[Any]] = []
     for part in joined_parts(node):
@@ -270,42 +248,13 @@ def _join_columns(node: Node, columns: dict[Node, tuple[int, int]], out: Traced)
     alone = len(runs[0]) == len(columns) and all(set(part.users) == {node} for part in columns)
     if len(runs) == 1 and not alone and not only_read(node):
         return  # what changes the concatenation must not change the columns
-    parts = [run[0] if len(run) == 1 else _columns(out, columns[run[0]][0], columns[run[-1]][1]) for run in runs]
+    parts = [run[0] if len(run) == 1 else _columns(out, columns[run[0]][0], columns[run[-1]][1], write) for run in runs]
     if len(parts) > 1:
         node.args, node.kwargs = (parts, *node.args[1:]), {k: v for k, v in node.kwargs.items() if k != "tensors"}
     else:
         node.replace_all_uses_with(parts[0])
 
 
-def _columns(out: Traced, first: int, end: int) -> Node:
-    found: Node = (out if (first, end) == (0, value_of(out).shape[1]) else out[:, first:end]).node
-    return found
-
-
-def _use_parts(pooled: bool, members: list[Member], out: Traced, write: Writer) -> dict[Node, tuple[int, int]]:
-    """Who uses a lookup's result takes its columns, or its rows; returns where columns that are no copies lie."""
-    parts = write(torch.split, out, [member.lookup.dim if pooled else member.size for member in members], int(pooled))
-    columns, end = {}, 0
-    for index, member in enumerate(members):
-        column = parts[index]
-        part = _as_result(member, column, pooled, write)
-        for node in member.lookup.results:
-            node.replace_all_uses_with(part.node)
-        columns[column.node] = end, end + member.lookup.dim
-        end += member.lookup.dim
-    return columns
-
-
-def _as_result(member: Member, part: Traced, pooled: bool, write: Writer) -> Traced:
-    """A part of the merged result in the shape of the lookup's own."""
-    lookup, shape = member.lookup, value_of(member.lookup.ids).shape
-    if member.counts is not None:
-        part = (part / member.counts).to(lookup.dtype)
-    elif not all(only_read(node) for node in lookup.results):
-        part = part.clone()
-    if pooled:
-        return part.unsqueeze(1) if lookup.single and len(shape) == 2 else part  # ids [B, 1]
-    if len(shape) == 1:
-        return part
-    ids = write.proxy(lookup.ids)
-    return part.reshape(*(write.size(ids, dim) for dim in range(len(shape))), lookup.dim)
+def _columns(out: Node, first: int, end: int, write: Writer) -> Node:
+    whole = (first, end) == (0, value_of(out).shape[1])
+    return out if whole else write.item(out, (slice(None), slice(first, end)))

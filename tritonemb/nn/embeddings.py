@@ -6,10 +6,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from tritonemb.nn.single_table import SingleTable
-from tritonemb.ops.bag import Bags, drop_padding
+from tritonemb.ops.bag import Bags, drop_padding, kept_counts
 from tritonemb.ops.row_groups import ID_DTYPES
 from tritonemb.optimizers import Optimizer
 from tritonemb.tables.table import new_weight
@@ -101,7 +100,7 @@ class EmbeddingBag(SingleTable, torch.nn.EmbeddingBag):
         kept = drop_padding(values, offsets, self.padding_idx, self.weight.shape[0])
         dtype = torch.float32 if mean and self.weight.dtype in TRAINABLE_DTYPES else self.weight.dtype
         out = self._look_up(kept, kept, per_sample_weights, Bags(offsets, True, False, False), dtype)
-        return (out / _counts(kept, offsets)).to(self.weight.dtype) if mean else out
+        return (out / kept_counts(kept, offsets)).to(self.weight.dtype) if mean else out
 
     def _parts(
         self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
@@ -165,13 +164,6 @@ class EmbeddingBag(SingleTable, torch.nn.EmbeddingBag):
         if dtype not in ID_DTYPES:
             given = f"{input.dtype}" if offsets is None else f"{input.dtype} and offsets of {offsets.dtype}"
             raise RuntimeError(f"input and offsets must be int32 or int64, got input of {given}")
-
-
-def _counts(kept: Tensor, offsets: Tensor) -> Tensor:
-    """`[B, 1]`: how many of a bag's ids are not padding, at least 1."""
-    before = pad(torch.cumsum(kept >= 0, 0), (1, 0))
-    ends = offsets.clamp(0, kept.shape[0])
-    return (before[ends[1:]] - before[ends[:-1]]).clamp(min=1).unsqueeze(1)
 
 
 class Embedding(SingleTable, torch.nn.Embedding):

@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tritonemb.layout import SEED, Layout, lines_of, make_layout
+from tritonemb.layout import MEAN, SUM, Layout, TableRow, lay_out
 from tritonemb.ops.registry import BATCH, CPU, REFERENCE, chosen, define, kernel
 from tritonemb.ops.row_groups import RowGroups, plain_eager
 from tritonemb.ops.row_update import row_gradients_
-from tritonemb.types import TableConfig, seed_of
+from tritonemb.types import seed_of
 
 
 class Bags(NamedTuple):
@@ -86,6 +87,13 @@ def drop_padding(values: Tensor, offsets: Tensor, padding_idx: int, num_rows: in
         RuntimeError: for an id out of range, as `bag` does.
     """
     return _run("drop_padding", _drop_padding, values, offsets, padding_idx, num_rows)
+
+
+def kept_counts(kept: Tensor, offsets: Tensor) -> Tensor:
+    """`[B, 1]`: how many of a bag's ids, from `drop_padding`, are not padding, at least 1."""
+    before = torch.nn.functional.pad(torch.cumsum(kept >= 0, 0), (1, 0))
+    ends = offsets.clamp(0, kept.shape[0])
+    return (before[ends[1:]] - before[ends[:-1]]).clamp(min=1).unsqueeze(1)
 
 
 def _run(op: str, run: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -193,21 +201,15 @@ class BagTable(NamedTuple):
 @functools.lru_cache(maxsize=1024)
 def layout_of(tables: tuple[BagTable, ...], pooled: bool, device: torch.device) -> Layout:
     """Of one key for each table; kept, so that nothing is sent to the device again."""
-    configs = [
-        TableConfig(f"{place}", table.num_rows, table.dim, pooling="mean" if table.mean else "sum")
-        for place, table in enumerate(tables)
+    rows = [TableRow(0, table.num_rows, table.dim, seed_of(table.name)) for table in tables]
+    columns = [0, *accumulate(table.dim for table in tables)] if pooled else [0] * len(tables)
+    uses = [
+        [(place, column, table.dim, MEAN if table.mean else SUM)]
+        for place, (column, table) in enumerate(zip(columns, tables, strict=False))
     ]
-    names = lines_of(table.name for table in tables)
+    names = [table.name for table in tables]
     with torch.inference_mode(False):
-        layout = make_layout(configs, [config.name for config in configs], pooled)
-        layout.tables[:, SEED] = torch.tensor([seed_of(table.name) for table in tables])
-        return layout._replace(
-            tables=layout.tables.to(device),
-            lookups=layout.lookups.to(device),
-            key_starts=layout.key_starts.to(device),
-            table_names=names,
-            feature_names=names,
-        )
+        return lay_out(rows, uses, names, names, pooled, device)
 
 
 def look_up(
