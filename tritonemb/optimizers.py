@@ -13,6 +13,8 @@ from typing import ClassVar, Literal, NamedTuple, get_args
 
 WeightDecayMode = Literal["none", "l2", "decoupled"]
 NonFinite = Literal["propagate", "raise", "skip"]
+_DECAYS = ("beta1", "beta2")
+_NUMBERS = ("lr", "weight_decay", "eps", "momentum", "eta", "beta", "l1", "l2", "max_gradient", "max_norm", *_DECAYS)
 
 
 class StateSpec(NamedTuple):
@@ -75,33 +77,23 @@ class Optimizer:
     corrects_bias: ClassVar[bool] = False  # whether the step divides by 1 - beta1^t and 1 - beta2^t
 
     def __post_init__(self) -> None:
-        for part in ("lr", "weight_decay", "eps", "momentum", "eta", "beta", "l1", "l2"):
-            self._check(part, 0.0, math.inf)
-        for part in ("beta1", "beta2"):
-            self._check(part, 0.0, 1.0)
-        for part in ("max_gradient", "max_norm"):
-            if getattr(self, part) is not None:
-                self._check(part, 0.0, math.inf, open_low=True)
+        title = type(self).__name__
+        for part in (spec.name for spec in fields(self) if spec.name in _NUMBERS):
+            value, optional, high = getattr(self, part), part.startswith("max_"), 1.0 if part in _DECAYS else math.inf
+            if optional and value is None:
+                continue
+            if not isinstance(value, int | float) or isinstance(value, bool):
+                raise TypeError(f"{title}: {part} must be a number, got {value!r}")
+            if not (value > 0.0 if optional else value >= 0.0) or not value < high:
+                raise ValueError(f"{title}: {part} must lie in {'(' if optional else '['}0.0, {high}), got {value}")
         for part, choices in (("weight_decay_mode", get_args(WeightDecayMode)), ("nonfinite", get_args(NonFinite))):
             if getattr(self, part) not in choices:
-                raise ValueError(f"{self._title}: {part} must be one of {choices}, got {getattr(self, part)!r}")
+                raise ValueError(f"{title}: {part} must be one of {choices}, got {getattr(self, part)!r}")
         if self.weight_decay and self.weight_decay_mode == "none":
             raise ValueError(
-                f"{self._title}: weight_decay is {self.weight_decay} but weight_decay_mode is 'none'; "
+                f"{title}: weight_decay is {self.weight_decay} but weight_decay_mode is 'none'; "
                 "choose 'l2' or 'decoupled', or leave weight_decay at 0"
             )
-
-    @property
-    def _title(self) -> str:
-        return type(self).__name__
-
-    def _check(self, part: str, low: float, high: float, open_low: bool = False) -> None:
-        value = getattr(self, part, low if not open_low else None)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise TypeError(f"{self._title}: {part} must be a number, got {value!r}")
-        if not (low < value if open_low else low <= value) or not value < high:
-            bracket = "(" if open_low else "["
-            raise ValueError(f"{self._title}: {part} must lie in {bracket}{low}, {high}), got {value}")
 
     @property
     def hyperparameters(self) -> Hyperparameters:

@@ -109,8 +109,12 @@ class TestOpcheck:
         ids, offsets, weights = one_table(pooled)
         for dtype in (torch.float32, torch.bfloat16):
             for trained in (None, ids.masked_fill(ids == 9, -1)):
-                bags = (ids, offsets, weights, trained, pooled, pooled and weights is None, True)
-                torch.library.opcheck(OPS.bag.default, (torch.randn(10, 3, requires_grad=True), *bags, dtype))
+                form = (pooled, pooled and weights is None, True, False, 10, torch.float32, torch.float32, dtype)
+                factors = (torch.randn(10, 3, requires_grad=True), weights, None)
+                torch.library.opcheck(OPS.bag.default, (2, *factors, ids, trained, offsets, *form))
+        grad, form = torch.randn(3 if pooled else 6, 3), (pooled, False, True, False, 10, *[torch.float32] * 3)
+        for by, factors in ((0, (None, weights, grad)), (1, (torch.randn(10, 3), None, grad))):  # its derivatives
+            torch.library.opcheck(OPS.bag.default, (by, *factors, ids, None, offsets, *form))
 
     @pytest.mark.parametrize("pooled", [True, False])
     def test_bag_fused(self, pooled):
@@ -132,19 +136,6 @@ class TestOpcheck:
         table = ([torch.randn(10, 3)], states, *counters, optimizer, list(spec.hyperparameters))
         batch = (torch.randn(3, 3), ids, offsets, weights, "a", True, False)
         torch.library.opcheck(OPS.bag_update_.default, (*table, *batch))
-
-    @pytest.mark.parametrize("pooled", [True, False])
-    def test_bag_gradient(self, pooled):
-        ids, offsets, weights = one_table(pooled)
-        grad = torch.randn(3 if pooled else 6, 3)
-        torch.library.opcheck(OPS.bag_gradient.default, (grad, ids, offsets, weights, 10, pooled, False, torch.float32))
-
-    @pytest.mark.parametrize("pooled", [True, False])
-    def test_bag_sample_weight_gradient(self, pooled):
-        ids, offsets, _ = one_table(pooled)
-        grad = torch.randn(3 if pooled else 6, 3)
-        args = (grad, torch.randn(10, 3), ids, offsets, pooled, False, torch.float32)
-        torch.library.opcheck(OPS.bag_sample_weight_gradient.default, args)
 
     def test_drop_padding(self):
         ids, offsets, _ = one_table(True)

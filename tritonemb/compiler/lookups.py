@@ -81,7 +81,7 @@ class FusedUpdate(NamedTuple):
     name: str
 
 
-class Bags(NamedTuple):
+class LookupIds(NamedTuple):
     """The ids of one lookup: nodes in the graph, tensors where a batch is made of several.
 
     Attributes:
@@ -123,7 +123,7 @@ class TableLookup:
     results: tuple[Node, ...]  # the nodes that have its result: `node`, or items of a tuple
     table: str  # as users call it
     weight: Node  # `[rows, dim]`
-    bags: Bags
+    bags: LookupIds
     checked: bool  # an id out of range is an error, not a zero
     dtype: torch.dtype  # of the result
     update: FusedUpdate | None  # None for a weight with an ordinary gradient
@@ -199,7 +199,7 @@ def _read(node: Node, args: dict[str, Any], table: str) -> TableLookup:
     padding_idx = args.get("padding_idx")
     if padding_idx is not None and padding_idx < 0:
         padding_idx = None if node.target is torch.embedding else padding_idx + weight.shape[0]
-    bags = Bags(
+    bags = LookupIds(
         args["ids"], None if single else args.get("offsets"), bool(args.get("include_last_offset", True)),
         args.get("sample_weights"), args.get("trained"), single, mode == "mean", padding_idx, int(weight.shape[0]),
     )  # fmt: skip

@@ -28,14 +28,14 @@ from tritonemb.compiler.graph import (
     only_read,
     value_of,
 )
-from tritonemb.compiler.lookups import Bags, LookupGroup, TableLookup
+from tritonemb.compiler.lookups import LookupGroup, LookupIds, TableLookup
 from tritonemb.layout import MEAN, SUM, Layout, TableRow, lay_out
 from tritonemb.ops.bag import kept_counts
 from tritonemb.ops.row_update import NOT_ACCUMULATING
 from tritonemb.types import seed_of
 
 
-def one_batch(members: Sequence[Bags], pooled: bool) -> tuple[Any, ...]:
+def one_batch(members: Sequence[LookupIds], pooled: bool) -> tuple[Any, ...]:
     """The ids of all, `[N]`; those that gradients go to; offsets; sample weights; and what each mean is divided by."""
     kept, trained, counts = [], [], []
     for bags in members:
@@ -61,7 +61,7 @@ def _joined(ids: list[Tensor]) -> Tensor:
     return torch.cat(ids if same else [one.to(torch.int64) for one in ids])
 
 
-def _sample_weights(members: Sequence[Bags]) -> Tensor | None:
+def _sample_weights(members: Sequence[LookupIds]) -> Tensor | None:
     """Ones for members that have none."""
     given = [bags.sample_weights for bags in members if bags.sample_weights is not None]
     if not given:
@@ -73,7 +73,7 @@ def _sample_weights(members: Sequence[Bags]) -> Tensor | None:
     return torch.cat(parts)
 
 
-def _all_offsets(members: Sequence[Bags], pooled: bool) -> Tensor:
+def _all_offsets(members: Sequence[LookupIds], pooled: bool) -> Tensor:
     """`[K * B + 1]`: where each member's bags begin, and the end; `[K + 1]` if not pooled: where its ids do."""
     sizes, device = [bags.ids.numel() for bags in members], members[0].ids.device
     *bases, end = accumulate(sizes, initial=0)
@@ -87,7 +87,7 @@ def _all_offsets(members: Sequence[Bags], pooled: bool) -> Tensor:
     return torch.cat([*parts, _full(end, device)])
 
 
-def _bag_length(bags: Bags) -> Any:
+def _bag_length(bags: LookupIds) -> Any:
     """Ids of each bag, where there are no offsets."""
     return 1 if bags.single else bags.ids.shape[-1]
 
@@ -96,7 +96,7 @@ def _full(number: int, device: torch.device) -> Tensor:
     return torch.full((1,), number, dtype=torch.int64, device=device)
 
 
-def _own_offsets(bags: Bags) -> Tensor:
+def _own_offsets(bags: LookupIds) -> Tensor:
     """`[B + 1]` of one lookup by itself."""
     size, device = bags.ids.numel(), bags.ids.device
     if bags.offsets is None:
@@ -105,7 +105,7 @@ def _own_offsets(bags: Bags) -> Tensor:
     return offsets if bags.has_last_offset else torch.cat([offsets, _full(size, device)])
 
 
-def _starts(bags: Bags, base: int) -> list[Tensor]:
+def _starts(bags: LookupIds, base: int) -> list[Tensor]:
     """`[B]`, in pieces: where the bags begin, from `base` on.
 
     A first offset that is not 0, or a last one that is not the number of ids, would give ids to a neighbour's bag; it
@@ -121,7 +121,7 @@ def _starts(bags: Bags, base: int) -> list[Tensor]:
     return [torch.where(fits, moved[:1], -1), moved[1:-1]]
 
 
-def parts_of(out: Tensor, members: Sequence[Bags], dims: Sequence[int], pooled: bool) -> tuple[Tensor, ...]:
+def parts_of(out: Tensor, members: Sequence[LookupIds], dims: Sequence[int], pooled: bool) -> tuple[Tensor, ...]:
     """Each member's columns of the merged result; its rows, if not pooled."""
     return out.split(list(dims), 1) if pooled else out.split([bags.ids.numel() for bags in members])
 

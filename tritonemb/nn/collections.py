@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -91,8 +91,19 @@ class TableCollection(FusedModule):
     skipped: Tensor
     pending: Tensor
 
-    def __init__(self, table_set: TableSet) -> None:
+    _pooled: ClassVar[bool]
+
+    def __init__(
+        self,
+        tables: Sequence[TableConfig],
+        optimizer: Optimizer | None = None,
+        device: torch.device | str | None = None,
+        bounds_check: BoundsCheck = "raise",
+        output_dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
+        self._check(tables)
+        table_set = TableSet(tables, optimizer, device, bounds_check, output_dtype, pooled=self._pooled)
         self.configs, self.cache = table_set.configs, table_set.cache
         self.feature_names = table_set.feature_names
         self._optimized = table_set if table_set.optimizer is not None else None
@@ -101,6 +112,9 @@ class TableCollection(FusedModule):
         # Not add_module, which would refuse a table that is called like a method.
         self._modules.update(table_set.by_name)
         self._share_with(table_set)
+
+    def _check(self, tables: Sequence[TableConfig]) -> None:
+        """Raise for tables that this kind of collection cannot have."""
 
     @property
     def tables(self) -> list[Table]:
@@ -154,6 +168,11 @@ class TableCollection(FusedModule):
         """
         return self.table_set.group(features)
 
+    def _look_up(self, features: Features | PrefetchedFeatures, groups: Groups | None) -> tuple[Features, Tensor]:
+        if isinstance(features, PrefetchedFeatures):
+            features, groups = features_and_groups(self.table_set, features)
+        return features, self.table_set.look_up(features, groups)
+
     def __setattr__(self, name: str, value: Any) -> None:
         """A table may be called like an attribute, say "training", which is set beside it."""
         if name in self.__dict__:
@@ -197,18 +216,12 @@ class EmbeddingBagCollection(TableCollection):
         TypeError: for ids that are not int32 or int64.
     """
 
-    def __init__(
-        self,
-        tables: Sequence[TableConfig],
-        optimizer: Optimizer | None = None,
-        device: torch.device | str | None = None,
-        bounds_check: BoundsCheck = "raise",
-        output_dtype: torch.dtype | None = None,
-    ) -> None:
+    _pooled = True
+
+    def _check(self, tables: Sequence[TableConfig]) -> None:
         for table in tables:
             if isinstance(table, TableConfig) and table.pooling == "none":
                 raise ValueError(f"table {table.name!r} has pooling 'none'; use EmbeddingCollection for it")
-        super().__init__(TableSet(tables, optimizer, device, bounds_check, output_dtype, pooled=True))
 
     @property
     def embedding_dims(self) -> list[int]:
@@ -217,9 +230,7 @@ class EmbeddingBagCollection(TableCollection):
 
     def forward(self, features: Features | PrefetchedFeatures, groups: Groups | None = None) -> Tensor:
         """`[B, sum of dims]`. `groups`, from `self.group(features)`, saves grouping the ids again."""
-        if isinstance(features, PrefetchedFeatures):
-            features, groups = features_and_groups(self.table_set, features)
-        return self.table_set.look_up(features, groups)
+        return self._look_up(features, groups)[1]
 
 
 class EmbeddingCollection(TableCollection):
@@ -233,14 +244,9 @@ class EmbeddingCollection(TableCollection):
         ValueError: for tables with pooling "mean" or of different dims; for a feature that feeds two tables.
     """
 
-    def __init__(
-        self,
-        tables: Sequence[TableConfig],
-        optimizer: Optimizer | None = None,
-        device: torch.device | str | None = None,
-        bounds_check: BoundsCheck = "raise",
-        output_dtype: torch.dtype | None = None,
-    ) -> None:
+    _pooled = False
+
+    def _check(self, tables: Sequence[TableConfig]) -> None:
         dims = {table.name: table.embedding_dim for table in tables}
         if len(set(dims.values())) > 1:
             raise ValueError(f"an EmbeddingCollection's tables need one embedding_dim, got {dims}")
@@ -254,11 +260,8 @@ class EmbeddingCollection(TableCollection):
                         f"feature {feature!r} feeds tables {fed[feature]!r} and {table.name!r}; only one can"
                     )
                 fed[feature] = table.name
-        super().__init__(TableSet(tables, optimizer, device, bounds_check, output_dtype, pooled=False))
 
     def forward(self, features: Features | PrefetchedFeatures, groups: Groups | None = None) -> KeyedJaggedTensor:
         """Rows `[N, dim]` under the batch's keys and offsets."""
-        if isinstance(features, PrefetchedFeatures):
-            features, groups = features_and_groups(self.table_set, features)
-        rows = self.table_set.look_up(features, groups)
+        features, rows = self._look_up(features, groups)
         return KeyedJaggedTensor(list(features.keys()), rows, offsets=features.offsets())

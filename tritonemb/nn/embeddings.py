@@ -14,8 +14,6 @@ from tritonemb.optimizers import Optimizer
 from tritonemb.tables.table import new_weight
 from tritonemb.types import TRAINABLE_DTYPES
 
-MODES = ("sum", "mean", "max")
-
 
 class EmbeddingBag(SingleTable, torch.nn.EmbeddingBag):
     """Sums, means or maxima of bags of embeddings, with the arguments and the meaning of `torch.nn.EmbeddingBag`.
@@ -85,10 +83,10 @@ class EmbeddingBag(SingleTable, torch.nn.EmbeddingBag):
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """`[B, embedding_dim]`."""
-        self._check(input, offsets, per_sample_weights)
         nested = input.is_nested and input.layout == torch.jagged
         given = [] if nested else [input, offsets, per_sample_weights]
-        if self.mode == "max" or not self._is_served(*given) or input.device != self.weight.device:
+        fits = self._fits(input, offsets, per_sample_weights) and input.device == self.weight.device
+        if not fits or not self._is_served(*given):
             return torch.nn.EmbeddingBag.forward(self, input, offsets, per_sample_weights)
         values, offsets, per_sample_weights = self._parts(input, offsets, per_sample_weights)
         if self.max_norm is not None:
@@ -129,41 +127,18 @@ class EmbeddingBag(SingleTable, torch.nn.EmbeddingBag):
             per_sample_weights = None if per_sample_weights is None else per_sample_weights[:end]
         return input, offsets, per_sample_weights
 
-    def _check(self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None) -> None:
-        """Raise, for arguments that do not go together, what PyTorch's module raises."""
-        if per_sample_weights is not None and input.size() != per_sample_weights.size():
-            raise ValueError(
-                f"per_sample_weights must have the input's shape {list(input.shape)}, "
-                f"got {list(per_sample_weights.shape)}"
-            )
+    def _fits(self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None) -> bool:
+        """Whether arguments go together as the kernels want it; PyTorch's module raises where they do not."""
         if input.dim() == 2:
-            if offsets is not None:
-                raise ValueError("a 2-D input has bags of one length; leave out offsets, or flatten it")
-            if not input.is_nested and input.shape[1] == 0:
-                raise RuntimeError(f"input {list(input.shape)} has bags of no ids; use 1-D input and offsets")
-        elif input.dim() != 1:
-            raise ValueError(f"input must be 1-D or 2-D, got shape {list(input.shape)}")
-        elif offsets is None or offsets.dim() != 1:
-            found = "none" if offsets is None else f"shape {list(offsets.shape)}"
-            raise ValueError(f"a 1-D input needs 1-D offsets, the first position of each bag; got {found}")
-        elif self.include_last_offset and offsets.shape[0] == 0:
-            raise RuntimeError("with include_last_offset=True, offsets has at least one element, the number of ids")
-        if self.mode not in MODES:
-            raise ValueError(f"mode must be one of {MODES}, got {self.mode!r}")
-        if self.mode == "max" and (self.scale_grad_by_freq or self.sparse):
-            raise ValueError('mode="max" goes neither with scale_grad_by_freq=True nor with sparse=True')
+            fits = offsets is None and (input.is_nested or input.shape[1] > 0)
+        else:
+            fits = input.dim() == 1 and offsets is not None and offsets.dim() == 1
+            fits = fits and not (self.include_last_offset and offsets.shape[0] == 0)  # type: ignore[union-attr]
         if per_sample_weights is not None:
-            if self.mode != "sum":
-                raise NotImplementedError(f'per_sample_weights are for mode="sum" only, got mode={self.mode!r}')
-            if per_sample_weights.dtype != self.weight.dtype:
-                raise RuntimeError(
-                    f"per_sample_weights must have the weight's dtype {self.weight.dtype}, "
-                    f"got {per_sample_weights.dtype}"
-                )
+            alike = per_sample_weights.dtype == self.weight.dtype and input.size() == per_sample_weights.size()
+            fits = fits and alike and self.mode == "sum"
         dtype = input.dtype if offsets is None else torch.promote_types(input.dtype, offsets.dtype)
-        if dtype not in ID_DTYPES:
-            given = f"{input.dtype}" if offsets is None else f"{input.dtype} and offsets of {offsets.dtype}"
-            raise RuntimeError(f"input and offsets must be int32 or int64, got input of {given}")
+        return fits and self.mode in ("sum", "mean") and dtype in ID_DTYPES
 
 
 class Embedding(SingleTable, torch.nn.Embedding):

@@ -22,8 +22,7 @@ _OURS: dict[type[nn.Module], type[SingleTable]] = {
     EmbeddingBag: EmbeddingBag,
     Embedding: Embedding,
 }
-
-
+EMBEDDINGS = (nn.EmbeddingBag, nn.Embedding)
 UpdateTime = Literal["backward", "step"]
 Dense = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -77,7 +76,7 @@ def fuse(model: nn.Module, optimizer: Optimizer | None = None, *, by_step: bool 
     if not isinstance(model, nn.Module):
         raise TypeError(f"fuse expects a torch.nn.Module, got {type(model).__name__}")
     group = None if optimizer is None else FusedGroup(check_optimizer(optimizer), by_step)
-    embeddings = {path: module for path, module in model.named_modules() if _is_embedding(module)}
+    embeddings = {path: module for path, module in model.named_modules() if isinstance(module, EMBEDDINGS)}
     reasons = {path: _why_not(module, group is not None) for path, module in embeddings.items()}
     left_alone = {path: reason for path, reason in reasons.items() if reason is not None}
     if group is not None:
@@ -85,7 +84,8 @@ def fuse(model: nn.Module, optimizer: Optimizer | None = None, *, by_step: bool 
     fused = [(path, module) for path, module in embeddings.items() if path not in left_alone]
     owners: dict[Tensor, SingleTable] = {}
     for path, module in fused:
-        _convert(module, _OURS[type(module)])
+        module.__dict__["_fused_from"] = type(module)
+        module.__class__ = _OURS[type(module)]
         table = cast(SingleTable, module)
         if group is not None:
             table._join(group, path or "weight", owners.get(table.weight))
@@ -128,15 +128,6 @@ def unfuse_all(fused: list[Any]) -> None:
         module.__class__ = module.__dict__.pop("_fused_from")
 
 
-def _convert(module: nn.Module, kind: type[SingleTable]) -> None:
-    module.__dict__["_fused_from"] = type(module)
-    module.__class__ = kind
-
-
-def _is_embedding(module: nn.Module) -> bool:
-    return isinstance(module, nn.EmbeddingBag | nn.Embedding)
-
-
 def _why_not(module: Any, updated: bool) -> str | None:
     """Why this embedding cannot be fused, or None."""
     if type(module) not in _OURS:
@@ -168,11 +159,15 @@ def _leave_shared_alone(model: nn.Module, embeddings: dict[str, nn.Module], left
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 users.setdefault(parameter, []).append(f"{path}.{name}" if path else name)
-    overlapping = _overlapping(list(users))
-    for path, module in embeddings.items():
-        others = overlapping.get(module._parameters.get("weight"))  # type: ignore[arg-type]
-        if others and path not in left_alone:
-            left_alone[path] = f"its weight shares memory with {' and '.join(users[o][0] for o in others)}"
+    by_memory: dict[int, list[Tensor]] = {}
+    for weight in users:
+        if type(weight) is nn.Parameter and weight.device.type != "meta" and weight.numel():
+            by_memory.setdefault(weight.untyped_storage().data_ptr(), []).append(weight)
+    for weights in (several for several in by_memory.values() if len(several) > 1):
+        for path, module in embeddings.items():
+            others = [users[other][0] for other in weights if other is not module._parameters.get("weight")]
+            if 0 < len(others) < len(weights) and path not in left_alone:
+                left_alone[path] = f"its weight shares memory with {' and '.join(others)}"
     while True:
         ours = {f"{path}.weight" if path else "weight": path for path in embeddings if path not in left_alone}
         found = {}
@@ -183,26 +178,6 @@ def _leave_shared_alone(model: nn.Module, embeddings: dict[str, nn.Module], left
         if not found:
             return
         left_alone.update(found)
-
-
-def _overlapping(tensors: list[Tensor]) -> dict[Tensor, list[Tensor]]:
-    """The tensors that share memory with others, and which."""
-    placed = [t for t in tensors if type(t) is nn.Parameter and t.device.type != "meta" and t.numel()]
-    placed.sort(key=lambda tensor: (str(tensor.device), tensor.data_ptr()))
-    found: dict[Tensor, list[Tensor]] = {}
-    reach = placed[:1]  # the tensor that reaches furthest so far
-    for tensor in placed[1:]:
-        if tensor.device == reach[0].device and tensor.data_ptr() < _end(reach[0]):
-            found.setdefault(reach[0], []).append(tensor)
-            found.setdefault(tensor, []).append(reach[0])
-        if _end(tensor) > _end(reach[0]):
-            reach = [tensor]
-    return found
-
-
-def _end(tensor: Tensor) -> int:
-    """The address behind a tensor that is dense in memory."""
-    return tensor.data_ptr() + tensor.numel() * tensor.element_size()
 
 
 def fused(

@@ -11,7 +11,6 @@ An id below zero is a position that takes no part, where ids are not checked (`d
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.layout import MEAN, SUM, Layout, TableRow, lay_out
-from tritonemb.ops.registry import BATCH, CPU, REFERENCE, chosen, define, kernel
+from tritonemb.ops.registry import CPU, REFERENCE, chosen, define, kernel
 from tritonemb.ops.row_groups import RowGroups, plain_eager
 from tritonemb.ops.row_update import row_gradients_
 from tritonemb.types import seed_of
@@ -63,16 +62,10 @@ def bag(
         RuntimeError: for an id out of range or offsets that do not fit; IndexError if not pooled. On the CPU at once;
             on a GPU as a ValueError by the next lookup, or by `te.check_errors`.
     """
-    dtype, trained = dtype or weight.dtype, None if trained is values else trained
-    if torch.compiler.is_compiling():
-        return torch.ops.tritonemb.bag(weight, values, bags.offsets, sample_weights, trained, *bags[1:], dtype)
-    transformed = torch._C._functorch.maybe_current_level()
-    if not torch.is_grad_enabled() and not transformed:
-        return _run("bag", look_up, weight, values, bags.offsets, sample_weights, None, *bags[1:], dtype)
-    sample_dtype = None if sample_weights is None else sample_weights.dtype
-    form = _Form(bags.pooled, bags.mean, bags.checked, sparse, weight.shape[0], (weight.dtype, sample_dtype, dtype))
-    apply = _Derivative.apply if transformed else _EagerDerivative.apply
-    return apply(_GRAD, form, weight, sample_weights, None, values, trained, bags.offsets)
+    trained = None if trained is values else trained
+    dtypes = weight.dtype, None if sample_weights is None else sample_weights.dtype, dtype or weight.dtype
+    form = *bags[1:], sparse, weight.shape[0], *dtypes
+    return _differentiable(_GRAD, weight, sample_weights, None, values, trained, bags.offsets, *form)
 
 
 def serves_sparse(*tensors: Tensor | None) -> bool:
@@ -86,7 +79,9 @@ def drop_padding(values: Tensor, offsets: Tensor, padding_idx: int, num_rows: in
     Raises:
         RuntimeError: for an id out of range, as `bag` does.
     """
-    return _run("drop_padding", _drop_padding, values, offsets, padding_idx, num_rows)
+    if serves_sparse(values, offsets):
+        return _drop_padding(values, offsets, padding_idx, num_rows)
+    return torch.ops.tritonemb.drop_padding(values, offsets, padding_idx, num_rows)
 
 
 def kept_counts(kept: Tensor, offsets: Tensor) -> Tensor:
@@ -96,79 +91,91 @@ def kept_counts(kept: Tensor, offsets: Tensor) -> Tensor:
     return (before[ends[1:]] - before[ends[:-1]]).clamp(min=1).unsqueeze(1)
 
 
-def _run(op: str, run: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Call kernels without the dispatcher where that may be; the first arguments, up to four, are tensors."""
-    tensors = args[: 2 if op == "drop_padding" else 4]
-    return run(*args) if serves_sparse(*tensors) else getattr(torch.ops.tritonemb, op)(*args)
-
-
 _WEIGHT, _SAMPLE_WEIGHTS, _GRAD = range(3)  # the factors of F
 
 
-class _Form(NamedTuple):
-    """All of F but its factors, ids and offsets; `checked` of the lookup, `sparse` of its gradient."""
+def _differentiable(*args: Any) -> Tensor:
+    """The derivative of F by one factor, with derivatives of its own."""
+    if torch.compiler.is_compiling():
+        return torch.ops.tritonemb.bag(*args)
+    transformed = torch._C._functorch.maybe_current_level()
+    if not torch.is_grad_enabled() and not transformed:
+        return _derivative(*args)
+    return (_Derivative if transformed else _EagerDerivative).apply(*args)
 
-    pooled: bool
-    mean: bool
-    checked: bool
-    sparse: bool
-    num_rows: int
-    dtypes: tuple[torch.dtype, torch.dtype | None, torch.dtype]  # of the factors
 
-    def derive(
-        self, by: int, weight: Any, sample_weights: Tensor | None, grad: Any, values: Tensor, offsets: Tensor
-    ) -> Tensor:
-        """The derivative by one factor, of which there is none."""
-        pooled, mean, dtype = self.pooled, self.mean, self.dtypes[by]
-        args: Any
-        if by == _GRAD:
-            args = weight.contiguous(), values, offsets, sample_weights, None, pooled, mean, self.checked, dtype
-            return _run("bag", look_up, *args)
-        if by == _SAMPLE_WEIGHTS:
-            args = grad, weight, values, offsets, pooled, mean, dtype
-            return _run("bag_sample_weight_gradient", derive_sample_weights, *args)
-        batch = values, offsets, sample_weights
-        if self.sparse:
-            return derive_weight(grad, *batch, self.num_rows, pooled, mean, self.dtypes[0], sparse=True)
-        return _run("bag_gradient", derive_weight, grad, *batch, self.num_rows, pooled, mean, dtype)
+def _derivative(*args: Any) -> Tensor:
+    """By kernels, without the dispatcher where that may be."""
+    return _derive(*args) if serves_sparse(*args[1:7]) else torch.ops.tritonemb.bag(*args)
+
+
+def _derive(
+    by: int, weight: Any, sample_weights: Tensor | None, grad: Any, values: Tensor, trained: Tensor | None,
+    offsets: Tensor, pooled: bool, mean: bool, checked: bool, sparse: bool, num_rows: int, weight_dtype: torch.dtype,
+    sample_dtype: torch.dtype | None, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """The derivative by one factor, of which there is none; its dtype is the factor's, the last three.
+
+    `trained` are the ids of the derivatives of this one, if others.
+    """
+    if by == _GRAD:
+        return look_up(weight.contiguous(), values, offsets, sample_weights, pooled, mean, checked, dtype)
+    if by == _SAMPLE_WEIGHTS:
+        layout = layout_of((BagTable.of(weight, mean),), pooled, values.device)
+        dots = kernel("sample_weight_gradient", grad.device, (weight.dtype,))
+        return dots([weight.contiguous()], values, offsets, grad, layout).to(sample_dtype)
+    return derive_weight(grad, values, offsets, sample_weights, num_rows, pooled, mean, weight_dtype, sparse)
+
+
+def _shape(
+    by: int, weight: Any, _s: Any, grad: Any, values: Tensor, _t: Any, offsets: Tensor, pooled: bool, _m: bool,
+    _c: bool, _sparse: bool, num_rows: int, weight_dtype: torch.dtype, sample_dtype: torch.dtype, dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    if by == _SAMPLE_WEIGHTS:
+        return values.new_empty(values.shape[0], dtype=sample_dtype)
+    if by == _WEIGHT:
+        return grad.new_empty(num_rows, grad.shape[1], dtype=weight_dtype)
+    return empty_bags(weight, values, offsets, pooled, dtype)
+
+
+def empty_bags(weight: Tensor, values: Tensor, offsets: Tensor, pooled: bool, dtype: torch.dtype) -> Tensor:
+    """The shape of a lookup's result."""
+    return weight.new_empty(offsets.shape[0] - 1 if pooled else values.shape[0], weight.shape[1], dtype=dtype)
+
+
+def sample_weight_gradient(grad: Tensor, weight: Tensor, values: Tensor, bags: Bags, sample_weights: Tensor) -> Tensor:
+    """The gradient of the per-sample weights, `[N]`."""
+    form = bags.pooled, bags.mean, False, False, weight.shape[0], weight.dtype, sample_weights.dtype, weight.dtype
+    return _derivative(_SAMPLE_WEIGHTS, weight, None, grad, values, None, bags.offsets, *form)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.by, *factors, values, trained, offsets = inputs[:7]
+    ctx.form, needs = inputs[7:], ctx.needs_input_grad[1:4]
+    # A factor only where it is read again: if it is not, it may be changed in between.
+    read_again = [any(needs[:own]) or any(needs[own + 1 :]) for own in range(3)]
+    kept = [factor if again else None for factor, again in zip(factors, read_again, strict=True)]
+    ctx.save_for_backward(*kept, values if trained is None else trained, offsets)
+
+
+def _backward(ctx: Any, given: Tensor) -> tuple[Any, ...]:
+    *factors, values, offsets = ctx.saved_tensors
+    pooled, mean, _, sparse, *rest = ctx.form
+    if ctx.by == _WEIGHT and sparse:
+        raise RuntimeError("a sparse gradient cannot be differentiated again; make the embedding with sparse=False")
+    factors[ctx.by] = given
+    form = pooled, mean, False, sparse and ctx.by == _GRAD, *rest
+    found: list[Tensor | None] = []
+    for by, needed in enumerate(ctx.needs_input_grad[1:4]):
+        others = [None if factor == by else value for factor, value in enumerate(factors)]
+        found.append(_differentiable(by, *others, values, None, offsets, *form) if needed else None)
+    return None, *found, *[None] * 11
 
 
 class _Derivative(torch.autograd.Function):
     """The derivative of F by one factor; its own derivatives are those by the others."""
 
-    @staticmethod
-    def forward(
-        by: int, form: _Form, weight: Tensor | None, sample_weights: Tensor | None, grad: Tensor | None,
-        values: Tensor, trained: Tensor | None, offsets: Tensor,
-    ) -> Tensor:  # fmt: skip
-        return form.derive(by, weight, sample_weights, grad, values, offsets)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.by, ctx.form, *factors, values, trained, offsets = inputs
-        needs = ctx.needs_input_grad[2:5]
-        # A factor only where it is read again: if it is not, it may be changed in between.
-        read_again = [any(needs[:own]) or any(needs[own + 1 :]) for own in range(3)]
-        kept = [factor if again else None for factor, again in zip(factors, read_again, strict=True)]
-        ctx.save_for_backward(*kept, values if trained is None else trained, offsets)
-
-    @staticmethod
-    def backward(ctx: Any, given: Tensor) -> tuple[Any, ...]:
-        *factors, values, offsets = ctx.saved_tensors
-        if ctx.by == _WEIGHT and ctx.form.sparse:
-            raise RuntimeError("a sparse gradient cannot be differentiated again; make the embedding with sparse=False")
-        factors[ctx.by] = given
-        found: list[Tensor | None] = []
-        form = ctx.form._replace(checked=False, sparse=ctx.form.sparse and ctx.by == _GRAD)
-        for by, needed in enumerate(ctx.needs_input_grad[2:5]):
-            others = [None if factor == by else value for factor, value in enumerate(factors)]
-            if not needed:
-                found.append(None)
-            elif torch.is_grad_enabled() or torch._C._functorch.maybe_current_level():
-                found.append(_Derivative.apply(by, form, *others, values, None, offsets))
-            else:
-                found.append(form.derive(by, *others, values, offsets))
-        return None, None, *found, None, None, None
+    forward, setup_context, backward = staticmethod(_derivative), staticmethod(_save), staticmethod(_backward)
 
 
 class _EagerDerivative(torch.autograd.Function):
@@ -176,11 +183,21 @@ class _EagerDerivative(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
-        output = _Derivative.forward(*inputs)
-        _Derivative.setup_context(ctx, inputs, output)
+        output = _derivative(*inputs)
+        _save(ctx, inputs, output)
         return output
 
-    backward = _Derivative.backward
+    backward = staticmethod(_backward)
+
+
+define(
+    "bag",
+    "(int by, Tensor? weight, Tensor? sample_weights, Tensor? grad, Tensor values, Tensor? trained, Tensor offsets, "
+    "bool pooled, bool mean, bool checked, bool sparse, SymInt num_rows, ScalarType weight_dtype, "
+    "ScalarType? sample_dtype, ScalarType dtype) -> Tensor",
+    _derive,
+    _shape,
+).register_autograd(_backward, setup_context=_save)
 
 
 class BagTable(NamedTuple):
@@ -213,8 +230,8 @@ def layout_of(tables: tuple[BagTable, ...], pooled: bool, device: torch.device) 
 
 
 def look_up(
-    weight: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None, trained: Tensor | None,
-    pooled: bool, mean: bool, checked: bool, dtype: torch.dtype,
+    weight: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None, pooled: bool, mean: bool,
+    checked: bool, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """`bag` by the kernels of the tensors' device: no autograd, no dispatcher."""
     layout = layout_of((BagTable.of(weight, mean),), pooled, values.device)
@@ -294,61 +311,10 @@ def places_of(groups: RowGroups) -> Tensor:
     return rows.minimum(rows.masked_fill(behind, 0).amax())
 
 
-def derive_sample_weights(
-    grad: Tensor, weight: Tensor, values: Tensor, offsets: Tensor, pooled: bool, mean: bool, dtype: torch.dtype
-) -> Tensor:
-    """The gradient of the per-sample weights, `[N]`."""
-    layout = layout_of((BagTable.of(weight, mean),), pooled, values.device)
-    dots = kernel("sample_weight_gradient", grad.device, (weight.dtype,))
-    return dots([weight.contiguous()], values, offsets, grad, layout).to(dtype)
-
-
-def empty_bags(weight: Tensor, values: Tensor, offsets: Tensor, _s: Any, _t: Any, pooled: bool, *rest: Any) -> Tensor:
-    return weight.new_empty(offsets.shape[0] - 1 if pooled else values.shape[0], weight.shape[1], dtype=rest[-1])
-
-
 BAGS = "Tensor? trained, bool pooled, bool mean, bool checked, ScalarType dtype"
-_bag = define("bag", f"(Tensor weight, {BATCH}, {BAGS}) -> Tensor", look_up, empty_bags)
 define(
     "drop_padding",
     "(Tensor values, Tensor offsets, int padding_idx, SymInt num_rows) -> Tensor",
     _drop_padding,
     lambda values, *_: torch.empty_like(values),
 )
-define(
-    "bag_gradient",
-    f"(Tensor grad, {BATCH}, SymInt num_rows, bool pooled, bool mean, ScalarType dtype) -> Tensor",
-    derive_weight,
-    lambda grad, _v, _o, _s, num_rows, _p, _m, dtype: grad.new_empty(num_rows, grad.shape[1], dtype=dtype),
-)
-define(
-    "bag_sample_weight_gradient",
-    "(Tensor grad, Tensor weight, Tensor values, Tensor offsets, bool pooled, bool mean, ScalarType dtype) -> Tensor",
-    derive_sample_weights,
-    lambda _g, _w, values, _o, _p, _m, dtype: values.new_empty(values.shape[0], dtype=dtype),
-)
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    weight, values, offsets, sample_weights, trained, ctx.pooled, ctx.mean, _, _ = inputs
-    ctx.num_rows, ctx.dtype = weight.shape[0], weight.dtype
-    needed = weight if sample_weights is not None and ctx.needs_input_grad[3] else None
-    ctx.save_for_backward(needed, values if trained is None else trained, offsets, sample_weights)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    """As of `_Derivative`, but differentiable once."""
-    weight, values, offsets, sample_weights = ctx.saved_tensors
-    ops, by_weight, by_sample_weight = torch.ops.tritonemb, None, None
-    if ctx.needs_input_grad[0]:
-        by_weight = ops.bag_gradient(
-            grad, values, offsets, sample_weights, ctx.num_rows, ctx.pooled, ctx.mean, ctx.dtype
-        )
-    if weight is not None:
-        by_sample_weight = ops.bag_sample_weight_gradient(
-            grad, weight, values, offsets, ctx.pooled, ctx.mean, sample_weights.dtype
-        )
-    return by_weight, None, None, by_sample_weight, *[None] * 5
-
-
-_bag.register_autograd(_backward, setup_context=_save)

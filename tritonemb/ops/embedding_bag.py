@@ -19,7 +19,7 @@ from torch import Tensor
 from tritonemb.jagged import batch_size_of
 from tritonemb.layout import Layout, names_in
 from tritonemb.ops import registry
-from tritonemb.ops.bag import BAGS, Bags, BagTable, derive_sample_weights, empty_bags, layout_of, look_up
+from tritonemb.ops.bag import BAGS, Bags, BagTable, empty_bags, layout_of, look_up, sample_weight_gradient
 from tritonemb.ops.registry import define, dtype_of, kernel, unflatten
 from tritonemb.ops.row_groups import RowGroups, check_ids, plain_eager, row_groups
 from tritonemb.ops.row_update import (
@@ -49,11 +49,16 @@ def embedding_bag(
     check_ids(values)
     check_devices(weights, values, layout)
     if not torch.is_grad_enabled() and plain_eager(values, offsets, sample_weights, *weights):
-        look_up = kernel("embedding_bag", values.device, frozenset(map(dtype_of, weights)))
-        return look_up(weights, values, offsets, sample_weights, layout, check_bounds, output_dtype)
+        return _read(weights, values, offsets, sample_weights, layout, check_bounds, output_dtype)
     return torch.ops.tritonemb.embedding_bag(
         list(weights), values, offsets, sample_weights, trained, check_bounds, output_dtype, *layout
     )
+
+
+def _read(weights: Sequence[Tensor], values: Tensor, *args: Any) -> Tensor:
+    """By the kernel of the batch's device: no autograd, no dispatcher."""
+    found: Tensor = kernel("embedding_bag", values.device, frozenset(map(dtype_of, weights)))(weights, values, *args)
+    return found
 
 
 def check_devices(weights: Sequence[Tensor], values: Tensor, layout: Layout) -> None:
@@ -77,8 +82,7 @@ def _look_up(
     weights: list[Tensor], values: Tensor, offsets: Tensor, sample_weights: Tensor | None, trained: Tensor | None,
     check_bounds: bool, output_dtype: torch.dtype, *layout: Any,
 ) -> Tensor:  # fmt: skip
-    look_up = kernel("embedding_bag", values.device, frozenset(map(dtype_of, weights)))
-    return look_up(weights, values, offsets, sample_weights, Layout(*layout), check_bounds, output_dtype)
+    return _read(weights, values, offsets, sample_weights, Layout(*layout), check_bounds, output_dtype)
 
 
 _embedding_bag = define(
@@ -196,8 +200,7 @@ class _Inputs(NamedTuple):
     layout: Layout
 
     def read(self) -> Tensor:
-        look_up = kernel("embedding_bag", self.values.device, frozenset(map(dtype_of, self.tables.weights)))
-        return look_up(
+        return _read(
             self.tables.weights, self.values, self.offsets, self.sample_weights, self.layout, self.check_bounds,
             self.output_dtype,
         )  # fmt: skip
@@ -220,7 +223,7 @@ class _Inputs(NamedTuple):
 _KINDS = (FusedTables, *[None] * 7, RowGroups, Layout)
 
 
-def _read(*args: Any) -> Tensor:
+def _look_up_fused(*args: Any) -> Tensor:
     inputs = _Inputs(*unflatten(args, *_KINDS))
     check_not_accumulating(inputs.tables.learning_rate)
     return inputs.read()
@@ -235,7 +238,7 @@ _embedding_bag_fused = define(
     "embedding_bag_fused",
     f"({TABLES}, {registry.BATCH}, Tensor? pending, int accumulator, bool check_bounds, ScalarType output_dtype, "
     f"{registry.GROUPS}, {registry.LAYOUT}) -> Tensor",
-    _read,
+    _look_up_fused,
     _shape,
 )
 
@@ -294,7 +297,7 @@ def bag_fused(
     before = versions(sample_weights is not None and sample_weights.requires_grad)
 
     def read() -> Tensor:
-        return look_up(weight, values, offsets, sample_weights, None, pooled, mean, checked, dtype)
+        return look_up(weight, values, offsets, sample_weights, pooled, mean, checked, dtype)
 
     def take_gradient(grad: Tensor, needs_sample_weight_grad: bool) -> Tensor | None:
         # Versions are checked here, as the table may be updated before this backward runs.
@@ -306,27 +309,34 @@ def bag_fused(
         by_sample_weight = None
         if needs_sample_weight_grad:
             assert sample_weights is not None
-            by_sample_weight = derive_sample_weights(grad, weight, ids, offsets, pooled, mean, sample_weights.dtype)
+            by_sample_weight = sample_weight_gradient(grad, weight, ids, bags, sample_weights)
         gather(BagGradient(table, name, ids, sample_weights, bags, grad))
         return by_sample_weight
 
     return fused_lookup(weight, sample_weights, read, take_gradient)
 
 
+_BAG_KINDS = (FusedTables, *[None] * 9)
+
+
 def _look_up_bag(*args: Any) -> Tensor:
-    table, name, *batch = unflatten(args, FusedTables, *[None] * 9)
+    table, name, *batch = unflatten(args, *_BAG_KINDS)
     check_not_accumulating(table.learning_rate)
     values, offsets, sample_weights, _, pooled, mean, checked, dtype = batch
     layout = layout_of((BagTable.of(table.weights[0], mean, name),), pooled, values.device)
-    look_up = kernel("embedding_bag", values.device, frozenset(map(dtype_of, table.weights)))
-    return look_up(table.weights, values, offsets, sample_weights, layout, checked, dtype)
+    return _read(table.weights, values, offsets, sample_weights, layout, checked, dtype)
+
+
+def _shape_of_bag(*args: Any) -> Tensor:
+    table, _, values, offsets, _, _, pooled, _, _, dtype = unflatten(args, *_BAG_KINDS)
+    return empty_bags(table.weights[0], values, offsets, pooled, dtype)
 
 
 _bag_fused = define(
     "bag_fused",
     f"({TABLES}, str name, {registry.BATCH}, {BAGS}) -> Tensor",
     _look_up_bag,
-    lambda *args: empty_bags(args[0][0], *args[len(FusedTables._fields) + 1 :]),
+    _shape_of_bag,
 )
 
 
@@ -336,14 +346,11 @@ def _save_bag(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward_bag(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    table, name, values, offsets, sample_weights, trained, pooled, mean, _, _ = unflatten(
-        ctx.inputs, FusedTables, *[None] * 9
-    )
+    table, name, values, offsets, sample_weights, trained, pooled, mean, _, _ = unflatten(ctx.inputs, *_BAG_KINDS)
     ids, by_sample_weight, place = values if trained is None else trained, None, len(FusedTables._fields) + 3
     if sample_weights is not None and ctx.needs_input_grad[place]:
-        by_sample_weight = torch.ops.tritonemb.bag_sample_weight_gradient(
-            grad, table.weights[0], ids, offsets, pooled, mean, sample_weights.dtype
-        )
+        bags = Bags(offsets, pooled, mean)
+        by_sample_weight = sample_weight_gradient(grad, table.weights[0], ids, bags, sample_weights)
     torch.ops.tritonemb.bag_update_(*table, grad, ids, offsets, sample_weights, name, pooled, mean)
     lists = [[None] * len(tensors) for tensors in table[:4]]
     return *lists, *[None] * (place - 4), by_sample_weight, *[None] * 5

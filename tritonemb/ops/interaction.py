@@ -30,10 +30,8 @@ def interaction(dense: Tensor, sparse: Tensor) -> Tensor:
         TypeError: for other dtypes, or two.
         ValueError: for other shapes, or two devices.
     """
-    check_vectors(dense, sparse)
-    if not torch.is_grad_enabled() and plain_eager(dense, sparse):
-        return kernel("interaction", dense.device, (dense.dtype,))(dense, sparse)
-    return torch.ops.tritonemb.interaction(dense, sparse)
+    eager = not torch.is_grad_enabled() and plain_eager(dense, sparse)
+    return _interact(dense, sparse) if eager else torch.ops.tritonemb.interaction(dense, sparse)
 
 
 def is_fused(dense: Tensor, sparse: Tensor) -> bool:
@@ -74,10 +72,9 @@ def cross(inputs: Tensor, product: Tensor, bias: Tensor, crossed: Tensor) -> Ten
         TypeError: for other dtypes.
         ValueError: for other shapes, or several devices.
     """
-    check_layer(inputs, product, bias, crossed)
-    if not torch.is_grad_enabled() and plain_eager(inputs, product, bias, crossed):
-        return _cross_kernel("cross", inputs, product, bias, crossed)
-    return torch.ops.tritonemb.cross(inputs, product, bias, crossed)
+    operands = inputs, product, bias, crossed
+    eager = not torch.is_grad_enabled() and plain_eager(*operands)
+    return _cross(*operands) if eager else torch.ops.tritonemb.cross(*operands)
 
 
 def is_cross_fused(*tensors: Tensor) -> bool:

@@ -159,17 +159,13 @@ class Exchange:
         self._made[self.number] = self
 
 
-def all_to_all(message: Tensor, send: Sequence[int], receive: Sequence[int], exchange: int, kind: str) -> Tensor:
-    """`send[r]` elements of a 1-D message go to rank `r`; returns `receive[r]` of each rank, in order."""
-    return torch.ops.tritonemb.all_to_all(message, list(send), list(receive), exchange, kind)
-
-
 def _all_to_all(message: Tensor, send: list[int], receive: list[int], exchange: int, kind: str) -> Tensor:
+    """`send[r]` elements of a 1-D message go to rank `r`; returns `receive[r]` of each rank, in order."""
     found = Exchange._made[exchange].call(message, send, receive, kind)
     return found.clone() if found is message else found
 
 
-define(
+all_to_all = define(
     "all_to_all",
     "(Tensor message, SymInt[] send, SymInt[] receive, int exchange, str kind) -> Tensor",
     _all_to_all,

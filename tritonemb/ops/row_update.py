@@ -227,7 +227,7 @@ class Accumulator:
         return Accumulator, (self._always_open,)
 
 
-def accumulate_(
+def _accumulate(
     pending: Tensor, handle: int, grad: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None
 ) -> None:
     """Keep one micro-batch's gradient in the accumulator `handle` and count it in `pending` (int64 `[]`).
@@ -235,12 +235,6 @@ def accumulate_(
     Raises:
         RuntimeError: that accumulator is closed.
     """
-    torch.ops.tritonemb.accumulate_(pending, handle, grad, values, offsets, sample_weights)
-
-
-def _accumulate(
-    pending: Tensor, handle: int, grad: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None
-) -> None:
     accumulator = Accumulator._made.get(handle)
     if accumulator is None or not accumulator.is_open:
         raise RuntimeError(
@@ -252,7 +246,7 @@ def _accumulate(
     pending += 1
 
 
-define(
+accumulate_ = define(
     "accumulate_",
     f"(Tensor(a!) pending, int handle, Tensor grad, {BATCH}) -> ()",
     _accumulate,
