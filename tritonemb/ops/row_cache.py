@@ -216,27 +216,23 @@ def _check_moves(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_r
             raise ValueError(f"destinations[{pair}] has rows that overlap: strides {destination.stride()}")
 
 
-def _define(op: str, schema: str, fake: Callable[..., Any]) -> None:
-    define(op, schema, functools.partial(_run, op), fake)
-
-
-_define(
-    "row_cache_look_up_",
-    f"({_DIRECTORY.format('[]')}, Tensor rows, {_REST}) -> Tensor",
-    lambda _t, _u, _p, rows, *_: torch.empty_like(rows),
-)
-_define(
-    "row_cache_allocate_",
-    f"({_DIRECTORY.format('(a!)[]')}, Tensor rows, Tensor(d!) slots, {_REST}) -> Tensor",
-    lambda _t, _u, _p, rows, *_: torch.empty_like(rows),
-)
-_define(
-    "row_cache_translate",
-    "(Tensor slots, Tensor starts, Tensor order, Tensor num_groups) -> Tensor",
-    lambda slots, _s, order, _n: slots.new_empty(order.shape[0]),
-)
-_define(
-    "move_rows_",
-    "(Tensor(a!)[] destinations, Tensor[] sources, Tensor to_rows, Tensor from_rows) -> ()",
-    lambda *_: None,
-)
+_SCHEMAS: dict[str, tuple[str, Callable[..., Any]]] = {  # op -> schema and fake
+    "row_cache_look_up_": (
+        f"({_DIRECTORY.format('[]')}, Tensor rows, {_REST}) -> Tensor",
+        lambda _t, _u, _p, rows, *_: torch.empty_like(rows),
+    ),
+    "row_cache_allocate_": (
+        f"({_DIRECTORY.format('(a!)[]')}, Tensor rows, Tensor(d!) slots, {_REST}) -> Tensor",
+        lambda _t, _u, _p, rows, *_: torch.empty_like(rows),
+    ),
+    "row_cache_translate": (
+        "(Tensor slots, Tensor starts, Tensor order, Tensor num_groups) -> Tensor",
+        lambda slots, _s, order, _n: slots.new_empty(order.shape[0]),
+    ),
+    "move_rows_": (
+        "(Tensor(a!)[] destinations, Tensor[] sources, Tensor to_rows, Tensor from_rows) -> ()",
+        lambda *_: None,
+    ),
+}
+for _op, (_schema, _fake) in _SCHEMAS.items():
+    define(_op, _schema, functools.partial(_run, _op), _fake)
