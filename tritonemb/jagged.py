@@ -37,13 +37,9 @@ class KeyedJaggedTensor:
     """
 
     def __init__(
-        self,
-        keys: Sequence[str],
-        values: Tensor,
-        weights: Tensor | None = None,
-        lengths: Tensor | None = None,
+        self, keys: Sequence[str], values: Tensor, weights: Tensor | None = None, lengths: Tensor | None = None,
         offsets: Tensor | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._keys = tuple(keys)
         self._values = values
         self._weights = weights
@@ -71,12 +67,10 @@ class KeyedJaggedTensor:
 
     @classmethod
     def from_lists(
-        cls,
-        lists: Mapping[str, Sequence[Sequence[int]]],
-        weights: Mapping[str, Sequence[Sequence[float]]] | None = None,
-        dtype: torch.dtype = torch.int64,
+        cls, lists: Mapping[str, Sequence[Sequence[int]]],
+        weights: Mapping[str, Sequence[Sequence[float]]] | None = None, dtype: torch.dtype = torch.int64,
         device: torch.device | str | None = None,
-    ) -> KeyedJaggedTensor:
+    ) -> KeyedJaggedTensor:  # fmt: skip
         """From Python lists: `{"genre": [[1, 4], [], [7]]}` has one list of ids a sample, the same number for each key.
 
         Raises:

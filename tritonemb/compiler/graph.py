@@ -121,7 +121,7 @@ def regions(gm: GraphModule) -> list[list[Node]]:
 
 def has_side_effect(node: Node, gm: GraphModule) -> bool:
     """Whether a node changes a tensor or a state, so that nothing may be moved across it. In doubt, it does."""
-    name, target = _name(node), node.target
+    name, target = name_of(node), node.target
     if not _runs(node):
         return False
     if node.op == "call_module" or node.kwargs.get("out") is not None:
@@ -142,13 +142,13 @@ def is_random(node: Node) -> bool:
     """Whether a node draws random numbers: two of them keep their order."""
     if isinstance(node.target, torch._ops.OpOverload):
         return torch.Tag.nondeterministic_seeded in node.target.tags
-    name = _name(node).removesuffix(".default")
+    name = name_of(node).removesuffix(".default")
     return name in _RANDOM or "dropout" in name or name.startswith("rand")
 
 
 def is_transformed(gm: GraphModule) -> bool:
     """Whether some of a graph runs under `torch.func` (`vmap`, `grad`, ..), which the merged ops do not know."""
-    return any(_name(node).endswith("_increment_nesting") for node in gm.graph.nodes)
+    return any(name_of(node).endswith("_increment_nesting") for node in gm.graph.nodes)
 
 
 def live_nodes(gm: GraphModule, learning: bool = False) -> set[Node]:
@@ -202,7 +202,8 @@ def bodies(node: Node, gm: GraphModule) -> list[GraphModule]:
     return [body for body in found if isinstance(body, GraphModule)]
 
 
-def _name(node: Node) -> str:
+def name_of(node: Node) -> str:
+    """Of the function or method that a node calls."""
     return node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
 
 
@@ -229,7 +230,7 @@ def _is_mutable(op: Any) -> bool:
 def _works_in_place(node: Node) -> bool:
     """Whether the arguments of a Python function say so: `inplace=True`, `max_norm`, running statistics."""
     given = arguments(node) if inspect.isfunction(node.target) else {}
-    if _name(node) in _WITH_RUNNING_STATISTICS:
+    if name_of(node) in _WITH_RUNNING_STATISTICS:
         training = given.get("training", given.get("use_input_stats", True))
         return not given or (training is not False and given["running_mean"] is not None)
     return given.get("inplace") is True or given.get("max_norm") is not None

@@ -29,6 +29,7 @@ from tritonemb.compiler.graph import (
     is_transformed,
     listed,
     live_nodes,
+    name_of,
     regions,
     require,
     source_path,
@@ -181,7 +182,7 @@ def recognise(node: Node) -> TableLookup | LeftAlone | None:
         require(bool(args), "its arguments do not fit its signature")
         return _read(node, args, table)
     except NotServed as reason:
-        return LeftAlone(table.removesuffix(".weight"), node.target.__name__.removesuffix(".default"), str(reason))
+        return LeftAlone(table.removesuffix(".weight"), name_of(node), str(reason))
 
 
 def _read(node: Node, args: dict[str, Any], table: str) -> TableLookup:
@@ -206,7 +207,8 @@ def _read(node: Node, args: dict[str, Any], table: str) -> TableLookup:
     update = None
     if node.target in FUSED_BAGS:
         values: list[Any] = [args[name] for name in FusedUpdate._fields]
-        update = FusedUpdate(*[tuple(value) if isinstance(value, (list, tuple)) else value for value in values])
+        values = [tuple(value) if isinstance(value, (list, tuple)) else value for value in values]
+        update = FusedUpdate(*values)
     dtype = args.get("dtype", weight.dtype)
     lookup = TableLookup(node, results, table, args["weight"], bags, args.get("checked", True), dtype, update)
     _check_bags(lookup, weight, args)
@@ -316,7 +318,7 @@ def left_alone(gm: GraphModule, merged: list[LookupGroup]) -> list[LeftAlone]:
 def _named(part: TableLookup | LeftAlone, reason: str) -> LeftAlone:
     if isinstance(part, LeftAlone):
         return part._replace(reason=reason)
-    return LeftAlone(part.feature, getattr(part.node.target, "__name__", str(part.node.target)), reason)
+    return LeftAlone(part.feature, name_of(part.node), reason)
 
 
 def check_fused_tables(gm: GraphModule, merged: list[LookupGroup]) -> None:

@@ -178,8 +178,8 @@ def _write_layout(lookups: Sequence[TableLookup], tables: list[Node], pooled: bo
     ]
     names = [lookup.table for lookup in users], [lookup.feature for lookup in lookups]
     layout = lay_out(rows, uses, *names, pooled, value_of(tables[0]).device)
-    constants: Any = [write.constant(getattr(layout, name), name) for name in Layout._fields[:3]]
-    return Layout(*constants, *layout[3:])
+    constants: Any = {name: write.constant(getattr(layout, name), name) for name in Layout._fields[:3]}
+    return layout._replace(**constants)
 
 
 def _look_up(lookups: Sequence[TableLookup], tables: list[Node], batch: Node, layout: Layout, write: Writer) -> Node:

@@ -94,13 +94,10 @@ class TableCollection(FusedModule):
     _pooled: ClassVar[bool]
 
     def __init__(
-        self,
-        tables: Sequence[TableConfig],
-        optimizer: Optimizer | None = None,
-        device: torch.device | str | None = None,
-        bounds_check: BoundsCheck = "raise",
+        self, tables: Sequence[TableConfig], optimizer: Optimizer | None = None,
+        device: torch.device | str | None = None, bounds_check: BoundsCheck = "raise",
         output_dtype: torch.dtype | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self._check(tables)
         table_set = TableSet(tables, optimizer, device, bounds_check, output_dtype, pooled=self._pooled)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
@@ -84,9 +84,9 @@ def fuse(model: nn.Module, optimizer: Optimizer | None = None, *, by_step: bool 
     fused = [(path, module) for path, module in embeddings.items() if path not in left_alone]
     owners: dict[Tensor, SingleTable] = {}
     for path, module in fused:
-        module.__dict__["_fused_from"] = type(module)
-        module.__class__ = _OURS[type(module)]
-        table = cast(SingleTable, module)
+        table: Any = module
+        table.__dict__["_fused_from"] = type(module)
+        table.__class__ = _OURS[type(module)]
         if group is not None:
             table._join(group, path or "weight", owners.get(table.weight))
             owners.setdefault(table.weight, table)
@@ -152,7 +152,7 @@ def _why_not(module: Any, updated: bool) -> str | None:
     return why_not_fused(module)
 
 
-def _leave_shared_alone(model: nn.Module, embeddings: dict[str, nn.Module], left_alone: dict[str, str]) -> None:
+def _leave_shared_alone(model: nn.Module, embeddings: Mapping[str, nn.Module], left_alone: dict[str, str]) -> None:
     """A weight can be updated in the backward only if all that use it are updated so, as one table."""
     users: dict[Tensor, list[str]] = {}
     for path, module in model.named_modules():

@@ -64,12 +64,9 @@ class MLP(nn.Sequential):
     """
 
     def __init__(
-        self,
-        in_features: int,
-        widths: Sequence[int],
-        last_activation: bool = True,
+        self, in_features: int, widths: Sequence[int], last_activation: bool = True,
         device: torch.device | str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if not widths or any(width < 1 for width in widths) or in_features < 1:
             raise ValueError(f"an MLP needs positive widths, got {in_features} -> {list(widths)}")
         layers: list[nn.Module] = []
@@ -95,14 +92,10 @@ class DLRM(nn.Module):
     """
 
     def __init__(
-        self,
-        tables: Sequence[TableConfig],
-        num_dense: int,
-        bottom_mlp: Sequence[int] = (512, 256),
-        top_mlp: Sequence[int] = (512, 256),
-        optimizer: Optimizer | None = None,
+        self, tables: Sequence[TableConfig], num_dense: int, bottom_mlp: Sequence[int] = (512, 256),
+        top_mlp: Sequence[int] = (512, 256), optimizer: Optimizer | None = None,
         device: torch.device | str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         dims = {table.name: table.embedding_dim for table in tables}
         if len(set(dims.values())) > 1:
@@ -130,11 +123,7 @@ class CrossNetwork(nn.Module):
     """
 
     def __init__(
-        self,
-        width: int,
-        num_layers: int,
-        low_rank: int | None = None,
-        device: torch.device | str | None = None,
+        self, width: int, num_layers: int, low_rank: int | None = None, device: torch.device | str | None = None
     ) -> None:
         super().__init__()
         if num_layers < 1 or (low_rank is not None and low_rank < 1):
@@ -173,15 +162,10 @@ class DCNv2(nn.Module):
     """
 
     def __init__(
-        self,
-        tables: Sequence[TableConfig],
-        num_dense: int,
-        num_cross_layers: int = 3,
-        low_rank: int | None = None,
-        top_mlp: Sequence[int] = (512, 256),
-        optimizer: Optimizer | None = None,
+        self, tables: Sequence[TableConfig], num_dense: int, num_cross_layers: int = 3, low_rank: int | None = None,
+        top_mlp: Sequence[int] = (512, 256), optimizer: Optimizer | None = None,
         device: torch.device | str | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         if num_dense < 0:
             raise ValueError(f"num_dense must be at least 0, got {num_dense}")
