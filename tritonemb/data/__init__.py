@@ -11,9 +11,7 @@ from tritonemb.data.batch import Batch
 from tritonemb.data.click_log import ClickLog, is_labelled
 from tritonemb.data.columns import Column, Rows
 from tritonemb.data.convert import ConvertReport, VocabularyReport, build_vocabulary, cached_as_parquet, convert
-from tritonemb.data.datasets.adult import load_adult
-from tritonemb.data.datasets.movielens import load_movielens_100k
-from tritonemb.data.datasets.synthetic import make_synthetic
+from tritonemb.data.datasets import load_adult, load_movielens_100k, make_synthetic
 from tritonemb.data.encode import Vocabulary
 from tritonemb.data.files import exists, find
 from tritonemb.data.in_memory import Dataset

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +32,12 @@ class Batch:
 
     def __len__(self) -> int:
         return self.labels.shape[0]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as a buffer if it has one."""
+        if self.layout is None:
+            return Batch, (self.dense, self.sparse, self.labels)
+        return self.layout.batch, (self.buffer,)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         if self.labels.device == torch.device(device):
@@ -98,22 +106,24 @@ class BatchLayout:
             (torch.int32, bags + 1),
         )
 
+    def _starts(self) -> list[int]:
+        """Where each part begins, and at last where they all end."""
+        sizes = (-(-dtype.itemsize * count // ALIGNMENT) * ALIGNMENT for dtype, count in self._parts())
+        return list(accumulate(sizes, initial=0))
+
     @property
     def num_bytes(self) -> int:
-        return sum(_aligned(dtype.itemsize * count) for dtype, count in self._parts())
+        return self._starts()[-1]
 
     @property
     def bytes_before_offsets(self) -> int:
         """Of everything before the offsets, which come last and can be computed from it."""
-        return sum(_aligned(dtype.itemsize * count) for dtype, count in self._parts()[:-1])
+        return self._starts()[-2]
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Dense, labels, values, lengths and offsets: views of a uint8 tensor of `num_bytes`, on any device."""
-        views, start = [], 0
-        for dtype, count in self._parts():
-            size = dtype.itemsize * count
-            views.append(buffer[start : start + size].view(dtype))
-            start += _aligned(size)
+        parts = zip(self._starts(), self._parts(), strict=False)
+        views = [buffer[start : start + dtype.itemsize * count].view(dtype) for start, (dtype, count) in parts]
         views[0] = views[0].view(self.batch_size, self.num_dense)
         return views
 
@@ -122,10 +132,6 @@ class BatchLayout:
         dense, labels, values, lengths, offsets = self.views(buffer)
         sparse = _unflatten([values, None, lengths, offsets], self.keys)
         return Batch(dense, sparse, labels, buffer, self)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 pytree.register_pytree_node(

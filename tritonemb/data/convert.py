@@ -16,7 +16,6 @@ import numpy as np
 from tritonemb.data.click_log import ClickLog
 from tritonemb.data.encode import COLUMNS, METADATA, decoded, integers, is_list, is_text
 from tritonemb.data.files import LogFile, find
-from tritonemb.data.pipeline import merged
 from tritonemb.data.protocol import ReadReport, Split
 from tritonemb.data.schema import LogOptions, SplitRule
 from tritonemb.utils import LazyModule, require, written_aside
@@ -150,7 +149,7 @@ def _write(
             closing(log.scan(split, table_of)) as blocks,
         ):
             for block in blocks:
-                report = merged(report, block.report)
+                report += block.report
                 waiting = pa.concat_tables([waiting, block.rows])
                 whole = waiting.num_rows // row_group_rows * row_group_rows
                 if whole:
@@ -226,7 +225,7 @@ def build_vocabulary(
 
     with closing(log.scan("train", count)) as blocks:
         for block in blocks:
-            report = merged(report, block.report)
+            report += block.report
             for name, table in block.rows.items():
                 tables[name] += [table] if table.num_rows else []
                 pending[name] += table.num_rows

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tritonemb.data.columns import Array, Column, Rows, cut
+from tritonemb.data.columns import Array, Rows, cut
+from tritonemb.data.pipeline import permutation
 from tritonemb.data.protocol import (
     SPLITS,
     Feature,
@@ -24,8 +25,6 @@ from tritonemb.data.protocol import (
     tables_of,
 )
 from tritonemb.types import TableConfig
-
-__all__ = ["Column", "Dataset", "Feature", "Rows", "Split"]
 
 
 @dataclass(frozen=True)
@@ -121,7 +120,7 @@ class Dataset:
                 raise ValueError(
                     f"data set {self.name!r}: no batch of {batch_size} begins at row {first} of {num_rows}"
                 )
-        order = _shuffled(len(rows), options.seed, options.epoch) if options.shuffle else np.arange(len(rows))
+        order = permutation(len(rows), options.seed, options.epoch) if options.shuffle else np.arange(len(rows))
         order = order[index::count].copy() if count > 1 else order  # a view would keep all of it in memory
         batches = self._batches(rows, order, first, batch_size, belongs_to, options.pin_memory)
         return Stream(batches, {"of": belongs_to, "row": first}, ReadReport(rows=first))
@@ -142,10 +141,3 @@ class Dataset:
             stop = min(start + batch_size, len(order))
             batch = cut(rows, keys, order[start:stop], pin_memory)
             yield PositionedBatch(batch, {"of": belongs_to, "row": stop}, ReadReport(rows=stop))
-
-
-def _shuffled(num_rows: int, seed: int, epoch: int) -> Array:
-    state = np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)[0]
-    generator = torch.Generator().manual_seed(int(state))
-    order: Array = torch.randperm(num_rows, generator=generator).numpy()
-    return order
