@@ -10,7 +10,7 @@ import hmac
 import json
 import traceback
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -162,13 +162,11 @@ def decode_error(values: dict[str, Any], origin: str) -> Exception:
     error: Exception = RuntimeError(f"{values['type']}: {values['message']}")
     if isinstance(kind, type) and issubclass(kind, Exception):
         for args in (values["args"], [values["message"]]):
-            try:
+            with suppress(TypeError):
                 candidate = kind(*args)
-            except TypeError:
-                continue
-            if str(candidate) == values["message"]:
-                error = candidate
-                break
+                if str(candidate) == values["message"]:
+                    error = candidate
+                    break
     error.add_note(f"In {origin}:\n{values['trace']}")
     return error
 

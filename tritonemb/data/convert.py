@@ -126,8 +126,7 @@ def cached_as_parquet(
     left_out: dict[Split, ReadReport] = {}
     for split, found in json.loads(summary.read_text()).items():
         files[split] = find(kept / f"{split}.parquet")[0] if found["rows"] else None
-        reasons = tuple((reason, count) for reason, count in found["reasons"])
-        left_out[split] = ReadReport(0, found["skipped"], tuple(found["problems"]), reasons)
+        left_out[split] = ReadReport.from_json(found | {"rows": 0})
     return log.in_files(files, left_out)
 
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from tritonemb.data.batch import Batch
-from tritonemb.data.protocol import WHOLE, Batches, Data, Position, PositionedBatch, ReadReport, Split
+from tritonemb.data.protocol import Batches, Data, Position, PositionedBatch, ReadReport, Split
 
 ShardsPosition = dict[str, Any]
 """JSON-able. Of an epoch in one shard: that of its stream. Else {"shares": S, "at": {shard: its position}}."""
@@ -59,14 +59,6 @@ class ShardState:
             stream.close()
 
 
-class ShardOpener(Protocol):
-    """Reads shards in other processes; see `tritonemb.data.workers.DataLoaderWorkers`."""
-
-    def open(self, shards: Sequence[ShardState], how: Mapping[str, Any], pin_memory: bool) -> None:
-        """Give each of the shards its stream, whose batches are taken `in_turn`; none of them has ended."""
-        ...
-
-
 def open_shards(
     data: Data,
     split: Split,
@@ -77,7 +69,7 @@ def open_shards(
     positions: Mapping[str, Any] | None = None,
     *,
     pin_memory: bool = False,
-    workers: ShardOpener | None = None,
+    workers: Any = None,
     **how: Any,
 ) -> Batches:
     """The batches of the shards rank, rank + world, ... of a split.
@@ -88,7 +80,7 @@ def open_shards(
         shards: of the epoch: `world` if not given, or what `positions` says.
         positions: of a stream of this rank, or of all ranks by `merge_positions`: resume there.
         pin_memory: make the batches in page-locked memory.
-        workers: `DataLoaderWorkers` that read in place of this process. They change no batch.
+        workers: `DataLoaderWorkers` that read in place of this process, or None. They change no batch.
         how: `seed`, `epoch` and `shuffle`; see `tritonemb.data.protocol.OpenOptions`.
 
     Raises:
@@ -96,36 +88,30 @@ def open_shards(
     """
     if not 0 <= rank < world:
         raise ValueError(f"rank must be in [0, {world}), got {rank}")
-    at: dict[str, Any] = {}
-    if positions is not None:
-        found, at = _parsed(positions)
-        if shards not in (None, found):
-            raise ValueError(f"the position is of an epoch in {found} shards, which cannot resume in {shards}")
-        shards = found
-    shards = world if shards is None else shards
-    if shards < 1:
-        raise ValueError(f"shards must be at least 1, got {shards}")
-    mine = [ShardState(index, shards) for index in range(rank, shards, world)]
-    for shard in mine if positions is not None else ():
-        if str(shard.index) not in at:
-            raise ValueError(f"the position lacks shard {shard.index} of {shards}; merge the positions of all ranks")
-        entry = at[str(shard.index)]
+    count, at = _parsed(positions) if positions is not None else (world if shards is None else shards, None)
+    if shards not in (None, count):
+        raise ValueError(f"the position is of an epoch in {count} shards, which cannot resume in {shards}")
+    if count < 1:
+        raise ValueError(f"shards must be at least 1, got {count}")
+    mine = [ShardState(index, count) for index in range(rank, count, world)]
+    for shard in mine if at is not None else ():
+        entry = (at or {}).get(str(shard.index))
+        if entry is None:
+            raise ValueError(f"the position lacks shard {shard.index} of {count}; merge the positions of all ranks")
         shard.batches, shard.ended, shard.position = entry["batches"], entry["ended"], entry["position"]
         shard.report = ReadReport(entry["rows"], entry["skipped"])
     open_all = partial(_open, data) if workers is None else workers.open
     open_all([shard for shard in mine if not shard.ended], {"split": split, "batch_size": batch_size} | how, pin_memory)
-    if shards == 1 and rank == 0 and mine[0].stream is not None:
+    if count == 1 and mine and mine[0].stream is not None:
         return mine[0].stream
-    return ShardedStream(shards, mine)
+    return ShardedStream(count, mine)
 
 
 def _open(data: Data, shards: Sequence[ShardState], how: Mapping[str, Any], pin_memory: bool) -> None:
     with ExitStack() as failed:
         for shard in shards:
-            own: dict[str, Any] = {"position": shard.position, "pin_memory": pin_memory}
-            if (shard.index, shard.count) != WHOLE:
-                own["shard"] = (shard.index, shard.count)
-            shard.attach(failed.enter_context(data.open(**how, **own)))
+            place = {"position": shard.position, "shard": (shard.index, shard.count)}
+            shard.attach(failed.enter_context(data.open(**how, **place, pin_memory=pin_memory)))
         failed.pop_all()
 
 
@@ -202,9 +188,10 @@ def merge_positions(positions: Sequence[Mapping[str, Any]]) -> ShardsPosition:
     if len(counts) != 1:
         raise ValueError(f"the positions are of epochs in {sorted(counts)} shards; merge those of one epoch")
     count = counts.pop()
-    if missing := [index for index in range(count) if str(index) not in merged]:
-        raise ValueError(f"no rank's position has shard {missing[0]} of {count}; merge the positions of all ranks")
-    return _position(count, {str(index): merged[str(index)] for index in range(count)})
+    for index in range(count):
+        if str(index) not in merged:
+            raise ValueError(f"no rank's position has shard {index} of {count}; merge the positions of all ranks")
+    return rank_position({"shares": count, "at": merged}, 0, 1)
 
 
 def rank_position(position: Mapping[str, Any], rank: int, world: int) -> ShardsPosition:
@@ -214,11 +201,8 @@ def rank_position(position: Mapping[str, Any], rank: int, world: int) -> ShardsP
         ValueError: it is no such position.
     """
     count, at = _parsed(position)
-    return _position(count, {str(index): at[str(index)] for index in range(rank, count, world) if str(index) in at})
-
-
-def _position(count: int, at: dict[str, Any]) -> ShardsPosition:
-    return dict(at["0"]["position"]) if count == 1 and at else {"shares": count, "at": at}
+    mine = {str(index): at[str(index)] for index in range(rank, count, world) if str(index) in at}
+    return dict(mine["0"]["position"]) if count == 1 and mine else {"shares": count, "at": mine}
 
 
 def _parsed(position: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:

@@ -53,6 +53,12 @@ class ReadReport:
     problems: tuple[str, ...] = ()
     reasons: tuple[tuple[str, int], ...] = ()
 
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> ReadReport:
+        """From what `asdict` and JSON made of one."""
+        reasons = tuple((reason, count) for reason, count in values["reasons"])
+        return cls(values["rows"], values["skipped"], tuple(values["problems"]), reasons)
+
     def __add__(self, other: ReadReport) -> ReadReport:
         """Of the rows of both."""
         if not other.skipped:

@@ -34,7 +34,6 @@ from tritonemb.types import TableConfig
 
 TOKEN, ROOTS = "TRITONEMB_TOKEN", "TRITONEMB_TLS_ROOTS"  # variables of the environment
 PATIENCE = 5.0  # seconds for open streams to end
-_VALUES = {4: torch.int32, 8: torch.int64}
 
 
 class ReaderHost(Closing):
@@ -172,30 +171,24 @@ class RemoteData:
 
 
 def _to_message(item: PositionedBatch) -> Message:
-    """Offsets do not travel."""
-    values = {"position": item.position, "report": astuple(item.report)}
-    if item.batch is None or item.batch.layout is None or item.batch.buffer is None:
+    values: dict[str, Any] = {"position": item.position, "report": asdict(item.report), "layout": None}
+    if item.batch is None or item.batch.buffer is None:
         return values, b""
     layout = item.batch.layout
-    sizes = (layout.batch_size, layout.num_dense, layout.num_values, layout.values_dtype.itemsize)
-    data = memoryview(item.batch.buffer.numpy())[: layout.bytes_before_offsets]
-    return values | {"keys": layout.keys, "sizes": sizes}, data
+    values["layout"] = asdict(layout)
+    return values, memoryview(item.batch.buffer.numpy())[: layout.bytes_before_offsets]
 
 
 def _to_items(messages: Generator[Message, None, None], pin_memory: bool) -> Iterator[PositionedBatch]:
     with closing(messages):
         for values, data in messages:
-            rows, skipped, problems, reasons = values["report"]
-            report = ReadReport(rows, skipped, tuple(problems), tuple((reason, count) for reason, count in reasons))
-            batch = _batch(*values["sizes"], values["keys"], data, pin_memory) if "sizes" in values else None
-            yield PositionedBatch(batch, values["position"], report)
+            batch = None if values["layout"] is None else _batch(BatchLayout(**values["layout"]), data, pin_memory)
+            yield PositionedBatch(batch, values["position"], ReadReport.from_json(values["report"]))
             del data, batch  # or they would stay until the next ones are there
 
 
-def _batch(
-    batch_size: int, num_dense: int, num_values: int, itemsize: int, keys: list[str], data: Any, pin_memory: bool
-) -> Batch:
-    layout = BatchLayout(tuple(keys), batch_size, num_dense, num_values, _VALUES[itemsize])
+def _batch(layout: BatchLayout, data: Any, pin_memory: bool) -> Batch:
+    """Offsets do not travel."""
     buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=pin_memory)
     buffer.numpy()[: layout.bytes_before_offsets] = data
     lengths, offsets = (view.numpy() for view in layout.views(buffer)[3:])
