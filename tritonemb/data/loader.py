@@ -42,16 +42,6 @@ class ShardState:
         values = (self.batches, self.ended, self.report.rows, self.report.skipped, self.position)
         return dict(zip(_ENTRY, values, strict=True))
 
-    def next_batch(self) -> Batch | None:
-        """The next batch; None if the shard has ended, or is closed, which another thread may do meanwhile."""
-        stream = self.stream
-        batch = None if stream is None else next(stream, None)
-        if stream is not None and batch is not None:
-            self.batches, self.report, self.position = self.batches + 1, stream.report, dict(stream.position)
-        elif stream is not None and self.stream is not None:
-            self.ended, self.report, self.position, self.stream = True, stream.report, None, None
-        return batch
-
     def close(self) -> None:
         """Close the stream, which may wait in another thread; the position stays."""
         stream, self.stream = self.stream, None
@@ -110,19 +100,26 @@ def open_shards(
 def _open(data: Data, shards: Sequence[ShardState], how: Mapping[str, Any], pin_memory: bool) -> None:
     with ExitStack() as failed:
         for shard in shards:
-            place = {"position": shard.position, "shard": (shard.index, shard.count)}
+            place: dict[str, Any] = {"position": shard.position, "shard": (shard.index, shard.count)}
             shard.attach(failed.enter_context(data.open(**how, **place, pin_memory=pin_memory)))
         failed.pop_all()
 
 
 def in_turn(shards: Sequence[ShardState]) -> Iterator[tuple[ShardState, Batch | None]]:
-    """The batches of the shards, each from the shard that has returned fewest, the first of those; None where one ends.
+    """The batches of the shards, each from the shard that has returned fewest, the first of those; None where one ends,
+    or is closed, which another thread may do meanwhile.
 
     So the next batch depends on nothing but the shards' positions, and part of the shards keep their order.
     """
     while live := [shard for shard in shards if shard.stream is not None]:
         shard = min(live, key=lambda shard: (shard.batches, shard.index))
-        yield shard, shard.next_batch()
+        stream = shard.stream
+        batch = None if stream is None else next(stream, None)
+        if stream is not None and batch is not None:
+            shard.batches, shard.report, shard.position = shard.batches + 1, stream.report, dict(stream.position)
+        elif stream is not None and shard.stream is not None:
+            shard.ended, shard.report, shard.position, shard.stream = True, stream.report, None, None
+        yield shard, batch
 
 
 class ShardedStream(Batches):
@@ -148,7 +145,8 @@ class ShardedStream(Batches):
 
     def _look(self) -> None:
         self.position = {"shares": self._count, "at": {str(shard.index): shard.entry() for shard in self._shards}}
-        self.report = sum((shard.report for shard in self._shards), ReadReport())
+        reports = [shard.report for shard in self._shards] or [ReadReport()]
+        self.report = sum(reports[1:], reports[0])
 
     def close(self) -> None:
         """End the threads of all streams; there are no further batches. The position stays."""

@@ -27,16 +27,13 @@ class Prefetcher(Iterator[T]):
         source: run, and closed if it is a generator, in the thread.
         depth: items that are made beyond those taken; at least 1.
         name: of the thread.
-        on_stop: is called when nobody wants more, in any thread, and does not wait: lets a source cancel what it waits
-            for.
+        on_stop: called when nobody wants more, in any thread, without waiting: a source cancels what it waits for.
         collective: whether items hold collectives. Then all those that may be made are made before the thread ends,
-            unless there was a failure.
-        permit: called by the thread that takes an item; the next item is made inside the context that it returns. All
-            those that may be made are made before the thread ends then, too.
+            unless there was a failure; so, too, with a `permit`.
+        permit: called by the thread that takes an item; the next item is made inside the context that it returns.
 
-    After a failure the thread gets `GRACE` to end, for it may wait for a rank or for data that never come.
-
-    A process forked off has no such thread: there `next` raises a RuntimeError, and `close` does nothing.
+    After a failure the thread gets `GRACE` to end, for it may wait for a rank or for data that never come. A process
+    forked off has no such thread: there `next` raises a RuntimeError, and `close` does nothing.
     """
 
     def __init__(

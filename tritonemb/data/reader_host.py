@@ -39,18 +39,14 @@ PATIENCE = 5.0  # seconds for open streams to end
 class ReaderHost(Closing):
     """Serves the batches of `data` to clients with the token.
 
-    Every stream has the threads and the memory that `data.open` uses. It prefetches a few batches and waits while the
-    trainer takes none.
+    Every stream has the threads and the memory of `data.open`, and waits while the trainer takes no batches.
 
     Args:
-        data: what is served.
         address: `grpc://HOST:PORT`, or `grpc+tls://HOST:PORT`; port 0 takes a free one.
         token: that clients must have; that of the environment (TRITONEMB_TOKEN) or a random one if not given.
         certificate, key: PEM files for TLS.
 
-    Attributes:
-        address: with the port.
-        token: that clients must have.
+    Attributes `address` (with the port) and `token` are what clients need.
 
     Raises:
         ValueError, OSError: it cannot serve at this address.
@@ -93,7 +89,8 @@ def _answer(data: Data, closed: threading.Event, request: dict[str, Any]) -> Ite
     elif action == "rows":
         yield {"rows": data.num_rows(**request), "estimated": data.estimated_rows(**request)}, b""
     else:
-        shard = ShardState(*request.pop("shard"), position=request.pop("position"))
+        index, count = request.pop("shard")
+        shard = ShardState(index, count, position=request.pop("position"))
         for item in read_shards(data, [shard], request):
             if closed.is_set():
                 raise ConnectionError("the reader host has been closed")
