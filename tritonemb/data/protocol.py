@@ -209,10 +209,6 @@ class Data(Protocol):
         """The Bayes-optimal AUC on the test rows, where it is known."""
         ...
 
-    def tables(self, embedding_dim: int) -> list[TableConfig]:
-        """One table a feature, all of one dim."""
-        ...
-
     def splits(self) -> tuple[Split, ...]:
         """The splits that it has."""
         ...
