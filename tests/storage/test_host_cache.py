@@ -33,7 +33,7 @@ from tests.storage.stores import (
 )
 from tritonemb.kernels.row_cache import set_of
 from tritonemb.storage import Counts, DiskRows, StorageError, memory, restore
-from tritonemb.storage.row_file import RowFile
+from tritonemb.storage.disk import RowFile
 
 ROOT = Path(__file__).parents[2]
 PAGE, NUM_ROWS = 4096, 300

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from tritonemb.ops.initial import fill_initial_
-from tritonemb.ops.row_cache import WAYS
+from tritonemb.layout import WAYS
 from tritonemb.optimizers import StateSpec
 from tritonemb.storage import (
     Counts,
     DiskRows,
     Field,
     HostRows,
+    InitialValues,
     Record,
     StorageError,
     TableIdentity,
@@ -71,7 +71,7 @@ class CachedTable(Table):
         self.num_sets = -(-config.cache.rows_of(config.num_embeddings) // WAYS)
         self.record: Record = record_of(config.embedding_dim, config.dtype, states)
         self._cache: Callable[[], Any] | None = None
-        self._counted = Counts()  # of stores that were replaced
+        self.counted = Counts()  # by the host caches of stores that were replaced
         super().__init__(config, states, device, self.num_sets * WAYS)
 
     def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: torch.device | str | None) -> None:
@@ -125,8 +125,8 @@ class CachedTable(Table):
         if self.weight.device.type == "meta" or isinstance(self.weight, FakeTensor):
             return
         with nullcontext() if self.cache is None else self.cache.invalidating(self):
-            if self.has_store:
-                self._counted = self.counts()
+            if self.has_store and not isinstance(self.store, HostRows):
+                self.counted = self.counted.plus(*self.store.counts())
                 self.store.close()
             if seed is None:
                 seed = draw_seed() if self.config.init is None else 0
@@ -150,11 +150,6 @@ class CachedTable(Table):
     def _initial_values(self, seed: int) -> InitialValues:
         config = self.config
         return InitialValues(self.record, seed, config.bound, config.row_origin, config.column_origin)
-
-    def tensors_on_device(self) -> dict[str, Tensor]:
-        """Weight and states of the slots, by their names in a record."""
-        states = {name: state for name, state in self._buffers.items() if state is not None}
-        return {"weight": self.weight.detach(), **states}
 
     def pieces(self) -> Iterator[tuple[int, dict[str, Tensor]]]:
         """All rows, in order, with what is in the cache: the first row of a piece, and its fields."""
@@ -252,8 +247,9 @@ class CachedTable(Table):
     def replace_store(self, store: DiskRows) -> None:
         """Replace the store; cached rows are read again from the new one."""
         with self._reloading(write_back=False):
-            self._counted = self.counts()
             before, self.store = self.store, store
+            assert isinstance(before, DiskRows)
+            self.counted = self.counted.plus(*before.counts())
             with suppress(StorageError):  # that something could not be written matters no more
                 before.close()
 
@@ -314,11 +310,6 @@ class CachedTable(Table):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         self.__deepcopy__({})
 
-    def counts(self) -> Counts:
-        """What the host cache of a table on disk has counted."""
-        now = self.store.counts() if self.has_store and isinstance(self.store, DiskRows) else Counts()
-        return self._counted.plus(*now)
-
 
 def _as_own_storage(values: Tensor, field: Field) -> Tensor:
     """The same memory, as `torch.save` takes it: it refuses a storage of several dtypes."""
@@ -327,27 +318,6 @@ def _as_own_storage(values: Tensor, field: Field) -> Tensor:
     whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(values.untyped_storage())
     rest = torch.from_numpy(whole.numpy()[field.offset :]).view(field.dtype)
     return rest.as_strided(values.shape, values.stride())
-
-
-class InitialValues:
-    """Initial values of records: the weight depends on its row and column in the whole table, states are zero.
-
-    Args:
-        record: the layout of a row.
-        seed: of the weight.
-        bound: the weight is uniform in ± this.
-        row_origin, column_origin: the first row and column in the whole table.
-    """
-
-    def __init__(self, record: Record, seed: int, bound: float, row_origin: int = 0, column_origin: int = 0) -> None:
-        self._record, self._seed, self._bound = record, seed, bound
-        self._row_origin, self._column_origin = row_origin, column_origin
-
-    def __call__(self, rows: Tensor, records: Tensor) -> None:
-        records.zero_()
-        weight = self._record.views(records)["weight"]
-        own = rows + self._row_origin if self._row_origin else rows
-        fill_initial_(weight, self._seed, self._bound, first_column=self._column_origin, rows=own)
 
 
 @contextmanager
