@@ -34,8 +34,7 @@ from tritonemb.layout import (
 )
 from tritonemb.optimizers import SGD, Optimizer
 from tritonemb.sharding.pinned_rows import PinnedRows
-from tritonemb.tables.cache import FindReplicaRows
-from tritonemb.tables.lookup import Lookup
+from tritonemb.tables.lookup import FindReplicaRows, Lookup
 from tritonemb.tables.table_set import LocalUpdate, TableSet
 from tritonemb.types import TableConfig
 

@@ -221,29 +221,10 @@ class Field:
 
 @dataclass(frozen=True)
 class Record:
-    """The layout of a row's bytes: fields that do not overlap, each aligned to its values' size.
-
-    Raises:
-        ValueError: for fields that overlap, stand beyond the record's end, are not aligned, or share a name.
-    """
+    """The layout of a row's bytes: fields that do not overlap, each aligned to its values' size."""
 
     fields: tuple[Field, ...]
     num_bytes: int
-
-    def __post_init__(self) -> None:
-        end, names = 0, [field.name for field in self.fields]
-        if len(set(names)) != len(names):
-            raise ValueError(f"a record has two fields of one name: {names}")
-        for field in self.fields:
-            if field.size < 1 or (field.one_a_row and field.size != 1):
-                raise ValueError(f"field {field.name!r} of a record has a wrong size: {field}")
-            if field.offset < end or field.offset % field.dtype.itemsize:
-                raise ValueError(
-                    f"field {field.name!r} of a record must start at or behind byte {end}, aligned: {field}"
-                )
-            end = field.offset + field.num_bytes
-        if self.num_bytes < max(end, 1):
-            raise ValueError(f"a record of {self.num_bytes} bytes has no room for fields that end at byte {end}")
 
     def views(self, records: Tensor) -> dict[str, Tensor]:
         """Each field of records uint8 `[n, num_bytes]`, contiguous, by name, without a copy.
@@ -275,6 +256,7 @@ def record_of(embedding_dim: int, dtype: torch.dtype, states: Sequence[StateSpec
     return Record(tuple(fields), end)
 
 
+@dataclass(frozen=True)
 class InitialValues:
     """Initial values of records: the weight depends on its row and column in the whole table, states are zero.
 
@@ -285,15 +267,17 @@ class InitialValues:
         row_origin, column_origin: the first row and column in the whole table.
     """
 
-    def __init__(self, record: Record, seed: int, bound: float, row_origin: int = 0, column_origin: int = 0) -> None:
-        self._record, self._seed, self._bound = record, seed, bound
-        self._row_origin, self._column_origin = row_origin, column_origin
+    record: Record
+    seed: int
+    bound: float
+    row_origin: int = 0
+    column_origin: int = 0
 
     def __call__(self, rows: Tensor, records: Tensor) -> None:
         records.zero_()
-        weight = self._record.views(records)["weight"]
-        own = rows + self._row_origin if self._row_origin else rows
-        fill_initial_(weight, self._seed, self._bound, first_column=self._column_origin, rows=own)
+        weight = self.record.views(records)["weight"]
+        own = rows + self.row_origin if self.row_origin else rows
+        fill_initial_(weight, self.seed, self.bound, first_column=self.column_origin, rows=own)
 
 
 class CacheDirectory:
@@ -341,10 +325,9 @@ class CacheDirectory:
         return row_cache_allocate_(*self.parts, rows, slots, num_groups, tables, self.num_sets, self.now, self.policy)
 
     def empty(self, table: int) -> None:
-        """Forget which rows of a table are in slots. None may be pinned."""
-        mine = self.slice_of(table)
+        """Forget which rows of a table are in slots."""
         for name, nothing in _EMPTY:
-            getattr(self, name)[mine] = nothing
+            getattr(self, name)[self.slice_of(table)] = nothing
 
     def slice_of(self, table: int) -> slice:
         """Where a table's slots are among all."""
@@ -369,7 +352,11 @@ class CacheDirectory:
         ends = list(accumulate(self.num_slots))
         self.starts = [0, *ends[:-1]]
         self.first_slots = torch.tensor(self.starts, dtype=torch.int64, device=self.device)
-        self.parts = tuple(list(values.split(self.num_slots)) for values in (self.tags, self.used, self.pins))
+        self.parts: tuple[list[Tensor], list[Tensor], list[Tensor]] = (
+            list(self.tags.split(self.num_slots)),
+            list(self.used.split(self.num_slots)),
+            list(self.pins.split(self.num_slots)),
+        )
         slots = torch.arange(sum(self.num_slots), device=self.device)
         self.overflow = torch.cat(
             [slots[begin + sets : end] for begin, sets, end in zip(self.starts, self.in_sets, ends, strict=True)]

@@ -19,16 +19,14 @@ import torch
 from torch import Tensor
 
 from tritonemb import ops
-from tritonemb.jagged import KeyedJaggedTensor
 from tritonemb.layout import FIRST_ROW, NO_ROW, Layout
 from tritonemb.storage import CacheDirectory, HostRows, IoFuture
 from tritonemb.tables.cache_storage import CacheStatistics, CacheStorage, synchronize
 from tritonemb.tables.cached_table import CHUNK_BYTES, CachedTable
-from tritonemb.tables.lookup import Lookup, release_limit, sequence_number
+from tritonemb.tables.lookup import Lookup, sequence_number
 from tritonemb.tables.table import Table
 
 MAX_PENDING_BYTES = 1 << 28  # of rows that wait to be written; then their first write is waited for
-FindReplicaRows = Callable[[Tensor, ValueError | None], Tensor]
 LOOKUPS, HITS, OVERFLOWS, EVICTIONS, READ, WRITTEN = range(6)  # what is counted
 
 
@@ -69,9 +67,9 @@ class RowCache:
         found = {}
         for index, table in enumerate(self.tables):
             if table is not None:
-                on_disk = not isinstance(table.store, HostRows)
-                counts = table.counted.plus(*table.store.counts()) if on_disk else table.counted
-                found[table.config.name] = CacheStatistics(*self._counts[:, index].tolist(), *counts)
+                store, host = table.store, table.counted
+                host = host if isinstance(store, HostRows) else host.plus(*store.counts())
+                found[table.config.name] = CacheStatistics(*[*self._counts[:, index].tolist(), *host])
         return found
 
     def add_layout(self, keys: tuple[str, ...], whole: Layout) -> tuple[Layout, Layout]:
@@ -79,60 +77,42 @@ class RowCache:
         with self._lock:  # or it would miss slots that grow meanwhile
             return self.storage.add_layout(keys, whole)
 
-    @torch.no_grad()
-    def prefetch(
-        self, batch: KeyedJaggedTensor, whole: Layout, own: Layout, training: bool,
-        find_problem: Callable[[], ValueError | None], find_replica_rows: FindReplicaRows | None = None,
-    ) -> Lookup:  # fmt: skip
-        """Pin a batch's rows in slots; see `released_before` for the rows that may be evicted.
+    def pin(self, lookup: Lookup, count: int, whole: Layout, before: int | None) -> None:
+        """Pin the rows of a batch and its replica rows in slots, which take the place of the rows in `lookup`.
 
         Args:
-            batch: with one key for each lookup.
-            whole, own: the layouts of its keys over whole tables, and over their slots.
-            training: whether the rows are going to be updated.
-            find_problem: called if some id belongs to no row, before any row is read; what to raise, or None: such ids
-                read as zero then.
-            find_replica_rows: given the batch's distinct linear rows, ascending, and what is wrong with its ids,
-                returns linear rows of cached tables to be pinned, too.
+            lookup: a batch of whole tables, with one key for each lookup; its layout is that of the slots already.
+            count: of its distinct rows.
+            whole: the layout of its keys over whole tables.
+            before: rows whose pins are released from this sequence number on are not evicted; None: all may be.
 
         Raises:
             StorageError: rows cannot be read or written. The cache is in an undefined state.
         """
-        before = release_limit()
-        with torch.inference_mode(False):  # what changes here is used in training too
-            values, offsets = batch.values(), batch.offsets()
-            groups = ops.row_groups(values, offsets, whole)
-            count = int(groups.num_groups)
-            problem = find_problem() if int(groups.starts[count]) != values.numel() else None
-            if problem is not None and find_replica_rows is None:
-                raise problem
-            wanted, replica_rows = groups, None
-            if find_replica_rows is not None:
-                replica_rows = find_replica_rows(groups.rows[:count], problem)
-                wanted = _with_rows(groups, replica_rows)
-            first_rows = whole.tables[:, FIRST_ROW].contiguous()
-            linear = wanted.rows[: count if replica_rows is None else wanted.rows.numel()]
-            tables = torch.searchsorted(first_rows, linear, right=True) - 1
-            lookup = Lookup(values, offsets, batch.weights_or_none(), groups, own)
-            lookup.training, lookup.replica_rows = training, replica_rows
-            with self._exclusive(before):
-                slots = self._pin(wanted, tables, first_rows, whole)
-                pinned = tables, linear - first_rows[tables], slots[: linear.numel()]
-                if None in self.tables:
-                    cached = self._is_cached[tables]
-                    pinned = tables[cached], pinned[1][cached], pinned[2][cached]
-                lookup.tables, lookup.rows, lookup.slots = pinned
-                lookup.on_release = self.release
-            if replica_rows is not None:
-                index = torch.searchsorted(linear, groups.rows[:count])
-                tables, found = tables[index], slots[index]
-                slots = torch.full_like(groups.rows, -1)
-                slots[:count] = found
-            rows = groups.rows.clone()
-            rows[:count] = own.tables[:, FIRST_ROW][tables] + slots[:count]
-            lookup.values = ops.row_cache_translate(slots, groups.starts, groups.order, groups.num_groups)
-            lookup.groups, lookup.ready = groups._replace(rows=rows), self._event()
-            return lookup
+        groups, first_rows = lookup.groups, whole.tables[:, FIRST_ROW].contiguous()
+        own = linear = groups.rows[:count]
+        wanted, replica_rows = groups, lookup.replica_rows
+        if replica_rows is not None:
+            linear = torch.cat([own, replica_rows]).unique()
+            wanted = groups._replace(rows=linear, num_groups=torch.full_like(groups.num_groups, linear.numel()))
+        tables = torch.searchsorted(first_rows, linear, right=True) - 1
+        with self._exclusive(before):
+            slots = self._pin(wanted, tables, first_rows, whole)
+            pinned = [tables, linear - first_rows[tables], slots[: linear.numel()]]
+            if None in self.tables:
+                cached = self._is_cached[tables]
+                pinned = [values[cached] for values in pinned]
+            lookup.tables, lookup.rows, lookup.slots = pinned
+            lookup.on_release = self.release
+        if replica_rows is not None:
+            index = torch.searchsorted(linear, own)
+            tables, found = tables[index], slots[index]
+            slots = torch.full_like(groups.rows, -1)
+            slots[:count] = found
+        rows = groups.rows.clone()
+        rows[:count] = lookup.layout.tables[:, FIRST_ROW][tables] + slots[:count]
+        lookup.values = ops.row_cache_translate(slots, groups.starts, groups.order, groups.num_groups)
+        lookup.groups, lookup.ready = groups._replace(rows=rows), self._event()
 
     def acquire(self, lookup: Lookup) -> bool:
         """Let a lookup by this thread's stream use pinned slots; False if another one has had them.
@@ -181,15 +161,26 @@ class RowCache:
             synchronize(self.device)  # the host reads next
 
     @contextmanager
-    def reloading(self, table: CachedTable) -> Iterator[None]:
+    def reloading(self, table: CachedTable, unpinned: bool = False) -> Iterator[None]:
         """While the store of a table changes; then its rows in slots are read again, even if the change fails.
 
-        Batches keep their slots.
+        Batches keep their slots. If all must be `unpinned`, no row is in a slot any more.
+
+        Raises:
+            RuntimeError: a batch has pinned rows of the table, and all must be `unpinned`.
         """
         with self._lock, torch.inference_mode(False):
             with self._exclusive():
                 self._transfer.finish_writes()
                 synchronize(self.device)
+            if unpinned:
+                index = self.tables.index(table)
+                if bool((self._directory.parts[2][index] > 0).any()):
+                    raise RuntimeError(
+                        f"a batch has pinned rows of table {table.config.name!r}; finish its backward pass, or drop "
+                        "it, first"
+                    )
+                self._directory.empty(index)
             try:
                 yield
             finally:
@@ -207,35 +198,17 @@ class RowCache:
         synchronize(self.device)
 
     @contextmanager
-    def invalidating(self, table: CachedTable) -> Iterator[None]:
-        """While a table gets another store; none of its rows is in a slot any more.
-
-        Raises:
-            RuntimeError: a batch has pinned some.
-        """
-        index, directory = self.tables.index(table), self._directory
-        with self._lock, torch.inference_mode(False):
-            self._check_usable()
-            self._unpin_released()
-            if bool((directory.pins[directory.slice_of(index)] > 0).any()):
-                raise RuntimeError(
-                    f"a batch has pinned rows of table {table.config.name!r}; finish its backward pass, or drop it, "
-                    "first"
-                )
-            with self._exclusive():
-                self._transfer.finish_writes()
-                synchronize(self.device)
-                directory.empty(index)
-            yield
-
-    @contextmanager
     def _exclusive(self, before: int | None = None) -> Iterator[None]:
         """One thread at a time transfers rows, on its own stream, behind all transfers so far.
 
         After a failure here the cache is in an undefined state.
         """
         with self._lock, torch.no_grad(), torch.inference_mode(False):
-            self._check_usable()
+            if self._failure is not None:
+                raise RuntimeError(
+                    f"an earlier cache transfer failed ({str(self._failure) or repr(self._failure)}); the cache is in "
+                    "an undefined state: load a checkpoint into a new module"
+                ) from self._failure
             try:
                 if self._last is not None:
                     torch.cuda.current_stream(self.device).wait_event(self._last)
@@ -272,11 +245,7 @@ class RowCache:
     def _load(
         self, missing: Tensor, groups: ops.RowGroups, tables: Tensor, first_rows: Tensor, slots: Tensor, whole: Layout
     ) -> None:
-        """Give slots to those rows of a batch that are in none, and read them.
-
-        Args:
-            missing: int64, which of the batch's rows.
-        """
+        """Give slots to those rows of a batch, by their index, that are in none, and read them."""
         directory = self._directory
         if directory.overflow.numel():
             found = self._pin_overflow(groups.rows[missing], tables[missing], first_rows)
@@ -329,7 +298,9 @@ class RowCache:
     def _allocate_overflow(self, tables: Tensor, rows: Tensor) -> Tensor:
         """Slots of overflows for rows, by table, whose sets are full."""
         directory, sizes = self._directory, self._by_table(tables)
-        self.storage.grow_overflows(sizes)
+        lacking = [number - directory.free_overflow(t).numel() if number else 0 for t, number in enumerate(sizes)]
+        if max(lacking) > 0:
+            self.storage.grow_overflows(lacking)
         self._counts[OVERFLOWS] += sizes
         slots = torch.cat([directory.free_overflow(table)[:number] for table, number in enumerate(sizes) if number])
         index = directory.first_slots[tables] + slots
@@ -369,19 +340,6 @@ class RowCache:
 
     def _event(self) -> torch.cuda.Event | None:
         return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
-
-    def _check_usable(self) -> None:
-        if self._failure is not None:
-            raise RuntimeError(
-                f"an earlier cache transfer failed ({str(self._failure) or repr(self._failure)}); the cache is in an "
-                "undefined state: load a checkpoint into a new module"
-            ) from self._failure
-
-
-def _with_rows(groups: ops.RowGroups, others: Tensor) -> ops.RowGroups:
-    """The distinct rows of a batch and others, of which no position of the batch is any."""
-    rows = torch.cat([groups.rows[: int(groups.num_groups)], others]).unique()
-    return groups._replace(rows=rows, num_groups=torch.full_like(groups.num_groups, rows.numel()))
 
 
 class RowTransfer:

@@ -83,19 +83,13 @@ class CacheStorage:
             self.layouts[keys] = whole, own
         return self.layouts[keys]
 
-    def grow_overflows(self, wanted: Sequence[int]) -> None:
-        """Grow those overflows, all at once, that have fewer free slots than wanted."""
-        directory, more = self._directory, [0] * len(wanted)
-        for index, number in enumerate(wanted):
-            if not number:
-                continue
-            lacking = number - directory.free_overflow(index).numel()
-            if lacking > 0:
-                size = directory.num_slots[index] - directory.in_sets[index]
-                room = self._tables[index].config.num_embeddings
-                more[index] = min(max(lacking, size, MIN_GROWTH), room - size)
-        if not any(more):
-            return
+    def grow_overflows(self, lacking: Sequence[int]) -> None:
+        """Grow the overflows, all at once, of tables that lack so many slots."""
+        directory, more = self._directory, []
+        for index, number in enumerate(lacking):
+            size = directory.num_slots[index] - directory.in_sets[index]
+            room = self._tables[index].config.num_embeddings - size
+            more.append(min(max(number, size, MIN_GROWTH), room) if number > 0 else 0)
         with self.lock:
             synchronize(directory.device)  # nobody may be reading what is about to move
             directory.grow(more)

@@ -109,11 +109,11 @@ class CachedTable(Table):
     def cache(self, cache: Any) -> None:
         self._cache = weakref.ref(cache)  # or who drops a collection would wait for its memory
 
-    def _reloading(self, write_back: bool = True) -> AbstractContextManager[Any]:
+    def _reloading(self, write_back: bool = True, unpinned: bool = False) -> AbstractContextManager[Any]:
         """While the store changes; then cached rows are read again."""
         if write_back and self.cache is not None:
             self.cache.write_back()
-        return nullcontext() if self.cache is None else self.cache.reloading(self)
+        return nullcontext() if self.cache is None else self.cache.reloading(self, unpinned)
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
@@ -124,7 +124,7 @@ class CachedTable(Table):
         """
         if self.weight.device.type == "meta" or isinstance(self.weight, FakeTensor):
             return
-        with nullcontext() if self.cache is None else self.cache.invalidating(self):
+        with self._reloading(write_back=False, unpinned=True):
             if self.has_store and not isinstance(self.store, HostRows):
                 self.counted = self.counted.plus(*self.store.counts())
                 self.store.close()
@@ -376,12 +376,6 @@ class DiskTensor(Tensor):
             own = args[0]
             return DiskTensor(own.table, own.field, tuple(own.shape), own.dtype)
         raise NotImplementedError(f"{func} cannot read a table on disk; read it with CachedTable.pieces()")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise TypeError(f"{self!r} has no values to copy")
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(f"{self!r} has no values to pickle")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DiskTensor({self.table.config.name!r}, {self.field!r}, {list(self.shape)}, {self.dtype})"

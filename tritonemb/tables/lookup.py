@@ -28,6 +28,9 @@ from tritonemb.tables.optimizer import OptimizedTables
 from tritonemb.types import TableConfig
 
 Tables = Any  # a `TableSet`, whose module imports this one
+FindReplicaRows = Callable[[Tensor, ValueError | None], Tensor]
+"""Given a batch's distinct linear rows, ascending, and what is wrong with its ids: linear rows of cached tables that
+other ranks' batches have, to be pinned, too."""
 
 
 @dataclass(eq=False)
@@ -110,11 +113,6 @@ def released_before(number: int) -> Iterator[None]:
         _released_before.reset(token)
 
 
-def release_limit() -> int | None:
-    """The number of `released_before`, or None: all releases count."""
-    return _released_before.get()
-
-
 class PrefetchedFeatures:
     """The place of a batch's features for a model that has prefetched them.
 
@@ -171,26 +169,37 @@ pytree.register_pytree_node(
 
 
 def prefetch_batch(tables: Tables, features: Features, before: Lookup | None = None) -> Lookup:
-    """Pin a batch's rows in slots; the batch with slots in place of ids.
+    """Pin a batch's rows in slots; the batch with slots in place of ids. See `released_before` for what is evicted.
 
     Args:
         before: what came of an earlier prefetch of the batch: replicas are not asked for their rows again.
+
+    Raises:
+        ValueError: for an id out of range, where these are not ignored; before any row is read.
+        StorageError: see `RowCache.pin`.
     """
     keys, values, offsets, weights = parts_of(features)
     layout = tables.layout(keys, values.device)
     batch = _one_key_a_lookup(tables, KeyedJaggedTensor(keys, values, weights, offsets=offsets), layout)
     whole, own = slot_layouts(tables, tuple(batch.keys()), batch.values().device)
-
-    def find_problem() -> ValueError | None:
-        return _bad_id(values, offsets, layout) if tables.bounds_check == "raise" else None
-
-    training = torch.is_grad_enabled() and _trains(tables)
+    training, released = torch.is_grad_enabled() and _trains(tables), _released_before.get()
     find_replica_rows = tables.update.replica_rows(tables) if training else None
-    if find_replica_rows is not None and before is not None and before.replica_rows is not None:
-        found = before.replica_rows
-        find_replica_rows = lambda _rows, _problem: found  # noqa: E731
-    lookup: Lookup = tables.cache.prefetch(batch, whole, own, training, find_problem, find_replica_rows)
-    return lookup
+    with torch.no_grad(), torch.inference_mode(False):  # what changes here is used in training too
+        groups = ops.row_groups(batch.values(), batch.offsets(), whole)
+        count, problem = int(groups.num_groups), None
+        if tables.bounds_check == "raise" and int(groups.starts[count]) != batch.values().numel():
+            problem = _bad_id(values, offsets, layout)
+        replica_rows = None if before is None else before.replica_rows
+        if find_replica_rows is None:
+            replica_rows = None
+            if problem is not None:
+                raise problem
+        elif replica_rows is None:
+            replica_rows = find_replica_rows(groups.rows[:count], problem)
+        lookup = Lookup(batch.values(), batch.offsets(), batch.weights_or_none(), groups, own)
+        lookup.training, lookup.replica_rows = training, replica_rows
+        tables.cache.pin(lookup, count, whole, released)
+        return lookup
 
 
 @_disable_dynamo  # a graph break, which loads no compiler before one is used

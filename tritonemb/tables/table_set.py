@@ -16,9 +16,9 @@ from tritonemb.jagged import Features, KeyedJaggedTensor, parts_of
 from tritonemb.layout import Layout, make_layout
 from tritonemb.ops.row_update import NOT_ACCUMULATING, MicroBatch, accumulate_
 from tritonemb.optimizers import Optimizer
-from tritonemb.tables.cache import FindReplicaRows, RowCache
+from tritonemb.tables.cache import RowCache
 from tritonemb.tables.cached_table import CachedTable
-from tritonemb.tables.lookup import Lookup, look_up_cached, prefetch_batch, slot_layouts
+from tritonemb.tables.lookup import FindReplicaRows, Lookup, look_up_cached, prefetch_batch, slot_layouts
 from tritonemb.tables.optimizer import OptimizedTables, States, check_optimizer
 from tritonemb.tables.table import Table
 from tritonemb.types import TRAINABLE_DTYPES, TableConfig
@@ -41,7 +41,7 @@ class LocalUpdate:
         check_not_data_parallel(table)
 
     def replica_rows(self, tables: TableSet) -> FindReplicaRows | None:
-        """Finds the rows of other ranks' batches that are updated with a batch, or None; see `RowCache.prefetch`."""
+        """Finds the rows of other ranks' batches that are updated with a batch, or None."""
         return None
 
     @torch.no_grad()
