@@ -404,23 +404,6 @@ for seed in range(5):
             assert read(store, range(seed, 10_000, 5)).equal(some_records(2000, 100, seed))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"host_rows": 0}, "table 'user': rows in host memory must be at least 1, got 0"),
-        ({"host_rows": 5, "policy": "fifo"}, "table 'user': no policy is called 'fifo'"),
-    ],
-)
-def test_what_it_cannot_be(tmp_path, options, message):
-    for _ in range(2):
-        with pytest.raises(ValueError, match=message):
-            disk_rows(tmp_path / "rows", 100, 516, **options)
-        assert not (tmp_path / "rows").exists() or not options
-    disk_rows(tmp_path / "rows", 100, 516).close()
-    with pytest.raises(ValueError, match=message):
-        disk_rows(tmp_path / "rows", 100, 516, **options)
-
-
 @pytest.mark.parametrize("host_rows", [None, 32])
 def test_tables_and_rows_of_inference_mode(tmp_path, host_rows):
     """Its tensors cannot be changed without it."""

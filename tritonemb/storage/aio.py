@@ -34,12 +34,12 @@ SWEEP_BYTES = 64 << 20  # written through the page cache before it is advised to
 DEPTH = 512  # extents in flight
 HALF_BYTES = HUGE_PAGE  # of a context's buffer
 NUM_CONTEXTS = 4
-_CALLS = {  # the numbers of io_setup, io_destroy, io_getevents, io_submit
-    "x86_64": (206, 207, 208, 209),
-    "aarch64": (0, 1, 4, 2),
-    "riscv64": (0, 1, 4, 2),
+_CALLS = {  # the numbers of io_setup, io_getevents, io_submit
+    "x86_64": (206, 208, 209),
+    "aarch64": (0, 4, 2),
+    "riscv64": (0, 4, 2),
 }
-_SETUP, _DESTROY, _GET_EVENTS, _SUBMIT = range(4)
+_SETUP, _GET_EVENTS, _SUBMIT = range(3)
 _READ, _WRITE = 0, 1
 _REQUEST = np.dtype(  # struct iocb
     {
@@ -203,16 +203,12 @@ class AioTransfer:
 
 
 class AioQueue:
-    """A queue of the kernel's, for one thread at a time.
-
-    Raises:
-        OSError: the system has no such calls, forbids them, or has no queues left.
-    """
+    """A queue of the kernel's, for one thread at a time; OSError if there are no such calls, or no queues left."""
 
     def __init__(self) -> None:
         context = ctypes.c_ulong(0)
         _call(_SETUP, DEPTH, ctypes.addressof(context))
-        self._context, self._process = context.value, os.getpid()
+        self._context = context.value
         self._events = np.zeros(DEPTH, dtype=_EVENT)
         self._running: dict[int, AioTransfer] = {}
         self._next = self._in_flight = 0
@@ -234,14 +230,6 @@ class AioQueue:
             some = min(DEPTH - self._in_flight, count - done)
             done += self._submit(transfer, done, addresses[done : done + some])
         return transfer
-
-    def close(self) -> None:
-        """Wait for what is in flight, and destroy the queue."""
-        while self._in_flight:
-            self.reap(self._in_flight)
-        if self._context and os.getpid() == self._process:
-            _call(_DESTROY, self._context)
-        self._context = 0
 
     def reap(self, least: int) -> None:
         """Wait until at least this many extents are done."""

@@ -11,13 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tritonemb.layout import POLICIES
 from tritonemb.storage.io import ROWS, TableIdentity, allocated, check_identity, new_file, open_file, write_page
 from tritonemb.storage.memory import HostCache, Policy
 from tritonemb.storage.page_table import RESTORE, BlockFile, FileLayout, PageTable
@@ -33,6 +32,8 @@ from tritonemb.storage.store import (
     storage_errors,
 )
 from tritonemb.storage.threads import shielded
+
+T = TypeVar("T")
 
 
 class RowFile:
@@ -89,9 +90,9 @@ class RowFile:
                 self._write_header(count)
 
     def changed_pages(self) -> Tensor:
-        """int64, ascending: pages of the file written since the last snapshot; for any thread."""
-        size = self.blocks.layout.pages_per_block
-        pages = 1 + np.sort(self.blocks.changed()[1])[:, None] * size + np.arange(size)
+        """int64, ascending: pages of the file written since the last snapshot."""
+        size, positions = self.blocks.layout.pages_per_block, self.blocks.page_table.find(self.blocks.changed.blocks())
+        pages = 1 + np.sort(positions)[:, None] * size + np.arange(size)
         return torch.from_numpy(pages.reshape(-1))
 
     @contextmanager
@@ -152,11 +153,10 @@ class DiskRows(AbstractContextManager["DiskRows"]):
         There must be no file of that name, and its folder. Other arguments as of `open`.
 
         Raises:
-            ValueError: as `open`, or the table's name is too long.
+            ValueError: the table's name is too long.
             StorageError: the file cannot be made, or the memory cannot be allocated.
         """
         path, what = Path(path), f"table {identity.table!r}: file {path}"
-        _check_options(identity.table, **options)
         page = identity.header()
         if path.exists():
             raise StorageError(
@@ -171,14 +171,9 @@ class DiskRows(AbstractContextManager["DiskRows"]):
 
     @classmethod
     def open(
-        cls,
-        path: str | Path,
-        identity: TableIdentity,
-        initializer: Initializer,
-        *,
-        host_rows: int | None = None,
+        cls, path: str | Path, identity: TableIdentity, initializer: Initializer, *, host_rows: int | None = None,
         policy: Policy = "lru",
-    ) -> DiskRows:
+    ) -> DiskRows:  # fmt: skip
         """The table in a file that `create`, `snapshot` or `restore` has written.
 
         Args:
@@ -187,11 +182,9 @@ class DiskRows(AbstractContextManager["DiskRows"]):
             policy: which of them is evicted.
 
         Raises:
-            ValueError: `host_rows` is below 1, or there is no such policy.
             StorageError: the file does not exist, is damaged, in use, of another format, or of another table, and how
                 it differs.
         """
-        _check_options(identity.table, host_rows, policy)
 
         def opened() -> tuple[RowFile, HostCache | None]:
             file = RowFile(Path(path), identity, initializer)
@@ -246,15 +239,13 @@ class DiskRows(AbstractContextManager["DiskRows"]):
 
     def bytes_on_disk(self) -> int:
         """The bytes that the file takes on the disk. Dirty rows are written back first."""
-        self._write_back_now()
-        return allocated(self._file.file.handle)
+        return self._ask(lambda: allocated(self._file.file.handle))
 
     def changed_pages(self) -> Tensor:
         """int64, ascending: pages of the file written since the last snapshot, or since the table was opened. Dirty
         rows are written back first.
         """
-        self._write_back_now()
-        return self._file.changed_pages()
+        return self._ask(self._file.changed_pages)
 
     def counts(self) -> Counts:
         """What the cache in host memory has saved; waits for the operations submitted before."""
@@ -313,13 +304,23 @@ class DiskRows(AbstractContextManager["DiskRows"]):
                 f"table {self.table_name!r}: file {self.path} takes nothing more, because a write has failed: {failure}"
             ) from failure
 
-    def _write_back_now(self) -> None:
-        if self._cache is not None:
-            self._submit(self._cache.write_back).wait()
+    def _ask(self, question: Callable[[], T]) -> T:
+        """What a question finds out of the file as of the operations submitted before."""
+        found: list[T] = []
 
-    def _flush(self) -> None:
+        def answer() -> None:
+            self._write_back()
+            found.append(question())
+
+        self._submit(answer).wait()
+        return found[0]
+
+    def _write_back(self) -> None:
         if self._cache is not None:
             self._cache.write_back()
+
+    def _flush(self) -> None:
+        self._write_back()
         self._file.sync()
 
     def _take_snapshot(self, path: Path, changes_only: bool) -> None:
@@ -333,14 +334,7 @@ class DiskRows(AbstractContextManager["DiskRows"]):
         file.last_snapshot = take_snapshot(
             file.blocks, file.identity, path, file.last_snapshot if changes_only else None
         )
-        file.blocks.forget_changes()
-
-
-def _check_options(table: str, host_rows: int | None = None, policy: str = "lru") -> None:
-    if host_rows is not None and host_rows < 1:
-        raise ValueError(f"table {table!r}: rows in host memory must be at least 1, got {host_rows}")
-    if policy not in POLICIES:
-        raise ValueError(f"table {table!r}: no policy is called {policy!r}; there are {list(POLICIES)}")
+        file.blocks.changed.clear()
 
 
 def _needs_write_back(file: RowFile, cache: HostCache | None) -> bool:

@@ -20,24 +20,14 @@ CHUNK_BYTES = 1 << 26  # of records that are written back at once
 
 
 class HostRows:
-    """All rows of a table in host memory: one tensor uint8 `[num_rows, num_bytes]`.
+    """All rows of a table in host memory: one tensor uint8 `[num_rows, num_bytes]`, at first of initial values.
 
-    Args:
-        initializer: fills records of rows with their initial values.
-        pin: page-locked memory, which a GPU reads and writes by itself; needs CUDA.
-
-    Raises:
-        ValueError: `num_rows` is below 1, or memory is to be pinned where there is no CUDA.
-        StorageError: the memory cannot be allocated.
+    With `pin` a GPU reads and writes it by itself. StorageError if it cannot be allocated.
     """
 
     def __init__(
         self, num_rows: int, record: Record, initializer: Initializer, pin: bool = False, *, table_name: str = "table"
     ) -> None:
-        if num_rows < 1:
-            raise ValueError(f"table {table_name!r}: num_rows must be at least 1, got {num_rows}")
-        if pin and not torch.cuda.is_available():
-            raise ValueError(f"table {table_name!r}: memory can be pinned only where there is CUDA; leave `pin` out")
         self.record = record
         try:
             self._bytes = torch.empty(num_rows, record.num_bytes, dtype=torch.uint8, pin_memory=pin)

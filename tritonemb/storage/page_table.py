@@ -7,7 +7,6 @@ says at which position of the file a block stands.
 from __future__ import annotations
 
 import mmap
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -206,12 +205,15 @@ _PartStage = Callable[[_RequestPart], None]
 
 
 class BlockFile:
-    """A file's blocks. Opening it scans the whole file, to recover where each block stands and to check them all."""
+    """A file's blocks, for one thread at a time, and which have `changed` since the last snapshot.
+
+    Opening it scans the whole file, to recover where each block stands and to check them all.
+    """
 
     def __init__(self, table: str, file: PageFile, layout: FileLayout) -> None:
         self.table, self.file, self.layout = table, file, layout
-        self.page_table, self._changed = PageTable(layout.num_blocks), ChangedBlocks(layout.num_blocks)
-        self._size, self._lock = file.size(), threading.Lock()
+        self.page_table, self.changed = PageTable(layout.num_blocks), ChangedBlocks(layout.num_blocks)
+        self._size = file.size()
         with io_context() as context:
             self._scan(context)
 
@@ -284,33 +286,21 @@ class BlockFile:
         """Write sealed blocks, ascending, that stand one behind the other from byte `begin` of the buffer on."""
         self._move(context, blocks, self._allocate(blocks)[0], begin, True)
 
-    def changed(self) -> tuple[np.ndarray, np.ndarray]:
-        """Blocks that were written since `forget_changes`, ascending, and their positions, int64; for any thread."""
-        with self._lock:
-            blocks = self._changed.blocks()
-            return blocks, self.page_table.find(blocks)
-
-    def forget_changes(self) -> None:
-        """A snapshot has them."""
-        with self._lock:
-            self._changed.clear()
-
     def _allocate(self, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Of blocks int64 `[b]`, ascending, that are about to change: their positions, and which were never written."""
-        with self._lock:
-            new = self.page_table.find(blocks) < 0
-            if self.page_table.count + np.count_nonzero(new) > MAX_POSITIONS:
-                raise StorageError(
-                    f"table {self.table!r}, file {self.file.path}: a file has at most {MAX_POSITIONS:,} blocks of "
-                    f"{self.layout.block_bytes:,} bytes; cut the table into smaller shards"
-                )
-            positions = self.page_table.allocate(blocks)
-            needed, step = self.layout.offset(self.page_table.count), self.layout.block_bytes
-            if needed > self._size:  # ahead of what is written, which would wait for the file to grow each time
-                size = needed + min(needed // 4, MAX_GROWTH) // step * step
-                self.file.resize(size)
-                self._size = size
-            self._changed.add(blocks)
+        new = self.page_table.find(blocks) < 0
+        if self.page_table.count + np.count_nonzero(new) > MAX_POSITIONS:
+            raise StorageError(
+                f"table {self.table!r}, file {self.file.path}: a file has at most {MAX_POSITIONS:,} blocks of "
+                f"{self.layout.block_bytes:,} bytes; cut the table into smaller shards"
+            )
+        positions = self.page_table.allocate(blocks)
+        needed, step = self.layout.offset(self.page_table.count), self.layout.block_bytes
+        if needed > self._size:  # ahead of what is written, which would wait for the file to grow each time
+            size = needed + min(needed // 4, MAX_GROWTH) // step * step
+            self.file.resize(size)
+            self._size = size
+        self.changed.add(blocks)
         return positions, new
 
     def _scan(self, context: IoContext) -> None:

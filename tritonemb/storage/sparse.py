@@ -8,9 +8,8 @@ import itertools
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -44,11 +43,7 @@ def reflink_or_copy(source: PageFile, target: PageFile) -> None:
 def _for_each(pieces: Iterator[T], work: Callable[[T], object]) -> None:
     """Have the shared threads work on pieces, a batch at a time."""
     while batch := list(itertools.islice(pieces, BATCH)):
-        shared_threads.run(partial(_work_on, batch, work), len(batch))
-
-
-def _work_on(batch: Sequence[T], work: Callable[[T], object], number: int) -> None:
-    work(batch[number])
+        shared_threads.run(lambda number, batch=batch: work(batch[number]), len(batch))  # type: ignore[misc]
 
 
 def copy_rows(source: Path, target: Path) -> None:

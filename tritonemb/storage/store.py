@@ -229,8 +229,7 @@ class Record:
     def views(self, records: Tensor) -> dict[str, Tensor]:
         """Each field of records uint8 `[n, num_bytes]`, contiguous, by name, without a copy.
 
-        A view has the field's dtype, and is `[n, size]`, or `[n]` if a row has one value. Where `num_bytes` is no
-        multiple of a field's value size, and n is greater than 1, that field has no view. ValueError for records of
+        A view has the field's dtype, and is `[n, size]`, or `[n]` if a row has one value. ValueError for records of
         another shape or dtype.
         """
         if records.dtype != torch.uint8 or records.dim() != 2 or records.shape[1] != self.num_bytes:
@@ -291,14 +290,12 @@ class CacheDirectory:
         policy: which row is evicted, the one used longest ago ("lru") or least often ("lfu").
 
     Attributes:
+        tags, used, pins, dirty: of `S` slots, int64 the row, or `NO_ROW`; int64 when it was used last, or how often;
+            int32 how many batches have pinned it; bool whether it differs from the store's, as of released batches.
+        parts: tags, uses and pins of each table: views.
         now: int64 `[]`, how many batches were looked up.
-        tags: int64 `[S]`, the row in each slot, or `NO_ROW`.
-        used: int64 `[S]`, when it was used last, or how often.
-        pins: int32 `[S]`, how many batches have pinned the slot.
-        dirty: bool `[S]`, whether the row differs from the store's, by batches that have been released.
         num_slots: of each table, and `in_sets` without its overflow; 0 of one that is not cached.
         starts: of each table, where its slots begin; `first_slots` is the same, int64 `[T]`.
-        parts: tags, uses and pins of each table: views.
         overflow: int64, the slots of all overflows among all slots, ascending; as a rule there are none.
     """
 

@@ -38,15 +38,18 @@ def shielded(work: Callable[[], T]) -> T:
     except BaseException:
         thread.cancel()
         raise
-    return thread.result()
+    if thread.failure is not None:
+        raise thread.failure
+    result: T = thread.result
+    return result
 
 
 class _ShieldedThread(threading.Thread):
     def __init__(self, work: Callable[[], Any]) -> None:
         super().__init__(name="tritonemb-shielded", daemon=True)
         self._work, self._claim = work, threading.Lock()  # who acquires it first decides whether the work is run
-        self._result: Any = None
-        self._failure: BaseException | None = None
+        self.result: Any = None
+        self.failure: BaseException | None = None
         self.done, self.cancelled = threading.Event(), False
 
     def run(self) -> None:
@@ -55,9 +58,9 @@ class _ShieldedThread(threading.Thread):
         try:
             result = self._work()
             if not self.cancelled:  # else nobody takes it: a file, say, is closed when nobody refers to it
-                self._result = result
+                self.result = result
         except BaseException as failure:
-            self._failure = failure
+            self.failure = failure
         finally:
             self.done.set()
 
@@ -66,12 +69,7 @@ class _ShieldedThread(threading.Thread):
         self.cancelled = True
         if not self._claim.acquire(blocking=False):
             self.done.wait()
-        self._result = self._failure = None
-
-    def result(self) -> Any:
-        if self._failure is not None:
-            raise self._failure
-        return self._result
+        self.result = self.failure = None
 
 
 class Job:

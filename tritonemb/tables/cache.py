@@ -117,8 +117,7 @@ class RowCache:
     def acquire(self, lookup: Lookup) -> bool:
         """Let a lookup by this thread's stream use pinned slots; False if another one has had them.
 
-        Raises:
-            ValueError: another collection's cache pinned them.
+        ValueError if another collection's cache pinned them.
         """
         if lookup.acquired or lookup.on_release is None:
             return False
@@ -150,11 +149,9 @@ class RowCache:
         """Write dirty rows to their stores; they stay in their slots."""
         with self._exclusive():
             directory = self._directory
-            for index, table in enumerate(self.tables):
-                if table is None:
-                    continue
+            for index in range(len(self.tables)):
                 mine = directory.slice_of(index)
-                for slots in _chunks(table, directory.dirty[mine].nonzero()[:, 0]):
+                for slots in self._chunks(index, directory.dirty[mine].nonzero()[:, 0]):
                     self._write(index, directory.tags[mine][slots], slots)
                     self._transfer.finish_writes()
             directory.dirty.zero_()
@@ -164,10 +161,7 @@ class RowCache:
     def reloading(self, table: CachedTable, unpinned: bool = False) -> Iterator[None]:
         """While the store of a table changes; then its rows in slots are read again, even if the change fails.
 
-        Batches keep their slots. If all must be `unpinned`, no row is in a slot any more.
-
-        Raises:
-            RuntimeError: a batch has pinned rows of the table, and all must be `unpinned`.
+        Batches keep their slots. With `unpinned` no row is in a slot any more; RuntimeError if a batch has pinned some.
         """
         with self._lock, torch.inference_mode(False):
             with self._exclusive():
@@ -192,17 +186,14 @@ class RowCache:
         index, directory = self.tables.index(table), self._directory
         mine = directory.slice_of(index)
         rows, order = directory.tags[mine].sort()
-        for slots in _chunks(table, order[rows != NO_ROW]):
+        for slots in self._chunks(index, order[rows != NO_ROW]):
             self._start_read(index, directory.tags[mine][slots], slots)()
         directory.dirty[mine] = False
         synchronize(self.device)
 
     @contextmanager
     def _exclusive(self, before: int | None = None) -> Iterator[None]:
-        """One thread at a time transfers rows, on its own stream, behind all transfers so far.
-
-        After a failure here the cache is in an undefined state.
-        """
+        """One thread at a time transfers rows, on its own stream, behind all others. A failure here is the cache's."""
         with self._lock, torch.no_grad(), torch.inference_mode(False):
             if self._failure is not None:
                 raise RuntimeError(
@@ -261,12 +252,8 @@ class RowCache:
         if bool(overflowing.any()):
             taken[overflowing] = self._allocate_overflow(tables[overflowing], rows[overflowing])
             slots[missing] = taken
-        reads = [
-            self._start_read(table, some, slots_of)
-            for table, (some, slots_of) in enumerate(zip(rows.split(sizes), taken.split(sizes), strict=True))
-            if some.numel()
-        ]
-        for finish in reads:
+        parts = zip(rows.split(sizes), taken.split(sizes), strict=True)
+        for finish in [self._start_read(table, *part) for table, part in enumerate(parts) if part[0].numel()]:
             finish()
 
     def _pin_overflow(self, wanted: Tensor, tables: Tensor, first_rows: Tensor) -> Tensor:
@@ -316,9 +303,9 @@ class RowCache:
         index = self._directory.first_slots[tables] + slots
         dirty = self._directory.dirty[index]
         self._directory.dirty[index] = False
-        rows, slots, sizes = rows[dirty], slots[dirty], self._by_table(tables[dirty])
-        for table, (some, taken) in enumerate(zip(rows.split(sizes), slots.split(sizes), strict=True)):
-            self._write(table, some, taken)
+        sizes = self._by_table(tables[dirty])
+        for table, part in enumerate(zip(rows[dirty].split(sizes), slots[dirty].split(sizes), strict=True)):
+            self._write(table, *part)
 
     def _write(self, index: int, rows: Tensor, slots: Tensor) -> None:
         """Start to write rows of a table from their slots."""
@@ -334,6 +321,11 @@ class RowCache:
         self._counts[READ, index] += rows.numel() * table.record.num_bytes
         return self._transfer.start_read(table, rows, slots)
 
+    def _chunks(self, index: int, slots: Tensor) -> Sequence[Tensor]:
+        """Slots of a table, so few at once that their records take little memory."""
+        table = self.tables[index]
+        return slots.split(max(1, CHUNK_BYTES // table.record.num_bytes)) if table is not None and slots.numel() else ()
+
     def _by_table(self, tables: Tensor) -> list[int]:
         """How often each table is there."""
         return torch.bincount(tables, minlength=len(self.tables)).tolist()
@@ -343,11 +335,7 @@ class RowCache:
 
 
 class RowTransfer:
-    """Copies rows with their states between slots and stores, for one thread at a time; host memory is copied at once.
-
-    Args:
-        device: of the slots.
-    """
+    """Copies rows with their states between slots and stores, for one thread at a time; host memory at once."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -355,11 +343,7 @@ class RowTransfer:
         self._writing = 0  # bytes of these
 
     def write(self, table: CachedTable, rows: Tensor, slots: Tensor) -> None:
-        """Start to write distinct rows from their slots, which may be reused at once.
-
-        Raises:
-            StorageError: an earlier write failed.
-        """
+        """Start to write distinct rows from their slots, which may be reused; StorageError if an earlier one failed."""
         here = _tensors_of(table)
         if isinstance(table.store, HostRows):
             fields = table.store.fields()
@@ -376,11 +360,7 @@ class RowTransfer:
             self._finish_first_write()
 
     def finish_writes(self) -> None:
-        """Wait until all writes are done.
-
-        Raises:
-            StorageError: a write failed.
-        """
+        """Wait until all writes are done; StorageError if one failed."""
         while self._writes:
             self._finish_first_write()
 
@@ -390,11 +370,7 @@ class RowTransfer:
         future.wait()
 
     def start_read(self, table: CachedTable, rows: Tensor, slots: Tensor) -> Callable[[], None]:
-        """Start to read rows, ascending, into slots; the result waits until they are there.
-
-        Raises:
-            StorageError: a read failed; the result does, too.
-        """
+        """Start to read rows, ascending, into slots; the result waits for them. StorageError if a read failed."""
         here = _tensors_of(table)
         if isinstance(table.store, HostRows):
             fields = table.store.fields()
@@ -426,8 +402,3 @@ def _tensors_of(table: CachedTable) -> dict[str, Tensor]:
     """Weight and states of the slots, by their names in a record."""
     states = {name: state for name, state in table._buffers.items() if state is not None}
     return {"weight": table.weight.detach(), **states}
-
-
-def _chunks(table: CachedTable, slots: Tensor) -> Sequence[Tensor]:
-    """Slots, so few at once that their records take little memory."""
-    return slots.split(max(1, CHUNK_BYTES // table.record.num_bytes)) if slots.numel() else ()

@@ -52,15 +52,8 @@ class CacheStatistics:
 class CacheStorage:
     """Weight and states of the slots of a collection's tables, and the layouts that describe them to lookups.
 
-    One thread at a time may add layouts and grow overflows.
-
-    Args:
-        tables: of the collection.
-        directory: of their slots, which grows with them.
-
-    Attributes:
-        lock: held while the tables' tensors are used or replaced by larger ones.
-        layouts: by keys: of whole tables, of their slots.
+    One thread at a time may add layouts and grow overflows. `lock` is held while the tables' tensors are used or
+    replaced by larger ones. `layouts` has, by keys, that of whole tables and that of their slots.
     """
 
     def __init__(self, tables: Sequence[Table], directory: CacheDirectory) -> None:

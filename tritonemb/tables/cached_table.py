@@ -36,11 +36,7 @@ CHUNK_BYTES = 1 << 26  # of records that pass through memory at once
 
 
 def write_back(tables: Iterable[CachedTable]) -> None:
-    """Write dirty rows of these tables' caches to their stores.
-
-    Raises:
-        StorageError: some could not be written; those rows are lost.
-    """
+    """Write dirty rows of these tables' caches to their stores; StorageError if some could not be, and are lost."""
     for cache in {id(table.cache): table.cache for table in tables}.values():
         if cache is not None:
             cache.write_back()
@@ -90,11 +86,7 @@ class CachedTable(Table):
 
     @property
     def cache(self) -> Any:
-        """The `RowCache`, which belongs to the table's collection: None before there is one.
-
-        Raises:
-            RuntimeError: the collection was deleted, and rows that were on the device with it.
-        """
+        """The `RowCache` of the table's collection, None before there is one; RuntimeError if that was deleted."""
         if self._cache is None:
             return None
         found = self._cache()
@@ -119,8 +111,7 @@ class CachedTable(Table):
     def reset_parameters(self, seed: int | None = None) -> None:
         """Make a store of initial values anew; their seed is drawn from torch's generator if not given.
 
-        Raises:
-            RuntimeError: a batch that is being trained has pinned some of the rows.
+        RuntimeError if a batch that is being trained has pinned some of the rows.
         """
         if self.weight.device.type == "meta" or isinstance(self.weight, FakeTensor):
             return
@@ -138,9 +129,8 @@ class CachedTable(Table):
             self.store = self.empty_store(seed)
             return
         config, pin = self.config, self.weight.device.type == "cuda"
-        self.store = HostRows(
-            config.num_embeddings, self.record, self._initial_values(seed), pin, table_name=config.name
-        )
+        values = self._initial_values(seed)
+        self.store = HostRows(config.num_embeddings, self.record, values, pin, table_name=config.name)
         if config.init is not None:
             dtype = config.dtype if config.dtype in TRAINABLE_DTYPES else torch.float32
             whole = torch.empty(config.num_embeddings, config.embedding_dim, dtype=dtype)
@@ -208,20 +198,13 @@ class CachedTable(Table):
 
     @torch.no_grad()
     def update_records(self, function: Callable[[dict[str, Tensor]], None]) -> None:
-        """Let a function change weight and states of all rows in place, a piece of rows at a time, in order.
-
-        Pieces are the same for tables of the same shape and placement.
-        """
+        """Let a function change weight and states of all rows in place, by pieces that depend on shape alone."""
         with self._reloading():
             for _, fields in self._pieces(write=True):
                 function(fields)
 
     def restore_store(self, base: str | Path, increments: Sequence[str | Path] = ()) -> DiskRows:
-        """Rows of snapshots of this table, for `replace_store`; see `restore`.
-
-        Raises:
-            StorageError: the snapshots are damaged or of another table, or the disk is full.
-        """
+        """Rows of snapshots of this table, for `replace_store`; errors as of `restore`."""
         seed = int(snapshot_header(base)["seed"])
         with _temporary_path(self.config) as path:
             restore(path, base, increments)
@@ -233,16 +216,10 @@ class CachedTable(Table):
             return DiskRows.create(path, **self._store_options(seed))
 
     def _store_options(self, seed: int) -> dict[str, Any]:
-        config = self.config
-        identity = TableIdentity(
-            config.name, config.num_embeddings, self.record, seed, config.row_origin, config.column_origin
-        )
-        return {
-            "identity": identity,
-            "initializer": self._initial_values(seed),
-            "host_rows": config.cache.host_rows,
-            "policy": config.cache.policy,
-        }
+        c, cache = self.config, self.config.cache
+        identity = TableIdentity(c.name, c.num_embeddings, self.record, seed, c.row_origin, c.column_origin)
+        values = self._initial_values(seed)
+        return {"identity": identity, "initializer": values, "host_rows": cache.host_rows, "policy": cache.policy}
 
     def replace_store(self, store: DiskRows) -> None:
         """Replace the store; cached rows are read again from the new one."""
@@ -267,8 +244,7 @@ class CachedTable(Table):
         unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
         names = [field.name for field in self.record.fields]
-        missing = [prefix + name for name in names if prefix + name not in state_dict]
-        missing_keys += missing
+        missing_keys += [prefix + name for name in names if prefix + name not in state_dict]
         if strict:
             known = {prefix + name for name in names}
             unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in known]
@@ -350,12 +326,7 @@ def metadata_only() -> Iterator[None]:
 
 
 class DiskTensor(Tensor):
-    """A reference to the weight or a state of a table on disk: shape and dtype, no values.
-
-    Args:
-        table: to which it refers.
-        field: "weight", or the state's name.
-    """
+    """A reference to the weight or a state, `field`, of a table on disk: shape and dtype, no values."""
 
     table: CachedTable
     field: str

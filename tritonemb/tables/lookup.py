@@ -137,20 +137,15 @@ class PrefetchedFeatures:
         return self._batch.stride()
 
     def of(self, collection: Any) -> Any:
-        """What a collection has prefetched.
-
-        Raises:
-            ValueError: nothing, as it belongs to another model.
-        """
+        """What a collection has prefetched; ValueError for one of another model."""
         if id(collection) not in self._by_collection:
             raise ValueError("another model has prefetched these features; use prefetch() of the one that is called")
         return self._by_collection[id(collection)]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PrefetchedFeatures:
         """On another device."""
-        moved: PrefetchedFeatures = pytree.tree_map_only(
-            Tensor, lambda t: t.to(device, non_blocking=non_blocking), self
-        )
+        move = partial(Tensor.to, device=device, non_blocking=non_blocking)
+        moved: PrefetchedFeatures = pytree.tree_map_only(Tensor, move, self)
         return moved
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -171,12 +166,8 @@ pytree.register_pytree_node(
 def prefetch_batch(tables: Tables, features: Features, before: Lookup | None = None) -> Lookup:
     """Pin a batch's rows in slots; the batch with slots in place of ids. See `released_before` for what is evicted.
 
-    Args:
-        before: what came of an earlier prefetch of the batch: replicas are not asked for their rows again.
-
-    Raises:
-        ValueError: for an id out of range, where these are not ignored; before any row is read.
-        StorageError: see `RowCache.pin`.
+    Replicas are not asked for their rows if `before`, an earlier prefetch of the batch, has them. ValueError for an id
+    out of range, before any row is read; StorageError as of `RowCache.pin`.
     """
     keys, values, offsets, weights = parts_of(features)
     layout = tables.layout(keys, values.device)
@@ -208,9 +199,8 @@ def look_up_cached(tables: Tables, features: Features, groups: ops.RowGroups | L
 
     Without an optimizer the result wants gradients as ordinary weights do, and its backward raises.
 
-    Raises:
-        ValueError: for per-sample weights that want gradients, or a batch that another collection has prefetched, or
-            that was prefetched without gradients and now is to be trained.
+    ValueError for per-sample weights that want gradients, or a batch that another collection has prefetched, or that
+    was prefetched without gradients and now is to be trained.
     """
     # A batch that is looked up twice, by a checkpointed forward say, is prefetched again: its rows are still in slots.
     cache, lookup = tables.cache, groups if isinstance(groups, Lookup) else None
@@ -324,15 +314,9 @@ def slot_layouts(tables: Tables, keys: tuple[str, ...], device: torch.device) ->
     if found is None:
         configs: Sequence[TableConfig] = tables.configs
         if any(feature not in keys for feature in tables.feature_names):
-            configs = [
-                config.part(
-                    config.name,
-                    (0, config.num_embeddings),
-                    (0, config.embedding_dim),
-                    [_lookup_key(config.name, feature) for feature in config.feature_names],
-                )
-                for config in configs
-            ]
+            names = [[_lookup_key(config.name, feature) for feature in config.feature_names] for config in configs]
+            sizes = [((0, config.num_embeddings), (0, config.embedding_dim)) for config in configs]
+            configs = [c.part(c.name, *size, own) for c, size, own in zip(configs, sizes, names, strict=True)]
         with torch.inference_mode(False):  # they are kept, for training too
             found = tables.cache.add_layout(keys, make_layout(configs, keys, tables.pooled, device))
     return found

@@ -39,10 +39,6 @@ class OptimizedTables:
         """The tensors that updates read, float32 `[]`."""
         raise NotImplementedError
 
-    def apply(self) -> None:
-        """Update the tables by all accumulated gradients, as one step on all samples."""
-        raise NotImplementedError
-
     def accumulate(self) -> AbstractContextManager[None]:
         """See `EmbeddingBagCollection.accumulate`."""
         raise NotImplementedError
@@ -117,7 +113,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         deferred: gradients that `step` is to apply.
     """
 
-    def __init__(self, tables: Any, states: Callable[[], States], deferred: OptimizedTables | None = None) -> None:
+    def __init__(self, tables: Any, states: Callable[[], States], deferred: Any = None) -> None:
         spec = tables.optimizer
         assert spec is not None
         self._tables, self._states, self._deferred = tables, states, deferred

@@ -137,14 +137,11 @@ class TableSet(OptimizedTables):
 
         Without the states of cached tables, which `state_dict` alone has.
         """
-        return [
-            (
-                t.config.name,
-                t.weight,
-                {"step": self.counters["step"], **({} if isinstance(t, CachedTable) else dict(t.named_buffers()))},
-            )
-            for t in self.tables
-        ]
+        found: States = []
+        for table in self.tables:
+            states = {} if isinstance(table, CachedTable) else dict(table.named_buffers())
+            found.append((table.config.name, table.weight, {"step": self.counters["step"], **states}))
+        return found
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -252,13 +249,13 @@ class TableSet(OptimizedTables):
 
     def fused_tables(self) -> ops.FusedTables:
         """The tables' present tensors."""
-        spec, counters = self.optimizer, [self.counters[name] for name in ("step", "skipped", "learning_rate")]
+        spec, counters = self.optimizer, self.counters
         assert spec is not None
         weights: list[Tensor] = [table.weight for table in self.tables]
         # As attributes they would be searched for among parameters first, which adds up.
         states: list[Any] = [table._buffers[state.name] for state in spec.states for table in self.tables]
-        step, skipped, rate = counters
-        return ops.FusedTables(weights, states, [step], [skipped], rate, spec.name, self.constants.as_list())
+        steps, skipped, rate = [counters["step"]], [counters["skipped"]], counters["learning_rate"]
+        return ops.FusedTables(weights, states, steps, skipped, rate, spec.name, self.constants.as_list())
 
     def check_trainable(self) -> None:
         """Raise where the tables must not be updated, or if only some weights require gradients."""
@@ -316,8 +313,7 @@ class TableSet(OptimizedTables):
     def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Move or cast all tensors, as `torch.nn.Module._apply`; casting to 16 bits leaves the learning rate float32.
 
-        Raises:
-            RuntimeError: for cached tables, before others have been moved.
+        RuntimeError for cached tables, before others have been moved.
         """
         for table in sorted(self.tables, key=lambda table: not isinstance(table, CachedTable)):
             table._apply(fn)
@@ -335,11 +331,7 @@ class TableSet(OptimizedTables):
 
 
 def _make_cache(tables: Sequence[Table]) -> RowCache | None:
-    """The cache of a collection's tables, or None if all are on the device, or on the meta device.
-
-    Raises:
-        ValueError: for tables with several policies.
-    """
+    """The cache of a collection's tables, or None if all are on the device, or on the meta device."""
     cached = [table.config for table in tables if isinstance(table, CachedTable) and table.has_store]
     if not cached:
         return None
