@@ -119,9 +119,7 @@ def encode_header(kind: bytes, header: Mapping[str, Any]) -> bytes:
 def open_file(what: str, path: Path, *kinds: bytes, writable: bool = False) -> tuple[PageFile, dict[str, Any]]:
     """Open a file of one of some kinds, called `what` in messages; the file, and its header.
 
-    Raises:
-        StorageError: the file cannot be opened or read, has no such header, another size than that says, or a format
-            that this version cannot read.
+    StorageError if it cannot be opened or read, has no such header or format, or another size than that says.
     """
     with storage_errors(f"{what} cannot be opened", "name a file that is there, and that you may use"):
         file = PageFile(path, writable)

@@ -50,14 +50,12 @@ class HostRows:
 class HostCache:
     """The rows of a `RowFile`, some of which are cached in host memory.
 
-    The cache has the same directory as one on a device. Every row that is read or written is cached, and evicts the row
-    of its set that was used longest ago, or least often; a dirty one is written back. Overflow rows, for which others
-    of the same call leave no way of their set, are read from the file and written to it.
+    The cache has the same directory as one on a device. Every row that is read or written is cached, and evicts a row
+    of its set; a dirty one is written back. Overflow rows, for which others of the same call leave no way of their set,
+    are read from the file and written to it. Nobody else may write to the file.
 
     Args:
-        file: nobody else may write to it.
         rows: how many to cache, rounded up to sets of 32; all of them, if the table has no more.
-        policy: evict the row that was used longest ago ("lru") or least often ("lfu").
     """
 
     def __init__(self, file: RowFile, rows: int, policy: Policy = "lru") -> None:

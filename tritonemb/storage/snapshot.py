@@ -168,11 +168,7 @@ def snapshot_header(path: str | Path) -> dict[str, Any]:
 
 
 class SnapshotReader(AbstractContextManager["SnapshotReader"]):
-    """Reads the rows of a whole snapshot. Many may read its file, which stays as it is.
-
-    Raises:
-        StorageError: the file does not exist, is damaged, of another format, or holds changes.
-    """
+    """Reads the rows of a whole snapshot, which many may do. StorageError if there is none, or it is damaged."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)

@@ -84,9 +84,7 @@ class IoFuture:
     def wait(self) -> None:
         """Wait until the operation is done.
 
-        Raises:
-            StorageError: it has failed, or it was submitted in another process, from which this one was forked.
-            Exception: whatever a table's initializer raised.
+        StorageError if it has failed, or was submitted before this process was forked; or what an initializer raised.
         """
         if os.getpid() != self._process and not self._done.is_set():
             raise StorageError("this operation runs in the process that this one was forked from; wait for it there")

@@ -141,14 +141,8 @@ class CachedTable(Table):
         config = self.config
         return InitialValues(self.record, seed, config.bound, config.row_origin, config.column_origin)
 
-    def pieces(self) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """All rows, in order, with what is in the cache: the first row of a piece, and its fields."""
-        if self.cache is not None:
-            self.cache.write_back()
-        yield from self._pieces()
-
     def _pieces(self, read: bool = True, write: bool = False) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """As `pieces`, of the store alone; if asked, the fields are written to it."""
+        """All rows of the store, in order: the first of a piece, and its fields, which are written back if asked."""
         if isinstance(self.store, HostRows):
             yield 0, self.store.fields()
             return
@@ -176,11 +170,13 @@ class CachedTable(Table):
         if not self.has_store:
             size = self.config.num_embeddings, self.record.num_bytes
             return self.record.views(torch.empty(size, dtype=torch.uint8, device=self.weight.device))
+        if self.cache is not None:
+            self.cache.write_back()
         if isinstance(self.store, HostRows):
-            ((_, found),) = self.pieces()
+            found = self.store.fields()
             return {field.name: _as_own_storage(found[field.name], field) for field in self.record.fields}
         whole: dict[str, Tensor] = {}
-        for first, fields in self.pieces():
+        for first, fields in self._pieces():
             for name, part in fields.items():
                 if name not in whole:
                     whole[name] = part.new_empty((self.config.num_embeddings, *part.shape[1:]))
@@ -346,7 +342,7 @@ class DiskTensor(Tensor):
         if func is torch.ops.aten.detach.default:
             own = args[0]
             return DiskTensor(own.table, own.field, tuple(own.shape), own.dtype)
-        raise NotImplementedError(f"{func} cannot read a table on disk; read it with CachedTable.pieces()")
+        raise NotImplementedError(f"{func} cannot read a table on disk; read it with CachedTable.tensors()")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DiskTensor({self.table.config.name!r}, {self.field!r}, {list(self.shape)}, {self.dtype})"

@@ -139,8 +139,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Does nothing if the backward has updated the tables, else updates them. Returns the closure's result.
 
-        Raises:
-            RuntimeError: if a table has an ordinary gradient too, from a use other than a lookup.
+        RuntimeError if a table has an ordinary gradient too, from a use other than a lookup.
         """
         result = None
         if closure is not None:

@@ -28,13 +28,9 @@ Groups = ops.RowGroups | Lookup
 
 
 class LocalUpdate:
-    """One step of the optimizer on rows that no other process has.
+    """One step of the optimizer on rows that no other process has."""
 
-    Attributes:
-        is_traceable: the update is an op, so that a lookup and its backward may be compiled.
-    """
-
-    is_traceable = True
+    is_traceable = True  # the update is an op, so that a lookup and its backward may be compiled
 
     def check(self, table: str) -> None:
         """Raise in the forward where the tables must not be updated."""
@@ -59,11 +55,7 @@ class LocalUpdate:
 
 
 def check_not_data_parallel(name: str) -> None:
-    """Raise in the forward of `DistributedDataParallel` on several processes, for a table that the backward updates.
-
-    Raises:
-        RuntimeError: every process would update its own copy by its own part of the batch.
-    """
+    """Raise RuntimeError in the forward of `DistributedDataParallel`, whose processes' copies would drift apart."""
     parallel = DistributedDataParallel._get_active_ddp_module()
     if parallel is not None and parallel.process_group.size() > 1:
         raise RuntimeError(
