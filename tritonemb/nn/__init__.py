@@ -3,7 +3,7 @@
 from tritonemb.nn.collections import EmbeddingBagCollection, EmbeddingCollection
 from tritonemb.nn.embeddings import Embedding, EmbeddingBag
 from tritonemb.nn.models import DLRM, MLP, CrossNetwork, DCNv2, DotInteraction
-from tritonemb.tables.cache import CacheStatistics
+from tritonemb.tables.cache_storage import CacheStatistics
 from tritonemb.tables.lookup import PrefetchedFeatures, prefetch, sequence_number
 
 __all__ = [
