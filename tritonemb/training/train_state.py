@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -58,13 +58,6 @@ class Progress:
     evaluations_since_best: int = 0
     seconds: float = 0.0
     ended: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Progress:
-        return cls(**values)
 
 
 @dataclass
@@ -210,26 +203,26 @@ def read_again(model: nn.Module) -> None:
             table.reload_cached_rows()
 
 
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """`optimizer.<parameter>.<state>` for every tensor that the optimizer of the dense part keeps."""
-    states = _states(model, optimizer).items()
-    return {f"optimizer.{name}.{key}": v for name, state in states for key, v in state.items() if isinstance(v, Tensor)}
-
-
-def optimizer_plain(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Any]]:
-    """What the optimizer keeps of each parameter that is no tensor, by the parameter's name, for JSON."""
-    found = {}
-    for name, state in _states(model, optimizer).items():
-        plain = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
-        for key, value in plain.items():
-            if not isinstance(value, PLAIN):
+def optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+    """What the optimizer of the dense part keeps: tensors by `optimizer.<parameter>.<state>`, and plain values for
+    JSON, by the parameter's name.
+    """
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, dict[str, Any]] = {}
+    for name, parameter in _parameters_of(model, optimizer):
+        for key, value in optimizer.state.get(parameter, {}).items() if optimizer else ():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer.{name}.{key}"] = value
+            elif isinstance(value, PLAIN):
+                plain.setdefault(name, {})[key] = value
+            else:
                 raise TypeError(
                     f"{type(optimizer).__name__} keeps {key!r} of type {type(value).__name__} for {name}; checkpoints "
                     "hold tensors and plain values only"
                 )
-        if plain:
-            found[name] = plain
-    return found
+    return tensors, plain
 
 
 def optimizer_templates(
@@ -253,7 +246,7 @@ def load_optimizer_state(
     tensors: Mapping[str, Tensor],
     plain: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Give the optimizer what `optimizer_tensors` and `optimizer_plain` took out of one like it."""
+    """Give the optimizer what `optimizer_state` took out of one like it."""
     names = {id(parameter): name for name, parameter in _parameters_of(model, optimizer)}
     packed = optimizer.state_dict()
     packed["state"] = {}  # by number, in the order of the groups
@@ -277,18 +270,9 @@ def rng_tensors(device: torch.device, rank: int | None = None) -> dict[str, Tens
 
 def rng_templates(stored: Mapping[str, TensorStorageMetadata], rank: int, device: torch.device) -> dict[str, Tensor]:
     """Room for the generators of a rank, as far as a checkpoint has them; one process counts as rank 0."""
-    found = {}
-    for name in rng_tensors(device):
-        kind = name.removeprefix("rng.")
-        for there in [f"rng.{rank}.{kind}", *([name] if rank == 0 else [])]:
-            if there in stored:
-                found[there] = torch.empty(stored[there].size, dtype=torch.uint8)
-    return found
-
-
-def rng_manifest(every: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """`rng_plain` of all ranks: that of the first, and where there are more, those of all."""
-    return {"rng": every[0], **({"rng_of_ranks": list(every)} if len(every) > 1 else {})}
+    prefixes = (f"rng.{rank}.", "rng.") if rank == 0 else (f"rng.{rank}.",)
+    names = [prefix + kind for prefix in prefixes for kind in {"cpu", device.type}]
+    return {name: torch.empty(stored[name].size, dtype=torch.uint8) for name in names if name in stored}
 
 
 def set_rng(
@@ -300,10 +284,7 @@ def set_rng(
         seed_rank(seed, rank)
         return
     for name, tensor in tensors.items():
-        if name.endswith(".cpu"):
-            torch.set_rng_state(tensor)
-        else:
-            torch.cuda.set_rng_state(tensor, device)
+        torch.set_rng_state(tensor) if name.endswith(".cpu") else torch.cuda.set_rng_state(tensor, device)
     version, numbers, gauss = plain[rank]["python"]
     random.setstate((version, tuple(numbers), gauss))
     name, keys, position, has_gauss, cached = plain[rank]["numpy"]
@@ -328,16 +309,10 @@ def rng_plain() -> dict[str, Any]:
     }
 
 
-def _states(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Mapping[str, Any]]:
-    """What the optimizer keeps, by the parameter's name."""
-    return {name: optimizer.state.get(p, {}) for name, p in _parameters_of(model, optimizer)} if optimizer else {}
-
-
 def _parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, nn.Parameter]]:
     """The optimizer's parameters under their names in the model's `state_dict`, which wrappers of the model keep."""
-    if optimizer is None:
-        return []
-    owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    groups = [] if optimizer is None else optimizer.param_groups
+    owned = {id(parameter) for group in groups for parameter in group["params"]}
     named: dict[int, tuple[str, nn.Parameter]] = {}
     with metadata_only():
         entries = model.state_dict(keep_vars=True)
