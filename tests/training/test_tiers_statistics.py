@@ -21,7 +21,7 @@ from tests.nn.simulated_cache import Simulated
 from tests.training import jobs
 from tritonemb.tables.cache import CacheStatistics, RowCache
 from tritonemb.training import step as step_module
-from tritonemb.training.metrics import caches_of
+from tritonemb.training.train_state import caches_of
 from tritonemb.types import CacheConfig
 
 TABLE, ROWS, BATCH = "user", 64, 40

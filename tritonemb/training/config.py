@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from tritonemb.data import LogOptions, kind_of
-from tritonemb.training.callbacks.tensorboard import ProfileOptions
-from tritonemb.training.checkpoint import CheckpointOptions
 from tritonemb.training.schedule import Schedule, ScheduleOptions
 from tritonemb.types import CacheConfig, TableConfig
 from tritonemb.utils import require
@@ -202,6 +200,41 @@ class TableOptions(PrefetchOptions):
             replace(table, placement=self.placement, cache=cache) if table.num_embeddings >= self.placed_rows else table
             for table in tables
         ]
+
+
+@dataclass(frozen=True)
+class CheckpointOptions(Options):
+    """When checkpoints are written, how many are kept, and what happens if one cannot be written.
+
+    Args:
+        checkpoint_steps: write one every so many steps.
+        checkpoint_minutes: write one when so many minutes have passed since the last; 0 for never.
+        keep: how many of the last checkpoints stay; the best one stays besides.
+        on_checkpoint_error: go on training with the earlier checkpoints, or stop.
+        checkpoint_incremental: of tables on disk, write the rows that have changed since the last checkpoint only, as
+            long as such changes together are smaller than the table.
+        checkpoint_async: write checkpoints in a thread while training goes on; copies of the tensors stay in memory.
+    """
+
+    checkpoint_steps: int | None = number(None, least=1)
+    checkpoint_minutes: float = number(10.0, least=0)
+    keep: int = number(3, least=1)
+    on_checkpoint_error: Literal["continue", "stop"] = "continue"
+    checkpoint_incremental: bool = False
+    checkpoint_async: bool = False
+
+
+@dataclass(frozen=True)
+class ProfileOptions(Options):
+    """Which steps to profile.
+
+    Args:
+        profile_steps: how many, 0 for none; the trace is `trace.json` in the run's folder (ui.perfetto.dev opens it).
+        profile_start: how many steps of this process go before.
+    """
+
+    profile_steps: int = number(0, least=0)
+    profile_start: int = number(10, least=0)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, read_m
 from tritonemb.training.config import TrainConfig, from_plain
 from tritonemb.training.doctor import check_device
 from tritonemb.training.job import build_model
-from tritonemb.training.loop import predict_logits
+from tritonemb.training.metrics import predict_logits
 from tritonemb.training.train_state import model_tensors, read_again
 from tritonemb.utils import require, written_aside
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,10 +22,10 @@ from tritonemb.data.prefetch import Prefetcher
 from tritonemb.data.protocol import Batches, Data, Split
 from tritonemb.data.workers import DataLoaderWorkers
 from tritonemb.sharding.collection import ShardedCollection
+from tritonemb.tables.cache import RowCache
 from tritonemb.tables.cached_table import CachedTable, metadata_only
-from tritonemb.tables.lookup import needs_prefetch
+from tritonemb.tables.lookup import needs_prefetch, table_sets
 from tritonemb.training.config import TrainerOptions
-from tritonemb.training.metrics import caches_of, count
 from tritonemb.training.ranks import Ranks
 from tritonemb.training.step import PLAIN, PreparedStep, TrainStep, eviction_permit, prefetch_for, prepare
 
@@ -178,6 +179,24 @@ def empty_batch(data: Data) -> Batch:
     return layout.batch(torch.zeros(layout.num_bytes, dtype=torch.uint8))
 
 
+def caches_of(model: nn.Module) -> list[RowCache]:
+    """The caches of a model's cached tables, this rank's shards among them."""
+    found = table_sets(model)
+    for module in model.modules():
+        if isinstance(module, ShardedCollection):
+            found += module.locals
+    return [collection.cache for collection in found if collection.cache is not None]
+
+
+def count(caches: Iterable[RowCache]) -> Counter[str]:
+    """What the caches have counted, of all tables: the fields of `CacheStatistics`."""
+    found: Counter[str] = Counter()
+    for cache in caches:
+        for statistics in cache.statistics().values():
+            found.update(vars(statistics))
+    return found
+
+
 def has_cached_tables(model: nn.Module) -> bool:
     """Whether some table is in host memory or on disk: the same on all ranks, whoever has its shards."""
     sharded = [module for module in model.modules() if isinstance(module, ShardedCollection)]
@@ -271,7 +290,7 @@ def rng_tensors(device: torch.device, rank: int | None = None) -> dict[str, Tens
 def rng_templates(stored: Mapping[str, TensorStorageMetadata], rank: int, device: torch.device) -> dict[str, Tensor]:
     """Room for the generators of a rank, as far as a checkpoint has them; one process counts as rank 0."""
     prefixes = (f"rng.{rank}.", "rng.") if rank == 0 else (f"rng.{rank}.",)
-    names = [prefix + kind for prefix in prefixes for kind in {"cpu", device.type}]
+    names = [prefix + kind for prefix in prefixes for kind in ("cpu", device.type)]
     return {name: torch.empty(stored[name].size, dtype=torch.uint8) for name in names if name in stored}
 
 
@@ -284,7 +303,10 @@ def set_rng(
         seed_rank(seed, rank)
         return
     for name, tensor in tensors.items():
-        torch.set_rng_state(tensor) if name.endswith(".cpu") else torch.cuda.set_rng_state(tensor, device)
+        if name.endswith(".cpu"):
+            torch.set_rng_state(tensor)
+        else:
+            torch.cuda.set_rng_state(tensor, device)
     version, numbers, gauss = plain[rank]["python"]
     random.setstate((version, tuple(numbers), gauss))
     name, keys, position, has_gauss, cached = plain[rank]["numpy"]

@@ -22,8 +22,8 @@ from tritonemb.training.callbacks.report import HtmlReport
 from tritonemb.training.checkpoint import RunFolder
 from tritonemb.training.checkpoint.manager import CheckpointManager
 from tritonemb.training.config import TrainerOptions
-from tritonemb.training.loop import FitResult, Loop, evaluate
-from tritonemb.training.metrics import Metrics
+from tritonemb.training.loop import FitResult, Loop
+from tritonemb.training.metrics import Metrics, evaluate
 from tritonemb.training.ranks import Ranks, StopRequest, group_of, stop_requests
 from tritonemb.training.schedule import Schedule
 from tritonemb.training.step import TrainStep

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tritonemb.training.callbacks import Callback, Evaluation, FitEnd, FitStart, Log, StepEnd
+from tritonemb.training.config import ProfileOptions
 from tritonemb.training.metrics import Metrics
 from tritonemb.utils import require
 
@@ -66,28 +66,6 @@ class TensorBoard(Callback):
     def _add(self, name: str, value: float, step: int) -> None:
         if self._writer is not None:
             self._writer.add_scalar(name, value, step)
-
-
-@dataclass(frozen=True)
-class ProfileOptions:
-    """Which steps to profile.
-
-    Args:
-        profile_steps: how many, 0 for none; the trace is `trace.json` in the run's folder (ui.perfetto.dev opens it).
-        profile_start: how many steps of this process go before.
-
-    Raises:
-        ValueError: for negative numbers.
-    """
-
-    profile_steps: int = 0
-    profile_start: int = 10
-
-    def __post_init__(self) -> None:
-        if self.profile_steps < 0 or self.profile_start < 0:
-            raise ValueError(
-                f"profile_steps and profile_start must not be negative, got {self.profile_steps}, {self.profile_start}"
-            )
 
 
 class Profiler(Callback):

@@ -12,9 +12,8 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from filelock import FileLock, Timeout
 from torch import Tensor
@@ -49,38 +48,6 @@ from tritonemb.training.checkpoint.writer import (
 
 # A half-written checkpoint; a whole one that a new one of the same name is to replace; a half-removed one.
 WRITING, REPLACED, DROPPED = ".writing-", ".replaced-", ".dropped-"
-
-
-@dataclass(frozen=True)
-class CheckpointOptions:
-    """When checkpoints are written, how many are kept, and what happens if one cannot be written.
-
-    Args:
-        checkpoint_steps: write one every so many steps.
-        checkpoint_minutes: write one when so many minutes have passed since the last; 0 for never.
-        keep: how many of the last checkpoints stay; the best one stays besides.
-        on_checkpoint_error: go on training with the earlier checkpoints, or stop.
-        checkpoint_incremental: of tables on disk, write the rows that have changed since the last checkpoint only, as
-            long as such changes together are smaller than the table.
-        checkpoint_async: write checkpoints in a thread while training goes on; copies of the tensors stay in memory.
-    """
-
-    checkpoint_steps: int | None = None
-    checkpoint_minutes: float = 10.0
-    keep: int = 3
-    on_checkpoint_error: Literal["continue", "stop"] = "continue"
-    checkpoint_incremental: bool = False
-    checkpoint_async: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("checkpoint_steps", "keep"):
-            number = getattr(self, name)
-            if number is not None and number < 1:
-                raise ValueError(f"{name} must be at least 1, got {number}")
-        if self.checkpoint_minutes < 0:
-            raise ValueError(f"checkpoint_minutes must not be negative, got {self.checkpoint_minutes}")
-        if self.on_checkpoint_error not in ("continue", "stop"):
-            raise ValueError(f"on_checkpoint_error must be 'continue' or 'stop', got {self.on_checkpoint_error!r}")
 
 
 class CheckpointFolder:

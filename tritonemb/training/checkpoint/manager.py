@@ -30,7 +30,6 @@ from tritonemb.training.checkpoint.reader import load_tensors, read_manifest, st
 from tritonemb.training.checkpoint.writer import CheckpointWriter, HostStager
 from tritonemb.training.config import plain
 from tritonemb.training.doctor import versions
-from tritonemb.training.metrics import caches_of
 
 
 class AsyncSave:
@@ -139,7 +138,7 @@ class CheckpointManager:
     def tensors(self) -> dict[str, Tensor]:
         """All that is saved as tensors. Collective."""
         state, ranks = self._state, self._state.ranks
-        if caches_of(state.model):
+        if train_state.caches_of(state.model):
             state.settle()  # prefetched rows are written back, or not, whenever this is done
         return {
             **train_state.model_tensors(state.model),

@@ -334,9 +334,7 @@ def _tensor_blocks(
     for begin, end in pairwise(sorted(edges)):
         size = end - begin
         found = {n: torch.empty((size, *e.size[1:]), dtype=e.properties.dtype) for n, e in entries.items()}
-        shards = {
-            f"{prefix}.{n}": TableShards(entries[n].size, t.dtype, [LocalShard(t, begin)]) for n, t in found.items()
-        }
+        shards = {n: TableShards(entries[n].size, t.dtype, [LocalShard(t, begin)]) for n, t in found.items()}
         ignore_single_process_warning()
         load({f"{prefix}.{name}": part for name, part in shards.items()}, checkpoint_id=path, no_dist=True)
         for rows in _chunks([(0, size)], max(1, CHUNK_BYTES // sum(t[0].nbytes for t in found.values()))):
