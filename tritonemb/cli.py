@@ -244,7 +244,7 @@ def _parse(kind: type[Any], arguments: list[str], prog: str, **options: Any) -> 
 
 # Of each command: the module, its class of options and its function, and the help.
 _SIMPLE = {
-    "predict": ("tritonemb.training.predict", "PredictOptions", "predict", ""),
+    "predict": ("tritonemb.training.job", "PredictOptions", "predict", ""),
     "vocab": ("tritonemb.data.convert", "VocabOptions", "make_vocabulary", VOCAB_USAGE),
     "convert": ("tritonemb.data.convert", "ConvertOptions", "convert_log", CONVERT_USAGE),
     "serve": ("tritonemb.data.serve", "ServeOptions", "serve", SERVE_USAGE),

@@ -41,12 +41,12 @@ class Options:
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
         for each in dataclasses.fields(self):
-            least, value = each.metadata.get("least"), getattr(self, each.name, None)
+            least, value, words = each.metadata.get("least"), getattr(self, each.name, None), get_args(hints[each.name])
             if least is not None and value is not None and value < least:
                 bound = "not be negative" if least == 0 else f"be at least {least}"
                 raise ValueError(f"{each.name} must {bound}, got {value}")
-            if get_origin(hints[each.name]) is Literal and value not in get_args(hints[each.name]):
-                raise ValueError(f"{each.name} must be one of {get_args(hints[each.name])}, got {value!r}")
+            if get_origin(hints[each.name]) is Literal and value not in words:
+                raise ValueError(f"{each.name} must be one of {words}, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,8 +337,8 @@ def preset(data: str, name: str | None = None) -> TrainConfig:
 def plain(value: Any) -> Any:
     """A value as nested lists and dicts of what TOML and JSON know, without fields that are None."""
     if dataclasses.is_dataclass(value):
-        parts = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
-        return {name: plain(part) for name, part in parts.items() if part is not None}
+        parts = vars(value).items()
+        return {name: plain(part) for name, part in parts if part is not None}
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, tuple | list):
@@ -350,8 +350,7 @@ def plain(value: Any) -> Any:
 
 def to_toml(config: Any) -> str:
     """A dataclass as TOML; None is the absence of a key."""
-    text: str = require("tomli_w").dumps(plain(config))
-    return text
+    return str(require("tomli_w").dumps(plain(config)))
 
 
 def read_toml(path: str | Path, base: Config) -> Config:

@@ -110,8 +110,8 @@ class Loop:
         exact = state.data.num_rows("train")
         rows = state.data.estimated_rows("train") if exact is None else exact
         return FitStart(
-            progress.step, state.total_steps, progress.samples, state.total_samples(rows), epoch_samples=rows,
-            estimated=exact is None, num_epochs=state.last_epoch, num_ranks=self.ranks.size, folder=self.folder,
+            progress.step, state.total_steps, progress.samples, state.total_samples(rows), rows, exact is None,
+            num_epochs=state.last_epoch, num_ranks=self.ranks.size, folder=self.folder,
             config=state.config, versions=versions(state.device),
         )  # fmt: skip
 
@@ -128,8 +128,8 @@ class Loop:
     @property
     def _over(self) -> bool:
         """Whether all epochs, or all steps, are done."""
-        last, progress = self.state.last_step, self.progress
-        return progress.epoch >= self.state.last_epoch or (last is not None and progress.step >= last)
+        last = self.state.last_step
+        return self.progress.epoch >= self.state.last_epoch or (last is not None and self.progress.step >= last)
 
     @property
     def _stopped(self) -> int | None:
@@ -141,10 +141,7 @@ class Loop:
         state, progress, request = self.state, self.progress, self.request
         signals = {"signal": lambda: request.signum or 0, "clock": lambda: int(1000 * (time.monotonic() - self._began))}
         state.model.train()
-        with (
-            state.open("train", True) as stream,
-            state.steps(stream, True, **signals) as steps,
-        ):
+        with state.open("train", True) as stream, state.steps(stream, True, **signals) as steps:
             step, over = self._next(steps)
             if over:
                 self._end_epoch()
@@ -165,7 +162,7 @@ class Loop:
         self.ranks.step = progress.step + 1
         self.state.step(progress.step, take(step), info.weights)
         if self.caches is not None:
-            self.caches.trained(info.counted)
+            self.caches.trained = info.counted
         progress.step += 1
         progress.samples += info.rows
         progress.epoch_samples += info.rows
@@ -219,16 +216,12 @@ class Loop:
         sent, across = self.ranks.sent()
         steps, self._logged_step = progress.step - self._logged_step, progress.step
         cache = {} if self.caches is None else self.caches.lap(steps)
-        if not self._has_callbacks:
-            return
-        dense_lr, table_lr = self.state.step.current_rates()
-        speed, wait = self.clock.lap()
-        log = Log(
-            progress.step, epoch, progress.samples, loss, dense_lr, table_lr, speed, wait,
-            memory_bytes(self.state.device), self.clock.seconds,
-            {kind: num_bytes // steps for kind, num_bytes in sent.items()}, across // steps, cache,
-        )  # fmt: skip
-        self.callbacks.on_log(log)
+        if self._has_callbacks:
+            self.callbacks.on_log(Log(
+                progress.step, epoch, progress.samples, loss, *self.state.step.current_rates(), *self.clock.lap(),
+                memory_bytes(self.state.device), self.clock.seconds,
+                {kind: num_bytes // steps for kind, num_bytes in sent.items()}, across // steps, cache,
+            ))  # fmt: skip
 
     def _evaluate(self, epoch: int) -> None:
         progress, monitor, patience = self.progress, self.options.monitor, self.options.patience
@@ -261,9 +254,8 @@ class Loop:
         if self.progress.ended or self._stopped is not None or self._is_best():
             return True
         every, minutes = self.options.checkpoints.checkpoint_steps, self.options.checkpoints.checkpoint_minutes
-        if every is not None and self.progress.step % every == 0:
-            return True
-        return minutes > 0 and self._now - self._saved_at >= 60_000 * minutes
+        in_time = 0 < 60_000 * minutes <= self._now - self._saved_at
+        return in_time or (every is not None and self.progress.step % every == 0)
 
     def _is_best(self) -> bool:
         return self.progress.best is not None and self.progress.best_step == self.progress.step
@@ -293,8 +285,8 @@ class Loop:
     def _report_left_out(self, info: StepInfo, what: str) -> None:
         """Report how many rows the ranks have left out of this epoch, and which."""
         reports = self.ranks.gather(info.report)
-        names = [""] if len(reports) == 1 else [f"rank {rank}: " for rank in range(len(reports))]
-        texts = [f"{name}{report}" for name, report in zip(names, reports, strict=True) if report.skipped]
+        several = len(reports) > 1
+        texts = [f"rank {r}: {each}" if several else str(each) for r, each in enumerate(reports) if each.skipped]
         self._report_skipped(sum(report.skipped for report in reports), what, "\n".join(texts))
 
     def _report_skipped(self, skipped: int, what: str, text: str) -> None:
@@ -374,7 +366,7 @@ class CacheMeter:
         in_host_memory = any(table.config.cache.host_rows is not None for table in tables)
         self._names = ("read", "written", "stall", *(HOST if in_host_memory else ()))
         self._stall = self._stall_before = 0.0
-        self._trained: Counter[str] | None = None
+        self.trained: Counter[str] | None = None  # what was counted when the rows of the last trained step were there
         self._recent: deque[bool] = deque(maxlen=RECENT_STEPS)
         self._widened = 0
         self._before = self._now()
@@ -383,10 +375,6 @@ class CacheMeter:
         """Training has waited from `begin` to `end` for a step whose rows were transferred in the time `moved`."""
         if moved is not None:
             self._stall += max(0.0, min(end, moved[1]) - max(begin, moved[0]))
-
-    def trained(self, counted: Counter[str] | None) -> None:
-        """A step has been trained; `counted` when its rows, and no later step's, had been prefetched; None without."""
-        self._trained = counted
 
     def wants_deeper_prefetch(self) -> bool:
         """Whether training has waited for rows in several of the last steps; asked after each step."""
@@ -408,4 +396,4 @@ class CacheMeter:
 
     def _now(self) -> dict[str, float]:
         stall = self._stall + sum(cache.stall for cache in self._caches)
-        return {**(count(self._caches) if self._trained is None else self._trained), "stall": stall}
+        return {**(count(self._caches) if self.trained is None else self.trained), "stall": stall}

@@ -22,6 +22,7 @@ from tritonemb.training.checkpoint.all_ranks import on_rank_zero
 
 T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+ACROSS_NODES = "across nodes"  # counted beside the kinds of messages
 
 
 class Ranks:
@@ -34,7 +35,7 @@ class Ranks:
         self.agreement = Consensus(group, wait)
         self.reports: FailureReports | None = None
         self.step = 0
-        self._sent, self._sent_across = self._bytes_sent()
+        self._sent = self._bytes_sent()
 
     @property
     def is_first(self) -> bool:
@@ -90,26 +91,25 @@ class Ranks:
     @contextmanager
     def unmetered(self) -> Iterator[None]:
         """Do not count what is sent in the block as training's."""
-        sent, across = self._bytes_sent()
+        before = self._bytes_sent()
         try:
             yield
         finally:
-            sent_now, across_now = self._bytes_sent()
-            self._sent.update(sent_now - sent)
-            self._sent_across += across_now - across
+            self._sent.update(self._bytes_sent() - before)
 
     def sent(self) -> tuple[dict[str, int], int]:
         """Bytes that all ranks have sent each other since this was last asked, by kind; how many left a node."""
         if self.size == 1:
             return {}, 0
-        sent, across = self._bytes_sent()
-        of_ranks = self.gather((sent - self._sent, across - self._sent_across))
-        self._sent, self._sent_across = sent, across
-        return dict(sum((kinds for kinds, _ in of_ranks), Counter())), sum(across for _, across in of_ranks)
+        before, self._sent = self._sent, self._bytes_sent()
+        kinds = sum(self.gather(self._sent - before), Counter())
+        return kinds, kinds.pop(ACROSS_NODES, 0)
 
-    def _bytes_sent(self) -> tuple[Counter[str], int]:
+    def _bytes_sent(self) -> Counter[str]:
         kinds = self.group.traffic.by_kind()
-        return Counter({kind: sent.total for kind, sent in kinds.items()}), sum(s.across_nodes for s in kinds.values())
+        found = Counter({kind: sent.total for kind, sent in kinds.items()})
+        found[ACROSS_NODES] = sum(sent.across_nodes for sent in kinds.values())
+        return found
 
     def _gather(self, values: Tensor) -> Tensor:
         return self.control.all_gather(values, "control")

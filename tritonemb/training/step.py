@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -224,7 +224,7 @@ class TrainStep:
         if self.precision == "fp16":
             self._scaled_step(batches, weights)
         else:
-            with self._accumulating(len(batches) > 1):
+            with self._accumulating() if len(batches) > 1 else nullcontext():
                 self._backward(batches, weights, 1.0)
             if self.dense_optimizer is not None:
                 self.dense_optimizer.step()
@@ -249,12 +249,12 @@ class TrainStep:
             "rates": [float(group["lr"]) for group, _ in self._rates()],
             "base_options": self._base_options,
             "options": self._options(),
-            "loss_scale": self.loss_scale.state_dict(),
+            "loss_scale": asdict(self.loss_scale),
         }
 
     def load_json(self, values: dict[str, Any]) -> None:
         """Restore what training has changed; keep what the user has changed since."""
-        self.loss_scale.load_state_dict(values["loss_scale"])
+        self.loss_scale = LossScale(**values["loss_scale"])
         if values["base_options"] == self._base_options:
             for group, saved in zip(self._dense_groups(), values["options"], strict=True):
                 group.update(saved)
@@ -279,7 +279,9 @@ class TrainStep:
     def _backward(self, batches: Sequence[Batch], weights: Sequence[float], scale: float) -> None:
         for number, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
             batch, factor = batch.to(self.device, non_blocking=True), weight * scale
-            with self._no_sync(number < len(batches) - 1):
+            # Where more batches follow, dense gradients are averaged over the ranks with those of the last one.
+            apart = isinstance(self.model, HybridParallel) and number < len(batches) - 1
+            with self.model.no_sync() if apart else nullcontext():
                 logits = logits_of(self.forward, batch, self.precision, self.device)
                 # The mean of no samples is no number; their sum is 0, and has gradients, which other ranks wait for.
                 reduction = "mean" if len(batch) else "sum"
@@ -291,11 +293,10 @@ class TrainStep:
         """A step whose gradients are scaled, checked and only then applied, to all parameters or to none."""
         scale = self.loss_scale.factor
         try:
-            with self._accumulating(True):
+            with self._accumulating():
                 self._backward(batches, weights, scale)
                 finite = [collection.scale_accumulated(1 / scale) for collection in self.collections]
-                for gradient in self._dense_gradients():
-                    finite.append(bool(gradient.mul_(1 / scale).isfinite().all()))  # noqa: PERF401 (for its effect)
+                finite += [bool(gradient.mul_(1 / scale).isfinite().all()) for gradient in self._dense_gradients()]
                 if self.ranks.max(not all(finite)):
                     raise _GradientOverflow
         except _GradientOverflow:
@@ -311,15 +312,11 @@ class TrainStep:
         return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
 
     @contextmanager
-    def _accumulating(self, several: bool) -> Iterator[None]:
+    def _accumulating(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for collection in self.collections if several else ():
+            for collection in self.collections:
                 stack.enter_context(collection.accumulate())
             yield
-
-    def _no_sync(self, more: bool) -> AbstractContextManager[None]:
-        """Where more batches follow, dense gradients are averaged over the ranks with those of the last one."""
-        return self.model.no_sync() if more and isinstance(self.model, HybridParallel) else nullcontext()
 
     def _options(self) -> list[dict[str, Any]]:
         """The plain options of the dense optimizer's groups, learning rates among them."""
@@ -334,9 +331,9 @@ class TrainStep:
     def _rates(self) -> list[tuple[dict[str, Any], Schedule | None]]:
         """Every parameter group and its schedule, if it has one; loading an optimizer's state makes new groups."""
         dense, tables = self._schedules
-        fused = [c.fused_optimizer for c in self.collections if c.fused_optimizer is not None]
-        rates: list[tuple[dict[str, Any], Schedule | None]] = [(group, dense) for group in self._dense_groups()]
-        return rates + [(group, tables) for optimizer in fused for group in optimizer.param_groups]
+        optimizers = [each.fused_optimizer for each in self.collections if each.fused_optimizer is not None]
+        fused = [(group, tables) for optimizer in optimizers for group in optimizer.param_groups]
+        return [*((group, dense) for group in self._dense_groups()), *fused]
 
 
 class _GradientOverflow(Exception):

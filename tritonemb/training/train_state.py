@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from tritonemb.data.batch import Batch, BatchLayout
-from tritonemb.data.loader import merge_positions, open_shards, rank_position
+from tritonemb.data.loader import merge_positions, open_shards
 from tritonemb.data.prefetch import Prefetcher
 from tritonemb.data.protocol import Batches, Data, Split
 from tritonemb.data.workers import DataLoaderWorkers
@@ -67,10 +67,12 @@ class TrainState:
 
     Args:
         pipeline: whether the next steps are prefetched.
-        last_epoch, last_step: where the whole run ends.
         begun: whether the ranks' generators are their own.
         fitted: whether a fit has been to its end.
         prefetched: the steps of the epoch that is being trained.
+
+    Attributes:
+        last_epoch, last_step: where the whole run ends.
     """
 
     model: nn.Module
@@ -82,35 +84,28 @@ class TrainState:
     progress: Progress
     ranks: Ranks
     pipeline: bool
-    last_epoch: int = field(init=False)
-    last_step: int | None = field(init=False)
     begun: bool = False
     fitted: bool = False
     prefetched: Prefetcher[PreparedStep] | None = None
 
     def __post_init__(self) -> None:
-        self.last_epoch, self.last_step = self.options.epochs, self.options.max_steps
+        self.last_epoch: int = self.options.epochs
+        self.last_step: int | None = self.options.max_steps
         self._workers = DataLoaderWorkers(self.data, self.options.num_workers) if self.options.num_workers else None
 
     def open(self, split: Split, training: bool = False) -> Batches:
         """This rank's batches of a split; for training shuffled, from where the epoch has come to."""
         options, progress = self.options, self.progress
-        order: dict[str, Any] = {}
-        if training:
-            order = {"seed": options.seed, "epoch": progress.epoch, "shuffle": True, "positions": progress.position}
+        order = {"seed": options.seed, "epoch": progress.epoch, "shuffle": True, "positions": progress.position}
         return open_shards(
             self.data, split, options.batch_size, self.ranks.rank, self.ranks.size,
-            pin_memory=self.device.type == "cuda", workers=self._workers, **order,
+            pin_memory=self.device.type == "cuda", workers=self._workers, **(order if training else {}),
         )  # fmt: skip
 
     def merged_position(self) -> Any:
         """Where all ranks have come to in the epoch; None at its beginning. Collective."""
         positions: list[Any] = self.ranks.gather(self.progress.position)
         return None if self.progress.position is None else merge_positions(positions)
-
-    def own_position(self, position: Any) -> Any:
-        """This rank's part of the position of all ranks."""
-        return None if position is None else rank_position(position, self.ranks.rank, self.ranks.size)
 
     @contextmanager
     def steps(
@@ -132,23 +127,24 @@ class TrainState:
             return
         permit = eviction_permit if caches else None
         with Prefetcher(steps, depth, "tritonemb-pipeline", collective=ranks.size > 1, permit=permit) as prefetcher:
-            if not training:
-                yield prefetcher
-                return
-            self.prefetched = prefetcher
+            if training:
+                self.prefetched = prefetcher
             try:
                 yield prefetcher
             finally:
-                self.prefetched = None
+                if training:
+                    self.prefetched = None
+
+    @property
+    def samples_per_step(self) -> int:
+        """Of all ranks; the last step of an epoch may have fewer."""
+        return self.options.batch_size * self.options.accumulate * self.ranks.size
 
     @property
     def steps_per_epoch(self) -> int | None:
         """None where the data set does not know its number of rows."""
         rows = self.data.num_rows("train") if "train" in self.data.splits() else None
-        if rows is None:
-            return None
-        batches = -(-rows // (self.options.batch_size * self.ranks.size))
-        return -(-batches // self.options.accumulate)
+        return None if rows is None else -(-rows // self.samples_per_step)
 
     @property
     def total_steps(self) -> int | None:
@@ -159,13 +155,12 @@ class TrainState:
 
     def total_samples(self, rows: int | None) -> int | None:
         """Samples of the whole run, if an epoch has `rows`."""
-        size = self.options.batch_size * self.options.accumulate * self.ranks.size
         if rows is None:
-            return None if self.last_step is None else self.last_step * size
+            return None if self.last_step is None else self.last_step * self.samples_per_step
         if self.last_step is None:
             return rows * self.last_epoch
-        epochs, rest = divmod(self.last_step, -(-rows // size))
-        return min(rows * self.last_epoch, rows * epochs + rest * size)
+        epochs, rest = divmod(self.last_step, -(-rows // self.samples_per_step))
+        return min(rows * self.last_epoch, rows * epochs + rest * self.samples_per_step)
 
     def settle(self) -> None:
         """Wait until nothing is being prefetched: no collective is running, and no transfer of rows."""

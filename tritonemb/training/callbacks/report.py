@@ -148,7 +148,8 @@ def chart(
     def y_of(value: float) -> float:
         return BOTTOM - (BOTTOM - TOP) * (value - y_ticks[0]) / (y_ticks[-1] - y_ticks[0])
 
-    lines = [[(x_of(x), y_of(y)) for x, y in segment] for segment in segments(points)]
+    parts = groupby(points, lambda point: is_finite(point[1]))
+    lines = [[(x_of(x), y_of(y)) for x, y in part] for has_place, part in parts if has_place]
     stride = math.ceil(len(finite) / MAX_PROBES)
     probed = finite[(len(finite) - 1) % stride :: stride]  # the last point is always there
     edges = [LEFT, *((x_of(a) + x_of(b)) / 2 for (a, _), (b, _) in pairwise(probed)), RIGHT]
@@ -182,11 +183,6 @@ def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
     return kept
 
 
-def segments(points: Sequence[Point]) -> list[list[Point]]:
-    """The points between the gaps."""
-    return [list(part) for finite, part in groupby(points, lambda point: is_finite(point[1])) if finite]
-
-
 def ticks(low: float, high: float, count: int = 4, outside: bool = False) -> list[float]:
     """About `count` round numbers within [low, high], or with `outside` the next ones around it, two at least."""
     if not high - low > 1e-9 * max(abs(low), abs(high)):  # equal, or no more apart than rounding
@@ -196,10 +192,9 @@ def ticks(low: float, high: float, count: int = 4, outside: bool = False) -> lis
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * (1 - 1e-9))
     slack = 1e-9 * (high - low) / step
-    if outside:
-        first, last = math.floor(low / step + slack), math.ceil(high / step - slack)
-    else:
-        first, last = math.ceil(low / step - slack), math.floor(high / step + slack)
+    down, up = (math.floor, math.ceil) if outside else (math.ceil, math.floor)
+    slack = slack if outside else -slack
+    first, last = down(low / step + slack), up(high / step - slack)
     return [number * step for number in range(first, last + 1)]
 
 

@@ -23,10 +23,10 @@ class Failure(NamedTuple):
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
-        kind = next((number for number, kind in enumerate(_KINDS) if isinstance(error, kind)), None)
-        if kind is None:
-            return cls(_KINDS.index(RuntimeError), f"{type(error).__name__}: {error}")
-        return cls(kind, str(error))
+        for number, kind in enumerate(_KINDS):
+            if isinstance(error, kind):
+                return cls(number, str(error))
+        return cls(_KINDS.index(RuntimeError), f"{type(error).__name__}: {error}")
 
 
 def ignore_single_process_warning() -> None:

@@ -84,9 +84,7 @@ def write(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Fsync a file, or a folder's entries where folders can be opened."""
-    if os.name != "posix":
-        return
+    """Fsync a file, or a folder's entries."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

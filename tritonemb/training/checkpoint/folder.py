@@ -202,8 +202,7 @@ class CheckpointFolder:
     def _earlier(self, step: int) -> list[tuple[Path, Mapping[str, Any]]]:
         """Earlier checkpoints and their manifests, newest first, if changes of tables on disk may follow them."""
         found: list[tuple[Path, Mapping[str, Any]]] = []
-        earlier = [self.path(number) for number in self.steps() if number < step]
-        for path in reversed(earlier if self.incremental else []):
+        for path in [self.path(number) for number in reversed(self.steps()) if number < step and self.incremental]:
             with suppress(ValueError):  # nothing follows a damaged one
                 found.append((path, read_manifest_text(path)[1]))
         return found
@@ -241,20 +240,18 @@ class CheckpointFolder:
 
     def _drop(self, paths: Sequence[Path]) -> None:
         """Take all their names away first: a half-removed checkpoint is none, and removing one may take long."""
-        asides = [self.folder / f"{DROPPED}{path.name}" for path in paths]
-        for path, aside in zip(paths, asides, strict=True):
-            os.rename(path, aside)
-        if asides:
+        for path in paths:
+            os.rename(path, self.folder / f"{DROPPED}{path.name}")
+        if paths:
             sync(self.folder)
-        for aside in asides:
-            shutil.rmtree(aside)
+        for path in paths:
+            shutil.rmtree(self.folder / f"{DROPPED}{path.name}")
 
     def _remove_leftovers(self) -> None:
         """Of a process that was killed; only for who writes checkpoints here."""
         self._restore_replaced()
-        for prefix in (WRITING, DROPPED):
-            for entry in self.folder.glob(f"{prefix}*"):
-                shutil.rmtree(entry)
+        for entry in [*self.folder.glob(f"{WRITING}*"), *self.folder.glob(f"{DROPPED}*")]:
+            shutil.rmtree(entry)
         self._drop(list(self.folder.glob(f"{REPLACED}*")))
 
     def _restore_replaced(self) -> None:

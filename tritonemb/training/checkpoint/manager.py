@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from tritonemb.comm.group import RankGroup
+from tritonemb.data.loader import rank_position
 from tritonemb.training import train_state
 from tritonemb.training.callbacks import CheckpointSaved
 from tritonemb.training.checkpoint.all_ranks import ignore_single_process_warning
@@ -98,9 +99,8 @@ class AsyncSave:
 
 def _finish(save: weakref.ref[AsyncSave]) -> None:
     """The process ends: what is being written is written first, and a failure that nobody has asked for is printed."""
-    found = save()
     try:
-        if found is not None:
+        if (found := save()) is not None:
             found.wait()
     except Exception as error:
         print(f"error: {error}", file=sys.stderr)
@@ -196,17 +196,19 @@ class CheckpointManager:
         step.load_loss_sums(sums)
         step.load_json(options)
         train_state.set_rng(random, manifest, state.options.seed, state.ranks.rank, state.device)
-        state.progress = replace(progress, position=state.own_position(progress.position))
+        position = progress.position
+        own = None if position is None else rank_position(position, state.ranks.rank, state.ranks.size)
+        state.progress = replace(progress, position=own)
         return path
 
     def mark_best_again(self) -> None:
         """For rank 0: mark the best checkpoint, where a process was killed before it marked what it had written."""
         assert self._folder is not None
         progress, checkpoints = self._state.progress, self._folder.checkpoints
-        best = checkpoints.best()
-        marked = best is not None and best.name == f"best-{progress.best_step}"
-        if progress.best is not None and not marked and checkpoints.path(progress.best_step).is_dir():
-            checkpoints.mark_best(progress.best_step)
+        best, step = checkpoints.best(), progress.best_step
+        marked = best is not None and best.name == f"best-{step}"
+        if progress.best is not None and not marked and checkpoints.path(step).is_dir():
+            checkpoints.mark_best(step)
 
     def _run(self) -> dict[str, Any]:
         """What must be the same for a bitwise identical run."""
