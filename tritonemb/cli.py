@@ -113,16 +113,16 @@ They need the token of the variable TRITONEMB_TOKEN; if there is none, a random 
 """
 
 
+USER_ERRORS = (FileNotFoundError, ConnectionError, PermissionError)  # and those that are no OSError
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 2 for a mistake of the user's (one line on stderr says which)."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words:
-        print(USAGE, end="", file=sys.stderr)
-        return 2
-    name, *rest = words
-    if name in ("-h", "--help"):
-        print(USAGE, end="")
-        return 0
+    name, *rest = words or [""]
+    if name in ("", "-h", "--help"):
+        print(USAGE, end="", file=sys.stdout if name else sys.stderr)
+        return 0 if name else 2
     if name == "--version":
         from tritonemb import __version__
 
@@ -137,12 +137,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (ValueError, FileNotFoundError, ConnectionError, MissingExtraError, PermissionError) as error:
+    except (ValueError, OSError, MissingExtraError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return _end(2)
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return _end(1)
+        mistake = not isinstance(error, OSError) or isinstance(error, USER_ERRORS)
+        return _end(2 if mistake else 1)
     except KeyboardInterrupt:
         return _end(130)
     except Exception as error:
@@ -173,7 +171,7 @@ def _end(status: int) -> int:
 
 
 def _train(arguments: list[str]) -> int:
-    if {"-h", "--help"} & set(arguments):
+    if not {"-h", "--help"}.isdisjoint(arguments):
         print(TRAIN_USAGE, end="")
         return 0
     require("tyro")

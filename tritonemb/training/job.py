@@ -29,13 +29,12 @@ from tritonemb.sharding import ExchangePrecision, HybridParallel, ShardingPlan
 from tritonemb.training.callbacks import Callback, FitStart
 from tritonemb.training.callbacks.tensorboard import Profiler, TensorBoard
 from tritonemb.training.checkpoint import CheckpointFolder, RunFolder, load_tensors, read_manifest
-from tritonemb.training.checkpoint.all_ranks import on_all_ranks, on_rank_zero
 from tritonemb.training.checkpoint.files import read_manifest_text
 from tritonemb.training.config import Options, TrainConfig, from_plain, number, plain, to_toml
 from tritonemb.training.doctor import check_device
 from tritonemb.training.loop import FitResult
 from tritonemb.training.metrics import predict_logits
-from tritonemb.training.ranks import Interrupted
+from tritonemb.training.ranks import Interrupted, on_all_ranks, on_rank_zero
 from tritonemb.training.train_state import model_tensors, read_again
 from tritonemb.training.trainer import Trainer
 from tritonemb.utils import require, write_whole, written_aside

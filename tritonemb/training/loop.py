@@ -217,9 +217,11 @@ class Loop:
         steps, self._logged_step = progress.step - self._logged_step, progress.step
         cache = {} if self.caches is None else self.caches.lap(steps)
         if self._has_callbacks:
+            device, on_gpu = self.state.device, self.state.device.type == "cuda"
+            memory = torch.cuda.memory_allocated(device) if on_gpu else require("psutil").Process().memory_info().rss
             self.callbacks.on_log(Log(
                 progress.step, epoch, progress.samples, loss, *self.state.step.current_rates(), *self.clock.lap(),
-                memory_bytes(self.state.device), self.clock.seconds,
+                memory, self.clock.seconds,
                 {kind: num_bytes // steps for kind, num_bytes in sent.items()}, across // steps, cache,
             ))  # fmt: skip
 
@@ -348,13 +350,6 @@ class Clock:
         if self._samples == samples:
             return samples / seconds if seconds else 0.0
         return (self._samples - samples) / (self.here - seconds)
-
-
-def memory_bytes(device: torch.device) -> int:
-    """Memory allocated on a GPU, or the resident memory of this process."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    return int(require("psutil").Process().memory_info().rss)
 
 
 class CacheMeter:

@@ -1,15 +1,15 @@
-"""The ranks that train together, as a trainer sees them, and the signals that stop them."""
+"""The ranks that train together: calls that succeed on all of them or raise on all, and the signals that stop them."""
 
 from __future__ import annotations
 
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,11 +18,19 @@ from torch import Tensor, nn
 from tritonemb.comm.control import Consensus, FailureReports, lost_contact
 from tritonemb.comm.group import RankGroup
 from tritonemb.sharding.hybrid import HybridParallel
-from tritonemb.training.checkpoint.all_ranks import on_rank_zero
 
 T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 ACROSS_NODES = "across nodes"  # counted beside the kinds of messages
+MAX_LISTED = 8
+
+
+class CheckpointError(OSError):
+    """A checkpoint could not be written; the earlier ones are as they were."""
+
+
+# Every rank raises the first of these that a rank's exception is. The exception itself may not be picklable.
+_KINDS = (CheckpointError, FileNotFoundError, OSError, ValueError, TypeError, RuntimeError)
 
 
 class Ranks:
@@ -168,3 +176,66 @@ def stop_requests() -> Iterator[StopRequest]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+class Failure(NamedTuple):
+    """A rank's exception, as the other ranks receive it."""
+
+    kind: int
+    message: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        for number, kind in enumerate(_KINDS):
+            if isinstance(error, kind):
+                return cls(number, str(error))
+        return cls(_KINDS.index(RuntimeError), f"{type(error).__name__}: {error}")
+
+
+def on_all_ranks(group: RankGroup | None, function: Callable[[], T], error: type[Exception] | None = None) -> list[T]:
+    """Call `function()`, which must use no collective, on every rank; returns all results, sent by pickle.
+
+    Args:
+        error: the type to raise on several ranks, instead of the one below.
+
+    Raises:
+        on every rank, if it raised on one: an exception of the same kind if that is a common one, else a RuntimeError.
+            Its message names the ranks. A rank whose own was no `Exception`, e.g. a KeyboardInterrupt, raises that.
+    """
+    if group is None or group.size == 1:
+        return [function()]
+    own: BaseException | None = None
+    outcome: Any
+    try:
+        outcome = function()
+    except BaseException as raised:
+        own, outcome = raised, Failure.of(raised)
+    outcomes = group.all_gather_object(outcome)
+    raise_failures(outcomes, own, error)
+    return outcomes
+
+
+def on_rank_zero(group: RankGroup | None, function: Callable[[], T], error: type[Exception] | None = None) -> T:
+    """What `function()` returns on rank 0, on every rank; raises as `on_all_ranks` does."""
+    is_zero = group is None or group.rank == 0
+    return on_all_ranks(group, lambda: function() if is_zero else None, error)[0]  # type: ignore[return-value]
+
+
+def raise_failures(outcomes: Sequence[Any], own: BaseException | None, error: type[Exception] | None = None) -> None:
+    """Raise for the `Failure`s among all ranks' outcomes, if there are any; `own` is this rank's exception."""
+    failures = {rank: found for rank, found in enumerate(outcomes) if isinstance(found, Failure)}
+    if not failures:
+        return
+    if own is not None and not isinstance(own, Exception):
+        raise own
+    first = next(iter(failures.values()))
+    same = [rank for rank, failure in failures.items() if failure == first]
+    others = [rank for rank in failures if rank not in same]
+    where = "" if len(same) == len(outcomes) else f"{_ranks(same)}: "
+    besides = f" ({_ranks(others)} failed, too)" if others else ""
+    raise (error or _KINDS[first.kind])(f"{where}{first.message}{besides}") from own
+
+
+def _ranks(ranks: list[int]) -> str:
+    few = ", ".join(map(str, ranks[:MAX_LISTED])) + ", …" * (len(ranks) > MAX_LISTED)
+    return f"rank {few}" if len(ranks) == 1 else f"ranks {few}"

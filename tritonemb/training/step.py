@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -26,7 +26,7 @@ from tritonemb.data.protocol import Batches, ReadReport
 from tritonemb.nn.collections import TableCollection
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
-from tritonemb.tables.lookup import PrefetchedFeatures, needs_prefetch, prefetch, released_before, sequence_number
+from tritonemb.tables.lookup import PrefetchedFeatures, needs_prefetch, prefetch
 from tritonemb.training.config import Precision
 from tritonemb.training.ranks import Ranks
 from tritonemb.training.schedule import LossScale, Schedule
@@ -175,11 +175,6 @@ def prefetch_for(model: nn.Module, training: bool) -> Prefetch | None:
     return prefetch_features
 
 
-def eviction_permit() -> AbstractContextManager[object]:
-    """Which rows may be evicted is settled when a step may be made, not when the thread comes to it."""
-    return released_before(sequence_number())
-
-
 class TrainStep:
     """Trains a model step by step; the options are those of `Trainer`.
 
@@ -296,7 +291,9 @@ class TrainStep:
             with self._accumulating():
                 self._backward(batches, weights, scale)
                 finite = [collection.scale_accumulated(1 / scale) for collection in self.collections]
-                finite += [bool(gradient.mul_(1 / scale).isfinite().all()) for gradient in self._dense_gradients()]
+                gradients = [p.grad for group in self._dense_groups() for p in group["params"] if p.grad is not None]
+                own = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+                finite += [bool(gradient.mul_(1 / scale).isfinite().all()) for gradient in own]
                 if self.ranks.max(not all(finite)):
                     raise _GradientOverflow
         except _GradientOverflow:
@@ -305,11 +302,6 @@ class TrainStep:
         if self.dense_optimizer is not None:
             self.dense_optimizer.step()
         self.loss_scale.update(overflowed=False)
-
-    def _dense_gradients(self) -> list[Tensor]:
-        """This rank's parts of them."""
-        gradients = [p.grad for group in self._dense_groups() for p in group["params"] if p.grad is not None]
-        return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
 
     @contextmanager
     def _accumulating(self) -> Iterator[None]:
@@ -340,18 +332,14 @@ class _GradientOverflow(Exception):
     """A gradient was not finite under the present loss scale."""
 
 
-def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
-    """Matrix products in 16 bits within the block; tables and weights stay as they are."""
-    return nullcontext() if precision == "fp32" else torch.autocast(device.type, dtype=DTYPES[precision])
-
-
 def logits_of(forward: Forward, batch: Batch, precision: Precision, device: torch.device) -> Tensor:
     """`forward(dense, sparse)` of a batch: logits `[B]`, float32 if they were computed in 16 bits.
 
     Raises:
         ValueError: they have another shape.
     """
-    with autocast(precision, device):
+    # Products of matrices have 16 bits; tables and weights stay as they are.
+    with nullcontext() if precision == "fp32" else torch.autocast(device.type, dtype=DTYPES[precision]):
         logits: Tensor = forward(batch.dense, batch.sparse)
     if logits.shape != batch.labels.shape:
         raise ValueError(f"the model must return logits [{len(batch)}], got shape {list(logits.shape)}")

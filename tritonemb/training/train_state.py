@@ -17,17 +17,17 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from tritonemb.data.batch import Batch, BatchLayout
-from tritonemb.data.loader import merge_positions, open_shards
+from tritonemb.data.loader import open_shards
 from tritonemb.data.prefetch import Prefetcher
 from tritonemb.data.protocol import Batches, Data, Split
 from tritonemb.data.workers import DataLoaderWorkers
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.tables.cache import RowCache
 from tritonemb.tables.cached_table import CachedTable, metadata_only
-from tritonemb.tables.lookup import needs_prefetch, table_sets
+from tritonemb.tables.lookup import needs_prefetch, released_before, sequence_number, table_sets
 from tritonemb.training.config import TrainerOptions
 from tritonemb.training.ranks import Ranks
-from tritonemb.training.step import PLAIN, PreparedStep, TrainStep, eviction_permit, prefetch_for, prepare
+from tritonemb.training.step import PLAIN, PreparedStep, TrainStep, prefetch_for, prepare
 
 DEPTH = 2  # steps beyond the one that is trained
 
@@ -102,11 +102,6 @@ class TrainState:
             pin_memory=self.device.type == "cuda", workers=self._workers, **(order if training else {}),
         )  # fmt: skip
 
-    def merged_position(self) -> Any:
-        """Where all ranks have come to in the epoch; None at its beginning. Collective."""
-        positions: list[Any] = self.ranks.gather(self.progress.position)
-        return None if self.progress.position is None else merge_positions(positions)
-
     @contextmanager
     def steps(
         self, stream: Batches, training: bool = False, **signals: Callable[[], int]
@@ -125,7 +120,8 @@ class TrainState:
             with closing(steps):
                 yield steps
             return
-        permit = eviction_permit if caches else None
+        # Which rows may be evicted is settled when a step may be made, not when the thread comes to it.
+        permit = (lambda: released_before(sequence_number())) if caches else None
         with Prefetcher(steps, depth, "tritonemb-pipeline", collective=ranks.size > 1, permit=permit) as prefetcher:
             if training:
                 self.prefetched = prefetcher

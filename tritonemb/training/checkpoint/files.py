@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,8 +20,9 @@ MANIFEST = "trainer.json"
 ROWS, CHANGES = ".rows", ".changes"  # of a table on disk: sparse files
 
 
-class CheckpointError(OSError):
-    """A checkpoint could not be written; the earlier ones are as they were."""
+def ignore_single_process_warning() -> None:
+    """Silence torch's warning that a checkpoint is of a single process, which may come from a thread of its own."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 def read_manifest_text(path: Path) -> tuple[str, dict[str, Any]]:

@@ -22,12 +22,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from tritonemb.comm.group import RankGroup
 from tritonemb.storage.io import allocated
-from tritonemb.training.checkpoint.all_ranks import ignore_single_process_warning, on_all_ranks, on_rank_zero
 from tritonemb.training.checkpoint.files import (
     FORMAT,
     MANIFEST,
-    CheckpointError,
     free_bytes,
+    ignore_single_process_warning,
     link_or_copy,
     read_manifest_text,
     size_of,
@@ -45,6 +44,7 @@ from tritonemb.training.checkpoint.writer import (
     shards_of,
     split_tables,
 )
+from tritonemb.training.ranks import CheckpointError, on_all_ranks, on_rank_zero
 
 # A half-written checkpoint; a whole one that a new one of the same name is to replace; a half-removed one.
 WRITING, REPLACED, DROPPED = ".writing-", ".replaced-", ".dropped-"

@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from tritonemb.comm.group import RankGroup
-from tritonemb.data.loader import rank_position
+from tritonemb.data.loader import merge_positions, rank_position
 from tritonemb.training import train_state
 from tritonemb.training.callbacks import CheckpointSaved
-from tritonemb.training.checkpoint.all_ranks import ignore_single_process_warning
+from tritonemb.training.checkpoint.files import ignore_single_process_warning
 from tritonemb.training.checkpoint.folder import CheckpointFolder, RunFolder
 from tritonemb.training.checkpoint.reader import load_tensors, read_manifest, stored_tensors
 from tritonemb.training.checkpoint.writer import CheckpointWriter, HostStager
@@ -150,11 +150,12 @@ class CheckpointManager:
     def manifest(self) -> dict[str, Any]:
         """All else, for JSON. Collective."""
         state = self._state
-        generators = state.ranks.gather(train_state.rng_plain())
+        generators, positions = state.ranks.gather(train_state.rng_plain()), state.ranks.gather(state.progress.position)
+        position = None if state.progress.position is None else merge_positions(positions)
         return {
             "versions": versions(state.device),
             "run": self._run(),
-            "progress": asdict(state.progress) | {"position": state.merged_position()},
+            "progress": asdict(state.progress) | {"position": position},
             **state.step.to_json(),
             "optimizer": train_state.optimizer_state(state.model, state.step.dense_optimizer)[1],
             "rng": generators[0],
@@ -175,7 +176,10 @@ class CheckpointManager:
             checkpoint = newest
         path = Path(checkpoint)
         manifest = read_manifest(path, self._control)
-        self._check_same_run(path, manifest["run"])
+        run, here = manifest["run"], self._run()
+        different = [f"{name} was {run.get(name)!r}, is {here[name]!r}" for name in here if run.get(name) != here[name]]
+        if different:
+            raise ValueError(f"checkpoint {path} is of another run: {'; '.join(different)}")
         try:
             progress = train_state.Progress(**manifest["progress"])
             options = {name: manifest[name] for name in (*step.to_json(), "optimizer", "rng")}
@@ -222,9 +226,3 @@ class CheckpointManager:
             "dense_optimizer": None if optimizer is None else type(optimizer).__name__,
             "table_optimizers": [c.optimizer.name for c in state.step.collections if c.optimizer],
         }
-
-    def _check_same_run(self, path: Path, run: dict[str, Any]) -> None:
-        here = self._run()
-        different = [f"{name} was {run.get(name)!r}, is {here[name]!r}" for name in here if run.get(name) != here[name]]
-        if different:
-            raise ValueError(f"checkpoint {path} is of another run: {'; '.join(different)}")

@@ -24,9 +24,17 @@ from tritonemb.comm.group import RankGroup
 from tritonemb.sharding.sharded_tensor import LocalShard, Rectangle, TableShards, refuse_gaps
 from tritonemb.storage import DiskRows, SnapshotReader, StorageError, restore, snapshot_header
 from tritonemb.tables.cached_table import CHUNK_BYTES, CachedTable, InitialValues
-from tritonemb.training.checkpoint.all_ranks import ignore_single_process_warning, on_all_ranks
-from tritonemb.training.checkpoint.files import MANIFEST, ROWS, checksum, describe, read_manifest_text, size_of
+from tritonemb.training.checkpoint.files import (
+    MANIFEST,
+    ROWS,
+    checksum,
+    describe,
+    ignore_single_process_warning,
+    read_manifest_text,
+    size_of,
+)
 from tritonemb.training.checkpoint.writer import describe_part, split_tables
+from tritonemb.training.ranks import on_all_ranks
 from tritonemb.types import TableConfig
 
 MAX_LISTED = 20

@@ -31,8 +31,8 @@ from tritonemb.sharding.sharded_tensor import PIECE_BYTES, LocalShard, Rectangle
 from tritonemb.storage import DiskRows, IoFuture, snapshot_header
 from tritonemb.storage.io import PAGE_BYTES, allocated
 from tritonemb.tables.cached_table import CachedTable, DiskTensor, write_back
-from tritonemb.training.checkpoint.all_ranks import Failure, on_all_ranks, raise_failures
 from tritonemb.training.checkpoint.files import CHANGES, ROWS, describe, size_and_checksum, size_of, sync
+from tritonemb.training.ranks import Failure, on_all_ranks, raise_failures
 from tritonemb.types import TableConfig
 
 MAX_FILES = 64  # of a chain: each is opened, read and checked when a run is resumed
