@@ -143,14 +143,10 @@ class Loop:
         state.model.train()
         with state.open("train", True) as stream, state.steps(stream, True, **signals) as steps:
             step, over = self._next(steps)
-            if over:
-                self._end_epoch()
             while step[0]:
                 epoch = progress.epoch
                 self._train_step(step)
                 step, over = self._next(steps)
-                if over:
-                    self._end_epoch()
                 if over or self._over or self._stopped is not None:
                     self._report_left_out(step[1], f"train {epoch}")
                 self._due_after_step(epoch, last=over)
@@ -173,7 +169,7 @@ class Loop:
             self.callbacks.on_step(StepEnd(progress.step, progress.epoch, progress.samples))
 
     def _next(self, steps: Iterator[PreparedStep]) -> tuple[PreparedStep, bool]:
-        """The next step, and whether the epoch has none more."""
+        """The next step, and whether the epoch has none more: then it is ended."""
         begin = time.perf_counter()
         step = batches, info = next(steps)
         end = time.perf_counter()
@@ -184,7 +180,10 @@ class Loop:
             if deeper and self.ranks.size == 1 and self.state.prefetched is not None:
                 self.state.prefetched.widen()
         self._now, self._signal = info.clock, info.signal or None
-        return step, not batches and not info.signal
+        over = not batches and not info.signal
+        if over:
+            self._end_epoch()
+        return step, over
 
     def _end_epoch(self) -> None:
         progress = self.progress

@@ -39,16 +39,12 @@ class Ranks:
     def __init__(self, group: RankGroup, timeout: float) -> None:
         wait = timedelta(seconds=timeout)
         self.group, self.rank, self.size = group, group.rank, group.size
+        self.is_first = group.rank == 0  # the rank that shows and writes what one rank has to
         self.control = group.duplicate("gloo", wait)
         self.agreement = Consensus(group, wait)
         self.reports: FailureReports | None = None
         self.step = 0
         self._sent = self._bytes_sent()
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the rank that shows and writes what one rank has to."""
-        return self.rank == 0
 
     def on_first(self, function: Callable[[], T]) -> T:
         """What rank 0's call returns, on all ranks; raises as `on_rank_zero`. Collective."""
@@ -140,11 +136,7 @@ class Interrupted(Exception):
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"training was interrupted by {signal.Signals(signum).name}")
-        self.signum = signum
-
-    @property
-    def exit_status(self) -> int:
-        return 128 + self.signum
+        self.signum, self.exit_status = signum, 128 + signum
 
 
 class StopRequest:

@@ -35,12 +35,11 @@ class Trainer(TrainerOptions):
     """Trains `model(dense, sparse) -> logits [B]` on binary labels with the cross-entropy loss.
 
     Embedding collections with a fused optimizer update their tables themselves; every other parameter belongs to
-    `dense_optimizer`. Batches are shuffled by (seed, epoch): the same seed gives the same batches. The initial weights
-    are the caller's; seed them with `torch.manual_seed` before the model is made.
+    `dense_optimizer`. Batches are shuffled by (seed, epoch). The initial weights are the caller's; call
+    `torch.manual_seed` before the model is made.
 
     With a `folder` a run outlives its process: checkpoints, a log and a report are kept there, SIGINT and SIGTERM end
-    it after the step that is running, and `resume` continues from a checkpoint, bitwise identical to a run that never
-    stopped.
+    it after the running step, and `resume` continues, bitwise identical to a run that never stopped.
 
     On several ranks the model is a `tritonemb.HybridParallel`, and every rank makes a trainer with the same arguments.
     A step trains the ranks' batches as one, in the order of ranks; each rank reads its own shard of the data. Rank 0

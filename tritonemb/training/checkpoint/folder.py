@@ -54,11 +54,11 @@ class CheckpointFolder:
     """The checkpoints of one run: `step-<n>`, the newest `keep` of them, and `best-<n>`.
 
     What a killed process left half-written begins with a dot, and is removed when the next checkpoint is written. So
-    does a whole checkpoint, `.replaced-step-<n>`, of which a new one was about to take the name: it stands for that one
-    wherever checkpoints are looked for, and gets its name back when the next one is written.
+    does a whole checkpoint, `.replaced-step-<n>`, whose name a new one was about to take: it stands for that one, and
+    gets its name back when the next one is written.
 
-    With a `group` of several ranks all of them call a method together. Each writes its own tensors into one folder,
-    which must be on a file system that all of them share; rank 0 does all else. What fails on one fails on all.
+    With a `group` of several ranks all of them call a method together. Each writes its own tensors into one folder, on
+    a file system that all share; rank 0 does all else. What fails on one fails on all.
 
     An `incremental` one has what has changed in tables on disk since the last checkpoint, where that is less.
     """
@@ -85,13 +85,9 @@ class CheckpointFolder:
         return self._path(f"best-{steps[-1]}") if steps else None
 
     def save(
-        self,
-        step: int,
-        tensors: Mapping[str, Tensor],
-        manifest: Mapping[str, Any],
-        group: RankGroup | None = None,
+        self, step: int, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], group: RankGroup | None = None,
         best: bool = False,
-    ) -> int:
+    ) -> int:  # fmt: skip
         """Write the checkpoint of a step; returns its size in bytes.
 
         Args:
@@ -120,13 +116,9 @@ class CheckpointFolder:
             return writer.result(metadata)[0]
 
     def begin(
-        self,
-        step: int,
-        tensors: Mapping[str, Tensor],
-        manifest: Mapping[str, Any],
-        group: RankGroup | None = None,
+        self, step: int, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], group: RankGroup | None = None,
         best: bool = False,
-    ) -> CheckpointWriter:
+    ) -> CheckpointWriter:  # fmt: skip
         """Make the folder of a checkpoint, and submit snapshots of tables on disk; torch saves the writer's tensors.
 
         Arguments and errors as of `save`.

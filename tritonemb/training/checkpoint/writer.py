@@ -128,8 +128,8 @@ def local_bytes(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
     """What this rank holds and may have to write: of tensors of which each rank has a part, and of all others."""
     shards = sum(tensor.bytes_to_save() for tensor in tensors.values() if isinstance(tensor, TableShards))
     parts = sum(tensor.to_local().nbytes for tensor in tensors.values() if isinstance(tensor, DTensor))
-    others = (tensor for tensor in tensors.values() if not isinstance(tensor, TableShards | DTensor))
-    return shards + parts, sum(tensor.nbytes for tensor in others)
+    whole = sum(tensor.nbytes for tensor in tensors.values() if not isinstance(tensor, TableShards | DTensor))
+    return shards + parts, whole
 
 
 def in_pieces(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -222,9 +222,8 @@ class TableSnapshots:
         """
         tables: dict[str, Any] = {prefix: {"fields": t.fields, "parts": []} for prefix, t in self._tables.items()}
         num_bytes = sum(size for size, _ in files.values())
-        for snapshot in self._snapshots:
-            snapshot.future.wait()
-        for prefixes, config, linked, follows, path, _ in self._snapshots:
+        for prefixes, config, linked, follows, path, future in self._snapshots:
+            future.wait()
             header = snapshot_header(path)
             if linked and header["after"] != follows:
                 raise OSError(
@@ -340,15 +339,12 @@ class HostStager(BlockingAsyncStager):
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What this rank is to save of `tensors`: of `TableShards` and DTensors, such ones on the CPU."""
         before, self._buffers = self._buffers, {}  # buffers that are not wanted any more are freed
-        devices: set[torch.device] = set()
 
         def fill(name: str, tensor: Tensor) -> Tensor:
             buffer = before.get(name)
             if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
                 buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             self._buffers[name] = buffer
-            if tensor.is_cuda:
-                devices.add(tensor.device)
             return buffer.copy_(tensor, non_blocking=tensor.is_cuda)
 
         def copy(name: str, tensor: Tensor) -> Tensor:
@@ -360,6 +356,6 @@ class HostStager(BlockingAsyncStager):
             return fill(name, tensor)
 
         copies = {name: copy(name, tensor) for name, tensor in tensors.items()}
-        for device in devices:
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         return copies
