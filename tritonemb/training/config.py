@@ -337,15 +337,12 @@ def preset(data: str, name: str | None = None) -> TrainConfig:
 def plain(value: Any) -> Any:
     """A value as nested lists and dicts of what TOML and JSON know, without fields that are None."""
     if dataclasses.is_dataclass(value):
-        parts = vars(value).items()
-        return {name: plain(part) for name, part in parts if part is not None}
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, tuple | list):
-        return [plain(part) for part in value]
+        value = {name: part for name, part in vars(value).items() if part is not None}
     if isinstance(value, dict):
         return {str(key): plain(part) for key, part in value.items()}
-    return value
+    if isinstance(value, tuple | list):
+        return [plain(part) for part in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def to_toml(config: Any) -> str:

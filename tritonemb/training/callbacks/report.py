@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -173,13 +174,13 @@ def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
     if len(points) <= limit:
         return list(points)
     width = math.ceil(len(points) / (limit // 3))
-    kept = []
+    kept: list[Point] = []
     for start in range(0, len(points), width):
-        bucket = range(start, min(start + width, len(points)))
-        finite = [i for i in bucket if is_finite(points[i][1])]
-        chosen = {min(finite, key=lambda i: points[i][1]), max(finite, key=lambda i: points[i][1])} if finite else set()
-        chosen.update([i for i in bucket if not is_finite(points[i][1])][:1])
-        kept += [points[i] for i in sorted(chosen)]
+        bucket = points[start : start + width]
+        finite = [point for point in bucket if is_finite(point[1])]
+        chosen = {min(finite, key=itemgetter(1)), max(finite, key=itemgetter(1))} if finite else set()
+        chosen.update([point for point in bucket if not is_finite(point[1])][:1])
+        kept += sorted(chosen)
     return kept
 
 
