@@ -139,9 +139,8 @@ def _train(arguments: list[str]) -> int:
     data = chosen.data or written.get("data") or TrainConfig.data
     base = preset(str(data), chosen.preset)
     base = from_plain(written | ({"data": chosen.data} if chosen.data else {}), base, str(chosen.config))
-    config = _parse(TrainConfig, rest, "tritonemb train", default=base)
     try:
-        train(config, chosen.resume)
+        train(_parse(TrainConfig, rest, "tritonemb train", default=base), chosen.resume)
     except Interrupted as interrupted:
         print(f"{interrupted}; resume with --resume auto", file=sys.stderr)
         return interrupted.exit_status

@@ -96,8 +96,7 @@ def joined(config: TrainConfig) -> Iterator[tuple[RankGroup, torch.device]]:
     if "WORLD_SIZE" not in os.environ:
         yield RankGroup(), check_device(config.device)
         return
-    rank_of_node = os.environ.get("LOCAL_RANK", "0")
-    device = check_device(f"cuda:{rank_of_node}" if config.device == "cuda" else config.device)
+    device = check_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if config.device == "cuda" else config.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"

@@ -214,14 +214,14 @@ class Loop:
         self._refuse_nonfinite(loss, epoch)
         sent, across = self.ranks.sent()
         steps, self._logged_step = progress.step - self._logged_step, progress.step
-        cache = {} if self.caches is None else self.caches.lap(steps)
         if self._has_callbacks:
             device, on_gpu = self.state.device, self.state.device.type == "cuda"
             memory = torch.cuda.memory_allocated(device) if on_gpu else require("psutil").Process().memory_info().rss
             self.callbacks.on_log(Log(
                 progress.step, epoch, progress.samples, loss, *self.state.step.current_rates(), *self.clock.lap(),
                 memory, self.clock.seconds,
-                {kind: num_bytes // steps for kind, num_bytes in sent.items()}, across // steps, cache,
+                {kind: num_bytes // steps for kind, num_bytes in sent.items()}, across // steps,
+                {} if self.caches is None else self.caches.lap(steps),
             ))  # fmt: skip
 
     def _evaluate(self, epoch: int) -> None:

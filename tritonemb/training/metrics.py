@@ -61,8 +61,7 @@ def binary_metrics(logits: Tensor, labels: Tensor, seconds: float | None = None)
         raise UndefinedMetricsError(
             f"all {labels.numel()} labels are the same, so neither AUC nor normalized entropy is defined"
         )
-    binary_auroc = require("torchmetrics.functional.classification").binary_auroc
-    auc = float(binary_auroc(logits.sigmoid(), labels.int()))
+    auc = float(require("torchmetrics.functional.classification").binary_auroc(logits.sigmoid(), labels.int()))
     log_loss = float(F.binary_cross_entropy_with_logits(logits, labels))
     base_loss = float(F.binary_cross_entropy(base_rate, base_rate))
     speed = labels.numel() / seconds if seconds else 0.0

@@ -64,7 +64,7 @@ class Ranks:
 
     def to_first(self, values: Tensor) -> Tensor:
         """The 1-D CPU tensors of all ranks, one after the other, on rank 0; none of them on the others. Collective."""
-        sizes = self._gather(torch.tensor([values.shape[0]], dtype=torch.int64)).flatten().tolist()
+        sizes: list[int] = self.gather(values.shape[0])
         send = [values.shape[0]] + [0] * (self.size - 1)
         return self.control.all_to_all(values, send, sizes if self.is_first else [0] * self.size, "evaluation")
 

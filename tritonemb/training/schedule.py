@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, get_args
 
 Decay = Literal["constant", "polynomial", "cosine"]
@@ -64,8 +64,7 @@ class Schedule:
             raise ValueError(
                 f"{self.decay} decay needs decay_steps (or max_steps): the data set does not know its size in advance"
             )
-        left = max(total_steps - self.warmup_steps, 1)
-        return Schedule(self.warmup_steps, self.decay, left, self.power, self.final)
+        return replace(self, decay_steps=max(total_steps - self.warmup_steps, 1))
 
     def factor(self, step: int) -> float:
         """The factor of step `step`, counted from 0."""

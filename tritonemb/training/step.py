@@ -132,8 +132,8 @@ def _agree(ranks: Ranks, batches: list[Batch], error: Exception | None, signal: 
     if ranks.size == 1:
         return Round((rows,), len(batches), not batches, signal, clock)
     state: Any = "failed" if error is not None else "ready" if batches else "over"
-    note = "" if error is None else describe(error)
     try:
+        note = describe(error) if error else ""
         return ranks.agreement.next(rows, state, note, batches=len(batches), signal=signal, clock=clock)
     except RuntimeError as failure:
         ranks.report_lost(failure)
@@ -275,8 +275,8 @@ class TrainStep:
         for number, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
             batch, factor = batch.to(self.device, non_blocking=True), weight * scale
             # Where more batches follow, dense gradients are averaged over the ranks with those of the last one.
-            apart = isinstance(self.model, HybridParallel) and number < len(batches) - 1
-            with self.model.no_sync() if apart else nullcontext():
+            more = number < len(batches) - 1
+            with self.model.no_sync() if more and isinstance(self.model, HybridParallel) else nullcontext():
                 logits = logits_of(self.forward, batch, self.precision, self.device)
                 # The mean of no samples is no number; their sum is 0, and has gradients, which other ranks wait for.
                 reduction = "mean" if len(batch) else "sum"

@@ -96,10 +96,12 @@ class TrainState:
     def open(self, split: Split, training: bool = False) -> Batches:
         """This rank's batches of a split; for training shuffled, from where the epoch has come to."""
         options, progress = self.options, self.progress
-        order = {"seed": options.seed, "epoch": progress.epoch, "shuffle": True, "positions": progress.position}
+        order: dict[str, Any] = {}
+        if training:
+            order = {"seed": options.seed, "epoch": progress.epoch, "shuffle": True, "positions": progress.position}
         return open_shards(
             self.data, split, options.batch_size, self.ranks.rank, self.ranks.size,
-            pin_memory=self.device.type == "cuda", workers=self._workers, **(order if training else {}),
+            pin_memory=self.device.type == "cuda", workers=self._workers, **order,
         )  # fmt: skip
 
     @contextmanager
@@ -190,7 +192,7 @@ def count(caches: Iterable[RowCache]) -> Counter[str]:
 
 def has_cached_tables(model: nn.Module) -> bool:
     """Whether some table is in host memory or on disk: the same on all ranks, whoever has its shards."""
-    sharded = [module for module in model.modules() if isinstance(module, ShardedCollection)]
+    sharded = (module for module in model.modules() if isinstance(module, ShardedCollection))
     return needs_prefetch(model) or any(config.placement != "device" for each in sharded for config in each.configs)
 
 

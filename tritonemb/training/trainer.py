@@ -94,11 +94,12 @@ class Trainer(TrainerOptions):
         some = next(model.parameters(), None) if self.device is None else torch.empty(0, device=self.device)
         device = torch.device("cpu") if some is None else some.device  # with its index
         step = TrainStep(model, device, ranks, self.dense_optimizer, self.dense_lr, self.precision, self.compile)
-        config = dict(self.config or {})
-        state = TrainState(model, device, self.data, self, config, step, Progress(), ranks, self.pipeline)
+        state = TrainState(
+            model, device, self.data, self, dict(self.config or {}), step, Progress(), ranks, self.pipeline
+        )
         # What is learned of the data's size later on does not change them, or a resumed run would have other rates.
-        given = (self.dense_schedule, self.table_schedule)
-        step.schedule(*((schedule or Schedule()).within(state.total_steps) for schedule in given))
+        schedules = (self.dense_schedule or Schedule(), self.table_schedule or Schedule())
+        step.schedule(*(schedule.within(state.total_steps) for schedule in schedules))
         options, folder = self.checkpoints, None
         if self.folder is not None:
             folder = RunFolder(self.folder, options.keep, options.checkpoint_incremental)

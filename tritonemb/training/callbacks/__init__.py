@@ -188,7 +188,7 @@ class CallbackList:
                     training.add_note(f"besides, {type(callback).__name__}.on_end failed: {error!r}")
                 failure = failure or error
         self._started = []
-        if failure is not training:
+        if failure is not None and training is None:
             raise failure
 
     def _call_all(self, method: str, event: object) -> None:

@@ -91,8 +91,9 @@ class LiveView(Lines):
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__(stream)
-        console = require("rich.console").Console
-        self._console = console(file=stream, highlight=False, force_terminal=True, force_jupyter=False)
+        self._console = require("rich.console").Console(
+            file=stream, highlight=False, force_terminal=True, force_jupyter=False
+        )
         self._clock = clock
         self._live: Any = None
 

@@ -54,8 +54,8 @@ class RunLog(Callback):
         self._step = start.first_step
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._resume_at_step is not None and self._path.exists():
-            kept = [each for each in _events(self._path) if _step_of(each) <= self._resume_at_step]
-            write_whole(self._path, "".join(_line(each) for each in kept if each["event"] != "end"))
+            events = [each for each in _events(self._path) if each["event"] != "end"]
+            write_whole(self._path, "".join(_line(each) for each in events if _step_of(each) <= self._resume_at_step))
         self._resume_at_step = None  # a second fit in this process only adds to the log
         self._file = FileIO(self._path, "ab")
         self._write("start", asdict(start) | {"time": _now()})
@@ -76,9 +76,9 @@ class RunLog(Callback):
     def on_end(self, end: FitEnd | None) -> None:
         error = sys.exception()
         text = None if error is None else f"{type(error).__name__}: {error}"
-        failed = {"reason": "failed", "step": self._step, "error": text}
+        values = {"reason": "failed", "step": self._step, "error": text} if end is None else asdict(end)
         try:
-            self._write("end", (failed if end is None else asdict(end)) | {"time": _now()})
+            self._write("end", values | {"time": _now()})
         finally:
             if self._file is not None:
                 self._file.close()

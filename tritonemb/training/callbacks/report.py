@@ -69,8 +69,7 @@ def render(events: Sequence[Event]) -> str:
     names = [config[key] for key in ("model", "data") if isinstance(config.get(key), str)]
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_visible)
     environment.filters |= {"count": "{:,.0f}".format, "size": size, "took": took}
-    template = environment.from_string(Path(__file__).with_name("report.html.jinja").read_text("utf-8"))
-    return template.render(
+    return environment.from_string(Path(__file__).with_name("report.html.jinja").read_text("utf-8")).render(
         GEOMETRY,
         kinds=kinds,
         title=" on ".join(names) or "Training run",

@@ -150,7 +150,8 @@ class CheckpointManager:
     def manifest(self) -> dict[str, Any]:
         """All else, for JSON. Collective."""
         state = self._state
-        generators, positions = state.ranks.gather(train_state.rng_plain()), state.ranks.gather(state.progress.position)
+        generators = state.ranks.gather(train_state.rng_plain())
+        positions: list[Any] = state.ranks.gather(state.progress.position)
         position = None if state.progress.position is None else merge_positions(positions)
         return {
             "versions": versions(state.device),

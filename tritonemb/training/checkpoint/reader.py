@@ -81,8 +81,7 @@ def stored_tensors(path: str | Path, group: RankGroup | None = None) -> dict[str
 
 def saved_tables(path: Path) -> dict[str, dict[str, Any]]:
     """What a checkpoint's manifest, if it has one, says of the tables that are files, by the prefix of their names."""
-    there = (path / MANIFEST).is_file()
-    return read_manifest_text(path)[1].get("tables", {}) if there else {}
+    return read_manifest_text(path)[1].get("tables", {}) if (path / MANIFEST).is_file() else {}
 
 
 def load_tensors(
@@ -186,9 +185,8 @@ def read_files(path: Path, entry: Mapping[str, Any], table: CachedTable) -> Disk
     `entry` is the manifest's of the whole table. Else rows that were never written are left out where all parts have
     the same initial values.
     """
-    own = describe_part(table.config)
     for part in entry["parts"]:
-        if all(part[name] == value for name, value in own.items()):
+        if part | describe_part(table.config) == part:
             base, *changes = [path / name for name in part["files"]]
             return table.restore_store(base, changes)
     config, parts = table.config, _parts_of(path, entry)

@@ -233,8 +233,8 @@ class TableSnapshots:
             own = linked | {path.name: size_and_checksum(path)}
             num_bytes += allocated(path)
             files |= own
+            part = describe_part(config) | {"files": list(own), "snapshot": header["snapshot"]}
             for prefix in prefixes:
-                part = describe_part(config) | {"files": list(own), "snapshot": header["snapshot"]}
                 tables[prefix]["parts"].append(part)
         return RankFiles(files, tables, num_bytes)
 
