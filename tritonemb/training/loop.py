@@ -23,8 +23,8 @@ from tritonemb.training.checkpoint.manager import CheckpointManager
 from tritonemb.training.doctor import versions
 from tritonemb.training.metrics import Metrics, UndefinedMetricsError, evaluate
 from tritonemb.training.ranks import Interrupted, StopRequest
-from tritonemb.training.step import PreparedStep, StepInfo, take
-from tritonemb.training.train_state import TrainState, caches_of, count
+from tritonemb.training.step import PreparedStep, StepInfo, count, take
+from tritonemb.training.train_state import TrainState, caches_of
 from tritonemb.utils import require
 
 MIN_STALL = 1e-3  # seconds that count

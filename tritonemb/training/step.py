@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -26,7 +26,8 @@ from tritonemb.data.protocol import Batches, ReadReport
 from tritonemb.nn.collections import TableCollection
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
-from tritonemb.tables.lookup import PrefetchedFeatures, needs_prefetch, prefetch
+from tritonemb.tables.cache import RowCache
+from tritonemb.tables.lookup import PrefetchedFeatures, needs_prefetch, prefetch, released_before, sequence_number
 from tritonemb.training.config import Precision
 from tritonemb.training.ranks import Ranks
 from tritonemb.training.schedule import LossScale, Schedule
@@ -173,6 +174,20 @@ def prefetch_for(model: nn.Module, training: bool) -> Prefetch | None:
             return model.prefetch(features) if isinstance(model, HybridParallel) else prefetch(model, features)
 
     return prefetch_features
+
+
+def eviction_permit() -> AbstractContextManager[object]:
+    """Which rows may be evicted is settled when a step may be made, not when the thread comes to it."""
+    return released_before(sequence_number())
+
+
+def count(caches: Iterable[RowCache]) -> Counter[str]:
+    """What the caches have counted, of all tables: the fields of `CacheStatistics`."""
+    found: Counter[str] = Counter()
+    for cache in caches:
+        for statistics in cache.statistics().values():
+            found.update(vars(statistics))
+    return found
 
 
 class TrainStep:

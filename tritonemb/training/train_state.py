@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,10 +23,10 @@ from tritonemb.data.workers import DataLoaderWorkers
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.tables.cache import RowCache
 from tritonemb.tables.cached_table import CachedTable, metadata_only
-from tritonemb.tables.lookup import needs_prefetch, released_before, sequence_number, table_sets
+from tritonemb.tables.lookup import needs_prefetch, table_sets
 from tritonemb.training.config import TrainerOptions
 from tritonemb.training.ranks import Ranks
-from tritonemb.training.step import PLAIN, PreparedStep, TrainStep, prefetch_for, prepare
+from tritonemb.training.step import PLAIN, PreparedStep, TrainStep, count, eviction_permit, prefetch_for, prepare
 
 DEPTH = 2  # steps beyond the one that is trained
 
@@ -122,8 +121,7 @@ class TrainState:
             with closing(steps):
                 yield steps
             return
-        # Which rows may be evicted is settled when a step may be made, not when the thread comes to it.
-        permit = (lambda: released_before(sequence_number())) if caches else None
+        permit = eviction_permit if caches else None
         with Prefetcher(steps, depth, "tritonemb-pipeline", collective=ranks.size > 1, permit=permit) as prefetcher:
             if training:
                 self.prefetched = prefetcher
@@ -179,15 +177,6 @@ def caches_of(model: nn.Module) -> list[RowCache]:
         if isinstance(module, ShardedCollection):
             found += module.locals
     return [collection.cache for collection in found if collection.cache is not None]
-
-
-def count(caches: Iterable[RowCache]) -> Counter[str]:
-    """What the caches have counted, of all tables: the fields of `CacheStatistics`."""
-    found: Counter[str] = Counter()
-    for cache in caches:
-        for statistics in cache.statistics().values():
-            found.update(vars(statistics))
-    return found
 
 
 def has_cached_tables(model: nn.Module) -> bool:
