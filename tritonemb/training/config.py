@@ -1,7 +1,4 @@
-"""Every option of a training run, once: what `Trainer`, the TOML file and the command line take derives from here.
-
-Options are nested frozen dataclasses of plain values, tuples and paths, so they can be written as TOML and read back.
-"""
+"""Every option of a training run, once: frozen dataclasses, for `Trainer`, the TOML file and the command line."""
 
 from __future__ import annotations
 
@@ -27,6 +24,8 @@ EmbeddingOptimizer = Literal[
     "sgd", "row_wise_adagrad", "adagrad", "adam", "partial_row_wise_adam", "lamb", "partial_row_wise_lamb", "lars_sgd",
     "ftrl",
 ]  # fmt: skip
+
+_NO = object()
 
 
 def number(default: Any, *, least: int) -> Any:
@@ -121,8 +120,7 @@ class WorkerOptions(Options):
 
     Args:
         num_workers: data loader workers of each rank; none if 0.
-        timeout: seconds to wait for a rank that does not answer. The model's own exchanges have a time-out of their
-            own: that of `HybridParallel` or `torch.distributed.init_process_group`.
+        timeout: seconds to wait for a rank that does not answer; the model's own exchanges have that of their group.
     """
 
     num_workers: int = number(0, least=0)
@@ -303,7 +301,7 @@ class TrainConfig(RunOptions):
     def trainer_options(self) -> dict[str, Any]:
         """The keyword arguments of a `Trainer`, each from the section that has it."""
         sections = (self, self.tables, self.schedule, self.evaluation, self.output, self.parallel)
-        names = {each.name for each in dataclasses.fields(TrainerOptions)} - {"checkpoints"}
+        names = [each.name for each in dataclasses.fields(TrainerOptions)]
         found = {name: getattr(part, name) for part in sections for name in names if hasattr(part, name)}
         return found | {"checkpoints": self.checkpoint}
 
@@ -353,9 +351,7 @@ def to_toml(config: Any) -> str:
 def read_toml(path: str | Path, base: Config) -> Config:
     """`base` with the values of a TOML file in place of its own.
 
-    Raises:
-        FileNotFoundError, ValueError: the file is missing or not valid TOML; an unknown key, with the nearest known
-            one; a value of a wrong type or out of range.
+    Raises FileNotFoundError, ValueError: no file, or not valid TOML; an unknown key; a value of a wrong type or range.
     """
     return from_plain(load_toml(path), base, str(path))
 
@@ -391,9 +387,6 @@ def from_plain(values: dict[str, Any], base: Config, where: str, section: str = 
         return replace(base, **changed)  # type: ignore[type-var]
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}{f', [{section}]' if section else ''}: {error}") from error
-
-
-_NO = object()
 
 
 def _as(value: Any, hint: Any) -> Any:

@@ -160,13 +160,12 @@ def _progress(text: str, verbose: bool) -> Iterator[Callable[[int, int | None], 
         return
     console = require("rich.console").Console(stderr=True)
     with require("rich.progress").Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        tasks: list[Any] = []
 
         def show(rows: int, total: int | None) -> None:
-            if not tasks:
+            if not bar.task_ids:
                 _say(text)
-                tasks.append(bar.add_task("converting"))
-            bar.update(tasks[0], completed=rows, total=total)
+                bar.add_task("converting")
+            bar.update(bar.task_ids[0], completed=rows, total=total)
 
         yield show
 

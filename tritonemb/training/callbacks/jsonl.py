@@ -117,10 +117,9 @@ def _events(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             event = json.loads(line)
-            if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-                raise ValueError("not an object with an event")
-            if not isinstance(_step_of(event), int):
-                raise ValueError("an event without its step")
+            named = isinstance(event, dict) and isinstance(event.get("event"), str)
+            if not named or not isinstance(_step_of(event), int):
+                raise ValueError("not an event with its step")
         except ValueError as error:
             if number == len(lines):  # nothing after the last line's end, or a line that was not finished
                 break

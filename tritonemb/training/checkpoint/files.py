@@ -41,7 +41,6 @@ def read_manifest_text(path: Path) -> tuple[str, dict[str, Any]]:
             f"{path} has checkpoint format {found}, this version of tritonemb reads format {FORMAT}; it was written by "
             f"tritonemb {manifest.get('versions', {}).get('tritonemb', 'of an unknown version')}"
         )
-    assert isinstance(manifest, dict)
     return text, manifest
 
 
