@@ -7,8 +7,10 @@ import contextlib
 import difflib
 import functools
 import importlib
+import inspect
 import io
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -62,67 +64,16 @@ Train a click model; print test AUC, log loss, normalized entropy, samples/s.
   tritonemb train --data day_0.tsv --epochs 1 --out runs/first --resume auto
 """
 
-VOCAB_USAGE = """\
-usage: tritonemb vocab --data PATH [--out FILE] ...
-
-Number the categories of a log's train rows by how often they occur, instead
-of hashing them; for tritonemb train --vocabulary FILE.
-
-  --data PATH        the log, a file or a folder
-  --out FILE         the file to write (vocabulary.parquet)
-  --min-count N      rarer values share id 0 with missing ones (10)
-  --max-size N       the most frequent values that each feature keeps (all)
-  --on-bad-row skip  leave out and count what cannot be read
-  --label, --dense, --sparse, --split-by, ...   as given to train
-  --help-all         every option, with its default
-
-  tritonemb vocab --data train.txt --out vocabulary.parquet --min-count 5
-"""
-
-CONVERT_USAGE = """\
-usage: tritonemb convert --data PATH --out PATH ...
-
-Make Parquet files, which read faster, of text files: Criteo's format or CSV.
-
-  --data PATH          the log, a file or a folder
-  --out PATH           the file to write, or the folder for a folder
-  --row-group-rows N   rows of a row group (131072)
-  --compression NAME   zstd, snappy, gzip, lz4 or none (zstd)
-  --on-bad-row skip    leave out and count what cannot be read
-  --label, --dense, --sparse, --integers   columns of CSV, as given to train
-  --delimiter, --quoted-newlines           how CSV is written
-  --help-all           every option, with its default
-
-  tritonemb convert --data day_0.gz --out day_0.parquet
-"""
-
-SERVE_USAGE = """\
-usage: tritonemb serve --data NAME-OR-PATH ...
-
-Read a data set for trainers on other machines, which are started with --data grpc://HOST:PORT.
-They need the token of the variable TRITONEMB_TOKEN; if there is none, a random one is printed.
-
-  --data NAME-OR-PATH  a data set's name, or the path of a log
-  --path PATH          where the data set lies, for names that need it
-  --address ADDRESS    where to listen (grpc://0.0.0.0:8815); grpc+tls://HOST:PORT for TLS
-  --certificate PATH, --key PATH   PEM files, for TLS
-  --num-embeddings N, --schema PATH, --split-by WAY, ...   how a log is read, as given to train
-  --help-all           every option, with its default
-
-  tritonemb serve --data day_0.tsv --address grpc://0.0.0.0:8815
-"""
+USER_ERRORS = (FileNotFoundError, ConnectionError, PermissionError)  # and those that are no OSError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 2 for a mistake of the user's (one line on stderr says which)."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if not words:
-        print(USAGE, end="", file=sys.stderr)
-        return 2
-    name, *rest = words
-    if name in ("-h", "--help"):
-        print(USAGE, end="")
-        return 0
+    name, *rest = words or [""]
+    if name in ("", "-h", "--help"):
+        print(USAGE, end="", file=sys.stdout if name else sys.stderr)
+        return 0 if name else 2
     if name == "--version":
         from tritonemb import __version__
 
@@ -137,12 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (ValueError, FileNotFoundError, ConnectionError, MissingExtraError, PermissionError) as error:
+    except (ValueError, OSError, MissingExtraError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return _end(2)
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return _end(1)
+        mistake = not isinstance(error, OSError) or isinstance(error, USER_ERRORS)
+        return _end(2 if mistake else 1)
     except KeyboardInterrupt:
         return _end(130)
     except Exception as error:
@@ -190,9 +139,8 @@ def _train(arguments: list[str]) -> int:
     data = chosen.data or written.get("data") or TrainConfig.data
     base = preset(str(data), chosen.preset)
     base = from_plain(written | ({"data": chosen.data} if chosen.data else {}), base, str(chosen.config))
-    config = _parse(TrainConfig, rest, "tritonemb train", default=base)
     try:
-        train(config, chosen.resume)
+        train(_parse(TrainConfig, rest, "tritonemb train", default=base), chosen.resume)
     except Interrupted as interrupted:
         print(f"{interrupted}; resume with --resume auto", file=sys.stderr)
         return interrupted.exit_status
@@ -201,16 +149,23 @@ def _train(arguments: list[str]) -> int:
 
 def _run(name: str, arguments: list[str]) -> int:
     """A command whose options are a dataclass of the module that has its function."""
-    module_name, kind, function, usage = _SIMPLE[name]
-    if usage and {"-h", "--help"} & set(arguments):
-        print(usage, end="")
-        return 0
-    require("tyro")
+    module_name, kind_name, function = _SIMPLE[name]
     module = importlib.import_module(module_name)
-    result = getattr(module, function)(_parse(getattr(module, kind), arguments, f"tritonemb {name}"))
+    kind = getattr(module, kind_name)
+    if {"-h", "--help"} & set(arguments):
+        print(_short_help(kind))
+        return 0
+    result = getattr(module, function)(_parse(kind, arguments, f"tritonemb {name}"))
     if result is not None:
         print(result)
     return 0
+
+
+def _short_help(kind: type[Any]) -> str:
+    """The docstring of a class of options, its fields as flags; how a log is read stays for --help-all."""
+    text = inspect.cleandoc(kind.__doc__ or "").replace("Args:", "Options; --help-all shows all, with their defaults:")
+    text = re.sub(r"^ {4}read: .*", "", text, flags=re.MULTILINE)
+    return re.sub(r"^ {4}(\w+):", lambda name: f"  --{name[1].replace('_', '-')}:", text, flags=re.MULTILINE).rstrip()
 
 
 def _doctor(arguments: list[str]) -> int:
@@ -242,12 +197,12 @@ def _parse(kind: type[Any], arguments: list[str], prog: str, **options: Any) -> 
         raise
 
 
-# Of each command: the module, its class of options and its function, and the help.
+# Of each command: the module, its class of options and its function.
 _SIMPLE = {
-    "predict": ("tritonemb.training.predict", "PredictOptions", "predict", ""),
-    "vocab": ("tritonemb.data.convert", "VocabOptions", "make_vocabulary", VOCAB_USAGE),
-    "convert": ("tritonemb.data.convert", "ConvertOptions", "convert_log", CONVERT_USAGE),
-    "serve": ("tritonemb.data.serve", "ServeOptions", "serve", SERVE_USAGE),
+    "predict": ("tritonemb.training.job", "PredictOptions", "predict"),
+    "vocab": ("tritonemb.data.convert", "VocabOptions", "make_vocabulary"),
+    "convert": ("tritonemb.data.convert", "ConvertOptions", "convert_log"),
+    "serve": ("tritonemb.data.serve", "ServeOptions", "serve"),
 }
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tritonemb.training import CheckpointOptions
 from tritonemb.training.checkpoint import (
     MANIFEST,
     CheckpointError,
     CheckpointFolder,
-    CheckpointOptions,
     load_tensors,
     read_manifest,
     stored_tensors,
@@ -177,7 +177,7 @@ def test_a_folder_without_permission_is_reported(tmp_path):
         ({"checkpoint_steps": 0}, "checkpoint_steps must be at least 1"),
         ({"checkpoint_minutes": -1.0}, "checkpoint_minutes must not be negative"),
         ({"keep": 0}, "keep must be at least 1"),
-        ({"on_checkpoint_error": "ignore"}, "on_checkpoint_error must be 'continue' or 'stop', got 'ignore'"),
+        ({"on_checkpoint_error": "ignore"}, r"on_checkpoint_error must be one of \('continue', 'stop'\), got 'ignore'"),
     ],
 )
 def test_options_are_checked(options, message):

@@ -20,6 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.sharding.cuts import Cut, holds, shards_of, values
 from tritonemb.comm.group import RankGroup
+from tritonemb.training.callbacks import CheckpointSaved
 from tritonemb.training.checkpoint import (
     CheckpointError,
     CheckpointFolder,
@@ -28,7 +29,7 @@ from tritonemb.training.checkpoint import (
     stored_tensors,
     writer,
 )
-from tritonemb.training.checkpoint.manager import AsyncSave, WrittenCheckpoint
+from tritonemb.training.checkpoint.manager import AsyncSave
 from tritonemb.training.checkpoint.writer import HostStager
 
 CUTS = [Cut((0, 6), (0, 4), (0, 1)), Cut((6, 12), (0, 4), (1, 0))]  # each saves one, and holds both
@@ -67,20 +68,19 @@ def test_it_holds_the_moment_of_its_start(tmp_path, gate):
     save, progress = AsyncSave(folder), {"step": 1, "losses": [0.5]}
     tensors = {"a": torch.arange(12.0).view(3, 4), "t": torch.arange(12.0).view(4, 3).t(), "step": torch.tensor(1)}
     expected = {name: tensor.clone() for name, tensor in tensors.items()}
-    assert save.done()
     assert save.start(1, tensors, {"progress": progress}) is None
     for tensor in tensors.values():
         tensor.fill_(9)
     progress["losses"].append(0.25)
-    assert not save.done()
     assert folder.steps() == []
     gate.open.set()
     saved = save.wait()
     assert saved is not None
     files = [path for path in folder.path(1).iterdir() if path.name != "trainer.json"]
-    assert saved[:2] == (1, sum(path.stat().st_size for path in files))
-    assert 0 < saved.stopped < saved.seconds
-    assert (save.done(), save.wait()) == (True, None)
+    assert (saved.step, saved.path) == (1, folder.path(1))
+    assert saved.num_bytes == sum(path.stat().st_size for path in files)
+    assert saved.seconds > 0
+    assert save.wait() is None
     found = loaded(folder, 1)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert read_manifest(folder.path(1))["progress"] == {"step": 1, "losses": [0.5]}
@@ -104,14 +104,7 @@ def test_there_is_one_at_a_time_and_buffers_are_used_again(tmp_path, gate):
     assert folder.best().name == "best-2"
 
 
-def wait_until_done(save: AsyncSave) -> None:
-    while not save.done():
-        time.sleep(0.01)
-
-
-@pytest.mark.parametrize(
-    "ask", [AsyncSave.wait, wait_until_done, lambda save: save.start(3, {"a": torch.zeros(3)}, {})]
-)
+@pytest.mark.parametrize("ask", [AsyncSave.wait, lambda save: save.start(3, {"a": torch.zeros(3)}, {})])
 def test_a_failure_comes_out_once(tmp_path, monkeypatch, ask):
     folder = CheckpointFolder(tmp_path)
     save, tensors = AsyncSave(folder), {"a": torch.zeros(3)}
@@ -125,7 +118,6 @@ def test_a_failure_comes_out_once(tmp_path, monkeypatch, ask):
         save.start(2, tensors, {})
         with pytest.raises(CheckpointError, match=r"step 2 could not be written .* The checkpoint step-1 is whole"):
             ask(save)
-    assert save.done()
     assert save.wait() is None
     save.start(4, tensors, {})
     assert save.wait().step == 4
@@ -137,7 +129,7 @@ def test_what_json_does_not_know_is_refused_at_once(tmp_path):
         AsyncSave(CheckpointFolder(tmp_path)).start(1, {}, {"what": object()})
 
 
-def save_and_change(rank: int, folder: str) -> tuple[WrittenCheckpoint | None, WrittenCheckpoint | None, bool]:
+def save_and_change(rank: int, folder: str) -> tuple[CheckpointSaved | None, CheckpointSaved | None, bool]:
     whole, group = values((12, 4), torch.bfloat16), RankGroup.world()
     mesh = init_device_mesh("cpu", (group.size,))
     dense, plain = distribute_tensor(torch.arange(7.0), mesh, [Shard(0)]), torch.tensor(3)
@@ -165,7 +157,7 @@ def test_several_ranks_write_while_they_train(ranks, tmp_path):
     (first, second, good), (other, _, too) = ranks(2).run(save_and_change, str(tmp_path))
     assert good
     assert too
-    assert (first.step, second.step, first.size) == (1, 2, other.size)
+    assert (first.step, second.step, first.num_bytes) == (1, 2, other.num_bytes)
 
 
 def fail_on_one(rank: int, folder: str) -> str:
@@ -223,7 +215,7 @@ def test_no_memory_for_the_copy_on_one_rank(ranks, tmp_path):
     assert CheckpointFolder(tmp_path).steps() == [2]
 
 
-def save_alone(rank: int, folder: str) -> WrittenCheckpoint | None:
+def save_alone(rank: int, folder: str) -> CheckpointSaved | None:
     save = AsyncSave(CheckpointFolder(Path(folder, str(rank))))
     save.start(1, {"a": torch.full((3,), float(rank))}, {})
     return save.wait()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -125,8 +124,7 @@ class TestResume:
             config = table.config.part("t", (first, last - first), (0, 128), ["t"])
             own = te.nn.EmbeddingBagCollection([config], optimizer=te.optim.RowWiseAdagrad(lr=0.1))
             (part,) = own.tables
-            with closing(reader.FileReader(path, entry)) as rows:
-                part.replace_store(reader.write_rows(rows, part))
+            part.replace_store(reader.read_files(path, entry, part))
             assert part.store.bytes_on_disk() <= num_bytes
             numbers = torch.tensor([row for row in (0, 1, 5, 6, 700, 999_999_999) if first <= row < last])
             expected = torch.empty(numbers.numel(), table.record.num_bytes, dtype=torch.uint8)

@@ -22,13 +22,13 @@ from tritonemb.training.checkpoint import (
     MANIFEST,
     CheckpointError,
     CheckpointFolder,
-    all_ranks,
     load_tensors,
     read_manifest,
     stored_tensors,
     writer,
 )
 from tritonemb.training.checkpoint import folder as folder_module
+from tritonemb.training.checkpoint.files import ignore_single_process_warning
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 HALVES = [Cut((0, 6), (0, 4), (0,)), Cut((6, 12), (0, 4), (1,))]
@@ -82,7 +82,7 @@ def test_any_number_of_ranks_reads_what_any_number_has_saved(ranks, tmp_path_fac
 def test_one_process_writes_what_it_always_wrote(tmp_path):
     tensors = {"model.a": torch.rand(30, 4), "model.b": torch.rand(5).bfloat16(), "model.step": torch.tensor(3)}
     CheckpointFolder(tmp_path).save(1, tensors, {}, RankGroup())
-    all_ranks.ignore_single_process_warning()
+    ignore_single_process_warning()
     torch.distributed.checkpoint.save(tensors, checkpoint_id=tmp_path / "plain", no_dist=True)
     ours = {path.name: path.read_bytes() for path in (tmp_path / "step-1").glob("*.distcp")}
     assert ours == {path.name: path.read_bytes() for path in (tmp_path / "plain").glob("*.distcp")}

@@ -13,10 +13,16 @@ import tritonemb as te
 from tests.helpers import assert_same_bits
 from tritonemb.data import NAMES, LogOptions, Schema, make_synthetic
 from tritonemb.optim import OPTIMIZERS
-from tritonemb.training import Callback
-from tritonemb.training.callbacks.tensorboard import ProfileOptions
-from tritonemb.training.checkpoint import CheckpointFolder, CheckpointOptions, load_tensors, stored_tensors
-from tritonemb.training.config import PRESETS, EmbeddingOptimizer, OutputOptions, TrainConfig, preset
+from tritonemb.training import Callback, CheckpointOptions
+from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, stored_tensors
+from tritonemb.training.config import (
+    PRESETS,
+    EmbeddingOptimizer,
+    OutputOptions,
+    ProfileOptions,
+    TrainConfig,
+    preset,
+)
 from tritonemb.training.job import build_model, build_optimizer, train
 
 

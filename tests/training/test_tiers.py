@@ -19,7 +19,7 @@ from tritonemb.training.callbacks.console import size
 from tritonemb.training.callbacks.report import HtmlReport
 from tritonemb.training.callbacks.tensorboard import TensorBoard
 from tritonemb.training.config import TableOptions
-from tritonemb.training.metrics import MANY_STALLS, MAX_WIDENED, CacheMeter
+from tritonemb.training.loop import MANY_STALLS, MAX_WIDENED, CacheMeter
 from tritonemb.types import CacheConfig
 
 

@@ -22,7 +22,7 @@ from tests.training import jobs
 from tritonemb.tables.cache import RowCache
 from tritonemb.tables.cache_storage import CacheStatistics
 from tritonemb.training import step as step_module
-from tritonemb.training.metrics import caches_of
+from tritonemb.training.train_state import caches_of
 from tritonemb.types import CacheConfig
 
 TABLE, ROWS, BATCH = "user", 64, 40

@@ -2,7 +2,8 @@
 
 from tritonemb.comm.control import RankFailed
 from tritonemb.training.callbacks import Callback
-from tritonemb.training.checkpoint import CheckpointError, CheckpointOptions
+from tritonemb.training.checkpoint import CheckpointError
+from tritonemb.training.config import CheckpointOptions
 from tritonemb.training.loop import FitResult
 from tritonemb.training.metrics import Metrics, binary_metrics
 from tritonemb.training.ranks import Interrupted

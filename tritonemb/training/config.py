@@ -1,7 +1,4 @@
-"""Every option of a training run, once: what `Trainer`, the TOML file and the command line take derives from here.
-
-Options are nested frozen dataclasses of plain values, tuples and paths, so they can be written as TOML and read back.
-"""
+"""Every option of a training run, once: frozen dataclasses, for `Trainer`, the TOML file and the command line."""
 
 from __future__ import annotations
 
@@ -15,8 +12,6 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from tritonemb.data import LogOptions, kind_of
-from tritonemb.training.callbacks.tensorboard import ProfileOptions
-from tritonemb.training.checkpoint import CheckpointOptions
 from tritonemb.training.schedule import Schedule, ScheduleOptions
 from tritonemb.types import CacheConfig, TableConfig
 from tritonemb.utils import require
@@ -29,6 +24,8 @@ EmbeddingOptimizer = Literal[
     "sgd", "row_wise_adagrad", "adagrad", "adam", "partial_row_wise_adam", "lamb", "partial_row_wise_lamb", "lars_sgd",
     "ftrl",
 ]  # fmt: skip
+
+_NO = object()
 
 
 def number(default: Any, *, least: int) -> Any:
@@ -43,12 +40,12 @@ class Options:
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
         for each in dataclasses.fields(self):
-            least, value = each.metadata.get("least"), getattr(self, each.name, None)
+            least, value, words = each.metadata.get("least"), getattr(self, each.name, None), get_args(hints[each.name])
             if least is not None and value is not None and value < least:
                 bound = "not be negative" if least == 0 else f"be at least {least}"
                 raise ValueError(f"{each.name} must {bound}, got {value}")
-            if get_origin(hints[each.name]) is Literal and value not in get_args(hints[each.name]):
-                raise ValueError(f"{each.name} must be one of {get_args(hints[each.name])}, got {value!r}")
+            if get_origin(hints[each.name]) is Literal and value not in words:
+                raise ValueError(f"{each.name} must be one of {words}, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,8 +120,7 @@ class WorkerOptions(Options):
 
     Args:
         num_workers: data loader workers of each rank; none if 0.
-        timeout: seconds to wait for a rank that does not answer. The model's own exchanges have a time-out of their
-            own: that of `HybridParallel` or `torch.distributed.init_process_group`.
+        timeout: seconds to wait for a rank that does not answer; the model's own exchanges have that of their group.
     """
 
     num_workers: int = number(0, least=0)
@@ -204,6 +200,41 @@ class TableOptions(PrefetchOptions):
         ]
 
 
+@dataclass(frozen=True)
+class CheckpointOptions(Options):
+    """When checkpoints are written, how many are kept, and what happens if one cannot be written.
+
+    Args:
+        checkpoint_steps: write one every so many steps.
+        checkpoint_minutes: write one when so many minutes have passed since the last; 0 for never.
+        keep: how many of the last checkpoints stay; the best one stays besides.
+        on_checkpoint_error: go on training with the earlier checkpoints, or stop.
+        checkpoint_incremental: of tables on disk, write the rows that have changed since the last checkpoint only, as
+            long as such changes together are smaller than the table.
+        checkpoint_async: write checkpoints in a thread while training goes on; copies of the tensors stay in memory.
+    """
+
+    checkpoint_steps: int | None = number(None, least=1)
+    checkpoint_minutes: float = number(10.0, least=0)
+    keep: int = number(3, least=1)
+    on_checkpoint_error: Literal["continue", "stop"] = "continue"
+    checkpoint_incremental: bool = False
+    checkpoint_async: bool = False
+
+
+@dataclass(frozen=True)
+class ProfileOptions(Options):
+    """Which steps to profile.
+
+    Args:
+        profile_steps: how many, 0 for none; the trace is `trace.json` in the run's folder (ui.perfetto.dev opens it).
+        profile_start: how many steps of this process go before.
+    """
+
+    profile_steps: int = number(0, least=0)
+    profile_start: int = number(10, least=0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainerOptions(PrefetchOptions, WorkerOptions, LoggingOptions, EvaluationOptions, RunOptions):
     """The options that a `Trainer` takes as keyword arguments.
@@ -270,7 +301,7 @@ class TrainConfig(RunOptions):
     def trainer_options(self) -> dict[str, Any]:
         """The keyword arguments of a `Trainer`, each from the section that has it."""
         sections = (self, self.tables, self.schedule, self.evaluation, self.output, self.parallel)
-        names = {each.name for each in dataclasses.fields(TrainerOptions)} - {"checkpoints"}
+        names = [each.name for each in dataclasses.fields(TrainerOptions)]
         found = {name: getattr(part, name) for part in sections for name in names if hasattr(part, name)}
         return found | {"checkpoints": self.checkpoint}
 
@@ -304,29 +335,23 @@ def preset(data: str, name: str | None = None) -> TrainConfig:
 def plain(value: Any) -> Any:
     """A value as nested lists and dicts of what TOML and JSON know, without fields that are None."""
     if dataclasses.is_dataclass(value):
-        parts = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
-        return {name: plain(part) for name, part in parts.items() if part is not None}
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, tuple | list):
-        return [plain(part) for part in value]
+        value = {name: part for name, part in vars(value).items() if part is not None}
     if isinstance(value, dict):
         return {str(key): plain(part) for key, part in value.items()}
-    return value
+    if isinstance(value, tuple | list):
+        return [plain(part) for part in value]
+    return str(value) if isinstance(value, Path) else value
 
 
 def to_toml(config: Any) -> str:
     """A dataclass as TOML; None is the absence of a key."""
-    text: str = require("tomli_w").dumps(plain(config))
-    return text
+    return str(require("tomli_w").dumps(plain(config)))
 
 
 def read_toml(path: str | Path, base: Config) -> Config:
     """`base` with the values of a TOML file in place of its own.
 
-    Raises:
-        FileNotFoundError, ValueError: the file is missing or not valid TOML; an unknown key, with the nearest known
-            one; a value of a wrong type or out of range.
+    Raises FileNotFoundError, ValueError: no file, or not valid TOML; an unknown key; a value of a wrong type or range.
     """
     return from_plain(load_toml(path), base, str(path))
 
@@ -362,9 +387,6 @@ def from_plain(values: dict[str, Any], base: Config, where: str, section: str = 
         return replace(base, **changed)  # type: ignore[type-var]
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}{f', [{section}]' if section else ''}: {error}") from error
-
-
-_NO = object()
 
 
 def _as(value: Any, hint: Any) -> Any:

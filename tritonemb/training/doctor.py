@@ -33,12 +33,11 @@ def examine(device: str | None = None) -> tuple[str, bool]:
     healthy = True
     for each in devices:
         details = versions(each)
-        lines += ["", f"{each}: {details['device']}, {details['threads']} threads on the CPU"]
-        lines += _columns([(op, *why(op, each)) for op in ops()])
         verdict, good = _verdict(each)
-        lines.append(f"  {verdict}")
         healthy &= good
-    if not torch.cuda.is_available():
+        lines += ["", f"{each}: {details['device']}, {details['threads']} threads on the CPU"]
+        lines += [*_columns([(op, *why(op, each)) for op in ops()]), f"  {verdict}"]
+    if not gpus:
         lines += ["", f"no GPU: torch {torch.__version__} sees no CUDA device"]
     lines += ["", "all is well" if healthy else "something is wrong: see above"]
     return "\n".join(lines), healthy

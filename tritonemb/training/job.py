@@ -1,4 +1,6 @@
-"""One training run from a `TrainConfig`: data set, model, fit, test; in one process, or in all that torchrun starts."""
+"""What `tritonemb train` and `predict` do: one run from a `TrainConfig`, in all processes that torchrun starts, and the
+scores of a log by a model that was trained so.
+"""
 
 from __future__ import annotations
 
@@ -8,35 +10,38 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from tritonemb.comm.control import init_from_env
 from tritonemb.comm.group import RankGroup
-from tritonemb.data import ClickLog, cached_as_parquet, open_dataset
+from tritonemb.data import ClickLog, cached_as_parquet, open_dataset, open_for_scoring
 from tritonemb.data.protocol import Data, Feature, tables_of
 from tritonemb.nn import DLRM, DCNv2
 from tritonemb.optimizers import OPTIMIZERS, Optimizer
 from tritonemb.sharding import ExchangePrecision, HybridParallel, ShardingPlan
 from tritonemb.training.callbacks import Callback, FitStart
 from tritonemb.training.callbacks.tensorboard import Profiler, TensorBoard
-from tritonemb.training.checkpoint import RunFolder
-from tritonemb.training.checkpoint.all_ranks import on_all_ranks, on_rank_zero
+from tritonemb.training.checkpoint import CheckpointFolder, RunFolder, load_tensors, read_manifest
 from tritonemb.training.checkpoint.files import read_manifest_text
-from tritonemb.training.config import TrainConfig, plain, to_toml
+from tritonemb.training.config import Options, TrainConfig, from_plain, number, plain, to_toml
 from tritonemb.training.doctor import check_device
 from tritonemb.training.loop import FitResult
-from tritonemb.training.ranks import Interrupted
+from tritonemb.training.metrics import predict_logits
+from tritonemb.training.ranks import Interrupted, on_all_ranks, on_rank_zero
+from tritonemb.training.train_state import model_tensors, read_again
 from tritonemb.training.trainer import Trainer
-from tritonemb.utils import require, write_whole
+from tritonemb.utils import require, write_whole, written_aside
 
 RUNS = Path("runs")
+SUFFIXES = (".parquet", ".csv")  # of scores
+TRAINING_ONLY = ("optimizer.", "rng.", "trainer.")
 
 
 def train(
@@ -91,8 +96,7 @@ def joined(config: TrainConfig) -> Iterator[tuple[RankGroup, torch.device]]:
     if "WORLD_SIZE" not in os.environ:
         yield RankGroup(), check_device(config.device)
         return
-    rank_of_node = os.environ.get("LOCAL_RANK", "0")
-    device = check_device(f"cuda:{rank_of_node}" if config.device == "cuda" else config.device)
+    device = check_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if config.device == "cuda" else config.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -109,14 +113,15 @@ def joined(config: TrainConfig) -> Iterator[tuple[RankGroup, torch.device]]:
 def _open(config: TrainConfig, group: RankGroup, verbose: bool) -> Data:
     """The data set; one process a node downloads or counts what has to be, before the others open it."""
     opened: list[Data] = []
+    say = _say if verbose and group.rank == 0 else None
 
-    def open_once(mine: bool) -> None:
-        if mine and not opened:
-            say = _say if verbose and group.rank == 0 else None
+    def open_once() -> None:
+        if not opened:
             opened.append(open_dataset(config.data, config.path, log=config.read, seed=config.seed, say=say))
 
-    on_all_ranks(group, lambda: open_once(group.nodes.index(group.nodes[group.rank]) == group.rank))
-    on_all_ranks(group, lambda: open_once(True))
+    first_of_node = group.nodes.index(group.nodes[group.rank]) == group.rank
+    on_all_ranks(group, open_once if first_of_node else lambda: None)
+    on_all_ranks(group, open_once)
     return opened[0]
 
 
@@ -155,13 +160,12 @@ def _progress(text: str, verbose: bool) -> Iterator[Callable[[int, int | None], 
         return
     console = require("rich.console").Console(stderr=True)
     with require("rich.progress").Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        tasks: list[Any] = []
 
         def show(rows: int, total: int | None) -> None:
-            if not tasks:
+            if not bar.task_ids:
                 _say(text)
-                tasks.append(bar.add_task("converting"))
-            bar.update(tasks[0], completed=rows, total=total)
+                bar.add_task("converting")
+            bar.update(bar.task_ids[0], completed=rows, total=total)
 
         yield show
 
@@ -228,3 +232,74 @@ def _callbacks(config: TrainConfig, folder: RunFolder) -> list[Callback]:
     if config.profile.profile_steps:
         found.append(Profiler(folder.trace, config.profile))
     return found
+
+
+@dataclass(frozen=True)
+class PredictOptions(Options):
+    """Write the click probability of every row of a log.
+
+    Example: tritonemb predict --checkpoint runs/mine --data day_23 --out scores.csv
+
+    Args:
+        checkpoint: a checkpoint, or the folder of a run: its best checkpoint, or its newest if none is marked best.
+        data: the log to score: a file or a folder.
+        out: the .parquet or .csv file to write: one row a row of the log, in its order.
+        batch_size: rows at a time.
+        device: where to compute.
+    """
+
+    checkpoint: Path
+    data: str
+    out: Path = Path("scores.parquet")
+    batch_size: int = number(8192, least=1)
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.out.suffix not in SUFFIXES:
+            raise ValueError(f"out must end with one of {SUFFIXES}, got {str(self.out)!r}")
+
+
+def predict(options: PredictOptions) -> str:
+    """Score a log and write the file, aside and renamed; returns a line that says what was done.
+
+    Raises ValueError, FileNotFoundError: the checkpoint or the log cannot be used, or the file cannot be written.
+    """
+    path = options.checkpoint
+    for folder in (CheckpointFolder(path), CheckpointFolder(path / "checkpoints")):
+        path = folder.best() or folder.latest() or path
+    manifest = read_manifest(path)
+    if "features" not in manifest["config"]:
+        raise ValueError(f"{path} was not written by tritonemb train, so nobody knows how to build its model")
+    check_device(options.device)
+    values = {name: value for name, value in manifest["config"].items() if name != "converted"}
+    values.get("parallel", {}).pop("readers", None)  # of older checkpoints
+    features, num_dense = tuple(Feature(**each) for each in values.pop("features")), values.pop("num_dense")
+    config = replace(from_plain(values, TrainConfig(), str(path)), device=options.device)
+    # A row that is left out would give all later ones another row's score.
+    data = open_for_scoring(options.data, replace(config.read, on_bad_row="raise"), features)
+    if data.encoding != manifest["run"]["encoding"]:
+        raise ValueError(
+            f"{options.data} would be numbered otherwise than in training, so its ids would mean something else: the "
+            "vocabulary file has changed since, or the columns are others"
+        )
+    model = build_model(config, features, num_dense)
+    load_tensors(path, model_tensors(model), ignore=TRAINING_ONLY)
+    read_again(model)
+    with data.open("test", options.batch_size) as stream:
+        logits = (predict_logits(model, [batch], torch.device(config.device), config.precision)[0] for batch in stream)
+        num_rows = _write_scores(options.out, logits)
+    return f"{options.out}: {num_rows:,} scores by {path}"
+
+
+def _write_scores(out: Path, logits: Iterator[Tensor]) -> int:
+    """Write probabilities batch by batch, so that a log of any size fits; returns the number of rows."""
+    pa, num_rows = require("pyarrow"), 0
+    schema = pa.schema([("score", pa.float32())])
+    kind: Any = require("pyarrow.csv").CSVWriter if out.suffix == ".csv" else require("pyarrow.parquet").ParquetWriter
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with written_aside(out) as part, kind(part, schema) as writer:
+        for chunk in logits:
+            writer.write_table(pa.table([pa.array(torch.sigmoid(chunk).numpy())], schema=schema))
+            num_rows += len(chunk)
+    return num_rows

@@ -1,32 +1,36 @@
-"""The loop of a fit: steps, and what is due after each of them; and the evaluation of a split."""
+"""The loop of a fit: steps, what is due after each of them, and what is measured of their speed."""
 
 from __future__ import annotations
 
 import math
 import signal
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tritonemb.comm.control import RankFailed, lost_contact
-from tritonemb.data.batch import Batch
 from tritonemb.data.protocol import Split
 from tritonemb.ops.registry import check_errors
-from tritonemb.training import metrics as measure
 from tritonemb.training.callbacks import CallbackList, CheckpointSaved, Evaluation, FitEnd, FitStart, Log, StepEnd
 from tritonemb.training.checkpoint import CheckpointError
 from tritonemb.training.checkpoint.manager import CheckpointManager
-from tritonemb.training.config import Precision
 from tritonemb.training.doctor import versions
-from tritonemb.training.metrics import Metrics, UndefinedMetricsError
+from tritonemb.training.metrics import Metrics, UndefinedMetricsError, evaluate
 from tritonemb.training.ranks import Interrupted, StopRequest
-from tritonemb.training.step import Forward, PreparedStep, StepInfo, logits_of, take
-from tritonemb.training.train_state import TrainState
+from tritonemb.training.step import PreparedStep, StepInfo, count, take
+from tritonemb.training.train_state import TrainState, caches_of
+from tritonemb.utils import require
+
+MIN_STALL = 1e-3  # seconds that count
+RECENT_STEPS, MANY_STALLS = 10, 3  # so many stalls in so many steps ask for a deeper prefetch
+MAX_WIDENED = 6
+HOST = ("host_hits", "disk_read", "disk_written")  # of tables on disk with a host cache
 
 
 @dataclass(frozen=True)
@@ -68,14 +72,15 @@ class Loop:
         self.state, self.saving, self.folder = state, saving, folder
         self.callbacks, self.request = callbacks, request
         self.options, self.ranks, self.progress = state.options, state.ranks, state.progress
-        self.clock = measure.Clock(self.progress.seconds)
-        self.caches = measure.CacheMeter(state.model) if measure.caches_of(state.model) else None
+        self.clock = Clock(self.progress.seconds)
+        self.caches = CacheMeter(state.model) if caches_of(state.model) else None
         self._began = time.monotonic()
         self._now, self._saved_at, self._saved_step = 0, 0, self.progress.step  # milliseconds by rank 0's clock
         self._logged_step = self.progress.step
         self._signal: int | None = None  # that the ranks have agreed upon
         self._reported_skipped: dict[str, int] = {}
-        self._evaluated = bool(self.ranks.max(bool(callbacks) or self.options.patience is not None))
+        self._has_callbacks = bool(callbacks)
+        self._evaluated = bool(self.ranks.max(self._has_callbacks or self.options.patience is not None))
 
     def run(self, test: bool) -> FitResult:
         """Train to the end, call the callbacks, and return what was done."""
@@ -105,8 +110,8 @@ class Loop:
         exact = state.data.num_rows("train")
         rows = state.data.estimated_rows("train") if exact is None else exact
         return FitStart(
-            progress.step, state.total_steps, progress.samples, state.total_samples(rows), epoch_samples=rows,
-            estimated=exact is None, num_epochs=state.last_epoch, num_ranks=self.ranks.size, folder=self.folder,
+            progress.step, state.total_steps, progress.samples, state.total_samples(rows), rows, exact is None,
+            num_epochs=state.last_epoch, num_ranks=self.ranks.size, folder=self.folder,
             config=state.config, versions=versions(state.device),
         )  # fmt: skip
 
@@ -123,8 +128,8 @@ class Loop:
     @property
     def _over(self) -> bool:
         """Whether all epochs, or all steps, are done."""
-        last, progress = self.state.last_step, self.progress
-        return progress.epoch >= self.state.last_epoch or (last is not None and progress.step >= last)
+        last = self.state.last_step
+        return self.progress.epoch >= self.state.last_epoch or (last is not None and self.progress.step >= last)
 
     @property
     def _stopped(self) -> int | None:
@@ -136,19 +141,12 @@ class Loop:
         state, progress, request = self.state, self.progress, self.request
         signals = {"signal": lambda: request.signum or 0, "clock": lambda: int(1000 * (time.monotonic() - self._began))}
         state.model.train()
-        with (
-            state.open("train", True) as stream,
-            state.steps(stream, True, **signals) as steps,
-        ):
+        with state.open("train", True) as stream, state.steps(stream, True, **signals) as steps:
             step, over = self._next(steps)
-            if over:
-                self._end_epoch()
             while step[0]:
                 epoch = progress.epoch
                 self._train_step(step)
                 step, over = self._next(steps)
-                if over:
-                    self._end_epoch()
                 if over or self._over or self._stopped is not None:
                     self._report_left_out(step[1], f"train {epoch}")
                 self._due_after_step(epoch, last=over)
@@ -160,17 +158,18 @@ class Loop:
         self.ranks.step = progress.step + 1
         self.state.step(progress.step, take(step), info.weights)
         if self.caches is not None:
-            self.caches.trained(info.counted)
+            self.caches.trained = info.counted
         progress.step += 1
         progress.samples += info.rows
         progress.epoch_samples += info.rows
         progress.logged_samples += info.rows
         progress.position = info.position
         self.clock.step(info.rows)
-        self.callbacks.on_step(StepEnd(progress.step, progress.epoch, progress.samples))
+        if self._has_callbacks:
+            self.callbacks.on_step(StepEnd(progress.step, progress.epoch, progress.samples))
 
     def _next(self, steps: Iterator[PreparedStep]) -> tuple[PreparedStep, bool]:
-        """The next step, and whether the epoch has none more."""
+        """The next step, and whether the epoch has none more: then it is ended."""
         begin = time.perf_counter()
         step = batches, info = next(steps)
         end = time.perf_counter()
@@ -181,7 +180,10 @@ class Loop:
             if deeper and self.ranks.size == 1 and self.state.prefetched is not None:
                 self.state.prefetched.widen()
         self._now, self._signal = info.clock, info.signal or None
-        return step, not batches and not info.signal
+        over = not batches and not info.signal
+        if over:
+            self._end_epoch()
+        return step, over
 
     def _end_epoch(self) -> None:
         progress = self.progress
@@ -212,17 +214,15 @@ class Loop:
         self._refuse_nonfinite(loss, epoch)
         sent, across = self.ranks.sent()
         steps, self._logged_step = progress.step - self._logged_step, progress.step
-        cache = {} if self.caches is None else self.caches.lap(steps)
-        if not self.callbacks:
-            return
-        dense_lr, table_lr = self.state.step.current_rates()
-        speed, wait = self.clock.lap()
-        log = Log(
-            progress.step, epoch, progress.samples, loss, dense_lr, table_lr, speed, wait,
-            measure.memory_bytes(self.state.device), self.clock.seconds,
-            {kind: num_bytes // steps for kind, num_bytes in sent.items()}, across // steps, cache,
-        )  # fmt: skip
-        self.callbacks.on_log(log)
+        if self._has_callbacks:
+            device, on_gpu = self.state.device, self.state.device.type == "cuda"
+            memory = torch.cuda.memory_allocated(device) if on_gpu else require("psutil").Process().memory_info().rss
+            self.callbacks.on_log(Log(
+                progress.step, epoch, progress.samples, loss, *self.state.step.current_rates(), *self.clock.lap(),
+                memory, self.clock.seconds,
+                {kind: num_bytes // steps for kind, num_bytes in sent.items()}, across // steps,
+                {} if self.caches is None else self.caches.lap(steps),
+            ))  # fmt: skip
 
     def _evaluate(self, epoch: int) -> None:
         progress, monitor, patience = self.progress, self.options.monitor, self.options.patience
@@ -255,9 +255,8 @@ class Loop:
         if self.progress.ended or self._stopped is not None or self._is_best():
             return True
         every, minutes = self.options.checkpoints.checkpoint_steps, self.options.checkpoints.checkpoint_minutes
-        if every is not None and self.progress.step % every == 0:
-            return True
-        return minutes > 0 and self._now - self._saved_at >= 60_000 * minutes
+        in_time = 0 < 60_000 * minutes <= self._now - self._saved_at
+        return in_time or (every is not None and self.progress.step % every == 0)
 
     def _is_best(self) -> bool:
         return self.progress.best is not None and self.progress.best_step == self.progress.step
@@ -287,8 +286,8 @@ class Loop:
     def _report_left_out(self, info: StepInfo, what: str) -> None:
         """Report how many rows the ranks have left out of this epoch, and which."""
         reports = self.ranks.gather(info.report)
-        names = [""] if len(reports) == 1 else [f"rank {rank}: " for rank in range(len(reports))]
-        texts = [f"{name}{report}" for name, report in zip(names, reports, strict=True) if report.skipped]
+        several = len(reports) > 1
+        texts = [f"rank {r}: {each}" if several else str(each) for r, each in enumerate(reports) if each.skipped]
         self._report_skipped(sum(report.skipped for report in reports), what, "\n".join(texts))
 
     def _report_skipped(self, skipped: int, what: str, text: str) -> None:
@@ -302,70 +301,93 @@ class Loop:
             raise ValueError(f"the training loss is {loss} in epoch {epoch + 1}; lower the learning rates")
 
 
-def evaluate(state: TrainState, split: Split) -> Metrics:
-    """See `Trainer.evaluate`."""
-    start, ranks, step = time.perf_counter(), state.ranks, state.step
-    with ranks.watched():
-        state.settle()  # its collectives and those of the evaluation must not mix
-        with state.open(split) as stream, state.steps(stream) as steps:
-            batches = (batch for each in steps for batch in take(each))
-            logits, labels = predict_logits(state.model, batches, state.device, step.precision, step.forward)
-            skipped = sum(ranks.gather(stream.report.skipped))
-        logits, labels = ranks.to_first(logits), ranks.to_first(labels)
-        seconds = time.perf_counter() - start
-        metrics, undefined = ranks.on_first(lambda: _metrics(logits, labels, seconds))
-    if metrics is None:
-        raise UndefinedMetricsError(undefined)
-    return replace(metrics, num_skipped=skipped)
+class Clock:
+    """Seconds of training since the run began, `seconds` of them in earlier processes, without what `pause` covers."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self._earlier, self._began = seconds, time.perf_counter()  # which moves by what has been paused
+        self._samples, self.waited = 0, 0.0
+        self._warm = self._lap = (0.0, 0, 0.0)  # seconds, samples and waiting after the first step; at the last lap
+
+    @property
+    def here(self) -> float:
+        """Seconds trained by this process."""
+        return time.perf_counter() - self._began
+
+    @property
+    def seconds(self) -> float:
+        return self._earlier + self.here
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """What happens in the block is not training."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._began += time.perf_counter() - start
+
+    def step(self, num_samples: int) -> None:
+        """A step is done; the first one of a process, which compiles and warms up, does not count for speeds."""
+        if not self._samples:
+            self._warm = self._lap = (self.here, num_samples, self.waited)
+        self._samples += num_samples
+
+    def lap(self) -> tuple[float, float]:
+        """Samples a second and the share of waiting since the last lap."""
+        before, samples, waited = self._lap
+        now = self._lap = (self.here, self._samples, self.waited)
+        if self._samples == samples:  # the first step alone
+            return self.samples_per_second, 0.0
+        seconds = now[0] - before
+        return (self._samples - samples) / seconds, min((self.waited - waited) / seconds, 1.0)
+
+    @property
+    def samples_per_second(self) -> float:
+        """Mean of this process; that of the first step where there is no other."""
+        seconds, samples, _ = self._warm
+        if self._samples == samples:
+            return samples / seconds if seconds else 0.0
+        return (self._samples - samples) / (self.here - seconds)
 
 
-def _metrics(logits: Tensor, labels: Tensor, seconds: float) -> tuple[Metrics | None, str]:
-    """Metrics, or why they are not defined."""
-    try:
-        return measure.binary_metrics(logits, labels, seconds), ""
-    except UndefinedMetricsError as error:
-        return None, str(error)
+class CacheMeter:
+    """Means per step of what the caches of a model's tables on this rank, of which there are some, count."""
 
+    def __init__(self, model: nn.Module) -> None:
+        self._caches = caches_of(model)
+        tables = [table for cache in self._caches for table in cache.tables if table is not None]
+        in_host_memory = any(table.config.cache.host_rows is not None for table in tables)
+        self._names = ("read", "written", "stall", *(HOST if in_host_memory else ()))
+        self._stall = self._stall_before = 0.0
+        self.trained: Counter[str] | None = None  # what was counted when the rows of the last trained step were there
+        self._recent: deque[bool] = deque(maxlen=RECENT_STEPS)
+        self._widened = 0
+        self._before = self._now()
 
-@torch.no_grad()
-def predict_logits(
-    model: nn.Module,
-    batches: Iterable[Batch],
-    device: torch.device,
-    precision: Precision = "fp32",
-    forward: Forward | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Logits and labels `[N]` of all samples, on the CPU, by the model (or `forward`, compiled) in evaluation mode."""
-    was_training = model.training
-    model.eval()
-    found = _GrowingTensor(device)
-    try:
-        for batch in batches:
-            there = batch.to(device, non_blocking=True)
-            logits = logits_of(model if forward is None else forward, there, precision, device)
-            found.append(torch.stack([logits, there.labels]))
-        check_errors(device)
-    finally:
-        model.train(was_training)
-    logits, labels = found.values.cpu()
-    return logits, labels
+    def stalled(self, begin: float, end: float, moved: tuple[float, float] | None) -> None:
+        """Training has waited from `begin` to `end` for a step whose rows were transferred in the time `moved`."""
+        if moved is not None:
+            self._stall += max(0.0, min(end, moved[1]) - max(begin, moved[0]))
 
+    def wants_deeper_prefetch(self) -> bool:
+        """Whether training has waited for rows in several of the last steps; asked after each step."""
+        self._recent.append(self._stall - self._stall_before > MIN_STALL)
+        self._stall_before = self._stall
+        if sum(self._recent) < MANY_STALLS or self._widened == MAX_WIDENED:
+            return False
+        self._recent.clear()
+        self._widened += 1
+        return True
 
-class _GrowingTensor:
-    """Two numbers a sample of many batches, one after the other.
+    def lap(self, steps: int) -> dict[str, float]:
+        """Means per step since the last call, see `Log.cache`."""
+        before, self._before = self._before, self._now()
+        since = {name: number - before.get(name, 0) for name, number in self._before.items()}
+        rows = since["lookups"]
+        means = {name: since[name] / steps for name in self._names}
+        return {"rows": rows / steps, "hit_rate": since["hits"] / rows if rows else 1.0, **means}
 
-    A small tensor kept from every batch would be between the large ones that come and go, and keep the allocator from
-    using their room again: 160 bytes a sample, measured.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._room = torch.empty(2, 1 << 16, device=device)
-        self.values = self._room[:, :0]
-
-    def append(self, numbers: Tensor) -> None:
-        used, end = self.values.shape[1], self.values.shape[1] + numbers.shape[1]
-        if end > self._room.shape[1]:
-            self._room = self._room.new_empty(2, max(end, 2 * self._room.shape[1]))
-            self._room[:, :used] = self.values
-        self._room[:, used:end] = numbers
-        self.values = self._room[:, :end]
+    def _now(self) -> dict[str, float]:
+        stall = self._stall + sum(cache.stall for cache in self._caches)
+        return {**(count(self._caches) if self.trained is None else self.trained), "stall": stall}

@@ -1,27 +1,22 @@
-"""What training measures: the quality of click probabilities, its speed and memory, and what caches of rows do."""
+"""The quality of click probabilities: metrics of logits, and the evaluation of a split."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tritonemb.sharding.collection import ShardedCollection
-from tritonemb.tables.cache import RowCache
-from tritonemb.tables.lookup import table_sets
+from tritonemb.data.batch import Batch
+from tritonemb.data.protocol import Split
+from tritonemb.ops.registry import check_errors
+from tritonemb.training.config import Precision
+from tritonemb.training.step import Forward, logits_of, take
+from tritonemb.training.train_state import TrainState
 from tritonemb.utils import require
-
-MIN_STALL = 1e-3  # seconds that count
-RECENT_STEPS, MANY_STALLS = 10, 3  # so many stalls in so many steps ask for a deeper prefetch
-MAX_WIDENED = 6
-HOST = ("host_hits", "disk_read", "disk_written")  # of tables on disk with a host cache
 
 
 class UndefinedMetricsError(ValueError):
@@ -66,135 +61,76 @@ def binary_metrics(logits: Tensor, labels: Tensor, seconds: float | None = None)
         raise UndefinedMetricsError(
             f"all {labels.numel()} labels are the same, so neither AUC nor normalized entropy is defined"
         )
-    binary_auroc = require("torchmetrics.functional.classification").binary_auroc
-    auc = float(binary_auroc(logits.sigmoid(), labels.int()))
+    auc = float(require("torchmetrics.functional.classification").binary_auroc(logits.sigmoid(), labels.int()))
     log_loss = float(F.binary_cross_entropy_with_logits(logits, labels))
     base_loss = float(F.binary_cross_entropy(base_rate, base_rate))
     speed = labels.numel() / seconds if seconds else 0.0
     return Metrics(auc, log_loss, log_loss / base_loss, labels.numel(), speed)
 
 
-class Clock:
-    """Seconds of training since the run began, `seconds` of them in earlier processes, without what `pause` covers."""
+def evaluate(state: TrainState, split: Split) -> Metrics:
+    """See `Trainer.evaluate`."""
+    start, ranks, step = time.perf_counter(), state.ranks, state.step
+    with ranks.watched():
+        state.settle()  # its collectives and those of the evaluation must not mix
+        with state.open(split) as stream, state.steps(stream) as steps:
+            batches = (batch for each in steps for batch in take(each))
+            logits, labels = predict_logits(state.model, batches, state.device, step.precision, step.forward)
+            skipped = sum(ranks.gather(stream.report.skipped))
+        logits, labels = ranks.to_first(logits), ranks.to_first(labels)
+        seconds = time.perf_counter() - start
 
-    def __init__(self, seconds: float = 0.0) -> None:
-        self._earlier, self._started, self._paused = seconds, time.perf_counter(), 0.0
-        self._warm: tuple[float, int] | None = None  # when the first step was done, and its samples
-        self._samples, self.waited = 0, 0.0
-        self._lap = (0.0, 0, 0.0)
+        def measure() -> Metrics | str:
+            try:
+                return binary_metrics(logits, labels, seconds)
+            except UndefinedMetricsError as error:
+                return str(error)
 
-    @property
-    def here(self) -> float:
-        """Seconds trained by this process."""
-        return time.perf_counter() - self._started - self._paused
-
-    @property
-    def seconds(self) -> float:
-        return self._earlier + self.here
-
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """What happens in the block is not training."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._paused += time.perf_counter() - start
-
-    def step(self, num_samples: int) -> None:
-        """A step is done; the first one of a process, which compiles and warms up, does not count for speeds."""
-        self._samples += num_samples
-        if self._warm is None:
-            self._warm = (self.here, num_samples)
-            self._lap = (*self._warm, self.waited)
-
-    def lap(self) -> tuple[float, float]:
-        """Samples a second and the share of waiting since the last lap."""
-        now, samples, waited = self.here, self._samples, self.waited
-        before, samples_before, waited_before = self._lap
-        self._lap = (now, samples, waited)
-        if samples == samples_before:  # the first step alone
-            return self.samples_per_second, 0.0
-        return (samples - samples_before) / (now - before), min((waited - waited_before) / (now - before), 1.0)
-
-    @property
-    def samples_per_second(self) -> float:
-        """Mean of this process; that of the first step where there is no other."""
-        seconds, samples = self._warm or (0.0, 0)
-        if self._samples == samples:
-            return samples / seconds if seconds else 0.0
-        return (self._samples - samples) / (self.here - seconds)
+        metrics = ranks.on_first(measure)
+    if isinstance(metrics, str):
+        raise UndefinedMetricsError(metrics)
+    return replace(metrics, num_skipped=skipped)
 
 
-def memory_bytes(device: torch.device) -> int:
-    """Memory allocated on a GPU, or the resident memory of this process."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    return int(require("psutil").Process().memory_info().rss)
+@torch.no_grad()
+def predict_logits(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    device: torch.device,
+    precision: Precision = "fp32",
+    forward: Forward | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Logits and labels `[N]` of all samples, on the CPU, by the model (or `forward`, compiled) in evaluation mode."""
+    was_training = model.training
+    model.eval()
+    found = _GrowingTensor(device)
+    try:
+        for batch in batches:
+            there = batch.to(device, non_blocking=True)
+            logits = logits_of(model if forward is None else forward, there, precision, device)
+            found.append(torch.stack([logits, there.labels]))
+        check_errors(device)
+    finally:
+        model.train(was_training)
+    logits, labels = found.values.cpu()
+    return logits, labels
 
 
-def caches_of(model: nn.Module) -> list[RowCache]:
-    """The caches of a model's cached tables, this rank's shards among them."""
-    found = table_sets(model)
-    for module in model.modules():
-        if isinstance(module, ShardedCollection):
-            found += module.locals
-    return [collection.cache for collection in found if collection.cache is not None]
+class _GrowingTensor:
+    """Two numbers a sample of many batches, one after the other.
 
+    A small tensor kept from every batch would be between the large ones that come and go, and keep the allocator from
+    using their room again: 160 bytes a sample, measured.
+    """
 
-def count(caches: Iterable[RowCache]) -> Counter[str]:
-    """What the caches have counted, of all tables: the fields of `CacheStatistics`."""
-    found: Counter[str] = Counter()
-    for cache in caches:
-        for statistics in cache.statistics().values():
-            found.update(vars(statistics))
-    return found
+    def __init__(self, device: torch.device) -> None:
+        self._room = torch.empty(2, 1 << 16, device=device)
+        self.values = self._room[:, :0]
 
-
-class CacheMeter:
-    """Means per step of what the caches of a model's tables on this rank count."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._caches = caches_of(model)
-        tables = [table for cache in self._caches for table in cache.tables if table is not None]
-        self._in_host_memory = any(table.config.cache.host_rows is not None for table in tables)
-        self._stall = self._stall_before = 0.0
-        self._trained: Counter[str] | None = None
-        self._recent: deque[bool] = deque(maxlen=RECENT_STEPS)
-        self._widened = 0
-        self._before = self._now()
-
-    def stalled(self, begin: float, end: float, moved: tuple[float, float] | None) -> None:
-        """Training has waited from `begin` to `end` for a step whose rows were transferred in the time `moved`."""
-        if self._caches and moved is not None:
-            self._stall += max(0.0, min(end, moved[1]) - max(begin, moved[0]))
-
-    def trained(self, counted: Counter[str] | None) -> None:
-        """A step has been trained; `counted` when its rows, and no later step's, had been prefetched; None without."""
-        self._trained = counted
-
-    def wants_deeper_prefetch(self) -> bool:
-        """Whether training has waited for rows in several of the last steps; asked after each step."""
-        self._recent.append(self._stall - self._stall_before > MIN_STALL)
-        self._stall_before = self._stall
-        if sum(self._recent) < MANY_STALLS or self._widened == MAX_WIDENED:
-            return False
-        self._recent.clear()
-        self._widened += 1
-        return True
-
-    def lap(self, steps: int) -> dict[str, float]:
-        """Means per step since the last call, see `Log.cache`; empty without cached tables."""
-        if not self._caches:
-            return {}
-        now = self._now()
-        since: Counter[Any] = Counter(now)
-        since.subtract(self._before)
-        self._before = now
-        rows, names = since["lookups"], ("read", "written", "stall", *(HOST if self._in_host_memory else ()))
-        means = {name: since[name] / steps for name in names}
-        return {"rows": rows / steps, "hit_rate": since["hits"] / rows if rows else 1.0, **means}
-
-    def _now(self) -> dict[str, float]:
-        stall = self._stall + sum(cache.stall for cache in self._caches)
-        return {**(count(self._caches) if self._trained is None else self._trained), "stall": stall}
+    def append(self, numbers: Tensor) -> None:
+        used, end = self.values.shape[1], self.values.shape[1] + numbers.shape[1]
+        if end > self._room.shape[1]:
+            self._room = self._room.new_empty(2, max(end, 2 * self._room.shape[1]))
+            self._room[:, :used] = self.values
+        self._room[:, used:end] = numbers
+        self.values = self._room[:, :end]

@@ -1,15 +1,15 @@
-"""The ranks that train together, as a trainer sees them, and the signals that stop them."""
+"""The ranks that train together: calls that succeed on all of them or raise on all, and the signals that stop them."""
 
 from __future__ import annotations
 
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,19 @@ from torch import Tensor, nn
 from tritonemb.comm.control import Consensus, FailureReports, lost_contact
 from tritonemb.comm.group import RankGroup
 from tritonemb.sharding.hybrid import HybridParallel
-from tritonemb.training.checkpoint.all_ranks import on_rank_zero
 
 T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+ACROSS_NODES = "across nodes"  # counted beside the kinds of messages
+MAX_LISTED = 8
+
+
+class CheckpointError(OSError):
+    """A checkpoint could not be written; the earlier ones are as they were."""
+
+
+# Every rank raises the first of these that a rank's exception is. The exception itself may not be picklable.
+_KINDS = (CheckpointError, FileNotFoundError, OSError, ValueError, TypeError, RuntimeError)
 
 
 class Ranks:
@@ -30,16 +39,12 @@ class Ranks:
     def __init__(self, group: RankGroup, timeout: float) -> None:
         wait = timedelta(seconds=timeout)
         self.group, self.rank, self.size = group, group.rank, group.size
+        self.is_first = group.rank == 0  # the rank that shows and writes what one rank has to
         self.control = group.duplicate("gloo", wait)
         self.agreement = Consensus(group, wait)
         self.reports: FailureReports | None = None
         self.step = 0
-        self._sent, self._sent_across = self._bytes_sent()
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the rank that shows and writes what one rank has to."""
-        return self.rank == 0
+        self._sent = self._bytes_sent()
 
     def on_first(self, function: Callable[[], T]) -> T:
         """What rank 0's call returns, on all ranks; raises as `on_rank_zero`. Collective."""
@@ -59,7 +64,7 @@ class Ranks:
 
     def to_first(self, values: Tensor) -> Tensor:
         """The 1-D CPU tensors of all ranks, one after the other, on rank 0; none of them on the others. Collective."""
-        sizes = self._gather(torch.tensor([values.shape[0]], dtype=torch.int64)).flatten().tolist()
+        sizes: list[int] = self.gather(values.shape[0])
         send = [values.shape[0]] + [0] * (self.size - 1)
         return self.control.all_to_all(values, send, sizes if self.is_first else [0] * self.size, "evaluation")
 
@@ -90,26 +95,25 @@ class Ranks:
     @contextmanager
     def unmetered(self) -> Iterator[None]:
         """Do not count what is sent in the block as training's."""
-        sent, across = self._bytes_sent()
+        before = self._bytes_sent()
         try:
             yield
         finally:
-            sent_now, across_now = self._bytes_sent()
-            self._sent.update(sent_now - sent)
-            self._sent_across += across_now - across
+            self._sent.update(self._bytes_sent() - before)
 
     def sent(self) -> tuple[dict[str, int], int]:
         """Bytes that all ranks have sent each other since this was last asked, by kind; how many left a node."""
         if self.size == 1:
             return {}, 0
-        sent, across = self._bytes_sent()
-        of_ranks = self.gather((sent - self._sent, across - self._sent_across))
-        self._sent, self._sent_across = sent, across
-        return dict(sum((kinds for kinds, _ in of_ranks), Counter())), sum(across for _, across in of_ranks)
+        before, self._sent = self._sent, self._bytes_sent()
+        kinds = sum(self.gather(self._sent - before), Counter())
+        return kinds, kinds.pop(ACROSS_NODES, 0)
 
-    def _bytes_sent(self) -> tuple[Counter[str], int]:
+    def _bytes_sent(self) -> Counter[str]:
         kinds = self.group.traffic.by_kind()
-        return Counter({kind: sent.total for kind, sent in kinds.items()}), sum(s.across_nodes for s in kinds.values())
+        found = Counter({kind: sent.total for kind, sent in kinds.items()})
+        found[ACROSS_NODES] = sum(sent.across_nodes for sent in kinds.values())
+        return found
 
     def _gather(self, values: Tensor) -> Tensor:
         return self.control.all_gather(values, "control")
@@ -132,11 +136,7 @@ class Interrupted(Exception):
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"training was interrupted by {signal.Signals(signum).name}")
-        self.signum = signum
-
-    @property
-    def exit_status(self) -> int:
-        return 128 + self.signum
+        self.signum, self.exit_status = signum, 128 + signum
 
 
 class StopRequest:
@@ -168,3 +168,66 @@ def stop_requests() -> Iterator[StopRequest]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+class Failure(NamedTuple):
+    """A rank's exception, as the other ranks receive it."""
+
+    kind: int
+    message: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Failure:
+        for number, kind in enumerate(_KINDS):
+            if isinstance(error, kind):
+                return cls(number, str(error))
+        return cls(_KINDS.index(RuntimeError), f"{type(error).__name__}: {error}")
+
+
+def on_all_ranks(group: RankGroup | None, function: Callable[[], T], error: type[Exception] | None = None) -> list[T]:
+    """Call `function()`, which must use no collective, on every rank; returns all results, sent by pickle.
+
+    Args:
+        error: the type to raise on several ranks, instead of the one below.
+
+    Raises:
+        on every rank, if it raised on one: an exception of the same kind if that is a common one, else a RuntimeError.
+            Its message names the ranks. A rank whose own was no `Exception`, e.g. a KeyboardInterrupt, raises that.
+    """
+    if group is None or group.size == 1:
+        return [function()]
+    own: BaseException | None = None
+    outcome: Any
+    try:
+        outcome = function()
+    except BaseException as raised:
+        own, outcome = raised, Failure.of(raised)
+    outcomes = group.all_gather_object(outcome)
+    raise_failures(outcomes, own, error)
+    return outcomes
+
+
+def on_rank_zero(group: RankGroup | None, function: Callable[[], T], error: type[Exception] | None = None) -> T:
+    """What `function()` returns on rank 0, on every rank; raises as `on_all_ranks` does."""
+    is_zero = group is None or group.rank == 0
+    return on_all_ranks(group, lambda: function() if is_zero else None, error)[0]  # type: ignore[return-value]
+
+
+def raise_failures(outcomes: Sequence[Any], own: BaseException | None, error: type[Exception] | None = None) -> None:
+    """Raise for the `Failure`s among all ranks' outcomes, if there are any; `own` is this rank's exception."""
+    failures = {rank: found for rank, found in enumerate(outcomes) if isinstance(found, Failure)}
+    if not failures:
+        return
+    if own is not None and not isinstance(own, Exception):
+        raise own
+    first = next(iter(failures.values()))
+    same = [rank for rank, failure in failures.items() if failure == first]
+    others = [rank for rank in failures if rank not in same]
+    where = "" if len(same) == len(outcomes) else f"{_ranks(same)}: "
+    besides = f" ({_ranks(others)} failed, too)" if others else ""
+    raise (error or _KINDS[first.kind])(f"{where}{first.message}{besides}") from own
+
+
+def _ranks(ranks: list[int]) -> str:
+    few = ", ".join(map(str, ranks[:MAX_LISTED])) + ", …" * (len(ranks) > MAX_LISTED)
+    return f"rank {few}" if len(ranks) == 1 else f"ranks {few}"

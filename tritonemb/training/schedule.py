@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, get_args
 
 Decay = Literal["constant", "polynomial", "cosine"]
 
@@ -64,8 +64,7 @@ class Schedule:
             raise ValueError(
                 f"{self.decay} decay needs decay_steps (or max_steps): the data set does not know its size in advance"
             )
-        left = max(total_steps - self.warmup_steps, 1)
-        return Schedule(self.warmup_steps, self.decay, left, self.power, self.final)
+        return replace(self, decay_steps=max(total_steps - self.warmup_steps, 1))
 
     def factor(self, step: int) -> float:
         """The factor of step `step`, counted from 0."""
@@ -106,19 +105,24 @@ class ScheduleOptions:
     decay_power: float = 2.0
 
     def __post_init__(self) -> None:
-        _ = self.dense_schedule, self.table_schedule  # both are made once, which checks their numbers
+        _ = self.dense_schedule, self.table_schedule  # making them checks their numbers
 
     @property
     def dense_schedule(self) -> Schedule:
-        steps, final = self.dense_decay_steps, self.dense_final_factor
-        return Schedule(self.dense_warmup_steps, self.dense_decay, steps, self.decay_power, final)
+        return self._schedule("dense")
 
     @property
     def table_schedule(self) -> Schedule:
-        steps, final = self.table_decay_steps, self.table_final_factor
-        return Schedule(self.table_warmup_steps, self.table_decay, steps, self.decay_power, final)
+        return self._schedule("table")
+
+    def _schedule(self, part: str) -> Schedule:
+        warmup, decay, steps, final = (
+            getattr(self, f"{part}_{name}") for name in ("warmup_steps", "decay", "decay_steps", "final_factor")
+        )
+        return Schedule(warmup, decay, steps, self.decay_power, final)
 
 
+@dataclass
 class LossScale:
     """A factor that keeps fp16 gradients above the smallest number and below the largest.
 
@@ -127,13 +131,13 @@ class LossScale:
     `torch.optim.Optimizer` only; those of fused tables have to be checked together with them.
     """
 
-    GROWTH_INTERVAL = 2000
-    SMALLEST, LARGEST = 1.0, 2.0**24
+    GROWTH_INTERVAL: ClassVar[int] = 2000
+    SMALLEST: ClassVar[float] = 1.0
+    LARGEST: ClassVar[float] = 2.0**24
 
-    def __init__(self, factor: float = 2.0**16) -> None:
-        self.factor = factor
-        self.good_steps = 0
-        self.overflows = 0
+    factor: float = 2.0**16
+    good_steps: int = 0
+    overflows: int = 0
 
     def update(self, overflowed: bool) -> None:
         self.overflows += overflowed
@@ -142,10 +146,3 @@ class LossScale:
             self.factor, self.good_steps = max(self.factor / 2, self.SMALLEST), 0
         elif self.good_steps == self.GROWTH_INTERVAL:
             self.factor, self.good_steps = min(self.factor * 2, self.LARGEST), 0
-
-    def state_dict(self) -> dict[str, float]:
-        return dict(vars(self))
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        self.factor = float(state["factor"])
-        self.good_steps, self.overflows = int(state["good_steps"]), int(state["overflows"])

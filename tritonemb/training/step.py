@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Any
 
@@ -26,6 +26,7 @@ from tritonemb.data.protocol import Batches, ReadReport
 from tritonemb.nn.collections import TableCollection
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
+from tritonemb.tables.cache import RowCache
 from tritonemb.tables.lookup import PrefetchedFeatures, needs_prefetch, prefetch, released_before, sequence_number
 from tritonemb.training.config import Precision
 from tritonemb.training.ranks import Ranks
@@ -132,8 +133,8 @@ def _agree(ranks: Ranks, batches: list[Batch], error: Exception | None, signal: 
     if ranks.size == 1:
         return Round((rows,), len(batches), not batches, signal, clock)
     state: Any = "failed" if error is not None else "ready" if batches else "over"
-    note = "" if error is None else describe(error)
     try:
+        note = describe(error) if error else ""
         return ranks.agreement.next(rows, state, note, batches=len(batches), signal=signal, clock=clock)
     except RuntimeError as failure:
         ranks.report_lost(failure)
@@ -175,6 +176,15 @@ def prefetch_for(model: nn.Module, training: bool) -> Prefetch | None:
 def eviction_permit() -> AbstractContextManager[object]:
     """Which rows may be evicted is settled when a step may be made, not when the thread comes to it."""
     return released_before(sequence_number())
+
+
+def count(caches: Iterable[RowCache]) -> Counter[str]:
+    """What the caches have counted, of all tables: the fields of `CacheStatistics`."""
+    found: Counter[str] = Counter()
+    for cache in caches:
+        for statistics in cache.statistics().values():
+            found.update(vars(statistics))
+    return found
 
 
 class TrainStep:
@@ -221,7 +231,7 @@ class TrainStep:
         if self.precision == "fp16":
             self._scaled_step(batches, weights)
         else:
-            with self._accumulating(len(batches) > 1):
+            with self._accumulating() if len(batches) > 1 else nullcontext():
                 self._backward(batches, weights, 1.0)
             if self.dense_optimizer is not None:
                 self.dense_optimizer.step()
@@ -246,12 +256,12 @@ class TrainStep:
             "rates": [float(group["lr"]) for group, _ in self._rates()],
             "base_options": self._base_options,
             "options": self._options(),
-            "loss_scale": self.loss_scale.state_dict(),
+            "loss_scale": asdict(self.loss_scale),
         }
 
     def load_json(self, values: dict[str, Any]) -> None:
         """Restore what training has changed; keep what the user has changed since."""
-        self.loss_scale.load_state_dict(values["loss_scale"])
+        self.loss_scale = LossScale(**values["loss_scale"])
         if values["base_options"] == self._base_options:
             for group, saved in zip(self._dense_groups(), values["options"], strict=True):
                 group.update(saved)
@@ -276,7 +286,9 @@ class TrainStep:
     def _backward(self, batches: Sequence[Batch], weights: Sequence[float], scale: float) -> None:
         for number, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
             batch, factor = batch.to(self.device, non_blocking=True), weight * scale
-            with self._no_sync(number < len(batches) - 1):
+            # Where more batches follow, dense gradients are averaged over the ranks with those of the last one.
+            more = number < len(batches) - 1
+            with self.model.no_sync() if more and isinstance(self.model, HybridParallel) else nullcontext():
                 logits = logits_of(self.forward, batch, self.precision, self.device)
                 # The mean of no samples is no number; their sum is 0, and has gradients, which other ranks wait for.
                 reduction = "mean" if len(batch) else "sum"
@@ -288,11 +300,12 @@ class TrainStep:
         """A step whose gradients are scaled, checked and only then applied, to all parameters or to none."""
         scale = self.loss_scale.factor
         try:
-            with self._accumulating(True):
+            with self._accumulating():
                 self._backward(batches, weights, scale)
                 finite = [collection.scale_accumulated(1 / scale) for collection in self.collections]
-                for gradient in self._dense_gradients():
-                    finite.append(bool(gradient.mul_(1 / scale).isfinite().all()))  # noqa: PERF401 (for its effect)
+                gradients = [p.grad for group in self._dense_groups() for p in group["params"] if p.grad is not None]
+                own = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+                finite += [bool(gradient.mul_(1 / scale).isfinite().all()) for gradient in own]
                 if self.ranks.max(not all(finite)):
                     raise _GradientOverflow
         except _GradientOverflow:
@@ -302,21 +315,12 @@ class TrainStep:
             self.dense_optimizer.step()
         self.loss_scale.update(overflowed=False)
 
-    def _dense_gradients(self) -> list[Tensor]:
-        """This rank's parts of them."""
-        gradients = [p.grad for group in self._dense_groups() for p in group["params"] if p.grad is not None]
-        return [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-
     @contextmanager
-    def _accumulating(self, several: bool) -> Iterator[None]:
+    def _accumulating(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for collection in self.collections if several else ():
+            for collection in self.collections:
                 stack.enter_context(collection.accumulate())
             yield
-
-    def _no_sync(self, more: bool) -> AbstractContextManager[None]:
-        """Where more batches follow, dense gradients are averaged over the ranks with those of the last one."""
-        return self.model.no_sync() if more and isinstance(self.model, HybridParallel) else nullcontext()
 
     def _options(self) -> list[dict[str, Any]]:
         """The plain options of the dense optimizer's groups, learning rates among them."""
@@ -331,18 +335,13 @@ class TrainStep:
     def _rates(self) -> list[tuple[dict[str, Any], Schedule | None]]:
         """Every parameter group and its schedule, if it has one; loading an optimizer's state makes new groups."""
         dense, tables = self._schedules
-        fused = [c.fused_optimizer for c in self.collections if c.fused_optimizer is not None]
-        rates: list[tuple[dict[str, Any], Schedule | None]] = [(group, dense) for group in self._dense_groups()]
-        return rates + [(group, tables) for optimizer in fused for group in optimizer.param_groups]
+        optimizers = [each.fused_optimizer for each in self.collections if each.fused_optimizer is not None]
+        fused = [(group, tables) for optimizer in optimizers for group in optimizer.param_groups]
+        return [*((group, dense) for group in self._dense_groups()), *fused]
 
 
 class _GradientOverflow(Exception):
     """A gradient was not finite under the present loss scale."""
-
-
-def autocast(precision: Precision, device: torch.device) -> AbstractContextManager[Any]:
-    """Matrix products in 16 bits within the block; tables and weights stay as they are."""
-    return nullcontext() if precision == "fp32" else torch.autocast(device.type, dtype=DTYPES[precision])
 
 
 def logits_of(forward: Forward, batch: Batch, precision: Precision, device: torch.device) -> Tensor:
@@ -351,7 +350,8 @@ def logits_of(forward: Forward, batch: Batch, precision: Precision, device: torc
     Raises:
         ValueError: they have another shape.
     """
-    with autocast(precision, device):
+    # Products of matrices have 16 bits; tables and weights stay as they are.
+    with nullcontext() if precision == "fp32" else torch.autocast(device.type, dtype=DTYPES[precision]):
         logits: Tensor = forward(batch.dense, batch.sparse)
     if logits.shape != batch.labels.shape:
         raise ValueError(f"the model must return logits [{len(batch)}], got shape {list(logits.shape)}")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,17 +16,17 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from tritonemb.data.batch import Batch, BatchLayout
-from tritonemb.data.loader import merge_positions, open_shards, rank_position
+from tritonemb.data.loader import open_shards
 from tritonemb.data.prefetch import Prefetcher
 from tritonemb.data.protocol import Batches, Data, Split
 from tritonemb.data.workers import DataLoaderWorkers
 from tritonemb.sharding.collection import ShardedCollection
+from tritonemb.tables.cache import RowCache
 from tritonemb.tables.cached_table import CachedTable, metadata_only
-from tritonemb.tables.lookup import needs_prefetch
+from tritonemb.tables.lookup import needs_prefetch, table_sets
 from tritonemb.training.config import TrainerOptions
-from tritonemb.training.metrics import caches_of, count
 from tritonemb.training.ranks import Ranks
-from tritonemb.training.step import PLAIN, PreparedStep, TrainStep, eviction_permit, prefetch_for, prepare
+from tritonemb.training.step import PLAIN, PreparedStep, TrainStep, count, eviction_permit, prefetch_for, prepare
 
 DEPTH = 2  # steps beyond the one that is trained
 
@@ -59,13 +59,6 @@ class Progress:
     seconds: float = 0.0
     ended: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Progress:
-        return cls(**values)
-
 
 @dataclass
 class TrainState:
@@ -73,10 +66,12 @@ class TrainState:
 
     Args:
         pipeline: whether the next steps are prefetched.
-        last_epoch, last_step: where the whole run ends.
         begun: whether the ranks' generators are their own.
         fitted: whether a fit has been to its end.
         prefetched: the steps of the epoch that is being trained.
+
+    Attributes:
+        last_epoch, last_step: where the whole run ends.
     """
 
     model: nn.Module
@@ -88,14 +83,13 @@ class TrainState:
     progress: Progress
     ranks: Ranks
     pipeline: bool
-    last_epoch: int = field(init=False)
-    last_step: int | None = field(init=False)
     begun: bool = False
     fitted: bool = False
     prefetched: Prefetcher[PreparedStep] | None = None
 
     def __post_init__(self) -> None:
-        self.last_epoch, self.last_step = self.options.epochs, self.options.max_steps
+        self.last_epoch: int = self.options.epochs
+        self.last_step: int | None = self.options.max_steps
         self._workers = DataLoaderWorkers(self.data, self.options.num_workers) if self.options.num_workers else None
 
     def open(self, split: Split, training: bool = False) -> Batches:
@@ -108,15 +102,6 @@ class TrainState:
             self.data, split, options.batch_size, self.ranks.rank, self.ranks.size,
             pin_memory=self.device.type == "cuda", workers=self._workers, **order,
         )  # fmt: skip
-
-    def merged_position(self) -> Any:
-        """Where all ranks have come to in the epoch; None at its beginning. Collective."""
-        positions: list[Any] = self.ranks.gather(self.progress.position)
-        return None if self.progress.position is None else merge_positions(positions)
-
-    def own_position(self, position: Any) -> Any:
-        """This rank's part of the position of all ranks."""
-        return None if position is None else rank_position(position, self.ranks.rank, self.ranks.size)
 
     @contextmanager
     def steps(
@@ -138,23 +123,24 @@ class TrainState:
             return
         permit = eviction_permit if caches else None
         with Prefetcher(steps, depth, "tritonemb-pipeline", collective=ranks.size > 1, permit=permit) as prefetcher:
-            if not training:
-                yield prefetcher
-                return
-            self.prefetched = prefetcher
+            if training:
+                self.prefetched = prefetcher
             try:
                 yield prefetcher
             finally:
-                self.prefetched = None
+                if training:
+                    self.prefetched = None
+
+    @property
+    def samples_per_step(self) -> int:
+        """Of all ranks; the last step of an epoch may have fewer."""
+        return self.options.batch_size * self.options.accumulate * self.ranks.size
 
     @property
     def steps_per_epoch(self) -> int | None:
         """None where the data set does not know its number of rows."""
         rows = self.data.num_rows("train") if "train" in self.data.splits() else None
-        if rows is None:
-            return None
-        batches = -(-rows // (self.options.batch_size * self.ranks.size))
-        return -(-batches // self.options.accumulate)
+        return None if rows is None else -(-rows // self.samples_per_step)
 
     @property
     def total_steps(self) -> int | None:
@@ -165,13 +151,12 @@ class TrainState:
 
     def total_samples(self, rows: int | None) -> int | None:
         """Samples of the whole run, if an epoch has `rows`."""
-        size = self.options.batch_size * self.options.accumulate * self.ranks.size
         if rows is None:
-            return None if self.last_step is None else self.last_step * size
+            return None if self.last_step is None else self.last_step * self.samples_per_step
         if self.last_step is None:
             return rows * self.last_epoch
-        epochs, rest = divmod(self.last_step, -(-rows // size))
-        return min(rows * self.last_epoch, rows * epochs + rest * size)
+        epochs, rest = divmod(self.last_step, -(-rows // self.samples_per_step))
+        return min(rows * self.last_epoch, rows * epochs + rest * self.samples_per_step)
 
     def settle(self) -> None:
         """Wait until nothing is being prefetched: no collective is running, and no transfer of rows."""
@@ -185,9 +170,18 @@ def empty_batch(data: Data) -> Batch:
     return layout.batch(torch.zeros(layout.num_bytes, dtype=torch.uint8))
 
 
+def caches_of(model: nn.Module) -> list[RowCache]:
+    """The caches of a model's cached tables, this rank's shards among them."""
+    found = table_sets(model)
+    for module in model.modules():
+        if isinstance(module, ShardedCollection):
+            found += module.locals
+    return [collection.cache for collection in found if collection.cache is not None]
+
+
 def has_cached_tables(model: nn.Module) -> bool:
     """Whether some table is in host memory or on disk: the same on all ranks, whoever has its shards."""
-    sharded = [module for module in model.modules() if isinstance(module, ShardedCollection)]
+    sharded = (module for module in model.modules() if isinstance(module, ShardedCollection))
     return needs_prefetch(model) or any(config.placement != "device" for each in sharded for config in each.configs)
 
 
@@ -210,26 +204,26 @@ def read_again(model: nn.Module) -> None:
             table.reload_cached_rows()
 
 
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """`optimizer.<parameter>.<state>` for every tensor that the optimizer of the dense part keeps."""
-    states = _states(model, optimizer).items()
-    return {f"optimizer.{name}.{key}": v for name, state in states for key, v in state.items() if isinstance(v, Tensor)}
-
-
-def optimizer_plain(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Any]]:
-    """What the optimizer keeps of each parameter that is no tensor, by the parameter's name, for JSON."""
-    found = {}
-    for name, state in _states(model, optimizer).items():
-        plain = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
-        for key, value in plain.items():
-            if not isinstance(value, PLAIN):
+def optimizer_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+    """What the optimizer of the dense part keeps: tensors by `optimizer.<parameter>.<state>`, and plain values for
+    JSON, by the parameter's name.
+    """
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, dict[str, Any]] = {}
+    for name, parameter in _parameters_of(model, optimizer):
+        for key, value in optimizer.state.get(parameter, {}).items() if optimizer else ():
+            if isinstance(value, Tensor):
+                tensors[f"optimizer.{name}.{key}"] = value
+            elif isinstance(value, PLAIN):
+                plain.setdefault(name, {})[key] = value
+            else:
                 raise TypeError(
                     f"{type(optimizer).__name__} keeps {key!r} of type {type(value).__name__} for {name}; checkpoints "
                     "hold tensors and plain values only"
                 )
-        if plain:
-            found[name] = plain
-    return found
+    return tensors, plain
 
 
 def optimizer_templates(
@@ -253,7 +247,7 @@ def load_optimizer_state(
     tensors: Mapping[str, Tensor],
     plain: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Give the optimizer what `optimizer_tensors` and `optimizer_plain` took out of one like it."""
+    """Give the optimizer what `optimizer_state` took out of one like it."""
     names = {id(parameter): name for name, parameter in _parameters_of(model, optimizer)}
     packed = optimizer.state_dict()
     packed["state"] = {}  # by number, in the order of the groups
@@ -277,18 +271,9 @@ def rng_tensors(device: torch.device, rank: int | None = None) -> dict[str, Tens
 
 def rng_templates(stored: Mapping[str, TensorStorageMetadata], rank: int, device: torch.device) -> dict[str, Tensor]:
     """Room for the generators of a rank, as far as a checkpoint has them; one process counts as rank 0."""
-    found = {}
-    for name in rng_tensors(device):
-        kind = name.removeprefix("rng.")
-        for there in [f"rng.{rank}.{kind}", *([name] if rank == 0 else [])]:
-            if there in stored:
-                found[there] = torch.empty(stored[there].size, dtype=torch.uint8)
-    return found
-
-
-def rng_manifest(every: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """`rng_plain` of all ranks: that of the first, and where there are more, those of all."""
-    return {"rng": every[0], **({"rng_of_ranks": list(every)} if len(every) > 1 else {})}
+    prefixes = (f"rng.{rank}.", "rng.") if rank == 0 else (f"rng.{rank}.",)
+    names = [prefix + kind for prefix in prefixes for kind in ("cpu", device.type)]
+    return {name: torch.empty(stored[name].size, dtype=torch.uint8) for name in names if name in stored}
 
 
 def set_rng(
@@ -328,16 +313,10 @@ def rng_plain() -> dict[str, Any]:
     }
 
 
-def _states(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Mapping[str, Any]]:
-    """What the optimizer keeps, by the parameter's name."""
-    return {name: optimizer.state.get(p, {}) for name, p in _parameters_of(model, optimizer)} if optimizer else {}
-
-
 def _parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, nn.Parameter]]:
     """The optimizer's parameters under their names in the model's `state_dict`, which wrappers of the model keep."""
-    if optimizer is None:
-        return []
-    owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    groups = [] if optimizer is None else optimizer.param_groups
+    owned = {id(parameter) for group in groups for parameter in group["params"]}
     named: dict[int, tuple[str, nn.Parameter]] = {}
     with metadata_only():
         entries = model.state_dict(keep_vars=True)

@@ -22,8 +22,8 @@ from tritonemb.training.callbacks.report import HtmlReport
 from tritonemb.training.checkpoint import RunFolder
 from tritonemb.training.checkpoint.manager import CheckpointManager
 from tritonemb.training.config import TrainerOptions
-from tritonemb.training.loop import FitResult, Loop, evaluate
-from tritonemb.training.metrics import Metrics
+from tritonemb.training.loop import FitResult, Loop
+from tritonemb.training.metrics import Metrics, evaluate
 from tritonemb.training.ranks import Ranks, StopRequest, group_of, stop_requests
 from tritonemb.training.schedule import Schedule
 from tritonemb.training.step import TrainStep
@@ -35,12 +35,11 @@ class Trainer(TrainerOptions):
     """Trains `model(dense, sparse) -> logits [B]` on binary labels with the cross-entropy loss.
 
     Embedding collections with a fused optimizer update their tables themselves; every other parameter belongs to
-    `dense_optimizer`. Batches are shuffled by (seed, epoch): the same seed gives the same batches. The initial weights
-    are the caller's; seed them with `torch.manual_seed` before the model is made.
+    `dense_optimizer`. Batches are shuffled by (seed, epoch). The initial weights are the caller's; call
+    `torch.manual_seed` before the model is made.
 
     With a `folder` a run outlives its process: checkpoints, a log and a report are kept there, SIGINT and SIGTERM end
-    it after the step that is running, and `resume` continues from a checkpoint, bitwise identical to a run that never
-    stopped.
+    it after the running step, and `resume` continues, bitwise identical to a run that never stopped.
 
     On several ranks the model is a `tritonemb.HybridParallel`, and every rank makes a trainer with the same arguments.
     A step trains the ranks' batches as one, in the order of ranks; each rank reads its own shard of the data. Rank 0
@@ -95,11 +94,12 @@ class Trainer(TrainerOptions):
         some = next(model.parameters(), None) if self.device is None else torch.empty(0, device=self.device)
         device = torch.device("cpu") if some is None else some.device  # with its index
         step = TrainStep(model, device, ranks, self.dense_optimizer, self.dense_lr, self.precision, self.compile)
-        config = dict(self.config or {})
-        state = TrainState(model, device, self.data, self, config, step, Progress(), ranks, self.pipeline)
+        state = TrainState(
+            model, device, self.data, self, dict(self.config or {}), step, Progress(), ranks, self.pipeline
+        )
         # What is learned of the data's size later on does not change them, or a resumed run would have other rates.
-        given = (self.dense_schedule, self.table_schedule)
-        step.schedule(*((schedule or Schedule()).within(state.total_steps) for schedule in given))
+        schedules = (self.dense_schedule or Schedule(), self.table_schedule or Schedule())
+        step.schedule(*(schedule.within(state.total_steps) for schedule in schedules))
         options, folder = self.checkpoints, None
         if self.folder is not None:
             folder = RunFolder(self.folder, options.keep, options.checkpoint_incremental)

@@ -24,7 +24,7 @@ def start(**changes) -> FitStart:
             "total_samples": STEPS * BATCH,
             "epoch_samples": STEPS * BATCH // 2,
             "num_epochs": 2,
-            "config": {"data": "synthetic", "training": {"batch_size": BATCH}},
+            "config": {"data": "synthetic", "batch_size": BATCH, "read": {"shuffle_rows": 7}},
         }
         | changes
     )

@@ -30,7 +30,7 @@ def test_every_event_is_a_line_with_its_fields(tmp_path):
     assert (kinds[0], kinds[-1]) == ("start", "end")
     counts = {kind: kinds.count(kind) for kind in ("log", "evaluation", "checkpoint", "message")}
     assert counts == {"log": 12, "evaluation": 6, "checkpoint": 6, "message": 1}
-    assert events[0]["config"] == {"data": "synthetic", "training": {"batch_size": 100}}
+    assert events[0]["config"] == {"data": "synthetic", "batch_size": 100, "read": {"shuffle_rows": 7}}
     assert events[1] == {"event": "log", **vars(log(100, loss=0.7))}
     message = next(event for event in events if event["event"] == "message")
     assert message == {"event": "message", "step": 450, "text": "12 rows were skipped"}

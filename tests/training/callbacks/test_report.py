@@ -114,7 +114,8 @@ def test_a_run_ends_with_its_whole_report(tmp_path):
         "training time 24.9 s",
         "steps 1,200 120,000 samples",
         "validation AUC 0.7633 best, at step 1,200",
-        "training.batch_size 100",
+        "batch_size 100",
+        "read.shuffle_rows 7",
         "12.3 MB",
         "450 12 rows were skipped",
     ):

@@ -179,18 +179,17 @@ class CallbackList:
 
     def on_end(self, end: FitEnd | None) -> None:
         """Called for each callback whose `on_start` has returned; a failure becomes a note beside that of training."""
-        first: BaseException | None = None
-        training = sys.exception()
+        failure = training = sys.exception()
         for callback in self._started:
             try:
                 self._call(callback, "on_end", end)
             except BaseException as error:
                 if training is not None:
                     training.add_note(f"besides, {type(callback).__name__}.on_end failed: {error!r}")
-                first = first or error
+                failure = failure or error
         self._started = []
-        if first is not None and training is None:
-            raise first
+        if failure is not None and training is None:
+            raise failure
 
     def _call_all(self, method: str, event: object) -> None:
         for callback in self._started:
@@ -210,6 +209,6 @@ class CallbackList:
                 raise
             if id(callback) not in self._reported:
                 self._reported.add(id(callback))
+                text = f"note: {type(callback).__name__} cannot write: {error}. Training continues"
                 with contextlib.suppress(OSError):
-                    name = type(callback).__name__
-                    print(f"note: {name} cannot write: {error}. Training continues", file=sys.stderr, flush=True)
+                    print(text, file=sys.stderr, flush=True)

@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TextIO
 
 from tritonemb.training.callbacks import Callback, CheckpointSaved, Evaluation, FitEnd, FitStart, Log, StepEnd
@@ -27,9 +27,8 @@ def make_display(stream: TextIO | None = None) -> Callback:
         MissingExtraError: the stream is a terminal and rich is not installed.
     """
     stream = sys.stdout if stream is None else stream
-    if not stream.isatty() or os.environ.get("TERM") in ("dumb", "unknown"):
-        return Lines(stream)
-    return LiveView(stream)
+    plain = not stream.isatty() or os.environ.get("TERM") in ("dumb", "unknown")
+    return Lines(stream) if plain else LiveView(stream)
 
 
 class _Notes(logging.Handler):
@@ -62,11 +61,12 @@ class Lines(Callback):
         self._print(log_line(log, self._start, eta=True))
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        found, step = evaluation.metrics, _step_field(evaluation.step, self._start)
-        quality = (
-            f"AUC {found.auc:.4f}  log loss {found.log_loss:.4f}  normalized entropy {found.normalized_entropy:.4f}"
+        found = evaluation.metrics
+        quality = f"AUC {found.auc:.4f}  log loss {found.log_loss:.4f}"
+        self._print(
+            f"{evaluation.split}  {_step_field(evaluation.step, self._start)}  {quality}  "
+            f"normalized entropy {found.normalized_entropy:.4f}{'  (best)' * evaluation.best}"
         )
-        self._print(f"{evaluation.split}  {step}  {quality}{'  (best)' * evaluation.best}")
 
     def on_checkpoint(self, saved: CheckpointSaved) -> None:
         self._print(f"checkpoint  {saved.path}  {size(saved.num_bytes)} in {saved.seconds:.1f} s")
@@ -91,21 +91,21 @@ class LiveView(Lines):
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.perf_counter) -> None:
         super().__init__(stream)
-        console = require("rich.console").Console
-        self._console = console(file=stream, highlight=False, force_terminal=True, force_jupyter=False)
+        self._console = require("rich.console").Console(
+            file=stream, highlight=False, force_terminal=True, force_jupyter=False
+        )
         self._clock = clock
         self._live: Any = None
 
     def on_start(self, start: FitStart) -> None:
         super().on_start(start)
-        self._logged = self._auc = ""
-        self._best_auc: float | None = None
+        self._logged = self._auc = self._best = ""
         self._drawn = -math.inf
         rich = require("rich.progress")
-        columns = rich.TextColumn("{task.description}"), rich.BarColumn(None), rich.TaskProgressColumn()
         self._progress = rich.Progress(
-            *columns, rich.TimeRemainingColumn(), console=self._console, get_time=self._clock, expand=True
-        )
+            rich.TextColumn("{task.description}"), rich.BarColumn(None), rich.TaskProgressColumn(),
+            rich.TimeRemainingColumn(), console=self._console, get_time=self._clock, expand=True,
+        )  # fmt: skip
         self._task = self._progress.add_task(
             _step_field(start.first_step, start), total=start.total_samples, completed=start.samples_done
         )
@@ -130,12 +130,10 @@ class LiveView(Lines):
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         super().on_evaluation(evaluation)
-        if evaluation.split == "validation":
-            auc = evaluation.metrics.auc
-            if evaluation.best:  # after a resume the first one may not be
-                self._best_auc = auc
-            best = "" if self._best_auc is None else f"  best {self._best_auc:.4f}"
-            self._auc = f"validation AUC {auc:.4f}{best}"
+        auc = evaluation.metrics.auc
+        if evaluation.best:  # after a resume the first one may not be
+            self._best = f"  best {auc:.4f}"
+        self._auc = f"validation AUC {auc:.4f}{self._best}"
 
     def on_end(self, end: FitEnd | None) -> None:
         if self._live is not None:
@@ -161,10 +159,9 @@ class LiveView(Lines):
 
 def start_line(start: FitStart) -> str:
     """What the run trains on."""
-    fields = ["training"]
-    data, batch_size = start.config.get("data"), _find(start.config, "batch_size")
-    if isinstance(data, str):
-        fields.append(data)
+    config, fields = start.config, ["training"]
+    if isinstance(config.get("data"), str):
+        fields.append(config["data"])
     epochs = "1 epoch" if start.num_epochs == 1 else f"{start.num_epochs:,} epochs"
     if start.total_samples is None:
         fields.append(epochs)
@@ -172,9 +169,9 @@ def start_line(start: FitStart) -> str:
         samples = f"{'about ' * start.estimated}{start.total_samples:,} samples"
         all_epochs = start.epoch_samples is None or start.total_samples >= start.epoch_samples * start.num_epochs
         fields.append(f"{samples} in {epochs}" if all_epochs else samples)
-    if batch_size is not None:
+    if "batch_size" in config:
         each = f" on each of {start.num_ranks:,} ranks" if start.num_ranks > 1 else ""
-        fields.append(f"batch {batch_size:,}{each}")
+        fields.append(f"batch {config['batch_size']:,}{each}")
     if start.total_steps is not None:
         fields.append(f"{start.total_steps:,} steps")
     if start.first_step:
@@ -199,13 +196,14 @@ def log_line(log: Log, start: FitStart, eta: bool = False) -> str:
 
 def summary(end: FitEnd) -> str:
     """What the run reached: the lines that it ends with."""
-    lines = []
+    lines = [f"samples/s           {end.samples_per_second:,.0f}  (training took {took(end.seconds)})"]
     if end.test is not None:
         best = "" if end.best_auc is None else f"  (Bayes-optimal {end.best_auc:.4f})"
-        lines.append(f"test AUC            {end.test.auc:.4f}{best}")
-        lines.append(f"log loss            {end.test.log_loss:.4f}")
-        lines.append(f"normalized entropy  {end.test.normalized_entropy:.4f}")
-    lines.append(f"samples/s           {end.samples_per_second:,.0f}  (training took {took(end.seconds)})")
+        lines[:0] = [
+            f"test AUC            {end.test.auc:.4f}{best}",
+            f"log loss            {end.test.log_loss:.4f}",
+            f"normalized entropy  {end.test.normalized_entropy:.4f}",
+        ]
     if end.reason != "finished":
         lines.append(f"ended by            {end.reason} after step {end.step:,}")
     return "\n".join(lines)
@@ -213,31 +211,20 @@ def summary(end: FitEnd) -> str:
 
 def _step_field(step: int, start: FitStart) -> str:
     """`step done/total`, as wide as that of the last step."""
-    return f"step {_of(step, start.total_steps)}".ljust(
-        len(f"step {_of(start.total_steps or step, start.total_steps)}")
-    )
+    if start.total_steps is None:
+        return f"step {step:,}"
+    total = f"{start.total_steps:,}"
+    return f"step {f'{step:,}/{total}':{2 * len(total) + 1}}"
 
 
 def _epoch_done(log: Log, start: FitStart) -> str:
     """Epochs done as 0.32, where the number of samples is known; else which epoch of how many it is."""
     if not start.epoch_samples:
-        return _of(log.epoch + 1, start.num_epochs)
+        return f"{log.epoch + 1:,}/{start.num_epochs:,}"
     done = log.samples / start.epoch_samples
     if start.estimated:  # only the number of the epoch is certain
         done = min(max(done, log.epoch), log.epoch + 0.99)
     return f"{done:.2f}"
-
-
-def _find(config: Mapping[str, Any], name: str) -> Any:
-    """The first value of that name, at any depth; None if there is none."""
-    if name in config:
-        return config[name]
-    nested = (_find(value, name) for value in config.values() if isinstance(value, Mapping))
-    return next((value for value in nested if value is not None), None)
-
-
-def _of(done: int, total: int | None) -> str:
-    return f"{done:,}" if total is None else f"{done:,}/{total:,}"
 
 
 def fold(line: str, width: int) -> str:

@@ -9,21 +9,22 @@ reason "failed" and the exception under `error`.
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partialmethod
 from io import FileIO
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-from tritonemb.training.callbacks import Callback, CheckpointSaved, Evaluation, FitEnd, FitStart, Log, StepEnd
+import numpy as np
+
+from tritonemb.training.callbacks import Callback, FitEnd, FitStart, StepEnd
 from tritonemb.utils import write_whole
 
-NOT_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+NOT_FINITE = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}  # what Python writes, and what is in the log
 
 
 class RunLog(Callback):
@@ -53,8 +54,8 @@ class RunLog(Callback):
         self._step = start.first_step
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._resume_at_step is not None and self._path.exists():
-            kept = [each for each in _events(self._path) if _step_of(each) <= self._resume_at_step]
-            write_whole(self._path, "".join(_line(each) for each in kept if each["event"] != "end"))
+            events = [each for each in _events(self._path) if each["event"] != "end"]
+            write_whole(self._path, "".join(_line(each) for each in events if _step_of(each) <= self._resume_at_step))
         self._resume_at_step = None  # a second fit in this process only adds to the log
         self._file = FileIO(self._path, "ab")
         self._write("start", asdict(start) | {"time": _now()})
@@ -62,14 +63,12 @@ class RunLog(Callback):
     def on_step(self, step: StepEnd) -> None:
         self._step = step.step
 
-    def on_log(self, log: Log) -> None:
-        self._write("log", asdict(log))
+    def _write_event(self, kind: str, event: Any) -> None:
+        self._write(kind, asdict(event))
 
-    def on_evaluation(self, evaluation: Evaluation) -> None:
-        self._write("evaluation", asdict(evaluation))
-
-    def on_checkpoint(self, saved: CheckpointSaved) -> None:
-        self._write("checkpoint", asdict(saved))
+    on_log = partialmethod(_write_event, "log")
+    on_evaluation = partialmethod(_write_event, "evaluation")
+    on_checkpoint = partialmethod(_write_event, "checkpoint")
 
     def on_message(self, text: str) -> None:
         self._write("message", {"step": self._step, "text": text})
@@ -77,9 +76,9 @@ class RunLog(Callback):
     def on_end(self, end: FitEnd | None) -> None:
         error = sys.exception()
         text = None if error is None else f"{type(error).__name__}: {error}"
-        failed = {"reason": "failed", "step": self._step, "error": text}
+        values = {"reason": "failed", "step": self._step, "error": text} if end is None else asdict(end)
         try:
-            self._write("end", (failed if end is None else asdict(end)) | {"time": _now()})
+            self._write("end", values | {"time": _now()})
         finally:
             if self._file is not None:
                 self._file.close()
@@ -118,10 +117,9 @@ def _events(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             event = json.loads(line)
-            if not isinstance(event, dict) or not isinstance(event.get("event"), str):
-                raise ValueError("not an object with an event")
-            if not isinstance(_step_of(event), int):
-                raise ValueError("an event without its step")
+            named = isinstance(event, dict) and isinstance(event.get("event"), str)
+            if not named or not isinstance(_step_of(event), int):
+                raise ValueError("not an event with its step")
         except ValueError as error:
             if number == len(lines):  # nothing after the last line's end, or a line that was not finished
                 break
@@ -136,28 +134,14 @@ def _step_of(event: Mapping[str, Any]) -> Any:
 
 
 def _line(event: Mapping[str, Any]) -> str:
-    return json.dumps(_plain(event), allow_nan=False) + "\n"
-
-
-def _plain(value: Any) -> Any:
-    """`value` as JSON can hold it."""
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, Integral):
-        return int(value)
-    if isinstance(value, Real):
-        return float(value) if math.isfinite(value) else str(float(value))
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return str(value)
+    text = json.dumps(event, default=lambda value: value.item() if isinstance(value, np.generic) else str(value))
+    return json.dumps(json.loads(text, parse_constant=NOT_FINITE.__getitem__)) + "\n"
 
 
 def _numbers(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _numbers(item) for key, item in value.items()}
-    return NOT_FINITE.get(value, value) if isinstance(value, str) else value
+    return float(value) if isinstance(value, str) and value in NOT_FINITE.values() else value
 
 
 def _now() -> str:

@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby, pairwise
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,7 @@ def render(events: Sequence[Event]) -> str:
     names = [config[key] for key in ("model", "data") if isinstance(config.get(key), str)]
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_visible)
     environment.filters |= {"count": "{:,.0f}".format, "size": size, "took": took}
-    template = environment.from_string(Path(__file__).with_name("report.html.jinja").read_text("utf-8"))
-    return template.render(
+    return environment.from_string(Path(__file__).with_name("report.html.jinja").read_text("utf-8")).render(
         GEOMETRY,
         kinds=kinds,
         title=" on ".join(names) or "Training run",
@@ -148,7 +148,8 @@ def chart(
     def y_of(value: float) -> float:
         return BOTTOM - (BOTTOM - TOP) * (value - y_ticks[0]) / (y_ticks[-1] - y_ticks[0])
 
-    lines = [[(x_of(x), y_of(y)) for x, y in segment] for segment in segments(points)]
+    parts = groupby(points, lambda point: is_finite(point[1]))
+    lines = [[(x_of(x), y_of(y)) for x, y in part] for has_place, part in parts if has_place]
     stride = math.ceil(len(finite) / MAX_PROBES)
     probed = finite[(len(finite) - 1) % stride :: stride]  # the last point is always there
     edges = [LEFT, *((x_of(a) + x_of(b)) / 2 for (a, _), (b, _) in pairwise(probed)), RIGHT]
@@ -172,19 +173,14 @@ def thin(points: Sequence[Point], limit: int = MAX_POINTS) -> list[Point]:
     if len(points) <= limit:
         return list(points)
     width = math.ceil(len(points) / (limit // 3))
-    kept = []
+    kept: list[Point] = []
     for start in range(0, len(points), width):
-        bucket = range(start, min(start + width, len(points)))
-        finite = [i for i in bucket if is_finite(points[i][1])]
-        chosen = {min(finite, key=lambda i: points[i][1]), max(finite, key=lambda i: points[i][1])} if finite else set()
-        chosen.update([i for i in bucket if not is_finite(points[i][1])][:1])
-        kept += [points[i] for i in sorted(chosen)]
+        bucket = points[start : start + width]
+        finite = [point for point in bucket if is_finite(point[1])]
+        chosen = {min(finite, key=itemgetter(1)), max(finite, key=itemgetter(1))} if finite else set()
+        chosen.update([point for point in bucket if not is_finite(point[1])][:1])
+        kept += sorted(chosen)
     return kept
-
-
-def segments(points: Sequence[Point]) -> list[list[Point]]:
-    """The points between the gaps."""
-    return [list(part) for finite, part in groupby(points, lambda point: is_finite(point[1])) if finite]
 
 
 def ticks(low: float, high: float, count: int = 4, outside: bool = False) -> list[float]:
@@ -196,10 +192,9 @@ def ticks(low: float, high: float, count: int = 4, outside: bool = False) -> lis
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * (1 - 1e-9))
     slack = 1e-9 * (high - low) / step
-    if outside:
-        first, last = math.floor(low / step + slack), math.ceil(high / step - slack)
-    else:
-        first, last = math.ceil(low / step - slack), math.floor(high / step + slack)
+    down, up = (math.floor, math.ceil) if outside else (math.ceil, math.floor)
+    slack = slack if outside else -slack
+    first, last = down(low / step + slack), up(high / step - slack)
     return [number * step for number in range(first, last + 1)]
 
 

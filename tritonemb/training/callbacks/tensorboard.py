@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tritonemb.training.callbacks import Callback, Evaluation, FitEnd, FitStart, Log, StepEnd
+from tritonemb.training.config import ProfileOptions
 from tritonemb.training.metrics import Metrics
 from tritonemb.utils import require
 
@@ -42,13 +43,10 @@ class TensorBoard(Callback):
         self._writer = SummaryWriter(self._folder, purge_step=start.first_step + 1, flush_secs=FLUSH_SECONDS)
 
     def on_log(self, log: Log) -> None:
-        for name in ("loss", "samples_per_second", "data_wait", "memory_bytes"):
-            self._add(f"train/{name}", getattr(log, name), log.step)
-        for name, value in log.cache.items():
-            self._add(f"cache/{name}", value, log.step)
-        for name, rate in (("dense", log.dense_lr), ("tables", log.table_lr)):
-            if rate is not None:
-                self._add(f"lr/{name}", rate, log.step)
+        names = ("loss", "samples_per_second", "data_wait", "memory_bytes")
+        self._add("train", {name: getattr(log, name) for name in names}, log.step)
+        self._add("cache", log.cache, log.step)
+        self._add("lr", {"dense": log.dense_lr, "tables": log.table_lr}, log.step)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         self._add_metrics(evaluation.split, evaluation.metrics, evaluation.step)
@@ -60,34 +58,12 @@ class TensorBoard(Callback):
             self._writer.close()
 
     def _add_metrics(self, split: str, metrics: Metrics, step: int) -> None:
-        for name in ("auc", "log_loss", "normalized_entropy"):
-            self._add(f"{split}/{name}", getattr(metrics, name), step)
+        self._add(split, {name: getattr(metrics, name) for name in ("auc", "log_loss", "normalized_entropy")}, step)
 
-    def _add(self, name: str, value: float, step: int) -> None:
-        if self._writer is not None:
-            self._writer.add_scalar(name, value, step)
-
-
-@dataclass(frozen=True)
-class ProfileOptions:
-    """Which steps to profile.
-
-    Args:
-        profile_steps: how many, 0 for none; the trace is `trace.json` in the run's folder (ui.perfetto.dev opens it).
-        profile_start: how many steps of this process go before.
-
-    Raises:
-        ValueError: for negative numbers.
-    """
-
-    profile_steps: int = 0
-    profile_start: int = 10
-
-    def __post_init__(self) -> None:
-        if self.profile_steps < 0 or self.profile_start < 0:
-            raise ValueError(
-                f"profile_steps and profile_start must not be negative, got {self.profile_steps}, {self.profile_start}"
-            )
+    def _add(self, group: str, values: Mapping[str, float | None], step: int) -> None:
+        for name, value in values.items():
+            if value is not None and self._writer is not None:
+                self._writer.add_scalar(f"{group}/{name}", value, step)
 
 
 class Profiler(Callback):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,8 +20,9 @@ MANIFEST = "trainer.json"
 ROWS, CHANGES = ".rows", ".changes"  # of a table on disk: sparse files
 
 
-class CheckpointError(OSError):
-    """A checkpoint could not be written; the earlier ones are as they were."""
+def ignore_single_process_warning() -> None:
+    """Silence torch's warning that a checkpoint is of a single process, which may come from a thread of its own."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 def read_manifest_text(path: Path) -> tuple[str, dict[str, Any]]:
@@ -39,7 +41,6 @@ def read_manifest_text(path: Path) -> tuple[str, dict[str, Any]]:
             f"{path} has checkpoint format {found}, this version of tritonemb reads format {FORMAT}; it was written by "
             f"tritonemb {manifest.get('versions', {}).get('tritonemb', 'of an unknown version')}"
         )
-    assert isinstance(manifest, dict)
     return text, manifest
 
 
@@ -84,9 +85,7 @@ def write(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Fsync a file, or a folder's entries where folders can be opened."""
-    if os.name != "posix":
-        return
+    """Fsync a file, or a folder's entries."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

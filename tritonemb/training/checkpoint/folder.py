@@ -12,9 +12,8 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from filelock import FileLock, Timeout
 from torch import Tensor
@@ -23,12 +22,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from tritonemb.comm.group import RankGroup
 from tritonemb.storage.io import allocated
-from tritonemb.training.checkpoint.all_ranks import ignore_single_process_warning, on_all_ranks, on_rank_zero
 from tritonemb.training.checkpoint.files import (
     FORMAT,
     MANIFEST,
-    CheckpointError,
     free_bytes,
+    ignore_single_process_warning,
     link_or_copy,
     read_manifest_text,
     size_of,
@@ -46,52 +44,21 @@ from tritonemb.training.checkpoint.writer import (
     shards_of,
     split_tables,
 )
+from tritonemb.training.ranks import CheckpointError, on_all_ranks, on_rank_zero
 
 # A half-written checkpoint; a whole one that a new one of the same name is to replace; a half-removed one.
 WRITING, REPLACED, DROPPED = ".writing-", ".replaced-", ".dropped-"
-
-
-@dataclass(frozen=True)
-class CheckpointOptions:
-    """When checkpoints are written, how many are kept, and what happens if one cannot be written.
-
-    Args:
-        checkpoint_steps: write one every so many steps.
-        checkpoint_minutes: write one when so many minutes have passed since the last; 0 for never.
-        keep: how many of the last checkpoints stay; the best one stays besides.
-        on_checkpoint_error: go on training with the earlier checkpoints, or stop.
-        checkpoint_incremental: of tables on disk, write the rows that have changed since the last checkpoint only, as
-            long as such changes together are smaller than the table.
-        checkpoint_async: write checkpoints in a thread while training goes on; copies of the tensors stay in memory.
-    """
-
-    checkpoint_steps: int | None = None
-    checkpoint_minutes: float = 10.0
-    keep: int = 3
-    on_checkpoint_error: Literal["continue", "stop"] = "continue"
-    checkpoint_incremental: bool = False
-    checkpoint_async: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("checkpoint_steps", "keep"):
-            number = getattr(self, name)
-            if number is not None and number < 1:
-                raise ValueError(f"{name} must be at least 1, got {number}")
-        if self.checkpoint_minutes < 0:
-            raise ValueError(f"checkpoint_minutes must not be negative, got {self.checkpoint_minutes}")
-        if self.on_checkpoint_error not in ("continue", "stop"):
-            raise ValueError(f"on_checkpoint_error must be 'continue' or 'stop', got {self.on_checkpoint_error!r}")
 
 
 class CheckpointFolder:
     """The checkpoints of one run: `step-<n>`, the newest `keep` of them, and `best-<n>`.
 
     What a killed process left half-written begins with a dot, and is removed when the next checkpoint is written. So
-    does a whole checkpoint, `.replaced-step-<n>`, of which a new one was about to take the name: it stands for that one
-    wherever checkpoints are looked for, and gets its name back when the next one is written.
+    does a whole checkpoint, `.replaced-step-<n>`, whose name a new one was about to take: it stands for that one, and
+    gets its name back when the next one is written.
 
-    With a `group` of several ranks all of them call a method together. Each writes its own tensors into one folder,
-    which must be on a file system that all of them share; rank 0 does all else. What fails on one fails on all.
+    With a `group` of several ranks all of them call a method together. Each writes its own tensors into one folder, on
+    a file system that all share; rank 0 does all else. What fails on one fails on all.
 
     An `incremental` one has what has changed in tables on disk since the last checkpoint, where that is less.
     """
@@ -118,13 +85,9 @@ class CheckpointFolder:
         return self._path(f"best-{steps[-1]}") if steps else None
 
     def save(
-        self,
-        step: int,
-        tensors: Mapping[str, Tensor],
-        manifest: Mapping[str, Any],
-        group: RankGroup | None = None,
+        self, step: int, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], group: RankGroup | None = None,
         best: bool = False,
-    ) -> int:
+    ) -> int:  # fmt: skip
         """Write the checkpoint of a step; returns its size in bytes.
 
         Args:
@@ -153,13 +116,9 @@ class CheckpointFolder:
             return writer.result(metadata)[0]
 
     def begin(
-        self,
-        step: int,
-        tensors: Mapping[str, Tensor],
-        manifest: Mapping[str, Any],
-        group: RankGroup | None = None,
+        self, step: int, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], group: RankGroup | None = None,
         best: bool = False,
-    ) -> CheckpointWriter:
+    ) -> CheckpointWriter:  # fmt: skip
         """Make the folder of a checkpoint, and submit snapshots of tables on disk; torch saves the writer's tensors.
 
         Arguments and errors as of `save`.
@@ -235,8 +194,7 @@ class CheckpointFolder:
     def _earlier(self, step: int) -> list[tuple[Path, Mapping[str, Any]]]:
         """Earlier checkpoints and their manifests, newest first, if changes of tables on disk may follow them."""
         found: list[tuple[Path, Mapping[str, Any]]] = []
-        earlier = [self.path(number) for number in self.steps() if number < step]
-        for path in reversed(earlier if self.incremental else []):
+        for path in [self.path(number) for number in reversed(self.steps()) if number < step and self.incremental]:
             with suppress(ValueError):  # nothing follows a damaged one
                 found.append((path, read_manifest_text(path)[1]))
         return found
@@ -274,20 +232,18 @@ class CheckpointFolder:
 
     def _drop(self, paths: Sequence[Path]) -> None:
         """Take all their names away first: a half-removed checkpoint is none, and removing one may take long."""
-        asides = [self.folder / f"{DROPPED}{path.name}" for path in paths]
-        for path, aside in zip(paths, asides, strict=True):
-            os.rename(path, aside)
-        if asides:
+        for path in paths:
+            os.rename(path, self.folder / f"{DROPPED}{path.name}")
+        if paths:
             sync(self.folder)
-        for aside in asides:
-            shutil.rmtree(aside)
+        for path in paths:
+            shutil.rmtree(self.folder / f"{DROPPED}{path.name}")
 
     def _remove_leftovers(self) -> None:
         """Of a process that was killed; only for who writes checkpoints here."""
         self._restore_replaced()
-        for prefix in (WRITING, DROPPED):
-            for entry in self.folder.glob(f"{prefix}*"):
-                shutil.rmtree(entry)
+        for entry in [*self.folder.glob(f"{WRITING}*"), *self.folder.glob(f"{DROPPED}*")]:
+            shutil.rmtree(entry)
         self._drop(list(self.folder.glob(f"{REPLACED}*")))
 
     def _restore_replaced(self) -> None:

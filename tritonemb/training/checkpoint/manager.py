@@ -11,9 +11,9 @@ import time
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,24 +22,15 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from tritonemb.comm.group import RankGroup
+from tritonemb.data.loader import merge_positions, rank_position
 from tritonemb.training import train_state
 from tritonemb.training.callbacks import CheckpointSaved
-from tritonemb.training.checkpoint.all_ranks import ignore_single_process_warning
+from tritonemb.training.checkpoint.files import ignore_single_process_warning
 from tritonemb.training.checkpoint.folder import CheckpointFolder, RunFolder
 from tritonemb.training.checkpoint.reader import load_tensors, read_manifest, stored_tensors
 from tritonemb.training.checkpoint.writer import CheckpointWriter, HostStager
 from tritonemb.training.config import plain
 from tritonemb.training.doctor import versions
-from tritonemb.training.metrics import caches_of
-
-
-class WrittenCheckpoint(NamedTuple):
-    """A checkpoint that has been written."""
-
-    step: int
-    size: int  # in bytes, of all ranks
-    stopped: float  # seconds that training waited for it
-    seconds: float  # until it was on the disk
 
 
 class AsyncSave:
@@ -50,7 +41,7 @@ class AsyncSave:
 
     The thread has a process group of its own. The end of the process waits for it; a process that is killed leaves the
     last checkpoint whole, as `CheckpointFolder` does. All ranks of the group make it, start it and wait for it
-    together, in the same order, and get the same answer; whether it is `done` is of one rank alone.
+    together, in the same order, and get the same answer.
     """
 
     def __init__(self, folder: CheckpointFolder, group: RankGroup | None = None) -> None:
@@ -61,15 +52,14 @@ class AsyncSave:
             # torch does not use it, and wants one that serves the CPU.
             self._process_group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
         self._stager = HostStager(self._group)
-        self._running: tuple[CheckpointWriter, Future[Metadata], float] | None = None
-        self._written: WrittenCheckpoint | None = None
+        self._running: tuple[CheckpointWriter, Future[Metadata]] | None = None
         atexit.register(_finish, weakref.ref(self))
 
     def start(
         self, step: int, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], best: bool = False
-    ) -> WrittenCheckpoint | None:
+    ) -> CheckpointSaved | None:
         """Begin to write a checkpoint, see `CheckpointFolder.save`; waits for the one before, and returns it if nobody
-        has asked for it yet.
+        has waited for it yet.
 
         Raises:
             CheckpointError, ValueError: the one before could not be written, or there is no memory for this one on some
@@ -77,7 +67,7 @@ class AsyncSave:
                 reached, the error is that of the exchange.
             StorageError: what was trained could not be written to a table on disk.
         """
-        before, begin = self.wait(), time.perf_counter()
+        before = self.wait()
         writer = self.folder.begin(step, tensors, manifest, self._group, best)
         writer.per_thread_copy_ahead = 0  # the copies are in host memory
         with self.folder.reporting(writer):
@@ -90,40 +80,27 @@ class AsyncSave:
                 no_dist=self._group.size == 1,
             )
         assert isinstance(future, Future)  # not of an asynchronous stager
-        self._running = writer, future, time.perf_counter() - begin
+        self._running = writer, future
         return before
 
-    def done(self) -> bool:
-        """Whether nothing is being written on this rank; raises as `start`, once."""
-        if self._running is not None and not self._running[1].done():
-            return False
-        self._collect()
-        return True
-
-    def wait(self) -> WrittenCheckpoint | None:
-        """Wait until it is written; what was written since the last call. Raises as `start`, once."""
-        self._collect()
-        written, self._written = self._written, None
-        return written
-
-    def _collect(self) -> None:
+    def wait(self) -> CheckpointSaved | None:
+        """Wait for what is being written, and return it. Raises as `start`, once."""
         if self._running is None:
-            return
-        writer, future, stopped = self._running
+            return None
+        writer, future = self._running
         try:
             with self.folder.reporting(writer):
-                size, seconds = writer.result(future.result())
-            self._written = WrittenCheckpoint(writer.step, size, stopped, seconds)
+                num_bytes, seconds = writer.result(future.result())
         finally:
             if future.done():
                 self._running = None
+        return CheckpointSaved(writer.step, self.folder.path(writer.step), num_bytes, seconds)
 
 
 def _finish(save: weakref.ref[AsyncSave]) -> None:
     """The process ends: what is being written is written first, and a failure that nobody has asked for is printed."""
-    found = save()
     try:
-        if found is not None:
+        if (found := save()) is not None:
             found.wait()
     except Exception as error:
         print(f"error: {error}", file=sys.stderr)
@@ -152,20 +129,20 @@ class CheckpointManager:
         """
         if self._async is None:
             return self.save(best)
-        return self._saved(self._async.start(self._state.progress.step, self.tensors(), self.manifest(), best))
+        return self._async.start(self._state.progress.step, self.tensors(), self.manifest(), best)
 
     def finish(self) -> CheckpointSaved | None:
         """Wait for what is being written; CheckpointError if it could not be."""
-        return None if self._async is None else self._saved(self._async.wait())
+        return None if self._async is None else self._async.wait()
 
     def tensors(self) -> dict[str, Tensor]:
         """All that is saved as tensors. Collective."""
         state, ranks = self._state, self._state.ranks
-        if caches_of(state.model):
+        if train_state.caches_of(state.model):
             state.settle()  # prefetched rows are written back, or not, whenever this is done
         return {
             **train_state.model_tensors(state.model),
-            **train_state.optimizer_tensors(state.model, state.step.dense_optimizer),
+            **train_state.optimizer_state(state.model, state.step.dense_optimizer)[0],
             **train_state.rng_tensors(state.device, ranks.rank if ranks.size > 1 else None),
             "trainer.loss_sums": state.step.all_loss_sums(),
         }
@@ -173,14 +150,17 @@ class CheckpointManager:
     def manifest(self) -> dict[str, Any]:
         """All else, for JSON. Collective."""
         state = self._state
-        position = state.merged_position()
+        generators = state.ranks.gather(train_state.rng_plain())
+        positions: list[Any] = state.ranks.gather(state.progress.position)
+        position = None if state.progress.position is None else merge_positions(positions)
         return {
             "versions": versions(state.device),
             "run": self._run(),
-            "progress": state.progress.to_json() | {"position": position},
+            "progress": asdict(state.progress) | {"position": position},
             **state.step.to_json(),
-            "optimizer": train_state.optimizer_plain(state.model, state.step.dense_optimizer),
-            **train_state.rng_manifest(state.ranks.gather(train_state.rng_plain())),
+            "optimizer": train_state.optimizer_state(state.model, state.step.dense_optimizer)[1],
+            "rng": generators[0],
+            **({"rng_of_ranks": generators} if len(generators) > 1 else {}),
             "config": plain(state.config),
         }
 
@@ -197,9 +177,12 @@ class CheckpointManager:
             checkpoint = newest
         path = Path(checkpoint)
         manifest = read_manifest(path, self._control)
-        self._check_same_run(path, manifest["run"])
+        run, here = manifest["run"], self._run()
+        different = [f"{name} was {run.get(name)!r}, is {here[name]!r}" for name in here if run.get(name) != here[name]]
+        if different:
+            raise ValueError(f"checkpoint {path} is of another run: {'; '.join(different)}")
         try:
-            progress = train_state.Progress.from_json(manifest["progress"])
+            progress = train_state.Progress(**manifest["progress"])
             options = {name: manifest[name] for name in (*step.to_json(), "optimizer", "rng")}
         except (KeyError, TypeError) as error:
             raise ValueError(f"{path / 'trainer.json'} is damaged ({error!r}); use another checkpoint") from error
@@ -218,22 +201,19 @@ class CheckpointManager:
         step.load_loss_sums(sums)
         step.load_json(options)
         train_state.set_rng(random, manifest, state.options.seed, state.ranks.rank, state.device)
-        state.progress = replace(progress, position=state.own_position(progress.position))
+        position = progress.position
+        own = None if position is None else rank_position(position, state.ranks.rank, state.ranks.size)
+        state.progress = replace(progress, position=own)
         return path
 
     def mark_best_again(self) -> None:
         """For rank 0: mark the best checkpoint, where a process was killed before it marked what it had written."""
         assert self._folder is not None
         progress, checkpoints = self._state.progress, self._folder.checkpoints
-        best = checkpoints.best()
-        marked = best is not None and best.name == f"best-{progress.best_step}"
-        if progress.best is not None and not marked and checkpoints.path(progress.best_step).is_dir():
-            checkpoints.mark_best(progress.best_step)
-
-    def _saved(self, found: WrittenCheckpoint | None) -> CheckpointSaved | None:
-        if found is None or self._folder is None:
-            return None
-        return CheckpointSaved(found.step, self._folder.checkpoints.path(found.step), found.size, found.seconds)
+        best, step = checkpoints.best(), progress.best_step
+        marked = best is not None and best.name == f"best-{step}"
+        if progress.best is not None and not marked and checkpoints.path(step).is_dir():
+            checkpoints.mark_best(step)
 
     def _run(self) -> dict[str, Any]:
         """What must be the same for a bitwise identical run."""
@@ -247,9 +227,3 @@ class CheckpointManager:
             "dense_optimizer": None if optimizer is None else type(optimizer).__name__,
             "table_optimizers": [c.optimizer.name for c in state.step.collections if c.optimizer],
         }
-
-    def _check_same_run(self, path: Path, run: dict[str, Any]) -> None:
-        here = self._run()
-        different = [f"{name} was {run.get(name)!r}, is {here[name]!r}" for name in here if run.get(name) != here[name]]
-        if different:
-            raise ValueError(f"checkpoint {path} is of another run: {'; '.join(different)}")

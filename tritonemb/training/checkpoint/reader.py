@@ -5,16 +5,14 @@ Rows of saved tables are read a piece at a time: out of a table's files or tenso
 
 from __future__ import annotations
 
-import heapq
 import tempfile
 import zlib
-from bisect import bisect_right
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing
-from functools import cached_property
-from itertools import pairwise
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,9 +24,18 @@ from tritonemb.comm.group import RankGroup
 from tritonemb.sharding.sharded_tensor import LocalShard, Rectangle, TableShards, refuse_gaps
 from tritonemb.storage import DiskRows, InitialValues, SnapshotReader, StorageError, restore, snapshot_header
 from tritonemb.tables.cached_table import CHUNK_BYTES, CachedTable
-from tritonemb.training.checkpoint.all_ranks import ignore_single_process_warning, on_all_ranks
-from tritonemb.training.checkpoint.files import MANIFEST, ROWS, checksum, describe, read_manifest_text, size_of
+from tritonemb.training.checkpoint.files import (
+    MANIFEST,
+    ROWS,
+    checksum,
+    describe,
+    ignore_single_process_warning,
+    read_manifest_text,
+    size_of,
+)
 from tritonemb.training.checkpoint.writer import describe_part, split_tables
+from tritonemb.training.ranks import on_all_ranks
+from tritonemb.types import TableConfig
 
 MAX_LISTED = 20
 
@@ -74,8 +81,7 @@ def stored_tensors(path: str | Path, group: RankGroup | None = None) -> dict[str
 
 def saved_tables(path: Path) -> dict[str, dict[str, Any]]:
     """What a checkpoint's manifest, if it has one, says of the tables that are files, by the prefix of their names."""
-    there = (path / MANIFEST).is_file()
-    return read_manifest_text(path)[1].get("tables", {}) if there else {}
+    return read_manifest_text(path)[1].get("tables", {}) if (path / MANIFEST).is_file() else {}
 
 
 def load_tensors(
@@ -125,7 +131,11 @@ def _load(
     saved = saved_tables(path)
     in_memory, on_disk = split_tables(tensors)
     for part, prefix in {part: prefix for prefix, table in on_disk.items() for part in table.parts}.items():
-        fresh[part] = _restored(path, part, prefix, saved, stored)
+        if prefix in saved:
+            fresh[part] = read_files(path, saved[prefix], part)
+        else:
+            entries = {field.name: stored[f"{prefix}.{field.name}"] for field in part.record.fields}
+            fresh[part] = _write_rows(part, _tensor_blocks(path, prefix, entries, part.config))
     plain = {name: tensor for name, tensor in in_memory.items() if name.rpartition(".")[0] not in saved}
     if plain:
         ignore_single_process_warning()
@@ -133,28 +143,7 @@ def _load(
     for prefix, entry in saved.items():
         targets = {name: in_memory[f"{prefix}.{name}"] for name in entry["fields"] if f"{prefix}.{name}" in in_memory}
         if targets:
-            with closing(FileReader(path, entry)) as reader:
-                fill_tensors(reader, targets)
-
-
-def _restored(
-    path: Path,
-    table: CachedTable,
-    prefix: str,
-    saved: Mapping[str, Mapping[str, Any]],
-    stored: Mapping[str, TensorStorageMetadata],
-) -> DiskRows:
-    """The rows of a table on disk, or of a part of one: its own files, where the same part was saved."""
-    if prefix not in saved:
-        entries = {field.name: stored[f"{prefix}.{field.name}"] for field in table.record.fields}
-        return write_rows(TensorReader(path, prefix, entries), table)
-    own = describe_part(table.config)
-    for part in saved[prefix]["parts"]:
-        if all(part[name] == value for name, value in own.items()):
-            base, *changes = [path / name for name in part["files"]]
-            return table.restore_store(base, changes)
-    with closing(FileReader(path, saved[prefix])) as reader:
-        return write_rows(reader, table)
+            _fill_tensors(_parts_of(path, entry), targets)
 
 
 def _check_files(path: Path, files: Mapping[str, Any]) -> None:
@@ -190,18 +179,45 @@ def _differences(
     return problems
 
 
-def write_rows(reader: FileReader | TensorReader, table: CachedTable) -> DiskRows:
-    """Rows of a whole table as ones that a table on disk, or a part of one, can adopt."""
-    store = table.empty_store(reader.seed(table.config.bound))
+def read_files(path: Path, entry: Mapping[str, Any], table: CachedTable) -> DiskRows:
+    """Rows that a table on disk, or a part of one, can adopt: its own files, where the same part was saved.
+
+    `entry` is the manifest's of the whole table. Else rows that were never written are left out where all parts have
+    the same initial values.
+    """
+    for part in entry["parts"]:
+        if part | describe_part(table.config) == part:
+            base, *changes = [path / name for name in part["files"]]
+            return table.restore_store(base, changes)
+    config, parts = table.config, _parts_of(path, entry)
+    seeds = {part.seed for part in parts}
+    sparse = len(seeds) == 1 and {part.bound for part in parts} == {config.bound}
+    first, last = config.row_origin, config.row_origin + config.num_embeddings
+    blocks = chain.from_iterable(part.blocks(first, last, sparse) for part in parts)
+    return _write_rows(table, blocks, seeds.pop() if sparse else 0)
+
+
+class _Block(NamedTuple):
+    """Some rows of a whole table, ascending, with their columns from one on."""
+
+    rows: Tensor
+    first_column: int
+    values: Mapping[str, Tensor]  # of each field; states of one value a row have no columns
+
+
+def _write_rows(table: CachedTable, blocks: Iterable[_Block], seed: int = 0) -> DiskRows:
+    """A store with the rows of blocks, and the initial values of a seed where there are none."""
+    store = table.empty_store(seed)
     row, column = table.config.row_origin, table.config.column_origin
     try:
-        step = max(1, CHUNK_BYTES // table.record.num_bytes)
-        for chunk in reader.chunks(row, row + store.num_rows, step):
-            records = torch.zeros(chunk.numel(), table.record.num_bytes, dtype=torch.uint8)
-            found = reader.read(chunk)
+        for rows, first_column, values in blocks:
+            records = torch.zeros(rows.numel(), table.record.num_bytes, dtype=torch.uint8)
+            end = first_column + values["weight"].shape[1]
+            if first_column > column or end < column + table.config.embedding_dim:
+                store.read(rows - row, records).wait()  # other blocks have the other columns
             for name, view in table.record.views(records).items():
-                view.copy_(_columns(found[name], column, view))
-            store.write(chunk - row, records).wait()
+                _copy_columns(view, column, values[name], first_column)
+            store.write(rows - row, records).wait()
     except BaseException:
         store.close()
         raise
@@ -209,200 +225,123 @@ def write_rows(reader: FileReader | TensorReader, table: CachedTable) -> DiskRow
 
 
 @torch.no_grad()
-def fill_tensors(reader: FileReader, targets: Mapping[str, Tensor]) -> None:
+def _fill_tensors(parts: Sequence[_TablePart], targets: Mapping[str, Tensor]) -> None:
     """Fill whole tensors, or this rank's shards, of some of a table's fields."""
     shards = [
         (name, shard, shard.first_row, shard.first_row + shard.tensor.shape[0])
         for name, target in targets.items()
         for shard in (target.shards if isinstance(target, TableShards) else (LocalShard(target),))
     ]
-    for chunk in dense_chunks(0, max((end for *_, end in shards), default=0), max(1, CHUNK_BYTES // reader.row_bytes)):
-        first, last = int(chunk[0]), int(chunk[-1]) + 1
-        wanted = [entry for entry in shards if entry[2] < last and first < entry[3]]
-        found = reader.read(chunk) if wanted else {}
-        for name, shard, begin, end in wanted:
-            begin, end = max(first, begin), min(last, end)
-            target = shard.tensor[begin - shard.first_row : end - shard.first_row]
-            target.copy_(_columns(found[name][begin - first : end - first], shard.first_column, target))
+    first, last = min((entry[2] for entry in shards), default=0), max((entry[3] for entry in shards), default=0)
+    for rows, first_column, values in chain.from_iterable(part.blocks(first, last) for part in parts):
+        row, end = int(rows[0]), int(rows[-1]) + 1
+        for name, shard, begin, stop in shards:
+            begin, stop = max(row, begin), min(end, stop)
+            if begin < stop:
+                target = shard.tensor[begin - shard.first_row : stop - shard.first_row]
+                _copy_columns(target, shard.first_column, values[name][begin - row : stop - row], first_column)
 
 
-def dense_chunks(first: int, last: int, step: int) -> Iterator[Tensor]:
-    """All rows from `first` to `last` - 1, at most `step` at a time."""
-    for begin in range(first, last, step):
-        yield torch.arange(begin, min(begin + step, last))
+def _copy_columns(target: Tensor, first: int, values: Tensor, first_value: int) -> None:
+    """Copy the columns that both have, which begin at these columns of the whole."""
+    if target.dim() == 1:
+        target.copy_(values)
+        return
+    begin = max(first, first_value)
+    end = max(begin, min(first + target.shape[1], first_value + values.shape[1]))
+    target[:, begin - first : end - first] = values[:, begin - first_value : end - first_value]
 
 
-def _columns(values: Tensor, first: int, like: Tensor) -> Tensor:
-    """As many columns as another tensor has, from one on; a state of one value a row has none."""
-    return values if like.dim() == 1 else values[:, first : first + like.shape[1]]
-
-
-class FileReader:
-    """Rows of a whole table, of this entry of a checkpoint's manifest, out of the files of its parts.
-
-    These are opened when they are first needed. Where there are changes to be put onto a snapshot, a file of that is
-    made first, among the system's temporary ones. ValueError if the parts do not make up the table.
-    """
-
-    def __init__(self, path: Path, entry: Mapping[str, Any]) -> None:
-        fields = entry["fields"].items()
-        self._fields = {name: (getattr(torch, dtype), torch.Size(size)) for name, (dtype, size) in fields}
-        self.row_bytes = sum(dtype.itemsize * size[1:].numel() for dtype, size in self._fields.values())
-        self._parts = [_TablePart(path, part) for part in entry["parts"]]
-        self._sparse = False
-        try:
-            refuse_gaps(self._fields["weight"][1], [part.rectangle for part in self._parts])
-        except ValueError as error:
-            raise ValueError(f"{path / MANIFEST} is damaged ({error}); use another checkpoint") from None
-
-    def seed(self, bound: float) -> int:
-        """That of the initial values in ± `bound` of rows that `chunks` leaves out; 0 if it leaves out none."""
-        seeds = {part.seed() for part in self._parts}
-        self._sparse = len(seeds) == 1 and {part.bound for part in self._parts} == {bound}
-        return seeds.pop() if self._sparse else 0
-
-    def chunks(self, first: int, last: int, step: int) -> Iterator[Tensor]:
-        """int64, ascending, at most `step` at a time: those of the rows `first` to `last` - 1 that are to be read.
-
-        After a call of `seed` that found one for all parts, rows that were never written are left out.
-        """
-        if not self._sparse:
-            yield from dense_chunks(first, last, step)
-            return
-        edges = {edge for part in self._parts for edge in (part.first, part.last) if first < edge < last}
-        for begin, end in pairwise(sorted({first, last, *edges})):
-            there = [part for part in self._parts if part.first < end and begin < part.last]
-            yield from _rows_of(heapq.merge(*(part.written(begin, end) for part in there)), step)
-            for part in there:
-                if part.last <= end:
-                    part.close()
-
-    def read(self, rows: Tensor) -> Mapping[str, Tensor]:
-        """Each field of rows of a chunk."""
-        found = {n: torch.empty((rows.numel(), *size[1:]), dtype=dtype) for n, (dtype, size) in self._fields.items()}
-        for part in self._parts:
-            begin, end = torch.searchsorted(rows, torch.tensor([part.first, part.last])).tolist()
-            if begin < end:
-                for name, values in part.read(rows[begin:end] - part.first).items():
-                    _columns(found[name][begin:end], part.rectangle.first_column, values).copy_(values)
-            if not self._sparse and part.last <= int(rows[-1]) + 1:
-                part.close()
-        return found
-
-    def close(self) -> None:
-        for part in self._parts:
-            part.close()
+def _parts_of(path: Path, entry: Mapping[str, Any]) -> list[_TablePart]:
+    """The parts of a table, of this entry of the manifest; ValueError if they do not make it up."""
+    parts = [_TablePart(path, part) for part in entry["parts"]]
+    try:
+        refuse_gaps(torch.Size(entry["fields"]["weight"][1]), [part.rectangle for part in parts])
+    except ValueError as error:
+        raise ValueError(f"{path / MANIFEST} is damaged ({error}); use another checkpoint") from None
+    return parts
 
 
 class _TablePart:
-    """The rows of a part of a table, counted from its own first one."""
+    """The files of a part of a table."""
 
     def __init__(self, path: Path, entry: Mapping[str, Any]) -> None:
         self._table, self._files = entry["table"], [path / name for name in entry["files"]]
         self.rectangle, self.bound = Rectangle(*entry["rows"], *entry["columns"]), entry["bound"]
-        self.first, self.last = self.rectangle.first_row, self.rectangle.first_row + self.rectangle.num_rows
-        self._stack = ExitStack()
 
+    @property
     def seed(self) -> int:
         """Of the initial values of rows that were never written."""
         return int(snapshot_header(self._files[0])["seed"])
 
-    def written(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Bounds of rows from `first` to `last` of the whole table, beside which none was ever written."""
-        for begin, end in self._rows.written():
-            bounds = max(first, self.first + begin), min(last, self.first + end)
-            if bounds[0] < bounds[1]:
-                yield bounds
+    def blocks(self, first: int, last: int, only_written: bool = False) -> Iterator[_Block]:
+        """The rows from `first` to `last` - 1 of the whole table, as far as they are here."""
+        row, num_rows, column, _ = self.rectangle
+        first, last = max(0, first - row), min(num_rows, last - row)
+        if first >= last:
+            return
+        with self._open() as saved:
+            initial = InitialValues(saved.record, saved.header["seed"], self.bound, row, column)
+            ranges = saved.written() if only_written else iter([(first, last)])
+            inside = ((max(first, begin), min(last, end)) for begin, end in ranges)
+            for rows in _chunks(inside, max(1, CHUNK_BYTES // saved.record.num_bytes)):
+                records = torch.empty(rows.numel(), saved.record.num_bytes, dtype=torch.uint8)
+                saved.read(rows, records, initial)
+                yield _Block(rows + row, column, saved.record.views(records))
 
-    def read(self, rows: Tensor) -> Mapping[str, Tensor]:
-        saved, (row, _, column, _) = self._rows, self.rectangle
-        records = torch.empty(rows.numel(), saved.record.num_bytes, dtype=torch.uint8)
-        saved.read(rows, records, InitialValues(saved.record, saved.header["seed"], self.bound, row, column))
-        return saved.record.views(records)
-
-    def close(self) -> None:
-        vars(self).pop("_rows", None)
-        self._stack.close()
-
-    @cached_property
-    def _rows(self) -> SnapshotReader:
-        path = base = self._files[0]
-        if len(self._files) > 1:
-            folder = tempfile.TemporaryDirectory(prefix="tritonemb-", ignore_cleanup_errors=True)
-            path = Path(self._stack.enter_context(folder)) / f"table{ROWS}"
-            restore(path, base, self._files[1:])
-        rows = self._stack.enter_context(SnapshotReader(path))
-        header, (row, num_rows, column, _) = rows.header, self.rectangle
-        found = (header["table"], header["row_origin"], header["num_rows"], header["column_origin"])
-        if found != (self._table, row, num_rows, column):
-            raise StorageError(
-                f"{base} is a snapshot of table {header['table']!r}, not of the part of table {self._table!r} that "
-                "should be there; use another checkpoint"
-            )
-        return rows
+    @contextmanager
+    def _open(self) -> Iterator[SnapshotReader]:
+        """The snapshot; changes are put onto a copy of it, among the system's temporary files."""
+        base, *changes = self._files
+        with ExitStack() as stack:
+            path = base
+            if changes:
+                folder = tempfile.TemporaryDirectory(prefix="tritonemb-", ignore_cleanup_errors=True)
+                path = Path(stack.enter_context(folder)) / f"table{ROWS}"
+                restore(path, base, changes)
+            rows = stack.enter_context(SnapshotReader(path))
+            header, (row, num_rows, column, _) = rows.header, self.rectangle
+            found = (header["table"], header["row_origin"], header["num_rows"], header["column_origin"])
+            if found != (self._table, row, num_rows, column):
+                raise StorageError(
+                    f"{base} is a snapshot of table {header['table']!r}, not of the part of table {self._table!r} that "
+                    "should be there; use another checkpoint"
+                )
+            yield rows
 
 
-def _rows_of(ranges: Iterator[tuple[int, int]], step: int) -> Iterator[Tensor]:
-    """The rows of ranges that begin in ascending order and may overlap, each once, at most `step` at a time."""
+def _chunks(ranges: Iterable[tuple[int, int]], step: int) -> Iterator[Tensor]:
+    """The rows of ranges, at most `step` at a time; there are many short ranges where few rows were written."""
     parts: list[Tensor] = []
-    count = following = 0
+    room = step
     for begin, end in ranges:
-        begin = max(begin, following)
-        following = max(following, end)
         while begin < end:
-            stop = min(end, begin + step - count)
-            parts.append(torch.arange(begin, stop))
-            count, begin = count + stop - begin, stop
-            if count == step:
+            parts.append(torch.arange(begin, min(end, begin + room)))
+            room, begin = room - parts[-1].numel(), begin + parts[-1].numel()
+            if not room:
                 yield torch.cat(parts)
-                parts, count = [], 0
+                parts, room = [], step
     if parts:
         yield torch.cat(parts)
 
 
-class TensorReader:
-    """Rows out of a checkpoint's tensors, by field, of which a piece at a time is in memory, as they were written."""
-
-    def __init__(self, path: Path, prefix: str, entries: Mapping[str, TensorStorageMetadata]) -> None:
-        self._fields = {name: _Pieces(path, f"{prefix}.{name}", entry) for name, entry in entries.items()}
-
-    def seed(self, bound: float) -> int:
-        return 0
-
-    def chunks(self, first: int, last: int, step: int) -> Iterator[Tensor]:
-        return dense_chunks(first, last, step)
-
-    def read(self, rows: Tensor) -> Mapping[str, Tensor]:
-        return {name: field.read(int(rows[0]), int(rows[-1]) + 1) for name, field in self._fields.items()}
-
-
-class _Pieces:
-    """Rows out of one of a checkpoint's tensors."""
-
-    def __init__(self, path: Path, name: str, entry: TensorStorageMetadata) -> None:
-        self._path, self._name, self._size, self._dtype = path, name, entry.size, entry.properties.dtype
-        by_column: dict[int, set[int]] = {}
+def _tensor_blocks(
+    path: Path, prefix: str, entries: Mapping[str, TensorStorageMetadata], config: TableConfig
+) -> Iterator[_Block]:
+    """The rows of a table, or of a part of one, out of tensors, as many at a time as were written at once."""
+    pieces: dict[tuple[str, int], set[int]] = defaultdict(set)
+    for name, entry in entries.items():
         for chunk in entry.chunks:
-            by_column.setdefault(0 if len(chunk.offsets) < 2 else chunk.offsets[1], set()).add(chunk.offsets[0])
-        # The columns in the most pieces have the smallest ones, so the least of the others is read in vain.
-        self._edges = sorted({0, *max(by_column.values(), key=len), entry.size[0]})
-        self._first, self._piece = 0, torch.empty((0, *entry.size[1:]), dtype=self._dtype)
-
-    def read(self, first: int, last: int) -> Tensor:
-        parts = []
-        while first < last:
-            if not self._first <= first < self._first + self._piece.shape[0]:
-                self._fetch(first)
-            part = self._piece[first - self._first : last - self._first]
-            parts.append(part)
-            first += part.shape[0]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _fetch(self, row: int) -> None:
-        """The piece that a row is in."""
-        number = bisect_right(self._edges, row)
-        self._first, last = self._edges[number - 1], self._edges[number]
-        self._piece = torch.empty((last - self._first, *self._size[1:]), dtype=self._dtype)
-        shards = TableShards(self._size, self._dtype, [LocalShard(self._piece, self._first)])
+            row, column = (*chunk.offsets, 0)[:2]
+            pieces[name, column].add(row)
+    # The columns in the most pieces have the smallest ones, so the least of the others is read in vain.
+    first, last = config.row_origin, config.row_origin + config.num_embeddings
+    edges = {first, last, *(row for row in max(pieces.values(), key=len) if first < row < last)}
+    for begin, end in pairwise(sorted(edges)):
+        size = end - begin
+        found = {n: torch.empty((size, *e.size[1:]), dtype=e.properties.dtype) for n, e in entries.items()}
+        shards = {n: TableShards(entries[n].size, t.dtype, [LocalShard(t, begin)]) for n, t in found.items()}
         ignore_single_process_warning()
-        load({self._name: shards}, checkpoint_id=self._path, no_dist=True)
+        load({f"{prefix}.{name}": part for name, part in shards.items()}, checkpoint_id=path, no_dist=True)
+        for rows in _chunks([(0, size)], max(1, CHUNK_BYTES // sum(t[0].nbytes for t in found.values()))):
+            yield _Block(rows + begin, 0, {name: tensor[rows[0] : rows[-1] + 1] for name, tensor in found.items()})

@@ -32,8 +32,8 @@ from tritonemb.storage import DiskRows, IoFuture, snapshot_header
 from tritonemb.storage.aio import PAGE_BYTES
 from tritonemb.storage.io import allocated
 from tritonemb.tables.cached_table import CachedTable, DiskTensor, write_back
-from tritonemb.training.checkpoint.all_ranks import Failure, on_all_ranks, raise_failures
 from tritonemb.training.checkpoint.files import CHANGES, ROWS, describe, size_and_checksum, size_of, sync
+from tritonemb.training.ranks import Failure, on_all_ranks, raise_failures
 from tritonemb.types import TableConfig
 
 MAX_FILES = 64  # of a chain: each is opened, read and checked when a run is resumed
@@ -129,8 +129,8 @@ def local_bytes(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
     """What this rank holds and may have to write: of tensors of which each rank has a part, and of all others."""
     shards = sum(tensor.bytes_to_save() for tensor in tensors.values() if isinstance(tensor, TableShards))
     parts = sum(tensor.to_local().nbytes for tensor in tensors.values() if isinstance(tensor, DTensor))
-    others = (tensor for tensor in tensors.values() if not isinstance(tensor, TableShards | DTensor))
-    return shards + parts, sum(tensor.nbytes for tensor in others)
+    whole = sum(tensor.nbytes for tensor in tensors.values() if not isinstance(tensor, TableShards | DTensor))
+    return shards + parts, whole
 
 
 def in_pieces(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -223,9 +223,8 @@ class TableSnapshots:
         """
         tables: dict[str, Any] = {prefix: {"fields": t.fields, "parts": []} for prefix, t in self._tables.items()}
         num_bytes = sum(size for size, _ in files.values())
-        for snapshot in self._snapshots:
-            snapshot.future.wait()
-        for prefixes, config, linked, follows, path, _ in self._snapshots:
+        for prefixes, config, linked, follows, path, future in self._snapshots:
+            future.wait()
             header = snapshot_header(path)
             if linked and header["after"] != follows:
                 raise OSError(
@@ -235,8 +234,8 @@ class TableSnapshots:
             own = linked | {path.name: size_and_checksum(path)}
             num_bytes += allocated(path)
             files |= own
+            part = describe_part(config) | {"files": list(own), "snapshot": header["snapshot"]}
             for prefix in prefixes:
-                part = describe_part(config) | {"files": list(own), "snapshot": header["snapshot"]}
                 tables[prefix]["parts"].append(part)
         return RankFiles(files, tables, num_bytes)
 
@@ -341,15 +340,12 @@ class HostStager(BlockingAsyncStager):
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What this rank is to save of `tensors`: of `TableShards` and DTensors, such ones on the CPU."""
         before, self._buffers = self._buffers, {}  # buffers that are not wanted any more are freed
-        devices: set[torch.device] = set()
 
         def fill(name: str, tensor: Tensor) -> Tensor:
             buffer = before.get(name)
             if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
                 buffer = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
             self._buffers[name] = buffer
-            if tensor.is_cuda:
-                devices.add(tensor.device)
             return buffer.copy_(tensor, non_blocking=tensor.is_cuda)
 
         def copy(name: str, tensor: Tensor) -> Tensor:
@@ -361,6 +357,6 @@ class HostStager(BlockingAsyncStager):
             return fill(name, tensor)
 
         copies = {name: copy(name, tensor) for name, tensor in tensors.items()}
-        for device in devices:
+        for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         return copies
