@@ -87,7 +87,10 @@ class EmbeddingBag(SingleTable, torch.nn.EmbeddingBag):
         given = [] if nested else [input, offsets, per_sample_weights]
         fits = self._fits(input, offsets, per_sample_weights) and input.device == self.weight.device
         if not fits or not self._is_served(*given):
-            return torch.nn.EmbeddingBag.forward(self, input, offsets, per_sample_weights)
+            pooled: Tensor = torch.nn.EmbeddingBag.forward(self, input, offsets, per_sample_weights)
+            if not fits and self._optimized is not None and pooled.requires_grad:
+                raise RuntimeError("the fused optimizer has no update for these arguments; te.unfuse the module first")
+            return pooled
         values, offsets, per_sample_weights = self._parts(input, offsets, per_sample_weights)
         if self.max_norm is not None:
             self._renormalise(values, self.max_norm, self.norm_type)
