@@ -10,21 +10,10 @@ from torch import Tensor
 
 from tritonemb import errors
 from tritonemb.kernels import row_update as triton_update
-from tritonemb.kernels.cpu.jit import (
-    FLOAT32,
-    addresses_of,
-    as_float32,
-    as_int64,
-    called,
-    compiled,
-    dtypes_of,
-    inlined,
-    run_tasks,
-    team,
-)
+from tritonemb.kernels.cpu.jit import FEW_ELEMENTS, FLOAT32, called, compiled, inlined, run_tasks
 from tritonemb.kernels.cpu.optimizers import MAX_GRADIENT, NONFINITE, STOCHASTIC_ROUNDING, apply
 from tritonemb.kernels.cpu.random import fill_random, narrow_row, narrow_row_stochastic, widen_row
-from tritonemb.kernels.cpu.row_groups import uses_by_table
+from tritonemb.kernels.cpu.row_groups import addresses_of, as_float32, as_int64, dtypes_of, uses_by_table
 from tritonemb.kernels.cpu.simd import element_size, float32_row, int64_row, prefetch, sum_float32_rows, uint16_row
 from tritonemb.layout import (
     COLUMN,
@@ -48,7 +37,6 @@ GRADIENTS_AHEAD = 12  # positions between asking for a gradient and adding it
 READS_PER_GRADIENT = 4  # from here on, a gradient that is read is likely in cache already
 POSITIONS_PER_ROW = 2  # a row's own cost, in positions, when work is shared out
 TASKS_PER_THREAD = 4
-FEW_ELEMENTS = 16_384  # that one thread adds before another has begun
 PROPAGATE, RAISE, SKIP = range(3)
 NO_GROUP = np.iinfo(np.int64).max
 
@@ -71,10 +59,10 @@ def _fill_bags(task, num_tasks, offsets, bags):
 
 
 @inlined
-def _bags_of(team, num_threads, num_tasks, offsets):
+def _bags_of(num_threads, num_tasks, offsets):
     """int32 `[N]`: the bag that each position of values lies in."""
     bags = np.empty(offsets[-1], dtype=np.int32)
-    run_tasks(team, num_threads, num_tasks, _fill_bags, (num_tasks, offsets, bags))
+    run_tasks(num_threads, num_tasks, _fill_bags, (num_tasks, offsets, bags))
     return bags
 
 
@@ -128,7 +116,7 @@ def _is_finite(row):
 def _state_row(address, row, dim, per_element):
     """One row of a state: `dim` values or one; none if there is no such state."""
     if address == 0:
-        return float32_row(address, 0)
+        return float32_row(address, np.int64(0))
     size = dim if per_element else 1
     return float32_row(address + row * size * 4, size)
 
@@ -158,7 +146,7 @@ def _update_rows(
     scales_room = np.empty(most if scaled else 0, dtype=np.float32)
     sums_room, row_room = np.empty(widest, dtype=np.float32), np.empty(widest, dtype=np.float32)
     words_room = np.empty((widest + ELEMENTS_PER_COUNTER - 1) // ELEMENTS_PER_COUNTER * 4, dtype=np.uint32)
-    sums_address, row_address = sums_room.ctypes.data, row_room.ctypes.data
+    sums_address, row_address = np.int64(sums_room.ctypes.data), np.int64(row_room.ctypes.data)
     nonfinite, stochastic = int(hyperparameters[NONFINITE]), hyperparameters[STOCHASTIC_ROUNDING] != 0.0
 
     for table in range(tables.shape[0]):
@@ -252,7 +240,7 @@ def _groups_of_tables(rows, num_groups, tables):
 
 @compiled
 def _update(
-    team, num_threads, num_tasks, skipped, kind, addresses, dtypes, states, per_element, tables, lookups, key_starts,
+    num_threads, num_tasks, skipped, kind, addresses, dtypes, states, per_element, tables, lookups, key_starts,
     batch_size, offsets, pooled, scaled, rows, starts, order, num_groups, grad, width, sample_weights, learning_rate,
     steps, hyperparameters,
 ):  # fmt: skip
@@ -260,7 +248,7 @@ def _update(
     uses_of_table, uses, key_of = uses_by_table(lookups, key_starts, tables.shape[0])
     bags = np.empty(0, dtype=np.int32)
     if pooled and not _one_value_a_bag(offsets):
-        bags = _bags_of(team, num_threads, num_tasks, offsets)
+        bags = _bags_of(num_threads, num_tasks, offsets)
     bounds = _share_groups(starts, num_groups, num_tasks)
     found = np.empty(num_tasks, dtype=np.int64)
     for task in range(num_tasks):
@@ -270,7 +258,7 @@ def _update(
         if check_only and hyperparameters[NONFINITE] != RAISE:
             continue
         run_tasks(
-            team, num_threads, num_tasks, _update_rows,
+            num_threads, num_tasks, _update_rows,
             (
                 check_only, bounds, _groups_of_tables(rows, num_groups, tables), found, skipped, kind, addresses,
                 dtypes, states, per_element, tables, lookups, uses_of_table, uses, key_of, batch_size, offsets, bags,
@@ -298,10 +286,11 @@ def row_update_(
     gradient = as_float32(grad.clamp(-most, most) if most < np.inf else grad)
     lookups = layout.lookups.numpy()
     small = int(starts[num_groups]) * layout.width < FEW_ELEMENTS * len(lookups)
-    num_tasks = 1 if small else 2 * torch.get_num_threads()
+    num_threads = torch.get_num_threads()
+    num_tasks = 1 if small else 2 * num_threads
     skips = np.zeros((num_tasks, len(weights)), dtype=np.int64)
     refused = _update(
-        *team(small), num_tasks, skips, KINDS[optimizer], addresses_of(weights),
+        num_threads, num_tasks, skips, KINDS[optimizer], addresses_of(weights),
         dtypes_of(weights), *_states_of(states, optimizer, len(weights)), layout.tables.numpy(), lookups,
         layout.key_starts.numpy(), batch_size_of(offsets, layout.key_starts), as_int64(offsets), layout.pooled,
         sample_weights is not None or bool((lookups[:, POOLING] == MEAN).any()), rows, starts, order, int(num_groups),
@@ -352,13 +341,13 @@ def _write_sums(
 
 
 @compiled
-def _write_all(team, num_threads, num_tasks, num_groups, offsets, pooled, rows, starts, order, *args):
+def _write_all(num_threads, num_tasks, num_groups, offsets, pooled, rows, starts, order, *args):
     bags = np.empty(0, dtype=np.int32)
     if pooled and not _one_value_a_bag(offsets):
-        bags = _bags_of(team, num_threads, num_tasks, offsets)
+        bags = _bags_of(num_threads, num_tasks, offsets)
     compact, mean, sample_weights, grad, dim, out = args
     run_tasks(
-        team, num_threads, num_tasks, _write_sums,
+        num_threads, num_tasks, _write_sums,
         (
             num_tasks, num_groups, rows, starts, order, compact, bags, mean and bags.size > 0, offsets, sample_weights,
             grad, dim, out,
@@ -382,9 +371,10 @@ def row_gradients_(
     if out.numel() == 0 or num_groups == 0:
         return
     gradient, dim = as_float32(grad), out.shape[1]
-    alone = int(starts[num_groups]) * dim < FEW_ELEMENTS
+    num_threads = torch.get_num_threads()
+    num_tasks = 1 if int(starts[num_groups]) * dim < FEW_ELEMENTS else TASKS_PER_THREAD * num_threads
     _write_all(
-        *team(alone), 1 if alone else TASKS_PER_THREAD * torch.get_num_threads(), int(num_groups), as_int64(offsets),
+        num_threads, num_tasks, int(num_groups), as_int64(offsets),
         layout.pooled, rows, starts, order, compact, layout.pooled and bool(layout.lookups[0, POOLING] == MEAN),
         as_float32(sample_weights), gradient.ctypes.data, dim, out.data_ptr(),
     )  # fmt: skip
