@@ -111,11 +111,6 @@ class _Library(codegen.JITCodeLibrary):
 
     kernel: ClassVar[str]
 
-    def _optimize_functions(self, ll_module: Any) -> None:
-        if self.name == self.kernel or self.name in _tasks:
-            super()._optimize_functions(ll_module)
-        ll_module.data_layout = self._codegen._data_layout
-
     def _optimize_final_module(self) -> None:
         for _ in range(2 if self.name in _tasks else self.name == self.kernel):
             super()._optimize_final_module()
