@@ -23,11 +23,9 @@ written for each row that gets a slot.
 **translate**: each position finds its group by a binary search and takes its slot.
 Bytes: `8 · N` filled, `4 · N` of order read, 8 written for each position of a group.
 
-**move rows**: `destination[to_rows[i]] = source[from_rows[i]]`, as bytes, for any number of *pairs*: a destination and
-a source of one dtype with rows of one width, strided from row to row. A program copies a tile of rows of one pair: 16
-bytes a lane where rows begin and end at multiples of 16, else the largest unit that divides all other pairs' rows.
-Bytes: 16 of indices a pair and row, and twice its row. Pinned host memory is read and written where it is (unified
-addressing): such bytes cross the bus once.
+**move rows**: `destination[to_rows[i]] = source[from_rows[i]]`, as bytes, for any number of *pairs* of one row width. A
+program copies a tile of one pair's rows: 16 bytes a lane if all are aligned, else the largest unit that divides them.
+Bytes: 16 of indices a pair and row, and twice its row, once over the bus for pinned host memory (unified addressing).
 """
 
 from __future__ import annotations
@@ -263,9 +261,8 @@ def row_cache_look_up_(
     slots, num_rows = torch.empty_like(rows), rows.numel()
     directory, align = _directory(tags, used, pins, rows.device)
     launch(
-        _look_up_kernel, (cdiv(num_rows, LOOK_UP_ROWS),),
-        directory, tables, num_sets, rows, num_groups, now, slots, len(tags), num_rows,
-        LFU=policy == "lfu", ALIGN=align, ROWS=LOOK_UP_ROWS, num_warps=2,
+        _look_up_kernel, (cdiv(num_rows, LOOK_UP_ROWS),), directory, tables, num_sets, rows, num_groups, now, slots,
+        len(tags), num_rows, LFU=policy == "lfu", ALIGN=align, ROWS=LOOK_UP_ROWS, num_warps=2,
     )  # fmt: skip
     return slots
 
@@ -279,16 +276,14 @@ def row_cache_allocate_(
     no_set = sum(part.numel() // layout.WAYS for part in tags)  # at least as many as there are sets
     keys = torch.empty(num_rows, dtype=torch.int32 if no_set < 2**31 else torch.int64, device=device)
     launch(
-        _miss_kernel, (cdiv(num_rows, BLOCK),),
-        tables, num_sets, torch.cumsum(num_sets, 0), rows, slots, num_groups, keys, evicted, len(tags), no_set,
-        num_rows, BLOCK=BLOCK,
+        _miss_kernel, (cdiv(num_rows, BLOCK),), tables, num_sets, torch.cumsum(num_sets, 0), rows, slots, num_groups,
+        keys, evicted, len(tags), no_set, num_rows, BLOCK=BLOCK,
     )  # fmt: skip
     keys, misses = torch.sort(keys, stable=True)
     directory, align = _directory(tags, used, pins, device)
     launch(
-        _allocate_kernel, (cdiv(num_rows, ALLOCATE_SETS),),
-        directory, tables, num_sets, rows, keys, misses, now, slots, evicted, len(tags), no_set, num_rows,
-        LFU=policy == "lfu", ALIGN=align, SETS=ALLOCATE_SETS, num_warps=1,
+        _allocate_kernel, (cdiv(num_rows, ALLOCATE_SETS),), directory, tables, num_sets, rows, keys, misses, now, slots,
+        evicted, len(tags), no_set, num_rows, LFU=policy == "lfu", ALIGN=align, SETS=ALLOCATE_SETS, num_warps=1,
     )  # fmt: skip
     return evicted
 
@@ -296,10 +291,9 @@ def row_cache_allocate_(
 def row_cache_translate(slots: Tensor, starts: Tensor, order: Tensor, num_groups: Tensor) -> Tensor:
     """One launch behind a fill. Arguments and result as in the reference."""
     values = torch.full((order.numel(),), -1, dtype=torch.int64, device=order.device)
-    launch(
-        _translate_kernel, (cdiv(order.numel(), BLOCK),),
-        slots, starts, order, num_groups, values, order.numel(), BLOCK=BLOCK,
-    )  # fmt: skip
+    num_entries = order.numel()
+    grid = (cdiv(num_entries, BLOCK),)
+    launch(_translate_kernel, grid, slots, starts, order, num_groups, values, num_entries, BLOCK=BLOCK)
     return values
 
 
@@ -330,8 +324,8 @@ def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_row
     num_tiles = cdiv(num_moves, rows)
     pairs = [number for numbers, unit in described for number in (*numbers, int(unit == WIDE_BYTES))]
     launch(
-        _move_kernel, (num_tiles * len(described),),
-        on_device(pairs, to_rows.device), to_rows, from_rows, num_moves, num_tiles,
+        _move_kernel, (num_tiles * len(described),), on_device(pairs, to_rows.device), to_rows, from_rows, num_moves,
+        num_tiles,
         UNIT=unit, BLOCK=blocks[0], WIDE_BLOCK=blocks[1], ALIGN=WIDE_BYTES if wide else 8, ROWS=rows,
     )  # fmt: skip
 

@@ -226,30 +226,14 @@ def _share_groups(starts, num_groups, num_tasks):
     return bounds
 
 
-@inlined
-def _groups_of_tables(rows, num_groups, tables):
-    """Bounds `[T + 1]` of each table's groups."""
-    bounds = np.empty(tables.shape[0] + 1, dtype=np.int64)
-    for table in range(tables.shape[0] + 1):
-        low, high = 0, num_groups
-        while table < tables.shape[0] and low < high:
-            middle = (low + high) // 2
-            if rows[middle] < tables[table, FIRST_ROW]:
-                low = middle + 1
-            else:
-                high = middle
-        bounds[table] = high
-    return bounds
-
-
 @compiled
 def _update(
     num_threads, skipped, kind, addresses, dtypes, states, per_element, tables, lookups, key_starts,
-    batch_size, offsets, pooled, scaled, rows, starts, order, num_groups, grad, width, sample_weights, learning_rate,
+    batch_size, offsets, pooled, scaled, rows, starts, order, table_groups, grad, width, sample_weights, learning_rate,
     steps, hyperparameters,
 ):  # fmt: skip
     """Update all rows; or none, and return the first group whose gradient must be refused (else -1)."""
-    num_tasks = skipped.shape[0]
+    num_tasks, num_groups = skipped.shape[0], table_groups[-1]
     uses_of_table, uses, key_of = uses_by_table(lookups, key_starts, tables.shape[0])
     bags = np.empty(0, dtype=np.int32)
     if pooled and not _one_value_a_bag(offsets):
@@ -265,7 +249,7 @@ def _update(
         run_tasks(
             num_threads, num_tasks, _update_rows,
             (
-                check_only, bounds, _groups_of_tables(rows, num_groups, tables), found, skipped, kind, addresses,
+                check_only, bounds, table_groups, found, skipped, kind, addresses,
                 dtypes, states, per_element, tables, lookups, uses_of_table, uses, key_of, batch_size, offsets, bags,
                 pooled, scaled, ask_for_gradients, rows, starts, order, grad, width, sample_weights, learning_rate,
                 steps, hyperparameters,
@@ -324,14 +308,16 @@ def _run(
     rows, starts, order, num_groups = (group.numpy() for group in groups)
     most = constants[MAX_GRADIENT]
     gradient = as_float32(grad.clamp(-most, most) if most < np.inf else grad)
-    lookups, num_threads = layout.lookups.numpy(), torch.get_num_threads()
-    small = int(starts[num_groups]) * layout.width < FEW_ELEMENTS * len(lookups)
+    tables, lookups, num_threads = layout.tables.numpy(), layout.lookups.numpy(), torch.get_num_threads()
+    count = int(num_groups)
+    table_groups = np.append(np.searchsorted(rows[:count], tables[:, FIRST_ROW]), count)
+    small = int(starts[count]) * layout.width < FEW_ELEMENTS * len(lookups)
     skips = np.zeros((1 if small else 2 * num_threads, len(weights)), dtype=np.int64)
     refused = _update(
         num_threads, skips, kind, addresses_of(weights), dtypes_of(weights), states, per_element,
-        layout.tables.numpy(), lookups, layout.key_starts.numpy(), batch_size_of(offsets, layout.key_starts),
+        tables, lookups, layout.key_starts.numpy(), batch_size_of(offsets, layout.key_starts),
         as_int64(offsets), layout.pooled, sample_weights is not None or bool((lookups[:, POOLING] == MEAN).any()),
-        rows, starts, order, int(num_groups), gradient.ctypes.data, layout.width, as_float32(sample_weights),
+        rows, starts, order, table_groups, gradient.ctypes.data, layout.width, as_float32(sample_weights),
         np.float32(learning_rate), steps, constants,
     )  # fmt: skip
     return refused, skips
