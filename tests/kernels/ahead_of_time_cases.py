@@ -205,7 +205,7 @@ def row_cache(policy: str, num_sets: Sequence[int]) -> None:
 
 def move_rows(rows_of: Sequence[tuple[torch.dtype, int, int]]) -> None:
     """Pairs of these dtypes, widths and numbers of elements between rows."""
-    from tritonemb.kernels.move_rows import move_rows_
+    from tritonemb.kernels.row_cache import move_rows_
 
     tensors = []
     for rows in (40, 60):

@@ -347,7 +347,7 @@ def check_moves(
             if to_row >= 0 and from_row >= 0:
                 pair.to[to_row] = pair.source[from_row]
     found = [pair.on(device) for pair in pairs]
-    move = served(kernels, "move_rows", "move_rows_")
+    move = served(kernels, "row_cache", "move_rows_")
     move([pair.to for pair in found], [pair.source for pair in found], to.to(device), source.to(device))
     for mine, theirs in zip(found, expected, strict=True):
         assert torch.equal(mine.to_memory.cpu(), theirs.to_memory)  # what lies between rows too
@@ -371,7 +371,7 @@ def test_many_rows_move_on_any_number_of_threads(num_threads):
     torch.set_num_threads(num_threads)
     source, to, state = torch.randn(9_000, 24), torch.zeros(5_000, 24), torch.zeros(5_000)
     to_rows, from_rows = torch.randperm(5_000), torch.randint(-1, 9_000, (5_000,))
-    served("cpu", "move_rows", "move_rows_")([to, state], [source, source[:, 3]], to_rows, from_rows)
+    served("cpu", "row_cache", "move_rows_")([to, state], [source, source[:, 3]], to_rows, from_rows)
     moved = from_rows >= 0
     expected = torch.zeros(5_000, 24)
     expected[to_rows[moved]] = source[from_rows[moved]]
@@ -383,7 +383,7 @@ def test_many_rows_move_on_any_number_of_threads(num_threads):
 def test_triton_leaves_out_rows_that_there_are_not(device):
     to, source = torch.zeros(4, 8, device=device), torch.ones(3, 8, device=device)
     to_rows, from_rows = torch.tensor([0, 1, 4, 2], device=device), torch.tensor([2, 3, 0, 2**40], device=device)
-    served("triton", "move_rows", "move_rows_")([to], [source], to_rows, from_rows)
+    served("triton", "row_cache", "move_rows_")([to], [source], to_rows, from_rows)
     assert to.sum(1).tolist() == [8, 0, 0, 0]
 
 
@@ -392,7 +392,7 @@ def test_rows_move_to_and_from_pinned_memory():
     source, to = torch.randn(50, 33).pin_memory(), torch.zeros(40, 33).pin_memory()
     on_gpu = torch.zeros(40, 33, device="cuda")
     rows = torch.arange(40, device="cuda")
-    move = served("triton", "move_rows", "move_rows_")
+    move = served("triton", "row_cache", "move_rows_")
     move([on_gpu], [source], rows, rows + 10)
     move([to], [on_gpu], rows, rows)
     torch.cuda.synchronize()

@@ -202,7 +202,7 @@ def test_moves_that_cannot_be_are_refused():
 
 
 def test_the_cpu_kernel_refuses_rows_that_there_are_not():
-    from tritonemb.kernels.cpu.move_rows import move_rows_
+    from tritonemb.kernels.cpu.row_cache import move_rows_
 
     to = torch.zeros(4, 3)
     with pytest.raises(ValueError, match="move 1 goes from row 5 to row 3, but the shortest source has 5 rows"):

@@ -13,7 +13,6 @@ Bytes: `4 · dim` of gradient read for each position; ids' places and scales, 28
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -169,23 +168,15 @@ def _add_pieces_kernel(starts, num_groups, pieces, BLOCK: tl.constexpr, UNROLL: 
             tl.store(pieces + slot_of(begin, begin).to(tl.int64) * BLOCK + columns, total)
 
 
-class Placed(NamedTuple):
-    """What `add_gradients` reads: for each entry of `order` the first element of its gradient (int64) and its scale.
-
-    `grad` is the output's gradient as integers where kernels want them; `pieces` float32 holds the sums of long rows.
-    """
-
-    sources: Tensor
-    scales: Tensor
-    grad: Tensor
-    pieces: Tensor
-
-
 def place_gradients(
     grad: Tensor, offsets: Tensor, sample_weights: Tensor | None, groups: tuple[Tensor, Tensor, Tensor, Tensor],
     layout: Layout, max_gradient: float, block: int, step: int,
-) -> Placed:  # fmt: skip
-    """Find each entry's gradient, and sum long rows; `block` columns a row, dims multiples of `step` elements."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Find each entry's gradient, and sum long rows; `block` columns a row, dims multiples of `step` elements.
+
+    Returns what `add_gradients` reads: for each entry of `order` the first element of its gradient (int64) and its
+    scale; the output's gradient as integers where kernels want them; float32 sums of long rows.
+    """
     rows, starts, order, num_groups = groups
     device, num_entries, num_tables = grad.device, rows.numel(), layout.tables.shape[0]
     batch_size, num_keys = batch_size_of(offsets, layout.key_starts), layout.key_starts.numel() - 1
@@ -204,7 +195,7 @@ def place_gradients(
     )  # fmt: skip
     windows = cdiv(num_entries, PIECE) if num_entries > PIECE else 0
     pieces = torch.empty(2 * windows * block, dtype=torch.float32, device=device)
-    placed = Placed(sources, scales, bits_of(grad), pieces)
+    placed = sources, scales, bits_of(grad), pieces
     options = {"BLOCK": block, "UNROLL": 8, "num_warps": warps_for(block)}
     launch(
         _sum_pieces_kernel, (windows,), layout.tables, rows, starts, num_groups, *placed, num_tables, max_gradient,

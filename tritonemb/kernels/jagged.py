@@ -182,12 +182,7 @@ def _as_integers(weights: Tensor | None) -> Tensor | None:
 def jagged_permute_reference(
     values: Tensor, offsets: Tensor, order: Tensor, weights: Tensor | None, num_keys: int, num_values: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Key by key, with `torch.cat`.
-
-    Shapes: `values` `[N]` ids; `offsets` `[K * B + 1]`; `order` int64 `[K']` keys, repeated or left out at will;
-    `weights` `[N]` or None. Returns values `[num_values]`, offsets `[K' * B + 1]` and weights `[num_values]` (`[0]` if
-    there are none). What `num_values` leaves behind the last offset is zero; values that do not fit are left out.
-    """
+    """Key by key, with `torch.cat`. Arguments and result as of `ops.jagged.jagged_permute`; weights `[0]` if none."""
     batch_size = _batch_size(offsets, num_keys)
     ends = [(int(offsets[key * batch_size]), int(offsets[(key + 1) * batch_size])) for key in order.tolist()]
     bags = torch.diff(offsets).reshape(num_keys, batch_size)[order].flatten()
@@ -203,15 +198,7 @@ def jagged_permute_reference(
 def block_bucketize_reference(
     values: Tensor, offsets: Tensor, block_sizes: Tensor, weights: Tensor | None, num_owners: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """By a stable sort of owners.
-
-    Shapes: `values` `[N]` ids; `offsets` `[K * B + 1]`; `block_sizes` int64 `[K]`, rows of each owner but the last;
-    `weights` `[N]` or None. Returns local ids `[N]`, lengths `[W * K * B]`, int32 `[N]` the place that each value went
-    to, and weights `[N]` (`[0]` if there are none).
-
-    Ids of no owner go, unchanged, to where they will be reported: negative ones to the first owner, too large ones to
-    the last. Values behind the last offset stay behind, unchanged.
-    """
+    """By a stable sort of owners. Arguments and result as of `ops.jagged.block_bucketize`; weights `[0]` if none."""
     num_bags, num_values = offsets.numel() - 1, values.numel()
     position = torch.arange(num_values, device=values.device)
     bag = torch.searchsorted(offsets.to(torch.int64), position, right=True) - 1

@@ -208,11 +208,9 @@ def _launch(
 def quantize_pack_reference(
     matrix: Tensor, packing: Packing, saturated: Tensor, scale: Tensor | None = None, rows: Tensor | None = None
 ) -> Tensor:
-    """Piece by piece, with PyTorch's casts.
+    """Piece by piece, with PyTorch's casts. Arguments and result as of `ops.quantize.quantize_pack`.
 
-    Shapes: `matrix` `[R, width]` float32, float16 or bfloat16; `saturated` int64 `[]`, added to; `scale` float32 `[]`;
-    `rows` int32 or int64 `[R]`, the row of the message that each row of the matrix becomes, a permutation (rows of the
-    message that it leaves out hold anything). Returns the message, uint8 `[R * row_bytes]`.
+    Rows of the message that `rows` leaves out hold anything.
     """
     message = torch.empty(matrix.shape[0] * packing.row_bytes, dtype=torch.uint8, device=matrix.device)
     dtype = CODECS[packing.codec]
@@ -233,12 +231,7 @@ def quantize_unpack_reference(
     message: Tensor, packing: Packing, dtype: torch.dtype, saturated: Tensor, scale: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Piece by piece, with PyTorch's casts.
-
-    Shapes: `message` uint8 `[M * row_bytes]`; `saturated` int64 `[]`, added to; `scale` float32 `[]`; `rows` int32 or
-    int64 `[R]`, the row of the message that each row of the result is, any number of times; a row that the message does
-    not have is zero. Returns `[R, width]`, `R = M` without `rows`.
-    """
+    """Piece by piece, with PyTorch's casts. Arguments and result as of `ops.quantize.quantize_unpack`."""
     num_message_rows = message.numel() // max(1, packing.row_bytes)
     source = torch.arange(num_message_rows, device=message.device) if rows is None else rows.to(torch.int64)
     inside = (source >= 0) & (source < num_message_rows)

@@ -131,12 +131,8 @@ def narrow_stochastic_reference(values: Tensor, dtype: torch.dtype, noise: Tenso
 
 
 UNIFORMS_PER_COUNTER = 4
+UNIT = 2.0**-23  # of the bound: what one unit of a 24-bit integer stands for
 _ELEMENTS = 4096  # of a program
-
-
-def scale_of(bound: float) -> float:
-    """What one unit of a 24-bit integer stands for."""
-    return bound / 2**23
 
 
 @jit(varying=["num_rows", "first_row", "first_column", "seed"])
@@ -164,7 +160,7 @@ def initial_rows(
     grid = cdiv(num_rows, tile), cdiv(dim + first_column % 4, block)
     launch(
         _initial_kernel, grid, out, out if rows is None else rows.contiguous(), num_rows, first_row, first_column, dim,
-        seed, scale_of(bound), NAMED=rows is not None, ROWS=tile, BLOCK=block,
+        seed, bound * UNIT, NAMED=rows is not None, ROWS=tile, BLOCK=block,
     )  # fmt: skip
 
 
@@ -181,4 +177,4 @@ def initial_rows_reference(
     words = philox_reference(seed, first, last, rows, 0)
     begin = first_column % UNIFORMS_PER_COUNTER
     signed = words[:, begin : begin + out.shape[1]].to(torch.int32)
-    out.copy_((signed >> 8).to(torch.float32) * scale_of(bound))
+    out.copy_((signed >> 8).to(torch.float32) * bound * UNIT)

@@ -22,6 +22,10 @@ written for each row that gets a slot.
 
 **translate**: each position finds its group by a binary search and takes its slot.
 Bytes: `8 · N` filled, `4 · N` of order read, 8 written for each position of a group.
+
+**move rows**: `destination[to_rows[i]] = source[from_rows[i]]`, as bytes, for any number of *pairs* of one row width. A
+program copies a tile of one pair's rows: 16 bytes a lane if all are aligned, else the largest unit that divides them.
+Bytes: 16 of indices a pair and row, and twice its row, once over the bus for pinned host memory (unified addressing).
 """
 
 from __future__ import annotations
@@ -33,7 +37,19 @@ import torch
 from torch import Tensor
 
 from tritonemb import layout
-from tritonemb.kernels.triton_utils import FIRST_ROW, cdiv, field_at, jit, last_at_most, launch, on_device, table_of, tl
+from tritonemb.kernels.triton_utils import (
+    FIRST_ROW,
+    INTEGERS,
+    cdiv,
+    field_at,
+    jit,
+    last_at_most,
+    launch,
+    next_power_of_2,
+    on_device,
+    table_of,
+    tl,
+)
 from tritonemb.layout import NO_ROW
 
 WAYS, EMPTY = tl.constexpr(layout.WAYS), tl.constexpr(NO_ROW)
@@ -41,6 +57,11 @@ TAGS, USED, PINS = (tl.constexpr(part) for part in range(3))  # rows of `directo
 LOOK_UP_ROWS = 16  # of a program of two warps: four loads of 16 bytes a lane
 ALLOCATE_SETS = 8  # of a program of one warp: so few that none waits long for the one with the most misses
 BLOCK = 1024  # entries of a program
+TO, TO_PITCH, TO_ROWS, FROM, FROM_PITCH, FROM_ROWS, ROW_BYTES, IS_WIDE, PAIR_SIZE = (tl.constexpr(n) for n in range(9))
+WIDE_BYTES = 16
+WIDE_UNITS = 2048  # of 8 bytes, of a program of four warps: eight loads of 16 bytes a lane
+NARROW_UNITS = 1024  # likewise of smaller ones: eight loads, each of which needs addresses of its own
+MOST_COLUMNS = 64  # units of a row copied at once; longer rows take turns
 
 
 @jit
@@ -173,6 +194,57 @@ def _translate_kernel(slots, starts, order, num_groups, values, num_entries, BLO
     tl.store(values + position, tl.load(slots + group, mask=inside, other=-1), mask=inside)
 
 
+@jit
+def _rows(address, pitch, row, UNIT: tl.constexpr, ALIGN: tl.constexpr):
+    """Pointers to the first unit of rows `[ROWS]`."""
+    place = address + row * pitch
+    if UNIT == 8:
+        pointer = place.to(tl.pointer_type(tl.int64))
+    elif UNIT == 4:
+        pointer = place.to(tl.pointer_type(tl.int32))
+    elif UNIT == 2:
+        pointer = place.to(tl.pointer_type(tl.int16))
+    else:
+        pointer = place.to(tl.pointer_type(tl.int8))
+    return tl.multiple_of(pointer, ALIGN)
+
+
+@jit
+def _copy(pair, to_row, from_row, inside, UNIT: tl.constexpr, ALIGN: tl.constexpr, BLOCK: tl.constexpr):
+    to = _rows(tl.load(pair + TO), tl.load(pair + TO_PITCH), to_row, UNIT, ALIGN)
+    source = _rows(tl.load(pair + FROM), tl.load(pair + FROM_PITCH), from_row, UNIT, ALIGN)
+    # The number of units that rows have is a multiple of those that a lane moves at once.
+    units = tl.multiple_of((tl.load(pair + ROW_BYTES) // UNIT).to(tl.int32), ALIGN // UNIT)
+    for first in range(0, units, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        mask = inside[:, None] & (column[None, :] < units)
+        tl.store(to[:, None] + column[None, :], tl.load(source[:, None] + column[None, :], mask=mask), mask=mask)
+
+
+@jit(varying=["num_moves", "num_tiles"])
+def _move_kernel(
+    pairs, to_rows, from_rows, num_moves, num_tiles, UNIT: tl.constexpr, BLOCK: tl.constexpr,
+    WIDE_BLOCK: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Tile `program_id % num_tiles` of pair `program_id // num_tiles`. UNIT, WIDE_BLOCK 0: no such pair."""
+    program = tl.program_id(0)
+    pair = pairs + program // num_tiles * PAIR_SIZE
+    move = (program % num_tiles).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    to_row = tl.load(to_rows + move, mask=move < num_moves, other=-1)
+    from_row = tl.load(from_rows + move, mask=move < num_moves, other=-1)
+    inside = (to_row >= 0) & (to_row < tl.load(pair + TO_ROWS))
+    inside = inside & (from_row >= 0) & (from_row < tl.load(pair + FROM_ROWS))
+    if WIDE_BLOCK == 0:
+        _copy(pair, to_row, from_row, inside, UNIT, UNIT, BLOCK)
+    elif UNIT == 0:
+        _copy(pair, to_row, from_row, inside, 8, ALIGN, WIDE_BLOCK)
+    else:
+        if tl.load(pair + IS_WIDE) != 0:
+            _copy(pair, to_row, from_row, inside, 8, ALIGN, WIDE_BLOCK)
+        else:
+            _copy(pair, to_row, from_row, inside, UNIT, UNIT, BLOCK)
+
+
 def _directory(
     tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], device: torch.device
 ) -> tuple[Tensor, int]:
@@ -189,9 +261,8 @@ def row_cache_look_up_(
     slots, num_rows = torch.empty_like(rows), rows.numel()
     directory, align = _directory(tags, used, pins, rows.device)
     launch(
-        _look_up_kernel, (cdiv(num_rows, LOOK_UP_ROWS),),
-        directory, tables, num_sets, rows, num_groups, now, slots, len(tags), num_rows,
-        LFU=policy == "lfu", ALIGN=align, ROWS=LOOK_UP_ROWS, num_warps=2,
+        _look_up_kernel, (cdiv(num_rows, LOOK_UP_ROWS),), directory, tables, num_sets, rows, num_groups, now, slots,
+        len(tags), num_rows, LFU=policy == "lfu", ALIGN=align, ROWS=LOOK_UP_ROWS, num_warps=2,
     )  # fmt: skip
     return slots
 
@@ -205,16 +276,14 @@ def row_cache_allocate_(
     no_set = sum(part.numel() // layout.WAYS for part in tags)  # at least as many as there are sets
     keys = torch.empty(num_rows, dtype=torch.int32 if no_set < 2**31 else torch.int64, device=device)
     launch(
-        _miss_kernel, (cdiv(num_rows, BLOCK),),
-        tables, num_sets, torch.cumsum(num_sets, 0), rows, slots, num_groups, keys, evicted, len(tags), no_set,
-        num_rows, BLOCK=BLOCK,
+        _miss_kernel, (cdiv(num_rows, BLOCK),), tables, num_sets, torch.cumsum(num_sets, 0), rows, slots, num_groups,
+        keys, evicted, len(tags), no_set, num_rows, BLOCK=BLOCK,
     )  # fmt: skip
     keys, misses = torch.sort(keys, stable=True)
     directory, align = _directory(tags, used, pins, device)
     launch(
-        _allocate_kernel, (cdiv(num_rows, ALLOCATE_SETS),),
-        directory, tables, num_sets, rows, keys, misses, now, slots, evicted, len(tags), no_set, num_rows,
-        LFU=policy == "lfu", ALIGN=align, SETS=ALLOCATE_SETS, num_warps=1,
+        _allocate_kernel, (cdiv(num_rows, ALLOCATE_SETS),), directory, tables, num_sets, rows, keys, misses, now, slots,
+        evicted, len(tags), no_set, num_rows, LFU=policy == "lfu", ALIGN=align, SETS=ALLOCATE_SETS, num_warps=1,
     )  # fmt: skip
     return evicted
 
@@ -222,11 +291,43 @@ def row_cache_allocate_(
 def row_cache_translate(slots: Tensor, starts: Tensor, order: Tensor, num_groups: Tensor) -> Tensor:
     """One launch behind a fill. Arguments and result as in the reference."""
     values = torch.full((order.numel(),), -1, dtype=torch.int64, device=order.device)
-    launch(
-        _translate_kernel, (cdiv(order.numel(), BLOCK),),
-        slots, starts, order, num_groups, values, order.numel(), BLOCK=BLOCK,
-    )  # fmt: skip
+    num_entries = order.numel()
+    grid = (cdiv(num_entries, BLOCK),)
+    launch(_translate_kernel, grid, slots, starts, order, num_groups, values, num_entries, BLOCK=BLOCK)
     return values
+
+
+def _describe(to: Tensor, source: Tensor) -> tuple[list[int], int]:
+    """What the kernel reads of a pair, but IS_WIDE; and the largest unit up to 16 bytes that it can be moved by."""
+    size, numbers = to.element_size() * math.prod(to.shape[1:]), []
+    for tensor in (to, source):
+        numbers += [tensor.data_ptr(), tensor.stride(0) * tensor.element_size(), tensor.shape[0]]
+    return [*numbers, size], math.gcd(WIDE_BYTES, *numbers[:2], *numbers[3:5], size)
+
+
+def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_rows: Tensor, from_rows: Tensor) -> None:
+    """One launch for all pairs. Arguments as in the reference.
+
+    Nobody waits for the kernel, so whoever frees pinned host memory it uses must. Rows that a tensor does not have are
+    left out.
+    """
+    described = [_describe(*pair) for pair in zip(destinations, sources, strict=True) if pair[0].numel()]
+    num_moves = to_rows.numel()
+    if not described or num_moves == 0:
+        return
+    wide = [numbers[-1] for numbers, unit in described if unit == WIDE_BYTES]
+    units = [unit for _, unit in described if unit < WIDE_BYTES]
+    unit = math.gcd(*units)
+    most = max([0, *[numbers[-1] // unit for numbers, other in described if other < WIDE_BYTES]]) if units else 0
+    blocks = [min(MOST_COLUMNS, next_power_of_2(count)) if count else 0 for count in (most, max([0, *wide]) // 8)]
+    rows = min(NARROW_UNITS // max(1, blocks[0]), WIDE_UNITS // max(1, blocks[1]))
+    num_tiles = cdiv(num_moves, rows)
+    pairs = [number for numbers, unit in described for number in (*numbers, int(unit == WIDE_BYTES))]
+    launch(
+        _move_kernel, (num_tiles * len(described),), on_device(pairs, to_rows.device), to_rows, from_rows, num_moves,
+        num_tiles,
+        UNIT=unit, BLOCK=blocks[0], WIDE_BLOCK=blocks[1], ALIGN=WIDE_BYTES if wide else 8, ROWS=rows,
+    )  # fmt: skip
 
 
 _MIXING = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
@@ -259,13 +360,7 @@ def row_cache_look_up_reference_(
     tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, num_groups: Tensor,
     tables: Tensor, num_sets: Tensor, now: Tensor, policy: str,
 ) -> Tensor:  # fmt: skip
-    """Table by table.
-
-    Shapes: `tags`, `used`, `pins` `[T]`, as above, empty for tables without sets; uses and pins of rows that are there
-    change in place. `rows` int64 `[N]`, distinct linear rows, ascending; the first `num_groups`, int64 `[]`, are valid.
-    `tables` int64 `[T, 7]`; `num_sets` int64 `[T]`, 0 for a table that is not cached; `now` int64 `[]`, the time.
-    Returns slots int64 `[N]` of the rows' tables; -1 where there is none, and behind the valid rows.
-    """
+    """Table by table. Arguments and result as of `ops.row_cache.row_cache_look_up_`."""
     slots = torch.full_like(rows, -1)
     for table, sets in enumerate(num_sets.tolist()):
         groups, mine = _table_rows(rows, num_groups, tables, table)
@@ -286,14 +381,9 @@ def row_cache_allocate_reference_(
     tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, slots: Tensor,
     num_groups: Tensor, tables: Tensor, num_sets: Tensor, now: Tensor, policy: str,
 ) -> Tensor:  # fmt: skip
-    """Row by row, in ascending order.
+    """Row by row, in ascending order. Arguments and result as of `ops.row_cache.row_cache_allocate_`.
 
-    A row without a slot takes the first empty way of its set; if there is none, the one whose row is not pinned and has
-    the least (use, way). It is pinned once, and its use is `now` ("lru") or 1 ("lfu"). Where every row of the set is
-    pinned, the row stays without a slot.
-
-    `slots` int64 `[N]`, from the look-up, are written; other arguments as there. Returns int64 `[N]`: the table's row
-    that had to leave the slot, -1 if there was none or no slot was given.
+    The use of a row that gets a slot is `now` ("lru") or 1 ("lfu").
     """
     evicted = torch.full_like(rows, -1)
     for table, sets in enumerate(num_sets.tolist()):
@@ -321,14 +411,21 @@ def row_cache_allocate_reference_(
 
 
 def row_cache_translate_reference(slots: Tensor, starts: Tensor, order: Tensor, num_groups: Tensor) -> Tensor:
-    """By `repeat_interleave`.
-
-    Shapes: `slots` int64 `[N]`, one for each group; `starts` int32 `[N + 1]`, `order` int32 `[N]`, `num_groups` int64
-    `[]`, of row groups in which no key feeds several tables, so that a position belongs to one group at most. Returns
-    int64 `[N]`: for each position the slot of its group; -1 for a position of none.
-    """
+    """By `repeat_interleave`. Arguments and result as of `ops.row_cache.row_cache_translate`."""
     groups = int(num_groups)
     values = torch.full((order.numel(),), -1, dtype=torch.int64, device=order.device)
     positions = order[: int(starts[groups])].to(torch.int64)
     values[positions] = slots[:groups].repeat_interleave(torch.diff(starts[: groups + 1]))
     return values
+
+
+def move_rows_reference_(
+    destinations: Sequence[Tensor], sources: Sequence[Tensor], to_rows: Tensor, from_rows: Tensor
+) -> None:
+    """Pair by pair. Arguments as of `ops.row_cache.move_rows_`."""
+    moving = (to_rows >= 0) & (from_rows >= 0)
+    to_rows, from_rows = to_rows[moving], from_rows[moving]
+    for destination, source in zip(destinations, sources, strict=True):
+        integers = INTEGERS[source.element_size()]
+        taken = source.detach().view(integers)[from_rows.to(source.device)]
+        destination.detach().view(integers)[to_rows.to(destination.device)] = taken.to(destination.device)

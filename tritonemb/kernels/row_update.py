@@ -13,7 +13,7 @@ Bytes: `4 · dim` of gradient read for each position, `4 · dim` read and writte
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import get_args
 
@@ -316,12 +316,9 @@ _PLAIN_SGD = SGD(stochastic_rounding=False)
 def row_gradients_(
     sums: Sequence[Tensor], grad: Tensor, offsets: Tensor, sample_weights: Tensor | None,
     groups: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout, compact: bool = False,
-    max_gradient: float = math.inf, update: Callable[..., None] = row_update_,
+    max_gradient: float = math.inf,
 ) -> None:  # fmt: skip
-    """Gradient descent from zero with learning rate -1, which leaves each row's sum, by `update`, a `row_update_`.
-
-    Other arguments as in the reference.
-    """
+    """Gradient descent from zero with learning rate -1, which leaves each row's sum. Arguments as in the reference."""
     device = grad.device
     if all(out.numel() == 0 for out in sums):
         return
@@ -335,7 +332,7 @@ def row_gradients_(
     step = torch.zeros((), dtype=torch.int64, device=device)
     skipped = torch.zeros(len(sums), dtype=torch.int64, device=device)
     constants = _PLAIN_SGD.hyperparameters._replace(max_gradient=max_gradient)
-    update(
+    row_update_(
         list(sums), [], step, skipped, torch.full((), -1.0, device=device), grad, offsets, sample_weights,
         _PLAIN_SGD.name, constants, groups, layout,
     )  # fmt: skip

@@ -20,7 +20,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,12 +107,7 @@ def next_power_of_2(value: int) -> int:
 KEPT = 1024
 
 
-class _Upload(NamedTuple):
-    tensor: Tensor
-    stream: torch.cuda.Stream | None
-    done: torch.cuda.Event | None
-
-
+_Upload = tuple[Tensor, torch.cuda.Stream | None, torch.cuda.Event | None]  # by a stream, which is then done
 _kept: OrderedDict[tuple[torch.device, torch.dtype, tuple[float, ...]], _Upload] = OrderedDict()
 _in_graphs: list[Tensor] = []  # a captured graph reads them as long as it lives
 _lock = threading.Lock()
@@ -128,20 +123,21 @@ def on_device(numbers: Sequence[float], device: torch.device, dtype: torch.dtype
             if upload is None:
                 # A graph must not copy from host memory that may be reused before a replay: its kernels hold them.
                 return torch.stack([torch.full((), number, dtype=dtype, device=device) for number in numbers])
-            _in_graphs.append(upload.tensor)
-            return upload.tensor
+            _in_graphs.append(upload[0])
+            return upload[0]
         if upload is None:
             tensor = torch.tensor(key[2], dtype=dtype)
             if stream is not None:
                 tensor = tensor.pin_memory().to(device, non_blocking=True)
-            upload = _kept[key] = _Upload(tensor, stream, stream.record_event() if stream is not None else None)
+            upload = _kept[key] = tensor, stream, stream.record_event() if stream is not None else None
             if len(_kept) > KEPT:
                 _kept.popitem(last=False)
         _kept.move_to_end(key)
-        if stream is not None and upload.done is not None and upload.stream != stream:
-            stream.wait_event(upload.done)
-            upload.tensor.record_stream(stream)
-        return upload.tensor
+        tensor, uploader, done = upload
+        if stream is not None and done is not None and uploader != stream:
+            stream.wait_event(done)
+            tensor.record_stream(stream)
+        return tensor
 
 
 def alignment_of(tensors: Sequence[Tensor], dims: Iterable[int] = ()) -> int:
@@ -321,13 +317,6 @@ _FIELDS = 8  # kind, names, position or row, value, table or last offset, key, s
 _names: list[tuple[str, str]] = []
 
 
-class ErrorWord(NamedTuple):
-    """A device's lock, int32 `[1]`, and its record, int64 `[8]` in pinned host memory."""
-
-    lock: Tensor
-    record: Tensor
-
-
 @jit
 def report(lock, record, kind, names, where, value, table, key, sample, rows):
     """Write a finding, if it is the first. `names` points to the number of the layout's names."""
@@ -349,11 +338,11 @@ def _number(table_names: str, feature_names: str) -> int:
 
 
 @functools.cache
-def error_word(device: torch.device) -> ErrorWord:
-    """The one error word of a device."""
+def error_word(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The one error word of a device: a lock, int32 `[1]`, and a record, int64 `[8]` in pinned host memory."""
     with torch.inference_mode(False):  # it outlives whatever mode it is first asked for in
         lock = torch.zeros(1, dtype=torch.int32, device=device)
-        return ErrorWord(lock, torch.zeros(_FIELDS, dtype=torch.int64, pin_memory=device.type == "cuda"))
+        return lock, torch.zeros(_FIELDS, dtype=torch.int64, pin_memory=device.type == "cuda")
 
 
 def error_args(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -363,14 +352,14 @@ def error_args(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor, Te
 
 def poll(device: torch.device) -> None:
     """Raise what kernels have reported so far, without waiting for those that still run."""
-    word = error_word(device)
-    if int(word.record[0]) == 0:
+    lock, record = error_word(device)
+    if int(record[0]) == 0:
         return
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    kind, names, where, value, table, key, sample, rows = word.record.tolist()
-    word.record.zero_()
-    word.lock.zero_()
+    kind, names, where, value, table, key, sample, rows = record.tolist()
+    record.zero_()
+    lock.zero_()
     table_names, feature_names = map(names_in, _names[names])
     if kind == _ID:
         raise errors.id_out_of_range(table_names[table], feature_names[key], sample, where, value, rows)

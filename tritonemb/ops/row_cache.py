@@ -1,5 +1,5 @@
 """`tritonemb::row_cache_*` and `move_rows_`: a cache on the device for rows in host memory or on disk; see
-`kernels/row_cache.py` and `kernels/move_rows.py`."""
+`kernels/row_cache.py`."""
 
 from __future__ import annotations
 

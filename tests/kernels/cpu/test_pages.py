@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tritonemb.kernels.cpu import pages
-from tritonemb.kernels.cpu.move_rows import move_rows_
 from tritonemb.kernels.cpu.pages import NEVER_WRITTEN, PAGE_BYTES, PAYLOAD_BYTES, WORDS, check, identify, seal
+from tritonemb.kernels.cpu.row_cache import move_rows_
 from tritonemb.storage import page_table
 from tritonemb.storage.aio import IoBuffer
 

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from tritonemb.kernels.cpu import jit
-from tritonemb.kernels.cpu.jit import compiled, run_tasks
+from tritonemb.kernels.cpu.jit import called, compiled, run_tasks
 
 
-@compiled
+@called
 def count(task, runs, weights, bonus):
     room = np.empty(task + 1, dtype=np.float64)
     room[:] = weights[task]
@@ -24,23 +24,23 @@ def count(task, runs, weights, bonus):
 
 
 @compiled
-def count_all(team, num_threads, num_tasks, runs, weights):
-    run_tasks(team, num_threads, num_tasks, count, (runs, weights, 1))
+def count_all(num_threads, num_tasks, runs, weights):
+    run_tasks(num_threads, num_tasks, count, (runs, weights, 1))
 
 
-@compiled
+@called
 def ask_for_too_much(task, size):
     np.empty(size)[0] = task
 
 
 @compiled
-def all_ask_for_too_much(team, num_threads, num_tasks, size):
-    run_tasks(team, num_threads, num_tasks, ask_for_too_much, (size,))
+def all_ask_for_too_much(num_threads, num_tasks, size):
+    run_tasks(num_threads, num_tasks, ask_for_too_much, (size,))
 
 
 def counted(num_tasks: int) -> list[float]:
     runs, weights = np.zeros(num_tasks), np.arange(num_tasks, dtype=np.float64)
-    count_all(*jit.team(), num_tasks, runs, weights)
+    count_all(torch.get_num_threads(), num_tasks, runs, weights)
     return runs.tolist()
 
 
@@ -48,11 +48,15 @@ def expected(num_tasks: int) -> list[float]:
     return [(task + 1) * task + 1 for task in range(num_tasks)]
 
 
+def use_own_team(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jit._team, "value", ctypes.cast(jit._own_team, ctypes.c_void_p).value)
+
+
 @pytest.fixture(params=["openmp", "own"])
 def team(request, monkeypatch):
     """Both kinds of threads."""
     if request.param == "own":
-        monkeypatch.setattr(jit, "_openmp_team", lambda: 0)
+        use_own_team(monkeypatch)
     return request.param
 
 
@@ -96,7 +100,7 @@ def test_a_team_of_our_own_runs_side_by_side():
 def test_memory_that_is_not_there_raises(num_threads):
     torch.set_num_threads(num_threads)
     with pytest.raises(MemoryError):
-        all_ask_for_too_much(*jit.team(), 5, 1 << 58)
+        all_ask_for_too_much(torch.get_num_threads(), 5, 1 << 58)
     assert counted(5) == expected(5)
 
 
@@ -105,8 +109,8 @@ def test_tasks_run_although_no_thread_can_be_started(monkeypatch):
         raise RuntimeError("can't start new thread")
 
     torch.set_num_threads(4)
-    monkeypatch.setattr(jit, "_openmp_team", lambda: 0)
-    monkeypatch.setattr(jit, "_submit", refuse)
+    use_own_team(monkeypatch)
+    monkeypatch.setattr(jit._pool, "submit", refuse)
     monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
     assert counted(9) == expected(9)
 

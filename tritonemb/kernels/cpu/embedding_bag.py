@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tritonemb import errors
 from tritonemb.jagged import batch_size_of
-from tritonemb.kernels.cpu.jit import addresses_of, as_float32, as_int64, dtypes_of, inlined, parallel, share
-from tritonemb.kernels.cpu.row_groups import check_offsets
+from tritonemb.kernels.cpu.jit import FEW_ELEMENTS, inlined, parallel
+from tritonemb.kernels.cpu.row_groups import addresses_of, as_float32, as_int64, check_offsets, dtypes_of
 from tritonemb.kernels.cpu.simd import dot, element_size, float32_row, prefetch, sum_rows
 from tritonemb.layout import COLUMN, DIM, MEAN, NUM_ROWS, POOLING, TABLE, Layout
 
@@ -71,11 +71,11 @@ def _pool_run(
 
 @parallel
 def _pool_samples(
-    task, bounds, bad, batch_size, addresses, dtypes, tables, lookups, key_starts, values, offsets, sample_weights,
+    task, num_rows, bad, batch_size, addresses, dtypes, tables, lookups, key_starts, values, offsets, sample_weights,
     zero_row, out, width, streamed,
 ):  # fmt: skip
-    """Samples [bounds[task], bounds[task + 1]) of the output [B, width] at address `out`."""
-    first, last = bounds[task], bounds[task + 1]
+    """A share of the samples of the output [B, width] at address `out`."""
+    first, last = num_rows * task // bad.size, num_rows * (task + 1) // bad.size
     for block in range(first, last, BLOCK):
         block_end = min(block + BLOCK, last)
         for key in range(key_starts.size - 1):
@@ -91,11 +91,11 @@ def _pool_samples(
 
 @parallel
 def _gather_values(
-    task, bounds, bad, batch_size, addresses, dtypes, tables, lookups, key_starts, values, offsets, sample_weights,
+    task, num_rows, bad, batch_size, addresses, dtypes, tables, lookups, key_starts, values, offsets, sample_weights,
     zero_row, out, width, streamed,
 ):  # fmt: skip
-    """Rows [bounds[task], bounds[task + 1]), one a value, of the output [N, width] at address `out`."""
-    first, last = bounds[task], bounds[task + 1]
+    """A share of the rows, one a value, of the output [N, width] at address `out`."""
+    first, last = num_rows * task // bad.size, num_rows * (task + 1) // bad.size
     rows = np.empty(1, dtype=np.int64)
     for key in range(key_starts.size - 1):
         begin = max(first, offsets[key * batch_size])
@@ -124,12 +124,11 @@ def embedding_bag(
     covered = layout.pooled or layout.lookups.shape[0] >= layout.key_starts.numel() - 1
     out = (torch.empty if covered else torch.zeros)(num_rows, layout.width, dtype=torch.float32)
     zeros = torch.zeros(layout.width, dtype=torch.float32)  # at least as wide as any row
-    bounds = share(num_rows, values.numel() * layout.width // max(1, layout.lookups.shape[0]))
-    bad = np.full(bounds.size - 1, NO_POSITION, dtype=np.int64)
+    bad = np.full(_num_tasks(num_rows, values, layout), NO_POSITION, dtype=np.int64)
     look_up = _pool_samples if layout.pooled else _gather_values
     look_up(
-        bad.size, bounds, bad, batch_size, addresses_of(weights), dtypes_of(weights), layout.tables.numpy(),
-        layout.lookups.numpy(), layout.key_starts.numpy(), as_int64(values), as_int64(offsets),
+        torch.get_num_threads(), bad.size, num_rows, bad, batch_size, addresses_of(weights), dtypes_of(weights),
+        layout.tables.numpy(), layout.lookups.numpy(), layout.key_starts.numpy(), as_int64(values), as_int64(offsets),
         as_float32(sample_weights), zeros.data_ptr(), out.data_ptr(), layout.width,
         num_rows * layout.width * out.element_size() >= STREAMED_BYTES,
     )  # fmt: skip
@@ -138,16 +137,24 @@ def embedding_bag(
     return out.to(output_dtype)
 
 
+def _num_tasks(num_rows: int, values: Tensor, layout: Layout) -> int:
+    """Into how many the rows of the output are shared."""
+    if values.numel() * layout.width < FEW_ELEMENTS * layout.lookups.shape[0]:
+        return 1
+    return max(1, min(torch.get_num_threads(), num_rows))
+
+
 @parallel
 def _sample_weight_gradients(
-    task, bounds, batch_size, addresses, dtypes, tables, lookups, key_starts, values, offsets, pooled, grad, width, out
-):
-    """`out` [N] for the bags of samples [bounds[task], bounds[task + 1])."""
+    task, num_tasks, batch_size, addresses, dtypes, tables, lookups, key_starts, values, offsets, pooled, grad, width,
+    out,
+):  # fmt: skip
+    """`out` [N] for the bags of a share of the samples."""
     for key in range(key_starts.size - 1):
         for lookup in range(key_starts[key], key_starts[key + 1]):
             table, column, dim = lookups[lookup, TABLE], lookups[lookup, COLUMN], lookups[lookup, DIM]
             row_bytes = dim * element_size(dtypes[table])
-            for sample in range(bounds[task], bounds[task + 1]):
+            for sample in range(batch_size * task // num_tasks, batch_size * (task + 1) // num_tasks):
                 begin, end = offsets[key * batch_size + sample], offsets[key * batch_size + sample + 1]
                 scale = np.float32(1) / np.float32(end - begin) if lookups[lookup, POOLING] == MEAN else np.float32(1)
                 for position in range(begin, end):
@@ -164,9 +171,9 @@ def sample_weight_gradient(
     """Float32 `[N]`; see `kernels/embedding_bag.py`."""
     batch_size = batch_size_of(offsets, layout.key_starts)
     out, gradient = torch.zeros(values.numel(), dtype=torch.float32), as_float32(grad)
-    bounds = share(batch_size, values.numel() * layout.width // max(1, layout.lookups.shape[0]))
+    num_tasks = _num_tasks(batch_size, values, layout)
     _sample_weight_gradients(
-        bounds.size - 1, bounds, batch_size, addresses_of(weights), dtypes_of(weights),
+        torch.get_num_threads(), num_tasks, num_tasks, batch_size, addresses_of(weights), dtypes_of(weights),
         layout.tables.numpy(), layout.lookups.numpy(), layout.key_starts.numpy(), as_int64(values), as_int64(offsets),
         layout.pooled, gradient.ctypes.data, layout.width, out.numpy(),
     )  # fmt: skip

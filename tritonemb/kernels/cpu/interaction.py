@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.cpu.jit import FLOAT32, inlined, parallel, share
+from tritonemb.kernels.cpu.jit import FEW_ELEMENTS, FLOAT32, inlined, parallel
 from tritonemb.kernels.cpu.simd import dot, float32_row, prefetch, sum_float32_rows
 
 TASKS_PER_THREAD = 4
@@ -21,10 +21,10 @@ def _find_vectors(vectors, dense, sparse, sample, num_features, dim):
 
 
 @parallel
-def _multiply(task, bounds, num_features, dim, dense, sparse, out, width):
+def _multiply(task, num_tasks, num_samples, num_features, dim, dense, sparse, out, width):
     """Samples of a task. Addresses of float32: `dense [B, dim]`, `sparse [B, F * dim]`, `out [B, width]`."""
     vectors = np.empty(num_features + 1, dtype=np.int64)
-    for sample in range(bounds[task], bounds[task + 1]):
+    for sample in range(num_samples * task // num_tasks, num_samples * (task + 1) // num_tasks):
         prefetch(sparse + (sample + 1) * num_features * dim * 4, num_features * dim * 4)
         _find_vectors(vectors, dense, sparse, sample, num_features, dim)
         row = float32_row(out + sample * width * 4, width)
@@ -39,12 +39,12 @@ def _multiply(task, bounds, num_features, dim, dense, sparse, out, width):
 
 
 @parallel
-def _derive(task, bounds, num_features, dim, grad, width, dense, sparse, grad_dense, grad_sparse):
+def _derive(task, num_tasks, num_samples, num_features, dim, grad, width, dense, sparse, grad_dense, grad_sparse):
     """Samples of a task: x_i's gradient is the sum of all x_j, each by the gradient of its product with x_i."""
     num_vectors = num_features + 1
     vectors = np.empty(num_vectors, dtype=np.int64)
     pairs = np.zeros((num_vectors, num_vectors), dtype=np.float32)
-    for sample in range(bounds[task], bounds[task + 1]):
+    for sample in range(num_samples * task // num_tasks, num_samples * (task + 1) // num_tasks):
         prefetch(sparse + (sample + 1) * num_features * dim * 4, num_features * dim * 4)
         _find_vectors(vectors, dense, sparse, sample, num_features, dim)
         row = float32_row(grad + sample * width * 4, width)
@@ -70,9 +70,8 @@ def interaction(dense: Tensor, sparse: Tensor) -> Tensor:
     dense, sparse = _float32(dense), _float32(sparse)
     num_features = sparse.shape[1] // dim
     out = dense.new_empty(dense.shape[0], dim + num_features * (num_features + 1) // 2)
-    bounds = _share(out, num_features)
     _multiply(
-        bounds.size - 1, bounds, num_features, dim, dense.data_ptr(), sparse.data_ptr(), out.data_ptr(), out.shape[1]
+        *_tasks(out, num_features), num_features, dim, dense.data_ptr(), sparse.data_ptr(), out.data_ptr(), out.shape[1]
     )
     return out.to(dtype)
 
@@ -83,9 +82,8 @@ def interaction_gradient(grad: Tensor, dense: Tensor, sparse: Tensor) -> tuple[T
     grad, dense, sparse = _float32(grad), _float32(dense), _float32(sparse)
     num_features = sparse.shape[1] // dim
     grad_dense, grad_sparse = torch.empty_like(dense), torch.empty_like(sparse)
-    bounds = _share(grad, num_features)
     _derive(
-        bounds.size - 1, bounds, num_features, dim, grad.data_ptr(), grad.shape[1], dense.data_ptr(),
+        *_tasks(grad, num_features), num_features, dim, grad.data_ptr(), grad.shape[1], dense.data_ptr(),
         sparse.data_ptr(), grad_dense.data_ptr(), grad_sparse.data_ptr(),
     )  # fmt: skip
     return grad_dense.to(dtype), grad_sparse.to(dtype)
@@ -95,11 +93,9 @@ def _float32(tensor: Tensor) -> Tensor:
     return tensor.detach().to(torch.float32).contiguous()
 
 
-def _share(products: Tensor, num_features: int) -> np.ndarray:
-    """Bounds of the tasks; products `[B, ..]`."""
-    num_samples = products.shape[0]
-    bounds = share(num_samples, products.numel() * (num_features + 1))
-    if bounds.size == 2:
-        return bounds
-    num_tasks = min(TASKS_PER_THREAD * (bounds.size - 1), num_samples)
-    return np.arange(num_tasks + 1) * num_samples // num_tasks
+def _tasks(products: Tensor, num_features: int) -> tuple[int, int, int, int]:
+    """Threads, tasks, and again tasks and samples as the kernels take them; products `[B, ..]`."""
+    num_samples, num_threads = products.shape[0], torch.get_num_threads()
+    few = products.numel() * (num_features + 1) < FEW_ELEMENTS
+    num_tasks = 1 if few else min(TASKS_PER_THREAD * num_threads, num_samples)
+    return num_threads, num_tasks, num_tasks, num_samples

@@ -4,11 +4,11 @@ Kernels release the GIL and are cached on disk. Numba's own cache looks at one s
 stale when a helper in another file changes. Here the cache's folder is named after a hash of all kernel sources, and of
 the files whose constants are compiled in. `TRITONEMB_CACHE_DIR` moves it.
 
-A kernel's tasks run on as many threads as `torch.get_num_threads()`, the caller one of them. Compiled code draws and
-runs them, because a thread that runs Python waits for the interpreter's lock, longer than a small task takes. Where
-torch's own threads are GNU OpenMP's (its Linux wheels), tasks run on those: they keep spinning for a while after each
-of torch's parallel regions, so another pool would share the cores with them. Elsewhere, and in a forked child, whose
-copy of OpenMP has lost its threads, a pool of our own serves.
+A kernel's tasks run on as many threads as it is told, the caller one of them. Compiled code draws and runs them,
+because a thread that runs Python waits for the interpreter's lock, longer than a small task takes. The threads are
+those of torch's OpenMP, if it is GNU's (Linux): they keep spinning for a while after each of torch's parallel regions,
+so another pool would share the cores with them. Elsewhere, and in a forked child, whose copy of OpenMP has lost its
+threads, a pool of our own serves.
 """
 
 from __future__ import annotations
@@ -16,33 +16,32 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
+import getpass
 import hashlib
 import logging
 import os
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
+import llvmlite.binding
 import numba
-import numpy as np
 import torch
 from llvmlite import ir
-from numba import types
+from numba import _dynfunc, types
 from numba.core import caching, cgutils, codegen
+from numba.core.registry import cpu_target
 from numba.extending import intrinsic
-from torch import Tensor
 
 _log = logging.getLogger(__name__)
 _finished: list[float] = []  # seconds that each kernel compiled by this process took
 _tasks: set[str] = set()  # names of functions that are `called`
-_Library = codegen.CPUCodeLibrary
-_optimize = _Library._optimize_final_module
+_task_libraries: dict[str, Any] = {}  # those that `run_tasks` runs, by symbol
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 
 
@@ -50,13 +49,7 @@ def cache_dir() -> Path:
     """The user's cache folder for tritonemb."""
     if given := os.environ.get("TRITONEMB_CACHE_DIR"):
         return Path(given)
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local"
-    elif sys.platform == "darwin":
-        base = Path.home() / "Library" / "Caches"
-    else:
-        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "tritonemb"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tritonemb"
 
 
 @functools.cache
@@ -71,8 +64,7 @@ def _kernel_cache_dir() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError:  # a read-only home: compiled kernels last as long as the machine's temporary files
-        user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
-        folder = Path(tempfile.gettempdir()) / f"tritonemb-{user}" / digest.hexdigest()[:16]
+        folder = Path(tempfile.gettempdir()) / f"tritonemb-{getpass.getuser()}" / digest.hexdigest()[:16]
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return folder
 
@@ -109,27 +101,52 @@ class _KernelCache(caching.FunctionCache):
         return signature, target.magic_tuple()
 
 
+class _Library(codegen.JITCodeLibrary):
+    """The code of a function that is compiled for a kernel.
+
+    Numba optimizes every function by itself and again inside each of its callers, and makes machine code of all of
+    them. Here the kernel is, which holds all that it calls, and its tasks, twice: once leaves some of their loops
+    over 16-bit rows unvectorized.
+    """
+
+    kernel: ClassVar[str]
+
+    def _optimize_final_module(self) -> None:
+        for _ in range(2 if self.name in _tasks else self.name == self.kernel):
+            super()._optimize_final_module()
+        if self.name == self.kernel:
+            missing = [function.name for function in self._final_module.functions if function.is_declaration]
+            for name in _task_libraries.keys() & missing:
+                self._final_module.link_in(_task_libraries[name]._get_module_for_linking(), preserve=True)
+
+    def _finalize_final_module(self) -> None:
+        if self.name == self.kernel:
+            super()._finalize_final_module()
+        self._finalized = True
+
+
 @contextmanager
 def _compiling(kernel: str, name: str) -> Iterator[None]:
     """Log that a kernel is compiled, and save time. Numba calls this with its lock held, for kernels not in the cache.
 
-    Numba optimizes every function by itself and again inside each of its callers. Here only the kernel `name` and its
-    tasks are, which hold all that they call. (The kernel alone, once, leaves loops over 16-bit rows unvectorized.)
+    `name` is the kernel's function.
     """
     done = f"{len(_finished)} done in {sum(_finished):.0f} s, kept in {cache_dir()}"
     _log.info("compiling the CPU kernel %s (first use on this machine; %s)", kernel, done)
+    context, start, collects = cpu_target.target_context, time.perf_counter(), gc.isenabled()
+    make_executable, target = context.get_executable, context.codegen()
 
-    def optimize(library: Any) -> None:
-        if library.name == name or library.name in _tasks:
-            _optimize(library)
+    def get_executable(library: Any, descriptor: Any, env: Any) -> Any:
+        if library.name == name:
+            return make_executable(library, descriptor, env)
+        return _dynfunc.make_function(descriptor.lookup_module(), descriptor.qualname, "", 0, env, (library,))
 
-    before, start, collects = _Library._optimize_final_module, time.perf_counter(), gc.isenabled()
     gc.disable()  # the compiler makes many objects: every collection would go through all of torch's
-    _Library._optimize_final_module = optimize
+    _Library.kernel, target._library_class, context.get_executable = name, _Library, get_executable
     try:
         yield
     finally:
-        _Library._optimize_final_module = before
+        del target._library_class, context.get_executable
         if collects:
             gc.enable()
         _finished.append(time.perf_counter() - start)
@@ -155,44 +172,29 @@ def inlined(function: Callable[..., Any]) -> Any:
     return numba.njit(**_OPTIONS, no_cpython_wrapper=True, forceinline=True)(function)
 
 
-def parallel(function: Callable[..., Any]) -> Callable[..., None]:
-    """Compile `function(task, *args)`; what returns is called from Python with the number of tasks and `args`."""
+def parallel(function: Callable[..., Any]) -> Any:
+    """Compile `function(task, *args)`; it is called from Python with numbers of threads and tasks, and `args`."""
     task = called(function)
 
-    def all_tasks(team, num_threads, num_tasks, *args):
-        run_tasks(team, num_threads, num_tasks, task, args)
+    def all_tasks(num_threads, num_tasks, *args):
+        run_tasks(num_threads, num_tasks, task, args)
 
     all_tasks.__module__, all_tasks.__name__ = function.__module__, function.__name__
     all_tasks.__qualname__ = f"{function.__qualname__}_all"
-    kernel = compiled(all_tasks)
-    return lambda num_tasks, *args: kernel(*team(), num_tasks, *args)
+    return compiled(all_tasks)
 
 
-_lock = threading.Lock()
-_pool: ThreadPoolExecutor | None = None
-_pool_size = 0
-_forked = False
 _Body = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _Team = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-
-
-def team(alone: bool = False) -> tuple[int, int]:
-    """Who runs a kernel's tasks: the address of a team, and the number of its threads; `alone`: the caller.
-
-    A team is `void f(void (*body)(void *), void *data, unsigned num_threads, unsigned flags)`. It calls `body(data)` on
-    each of several threads, the calling one among them, and returns when all have. Address 0: the calling one alone.
-    """
-    num_threads = 1 if alone else torch.get_num_threads()
-    if num_threads <= 1:
-        return 0, 1
-    return _own_team_address if _forked else _openmp_team() or _own_team_address, num_threads
+_pool = ThreadPoolExecutor(1024, "tritonemb")  # starts a thread when none is idle
 
 
 @_Team
 def _own_team(body: int, data: int, size: int, flags: int) -> None:
+    """As `GOMP_parallel`: `body(data)` on each of `size` threads, the calling one among them; returns when all have."""
     work, helpers = _Body(body), list[Future[None]]()
     try:
-        helpers.extend(_submit(work, data) for _ in range(size - 1))
+        helpers.extend(_pool.submit(work, data) for _ in range(size - 1))
     finally:  # although no thread could be started: each call draws tasks until none is left
         work(data)
         for helper in helpers:
@@ -200,40 +202,17 @@ def _own_team(body: int, data: int, size: int, flags: int) -> None:
                 helper.result()
 
 
-_own_team_address: int = ctypes.cast(_own_team, ctypes.c_void_p).value or 0
-
-
-@functools.cache
-def _openmp_team() -> int:
-    """The address of `GOMP_parallel` of the OpenMP that torch has loaded, if it is GNU's, else 0."""
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
-        return 0
-    loaded = {line.split(maxsplit=5)[-1] for line in maps.read_text().splitlines() if "libgomp" in line}
-    if len(loaded) != 1:
-        return 0
-    return ctypes.cast(ctypes.CDLL(loaded.pop()).GOMP_parallel, ctypes.c_void_p).value or 0
-
-
-def _submit(work: Callable[[int], None], data: int) -> Future[None]:
-    global _pool, _pool_size
-    with _lock:
-        if _pool is None or _pool_size < torch.get_num_threads() - 1:
-            if _pool is not None:
-                _pool.shutdown(wait=False)
-            _pool_size = max(1, torch.get_num_threads() - 1)
-            _pool = ThreadPoolExecutor(_pool_size, thread_name_prefix="tritonemb")
-        return _pool.submit(work, data)
-
-
-def _forget() -> None:
+def _use_own_team() -> None:
     """A forked child has the parent's pools without their threads."""
-    global _pool, _lock, _forked
-    _pool, _lock, _forked = None, threading.Lock(), True
+    global _pool
+    _pool, _team.value = ThreadPoolExecutor(1024, "tritonemb"), ctypes.cast(_own_team, ctypes.c_void_p).value
 
 
+_TEAM = "tritonemb_team"  # where compiled code finds the address of the team that runs its tasks
+_team = ctypes.cast(getattr(ctypes.CDLL(torch._C.__file__), "GOMP_parallel", _own_team), ctypes.c_void_p)
+llvmlite.binding.add_symbol(_TEAM, ctypes.addressof(_team))
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget)
+    os.register_at_fork(after_in_child=_use_own_team)
 
 
 _LONG, _INT = ir.IntType(64), ir.IntType(32)
@@ -241,20 +220,15 @@ _POINTER = ir.IntType(8).as_pointer()
 
 
 @intrinsic
-def run_tasks(
-    typing_context: Any, team: types.Type, num_threads: types.Type, num_tasks: types.Type, kernel: Any, args: Any
-) -> Any:
-    """`kernel(task, *args)` for each task in [0, num_tasks), shared among the threads of `team`, an address.
-
-    `team` is the address of a function like `GOMP_parallel` (see `team`), or 0 to run on this thread alone.
-    """
+def run_tasks(typing_context: Any, num_threads: types.Type, num_tasks: types.Type, kernel: Any, args: Any) -> Any:
+    """`kernel(task, *args)` for each task in [0, num_tasks), shared among threads."""
     argument_types = tuple(types.unliteral(argument) for argument in args.types)
     signature = kernel.get_call_type(typing_context, (types.int64, *argument_types), {})
     compiled = kernel.dispatcher.overloads[signature.args]
+    _task_libraries[compiled.fndesc.llvm_func_name] = compiled.library
 
     def generate(context: Any, builder: Any, _: Any, values: Any) -> Any:
-        context.active_code_library.add_linking_library(compiled.library)
-        team_address, threads, tasks, _, arguments = values
+        threads, tasks, _, arguments = values
         pieces = cgutils.unpack_tuple(builder, arguments)
         pieces = [
             context.cast(builder, piece, given, wanted)
@@ -266,20 +240,20 @@ def run_tasks(
             builder.store(value, cgutils.gep_inbounds(builder, shared, 0, index))
         body = _make_body(context, builder.module, shared_type, compiled.fndesc, signature)
         data = builder.bitcast(shared, _POINTER)
-        no_team, few = builder.icmp_signed("==", team_address, _LONG(0)), builder.icmp_signed("<=", tasks, _LONG(1))
-        with builder.if_else(builder.or_(no_team, few)) as (alone, together):
+        most = builder.select(builder.icmp_signed("<", tasks, threads), tasks, threads)
+        with builder.if_else(builder.icmp_signed("<=", most, _LONG(1))) as (alone, together):
             with alone:
                 builder.call(body, [data])
             with together:
                 team_type = ir.FunctionType(ir.VoidType(), [body.type, _POINTER, _INT, _INT])
-                function = builder.inttoptr(team_address, team_type.as_pointer())
+                function = builder.load(context.get_c_value(builder, team_type.as_pointer(), _TEAM))
                 builder.call(function, [body, data, builder.trunc(threads, _INT), _INT(0)])
         failed = builder.load(cgutils.gep_inbounds(builder, shared, 0, 2))
         with cgutils.if_unlikely(builder, builder.icmp_signed("!=", failed, _LONG(0))):
             context.call_conv.return_user_exc(builder, MemoryError, ("a kernel found no memory",))
         return context.get_dummy_value()
 
-    return types.void(team, num_threads, num_tasks, kernel, args), generate
+    return types.void(num_threads, num_tasks, kernel, args), generate
 
 
 def _make_body(context: Any, module: Any, shared_type: Any, descriptor: Any, signature: Any) -> Any:
@@ -312,33 +286,4 @@ def _make_body(context: Any, module: Any, shared_type: Any, descriptor: Any, sig
 
 
 FLOAT32, FLOAT16, BFLOAT16 = range(3)  # how a row's bits are to be read
-DTYPE_CODES = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
-
-
-def share(num_items: int, num_elements: int) -> np.ndarray:
-    """int64: bounds of the tasks that split `num_items` items, which move `num_elements` elements in all."""
-    wanted = 1 if num_elements < 16_384 else torch.get_num_threads()
-    num_tasks = max(1, min(wanted, num_items))
-    return np.arange(num_tasks + 1) * num_items // num_tasks
-
-
-def addresses_of(tensors: Sequence[Tensor]) -> np.ndarray:
-    """int64 `[T]`: where each tensor's contiguous memory begins."""
-    assert all(tensor.is_contiguous() for tensor in tensors)
-    return np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
-
-
-def dtypes_of(tensors: Sequence[Tensor]) -> np.ndarray:
-    """int64 `[T]`: how each tensor's bits are to be read."""
-    return np.array([DTYPE_CODES[tensor.dtype] for tensor in tensors], dtype=np.int64)
-
-
-def as_int64(tensor: Tensor) -> np.ndarray:
-    return tensor.detach().to(torch.int64).contiguous().numpy()
-
-
-def as_float32(tensor: Tensor | None) -> np.ndarray:
-    """Absent weights are an empty array."""
-    if tensor is None:
-        return np.empty(0, dtype=np.float32)
-    return tensor.detach().to(torch.float32).contiguous().numpy()
+FEW_ELEMENTS = 16_384  # that one thread moves or adds before another has begun

@@ -34,13 +34,6 @@ def _subtract(w, scale, g):
 
 
 @inlined
-def _adagrad(w, total, g, lr, eps):
-    for j in range(w.size):
-        total[j] += g[j] * g[j]
-        w[j] -= lr * g[j] / (np.sqrt(total[j]) + eps)
-
-
-@inlined
 def _adam_direction(m, v, row_wise, g, h, step):
     """Move the moments and turn `g` into the bias-corrected direction."""
     beta1, beta2, eps = np.float32(h[BETA1]), np.float32(h[BETA2]), np.float32(h[EPS])
@@ -90,15 +83,6 @@ def _ftrl(w, linear, total, g, lr, beta, l1, l2):
 
 
 @inlined
-def _limit_norm(w, max_norm):
-    norm = np.sqrt(_sum_of_squares(w))
-    if norm > max_norm:
-        scale = max_norm / norm
-        for j in range(w.size):
-            w[j] *= scale
-
-
-@inlined
 def apply(kind, w, first, second, g, lr, step, h):
     """One step of optimizer `kind` on row `w` with states `first` and `second`; `g` is used up."""
     decay, mode = np.float32(h[WEIGHT_DECAY]), int(h[WEIGHT_DECAY_MODE])
@@ -119,7 +103,10 @@ def apply(kind, w, first, second, g, lr, step, h):
         first[0] += _mean_of_squares(g)
         _subtract(w, lr / (np.sqrt(first[0]) + np.float32(h[EPS])), g)
     elif kind == ADAGRAD:
-        _adagrad(w, first, g, lr, np.float32(h[EPS]))
+        eps = np.float32(h[EPS])
+        for j in range(w.size):
+            first[j] += g[j] * g[j]
+            w[j] -= lr * g[j] / (np.sqrt(first[j]) + eps)
     elif kind == LARS_SGD:
         _lars(w, first, g, lr, np.float32(h[MOMENTUM]), np.float32(h[ETA]), decay if mode == L2_DECAY else ZERO)
     elif kind == FTRL:
@@ -131,4 +118,8 @@ def apply(kind, w, first, second, g, lr, step, h):
         else:
             _subtract(w, lr, g)
     if h[MAX_NORM] < np.inf:
-        _limit_norm(w, np.float32(h[MAX_NORM]))
+        norm = np.sqrt(_sum_of_squares(w))
+        if norm > np.float32(h[MAX_NORM]):
+            scale = np.float32(h[MAX_NORM]) / norm
+            for j in range(w.size):
+                w[j] *= scale

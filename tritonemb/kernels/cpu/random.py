@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from tritonemb.kernels.cpu.jit import FLOAT16, inlined, parallel
@@ -14,7 +15,7 @@ from tritonemb.kernels.cpu.simd import (
     float32_row,
     float32_to_float16,
 )
-from tritonemb.kernels.random import UNIFORMS_PER_COUNTER, scale_of
+from tritonemb.kernels.random import UNIFORMS_PER_COUNTER, UNIT
 from tritonemb.layout import ELEMENTS_PER_COUNTER
 
 _MASK32 = np.uint64(0xFFFFFFFF)
@@ -141,7 +142,7 @@ def _fill_rows(task, num_tasks, out, num_rows, dim, seed, scale, first_row, firs
     words = np.empty(counters * UNIFORMS_PER_COUNTER, dtype=np.uint32)
     for place in range(num_rows * task // num_tasks, num_rows * (task + 1) // num_tasks):
         row = rows[place] if rows.size else first_row + place
-        fill_philox(words, seed, first_column // UNIFORMS_PER_COUNTER, row, 0)
+        fill_philox(words, seed, first_column // UNIFORMS_PER_COUNTER, row, np.int64(0))
         values = float32_row(out + place * dim * 4, dim)
         for column in range(dim):
             values[column] = np.float32(np.int32(words[begin + column]) >> np.int32(8)) * scale
@@ -154,6 +155,6 @@ def initial_rows(
     named = np.empty(0, dtype=np.int64) if rows is None else rows.contiguous().numpy()
     num_tasks = max(1, min(out.shape[0], out.numel() // ELEMENTS_PER_TASK))
     _fill_rows(
-        num_tasks, num_tasks, out.data_ptr(), *out.shape, seed, np.float32(scale_of(bound)), first_row, first_column,
-        named,
+        torch.get_num_threads(), num_tasks, num_tasks, out.data_ptr(), *out.shape, seed, np.float32(bound * UNIT),
+        first_row, first_column, named,
     )  # fmt: skip

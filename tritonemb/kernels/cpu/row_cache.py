@@ -1,23 +1,28 @@
-"""CPU twin of `kernels/row_cache.py`: look-ups in parallel over rows, allocation over sets.
+"""CPU twin of `kernels/row_cache.py`: look-ups in parallel over rows, allocation over sets, copies over moves.
 
 A set belongs to one task, which serves its misses in ascending order, so nothing depends on how many tasks there are.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.cpu.jit import addresses_of, called, compiled, inlined, parallel, run_tasks, team
-from tritonemb.kernels.cpu.simd import int32_row, int64_row, prefetch
+from tritonemb.kernels.cpu.jit import FEW_ELEMENTS, called, compiled, inlined, parallel, run_tasks
+from tritonemb.kernels.cpu.row_groups import addresses_of
+from tritonemb.kernels.cpu.simd import copy_bytes, int32_row, int64_row, prefetch
 from tritonemb.layout import FIRST_ROW, NO_ROW, NUM_ROWS, WAYS
 
 CHUNK = 32  # rows whose sets are asked for together
 FEW_ROWS = 4_096  # fewer are not worth a second thread
 TAGS, USED, PINS = range(3)  # rows of `directory`, addresses
+MOVES_AHEAD = 8  # between asking for a row and copying it
+ASKED_BYTES = 512  # of a row; the processor itself asks for what follows
+TO, TO_PITCH, TO_ROWS, FROM, FROM_PITCH, FROM_ROWS, ROW_BYTES = range(7)  # columns of `pairs`
 
 
 @inlined
@@ -147,16 +152,14 @@ def _allocate(task, directory, tables, first_sets, rows, sets, places, misses, n
 
 
 @compiled
-def _allocate_all(
-    team, num_threads, num_tasks, directory, tables, num_sets, rows, num_groups, now, lfu, slots, evicted
-):
+def _allocate_all(num_threads, num_tasks, directory, tables, num_sets, rows, num_groups, now, lfu, slots, evicted):
     first_sets = np.zeros(num_sets.size + 1, dtype=np.int64)
     for table in range(num_sets.size):
         first_sets[table + 1] = first_sets[table] + num_sets[table]
     sets = np.empty(num_groups, dtype=np.int64)
     counts = np.zeros((num_tasks, num_tasks), dtype=np.int64)
     run_tasks(
-        team, num_threads, num_tasks, _find_misses,
+        num_threads, num_tasks, _find_misses,
         (num_tasks, tables, num_sets, first_sets, rows, num_groups, slots, evicted, sets, counts),
     )  # fmt: skip
     places, total = np.empty((num_tasks, num_tasks), dtype=np.int64), 0
@@ -165,9 +168,9 @@ def _allocate_all(
             places[server, finder] = total
             total += counts[server, finder]
     misses = np.empty(total, dtype=np.int64)
-    run_tasks(team, num_threads, num_tasks, _hand_out_misses, (num_tasks, num_groups, sets, places, misses))
+    run_tasks(num_threads, num_tasks, _hand_out_misses, (num_tasks, num_groups, sets, places, misses))
     run_tasks(
-        team, num_threads, num_tasks, _allocate,
+        num_threads, num_tasks, _allocate,
         (directory, tables, first_sets, rows, sets, places, misses, now, lfu, slots, evicted),
     )  # fmt: skip
 
@@ -199,8 +202,8 @@ def row_cache_look_up_(
     """See `kernels/row_cache.py`."""
     slots, num_tasks = torch.empty_like(rows), _tasks(rows.numel())
     _look_up(
-        num_tasks, num_tasks, _directory(tags, used, pins), tables.numpy(), num_sets.numpy(), rows.numpy(),
-        int(num_groups), int(now), policy == "lfu", slots.numpy(),
+        num_tasks, num_tasks, num_tasks, _directory(tags, used, pins), tables.numpy(), num_sets.numpy(),
+        rows.numpy(), int(num_groups), int(now), policy == "lfu", slots.numpy(),
     )  # fmt: skip
     return slots
 
@@ -212,7 +215,7 @@ def row_cache_allocate_(
     """See `kernels/row_cache.py`."""
     evicted, num_tasks = torch.empty_like(rows), _tasks(rows.numel())
     _allocate_all(
-        *team(alone=num_tasks == 1), num_tasks, _directory(tags, used, pins), tables.numpy(), num_sets.numpy(),
+        num_tasks, num_tasks, _directory(tags, used, pins), tables.numpy(), num_sets.numpy(),
         rows.numpy(), int(num_groups), int(now), policy == "lfu", slots.numpy(), evicted.numpy(),
     )  # fmt: skip
     return evicted
@@ -221,5 +224,63 @@ def row_cache_allocate_(
 def row_cache_translate(slots: Tensor, starts: Tensor, order: Tensor, num_groups: Tensor) -> Tensor:
     """See `kernels/row_cache.py`."""
     values, num_tasks = torch.full((order.numel(),), -1, dtype=torch.int64), _tasks(order.numel())
-    _translate(num_tasks, num_tasks, slots.numpy(), starts.numpy(), order.numpy(), int(num_groups), values.numpy())
+    _translate(
+        num_tasks, num_tasks, num_tasks, slots.numpy(), starts.numpy(), order.numpy(), int(num_groups), values.numpy()
+    )
     return values
+
+
+@called
+def _move(task, num_tasks, pairs, to_rows, from_rows):
+    begin, end = to_rows.size * task // num_tasks, to_rows.size * (task + 1) // num_tasks
+    for p in range(pairs.shape[0]):
+        pair = pairs[p]
+        to, to_pitch, source, from_pitch = pair[TO], pair[TO_PITCH], pair[FROM], pair[FROM_PITCH]
+        size = pair[ROW_BYTES]
+        asked = min(size, ASKED_BYTES)
+        for move in range(begin - MOVES_AHEAD, end):
+            if move + MOVES_AHEAD < end and to_rows[move + MOVES_AHEAD] >= 0 and from_rows[move + MOVES_AHEAD] >= 0:
+                prefetch(source + from_rows[move + MOVES_AHEAD] * from_pitch, asked)
+                prefetch(to + to_rows[move + MOVES_AHEAD] * to_pitch, asked)
+            if move >= begin and to_rows[move] >= 0 and from_rows[move] >= 0:
+                copy_bytes(to + to_rows[move] * to_pitch, source + from_rows[move] * from_pitch, size)
+
+
+@compiled
+def _move_all(num_threads, num_tasks, pairs, to_rows, from_rows, to_limit, from_limit):
+    """Copy all rows; or none, and return the first move of a row that a tensor does not have (else -1)."""
+    for move in range(to_rows.size):
+        to, source = to_rows[move], from_rows[move]
+        if to >= 0 and source >= 0 and (to >= to_limit or source >= from_limit):
+            return move
+    run_tasks(num_threads, num_tasks, _move, (num_tasks, pairs, to_rows, from_rows))
+    return -1
+
+
+def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_rows: Tensor, from_rows: Tensor) -> None:
+    """See `kernels/row_cache.py`.
+
+    Raises:
+        ValueError: for a row that a tensor does not have, before anything is moved.
+    """
+    if not destinations:
+        return
+    pairs = np.array([_describe(*pair) for pair in zip(destinations, sources, strict=True)], dtype=np.int64)
+    to_limit, from_limit = int(pairs[:, TO_ROWS].min()), int(pairs[:, FROM_ROWS].min())
+    few = to_rows.numel() * int(pairs[:, ROW_BYTES].sum()) // 4 < FEW_ELEMENTS
+    num_tasks = 1 if few else min(torch.get_num_threads(), to_rows.numel())
+    bad = _move_all(num_tasks, num_tasks, pairs, to_rows.numpy(), from_rows.numpy(), to_limit, from_limit)
+    if bad >= 0:
+        raise ValueError(
+            f"move {bad} goes from row {int(from_rows[bad])} to row {int(to_rows[bad])}, but the shortest source has "
+            f"{from_limit} rows and the shortest destination {to_limit}; rows to skip are negative"
+        )
+
+
+def _describe(to: Tensor, source: Tensor) -> tuple[int, ...]:
+    """A row of `pairs`."""
+    size, width = to.element_size(), math.prod(to.shape[1:])
+    return (
+        to.data_ptr(), to.stride(0) * size, to.shape[0], source.data_ptr(), source.stride(0) * size, source.shape[0],
+        size * width,
+    )  # fmt: skip

@@ -9,13 +9,15 @@ so it does not depend on how units are cut.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from tritonemb import errors
 from tritonemb.jagged import batch_size_of
-from tritonemb.kernels.cpu.jit import as_int64, called, compiled, inlined, run_tasks, team
+from tritonemb.kernels.cpu.jit import BFLOAT16, FLOAT16, FLOAT32, called, compiled, inlined, run_tasks
 from tritonemb.layout import FIRST_ROW, NUM_ROWS, TABLE, Layout
 
 PAIR_BITS = 63  # of a sort key: an id and, below it, a position
@@ -26,6 +28,29 @@ UNIT_VALUES = 16_384  # tables with fewer values are not cut
 # Columns of `units`, behind TABLE; ROOM: values at most.
 FIRST_ID, END_ID, ROOM, BEGIN, NUM_VALUES, NUM_GROUPS = range(1, 7)
 GOOD_OFFSETS = -2
+DTYPE_CODES = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
+
+
+def addresses_of(tensors: Sequence[Tensor]) -> np.ndarray:
+    """int64 `[T]`: where each tensor's contiguous memory begins."""
+    assert all(tensor.is_contiguous() for tensor in tensors)
+    return np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
+
+
+def dtypes_of(tensors: Sequence[Tensor]) -> np.ndarray:
+    """int64 `[T]`: how each tensor's bits are to be read."""
+    return np.array([DTYPE_CODES[tensor.dtype] for tensor in tensors], dtype=np.int64)
+
+
+def as_int64(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().to(torch.int64).contiguous().numpy()
+
+
+def as_float32(tensor: Tensor | None) -> np.ndarray:
+    """Absent weights are an empty array."""
+    if tensor is None:
+        return np.empty(0, dtype=np.float32)
+    return tensor.detach().to(torch.float32).contiguous().numpy()
 
 
 @compiled
@@ -98,7 +123,7 @@ def _cut_table(table, num_rows, num_pieces, count, keys, batch_size, values, off
             row = values[position]
             if 0 <= row < num_rows:
                 histogram[row >> shift] += 1
-    begin, held, wanted = 0, 0, count // num_pieces + 1
+    begin, held, wanted = np.int64(0), 0, count // num_pieces + 1  # a literal would be a type of its own
     for bucket in range(histogram.size):
         held += histogram[bucket]
         end = (bucket + 1) << shift
@@ -120,7 +145,7 @@ def _make_units(num_threads, batch_size, tables, key_starts_of_table, keys_of_ta
     share = max(UNIT_VALUES, counts.sum() // num_threads + 1)
     capacity = tables.shape[0] + counts.sum() // UNIT_VALUES * 2 + 4 * num_threads
     units = np.zeros((capacity, NUM_GROUPS + 1), dtype=np.int64)
-    num_units = 0
+    num_units, first = np.int64(0), np.int64(0)
     for table in range(tables.shape[0]):
         num_rows, count = tables[table, NUM_ROWS], counts[table]
         pieces = 1 if num_threads == 1 else min(2 * num_threads, (count + share - 1) // share)
@@ -130,7 +155,7 @@ def _make_units(num_threads, batch_size, tables, key_starts_of_table, keys_of_ta
                 table, num_rows, pieces, count, keys, batch_size, values, offsets, units, num_units
             )  # fmt: skip
         elif count > 0:
-            num_units = _add_unit(units, num_units, table, 0, num_rows, count)
+            num_units = _add_unit(units, num_units, table, first, num_rows, count)
     return units[:num_units]
 
 
@@ -286,7 +311,7 @@ def _write(
 
 
 @compiled
-def _group(team, num_threads, batch_size, tables, lookups, key_starts, values, offsets, rows, starts, order):
+def _group(num_threads, batch_size, tables, lookups, key_starts, values, offsets, rows, starts, order):
     """Fill rows, starts and order; returns the number of groups."""
     key_starts_of_table, uses, key_of = uses_by_table(lookups, key_starts, tables.shape[0])
     keys_of_table = key_of[uses]
@@ -294,7 +319,7 @@ def _group(team, num_threads, batch_size, tables, lookups, key_starts, values, o
     num_units = units.shape[0]
     all_pairs = np.empty(units[:, ROOM].sum() + num_units, dtype=np.int64)
     run_tasks(
-        team, num_threads, num_units, _sort_unit,
+        num_threads, num_units, _sort_unit,
         (units, batch_size, key_starts_of_table, keys_of_table, values, offsets, all_pairs),
     )  # fmt: skip
     firsts = np.zeros((num_units + 1, 2), dtype=np.int64)
@@ -303,7 +328,7 @@ def _group(team, num_threads, batch_size, tables, lookups, key_starts, values, o
         firsts[unit + 1, 1] = firsts[unit, 1] + units[unit, NUM_GROUPS]
     starts[0] = 0
     run_tasks(
-        team, num_threads, num_units + num_threads, _write,
+        num_threads, num_units + num_threads, _write,
         (
             num_threads, firsts, units, batch_size, tables, key_starts_of_table, keys_of_table, values, offsets,
             all_pairs, rows, starts, order,
@@ -320,7 +345,8 @@ def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> tuple[Tensor,
     starts = torch.empty(capacity + 1, dtype=torch.int32)
     order = torch.empty(capacity, dtype=torch.int32)
     num_groups = _group(
-        *team(alone=values.numel() < UNIT_VALUES), batch_size_of(offsets, layout.key_starts), layout.tables.numpy(),
+        1 if values.numel() < UNIT_VALUES else torch.get_num_threads(), batch_size_of(offsets, layout.key_starts),
+        layout.tables.numpy(),
         layout.lookups.numpy(), layout.key_starts.numpy(), as_int64(values), as_int64(offsets), rows.numpy(),
         starts.numpy(), order.numpy(),
     )  # fmt: skip

@@ -10,22 +10,10 @@ from torch import Tensor
 
 from tritonemb import errors
 from tritonemb.jagged import batch_size_of
-from tritonemb.kernels import row_update as triton_update
-from tritonemb.kernels.cpu.jit import (
-    FLOAT32,
-    addresses_of,
-    as_float32,
-    as_int64,
-    called,
-    compiled,
-    dtypes_of,
-    inlined,
-    run_tasks,
-    team,
-)
+from tritonemb.kernels.cpu.jit import FEW_ELEMENTS, FLOAT32, called, compiled, inlined, run_tasks
 from tritonemb.kernels.cpu.optimizers import MAX_GRADIENT, NONFINITE, STOCHASTIC_ROUNDING, apply
 from tritonemb.kernels.cpu.random import fill_random, narrow_row, narrow_row_stochastic, widen_row
-from tritonemb.kernels.cpu.row_groups import uses_by_table
+from tritonemb.kernels.cpu.row_groups import addresses_of, as_float32, as_int64, dtypes_of, uses_by_table
 from tritonemb.kernels.cpu.simd import element_size, float32_row, int64_row, prefetch, sum_float32_rows, uint16_row
 from tritonemb.layout import (
     COLUMN,
@@ -41,15 +29,14 @@ from tritonemb.layout import (
     SEED,
     Layout,
 )
-from tritonemb.optimizers import KINDS, OPTIMIZERS
+from tritonemb.optimizers import KINDS, OPTIMIZERS, SGD
 
 AHEAD = 4  # groups between asking for a row and updating it
 GRADIENTS_AHEAD = 12  # positions between asking for a gradient and adding it
 READS_PER_GRADIENT = 4  # from here on, a gradient that is read is likely in cache already
 POSITIONS_PER_ROW = 2  # a row's own cost, in positions, when work is shared out
-TASKS_PER_THREAD = 4
-FEW_ELEMENTS = 16_384  # that one thread adds before another has begun
 PROPAGATE, RAISE, SKIP = range(3)
+SUMS, COMPACT_SUMS = -1, -2  # in place of an optimizer: gradients alone, in their rows or side by side
 NO_GROUP = np.iinfo(np.int64).max
 
 
@@ -71,10 +58,10 @@ def _fill_bags(task, num_tasks, offsets, bags):
 
 
 @inlined
-def _bags_of(team, num_threads, num_tasks, offsets):
+def _bags_of(num_threads, num_tasks, offsets):
     """int32 `[N]`: the bag that each position of values lies in."""
     bags = np.empty(offsets[-1], dtype=np.int32)
-    run_tasks(team, num_threads, num_tasks, _fill_bags, (num_tasks, offsets, bags))
+    run_tasks(num_threads, num_tasks, _fill_bags, (num_tasks, offsets, bags))
     return bags
 
 
@@ -128,7 +115,7 @@ def _is_finite(row):
 def _state_row(address, row, dim, per_element):
     """One row of a state: `dim` values or one; none if there is no such state."""
     if address == 0:
-        return float32_row(address, 0)
+        return float32_row(address, np.int64(0))
     size = dim if per_element else 1
     return float32_row(address + row * size * 4, size)
 
@@ -158,7 +145,7 @@ def _update_rows(
     scales_room = np.empty(most if scaled else 0, dtype=np.float32)
     sums_room, row_room = np.empty(widest, dtype=np.float32), np.empty(widest, dtype=np.float32)
     words_room = np.empty((widest + ELEMENTS_PER_COUNTER - 1) // ELEMENTS_PER_COUNTER * 4, dtype=np.uint32)
-    sums_address, row_address = sums_room.ctypes.data, row_room.ctypes.data
+    sums_address, row_address = np.int64(sums_room.ctypes.data), np.int64(row_room.ctypes.data)
     nonfinite, stochastic = int(hyperparameters[NONFINITE]), hyperparameters[STOCHASTIC_ROUNDING] != 0.0
 
     for table in range(tables.shape[0]):
@@ -170,7 +157,7 @@ def _update_rows(
         first_row, dim, dtype, base = tables[table, FIRST_ROW], tables[table, ROW_DIM], dtypes[table], addresses[table]
         row_bytes = dim * element_size(dtype)
         state_bytes = (4 * dim if per_element[0] else 4, 4 * dim if per_element[1] else 4)
-        for group in range(first, min(first + AHEAD, last)):
+        for group in range(first, min(first + AHEAD, last) if kind >= 0 else first):
             _ask_for_row(rows[group] - first_row, table, base, row_bytes, states, state_bytes)
         first_entry, num_entries = np.int64(starts[first]), np.int64(starts[last] - starts[first])
         gradients, scales = gradients_room[:num_entries], scales_room[: num_entries if scaled else 0]
@@ -182,8 +169,9 @@ def _update_rows(
         if scaled:
             _find_scales(positions, uses_here, lookups, key_of, batch_size, offsets, bags, sample_weights, scales)
         for group in range(first, last):
-            row = rows[group] - first_row
-            if group + AHEAD < last:
+            row = group - table_groups[table] if kind == COMPACT_SUMS else rows[group] - first_row
+            address = base + row * row_bytes
+            if kind >= 0 and group + AHEAD < last:
                 _ask_for_row(rows[group + AHEAD] - first_row, table, base, row_bytes, states, state_bytes)
             begin, end = np.int64(starts[group] - first_entry), np.int64(starts[group + 1] - first_entry)
             if ask_for_gradients:
@@ -191,8 +179,13 @@ def _update_rows(
                     prefetch(gradients[entry], 4 * dim)
 
             factors = scales.ctypes.data + begin * 4 if scaled else 0
-            sum_float32_rows(sums_address, gradients.ctypes.data + begin * 8, factors, end - begin, dim)
-            sums = float32_row(sums_address, dim)
+            to = address if kind < 0 and dtype == FLOAT32 else sums_address
+            sum_float32_rows(to, gradients.ctypes.data + begin * 8, factors, end - begin, dim)
+            sums = float32_row(to, dim)
+            if kind < 0:
+                if dtype != FLOAT32:
+                    narrow_row(sums, dtype, uint16_row(address, dim))
+                continue
             if nonfinite != PROPAGATE and not _is_finite(sums):
                 if nonfinite == RAISE:
                     found[task] = group
@@ -203,7 +196,6 @@ def _update_rows(
                 continue
             state1 = _state_row(states[0, table], row, dim, per_element[0])
             state2 = _state_row(states[1, table], row, dim, per_element[1])
-            address = base + row * row_bytes
             weight = float32_row(address if dtype == FLOAT32 else row_address, dim)
             if dtype != FLOAT32:
                 widen_row(uint16_row(address, dim), dtype, weight)
@@ -234,33 +226,18 @@ def _share_groups(starts, num_groups, num_tasks):
     return bounds
 
 
-@inlined
-def _groups_of_tables(rows, num_groups, tables):
-    """Bounds `[T + 1]` of each table's groups."""
-    bounds = np.empty(tables.shape[0] + 1, dtype=np.int64)
-    for table in range(tables.shape[0] + 1):
-        low, high = 0, num_groups
-        while table < tables.shape[0] and low < high:
-            middle = (low + high) // 2
-            if rows[middle] < tables[table, FIRST_ROW]:
-                low = middle + 1
-            else:
-                high = middle
-        bounds[table] = high
-    return bounds
-
-
 @compiled
 def _update(
-    team, num_threads, num_tasks, skipped, kind, addresses, dtypes, states, per_element, tables, lookups, key_starts,
-    batch_size, offsets, pooled, scaled, rows, starts, order, num_groups, grad, width, sample_weights, learning_rate,
+    num_threads, skipped, kind, addresses, dtypes, states, per_element, tables, lookups, key_starts,
+    batch_size, offsets, pooled, scaled, rows, starts, order, table_groups, grad, width, sample_weights, learning_rate,
     steps, hyperparameters,
 ):  # fmt: skip
     """Update all rows; or none, and return the first group whose gradient must be refused (else -1)."""
+    num_tasks, num_groups = skipped.shape[0], table_groups[-1]
     uses_of_table, uses, key_of = uses_by_table(lookups, key_starts, tables.shape[0])
     bags = np.empty(0, dtype=np.int32)
     if pooled and not _one_value_a_bag(offsets):
-        bags = _bags_of(team, num_threads, num_tasks, offsets)
+        bags = _bags_of(num_threads, num_tasks, offsets)
     bounds = _share_groups(starts, num_groups, num_tasks)
     found = np.empty(num_tasks, dtype=np.int64)
     for task in range(num_tasks):
@@ -270,9 +247,9 @@ def _update(
         if check_only and hyperparameters[NONFINITE] != RAISE:
             continue
         run_tasks(
-            team, num_threads, num_tasks, _update_rows,
+            num_threads, num_tasks, _update_rows,
             (
-                check_only, bounds, _groups_of_tables(rows, num_groups, tables), found, skipped, kind, addresses,
+                check_only, bounds, table_groups, found, skipped, kind, addresses,
                 dtypes, states, per_element, tables, lookups, uses_of_table, uses, key_of, batch_size, offsets, bags,
                 pooled, scaled, ask_for_gradients, rows, starts, order, grad, width, sample_weights, learning_rate,
                 steps, hyperparameters,
@@ -292,99 +269,55 @@ def row_update_(
     groups: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout,
 ) -> None:  # fmt: skip
     """See `kernels/row_update.py`."""
-    rows, starts, order, num_groups = (group.numpy() for group in groups)
+    specs, addresses = OPTIMIZERS[optimizer].states, np.zeros((2, len(weights)), dtype=np.int64)
+    addresses.reshape(-1)[: len(states)] = addresses_of(states)
+    per_element = np.array([spec.per_element for spec in specs] + [False, False], dtype=np.bool_)[:2]
     constants = np.array(hyperparameters, dtype=np.float64)
-    most = constants[MAX_GRADIENT]
-    gradient = as_float32(grad.clamp(-most, most) if most < np.inf else grad)
-    lookups = layout.lookups.numpy()
-    small = int(starts[num_groups]) * layout.width < FEW_ELEMENTS * len(lookups)
-    num_tasks = 1 if small else 2 * torch.get_num_threads()
-    skips = np.zeros((num_tasks, len(weights)), dtype=np.int64)
-    refused = _update(
-        *team(small), num_tasks, skips, KINDS[optimizer], addresses_of(weights),
-        dtypes_of(weights), *_states_of(states, optimizer, len(weights)), layout.tables.numpy(), lookups,
-        layout.key_starts.numpy(), batch_size_of(offsets, layout.key_starts), as_int64(offsets), layout.pooled,
-        sample_weights is not None or bool((lookups[:, POOLING] == MEAN).any()), rows, starts, order, int(num_groups),
-        gradient.ctypes.data, layout.width, as_float32(sample_weights), np.float32(learning_rate.item()),
-        (step + 1).expand(len(weights)).contiguous().numpy(), constants,
+    steps = (step + 1).expand(len(weights)).contiguous().numpy()
+    refused, skips = _run(
+        KINDS[optimizer], weights, addresses, per_element, learning_rate.item(), steps, constants, grad, offsets,
+        sample_weights, groups, layout,
     )  # fmt: skip
     if refused >= 0:
-        raise errors.bad_gradient(int(rows[refused]), layout)
+        raise errors.bad_gradient(int(groups[0][refused]), layout)
     step += 1
     if constants[NONFINITE] == SKIP:
         skipped += torch.from_numpy(skips.sum(0))
-
-
-def _states_of(states: Sequence[Tensor], optimizer: str, num_tables: int) -> tuple[np.ndarray, np.ndarray]:
-    """Addresses `[2, T]` of the states, 0 where there is none, and whether each has a value per element."""
-    specs = OPTIMIZERS[optimizer].states
-    addresses = np.zeros((2, num_tables), dtype=np.int64)
-    for index in range(len(specs)):
-        addresses[index] = addresses_of(states[index * num_tables : (index + 1) * num_tables])
-    return addresses, np.array([spec.per_element for spec in specs] + [False, False], dtype=np.bool_)[:2]
-
-
-@called
-def _write_sums(
-    task, num_tasks, num_groups, rows, starts, order, compact, bags, mean, offsets, sample_weights, grad, dim, out
-):
-    """Groups of task `task`, a range with about as many positions as the others'; `grad` and `out` are addresses."""
-    first = np.searchsorted(starts[: num_groups + 1], starts[num_groups] * task // num_tasks)
-    last = np.searchsorted(starts[: num_groups + 1], starts[num_groups] * (task + 1) // num_tasks)
-    begin, end = np.int64(starts[first]), np.int64(starts[last])
-    scaled = mean or sample_weights.size > 0
-    gradients = np.empty(end - begin, dtype=np.int64)
-    scales = np.empty(end - begin if scaled else 0, dtype=np.float32)
-    for entry in range(end - begin):
-        position = np.int64(order[begin + entry])
-        source = np.int64(bags[position]) if bags.size else position
-        gradients[entry] = grad + source * dim * 4
-        if scaled:
-            scale = np.float32(1) / np.float32(offsets[source + 1] - offsets[source]) if mean else np.float32(1)
-            scales[entry] = scale * sample_weights[position] if sample_weights.size else scale
-    for group in range(first, last):
-        start, stop = np.int64(starts[group] - begin), np.int64(starts[group + 1] - begin)
-        for entry in range(start + GRADIENTS_AHEAD, min(stop + GRADIENTS_AHEAD, end - begin)):
-            prefetch(gradients[entry], 4 * dim)
-        factors = scales.ctypes.data + start * 4 if scaled else 0
-        place = group if compact else rows[group]
-        sum_float32_rows(out + place * dim * 4, gradients.ctypes.data + start * 8, factors, stop - start, dim)
-
-
-@compiled
-def _write_all(team, num_threads, num_tasks, num_groups, offsets, pooled, rows, starts, order, *args):
-    bags = np.empty(0, dtype=np.int32)
-    if pooled and not _one_value_a_bag(offsets):
-        bags = _bags_of(team, num_threads, num_tasks, offsets)
-    compact, mean, sample_weights, grad, dim, out = args
-    run_tasks(
-        team, num_threads, num_tasks, _write_sums,
-        (
-            num_tasks, num_groups, rows, starts, order, compact, bags, mean and bags.size > 0, offsets, sample_weights,
-            grad, dim, out,
-        ),
-    )  # fmt: skip
 
 
 def row_gradients_(
     sums: Sequence[Tensor], grad: Tensor, offsets: Tensor, sample_weights: Tensor | None,
     groups: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout, compact: bool = False, max_gradient: float = np.inf,
 ) -> None:  # fmt: skip
-    """See `kernels/row_update.py`. One float32 table has a kernel of its own."""
-    plain = len(sums) == 1 and sums[0].dtype == torch.float32 and max_gradient == np.inf
-    if not plain or layout.lookups.shape[0] != 1 or layout.key_starts.shape[0] != 2:
-        triton_update.row_gradients_(
-            sums, grad, offsets, sample_weights, groups, layout, compact, max_gradient, update=row_update_
-        )
-        return
-    (out,) = sums
-    rows, starts, order, num_groups = (group.numpy() for group in groups)
-    if out.numel() == 0 or num_groups == 0:
-        return
-    gradient, dim = as_float32(grad), out.shape[1]
-    alone = int(starts[num_groups]) * dim < FEW_ELEMENTS
-    _write_all(
-        *team(alone), 1 if alone else TASKS_PER_THREAD * torch.get_num_threads(), int(num_groups), as_int64(offsets),
-        layout.pooled, rows, starts, order, compact, layout.pooled and bool(layout.lookups[0, POOLING] == MEAN),
-        as_float32(sample_weights), gradient.ctypes.data, dim, out.data_ptr(),
+    """See `kernels/row_update.py`."""
+    num_tables = len(sums)
+    no_states, steps = np.zeros((2, num_tables), dtype=np.int64), np.zeros(num_tables, dtype=np.int64)
+    constants = np.array(SGD().hyperparameters._replace(max_gradient=max_gradient), dtype=np.float64)
+    _run(
+        COMPACT_SUMS if compact else SUMS, sums, no_states, np.zeros(2, dtype=np.bool_), 0.0, steps, constants, grad,
+        offsets, sample_weights, groups, layout,
     )  # fmt: skip
+
+
+def _run(
+    kind: int, weights: Sequence[Tensor], states: np.ndarray, per_element: np.ndarray, learning_rate: float,
+    steps: np.ndarray, constants: np.ndarray, grad: Tensor, offsets: Tensor, sample_weights: Tensor | None,
+    groups: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout,
+) -> tuple[int, np.ndarray]:  # fmt: skip
+    """What `_update` returns, and the rows skipped int64 `[tasks, T]`."""
+    rows, starts, order, num_groups = (group.numpy() for group in groups)
+    most = constants[MAX_GRADIENT]
+    gradient = as_float32(grad.clamp(-most, most) if most < np.inf else grad)
+    tables, lookups, num_threads = layout.tables.numpy(), layout.lookups.numpy(), torch.get_num_threads()
+    count = int(num_groups)
+    table_groups = np.append(np.searchsorted(rows[:count], tables[:, FIRST_ROW]), count)
+    small = int(starts[count]) * layout.width < FEW_ELEMENTS * len(lookups)
+    skips = np.zeros((1 if small else 2 * num_threads, len(weights)), dtype=np.int64)
+    refused = _update(
+        num_threads, skips, kind, addresses_of(weights), dtypes_of(weights), states, per_element,
+        tables, lookups, layout.key_starts.numpy(), batch_size_of(offsets, layout.key_starts),
+        as_int64(offsets), layout.pooled, sample_weights is not None or bool((lookups[:, POOLING] == MEAN).any()),
+        rows, starts, order, table_groups, gradient.ctypes.data, layout.width, as_float32(sample_weights),
+        np.float32(learning_rate), steps, constants,
+    )  # fmt: skip
+    return refused, skips
