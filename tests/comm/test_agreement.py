@@ -8,8 +8,8 @@ from datetime import timedelta
 
 import pytest
 
-from tritonemb.comm.control import GRACE, Consensus, FailureReports, RankFailed, Round, lost_contact
-from tritonemb.comm.group import RankGroup
+from tritonemb.comm.control import GRACE, FailureReports, lost_contact
+from tritonemb.comm.group import Consensus, RankFailed, RankGroup, Round
 
 
 def rounds(rank, given):
@@ -21,8 +21,8 @@ def rounds(rank, given):
 def test_all_ranks_hear_the_same(ranks, size):
     given = [
         [{"rows": 3 + rank, "batches": rank + 1, "clock": 100 * rank + 7} for rank in range(size)],
-        [{"rows": 0, "state": "over"} if rank else {"rows": 2} for rank in range(size)],
-        [{"rows": 0, "state": "over", "batches": 0, "signal": 15 * (rank == size - 1)} for rank in range(size)],
+        [{"rows": 0, "batches": 0} if rank else {"rows": 2} for rank in range(size)],
+        [{"rows": 0, "batches": 0, "signal": 15 * (rank == size - 1)} for rank in range(size)],
     ]
     heard = ranks(size).run(rounds, given)
     assert all(each == heard[0] for each in heard)
@@ -37,7 +37,7 @@ def failing(rank, who):
     agreement = Consensus(RankGroup.world())
     agreement.next(1)
     try:
-        agreement.next(1, "failed" if rank in who else "ready", f"ValueError: bad line of {rank}")
+        agreement.next(1, failure=f"ValueError: bad line of {rank}" if rank in who else None)
     except RankFailed as error:
         return str(error), error.ranks
     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from tritonemb.tables.lookup import PrefetchedFeatures
 from tritonemb.tables.table_set import TableSet
 
 EXCHANGED: tuple[Scheme, ...] = ("direct", "hierarchical")
-Exchange = Callable[[Tensor, list[int]], Tensor]
+Exchange = Callable[[Tensor, Sequence[int]], Tensor]
 
 
 class ShardedEmbeddingBagCollection(ShardedCollection):
@@ -49,7 +49,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             if not place.tables_of(scheme):
                 continue
             # The columns of a rank's matrix are those of its table sets, one after the other.
-            runs = [[run for part in self._split(place.on(r, scheme)) for run in place.runs(part)] for r in ranks]
+            runs = [place.runs(place.on(r, scheme)) for r in ranks]
             exchange: Exchange = self._hierarchical
             if scheme == "direct":
                 exchange = PooledExchange(groups.shards, runs, place.width_of(scheme), self.precision, len(ranks))
@@ -84,14 +84,14 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         """`[B, sum of dims]`, columns by table, then by that table's features."""
         batch, own_groups, received = self.prefetch(features)
         parts = []
-        for ids in received:
-            groups = iter(ids.groups)
+        for (ids, batch_sizes, _), of_ids in received:
+            groups = iter(of_ids)
             for sets, exchange in self._schemes:
-                found = [tables.look_up(ids.features, next(groups)) for tables in sets]
+                found = [tables.look_up(ids, next(groups)) for tables in sets]
                 if not found:  # a rank without such shards takes part in the backward's exchange, too
-                    size = sum(ids.batch_sizes), 0
+                    size = sum(batch_sizes), 0
                     found = [torch.zeros(size, dtype=torch.float32, device=self.device, requires_grad=True)]
-                parts.append(exchange(_side_by_side(found), ids.batch_sizes))
+                parts.append(exchange(_side_by_side(found), batch_sizes))
         parts += [tables.look_up(batch, groups) for tables, groups in zip(self._replicated, own_groups, strict=True)]
         pooled = _side_by_side(parts)
         if self._columns is not None:
@@ -103,7 +103,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         """See `ShardedCollection.saturated`."""
         return sum(exchange.saturated() for exchange in self._exchanges)
 
-    def _hierarchical(self, matrix: Tensor, batch_sizes: list[int]) -> Tensor:
+    def _hierarchical(self, matrix: Tensor, batch_sizes: Sequence[int]) -> Tensor:
         size, rank = self.groups.node.size, self.groups.shards.rank
         pieces = matrix.split(batch_sizes)
         by_local_rank = [pieces[r] for local in range(size) for r in range(local, len(pieces), size)]

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from tritonemb import ops
-from tritonemb.comm.id_exchange import IdExchange, ReceivedIds
+from tritonemb.comm.id_exchange import IdExchange, Received
 from tritonemb.comm.output_exchange import ColumnRange, SequenceExchange
 from tritonemb.jagged import Features, KeyedJaggedTensor
 from tritonemb.ops.bag import Bags, bag
 from tritonemb.sharding.collection import ShardedCollection, ShardedLookup
 from tritonemb.tables.lookup import PrefetchedFeatures
+from tritonemb.tables.table_set import Groups
 
 
 class ShardedEmbeddingCollection(ShardedCollection):
@@ -46,7 +47,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
             ]
             ids = IdExchange(
                 groups.ids, [place.routes[route] for route in routes], self.bounds_check == "raise",
-                deduplicate=summed and not self._exact_occurrences,
+                deduplicate=summed and not self._exact_occurrences, returns_rows=True,
             )  # fmt: skip
             rows = SequenceExchange(groups.shards, columns[1], self.precision, groups.shards.size)
             self._exchanges.append((columns, rows))
@@ -64,8 +65,8 @@ class ShardedEmbeddingCollection(ShardedCollection):
         batch, own_groups, received = self.prefetch(features)
         dim, num_values = self.configs[0].embedding_dim, batch.values().shape[0]
         parts = []
-        for lookup, (columns, exchange), ids in zip(self._lookups, self._exchanges, received, strict=True):
-            own = self._in_batch_order(lookup, self._rows(lookup, exchange, columns[1], ids), batch)
+        for lookup, (columns, exchange), (ids, groups) in zip(self._lookups, self._exchanges, received, strict=True):
+            own = self._in_batch_order(lookup, self._rows(lookup, exchange, columns[1], ids, groups), batch)
             if batch.weights_or_none() is not None and not self._exact_occurrences:
                 own = own * batch.weights().to(own.dtype).unsqueeze(1)
             first, width = columns
@@ -79,16 +80,20 @@ class ShardedEmbeddingCollection(ShardedCollection):
         """See `ShardedCollection.saturated`."""
         return sum(exchange.saturated() for _, exchange in self._exchanges)
 
-    def _rows(self, lookup: ShardedLookup, exchange: SequenceExchange, width: int, ids: ReceivedIds) -> Tensor:
+    def _rows(
+        self, lookup: ShardedLookup, exchange: SequenceExchange, width: int, received: Received, groups: list[Groups]
+    ) -> Tensor:
         """A row for each id of the batch, route by route."""
-        found = [tables.look_up(ids.features, groups) for tables, groups in zip(lookup.tables, ids.groups, strict=True)]
+        ids, _, routes = received
+        assert routes is not None
+        found = [tables.look_up(ids, of_ids) for tables, of_ids in zip(lookup.tables, groups, strict=True)]
         if not found:  # a rank without such shards takes part in the backward's exchange, too
             found = [torch.zeros(0, width, dtype=torch.float32, device=self.device, requires_grad=True)]
-        rows = exchange(functools.reduce(operator.add, found), ids)
-        if ids.inverse is None or not rows.shape[0]:
+        rows = exchange(functools.reduce(operator.add, found), routes)
+        if routes.inverse is None or not rows.shape[0]:
             return rows
-        every = ids.inverse.new_tensor([0, ids.inverse.shape[0]])
-        return bag(rows, ids.inverse, None, Bags(every, pooled=False, checked=False))
+        every = routes.inverse.new_tensor([0, routes.inverse.shape[0]])
+        return bag(rows, routes.inverse, None, Bags(every, pooled=False, checked=False))
 
     def _in_batch_order(self, lookup: ShardedLookup, rows: Tensor, batch: KeyedJaggedTensor) -> Tensor:
         """Each row at the position of its id in the batch; zero at those of other routes."""
@@ -97,8 +102,8 @@ class ShardedEmbeddingCollection(ShardedCollection):
         if order == list(range(len(keys))):
             return rows
         num_values = batch.values().shape[0]
-        where = ops.jagged_permute(
+        where, _, _ = ops.jagged_permute(
             torch.arange(num_values, device=rows.device), batch.offsets(),
             torch.tensor(order, dtype=torch.int64, device=rows.device), len(keys), None, rows.shape[0],
-        ).values  # fmt: skip
+        )  # fmt: skip
         return rows.new_zeros(num_values, rows.shape[1]).index_copy_(0, where, rows)

@@ -33,7 +33,7 @@ class PlacedShard(NamedTuple):
     shard: Shard  # rows, columns, rank
     routes: tuple[int, ...]  # of its ids, one for each feature of the table; none for a replicated table
     summed: bool  # whether other ranks have other rows of the same columns
-    cut: bool  # whether other ranks have other columns of the same rows
+    cut: bool  # whether other ranks have other columns of the same rows, which its update needs
     scheme: Scheme  # of its output exchange
 
     @property
@@ -51,8 +51,12 @@ class Placement:
     shards: tuple[PlacedShard, ...]  # of all ranks, by table
 
     @classmethod
-    def of(cls, configs: Sequence[TableConfig], plan: ShardingPlan, pooled: bool) -> Placement:
-        """Raises ValueError for tables that the plan lacks, or shardings that do not fit them."""
+    def of(cls, configs: Sequence[TableConfig], plan: ShardingPlan, pooled: bool, whole_rows: bool) -> Placement:
+        """Of pooled lookups or not, and an optimizer that needs whole rows or not.
+
+        Raises:
+            ValueError: for tables that the plan lacks, or shardings that do not fit them.
+        """
         plan.check([config.name for config in configs])
         routes: list[IdRoute] = []
         placed: list[PlacedShard] = []
@@ -73,13 +77,15 @@ class Placement:
                     routes.append(IdRoute(feature, config.name, config.num_embeddings, rows[0].num_rows, owners))
                 scheme: Scheme = "hierarchical" if hierarchical else "direct"
                 placed += [
-                    PlacedShard(table, shard, tuple(own), len(rows) > 1, len(blocks) > 1, scheme) for shard in rows
+                    PlacedShard(table, shard, tuple(own), len(rows) > 1, whole_rows and len(blocks) > 1, scheme)
+                    for shard in rows
                 ]
         return cls(tuple(configs), plan, tuple(routes), tuple(placed))
 
     def on(self, rank: int, scheme: Scheme) -> list[PlacedShard]:
-        """The shards of a rank with this scheme, in the order of its columns."""
-        return [each for each in self.shards if each.shard.rank == rank and each.scheme == scheme]
+        """The shards of a rank with this scheme, in the order of its columns: those that are `cut` come last."""
+        found = (each for each in self.shards if each.shard.rank == rank and each.scheme == scheme)
+        return sorted(found, key=lambda each: each.cut)
 
     def tables_of(self, scheme: Scheme) -> list[int]:
         """The tables with this scheme."""
@@ -93,9 +99,9 @@ class Placement:
         """The columns of these shards among all with their scheme: by table, then feature."""
         runs: list[ColumnRange] = []
         for each in shards:
-            config, first = self.configs[each.table], self._starts([each.scheme])[each.table] + each.shard.first_column
-            features = range(len(config.feature_names))
-            runs += [(first + feature * config.embedding_dim, each.shard.num_columns) for feature in features]
+            first, width = self._starts([each.scheme])[each.table], self._width(each.table)
+            starts = range(first, first + width, self.configs[each.table].embedding_dim)
+            runs += [(start + each.shard.first_column, each.shard.num_columns) for start in starts]
         return runs
 
     def columns(self, schemes: Sequence[Scheme]) -> list[int]:
@@ -172,15 +178,12 @@ class ShardGroups(NamedTuple):
             world.subgroup(list(zip(*copies, strict=True))),
         )  # fmt: skip
 
-    def for_prefetch(self, world: bool, replicas: bool) -> tuple[RankGroup | None, RankGroup | None]:
-        """As `world` and `replicas`, for prefetches, those that are wanted; all ranks make them together."""
-        size, of_world, of_replicas = self.shards.size, None, None
-        if world:
-            of_world = self.ids if self.replicas.size == 1 else self.world.duplicate(backend="gloo")
-        if replicas:
-            sets = [range(rank, self.world.size, size) for rank in range(size)]
-            of_replicas = self.world.subgroup(sets, backend="gloo")
-        return of_world, of_replicas
+    def for_prefetch(self, replicated: bool) -> RankGroup:
+        """As `world`, or else `replicas`, on the CPU and with connections of its own; all ranks make it together."""
+        if replicated:
+            return self.ids if self.replicas.size == 1 else self.world.duplicate(backend="gloo")
+        size = self.shards.size
+        return self.world.subgroup([range(rank, self.world.size, size) for rank in range(size)], backend="gloo")
 
     def among(self, ranks: Sequence[int]) -> RankGroup:
         """Some ranks of each copy of the tables, or, for a rank that is not one of them, the others."""
@@ -208,9 +211,9 @@ def change_tensors(table: Table, device: torch.device, change: Callable[[Tensor]
 
     if isinstance(table, CachedTable):
         table.update_records(change_fields)
-        return
-    for tensor in (table.weight.detach(), *table.buffers()):
-        change(tensor)
+    else:
+        for tensor in (table.weight.detach(), *table.buffers()):
+            change(tensor)
 
 
 def copy_shard(own: Table, whole: Mapping[str, Tensor], shard: Shard) -> None:

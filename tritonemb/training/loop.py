@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from tritonemb.comm.control import RankFailed, lost_contact
+from tritonemb.comm.control import lost_contact
+from tritonemb.comm.group import RankFailed
 from tritonemb.data.batch import Batch
 from tritonemb.data.protocol import Split
 from tritonemb.ops.registry import check_errors
