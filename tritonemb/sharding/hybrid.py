@@ -144,7 +144,7 @@ class HybridParallel(nn.Module):
                     called.set_requires_gradient_sync(True)
 
     def end_step(self) -> None:
-        """To be called after each step where `average_every` is not 1: average the copies of the tables if it is time."""
+        """To be called after each step where `average_every` is not 1: averages copies of the tables if it is time."""
         self._steps += 1
         if self.average_every > 1 and self.groups.replicas.size > 1 and self._steps % self.average_every == 0:
             for collection in self.collections:
