@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -71,15 +72,14 @@ class ShardedCollection(nn.Module, OptimizedTables):
         self.output_dtype = collection.table_set.dtype_of([table.weight for table in collection.tables])
         self.plan, self.groups, self.precision, self.device = plan, groups, precision, device
         self.placement = Placement.of(self.configs, plan, self.pooled, needs_whole_rows(collection.optimizer))
-        self._fused_optimizer: FusedOptimizer | None = None
         self._nothing = torch.empty(0, device=device)
         # The ranks that train a shard together, by whether its table is replicated; and, where such tables are cached,
         # the same ranks for prefetches: all ranks make these groups.
         self._sharers = {True: groups.world, False: groups.replicas if sync_replicas else RankGroup()}
-        placements = [(each.scheme == "replicated", self.configs[each.table]) for each in self.placement.shards]
-        cached = {is_replicated for is_replicated, config in placements if config.placement != "device"}
+        cached = [each for each in self.placement.shards if self.configs[each.table].placement != "device"]
+        schemes = {each.scheme == "replicated" for each in cached}
         self._for_prefetch = {
-            key: groups.for_prefetch(key) for key, group in self._sharers.items() if key in cached and group.size > 1
+            key: groups.for_prefetch(key) for key, group in self._sharers.items() if key in schemes and group.size > 1
         }
         self.locals: list[TableSet] = []
         self._local_shards: list[list[PlacedShard]] = []  # of each table set, in the order of its tables
@@ -106,12 +106,10 @@ class ShardedCollection(nn.Module, OptimizedTables):
         """The keys that a batch must have, each once, in the order of tables."""
         return tuple(dict.fromkeys(feature for config in self.configs for feature in config.feature_names))
 
-    @property
+    @functools.cached_property
     def fused_optimizer(self) -> FusedOptimizer:
         """The fused optimizer of this rank's shards as a `torch.optim.Optimizer`."""
-        if self._fused_optimizer is None:
-            self._fused_optimizer = self.view(self.optimizer_states)
-        return self._fused_optimizer
+        return self.view(self.optimizer_states)
 
     def rates(self) -> list[Tensor]:
         return [tables.counters["learning_rate"] for tables in self.locals]
@@ -268,10 +266,7 @@ class ShardedCollection(nn.Module, OptimizedTables):
 
     def _state(self, prefix: str = "") -> tuple[dict[str, TableShards], list[tuple[CachedTable, dict[str, Tensor]]]]:
         """What `state_dict` returns, and cached tables with the copies of their rows in it."""
-        shards: dict[str, dict[str, list[LocalShard]]] = {
-            config.name: {"weight": [], **{state.name: [] for state in self.optimizer.states}}
-            for config in self.configs
-        }
+        shards: defaultdict[str, defaultdict[str, list[LocalShard]]] = defaultdict(lambda: defaultdict(list))
         copies = []
         first_copy = self.groups.replicas.rank == 0
         for tables, shards_of in zip(self.locals, self._local_shards, strict=True):
@@ -281,8 +276,7 @@ class ShardedCollection(nn.Module, OptimizedTables):
                 if isinstance(table, CachedTable):
                     copies.append((table, tensors))
                 mine = first_copy and (each.scheme != "replicated" or self.groups.world.rank == 0)
-                weight = LocalShard(tensors["weight"], shard.first_row, shard.first_column, mine)
-                of_table["weight"].append(weight)
+                of_table["weight"].append(LocalShard(tensors["weight"], shard.first_row, shard.first_column, mine))
                 for state in self.optimizer.states:
                     # Ranks with other columns of the same rows have the same values of a row.
                     one = mine and (state.per_element or shard.first_column == 0)
@@ -335,8 +329,8 @@ class ShardedCollection(nn.Module, OptimizedTables):
             tables.convert(fn)
         self._nothing = fn(self._nothing)
         self.device = self._nothing.device
-        if self._fused_optimizer is not None:
-            self._fused_optimizer.refresh()
+        for view in self._views:
+            view.refresh()
         return self
 
     def extra_repr(self) -> str:

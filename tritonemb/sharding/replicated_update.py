@@ -9,7 +9,7 @@ which is bitwise identical to the unsharded update, and keeps its own columns.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -194,11 +194,8 @@ def row_sums(grad: Tensor, lookup: Lookup, max_gradient: float | None = None) ->
     starts = torch.searchsorted(rows, first_rows)
     counts = torch.diff(starts, append=starts.new_tensor([rows.shape[0]]))
     sizes = counts.tolist()
-    sums = [
-        torch.zeros(n, dim, device=grad.device)
-        for n, dim in zip(sizes, layout.tables[:, ROW_DIM].tolist(), strict=True)
-    ]
-    bound = torch.inf if max_gradient is None else max_gradient
+    dims, bound = layout.tables[:, ROW_DIM].tolist(), torch.inf if max_gradient is None else max_gradient
+    sums = [torch.zeros(n, dim, device=grad.device) for n, dim in zip(sizes, dims, strict=True)]
     ops.row_gradients_(
         sums, grad, lookup.offsets, lookup.sample_weights, groups, layout, compact=True, max_gradient=bound
     )
@@ -234,12 +231,9 @@ def _as_batch(
 
 
 def _apply(
-    tables: Sequence[TableConfig],
-    optimizer: Optimizer,
-    fused: ops.FusedTables,
-    sums: RowSums,
+    tables: Sequence[TableConfig], optimizer: Optimizer, fused: ops.FusedTables, sums: RowSums,
     row_ids: Sequence[Tensor | None] = (),
-) -> None:
+) -> None:  # fmt: skip
     """The optimizer's step by gradients of rows; a row's gradients are added in their order."""
     values, offsets, grad, layout = _as_batch(tables, sums, row_ids)
     fused = fused._replace(optimizer=optimizer.name, hyperparameters=list(optimizer.hyperparameters))
@@ -263,14 +257,28 @@ class _Cut(NamedTuple):
             fused = tables.fused_tables()
             return fused.weights[self.place][slots].float(), [state[slots] for state in fused.states_of(self.place)]
 
-    def write(self, changed: Tensor, weights: Tensor, states: Sequence[Tensor]) -> None:
-        """Write weights of those rows that are `changed`, and states of all."""
+    def write(self, whole: _WholeRows, step: int, optimizer: Optimizer) -> None:
+        """Keep its own columns of whole rows, but for the weights of rows that were skipped for their gradient."""
+        changed = torch.ones_like(self.rows, dtype=torch.bool)
+        if optimizer.nonfinite == "skip":
+            changed = whole.gradient.isfinite().all(1)
+        columns = slice(self.block.first_column, self.block.first_column + self.block.num_columns)
+        weights = _rounded(self.table, whole.weight[changed][:, columns], self.rows[changed], step, optimizer)
         slots, tables = self.pinned.slots(self.place, self.rows), self.pinned.tables
         with tables.memory():
             fused = tables.fused_tables()
             fused.weights[self.place][slots[changed]] = weights
-            for own, new in zip(fused.states_of(self.place), states, strict=True):
-                own[slots] = new
+            for spec, own, new in zip(optimizer.states, fused.states_of(self.place), whole.states, strict=True):
+                own[slots] = new[:, columns] if spec.per_element else new
+
+
+class _WholeRows(NamedTuple):
+    """The rows of a cut with all of their columns."""
+
+    cut: _Cut
+    gradient: Tensor
+    weight: Tensor
+    states: list[Tensor]
 
 
 class WholeRowUpdate:
@@ -307,17 +315,12 @@ class WholeRowUpdate:
     def flush(self) -> None:
         """Apply all kept gradients; a collective. A table is updated as often as it was looked up, in order."""
         pending, self._pending = self._pending, []
-        rounds: list[list[list[_Cut]]] = []
-        times: Counter[ColumnBlock] = Counter()
+        lookups = defaultdict[ColumnBlock, list[list[_Cut]]](list)  # of each table set
         for cuts in pending:
-            block = cuts[0].block
-            if times[block] == len(rounds):
-                rounds.append([])
-            rounds[times[block]].append(cuts)
-            times[block] += 1
+            lookups[cuts[0].block].append(cuts)
         try:
-            for each in rounds:
-                self._apply(each)
+            for each in itertools.zip_longest(*lookups.values()):
+                self._apply([cuts for cuts in each if cuts is not None])
         finally:
             for cuts in pending:
                 cuts[0].pinned.release()
@@ -347,7 +350,7 @@ class WholeRowUpdate:
             step = int(steps[0]) if any(cut.table.dtype != torch.float32 for cut in cuts) else 0
             for cut in cuts:
                 if cut.block.table in whole:
-                    self._keep_columns(cut, whole[cut.block.table], step)
+                    cut.write(whole[cut.block.table], step, self._optimizer)
         counts = dict(zip(whole, skipped, strict=True))
         for part, fused in zip(lookups, of_lookups, strict=True):
             fused.steps[0] += 1
@@ -368,25 +371,6 @@ class WholeRowUpdate:
         states = [state for of_state in zip(*(rows.states for rows in whole), strict=True) for state in of_state]
         sums = RowSums([torch.arange(g.shape[0], device=g.device) for g in gradients], gradients)
         _apply(tables, in_float32, fused._replace(weights=weights, states=states), sums)
-
-    def _keep_columns(self, cut: _Cut, whole: _WholeRows, step: int) -> None:
-        """Write a block's own columns of whole rows, but for rows that were skipped because of their gradient."""
-        changed = torch.ones_like(cut.rows, dtype=torch.bool)
-        if self._optimizer.nonfinite == "skip":
-            changed = whole.gradient.isfinite().all(1)
-        columns = slice(cut.block.first_column, cut.block.first_column + cut.block.num_columns)
-        own = _rounded(cut.table, whole.weight[changed][:, columns], cut.rows[changed], step, self._optimizer)
-        states = zip(whole.states, self._optimizer.states, strict=True)
-        cut.write(changed, own, [new[:, columns] if each.per_element else new for new, each in states])
-
-
-class _WholeRows(NamedTuple):
-    """The rows of a cut with all of their columns."""
-
-    cut: _Cut
-    gradient: Tensor
-    weight: Tensor
-    states: list[Tensor]
 
 
 def _rounded(table: TableConfig, values: Tensor, rows: Tensor, step: int, optimizer: Optimizer) -> Tensor:

@@ -7,7 +7,6 @@ saved to what is loaded. So a table that was saved under one plan is loaded unde
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -229,28 +228,19 @@ class TableShards(Tensor):
 
 def refuse_gaps(size: torch.Size, rectangles: Iterable[Rectangle]) -> None:
     """Raise ValueError unless each element of a tensor of this size is in exactly one of the rectangles."""
-    size = torch.Size((*size, 1, 1)[:2])
-    columns = size[1]
-    ordered = sorted(rectangles)
-    rows = sorted({0, size[0], *(edge for r in ordered for edge in (r.first_row, r.first_row + r.num_rows))})
-    beginning = 0
-    active: list[Rectangle] = []
-    for row, stop in pairwise(rows):
-        active = [r for r in active if r.first_row + r.num_rows > row]
-        while beginning < len(ordered) and ordered[beginning].first_row <= row:
-            active.append(ordered[beginning])
-            beginning += 1
-        column = 0
-        for rectangle in sorted(active, key=lambda r: r.first_column):
-            _refuse_gap(row, stop, column, rectangle.first_column)
-            column = rectangle.first_column + rectangle.num_columns
-        _refuse_gap(row, stop, column, columns)
-
-
-def _refuse_gap(row: int, stop: int, column: int, found: int) -> None:
-    if column != found:
-        where = Rectangle(row, stop - row, min(column, found), abs(found - column))
-        raise ValueError(f"{where} of a sharded table are saved by {'no rank' if column < found else 'two ranks'}")
+    num_rows, num_columns = (*size, 1, 1)[:2]
+    counted = [(Rectangle(0, num_rows, 0, num_columns), -1), *((rectangle, 1) for rectangle in rectangles)]
+    rows = sorted({edge for r, _ in counted for edge in (r.first_row, r.first_row + r.num_rows)})
+    columns = sorted({edge for r, _ in counted for edge in (r.first_column, r.first_column + r.num_columns)})
+    row_of, column_of = ({edge: n for n, edge in enumerate(edges)} for edges in (rows, columns))
+    times = torch.zeros(len(rows) - 1, len(columns) - 1, dtype=torch.int64)  # too often, between these edges
+    for r, count in counted:
+        of_rows = slice(row_of[r.first_row], row_of[r.first_row + r.num_rows])
+        times[of_rows, column_of[r.first_column] : column_of[r.first_column + r.num_columns]] += count
+    for row, column in times.nonzero().tolist():
+        where = Rectangle(rows[row], rows[row + 1] - rows[row], columns[column], columns[column + 1] - columns[column])
+        who = "no rank" if times[row, column] < 0 else "two ranks"
+        raise ValueError(f"{where} of a sharded table are saved by {who}")
 
 
 def _check(size: torch.Size, dtype: torch.dtype, shards: tuple[LocalShard, ...]) -> None:
