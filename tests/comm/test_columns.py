@@ -27,7 +27,7 @@ def exchange(rank, cases):
         result = columns(matrix, case.rows)
         result.backward(case.gradient(rank))
         sent = {kind: tuple(sizes) for kind, sizes in group.traffic.by_kind().items()}
-        found.append((result.detach(), matrix.grad, sent, columns.saturated()))
+        found.append((result.detach(), matrix.grad, sent, sum(codec.saturated() for codec in columns.codecs)))
     return found
 
 

@@ -122,24 +122,20 @@ def _scale_tensor(value: float, device: torch.device) -> Tensor | None:
         return None if value == 1.0 else torch.tensor(value, dtype=torch.float32, device=device)
 
 
-class _OutputExchange:
+class OutputExchange:
     """Called with the values of a batch and what `forward` and `backward` need to know of it."""
 
     def __init__(self, group: RankGroup, precision: ExchangePrecision, average: int, kind: str) -> None:
         self.group, self.precision = group, EXACT if group.size == 1 else precision  # one rank sends nothing
         self.average, self.kind = average, kind
-        self._codecs: tuple[MessageCodec, ...] = ()
+        self.codecs: tuple[MessageCodec, ...] = ()
 
     def __call__(self, values: Tensor, batch: Any) -> Tensor:
         found: Tensor = _OutputExchangeFunction.apply(values, self, batch)
         return found
 
-    def saturated(self) -> int:
-        """Elements too large for the codecs so far. Waits for the device."""
-        return sum(codec.saturated() for codec in self._codecs)
 
-
-class PooledExchange(_OutputExchange):
+class PooledExchange(OutputExchange):
     """Sends columns to the ranks of their samples; every rank of the group makes it with the same arguments.
 
     Args:
@@ -165,7 +161,7 @@ class PooledExchange(_OutputExchange):
         self._received = MessageCodec(self._parts.columns, self._parts.width, forward)
         self._sent_back = MessageCodec(columns, width, backward)
         self._received_back = MessageCodec(by_table if backward == "int8" else whole, own_width, backward)
-        self._codecs = (self._sent, self._received, self._sent_back, self._received_back)
+        self.codecs = (self._sent, self._received, self._sent_back, self._received_back)
 
     def forward(self, matrix: Tensor, num_rows: Sequence[int]) -> Tensor:
         """`[sum(num_rows), own columns]` for all ranks' samples → `[num_rows[rank], width]` for this rank's.
@@ -192,7 +188,7 @@ class PooledExchange(_OutputExchange):
         return self._received_back.unpack(message, total, grad.dtype, scale * self.average)
 
 
-class SequenceExchange(_OutputExchange):
+class SequenceExchange(OutputExchange):
     """Sends rows of `dim` columns to the ranks that sent their ids.
 
     Args:
@@ -206,7 +202,7 @@ class SequenceExchange(_OutputExchange):
         super().__init__(group, precision, average, kind)
         self._forward = MessageCodec([[(0, dim)]], dim, self.precision.forward)
         self._backward = MessageCodec([[(0, dim)]], dim, self.precision.backward)
-        self._codecs = (self._forward, self._backward)
+        self.codecs = (self._forward, self._backward)
 
     def forward(self, rows: Tensor, routes: RowRoutes) -> Tensor:
         """`[N, dim]`, a row for each value received → `[M, dim]`, one for each id that was sent."""

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map_only
 from tritonemb.comm.gradient_exchange import ColumnBlock
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.id_exchange import IdExchange, Received, id_error
-from tritonemb.comm.output_exchange import ExchangePrecision
+from tritonemb.comm.output_exchange import ExchangePrecision, OutputExchange
 from tritonemb.jagged import Features, KeyedJaggedTensor, parts_of
 from tritonemb.nn.collections import TableCollection
 from tritonemb.optimizers import Optimizer
@@ -51,7 +51,7 @@ class ShardedLookup(NamedTuple):
     tables: list[TableSet]
 
 
-class ShardedCollection(nn.Module, OptimizedTables):
+class ShardedCollection(nn.Module, OptimizedTables):  # type: ignore[misc]  # `apply` is of modules
     """A collection whose tables are sharded over ranks; see `ShardedEmbeddingBagCollection`.
 
     The shards are no parameters of this module, as nobody else may update or average them: `table_weights` has them.
@@ -71,7 +71,7 @@ class ShardedCollection(nn.Module, OptimizedTables):
         self.bounds_check = collection.table_set.bounds_check
         self.output_dtype = collection.table_set.dtype_of([table.weight for table in collection.tables])
         self.plan, self.groups, self.precision, self.device = plan, groups, precision, device
-        self.placement = Placement.of(self.configs, plan, self.pooled, needs_whole_rows(collection.optimizer))
+        self.placement = Placement(self.configs, plan, self.pooled, needs_whole_rows(collection.optimizer))
         self._nothing = torch.empty(0, device=device)
         # The ranks that train a shard together, by whether its table is replicated; and, where such tables are cached,
         # the same ranks for prefetches: all ranks make these groups.
@@ -85,6 +85,7 @@ class ShardedCollection(nn.Module, OptimizedTables):
         self._local_shards: list[list[PlacedShard]] = []  # of each table set, in the order of its tables
         self._blocks: dict[tuple[int, Shard], ColumnBlock] = {}  # what cut shards are to each other
         self._whole_rows = self._make_whole_row_updates()
+        self._exchanges: list[OutputExchange] = []
         self._lookups = self._make_lookups()
         replicated = self.placement.on(groups.shards.rank, "replicated")
         self._replicated = self._make_tables(replicated, self.bounds_check)
@@ -171,7 +172,7 @@ class ShardedCollection(nn.Module, OptimizedTables):
 
     def saturated(self) -> int:
         """Elements that were too large for the exchanges' codecs so far. Waits for the device."""
-        raise NotImplementedError
+        return sum(codec.saturated() for exchange in self._exchanges for codec in exchange.codecs)
 
     def _batch_to_send(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """What of a batch goes to the ranks with the rows."""

@@ -43,7 +43,6 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         columns = place.columns((*EXCHANGED, "replicated"))
         self._columns = None if columns == sorted(columns) else torch.tensor(columns)
         self._mean_of = self._columns_by_mean()
-        self._exchanges: list[PooledExchange] = []
         self._schemes: list[tuple[list[TableSet], Exchange]] = []  # table sets, and what exchanges their columns
         for scheme in EXCHANGED:
             if not place.tables_of(scheme):
@@ -98,10 +97,6 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             self._columns = self._columns.to(pooled.device)
             pooled = pooled.index_select(1, self._columns)
         return self._mean(pooled, batch).to(self.output_dtype)
-
-    def saturated(self) -> int:
-        """See `ShardedCollection.saturated`."""
-        return sum(exchange.saturated() for exchange in self._exchanges)
 
     def _hierarchical(self, matrix: Tensor, batch_sizes: Sequence[int]) -> Tensor:
         size, rank = self.groups.node.size, self.groups.shards.rank

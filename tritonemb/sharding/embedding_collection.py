@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tritonemb import ops
 from tritonemb.comm.id_exchange import IdExchange, Received
-from tritonemb.comm.output_exchange import ColumnRange, SequenceExchange
+from tritonemb.comm.output_exchange import ColumnRange, OutputExchange, SequenceExchange
 from tritonemb.jagged import Features, KeyedJaggedTensor
 from tritonemb.ops.bag import Bags, bag
 from tritonemb.sharding.collection import ShardedCollection, ShardedLookup
@@ -34,7 +34,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         groups, place = self.groups, self.placement
         # Gradients are clamped one by one, before weights multiply them: the ranks with the rows need all of both.
         self._exact_occurrences = self.optimizer.max_gradient is not None
-        self._exchanges: list[tuple[ColumnRange, SequenceExchange]] = []  # columns of the result, and their way back
+        self._columns: list[ColumnRange] = []  # of the result, that each exchange returns
         lookups = []
         routed = [each for each in place.shards if each.routes]
         for columns, summed in sorted({(each.columns, each.summed) for each in routed}):
@@ -49,8 +49,8 @@ class ShardedEmbeddingCollection(ShardedCollection):
                 groups.ids, [place.routes[route] for route in routes], self.bounds_check == "raise",
                 deduplicate=summed and not self._exact_occurrences, returns_rows=True,
             )  # fmt: skip
-            rows = SequenceExchange(groups.shards, columns[1], self.precision, groups.shards.size)
-            self._exchanges.append((columns, rows))
+            self._columns.append(columns)
+            self._exchanges.append(SequenceExchange(groups.shards, columns[1], self.precision, groups.shards.size))
             lookups.append(ShardedLookup(ids, self._make_tables(here)))
         return lookups
 
@@ -65,23 +65,19 @@ class ShardedEmbeddingCollection(ShardedCollection):
         batch, own_groups, received = self.prefetch(features)
         dim, num_values = self.configs[0].embedding_dim, batch.values().shape[0]
         parts = []
-        for lookup, (columns, exchange), (ids, groups) in zip(self._lookups, self._exchanges, received, strict=True):
-            own = self._in_batch_order(lookup, self._rows(lookup, exchange, columns[1], ids, groups), batch)
+        exchanges = zip(self._lookups, self._columns, self._exchanges, received, strict=True)
+        for lookup, (first, width), exchange, (ids, groups) in exchanges:
+            own = self._in_batch_order(lookup, self._rows(lookup, exchange, width, ids, groups), batch)
             if batch.weights_or_none() is not None and not self._exact_occurrences:
                 own = own * batch.weights().to(own.dtype).unsqueeze(1)
-            first, width = columns
             parts.append(own if width == dim else torch.nn.functional.pad(own, (first, dim - first - width)))
         parts += [tables.look_up(batch, groups) for tables, groups in zip(self._replicated, own_groups, strict=True)]
         total = functools.reduce(operator.add, parts)
         assert total.shape == (num_values, dim)
         return KeyedJaggedTensor(batch.keys(), total.to(self.output_dtype), offsets=batch.offsets())
 
-    def saturated(self) -> int:
-        """See `ShardedCollection.saturated`."""
-        return sum(exchange.saturated() for _, exchange in self._exchanges)
-
     def _rows(
-        self, lookup: ShardedLookup, exchange: SequenceExchange, width: int, received: Received, groups: list[Groups]
+        self, lookup: ShardedLookup, exchange: OutputExchange, width: int, received: Received, groups: list[Groups]
     ) -> Tensor:
         """A row for each id of the batch, route by route."""
         ids, _, routes = received

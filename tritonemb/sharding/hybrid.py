@@ -133,7 +133,8 @@ class HybridParallel(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes in this block leave gradients of the other layers on their ranks, for accumulation."""
-        called, fully_sharded = self._called[0], isinstance(self._called[0], FSDPModule)
+        called: Any = self._called[0]
+        fully_sharded = isinstance(called, FSDPModule)
         with called.no_sync() if isinstance(called, DistributedDataParallel) else nullcontext():
             if fully_sharded:
                 called.set_requires_gradient_sync(False)

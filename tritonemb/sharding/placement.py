@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -41,22 +41,23 @@ class PlacedShard(NamedTuple):
         return self.shard.first_column, self.shard.num_columns
 
 
-@dataclass(frozen=True)
 class Placement:
-    """The shards of a collection's tables."""
+    """The shards of a collection's tables.
 
-    configs: tuple[TableConfig, ...]  # of the tables
-    plan: ShardingPlan  # has them all
-    routes: tuple[IdRoute, ...]  # of the ID exchange, in its order
-    shards: tuple[PlacedShard, ...]  # of all ranks, by table
+    Args:
+        plan: has all tables.
+        pooled: whether lookups are.
+        whole_rows: whether the optimizer needs them.
 
-    @classmethod
-    def of(cls, configs: Sequence[TableConfig], plan: ShardingPlan, pooled: bool, whole_rows: bool) -> Placement:
-        """Of pooled lookups or not, and an optimizer that needs whole rows or not.
+    Attributes:
+        routes: of the ID exchange, in its order.
+        shards: of all ranks, by table.
 
-        Raises:
-            ValueError: for tables that the plan lacks, or shardings that do not fit them.
-        """
+    Raises:
+        ValueError: for tables that the plan lacks, or shardings that do not fit them.
+    """
+
+    def __init__(self, configs: Sequence[TableConfig], plan: ShardingPlan, pooled: bool, whole_rows: bool) -> None:
         plan.check([config.name for config in configs])
         routes: list[IdRoute] = []
         placed: list[PlacedShard] = []
@@ -80,7 +81,8 @@ class Placement:
                     PlacedShard(table, shard, tuple(own), len(rows) > 1, whole_rows and len(blocks) > 1, scheme)
                     for shard in rows
                 ]
-        return cls(tuple(configs), plan, tuple(routes), tuple(placed))
+        self._configs, self.routes, self.shards = configs, tuple(routes), tuple(placed)
+        self._widths = [config.embedding_dim * len(config.feature_names) for config in configs]
 
     def on(self, rank: int, scheme: Scheme) -> list[PlacedShard]:
         """The shards of a rank with this scheme, in the order of its columns: those that are `cut` come last."""
@@ -93,26 +95,26 @@ class Placement:
 
     def width_of(self, scheme: Scheme) -> int:
         """Columns of all vectors with this scheme."""
-        return sum(self._width(table) for table in self.tables_of(scheme))
+        return sum(self._widths[table] for table in self.tables_of(scheme))
 
     def runs(self, shards: Sequence[PlacedShard]) -> list[ColumnRange]:
         """The columns of these shards among all with their scheme: by table, then feature."""
         runs: list[ColumnRange] = []
         for each in shards:
-            first, width = self._starts([each.scheme])[each.table], self._width(each.table)
-            starts = range(first, first + width, self.configs[each.table].embedding_dim)
+            first = self._starts([each.scheme])[each.table]
+            starts = range(first, first + self._widths[each.table], self._configs[each.table].embedding_dim)
             runs += [(start + each.shard.first_column, each.shard.num_columns) for start in starts]
         return runs
 
     def columns(self, schemes: Sequence[Scheme]) -> list[int]:
         """For each column of the result, by table, its column in the results of these schemes side by side."""
         starts = self._starts(schemes)
-        return [starts[t] + c for t in range(len(self.configs)) for c in range(self._width(t))]
+        return [starts[table] + column for table, width in enumerate(self._widths) for column in range(width)]
 
     def _starts(self, schemes: Sequence[Scheme]) -> dict[int, int]:
         """The first column of each table in the results of these schemes side by side."""
         tables = [table for scheme in schemes for table in self.tables_of(scheme)]
-        return dict(zip(tables, accumulate((self._width(table) for table in tables), initial=0), strict=False))
+        return dict(zip(tables, accumulate((self._widths[table] for table in tables), initial=0), strict=False))
 
     def parts(self, shards: Sequence[PlacedShard]) -> list[TableConfig]:
         """Shards as tables of their own, looked up by the keys of their routes.
@@ -121,7 +123,7 @@ class Placement:
         """
         parts, times = [], Counter[int]()
         for each in shards:
-            config, shard, number = self.configs[each.table], each.shard, times[each.table]
+            config, shard, number = self._configs[each.table], each.shard, times[each.table]
             whole = replace(config, pooling="sum") if each.summed and config.pooling == "mean" else config
             features = [route_key(route) for route in each.routes] or config.feature_names
             rows = shard.first_row, shard.num_rows
@@ -129,9 +131,6 @@ class Placement:
             parts.append(whole.part(name, rows, each.columns, features))
             times[each.table] += 1
         return parts
-
-    def _width(self, table: int) -> int:
-        return self.configs[table].embedding_dim * len(self.configs[table].feature_names)
 
 
 class ShardGroups(NamedTuple):
