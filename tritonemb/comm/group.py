@@ -45,7 +45,9 @@ class RankGroup:
         if process_group is not None:
             self.ranks = dist.get_process_group_ranks(process_group)
             self.rank, self.size = dist.get_rank(process_group), len(self.ranks)
-        self.local_world_size = local_world_size or ranks_per_node()
+        # What torchrun says, else the number of the job's processes: all of them are on one node.
+        ranks_per_node = os.environ.get("LOCAL_WORLD_SIZE") or (dist.get_world_size() if dist.is_initialized() else 1)
+        self.local_world_size = local_world_size or int(ranks_per_node)
         self.nodes = [rank // self.local_world_size for rank in self.ranks]
         self.traffic = Traffic() if traffic is None else traffic
         self.timeout = timeout
@@ -196,14 +198,6 @@ class Consensus:
             failed = tuple(rank for rank, reason in enumerate(reasons) if reason is not None)
             raise RankFailed("; ".join(f"rank {rank} has failed: {reasons[rank]}" for rank in failed), failed)
         return Round(tuple(all_rows), max(all_batches), max(signals), clocks[0])
-
-
-def ranks_per_node() -> int:
-    """What torchrun says, else the number of the job's processes: all of them are on one node."""
-    size = os.environ.get("LOCAL_WORLD_SIZE")
-    if size is not None:
-        return int(size)
-    return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def control_device(group: RankGroup) -> torch.device:

@@ -42,7 +42,11 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         rank, ranks = groups.shards.rank, range(groups.shards.size)
         columns = place.columns((*EXCHANGED, "replicated"))
         self._columns = None if columns == sorted(columns) else torch.tensor(columns)
-        self._mean_of = self._columns_by_mean()
+        # Of row-wise sharded tables with pooling "mean", no rank with shards knows a bag's whole length. It takes fewer
+        # bytes to divide results, but gradients are clamped before they are divided: then ids have weights.
+        means = {each.table for each in place.shards if each.summed and self.configs[each.table].pooling == "mean"}
+        weighted = set() if self.optimizer.max_gradient is None else means
+        self._mean_of = self._columns_by_mean(means - weighted)
         self._schemes: list[tuple[list[TableSet], Exchange]] = []  # table sets, and what exchanges their columns
         for scheme in EXCHANGED:
             if not place.tables_of(scheme):
@@ -58,7 +62,8 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             self._schemes.append((self._make_tables(place.on(rank, scheme)), exchange))
         if not place.routes:
             return []
-        ids = IdExchange(groups.ids, place.routes, self.bounds_check == "raise", means=self._routes_of_means())
+        routes = sorted({route for each in place.shards if each.table in weighted for route in each.routes})
+        ids = IdExchange(groups.ids, place.routes, self.bounds_check == "raise", means=routes)
         return [ShardedLookup(ids, [each for tables, _ in self._schemes for each in tables])]
 
     def _make_hierarchical(self, runs: list[list[ColumnRange]]) -> None:
@@ -106,24 +111,9 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         summed = self._inside(torch.cat(by_local_rank), sizes)
         return self._across(summed, batch_sizes[rank % size :: size])
 
-    def _means_over_rows(self) -> set[int]:
-        """Row-wise sharded tables with pooling "mean": no rank with shards knows a bag's whole length."""
-        return {
-            each.table for each in self.placement.shards if each.summed and self.configs[each.table].pooling == "mean"
-        }
-
-    def _routes_of_means(self) -> list[int]:
-        """The ID routes of such tables whose sums become means by weights of the ids.
-
-        That is where gradients are clamped, before they are divided; otherwise it takes fewer bytes to divide results.
-        """
-        means = set() if self.optimizer.max_gradient is None else self._means_over_rows()
-        return sorted({route for each in self.placement.shards if each.table in means for route in each.routes})
-
-    def _columns_by_mean(self) -> Tensor | None:
+    def _columns_by_mean(self, tables: set[int]) -> Tensor | None:
         """For each column of the result, the feature whose lengths of bags divide it, or one more for none."""
-        tables = self._means_over_rows()
-        if not tables or self._routes_of_means():
+        if not tables:
             return None
         names, column = list(self.feature_names), list[int]()
         for table, config in enumerate(self.configs):
