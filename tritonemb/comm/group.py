@@ -152,11 +152,6 @@ class Round:
     clock: int = 0  # that of rank 0
 
     @property
-    def total(self) -> int:
-        """Samples of all ranks together."""
-        return sum(self.rows)
-
-    @property
     def over(self) -> bool:
         """No rank has more data."""
         return self.batches == 0

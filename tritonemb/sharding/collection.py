@@ -6,7 +6,7 @@ import functools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,11 +44,8 @@ PIECE_BYTES = 1 << 26  # of a table that are averaged over replicas at once
 Exchanged = tuple[KeyedJaggedTensor, list[Groups], list[tuple[Received, list[Groups]]]]
 
 
-class ShardedLookup(NamedTuple):
-    """An ID exchange, and the table sets of this rank's shards that look up what it receives."""
-
-    ids: IdExchange
-    tables: list[TableSet]
+# An ID exchange, and the table sets of this rank's shards that look up what it receives.
+ShardedLookup = tuple[IdExchange, list[TableSet]]
 
 
 class ShardedCollection(nn.Module, OptimizedTables):  # type: ignore[misc]  # `apply` is of modules
@@ -160,13 +157,13 @@ class ShardedCollection(nn.Module, OptimizedTables):  # type: ignore[misc]  # `a
             return prefetched
         batch = self.own_batch(features)
         problem, sent = self._bad_ids(batch), self._batch_to_send(batch)
-        received = [lookup.ids(sent, problem) for lookup in self._lookups]
+        received = [exchange(sent, problem) for exchange, _ in self._lookups]
         if self.device.type != "cpu":
             moved = tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), (batch, received))
             batch, received = moved
         found = [
-            (of_ids, [tables.group(of_ids[0]) for tables in lookup.tables])
-            for lookup, of_ids in zip(self._lookups, received, strict=True)
+            (of_ids, [tables.group(of_ids[0]) for tables in sets])
+            for (_, sets), of_ids in zip(self._lookups, received, strict=True)
         ]
         return batch, [tables.group(batch) for tables in self._replicated], found
 

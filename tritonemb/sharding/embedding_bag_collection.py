@@ -64,7 +64,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             return []
         routes = sorted({route for each in place.shards if each.table in weighted for route in each.routes})
         ids = IdExchange(groups.ids, place.routes, self.bounds_check == "raise", means=routes)
-        return [ShardedLookup(ids, [each for tables, _ in self._schemes for each in tables])]
+        return [(ids, [each for tables, _ in self._schemes for each in tables])]
 
     def _make_hierarchical(self, runs: list[list[ColumnRange]]) -> None:
         """Two exchanges: inside the node, which adds, and across nodes, between ranks with the same local rank."""

@@ -15,7 +15,7 @@ from tritonemb.jagged import Features, KeyedJaggedTensor
 from tritonemb.ops.bag import Bags, bag
 from tritonemb.sharding.collection import ShardedCollection, ShardedLookup
 from tritonemb.tables.lookup import PrefetchedFeatures
-from tritonemb.tables.table_set import Groups
+from tritonemb.tables.table_set import Groups, TableSet
 
 
 class ShardedEmbeddingCollection(ShardedCollection):
@@ -51,7 +51,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
             )  # fmt: skip
             self._columns.append(columns)
             self._exchanges.append(SequenceExchange(groups.shards, columns[1], self.precision, groups.shards.size))
-            lookups.append(ShardedLookup(ids, self._make_tables(here)))
+            lookups.append((ids, self._make_tables(here)))
         return lookups
 
     def _batch_to_send(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -66,8 +66,8 @@ class ShardedEmbeddingCollection(ShardedCollection):
         dim, num_values = self.configs[0].embedding_dim, batch.values().shape[0]
         parts = []
         exchanges = zip(self._lookups, self._columns, self._exchanges, received, strict=True)
-        for lookup, (first, width), exchange, (ids, groups) in exchanges:
-            own = self._in_batch_order(lookup, self._rows(lookup, exchange, width, ids, groups), batch)
+        for (ids, sets), (first, width), exchange, (of_ids, groups) in exchanges:
+            own = self._in_batch_order(ids, self._rows(sets, exchange, width, of_ids, groups), batch)
             if batch.weights_or_none() is not None and not self._exact_occurrences:
                 own = own * batch.weights().to(own.dtype).unsqueeze(1)
             parts.append(own if width == dim else torch.nn.functional.pad(own, (first, dim - first - width)))
@@ -77,12 +77,12 @@ class ShardedEmbeddingCollection(ShardedCollection):
         return KeyedJaggedTensor(batch.keys(), total.to(self.output_dtype), offsets=batch.offsets())
 
     def _rows(
-        self, lookup: ShardedLookup, exchange: OutputExchange, width: int, received: Received, groups: list[Groups]
+        self, sets: list[TableSet], exchange: OutputExchange, width: int, received: Received, groups: list[Groups]
     ) -> Tensor:
         """A row for each id of the batch, route by route."""
         ids, _, routes = received
         assert routes is not None
-        found = [tables.look_up(ids, of_ids) for tables, of_ids in zip(lookup.tables, groups, strict=True)]
+        found = [tables.look_up(ids, of_ids) for tables, of_ids in zip(sets, groups, strict=True)]
         if not found:  # a rank without such shards takes part in the backward's exchange, too
             found = [torch.zeros(0, width, dtype=torch.float32, device=self.device, requires_grad=True)]
         rows = exchange(functools.reduce(operator.add, found), routes)
@@ -91,10 +91,10 @@ class ShardedEmbeddingCollection(ShardedCollection):
         every = routes.inverse.new_tensor([0, routes.inverse.shape[0]])
         return bag(rows, routes.inverse, None, Bags(every, pooled=False, checked=False))
 
-    def _in_batch_order(self, lookup: ShardedLookup, rows: Tensor, batch: KeyedJaggedTensor) -> Tensor:
+    def _in_batch_order(self, ids: IdExchange, rows: Tensor, batch: KeyedJaggedTensor) -> Tensor:
         """Each row at the position of its id in the batch; zero at those of other routes."""
         keys = batch.keys()
-        order = [keys.index(route.feature) for route in lookup.ids.routes]
+        order = [keys.index(route.feature) for route in ids.routes]
         if order == list(range(len(keys))):
             return rows
         num_values = batch.values().shape[0]

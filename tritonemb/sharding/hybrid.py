@@ -33,10 +33,9 @@ Dense = Literal["ddp", "fsdp"]
 class HybridParallel(nn.Module):
     """A model whose fused embedding collections are sharded over the ranks of a job; other layers are on each rank.
 
-    Every rank calls it with its own samples, in step with the others. Gradients of the other layers are averaged over
-    ranks by `DistributedDataParallel`, or by `fully_shard`, which shards them too; those of the tables as well. So with
-    a loss that is the mean over a rank's samples, and as many samples on each rank, it trains as the model itself does
-    on the samples of all ranks.
+    Every rank calls it with its own samples, in step with the others. Gradients of tables and other layers are averaged
+    over ranks. So with a loss that is the mean over a rank's samples, and as many samples on each rank, it trains as
+    the model itself does on the samples of all ranks.
 
     Args:
         model: with `EmbeddingBagCollection` or `EmbeddingCollection` modules that have a fused optimizer. It is changed
@@ -45,7 +44,7 @@ class HybridParallel(nn.Module):
             `reset_parameters`. Otherwise their values are copied; of layers that every rank has, rank 0's.
         plan: how tables are sharded; `uniform_plan` if not given. For the ranks of one replica.
         mesh: of all ranks; one dimension, or two: ("replicate", "shard"), whose first counts copies of the tables.
-        dense: "ddp", or "fsdp" for `torch.distributed.fsdp.fully_shard`.
+        dense: "ddp" for `DistributedDataParallel`, or "fsdp" for `fully_shard`, which shards the other layers too.
         exchange: quantized communication of vectors and gradients.
         device: of the tables, and of layers made on "meta"; the model's own by default, or for "meta" the current
             CUDA device if the job can use it, else the CPU.
@@ -76,11 +75,8 @@ class HybridParallel(nn.Module):
             raise ValueError(f"dense must be one of {get_args(Dense)}, got {dense!r}")
         if average_every < 1:
             raise ValueError(f"average_every must be at least 1, got {average_every}")
-        found = [
-            module
-            for module in model.modules()
-            if isinstance(module, EmbeddingBagCollection | EmbeddingCollection) and module.optimizer is not None
-        ]
+        collections = [m for m in model.modules() if isinstance(m, EmbeddingBagCollection | EmbeddingCollection)]
+        found = [collection for collection in collections if collection.optimizer is not None]
         if not found:
             raise ValueError(
                 "the model has no embedding collection with a fused optimizer; give its te.nn.EmbeddingBagCollection "
