@@ -16,7 +16,6 @@ import numpy as np
 from tritonemb.data.click_log import ClickLog
 from tritonemb.data.encode import COLUMNS, METADATA, decoded, integers, is_list, is_text
 from tritonemb.data.files import LogFile, find
-from tritonemb.data.pipeline import merged
 from tritonemb.data.protocol import ReadReport, Split
 from tritonemb.data.schema import LogOptions, SplitRule
 from tritonemb.utils import LazyModule, require, written_aside
@@ -127,8 +126,7 @@ def cached_as_parquet(
     left_out: dict[Split, ReadReport] = {}
     for split, found in json.loads(summary.read_text()).items():
         files[split] = find(kept / f"{split}.parquet")[0] if found["rows"] else None
-        reasons = tuple((reason, count) for reason, count in found["reasons"])
-        left_out[split] = ReadReport(0, found["skipped"], tuple(found["problems"]), reasons)
+        left_out[split] = ReadReport.from_json(found | {"rows": 0})
     return log.in_files(files, left_out)
 
 
@@ -150,7 +148,7 @@ def _write(
             closing(log.scan(split, table_of)) as blocks,
         ):
             for block in blocks:
-                report = merged(report, block.report)
+                report += block.report
                 waiting = pa.concat_tables([waiting, block.rows])
                 whole = waiting.num_rows // row_group_rows * row_group_rows
                 if whole:
@@ -226,7 +224,7 @@ def build_vocabulary(
 
     with closing(log.scan("train", count)) as blocks:
         for block in blocks:
-            report = merged(report, block.report)
+            report += block.report
             for name, table in block.rows.items():
                 tables[name] += [table] if table.num_rows else []
                 pending[name] += table.num_rows

@@ -115,7 +115,7 @@ def prepare(
         with nullcontext() if copies is None else torch.cuda.stream(copies):
             there = tuple(batch.to(device, non_blocking=True) for batch in batches)
             if prefetch is not None:
-                there = tuple(replace(b, sparse=prefetch(b.sparse), buffer=None, layout=None) for b in there)
+                there = tuple(replace(b, sparse=prefetch(b.sparse), buffer=None) for b in there)
             copied = None if copies is None else copies.record_event()
         moved = began, time.perf_counter()
         yield there, StepInfo(
