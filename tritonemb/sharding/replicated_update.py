@@ -33,8 +33,7 @@ from tritonemb.layout import (
     make_layout,
 )
 from tritonemb.optimizers import SGD, Optimizer
-from tritonemb.tables.cache import FindReplicaRows
-from tritonemb.tables.lookup import Lookup, PinnedSlots
+from tritonemb.tables.lookup import FindReplicaRows, Lookup
 from tritonemb.tables.table_set import LocalUpdate, TableSet
 from tritonemb.types import TableConfig
 
@@ -85,7 +84,7 @@ class ReplicatedUpdate(ShardUpdate):
 
         return find
 
-    def step(self, tables: TableSet, grad: Tensor, lookup: Lookup, pins: Sequence[PinnedSlots] = ()) -> None:
+    def step(self, tables: TableSet, grad: Tensor, lookup: Lookup, pins: Sequence[Lookup] = ()) -> None:
         _update(self, PinnedRows(tables, pins), grad, lookup)
 
 
@@ -99,7 +98,7 @@ class PinnedRows:
         pins: of the batches whose rows are updated; this object releases them.
     """
 
-    def __init__(self, tables: TableSet, pins: Sequence[PinnedSlots] = ()) -> None:
+    def __init__(self, tables: TableSet, pins: Sequence[Lookup] = ()) -> None:
         assert tables.optimizer is not None
         self.tables, self.configs, self.optimizer, self._pins = tables, tables.configs, tables.optimizer, pins
         for pinned in pins:

@@ -156,10 +156,7 @@ def take(step: PreparedStep) -> tuple[Batch, ...]:
             return tensor
 
         for batch in batches:
-            sparse: Any = batch.sparse
-            tree_map_only(Tensor, record, (batch.dense, batch.labels, sparse))
-            if isinstance(sparse, PrefetchedFeatures):
-                sparse.map(record)
+            tree_map_only(Tensor, record, (batch.dense, batch.labels, batch.sparse))
     return batches
 
 
