@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if not _in_a_job():
             raise
-        from tritonemb.comm.control import RankFailed
+        from tritonemb.comm.group import RankFailed
 
         if isinstance(error, RankFailed):  # a traceback of this rank would not help
             print(f"error: {error}", file=sys.stderr)

@@ -8,8 +8,8 @@ from datetime import timedelta
 
 import pytest
 
-from tritonemb.comm.control import GRACE, Consensus, FailureReports, RankFailed, Round, lost_contact
-from tritonemb.comm.group import RankGroup
+from tritonemb.comm.control import GRACE, FailureReports, lost_contact
+from tritonemb.comm.group import Consensus, RankFailed, RankGroup, Round
 
 
 def rounds(rank, given):
@@ -21,14 +21,13 @@ def rounds(rank, given):
 def test_all_ranks_hear_the_same(ranks, size):
     given = [
         [{"rows": 3 + rank, "batches": rank + 1, "clock": 100 * rank + 7} for rank in range(size)],
-        [{"rows": 0, "state": "over"} if rank else {"rows": 2} for rank in range(size)],
-        [{"rows": 0, "state": "over", "batches": 0, "signal": 15 * (rank == size - 1)} for rank in range(size)],
+        [{"rows": 0, "batches": 0} if rank else {"rows": 2} for rank in range(size)],
+        [{"rows": 0, "batches": 0, "signal": 15 * (rank == size - 1)} for rank in range(size)],
     ]
     heard = ranks(size).run(rounds, given)
     assert all(each == heard[0] for each in heard)
     first, second, third = heard[0]
     assert first == Round(tuple(3 + rank for rank in range(size)), size, clock=7)
-    assert first.total == sum(first.rows)
     assert (second.rows, second.over) == ((2, *[0] * (size - 1)), False)
     assert (third.over, third.signal, third.batches) == (True, 15, 0)
 
@@ -37,7 +36,7 @@ def failing(rank, who):
     agreement = Consensus(RankGroup.world())
     agreement.next(1)
     try:
-        agreement.next(1, "failed" if rank in who else "ready", f"ValueError: bad line of {rank}")
+        agreement.next(1, failure=f"ValueError: bad line of {rank}" if rank in who else None)
     except RankFailed as error:
         return str(error), error.ranks
     return None
@@ -55,9 +54,9 @@ def beside_the_main_thread(rank, count):
     world = RankGroup.world()
     here, there = Consensus(world), Consensus(world)
     found = []
-    thread = threading.Thread(target=lambda: found.extend(there.next(rank + 10 * i).total for i in range(count)))
+    thread = threading.Thread(target=lambda: found.extend(sum(there.next(rank + 10 * i).rows) for i in range(count)))
     thread.start()
-    mine = [here.next(rank + i).total for i in range(count)]
+    mine = [sum(here.next(rank + i).rows) for i in range(count)]
     thread.join()
     return mine, found
 

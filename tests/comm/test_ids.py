@@ -27,23 +27,22 @@ def exchange(rank, cases):
     found = []
     for case in cases:
         group = RankGroup.world()
-        ids = IdExchange(group, case.lanes, case.check, case.once)
-        arrived = ids(case.batch(rank))
+        ids = IdExchange(group, case.lanes, case.check, case.once, returns_rows=True)
+        features, sizes, routes = ids(case.batch(rank))
         narrow = all(lane.block < 2**31 - 1 for lane in case.lanes)
-        assert arrived.features.values().dtype == (torch.int32 if narrow else torch.int64)
-        lists = lists_of(arrived.features, 2**31 - 1 if narrow else 2**40 - 1)
+        assert features.values().dtype == (torch.int32 if narrow else torch.int64)
+        lists = lists_of(features, 2**31 - 1 if narrow else 2**40 - 1)
         rows = []
         for key, bags in lists.items():
             lane = case.lanes[int(key)]
             first = lane.owners.index(rank) * lane.block
             rows += [[0.0] * DIM if row is None else row_of(int(key), first + row) for bag in bags for row, _ in bag]
         own = torch.tensor(rows).reshape(-1, DIM).requires_grad_()
-        back = SequenceExchange(group, DIM, EXACT)(own, arrived)
+        back = SequenceExchange(group, DIM, EXACT)(own, routes)
         (back * torch.arange(1, back.shape[0] + 1).unsqueeze(1)).sum().backward()
-        every = back if arrived.inverse is None else back[arrived.inverse]
-        sizes = list(arrived.batch_sizes)
+        every = back if routes.inverse is None else back[routes.inverse]
         bytes_sent = {kind: sent.total for kind, sent in group.traffic.by_kind().items()}
-        found.append((lists, arrived.samples, sizes, every.tolist(), float(own.grad.double().sum()), bytes_sent))
+        found.append((lists, routes.samples, sizes, every.tolist(), float(own.grad.double().sum()), bytes_sent))
     return found
 
 
@@ -111,8 +110,8 @@ def refused(rank, bad_rank, once):
         exchange(te.KeyedJaggedTensor.from_lists({"a": a, "b": bad if rank == bad_rank else b}))
     except (ValueError, RuntimeError) as error:
         message = (type(error).__name__, str(error))
-    arrived = exchange(te.KeyedJaggedTensor.from_lists({"a": a, "b": b}))
-    return message, arrived.features.to_lists()
+    features, _, _ = exchange(te.KeyedJaggedTensor.from_lists({"a": a, "b": b}))
+    return message, features.to_lists()
 
 
 @pytest.mark.parametrize("once", [False, True])

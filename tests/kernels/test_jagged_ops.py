@@ -68,33 +68,37 @@ def test_permute_moves_whole_keys(batch, data):
     expected = [bag for key in order for bag in bags[key]]
     total = sum(map(len, expected))
     room = total + data.draw(st.integers(0, 4))
-    found = jagged_permute(
+    found_values, found_offsets, found_weights = jagged_permute(
         batch.values, batch.offsets, torch.tensor(order, dtype=torch.int64), batch.num_keys, batch.weights, room
     )
-    assert (found.values.dtype, found.offsets.dtype) == (batch.values.dtype, batch.offsets.dtype)
-    assert found.offsets.numel() == len(order) * (batch.batch_size if batch.num_keys else 0) + 1
-    assert found.values.shape == (room,)
-    assert (found.values[total:] == 0).all()
-    moved = Batch(found.values, found.offsets, found.weights, len(order), batch.batch_size).bags()
+    assert (found_values.dtype, found_offsets.dtype) == (batch.values.dtype, batch.offsets.dtype)
+    assert found_offsets.numel() == len(order) * (batch.batch_size if batch.num_keys else 0) + 1
+    assert found_values.shape == (room,)
+    assert (found_values[total:] == 0).all()
+    moved = Batch(found_values, found_offsets, found_weights, len(order), batch.batch_size).bags()
     assert [bag for key in moved for bag in key] == expected
     if batch.weights is not None:
-        assert found.weights.dtype == batch.weights.dtype
-        assert (found.weights[total:] == 0).all()
+        assert found_weights.dtype == batch.weights.dtype
+        assert (found_weights[total:] == 0).all()
 
 
 def test_permute_is_that_of_the_keyed_jagged_tensor():
     batch = te.KeyedJaggedTensor.from_lists({"a": [[1], [2, 3]], "b": [[], [4]], "c": [[5, 6, 7], [8]]})
-    found = jagged_permute(batch.values(), batch.offsets(), torch.tensor([2, 0, 1]), 3)
+    found_values, found_offsets, found_weights = jagged_permute(
+        batch.values(), batch.offsets(), torch.tensor([2, 0, 1]), 3
+    )
     expected = batch.permute([2, 0, 1])
-    assert torch.equal(found.values, expected.values())
-    assert torch.equal(found.offsets, expected.offsets())
-    assert found.weights is None
+    assert torch.equal(found_values, expected.values())
+    assert torch.equal(found_offsets, expected.offsets())
+    assert found_weights is None
 
 
 def test_permute_leaves_out_what_has_no_room():
-    found = jagged_permute(torch.arange(6), torch.tensor([0, 4, 6]), torch.tensor([1, 0]), 2, num_values=3)
-    assert found.values.tolist() == [4, 5, 0]
-    assert found.offsets.tolist() == [0, 2, 6]
+    found_values, found_offsets, _ = jagged_permute(
+        torch.arange(6), torch.tensor([0, 4, 6]), torch.tensor([1, 0]), 2, num_values=3
+    )
+    assert found_values.tolist() == [4, 5, 0]
+    assert found_offsets.tolist() == [0, 2, 6]
 
 
 def bucketized_by_hand(batch: Batch, block_sizes: list[int], num_owners: int) -> list[list[list[tuple[int, float]]]]:
@@ -118,24 +122,24 @@ def bucketized_by_hand(batch: Batch, block_sizes: list[int], num_owners: int) ->
 @pytest.mark.usefixtures("poisoned")
 def test_bucketize_gives_each_owner_its_bags(batch, num_owners, data):
     blocks = data.draw(st.lists(st.integers(1, 40), min_size=batch.num_keys, max_size=batch.num_keys))
-    found = block_bucketize(
+    ids, lengths, unbucketize, weights = block_bucketize(
         batch.values, batch.offsets, torch.tensor(blocks, dtype=torch.int64), num_owners, batch.weights
     )
     expected = bucketized_by_hand(batch, blocks, num_owners)
-    assert found.lengths.tolist() == [len(bag) for mine in expected for bag in mine]
-    assert (found.values.dtype, found.lengths.dtype) == (batch.values.dtype, batch.offsets.dtype)
-    assert found.unbucketize.dtype == torch.int32
+    assert lengths.tolist() == [len(bag) for mine in expected for bag in mine]
+    assert (ids.dtype, lengths.dtype) == (batch.values.dtype, batch.offsets.dtype)
+    assert unbucketize.dtype == torch.int32
     pairs = [pair for mine in expected for bag in mine for pair in bag]
     total = int(batch.offsets[-1])
-    assert found.values[:total].tolist() == [id for id, _ in pairs]
-    assert torch.equal(found.values[total:], batch.values[total:])
+    assert ids[:total].tolist() == [id for id, _ in pairs]
+    assert torch.equal(ids[total:], batch.values[total:])
     if batch.weights is not None:
-        assert found.weights.dtype == batch.weights.dtype
-        assert found.weights[:total].tolist() == [weight for _, weight in pairs]
-        assert torch.equal(found.weights[found.unbucketize], batch.weights)
-    assert sorted(found.unbucketize.tolist()) == list(range(batch.values.numel()))
-    place = found.unbucketize.to(torch.int64)
-    assert torch.equal(found.values[place] < 0, batch.values < 0)
+        assert weights.dtype == batch.weights.dtype
+        assert weights[:total].tolist() == [weight for _, weight in pairs]
+        assert torch.equal(weights[unbucketize], batch.weights)
+    assert sorted(unbucketize.tolist()) == list(range(batch.values.numel()))
+    place = unbucketize.to(torch.int64)
+    assert torch.equal(ids[place] < 0, batch.values < 0)
 
 
 def test_every_id_is_found_by_its_owner_and_put_back():
@@ -144,15 +148,15 @@ def test_every_id_is_found_by_its_owner_and_put_back():
     tables = [torch.randn(size, 4) for size in rows]
     blocks = [-(-size // num_owners) for size in rows]
     values, offsets = torch.tensor([9, 0, 4, 4, 6, 0, 3]), torch.tensor([0, 3, 4, 4, 7])
-    found = block_bucketize(values, offsets, torch.tensor(blocks), num_owners)
+    ids, lengths, unbucketize, _ = block_bucketize(values, offsets, torch.tensor(blocks), num_owners)
     answers = []
-    starts = segment_offsets(found.lengths).tolist()
+    starts = segment_offsets(lengths).tolist()
     for owner in range(num_owners):
         for bag in range(4):
             first = owner * 4 + bag
             shard = tables[bag // 2][owner * blocks[bag // 2] : (owner + 1) * blocks[bag // 2]]
-            answers.append(shard[found.values[starts[first] : starts[first + 1]]])
-    rows_back = torch.cat(answers)[found.unbucketize]
+            answers.append(shard[ids[starts[first] : starts[first + 1]]])
+    rows_back = torch.cat(answers)[unbucketize]
     assert torch.equal(rows_back, torch.cat([tables[0][values[:4]], tables[1][values[4:]]]))
 
 
@@ -160,10 +164,10 @@ def test_every_id_is_found_by_its_owner_and_put_back():
 def test_ids_of_no_owner_stay_as_they_are(dtype):
     largest = torch.iinfo(dtype).max
     values = torch.tensor([-1, 20, largest, -largest - 1, 19], dtype=dtype)
-    found = block_bucketize(values, torch.tensor([0, 5]), torch.tensor([10]), 2)
-    assert found.lengths.tolist() == [2, 3]
-    assert found.values.tolist() == [-1, -largest - 1, 20, largest, 9]
-    assert found.unbucketize.tolist() == [0, 2, 3, 1, 4]
+    ids, lengths, unbucketize, _ = block_bucketize(values, torch.tensor([0, 5]), torch.tensor([10]), 2)
+    assert lengths.tolist() == [2, 3]
+    assert ids.tolist() == [-1, -largest - 1, 20, largest, 9]
+    assert unbucketize.tolist() == [0, 2, 3, 1, 4]
 
 
 def same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:

@@ -13,7 +13,6 @@ from tests.strategies import random_batch, rows_of
 from tritonemb.kernels.packing import CODECS, make_packing
 from tritonemb.layout import make_layout
 from tritonemb.ops import POLICIES, row_groups
-from tritonemb.ops.quantize import Exchange
 from tritonemb.ops.row_update import NOT_ACCUMULATING, Accumulator
 from tritonemb.optim import OPTIMIZERS
 
@@ -221,12 +220,6 @@ class TestOpcheck:
     def test_block_bucketize(self, problem):
         args = (problem.values, problem.offsets, torch.tensor([3, 1, 2]), problem.sample_weights, 4)
         torch.library.opcheck(OPS.block_bucketize.default, args)
-
-    @pytest.mark.parametrize("call", [lambda message, *_: message.flip(0), lambda message, *_: message])
-    def test_all_to_all(self, call):
-        exchange = Exchange(call)
-        for message in (torch.arange(5), torch.rand(5), torch.zeros(5, dtype=torch.uint8)):
-            torch.library.opcheck(OPS.all_to_all.default, (message, [3, 2], [2, 3], exchange.number, "ids"))
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_row_cache_look_up_(self, policy):

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from tests.training import jobs
-from tritonemb.comm.control import RankFailed
-from tritonemb.comm.group import RankGroup
+from tritonemb.comm.group import RankFailed, RankGroup
 from tritonemb.data import prefetch as prefetch_module
 from tritonemb.data.prefetch import Prefetcher
 from tritonemb.data.protocol import PositionedBatch, ReadReport, Stream

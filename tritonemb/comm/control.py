@@ -1,4 +1,4 @@
-"""The control plane: rendezvous of the ranks, consensus before each step, and which rank has failed or is silent."""
+"""The control plane: rendezvous of the ranks, and which rank has failed or is silent."""
 
 from __future__ import annotations
 
@@ -9,20 +9,16 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from tritonemb.comm.group import RankGroup
+from tritonemb.comm.group import RankFailed, RankGroup
 
 T = TypeVar("T")
-RankState = Literal["ready", "over", "failed"]
-_STATES: tuple[RankState, ...] = get_args(RankState)
 RENDEZVOUS_TIMEOUT = timedelta(minutes=10)  # processes start at different speeds
 GRACE = 3.0  # seconds that ranks have to report
 STORE_TIMEOUT = 5.0  # seconds in which the store has to answer
@@ -31,90 +27,6 @@ _RENDEZVOUS_POLL, _REPORT_POLL = 0.01, 0.1  # seconds between two looks at the s
 _ALIVE = "alive"
 _numbers = itertools.count(1)  # of the objects that this process has made
 _LOST = re.compile(r"gloo|nccl|connection|timed? ?out|broken pipe", re.IGNORECASE)
-
-
-class RankFailed(RuntimeError):
-    """Other ranks of the job have failed or do not answer, so this one cannot continue.
-
-    Attributes:
-        ranks: which.
-    """
-
-    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
-        super().__init__(message)
-        self.ranks = ranks
-
-    def __reduce__(self) -> tuple[type[RankFailed], tuple[str, tuple[int, ...]]]:
-        return type(self), (str(self), self.ranks)
-
-
-@dataclass(frozen=True)
-class Round:
-    """What the ranks have agreed on."""
-
-    rows: tuple[int, ...]  # samples of each rank's batch, in the order of ranks
-    batches: int = 1  # the most batches that a rank has
-    over: bool = False  # no rank has more data
-    signal: int = 0  # the largest number of a signal that a rank got, 0 for none
-    clock: int = 0  # that of rank 0
-
-    @property
-    def total(self) -> int:
-        """Samples of all ranks together."""
-        return sum(self.rows)
-
-
-class Consensus:
-    """Rounds in which the ranks tell each other what they are about to do, before any does it.
-
-    A round is one small message on the CPU, over connections of its own, so that a thread may run it.
-
-    Args:
-        group: the ranks; all of them make this object together.
-        timeout: how long to wait for a rank; torch's default if not given.
-    """
-
-    def __init__(self, group: RankGroup, timeout: timedelta | None = None) -> None:
-        self._group = group.duplicate("gloo", timeout)
-
-    def next(
-        self,
-        rows: int,
-        state: RankState = "ready",
-        note: str = "",
-        *,
-        batches: int = 1,
-        signal: int = 0,
-        clock: int = 0,
-    ) -> Round:
-        """Run a round.
-
-        Args:
-            rows: samples of this rank's batch.
-            state: "over" if it has run out of data, "failed" if it cannot continue.
-            note: why it has failed.
-            batches: the number of batches that hold the samples.
-            signal: number of a signal that asks it to stop.
-            clock: any number; all ranks get that of rank 0.
-
-        Raises:
-            RankFailed: some rank has failed; on all ranks, with their notes.
-            RuntimeError: a rank has not answered in time, or is gone.
-        """
-        words = torch.tensor([rows, batches, _STATES.index(state), signal, clock], dtype=torch.int64)
-        entries = self._group.all_gather(words, "consensus").tolist()
-        states = [_STATES[entry[2]] for entry in entries]
-        if "failed" in states:
-            notes = self._group.all_gather_object(note)  # all ranks get here, for the last time
-            failed = tuple(rank for rank, each in enumerate(states) if each == "failed")
-            raise RankFailed("; ".join(f"rank {rank} has failed: {notes[rank]}" for rank in failed), failed)
-        return Round(
-            rows=tuple(entry[0] for entry in entries),
-            batches=max(entry[1] for entry in entries),
-            over=all(each == "over" for each in states),
-            signal=max(entry[3] for entry in entries),
-            clock=entries[0][4],
-        )
 
 
 def describe(error: BaseException) -> str:

@@ -112,22 +112,18 @@ def exchange_columns(
     ordered = sorted(zip(mine, own, strict=True), key=lambda pair: blocks.index(pair[0]))
     num_rows = {block.table: values.shape[0] for block, values in ordered}
     holders = {block.table: {other.rank for other in blocks if other.table == block.table} for block in blocks}
-    sent = [
-        [values.flatten() for block, values in ordered if peer in holders[block.table]] for peer in range(group.size)
-    ]
-    received = [[b for b in blocks if b.rank == peer and b.table in num_rows] for peer in range(group.size)]
+    peers = range(group.size)
+    sent = [[values.flatten() for block, values in ordered if peer in holders[block.table]] for peer in peers]
+    received = [[b for b in blocks if b.rank == peer and b.table in num_rows] for peer in peers]
     flat = [piece for pieces in sent for piece in pieces]
     message = group.all_to_all(
         torch.cat(flat) if flat else torch.empty(0), [sum(piece.numel() for piece in pieces) for pieces in sent],
         [sum(num_rows[b.table] * b.num_columns for b in part) for part in received], "row columns",
     )  # fmt: skip
-    found = {
-        table: message.new_empty(n, sum(b.num_columns for b in blocks if b.table == table))
-        for table, n in num_rows.items()
-    }
-    begin = 0
-    for table, _, first, width in (block for part in received for block in part):
-        end = begin + num_rows[table] * width
-        found[table][:, first : first + width] = message[begin:end].view(-1, width)
-        begin = end
+    dims = {table: sum(b.num_columns for b in blocks if b.table == table) for table in num_rows}
+    found = {table: message.new_empty(n, dims[table]) for table, n in num_rows.items()}
+    in_order = [block for part in received for block in part]
+    pieces = message.split([num_rows[b.table] * b.num_columns for b in in_order])
+    for (table, _, first, width), piece in zip(in_order, pieces, strict=True):
+        found[table][:, first : first + width] = piece.view(-1, width)
     return found

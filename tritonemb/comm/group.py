@@ -1,18 +1,17 @@
-"""Groups of ranks, the few collectives that tritonemb uses, and counts of the bytes that they send."""
+"""Groups of ranks, the few collectives that tritonemb uses, the consensus before a step, and counts of bytes sent."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from tritonemb.ops.quantize import Exchange, all_to_all
 
 T = TypeVar("T")
 # torch 2.13 has given it another name, and warns of the old one.
@@ -38,29 +37,25 @@ class RankGroup:
     """
 
     def __init__(
-        self,
-        process_group: dist.ProcessGroup | None = None,
-        local_world_size: int | None = None,
-        traffic: Traffic | None = None,
-        timeout: timedelta | None = None,
-    ) -> None:
+        self, process_group: dist.ProcessGroup | None = None, local_world_size: int | None = None,
+        traffic: Traffic | None = None, timeout: timedelta | None = None,
+    ) -> None:  # fmt: skip
         self.process_group = process_group
-        self.rank = 0 if process_group is None else dist.get_rank(process_group)
-        self.size = 1 if process_group is None else dist.get_world_size(process_group)
-        if process_group is None:
-            self.ranks = [dist.get_rank() if _is_initialized() else 0]
-        else:
+        self.rank, self.size, self.ranks = 0, 1, [dist.get_rank() if dist.is_initialized() else 0]
+        if process_group is not None:
             self.ranks = dist.get_process_group_ranks(process_group)
-        self.local_world_size = local_world_size or ranks_per_node()
+            self.rank, self.size = dist.get_rank(process_group), len(self.ranks)
+        # What torchrun says, else the number of the job's processes: all of them are on one node.
+        ranks_per_node = os.environ.get("LOCAL_WORLD_SIZE") or (dist.get_world_size() if dist.is_initialized() else 1)
+        self.local_world_size = local_world_size or int(ranks_per_node)
         self.nodes = [rank // self.local_world_size for rank in self.ranks]
         self.traffic = Traffic() if traffic is None else traffic
         self.timeout = timeout
-        self._exchange = Exchange(self._all_to_all)
 
     @classmethod
     def world(cls, local_world_size: int | None = None, timeout: timedelta | None = None) -> RankGroup:
         """All processes of the job, or this process alone where `torch.distributed` is not in use."""
-        return cls(dist.group.WORLD if _is_initialized() else None, local_world_size, timeout=timeout)
+        return cls(dist.group.WORLD if dist.is_initialized() else None, local_world_size, timeout=timeout)
 
     def subgroup(
         self, members: Sequence[Sequence[int]], backend: str | None = None, timeout: timedelta | None = None
@@ -87,13 +82,8 @@ class RankGroup:
         Args:
             kind: what the bytes are counted as.
         """
-        if torch.compiler.is_compiling():
-            return all_to_all(message, send, receive, self._exchange.number, kind)
-        return self._all_to_all(message, send, receive, kind)
-
-    def _all_to_all(self, message: Tensor, send: Sequence[int], receive: Sequence[int], kind: str) -> Tensor:
         assert message.shape == (sum(send),), (message.shape, send)
-        self.traffic.add(kind, [n * message.element_size() for n in send], self.nodes, self.rank)
+        self._count(kind, [n * message.element_size() for n in send])
         if self.size == 1:
             return message
         received = message.new_empty(sum(receive))
@@ -102,8 +92,7 @@ class RankGroup:
 
     def all_gather(self, message: Tensor, kind: str) -> Tensor:
         """Every rank's tensor, all of one shape: `[size, *shape]`."""
-        size = message.numel() * message.element_size()
-        self.traffic.add(kind, [size] * self.size, self.nodes, self.rank)
+        self._count(kind, [message.nbytes] * self.size)
         if self.size == 1:
             return message.unsqueeze(0)
         gathered = message.new_empty(self.size * message.numel())
@@ -123,8 +112,7 @@ class RankGroup:
         if self.size == 1:
             return
         if self.rank == source:
-            size = tensor.numel() * tensor.element_size()
-            self.traffic.add(kind, [size] * self.size, self.nodes, self.rank)
+            self._count(kind, [tensor.nbytes] * self.size)
         dist.broadcast(tensor, self.ranks[source], group=self.process_group)
 
     def barrier(self) -> None:
@@ -132,17 +120,79 @@ class RankGroup:
         if self.size > 1:
             dist.barrier(group=self.process_group)
 
+    def _count(self, kind: str, sizes: Sequence[int]) -> None:
+        """`sizes[r]` bytes go to rank `r`."""
+        here = self.nodes[self.rank]
+        across = sum(size for size, node in zip(sizes, self.nodes, strict=True) if node != here)
+        self.traffic.add(kind, sum(sizes) - sizes[self.rank], across)
 
-def _is_initialized() -> bool:
-    return dist.is_available() and dist.is_initialized()
+
+class RankFailed(RuntimeError):
+    """Other ranks of the job have failed or do not answer, so this one cannot continue.
+
+    Attributes:
+        ranks: which.
+    """
+
+    def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+
+    def __reduce__(self) -> tuple[type[RankFailed], tuple[str, tuple[int, ...]]]:
+        return type(self), (str(self), self.ranks)
 
 
-def ranks_per_node() -> int:
-    """What torchrun says, else the number of the job's processes: all of them are on one node."""
-    size = os.environ.get("LOCAL_WORLD_SIZE")
-    if size is not None:
-        return int(size)
-    return dist.get_world_size() if _is_initialized() else 1
+@dataclass(frozen=True)
+class Round:
+    """What the ranks have agreed on."""
+
+    rows: tuple[int, ...]  # samples of each rank's batches, in the order of ranks
+    batches: int = 1  # the most batches that a rank has
+    signal: int = 0  # the largest number of a signal that a rank got, 0 for none
+    clock: int = 0  # that of rank 0
+
+    @property
+    def over(self) -> bool:
+        """No rank has more data."""
+        return self.batches == 0
+
+
+class Consensus:
+    """Rounds in which the ranks tell each other what they are about to do, before any does it.
+
+    A round is one small message on the CPU, over connections of its own, so that a thread may run it.
+
+    Args:
+        group: the ranks; all of them make this object together.
+        timeout: how long to wait for a rank; torch's default if not given.
+    """
+
+    def __init__(self, group: RankGroup, timeout: timedelta | None = None) -> None:
+        self._group = group.duplicate("gloo", timeout)
+
+    def next(
+        self, rows: int, batches: int = 1, *, failure: str | None = None, signal: int = 0, clock: int = 0
+    ) -> Round:
+        """Run a round.
+
+        Args:
+            rows: samples of this rank's batches.
+            batches: how many there are; 0 if it has run out of data.
+            failure: why this rank cannot continue.
+            signal: number of a signal that asks it to stop.
+            clock: any number; all ranks get that of rank 0.
+
+        Raises:
+            RankFailed: some rank has failed; on all ranks, with their reasons.
+            RuntimeError: a rank has not answered in time, or is gone.
+        """
+        words = torch.tensor([rows, batches, failure is not None, signal, clock], dtype=torch.int64)
+        all_rows, all_batches, has_failed, signals, clocks = self._group.all_gather(words, "consensus").T.tolist()
+        if any(has_failed):
+            reasons = self._group.all_gather_object(failure)  # all ranks get here, for the last time
+            failed = tuple(rank for rank, reason in enumerate(reasons) if reason is not None)
+            raise RankFailed("; ".join(f"rank {rank} has failed: {reasons[rank]}" for rank in failed), failed)
+        return Round(tuple(all_rows), max(all_batches), max(signals), clocks[0])
 
 
 def control_device(group: RankGroup) -> torch.device:
@@ -167,13 +217,11 @@ class Traffic:
         self._sent: dict[str, BytesSent] = {}
         self._lock = threading.Lock()
 
-    def add(self, kind: str, sizes: Sequence[int], nodes: Sequence[int], rank: int) -> None:
-        """`sizes[r]` bytes go to rank `r` of a group, which is on node `nodes[r]`; `rank` is one's own."""
-        total = sum(sizes) - sizes[rank]
-        across = sum(size for size, node in zip(sizes, nodes, strict=True) if node != nodes[rank])
+    def add(self, kind: str, total: int, across_nodes: int) -> None:
+        """Count bytes that go to other ranks, and how many of them go to other nodes."""
         with self._lock:
             before = self._sent.get(kind, BytesSent())
-            self._sent[kind] = BytesSent(before.total + total, before.across_nodes + across)
+            self._sent[kind] = BytesSent(before.total + total, before.across_nodes + across_nodes)
 
     def by_kind(self) -> dict[str, BytesSent]:
         """What has been sent so far, by kind."""

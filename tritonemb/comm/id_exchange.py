@@ -13,7 +13,7 @@ Bytes: `4 · B` of lengths for each route and owner, `4` an id (8 where an owner
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,10 +22,8 @@ from tritonemb import ops
 from tritonemb.comm.group import PerDevice, RankGroup
 from tritonemb.errors import id_out_of_range
 from tritonemb.jagged import KeyedJaggedTensor, key_by_key
-from tritonemb.ops.jagged import Bucketized
 
 _OWNER = 1 << 40  # an id is sent as its owner times this, plus its row there
-_READY, _REFUSED = 0, 1
 
 
 class IdRoute(NamedTuple):
@@ -38,22 +36,24 @@ class IdRoute(NamedTuple):
     owners: tuple[int, ...]  # ranks of the group, by block
 
 
-class ReceivedIds(NamedTuple):
-    """The ids that ranks have sent to this one, and what the output exchange needs to send rows back."""
+class RowRoutes(NamedTuple):
+    """How the ranks with the rows send them back, one for each id that they have received."""
 
-    features: KeyedJaggedTensor  # of all ranks' samples, in the order of ranks; a key is a route's, see `route_key`
-    batch_sizes: list[int]  # bags in each of a rank's routes: samples, or 1 if ids are deduplicated
-    source: Tensor  # int64 `[N]`: the position of value `i` of `features` in the messages, rank by rank
     sent: list[int]  # number of ids sent to each rank
     received: list[int]  # number of ids received from each rank
+    source: Tensor  # int64 `[N]`: the position of each value received in the messages, rank by rank
     positions: Tensor  # int32 `[M]`: the position of each id, route by route, in the messages sent
     samples: int  # of all ranks
     inverse: Tensor | None  # int64 `[I]`: if deduplicated, which id sent each id of the batch is, route by route
-    groups: Sequence[Any] = ()  # the distinct rows of `features`, for each table set that looks them up
+
+
+# The ids of all ranks' samples, in the order of ranks, whose keys are those of routes (see `route_key`); how many bags
+# of each route are a rank's: its samples, or 1 if ids are deduplicated; and how rows go back, if they do.
+Received = tuple[KeyedJaggedTensor, list[int], RowRoutes | None]
 
 
 def route_key(route: int) -> str:
-    """The key of a route's ids in `ReceivedIds.features`."""
+    """The key of a route's ids where they are received."""
     return str(route)
 
 
@@ -77,29 +77,23 @@ class IdExchange:
         check_bounds: raise for an id that its table does not have; else its owner finds it out of range.
         deduplicate: send an id that comes several times in a route once, without its samples and weights.
         means: routes whose ids' weights are multiplied with one over the length of their bag.
+        returns_rows: whether rows go back, instead of pooled vectors.
     """
 
     def __init__(
-        self,
-        group: RankGroup,
-        routes: Sequence[IdRoute],
-        check_bounds: bool = True,
-        deduplicate: bool = False,
-        means: Sequence[int] = (),
-    ) -> None:
-        self.group = group
-        self.means = list(means)
-        self.routes = tuple(routes)
-        self.check_bounds, self.deduplicate = check_bounds, deduplicate
+        self, group: RankGroup, routes: Sequence[IdRoute], check_bounds: bool = True, deduplicate: bool = False,
+        means: Sequence[int] = (), returns_rows: bool = False,
+    ) -> None:  # fmt: skip
+        self.group, self.routes, self.means = group, tuple(routes), list(means)
+        self.check_bounds, self.deduplicate, self.returns_rows = check_bounds, deduplicate, returns_rows
         # The routes that each rank has rows of, rank by rank.
         self._owned = [[i for i, route in enumerate(self.routes) if rank in route.owners] for rank in range(group.size)]
         narrow = all(route.block < 2**31 - 1 for route in self.routes)
         self._id_dtype = torch.int32 if narrow else torch.int64
         self._nowhere = 2**31 - 1 if narrow else _OWNER - 1
         self._tensors = PerDevice(self._make_tensors)
-        self.owned = self._owned[group.rank]
 
-    def __call__(self, batch: KeyedJaggedTensor, problem: ValueError | None = None) -> ReceivedIds:
+    def __call__(self, batch: KeyedJaggedTensor, problem: ValueError | None = None) -> Received:
         """Exchange the ids of every rank's batch.
 
         Args:
@@ -108,42 +102,52 @@ class IdExchange:
         Raises:
             ValueError: for an id out of range, or the problem; the other ranks get a RuntimeError that names this one.
         """
-        group, tensors = self.group, self._tensors(batch.device())
+        group = self.group
+        num_rows, blocks, owners, owned, owner_ids = self._tensors(batch.device())
         by_route, inverse = self._weigh_means(self._by_route(batch)), None
         ids = route = by_route.values()[:0].to(torch.int64)
-        if problem is None:
-            try:
-                ids, route = self._check(by_route, batch, tensors)
-            except ValueError as error:
-                problem = error
-        offsets = by_route.offsets() if problem is None else torch.zeros_like(by_route.offsets())
-        weights = None if self.deduplicate or problem is not None else by_route.weights_or_none()
+        offsets, weights = torch.zeros_like(by_route.offsets()), None
+        try:
+            if problem is None:
+                ids, route = self._check(by_route, batch, num_rows)
+                offsets, weights = by_route.offsets(), by_route.weights_or_none()
+        except ValueError as error:
+            problem = error
         if self.deduplicate:
             ids, route, offsets, inverse = self._distinct(ids, route)
+            weights = None
         bags = 1 if self.deduplicate else batch.stride()
-        sorted_ids = ops.block_bucketize(
-            self._addresses(ids, route, tensors), offsets, tensors.blocks, group.size, weights
+        # Each id's owner and its row there, in one number; an id of -1 is a row that its route's first owner lacks.
+        number = torch.where(ids < 0, 0, ids // blocks[route])
+        row = torch.where(ids < 0, self._nowhere, ids - number * blocks[route])
+        ids, lengths, positions, weights = ops.block_bucketize(
+            owners[route, number] * _OWNER + row, offsets, owner_ids, group.size, weights
         )
-        lengths = sorted_ids.lengths.reshape(group.size * len(self.routes), bags)[tensors.owned].to(torch.int32)
-        sizes = self._sizes(sorted_ids, bags, weights is not None, problem is None, batch.stride())
+        tells_weights = 1 if weights is not None else 0 if ids.numel() else -1
+        to_each = _Sizes(bags, 0, tells_weights, problem is not None, batch.stride())
+        sizes = torch.tensor([to_each] * group.size, dtype=torch.int64, device=ids.device)
+        sizes[:, 1] = lengths.reshape(group.size, -1).sum(1)
         widths = [len(_Sizes._fields)] * group.size
         message = group.all_to_all(sizes.flatten(), widths, widths, "sizes").view_as(sizes)
         sent, received = ([_Sizes(*each) for each in of_ranks.tolist()] for of_ranks in (sizes, message))
         if problem is not None:
             raise problem
-        refused = [rank for rank, each in enumerate(received) if each.state != _READY]
+        refused = [rank for rank, each in enumerate(received) if each.refused]
         if refused:
             raise RuntimeError(f"rank {group.ranks[refused[0]]} has refused its batch; its own error says why")
         weighted = self._is_weighted(received)
-        out_words = [self._words(len(owned), each, weighted) for owned, each in zip(self._owned, sent, strict=True)]
-        in_words = [self._words(len(self.owned), each, weighted) for each in received]
-        packed = self._pack(sorted_ids, lengths, sent, weighted)
+        out_words = [self._words(len(mine), each, weighted) for mine, each in zip(self._owned, sent, strict=True)]
+        in_words = [self._words(len(self._owned[group.rank]), each, weighted) for each in received]
+        of_routes = lengths.reshape(group.size * len(self.routes), bags)[owned].to(torch.int32)
+        ids_sent, ids_received = ([each.ids for each in of_ranks] for of_ranks in (sent, received))
+        packed = self._pack(of_routes, ids, weights, ids_sent)
         words = group.all_to_all(packed, out_words, in_words, "ids")
         features, source = self._unpack(words, received, in_words, weighted)
-        return ReceivedIds(
-            features, [each.bags for each in received], source, [each.ids for each in sent],
-            [each.ids for each in received], sorted_ids.unbucketize, sum(each.samples for each in received), inverse,
-        )  # fmt: skip
+        routes = None
+        if self.returns_rows:
+            samples = sum(each.samples for each in received)
+            routes = RowRoutes(ids_sent, ids_received, source, positions, samples, inverse)
+        return features, [each.bags for each in received], routes
 
     def _by_route(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """The batch with the feature of each route, in their order, as its keys."""
@@ -156,8 +160,10 @@ class IdExchange:
         edges = offsets[::batch_size].tolist() if batch_size else [0] * (len(keys) + 1)
         total = sum(edges[key + 1] - edges[key] for key in order)
         order_of = torch.tensor(order, dtype=torch.int64, device=batch.device())
-        moved = ops.jagged_permute(batch.values(), offsets, order_of, len(keys), batch.weights_or_none(), total)
-        return KeyedJaggedTensor(names, moved.values, moved.weights, offsets=moved.offsets)
+        values, ends, weights = ops.jagged_permute(
+            batch.values(), offsets, order_of, len(keys), batch.weights_or_none(), total
+        )
+        return KeyedJaggedTensor(names, values, weights, offsets=ends)
 
     def _weigh_means(self, by_route: KeyedJaggedTensor) -> KeyedJaggedTensor:
         if not self.means:
@@ -169,9 +175,7 @@ class IdExchange:
         weights = own if weights is None else own * weights
         return KeyedJaggedTensor(by_route.keys(), by_route.values(), weights, offsets=by_route.offsets())
 
-    def _check(
-        self, by_route: KeyedJaggedTensor, batch: KeyedJaggedTensor, tensors: _RouteTensors
-    ) -> tuple[Tensor, Tensor]:
+    def _check(self, by_route: KeyedJaggedTensor, batch: KeyedJaggedTensor, num_rows: Tensor) -> tuple[Tensor, Tensor]:
         """Every id and its route; -1 for an id that its table does not have."""
         ids = by_route.values().to(torch.int64)
         batch_size = by_route.stride()
@@ -179,7 +183,7 @@ class IdExchange:
         route = torch.repeat_interleave(
             torch.arange(len(self.routes), device=ids.device), torch.diff(edges), output_size=ids.shape[0]
         )
-        inside = (ids >= 0) & (ids < tensors.num_rows[route])
+        inside = (ids >= 0) & (ids < num_rows[route])
         if self.check_bounds and not bool(inside.all()):
             errors = (id_error(batch, each.feature, each.table, each.num_rows) for each in self.routes)
             raise next(error for error in errors if error is not None)
@@ -191,22 +195,6 @@ class IdExchange:
         route = found // _OWNER
         counts = torch.bincount(route, minlength=len(self.routes))
         return found % _OWNER - 1, route, ops.segment_offsets(counts), inverse
-
-    def _addresses(self, ids: Tensor, route: Tensor, tensors: _RouteTensors) -> Tensor:
-        """Each id's owner and its row there, in one number; an id of -1 is a row that its route's first owner lacks."""
-        block = tensors.rows[route]
-        number = torch.where(ids < 0, 0, ids // block)
-        row = torch.where(ids < 0, self._nowhere, ids - number * block)
-        return tensors.owners[route, number] * _OWNER + row
-
-    def _sizes(self, ids: Bucketized, bags: int, weighted: bool, ready: bool, samples: int) -> Tensor:
-        """int64 `[ranks, 5]`: the `_Sizes` of the message to each rank."""
-        of_ids = ids.lengths.reshape(self.group.size, -1).sum(1)
-        tells_weights = 1 if weighted else 0 if ids.values.shape[0] else -1
-        sizes = _Sizes(bags, 0, tells_weights, _READY if ready else _REFUSED, samples)
-        found = torch.tensor([sizes] * self.group.size, dtype=torch.int64, device=of_ids.device)
-        found[:, 1] = of_ids
-        return found
 
     def _is_weighted(self, sizes: Sequence[_Sizes]) -> bool:
         """Whether the ranks' ids have weights."""
@@ -220,53 +208,46 @@ class IdExchange:
         """4-byte words of a message."""
         return num_routes * sizes.bags + sizes.ids * (self._id_dtype.itemsize // 4 + weighted)
 
-    def _pack(self, ids: Bucketized, lengths: Tensor, sent: Sequence[_Sizes], weighted: bool) -> Tensor:
+    def _pack(self, lengths: Tensor, ids: Tensor, weights: Tensor | None, counts: list[int]) -> Tensor:
         """Lengths, ids and weights for each rank, one rank after the other, as int32 words."""
-        counts = [each.ids for each in sent]
         wide = self._id_dtype.itemsize // 4
-        of_lengths = lengths.split([len(owned) for owned in self._owned])
-        of_ids = ids.values.to(self._id_dtype).view(torch.int32).split([count * wide for count in counts])
-        parts = [[lengths.flatten(), of_rank] for lengths, of_rank in zip(of_lengths, of_ids, strict=True)]
-        if weighted:
-            weights = ids.values.new_zeros(0) if ids.weights is None else ids.weights
-            of_weights = weights.to(torch.float32).view(torch.int32).split(counts)
-            parts = [[*part, own] for part, own in zip(parts, of_weights, strict=True)]
-        return torch.cat([piece for part in parts for piece in part])
+        fields = [
+            lengths.split([len(mine) for mine in self._owned]),
+            ids.to(self._id_dtype).view(torch.int32).split([count * wide for count in counts]),
+        ]
+        if weights is not None:
+            fields.append(weights.to(torch.float32).view(torch.int32).split(counts))
+        return torch.cat([piece.flatten() for of_rank in zip(*fields, strict=True) for piece in of_rank])
 
     def _unpack(
         self, words: Tensor, received: Sequence[_Sizes], in_words: list[int], weighted: bool
     ) -> tuple[KeyedJaggedTensor, Tensor]:
         """What was received, rank by rank, key by key; and where each value was."""
-        wide = self._id_dtype.itemsize // 4
+        wide, owned = self._id_dtype.itemsize // 4, self._owned[self.group.rank]
         lengths, ids, weights = [], [], []
         for part, sizes in zip(words.split(in_words), received, strict=True):
-            num_lengths = len(self.owned) * sizes.bags
+            num_lengths = len(owned) * sizes.bags
             of_lengths, of_ids, of_weights = part.split([num_lengths, sizes.ids * wide, sizes.ids * weighted])
-            lengths.append(of_lengths.reshape(len(self.owned), sizes.bags))
+            lengths.append(of_lengths.reshape(len(owned), sizes.bags))
             ids.append(of_ids)
             weights.append(of_weights)
         source = key_by_key(lengths, sum(sizes.ids for sizes in received))
         values = torch.cat(ids).view(self._id_dtype)[source]
         per_bag = torch.cat(lengths, dim=1).flatten()
         of_values = torch.cat(weights).view(torch.float32)[source] if weighted else None
-        keys = [route_key(route) for route in self.owned]
-        return KeyedJaggedTensor(keys, values, of_values, lengths=per_bag), source
+        return KeyedJaggedTensor([route_key(route) for route in owned], values, of_values, lengths=per_bag), source
 
-    def _make_tensors(self, device: torch.device) -> _RouteTensors:
+    def _make_tensors(self, device: torch.device) -> tuple[Tensor, ...]:
+        """Of each route: rows, rows of a block, owners by block, routes of each rank, and what numbers owners."""
         most = max([1, *[len(route.owners) for route in self.routes]])
-        owners = [[*route.owners, *[0] * (most - len(route.owners))] for route in self.routes]
-        pairs = [rank * len(self.routes) + route for rank, mine in enumerate(self._owned) for route in mine]
-
-        def tensor(values: Sequence[object]) -> Tensor:
-            return torch.tensor(values, dtype=torch.int64, device=device)
-
-        return _RouteTensors(
-            tensor([route.num_rows for route in self.routes]),
-            tensor([route.block for route in self.routes]),
-            tensor(owners).reshape(len(self.routes), most),
-            tensor(pairs),
-            torch.full((len(self.routes),), _OWNER, dtype=torch.int64, device=device),
+        found = (
+            [route.num_rows for route in self.routes],
+            [route.block for route in self.routes],
+            [[*route.owners, *[0] * (most - len(route.owners))] for route in self.routes],
+            [rank * len(self.routes) + route for rank, mine in enumerate(self._owned) for route in mine],
+            [_OWNER] * len(self.routes),
         )
+        return tuple(torch.tensor(values, dtype=torch.int64, device=device) for values in found)
 
 
 class _Sizes(NamedTuple):
@@ -275,15 +256,5 @@ class _Sizes(NamedTuple):
     bags: int  # in each route
     ids: int  # in all of them
     weighted: int  # 1 if the ids have weights, 0 if not, -1 if there are no ids to tell by
-    state: int  # whether the batch is good
+    refused: int  # whether the sending rank has refused its batch
     samples: int  # of the sending rank
-
-
-class _RouteTensors(NamedTuple):
-    """The routes as tensors: `[V]`; `owners` `[V, most blocks]`; `owned`, ranks and routes as pairs, flat."""
-
-    num_rows: Tensor
-    rows: Tensor
-    owners: Tensor
-    owned: Tensor
-    blocks: Tensor

@@ -15,16 +15,18 @@ communication).
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tritonemb.comm.group import PerDevice, RankGroup
-from tritonemb.comm.id_exchange import ReceivedIds
+from tritonemb.comm.id_exchange import RowRoutes
 from tritonemb.ops import quantize
 from tritonemb.ops.quantize import CODECS, Packing, make_packing
 
@@ -86,14 +88,15 @@ class MessageCodec:
                 torch.zeros((), dtype=torch.int64, device=device),
             )
         )
-        self._scales: dict[float, PerDevice[Tensor]] = {}
 
     def pack(self, matrix: Tensor, scale: float = 1.0, rows: Tensor | None = None) -> Tensor:
         """See `ops.quantize_pack`."""
         packing, saturated = self._packings(matrix.device)
         if packing.row_bytes == 0 or matrix.shape[0] == 0:
             return matrix.new_empty(0, dtype=torch.uint8)
-        return quantize.quantize_pack(matrix.contiguous(), packing, saturated, self._scale(scale, matrix.device), rows)
+        return quantize.quantize_pack(
+            matrix.contiguous(), packing, saturated, _scale_tensor(scale, matrix.device), rows
+        )
 
     def unpack(
         self, message: Tensor, num_rows: int, dtype: torch.dtype, scale: float = 1.0, rows: Tensor | None = None
@@ -102,7 +105,7 @@ class MessageCodec:
         packing, saturated = self._packings(message.device)
         if packing.row_bytes == 0 or num_rows == 0:
             return message.new_zeros(num_rows, self._width, dtype=dtype)
-        return quantize.quantize_unpack(message, packing, dtype, saturated, self._scale(scale, message.device), rows)
+        return quantize.quantize_unpack(message, packing, dtype, saturated, _scale_tensor(scale, message.device), rows)
 
     def part_bytes(self, device: torch.device) -> tuple[int, ...]:
         """Bytes of a row in each part."""
@@ -112,25 +115,27 @@ class MessageCodec:
         """How many elements were too large for the codec so far. Waits for the device."""
         return sum(int(count) for _, count in self._packings.made.values())
 
-    def _scale(self, value: float, device: torch.device) -> Tensor | None:
-        if value == 1.0:
-            return None
-        of_value = PerDevice(lambda d: torch.tensor(value, dtype=torch.float32, device=d))
-        return self._scales.setdefault(value, of_value)(device)
+
+@functools.lru_cache(maxsize=64)
+def _scale_tensor(value: float, device: torch.device) -> Tensor | None:
+    with torch.inference_mode(False):
+        return None if value == 1.0 else torch.tensor(value, dtype=torch.float32, device=device)
 
 
-class _OutputExchange:
+class OutputExchange:
+    """Called with the values of a batch and what `forward` and `backward` need to know of it."""
+
     def __init__(self, group: RankGroup, precision: ExchangePrecision, average: int, kind: str) -> None:
         self.group, self.precision = group, EXACT if group.size == 1 else precision  # one rank sends nothing
         self.average, self.kind = average, kind
-        self._codecs: tuple[MessageCodec, ...] = ()
+        self.codecs: tuple[MessageCodec, ...] = ()
 
-    def saturated(self) -> int:
-        """Elements too large for the codecs so far. Waits for the device."""
-        return sum(codec.saturated() for codec in self._codecs)
+    def __call__(self, values: Tensor, batch: Any) -> Tensor:
+        found: Tensor = _OutputExchangeFunction.apply(values, self, batch)
+        return found
 
 
-class PooledExchange(_OutputExchange):
+class PooledExchange(OutputExchange):
     """Sends columns to the ranks of their samples; every rank of the group makes it with the same arguments.
 
     Args:
@@ -142,14 +147,9 @@ class PooledExchange(_OutputExchange):
     """
 
     def __init__(
-        self,
-        group: RankGroup,
-        columns: Sequence[Sequence[ColumnRange]],
-        width: int,
-        precision: ExchangePrecision,
-        average: int = 1,
-        kind: str = "pooled",
-    ) -> None:
+        self, group: RankGroup, columns: Sequence[Sequence[ColumnRange]], width: int, precision: ExchangePrecision,
+        average: int = 1, kind: str = "pooled",
+    ) -> None:  # fmt: skip
         super().__init__(group, precision, average, kind)
         own = columns[group.rank]
         own_width = sum(size for _, size in own)
@@ -161,18 +161,14 @@ class PooledExchange(_OutputExchange):
         self._received = MessageCodec(self._parts.columns, self._parts.width, forward)
         self._sent_back = MessageCodec(columns, width, backward)
         self._received_back = MessageCodec(by_table if backward == "int8" else whole, own_width, backward)
-        self._codecs = (self._sent, self._received, self._sent_back, self._received_back)
+        self.codecs = (self._sent, self._received, self._sent_back, self._received_back)
 
-    def __call__(self, matrix: Tensor, num_rows: Sequence[int]) -> Tensor:
+    def forward(self, matrix: Tensor, num_rows: Sequence[int]) -> Tensor:
         """`[sum(num_rows), own columns]` for all ranks' samples → `[num_rows[rank], width]` for this rank's.
 
         Args:
             num_rows: samples of each rank, in order.
         """
-        found: Tensor = _OutputExchangeFunction.apply(matrix, self, list(num_rows))
-        return found
-
-    def forward(self, matrix: Tensor, num_rows: list[int]) -> Tensor:
         own = num_rows[self.group.rank]
         (sent,), received = self._sent.part_bytes(matrix.device), self._received.part_bytes(matrix.device)
         message = self.group.all_to_all(
@@ -180,7 +176,8 @@ class PooledExchange(_OutputExchange):
         )
         return self._parts.add(self._received.unpack(message, own, matrix.dtype))
 
-    def backward(self, grad: Tensor, num_rows: list[int]) -> Tensor:
+    def backward(self, grad: Tensor, num_rows: Sequence[int]) -> Tensor:
+        """The columns of this rank of all ranks' gradients."""
         own, total = num_rows[self.group.rank], sum(num_rows)
         scale = self.precision.scale(total)
         sent, (received,) = self._sent_back.part_bytes(grad.device), self._received_back.part_bytes(grad.device)
@@ -191,7 +188,7 @@ class PooledExchange(_OutputExchange):
         return self._received_back.unpack(message, total, grad.dtype, scale * self.average)
 
 
-class SequenceExchange(_OutputExchange):
+class SequenceExchange(OutputExchange):
     """Sends rows of `dim` columns to the ranks that sent their ids.
 
     Args:
@@ -205,29 +202,26 @@ class SequenceExchange(_OutputExchange):
         super().__init__(group, precision, average, kind)
         self._forward = MessageCodec([[(0, dim)]], dim, self.precision.forward)
         self._backward = MessageCodec([[(0, dim)]], dim, self.precision.backward)
-        self._codecs = (self._forward, self._backward)
+        self.codecs = (self._forward, self._backward)
 
-    def __call__(self, rows: Tensor, ids: ReceivedIds) -> Tensor:
-        """`[N, dim]`, a row for each value of `ids.features` → `[M, dim]`, one for each id that was sent."""
-        found: Tensor = _OutputExchangeFunction.apply(rows, self, ids)
-        return found
-
-    def forward(self, rows: Tensor, ids: ReceivedIds) -> Tensor:
+    def forward(self, rows: Tensor, routes: RowRoutes) -> Tensor:
+        """`[N, dim]`, a row for each value received → `[M, dim]`, one for each id that was sent."""
         (size,) = self._forward.part_bytes(rows.device)
         message = self.group.all_to_all(
-            self._forward.pack(rows, rows=ids.source), [n * size for n in ids.received], [n * size for n in ids.sent],
-            self.kind,
+            self._forward.pack(rows, rows=routes.source), [n * size for n in routes.received],
+            [n * size for n in routes.sent], self.kind,
         )  # fmt: skip
-        return self._forward.unpack(message, ids.positions.shape[0], rows.dtype, rows=ids.positions)
+        return self._forward.unpack(message, routes.positions.shape[0], rows.dtype, rows=routes.positions)
 
-    def backward(self, grad: Tensor, ids: ReceivedIds) -> Tensor:
-        scale = self.precision.scale(ids.samples)
+    def backward(self, grad: Tensor, routes: RowRoutes) -> Tensor:
+        """The gradients of this rank's rows."""
+        scale = self.precision.scale(routes.samples)
         (size,) = self._backward.part_bytes(grad.device)
         message = self.group.all_to_all(
-            self._backward.pack(grad, scale, ids.positions), [n * size for n in ids.sent],
-            [n * size for n in ids.received], f"{self.kind} gradients",
+            self._backward.pack(grad, scale, routes.positions), [n * size for n in routes.sent],
+            [n * size for n in routes.received], f"{self.kind} gradients",
         )  # fmt: skip
-        return self._backward.unpack(message, ids.source.shape[0], grad.dtype, scale * self.average, ids.source)
+        return self._backward.unpack(message, routes.source.shape[0], grad.dtype, scale * self.average, routes.source)
 
 
 class _OutputExchangeFunction(torch.autograd.Function):
@@ -259,21 +253,23 @@ class _PartSums:
         single = sorted(part for part, count in times.items() if count == 1)
         # By falling number of parts: the slabs of the last parts are prefixes of that of the first.
         summed = sorted((part for part, count in times.items() if count > 1), key=lambda part: (-times[part], part))
-        order = [column for first, size in (*single, *summed) for column in range(first, first + size)]
+        ordered = (*single, *summed)
+        order = [column for first, size in ordered for column in range(first, first + size)]
         assert sorted(order) == list(range(width)), "ranges must cover the result once, or be the same"
         self._num_single = sum(size for _, size in single)
         most = max([0, *[times[part] for part in summed]])
         self._slabs = [sum(size for first, size in summed if times[first, size] > n) for n in range(most)]
         self.width = self._num_single + sum(self._slabs)
-        starts = dict(zip((*single, *summed), _starts((*single, *summed)), strict=True))
+        starts = dict(zip(ordered, _starts(ordered), strict=True))
         seen: Counter[ColumnRange] = Counter()
         self.columns: list[list[ColumnRange]] = []
         for own in columns:
             self.columns.append([(starts[part] + sum(self._slabs[: seen[part]]), part[1]) for part in own])
             seen.update(own)
         inverse = sorted(range(width), key=order.__getitem__)
-        is_sorted = inverse == list(range(width))
-        self._order = None if is_sorted else PerDevice(lambda device: torch.tensor(inverse, device=device))
+        self._order = None
+        if inverse != list(range(width)):
+            self._order = PerDevice(lambda device: torch.tensor(inverse, device=device))
 
     def add(self, matrix: Tensor) -> Tensor:
         """The result."""
@@ -288,7 +284,4 @@ class _PartSums:
 
 def _starts(columns: Sequence[ColumnRange]) -> list[int]:
     """Where each range begins if they stand side by side."""
-    starts = [0]
-    for _, size in columns:
-        starts.append(starts[-1] + size)
-    return starts[:-1]
+    return list(accumulate((size for _, size in columns), initial=0))[:-1]

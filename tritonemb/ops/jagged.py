@@ -3,8 +3,6 @@ the host; see `kernels/jagged.py`."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -13,44 +11,13 @@ from tritonemb.layout import segment_offsets
 from tritonemb.ops.registry import define, kernel
 from tritonemb.ops.row_groups import check_ids, plain_eager
 
-__all__ = ["Bucketized", "Permuted", "block_bucketize", "jagged_permute", "segment_offsets"]
-
-
-class Permuted(NamedTuple):
-    """A batch with its keys in another order.
-
-    Attributes:
-        values: `[num_values]`; zeros behind the last offset.
-        offsets: `[K' * B + 1]`, in the dtype of the batch's.
-        weights: `[num_values]`, or None.
-    """
-
-    values: Tensor
-    offsets: Tensor
-    weights: Tensor | None
-
-
-class Bucketized(NamedTuple):
-    """A batch's ids by the owner of their rows, then by key, sample and position.
-
-    Attributes:
-        values: `[N]` ids as their owner counts its rows; an id of no owner is as it was, and with the first owner
-            if negative, else with the last, which will find it out of range.
-        lengths: `[W * K * B]` values a bag, for each owner, in the dtype of the batch's offsets.
-        unbucketize: int32 `[N]`: `values[unbucketize[i]]` came from position `i`, and so with anything computed for it.
-        weights: `[N]`, or None.
-    """
-
-    values: Tensor
-    lengths: Tensor
-    unbucketize: Tensor
-    weights: Tensor | None
+__all__ = ["block_bucketize", "jagged_permute", "segment_offsets"]
 
 
 def jagged_permute(
     values: Tensor, offsets: Tensor, order: Tensor, num_keys: int, weights: Tensor | None = None,
     num_values: int | None = None,
-) -> Permuted:  # fmt: skip
+) -> tuple[Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Take the keys `order` of a batch, in that order.
 
     Args:
@@ -62,6 +29,10 @@ def jagged_permute(
         num_values: how many values the result has room for; `N` suffices unless keys are repeated. Values that do not
             fit are left out, though the offsets count them.
 
+    Returns:
+        `[num_values]` values, zeros behind the last offset; `[K' * B + 1]` offsets, in the dtype of the batch's; and
+        `[num_values]` weights, or None.
+
     Raises:
         TypeError, ValueError: for other dtypes and shapes.
     """
@@ -70,12 +41,12 @@ def jagged_permute(
         raise ValueError(f"num_values must not be negative, got {num_values}")
     _check(values, offsets, order, "order", weights, num_keys)
     out = _call("jagged_permute", values, offsets, order, weights, num_keys, num_values)
-    return Permuted(out[0], out[1], None if weights is None else out[2])
+    return out[0], out[1], None if weights is None else out[2]
 
 
 def block_bucketize(
     values: Tensor, offsets: Tensor, block_sizes: Tensor, num_owners: int, weights: Tensor | None = None
-) -> Bucketized:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Sort a batch's ids by the rank that owns their row: `id // block_sizes[key]`, its row `id % block_sizes[key]`.
 
     Args:
@@ -85,6 +56,13 @@ def block_bucketize(
         num_owners: `W`.
         weights: `[N]`, any dtype; no gradient flows to them.
 
+    Returns:
+        values: `[N]` ids as their owner counts its rows, by owner, then by key, sample and position; an id of no owner
+            is as it was, and with the first owner if negative, else with the last, which will find it out of range.
+        lengths: `[W * K * B]` values a bag, for each owner, in the dtype of the batch's offsets.
+        unbucketize: int32 `[N]`: `values[unbucketize[i]]` came from position `i`, and so with anything computed for it.
+        weights: `[N]`, or None.
+
     Raises:
         TypeError, ValueError: for other dtypes and shapes, or no owners.
     """
@@ -92,7 +70,7 @@ def block_bucketize(
         raise ValueError(f"num_owners must be at least 1, got {num_owners}")
     _check(values, offsets, block_sizes, "block_sizes", weights, block_sizes.numel())
     out = _call("block_bucketize", values, offsets, block_sizes, weights, num_owners)
-    return Bucketized(out[0], out[1], out[2], None if weights is None else out[3])
+    return out[0], out[1], out[2], None if weights is None else out[3]
 
 
 def _call(

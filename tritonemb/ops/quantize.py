@@ -1,14 +1,8 @@
-"""`tritonemb::quantize_pack` and `quantize_unpack`: the two ends of an exchange; see `kernels/quantize.py`.
-
-`tritonemb::all_to_all`: a collective as an op, so that a compiled graph holds it. What it calls, `comm` gives it.
-"""
+"""`tritonemb::quantize_pack` and `quantize_unpack`: the two ends of an exchange; see `kernels/quantize.py`."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
-from weakref import WeakValueDictionary
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -141,33 +135,4 @@ define(
         message, Packing(*packing), dtype, saturated, scale, rows
     ),
     _unpacked,
-)
-
-
-AllToAll = Callable[[Tensor, Sequence[int], Sequence[int], str], Tensor]
-
-
-class Exchange:
-    """A collective that graphs know by its number."""
-
-    _made: ClassVar[WeakValueDictionary[int, Exchange]] = WeakValueDictionary()
-    _numbers: ClassVar[itertools.count[int]] = itertools.count()
-
-    def __init__(self, call: AllToAll) -> None:
-        self.number = next(self._numbers)
-        self.call = call
-        self._made[self.number] = self
-
-
-def _all_to_all(message: Tensor, send: list[int], receive: list[int], exchange: int, kind: str) -> Tensor:
-    """`send[r]` elements of a 1-D message go to rank `r`; returns `receive[r]` of each rank, in order."""
-    found = Exchange._made[exchange].call(message, send, receive, kind)
-    return found.clone() if found is message else found
-
-
-all_to_all = define(
-    "all_to_all",
-    "(Tensor message, SymInt[] send, SymInt[] receive, int exchange, str kind) -> Tensor",
-    _all_to_all,
-    lambda message, _send, receive, _e, _k: message.new_empty(sum(receive)),
 )

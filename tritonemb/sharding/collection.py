@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +14,8 @@ from torch.utils._pytree import tree_map_only
 
 from tritonemb.comm.gradient_exchange import ColumnBlock
 from tritonemb.comm.group import RankGroup
-from tritonemb.comm.id_exchange import IdExchange, ReceivedIds, id_error
-from tritonemb.comm.output_exchange import ExchangePrecision
+from tritonemb.comm.id_exchange import IdExchange, Received, id_error
+from tritonemb.comm.output_exchange import ExchangePrecision, OutputExchange
 from tritonemb.jagged import Features, KeyedJaggedTensor, parts_of
 from tritonemb.nn.collections import TableCollection
 from tritonemb.optimizers import Optimizer
@@ -28,108 +29,88 @@ from tritonemb.sharding.placement import (
     seed_of_shards,
     tensors_of,
 )
-from tritonemb.sharding.plan import ShardingPlan
+from tritonemb.sharding.plan import Shard, ShardingPlan
 from tritonemb.sharding.replicated_update import ReplicatedUpdate, ShardUpdate, WholeRowUpdate, needs_whole_rows
-from tritonemb.sharding.sharded_tensor import LocalShard, TableShards, load_shards
+from tritonemb.sharding.sharded_tensor import LocalShard, TableShards
 from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.lookup import PrefetchedFeatures
-from tritonemb.tables.optimizer import FusedOptimizer
+from tritonemb.tables.optimizer import FusedOptimizer, OptimizedTables
 from tritonemb.tables.table import Table
 from tritonemb.tables.table_set import Groups, TableSet
 
 PIECE_BYTES = 1 << 26  # of a table that are averaged over replicas at once
-# A batch, the distinct rows for each table set of replicated tables, and what each ID exchange has received.
-Exchanged = tuple[KeyedJaggedTensor, list[Groups], list[ReceivedIds]]
+# A batch, the distinct rows for each table set of replicated tables, and for each ID exchange what it has received and
+# the distinct rows for each table set that looks it up.
+Exchanged = tuple[KeyedJaggedTensor, list[Groups], list[tuple[Received, list[Groups]]]]
 
 
-class ShardedLookup(NamedTuple):
-    """An ID exchange, and the table sets of this rank's shards that look up what it receives."""
-
-    ids: IdExchange
-    tables: list[TableSet]
+# An ID exchange, and the table sets of this rank's shards that look up what it receives.
+ShardedLookup = tuple[IdExchange, list[TableSet]]
 
 
-class ShardedCollection(nn.Module):
+class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
     """A collection whose tables are sharded over ranks; see `ShardedEmbeddingBagCollection`.
 
     The shards are no parameters of this module, as nobody else may update or average them: `table_weights` has them.
     """
 
     pooled: bool
+    optimizer: Optimizer
 
     def __init__(
-        self,
-        collection: TableCollection,
-        plan: ShardingPlan,
-        groups: ShardGroups,
-        precision: ExchangePrecision,
-        device: torch.device,
-        sync_replicas: bool = True,
-    ) -> None:
-        super().__init__()
-        if collection.optimizer is None:
-            raise ValueError(
-                "only collections with a fused optimizer can be sharded, as ordinary gradients are averaged over whole "
-                f"parameters; give the collection of tables {[c.name for c in collection.configs]} an optimizer"
-            )
-        if plan.world_size != groups.shards.size:
-            raise ValueError(f"the plan is for {plan.world_size} ranks, the tables have {groups.shards.size}")
+        self, collection: TableCollection, plan: ShardingPlan, groups: ShardGroups, precision: ExchangePrecision,
+        device: torch.device, sync_replicas: bool = True,
+    ) -> None:  # fmt: skip
+        assert collection.optimizer is not None
+        nn.Module.__init__(self)
+        OptimizedTables.__init__(self, collection.optimizer)
         self.configs = collection.configs
-        self.optimizer: Optimizer = collection.optimizer
         self.bounds_check = collection.table_set.bounds_check
         self.output_dtype = collection.table_set.dtype_of([table.weight for table in collection.tables])
         self.plan, self.groups, self.precision, self.device = plan, groups, precision, device
-        self._sync_replicas = sync_replicas and groups.replicas.size > 1
-        self.placement = Placement.of(self.configs, plan, self.pooled)
-        self._learning_rate = collection.current_learning_rate
-        self._fused_optimizer: FusedOptimizer | None = None
+        self.placement = Placement(self.configs, plan, self.pooled, needs_whole_rows(collection.optimizer))
         self._nothing = torch.empty(0, device=device)
-        self._prefetch_world, self._prefetch_replicas = self._prefetch_groups()
+        # The ranks that train a shard together, by whether its table is replicated; and, where such tables are cached,
+        # the same ranks for prefetches: all ranks make these groups.
+        self._sharers = {True: groups.world, False: groups.replicas if sync_replicas else RankGroup()}
+        cached = [each for each in self.placement.shards if self.configs[each.table].placement != "device"]
+        schemes = {each.scheme == "replicated" for each in cached}
+        self._for_prefetch = {
+            key: groups.for_prefetch(key) for key, group in self._sharers.items() if key in schemes and group.size > 1
+        }
         self.locals: list[TableSet] = []
         self._local_shards: list[list[PlacedShard]] = []  # of each table set, in the order of its tables
+        self._blocks: dict[tuple[int, Shard], ColumnBlock] = {}  # what cut shards are to each other
         self._whole_rows = self._make_whole_row_updates()
+        self._exchanges: list[OutputExchange] = []
         self._lookups = self._make_lookups()
-        self._replicated = self._make_tables(self.placement.on(groups.shards.rank, "replicated"), self.bounds_check)
+        replicated = self.placement.on(groups.shards.rank, "replicated")
+        self._replicated = self._make_tables(replicated, self.bounds_check)
+        self._checked: list[tuple[str, str, int]] = []  # features of replicated tables, whose ids all ranks refuse
+        if self._lookups and groups.shards.size > 1 and self.bounds_check == "raise":
+            configs = [self.configs[each.table] for each in replicated]
+            self._checked = [(key, c.name, c.num_embeddings) for c in configs for key in c.feature_names]
         self._init_shards(collection)
         # A compiled model's graphs end before it and begin behind it: the host reads sizes of messages, and replicated
         # updates exchange as many rows as a batch happens to have.
         self.forward = torch.compiler.disable(self.forward)
 
-    def _prefetch_groups(self) -> tuple[RankGroup | None, RankGroup | None]:
-        """The world and the replicas, where these train cached tables together; made by all ranks."""
-        cached = [each for each in self.placement.shards if self.configs[each.table].placement != "device"]
-        replicated = any(each.scheme == "replicated" for each in cached) and self.groups.world.size > 1
-        copied = any(each.scheme != "replicated" for each in cached) and self._sync_replicas
-        return self.groups.for_prefetch(replicated, copied)
-
     def _make_lookups(self) -> list[ShardedLookup]:
         """Lookups of shards that are not replicated, and how their rows return."""
         raise NotImplementedError
 
-    @property
+    @functools.cached_property
     def feature_names(self) -> tuple[str, ...]:
         """The keys that a batch must have, each once, in the order of tables."""
         return tuple(dict.fromkeys(feature for config in self.configs for feature in config.feature_names))
 
-    @property
+    @functools.cached_property
     def fused_optimizer(self) -> FusedOptimizer:
         """The fused optimizer of this rank's shards as a `torch.optim.Optimizer`."""
-        if self._fused_optimizer is None:
-            self._fused_optimizer = FusedOptimizer(self, self.optimizer_states)
-        return self._fused_optimizer
+        return self.view(self.optimizer_states)
 
-    @property
-    def current_learning_rate(self) -> float:
-        """What the learning rate was last set to."""
-        return self._learning_rate
-
-    def set_learning_rate(self, lr: float) -> None:
-        """Set the learning rate of the fused optimizer, on this rank; every rank is to set the same."""
-        for tables in self.locals:
-            tables.set_learning_rate(lr)
-        self._learning_rate = float(lr)
-        if self._fused_optimizer is not None:
-            self._fused_optimizer.show_learning_rate()
+    def rates(self) -> list[Tensor]:
+        return [tables.counters["learning_rate"] for tables in self.locals]
 
     def optimizer_states(self) -> list[tuple[str, Tensor, dict[str, Tensor]]]:
         """Each shard's name, weight, and the step and states of its fused optimizer by name."""
@@ -175,20 +156,20 @@ class ShardedCollection(nn.Module):
             prefetched: Exchanged = features.of(self)
             return prefetched
         batch = self.own_batch(features)
-        problem = self._bad_ids(batch) if self._lookups else None
-        sent = self._batch_to_send(batch)
-        received = [lookup.ids(sent, problem) for lookup in self._lookups]
+        problem, sent = self._bad_ids(batch), self._batch_to_send(batch)
+        received = [exchange(sent, problem) for exchange, _ in self._lookups]
         if self.device.type != "cpu":
             moved = tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), (batch, received))
             batch, received = moved
-        for index, lookup in enumerate(self._lookups):
-            groups = [tables.group(received[index].features) for tables in lookup.tables]
-            received[index] = received[index]._replace(groups=groups)
-        return batch, [tables.group(batch) for tables in self._replicated], received
+        found = [
+            (of_ids, [tables.group(of_ids[0]) for tables in sets])
+            for (_, sets), of_ids in zip(self._lookups, received, strict=True)
+        ]
+        return batch, [tables.group(batch) for tables in self._replicated], found
 
     def saturated(self) -> int:
         """Elements that were too large for the exchanges' codecs so far. Waits for the device."""
-        raise NotImplementedError
+        return sum(codec.saturated() for exchange in self._exchanges for codec in exchange.codecs)
 
     def _batch_to_send(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """What of a batch goes to the ranks with the rows."""
@@ -207,76 +188,51 @@ class ShardedCollection(nn.Module):
 
     def _bad_ids(self, batch: KeyedJaggedTensor) -> ValueError | None:
         """What is wrong with ids of replicated tables, for all ranks to raise; the ID exchange checks other ids."""
-        if self.groups.shards.size == 1 or self.bounds_check != "raise":
-            return None
-        for each in self.placement.on(self.groups.shards.rank, "replicated"):
-            config = self.configs[each.table]
-            for feature in config.feature_names:
-                error = id_error(batch, feature, config.name, config.num_embeddings)
-                if error is not None:
-                    return error
-        return None
+        errors = (id_error(batch, *feature) for feature in self._checked)
+        return next((error for error in errors if error is not None), None)
 
     def _make_tables(self, shards: Sequence[PlacedShard], bounds_check: Any = "ignore") -> list[TableSet]:
         """Table sets of these shards: first of those that this rank updates alone, then of those that need others."""
         made = []
-        for part, needs_others in zip(self._split(shards), (False, True), strict=True):
-            if part:
-                made.append(
-                    TableSet(
-                        self.placement.parts(part), self.optimizer, self.device, bounds_check, torch.float32,
-                        pooled=self.pooled, update=self._update_of(part, needs_others),
-                    )
-                )  # fmt: skip
-                self._local_shards.append(part)
+        for needs_others in (False, True):
+            part = [each for each in shards if each.cut == needs_others]
+            if not part:
+                continue
+            configs, update = self.placement.parts(part), self._update_of(part)
+            made.append(
+                TableSet(
+                    configs, self.optimizer, self.device, bounds_check, torch.float32, pooled=self.pooled, update=update
+                )
+            )
+            self._local_shards.append(part)
         self.locals += made
         return made
 
-    def _update_of(self, part: Sequence[PlacedShard], needs_others: bool) -> ShardUpdate:
-        """How shards are updated that have one scheme."""
-        replicated = part[0].scheme == "replicated"
-        group: RankGroup | None = self.groups.world if replicated else self.groups.replicas
-        if group is None or group.size == 1 or not (replicated or self._sync_replicas):
-            group = None
-        if group is None and not needs_others:
+    def _update_of(self, part: Sequence[PlacedShard]) -> ShardUpdate:
+        """How shards are updated that have one scheme, and all need other ranks' columns or none does."""
+        scheme, cut = part[0].scheme, part[0].cut
+        group = self._sharers[scheme == "replicated"]
+        if group.size == 1 and not cut:
             return ShardUpdate()
-        for_prefetch = None
-        if group is not None and any(self.configs[each.table].placement != "device" for each in part):
-            for_prefetch = self._prefetch_world if replicated else self._prefetch_replicas
-        whole_rows = self._whole_rows[part[0].scheme] if needs_others else None
-        blocks = self._blocks(part) if needs_others else ()
-        size = 1 if group is None else group.size
-        return ReplicatedUpdate(group, size, whole_rows, blocks, for_prefetch)
-
-    def _split(self, shards: Sequence[PlacedShard]) -> list[list[PlacedShard]]:
-        """Shards that are updated by what this rank has, and those for which others' columns are needed."""
-        whole_rows = needs_whole_rows(self.optimizer)
-        return [[each for each in shards if (each.cut and whole_rows) == needs] for needs in (False, True)]
-
-    def _blocks(self, shards: Sequence[PlacedShard]) -> tuple[ColumnBlock, ...]:
-        """Shards as blocks of columns among the ranks that have such blocks; each run of a table's rows is numbered."""
-        cut = self._cut(shards[0].scheme)
-        ranks = sorted({each.shard.rank for each in cut})
-        rows = sorted({(each.table, each.shard.first_row) for each in cut})
-        return tuple(
-            ColumnBlock(
-                rows.index((each.table, each.shard.first_row)), ranks.index(each.shard.rank),
-                each.shard.first_column, each.shard.num_columns,
-            )
-            for each in shards
-        )  # fmt: skip
-
-    def _cut(self, scheme: str) -> list[PlacedShard]:
-        return [each for each in self.placement.shards if each.cut and each.scheme == scheme]
+        for_prefetch = self._for_prefetch.get(scheme == "replicated")
+        if not cut:
+            return ReplicatedUpdate(group, for_prefetch)
+        blocks = tuple(self._blocks[each.table, each.shard] for each in part)
+        return ReplicatedUpdate(group, for_prefetch, self._whole_rows[scheme], blocks)
 
     def _make_whole_row_updates(self) -> dict[str, WholeRowUpdate]:
-        """Made by all ranks, whether they have blocks of columns or not."""
+        """By scheme; made by all ranks, whether they have blocks of columns or not."""
         made = {}
         for scheme in ("direct", "hierarchical"):
-            cut = self._cut(scheme)
-            if cut and needs_whole_rows(self.optimizer):
-                among = self.groups.among(sorted({each.shard.rank for each in cut}))
-                made[scheme] = WholeRowUpdate(among, self._blocks(cut), self.optimizer)
+            cut = [(each.table, each.shard) for each in self.placement.shards if each.cut and each.scheme == scheme]
+            if cut:
+                ranks = sorted({shard.rank for _, shard in cut})
+                rows = sorted({(table, shard.first_row) for table, shard in cut})  # each run of a table's is numbered
+                for table, shard in cut:
+                    run, rank = rows.index((table, shard.first_row)), ranks.index(shard.rank)
+                    self._blocks[table, shard] = ColumnBlock(run, rank, shard.first_column, shard.num_columns)
+                blocks = tuple(self._blocks[each] for each in cut)
+                made[scheme] = WholeRowUpdate(self.groups.among(ranks), blocks, self.optimizer)
         return made
 
     def _local_tables(self) -> Iterator[tuple[PlacedShard, Table, RankGroup]]:
@@ -289,10 +245,9 @@ class ShardedCollection(nn.Module):
     def _init_shards(self, collection: TableCollection) -> None:
         """Copy weights and states of a collection, or draw initial values if it is on the meta device."""
         drawn = collection.tables[0].weight.device.type == "meta"
-        for tables in self.locals:
-            if not drawn:
-                tables.counters["step"].copy_(collection.step)
-            tables.set_learning_rate(self._learning_rate)
+        self.set_learning_rate(collection.current_learning_rate)
+        for tables in self.locals if not drawn else ():
+            tables.counters["step"].copy_(collection.step)
         for each, table, same in self._local_tables():
             config = self.configs[each.table]
             if not drawn:
@@ -309,10 +264,7 @@ class ShardedCollection(nn.Module):
 
     def _state(self, prefix: str = "") -> tuple[dict[str, TableShards], list[tuple[CachedTable, dict[str, Tensor]]]]:
         """What `state_dict` returns, and cached tables with the copies of their rows in it."""
-        shards: dict[str, dict[str, list[LocalShard]]] = {
-            config.name: {"weight": [], **{state.name: [] for state in self.optimizer.states}}
-            for config in self.configs
-        }
+        shards: defaultdict[str, defaultdict[str, list[LocalShard]]] = defaultdict(lambda: defaultdict(list))
         copies = []
         first_copy = self.groups.replicas.rank == 0
         for tables, shards_of in zip(self.locals, self._local_shards, strict=True):
@@ -322,14 +274,16 @@ class ShardedCollection(nn.Module):
                 if isinstance(table, CachedTable):
                     copies.append((table, tensors))
                 mine = first_copy and (each.scheme != "replicated" or self.groups.world.rank == 0)
-                weight = LocalShard(tensors["weight"], shard.first_row, shard.first_column, mine)
-                of_table["weight"].append(weight)
+                of_table["weight"].append(LocalShard(tensors["weight"], shard.first_row, shard.first_column, mine))
                 for state in self.optimizer.states:
                     # Ranks with other columns of the same rows have the same values of a row.
                     one = mine and (state.per_element or shard.first_column == 0)
                     column = shard.first_column if state.per_element else 0
                     of_table[state.name].append(LocalShard(tensors[state.name], shard.first_row, column, one))
-        found = {f"{prefix}step": self._step_shards()}
+        # The number of steps is saved by the first rank with tables.
+        mine = first_copy and self.groups.shards.rank == min(each.shard.rank for each in self.placement.shards)
+        steps = [LocalShard(tables.counters["step"], mine=mine and not n) for n, tables in enumerate(self.locals)]
+        found = {f"{prefix}step": TableShards((), torch.int64, steps)}
         for config in self.configs:
             size, own = (config.num_embeddings, config.embedding_dim), shards[config.name]
             found[f"{prefix}{config.name}.weight"] = TableShards(size, config.dtype, own["weight"])
@@ -337,15 +291,6 @@ class ShardedCollection(nn.Module):
                 of_state = size if state.per_element else size[:1]
                 found[f"{prefix}{config.name}.{state.name}"] = TableShards(of_state, torch.float32, own[state.name])
         return found, copies
-
-    def _step_shards(self) -> TableShards:
-        """The number of steps; the first rank with tables saves it."""
-        holder = min(each.shard.rank for each in self.placement.shards)
-        mine = self.groups.replicas.rank == 0 and self.groups.shards.rank == holder
-        return TableShards(
-            (), torch.int64,
-            [LocalShard(tables.counters["step"], mine=mine and not n) for n, tables in enumerate(self.locals)],
-        )  # fmt: skip
 
     @torch.no_grad()
     def average_replicas(self) -> None:
@@ -369,7 +314,7 @@ class ShardedCollection(nn.Module):
                 missing_keys.append(key)
                 continue
             try:
-                load_shards(here, state_dict[key])
+                here.copy_from(state_dict[key])
             except ValueError as error:
                 error_msgs.append(f"{key}: {error}")
         for table, tensors in copies:
@@ -382,8 +327,8 @@ class ShardedCollection(nn.Module):
             tables.convert(fn)
         self._nothing = fn(self._nothing)
         self.device = self._nothing.device
-        if self._fused_optimizer is not None:
-            self._fused_optimizer.refresh()
+        for view in self._views:
+            view.refresh()
         return self
 
     def extra_repr(self) -> str:

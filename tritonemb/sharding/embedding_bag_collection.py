@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from tritonemb.tables.lookup import PrefetchedFeatures
 from tritonemb.tables.table_set import TableSet
 
 EXCHANGED: tuple[Scheme, ...] = ("direct", "hierarchical")
-Exchange = Callable[[Tensor, list[int]], Tensor]
+Exchange = Callable[[Tensor, Sequence[int]], Tensor]
 
 
 class ShardedEmbeddingBagCollection(ShardedCollection):
@@ -42,14 +42,17 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         rank, ranks = groups.shards.rank, range(groups.shards.size)
         columns = place.columns((*EXCHANGED, "replicated"))
         self._columns = None if columns == sorted(columns) else torch.tensor(columns)
-        self._mean_of = self._columns_by_mean()
-        self._exchanges: list[PooledExchange] = []
+        # Of row-wise sharded tables with pooling "mean", no rank with shards knows a bag's whole length. It takes fewer
+        # bytes to divide results, but gradients are clamped before they are divided: then ids have weights.
+        means = {each.table for each in place.shards if each.summed and self.configs[each.table].pooling == "mean"}
+        weighted = set() if self.optimizer.max_gradient is None else means
+        self._mean_of = self._columns_by_mean(means - weighted)
         self._schemes: list[tuple[list[TableSet], Exchange]] = []  # table sets, and what exchanges their columns
         for scheme in EXCHANGED:
             if not place.tables_of(scheme):
                 continue
             # The columns of a rank's matrix are those of its table sets, one after the other.
-            runs = [[run for part in self._split(place.on(r, scheme)) for run in place.runs(part)] for r in ranks]
+            runs = [place.runs(place.on(r, scheme)) for r in ranks]
             exchange: Exchange = self._hierarchical
             if scheme == "direct":
                 exchange = PooledExchange(groups.shards, runs, place.width_of(scheme), self.precision, len(ranks))
@@ -59,8 +62,9 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             self._schemes.append((self._make_tables(place.on(rank, scheme)), exchange))
         if not place.routes:
             return []
-        ids = IdExchange(groups.ids, place.routes, self.bounds_check == "raise", means=self._routes_of_means())
-        return [ShardedLookup(ids, [each for tables, _ in self._schemes for each in tables])]
+        routes = sorted({route for each in place.shards if each.table in weighted for route in each.routes})
+        ids = IdExchange(groups.ids, place.routes, self.bounds_check == "raise", means=routes)
+        return [(ids, [each for tables, _ in self._schemes for each in tables])]
 
     def _make_hierarchical(self, runs: list[list[ColumnRange]]) -> None:
         """Two exchanges: inside the node, which adds, and across nodes, between ranks with the same local rank."""
@@ -84,14 +88,14 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         """`[B, sum of dims]`, columns by table, then by that table's features."""
         batch, own_groups, received = self.prefetch(features)
         parts = []
-        for ids in received:
-            groups = iter(ids.groups)
+        for (ids, batch_sizes, _), of_ids in received:
+            groups = iter(of_ids)
             for sets, exchange in self._schemes:
-                found = [tables.look_up(ids.features, next(groups)) for tables in sets]
+                found = [tables.look_up(ids, next(groups)) for tables in sets]
                 if not found:  # a rank without such shards takes part in the backward's exchange, too
-                    size = sum(ids.batch_sizes), 0
+                    size = sum(batch_sizes), 0
                     found = [torch.zeros(size, dtype=torch.float32, device=self.device, requires_grad=True)]
-                parts.append(exchange(_side_by_side(found), ids.batch_sizes))
+                parts.append(exchange(_side_by_side(found), batch_sizes))
         parts += [tables.look_up(batch, groups) for tables, groups in zip(self._replicated, own_groups, strict=True)]
         pooled = _side_by_side(parts)
         if self._columns is not None:
@@ -99,11 +103,7 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
             pooled = pooled.index_select(1, self._columns)
         return self._mean(pooled, batch).to(self.output_dtype)
 
-    def saturated(self) -> int:
-        """See `ShardedCollection.saturated`."""
-        return sum(exchange.saturated() for exchange in self._exchanges)
-
-    def _hierarchical(self, matrix: Tensor, batch_sizes: list[int]) -> Tensor:
+    def _hierarchical(self, matrix: Tensor, batch_sizes: Sequence[int]) -> Tensor:
         size, rank = self.groups.node.size, self.groups.shards.rank
         pieces = matrix.split(batch_sizes)
         by_local_rank = [pieces[r] for local in range(size) for r in range(local, len(pieces), size)]
@@ -111,24 +111,9 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         summed = self._inside(torch.cat(by_local_rank), sizes)
         return self._across(summed, batch_sizes[rank % size :: size])
 
-    def _means_over_rows(self) -> set[int]:
-        """Row-wise sharded tables with pooling "mean": no rank with shards knows a bag's whole length."""
-        return {
-            each.table for each in self.placement.shards if each.summed and self.configs[each.table].pooling == "mean"
-        }
-
-    def _routes_of_means(self) -> list[int]:
-        """The ID routes of such tables whose sums become means by weights of the ids.
-
-        That is where gradients are clamped, before they are divided; otherwise it takes fewer bytes to divide results.
-        """
-        means = set() if self.optimizer.max_gradient is None else self._means_over_rows()
-        return sorted({route for each in self.placement.shards if each.table in means for route in each.routes})
-
-    def _columns_by_mean(self) -> Tensor | None:
+    def _columns_by_mean(self, tables: set[int]) -> Tensor | None:
         """For each column of the result, the feature whose lengths of bags divide it, or one more for none."""
-        tables = self._means_over_rows()
-        if not tables or self._routes_of_means():
+        if not tables:
             return None
         names, column = list(self.feature_names), list[int]()
         for table, config in enumerate(self.configs):

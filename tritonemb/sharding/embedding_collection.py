@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from tritonemb import ops
-from tritonemb.comm.id_exchange import IdExchange, ReceivedIds
-from tritonemb.comm.output_exchange import ColumnRange, SequenceExchange
+from tritonemb.comm.id_exchange import IdExchange, Received
+from tritonemb.comm.output_exchange import ColumnRange, OutputExchange, SequenceExchange
 from tritonemb.jagged import Features, KeyedJaggedTensor
 from tritonemb.ops.bag import Bags, bag
 from tritonemb.sharding.collection import ShardedCollection, ShardedLookup
 from tritonemb.tables.lookup import PrefetchedFeatures
+from tritonemb.tables.table_set import Groups, TableSet
 
 
 class ShardedEmbeddingCollection(ShardedCollection):
@@ -33,7 +34,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
         groups, place = self.groups, self.placement
         # Gradients are clamped one by one, before weights multiply them: the ranks with the rows need all of both.
         self._exact_occurrences = self.optimizer.max_gradient is not None
-        self._exchanges: list[tuple[ColumnRange, SequenceExchange]] = []  # columns of the result, and their way back
+        self._columns: list[ColumnRange] = []  # of the result, that each exchange returns
         lookups = []
         routed = [each for each in place.shards if each.routes]
         for columns, summed in sorted({(each.columns, each.summed) for each in routed}):
@@ -46,11 +47,11 @@ class ShardedEmbeddingCollection(ShardedCollection):
             ]
             ids = IdExchange(
                 groups.ids, [place.routes[route] for route in routes], self.bounds_check == "raise",
-                deduplicate=summed and not self._exact_occurrences,
+                deduplicate=summed and not self._exact_occurrences, returns_rows=True,
             )  # fmt: skip
-            rows = SequenceExchange(groups.shards, columns[1], self.precision, groups.shards.size)
-            self._exchanges.append((columns, rows))
-            lookups.append(ShardedLookup(ids, self._make_tables(here)))
+            self._columns.append(columns)
+            self._exchanges.append(SequenceExchange(groups.shards, columns[1], self.precision, groups.shards.size))
+            lookups.append((ids, self._make_tables(here)))
         return lookups
 
     def _batch_to_send(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -64,41 +65,41 @@ class ShardedEmbeddingCollection(ShardedCollection):
         batch, own_groups, received = self.prefetch(features)
         dim, num_values = self.configs[0].embedding_dim, batch.values().shape[0]
         parts = []
-        for lookup, (columns, exchange), ids in zip(self._lookups, self._exchanges, received, strict=True):
-            own = self._in_batch_order(lookup, self._rows(lookup, exchange, columns[1], ids), batch)
+        exchanges = zip(self._lookups, self._columns, self._exchanges, received, strict=True)
+        for (ids, sets), (first, width), exchange, (of_ids, groups) in exchanges:
+            own = self._in_batch_order(ids, self._rows(sets, exchange, width, of_ids, groups), batch)
             if batch.weights_or_none() is not None and not self._exact_occurrences:
                 own = own * batch.weights().to(own.dtype).unsqueeze(1)
-            first, width = columns
             parts.append(own if width == dim else torch.nn.functional.pad(own, (first, dim - first - width)))
         parts += [tables.look_up(batch, groups) for tables, groups in zip(self._replicated, own_groups, strict=True)]
         total = functools.reduce(operator.add, parts)
         assert total.shape == (num_values, dim)
         return KeyedJaggedTensor(batch.keys(), total.to(self.output_dtype), offsets=batch.offsets())
 
-    def saturated(self) -> int:
-        """See `ShardedCollection.saturated`."""
-        return sum(exchange.saturated() for _, exchange in self._exchanges)
-
-    def _rows(self, lookup: ShardedLookup, exchange: SequenceExchange, width: int, ids: ReceivedIds) -> Tensor:
+    def _rows(
+        self, sets: list[TableSet], exchange: OutputExchange, width: int, received: Received, groups: list[Groups]
+    ) -> Tensor:
         """A row for each id of the batch, route by route."""
-        found = [tables.look_up(ids.features, groups) for tables, groups in zip(lookup.tables, ids.groups, strict=True)]
+        ids, _, routes = received
+        assert routes is not None
+        found = [tables.look_up(ids, of_ids) for tables, of_ids in zip(sets, groups, strict=True)]
         if not found:  # a rank without such shards takes part in the backward's exchange, too
             found = [torch.zeros(0, width, dtype=torch.float32, device=self.device, requires_grad=True)]
-        rows = exchange(functools.reduce(operator.add, found), ids)
-        if ids.inverse is None or not rows.shape[0]:
+        rows = exchange(functools.reduce(operator.add, found), routes)
+        if routes.inverse is None or not rows.shape[0]:
             return rows
-        every = ids.inverse.new_tensor([0, ids.inverse.shape[0]])
-        return bag(rows, ids.inverse, None, Bags(every, pooled=False, checked=False))
+        every = routes.inverse.new_tensor([0, routes.inverse.shape[0]])
+        return bag(rows, routes.inverse, None, Bags(every, pooled=False, checked=False))
 
-    def _in_batch_order(self, lookup: ShardedLookup, rows: Tensor, batch: KeyedJaggedTensor) -> Tensor:
+    def _in_batch_order(self, ids: IdExchange, rows: Tensor, batch: KeyedJaggedTensor) -> Tensor:
         """Each row at the position of its id in the batch; zero at those of other routes."""
         keys = batch.keys()
-        order = [keys.index(route.feature) for route in lookup.ids.routes]
+        order = [keys.index(route.feature) for route in ids.routes]
         if order == list(range(len(keys))):
             return rows
         num_values = batch.values().shape[0]
-        where = ops.jagged_permute(
+        where, _, _ = ops.jagged_permute(
             torch.arange(num_values, device=rows.device), batch.offsets(),
             torch.tensor(order, dtype=torch.int64, device=rows.device), len(keys), None, rows.shape[0],
-        ).values  # fmt: skip
+        )  # fmt: skip
         return rows.new_zeros(num_values, rows.shape[1]).index_copy_(0, where, rows)

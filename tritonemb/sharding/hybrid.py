@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Literal, get_args
 
@@ -24,7 +24,7 @@ from tritonemb.sharding.embedding_bag_collection import ShardedEmbeddingBagColle
 from tritonemb.sharding.embedding_collection import ShardedEmbeddingCollection
 from tritonemb.sharding.placement import ShardGroups
 from tritonemb.sharding.plan import ShardingPlan, uniform_plan
-from tritonemb.sharding.sharded_tensor import TableShards, why_not_loadable
+from tritonemb.sharding.sharded_tensor import TableShards
 from tritonemb.tables.lookup import PrefetchedFeatures
 
 Dense = Literal["ddp", "fsdp"]
@@ -33,10 +33,9 @@ Dense = Literal["ddp", "fsdp"]
 class HybridParallel(nn.Module):
     """A model whose fused embedding collections are sharded over the ranks of a job; other layers are on each rank.
 
-    Every rank calls it with its own samples, in step with the others. Gradients of the other layers are averaged over
-    ranks by `DistributedDataParallel`, or by `fully_shard`, which shards them too; those of the tables as well. So with
-    a loss that is the mean over a rank's samples, and as many samples on each rank, it trains as the model itself does
-    on the samples of all ranks.
+    Every rank calls it with its own samples, in step with the others. Gradients of tables and other layers are averaged
+    over ranks. So with a loss that is the mean over a rank's samples, and as many samples on each rank, it trains as
+    the model itself does on the samples of all ranks.
 
     Args:
         model: with `EmbeddingBagCollection` or `EmbeddingCollection` modules that have a fused optimizer. It is changed
@@ -45,7 +44,7 @@ class HybridParallel(nn.Module):
             `reset_parameters`. Otherwise their values are copied; of layers that every rank has, rank 0's.
         plan: how tables are sharded; `uniform_plan` if not given. For the ranks of one replica.
         mesh: of all ranks; one dimension, or two: ("replicate", "shard"), whose first counts copies of the tables.
-        dense: "ddp", or "fsdp" for `torch.distributed.fsdp.fully_shard`.
+        dense: "ddp" for `DistributedDataParallel`, or "fsdp" for `fully_shard`, which shards the other layers too.
         exchange: quantized communication of vectors and gradients.
         device: of the tables, and of layers made on "meta"; the model's own by default, or for "meta" the current
             CUDA device if the job can use it, else the CPU.
@@ -67,28 +66,17 @@ class HybridParallel(nn.Module):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        plan: ShardingPlan | None = None,
-        mesh: DeviceMesh | None = None,
-        *,
-        dense: Dense = "ddp",
-        exchange: ExchangePrecision | None = None,
-        device: torch.device | str | None = None,
-        local_world_size: int | None = None,
-        average_every: int = 1,
-        timeout: timedelta | None = None,
-    ) -> None:
+        self, model: nn.Module, plan: ShardingPlan | None = None, mesh: DeviceMesh | None = None, *,
+        dense: Dense = "ddp", exchange: ExchangePrecision | None = None, device: torch.device | str | None = None,
+        local_world_size: int | None = None, average_every: int = 1, timeout: timedelta | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         if dense not in get_args(Dense):
             raise ValueError(f"dense must be one of {get_args(Dense)}, got {dense!r}")
         if average_every < 1:
             raise ValueError(f"average_every must be at least 1, got {average_every}")
-        found = [
-            module
-            for module in model.modules()
-            if isinstance(module, EmbeddingBagCollection | EmbeddingCollection) and module.optimizer is not None
-        ]
+        collections = [m for m in model.modules() if isinstance(m, EmbeddingBagCollection | EmbeddingCollection)]
+        found = [collection for collection in collections if collection.optimizer is not None]
         if not found:
             raise ValueError(
                 "the model has no embedding collection with a fused optimizer; give its te.nn.EmbeddingBagCollection "
@@ -108,13 +96,12 @@ class HybridParallel(nn.Module):
         self.exchange = ExchangePrecision() if exchange is None else exchange
         self.average_every, self._steps = average_every, 0
         table_device = _device_for(model, device)
+        options = self.plan, self.groups, self.exchange, table_device, average_every == 1
         sharded: dict[Any, ShardedCollection] = {}
         for collection in found:
             pooled = isinstance(collection, EmbeddingBagCollection)
             kind = ShardedEmbeddingBagCollection if pooled else ShardedEmbeddingCollection
-            sharded[collection] = kind(
-                collection, self.plan, self.groups, self.exchange, table_device, average_every == 1
-            )
+            sharded[collection] = kind(collection, *options)
         self.collections: tuple[ShardedCollection, ...] = tuple(sharded.values())
         self.module: nn.Module = _replace(model, sharded)
         _materialise(self.module, table_device)
@@ -137,31 +124,24 @@ class HybridParallel(nn.Module):
         if isinstance(features, PrefetchedFeatures):
             return features
         batch = self.collections[0].own_batch(features)
-        return PrefetchedFeatures(
-            batch, {id(collection): collection.prefetch(features) for collection in self.collections}
-        )
+        return PrefetchedFeatures(batch, {id(each): each.prefetch(features) for each in self.collections})
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes in this block leave gradients of the other layers on their ranks, for accumulation."""
-        called = self._called[0]
-        if isinstance(called, DistributedDataParallel):
-            with called.no_sync():
-                yield
-        elif isinstance(called, FSDPModule):
-            called.set_requires_gradient_sync(False)
+        called: Any = self._called[0]
+        fully_sharded = isinstance(called, FSDPModule)
+        with called.no_sync() if isinstance(called, DistributedDataParallel) else nullcontext():
+            if fully_sharded:
+                called.set_requires_gradient_sync(False)
             try:
                 yield
             finally:
-                called.set_requires_gradient_sync(True)
-        else:
-            yield
+                if fully_sharded:
+                    called.set_requires_gradient_sync(True)
 
     def end_step(self) -> None:
-        """To be called after each step where `average_every` is not 1: averages the copies of the tables if it is time.
-
-        Raises nothing, and does nothing, where there is one copy or gradients are gathered in every step.
-        """
+        """To be called after each step where `average_every` is not 1: averages copies of the tables if it is time."""
         self._steps += 1
         if self.average_every > 1 and self.groups.replicas.size > 1 and self._steps % self.average_every == 0:
             for collection in self.collections:
@@ -210,7 +190,7 @@ def _check_state(own: Mapping[str, Any], given: Mapping[str, Any], strict: bool)
     problems += [f"the model does not have {unexpected}"] if strict and unexpected else []
     for key, here in own.items():
         if key in given and isinstance(here, TableShards):
-            problem = why_not_loadable(here, given[key])
+            problem = here.why_not_loadable(given[key])
             problems += [] if problem is None else [f"{key}: {problem}"]
         elif key in given and isinstance(here, Tensor) and getattr(given[key], "shape", None) != here.shape:
             problems.append(f"{key} has shape {list(here.shape)}, got {list(getattr(given[key], 'shape', []))}")
@@ -232,8 +212,7 @@ def _device_for(model: nn.Module, device: torch.device | str | None) -> torch.de
     own = next(model.parameters()).device
     if own.type != "meta":
         return own
-    joined = torch.distributed.is_available() and torch.distributed.is_initialized()
-    backend = torch.distributed.get_backend_config() if joined else "nccl"
+    backend = torch.distributed.get_backend_config() if torch.distributed.is_initialized() else "nccl"
     on_cuda = torch.cuda.is_available() and "nccl" in str(backend)
     return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
 
@@ -242,10 +221,10 @@ def _replace(model: nn.Module, sharded: dict[Any, ShardedCollection]) -> nn.Modu
     """The model with its collections replaced, wherever they are."""
     if model in sharded:
         return sharded[model]
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
             if child in sharded:
-                setattr(module, name, sharded[child])
+                setattr(parent, name, sharded[child])
     return model
 
 
@@ -253,16 +232,13 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
     """Give modules made on "meta" memory and initial values."""
     for module in model.modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        if not any(tensor.is_meta for tensor in own):
-            continue
-        reset = getattr(module, "reset_parameters", None)
-        if not callable(reset):
-            raise ValueError(
-                f"{type(module).__name__} was made on the meta device and has no reset_parameters() to fill it; make "
-                "it on a device, or give it one"
-            )
-        module.to_empty(device=device, recurse=False)
-        reset()
+        if any(tensor.is_meta for tensor in own):
+            if not callable(getattr(module, "reset_parameters", None)):
+                raise ValueError(
+                    f"{type(module).__name__} was made on the meta device and has no reset_parameters() to fill it; "
+                    "make it on a device, or give it one"
+                )
+            module.to_empty(device=device, recurse=False).reset_parameters()  # type: ignore[operator]
 
 
 def _parallel(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -11,10 +12,11 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from tritonemb.nn.collections import TableCollection
+from tritonemb.sharding.hybrid import HybridParallel
 from tritonemb.sharding.sharded_tensor import TableShards
 
 MOST_LISTED = 20
-_HOLDERS = ("embedding_bags", "embeddings")  # what TorchRec's collections call their tables
+_TORCHREC = r"(^|\.)(embedding_bags|embeddings)\.[^.]*\.weight$"  # what TorchRec's collections call their tables
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module")
 
 
@@ -64,32 +66,31 @@ def load_tables(
         listed = "\n  ".join(problems[:MOST_LISTED] + [f"and {more} more"] * (more > 0))
         raise ValueError(f"the tables cannot be loaded:\n  {listed}")
     for table in tables:
-        if table.path not in found:
-            continue
-        value = state_dict[found[table.path]]
-        whole = value.full_tensor() if isinstance(value, DTensor) else value
-        copy = table.weight.copy_from if isinstance(table.weight, TableShards) else table.weight.copy_
-        copy(whole)
+        if table.path in found:
+            value = state_dict[found[table.path]]
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            copy = table.weight.copy_from if isinstance(table.weight, TableShards) else table.weight.copy_
+            copy(whole)
     return found
 
 
 def _tables(model: nn.Module) -> list[_Ours]:
-    """Every table once, with its path: of the innermost modules with `table_weights`, and of our collections."""
-    sharded = {path for path, module in model.named_modules() if callable(getattr(module, "table_weights", None))}
-    outer = {path for path in sharded if any(_is_inside(other, path) for other in sharded)}
+    """Every table once, with its path: of the outermost modules with tables, but for `HybridParallel` itself."""
     found: list[_Ours] = []
+    taken: list[str] = []  # what the paths inside such modules begin with
     for path, module in model.named_modules():
         weights: Mapping[str, Tensor] = {}
-        if path in sharded - outer:
+        if isinstance(module, HybridParallel) or any(path.startswith(other) for other in taken):
+            continue
+        if callable(getattr(module, "table_weights", None)):
             weights = module.table_weights()
-        elif isinstance(module, TableCollection) and not any(_is_inside(path, other) for other in sharded - outer):
+        elif isinstance(module, TableCollection):
             weights = {table.config.name: table.weight for table in module.tables}
-        found += [_Ours(f"{path}.{name}" if path else name, name, weight) for name, weight in weights.items()]
+        if weights:
+            prefix = f"{path}." if path else ""
+            taken.append(prefix)
+            found += [_Ours(f"{prefix}{name}", name, weight) for name, weight in weights.items()]
     return found
-
-
-def _is_inside(path: str, other: str) -> bool:
-    return path != other and (other == "" or path.startswith(f"{other}."))
 
 
 def _unwrapped(path: str) -> str:
@@ -105,9 +106,9 @@ def _match(
     problems: list[str] = []
     candidates: dict[str, list[str]] = {}
     for key in state_dict:
-        parts = key.split(".")
-        if len(parts) > 1 and parts[-1] == "weight":
-            candidates.setdefault(parts[-2], []).append(key)
+        *_, name, field = ("", *key.split("."))
+        if field == "weight":
+            candidates.setdefault(name, []).append(key)
     for table in tables:
         if table.path in given or table.name in given:
             key = given.get(table.path, given.get(table.name, ""))
@@ -128,20 +129,15 @@ def _match(
     problems += [f"keys has {name!r}, and there is no such table" for name in given if name not in known]
     used: dict[str, str] = {}
     for path, key in found.items():
-        if key in used:
-            problems.append(f"tables {used[key]} and {path} would both be filled from {key}; give their keys")
-        used.setdefault(key, path)
+        other = used.setdefault(key, path)
+        if other != path:
+            problems.append(f"tables {other} and {path} would both be filled from {key}; give their keys")
     problems += [
         f"{key} is a table of TorchRec's that this model does not have"
         for key in state_dict
-        if strict and _is_table_of_torchrec(key) and key not in used
+        if strict and re.search(_TORCHREC, key) and key not in used
     ]
     return found, problems
-
-
-def _is_table_of_torchrec(key: str) -> bool:
-    parts = key.split(".")
-    return len(parts) >= 3 and parts[-1] == "weight" and parts[-3] in _HOLDERS
 
 
 def _misfits(table: _Ours, key: str, value: Any) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from itertools import accumulate
 from typing import Literal, NamedTuple
@@ -33,7 +33,7 @@ class PlacedShard(NamedTuple):
     shard: Shard  # rows, columns, rank
     routes: tuple[int, ...]  # of its ids, one for each feature of the table; none for a replicated table
     summed: bool  # whether other ranks have other rows of the same columns
-    cut: bool  # whether other ranks have other columns of the same rows
+    cut: bool  # whether other ranks have other columns of the same rows, which its update needs
     scheme: Scheme  # of its output exchange
 
     @property
@@ -41,18 +41,23 @@ class PlacedShard(NamedTuple):
         return self.shard.first_column, self.shard.num_columns
 
 
-@dataclass(frozen=True)
 class Placement:
-    """The shards of a collection's tables."""
+    """The shards of a collection's tables.
 
-    configs: tuple[TableConfig, ...]  # of the tables
-    plan: ShardingPlan  # has them all
-    routes: tuple[IdRoute, ...]  # of the ID exchange, in its order
-    shards: tuple[PlacedShard, ...]  # of all ranks, by table
+    Args:
+        plan: has all tables.
+        pooled: whether lookups are.
+        whole_rows: whether the optimizer needs them.
 
-    @classmethod
-    def of(cls, configs: Sequence[TableConfig], plan: ShardingPlan, pooled: bool) -> Placement:
-        """Raises ValueError for tables that the plan lacks, or shardings that do not fit them."""
+    Attributes:
+        routes: of the ID exchange, in its order.
+        shards: of all ranks, by table.
+
+    Raises:
+        ValueError: for tables that the plan lacks, or shardings that do not fit them.
+    """
+
+    def __init__(self, configs: Sequence[TableConfig], plan: ShardingPlan, pooled: bool, whole_rows: bool) -> None:
         plan.check([config.name for config in configs])
         routes: list[IdRoute] = []
         placed: list[PlacedShard] = []
@@ -73,13 +78,16 @@ class Placement:
                     routes.append(IdRoute(feature, config.name, config.num_embeddings, rows[0].num_rows, owners))
                 scheme: Scheme = "hierarchical" if hierarchical else "direct"
                 placed += [
-                    PlacedShard(table, shard, tuple(own), len(rows) > 1, len(blocks) > 1, scheme) for shard in rows
+                    PlacedShard(table, shard, tuple(own), len(rows) > 1, whole_rows and len(blocks) > 1, scheme)
+                    for shard in rows
                 ]
-        return cls(tuple(configs), plan, tuple(routes), tuple(placed))
+        self._configs, self.routes, self.shards = configs, tuple(routes), tuple(placed)
+        self._widths = [config.embedding_dim * len(config.feature_names) for config in configs]
 
     def on(self, rank: int, scheme: Scheme) -> list[PlacedShard]:
-        """The shards of a rank with this scheme, in the order of its columns."""
-        return [each for each in self.shards if each.shard.rank == rank and each.scheme == scheme]
+        """The shards of a rank with this scheme, in the order of its columns: those that are `cut` come last."""
+        found = (each for each in self.shards if each.shard.rank == rank and each.scheme == scheme)
+        return sorted(found, key=lambda each: each.cut)
 
     def tables_of(self, scheme: Scheme) -> list[int]:
         """The tables with this scheme."""
@@ -87,26 +95,26 @@ class Placement:
 
     def width_of(self, scheme: Scheme) -> int:
         """Columns of all vectors with this scheme."""
-        return sum(self._width(table) for table in self.tables_of(scheme))
+        return sum(self._widths[table] for table in self.tables_of(scheme))
 
     def runs(self, shards: Sequence[PlacedShard]) -> list[ColumnRange]:
         """The columns of these shards among all with their scheme: by table, then feature."""
         runs: list[ColumnRange] = []
         for each in shards:
-            config, first = self.configs[each.table], self._starts([each.scheme])[each.table] + each.shard.first_column
-            features = range(len(config.feature_names))
-            runs += [(first + feature * config.embedding_dim, each.shard.num_columns) for feature in features]
+            first = self._starts([each.scheme])[each.table]
+            starts = range(first, first + self._widths[each.table], self._configs[each.table].embedding_dim)
+            runs += [(start + each.shard.first_column, each.shard.num_columns) for start in starts]
         return runs
 
     def columns(self, schemes: Sequence[Scheme]) -> list[int]:
         """For each column of the result, by table, its column in the results of these schemes side by side."""
         starts = self._starts(schemes)
-        return [starts[t] + c for t in range(len(self.configs)) for c in range(self._width(t))]
+        return [starts[table] + column for table, width in enumerate(self._widths) for column in range(width)]
 
     def _starts(self, schemes: Sequence[Scheme]) -> dict[int, int]:
         """The first column of each table in the results of these schemes side by side."""
         tables = [table for scheme in schemes for table in self.tables_of(scheme)]
-        return dict(zip(tables, accumulate((self._width(table) for table in tables), initial=0), strict=False))
+        return dict(zip(tables, accumulate((self._widths[table] for table in tables), initial=0), strict=False))
 
     def parts(self, shards: Sequence[PlacedShard]) -> list[TableConfig]:
         """Shards as tables of their own, looked up by the keys of their routes.
@@ -115,7 +123,7 @@ class Placement:
         """
         parts, times = [], Counter[int]()
         for each in shards:
-            config, shard, number = self.configs[each.table], each.shard, times[each.table]
+            config, shard, number = self._configs[each.table], each.shard, times[each.table]
             whole = replace(config, pooling="sum") if each.summed and config.pooling == "mean" else config
             features = [route_key(route) for route in each.routes] or config.feature_names
             rows = shard.first_row, shard.num_rows
@@ -123,9 +131,6 @@ class Placement:
             parts.append(whole.part(name, rows, each.columns, features))
             times[each.table] += 1
         return parts
-
-    def _width(self, table: int) -> int:
-        return self.configs[table].embedding_dim * len(self.configs[table].feature_names)
 
 
 class ShardGroups(NamedTuple):
@@ -172,15 +177,12 @@ class ShardGroups(NamedTuple):
             world.subgroup(list(zip(*copies, strict=True))),
         )  # fmt: skip
 
-    def for_prefetch(self, world: bool, replicas: bool) -> tuple[RankGroup | None, RankGroup | None]:
-        """As `world` and `replicas`, for prefetches, those that are wanted; all ranks make them together."""
-        size, of_world, of_replicas = self.shards.size, None, None
-        if world:
-            of_world = self.ids if self.replicas.size == 1 else self.world.duplicate(backend="gloo")
-        if replicas:
-            sets = [range(rank, self.world.size, size) for rank in range(size)]
-            of_replicas = self.world.subgroup(sets, backend="gloo")
-        return of_world, of_replicas
+    def for_prefetch(self, replicated: bool) -> RankGroup:
+        """As `world`, or else `replicas`, on the CPU and with connections of its own; all ranks make it together."""
+        if replicated:
+            return self.ids if self.replicas.size == 1 else self.world.duplicate(backend="gloo")
+        size = self.shards.size
+        return self.world.subgroup([range(rank, self.world.size, size) for rank in range(size)], backend="gloo")
 
     def among(self, ranks: Sequence[int]) -> RankGroup:
         """Some ranks of each copy of the tables, or, for a rank that is not one of them, the others."""
@@ -208,9 +210,9 @@ def change_tensors(table: Table, device: torch.device, change: Callable[[Tensor]
 
     if isinstance(table, CachedTable):
         table.update_records(change_fields)
-        return
-    for tensor in (table.weight.detach(), *table.buffers()):
-        change(tensor)
+    else:
+        for tensor in (table.weight.detach(), *table.buffers()):
+            change(tensor)
 
 
 def copy_shard(own: Table, whole: Mapping[str, Tensor], shard: Shard) -> None:

@@ -50,12 +50,12 @@ class Sharding:
         Raises:
             ValueError: naming the table, for ranks, nodes or columns that there are not.
         """
-        owners = self._owners(table, world_size, local_world_size)
-        return [
-            shard
-            for ranks, (first, width) in zip(owners, self._column_blocks(table, len(owners)), strict=True)
-            for shard in _rows(table, ranks, first, width)
-        ]
+        owners, found = self._owners(table, world_size, local_world_size), []
+        for ranks, (first_column, width) in zip(owners, self._column_blocks(table, len(owners)), strict=True):
+            size = -(-table.num_embeddings // len(ranks))  # the last blocks may have fewer rows, or none
+            for rank, first in zip(ranks, range(0, table.num_embeddings, size), strict=False):
+                found.append(Shard(rank, first, min(size, table.num_embeddings - first), first_column, width))
+        return found
 
     def _owners(self, table: TableConfig, world_size: int, local_world_size: int) -> list[Sequence[int]]:
         """For each block of columns, the ranks that have its rows."""
@@ -211,16 +211,6 @@ def _nodes(
     """The ranks of each node."""
     checked = _checked(table, sharding, "node", nodes, world_size // local_world_size)
     return [range(node * local_world_size, (node + 1) * local_world_size) for node in checked]
-
-
-def _rows(table: TableConfig, ranks: Sequence[int], first_column: int, num_columns: int) -> list[Shard]:
-    """Blocks of rows; the last ones may have fewer than the others, or none, and are left out then."""
-    size = -(-table.num_embeddings // len(ranks))
-    firsts = range(0, table.num_embeddings, size)
-    return [
-        Shard(rank, first, min(size, table.num_embeddings - first), first_column, num_columns)
-        for rank, first in zip(ranks, firsts, strict=False)
-    ]
 
 
 def _cut_at(table: TableConfig) -> int:

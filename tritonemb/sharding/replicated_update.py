@@ -9,7 +9,7 @@ which is bitwise identical to the unsharded update, and keeps its own columns.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -33,7 +33,6 @@ from tritonemb.layout import (
     make_layout,
 )
 from tritonemb.optimizers import SGD, Optimizer
-from tritonemb.sharding.pinned_rows import PinnedRows
 from tritonemb.tables.lookup import FindReplicaRows, Lookup
 from tritonemb.tables.table_set import LocalUpdate, TableSet
 from tritonemb.types import TableConfig
@@ -49,8 +48,7 @@ def needs_whole_rows(optimizer: Optimizer) -> bool:
 class ShardUpdate(LocalUpdate):
     """Of rows that no other rank has: nothing diverges, whatever averages the dense network."""
 
-    def check(self, table: str) -> None:
-        pass
+    is_of_shards = True
 
 
 @dataclass(frozen=True)
@@ -59,13 +57,17 @@ class ReplicatedUpdate(ShardUpdate):
 
     is_traceable = False
 
-    replicas: RankGroup | None  # ranks with the same rows and columns, or None
-    average: int  # sums over replicas are divided by this
-    whole_rows: WholeRowUpdate | None = None  # where other ranks have other columns of the same rows
-    blocks: tuple[ColumnBlock, ...] = ()  # for that, the block of columns that each of the tables is
+    replicas: RankGroup  # ranks with the same rows and columns
     # the replicas, on the CPU and with an order of collectives of its own, where some of the tables are cached:
     # they exchange the rows of their batches before these are trained
     for_prefetch: RankGroup | None = None
+    whole_rows: WholeRowUpdate | None = None  # where other ranks have other columns of the same rows
+    blocks: tuple[ColumnBlock, ...] = ()  # for that, the block of columns that each of the tables is
+
+    @property
+    def average(self) -> int:
+        """Sums over replicas are divided by this."""
+        return self.replicas.size
 
     def replica_rows(self, tables: TableSet) -> FindReplicaRows | None:
         group, cache = self.for_prefetch, tables.cache
@@ -83,57 +85,100 @@ class ReplicatedUpdate(ShardUpdate):
         return find
 
     def step(self, tables: TableSet, grad: Tensor, lookup: Lookup, pins: Sequence[Lookup] = ()) -> None:
+        _update(self, PinnedRows(tables, pins), grad, lookup)
+
+
+class PinnedRows:
+    """The rows of a table set of shards, for one update; those of cached tables are in slots that batches have pinned.
+
+    Rows have the same numbers on every rank; their slots may differ from rank to rank. Nothing here waits for another
+    rank.
+
+    Args:
+        pins: of the batches whose rows are updated; this object releases them.
+    """
+
+    def __init__(self, tables: TableSet, pins: Sequence[Lookup] = ()) -> None:
         assert tables.optimizer is not None
-        _update(self, tables.configs, tables.optimizer, PinnedRows(tables, pins), grad, lookup)
+        self.tables, self.configs, self.optimizer, self._pins = tables, tables.configs, tables.optimizer, pins
+        for pinned in pins:
+            pinned.dirty = True
+        self._slots: dict[int, tuple[Tensor, Tensor]] = {}  # by cached table: rows, ascending, and slots
+        for table, cached in enumerate([] if tables.cache is None else tables.cache.tables):
+            if cached is not None:
+                parts = [pinned.rows_of(table) for pinned in pins]
+                rows, which = torch.cat([rows for rows, _ in parts]).unique(return_inverse=True)
+                slots = torch.empty_like(rows)
+                slots[which] = torch.cat([slots for _, slots in parts])  # a row that several have pinned is in one slot
+                self._slots[table] = rows, slots
+
+    def slots(self, table: int, rows: Tensor) -> Tensor:
+        """The slots of a table's rows; the rows themselves if it is not cached.
+
+        Raises:
+            RuntimeError: one of them is not pinned.
+        """
+        if table not in self._slots or not rows.numel():
+            return rows
+        own, slots = self._slots[table]
+        index = torch.searchsorted(own, rows).clamp_(max=max(0, own.numel() - 1))
+        if not own.numel() or not torch.equal(own[index], rows):
+            raise RuntimeError(
+                f"other ranks train rows of table {self.configs[table].name!r} that are not pinned on this one's "
+                "device; all ranks must prefetch, look up and train their batches in the same order"
+            )
+        return slots[index]
+
+    def in_rows(self, sums: RowSums) -> RowSums:
+        """Sums by slot as sums by row, ascending."""
+        found = RowSums(list(sums.rows), list(sums.sums))
+        for table, (rows, slots) in self._slots.items():
+            ascending, order = slots.sort()
+            index = torch.searchsorted(ascending, sums.rows[table])
+            found.rows[table], back = rows[order[index]].sort()
+            found.sums[table] = sums.sums[table][back]
+        return found
+
+    def row_ids(self) -> list[Tensor | None]:
+        """For each table, int64, the row in each slot; None if it is not cached. For use within its `memory`."""
+        cache, tables = self.tables.cache, range(len(self.configs))
+        return [cache.row_ids(table) if cache is not None and table in self._slots else None for table in tables]
+
+    def release(self) -> None:
+        """Unpin the rows: this thread's stream has been given the update."""
+        for pinned in self._pins:
+            pinned.release()
 
 
 @torch.no_grad()
-def _update(
-    replica_group: ReplicatedUpdate,
-    tables: Sequence[TableConfig],
-    optimizer: Optimizer,
-    pinned: PinnedRows,
-    grad: Tensor,
-    lookup: Lookup,
-) -> None:
-    """One step on the rows of the batches of all these ranks, in place; a collective.
-
-    Args:
-        pinned: the rows of this rank's tables; released when they have been updated.
-        grad, lookup: this rank's batch, and the gradient of its lookup.
-    """
+def _update(replica_group: ReplicatedUpdate, pinned: PinnedRows, grad: Tensor, lookup: Lookup) -> None:
+    """One step on the rows of the batches of all these ranks, in place, which are unpinned then; a collective."""
+    tables, optimizer, whole_rows = pinned.configs, pinned.optimizer, replica_group.whole_rows
     try:
         # The bound is of the gradient of the mean over replicas.
         bound = None if optimizer.max_gradient is None else optimizer.max_gradient * replica_group.average
         sums = _with_replicas(replica_group, tables, pinned.in_rows(row_sums(grad, lookup, bound)))
         optimizer = replace(optimizer, max_gradient=None)
-        if replica_group.whole_rows is None:
-            slots = RowSums([pinned.slots(table, rows) for table, rows in enumerate(sums.rows)], sums.sums)
-            with pinned.memory() as fused:
-                _apply(tables, optimizer, fused, slots, [pinned.row_ids(table) for table in range(len(tables))])
+        if whole_rows is not None:
+            of_tables = enumerate(zip(replica_group.blocks, tables, sums.rows, sums.sums, strict=True))
+            whole_rows.add([_Cut(block, n, table, pinned, rows, own) for n, (block, table, rows, own) in of_tables])
+            return
+        slots = RowSums([pinned.slots(table, rows) for table, rows in enumerate(sums.rows)], sums.sums)
+        with pinned.tables.memory():
+            _apply(tables, optimizer, pinned.tables.fused_tables(), slots, pinned.row_ids())
     except BaseException:
         pinned.release()
         raise
-    if replica_group.whole_rows is None:
-        pinned.release()
-        return
-    cuts = [
-        _Cut(block, index, table, pinned, rows, of_rows)
-        for index, (block, table, rows, of_rows) in enumerate(
-            zip(replica_group.blocks, tables, sums.rows, sums.sums, strict=True)
-        )
-    ]
-    replica_group.whole_rows.add(cuts, pinned)
+    pinned.release()
 
 
 def _with_replicas(replica_group: ReplicatedUpdate, tables: Sequence[TableConfig], sums: RowSums) -> RowSums:
     """The gradients of the rows of all replicas' batches; a collective."""
-    if replica_group.replicas is None:
+    if replica_group.average == 1:
         return sums
     sums = all_gather_sums(replica_group.replicas, sums)
-    if replica_group.average != 1:
-        for of_table in sums.sums:
-            of_table.mul_(1.0 / replica_group.average)
+    for of_table in sums.sums:
+        of_table.mul_(1.0 / replica_group.average)
     if replica_group.whole_rows is None:
         return sums
     values, offsets, grad, layout = _as_batch(tables, sums)  # rows that came from several ranks, once
@@ -148,11 +193,8 @@ def row_sums(grad: Tensor, lookup: Lookup, max_gradient: float | None = None) ->
     starts = torch.searchsorted(rows, first_rows)
     counts = torch.diff(starts, append=starts.new_tensor([rows.shape[0]]))
     sizes = counts.tolist()
-    sums = [
-        torch.zeros(n, dim, device=grad.device)
-        for n, dim in zip(sizes, layout.tables[:, ROW_DIM].tolist(), strict=True)
-    ]
-    bound = torch.inf if max_gradient is None else max_gradient
+    dims, bound = layout.tables[:, ROW_DIM].tolist(), torch.inf if max_gradient is None else max_gradient
+    sums = [torch.zeros(n, dim, device=grad.device) for n, dim in zip(sizes, dims, strict=True)]
     ops.row_gradients_(
         sums, grad, lookup.offsets, lookup.sample_weights, groups, layout, compact=True, max_gradient=bound
     )
@@ -188,12 +230,9 @@ def _as_batch(
 
 
 def _apply(
-    tables: Sequence[TableConfig],
-    optimizer: Optimizer,
-    fused: ops.FusedTables,
-    sums: RowSums,
+    tables: Sequence[TableConfig], optimizer: Optimizer, fused: ops.FusedTables, sums: RowSums,
     row_ids: Sequence[Tensor | None] = (),
-) -> None:
+) -> None:  # fmt: skip
     """The optimizer's step by gradients of rows; a row's gradients are added in their order."""
     values, offsets, grad, layout = _as_batch(tables, sums, row_ids)
     fused = fused._replace(optimizer=optimizer.name, hyperparameters=list(optimizer.hyperparameters))
@@ -212,17 +251,33 @@ class _Cut(NamedTuple):
 
     def read(self) -> tuple[Tensor, list[Tensor]]:
         """Its rows' weights in float32, and states."""
-        slots = self.pinned.slots(self.place, self.rows)
-        with self.pinned.memory() as fused:
+        slots, tables = self.pinned.slots(self.place, self.rows), self.pinned.tables
+        with tables.memory():
+            fused = tables.fused_tables()
             return fused.weights[self.place][slots].float(), [state[slots] for state in fused.states_of(self.place)]
 
-    def write(self, changed: Tensor, weights: Tensor, states: Sequence[Tensor]) -> None:
-        """Write weights of those rows that are `changed`, and states of all."""
-        slots = self.pinned.slots(self.place, self.rows)
-        with self.pinned.memory() as fused:
+    def write(self, whole: _WholeRows, step: int, optimizer: Optimizer) -> None:
+        """Keep its own columns of whole rows, but for the weights of rows that were skipped for their gradient."""
+        changed = torch.ones_like(self.rows, dtype=torch.bool)
+        if optimizer.nonfinite == "skip":
+            changed = whole.gradient.isfinite().all(1)
+        columns = slice(self.block.first_column, self.block.first_column + self.block.num_columns)
+        weights = _rounded(self.table, whole.weight[changed][:, columns], self.rows[changed], step, optimizer)
+        slots, tables = self.pinned.slots(self.place, self.rows), self.pinned.tables
+        with tables.memory():
+            fused = tables.fused_tables()
             fused.weights[self.place][slots[changed]] = weights
-            for own, new in zip(fused.states_of(self.place), states, strict=True):
-                own[slots] = new
+            for spec, own, new in zip(optimizer.states, fused.states_of(self.place), whole.states, strict=True):
+                own[slots] = new[:, columns] if spec.per_element else new
+
+
+class _WholeRows(NamedTuple):
+    """The rows of a cut with all of their columns."""
+
+    cut: _Cut
+    gradient: Tensor
+    weight: Tensor
+    states: list[Tensor]
 
 
 class WholeRowUpdate:
@@ -239,17 +294,17 @@ class WholeRowUpdate:
     def __init__(self, group: RankGroup, blocks: tuple[ColumnBlock, ...], optimizer: Optimizer) -> None:
         self._group, self._blocks = group, blocks
         self._optimizer = replace(optimizer, max_gradient=None)
-        self._pending: list[tuple[list[_Cut], PinnedRows]] = []
+        self._pending: list[list[_Cut]] = []  # of each lookup
         self._backward = NO_BACKWARD  # at whose end they are applied
 
-    def add(self, cuts: list[_Cut], pinned: PinnedRows) -> None:
+    def add(self, cuts: list[_Cut]) -> None:
         """Keep gradients until the backward pass ends; outside of one, until `flush`."""
         backward = torch._C._current_graph_task_id()
         if backward != self._backward:  # what a failed pass has left is void
             self._pending, self._backward = [], backward
         if not self._pending and backward != NO_BACKWARD:
             torch.autograd.Variable._execution_engine.queue_callback(self.flush)
-        self._pending.append((cuts, pinned))
+        self._pending.append(cuts)
 
     def discard(self) -> None:
         """Discard all kept gradients."""
@@ -259,25 +314,19 @@ class WholeRowUpdate:
     def flush(self) -> None:
         """Apply all kept gradients; a collective. A table is updated as often as it was looked up, in order."""
         pending, self._pending = self._pending, []
-        rounds: list[list[tuple[list[_Cut], PinnedRows]]] = []
-        times: Counter[ColumnBlock] = Counter()
-        for part in pending:
-            block = part[0][0].block
-            if times[block] == len(rounds):
-                rounds.append([])
-            rounds[times[block]].append(part)
-            times[block] += 1
+        lookups = defaultdict[ColumnBlock, list[list[_Cut]]](list)  # of each table set
+        for cuts in pending:
+            lookups[cuts[0].block].append(cuts)
         try:
-            for each in rounds:
-                self._apply([(cuts, pinned.fused()) for cuts, pinned in each])
+            for each in itertools.zip_longest(*lookups.values()):
+                self._apply([cuts for cuts in each if cuts is not None])
         finally:
-            for _, pinned in pending:
-                pinned.release()
+            for cuts in pending:
+                cuts[0].pinned.release()
 
-    def _apply(self, pending: list[tuple[list[_Cut], ops.FusedTables]]) -> None:
+    def _apply(self, lookups: list[list[_Cut]]) -> None:
         """Exchange columns, step on whole rows in float32, keep the own columns."""
-        cuts = [cut for part, _ in pending for cut in part]
-        fused = pending[0][1]
+        cuts = [cut for part in lookups for cut in part]
         per_element = [state.per_element for state in self._optimizer.states]
         before = [cut.read() for cut in cuts]
         # What single columns have, one under the other: gradient, weight, states.
@@ -289,25 +338,23 @@ class WholeRowUpdate:
         whole: dict[int, _WholeRows] = {}
         for cut, (_, states) in zip(cuts, before, strict=True):
             if cut.rows.numel():
-                parts = iter(columns[cut.block.table].chunk(2 + sum(per_element)))
-                gradient, weight = next(parts), next(parts)
-                of_rows = [next(parts) if each else own for own, each in zip(states, per_element, strict=True)]
+                gradient, weight, *others = columns[cut.block.table].chunk(2 + sum(per_element))
+                of_rows = [others.pop(0) if each else own for own, each in zip(states, per_element, strict=True)]
                 whole[cut.block.table] = _WholeRows(cut, gradient, weight, of_rows)
         skipped = torch.zeros(len(whole), dtype=torch.int64, device=own[0].device)
+        of_lookups = [part[0].pinned.tables.fused_tables() for part in lookups]
         if whole:
-            self._step(list(whole.values()), fused._replace(skipped=[skipped]))
-            step = int(fused.steps[0]) if any(cut.table.dtype != torch.float32 for cut in cuts) else 0
+            steps = [of_lookups[0].steps[0].clone()]
+            self._step(list(whole.values()), of_lookups[0]._replace(skipped=[skipped], steps=steps))
+            step = int(steps[0]) if any(cut.table.dtype != torch.float32 for cut in cuts) else 0
             for cut in cuts:
                 if cut.block.table in whole:
-                    self._keep_columns(cut, whole[cut.block.table], step)
-        else:
-            fused.steps[0] += 1
+                    cut.write(whole[cut.block.table], step, self._optimizer)
         counts = dict(zip(whole, skipped, strict=True))
-        for part, of_part in pending:
-            if of_part is not fused:
-                of_part.steps[0] += 1
-            for place, cut in enumerate(part):
-                of_part.skipped[0][place] += counts.get(cut.block.table, 0)
+        for part, fused in zip(lookups, of_lookups, strict=True):
+            fused.steps[0] += 1
+            for cut in part:
+                fused.skipped[0][cut.place] += counts.get(cut.block.table, 0)
 
     def _step(self, whole: list[_WholeRows], fused: ops.FusedTables) -> None:
         """The optimizer's step on the whole rows of each table, in place."""
@@ -323,25 +370,6 @@ class WholeRowUpdate:
         states = [state for of_state in zip(*(rows.states for rows in whole), strict=True) for state in of_state]
         sums = RowSums([torch.arange(g.shape[0], device=g.device) for g in gradients], gradients)
         _apply(tables, in_float32, fused._replace(weights=weights, states=states), sums)
-
-    def _keep_columns(self, cut: _Cut, whole: _WholeRows, step: int) -> None:
-        """Write a block's own columns of whole rows, but for rows that were skipped because of their gradient."""
-        changed = torch.ones_like(cut.rows, dtype=torch.bool)
-        if self._optimizer.nonfinite == "skip":
-            changed = whole.gradient.isfinite().all(1)
-        columns = slice(cut.block.first_column, cut.block.first_column + cut.block.num_columns)
-        own = _rounded(cut.table, whole.weight[changed][:, columns], cut.rows[changed], step, self._optimizer)
-        states = zip(whole.states, self._optimizer.states, strict=True)
-        cut.write(changed, own, [new[:, columns] if each.per_element else new for new, each in states])
-
-
-class _WholeRows(NamedTuple):
-    """The rows of a cut with all of their columns."""
-
-    cut: _Cut
-    gradient: Tensor
-    weight: Tensor
-    states: list[Tensor]
 
 
 def _rounded(table: TableConfig, values: Tensor, rows: Tensor, step: int, optimizer: Optimizer) -> Tensor:

@@ -7,7 +7,6 @@ saved to what is loaded. So a table that was saved under one plan is loaded unde
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import pairwise
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -72,7 +71,7 @@ class TableShards(Tensor):
     """
 
     shards: tuple[LocalShard, ...]
-    _loading: bool  # whether shards are asked for to be filled, or to be written
+    _written: dict[tuple[int, ...], Tensor]  # the pieces that are asked for; none where shards are to be filled
 
     @staticmethod
     def __new__(cls, size: Iterable[int], dtype: torch.dtype, shards: Iterable[LocalShard]) -> TableShards:
@@ -82,7 +81,7 @@ class TableShards(Tensor):
         device = next((s.tensor.device for s in held if not s.tensor.is_meta), torch.device("cpu"))
         made: TableShards = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         made.shards = tuple(s._replace(tensor=s.tensor.detach()) for s in held if s.tensor.numel())
-        made._loading = False
+        made._written = {}
         return made
 
     def rectangles(self) -> list[Rectangle]:
@@ -98,16 +97,32 @@ class TableShards(Tensor):
         kept = [shard for shard in self.shards if shard.mine or not only_mine]
         return TableShards(self.shape, self.dtype, [shard._replace(tensor=function(shard.tensor)) for shard in kept])
 
+    def why_not_loadable(self, given: Any) -> str | None:
+        """Why this cannot be filled from a tensor, whole or sharded; None if it can."""
+        if not isinstance(given, Tensor) or (given.shape, given.dtype) != (self.shape, self.dtype):
+            found = f"{_named(given.dtype)} {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
+            return f"expected a tensor of {_named(self.dtype)} {list(self.shape)}, got {found}"
+        there = {shard.rectangle for shard in (given if isinstance(given, TableShards) else self).shards}
+        if any(shard.rectangle not in there for shard in self.shards):
+            remedy = "load a checkpoint with torch.distributed.checkpoint, or whole tensors"
+            return f"these shards are of another plan; {remedy}"
+        return None
+
     @torch.no_grad()
-    def copy_from(self, whole: Tensor) -> None:
-        """Fill this rank's shards from the whole tensor, of the same shape and dtype, on any device."""
-        if whole.shape != self.shape or whole.dtype != self.dtype:
-            raise ValueError(
-                f"expected a tensor of {_named(self.dtype)} {list(self.shape)}, got {_named(whole.dtype)} "
-                f"{list(whole.shape)}"
-            )
+    def copy_from(self, given: Tensor) -> None:
+        """Fill this rank's shards from the whole tensor, of the same shape and dtype, on any device; or from shards.
+
+        Raises:
+            ValueError: for another shape or dtype, or shards of another plan.
+        """
+        problem = self.why_not_loadable(given)
+        if problem is not None:
+            raise ValueError(problem)
+        parts = {s.rectangle: s.tensor for s in given.shards} if isinstance(given, TableShards) else {}
         for shard in self.shards:
-            shard.tensor.copy_(_cut(whole, shard.rectangle))
+            found = parts[shard.rectangle] if parts else _cut(given, shard.rectangle)
+            if found.data_ptr() != shard.tensor.data_ptr():  # not its own
+                shard.tensor.copy_(found)
 
     @torch.no_grad()
     def gather(  # type: ignore[override]
@@ -126,7 +141,7 @@ class TableShards(Tensor):
         held: list[list[Rectangle]] = group.all_gather_object(self.rectangles())
         refuse_gaps(self.shape, [rectangle for of_rank in held for rectangle in of_rank])
         whole = torch.empty(self.shape, dtype=self.dtype, device=device)
-        for _, piece, tensor in self._written():
+        for _, piece, tensor in self._pieces():
             _cut(whole, piece).copy_(tensor)
         for rank, rectangles in enumerate(held if group.size > 1 else []):
             for piece in (piece for rectangle in rectangles for piece in _pieces(rectangle, self.dtype)):
@@ -139,21 +154,18 @@ class TableShards(Tensor):
     # What torch.distributed.checkpoint asks; it knows these names.
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        self._loading = False
-        properties = TensorProperties(dtype=self.dtype)
-        return [
-            WriteItem(
-                MetadataIndex(fqn, torch.Size(offset)),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    ChunkStorageMetadata(torch.Size(offset), tensor.shape), properties, self.shape
-                ),
+        properties, items = TensorProperties(dtype=self.dtype), []
+        for offset, _, tensor in self._pieces():
+            chunk = ChunkStorageMetadata(torch.Size(offset), tensor.shape)
+            index = MetadataIndex(fqn, torch.Size(offset))
+            items.append(
+                WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, self.shape))
             )
-            for offset, _, tensor in self._written()
-        ]
+            self._written[offset] = tensor
+        return items
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        self._loading = True
+        self._written = {}
         for shard in self.shards:
             if shard.tensor.is_meta:
                 raise RuntimeError(f"{self!r} has no memory; call to_empty() of its module before it is loaded")
@@ -162,29 +174,20 @@ class TableShards(Tensor):
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         """The shard to fill, by its number in the list of chunks, or the piece to write, by its place in the whole."""
         assert index.offset is not None, index
-        if self._loading and index.index is not None:
+        if not self._written and index.index is not None:
             return self.shards[index.index].tensor
-        row, column = (*index.offset, 0, 0)[:2]
-        for shard in self.shards:
-            if self._loading and shard.offset == tuple(index.offset):
-                return shard.tensor
-            end = shard.first_row + shard.rectangle.num_rows
-            if not self._loading and shard.mine and shard.first_column == column and shard.first_row <= row < end:
-                return self._piece(shard, row)
-        raise ValueError(f"{index.fqn} has no shard at {tuple(index.offset)} on this rank: {self!r}")
+        there = self._written or {shard.offset: shard.tensor for shard in self.shards}
+        if tuple(index.offset) not in there:
+            raise ValueError(f"{index.fqn} has no shard at {tuple(index.offset)} on this rank: {self!r}")
+        return there[tuple(index.offset)]
 
-    def _written(self) -> Iterator[tuple[tuple[int, ...], Rectangle, Tensor]]:
+    def _pieces(self) -> Iterator[tuple[tuple[int, ...], Rectangle, Tensor]]:
         """What this rank writes, piece by piece, and where each begins."""
         for shard in self.shards:
             for piece in _pieces(shard.rectangle, self.dtype) if shard.mine else ():
+                rows = slice(piece.first_row - shard.first_row, piece.first_row - shard.first_row + piece.num_rows)
                 place = (piece.first_row, piece.first_column)[: self.dim()]
-                yield place, piece, self._piece(shard, piece.first_row)
-
-    def _piece(self, shard: LocalShard, first_row: int) -> Tensor:
-        """The piece of a shard that begins at a row of the whole."""
-        if not self.dim():
-            return shard.tensor
-        return shard.tensor[first_row - shard.first_row :][: _rows_of_a_piece(shard.rectangle, self.dtype)]
+                yield place, piece, shard.tensor[rows] if self.dim() else shard.tensor
 
     # What torch does with the values of a state_dict.
 
@@ -223,58 +226,21 @@ class TableShards(Tensor):
     __str__ = __repr__
 
 
-def why_not_loadable(here: TableShards, given: Any) -> str | None:
-    """Why a table or a state of it cannot be filled from a tensor, whole or sharded; None if it can."""
-    if not isinstance(given, Tensor) or (given.shape, given.dtype) != (here.shape, here.dtype):
-        found = f"{given.dtype} {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
-        return f"expected a tensor of {here.dtype} {list(here.shape)}, got {found}"
-    if isinstance(given, TableShards):
-        there = {shard.rectangle for shard in given.shards}
-        if any(shard.rectangle not in there for shard in here.shards):
-            remedy = "load a checkpoint with torch.distributed.checkpoint, or whole tensors"
-            return f"these shards are of another plan; {remedy}"
-    return None
-
-
-def load_shards(here: TableShards, given: Tensor) -> None:
-    """Fill shards from a tensor, whole or sharded; raises ValueError where `why_not_loadable` has a reason."""
-    problem = why_not_loadable(here, given)
-    if problem is not None:
-        raise ValueError(problem)
-    if not isinstance(given, TableShards):
-        here.copy_from(given)
-        return
-    tensors = {shard.rectangle: shard.tensor for shard in given.shards}
-    for shard in here.shards:
-        found = tensors[shard.rectangle]
-        if found.data_ptr() != shard.tensor.data_ptr():
-            shard.tensor.copy_(found)
-
-
 def refuse_gaps(size: torch.Size, rectangles: Iterable[Rectangle]) -> None:
     """Raise ValueError unless each element of a tensor of this size is in exactly one of the rectangles."""
-    size = torch.Size((*size, 1, 1)[:2])
-    columns = size[1]
-    ordered = sorted(rectangles)
-    rows = sorted({0, size[0], *(edge for r in ordered for edge in (r.first_row, r.first_row + r.num_rows))})
-    beginning = 0
-    active: list[Rectangle] = []
-    for row, stop in pairwise(rows):
-        active = [r for r in active if r.first_row + r.num_rows > row]
-        while beginning < len(ordered) and ordered[beginning].first_row <= row:
-            active.append(ordered[beginning])
-            beginning += 1
-        column = 0
-        for rectangle in sorted(active, key=lambda r: r.first_column):
-            _refuse_gap(row, stop, column, rectangle.first_column)
-            column = rectangle.first_column + rectangle.num_columns
-        _refuse_gap(row, stop, column, columns)
-
-
-def _refuse_gap(row: int, stop: int, column: int, found: int) -> None:
-    if column != found:
-        where = Rectangle(row, stop - row, min(column, found), abs(found - column))
-        raise ValueError(f"{where} of a sharded table are saved by {'no rank' if column < found else 'two ranks'}")
+    num_rows, num_columns = (*size, 1, 1)[:2]
+    counted = [(Rectangle(0, num_rows, 0, num_columns), -1), *((rectangle, 1) for rectangle in rectangles)]
+    rows = sorted({edge for r, _ in counted for edge in (r.first_row, r.first_row + r.num_rows)})
+    columns = sorted({edge for r, _ in counted for edge in (r.first_column, r.first_column + r.num_columns)})
+    row_of, column_of = ({edge: n for n, edge in enumerate(edges)} for edges in (rows, columns))
+    times = torch.zeros(len(rows) - 1, len(columns) - 1, dtype=torch.int64)  # too often, between these edges
+    for r, count in counted:
+        of_rows = slice(row_of[r.first_row], row_of[r.first_row + r.num_rows])
+        times[of_rows, column_of[r.first_column] : column_of[r.first_column + r.num_columns]] += count
+    for row, column in times.nonzero().tolist():
+        where = Rectangle(rows[row], rows[row + 1] - rows[row], columns[column], columns[column + 1] - columns[column])
+        who = "no rank" if times[row, column] < 0 else "two ranks"
+        raise ValueError(f"{where} of a sharded table are saved by {who}")
 
 
 def _check(size: torch.Size, dtype: torch.dtype, shards: tuple[LocalShard, ...]) -> None:
@@ -296,14 +262,10 @@ def _check(size: torch.Size, dtype: torch.dtype, shards: tuple[LocalShard, ...])
 
 def _pieces(rectangle: Rectangle, dtype: torch.dtype) -> Iterator[Rectangle]:
     """Blocks of rows of at most `PIECE_BYTES`, but of at least one row."""
-    at_once = _rows_of_a_piece(rectangle, dtype)
+    at_once = max(1, PIECE_BYTES // (rectangle.num_columns * dtype.itemsize))
     for first in range(0, rectangle.num_rows, at_once):
         rows = min(at_once, rectangle.num_rows - first)
         yield rectangle._replace(first_row=rectangle.first_row + first, num_rows=rows)
-
-
-def _rows_of_a_piece(rectangle: Rectangle, dtype: torch.dtype) -> int:
-    return max(1, PIECE_BYTES // (rectangle.num_columns * dtype.itemsize))
 
 
 def _cut(whole: Tensor, rectangle: Rectangle) -> Tensor:

@@ -31,10 +31,12 @@ class LocalUpdate:
     """One step of the optimizer on rows that no other process has."""
 
     is_traceable = True  # the update is an op, so that a lookup and its backward may be compiled
+    is_of_shards = False  # whatever averages the dense network, the tables do not diverge
 
     def check(self, table: str) -> None:
         """Raise in the forward where the tables must not be updated."""
-        check_not_data_parallel(table)
+        if not self.is_of_shards:
+            check_not_data_parallel(table)
 
     def replica_rows(self, tables: TableSet) -> FindReplicaRows | None:
         """Finds the rows of other ranks' batches that are updated with a batch, or None."""

@@ -1,6 +1,6 @@
 """The trainer, its metrics, and runs from a configuration."""
 
-from tritonemb.comm.control import RankFailed
+from tritonemb.comm.group import RankFailed
 from tritonemb.training.callbacks import Callback
 from tritonemb.training.checkpoint import CheckpointError
 from tritonemb.training.config import CheckpointOptions

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from tritonemb.comm.control import RankFailed, lost_contact
+from tritonemb.comm.control import lost_contact
+from tritonemb.comm.group import RankFailed
 from tritonemb.data.protocol import Split
 from tritonemb.ops.registry import check_errors
 from tritonemb.training.callbacks import CallbackList, CheckpointSaved, Evaluation, FitEnd, FitStart, Log, StepEnd

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tritonemb.comm.control import Consensus, FailureReports, lost_contact
-from tritonemb.comm.group import RankGroup
+from tritonemb.comm.control import FailureReports, lost_contact
+from tritonemb.comm.group import Consensus, RankGroup
 from tritonemb.sharding.hybrid import HybridParallel
 
 T = TypeVar("T")

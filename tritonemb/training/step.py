@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map_only
 
-from tritonemb.comm.control import Round, describe
+from tritonemb.comm.control import describe
+from tritonemb.comm.group import Round
 from tritonemb.data.batch import Batch
 from tritonemb.data.protocol import Batches, ReadReport
 from tritonemb.nn.collections import TableCollection
@@ -131,13 +132,12 @@ def _agree(ranks: Ranks, batches: list[Batch], error: Exception | None, signal: 
         raise error
     rows = sum(len(batch) for batch in batches)
     if ranks.size == 1:
-        return Round((rows,), len(batches), not batches, signal, clock)
-    state: Any = "failed" if error is not None else "ready" if batches else "over"
+        return Round((rows,), len(batches), signal, clock)
+    failure = None if error is None else describe(error)
     try:
-        note = describe(error) if error else ""
-        return ranks.agreement.next(rows, state, note, batches=len(batches), signal=signal, clock=clock)
-    except RuntimeError as failure:
-        ranks.report_lost(failure)
+        return ranks.agreement.next(rows, len(batches), failure=failure, signal=signal, clock=clock)
+    except RuntimeError as lost:
+        ranks.report_lost(lost)
         if error is not None:
             raise error from None
         raise
