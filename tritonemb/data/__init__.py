@@ -14,7 +14,7 @@ from tritonemb.data.convert import ConvertReport, VocabularyReport, build_vocabu
 from tritonemb.data.datasets.adult import load_adult
 from tritonemb.data.datasets.movielens import load_movielens_100k
 from tritonemb.data.datasets.synthetic import make_synthetic
-from tritonemb.data.encode import Vocabulary
+from tritonemb.data.encode import load_vocabulary
 from tritonemb.data.files import exists, find
 from tritonemb.data.in_memory import Dataset
 from tritonemb.data.loader import merge_positions, open_shards, rank_position
@@ -65,7 +65,6 @@ __all__ = [
     "Split",
     "SplitRule",
     "Stream",
-    "Vocabulary",
     "VocabularyReport",
     "build_vocabulary",
     "cached_as_parquet",
@@ -74,6 +73,7 @@ __all__ = [
     "kind_of",
     "load_adult",
     "load_movielens_100k",
+    "load_vocabulary",
     "make_synthetic",
     "merge_positions",
     "open_dataset",

@@ -339,7 +339,9 @@ class ClickLog:
         if self._kind == "random":
             return _drawn(rule, split, part.file, self._source.rows_before(part) + chunk.line + rows)
         if self._kind == "time":
-            return time_mask(rule, split, chunk.content.column(rule.time_column))[rows]
+            times = chunk.content.column(rule.time_column)
+            mask: Array = time_mask(rule, split, times, times.type).to_numpy(zero_copy_only=False)[rows]
+            return mask
         return np.ones(len(rows), dtype=bool)
 
     def _report(self, split: Split, chunk: Chunk, parsed: Parsed, bad: Array, num_rows: int) -> ReadReport:
@@ -377,7 +379,7 @@ def is_labelled(file: LogFile, options: LogOptions) -> bool:
     """Whether a log that is to be scored has labels, as far as a file's columns or its first line tell."""
     label = options.schema.label or LABEL
     if file.format != "text":
-        return label in head_of(file).schema.names
+        return label in head_of(file)[0].names
     if delimiter := delimiter_of(file, options):
         return label in header_of(file, delimiter)[0]
     lines = first_bytes(file).split(b"\n")

@@ -73,10 +73,6 @@ def convert(
         raise ValueError(f"{files[0].path} is Parquet already; text files are converted")
     is_folder = len(files) > 1 or str(files[0].path).rstrip("/") != str(source).rstrip("/")
     targets = [target / f"{file.stem}.parquet" for file in files] if is_folder else [target]
-    if is_folder and not target.parent.is_dir():
-        raise FileNotFoundError(f"{target.parent}: no such folder to make {target.name} in")
-    if is_folder and target.exists() and not target.is_dir():
-        raise ValueError(f"{target} is a file; a folder is converted to a folder")
     for path in targets:
         if path.exists():
             raise ValueError(f"{path} is there already; remove it, or name another target")
@@ -85,17 +81,17 @@ def convert(
         target.mkdir(exist_ok=True)
     tasks: list[_Task] = [(log.of_file(number), "train", path) for number, path in enumerate(targets)]
     reports = _write(tasks, row_group_rows, compression, progress)
-    empty = [(file, path) for file, path, report in zip(files, targets, reports, strict=True) if not report.rows]
-    for _, path in empty:
-        path.unlink()
+    empty = [number for number, report in enumerate(reports) if not report.rows]
+    for number in empty:
+        targets[number].unlink()
     if empty:
-        raise ValueError(f"{empty[0][0].path} has no good rows to convert")
+        raise ValueError(f"{files[empty[0]].path} has no good rows to convert")
     rows, skipped = sum(report.rows for report in reports), sum(report.skipped for report in reports)
     return ConvertReport(rows, skipped, tuple(targets))
 
 
 def cached_as_parquet(
-    log: ClickLog, folder: str | Path, progress: Callable[[int, int | None], None] | None = None
+    log: ClickLog, folder: str | Path, progress: Callable[[int, int], None] | None = None
 ) -> ClickLog:
     """The same log read from Parquet files in a folder, written there unless they are; only text is converted.
 
@@ -104,7 +100,7 @@ def cached_as_parquet(
 
     Args:
         folder: made if need be. Another log, or another way to read it, has other files there.
-        progress: is called with the rows written so far and their estimated number, None where nobody can say.
+        progress: is called with the rows written so far and their estimated number.
 
     Raises:
         ValueError: a bad row, unless the log skips them.
@@ -116,8 +112,7 @@ def cached_as_parquet(
     summary = kept / "log.json"
     with require("filelock").FileLock(str(kept / "lock")):
         if not summary.exists():
-            estimates = [log.estimated_rows(split) for split in log.splits()]
-            total = None if None in estimates else sum(estimate or 0 for estimate in estimates)
+            total = sum(log.estimated_rows(split) or 0 for split in log.splits())
             tasks: list[_Task] = [(log, split, kept / f"{split}.parquet") for split in log.splits()]
             written = None if progress is None else lambda rows: progress(rows, total)
             reports = map(asdict, _write(tasks, ROW_GROUP_ROWS, "zstd", written))

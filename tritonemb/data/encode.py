@@ -94,7 +94,6 @@ def ids_of(hashes: Array, num_embeddings: int) -> Array:
 
 METADATA = b"tritonemb.vocabulary"
 COLUMNS = ("feature", "value", "id", "count")
-_SEED = np.uint64(0)
 _INFINITE = 2.0**128 - 2.0**103  # from here on, numbers are rounded to infinity in float32
 _LOGARITHMS = np.log1p(np.arange(1 << 12)).astype(np.float32)
 _TEXT = ("string", "large_string", "binary", "large_binary")
@@ -190,19 +189,29 @@ def string_buffers(strings: Any) -> tuple[Array, Array]:
 
 
 class Numbering:
-    """How the values of one feature become ids in `[0, num_embeddings)`, by their hash."""
+    """How the values of one feature become ids in `[0, num_embeddings)`: by their hash, or by a vocabulary.
 
-    encodes_integers = False  # whether each distinct one is looked up once
+    Args:
+        values: of the vocabulary: distinct `pyarrow` strings, or int64.
+        ids: int64 `[len(values)]`, from 1 on.
+    """
 
-    def __init__(self, name: str, num_embeddings: int) -> None:
+    def __init__(self, name: str, num_embeddings: int, values: Any = None, ids: Array | None = None) -> None:
         self.name, self.num_embeddings = name, num_embeddings
         self._seed = feature_seed(name)
+        self._keys: Array | None = None  # of the vocabulary, ascending: integers, or hashes of strings
+        if values is not None and ids is not None:
+            keys = hash_strings(*string_buffers(values), self._seed) if is_text(values.type) else values.to_numpy()
+            order = np.argsort(keys, kind="stable")
+            self._keys, self._ids = keys[order], ids[order].astype(np.int32)
+            if (self._keys[1:] == self._keys[:-1]).any():
+                raise ValueError(f"feature {name!r} has a value twice in the vocabulary; build it again")
 
     def ids(self, array: Any) -> Array:
         """int32 `[N]` of a `pyarrow` array of strings or integers; 0 where missing."""
         if str(decoded(array.type)) == "null":
             return np.zeros(len(array), dtype=np.int32)
-        if not hasattr(array.type, "index_type") and (self.encodes_integers or is_text(array.type)):
+        if not hasattr(array.type, "index_type") and (self._keys is not None or is_text(array.type)):
             array = array.dictionary_encode()
         if not hasattr(array.type, "index_type"):
             ids = self._unmasked_ids(array)
@@ -217,100 +226,58 @@ class Numbering:
         return ids
 
     def _unmasked_ids(self, values: Any) -> Array:
-        """int32 `[N]` of values that are distinct, or integers; anything where missing."""
-        if is_text(values.type):
-            return ids_of(hash_strings(*string_buffers(values), self._seed), self.num_embeddings)
-        return ids_of(hash_integers(integers(values), self._seed), self.num_embeddings)
-
-
-class FeatureVocabulary(Numbering):
-    """By a vocabulary: `pyarrow` strings, of integers in decimal if `integers`, and the int64 id of each."""
-
-    encodes_integers = True
-
-    def __init__(self, name: str, values: Any, ids: Array, integers: bool) -> None:
-        super().__init__(name, max(2, int(ids.max()) + 1) if len(ids) else 2)
-        self._integers = integers
-        keys = values.cast(pa.int64()).to_numpy() if integers else hash_strings(*string_buffers(values), _SEED)
-        order = np.argsort(keys, kind="stable")
-        self._keys: Array = keys[order]
-        self._ids: Array = ids[order].astype(np.int32)
-        self._strings = None if integers else values.take(pa.array(order))
-        if len(keys) and (self._keys[1:] == self._keys[:-1]).any():
-            raise ValueError(f"feature {name!r} has a value twice in the vocabulary; build it again")
-
-    def _unmasked_ids(self, values: Any) -> Array:
-        """int32 `[N]` of distinct values; 0 for those that are not in the vocabulary."""
-        if not len(self._keys):
-            return np.zeros(len(values), dtype=np.int32)
-        if is_text(values.type) == self._integers:
-            found, other = ("strings", "integers") if self._integers else ("integers", "strings")
+        """int32 `[N]` of values that are distinct, or integers to be hashed; anything where missing."""
+        text, known = is_text(values.type), self._keys
+        keys = hash_strings(*string_buffers(values), self._seed) if text else integers(values)
+        if known is None:
+            return ids_of(keys if text else hash_integers(keys, self._seed), self.num_embeddings)
+        if not len(known):
+            return np.zeros(len(keys), dtype=np.int32)
+        if text != (known.dtype == np.uint64):
+            found, other = ("strings", "integers") if text else ("integers", "strings")
             raise ValueError(
                 f"feature {self.name!r} has {found}, but {other} in the vocabulary; build it from this log"
             )
-        if self._integers:
-            return self._look_up(integers(values).astype(np.int64))
-        hashes = hash_strings(*string_buffers(values), _SEED)
-        ids = self._look_up(hashes)
-        hits = np.flatnonzero(ids)  # by hash; now by the strings themselves
-        assert self._strings is not None
-        known = self._strings.take(pa.array(np.searchsorted(self._keys, hashes[hits])))
-        same = compute.equal(known.cast(pa.large_string()), values.take(pa.array(hits)).cast(pa.large_string()))
-        ids[hits[~compute.fill_null(same, False).to_numpy(zero_copy_only=False)]] = 0
-        return ids
-
-    def _look_up(self, keys: Array) -> Array:
-        places = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
-        ids: Array = np.where(self._keys[places] == keys, self._ids[places], np.int32(0))
+        keys = keys.astype(known.dtype, copy=False)
+        places = np.minimum(np.searchsorted(known, keys), len(known) - 1)
+        ids: Array = np.where(known[places] == keys, self._ids[places], np.int32(0))
         return ids
 
 
-class Vocabulary:
-    """The numberings of a vocabulary file, by feature."""
+def load_vocabulary(path: str | Path) -> dict[str, Numbering]:
+    """The numberings of the features in a file that `build_vocabulary` wrote.
 
-    def __init__(self, features: Mapping[str, FeatureVocabulary], path: Path) -> None:
-        self.features, self.path = dict(features), path
-
-    def feature(self, name: str) -> FeatureVocabulary:
-        """ValueError, listing the features, if there is none of this name."""
-        if name not in self.features:
-            raise ValueError(f"{self.path}: the vocabulary has no feature {name!r}, only {listed(self.features)}")
-        return self.features[name]
-
-    @staticmethod
-    def load(path: str | Path) -> Vocabulary:
-        """Read a file that `build_vocabulary` wrote.
-
-        Raises:
-            FileNotFoundError, ValueError: it is not there, or not such a file.
-        """
-        path = Path(path)
-        if not path.is_file():
-            raise FileNotFoundError(f"{path}: no such vocabulary; `tritonemb vocab` makes one")
-        try:
-            table = parquet.read_table(path).combine_chunks()
-            kinds = json.loads(table.schema.metadata[METADATA])
-            names = table.select(COLUMNS)["feature"].combine_chunks().dictionary_encode()
-        except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is not a vocabulary that `tritonemb vocab` made ({error})") from error
-        features, indices = {}, names.indices.to_numpy()
-        places = {name: place for place, name in enumerate(names.dictionary.to_pylist())}
-        for name, kind in kinds.items():
-            mine = table.filter(pa.array(indices == places.get(name, -1)))
-            values, ids = mine["value"].combine_chunks(), mine["id"].to_numpy()
-            features[name] = FeatureVocabulary(name, values, ids, kind == "integer")
-        return Vocabulary(features, path)
+    Raises:
+        FileNotFoundError, ValueError: it is not there, or not such a file.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such vocabulary; `tritonemb vocab` makes one")
+    try:
+        table = parquet.read_table(path).select(COLUMNS)
+        kinds = json.loads(table.schema.metadata[METADATA])
+    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a vocabulary that `tritonemb vocab` made ({error})") from error
+    found = {}
+    for name, kind in kinds.items():
+        mine = table.filter(compute.equal(table["feature"], name))
+        values, ids = mine["value"].combine_chunks(), mine["id"].to_numpy()
+        values = values.cast(pa.int64()) if kind == "integer" else values
+        found[name] = Numbering(name, max(2, int(ids.max(initial=0)) + 1), values, ids)
+    return found
 
 
 def numberings(schema: Schema) -> dict[str, Numbering]:
     """One for each sparse column; FileNotFoundError or ValueError if the vocabulary is not there, or not of these."""
-    if schema.vocabulary is not None:
-        if schema.sizes:
-            raise ValueError("schema: sizes are of hashed categories; a vocabulary has sizes of its own")
-        vocabulary = Vocabulary.load(schema.vocabulary)
-        return {name: vocabulary.feature(name) for name in schema.sparse}
     sizes = schema.sizes_by_name()
-    return {name: Numbering(name, sizes.get(name, schema.num_embeddings)) for name in schema.sparse}
+    if schema.vocabulary is None:
+        return {name: Numbering(name, sizes.get(name, schema.num_embeddings)) for name in schema.sparse}
+    if sizes:
+        raise ValueError("schema: sizes are of hashed categories; a vocabulary has sizes of its own")
+    found = load_vocabulary(schema.vocabulary)
+    if unknown := [name for name in schema.sparse if name not in found]:
+        raise ValueError(f"{schema.vocabulary}: the vocabulary has no feature {unknown[0]!r}, only {listed(found)}")
+    return {name: found[name] for name in schema.sparse}
 
 
 def encode(batch: Any, schema: Schema, features: tuple[Feature, ...], numberings: Mapping[str, Numbering]) -> Rows:
