@@ -176,4 +176,4 @@ def open_for_scoring(path: str | Path, log: LogOptions, features: Sequence[Featu
             raise ValueError(f"{path}: the log has {found}, the model was trained with {expected}")
     if len(opened.features) != len(features):
         raise ValueError(f"{path}: the log has {len(opened.features)} features, the model {len(features)}")
-    return opened.for_scoring()
+    return opened.all_rows_as("test")

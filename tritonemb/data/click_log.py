@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -92,10 +92,8 @@ class ClickLog:
             self._source = TextSource(files, self.options, labelled)
         self.schema = self._source.schema
         self._numberings = numberings(self.schema)
-        self._vocabulary: str | None = None
-        if self.schema.vocabulary is not None:
-            with open(self.schema.vocabulary, "rb") as file:
-                self._vocabulary = hashlib.file_digest(file, "sha256").hexdigest()
+        vocabulary = self.schema.vocabulary
+        self._vocabulary = vocabulary and hashlib.sha256(Path(vocabulary).read_bytes()).hexdigest()
         self.features = tuple(
             Feature(column, self._numberings[column].num_embeddings, column in self._source.multi_hot)
             for column in self.schema.sparse
@@ -109,16 +107,13 @@ class ClickLog:
         """The files of each split where whole files are held out; else all as train files."""
         rule = self.options.split
         if isinstance(source, Mapping):
-            self.name = name or "data frame"
-            self._kind: Kind = rule.kind()
-            held_out = len(source) > 1
-            if (held_out and (self._kind not in ("end", "files") or rule.split_by == "end")) or (
-                not held_out and self._kind == "files"
-            ):
+            self.name, held_out = name or "data frame", len(source) > 1
+            by_default = held_out and rule.split_by == "auto" and rule.kind() == "end"
+            self._kind: Kind = "files" if by_default else rule.kind()
+            if held_out != (self._kind == "files"):
                 raise ValueError(
                     f"{self.name}: give held-out data frames, or another split rule than {rule.split_by!r}, not both"
                 )
-            self._kind = "files" if held_out else self._kind
             return files_of_frames(source, self.name)
         files = find(source)
         self.name = name or _name_of(source, files)
@@ -129,21 +124,18 @@ class ClickLog:
         """What each split reads, where rows are held out."""
         rule = self.options.split
         whole = tuple(Part(file) for file in range(len(self._files)))
-        shares: dict[Split, float] = {"train": 1.0, "validation": rule.validation_share, "test": rule.test_share}
-        if self._kind == "end" and not (rule.test_share or rule.validation_share):
-            return {"train": whole}
-        if self._kind == "end":
-            if say and any(file.codec for file in self._files):
-                say(f"{self.name}: unpacking it once to learn its size, so that its last rows can be held out")
-            parts = end_parts(rule, self._source.sizes())
-            for split, share in shares.items():
-                if share and not parts[split]:
-                    raise ValueError(f"{self.name}: too few rows for a share of {share:.3f} as {split} rows")
-            return parts
-        has: dict[Split, Any] = dict(shares)
+        held_out: dict[Split, Any] = {"validation": rule.validation_share, "test": rule.test_share}
         if self._kind == "time":
-            has = {"train": True, "validation": rule.validation_from, "test": rule.test_from}
-        return {split: whole for split in SPLITS if has[split]}
+            held_out = {"validation": rule.validation_from, "test": rule.test_from}
+        if self._kind != "end" or not any(held_out.values()):
+            return {split: whole for split in SPLITS if split == "train" or held_out[split]}
+        if say and any(file.codec for file in self._files):
+            say(f"{self.name}: unpacking it once to learn its size, so that its last rows can be held out")
+        parts = end_parts(rule, self._source.sizes())
+        for split, share in {"train": 1.0, **held_out}.items():
+            if share and not parts[split]:
+                raise ValueError(f"{self.name}: too few rows for a share of {share:.3f} as {split} rows")
+        return parts
 
     @property
     def num_dense(self) -> int:
@@ -275,15 +267,11 @@ class ClickLog:
             raise ValueError(f"data set {self.name!r} has no test rows; a data set in memory needs some")
         return Dataset(self.name, self.features, rows["train"], rows["test"], rows.get("validation"))
 
-    def for_scoring(self) -> ClickLog:
-        """The same log with all of its rows, in their order, as test rows."""
-        scored = self._with("end", {"test": tuple(Part(file) for file in range(len(self.files)))})
-        scored.options = replace(self.options, split=SplitRule(split_by="end", test_share=0.0))
-        return scored
-
-    def of_file(self, file: int) -> ClickLog:
-        """The same log with all rows of one of its files as train rows."""
-        return self._with("end", {"train": (Part(file),)})
+    def all_rows_as(self, split: Split, files: Iterable[int] | None = None) -> ClickLog:
+        """The same log with one split: all rows, or those of the files with these numbers, in their order."""
+        log = self._with("end", {split: tuple(map(Part, range(len(self.files)) if files is None else files))})
+        log.options = replace(self.options, split=SplitRule(split_by="end", test_share=0.0))
+        return log
 
     def in_files(self, files: Mapping[Split, LogFile | None], left_out: dict[Split, ReadReport]) -> ClickLog:
         """The same log, read from Parquet files with the good rows of its splits, None for one without rows.
@@ -328,7 +316,7 @@ class ClickLog:
     def _read(self, split: Split, chunk: Chunk) -> tuple[Any, ReadReport]:
         """The good rows of a chunk that belong to the split, and what became of the others."""
         parsed = self._source.parse(chunk)
-        keep = parsed.good & self._chosen(split, chunk, parsed.rows)
+        keep = self._chosen(split, chunk, parsed.rows)
         bad = np.flatnonzero(self._chosen(split, chunk, parsed.bad_rows))
         batch = parsed.batch if keep.all() else parsed.batch.filter(pa.array(keep))
         return batch, self._report(split, chunk, parsed, bad, batch.num_rows)
@@ -382,8 +370,7 @@ def is_labelled(file: LogFile, options: LogOptions) -> bool:
         return label in head_of(file)[0].names
     if delimiter := delimiter_of(file, options):
         return label in header_of(file, delimiter)[0]
-    lines = first_bytes(file).split(b"\n")
-    first = next((line for line in lines if line.removesuffix(b"\r")), b"")
+    first = first_bytes(file).lstrip(b"\r\n").partition(b"\n")[0]
     return first.count(b"\t") != len(CRITEO_FIELDS) - 2
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from tritonemb.data.click_log import ClickLog
-from tritonemb.data.encode import COLUMNS, METADATA, decoded, integers, is_list, is_text
+from tritonemb.data.encode import COLUMNS, METADATA, counted, is_text, most_frequent
 from tritonemb.data.files import LogFile, find
 from tritonemb.data.pipeline import merged
 from tritonemb.data.protocol import ReadReport, Split
@@ -22,7 +22,6 @@ from tritonemb.data.schema import LogOptions, SplitRule
 from tritonemb.utils import LazyModule, require, written_aside
 
 pa: Any = LazyModule("pyarrow")
-compute: Any = LazyModule("pyarrow.compute")
 parquet: Any = LazyModule("pyarrow.parquet")
 
 _Task = tuple[ClickLog, Split, Path]
@@ -79,7 +78,7 @@ def convert(
     log = ClickLog(source, replace(options or LogOptions(), split=SplitRule(split_by="end", test_share=0.0)))
     if is_folder:
         target.mkdir(exist_ok=True)
-    tasks: list[_Task] = [(log.of_file(number), "train", path) for number, path in enumerate(targets)]
+    tasks: list[_Task] = [(log.all_rows_as("train", [number]), "train", path) for number, path in enumerate(targets)]
     reports = _write(tasks, row_group_rows, compression, progress)
     empty = [number for number, report in enumerate(reports) if not report.rows]
     for number in empty:
@@ -212,7 +211,7 @@ def build_vocabulary(
     report = ReadReport()
 
     def count(batch: Any) -> dict[str, Any]:
-        return {name: _counted(batch.column(name)) for name in tables}
+        return {name: counted(batch.column(name)) for name in tables}
 
     def merge(name: str, most_pending: int) -> None:
         if pending[name] > most_pending:
@@ -237,16 +236,6 @@ def build_vocabulary(
     return VocabularyReport(report.rows, report.skipped, sizes, {name: n for name, n in forgotten.items() if n})
 
 
-def _counted(array: Any) -> Any:
-    """A table of value, a large string or int64, and count, without missing ones."""
-    if is_list(array.type):
-        array = compute.list_flatten(array)
-    array = array.cast(decoded(array.type)).drop_null()
-    text = is_text(array.type)
-    found = compute.value_counts(array.cast(pa.large_string()) if text else pa.array(integers(array).astype(np.int64)))
-    return pa.table({"value": found.field("values"), "count": found.field("counts")})
-
-
 def _summed(tables: Sequence[Any], capacity: int) -> tuple[Any, int]:
     """One table of values and counts, without the rarest of more than `capacity`; and the largest count left out."""
     table = pa.concat_tables(tables).group_by("value", use_threads=False).aggregate([("count", "sum")])
@@ -268,8 +257,7 @@ def _save(path: Path, tables: Mapping[str, list[Any]], min_count: int, max_size:
     with written_aside(path) as part, parquet.ParquetWriter(part, schema, compression="zstd") as writer:
         for name, found in tables.items():
             for table in found:
-                kept = table.filter(compute.greater_equal(table["count"], min_count))
-                kept = kept.sort_by([("count", "descending"), ("value", "ascending")]).slice(0, max_size)
+                kept = most_frequent(table, min_count, max_size)
                 sizes[name] += kept.num_rows
                 names, ids = pa.array([name] * kept.num_rows, pa.string()), np.arange(1, sizes[name])
                 columns = {"feature": names, "value": kept["value"], "id": ids, "count": kept["count"]}

@@ -14,6 +14,7 @@ from __future__ import annotations
 import binascii
 import csv
 import io
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,10 +51,9 @@ _EXPECTED = {"double": "a number or nothing", "int64": "an integer or nothing", 
 class Parsed:
     """The rows of a chunk."""
 
-    batch: Any  # a `pyarrow.RecordBatch` of the rows that can be read
+    batch: Any  # a `pyarrow.RecordBatch` of the good rows
     rows: Array  # int64 [N], the line or row of each in the chunk
-    good: Array  # bool [N]
-    bad_rows: Array  # int64, the lines or rows that are bad, ascending: of the batch and others
+    bad_rows: Array  # int64, the other lines or rows, ascending
     describe: Callable[[int], tuple[str, str]]  # reason and message for the n-th of them
 
 
@@ -225,12 +225,9 @@ def hexadecimal(array: Any) -> tuple[Any, int]:
 
 
 def check_criteo(schema: Schema, where: str) -> None:
-    """ValueError if a schema has other columns than Criteo's, or has them as what they are not."""
-    for part, names in (("dense", schema.dense), ("sparse", schema.sparse)):
-        fitting = INTEGERS if part == "dense" else INTEGERS + CATEGORIES
-        if wrong := [name for name in names if name in FIELDS and name not in fitting]:
-            kind = "the label" if wrong[0] == LABEL else "a category"
-            raise ValueError(f"schema: {wrong[0]!r} of Criteo's TSV can not be {part}: it is {kind}")
+    """ValueError if a schema has another label than Criteo's, or categories as numbers."""
+    if wrong := [name for name in schema.dense if name in CATEGORIES]:
+        raise ValueError(f"schema: {wrong[0]!r} of Criteo's TSV can not be dense: it is a category")
     if schema.label not in ("", LABEL):
         raise ValueError(
             f"{where}: without a header, text files have Criteo's format, whose label is {LABEL!r} and not "
@@ -256,23 +253,22 @@ def parse(form: CsvFormat, data: Text) -> Parsed:
         data = data.replace(b"\r\n", b"\n")
         plain &= b"\r" not in data
     batch: Any = form.read(data) if plain else None
-    good = None if batch is None else good_rows(batch.num_rows, wrong_values(batch, form.schema))
-    if good is not None and good.all() and batch.num_rows == count_lines(data):
-        return Parsed(batch, np.arange(batch.num_rows), good, np.zeros(0, dtype=np.int64), lambda number: ("", ""))
+    if batch is not None and batch.num_rows == count_lines(data) and not wrong_values(batch, form.schema):
+        return Parsed(batch, np.arange(batch.num_rows), np.zeros(0, dtype=np.int64), lambda number: ("", ""))
     lines, numbers = _lines_of(data, form.quoted)
     rows = numbers
-    if good is None or len(good) != len(lines):
-        accepted = np.array(form.accepts(lines), dtype=bool)
-        rows = numbers[accepted]
-        readable = [line + b"\n" for line, fits in zip(lines, accepted, strict=True) if fits]
-        batch = form.read(b"".join(readable), accepted=True)
-        good = good_rows(batch.num_rows, wrong_values(batch, form.schema))
-    bad_rows = np.setdiff1d(numbers, rows[good], assume_unique=True)
+    if batch is None or batch.num_rows != len(lines):
+        accepted = form.accepts(lines)
+        rows = numbers[np.array(accepted, dtype=bool)]
+        batch = form.read(b"".join(line + b"\n" for line in itertools.compress(lines, accepted)), accepted=True)
+    good = good_rows(batch, wrong_values(batch, form.schema))
+    batch, rows = batch.filter(pa.array(good)), rows[good]
+    bad_rows = np.setdiff1d(numbers, rows, assume_unique=True)
 
     def describe(number: int) -> tuple[str, str]:
         return form.problem(lines[int(np.searchsorted(numbers, bad_rows[number]))])
 
-    return Parsed(batch, rows, good, bad_rows, describe)
+    return Parsed(batch, rows, bad_rows, describe)
 
 
 def count_lines(data: Text) -> int:

@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tritonemb.data.columns import Array, Column, Rows
 from tritonemb.data.protocol import Feature
@@ -170,12 +171,10 @@ def wrong_values(batch: Any, schema: Schema) -> list[tuple[str, str, Array]]:
     return [entry for entry in wrong if entry[2].any()]
 
 
-def good_rows(num_rows: int, wrong: list[tuple[str, str, Array]]) -> Array:
+def good_rows(batch: Any, wrong: list[tuple[str, str, Array]]) -> Array:
     """bool `[N]`: the rows with none of the `wrong_values`."""
-    good = np.ones(num_rows, dtype=bool)
-    for _, _, bad in wrong:
-        good &= ~bad
-    return good
+    bad: Array = np.sum([bad for _, _, bad in wrong], axis=0, dtype=bool) if wrong else np.zeros(batch.num_rows, bool)
+    return ~bad
 
 
 def string_buffers(strings: Any) -> tuple[Array, Array]:
@@ -278,6 +277,39 @@ def numberings(schema: Schema) -> dict[str, Numbering]:
     if unknown := [name for name in schema.sparse if name not in found]:
         raise ValueError(f"{schema.vocabulary}: the vocabulary has no feature {unknown[0]!r}, only {listed(found)}")
     return {name: found[name] for name in schema.sparse}
+
+
+def encode_categories(column: Any, num_train: int, min_count: int = 1) -> tuple[Tensor, int]:
+    """Number the categories of a column whose first `num_train` rows are the training rows; see `most_frequent`.
+
+    Id 0 stands for missing, for unseen in training and for categories with fewer than `min_count` training rows.
+
+    Args:
+        column: a `pyarrow` Array or ChunkedArray; null is missing.
+
+    Returns:
+        ids int32 `[len(column)]`, and the number of ids.
+    """
+    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    kept = most_frequent(counted(array[:num_train]), min_count)
+    numbering = Numbering("", len(kept) + 1, kept["value"].combine_chunks(), np.arange(1, len(kept) + 1))
+    return torch.from_numpy(numbering.ids(array)), len(kept) + 1
+
+
+def counted(array: Any) -> Any:
+    """A table of value, a large string or int64, and count, without missing ones."""
+    if is_list(array.type):
+        array = compute.list_flatten(array)
+    array = array.cast(decoded(array.type)).drop_null()
+    text = is_text(array.type)
+    found = compute.value_counts(array.cast(pa.large_string()) if text else pa.array(integers(array).astype(np.int64)))
+    return pa.table({"value": found.field("values"), "count": found.field("counts")})
+
+
+def most_frequent(counts: Any, min_count: int, max_size: int | None = None) -> Any:
+    """Of a table of `counted`, the values that are kept, by descending count; ties by value."""
+    kept = counts.filter(compute.greater_equal(counts["count"], min_count))
+    return kept.sort_by([("count", "descending"), ("value", "ascending")]).slice(0, max_size)
 
 
 def encode(batch: Any, schema: Schema, features: tuple[Feature, ...], numberings: Mapping[str, Numbering]) -> Rows:

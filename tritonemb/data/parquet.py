@@ -179,8 +179,8 @@ class ArrowSource:
     def parse(self, chunk: Chunk) -> Parsed:
         batch = chunk.content
         wrong = wrong_values(batch, self.schema)
-        good = good_rows(batch.num_rows, wrong)
-        bad_rows = np.flatnonzero(~good)
+        good = good_rows(batch, wrong)
+        rows, bad_rows = np.flatnonzero(good), np.flatnonzero(~good)
 
         def describe(number: int) -> tuple[str, str]:
             row = int(bad_rows[number])
@@ -190,7 +190,7 @@ class ArrowSource:
             message = wrong_value(place, name, "missing" if value is None else value, expected)
             return f"column {name} is not {expected}", message
 
-        return Parsed(batch, np.arange(batch.num_rows), good, bad_rows, describe)
+        return Parsed(batch.filter(pa.array(good)) if len(bad_rows) else batch, rows, bad_rows, describe)
 
     def shard(self, parts: tuple[Part, ...], shard: Shard) -> tuple[Part, ...]:
         """Of all rows of some parts, those of one shard: runs of whole row groups where there are enough of them; else
