@@ -10,7 +10,7 @@ from typing import Any
 from tritonemb.data.batch import Batch
 from tritonemb.data.click_log import ClickLog, is_labelled
 from tritonemb.data.columns import Column, Rows
-from tritonemb.data.convert import ConvertReport, VocabularyReport, build_vocabulary, cached_as_parquet, convert
+from tritonemb.data.convert import VocabularyReport, build_vocabulary, cached_as_parquet, convert
 from tritonemb.data.datasets.adult import load_adult
 from tritonemb.data.datasets.movielens import load_movielens_100k
 from tritonemb.data.datasets.synthetic import make_synthetic
@@ -47,7 +47,6 @@ __all__ = [
     "Batches",
     "ClickLog",
     "Column",
-    "ConvertReport",
     "Data",
     "DataLoaderWorkers",
     "Dataset",

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,15 +33,6 @@ SECONDS_BETWEEN_LINES = 5.0
 CAPACITY = 1 << 22  # distinct values that are counted at a time, of one feature
 
 
-@dataclass(frozen=True)
-class ConvertReport:
-    """Rows written to the Parquet files, and bad rows left out."""
-
-    rows: int
-    skipped: int
-    files: tuple[Path, ...]
-
-
 def convert(
     source: str | Path,
     target: str | Path,
@@ -49,7 +41,7 @@ def convert(
     row_group_rows: int = ROW_GROUP_ROWS,
     compression: Compression = "zstd",
     progress: Callable[[int], None] | None = None,
-) -> ConvertReport:
+) -> ReadReport:
     """Write a text file as a Parquet file, or a folder of them as a folder of Parquet files.
 
     Each file is written aside and gets its name when it is whole. It has the columns of the schema: the label as int8,
@@ -85,8 +77,7 @@ def convert(
         targets[number].unlink()
     if empty:
         raise ValueError(f"{files[empty[0]].path} has no good rows to convert")
-    rows, skipped = sum(report.rows for report in reports), sum(report.skipped for report in reports)
-    return ConvertReport(rows, skipped, tuple(targets))
+    return reduce(merged, reports)
 
 
 def cached_as_parquet(
@@ -320,11 +311,15 @@ def make_vocabulary(options: VocabOptions) -> str:
 
 def convert_log(options: ConvertOptions) -> str:
     """Raises ValueError, FileNotFoundError: as `convert`."""
-    rows, compression, progress = options.row_group_rows, options.compression, _progress("written")
     report = convert(
-        options.data, options.out, options.read, row_group_rows=rows, compression=compression, progress=progress
+        options.data,
+        options.out,
+        options.read,
+        row_group_rows=options.row_group_rows,
+        compression=options.compression,
+        progress=_progress("written"),
     )
-    files = f" in {len(report.files):,} files" if options.out.is_dir() else ""
+    files = f" in {len(find(options.data)):,} files" if options.out.is_dir() else ""
     return f"{options.out}: {report.rows:,} rows{files}{_skipped(report.skipped)}"
 
 

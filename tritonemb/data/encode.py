@@ -72,14 +72,11 @@ def hash_strings(data: Array, offsets: Array, seed: np.uint64) -> Array:
 
 def mix(hashes: Array) -> Array:
     """SplitMix64's finaliser, in place."""
-    scratch = hashes >> _30
-    hashes ^= scratch
+    hashes ^= hashes >> _30
     hashes *= _FIRST
-    np.right_shift(hashes, _27, out=scratch)
-    hashes ^= scratch
+    hashes ^= hashes >> _27
     hashes *= _SECOND
-    np.right_shift(hashes, _31, out=scratch)
-    hashes ^= scratch
+    hashes ^= hashes >> _31
     return hashes
 
 
@@ -121,12 +118,12 @@ def missing_of(array: Any) -> Array:
     return missing
 
 
-def integers(array: Any) -> Array:
-    """A `pyarrow` array of integers, booleans or nulls: 0 for nulls, booleans and nulls as int64."""
+def integers(array: Any, fill: bool = True) -> Array:
+    """A `pyarrow` array of integers, booleans or nulls: 0 for nulls, anything if not to `fill`; the others as int64."""
     if not pa.types.is_integer(array.type):
         array = array.cast(pa.int64())
-    found: Array = compute.fill_null(array, 0).to_numpy(zero_copy_only=False)
-    return found
+    found: Array = pa.Array.from_buffers(array.type, len(array), [None, array.buffers()[1]], 0, array.offset).to_numpy()
+    return np.where(missing_of(array), found.dtype.type(0), found) if fill and array.null_count else found
 
 
 def numbers(array: Any) -> Array:
@@ -227,7 +224,7 @@ class Numbering:
     def _unmasked_ids(self, values: Any) -> Array:
         """int32 `[N]` of values that are distinct, or integers to be hashed; anything where missing."""
         text, known = is_text(values.type), self._keys
-        keys = hash_strings(*string_buffers(values), self._seed) if text else integers(values)
+        keys = hash_strings(*string_buffers(values), self._seed) if text else integers(values, fill=False)
         if known is None:
             return ids_of(keys if text else hash_integers(keys, self._seed), self.num_embeddings)
         if not len(known):

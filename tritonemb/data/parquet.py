@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -42,8 +44,11 @@ def head_of(file: LogFile) -> tuple[Any, list[int]]:
     if file.table is not None:
         return file.table.schema, [file.size]
     with opened(file) as source:
-        groups = [source.metadata.row_group(group).num_rows for group in range(source.num_row_groups)]
-        return source.schema_arrow, groups
+        return source.schema_arrow, _group_rows(source)
+
+
+def _group_rows(source: Any) -> list[int]:
+    return [source.metadata.row_group(group).num_rows for group in range(source.num_row_groups)]
 
 
 def parquet_chunks(
@@ -57,19 +62,14 @@ def parquet_chunks(
             yield Chunk(part, row, row - start, content.to_batches()[0])
         return
     with opened(file) as source:
-        row = 0
-        for group in range(source.num_row_groups):
-            group_rows = source.metadata.row_group(group).num_rows
-            if row + group_rows <= offset:
-                row += group_rows
-                continue
-            for batch in source.iter_batches(slice_rows, row_groups=[group], columns=list(columns), use_threads=False):
-                first, last = max(offset - row, 0), min(stop - row, batch.num_rows)
-                if first < last:
-                    yield Chunk(part, row + first, row + first - start, batch.slice(first, last - first))
-                row += batch.num_rows
-                if row >= stop:
-                    return
+        ends = list(itertools.accumulate(_group_rows(source), initial=0))
+        groups = range(bisect.bisect_right(ends, offset) - 1, min(bisect.bisect_left(ends, stop), len(ends) - 1))
+        row = ends[groups.start]
+        for batch in source.iter_batches(slice_rows, row_groups=groups, columns=list(columns), use_threads=False):
+            first, last = max(offset - row, 0), min(stop - row, batch.num_rows)
+            if first < last:
+                yield Chunk(part, row + first, row + first - start, batch.slice(first, last - first))
+            row += batch.num_rows
     if row < stop:
         raise ValueError(
             f"{file.path} has changed since it was opened first: it had at least {stop} rows and now has {row}; "
