@@ -42,7 +42,7 @@ def convert(
     compression: Compression = "zstd",
     progress: Callable[[int], None] | None = None,
 ) -> ReadReport:
-    """Write a text file as a Parquet file, or a folder of them as a folder of Parquet files.
+    """Write a text file as a Parquet file, or a folder of them as a folder of Parquet files; report what was written.
 
     Each file is written aside and gets its name when it is whole. It has the columns of the schema: the label as int8,
     numbers as float64 and categories as string or int64; of Criteo's format int_1 to int_13 as int64 and cat_1 to
@@ -55,7 +55,7 @@ def convert(
         progress: is called with the number of rows written so far, now and then.
 
     Raises:
-        FileNotFoundError, ValueError: as `ClickLog`; the target is there; the source is Parquet already.
+        OSError, ValueError: as `ClickLog`; the target is there; the source is Parquet already.
     """
     if row_group_rows < 1:
         raise ValueError(f"row_group_rows must be at least 1, got {row_group_rows}")
@@ -72,11 +72,11 @@ def convert(
         target.mkdir(exist_ok=True)
     tasks: list[_Task] = [(log.all_rows_as("train", [number]), "train", path) for number, path in enumerate(targets)]
     reports = _write(tasks, row_group_rows, compression, progress)
-    empty = [number for number, report in enumerate(reports) if not report.rows]
-    for number in empty:
-        targets[number].unlink()
+    empty = [(file, path) for file, path, report in zip(files, targets, reports, strict=True) if not report.rows]
+    for _, path in empty:
+        path.unlink()
     if empty:
-        raise ValueError(f"{files[empty[0]].path} has no good rows to convert")
+        raise ValueError(f"{empty[0][0].path} has no good rows to convert")
     return reduce(merged, reports)
 
 
@@ -112,7 +112,7 @@ def cached_as_parquet(
     left_out: dict[Split, ReadReport] = {}
     for split, found in json.loads(summary.read_text()).items():
         files[split] = find(kept / f"{split}.parquet")[0] if found["rows"] else None
-        reasons = tuple((reason, count) for reason, count in found["reasons"])
+        reasons = tuple(map(tuple, found["reasons"]))
         left_out[split] = ReadReport(0, found["skipped"], tuple(found["problems"]), reasons)
     return log.in_files(files, left_out)
 
@@ -123,16 +123,12 @@ def _write(
     """Write the good rows of some splits, each to a Parquet file."""
     schema = tasks[0][0].text_schema()
     reports: list[ReadReport] = []
-
-    def table_of(batch: Any) -> Any:
-        return pa.Table.from_batches([batch]).select(schema.names).cast(schema)
-
     for log, split, path in tasks:
         report, waiting, before = ReadReport(), schema.empty_table(), sum(report.rows for report in reports)
         with (
             written_aside(path) as part,
             parquet.ParquetWriter(part, schema, compression=compression) as writer,
-            closing(log.scan(split, table_of)) as blocks,
+            closing(log.scan(split, lambda batch: pa.table(batch).select(schema.names).cast(schema))) as blocks,
         ):
             for block in blocks:
                 report = merged(report, block.report)
@@ -197,63 +193,58 @@ def build_vocabulary(
     path = Path(path)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path.parent}: no such folder to write {path.name} to")
-    tables: dict[str, list[Any]] = {name: [] for name in log.schema.sparse}
-    forgotten, pending = dict.fromkeys(tables, 0), dict.fromkeys(tables, 0)
+    names = log.schema.sparse
+    tables: dict[str, list[Any]] = {name: [] for name in names}
+    forgotten, pending = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
     report = ReadReport()
-
-    def count(batch: Any) -> dict[str, Any]:
-        return {name: counted(batch.column(name)) for name in tables}
-
-    def merge(name: str, most_pending: int) -> None:
-        if pending[name] > most_pending:
-            table, lost = _summed(tables[name], capacity)
-            tables[name], pending[name], forgotten[name] = [table], 0, forgotten[name] + lost
-
-    with closing(log.scan("train", count)) as blocks:
+    with closing(log.scan("train", lambda batch: [counted(batch.column(name)) for name in names])) as blocks:
         for block in blocks:
             report = merged(report, block.report)
-            for name, table in block.rows.items():
+            for name, table in zip(names, block.rows, strict=True):
                 tables[name] += [table] if table.num_rows else []
                 pending[name] += table.num_rows
-                merge(name, max(capacity // 2, 1))
+                if pending[name] > max(capacity // 2, 1):
+                    tables[name], lost = _summed(tables[name], capacity)
+                    pending[name], forgotten[name] = 0, forgotten[name] + lost
             if progress is not None:
                 progress(report.rows)
     if report.rows == 0:
         raise ValueError(f"data set {log.name!r}: there are no train rows to make a vocabulary of")
-    for name, found in tables.items():
-        if found:
-            merge(name, -1)
-    sizes = _save(path, tables, min_count, max_size)
+    sizes = dict.fromkeys(names, 1)
+    for name in names:
+        tables[name], lost = _summed(tables[name], capacity)
+        forgotten[name] += lost
+        tables[name] = [most_frequent(table, min_count, max_size) for table in tables[name]]
+        sizes[name] += sum(table.num_rows for table in tables[name])
+    _save(path, tables)
     return VocabularyReport(report.rows, report.skipped, sizes, {name: n for name, n in forgotten.items() if n})
 
 
-def _summed(tables: Sequence[Any], capacity: int) -> tuple[Any, int]:
+def _summed(tables: list[Any], capacity: int) -> tuple[list[Any], int]:
     """One table of values and counts, without the rarest of more than `capacity`; and the largest count left out."""
+    if not tables:
+        return [], 0
     table = pa.concat_tables(tables).group_by("value", use_threads=False).aggregate([("count", "sum")])
     table = table.rename_columns({"count_sum": "count"})
     if table.num_rows <= capacity:
-        return table, 0
+        return [table], 0
     counts = table["count"].to_numpy()
     order = np.argsort(-counts, kind="stable")
-    return table.take(pa.array(np.sort(order[:capacity]))), int(counts[order[capacity]])
+    return [table.take(pa.array(np.sort(order[:capacity])))], int(counts[order[capacity]])
 
 
-def _save(path: Path, tables: Mapping[str, list[Any]], min_count: int, max_size: int | None) -> dict[str, int]:
-    """Write a vocabulary, at once and whole; returns each feature's number of ids, 0 for missing among them."""
+def _save(path: Path, tables: Mapping[str, list[Any]]) -> None:
+    """Write a vocabulary, at once and whole."""
     types = (pa.string(), pa.large_string(), pa.int64(), pa.int64())
     is_string = {name: bool(found) and is_text(found[0]["value"].type) for name, found in tables.items()}
     kinds = {name: "string" if text else "integer" for name, text in is_string.items()}
     schema = pa.schema(list(zip(COLUMNS, types, strict=True)), {METADATA: json.dumps(kinds).encode()})
-    sizes = dict.fromkeys(tables, 1)
     with written_aside(path) as part, parquet.ParquetWriter(part, schema, compression="zstd") as writer:
         for name, found in tables.items():
-            for table in found:
-                kept = most_frequent(table, min_count, max_size)
-                sizes[name] += kept.num_rows
-                names, ids = pa.array([name] * kept.num_rows, pa.string()), np.arange(1, sizes[name])
+            for kept in found:
+                names, ids = pa.array([name] * kept.num_rows, pa.string()), np.arange(1, kept.num_rows + 1)
                 columns = {"feature": names, "value": kept["value"], "id": ids, "count": kept["count"]}
                 writer.write_table(pa.table(columns).cast(schema))
-    return sizes
 
 
 @dataclass(frozen=True)

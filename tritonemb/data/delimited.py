@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from tritonemb.data.columns import Array
-from tritonemb.data.encode import good_rows, missing_of, string_buffers, wrong_values
+from tritonemb.data.encode import good_rows, string_buffers, wrong_values
 from tritonemb.data.schema import CATEGORIES, CRITEO, FIELDS, INTEGERS, LABEL, Schema, listed, wrong_value
 from tritonemb.utils import LazyModule
 
@@ -156,14 +156,12 @@ class CriteoFormat(CsvFormat):
         super().__init__(FIELDS if labelled else FIELDS[1:], schema, "\t", labelled=labelled)
         self._rules = _RULES[-len(self.columns) :]
         self._line = re.compile(rb"\t".join(pattern for pattern, _ in self._rules))
-        self._types = {name: pa.binary(8) if name in CATEGORIES else pa.int64() for name in self.columns}
+        self._types = {name: pa.binary() if name in CATEGORIES else pa.int64() for name in self.columns}
 
     def read(self, lines: Text, accepted: bool = False) -> Any:
         """pyarrow also takes blank lines, blanks, hexadecimal integers, and more than 18 digits if the first ones are
         zeros. All of these make the text longer than its values have to be, but for hexadecimal integers from 10^10."""
-        batch = self._parse(lines, self._types)  # most logs have 8 digits in every category: the fastest to parse
-        if batch is None:
-            batch = self._parse(lines, self._types | dict.fromkeys(CATEGORIES, pa.string()))
+        batch = self._parse(lines, self._types)
         if batch is None:
             return None
         arrays, num_bytes, largest = [], len(self.columns) * batch.num_rows, 0
@@ -207,23 +205,23 @@ def _written(array: Any) -> tuple[int, int]:
 
 def hexadecimal(array: Any) -> tuple[Any, int]:
     """uint32 of a `pyarrow` array of up to 8 hexadecimal digits each, and their number; None if there are others."""
-    if pa.types.is_fixed_size_binary(array.type):  # 8 digits or missing
-        missing, num_digits = missing_of(array), 8 * (len(array) - array.null_count)
-        digits = np.frombuffer(array.buffers()[1], np.uint64, len(array))[~missing].view(np.uint8)
-    else:
-        lengths = np.diff(string_buffers(array)[1])
-        missing, num_digits = lengths == 0, int(lengths.sum())
-        if (lengths > 8).any():
-            return None, 0
-        padded = compute.ascii_lpad(array.filter(pa.array(~missing)), 8, "0")
-        digits = string_buffers(padded)[0][: 8 * len(padded)]
-    try:
-        found = np.frombuffer(binascii.unhexlify(digits), ">u4")
-    except binascii.Error:
+    data, ends = string_buffers(array)
+    digits, lengths = data[ends[0] : ends[-1]], np.diff(ends)
+    num_digits, missing, full = len(digits), lengths == 0, lengths == 8
+    if (lengths > 8).any():
         return None, 0
-    numbers = np.zeros(len(array), dtype=np.uint32)
-    numbers[~missing] = found
-    return pa.array(numbers, mask=missing if missing.any() else None), num_digits
+    try:
+        if not (full | missing).all():  # zeros before the digits
+            padded = compute.ascii_lpad(array.cast(pa.string()), 8, "0")
+            digits = string_buffers(padded)[0][: 8 * len(array)]
+        found = np.frombuffer(binascii.unhexlify(digits), ">u4").astype(np.uint32)
+    except ValueError:
+        return None, 0
+    if len(found) < len(array):
+        numbers = np.zeros(len(array), dtype=np.uint32)
+        numbers[full] = found
+        found = numbers
+    return pa.array(found, mask=missing if missing.any() else None), num_digits
 
 
 def check_criteo(schema: Schema, where: str) -> None:
