@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from tritonemb.data.columns import Array, concat
-from tritonemb.data.delimited import Parsed
 from tritonemb.data.encode import encode, mix, numberings
 from tritonemb.data.files import Chunk, LogFile, Part, end_parts, find, is_remote, parts_of_files, split_files
 from tritonemb.data.in_memory import Dataset
@@ -181,8 +180,7 @@ class ClickLog:
 
         A shard is a run of bytes of plain text, or of row groups of Parquet, that nobody else parses. Compressed files
         are dealt out whole if there is one for each shard; else every shard unpacks all of them and parses every
-        count-th stripe. Where rows are drawn at random, a shard of plain text counts the lines before it first. Where
-        they are split by time, row groups are left out whose statistics say that they have none of the split.
+        count-th stripe. Shards of rows that are split by time leave out row groups without rows of the split.
         """
         opened = OpenOptions(split, batch_size, **how)
         position, shard = opened.position, opened.shard
@@ -315,11 +313,19 @@ class ClickLog:
 
     def _read(self, split: Split, chunk: Chunk) -> tuple[Any, ReadReport]:
         """The good rows of a chunk that belong to the split, and what became of the others."""
-        parsed = self._source.parse(chunk)
+        parsed, part = self._source.parse(chunk), self._parts[split][chunk.part]
+        counts: Counter[str] = Counter()
+        problems: list[str] = []
+        for number in np.flatnonzero(self._chosen(split, chunk, parsed.bad_rows)).tolist():
+            reason, message = parsed.describe(number)
+            counts[f"{self.files[part.file]}: {reason}"] += 1
+            if len(problems) < MAX_PROBLEMS:
+                problems.append(f"{self._source.where(part, chunk, int(parsed.bad_rows[number]))}: {message}")
+            if self.options.on_bad_row == "raise":
+                raise ValueError(problems[0])
         keep = self._chosen(split, chunk, parsed.rows)
-        bad = np.flatnonzero(self._chosen(split, chunk, parsed.bad_rows))
         batch = parsed.batch if keep.all() else parsed.batch.filter(pa.array(keep))
-        return batch, self._report(split, chunk, parsed, bad, batch.num_rows)
+        return batch, ReadReport(batch.num_rows, counts.total(), tuple(problems), tuple(sorted(counts.items())))
 
     def _chosen(self, split: Split, chunk: Chunk, rows: Array) -> Array:
         """Which of some rows of a chunk belong to the split."""
@@ -331,19 +337,6 @@ class ClickLog:
             mask: Array = time_mask(rule, split, times, times.type).to_numpy(zero_copy_only=False)[rows]
             return mask
         return np.ones(len(rows), dtype=bool)
-
-    def _report(self, split: Split, chunk: Chunk, parsed: Parsed, bad: Array, num_rows: int) -> ReadReport:
-        counts: Counter[str] = Counter()
-        problems: list[str] = []
-        part = self._parts[split][chunk.part]
-        for number in bad.tolist():
-            reason, message = parsed.describe(number)
-            counts[f"{self.files[part.file]}: {reason}"] += 1
-            if len(problems) < MAX_PROBLEMS:
-                problems.append(f"{self._source.where(part, chunk, int(parsed.bad_rows[number]))}: {message}")
-            if self.options.on_bad_row == "raise":
-                raise ValueError(problems[0])
-        return ReadReport(num_rows, counts.total(), tuple(problems), tuple(sorted(counts.items())))
 
     def _parts_of(self, split: Split) -> tuple[Part, ...]:
         if split not in self._parts:

@@ -14,7 +14,7 @@ from tritonemb.data import files as cuts
 from tritonemb.data.delimited import Parsed
 from tritonemb.data.encode import decoded, good_rows, is_list, is_text, wrong_values
 from tritonemb.data.files import Chunk, LogFile, Part
-from tritonemb.data.protocol import SPLITS, Shard, Split
+from tritonemb.data.protocol import Shard, Split
 from tritonemb.data.schema import Schema, SplitRule, check_single, listed, shown, wrong_value
 from tritonemb.utils import LazyModule
 
@@ -78,25 +78,23 @@ def parquet_chunks(
 
 
 def files_of_frames(frames: Mapping[Split, Any], name: str) -> dict[Split, tuple[LogFile, ...]]:
-    """Data frames as the files of a log."""
-    titles = {split: name if len(frames) == 1 else f"{name} ({split})" for split in frames}
-    return {split: (table_of(frames[split], titles[split]),) for split in SPLITS if split in frames}
-
-
-def table_of(frame: Any, name: str) -> LogFile:
-    """The `pyarrow.Table` of anything with Arrow's C stream interface, as a file of a log; no column is copied.
-    ValueError if it has no such interface, or columns that Arrow does not know."""
-    if not hasattr(frame, "__arrow_c_stream__"):
-        raise ValueError(
-            f"{name}: {type(frame).__name__} is not a data frame with the method __arrow_c_stream__, as pandas has "
-            "from 2.2 on, Polars from 1.3 on and pyarrow from 14 on"
-        )
-    try:
-        table = pa.table(frame)
-        table = table.cast(pa.schema([field.with_type(_without_views(field.type)) for field in table.schema]))
-    except (pa.ArrowException, TypeError) as error:
-        raise ValueError(f"{name}: Arrow can not represent its columns ({error})") from error
-    return LogFile(name, "table", None, table.num_rows, table=table)
+    """Data frames, of anything with Arrow's C stream interface, as the files of a log; no column is copied.
+    ValueError if one has no such interface, or columns that Arrow does not know."""
+    files: dict[Split, tuple[LogFile, ...]] = {}
+    for split, frame in frames.items():
+        title = name if len(frames) == 1 else f"{name} ({split})"
+        if not hasattr(frame, "__arrow_c_stream__"):
+            raise ValueError(
+                f"{title}: {type(frame).__name__} is not a data frame with the method __arrow_c_stream__, as pandas "
+                "has from 2.2 on, Polars from 1.3 on and pyarrow from 14 on"
+            )
+        try:
+            table = pa.table(frame)
+            table = table.cast(pa.schema([field.with_type(_without_views(field.type)) for field in table.schema]))
+        except (pa.ArrowException, TypeError) as error:
+            raise ValueError(f"{title}: Arrow can not represent its columns ({error})") from error
+        files[split] = (LogFile(title, "table", None, table.num_rows, table=table),)
+    return files
 
 
 def _without_views(kind: Any) -> Any:
