@@ -218,11 +218,12 @@ def _sort_unit(number, units, batch_size, key_starts_of_table, keys_of_table, va
     id_bits, part_bits = _bit_length(unit[END_ID] - unit[FIRST_ID] - 1), PAIR_BITS - position_bits
     if fits and count <= FEW_PAIRS:
         _insertion_sort(pairs)
+    elif fits:
+        _radix_sort(pairs, np.empty_like(pairs), position_bits, id_bits)
     else:
         spare = np.empty_like(pairs)
-        for bit in range(0, max(1, id_bits), part_bits):  # once if ids fit, else part of their bits by part
-            if not fits:
-                _fill_part(bit, part_bits, unit[FIRST_ID], first_position, position_bits, values, pairs)
+        for bit in range(0, id_bits, part_bits):
+            _fill_part(bit, part_bits, unit[FIRST_ID], first_position, position_bits, values, pairs)
             _radix_sort(pairs, spare, position_bits, min(id_bits - bit, part_bits))
     groups = 1 if count else 0
     if fits:
@@ -273,6 +274,8 @@ def _write(
     num_values, num_groups = firsts[num_units]
     part, size = task - num_units, rows.size - num_groups
     begin, end = num_groups + size * part // num_tails, num_groups + size * (part + 1) // num_tails
+    rows, starts = rows[begin:end], starts[begin : end + 1]
+    begin, end = 0, rows.size  # a loop from 0 on is vectorized
     past_last = tables[-1, FIRST_ROW] + tables[-1, NUM_ROWS]
     for group in range(begin, end):
         rows[group], starts[group + 1] = past_last, num_values
