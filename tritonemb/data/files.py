@@ -269,7 +269,7 @@ def whole(parts: Sequence[Part], sizes: Sequence[int], shard: Shard) -> list[Par
     """Whole parts, the largest ones dealt out first, each to the shard that has least; in their order."""
     index, count = shard
     loads, mine = [0] * count, []
-    for number in sorted(range(len(parts)), key=lambda number: (-sizes[number], number)):
+    for number in sorted(range(len(parts)), key=lambda number: -sizes[number]):
         poorest = loads.index(min(loads))
         loads[poorest] += sizes[number]
         if poorest == index:

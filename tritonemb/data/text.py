@@ -27,7 +27,7 @@ from tritonemb.data.delimited import (
     parse,
     read_line,
 )
-from tritonemb.data.files import CODECS, Chunk, LogFile, Part
+from tritonemb.data.files import Chunk, LogFile, Part
 from tritonemb.data.protocol import WHOLE, Shard
 from tritonemb.data.schema import FIELDS, LogOptions, listed
 from tritonemb.utils import LazyModule
@@ -143,10 +143,7 @@ class TextSource:
 
 def delimiter_of(file: LogFile, options: LogOptions) -> str:
     """Of CSV; nothing for Criteo's format."""
-    name = file.name.lower()
-    for suffix in CODECS:
-        name = name.removesuffix(suffix)
-    return options.delimiter or ("," if name.endswith(".csv") else "")
+    return options.delimiter or ("," if re.search(r"\.csv(\.gz|\.zst)?$", file.name.lower()) else "")
 
 
 def header_of(file: LogFile, delimiter: str) -> tuple[tuple[str, ...], int]:
