@@ -153,8 +153,7 @@ class VocabularyReport:
         rows: train rows counted.
         skipped: bad rows left out.
         num_embeddings: ids of each feature, 0 among them.
-        forgotten: for features with more distinct values than could be counted at a time: by how much, at most, a
-            count is too low.
+        forgotten: by how much a count of a feature may be too low, if too many distinct values had to be counted.
     """
 
     rows: int
