@@ -12,7 +12,8 @@ rows from anywhere in them, are to be within 10 % of each other.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,11 +74,11 @@ class Training:
         return [next(self._batches) for _ in range(count)]
 
     def run(self, batches: list[Batch]) -> None:
-        def told() -> Iterator[tuple[Batch, Any]]:
+        def told() -> Generator[tuple[Batch, Any], None, None]:
             for batch in batches:
                 yield batch, te.nn.prefetch(self.model, batch.sparse) if self.depth else batch.sparse
 
-        with Prefetcher(told(), self.depth, "rows") as ahead:
+        with Prefetcher(told(), self.depth, "rows") if self.depth else closing(told()) as ahead:
             for batch, sparse in ahead:
                 self.optimizer.zero_grad()
                 logits = self.model(batch.dense, sparse)

@@ -9,8 +9,8 @@ import builtins
 import hmac
 import json
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from tritonemb.utils import require
 
 SCHEMES = ("grpc://", "grpc+tls://")
 Message = tuple[dict[str, Any], Any]
-"""JSON-able values, and the bytes that go with them: anything with a buffer, or None."""
+"""JSON-able values, and the bytes that go with them: anything with a buffer; in the client a NumPy array of uint8."""
 Answer = Callable[[dict[str, Any]], Iterator[Message]]
 """The messages that answer a request, as the client takes them; closed when it takes no more. May raise anything."""
 
@@ -67,7 +67,7 @@ def _record_batches(answer: Answer, ticket: bytes, schema: Any) -> Iterator[tupl
     pa = require("pyarrow")
 
     def record_batch(data: Any) -> Any:
-        buffer = pa.py_buffer(b"" if data is None else data)
+        buffer = pa.py_buffer(data)
         return pa.record_batch([pa.Array.from_buffers(pa.uint8(), buffer.size, [None, buffer])], schema=schema)
 
     try:
@@ -75,7 +75,7 @@ def _record_batches(answer: Answer, ticket: bytes, schema: Any) -> Iterator[tupl
             yield record_batch(data), json.dumps(values).encode()
             del data  # or it would stay until the next one is there
     except Exception as error:
-        yield record_batch(None), json.dumps({"error": encode_error(error)}).encode()
+        yield record_batch(b""), json.dumps({"error": encode_error(error)}).encode()
 
 
 class Client:
@@ -98,13 +98,13 @@ class Client:
 
     def call(self, name: str, request: dict[str, Any] | None = None) -> dict[str, Any]:
         """The values of the only message that answers a request; raises as `stream` does."""
-        messages = self.stream({"action": name} | (request or {}))
-        values, _ = next(messages)
-        messages.cancel()
-        return values
+        messages, _ = self.stream({"action": name} | (request or {}))
+        with closing(messages):
+            return next(messages)[0]
 
-    def stream(self, request: dict[str, Any]) -> Messages:
-        """The messages that answer a request; `next` raises the server's exceptions.
+    def stream(self, request: dict[str, Any]) -> tuple[Generator[Message, None, None], Callable[[], None]]:
+        """The messages that answer a request, and what lets whoever waits for one fail; the server then closes its
+        stream. `next` raises the server's exceptions.
 
         Raises:
             PermissionError: the server expects another token: here or out of `next`.
@@ -112,7 +112,24 @@ class Client:
         """
         with self._readable_errors():
             ticket = self._flight.Ticket(json.dumps(request).encode())
-            return Messages(self, self._client.do_get(ticket, self._options))
+            reader = self._client.do_get(ticket, self._options)
+        return self._messages(reader), reader.cancel
+
+    def _messages(self, reader: Any) -> Generator[Message, None, None]:
+        try:
+            while True:
+                with self._readable_errors():
+                    try:
+                        chunk = reader.read_chunk()
+                    except StopIteration:
+                        return
+                values = json.loads(chunk.app_metadata.to_pybytes())
+                if "error" in values:
+                    raise decode_error(values["error"], self.address)
+                yield values, chunk.data.column(0).to_numpy()
+                del chunk  # or it would stay until the next one is there
+        finally:
+            reader.cancel()
 
     @contextmanager
     def _readable_errors(self) -> Iterator[None]:
@@ -123,28 +140,6 @@ class Client:
         except self._flight.FlightError as error:
             reason = str(error).partition(". gRPC client debug context")[0]
             raise ConnectionError(f"{self.address} does not answer: {reason}") from error
-
-
-class Messages:
-    """An iterator over the messages of a stream; their bytes are a NumPy array of uint8."""
-
-    def __init__(self, client: Client, reader: Any) -> None:
-        self._client, self._reader = client, reader
-
-    def __iter__(self) -> Messages:
-        return self
-
-    def __next__(self) -> Message:
-        with self._client._readable_errors():
-            chunk = self._reader.read_chunk()
-        values = json.loads(chunk.app_metadata.to_pybytes())
-        if "error" in values:
-            raise decode_error(values["error"], self._client.address)
-        return values, chunk.data.column(0).to_numpy()
-
-    def cancel(self) -> None:
-        """Let whoever waits for a message fail; the server closes its stream."""
-        self._reader.cancel()
 
 
 def encode_error(error: Exception) -> dict[str, Any]:
@@ -167,13 +162,11 @@ def decode_error(values: dict[str, Any], origin: str) -> Exception:
     error: Exception = RuntimeError(f"{values['type']}: {values['message']}")
     if isinstance(kind, type) and issubclass(kind, Exception):
         for args in (values["args"], [values["message"]]):
-            try:
+            with suppress(TypeError):
                 candidate = kind(*args)
-            except TypeError:
-                continue
-            if str(candidate) == values["message"]:
-                error = candidate
-                break
+                if str(candidate) == values["message"]:
+                    error = candidate
+                    break
     error.add_note(f"In {origin}:\n{values['trace']}")
     return error
 

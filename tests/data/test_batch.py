@@ -84,7 +84,7 @@ def test_no_dense_values_and_no_features():
 
 
 def test_layout_counts_its_bytes():
-    layout = BatchLayout(("a", "b"), batch_size=3, num_dense=5, num_values=7, values_dtype=torch.int64)
+    layout = BatchLayout(("a", "b"), batch_size=3, num_dense=5, num_values=7, wide=True)
     assert layout.num_bytes == 64 + 64 + 64 + 64 + 64  # 60, 12, 56, 24 and 28 bytes, each rounded up
 
 
@@ -125,7 +125,7 @@ def test_a_batch_of_loose_tensors_is_packed(dtype):
     batch = Batch(torch.randn(2, 3), sparse, torch.tensor([0.0, 1.0]))
     packed = batch.packed()
     assert packed.packed() is packed
-    assert packed.layout == BatchLayout(("a", "b"), 2, 3, 6, dtype)
+    assert packed.layout == BatchLayout(("a", "b"), 2, 3, 6, dtype == torch.int64)
     assert torch.equal(packed.dense, batch.dense)
     assert torch.equal(packed.labels, batch.labels)
     assert packed.sparse.to_lists() == sparse.to_lists()

@@ -11,8 +11,8 @@ import torch
 pa = pytest.importorskip("pyarrow")
 import pyarrow.parquet as parquet  # noqa: E402
 
+from tritonemb.data import datasets as movielens  # noqa: E402
 from tritonemb.data import load_movielens_100k  # noqa: E402
-from tritonemb.data.datasets import movielens  # noqa: E402
 
 NUM_USERS, NUM_ITEMS, NUM_ROWS = 12, 15, 100
 

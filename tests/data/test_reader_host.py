@@ -106,7 +106,7 @@ def test_a_host_serves_nobody_without_the_token(served, monkeypatch):
         with pytest.raises(PermissionError, match="the token is missing or wrong"):
             RemoteData(host.address, token=token)
         with pytest.raises(PermissionError, match="the token is missing or wrong"):
-            next(Client(host.address, token).stream({"action": "open", "split": "train"}))
+            next(Client(host.address, token).stream({"action": "open", "split": "train"})[0])
     monkeypatch.setenv("TRITONEMB_TOKEN", "secret")
     assert open_dataset(f"{host.address},{host.address}").num_rows("train") == 500
     monkeypatch.setenv("TRITONEMB_TOKEN", "wrong")

@@ -4,8 +4,8 @@ import torch
 
 pytest.importorskip("torchmetrics")
 
+from tritonemb.data import datasets as synthetic
 from tritonemb.data import make_synthetic
-from tritonemb.data.datasets import synthetic
 
 
 def test_best_auc_leaves_room_for_learning_and_for_chance():

@@ -152,7 +152,7 @@ def test_workers_keep_few_threads_and_none_of_streams_that_are_gone(workers):
 
 def test_shards_are_dealt_to_the_workers(workers):
     with read(workers[3], "memory-60/train", 4, shards=7) as stream:
-        names = [shard.stream.group.worker.name for shard in stream._shards]
+        names = [shard.stream.worker.name for shard in stream._shards]
         assert len(set(names)) == 3
         assert names == (names[:3] * 3)[:7]
         assert sum(map(len, stream)) == 60
@@ -274,7 +274,7 @@ def test_tensors_of_a_data_set_are_in_memory_once():
     data = make_synthetic(20_000, 1000)
     expected = list(data.train_batches(512))
     stream = open_shards(data, "train", 512, workers=DataLoaderWorkers(data, 2), shuffle=True)
-    (pid,) = stream.group.workers.pids
+    (pid,) = stream.workers.pids
     with stream:  # which keeps its workers
         assert same(stream, expected)
     for rows in (data.train, data.test):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tritonemb.storage import record_of
-from tritonemb.tables import cache_storage
-from tritonemb.tables.cache_storage import RowTransfer
+from tritonemb.tables import cache
+from tritonemb.tables.cache import RowTransfer
 
 RECORD = record_of(4, torch.float32, ())
 
@@ -31,10 +31,9 @@ class Slow:
 def test_writes_that_nobody_waits_for_take_little_memory(monkeypatch, size):
     """As of a table whose rows only leave, while only others' are read."""
     store = Slow()
-    slots = {"weight": torch.zeros(20, 4)}
-    table = SimpleNamespace(store=store, record=RECORD, tensors_on_device=lambda: slots)
+    table = SimpleNamespace(store=store, record=RECORD, weight=torch.zeros(20, 4), _buffers={})
     most = 10 * RECORD.num_bytes
-    monkeypatch.setattr(cache_storage, "MAX_PENDING_BYTES", most)
+    monkeypatch.setattr(cache, "MAX_PENDING_BYTES", most)
     mover = RowTransfer(torch.device("cpu"))
     for _ in range(50):
         mover.write(table, torch.arange(size), torch.arange(size))

@@ -13,7 +13,7 @@ import tritonemb as te
 from tests.helpers import CACHED, assert_same_bits, contents
 from tests.nn.tiers import not_interpreted, outputs_of, seeded, varied_steps
 from tritonemb import ops
-from tritonemb.tables.lookup import PinnedSlots
+from tritonemb.tables.lookup import Lookup
 
 pytestmark = [pytest.mark.public, not_interpreted]
 TABLES = [te.TableConfig("user", 500, 4), te.TableConfig("genre", 70, 2)]
@@ -149,8 +149,8 @@ def test_an_update_whose_end_is_interrupted_is_not_lost(placement, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(PinnedSlots, "release", interrupt)
-        patch.setattr(PinnedSlots, "__del__", lambda pinned: PinnedSlots.release(pinned))
+        patch.setattr(Lookup, "release", interrupt)
+        patch.setattr(Lookup, "__del__", lambda pinned: Lookup.release(pinned))
         out = mine(batch_of([1, 2], [3])).sum()
         with pytest.raises(KeyboardInterrupt):
             out.backward()
@@ -174,7 +174,8 @@ def test_the_stream_that_read_slots_is_waited_for_whichever_thread_ends_their_ba
     reader, other = Stream(), Stream()
     main = threading.get_ident()
     mine = make("host")
-    sent = [mine.group(batch_of([1, 2], [3]))._replace(ready=Stream())]
+    sent = [mine.group(batch_of([1, 2], [3]))]
+    sent[0].ready = Stream()
     monkeypatch.setattr(
         torch.cuda, "current_stream", lambda _device: reader if threading.get_ident() == main else other
     )

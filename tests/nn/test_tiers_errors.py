@@ -16,8 +16,8 @@ from tests.helpers import CACHED, assert_same_bits, contents, output_of
 from tests.nn.test_bad_offsets import BAD_OFFSETS, unchecked
 from tests.nn.tiers import ELSEWHERE, not_interpreted, outputs_of, same, seeded, varied_steps
 from tritonemb.storage import HostRows, StorageError
-from tritonemb.storage.row_file import RowFile
-from tritonemb.tables.cache_storage import RowTransfer
+from tritonemb.storage.disk import RowFile
+from tritonemb.tables.cache import RowTransfer
 from tritonemb.types import CacheConfig
 
 pytestmark = [pytest.mark.public, not_interpreted]

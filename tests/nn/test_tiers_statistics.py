@@ -18,7 +18,7 @@ from tests.nn.made import elements_made
 from tests.nn.simulated_cache import Simulated
 from tests.nn.test_tiers import streams
 from tests.nn.tiers import ELSEWHERE, not_interpreted, seeded
-from tritonemb.tables.cache import CacheStatistics
+from tritonemb.tables.cache_storage import CacheStatistics
 from tritonemb.types import CacheConfig
 
 pytestmark = [pytest.mark.public, not_interpreted]

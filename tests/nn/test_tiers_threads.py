@@ -16,7 +16,8 @@ from tests.nn.tiers import ELSEWHERE, not_interpreted, outputs_of, same, seeded,
 from tests.strategies import random_batch
 from tritonemb import ops
 from tritonemb.layout import FIRST_ROW, NUM_ROWS
-from tritonemb.tables.cache_storage import CacheDirectory, CacheStorage
+from tritonemb.storage import CacheDirectory
+from tritonemb.tables.cache_storage import CacheStorage
 from tritonemb.types import CacheConfig
 
 pytestmark = [pytest.mark.public, not_interpreted]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -182,7 +182,8 @@ def train_steps(
                     else PrefetchedFeatures(batch, {id(collection): collection.prefetch(batch)})
                 )
 
-    with Prefetcher(coming(), look_ahead or 0, "look-ahead", collective=True) as ahead:
+    prefetched = Prefetcher(coming(), look_ahead, "look-ahead", collective=True) if look_ahead else closing(coming())
+    with prefetched as ahead:
         for step in steps:
             if step < len(case.rates):
                 collection.fused_optimizer.param_groups[0]["lr"] = case.rates[step]

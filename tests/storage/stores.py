@@ -13,8 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tritonemb.storage import DiskRows, Field, IoFuture, Record, RowStore, TableIdentity, aio
-from tritonemb.storage.io import PerProcess
+from tritonemb.storage import DiskRows, Field, IoFuture, Record, TableIdentity, aio, threads
 
 SIZES = (5, 516, 4087, 4088, 4089, 10000)  # many in a page, several, one; then two pages, and three
 
@@ -53,18 +52,18 @@ def some_records(count: int, num_bytes: int, seed: int) -> Tensor:
     return torch.randint(0, 256, (count, num_bytes), dtype=torch.uint8, generator=generator)
 
 
-def start_read(store: RowStore, rows: Sequence[int]) -> tuple[IoFuture, Tensor]:
+def start_read(store: DiskRows, rows: Sequence[int]) -> tuple[IoFuture, Tensor]:
     records = torch.full((len(rows), store.record.num_bytes), 254, dtype=torch.uint8)  # which `initial` never writes
     return store.read(torch.tensor(rows, dtype=torch.int64), records), records
 
 
-def read(store: RowStore, rows: Sequence[int]) -> Tensor:
+def read(store: DiskRows, rows: Sequence[int]) -> Tensor:
     future, records = start_read(store, rows)
     future.wait()
     return records
 
 
-def write(store: RowStore, rows: Sequence[int], seed: int) -> IoFuture:
+def write(store: DiskRows, rows: Sequence[int], seed: int) -> IoFuture:
     return store.write(torch.tensor(rows, dtype=torch.int64), some_records(len(rows), store.record.num_bytes, seed))
 
 
@@ -123,8 +122,8 @@ class _Refused:
 def use_threads(patch: pytest.MonkeyPatch, number: int) -> None:
     """Have this number of threads read and write, as if the system had no asynchronous I/O."""
     patch.setattr(aio, "make_queue", lambda: None)
-    patch.setattr(aio, "_free_contexts", PerProcess(aio._make_contexts))
-    patch.setattr(aio, "shared_threads", PerProcess(lambda: aio.IoThreads(number)))
+    patch.setattr(aio, "_free_contexts", aio._make_contexts())
+    patch.setattr(aio, "shared_threads", threads.IoThreads(number))
 
 
 def break_queues(patch: pytest.MonkeyPatch, code: int, offsets: range = range(1 << 62), writes: bool = True) -> None:

@@ -30,7 +30,7 @@ from tests.storage.stores import (
     write,
 )
 from tritonemb.optimizers import Adam
-from tritonemb.storage import DiskRows, TableIdentity, record_of, row_file
+from tritonemb.storage import DiskRows, TableIdentity, page_table, record_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,7 +47,7 @@ def streams(num_rows: int) -> st.SearchStrategy[list[tuple[str, list[int]]]]:
 @pytest.mark.parametrize("num_bytes", SIZES)
 @pytest.mark.parametrize("threads", [None, 3])
 def test_it_is_as_a_dict(tmp_path, num_bytes, threads, monkeypatch):
-    monkeypatch.setattr(row_file, "BUFFER_BYTES", 3 * 4096)  # so that a request is of several tasks
+    monkeypatch.setattr(page_table, "BUFFER_BYTES", 3 * 4096)  # so that a request is of several tasks
     if threads:
         use_threads(monkeypatch, threads)
     num_rows = 1700 if num_bytes == 5 else 150  # two pages of the smallest records and a part of a third
@@ -278,13 +278,13 @@ import gc, os, signal, sys
 from pathlib import Path
 from tests.storage.stores import disk_rows, write
 from tritonemb.storage import StorageError
-from tritonemb.storage.aio import shared_threads
+from tritonemb.storage.threads import shared_threads
 path = Path(sys.argv[1])
 store = disk_rows(path, 1000, 100, host_rows=1000)
 write(store, range(1000), 1).wait()
 size = path.stat().st_size
 store._operations.submit(lambda: None).wait()  # by now its thread has nothing of the table any more
-with store._operations._lock, shared_threads.get()._lock:
+with store._operations._lock, shared_threads._lock:
     child = os.fork()
     if child == 0:
         signal.alarm(10)
@@ -364,3 +364,25 @@ print(sorted({"numba", "llvmlite"} & (set(sys.modules) - before)))
 """
     done = run_python(program)
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("rows", "records", "error", "message"),
+    [
+        ([1], torch.zeros(1, 4, dtype=torch.uint8), TypeError, "rows must be a tensor, got list"),
+        (torch.tensor([1.0]), torch.zeros(1, 4, dtype=torch.uint8), ValueError, "rows must be torch.int64"),
+        (torch.tensor([1]), torch.zeros(1, 4), ValueError, "records must be torch.uint8"),
+        (torch.tensor([1]), torch.zeros(4, 1, dtype=torch.uint8).t()[:, ::2], ValueError, "not contiguous"),
+        (torch.tensor([1]), torch.zeros(2, 4, dtype=torch.uint8), ValueError, r"got \[1\] and \[2, 4\]"),
+        (torch.tensor([[1]]), torch.zeros(1, 4, dtype=torch.uint8), ValueError, r"rows must be \[n\]"),
+        (torch.tensor([2, 1]), torch.zeros(2, 4, dtype=torch.uint8), ValueError, r"rows\[0\] is 2 and rows\[1\] is 1"),
+        (torch.tensor([1, 1]), torch.zeros(2, 4, dtype=torch.uint8), ValueError, "drop repetitions"),
+        (torch.tensor([-1]), torch.zeros(1, 4, dtype=torch.uint8), ValueError, "rows 0 to 3; there is no row -1"),
+        (torch.tensor([0, 4]), torch.zeros(2, 4, dtype=torch.uint8), ValueError, "there is no row 4"),
+    ],
+)
+def test_bad_requests_have_a_name(tmp_path, rows, records, error, message):
+    with disk_rows(tmp_path / "rows", 4, 4) as store:
+        for ask in (store.read, store.write):
+            with pytest.raises(error, match=message):
+                ask(rows, records)

@@ -9,7 +9,7 @@ import pytest
 from tests.durability import LINUX, Durability
 from tests.storage.stores import disk_rows, use_threads, write
 from tritonemb.storage import restore
-from tritonemb.storage.io import PageFile
+from tritonemb.storage.aio import PageFile
 
 pytestmark = LINUX
 

@@ -33,7 +33,7 @@ from tests.storage.stores import (
 )
 from tritonemb.kernels.row_cache import set_of
 from tritonemb.storage import Counts, DiskRows, StorageError, memory, restore
-from tritonemb.storage.row_file import RowFile
+from tritonemb.storage.disk import RowFile
 
 ROOT = Path(__file__).parents[2]
 PAGE, NUM_ROWS = 4096, 300
@@ -402,23 +402,6 @@ for seed in range(5):
     with disk_rows(tmp_path / "rows", 10_000, 100) as store:
         for seed in range(5):
             assert read(store, range(seed, 10_000, 5)).equal(some_records(2000, 100, seed))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"host_rows": 0}, "table 'user': rows in host memory must be at least 1, got 0"),
-        ({"host_rows": 5, "policy": "fifo"}, "table 'user': no policy is called 'fifo'"),
-    ],
-)
-def test_what_it_cannot_be(tmp_path, options, message):
-    for _ in range(2):
-        with pytest.raises(ValueError, match=message):
-            disk_rows(tmp_path / "rows", 100, 516, **options)
-        assert not (tmp_path / "rows").exists() or not options
-    disk_rows(tmp_path / "rows", 100, 516).close()
-    with pytest.raises(ValueError, match=message):
-        disk_rows(tmp_path / "rows", 100, 516, **options)
 
 
 @pytest.mark.parametrize("host_rows", [None, 32])

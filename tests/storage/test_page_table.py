@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.storage.stores import disk_rows, read, some_records, write
-from tritonemb.storage import StorageError, page_table, row_file
+from tritonemb.storage import StorageError, page_table
 from tritonemb.storage.page_table import LEAF, PageTable
 
 NUM_BLOCKS = 5 * LEAF + 3
@@ -62,7 +62,7 @@ def test_memory_is_that_of_what_was_written():
 
 
 def test_a_file_has_a_limited_number_of_positions(tmp_path, monkeypatch):
-    monkeypatch.setattr(row_file, "MAX_POSITIONS", 3)
+    monkeypatch.setattr(page_table, "MAX_POSITIONS", 3)
     store = disk_rows(tmp_path / "rows", 100, 516)
     write(store, [0, 50, 99], 1).wait()
     with pytest.raises(StorageError, match="a file has at most 3 blocks of 4,096 bytes; cut the table"):

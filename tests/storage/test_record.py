@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tritonemb.optimizers import OPTIMIZERS, StateSpec
-from tritonemb.storage import Field, Record, record_of
+from tritonemb.storage import record_of
 from tritonemb.types import TABLE_DTYPES
 
 
@@ -35,23 +35,6 @@ def test_a_row_of_one_element_is_no_value_of_a_row():
     record = record_of(1, torch.float32, (StateSpec("element", True), StateSpec("row", False)))
     shapes = {name: tuple(view.shape) for name, view in record.views(torch.zeros(2, 12, dtype=torch.uint8)).items()}
     assert shapes == {"weight": (2, 1), "element": (2, 1), "row": (2,)}
-
-
-@pytest.mark.parametrize(
-    ("fields", "num_bytes", "message"),
-    [
-        ([Field("a", torch.uint8, 4, 0), Field("a", torch.uint8, 4, 4)], 8, "two fields of one name"),
-        ([Field("a", torch.uint8, 4, 0), Field("b", torch.uint8, 4, 3)], 8, "must start at or behind byte 4"),
-        ([Field("a", torch.float32, 1, 2)], 8, "aligned"),
-        ([Field("a", torch.float32, 2, 4)], 8, "has no room for fields that end at byte 12"),
-        ([Field("a", torch.float32, 0, 0)], 8, "wrong size"),
-        ([Field("a", torch.float32, 2, 0, True)], 8, "wrong size"),
-        ([], 0, "no room"),
-    ],
-)
-def test_what_is_no_layout_is_refused(fields, num_bytes, message):
-    with pytest.raises(ValueError, match=message):
-        Record(tuple(fields), num_bytes)
 
 
 @pytest.mark.parametrize("records", [torch.zeros(2, 7, dtype=torch.uint8), torch.zeros(2, 8), torch.zeros(8).byte()])

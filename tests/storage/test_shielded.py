@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from tests.storage.stores import Model, Stop, disk_rows, identity, initial, no_thread, read, some_records, write
-from tritonemb.storage import DiskRows, SnapshotReader, aio, copy_rows, digest, restore, row_file
-from tritonemb.storage.aio import IoThreads
-from tritonemb.storage.io import PerProcess, shielded
+from tritonemb.storage import DiskRows, SnapshotReader, aio, copy_rows, digest, page_table, restore
+from tritonemb.storage.threads import IoThreads, shielded
 
 NUM_ROWS, NUM_BYTES = 4000, 4000  # a block each
 pytestmark = pytest.mark.timeout(30)  # where one is not seen through, somebody waits for ever
@@ -32,7 +31,7 @@ def saved(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def new_contexts(monkeypatch):
-    monkeypatch.setattr(aio, "_free_contexts", PerProcess(aio._make_contexts))
+    monkeypatch.setattr(aio, "_free_contexts", aio._make_contexts())
 
 
 def check(rows: SnapshotReader) -> None:
@@ -48,7 +47,7 @@ def open_table(path: Path) -> DiskRows:
 
 def free_contexts() -> list[aio.IoContext | None]:
     """Those that nobody has."""
-    pool = aio._free_contexts.get()
+    pool = aio._free_contexts
     found = [pool.get() for _ in range(pool.qsize())]
     for context in found:
         pool.put(context)
@@ -232,7 +231,7 @@ def test_a_table_whose_opening_is_interrupted_is_not_read_to_its_end(saved, monk
             until(lambda: threading.current_thread().cancelled)
         return real(*arguments)
 
-    monkeypatch.setattr(row_file, "BUFFER_BYTES", 8192)
+    monkeypatch.setattr(page_table, "BUFFER_BYTES", 8192)
     monkeypatch.setattr(aio.IoContext, "submit", submit)
     with pytest.raises(Stop) as caught:  # which keeps all that is in its frames
         open_table(saved / "live")
@@ -246,15 +245,15 @@ def test_a_table_whose_opening_is_interrupted_is_not_read_to_its_end(saved, monk
 
 
 def test_a_table_that_was_opened_when_nobody_wanted_it_any_more_is_closed(saved, monkeypatch, interrupt):
-    real = row_file.PageTable
+    real = page_table.PageTable
 
-    def page_table(*arguments):
+    def interrupted(*arguments):
         interrupt()
         until(lambda: threading.current_thread().cancelled)
-        monkeypatch.setattr(row_file, "PageTable", real)
+        monkeypatch.setattr(page_table, "PageTable", real)
         return real(*arguments)
 
-    monkeypatch.setattr(row_file, "PageTable", page_table)
+    monkeypatch.setattr(page_table, "PageTable", interrupted)
     monkeypatch.setattr(aio, "raise_if_cancelled", lambda: None)
     with pytest.raises(Stop) as caught:
         open_table(saved / "live")

@@ -7,8 +7,8 @@ import threading
 import pytest
 
 from tests.storage.stores import Stop, no_thread
-from tritonemb.storage.aio import IoThreads
 from tritonemb.storage.store import OperationQueue
+from tritonemb.storage.threads import IoThreads
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 5])

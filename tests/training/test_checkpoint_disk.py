@@ -144,7 +144,7 @@ class TestResume:
         def refuse(*_: Any) -> None:
             raise AssertionError("the whole table is read")
 
-        for name in ("pieces", "assign", "_pieces"):
+        for name in ("assign", "_pieces"):
             monkeypatch.setattr(CachedTable, name, refuse)
         if kind == "save":
             trainer.fit()

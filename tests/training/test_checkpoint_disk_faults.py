@@ -23,8 +23,8 @@ from tests.helpers import assert_same_bits
 from tests.training.disk_job import LAST_STEP, Probe, bits, in_memory, make_trainer, model_of
 from tests.training.jobs import planted
 from tritonemb.storage import StorageError
-from tritonemb.storage.io import PageFile
-from tritonemb.storage.row_file import RowFile
+from tritonemb.storage.aio import PageFile
+from tritonemb.storage.disk import RowFile
 from tritonemb.training import Callback, CheckpointError, CheckpointOptions
 from tritonemb.training.callbacks.jsonl import read_run_log
 from tritonemb.training.checkpoint import CheckpointFolder, load_tensors, read_manifest

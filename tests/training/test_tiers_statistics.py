@@ -19,7 +19,8 @@ import tritonemb as te
 from tests.helpers import CACHED, living
 from tests.nn.simulated_cache import Simulated
 from tests.training import jobs
-from tritonemb.tables.cache import CacheStatistics, RowCache
+from tritonemb.tables.cache import RowCache
+from tritonemb.tables.cache_storage import CacheStatistics
 from tritonemb.training import step as step_module
 from tritonemb.training.metrics import caches_of
 from tritonemb.types import CacheConfig

@@ -11,9 +11,7 @@ from tritonemb.data.batch import Batch
 from tritonemb.data.click_log import ClickLog, is_labelled
 from tritonemb.data.columns import Column, Rows
 from tritonemb.data.convert import VocabularyReport, build_vocabulary, cached_as_parquet, convert
-from tritonemb.data.datasets.adult import load_adult
-from tritonemb.data.datasets.movielens import load_movielens_100k
-from tritonemb.data.datasets.synthetic import make_synthetic
+from tritonemb.data.datasets import load_adult, load_movielens_100k, make_synthetic
 from tritonemb.data.encode import load_vocabulary
 from tritonemb.data.files import exists, find
 from tritonemb.data.in_memory import Dataset
@@ -37,7 +35,6 @@ from tritonemb.flight import SCHEMES
 
 NAMES = ("movielens-100k", "synthetic", "adult", "criteo-kaggle", "criteo-terabyte")
 ALIASES = {"criteo": "criteo-kaggle"}
-_LOGS = {"criteo-kaggle": "file", "criteo-terabyte": "folder"}
 
 __all__ = [
     "ALIASES",
@@ -112,21 +109,20 @@ def open_dataset(
     """
     if name_or_path.startswith(SCHEMES):
         return RemoteData(name_or_path.split(","))
-    kind = kind_of(name_or_path)
-    if name_or_path not in (*NAMES, *ALIASES):
+    kind = ALIASES.get(name_or_path, name_or_path)
+    if kind not in NAMES:
         if path is not None:
-            raise ValueError(
-                f"{name_or_path!r} is not one of {NAMES} but a path; a second one was given: {str(path)!r}"
-            )
-        if not exists(name_or_path):
-            raise FileNotFoundError(f"{name_or_path!r} is neither a file or folder nor one of the data sets {NAMES}")
-        return ClickLog(name_or_path, log, say=say)
+            raise ValueError(f"{kind!r} is not one of {NAMES} but a path; a second one was given: {str(path)!r}")
+        if not exists(kind):
+            raise FileNotFoundError(f"{kind!r} is neither a file or folder nor one of the data sets {NAMES}")
+        return ClickLog(kind, log, say=say)
     if kind in ("movielens-100k", "synthetic"):
         if path is not None:
             raise ValueError(f"data set {kind!r} takes no path, got {str(path)!r}")
         return load_movielens_100k() if kind == "movielens-100k" else make_synthetic(seed=seed)
     if path is None:
-        raise ValueError(f"data set {name_or_path!r} needs a path: the {_LOGS.get(kind, 'folder')} to read")
+        needed = "file" if kind == "criteo-kaggle" else "folder"
+        raise ValueError(f"data set {name_or_path!r} needs a path: the {needed} to read")
     return load_adult(path) if kind == "adult" else ClickLog(path, log, name=kind, say=say)
 
 
@@ -170,9 +166,9 @@ def open_for_scoring(path: str | Path, log: LogOptions, features: Sequence[Featu
         raise FileNotFoundError(f"{str(path)!r}: no such file or folder to score")
     labelled = is_labelled(find(path)[0], log)
     opened = ClickLog(path, replace(log, split=SplitRule(split_by="end", test_share=0.0)), labelled=labelled)
-    for found, expected in zip(opened.features, features, strict=False):
-        if found != expected:
-            raise ValueError(f"{path}: the log has {found}, the model was trained with {expected}")
     if len(opened.features) != len(features):
         raise ValueError(f"{path}: the log has {len(opened.features)} features, the model {len(features)}")
+    for found, expected in zip(opened.features, features, strict=True):
+        if found != expected:
+            raise ValueError(f"{path}: the log has {found}, the model was trained with {expected}")
     return opened.all_rows_as("test")

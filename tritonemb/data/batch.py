@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,10 +28,21 @@ class Batch:
     sparse: KeyedJaggedTensor
     labels: Tensor
     buffer: Tensor | None = field(default=None, repr=False, compare=False)
-    layout: BatchLayout | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def layout(self) -> BatchLayout:
+        """Of a buffer with these tensors."""
+        values = self.sparse.values()
+        wide, num_dense = values.dtype == torch.int64, self.dense.shape[1]
+        return BatchLayout(tuple(self.sparse.keys()), len(self), num_dense, len(values), wide)
 
     def __len__(self) -> int:
         return self.labels.shape[0]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.buffer is None:
+            return Batch, (self.dense, self.sparse, self.labels)
+        return self.layout.batch, (self.buffer,)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         if self.labels.device == torch.device(device):
@@ -40,7 +53,7 @@ class Batch:
         return self._map(Tensor.pin_memory)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
-        if self.buffer is not None and self.layout is not None:
+        if self.buffer is not None:
             return self.layout.batch(function(self.buffer))
         mapped: Batch = pytree.tree_map_only(Tensor, function, self)
         return mapped
@@ -51,20 +64,18 @@ class Batch:
         Raises:
             ValueError: ids have weights, or numbers are of another type than a buffer has.
         """
-        if self.buffer is not None and self.layout is not None:
+        if self.buffer is not None:
             return self
-        values, lengths = self.sparse.values(), self.sparse.lengths()
         if self.sparse.weights_or_none() is not None:
             raise ValueError("a batch whose ids have weights does not fit into one buffer")
         if self.dense.dim() != 2 or any(part.dtype != torch.float32 for part in (self.dense, self.labels)):
-            shape = tuple(self.dense.shape)
             raise ValueError(
                 "dense numbers must be float32 [B, num_dense] and labels float32 [B], got "
-                f"{self.dense.dtype} {shape} and {self.labels.dtype}"
+                f"{self.dense.dtype} {tuple(self.dense.shape)} and {self.labels.dtype}"
             )
-        layout = BatchLayout(tuple(self.sparse.keys()), len(self), self.dense.shape[1], len(values), values.dtype)
+        layout = self.layout
         buffer = torch.empty(layout.num_bytes, dtype=torch.uint8)
-        parts = (self.dense, self.labels, values, lengths, self.sparse.offsets())
+        parts = (self.dense, self.labels, self.sparse.values(), self.sparse.lengths(), self.sparse.offsets())
         for view, part in zip(layout.views(buffer), parts, strict=True):
             view.copy_(part)
         return layout.batch(buffer)
@@ -79,41 +90,43 @@ class BatchLayout:
 
     Args:
         keys: names of the features.
-        values_dtype: int32 or int64.
+        wide: whether the values are int64; else they are int32.
     """
 
     keys: tuple[str, ...]
     batch_size: int
     num_dense: int
     num_values: int
-    values_dtype: torch.dtype = torch.int32
+    wide: bool = False
 
     def _parts(self) -> tuple[tuple[torch.dtype, int], ...]:
         bags = len(self.keys) * self.batch_size
         return (
             (torch.float32, self.batch_size * self.num_dense),
             (torch.float32, self.batch_size),
-            (self.values_dtype, self.num_values),
+            (torch.int64 if self.wide else torch.int32, self.num_values),
             (torch.int32, bags),
             (torch.int32, bags + 1),
         )
 
+    def _starts(self) -> list[int]:
+        """Where each part begins, and at last where they all end."""
+        sizes = (-(-dtype.itemsize * count // ALIGNMENT) * ALIGNMENT for dtype, count in self._parts())
+        return list(accumulate(sizes, initial=0))
+
     @property
     def num_bytes(self) -> int:
-        return sum(_aligned(dtype.itemsize * count) for dtype, count in self._parts())
+        return self._starts()[-1]
 
     @property
     def bytes_before_offsets(self) -> int:
         """Of everything before the offsets, which come last and can be computed from it."""
-        return sum(_aligned(dtype.itemsize * count) for dtype, count in self._parts()[:-1])
+        return self._starts()[-2]
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Dense, labels, values, lengths and offsets: views of a uint8 tensor of `num_bytes`, on any device."""
-        views, start = [], 0
-        for dtype, count in self._parts():
-            size = dtype.itemsize * count
-            views.append(buffer[start : start + size].view(dtype))
-            start += _aligned(size)
+        parts = zip(self._starts(), self._parts(), strict=False)
+        views = [buffer[start : start + dtype.itemsize * count].view(dtype) for start, (dtype, count) in parts]
         views[0] = views[0].view(self.batch_size, self.num_dense)
         return views
 
@@ -121,11 +134,7 @@ class BatchLayout:
         """The batch in a filled buffer, whose contents are not checked."""
         dense, labels, values, lengths, offsets = self.views(buffer)
         sparse = _unflatten([values, None, lengths, offsets], self.keys)
-        return Batch(dense, sparse, labels, buffer, self)
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        return Batch(dense, sparse, labels, buffer)
 
 
 pytree.register_pytree_node(

@@ -18,8 +18,9 @@ from tritonemb.data.encode import encode, mix, numberings
 from tritonemb.data.files import Chunk, LogFile, Part, end_parts, find, is_remote, parts_of_files, split_files
 from tritonemb.data.in_memory import Dataset
 from tritonemb.data.parquet import ArrowSource, files_of_frames, head_of, time_mask
-from tritonemb.data.pipeline import FIELDS, MAX_PROBLEMS, Batcher, Block, Place, default_workers, in_order
+from tritonemb.data.pipeline import FIELDS, Batcher, Block, Place, default_workers, in_order
 from tritonemb.data.protocol import (
+    MAX_PROBLEMS,
     SPLITS,
     WHOLE,
     Feature,

@@ -109,8 +109,7 @@ def cut(rows: Rows, keys: tuple[str, ...], chosen: Array | slice, pin_memory: bo
     picks = [None if column.offsets is None else _pick(column.offsets.numpy(), chosen) for column in rows.columns]
     counts = [size if pick is None else int(pick[1].sum()) for pick in picks]
     wide = any(column.values.dtype == torch.int64 for column in rows.columns)
-    dtype = torch.int64 if wide else torch.int32
-    layout = BatchLayout(keys, size, rows.dense.shape[1], sum(counts), dtype)
+    layout = BatchLayout(keys, size, rows.dense.shape[1], sum(counts), wide)
     buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=pin_memory)
     dense, labels, values, lengths, offsets = (view.numpy() for view in layout.views(buffer))
     _copy(rows.dense.numpy(), chosen, dense)

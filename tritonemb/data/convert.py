@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
-from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +16,6 @@ import numpy as np
 from tritonemb.data.click_log import ClickLog
 from tritonemb.data.encode import COLUMNS, METADATA, counted, is_text, most_frequent
 from tritonemb.data.files import LogFile, find
-from tritonemb.data.pipeline import merged
 from tritonemb.data.protocol import ReadReport, Split
 from tritonemb.data.schema import LogOptions, SplitRule
 from tritonemb.utils import LazyModule, require, written_aside
@@ -77,7 +75,7 @@ def convert(
         path.unlink()
     if empty:
         raise ValueError(f"{empty[0][0].path} has no good rows to convert")
-    return reduce(merged, reports)
+    return sum(reports, ReadReport())
 
 
 def cached_as_parquet(
@@ -112,8 +110,7 @@ def cached_as_parquet(
     left_out: dict[Split, ReadReport] = {}
     for split, found in json.loads(summary.read_text()).items():
         files[split] = find(kept / f"{split}.parquet")[0] if found["rows"] else None
-        reasons = tuple(map(tuple, found["reasons"]))
-        left_out[split] = ReadReport(0, found["skipped"], tuple(found["problems"]), reasons)
+        left_out[split] = ReadReport.from_json(found | {"rows": 0})
     return log.in_files(files, left_out)
 
 
@@ -131,7 +128,7 @@ def _write(
             closing(log.scan(split, lambda batch: pa.table(batch).select(schema.names).cast(schema))) as blocks,
         ):
             for block in blocks:
-                report = merged(report, block.report)
+                report += block.report
                 waiting = pa.concat_tables([waiting, block.rows])
                 whole = waiting.num_rows // row_group_rows * row_group_rows
                 if whole:
@@ -198,7 +195,7 @@ def build_vocabulary(
     report = ReadReport()
     with closing(log.scan("train", lambda batch: [counted(batch.column(name)) for name in names])) as blocks:
         for block in blocks:
-            report = merged(report, block.report)
+            report += block.report
             for name, table in zip(names, block.rows, strict=True):
                 tables[name] += [table] if table.num_rows else []
                 pending[name] += table.num_rows

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tritonemb.data.columns import Array, Column, Rows, cut
+from tritonemb.data.columns import Rows, cut
+from tritonemb.data.pipeline import permutation
 from tritonemb.data.protocol import (
     SPLITS,
     Feature,
@@ -24,8 +25,6 @@ from tritonemb.data.protocol import (
     tables_of,
 )
 from tritonemb.types import TableConfig
-
-__all__ = ["Column", "Dataset", "Feature", "Rows", "Split"]
 
 
 @dataclass(frozen=True)
@@ -49,11 +48,10 @@ class Dataset:
     best_auc: float | None = None
 
     def __post_init__(self) -> None:
-        for split, rows in (("train", self.train), ("test", self.test), ("validation", self.validation)):
-            if rows is not None:
-                self._check(split, rows)
+        for split in self.splits():
+            self._check(split, self.rows(split))
 
-    def _check(self, split: str, rows: Rows) -> None:
+    def _check(self, split: Split, rows: Rows) -> None:
         where = f"data set {self.name!r}, {split} rows"
         if len(rows) == 0:
             raise ValueError(f"{where}: there are none")
@@ -66,9 +64,7 @@ class Dataset:
             row = int(wrong[0, 0])
             raise ValueError(f"{where}: the label of row {row} is {rows.labels[row].item()}, expected 0 or 1")
         for feature, column in zip(self.features, rows.columns, strict=True):
-            if column.values.numel() == 0:
-                continue
-            low, high = int(column.values.min()), int(column.values.max())
+            low, high = map(int, column.values.aminmax()) if len(column.values) else (0, 0)
             if low < 0 or high >= feature.num_embeddings:
                 raise ValueError(
                     f"{where}: feature {feature.name!r} has ids from {low} to {high}, "
@@ -121,10 +117,17 @@ class Dataset:
                 raise ValueError(
                     f"data set {self.name!r}: no batch of {batch_size} begins at row {first} of {num_rows}"
                 )
-        order = _shuffled(len(rows), options.seed, options.epoch) if options.shuffle else np.arange(len(rows))
+        order = permutation(len(rows), options.seed, options.epoch) if options.shuffle else np.arange(len(rows))
         order = order[index::count].copy() if count > 1 else order  # a view would keep all of it in memory
-        batches = self._batches(rows, order, first, batch_size, belongs_to, options.pin_memory)
-        return Stream(batches, {"of": belongs_to, "row": first}, ReadReport(rows=first))
+        keys = tuple(feature.name for feature in self.features)
+
+        def batches() -> Iterator[PositionedBatch]:
+            for start in range(first, num_rows, batch_size):
+                stop = min(start + batch_size, num_rows)
+                batch = cut(rows, keys, order[start:stop], options.pin_memory)
+                yield PositionedBatch(batch, {"of": belongs_to, "row": stop}, ReadReport(rows=stop))
+
+        return Stream(batches(), {"of": belongs_to, "row": first}, ReadReport(rows=first))
 
     def train_batches(self, batch_size: int, seed: int = 0, epoch: int = 0) -> Stream:
         """The train rows, shuffled by (seed, epoch); the last batch may be smaller."""
@@ -133,19 +136,3 @@ class Dataset:
     def test_batches(self, batch_size: int) -> Stream:
         """The test rows in their order; the last batch may be smaller."""
         return self.open("test", batch_size)
-
-    def _batches(
-        self, rows: Rows, order: Array, first: int, batch_size: int, belongs_to: int, pin_memory: bool
-    ) -> Iterator[PositionedBatch]:
-        keys = tuple(feature.name for feature in self.features)
-        for start in range(first, len(order), batch_size):
-            stop = min(start + batch_size, len(order))
-            batch = cut(rows, keys, order[start:stop], pin_memory)
-            yield PositionedBatch(batch, {"of": belongs_to, "row": stop}, ReadReport(rows=stop))
-
-
-def _shuffled(num_rows: int, seed: int, epoch: int) -> Array:
-    state = np.random.SeedSequence([seed, epoch]).generate_state(1, np.uint64)[0]
-    generator = torch.Generator().manual_seed(int(state))
-    order: Array = torch.randperm(num_rows, generator=generator).numpy()
-    return order

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
@@ -23,7 +23,6 @@ R = TypeVar("R")
 
 CHUNKS_READ = 2  # that wait to be parsed
 MOST_WORKERS = 8
-MAX_PROBLEMS = 10  # that a report shows in full
 FIELDS = ("part", "offset", "line", "skip", "skipped", "window", "batch", "rows")  # of a position
 
 
@@ -41,17 +40,12 @@ def in_order(job: Callable[[Chunk], R], chunks: Iterator[Chunk], workers: int) -
     pool = ThreadPoolExecutor(workers, thread_name_prefix="tritonemb-parse")
     results: deque[Future[R]] = deque()
     try:
-        more = True
-        while True:
-            while more and len(results) <= 2 * workers:
-                chunk = next(read, None)
-                if chunk is None:
-                    more = False
-                else:
-                    results.append(pool.submit(job, chunk))
-                del chunk
-            if not results:
-                return
+        for chunk in read:
+            results.append(pool.submit(job, chunk))
+            del chunk  # or it would stay until the next one is there
+            if len(results) > 2 * workers:
+                yield results.popleft().result()
+        while results:
             yield results.popleft().result()
     finally:
         for result in results:
@@ -124,13 +118,11 @@ def shuffle_buffers(
         yield ShuffleBuffer(number, concat(pieces, order(gathered, number)), start, stop)
 
 
-def merged(report: ReadReport, more: ReadReport) -> ReadReport:
-    """A report of the rows of two."""
-    if not more.skipped:
-        return replace(report, rows=report.rows + more.rows)
-    reasons = Counter(dict(report.reasons)) + Counter(dict(more.reasons))
-    problems = (*report.problems, *more.problems)[:MAX_PROBLEMS]
-    return ReadReport(report.rows + more.rows, report.skipped + more.skipped, problems, tuple(sorted(reasons.items())))
+def permutation(num_rows: int, *seeds: int) -> Array:
+    """The order of some rows that these numbers decide, the same on every machine."""
+    state = np.random.SeedSequence(seeds).generate_state(1, np.uint64)[0]
+    order: Array = torch.randperm(num_rows, generator=torch.Generator().manual_seed(int(state))).numpy()
+    return order
 
 
 @dataclass
@@ -152,7 +144,7 @@ class Batcher:
         """The rows before a position, and the bad ones among them."""
         return replace(self.read, rows=position["rows"], skipped=self.read.skipped + position["skipped"])
 
-    def steps(self, position: Position) -> Iterator[PositionedBatch | ReadReport]:
+    def steps(self, position: Position) -> Iterator[PositionedBatch]:
         start = Place(*(position[field] for field in FIELDS[:5]))
         self.read = self.report(position)
         batch, rows = position["batch"], position["rows"]
@@ -166,7 +158,7 @@ class Batcher:
         if rows == 0 and self.needs_rows:
             skipped = f" ({self.read.skipped} bad ones were skipped)" if self.read.skipped else ""
             raise ValueError(f"data set {self.name!r}: there are no {self.split} rows{skipped}")
-        yield replace(self.read, rows=rows)  # after the last batch, bad rows may have come
+        yield PositionedBatch(None, {}, replace(self.read, rows=rows))  # bad rows may have come since
 
     def _cut(self, buffer: ShuffleBuffer, first: int, rows: int, belongs_to: int) -> Iterator[PositionedBatch]:
         num_rows, size = len(buffer.rows), self.batch_size
@@ -187,13 +179,8 @@ class Batcher:
 
     def _counted(self, blocks: Iterator[Block]) -> Iterator[Block]:
         for block in blocks:
-            self.read = merged(self.read, block.report)
+            self.read += block.report
             yield block
 
     def _permutation(self, num_rows: int, buffer: int) -> Array | None:
-        if self.order is None:
-            return None
-        state = np.random.SeedSequence([*self.order, buffer]).generate_state(1, np.uint64)[0]
-        generator = torch.Generator().manual_seed(int(state))
-        order: Array = torch.randperm(num_rows, generator=generator).numpy()
-        return order
+        return None if self.order is None else permutation(num_rows, *self.order, buffer)

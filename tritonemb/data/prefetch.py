@@ -9,8 +9,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from queue import Empty, SimpleQueue
-from types import TracebackType
-from typing import Any, Generic, TypeVar
+from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
 Permit = Callable[[], AbstractContextManager[object]]
@@ -18,26 +17,23 @@ GRACE = 2.0  # seconds that a thread gets to end after a failure
 POLL = 0.1  # seconds after which a waiting thread looks whether the other one lives
 
 
-class Prefetcher(Generic[T]):
+class Prefetcher(Iterator[T]):
     """The items of `source`, in their order; its exception, if it raises one, comes out of `next` in its place.
 
     Item `k + depth` is begun once item `k` has been taken, not earlier. So ranks that take as many items, which hold
     collectives, begin as many collectives.
 
     Args:
-        source: run, and closed if it is a generator, in the thread; in the caller's where `depth` is 0.
-        depth: items that are made beyond those taken.
+        source: run, and closed if it is a generator, in the thread.
+        depth: items that are made beyond those taken; at least 1.
         name: of the thread.
-        on_stop: is called when nobody wants more, in any thread, and does not wait: lets a source cancel what it waits
-            for.
+        on_stop: called when nobody wants more, in any thread, without waiting: a source cancels what it waits for.
         collective: whether items hold collectives. Then all those that may be made are made before the thread ends,
-            unless there was a failure.
-        permit: called by the thread that takes an item; the next item is made inside the context that it returns. All
-            those that may be made are made before the thread ends then, too.
+            unless there was a failure; so, too, with a `permit`.
+        permit: called by the thread that takes an item; the next item is made inside the context that it returns.
 
-    After a failure the thread gets `GRACE` to end, for it may wait for a rank or for data that never come.
-
-    A process forked off has no such thread: there `next` raises a RuntimeError, and `close` does nothing.
+    After a failure the thread gets `GRACE` to end, for it may wait for a rank or for data that never come. A process
+    forked off has no such thread: there `next` raises a RuntimeError, and `close` does nothing.
     """
 
     def __init__(
@@ -50,29 +46,21 @@ class Prefetcher(Generic[T]):
         collective: bool = False,
         permit: Permit | None = None,
     ) -> None:
-        self._source, self._permit = source, permit or nullcontext
+        self._permit = permit or nullcontext
         self._complete = collective or permit is not None
-        self._thread: threading.Thread | None = None
-        if depth == 0:
-            return
         # The thread knows the queues but not this object, so that an iterator dropped half-way ends its thread too.
         # Whoever collects this object must not wait for the thread, as it may be one that the thread waits for.
         self._queues = _Queues(on_stop)
         self._stop = weakref.finalize(self, self._queues.stop)
         self._stop.atexit = False
         for _ in range(depth):
-            self._queues.permits.put(self._permit())
+            self.widen()
         self._thread = threading.Thread(target=self._queues.fill, args=(source,), name=name, daemon=True)
         if not collective:  # one that waits for a rank that is gone must not keep the program from ending
             _RUNNING[self._thread] = self._stop
         self._thread.start()
 
-    def __iter__(self) -> Prefetcher[T]:
-        return self
-
     def __next__(self) -> T:
-        if self._thread is None:
-            return next(self._source)
         if self._queues.inherited:
             raise RuntimeError(
                 "this stream was opened before the process was forked, and its threads are not in this process; "
@@ -86,22 +74,20 @@ class Prefetcher(Generic[T]):
                 self._stop()
                 self._thread.join()
             raise end
-        self._queues.permits.put(self._permit())
+        self.widen()
         made: T = item
         return made
 
     def widen(self) -> None:
         """One item more may be made beyond those taken, from now on."""
-        if self._thread is not None:
-            self._queues.permits.put(self._permit())
+        self._queues.permits.put(self._permit())
 
     def settle(self) -> None:
         """Wait until everything is made that may be made for now: no collective of the source is running then."""
-        if self._thread is not None:
-            settled = threading.Event()
-            self._queues.permits.put(settled)
-            while self._thread.is_alive() and not settled.wait(POLL):
-                pass
+        settled = threading.Event()
+        self._queues.permits.put(settled)
+        while self._thread.is_alive() and not settled.wait(POLL):
+            pass
 
     def close(self, failed: bool = False) -> None:
         """Stop the thread and wait for it; it ends with the item that it is making. There are no further items.
@@ -109,9 +95,6 @@ class Prefetcher(Generic[T]):
         Args:
             failed: this rank, or another one, has failed.
         """
-        if self._thread is None:
-            _close(self._source)
-            return
         if self._queues.inherited:
             return
         if self._complete and not failed:
@@ -120,12 +103,10 @@ class Prefetcher(Generic[T]):
         if self._thread is not threading.current_thread():
             self._thread.join(GRACE if failed else None)
 
-    def __enter__(self) -> Prefetcher[T]:
+    def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.close(failed=error is not None)
 
 
@@ -165,18 +146,17 @@ class _Queues:
             elif end is None:
                 try:
                     with permit:
-                        item = next(source, _END)
-                    end = StopIteration() if item is _END else None
+                        item = next(source)
                 except BaseException as error:
                     end = error
                 if not self.stopped:
                     self.items.put((item, end))
                 item = None  # or it would stay until the next one is there
-        with suppress(Exception):
-            _close(source)
+        if isinstance(source, Generator):
+            with suppress(Exception):
+                source.close()
 
 
-_END: Any = object()
 _RUNNING: weakref.WeakKeyDictionary[threading.Thread, Callable[[], object]] = weakref.WeakKeyDictionary()
 
 
@@ -188,8 +168,3 @@ def end_all() -> None:
         stop()
     for thread, _ in running:
         thread.join()
-
-
-def _close(source: Iterator[Any]) -> None:
-    if isinstance(source, Generator):
-        source.close()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, Self
 
 from tritonemb.data.batch import Batch
@@ -23,6 +24,7 @@ Position = dict[str, int]
 """Where a stream resumes: JSON-able, for `Data.open` with the same arguments as its stream."""
 
 PREFETCH_DEPTH = 5  # batches
+MAX_PROBLEMS = 10  # that a report shows in full
 reading_processes = 1  # on this host, as far as this process knows: they divide the processors among their threads
 
 
@@ -51,6 +53,22 @@ class ReadReport:
     problems: tuple[str, ...] = ()
     reasons: tuple[tuple[str, int], ...] = ()
 
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> ReadReport:
+        """From what `asdict` and JSON made of one."""
+        reasons = tuple((reason, count) for reason, count in values["reasons"])
+        return cls(values["rows"], values["skipped"], tuple(values["problems"]), reasons)
+
+    def __add__(self, other: ReadReport) -> ReadReport:
+        """Of the rows of both."""
+        if not other.skipped:
+            return replace(self, rows=self.rows + other.rows)
+        reasons = Counter(dict(self.reasons)) + Counter(dict(other.reasons))
+        problems = (*self.problems, *other.problems)[:MAX_PROBLEMS]
+        return ReadReport(
+            self.rows + other.rows, self.skipped + other.skipped, problems, tuple(sorted(reasons.items()))
+        )
+
     def __str__(self) -> str:
         """What a person wants to know of the rows that were left out."""
         text = f"{self.rows:,} rows were read, {self.skipped:,} bad ones left out"
@@ -60,9 +78,9 @@ class ReadReport:
 
 @dataclass(frozen=True)
 class PositionedBatch:
-    """A batch with the position and the report once it has been returned."""
+    """A batch with the position and the report once it has been returned; without a batch, where a stream ends."""
 
-    batch: Batch
+    batch: Batch | None
     position: Position
     report: ReadReport
 
@@ -80,30 +98,24 @@ class Closing:
         self.close()
 
 
-class Batches(Closing):
+class Batches(Closing, Iterator[Batch]):
     """Batches in their order, from a position on: a `Stream`, or several. Their position may be a nested one."""
 
     position: Mapping[str, Any]
     report: ReadReport
     """What has been read so far."""
 
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> Batch:
-        raise NotImplementedError
-
 
 class Stream(Batches):
     """Batches in their order, prefetched in a thread; errors of the source come out of `next`.
 
     Args:
-        batches: the source; closed with the stream. The report of all rows may come after the last batch.
+        batches: the source; closed with the stream. After the last batch, the report of all rows may come.
         position: of the first batch.
         report: of the rows before it.
         at_end: called with the report when the last batch has been returned and the next one is asked for.
         on_stop: lets `batches` cancel what it waits for; see `Prefetcher`.
-        depth: batches that are prefetched; 0 without a thread.
+        depth: batches that are prefetched.
 
     Attributes:
         position: of the batch after the last one returned.
@@ -112,7 +124,7 @@ class Stream(Batches):
 
     def __init__(
         self,
-        batches: Iterator[PositionedBatch | ReadReport],
+        batches: Iterator[PositionedBatch],
         position: Position,
         report: ReadReport | None = None,
         at_end: Callable[[ReadReport], None] | None = None,
@@ -125,17 +137,16 @@ class Stream(Batches):
         self._batches = Prefetcher(batches, depth, "tritonemb-batches", on_stop)
 
     def __next__(self) -> Batch:
-        try:
-            item = next(self._batches)
-            while isinstance(item, ReadReport):
-                self.report = item
-                item = next(self._batches)
-        except StopIteration:
-            if self._at_end is not None:
-                self._at_end(self.report)
-            raise
-        self.position, self.report = item.position, item.report
-        return item.batch
+        item = next(self._batches, None)
+        if item is not None:
+            self.report = item.report
+            if item.batch is not None:
+                self.position = item.position
+                return item.batch
+        if self._at_end is not None:
+            self._at_end(self.report)
+        self.close()
+        raise StopIteration
 
     def close(self) -> None:
         """End the threads of the stream; there are no further batches."""
@@ -196,10 +207,6 @@ class Data(Protocol):
     @property
     def best_auc(self) -> float | None:
         """The Bayes-optimal AUC on the test rows, where it is known."""
-        ...
-
-    def tables(self, embedding_dim: int) -> list[TableConfig]:
-        """One table a feature, all of one dim."""
         ...
 
     def splits(self) -> tuple[Split, ...]:

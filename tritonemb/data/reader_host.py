@@ -7,6 +7,7 @@ import secrets
 import signal
 import threading
 from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, astuple
 from functools import partial
 from pathlib import Path
@@ -14,12 +15,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from tritonemb.data.batch import BatchLayout
-from tritonemb.data.loader import MessageStream, ShardState, layout_of, read_shards
-from tritonemb.data.protocol import Closing, Data, Feature, OpenOptions, Split, Stream, tables_of
-from tritonemb.flight import Client, Message, Messages, start_server
+from tritonemb.data.batch import Batch, BatchLayout
+from tritonemb.data.loader import ShardState, read_shards
+from tritonemb.data.protocol import (
+    Closing,
+    Data,
+    Feature,
+    OpenOptions,
+    PositionedBatch,
+    ReadReport,
+    Split,
+    Stream,
+    tables_of,
+)
+from tritonemb.flight import Client, Message, start_server
 from tritonemb.types import TableConfig
 
 TOKEN, ROOTS = "TRITONEMB_TOKEN", "TRITONEMB_TLS_ROOTS"  # variables of the environment
@@ -29,18 +39,14 @@ PATIENCE = 5.0  # seconds for open streams to end
 class ReaderHost(Closing):
     """Serves the batches of `data` to clients with the token.
 
-    Every stream has the threads and the memory that `data.open` uses. It prefetches a few batches and waits while the
-    trainer takes none.
+    Every stream has the threads and the memory of `data.open`, and waits while the trainer takes no batches.
 
     Args:
-        data: what is served.
         address: `grpc://HOST:PORT`, or `grpc+tls://HOST:PORT`; port 0 takes a free one.
         token: that clients must have; that of the environment (TRITONEMB_TOKEN) or a random one if not given.
         certificate, key: PEM files for TLS.
 
-    Attributes:
-        address: with the port.
-        token: that clients must have.
+    Attributes `address` (with the port) and `token` are what clients need.
 
     Raises:
         ValueError, OSError: it cannot serve at this address.
@@ -75,23 +81,21 @@ class ReaderHost(Closing):
         ending.join(PATIENCE)
 
 
-def _answer(data: Data, closing: threading.Event, request: dict[str, Any]) -> Iterator[Message]:
+def _answer(data: Data, closed: threading.Event, request: dict[str, Any]) -> Iterator[Message]:
     action = request.pop("action")
     if action == "describe":
         values = {name: getattr(data, name) for name in ("name", "num_dense", "encoding", "best_auc")}
-        yield values | {"features": [astuple(feature) for feature in data.features], "splits": data.splits()}, None
+        yield values | {"features": [astuple(feature) for feature in data.features], "splits": data.splits()}, b""
     elif action == "rows":
-        yield {"rows": data.num_rows(**request), "estimated": data.estimated_rows(**request)}, None
+        yield {"rows": data.num_rows(**request), "estimated": data.estimated_rows(**request)}, b""
     else:
         index, count = request.pop("shard")
         shard = ShardState(index, count, position=request.pop("position"))
-        for values, buffer in read_shards(data, [shard], request):
-            if closing.is_set():
+        for item in read_shards(data, [shard], request):
+            if closed.is_set():
                 raise ConnectionError("the reader host has been closed")
-            # Offsets do not travel.
-            sent = None if buffer is None else memoryview(buffer.numpy())[: layout_of(values).bytes_before_offsets]
-            yield values, sent
-            del buffer, sent  # or they would stay until the next ones are there
+            yield _to_message(item)
+            del item  # or it would stay until the next one is there
 
 
 class RemoteData:
@@ -116,8 +120,7 @@ class RemoteData:
             raise ValueError("no address of a reader host is given")
         self._token = token or os.environ.get(TOKEN, "")
         self._roots = roots or os.environ.get(ROOTS)
-        self._clients: list[Client] = []
-        first, *others = (client.call("describe") for client in self._all_clients())
+        first, *others = (self._client(index).call("describe") for index in range(len(self._addresses)))
         for address, other in zip(self._addresses[1:], others, strict=True):
             if other != first:
                 raise ValueError(f"the reader hosts {self._addresses[0]} and {address} have different data")
@@ -127,9 +130,6 @@ class RemoteData:
         self.encoding: str = first["encoding"]
         self.best_auc: float | None = first["best_auc"]
         self._splits: tuple[Split, ...] = tuple(first["splits"])
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_clients": []}  # connections belong to a process
 
     def tables(self, embedding_dim: int) -> list[TableConfig]:
         """One table a feature, all of one dim; the bags of multi-hot features are averaged."""
@@ -141,12 +141,12 @@ class RemoteData:
 
     def num_rows(self, split: Split) -> int | None:
         """Rows of a split; None where the host does not know that before it has read them."""
-        rows: int | None = self._all_clients()[0].call("rows", {"split": split})["rows"]
+        rows: int | None = self._client(0).call("rows", {"split": split})["rows"]
         return rows
 
     def estimated_rows(self, split: Split) -> int | None:
         """About how many rows a split has; None where that is not known."""
-        rows: int | None = self._all_clients()[0].call("rows", {"split": split})["estimated"]
+        rows: int | None = self._client(0).call("rows", {"split": split})["estimated"]
         return rows
 
     def open(self, split: Split, batch_size: int, **how: Any) -> Stream:
@@ -157,29 +157,38 @@ class RemoteData:
                 if it is a built-in one; else they come as the nearest built-in type.
         """
         request = {"action": "open"} | asdict(OpenOptions(split, batch_size, **how))
-        pin_memory, clients = request.pop("pin_memory"), self._all_clients()
-        messages = clients[request["shard"][0] % len(clients)].stream(request)
-        return MessageStream(_with_offsets(messages, pin_memory), messages.cancel)
+        pin_memory = request.pop("pin_memory")
+        messages, cancel = self._client(request["shard"][0]).stream(request)
+        items = _to_items(messages, pin_memory)
+        first = next(items)
+        return Stream(items, first.position, first.report, on_stop=cancel)
 
-    def _all_clients(self) -> list[Client]:
-        if not self._clients:
-            self._clients = [Client(address, self._token, self._roots) for address in self._addresses]
-        return self._clients
+    def _client(self, shard: int) -> Client:
+        return Client(self._addresses[shard % len(self._addresses)], self._token, self._roots)
 
 
-def _with_offsets(messages: Messages, pin_memory: bool) -> Generator[tuple[dict[str, Any], Tensor | None], None, None]:
-    try:
+def _to_message(item: PositionedBatch) -> Message:
+    values: dict[str, Any] = {"position": item.position, "report": asdict(item.report), "layout": None}
+    if item.batch is None or item.batch.buffer is None:
+        return values, b""
+    layout = item.batch.layout
+    values["layout"] = asdict(layout)
+    return values, memoryview(item.batch.buffer.numpy())[: layout.bytes_before_offsets]
+
+
+def _to_items(messages: Generator[Message, None, None], pin_memory: bool) -> Iterator[PositionedBatch]:
+    with closing(messages):
         for values, data in messages:
-            yield values, _buffer(layout_of(values), data, pin_memory) if "sizes" in values else None
-            del data  # or it would stay until the next one is there
-    finally:
-        messages.cancel()
+            batch = None if values["layout"] is None else _batch(BatchLayout(**values["layout"]), data, pin_memory)
+            yield PositionedBatch(batch, values["position"], ReadReport.from_json(values["report"]))
+            del data, batch  # or they would stay until the next ones are there
 
 
-def _buffer(layout: BatchLayout, data: np.ndarray[Any, Any], pin_memory: bool) -> Tensor:
+def _batch(layout: BatchLayout, data: Any, pin_memory: bool) -> Batch:
+    """Offsets do not travel."""
     buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=pin_memory)
     buffer.numpy()[: layout.bytes_before_offsets] = data
     lengths, offsets = (view.numpy() for view in layout.views(buffer)[3:])
     offsets[0] = 0
     np.cumsum(lengths, out=offsets[1:])
-    return buffer
+    return layout.batch(buffer)

@@ -16,23 +16,23 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from tritonemb.data import prefetch, protocol
-from tritonemb.data.batch import Batch
-from tritonemb.data.loader import Message, MessageStream, ShardState, read_shards
-from tritonemb.data.prefetch import Prefetcher
-from tritonemb.data.protocol import Closing, Data
+from tritonemb.data.loader import ShardState, read_shards
+from tritonemb.data.protocol import Closing, Data, PositionedBatch, Stream
 from tritonemb.flight import decode_error, encode_error
 
 POLL = 0.5  # seconds after which a waiting thread looks whether its worker lives and its stream is wanted
 REQUESTS = 2  # that a worker has beforehand
 PREFETCH_DEPTH = 2  # batches in this process; the worker's streams prefetch more
 SERIAL, PID = range(2)  # shared with a worker: the serial number of the request that is wanted, and its process id
+Request = tuple[int, Sequence[ShardState], Mapping[str, Any]]
+"""A serial number, shards to read, and the arguments of `Data.open`."""
 
 
 class DataLoaderWorkers(Closing):
@@ -74,10 +74,12 @@ class DataLoaderWorkers(Closing):
         """
         parts = [shards[first :: self._num_workers] for first in range(min(self._num_workers, len(shards)))]
         with ExitStack() as failed:
-            groups = [failed.enter_context(_Group(self, part, how, pin_memory)) for part in parts]
-            for group, part in zip(groups, parts, strict=True):
+            streams = [_WorkerStream(self, part, how, pin_memory) for part in parts]
+            for stream in streams:
+                failed.callback(Stream.close, stream)
+            for stream, part in zip(streams, parts, strict=True):
                 for shard in part:
-                    shard.attach(_WorkerStream(group))
+                    stream.begin(shard)
             failed.pop_all()
 
     def close(self) -> None:
@@ -85,10 +87,10 @@ class DataLoaderWorkers(Closing):
         self._close()
 
     def free_worker(self) -> _Worker:
-        """One that serves no stream, nor a batch of one that was closed; a new one if all do."""
+        """One that serves no stream; a new one if all do."""
         if not self._close.alive:
             raise RuntimeError("these data loader workers have been closed")
-        free = next((worker for worker in self._workers if worker.free and not worker.is_late()), None)
+        free = next((worker for worker in self._workers if worker.free), None)
         if free is None:
             free = _Worker(self._data, len(self._workers), self._num_workers)
             self._workers.append(free)
@@ -107,38 +109,31 @@ def _close(workers: list[_Worker], starter: int) -> None:
             process.join()
 
 
-class _Request(NamedTuple):
-    """What a worker is to read: shards, and the arguments of `Data.open`."""
-
-    serial: int = 0
-    shards: Sequence[ShardState] = ()
-    how: Mapping[str, Any] = {}
-
-
 class _Worker:
     """One process, and the loader that it belongs to. The loader is used in threads: in the main one, its handler of
     SIGCHLD would raise an exception anywhere in the program."""
 
     def __init__(self, data: Data, number: int, num_workers: int) -> None:
-        self.free, self._late, self._closed = True, False, False
+        self.free, self._closed = True, False
         self._number, self._data_type = number, type(data).__name__
         with torch.inference_mode(False):  # threads without that mode change it
             self._shared = torch.zeros(2, dtype=torch.int64).share_memory_()
-        self._request, self._lock = _Request(), threading.RLock()  # the collector may close it in any thread
+        self._request: Request = (0, (), {})
+        self._lock = threading.RLock()  # the collector may close it in any thread
         self._loader: DataLoader[Any] = DataLoader(
             _ShardReader(data, self._shared),
             batch_size=None,
             sampler=self,
             num_workers=1,
             prefetch_factor=REQUESTS,
-            collate_fn=_unchanged,
+            collate_fn=tuple,  # of a tuple: that tuple
             worker_init_fn=partial(_initialize, num_workers * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
             multiprocessing_context="spawn",
             timeout=POLL,
         )
         self._answers: Iterator[Any] | None = None
 
-    def __iter__(self) -> Iterator[_Request]:
+    def __iter__(self) -> Iterator[Request]:
         """The loader's sampler: the same request until another one is made."""
         while True:
             yield self._request
@@ -153,8 +148,8 @@ class _Worker:
 
     def request(self, shards: Sequence[ShardState], how: Mapping[str, Any]) -> int:
         """Let the worker read these shards from now on; the serial number of the request."""
-        serial = self._request.serial + 1
-        self._request = _Request(serial, [replace(shard) for shard in shards], how)
+        serial = self._request[0] + 1
+        self._request = (serial, [replace(shard) for shard in shards], how)
         self.free, self._shared[SERIAL] = False, serial
         return serial
 
@@ -163,38 +158,28 @@ class _Worker:
         if self._shared[SERIAL] == serial:
             self._shared[SERIAL] = 0
 
-    def messages(self, serial: int, pin_memory: bool) -> Generator[Message, None, None]:
-        """The answers to a request."""
+    def items(self, serial: int, pin_memory: bool) -> Generator[PositionedBatch, None, None]:
+        """What the worker reads for a request."""
         try:
             self._start()
             while self._shared[SERIAL] == serial:
                 answer = self._answer()
                 if answer is None or answer[0] != serial:  # of an earlier request
                     continue
-                _, values, buffer = answer
-                if values is None:
-                    if self._shared[SERIAL] == serial:
-                        return
-                    continue  # it ended because it was left
-                if "error" in values:
-                    raise decode_error(values["error"], self.name)
-                yield values, buffer.pin_memory() if pin_memory and buffer is not None else buffer
-                del answer, values, buffer  # or they would stay until the next ones are there
+                item = answer[1]
+                if item is None:
+                    break
+                if isinstance(item, dict):
+                    raise decode_error(item, self.name)
+                yield replace(item, batch=item.batch.pin_memory()) if pin_memory and item.batch is not None else item
+                del answer, item  # or they would stay until the next ones are there
             if self._closed:
                 raise RuntimeError(f"{self.name} has ended: its DataLoaderWorkers have been closed")
         finally:
             self.leave(serial)
-            self._late = True
-            self.is_late()  # an idle worker then gets one request more
-            self.free = not self._closed
-
-    def is_late(self) -> bool:
-        """Whether it is still in a batch of a stream that was closed."""
-        if self._late:
             with suppress(RuntimeError):
-                self._late = self._answer() is None
-            self._late = self._late and self._answers is not None
-        return self._late
+                self._answer()  # an idle worker then gets one request more
+            self.free = not self._closed
 
     def _start(self) -> None:
         with self._lock:
@@ -227,73 +212,57 @@ class _Worker:
             self._answers = None  # the loader ends its process
 
 
-class _Group(Closing):
-    """Shards that one worker reads. Their streams are taken from in turn, as the worker does."""
+class _WorkerStream(Stream):
+    """The batches of the shards that one worker reads, taken in turn as it does; closed when all of them are."""
 
     def __init__(
         self, workers: DataLoaderWorkers, shards: Sequence[ShardState], how: Mapping[str, Any], pin_memory: bool
     ) -> None:
         self.workers = workers  # which are not closed while they have streams
         self.worker = workers.free_worker()
-        self.num_open = len(shards)
+        self._num_open = len(shards)
         serial = self.worker.request(shards, how)
-        messages, stop = self.worker.messages(serial, pin_memory), partial(self.worker.leave, serial)
-        self.messages = Prefetcher(messages, PREFETCH_DEPTH, "tritonemb-worker", stop)
+        items, stop = self.worker.items(serial, pin_memory), partial(self.worker.leave, serial)
+        super().__init__(items, {}, on_stop=stop, depth=PREFETCH_DEPTH)
+
+    def begin(self, shard: ShardState) -> None:
+        """Attach it to the next of its shards."""
+        first = next(self._batches)
+        self.position, self.report = first.position, first.report
+        shard.attach(self)
 
     def close(self) -> None:
-        self.messages.close()
-
-
-class _WorkerStream(MessageStream):
-    """The batches of one shard; the worker ends what it reads when all shards of the group have been closed."""
-
-    def __init__(self, group: _Group) -> None:
-        super().__init__(group.messages, depth=0)
-        self.group, self._closed = group, False
-
-    def __next__(self) -> Batch:
-        if self._closed:
-            raise StopIteration
-        try:
-            return super().__next__()
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:  # also while another thread waits for a batch
-        if not self._closed:
-            self._closed = True
-            self.group.num_open -= 1
-            if self.group.num_open == 0:
-                self.group.close()
+        self._num_open -= 1
+        if self._num_open <= 0:
+            super().close()
 
 
 class _ShardReader(Dataset[Any]):
-    """In a worker: answers a request with its serial number and the next message of what it asks for."""
+    """In a worker: answers a request with its serial number and the next item of what it asks for; None behind all."""
 
     def __init__(self, data: Data, shared: Tensor) -> None:
         self.data, self.shared = data, shared
         self._serial = 0
-        self._messages: Iterator[tuple[Any, Any]] = iter(())
+        self._items: Iterator[Any] = iter(())
 
-    def __getitem__(self, request: _Request) -> tuple[int, Any, Any]:
-        if request.serial != self.shared[SERIAL]:
-            self._messages = iter(())  # which closes the streams
-        elif request.serial != self._serial:
-            self._serial, self._messages = request.serial, self._read(request)
-        return request.serial, *next(self._messages, (None, None))
+    def __getitem__(self, request: Request) -> tuple[int, Any]:
+        serial, shards, how = request
+        if serial != self.shared[SERIAL]:
+            self._items = iter(())  # which closes the streams
+        elif serial != self._serial:
+            self._serial, self._items = serial, self._read(shards, how)
+        return serial, next(self._items, None)
 
-    def _read(self, request: _Request) -> Iterator[tuple[Any, Any]]:
+    def _read(self, shards: Sequence[ShardState], how: Mapping[str, Any]) -> Iterator[Any]:
         try:
-            yield from read_shards(self.data, request.shards, request.how)
+            yield from read_shards(self.data, shards, how)
         except Exception as error:
-            yield {"error": encode_error(error)}, None
+            yield encode_error(error)
 
 
 def _initialize(processes: int, _worker: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
-        with suppress(ValueError):
-            signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, signal.SIG_IGN)
     protocol.reading_processes = processes
     torch.utils.data.get_worker_info().dataset.shared[PID] = os.getpid()  # type: ignore[union-attr]
     atexit.register(_exit)
@@ -304,7 +273,3 @@ def _exit() -> None:
     a thread that Python stops there aborts the process."""
     prefetch.end_all()
     os._exit(0)
-
-
-def _unchanged(answer: Any) -> Any:
-    return answer

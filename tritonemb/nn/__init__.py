@@ -4,7 +4,7 @@ from tritonemb.nn.collections import EmbeddingBagCollection, EmbeddingCollection
 from tritonemb.nn.embeddings import Embedding, EmbeddingBag
 from tritonemb.nn.layers import MLP, DotInteraction
 from tritonemb.nn.models import DLRM, CrossNetwork, DCNv2
-from tritonemb.tables.cache import CacheStatistics
+from tritonemb.tables.cache_storage import CacheStatistics
 from tritonemb.tables.lookup import PrefetchedFeatures, prefetch, sequence_number
 
 __all__ = [

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tritonemb.jagged import Features, KeyedJaggedTensor
 from tritonemb.optimizers import Optimizer
-from tritonemb.tables.cache import CacheStatistics
+from tritonemb.tables.cache_storage import CacheStatistics
 from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.lookup import PrefetchedFeatures, features_and_groups
 from tritonemb.tables.optimizer import FusedOptimizer, OptimizedTables, States

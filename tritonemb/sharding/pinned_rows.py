@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tritonemb import ops
 from tritonemb.comm.gradient_exchange import RowSums
-from tritonemb.tables.lookup import PinnedSlots
+from tritonemb.tables.lookup import Lookup
 from tritonemb.tables.table_set import TableSet
 
 
@@ -24,7 +24,7 @@ class PinnedRows:
         pins: of the batches whose rows are updated; this object releases them.
     """
 
-    def __init__(self, collection: TableSet, pins: Sequence[PinnedSlots] = ()) -> None:
+    def __init__(self, collection: TableSet, pins: Sequence[Lookup] = ()) -> None:
         self._collection, self._pins = collection, list(pins)
         for pinned in self._pins:
             pinned.dirty = True

@@ -34,8 +34,7 @@ from tritonemb.layout import (
 )
 from tritonemb.optimizers import SGD, Optimizer
 from tritonemb.sharding.pinned_rows import PinnedRows
-from tritonemb.tables.cache import FindReplicaRows
-from tritonemb.tables.lookup import Lookup, PinnedSlots
+from tritonemb.tables.lookup import FindReplicaRows, Lookup
 from tritonemb.tables.table_set import LocalUpdate, TableSet
 from tritonemb.types import TableConfig
 
@@ -83,7 +82,7 @@ class ReplicatedUpdate(ShardUpdate):
 
         return find
 
-    def step(self, tables: TableSet, grad: Tensor, lookup: Lookup, pins: Sequence[PinnedSlots] = ()) -> None:
+    def step(self, tables: TableSet, grad: Tensor, lookup: Lookup, pins: Sequence[Lookup] = ()) -> None:
         assert tables.optimizer is not None
         _update(self, tables.configs, tables.optimizer, PinnedRows(tables, pins), grad, lookup)
 

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 from tritonemb.storage.disk import DiskRows
+from tritonemb.storage.io import TableIdentity
 from tritonemb.storage.memory import HostRows
-from tritonemb.storage.page_table import TableIdentity
 from tritonemb.storage.snapshot import SnapshotReader, restore, snapshot_header
 from tritonemb.storage.sparse import copy_rows, digest
-from tritonemb.storage.store import Counts, Field, Initializer, IoFuture, Record, RowStore, StorageError, record_of
+from tritonemb.storage.store import (
+    CacheDirectory,
+    Counts,
+    Field,
+    InitialValues,
+    IoFuture,
+    Record,
+    StorageError,
+    record_of,
+)
 
 __all__ = [
+    "CacheDirectory",
     "Counts",
     "DiskRows",
     "Field",
     "HostRows",
-    "Initializer",
+    "InitialValues",
     "IoFuture",
     "Record",
-    "RowStore",
     "SnapshotReader",
     "StorageError",
     "TableIdentity",

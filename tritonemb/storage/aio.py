@@ -1,4 +1,4 @@
-"""Asynchronous I/O: extents of files read into an I/O buffer or written from it, many at once.
+"""Files that are read and written page by page, past the system's page cache where it allows that; asynchronous I/O.
 
 Linux's `io_submit(2)` takes hundreds of reads or writes in one call, without a thread for each; else a pool of
 threads does it. Random pages of a virtual solid-state disk, 2 cores: 72 thousand a second at 3 microseconds of CPU
@@ -10,33 +10,36 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import fcntl
 import functools
+import mmap
 import os
 import platform
 import queue
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from tritonemb.storage.io import HUGE_PAGE, IoBuffer, PageFile, PerProcess, raise_if_cancelled
+from tritonemb.storage.store import raise_if_cancelled
+from tritonemb.storage.threads import shared_threads
 
-T = TypeVar("T")
-DEFAULT_THREADS = 16
-"""Random pages of a virtual disk on 2 cores: 12, 41, 54, 61, 63 thousand a second by 1, 4, 8, 16, 32 threads."""
+PAGE_BYTES = 4096
+HUGE_PAGE = 2 << 20  # bytes
+SWEEP_BYTES = 64 << 20  # written through the page cache before it is advised to drop what has reached the disk
 DEPTH = 512  # extents in flight
 HALF_BYTES = HUGE_PAGE  # of a context's buffer
 NUM_CONTEXTS = 4
-_CALLS = {  # the numbers of io_setup, io_destroy, io_getevents, io_submit
-    "x86_64": (206, 207, 208, 209),
-    "aarch64": (0, 1, 4, 2),
-    "riscv64": (0, 1, 4, 2),
+_CALLS = {  # the numbers of io_setup, io_getevents, io_submit
+    "x86_64": (206, 208, 209),
+    "aarch64": (0, 4, 2),
+    "riscv64": (0, 4, 2),
 }
-_SETUP, _DESTROY, _GET_EVENTS, _SUBMIT = range(4)
+_SETUP, _GET_EVENTS, _SUBMIT = range(3)
 _READ, _WRITE = 0, 1
 _REQUEST = np.dtype(  # struct iocb
     {
@@ -48,6 +51,129 @@ _REQUEST = np.dtype(  # struct iocb
 )
 _EVENT = np.dtype([("tag", "<u8"), ("request", "<u8"), ("result", "<i8"), ("result_2", "<i8")])
 _NO_CALLS = (errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EAGAIN, errno.ENOMEM)
+
+
+class IoBuffer:
+    """Page-aligned memory for direct I/O, in huge pages if it fills them: these are contiguous for a disk."""
+
+    def __init__(self, num_bytes: int) -> None:
+        spare = HUGE_PAGE if num_bytes >= HUGE_PAGE else 0
+        memory = reserve(num_bytes + spare)
+        whole = np.frombuffer(memory, dtype=np.uint8)
+        begin = -int(whole.ctypes.data) % HUGE_PAGE if spare else 0
+        if spare:
+            with suppress(OSError):  # a kernel without them
+                memory.madvise(mmap.MADV_HUGEPAGE)
+        memory.madvise(mmap.MADV_DONTFORK)  # a fork while the disk writes into it must not copy pages
+        self.array = whole[begin : begin + num_bytes]
+        self.view = memoryview(memory)[begin : begin + num_bytes]
+        self.address = int(self.array.ctypes.data)
+
+
+def reserve(num_bytes: int) -> mmap.mmap:
+    """Private zeros, whose memory the system allocates page by page when they are written to."""
+    return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+class PageFile:
+    """An open file, for direct I/O if the file system has it.
+
+    Otherwise it is read and written through the page cache, which is advised to drop its pages. Many threads may read
+    and write whole pages, from and to page-aligned memory. The file is closed when it is garbage collected at last.
+
+    Raises:
+        OSError: as `os.open`; EOFError: from `read`, the file ends before.
+    """
+
+    def __init__(self, path: Path, writable: bool = True) -> None:
+        self.path = path
+        self._written = 0
+        self.handle, self.direct = _open(path, os.O_CLOEXEC | (os.O_RDWR if writable else os.O_RDONLY))
+        self._release = weakref.finalize(self, _release, self.handle, os.getpid())
+        self._release.atexit = False
+
+    def read(self, view: memoryview, offset: int) -> None:
+        """Fill `view` from `offset` on."""
+        done, size = 0, len(view)
+        while done < size:
+            count = os.preadv(self.handle, [view[done:]], offset + done)
+            done += count
+            # A read that ends within a page has met the end of a file that is open for direct I/O.
+            if count == 0 or (done % PAGE_BYTES and done < size and self.size() <= offset + done):
+                raise EOFError(f"the file ends at byte {offset + done:,}")
+        if not self.direct:
+            self._drop(offset, size)
+
+    def write(self, view: memoryview, offset: int) -> None:
+        """Write all of `view` at `offset`."""
+        done, size = 0, len(view)
+        while done < size:
+            count = os.pwritev(self.handle, [view[done:]], offset + done)
+            if count == 0:
+                raise OSError(errno.EIO, "nothing more could be written")
+            done += count
+        if not self.direct:
+            self._drop(offset, size)  # starts the write-back to disk, so that a sweep can drop the pages
+            self._written += size  # may miss what another thread adds: then the sweep comes later
+            if self._written >= SWEEP_BYTES:
+                self._written = 0
+                self._drop(0, 0)
+
+    def size(self) -> int:
+        return os.fstat(self.handle).st_size
+
+    def is_linked(self) -> bool:
+        """Whether a folder lists the file, so that it can be opened again."""
+        return os.fstat(self.handle).st_nlink > 0
+
+    def resize(self, num_bytes: int) -> None:
+        os.ftruncate(self.handle, num_bytes)
+
+    def sync(self) -> None:
+        """Flush what was written to the disk."""
+        os.fsync(self.handle)
+
+    def lock(self) -> bool:
+        """Lock the file; whether nobody else had. True where files have no locks."""
+        try:
+            fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+        return True
+
+    def close(self) -> None:
+        """Close and unlock the file, even if a forked process has it open. A second call does nothing."""
+        self.handle = -1
+        self._release()
+
+    def _drop(self, offset: int, size: int) -> None:
+        os.posix_fadvise(self.handle, offset, size, os.POSIX_FADV_DONTNEED)
+
+
+def _release(handle: int, process: int) -> None:
+    """Close a file; a forked process leaves the lock of its parent alone."""
+    if os.getpid() == process:
+        with suppress(OSError):  # where there are no locks, none is held
+            fcntl.flock(handle, fcntl.LOCK_UN)
+    os.close(handle)
+
+
+def _open(path: Path, flags: int) -> tuple[int, bool]:
+    """A handle, and whether it is for direct I/O, which a file system may refuse at `open` or at the first read."""
+    handle = -1
+    try:
+        handle = os.open(path, flags | os.O_DIRECT)
+        os.preadv(handle, [IoBuffer(PAGE_BYTES).view], 0)
+        return handle, True
+    except OSError as error:
+        if handle >= 0:
+            os.close(handle)
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+            raise
+    return os.open(path, flags), False
 
 
 class Extents(NamedTuple):
@@ -77,16 +203,12 @@ class AioTransfer:
 
 
 class AioQueue:
-    """A queue of the kernel's, for one thread at a time.
-
-    Raises:
-        OSError: the system has no such calls, forbids them, or has no queues left.
-    """
+    """A queue of the kernel's, for one thread at a time; OSError if there are no such calls, or no queues left."""
 
     def __init__(self) -> None:
         context = ctypes.c_ulong(0)
         _call(_SETUP, DEPTH, ctypes.addressof(context))
-        self._context, self._process = context.value, os.getpid()
+        self._context = context.value
         self._events = np.zeros(DEPTH, dtype=_EVENT)
         self._running: dict[int, AioTransfer] = {}
         self._next = self._in_flight = 0
@@ -108,14 +230,6 @@ class AioQueue:
             some = min(DEPTH - self._in_flight, count - done)
             done += self._submit(transfer, done, addresses[done : done + some])
         return transfer
-
-    def close(self) -> None:
-        """Wait for what is in flight, and destroy the queue."""
-        while self._in_flight:
-            self.reap(self._in_flight)
-        if self._context and os.getpid() == self._process:
-            _call(_DESTROY, self._context)
-        self._context = 0
 
     def reap(self, least: int) -> None:
         """Wait until at least this many extents are done."""
@@ -147,10 +261,8 @@ class AioQueue:
 
 def make_queue() -> AioQueue | None:
     """A queue, where the system has them."""
-    if not sys.platform.startswith("linux") or platform.machine() not in _CALLS or sys.byteorder != "little":
-        return None
     try:
-        return AioQueue()
+        return AioQueue() if platform.machine() in _CALLS else None
     except OSError as error:
         if error.errno not in _NO_CALLS:
             raise
@@ -184,104 +296,6 @@ class ExtentError(Exception):
         super().__init__(extent, reason)
         self.extent, self.reason = extent, reason
 
-
-class Job:
-    """Numbered tasks that several threads take in turn; after a failure no more are taken."""
-
-    def __init__(self, work: Callable[[int], object], num_tasks: int) -> None:
-        self._work, self.num_tasks = work, num_tasks
-        self._next = self._running = 0
-        self._changed = threading.Condition()
-        self._failures: dict[int, BaseException] = {}
-
-    def run_next(self) -> bool:
-        """Run a task, if one is left; whether there may be more."""
-        with self._changed:
-            task = self._next
-            if task >= self.num_tasks:
-                return False
-            self._next, self._running = task + 1, self._running + 1
-        try:
-            self._work(task)
-        except BaseException as error:
-            self._failures[task] = error
-        with self._changed:
-            self._running -= 1
-            if self._failures:
-                self._next = self.num_tasks
-            self._changed.notify_all()
-            return self._next < self.num_tasks
-
-    def wait(self) -> None:
-        """Wait for all tasks, and raise the failure of the first that failed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._next >= self.num_tasks and self._running == 0)
-        if self._failures:
-            raise self._failures[min(self._failures)]
-
-    def cancel(self) -> None:
-        """Start no more tasks, and wait for those that run."""
-        with self._changed:
-            self._next = self.num_tasks
-            self._changed.wait_for(lambda: self._running == 0)
-
-
-class IoThreads:
-    """A pool of threads for tasks that wait for a disk. Jobs that are submitted at once have their tasks in turn."""
-
-    def __init__(self, num_threads: int = DEFAULT_THREADS) -> None:
-        self.num_threads = num_threads
-        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        self._lock, self._started = threading.Lock(), 0
-
-    def run(self, work: Callable[[int], object], num_tasks: int) -> None:
-        """Call `work(0) … work(num_tasks - 1)`, each once; returns when all are done. Many threads may call it.
-
-        What the first task that failed has raised, or a signal handler, is raised when the running tasks are done; the
-        others are left out.
-        """
-        raise_if_cancelled()
-        job = Job(work, num_tasks)
-        try:
-            self._start(job)
-            job.wait()
-        except BaseException:
-            job.cancel()
-            raise
-
-    def submit(self, work: Callable[[int], object], num_tasks: int) -> Job:
-        """As `run`, without waiting."""
-        job = Job(work, num_tasks)
-        self._start(job)
-        return job
-
-    def _start(self, job: Job) -> None:
-        wanted = min(job.num_tasks, self.num_threads)
-        with self._lock:
-            while self._started < wanted:
-                name = f"tritonemb-disk-{self._started}"
-                try:
-                    threading.Thread(target=_run_tasks, args=(self._jobs,), name=name, daemon=True).start()
-                except RuntimeError:  # at interpreter exit no thread can be started
-                    break
-                self._started += 1
-            num_threads = min(wanted, self._started)
-        for _ in range(num_threads):
-            self._jobs.put(job)
-        while num_threads == 0 and job.run_next():
-            pass
-
-
-def _run_tasks(jobs: queue.SimpleQueue[Job]) -> None:
-    while True:
-        job = jobs.get()
-        if job.run_next():
-            jobs.put(job)
-        del job  # while it waits for the next one, it must not keep this one's memory
-
-
-shared_threads = PerProcess(IoThreads)
-"""The process's pool."""
 
 Transfer = Callable[[], None]
 """Waits for extents that were submitted; raises the ExtentError of the first that failed."""
@@ -322,14 +336,13 @@ class IoContext:
                 for extent in np.flatnonzero(results != extents.sizes).tolist():
                     move(extent, int(results[extent]))
         else:
-            threads = shared_threads.get()
-            size = max(1, -(-count // threads.num_threads))
+            size = max(1, -(-count // shared_threads.num_threads))
 
             def work(task: int) -> None:
                 for extent in range(task * size, min((task + 1) * size, count)):
                     move(extent, 0)
 
-            transfer = threads.submit(work, -(-count // size)).wait
+            transfer = shared_threads.submit(work, -(-count // size)).wait
         self._in_flight.append(transfer)
         return transfer
 
@@ -356,18 +369,6 @@ def _move_rest(file: PageFile, buffer: IoBuffer, extents: Extents, write: bool, 
         raise ExtentError(extent, error) from error
 
 
-def overlap(parts: Iterable[T], begin: Callable[[T], object], finish: Callable[[T], object]) -> None:
-    """Begin each part before the one before it is finished: the disk has one while another is worked on."""
-    begun: list[T] = []
-    for part in parts:
-        begin(part)
-        begun.append(part)
-        if len(begun) == 2:
-            finish(begun.pop(0))
-    for part in begun:
-        finish(part)
-
-
 def _make_contexts() -> queue.SimpleQueue[IoContext | None]:
     """The free contexts; None for those that nobody needed yet."""
     free: queue.SimpleQueue[IoContext | None] = queue.SimpleQueue()
@@ -376,7 +377,16 @@ def _make_contexts() -> queue.SimpleQueue[IoContext | None]:
     return free
 
 
-_free_contexts = PerProcess(_make_contexts)
+_free_contexts = _make_contexts()
+
+
+def _forget_contexts() -> None:
+    """A forked process makes its own."""
+    global _free_contexts
+    _free_contexts = _make_contexts()
+
+
+os.register_at_fork(after_in_child=_forget_contexts)
 
 
 @contextmanager
@@ -385,7 +395,7 @@ def io_context() -> Iterator[IoContext]:
 
     Not for the main thread, see `shielded`: a signal handler that raises there could lose what the kernel has returned.
     """
-    free = _free_contexts.get()
+    free = _free_contexts
     context = free.get()
     try:
         context = context or IoContext()

@@ -7,19 +7,19 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from tritonemb.ops.row_cache import POLICIES
-from tritonemb.storage.io import allocated, new_file, shielded, write_page
+from tritonemb.storage.io import ROWS, TableIdentity, allocated, check_identity, new_file, open_file, write_page
 from tritonemb.storage.memory import HostCache, Policy
-from tritonemb.storage.page_table import FileLayout, PageTable, TableIdentity
-from tritonemb.storage.row_file import RowFile
+from tritonemb.storage.page_table import RESTORE, BlockFile, FileLayout, PageTable
 from tritonemb.storage.snapshot import take_snapshot
 from tritonemb.storage.store import (
     Counts,
@@ -28,12 +28,101 @@ from tritonemb.storage.store import (
     OperationQueue,
     StorageError,
     check_request,
+    fill_unwritten,
     storage_errors,
 )
+from tritonemb.storage.threads import shielded
+
+T = TypeVar("T")
+
+
+class RowFile:
+    """The operations of a `DiskRows` on its file, which is opened, checked and locked, for one thread at a time.
+
+    After a `failure` the file cannot be used. Changes are relative to the `last_snapshot`, if there is one.
+    """
+
+    def __init__(self, path: Path, identity: TableIdentity, initializer: Initializer) -> None:
+        what = f"table {identity.table!r}: file {path}"
+        self.file, header = open_file(what, path, ROWS, writable=True)
+        try:
+            check_identity(header, identity, path)
+            if not self.file.lock():
+                raise StorageError(f"{what} is open for another table or process; close it there first")
+            self.blocks = BlockFile(identity.table, self.file, FileLayout.of(header))
+        except BaseException as error:
+            self.file.close()
+            if isinstance(error, OSError) and not isinstance(error, StorageError):
+                raise StorageError(f"{what} cannot be opened: {error}") from error
+            raise
+        self.identity, self._initializer = identity, initializer
+        self.last_snapshot, self._is_final = header["snapshot"], header["places"] is not None
+        self.failure: StorageError | None = None
+
+    def read(self, rows: Tensor, records: Tensor) -> None:
+        """Fill `records` with the records of the rows."""
+        written = self.blocks.read(rows.numpy(), records.data_ptr())
+        fill_unwritten(written, rows, records, self._initializer)
+
+    def write(self, rows: Tensor, records: Tensor) -> None:
+        """Write the records of the rows; an error is the table's failure."""
+        if rows.numel() == 0:
+            return
+        with self.fail_on_error("a write has failed"):
+            if self._is_final:
+                self._write_header(None)
+                self._is_final = False
+            self.blocks.write(rows.numpy(), records.data_ptr())
+
+    def sync(self) -> None:
+        """Flush what was written to the disk."""
+        # The system reports a failure once, and may have dropped what it could not write.
+        with self.fail_on_error("what was written could not be brought to the disk"):
+            self.file.sync()
+
+    def finalize(self) -> None:
+        """Flush the file, and then its header, which says how many blocks it has."""
+        self.sync()
+        if not self._is_final:
+            count = self.blocks.page_table.count
+            with self.fail_on_error("the end of the file could not be written"):
+                self.file.resize(self.blocks.layout.offset(count))
+                self._write_header(count)
+
+    def changed_pages(self) -> Tensor:
+        """int64, ascending: pages of the file written since the last snapshot."""
+        size, positions = self.blocks.layout.pages_per_block, self.blocks.page_table.find(self.blocks.changed.blocks())
+        pages = 1 + np.sort(positions)[:, None] * size + np.arange(size)
+        return torch.from_numpy(pages.reshape(-1))
+
+    @contextmanager
+    def fail_on_error(self, what: str) -> Iterator[None]:
+        """An error in the block is the table's failure."""
+        try:
+            yield
+        except StorageError as failure:
+            self.failure = failure
+            raise
+        except BaseException as error:
+            self.failure = StorageError(
+                f"table {self.identity.table!r}, file {self.file.path}: {what}: {error}; {RESTORE}"
+            )
+            raise self.failure from error
+
+    def _write_header(self, num_blocks: int | None) -> None:
+        with self.fail_on_error("the header could not be written"):
+            write_page(self.file, self.identity.header(num_blocks=num_blocks))
+            self.file.sync()
 
 
 class DiskRows(AbstractContextManager["DiskRows"]):
-    """A `RowStore` in one file: rows that were never written take no room, and read as their initial values.
+    """Records of rows 0 to `num_rows` - 1 in one file: rows that were never written take no room, and read as their
+    initial values.
+
+    Operations take effect in the order in which they are submitted, by any thread: a read after a write of the same row
+    returns what was written. Rows are int64 `[n]` on the CPU, ascending and distinct, records uint8 `[n, num_bytes]`,
+    contiguous, on the CPU; neither may be changed until the operation is done. Methods raise a ValueError or TypeError
+    at once for others, and a StorageError if the table is closed, has failed, or is another process's.
 
     Made by `create` or `open`. Pages have checksums. A write that is done has reached the file; `flush` and `snapshot`
     flush it to the disk. A failed write leaves some of its rows written, so it is the last operation that the table
@@ -64,11 +153,10 @@ class DiskRows(AbstractContextManager["DiskRows"]):
         There must be no file of that name, and its folder. Other arguments as of `open`.
 
         Raises:
-            ValueError: as `open`, or the table's name is too long.
+            ValueError: the table's name is too long.
             StorageError: the file cannot be made, or the memory cannot be allocated.
         """
         path, what = Path(path), f"table {identity.table!r}: file {path}"
-        _check_options(identity.table, **options)
         page = identity.header()
         if path.exists():
             raise StorageError(
@@ -83,14 +171,9 @@ class DiskRows(AbstractContextManager["DiskRows"]):
 
     @classmethod
     def open(
-        cls,
-        path: str | Path,
-        identity: TableIdentity,
-        initializer: Initializer,
-        *,
-        host_rows: int | None = None,
+        cls, path: str | Path, identity: TableIdentity, initializer: Initializer, *, host_rows: int | None = None,
         policy: Policy = "lru",
-    ) -> DiskRows:
+    ) -> DiskRows:  # fmt: skip
         """The table in a file that `create`, `snapshot` or `restore` has written.
 
         Args:
@@ -99,11 +182,9 @@ class DiskRows(AbstractContextManager["DiskRows"]):
             policy: which of them is evicted.
 
         Raises:
-            ValueError: `host_rows` is below 1, or there is no such policy.
             StorageError: the file does not exist, is damaged, in use, of another format, or of another table, and how
                 it differs.
         """
-        _check_options(identity.table, host_rows, policy)
 
         def opened() -> tuple[RowFile, HostCache | None]:
             file = RowFile(Path(path), identity, initializer)
@@ -116,10 +197,12 @@ class DiskRows(AbstractContextManager["DiskRows"]):
         return cls(*shielded(opened))
 
     def read(self, rows: Tensor, records: Tensor) -> IoFuture:
+        """Fill `records` with the records of the rows."""
         check_request(self.table_name, self.num_rows, self.record, rows, records)
         return self._submit(lambda: self._rows.read(rows, records))
 
     def write(self, rows: Tensor, records: Tensor) -> IoFuture:
+        """Write the records of the rows."""
         check_request(self.table_name, self.num_rows, self.record, rows, records)
         return self._submit(lambda: self._rows.write(rows, records))
 
@@ -156,15 +239,13 @@ class DiskRows(AbstractContextManager["DiskRows"]):
 
     def bytes_on_disk(self) -> int:
         """The bytes that the file takes on the disk. Dirty rows are written back first."""
-        self._write_back_now()
-        return allocated(self._file.file.handle)
+        return self._ask(lambda: allocated(self._file.file.handle))
 
     def changed_pages(self) -> Tensor:
         """int64, ascending: pages of the file written since the last snapshot, or since the table was opened. Dirty
         rows are written back first.
         """
-        self._write_back_now()
-        return self._file.changed_pages()
+        return self._ask(self._file.changed_pages)
 
     def counts(self) -> Counts:
         """What the cache in host memory has saved; waits for the operations submitted before."""
@@ -223,13 +304,23 @@ class DiskRows(AbstractContextManager["DiskRows"]):
                 f"table {self.table_name!r}: file {self.path} takes nothing more, because a write has failed: {failure}"
             ) from failure
 
-    def _write_back_now(self) -> None:
-        if self._cache is not None:
-            self._submit(self._cache.write_back).wait()
+    def _ask(self, question: Callable[[], T]) -> T:
+        """What a question finds out of the file as of the operations submitted before."""
+        found: list[T] = []
 
-    def _flush(self) -> None:
+        def answer() -> None:
+            self._write_back()
+            found.append(question())
+
+        self._submit(answer).wait()
+        return found[0]
+
+    def _write_back(self) -> None:
         if self._cache is not None:
             self._cache.write_back()
+
+    def _flush(self) -> None:
+        self._write_back()
         self._file.sync()
 
     def _take_snapshot(self, path: Path, changes_only: bool) -> None:
@@ -239,14 +330,11 @@ class DiskRows(AbstractContextManager["DiskRows"]):
                 "or before there was any; take a whole one before one of changes only"
             )
         self._flush()
-        take_snapshot(self._file, path, changes_only)
-
-
-def _check_options(table: str, host_rows: int | None = None, policy: str = "lru") -> None:
-    if host_rows is not None and host_rows < 1:
-        raise ValueError(f"table {table!r}: rows in host memory must be at least 1, got {host_rows}")
-    if policy not in POLICIES:
-        raise ValueError(f"table {table!r}: no policy is called {policy!r}; there are {list(POLICIES)}")
+        file = self._file
+        file.last_snapshot = take_snapshot(
+            file.blocks, file.identity, path, file.last_snapshot if changes_only else None
+        )
+        file.blocks.changed.clear()
 
 
 def _needs_write_back(file: RowFile, cache: HostCache | None) -> bool:

@@ -1,279 +1,29 @@
-"""Files that are read and written page by page, past the system's page cache where it allows that; I/O buffers.
+"""A file of rows: its header page, which says whose rows they are, and its name, which it gets durably.
 
-Signal handlers run in the main thread alone, and may raise anywhere in it: between a system call and the line that
-notes its result, say. So the main thread leaves I/O to other threads, see `shielded`.
+The header says of which table the rows are and what a record looks like.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import importlib
-import mmap
+import hashlib
+import json
 import os
-import threading
-import weakref
-from collections.abc import Callable, Iterator
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-import numpy as np
+from tritonemb.storage.aio import PAGE_BYTES, IoBuffer, PageFile
+from tritonemb.storage.page_table import FileLayout
+from tritonemb.storage.store import Record, StorageError, storage_errors
 
-fcntl: Any = importlib.import_module("fcntl") if os.name == "posix" else None
-
-PAGE_BYTES = 4096
-HUGE_PAGE = 2 << 20  # bytes
-SWEEP_BYTES = 64 << 20  # written through the page cache before it is advised to drop what has reached the disk
-T = TypeVar("T")
-
-
-class PerProcess(Generic[T]):
-    """An object that each process makes when it first needs it: threads, I/O buffers, the kernel's queues."""
-
-    def __init__(self, make: Callable[[], T]) -> None:
-        self._make, self._lock = make, threading.Lock()
-        self._value: T | None = None
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._reset)
-
-    def get(self) -> T:
-        with self._lock:
-            if self._value is None:
-                self._value = self._make()
-            return self._value
-
-    def _reset(self) -> None:
-        self._value = None
-        self._lock = threading.Lock()  # another thread may have held the one before when the process was forked
-
-
-class Cancelled(Exception):
-    """The main thread was interrupted while it waited for this work."""
-
-
-def shielded(work: Callable[[], T]) -> T:
-    """What `work` returns or raises. The main thread has another thread run it, and waits.
-
-    If a signal handler raises meanwhile, as Ctrl-C's does, that is raised here when the work is done, at the next
-    `raise_if_cancelled` at the latest. If one raises once more, this returns at once: what the work uses must be its
-    own, or stay whole until it is done.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        return work()
-    thread = _ShieldedThread(work)
-    try:
-        try:
-            thread.start()
-        except RuntimeError:  # the interpreter exits
-            return work()
-        thread.done.wait()
-    except BaseException:
-        thread.cancel()
-        raise
-    return thread.result()
-
-
-def raise_if_cancelled() -> None:
-    """Raise Cancelled in a thread of `shielded` whose caller was interrupted."""
-    thread = threading.current_thread()
-    if isinstance(thread, _ShieldedThread) and thread.cancelled:
-        raise Cancelled
-
-
-class _ShieldedThread(threading.Thread):
-    def __init__(self, work: Callable[[], Any]) -> None:
-        super().__init__(name="tritonemb-shielded", daemon=True)
-        self._work, self._claim = work, threading.Lock()  # who acquires it first decides whether the work is run
-        self._result: Any = None
-        self._failure: BaseException | None = None
-        self.done, self.cancelled = threading.Event(), False
-
-    def run(self) -> None:
-        if not self._claim.acquire(blocking=False):
-            return
-        try:
-            result = self._work()
-            if not self.cancelled:  # else nobody takes it: a file, say, is closed when nobody refers to it
-                self._result = result
-        except BaseException as failure:
-            self._failure = failure
-        finally:
-            self.done.set()
-
-    def cancel(self) -> None:
-        """Have it end early and wait for that, or never start."""
-        self.cancelled = True
-        if not self._claim.acquire(blocking=False):
-            self.done.wait()
-        self._result = self._failure = None
-
-    def result(self) -> Any:
-        if self._failure is not None:
-            raise self._failure
-        return self._result
-
-
-class IoBuffer:
-    """Page-aligned memory for direct I/O, in huge pages if it fills them: these are contiguous for a disk."""
-
-    def __init__(self, num_bytes: int) -> None:
-        spare = HUGE_PAGE if num_bytes >= HUGE_PAGE else 0
-        memory = reserve(num_bytes + spare)
-        whole = np.frombuffer(memory, dtype=np.uint8)
-        begin = -int(whole.ctypes.data) % HUGE_PAGE if spare else 0
-        if spare and hasattr(mmap, "MADV_HUGEPAGE"):
-            with contextlib.suppress(OSError):  # a kernel without them
-                memory.madvise(mmap.MADV_HUGEPAGE)
-        if hasattr(mmap, "MADV_DONTFORK"):  # a fork while the disk writes into it must not copy pages
-            memory.madvise(mmap.MADV_DONTFORK)
-        self.array = whole[begin : begin + num_bytes]
-        self.view = memoryview(memory)[begin : begin + num_bytes]
-        self.address = int(self.array.ctypes.data)
-
-
-def reserve(num_bytes: int) -> mmap.mmap:
-    """Private zeros, whose memory the system allocates page by page when they are written to."""
-    if hasattr(mmap, "MAP_PRIVATE"):
-        return mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    return mmap.mmap(-1, num_bytes)
-
-
-_thread_buffers = PerProcess(threading.local)
-
-
-def thread_buffer(num_bytes: int) -> IoBuffer:
-    """This thread's buffer, of at least this size; each call returns the same memory."""
-    own = _thread_buffers.get()
-    found: IoBuffer | None = getattr(own, "buffer", None)
-    if found is None or found.array.size < num_bytes:
-        found = own.buffer = IoBuffer(-(-num_bytes // HUGE_PAGE) * HUGE_PAGE)
-    return found
-
-
-class PageFile:
-    """An open file, for direct I/O if the file system has it.
-
-    Otherwise it is read and written through the page cache, which is advised to drop its pages. Many threads may read
-    and write whole pages, from and to page-aligned memory. The file is closed when it is garbage collected at last.
-
-    Raises:
-        OSError: as `os.open`; EOFError: from `read`, the file ends before.
-    """
-
-    def __init__(self, path: Path, writable: bool = True) -> None:
-        self.path = path
-        flags = os.O_RDWR if writable else os.O_RDONLY
-        flags |= getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-        self._lock = threading.Lock()  # of the file's position, where there is no preadv
-        self._written = 0
-        self.handle, self.direct = _open(path, flags)
-        self._release = weakref.finalize(self, _release, self.handle, os.getpid())
-        self._release.atexit = False
-
-    def read(self, view: memoryview, offset: int) -> None:
-        """Fill `view` from `offset` on."""
-        done, size = 0, len(view)
-        while done < size:
-            count = self._read_some(view[done:], offset + done)
-            done += count
-            # A read that ends within a page has met the end of a file that is open for direct I/O.
-            if count == 0 or (done % PAGE_BYTES and done < size and self.size() <= offset + done):
-                raise EOFError(f"the file ends at byte {offset + done:,}")
-        if not self.direct:
-            self._drop(offset, size)
-
-    def write(self, view: memoryview, offset: int) -> None:
-        """Write all of `view` at `offset`."""
-        done, size = 0, len(view)
-        while done < size:
-            count = self._write_some(view[done:], offset + done)
-            if count == 0:
-                raise OSError(errno.EIO, "nothing more could be written")
-            done += count
-        if not self.direct:
-            self._drop(offset, size)  # starts the write-back to disk, so that a sweep can drop the pages
-            self._written += size  # may miss what another thread adds: then the sweep comes later
-            if self._written >= SWEEP_BYTES:
-                self._written = 0
-                self._drop(0, 0)
-
-    def size(self) -> int:
-        return os.fstat(self.handle).st_size
-
-    def is_linked(self) -> bool:
-        """Whether a folder lists the file, so that it can be opened again."""
-        return os.fstat(self.handle).st_nlink > 0
-
-    def resize(self, num_bytes: int) -> None:
-        os.ftruncate(self.handle, num_bytes)
-
-    def sync(self) -> None:
-        """Flush what was written to the disk."""
-        os.fsync(self.handle)
-
-    def lock(self) -> bool:
-        """Lock the file; whether nobody else had. True where files have no locks."""
-        if fcntl is None:
-            return True
-        try:
-            fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS):
-                raise
-        return True
-
-    def close(self) -> None:
-        """Close and unlock the file, even if a forked process has it open. A second call does nothing."""
-        self.handle = -1
-        self._release()
-
-    def _read_some(self, view: memoryview, offset: int) -> int:
-        if hasattr(os, "preadv"):
-            return os.preadv(self.handle, [view], offset)
-        with self._lock:
-            os.lseek(self.handle, offset, os.SEEK_SET)
-            found = os.read(self.handle, len(view))
-        view[: len(found)] = found
-        return len(found)
-
-    def _write_some(self, view: memoryview, offset: int) -> int:
-        if hasattr(os, "pwritev"):
-            return os.pwritev(self.handle, [view], offset)
-        with self._lock:
-            os.lseek(self.handle, offset, os.SEEK_SET)
-            return os.write(self.handle, view)
-
-    def _drop(self, offset: int, size: int) -> None:
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self.handle, offset, size, os.POSIX_FADV_DONTNEED)
-
-
-def _release(handle: int, process: int) -> None:
-    """Close a file; a forked process leaves the lock of its parent alone."""
-    if fcntl is not None and os.getpid() == process:
-        with contextlib.suppress(OSError):  # where there are no locks, none is held
-            fcntl.flock(handle, fcntl.LOCK_UN)
-    os.close(handle)
-
-
-def _open(path: Path, flags: int) -> tuple[int, bool]:
-    """A handle, and whether it is for direct I/O, which a file system may refuse at `open` or at the first read."""
-    direct = getattr(os, "O_DIRECT", 0)
-    if direct:
-        handle = -1
-        try:
-            handle = os.open(path, flags | direct)
-            os.preadv(handle, [IoBuffer(PAGE_BYTES).view], 0)
-            return handle, True
-        except OSError as error:
-            if handle >= 0:
-                os.close(handle)
-            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
-                raise
-    return os.open(path, flags), False
+FORMAT = 2
+ROWS, CHANGES = b"tritonemb rows\n\0", b"tritonemb diff\n\0"
+_HEAD = struct.Struct("<16sII")  # the kind of file, its format, the length of the JSON
+_CHECKSUM_BYTES = 8
 
 
 @contextmanager
@@ -287,10 +37,9 @@ def new_file(path: Path, replace: bool = True) -> Iterator[PageFile]:
         with closing(create_file(temporary)) as file:
             yield file
             file.sync()
-        if not replace and path.exists():
-            raise FileExistsError(errno.EEXIST, "there is a file of that name", str(path))
-        os.replace(temporary, path)
-        if os.name == "posix":
+            if not replace and path.exists():
+                raise FileExistsError(errno.EEXIST, "there is a file of that name", str(path))
+            os.replace(temporary, path)
             folder = os.open(path.parent, os.O_RDONLY)
             try:
                 os.fsync(folder)  # or a power failure may take the name
@@ -302,15 +51,13 @@ def new_file(path: Path, replace: bool = True) -> Iterator[PageFile]:
 
 
 def allocated(file: Path | int) -> int:
-    """Bytes that a file, by its path or handle, takes on the disk; its size where the system does not tell."""
-    found = os.stat(file)
-    return 512 * found.st_blocks if hasattr(found, "st_blocks") else found.st_size
+    """Bytes that a file, by its path or handle, takes on the disk."""
+    return 512 * os.stat(file).st_blocks
 
 
 def create_file(path: Path) -> PageFile:
     """An empty file, which replaces one at `path`."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-    os.close(os.open(path, flags, 0o666))
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666))
     return PageFile(path)
 
 
@@ -326,3 +73,125 @@ def write_page(file: PageFile, page: bytes) -> None:
     buffer = IoBuffer(PAGE_BYTES)
     buffer.view[:] = page
     file.write(buffer.view, 0)
+
+
+@dataclass(frozen=True)
+class TableIdentity:
+    """The table, or the shard of one, whose rows a file holds."""
+
+    table: str
+    num_rows: int
+    record: Record
+    seed: int  # of the initial values of rows that were never written
+    row_origin: int = 0  # its first row and column in the whole table
+    column_origin: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_rows < 1:
+            raise ValueError(f"table {self.table!r}: num_rows must be at least 1, got {self.num_rows}")
+
+    def as_json(self) -> dict[str, Any]:
+        fields = self.record.fields
+        return {
+            "table": self.table,
+            "num_rows": self.num_rows,
+            "record_bytes": self.record.num_bytes,
+            "fields": [[f.name, str(f.dtype).removeprefix("torch."), f.size, f.offset, f.one_a_row] for f in fields],
+            "seed": self.seed,
+            "row_origin": self.row_origin,
+            "column_origin": self.column_origin,
+        }
+
+    def header(self, snapshot: str | None = None, num_blocks: int | None = None) -> bytes:
+        """The header page of a file of rows, or of its snapshot of this name; None blocks while it is written to."""
+        return encode_header(ROWS, self.as_json() | {"snapshot": snapshot, "places": num_blocks})
+
+
+def encode_header(kind: bytes, header: Mapping[str, Any]) -> bytes:
+    """A header page for `open_file`; ValueError if the table's name is so long that it does not fit."""
+    text = json.dumps(header).encode()
+    if _HEAD.size + len(text) + _CHECKSUM_BYTES > PAGE_BYTES:
+        raise ValueError(f"table {header['table'][:40]!r}...: its name is too long for the header of a file")
+    body = (_HEAD.pack(kind, FORMAT, len(text)) + text).ljust(PAGE_BYTES - _CHECKSUM_BYTES, b"\0")
+    return body + _checksum(body)
+
+
+def open_file(what: str, path: Path, *kinds: bytes, writable: bool = False) -> tuple[PageFile, dict[str, Any]]:
+    """Open a file of one of some kinds, called `what` in messages; the file, and its header.
+
+    StorageError if it cannot be opened or read, has no such header or format, or another size than that says.
+    """
+    with storage_errors(f"{what} cannot be opened", "name a file that is there, and that you may use"):
+        file = PageFile(path, writable)
+    try:
+        try:
+            page = read_page(file)
+        except EOFError:
+            raise StorageError(f"{what} is too short to have a header; restore it, or use another one") from None
+        except OSError as error:
+            raise StorageError(f"{what}: its header cannot be read: {error}") from error
+        header = _decode_header(page, path, kinds)
+        if header.get("places") is not None and page.startswith(ROWS):  # else it was not closed
+            found, expected = file.size(), FileLayout.of(header).offset(header["places"])
+            if found != expected:
+                raise StorageError(
+                    f"{what} has {found:,} bytes instead of {expected:,}, it was cut or appended to; restore it from "
+                    "a snapshot, or use another one"
+                )
+    except BaseException:
+        file.close()
+        raise
+    return file, header
+
+
+def _decode_header(page: bytes, path: Path, kinds: Sequence[bytes]) -> dict[str, Any]:
+    body, checksum = page[:-_CHECKSUM_BYTES], page[-_CHECKSUM_BYTES:]
+    found, format_number, length = _HEAD.unpack_from(page)
+    if found not in (ROWS, CHANGES) or _checksum(body) != checksum:
+        what = "rows" if kinds[0] == ROWS else "changes"
+        raise StorageError(
+            f"file {path} has no header of {what} of a table, or it is damaged: restore the file from a snapshot, or "
+            "name another one"
+        )
+    if format_number != FORMAT:
+        raise StorageError(
+            f"file {path} has format {format_number}, this version of tritonemb reads format {FORMAT}: read it with "
+            "the version that wrote it"
+        )
+    if found not in kinds:
+        holds = "changes, restore them onto their snapshot" if found == CHANGES else "whole rows, no changes"
+        raise StorageError(f"file {path} holds {holds}")
+    header: dict[str, Any] = json.loads(body[_HEAD.size : _HEAD.size + length])
+    return header
+
+
+def check_identity(header: Mapping[str, Any], identity: TableIdentity, path: Path) -> None:
+    """Raise a StorageError that lists each difference between a file's table and the expected one."""
+    there, here = _describe(header), _describe(identity.as_json())
+    problems = [
+        f"{name}: {there.get(name, 'none')} in the file, {here.get(name, 'none')} here"
+        for name in there | here
+        if there.get(name) != here.get(name)
+    ]
+    if problems:
+        listed = "\n  ".join(problems)
+        raise StorageError(f"table {identity.table!r}: file {path} is of another table or optimizer:\n  {listed}")
+
+
+def _describe(header: Mapping[str, Any]) -> dict[str, str]:
+    found = {
+        "the table's name": repr(header["table"]),
+        "the number of rows": f"{header['num_rows']:,}",
+        "the seed": str(header["seed"]),
+        "the first row in the whole table": str(header["row_origin"]),
+        "the first column in the whole table": str(header["column_origin"]),
+        "the size of a record": f"{header['record_bytes']} bytes",
+    }
+    for name, dtype, size, offset, one_a_row in header["fields"]:
+        title = "the weight of a row" if name == "weight" else f"optimizer state {name!r}"
+        found[title] = f"{'one' if one_a_row else size} {dtype} at byte {offset}"
+    return found
+
+
+def _checksum(body: bytes) -> bytes:
+    return hashlib.sha256(body).digest()[:_CHECKSUM_BYTES]

@@ -2,47 +2,33 @@
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from tritonemb.layout import NUM_ROWS, TABLE_SIZE
-from tritonemb.ops.row_cache import NO_ROW, WAYS
-from tritonemb.storage.row_file import RowFile
-from tritonemb.storage.store import Counts, Initializer, IoFuture, Record, StorageError, check_request, cpu_kernels
+from tritonemb.layout import NO_ROW, NUM_ROWS, TABLE_SIZE, WAYS
+from tritonemb.storage.store import CacheDirectory, Counts, Initializer, Record, StorageError, cpu_kernels
 from tritonemb.utils import advise_huge_pages
 
 Policy = Literal["lru", "lfu"]
+RowFile = Any  # that of `disk.py`, which imports this module
 FILL_BYTES = 64 << 20  # of records that the initializer fills at once
 CHUNK_BYTES = 1 << 26  # of records that are written back at once
 
 
 class HostRows:
-    """A `RowStore` in host memory: one tensor uint8 `[num_rows, num_bytes]`. Operations are done when they return.
+    """All rows of a table in host memory: one tensor uint8 `[num_rows, num_bytes]`, at first of initial values.
 
-    Args:
-        initializer: fills records of rows with their initial values.
-        pin: page-locked memory, which a GPU reads and writes by itself; needs CUDA.
-
-    Raises:
-        ValueError: `num_rows` is below 1, or memory is to be pinned where there is no CUDA.
-        StorageError: the memory cannot be allocated.
+    With `pin` a GPU reads and writes it by itself. StorageError if it cannot be allocated.
     """
 
     def __init__(
         self, num_rows: int, record: Record, initializer: Initializer, pin: bool = False, *, table_name: str = "table"
     ) -> None:
-        if num_rows < 1:
-            raise ValueError(f"table {table_name!r}: num_rows must be at least 1, got {num_rows}")
-        if pin and not torch.cuda.is_available():
-            raise ValueError(f"table {table_name!r}: memory can be pinned only where there is CUDA; leave `pin` out")
-        self.num_rows, self.record, self.table_name = num_rows, record, table_name
-        self._lock, self._closed, self._process = threading.Lock(), False, os.getpid()
+        self.record = record
         try:
             self._bytes = torch.empty(num_rows, record.num_bytes, dtype=torch.uint8, pin_memory=pin)
         except (RuntimeError, MemoryError) as error:
@@ -60,62 +46,35 @@ class HostRows:
         """Views of each field of all rows, `[num_rows, size]` or `[num_rows]`; writing to them writes to the store."""
         return self.record.views(self._bytes)
 
-    def read(self, rows: Tensor, records: Tensor) -> IoFuture:
-        return self._submit(rows, records, lambda: _move(records, self._bytes, torch.arange(rows.numel()), rows))
-
-    def write(self, rows: Tensor, records: Tensor) -> IoFuture:
-        return self._submit(rows, records, lambda: _move(self._bytes, records, rows, torch.arange(rows.numel())))
-
-    def close(self) -> None:
-        self._closed = True
-
-    def _submit(self, rows: Tensor, records: Tensor, work: Callable[[], None]) -> IoFuture:
-        check_request(self.table_name, self.num_rows, self.record, rows, records)
-        if os.getpid() != self._process:  # a fork copies memory: the other process would not see a write
-            raise StorageError(f"table {self.table_name!r} belongs to the process that this one was forked from")
-        future = IoFuture()
-        with self._lock:
-            if self._closed:
-                raise StorageError(f"table {self.table_name!r} is closed")
-            future.run(work)
-        return future
-
 
 class HostCache:
     """The rows of a `RowFile`, some of which are cached in host memory.
 
-    The cache is set-associative, as the one on a device (`kernels/row_cache.py`), and the same kernels look up and
-    allocate its slots. Every row that is read or written is cached, and evicts the row of its set that was used
-    longest ago, or least often; a dirty one is written back. Overflow rows, for which others of the same call leave no
-    way of their set, are read from the file and written to it.
+    The cache has the same directory as one on a device. Every row that is read or written is cached, and evicts a row
+    of its set; a dirty one is written back. Overflow rows, for which others of the same call leave no way of their set,
+    are read from the file and written to it. Nobody else may write to the file.
 
     Args:
-        file: nobody else may write to it.
         rows: how many to cache, rounded up to sets of 32; all of them, if the table has no more.
-        policy: evict the row that was used longest ago ("lru") or least often ("lfu").
     """
 
     def __init__(self, file: RowFile, rows: int, policy: Policy = "lru") -> None:
         identity = file.identity
-        self._file, self._policy, self._num_bytes = file, policy, identity.record.num_bytes
+        self._file, self._num_bytes = file, identity.record.num_bytes
         num_sets = -(-min(rows, identity.num_rows) // WAYS)
-        num_slots = num_sets * WAYS
-        with torch.device("cpu"):  # whatever device the user has set
-            try:
-                self._records = torch.empty(num_slots, self._num_bytes, dtype=torch.uint8)
-                self._tags = torch.full((num_slots,), NO_ROW)
-                self._used = torch.zeros(num_slots, dtype=torch.int64)
-                self._pins = torch.zeros(num_slots, dtype=torch.int32)
-                self._dirty = torch.zeros(num_slots, dtype=torch.bool)
-            except (RuntimeError, MemoryError) as error:
-                raise StorageError(
-                    f"table {identity.table!r}: cannot allocate {num_slots * self._num_bytes:,} bytes of host memory "
-                    f"for {num_slots:,} cached rows ({error}); reduce CacheConfig(host_rows=...)"
-                ) from error
-            self._num_sets, self._table = torch.tensor([num_sets]), torch.zeros(1, TABLE_SIZE, dtype=torch.int64)
-            self._table[0, NUM_ROWS] = identity.num_rows
+        num_slots, cpu = num_sets * WAYS, torch.device("cpu")  # whatever device the user has set
+        try:
+            self._records = torch.empty(num_slots, self._num_bytes, dtype=torch.uint8, device=cpu)
+            self._directory = CacheDirectory([num_sets], policy, cpu)
+        except (RuntimeError, MemoryError) as error:
+            raise StorageError(
+                f"table {identity.table!r}: cannot allocate {num_slots * self._num_bytes:,} bytes of host memory "
+                f"for {num_slots:,} cached rows ({error}); reduce CacheConfig(host_rows=...)"
+            ) from error
+        self._tags, self._dirty = self._directory.tags, self._directory.dirty
+        self._table = torch.zeros(1, TABLE_SIZE, dtype=torch.int64, device=cpu)
+        self._table[0, NUM_ROWS] = identity.num_rows
         advise_huge_pages(self._records)
-        self._now = 0
         self.counts = Counts()
 
     def read(self, rows: Tensor, records: Tensor) -> None:
@@ -158,22 +117,15 @@ class HostCache:
     @contextmanager
     def _look_up(self, rows: Tensor) -> Iterator[Tensor]:
         """The slots of rows, -1 of those that have none; they are pinned meanwhile."""
-        self._now += 1
-        slots = cpu_kernels("row_cache").row_cache_look_up_(
-            [self._tags], [self._used], [self._pins], rows, torch.tensor(rows.numel()), self._table, self._num_sets,
-            torch.tensor(self._now), self._policy,
-        )  # fmt: skip
+        slots = self._directory.look_up(rows, torch.tensor(rows.numel()), self._table)
         try:
             yield slots
         finally:
-            self._pins[slots[slots >= 0]] = 0
+            self._directory.pins[slots[slots >= 0]] = 0
 
     def _allocate(self, rows: Tensor, slots: Tensor) -> None:
         """Allocate slots to those of the rows that have none, as far as there are; write back what is evicted."""
-        evicted = cpu_kernels("row_cache").row_cache_allocate_(
-            [self._tags], [self._used], [self._pins], rows, slots, torch.tensor(rows.numel()), self._table,
-            self._num_sets, torch.tensor(self._now), self._policy,
-        )  # fmt: skip
+        evicted = self._directory.allocate(rows, slots, torch.tensor(rows.numel()), self._table)
         victims = evicted != NO_ROW
         victims[victims.clone()] = self._dirty[slots[victims]]
         dirty_rows, order = evicted[victims].sort()

@@ -1,162 +1,35 @@
-"""The format of a file of rows: a header page, then blocks of pages that hold the rows' records; and its page table.
+"""A file's blocks of pages that hold rows: where each block stands, and how many are read or written at once.
 
-The header says of which table the rows are and what a record looks like. Each page ends with a checksum. The page table
+Blocks are checked when they are read, and sealed when they are written: each page ends with a checksum. The page table
 says at which position of the file a block stands.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import mmap
-import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tritonemb.storage.io import PAGE_BYTES, PageFile, read_page, reserve
-from tritonemb.storage.store import Record, StorageError, storage_errors
+from tritonemb.storage.aio import HALF_BYTES, PAGE_BYTES, ExtentError, Extents, IoContext, PageFile, io_context, reserve
+from tritonemb.storage.store import StorageError, advice, cpu_kernels
 
-FORMAT = 2
-ROWS, CHANGES = b"tritonemb rows\n\0", b"tritonemb diff\n\0"
 PAYLOAD_BYTES = PAGE_BYTES - 16  # the number of its block, and a checksum, end each page
-_HEAD = struct.Struct("<16sII")  # the kind of file, its format, the length of the JSON
-_CHECKSUM_BYTES = 8
-
 LEAF = 32  # neighbouring blocks whose entries stand side by side
 CHUNK_BITS = mmap.PAGESIZE * 8  # blocks whose bits share a page of memory
 MAX_POSITIONS = (1 << 32) - 2
+BUFFER_BYTES = HALF_BYTES  # that a part of a request must fit
+MAX_GROWTH = 1 << 30  # bytes by which a file grows at once
+SCAN_BYTES = 1 << 18  # that a recovery scan reads at once
+RESTORE = "check the disk, then restore the table from a snapshot"
+_LOG = "check the disk and the system's log"
 _BITS = LEAF.bit_length() - 1
 _MIN_LEAVES = 256
 _CHUNK = 1 << 16  # leaves looked through at once
-
-
-@dataclass(frozen=True)
-class TableIdentity:
-    """The table, or the shard of one, whose rows a file holds."""
-
-    table: str
-    num_rows: int
-    record: Record
-    seed: int  # of the initial values of rows that were never written
-    row_origin: int = 0  # its first row and column in the whole table
-    column_origin: int = 0
-
-    def __post_init__(self) -> None:
-        if self.num_rows < 1:
-            raise ValueError(f"table {self.table!r}: num_rows must be at least 1, got {self.num_rows}")
-
-    def as_json(self) -> dict[str, Any]:
-        fields = self.record.fields
-        return {
-            "table": self.table,
-            "num_rows": self.num_rows,
-            "record_bytes": self.record.num_bytes,
-            "fields": [[f.name, str(f.dtype).removeprefix("torch."), f.size, f.offset, f.one_a_row] for f in fields],
-            "seed": self.seed,
-            "row_origin": self.row_origin,
-            "column_origin": self.column_origin,
-        }
-
-    def header(self, snapshot: str | None = None, num_blocks: int | None = None) -> bytes:
-        """The header page of a file of rows, or of its snapshot of this name; None blocks while it is written to."""
-        return encode_header(ROWS, self.as_json() | {"snapshot": snapshot, "places": num_blocks})
-
-
-def encode_header(kind: bytes, header: Mapping[str, Any]) -> bytes:
-    """A header page for `open_file`; ValueError if the table's name is so long that it does not fit."""
-    text = json.dumps(header).encode()
-    if _HEAD.size + len(text) + _CHECKSUM_BYTES > PAGE_BYTES:
-        raise ValueError(f"table {header['table'][:40]!r}...: its name is too long for the header of a file")
-    body = (_HEAD.pack(kind, FORMAT, len(text)) + text).ljust(PAGE_BYTES - _CHECKSUM_BYTES, b"\0")
-    return body + _checksum(body)
-
-
-def open_file(what: str, path: Path, *kinds: bytes, writable: bool = False) -> tuple[PageFile, dict[str, Any]]:
-    """Open a file of one of some kinds, called `what` in messages; the file, and its header.
-
-    Raises:
-        StorageError: the file cannot be opened or read, has no such header, another size than that says, or a format
-            that this version cannot read.
-    """
-    with storage_errors(f"{what} cannot be opened", "name a file that is there, and that you may use"):
-        file = PageFile(path, writable)
-    try:
-        try:
-            page = read_page(file)
-        except EOFError:
-            raise StorageError(f"{what} is too short to have a header; restore it, or use another one") from None
-        except OSError as error:
-            raise StorageError(f"{what}: its header cannot be read: {error}") from error
-        header = _decode_header(page, path, kinds)
-        if header.get("places") is not None and page.startswith(ROWS):  # else it was not closed
-            found, expected = file.size(), FileLayout.of(header).offset(header["places"])
-            if found != expected:
-                raise StorageError(
-                    f"{what} has {found:,} bytes instead of {expected:,}, it was cut or appended to; restore it from "
-                    "a snapshot, or use another one"
-                )
-    except BaseException:
-        file.close()
-        raise
-    return file, header
-
-
-def _decode_header(page: bytes, path: Path, kinds: Sequence[bytes]) -> dict[str, Any]:
-    body, checksum = page[:-_CHECKSUM_BYTES], page[-_CHECKSUM_BYTES:]
-    found, format_number, length = _HEAD.unpack_from(page)
-    if found not in (ROWS, CHANGES) or _checksum(body) != checksum:
-        what = "rows" if kinds[0] == ROWS else "changes"
-        raise StorageError(
-            f"file {path} has no header of {what} of a table, or it is damaged: restore the file from a snapshot, or "
-            "name another one"
-        )
-    if format_number != FORMAT:
-        raise StorageError(
-            f"file {path} has format {format_number}, this version of tritonemb reads format {FORMAT}: read it with "
-            "the version that wrote it"
-        )
-    if found not in kinds:
-        holds = "changes, restore them onto their snapshot" if found == CHANGES else "whole rows, no changes"
-        raise StorageError(f"file {path} holds {holds}")
-    header: dict[str, Any] = json.loads(body[_HEAD.size : _HEAD.size + length])
-    return header
-
-
-def check_identity(header: Mapping[str, Any], identity: TableIdentity, path: Path) -> None:
-    """Raise a StorageError that lists each difference between a file's table and the expected one."""
-    there, here = _describe(header), _describe(identity.as_json())
-    problems = [
-        f"{name}: {there.get(name, 'none')} in the file, {here.get(name, 'none')} here"
-        for name in there | here
-        if there.get(name) != here.get(name)
-    ]
-    if problems:
-        listed = "\n  ".join(problems)
-        raise StorageError(f"table {identity.table!r}: file {path} is of another table or optimizer:\n  {listed}")
-
-
-def _describe(header: Mapping[str, Any]) -> dict[str, str]:
-    found = {
-        "the table's name": repr(header["table"]),
-        "the number of rows": f"{header['num_rows']:,}",
-        "the seed": str(header["seed"]),
-        "the first row in the whole table": str(header["row_origin"]),
-        "the first column in the whole table": str(header["column_origin"]),
-        "the size of a record": f"{header['record_bytes']} bytes",
-    }
-    for name, dtype, size, offset, one_a_row in header["fields"]:
-        title = "the weight of a row" if name == "weight" else f"optimizer state {name!r}"
-        found[title] = f"{'one' if one_a_row else size} {dtype} at byte {offset}"
-    return found
-
-
-def _checksum(body: bytes) -> bytes:
-    return hashlib.sha256(body).digest()[:_CHECKSUM_BYTES]
 
 
 @dataclass(frozen=True)
@@ -306,3 +179,226 @@ class ChangedBlocks:
             bits = np.unpackbits(self._bits[begin : begin + CHUNK_BITS // 8], bitorder="little")
             found.append(np.flatnonzero(bits) + chunk * CHUNK_BITS)
         return np.concatenate(found)
+
+
+class _RequestPart:
+    """A part of a request that fits a half of the I/O buffer."""
+
+    blocks: np.ndarray  # int64 `[b]`
+    positions: np.ndarray  # int64 `[b]`: where they are in the file, -1 for nowhere
+    slots: np.ndarray  # int64 `[b]`: where they are in the buffer, in blocks from `begin` on, -1 for nowhere
+    wait: Callable[[], None]  # for what was submitted of it; raises a StorageError
+
+    def __init__(self, which: slice, begin: int) -> None:
+        self.which, self.begin = which, begin  # of the request's blocks; in bytes, where it is in the buffer
+
+    def sort(self, blocks: np.ndarray, positions: np.ndarray) -> None:
+        """Give its blocks, of a request's, slots in the order of their positions."""
+        self.blocks, self.positions = blocks[self.which], positions[self.which]
+        order = np.argsort(self.positions)
+        order = order[np.searchsorted(self.positions[order], 0) :]
+        self.slots = np.full(self.blocks.size, -1)
+        self.slots[order] = np.arange(order.size)
+
+
+_PartStage = Callable[[_RequestPart], None]
+
+
+class BlockFile:
+    """A file's blocks, for one thread at a time, and which have `changed` since the last snapshot.
+
+    Opening it scans the whole file, to recover where each block stands and to check them all.
+    """
+
+    def __init__(self, table: str, file: PageFile, layout: FileLayout) -> None:
+        self.table, self.file, self.layout = table, file, layout
+        self.page_table, self.changed = PageTable(layout.num_blocks), ChangedBlocks(layout.num_blocks)
+        self._size = file.size()
+        with io_context() as context:
+            self._scan(context)
+
+    def read(self, rows: np.ndarray, records: int) -> np.ndarray:
+        """Copy the records of rows, int64 `[n]`, ascending, out of the file to the address of `n` records.
+
+        Those that were never written are left alone. Returns uint8 `[n]`: whether a row was ever written.
+        """
+        layout, written = self.layout, np.empty(rows.size, dtype=np.uint8)
+        blocks, starts = layout.request(rows)
+        positions = self.page_table.find(blocks)
+
+        def begin(part: _RequestPart) -> None:
+            part.sort(blocks, positions)
+            self._submit(context, part, np.flatnonzero(part.positions >= 0), False)
+
+        def finish(part: _RequestPart) -> None:
+            part.wait()
+            some = slice(int(starts[part.which.start]), int(starts[part.which.stop]))
+            num_good = cpu_kernels("pages").copy_out(
+                context.buffer.address + part.begin, part.blocks, part.slots, rows[some], layout.rows_per_block,
+                layout.pages_per_block, layout.record_bytes, records + some.start * layout.record_bytes, written[some],
+            )  # fmt: skip
+            self._raise_damaged(part.blocks, num_good)
+
+        with io_context() as context:
+            self._overlap(context, blocks.size, begin, finish)
+        return written
+
+    def write(self, rows: np.ndarray, records: int) -> None:
+        """Write records into their blocks. A block whose rows are not all written is read and checked first.
+
+        After a StorageError some blocks may have been written.
+        """
+        layout, (blocks, starts) = self.layout, self.layout.request(rows)
+        positions, new = self._allocate(blocks)
+        clear = new | layout.is_whole(blocks, starts)
+        writing: deque[_RequestPart] = deque()
+
+        def begin(part: _RequestPart) -> None:
+            if writing:
+                writing.popleft().wait()  # its half of the buffer is reused
+            part.sort(blocks, positions)
+            self._submit(context, part, np.flatnonzero(~clear[part.which]), False)
+
+        def finish(part: _RequestPart) -> None:
+            part.wait()
+            some = slice(int(starts[part.which.start]), int(starts[part.which.stop]))
+            num_good = cpu_kernels("pages").copy_in(
+                context.buffer.address + part.begin, part.blocks, part.slots, clear[part.which], rows[some],
+                layout.rows_per_block, layout.pages_per_block, layout.record_bytes,
+                records + some.start * layout.record_bytes,
+            )  # fmt: skip
+            self._raise_damaged(part.blocks, num_good)
+            self._submit(context, part, np.arange(part.blocks.size), True)
+            writing.append(part)
+
+        with io_context() as context:
+            self._overlap(context, blocks.size, begin, finish)
+            for part in writing:
+                part.wait()
+
+    def load(self, context: IoContext, blocks: np.ndarray, begin: int) -> None:
+        """Read blocks that have positions, one behind the other, from byte `begin` of the buffer on; check them."""
+        self._move(context, blocks, self.page_table.find(blocks), begin, False)
+        num_good = cpu_kernels("pages").check(context.buffer.address + begin, blocks, self.layout.pages_per_block)
+        self._raise_damaged(blocks, num_good)
+
+    def store(self, context: IoContext, blocks: np.ndarray, begin: int) -> None:
+        """Write sealed blocks, ascending, that stand one behind the other from byte `begin` of the buffer on."""
+        self._move(context, blocks, self._allocate(blocks)[0], begin, True)
+
+    def _allocate(self, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Of blocks int64 `[b]`, ascending, that are about to change: their positions, and which were never written."""
+        new = self.page_table.find(blocks) < 0
+        if self.page_table.count + np.count_nonzero(new) > MAX_POSITIONS:
+            raise StorageError(
+                f"table {self.table!r}, file {self.file.path}: a file has at most {MAX_POSITIONS:,} blocks of "
+                f"{self.layout.block_bytes:,} bytes; cut the table into smaller shards"
+            )
+        positions = self.page_table.allocate(blocks)
+        needed, step = self.layout.offset(self.page_table.count), self.layout.block_bytes
+        if needed > self._size:  # ahead of what is written, which would wait for the file to grow each time
+            size = needed + min(needed // 4, MAX_GROWTH) // step * step
+            self.file.resize(size)
+            self._size = size
+        self.changed.add(blocks)
+        return positions, new
+
+    def _scan(self, context: IoContext) -> None:
+        layout, step = self.layout, self.layout.block_bytes
+        where = f"table {self.table!r}, file {self.file.path}: "
+
+        def begin(part: _RequestPart) -> None:
+            starts = np.arange(part.which.start, part.which.stop, max(1, SCAN_BYTES // step))
+            sizes = np.diff(starts, append=part.which.stop) * step
+            extents = Extents(part.begin + (starts - part.which.start) * step, sizes, layout.offset(starts))
+            transfer = context.submit(self.file, extents, False)
+            part.wait = lambda: context.wait(transfer)
+
+        def finish(part: _RequestPart) -> None:
+            first = part.which.start
+            try:
+                part.wait()
+            except ExtentError as error:
+                raise StorageError(
+                    f"{where}the part behind byte {layout.offset(first):,} could not be read: {error.reason}; "
+                    f"{_LOG}, then restore the table from a snapshot"
+                ) from error.reason
+            kernels, blocks = cpu_kernels("pages"), np.empty(part.which.stop - first, dtype=np.int64)
+            address = context.buffer.address + part.begin
+            num_good = kernels.identify(address, blocks, layout.pages_per_block, layout.num_blocks)
+            if num_good < blocks.size:
+                raise StorageError(
+                    f"{where}the part at byte {layout.offset(first + num_good):,} is damaged: its checksum is not "
+                    f"that of its content; {RESTORE}"
+                )
+            written = np.flatnonzero(blocks != kernels.NEVER_WRITTEN)
+            found, counts = np.unique(blocks[written], return_counts=True)
+            twice = found[(counts > 1) | (self.page_table.find(found) >= 0)]
+            if twice.size:
+                rows = layout.describe_rows(int(twice[0]), int(twice[0]))
+                raise StorageError(f"{where}it is damaged: the part with {rows} is there twice; {RESTORE}")
+            self.page_table.insert(blocks[written], first + written)
+
+        self._overlap(context, (self._size - layout.offset(0)) // step, begin, finish)
+
+    def _overlap(self, context: IoContext, num_blocks: int, begin: _PartStage, finish: _PartStage) -> None:
+        """Cut blocks into parts, which in turns have a half of the buffer, and begin each before the one before it is
+        finished: the disk has one while another is worked on.
+        """
+        half, before = max(BUFFER_BYTES, self.layout.block_bytes), None
+        context.reserve(half)
+        size = half // self.layout.block_bytes
+        for number, first in enumerate(range(0, num_blocks, size)):
+            part = _RequestPart(slice(first, min(first + size, num_blocks)), number % 2 * half)
+            begin(part)
+            if before is not None:
+                finish(before)
+            before = part
+        if before is not None:
+            finish(before)
+
+    def _move(self, context: IoContext, blocks: np.ndarray, positions: np.ndarray, begin: int, write: bool) -> None:
+        """Read or write blocks that stand one behind the other in the buffer, and wait for it."""
+        part = _RequestPart(slice(0, blocks.size), begin)
+        part.blocks, part.positions, part.slots = blocks, positions, np.arange(blocks.size)
+        self._submit(context, part, part.slots, write)
+        part.wait()
+
+    def _submit(self, context: IoContext, part: _RequestPart, which: np.ndarray, write: bool) -> None:
+        """Move some of a part's blocks, int64, to or from their slots; neighbours are one extent."""
+        step, order = self.layout.block_bytes, which[np.argsort(part.positions[which])]
+        positions, slots = part.positions[order], part.slots[order]
+        firsts, lasts = runs(positions, slots)
+        addresses, sizes = part.begin + slots[firsts] * step, (lasts - firsts) * step
+        extents = Extents(addresses, sizes, self.layout.offset(positions[firsts]))
+        transfer = context.submit(self.file, extents, write)
+
+        def wait() -> None:
+            try:
+                context.wait(transfer)
+            except ExtentError as error:
+                moved = part.blocks[order[firsts[error.extent] : lasts[error.extent]]]
+                raise self._io_error(moved, error.reason, write) from error.reason
+
+        part.wait = wait
+
+    def _io_error(self, blocks: np.ndarray, reason: OSError | EOFError, write: bool) -> StorageError:
+        what, then = "written" if write else "read", f"{advice(reason, _LOG)}, then restore the table from a snapshot"
+        if isinstance(reason, EOFError):
+            then = "somebody has cut the file short; restore it from a snapshot"
+        return StorageError(f"{self._describe(blocks)} could not be {what}: {reason}; {then}")
+
+    def _raise_damaged(self, blocks: np.ndarray, num_good: int) -> None:
+        """Raise for the first damaged one of some blocks, before which `num_good` are good."""
+        if num_good < blocks.size:
+            where = self._describe(blocks[num_good : num_good + 1])
+            raise StorageError(f"{where} is damaged: its checksum is not that of its content; {RESTORE}")
+
+    def _describe(self, blocks: np.ndarray) -> str:
+        """In words: blocks that stand side by side."""
+        begin = int(self.layout.offset(self.page_table.find(blocks[:1])[0]))
+        first, last = int(blocks.min()), int(blocks.max())
+        rows = self.layout.describe_rows(first, last)
+        if last - first >= blocks.size:
+            rows = f"{blocks.size} blocks of {self.layout.rows_per_block} rows among {rows}"
+        return f"table {self.table!r}, file {self.file.path}: the part with {rows}, at byte {begin:,},"

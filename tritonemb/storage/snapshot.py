@@ -17,18 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tritonemb.storage.aio import io_context
-from tritonemb.storage.io import PAGE_BYTES, PageFile, new_file, shielded, write_page
-from tritonemb.storage.page_table import (
-    CHANGES,
-    PAYLOAD_BYTES,
-    ROWS,
-    FileLayout,
-    encode_header,
-    open_file,
-    runs,
-)
-from tritonemb.storage.row_file import BUFFER_BYTES, BlockFile, RowFile
+from tritonemb.storage.aio import PAGE_BYTES, PageFile, io_context
+from tritonemb.storage.io import CHANGES, ROWS, TableIdentity, encode_header, new_file, open_file, write_page
+from tritonemb.storage.page_table import BUFFER_BYTES, PAYLOAD_BYTES, BlockFile, FileLayout, runs
 from tritonemb.storage.sparse import reflink_or_copy
 from tritonemb.storage.store import (
     Field,
@@ -40,32 +31,36 @@ from tritonemb.storage.store import (
     fill_unwritten,
     storage_errors,
 )
+from tritonemb.storage.threads import shielded
 
 _NUMBERS = PAYLOAD_BYTES // 8 - 1  # that a group's first page has room for, after their count
 _INDEX_SEED = 1 << 62  # of that page's checksum, to which the group's number is added: no block has such a number
 _OF_FILE = ("snapshot", "after", "changed", "places")  # what a header says of its file, beside the table's identity
 
 
-def take_snapshot(table: RowFile, path: Path, changes_only: bool) -> None:
-    """See `DiskRows.snapshot`; the file is on the disk. StorageError if it cannot be written; nothing is left of it."""
-    what, name = f"table {table.identity.table!r}: snapshot {path}", uuid.uuid4().hex
-    what += " of changes" if changes_only else ""
+def take_snapshot(blocks: BlockFile, identity: TableIdentity, path: Path, after: str | None) -> str:
+    """Write a snapshot, of the changes since the one called `after` if that is given; its name.
+
+    The file is on the disk then. StorageError if it cannot be written; nothing is left of it.
+    """
+    name, count = uuid.uuid4().hex, blocks.page_table.count
+    what = f"table {identity.table!r}: snapshot {path}{'' if after is None else ' of changes'}"
     with storage_errors(f"{what} could not be written", "check the disk"), new_file(path) as file:
-        if changes_only:
-            _write_changes(file, table, name)
+        if after is None:
+            reflink_or_copy(blocks.file, file)
+            file.resize(blocks.layout.offset(count))
+            write_page(file, identity.header(name, count))
         else:
-            reflink_or_copy(table.file, file)
-            count = table.blocks.page_table.count
-            file.resize(table.blocks.layout.offset(count))
-            write_page(file, table.identity.header(name, count))
-    table.last_snapshot = name
-    table.blocks.forget_changes()
+            changed = _write_changes(file, blocks)
+            state = {"after": after, "snapshot": name, "changed": changed, "places": count}
+            write_page(file, encode_header(CHANGES, identity.as_json() | state))
+    return name
 
 
-def _write_changes(file: PageFile, table: RowFile, name: str) -> None:
-    blocks, layout, changed = table.blocks, table.blocks.layout, table.blocks.changed()[0]
-    size, count = _group_size(layout), blocks.page_table.count
-    state = {"after": table.last_snapshot, "snapshot": name, "changed": int(changed.size), "places": count}
+def _write_changes(file: PageFile, blocks: BlockFile) -> int:
+    """Write the changed blocks behind the header's page; how many they are."""
+    layout, changed = blocks.layout, blocks.changed.blocks()
+    size = _group_size(layout)
     file.resize(_group_offset(layout, changed.size))
     with io_context() as context:
         for group, first in enumerate(range(0, changed.size, size)):
@@ -79,7 +74,7 @@ def _write_changes(file: PageFile, table: RowFile, name: str) -> None:
             index[1 : 1 + numbers.size] = numbers
             cpu_kernels("pages").seal(buffer.address, np.array([_INDEX_SEED + group]), 1)
             file.write(buffer.view[:end], _group_offset(layout, first))
-    write_page(file, encode_header(CHANGES, table.identity.as_json() | state))
+    return int(changed.size)
 
 
 def restore(path: str | Path, base: str | Path, increments: Sequence[str | Path] = ()) -> None:
@@ -173,11 +168,7 @@ def snapshot_header(path: str | Path) -> dict[str, Any]:
 
 
 class SnapshotReader(AbstractContextManager["SnapshotReader"]):
-    """Reads the rows of a whole snapshot. Many may read its file, which stays as it is.
-
-    Raises:
-        StorageError: the file does not exist, is damaged, of another format, or holds changes.
-    """
+    """Reads the rows of a whole snapshot, which many may do. StorageError if there is none, or it is damaged."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -188,7 +179,7 @@ class SnapshotReader(AbstractContextManager["SnapshotReader"]):
         self._in_use = threading.Lock()  # a cancelled read may still run when the file is to be closed
 
     def read(self, rows: Tensor, records: Tensor, initializer: Initializer) -> None:
-        """Fill `records` with the records of the rows, and wait for it; arguments as of `RowStore.read`.
+        """Fill `records` with the records of the rows, and wait for it; arguments as of `DiskRows.read`.
 
         `initializer` gives rows that were never written their values. StorageError if the file is damaged.
         """

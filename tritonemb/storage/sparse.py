@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import itertools
 import os
+import threading
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 
-from tritonemb.storage.aio import shared_threads
-from tritonemb.storage.io import PAGE_BYTES, PageFile, create_file, fcntl, shielded, thread_buffer
+from tritonemb.storage.aio import HUGE_PAGE, PAGE_BYTES, IoBuffer, PageFile
+from tritonemb.storage.io import create_file
 from tritonemb.storage.page_table import runs
 from tritonemb.storage.store import storage_errors
+from tritonemb.storage.threads import shared_threads, shielded
 
 COPY_BYTES = 1 << 20  # that each thread copies at once
 BATCH = 512  # pieces in a job
 T = TypeVar("T")
 _FICLONE = 0x40049409  # Linux: make a file a reflink copy of another one
-# No reflinks on this file system, across two of them, or of such files; or no such call: the system is not Linux.
+# No reflinks on this file system, across two of them, or of such files.
 _NO_REFLINK = (errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL, errno.ENOSYS, errno.EPERM)
 
 
@@ -41,11 +43,7 @@ def reflink_or_copy(source: PageFile, target: PageFile) -> None:
 def _for_each(pieces: Iterator[T], work: Callable[[T], object]) -> None:
     """Have the shared threads work on pieces, a batch at a time."""
     while batch := list(itertools.islice(pieces, BATCH)):
-        shared_threads.get().run(partial(_work_on, batch, work), len(batch))
-
-
-def _work_on(batch: Sequence[T], work: Callable[[T], object], number: int) -> None:
-    work(batch[number])
+        shared_threads.run(lambda number, batch=batch: work(batch[number]), len(batch))  # type: ignore[misc]
 
 
 def copy_rows(source: Path, target: Path) -> None:
@@ -61,20 +59,16 @@ def copy_rows(source: Path, target: Path) -> None:
 
 def _reflink(source: PageFile, target: PageFile) -> bool:
     try:
-        if fcntl is not None:
-            fcntl.ioctl(target.handle, _FICLONE, source.handle)
+        fcntl.ioctl(target.handle, _FICLONE, source.handle)
     except OSError as error:
         if error.errno not in _NO_REFLINK:
             raise
         return False
-    return fcntl is not None
+    return True
 
 
 def written_parts(file: PageFile, size: int) -> Iterator[tuple[int, int]]:
     """Bounds of what is not a hole, in whole pages, ascending; the whole file where the system does not tell."""
-    if not hasattr(os, "SEEK_DATA"):
-        yield 0, size
-        return
     end = 0
     while end < size:
         try:
@@ -106,6 +100,18 @@ def _parts_to_copy(parts: Iterator[tuple[int, int]]) -> Iterator[tuple[int, int]
             first += COPY_BYTES
     if first >= 0:
         yield first, last
+
+
+_own = threading.local()
+
+
+def thread_buffer(num_bytes: int) -> IoBuffer:
+    """This thread's buffer, of at least this size; each call returns the same memory. A forked process has none."""
+    found: IoBuffer | None = getattr(_own, "buffer", None)
+    if found is None or found.array.size < num_bytes or _own.process != os.getpid():
+        found = _own.buffer = IoBuffer(-(-num_bytes // HUGE_PAGE) * HUGE_PAGE)
+        _own.process = os.getpid()
+    return found
 
 
 def _copy(source: PageFile, target: PageFile, piece: tuple[int, int]) -> None:

@@ -1,4 +1,4 @@
-"""The interface of a store of rows: it reads and writes whole records, a batch at a time, and returns futures.
+"""What stores of rows share: errors, operations that are waited for, records, and the directory of a cache.
 
 A row is one record of bytes: its weights and its optimizer state, which travel together. A store that waits for a disk
 has one thread that runs its operations in order.
@@ -15,13 +15,16 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from types import ModuleType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tritonemb.ops.initial import fill_initial_
+from tritonemb.ops.row_cache import NO_ROW, WAYS, row_cache_allocate_, row_cache_look_up_
 from tritonemb.optimizers import StateSpec
 
 Initializer = Callable[[Tensor, Tensor], object]
@@ -57,6 +60,16 @@ def advice(error: BaseException, otherwise: str) -> str:
     return "make room there" if code in (errno.ENOSPC, errno.EDQUOT) else otherwise
 
 
+class Cancelled(Exception):
+    """The main thread was interrupted while it waited for this work."""
+
+
+def raise_if_cancelled() -> None:
+    """Raise Cancelled in a thread of `shielded` whose caller was interrupted."""
+    if getattr(threading.current_thread(), "cancelled", False):
+        raise Cancelled
+
+
 class IoFuture:
     """An operation that was submitted."""
 
@@ -71,9 +84,7 @@ class IoFuture:
     def wait(self) -> None:
         """Wait until the operation is done.
 
-        Raises:
-            StorageError: it has failed, or it was submitted in another process, from which this one was forked.
-            Exception: whatever a table's initializer raised.
+        StorageError if it has failed, or was submitted before this process was forked; or what an initializer raised.
         """
         if os.getpid() != self._process and not self._done.is_set():
             raise StorageError("this operation runs in the process that this one was forked from; wait for it there")
@@ -146,31 +157,6 @@ class Counts(NamedTuple):
         return Counts(self.found + found, self.read + read, self.written + written)
 
 
-class RowStore(Protocol):
-    """Records of rows 0 to `num_rows` - 1.
-
-    Operations take effect in the order in which they are submitted, by any thread: a read after a write of the same row
-    returns what was written. Rows are int64 `[n]` on the CPU, ascending and distinct, records uint8 `[n, num_bytes]`,
-    contiguous, on the CPU. Neither may be changed until the operation is done. A row that was never written has its
-    initial values.
-
-    Methods raise a ValueError or TypeError at once for rows or records that are not so, and a StorageError if the store
-    is closed, has failed, or is another process's.
-    """
-
-    num_rows: int
-    record: Record
-
-    def read(self, rows: Tensor, records: Tensor) -> IoFuture:
-        """Fill `records` with the records of the rows."""
-
-    def write(self, rows: Tensor, records: Tensor) -> IoFuture:
-        """Write the records of the rows. After a failed write a store refuses all further operations."""
-
-    def close(self) -> None:
-        """Wait for what was submitted, then refuse further use. A second call does nothing."""
-
-
 def fill_unwritten(written: np.ndarray, rows: Tensor, records: Tensor, initializer: Initializer) -> None:
     """Give the records of rows that were never written, says `written`, uint8 `[n]`, their initial values."""
     never = torch.from_numpy(np.flatnonzero(written == 0))
@@ -191,7 +177,7 @@ def cpu_kernels(name: str) -> ModuleType:
 
 
 def check_request(table: str, num_rows: int, record: Record, rows: Tensor, records: Tensor) -> None:
-    """Raise unless rows and records are what `RowStore` says."""
+    """Raise unless rows and records are what `DiskRows` says."""
     for name, tensor, dtype in (("rows", rows, torch.int64), ("records", records, torch.uint8)):
         if not isinstance(tensor, Tensor):
             raise TypeError(f"table {table!r}: {name} must be a tensor, got {type(tensor).__name__}")
@@ -233,35 +219,15 @@ class Field:
 
 @dataclass(frozen=True)
 class Record:
-    """The layout of a row's bytes: fields that do not overlap, each aligned to its values' size.
-
-    Raises:
-        ValueError: for fields that overlap, stand beyond the record's end, are not aligned, or share a name.
-    """
+    """The layout of a row's bytes: fields that do not overlap, each aligned to its values' size."""
 
     fields: tuple[Field, ...]
     num_bytes: int
 
-    def __post_init__(self) -> None:
-        end, names = 0, [field.name for field in self.fields]
-        if len(set(names)) != len(names):
-            raise ValueError(f"a record has two fields of one name: {names}")
-        for field in self.fields:
-            if field.size < 1 or (field.one_a_row and field.size != 1):
-                raise ValueError(f"field {field.name!r} of a record has a wrong size: {field}")
-            if field.offset < end or field.offset % field.dtype.itemsize:
-                raise ValueError(
-                    f"field {field.name!r} of a record must start at or behind byte {end}, aligned: {field}"
-                )
-            end = field.offset + field.num_bytes
-        if self.num_bytes < max(end, 1):
-            raise ValueError(f"a record of {self.num_bytes} bytes has no room for fields that end at byte {end}")
-
     def views(self, records: Tensor) -> dict[str, Tensor]:
         """Each field of records uint8 `[n, num_bytes]`, contiguous, by name, without a copy.
 
-        A view has the field's dtype, and is `[n, size]`, or `[n]` if a row has one value. Where `num_bytes` is no
-        multiple of a field's value size, and n is greater than 1, that field has no view. ValueError for records of
+        A view has the field's dtype, and is `[n, size]`, or `[n]` if a row has one value. ValueError for records of
         another shape or dtype.
         """
         if records.dtype != torch.uint8 or records.dim() != 2 or records.shape[1] != self.num_bytes:
@@ -285,3 +251,111 @@ def record_of(embedding_dim: int, dtype: torch.dtype, states: Sequence[StateSpec
         fields.append(Field(state.name, torch.float32, size, end, not state.per_element))
         end += 4 * size
     return Record(tuple(fields), end)
+
+
+@dataclass(frozen=True)
+class InitialValues:
+    """Initial values of records: the weight depends on its row and column in the whole table, states are zero.
+
+    Args:
+        record: the layout of a row.
+        seed: of the weight.
+        bound: the weight is uniform in ± this.
+        row_origin, column_origin: the first row and column in the whole table.
+    """
+
+    record: Record
+    seed: int
+    bound: float
+    row_origin: int = 0
+    column_origin: int = 0
+
+    def __call__(self, rows: Tensor, records: Tensor) -> None:
+        records.zero_()
+        weight = self.record.views(records)["weight"]
+        own = rows + self.row_origin if self.row_origin else rows
+        fill_initial_(weight, self.seed, self.bound, first_column=self.column_origin, rows=own)
+
+
+class CacheDirectory:
+    """Tags, uses, pins and dirty flags of the slots of tables' caches, side by side.
+
+    The caches are set-associative, see `kernels/row_cache.py`. The slots of a table are those of its sets, then its
+    overflow: rows of a batch whose set has no way left, as pinned rows fill it. The overflow grows as batches need it.
+
+    Args:
+        num_sets: of each table; 0 of one that is not cached.
+        policy: which row is evicted, the one used longest ago ("lru") or least often ("lfu").
+
+    Attributes:
+        tags, used, pins, dirty: of `S` slots, int64 the row, or `NO_ROW`; int64 when it was used last, or how often;
+            int32 how many batches have pinned it; bool whether it differs from the store's, as of released batches.
+        parts: tags, uses and pins of each table: views.
+        now: int64 `[]`, how many batches were looked up.
+        num_slots: of each table, and `in_sets` without its overflow; 0 of one that is not cached.
+        starts: of each table, where its slots begin; `first_slots` is the same, int64 `[T]`.
+        overflow: int64, the slots of all overflows among all slots, ascending; as a rule there are none.
+    """
+
+    def __init__(self, num_sets: Sequence[int], policy: str, device: torch.device) -> None:
+        self.policy, self.device = policy, device
+        self.num_sets = torch.tensor(num_sets, dtype=torch.int64, device=device)
+        self.now = torch.zeros((), dtype=torch.int64, device=device)
+        self.in_sets = [sets * WAYS for sets in num_sets]
+        self.num_slots = list(self.in_sets)
+        size = sum(self.num_slots)
+        self.tags = torch.full((size,), NO_ROW, dtype=torch.int64, device=device)
+        self.used = torch.zeros(size, dtype=torch.int64, device=device)
+        self.pins = torch.zeros(size, dtype=torch.int32, device=device)
+        self.dirty = torch.zeros(size, dtype=torch.bool, device=device)
+        self._split()
+
+    def look_up(self, rows: Tensor, num_groups: Tensor, tables: Tensor) -> Tensor:
+        """The slots of a batch's distinct rows; those that are in slots are pinned. See `ops.row_cache_look_up_`."""
+        self.now += 1
+        return row_cache_look_up_(*self.parts, rows, num_groups, tables, self.num_sets, self.now, self.policy)
+
+    def allocate(self, rows: Tensor, slots: Tensor, num_groups: Tensor, tables: Tensor) -> Tensor:
+        """Give slots to rows that have none, and pin them; returns what they evict. See `ops.row_cache_allocate_`."""
+        return row_cache_allocate_(*self.parts, rows, slots, num_groups, tables, self.num_sets, self.now, self.policy)
+
+    def empty(self, table: int) -> None:
+        """Forget which rows of a table are in slots."""
+        for name, nothing in _EMPTY:
+            getattr(self, name)[self.slice_of(table)] = nothing
+
+    def slice_of(self, table: int) -> slice:
+        """Where a table's slots are among all."""
+        return slice(self.starts[table], self.starts[table] + self.num_slots[table])
+
+    def grow(self, more: Sequence[int]) -> None:
+        """Give each table's overflow so many more slots; `starts` change."""
+        for name, nothing in _EMPTY:
+            parts = []
+            for part, number in zip(getattr(self, name).split(self.num_slots), more, strict=True):
+                parts += [part, part.new_full((number,), nothing)]
+            setattr(self, name, torch.cat(parts))
+        self.num_slots = [slots + number for slots, number in zip(self.num_slots, more, strict=True)]
+        self._split()
+
+    def free_overflow(self, table: int) -> Tensor:
+        """The slots of a table's overflow that have no row, ascending."""
+        first = self.in_sets[table]
+        return (self.parts[0][table][first:] == NO_ROW).nonzero()[:, 0] + first
+
+    def _split(self) -> None:
+        ends = list(accumulate(self.num_slots))
+        self.starts = [0, *ends[:-1]]
+        self.first_slots = torch.tensor(self.starts, dtype=torch.int64, device=self.device)
+        self.parts: tuple[list[Tensor], list[Tensor], list[Tensor]] = (
+            list(self.tags.split(self.num_slots)),
+            list(self.used.split(self.num_slots)),
+            list(self.pins.split(self.num_slots)),
+        )
+        slots = torch.arange(sum(self.num_slots), device=self.device)
+        self.overflow = torch.cat(
+            [slots[begin + sets : end] for begin, sets, end in zip(self.starts, self.in_sets, ends, strict=True)]
+        )
+
+
+_EMPTY = ("tags", NO_ROW), ("used", 0), ("pins", 0), ("dirty", False)  # what a slot without a row has

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from tritonemb.ops.initial import fill_initial_
-from tritonemb.ops.row_cache import WAYS
+from tritonemb.layout import WAYS
 from tritonemb.optimizers import StateSpec
 from tritonemb.storage import (
     Counts,
     DiskRows,
     Field,
     HostRows,
+    InitialValues,
     Record,
     StorageError,
     TableIdentity,
@@ -36,11 +36,7 @@ CHUNK_BYTES = 1 << 26  # of records that pass through memory at once
 
 
 def write_back(tables: Iterable[CachedTable]) -> None:
-    """Write dirty rows of these tables' caches to their stores.
-
-    Raises:
-        StorageError: some could not be written; those rows are lost.
-    """
+    """Write dirty rows of these tables' caches to their stores; StorageError if some could not be, and are lost."""
     for cache in {id(table.cache): table.cache for table in tables}.values():
         if cache is not None:
             cache.write_back()
@@ -71,7 +67,7 @@ class CachedTable(Table):
         self.num_sets = -(-config.cache.rows_of(config.num_embeddings) // WAYS)
         self.record: Record = record_of(config.embedding_dim, config.dtype, states)
         self._cache: Callable[[], Any] | None = None
-        self._counted = Counts()  # of stores that were replaced
+        self.counted = Counts()  # by the host caches of stores that were replaced
         super().__init__(config, states, device, self.num_sets * WAYS)
 
     def _allocate(self, num_rows: int, states: tuple[StateSpec, ...], device: torch.device | str | None) -> None:
@@ -90,11 +86,7 @@ class CachedTable(Table):
 
     @property
     def cache(self) -> Any:
-        """The `RowCache`, which belongs to the table's collection: None before there is one.
-
-        Raises:
-            RuntimeError: the collection was deleted, and rows that were on the device with it.
-        """
+        """The `RowCache` of the table's collection, None before there is one; RuntimeError if that was deleted."""
         if self._cache is None:
             return None
         found = self._cache()
@@ -109,24 +101,23 @@ class CachedTable(Table):
     def cache(self, cache: Any) -> None:
         self._cache = weakref.ref(cache)  # or who drops a collection would wait for its memory
 
-    def _reloading(self, write_back: bool = True) -> AbstractContextManager[Any]:
+    def _reloading(self, write_back: bool = True, unpinned: bool = False) -> AbstractContextManager[Any]:
         """While the store changes; then cached rows are read again."""
         if write_back and self.cache is not None:
             self.cache.write_back()
-        return nullcontext() if self.cache is None else self.cache.reloading(self)
+        return nullcontext() if self.cache is None else self.cache.reloading(self, unpinned)
 
     @torch.no_grad()
     def reset_parameters(self, seed: int | None = None) -> None:
         """Make a store of initial values anew; their seed is drawn from torch's generator if not given.
 
-        Raises:
-            RuntimeError: a batch that is being trained has pinned some of the rows.
+        RuntimeError if a batch that is being trained has pinned some of the rows.
         """
         if self.weight.device.type == "meta" or isinstance(self.weight, FakeTensor):
             return
-        with nullcontext() if self.cache is None else self.cache.invalidating(self):
-            if self.has_store:
-                self._counted = self.counts()
+        with self._reloading(write_back=False, unpinned=True):
+            if self.has_store and not isinstance(self.store, HostRows):
+                self.counted = self.counted.plus(*self.store.counts())
                 self.store.close()
             if seed is None:
                 seed = draw_seed() if self.config.init is None else 0
@@ -138,9 +129,8 @@ class CachedTable(Table):
             self.store = self.empty_store(seed)
             return
         config, pin = self.config, self.weight.device.type == "cuda"
-        self.store = HostRows(
-            config.num_embeddings, self.record, self._initial_values(seed), pin, table_name=config.name
-        )
+        values = self._initial_values(seed)
+        self.store = HostRows(config.num_embeddings, self.record, values, pin, table_name=config.name)
         if config.init is not None:
             dtype = config.dtype if config.dtype in TRAINABLE_DTYPES else torch.float32
             whole = torch.empty(config.num_embeddings, config.embedding_dim, dtype=dtype)
@@ -151,19 +141,8 @@ class CachedTable(Table):
         config = self.config
         return InitialValues(self.record, seed, config.bound, config.row_origin, config.column_origin)
 
-    def tensors_on_device(self) -> dict[str, Tensor]:
-        """Weight and states of the slots, by their names in a record."""
-        states = {name: state for name, state in self._buffers.items() if state is not None}
-        return {"weight": self.weight.detach(), **states}
-
-    def pieces(self) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """All rows, in order, with what is in the cache: the first row of a piece, and its fields."""
-        if self.cache is not None:
-            self.cache.write_back()
-        yield from self._pieces()
-
     def _pieces(self, read: bool = True, write: bool = False) -> Iterator[tuple[int, dict[str, Tensor]]]:
-        """As `pieces`, of the store alone; if asked, the fields are written to it."""
+        """All rows of the store, in order: the first of a piece, and its fields, which are written back if asked."""
         if isinstance(self.store, HostRows):
             yield 0, self.store.fields()
             return
@@ -191,11 +170,13 @@ class CachedTable(Table):
         if not self.has_store:
             size = self.config.num_embeddings, self.record.num_bytes
             return self.record.views(torch.empty(size, dtype=torch.uint8, device=self.weight.device))
+        if self.cache is not None:
+            self.cache.write_back()
         if isinstance(self.store, HostRows):
-            ((_, found),) = self.pieces()
+            found = self.store.fields()
             return {field.name: _as_own_storage(found[field.name], field) for field in self.record.fields}
         whole: dict[str, Tensor] = {}
-        for first, fields in self.pieces():
+        for first, fields in self._pieces():
             for name, part in fields.items():
                 if name not in whole:
                     whole[name] = part.new_empty((self.config.num_embeddings, *part.shape[1:]))
@@ -213,20 +194,13 @@ class CachedTable(Table):
 
     @torch.no_grad()
     def update_records(self, function: Callable[[dict[str, Tensor]], None]) -> None:
-        """Let a function change weight and states of all rows in place, a piece of rows at a time, in order.
-
-        Pieces are the same for tables of the same shape and placement.
-        """
+        """Let a function change weight and states of all rows in place, by pieces that depend on shape alone."""
         with self._reloading():
             for _, fields in self._pieces(write=True):
                 function(fields)
 
     def restore_store(self, base: str | Path, increments: Sequence[str | Path] = ()) -> DiskRows:
-        """Rows of snapshots of this table, for `replace_store`; see `restore`.
-
-        Raises:
-            StorageError: the snapshots are damaged or of another table, or the disk is full.
-        """
+        """Rows of snapshots of this table, for `replace_store`; errors as of `restore`."""
         seed = int(snapshot_header(base)["seed"])
         with _temporary_path(self.config) as path:
             restore(path, base, increments)
@@ -238,22 +212,17 @@ class CachedTable(Table):
             return DiskRows.create(path, **self._store_options(seed))
 
     def _store_options(self, seed: int) -> dict[str, Any]:
-        config = self.config
-        identity = TableIdentity(
-            config.name, config.num_embeddings, self.record, seed, config.row_origin, config.column_origin
-        )
-        return {
-            "identity": identity,
-            "initializer": self._initial_values(seed),
-            "host_rows": config.cache.host_rows,
-            "policy": config.cache.policy,
-        }
+        c, cache = self.config, self.config.cache
+        identity = TableIdentity(c.name, c.num_embeddings, self.record, seed, c.row_origin, c.column_origin)
+        values = self._initial_values(seed)
+        return {"identity": identity, "initializer": values, "host_rows": cache.host_rows, "policy": cache.policy}
 
     def replace_store(self, store: DiskRows) -> None:
         """Replace the store; cached rows are read again from the new one."""
         with self._reloading(write_back=False):
-            self._counted = self.counts()
             before, self.store = self.store, store
+            assert isinstance(before, DiskRows)
+            self.counted = self.counted.plus(*before.counts())
             with suppress(StorageError):  # that something could not be written matters no more
                 before.close()
 
@@ -271,8 +240,7 @@ class CachedTable(Table):
         unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
         names = [field.name for field in self.record.fields]
-        missing = [prefix + name for name in names if prefix + name not in state_dict]
-        missing_keys += missing
+        missing_keys += [prefix + name for name in names if prefix + name not in state_dict]
         if strict:
             known = {prefix + name for name in names}
             unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in known]
@@ -314,11 +282,6 @@ class CachedTable(Table):
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         self.__deepcopy__({})
 
-    def counts(self) -> Counts:
-        """What the host cache of a table on disk has counted."""
-        now = self.store.counts() if self.has_store and isinstance(self.store, DiskRows) else Counts()
-        return self._counted.plus(*now)
-
 
 def _as_own_storage(values: Tensor, field: Field) -> Tensor:
     """The same memory, as `torch.save` takes it: it refuses a storage of several dtypes."""
@@ -327,27 +290,6 @@ def _as_own_storage(values: Tensor, field: Field) -> Tensor:
     whole = torch.empty(0, dtype=torch.uint8, device="cpu").set_(values.untyped_storage())
     rest = torch.from_numpy(whole.numpy()[field.offset :]).view(field.dtype)
     return rest.as_strided(values.shape, values.stride())
-
-
-class InitialValues:
-    """Initial values of records: the weight depends on its row and column in the whole table, states are zero.
-
-    Args:
-        record: the layout of a row.
-        seed: of the weight.
-        bound: the weight is uniform in ± this.
-        row_origin, column_origin: the first row and column in the whole table.
-    """
-
-    def __init__(self, record: Record, seed: int, bound: float, row_origin: int = 0, column_origin: int = 0) -> None:
-        self._record, self._seed, self._bound = record, seed, bound
-        self._row_origin, self._column_origin = row_origin, column_origin
-
-    def __call__(self, rows: Tensor, records: Tensor) -> None:
-        records.zero_()
-        weight = self._record.views(records)["weight"]
-        own = rows + self._row_origin if self._row_origin else rows
-        fill_initial_(weight, self._seed, self._bound, first_column=self._column_origin, rows=own)
 
 
 @contextmanager
@@ -380,12 +322,7 @@ def metadata_only() -> Iterator[None]:
 
 
 class DiskTensor(Tensor):
-    """A reference to the weight or a state of a table on disk: shape and dtype, no values.
-
-    Args:
-        table: to which it refers.
-        field: "weight", or the state's name.
-    """
+    """A reference to the weight or a state, `field`, of a table on disk: shape and dtype, no values."""
 
     table: CachedTable
     field: str
@@ -405,13 +342,7 @@ class DiskTensor(Tensor):
         if func is torch.ops.aten.detach.default:
             own = args[0]
             return DiskTensor(own.table, own.field, tuple(own.shape), own.dtype)
-        raise NotImplementedError(f"{func} cannot read a table on disk; read it with CachedTable.pieces()")
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise TypeError(f"{self!r} has no values to copy")
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise TypeError(f"{self!r} has no values to pickle")
+        raise NotImplementedError(f"{func} cannot read a table on disk; read it with CachedTable.tensors()")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DiskTensor({self.table.config.name!r}, {self.field!r}, {list(self.shape)}, {self.dtype})"

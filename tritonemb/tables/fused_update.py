@@ -98,11 +98,7 @@ class FusedGroup(OptimizedTables):
         return self.accumulator.is_open and not self.by_step
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Not for compiled modules: calling one in the block raises RuntimeError.
-
-        Raises:
-            RuntimeError: it is active already, or gradients are kept until `step` anyway.
-        """
+        """Not for compiled modules: calling one in the block raises RuntimeError, as does a second block."""
         if self.by_step:
             raise RuntimeError('with update="step" gradients are accumulated until step(); leave out accumulate()')
         return self.accumulator.open(update, self._rates.values())

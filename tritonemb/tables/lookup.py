@@ -1,4 +1,4 @@
-"""A batch as kernels see it, the slots of the cache that it pins, and `prefetch`, which pins them ahead.
+"""A batch as kernels see it, and `prefetch`, which pins the rows of cached tables in slots ahead.
 
 Releases of pins have sequence numbers. A thread that prefetches comes to a batch sooner or later, so which pins have
 been released by then, and which rows may be evicted, is a matter of luck; which had been released when the batch was
@@ -8,24 +8,35 @@ submitted is not.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any, NamedTuple, NoReturn
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
-from torch.utils._pytree import tree_map_only
+from torch.utils import _pytree as pytree
 
-from tritonemb import ops
+from tritonemb import errors, ops
 from tritonemb.jagged import Features, KeyedJaggedTensor, parts_of
-from tritonemb.layout import Layout
+from tritonemb.layout import NUM_ROWS, TABLE, Layout, make_layout
 from tritonemb.tables.optimizer import OptimizedTables
+from tritonemb.types import TableConfig
+
+Tables = Any  # a `TableSet`, whose module imports this one
+FindReplicaRows = Callable[[Tensor, ValueError | None], Tensor]
+"""Given a batch's distinct linear rows, ascending, and what is wrong with its ids: linear rows of cached tables that
+other ranks' batches have, to be pinned, too."""
 
 
-class Lookup(NamedTuple):
-    """A batch as kernels see it.
+@dataclass(eq=False)
+class Lookup:
+    """A batch as kernels see it. Where tables are cached, its rows are pinned in slots: they are not evicted until it
+    is released; at the latest, when it is deleted.
 
     Attributes:
         values: int32 or int64 `[N]`, rows of the tables' memory: slots where tables are cached.
@@ -33,6 +44,16 @@ class Lookup(NamedTuple):
         sample_weights: float32 `[N]`, or None.
         groups: the distinct rows.
         layout: of the batch's keys.
+        tables, rows, slots: int64 `[n]`, of pinned rows: the table, the number there, and the slot.
+        training: whether gradients were recorded when the batch was prefetched.
+        replica_rows: rows of other ranks' batches that this rank updates, too; None without replicas.
+        on_release: unpins the slots; called once, by any thread, perhaps by Python's garbage collection.
+        ready: recorded behind the transfers, on a GPU.
+        acquired: whether a lookup has used the slots.
+        dirty: whether the rows have been updated; they are written back after release.
+        stream: that reads the slots; whoever reuses them waits for it first.
+        number: the release's sequence number.
+        events: behind which nobody uses the slots for this batch.
     """
 
     values: Tensor
@@ -40,78 +61,37 @@ class Lookup(NamedTuple):
     sample_weights: Tensor | None
     groups: ops.RowGroups
     layout: Layout
-
-
-class PinnedSlots:
-    """The slots of a batch's rows, which are not evicted until it is released; at the latest, when it is deleted.
-
-    Args:
-        release: called with this object, by any thread, perhaps by Python's garbage collection.
-        tables, rows, slots: int64 `[n]`: for each row its table, its number there, and its slot.
-
-    Attributes:
-        dirty: whether the rows have been updated; they are written back after release.
-        stream: that reads the slots; whoever reuses them waits for it first.
-        number: the release's sequence number.
-        events: behind which nobody uses the slots for this batch.
-    """
-
-    def __init__(self, release: Callable[[PinnedSlots], None], tables: Tensor, rows: Tensor, slots: Tensor) -> None:
-        self._release: Callable[[PinnedSlots], None] | None = release
-        self.tables, self.rows, self.slots = tables, rows, slots
-        self.dirty = self._acquired = False
-        self.stream: torch.cuda.Stream | None = None
-        self.number, self.events = 0, list[torch.cuda.Event]()
+    tables: Any = None
+    rows: Any = None
+    slots: Any = None
+    training: bool = False
+    replica_rows: Tensor | None = None
+    on_release: Callable[[Lookup], None] | None = None
+    ready: torch.cuda.Event | None = None
+    acquired: bool = False
+    dirty: bool = False
+    stream: torch.cuda.Stream | None = None
+    number: int = 0
+    events: Sequence[torch.cuda.Event] = ()
 
     def rows_of(self, table: int) -> tuple[Tensor, Tensor]:
-        """The rows of a table, ascending, and their slots."""
+        """The pinned rows of a table, ascending, and their slots."""
         mine = self.tables == table
         return self.rows[mine], self.slots[mine]
 
     @property
     def released(self) -> bool:
-        """Whether other rows may be in the slots by now."""
-        return self._release is None
-
-    def acquire(self, release: Callable[[PinnedSlots], None]) -> bool:
-        """Let a lookup use the slots; False if another lookup has had them.
-
-        Raises:
-            ValueError: another collection's cache pinned them.
-        """
-        if self._acquired or self._release is None:
-            return False
-        if self._release != release:
-            raise ValueError("another collection made these groups; use group() of the one that is called")
-        self._acquired = True
-        return True
+        """Whether other rows may be in its slots by now."""
+        return self.slots is not None and self.on_release is None
 
     def release(self) -> None:
-        """Unpin the slots. This thread's stream has been given all changes of the rows."""
-        release, self._release = self._release, None
+        """Unpin the slots, if there are any. This thread's stream has been given all changes of the rows."""
+        release, self.on_release = self.on_release, None
         if release is not None:
             release(self)
 
     def __del__(self) -> None:
         self.release()
-
-
-class PrefetchedBatch(NamedTuple):
-    """A batch whose rows are in pinned slots; a pytree.
-
-    Attributes:
-        lookup: reads slots.
-        pinned: these slots.
-        training: whether gradients were recorded when the batch was prefetched.
-        replica_rows: rows of other ranks' batches that this rank updates, too; None without replicas.
-        ready: recorded behind the transfers, on a GPU.
-    """
-
-    lookup: Lookup
-    pinned: PinnedSlots
-    training: bool
-    replica_rows: Tensor | None = None
-    ready: torch.cuda.Event | None = None
 
 
 _clock = itertools.count(1)
@@ -133,20 +113,16 @@ def released_before(number: int) -> Iterator[None]:
         _released_before.reset(token)
 
 
-def release_limit() -> int | None:
-    """The number of `released_before`, or None: all releases count."""
-    return _released_before.get()
-
-
 class PrefetchedFeatures:
     """The place of a batch's features for a model that has prefetched them.
 
     It has keys and batch size, and nothing else: the ids are where their rows are, so a model that changes them before
-    it looks them up cannot be given this.
+    it looks them up cannot be given this. A pytree node.
 
     Args:
         batch: the features.
-        by_collection: for each collection, by `id`, what it has made of them: a pytree of tensors.
+        by_collection: for each collection, by `id`, what it has made of them: a pytree of tensors, and of `Lookup`s,
+            which stay where their slots are.
     """
 
     def __init__(self, batch: KeyedJaggedTensor, by_collection: Mapping[int, Any]) -> None:
@@ -161,23 +137,16 @@ class PrefetchedFeatures:
         return self._batch.stride()
 
     def of(self, collection: Any) -> Any:
-        """What a collection has prefetched.
-
-        Raises:
-            ValueError: nothing, as it belongs to another model.
-        """
+        """What a collection has prefetched; ValueError for one of another model."""
         if id(collection) not in self._by_collection:
             raise ValueError("another model has prefetched these features; use prefetch() of the one that is called")
         return self._by_collection[id(collection)]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PrefetchedFeatures:
         """On another device."""
-        return self.map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
-
-    def map(self, function: Callable[[Tensor], Tensor]) -> PrefetchedFeatures:
-        """The same with other tensors of the same values."""
-        parts = self._batch, self._by_collection
-        return PrefetchedFeatures(*tree_map_only(Tensor, function, parts, is_leaf=_is_layout))
+        move = partial(Tensor.to, device=device, non_blocking=non_blocking)
+        moved: PrefetchedFeatures = pytree.tree_map_only(Tensor, move, self)
+        return moved
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
@@ -187,9 +156,170 @@ class PrefetchedFeatures:
         )
 
 
-def _is_layout(part: Any) -> bool:
-    """A layout's tensors follow the slots that it describes; a copy would not."""
-    return isinstance(part, Layout)
+pytree.register_pytree_node(
+    PrefetchedFeatures,
+    lambda features: ([features._batch, features._by_collection], None),
+    lambda parts, _: PrefetchedFeatures(*parts),
+)
+
+
+def prefetch_batch(tables: Tables, features: Features, before: Lookup | None = None) -> Lookup:
+    """Pin a batch's rows in slots; the batch with slots in place of ids. See `released_before` for what is evicted.
+
+    Replicas are not asked for their rows if `before`, an earlier prefetch of the batch, has them. ValueError for an id
+    out of range, before any row is read; StorageError as of `RowCache.pin`.
+    """
+    keys, values, offsets, weights = parts_of(features)
+    layout = tables.layout(keys, values.device)
+    batch = _one_key_a_lookup(tables, KeyedJaggedTensor(keys, values, weights, offsets=offsets), layout)
+    whole, own = slot_layouts(tables, tuple(batch.keys()), batch.values().device)
+    training, released = torch.is_grad_enabled() and _trains(tables), _released_before.get()
+    find_replica_rows = tables.update.replica_rows(tables) if training else None
+    with torch.no_grad(), torch.inference_mode(False):  # what changes here is used in training too
+        groups = ops.row_groups(batch.values(), batch.offsets(), whole)
+        count, problem = int(groups.num_groups), None
+        if tables.bounds_check == "raise" and int(groups.starts[count]) != batch.values().numel():
+            problem = _bad_id(values, offsets, layout)
+        replica_rows = None if before is None else before.replica_rows
+        if find_replica_rows is None:
+            replica_rows = None
+            if problem is not None:
+                raise problem
+        elif replica_rows is None:
+            replica_rows = find_replica_rows(groups.rows[:count], problem)
+        lookup = Lookup(batch.values(), batch.offsets(), batch.weights_or_none(), groups, own)
+        lookup.training, lookup.replica_rows = training, replica_rows
+        tables.cache.pin(lookup, count, whole, released)
+        return lookup
+
+
+@_disable_dynamo  # a graph break, which loads no compiler before one is used
+def look_up_cached(tables: Tables, features: Features, groups: ops.RowGroups | Lookup | None) -> Tensor:
+    """As `TableSet.look_up`. A compiled model's graphs end before it and begin behind it.
+
+    Without an optimizer the result wants gradients as ordinary weights do, and its backward raises.
+
+    ValueError for per-sample weights that want gradients, or a batch that another collection has prefetched, or that
+    was prefetched without gradients and now is to be trained.
+    """
+    # A batch that is looked up twice, by a checkpointed forward say, is prefetched again: its rows are still in slots.
+    cache, lookup = tables.cache, groups if isinstance(groups, Lookup) else None
+    if lookup is None or not cache.acquire(lookup):
+        begin = time.perf_counter()
+        lookup = prefetch_batch(tables, features, lookup)
+        cache.acquire(lookup)
+        cache.stall += time.perf_counter() - begin
+    if not torch.is_grad_enabled():
+        found: Tensor = tables.read(lookup)
+        lookup.release()
+        return found
+    _check_gradients(tables, lookup)
+    if not _trains(tables):
+        weights = [table.weight for table in tables.tables]
+        stand_for_all = next((weight for weight in weights if weight.requires_grad), weights[0])
+        found = ops.fused_lookup(stand_for_all, None, partial(tables.read, lookup), partial(_refuse_gradient, tables))
+        lookup.release()
+        return found
+    tables.check_trainable()
+    if tables.accumulating:
+        keys, values, _, _ = parts_of(features)
+        tables.remember_keys(list(_lookup_keys(tables, keys, tables.layout(keys, values.device)) or keys))
+        tables.pins.append(lookup)
+    trained: Tensor = tables.look_up_trained(lookup)
+    return trained
+
+
+def _refuse_gradient(tables: Tables, grad: Tensor, needs_sample_weight_grad: bool) -> None:
+    config = _first_cached(tables)
+    raise ValueError(
+        f"table {config.name!r} is placed on {config.placement!r}, where only a fused optimizer can train it; give "
+        "its collection one, or freeze it with requires_grad_(False)"
+    )
+
+
+def _trains(tables: Tables) -> bool:
+    """Whether a backward updates the tables."""
+    return tables.optimizer is not None and any(table.weight.requires_grad for table in tables.tables)
+
+
+def _first_cached(tables: Tables) -> TableConfig:
+    return next(config for config in tables.configs if config.placement != "device")
+
+
+def _check_gradients(tables: Tables, lookup: Lookup) -> None:
+    config, weights = _first_cached(tables), lookup.sample_weights
+    if weights is not None and weights.requires_grad:
+        raise ValueError(
+            f"per-sample weights get no gradient where table {config.name!r} is placed on {config.placement!r}; detach "
+            "them, or place the tables on the device"
+        )
+    if _trains(tables) and not lookup.training:
+        raise ValueError(
+            f"the rows of table {config.name!r} were prefetched under no_grad, and now gradients are recorded; call "
+            "group() or prefetch() where gradients are recorded"
+        )
+
+
+def _bad_id(values: Tensor, offsets: Tensor, layout: Layout) -> ValueError | None:
+    """Names the first id that lies outside a table which its key looks up."""
+    num_keys = layout.key_starts.numel() - 1
+    bags = torch.diff(offsets)
+    for_key = []
+    for key in range(num_keys):
+        uses = layout.lookups[int(layout.key_starts[key]) : int(layout.key_starts[key + 1])]
+        for_key.append(min((int(layout.tables[table, NUM_ROWS]) for table in uses[:, TABLE].tolist()), default=-1))
+    rows = torch.tensor(for_key, device=values.device).repeat_interleave(bags.numel() // num_keys)
+    rows = torch.repeat_interleave(rows, bags)
+    bad = ((rows >= 0) & ((values < 0) | (values >= rows))).nonzero()
+    return errors.bad_id(int(bad[0]), values, offsets, layout) if bad.numel() else None
+
+
+def _lookup_keys(tables: Tables, keys: Sequence[str], layout: Layout) -> dict[str, str] | None:
+    """A key of its own for each lookup, and its feature; None if no key of `layout` has two lookups.
+
+    Keys keep their order, so a row's gradients are summed in the order in which they would be on the device.
+    """
+    if layout.multiplicity <= 1:
+        return None
+    return {
+        _lookup_key(config.name, feature): feature
+        for feature in keys
+        for config in tables.configs
+        if feature in config.feature_names
+    }
+
+
+def _lookup_key(table: str, feature: str) -> str:
+    """A table's name has no dot, so no other pair has this key."""
+    return f"{table}.{feature}"
+
+
+def _one_key_a_lookup(tables: Tables, batch: KeyedJaggedTensor, layout: Layout) -> KeyedJaggedTensor:
+    """The batch with a key for each lookup: a value is one row of one table then."""
+    by_key, parts = _lookup_keys(tables, batch.keys(), layout), []
+    if by_key is None:
+        return batch
+    for key, feature in by_key.items():
+        part = batch[feature]
+        parts.append(KeyedJaggedTensor([key], part.values(), part.weights_or_none(), offsets=part.offsets()))
+    return KeyedJaggedTensor.concat(parts)
+
+
+def slot_layouts(tables: Tables, keys: tuple[str, ...], device: torch.device) -> tuple[Layout, Layout]:
+    """The layouts of a batch with a key for each lookup, over whole tables and over their slots; made once.
+
+    Any thread may call this.
+    """
+    found: tuple[Layout, Layout] | None = tables.cache.storage.layouts.get(keys)
+    if found is None:
+        configs: Sequence[TableConfig] = tables.configs
+        if any(feature not in keys for feature in tables.feature_names):
+            names = [[_lookup_key(config.name, feature) for feature in config.feature_names] for config in configs]
+            sizes = [((0, config.num_embeddings), (0, config.embedding_dim)) for config in configs]
+            configs = [c.part(c.name, *size, own) for c, size, own in zip(configs, sizes, names, strict=True)]
+        with torch.inference_mode(False):  # they are kept, for training too
+            found = tables.cache.add_layout(keys, make_layout(configs, keys, tables.pooled, device))
+    return found
 
 
 @_disable_dynamo  # a graph break, which loads no compiler before one is used

@@ -39,10 +39,6 @@ class OptimizedTables:
         """The tensors that updates read, float32 `[]`."""
         raise NotImplementedError
 
-    def apply(self) -> None:
-        """Update the tables by all accumulated gradients, as one step on all samples."""
-        raise NotImplementedError
-
     def accumulate(self) -> AbstractContextManager[None]:
         """See `EmbeddingBagCollection.accumulate`."""
         raise NotImplementedError
@@ -117,7 +113,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         deferred: gradients that `step` is to apply.
     """
 
-    def __init__(self, tables: Any, states: Callable[[], States], deferred: OptimizedTables | None = None) -> None:
+    def __init__(self, tables: Any, states: Callable[[], States], deferred: Any = None) -> None:
         spec = tables.optimizer
         assert spec is not None
         self._tables, self._states, self._deferred = tables, states, deferred
@@ -143,8 +139,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Does nothing if the backward has updated the tables, else updates them. Returns the closure's result.
 
-        Raises:
-            RuntimeError: if a table has an ordinary gradient too, from a use other than a lookup.
+        RuntimeError if a table has an ordinary gradient too, from a use other than a lookup.
         """
         result = None
         if closure is not None:

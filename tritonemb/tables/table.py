@@ -60,12 +60,9 @@ class Table(nn.Module):
     """
 
     def __init__(
-        self,
-        config: TableConfig,
-        states: tuple[StateSpec, ...],
-        device: torch.device | str | None = None,
+        self, config: TableConfig, states: tuple[StateSpec, ...], device: torch.device | str | None = None,
         num_rows: int | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.config = config
         self._allocate(config.num_embeddings if num_rows is None else num_rows, states, device)

@@ -16,37 +16,32 @@ from tritonemb.jagged import Features, KeyedJaggedTensor, parts_of
 from tritonemb.layout import Layout, make_layout
 from tritonemb.ops.row_update import NOT_ACCUMULATING, MicroBatch, accumulate_
 from tritonemb.optimizers import Optimizer
-from tritonemb.tables.cache import FindReplicaRows
-from tritonemb.tables.cached_lookup import look_up_cached, make_cache, prefetch_batch, slot_layouts
+from tritonemb.tables.cache import RowCache
 from tritonemb.tables.cached_table import CachedTable
-from tritonemb.tables.lookup import Lookup, PinnedSlots, PrefetchedBatch
+from tritonemb.tables.lookup import FindReplicaRows, Lookup, look_up_cached, prefetch_batch, slot_layouts
 from tritonemb.tables.optimizer import OptimizedTables, States, check_optimizer
 from tritonemb.tables.table import Table
 from tritonemb.types import TRAINABLE_DTYPES, TableConfig
 
 BoundsCheck = Literal["raise", "ignore"]
-Groups = ops.RowGroups | PrefetchedBatch
+Groups = ops.RowGroups | Lookup
 
 
 class LocalUpdate:
-    """One step of the optimizer on rows that no other process has.
+    """One step of the optimizer on rows that no other process has."""
 
-    Attributes:
-        is_traceable: the update is an op, so that a lookup and its backward may be compiled.
-    """
-
-    is_traceable = True
+    is_traceable = True  # the update is an op, so that a lookup and its backward may be compiled
 
     def check(self, table: str) -> None:
         """Raise in the forward where the tables must not be updated."""
         check_not_data_parallel(table)
 
     def replica_rows(self, tables: TableSet) -> FindReplicaRows | None:
-        """Finds the rows of other ranks' batches that are updated with a batch, or None; see `RowCache.prefetch`."""
+        """Finds the rows of other ranks' batches that are updated with a batch, or None."""
         return None
 
     @torch.no_grad()
-    def step(self, tables: TableSet, grad: Tensor, lookup: Lookup, pins: Sequence[PinnedSlots] = ()) -> None:
+    def step(self, tables: TableSet, grad: Tensor, lookup: Lookup, pins: Sequence[Lookup] = ()) -> None:
         """One step of the optimizer on the rows of a batch, whose slots are unpinned then."""
         for pinned in pins:
             pinned.dirty = True
@@ -60,11 +55,7 @@ class LocalUpdate:
 
 
 def check_not_data_parallel(name: str) -> None:
-    """Raise in the forward of `DistributedDataParallel` on several processes, for a table that the backward updates.
-
-    Raises:
-        RuntimeError: every process would update its own copy by its own part of the batch.
-    """
+    """Raise RuntimeError in the forward of `DistributedDataParallel`, whose processes' copies would drift apart."""
     parallel = DistributedDataParallel._get_active_ddp_module()
     if parallel is not None and parallel.process_group.size() > 1:
         raise RuntimeError(
@@ -120,10 +111,10 @@ class TableSet(OptimizedTables):
         # As of `counters`, a module that owns the tables gives its own dictionary.
         self.by_name: dict[str, Any] = {table.config.name: table for table in made}
         self.feature_names = tuple(dict.fromkeys(feature for config in tables for feature in config.feature_names))
-        self.cache = make_cache(self.tables)
+        self.cache = _make_cache(self.tables)
         self._layouts: dict[tuple[tuple[str, ...], torch.device], Layout] = {}
         self._accumulated_keys: tuple[str, ...] | None = None
-        self.pins: list[PinnedSlots] = []
+        self.pins: list[Lookup] = []
         self.layout(self.feature_names, self.tables[0].weight.device)
 
     @property
@@ -138,14 +129,11 @@ class TableSet(OptimizedTables):
 
         Without the states of cached tables, which `state_dict` alone has.
         """
-        return [
-            (
-                t.config.name,
-                t.weight,
-                {"step": self.counters["step"], **({} if isinstance(t, CachedTable) else dict(t.named_buffers()))},
-            )
-            for t in self.tables
-        ]
+        found: States = []
+        for table in self.tables:
+            states = {} if isinstance(table, CachedTable) else dict(table.named_buffers())
+            found.append((table.config.name, table.weight, {"step": self.counters["step"], **states}))
+        return found
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -175,7 +163,7 @@ class TableSet(OptimizedTables):
     def group(self, features: Features) -> Groups:
         """See `EmbeddingBagCollection.group`."""
         if self.cache is not None:
-            return prefetch_batch(self, self.cache, features)
+            return prefetch_batch(self, features)
         keys, values, offsets, _ = parts_of(features)
         return ops.row_groups(values, offsets, self.layout(keys, values.device))
 
@@ -201,8 +189,8 @@ class TableSet(OptimizedTables):
     def look_up(self, features: Features, groups: Groups | None = None) -> Tensor:
         """`[B, width]` if pooled, else `[N, width]`; differentiable, or its backward updates the tables."""
         if self.cache is not None:
-            return look_up_cached(self, self.cache, features, groups)
-        assert not isinstance(groups, PrefetchedBatch)
+            return look_up_cached(self, features, groups)
+        assert not isinstance(groups, Lookup)
         keys, values, offsets, sample_weights = parts_of(features)
         layout = self.layout(keys, values.device)
         check_bounds = self.bounds_check == "raise"
@@ -226,22 +214,18 @@ class TableSet(OptimizedTables):
             self.counters["pending"], self.accumulator.current_handle,
         )  # fmt: skip
 
-    def look_up_trained(self, lookup: Lookup, pins: Sequence[PinnedSlots] = ()) -> Tensor:
-        """Read rows; the backward updates them, or keeps the gradient if this was called in `accumulate`.
-
-        Args:
-            pins: the slots that are read, which the update unpins.
-        """
+    def look_up_trained(self, lookup: Lookup) -> Tensor:
+        """Read rows; the backward updates and unpins them, or keeps the gradient if this was called in `accumulate`."""
         handle = self.accumulator.current_handle
 
         def take_gradient(grad: Tensor, needs_sample_weight_grad: bool) -> None:
-            if any(pinned.released for pinned in pins):
+            if lookup.released:
                 raise RuntimeError(
                     "the rows of this batch are no longer pinned: each lookup of cached tables has one backward, "
                     "inside the accumulate() block if it was made in one; look the batch up again"
                 )
             if handle == NOT_ACCUMULATING:
-                self.update.step(self, grad, lookup, pins)
+                self.update.step(self, grad, lookup, [lookup])
             else:
                 batch = lookup.values, lookup.offsets, lookup.sample_weights
                 accumulate_(self.counters["pending"], handle, grad, *batch)
@@ -257,13 +241,13 @@ class TableSet(OptimizedTables):
 
     def fused_tables(self) -> ops.FusedTables:
         """The tables' present tensors."""
-        spec, counters = self.optimizer, [self.counters[name] for name in ("step", "skipped", "learning_rate")]
+        spec, counters = self.optimizer, self.counters
         assert spec is not None
         weights: list[Tensor] = [table.weight for table in self.tables]
         # As attributes they would be searched for among parameters first, which adds up.
         states: list[Any] = [table._buffers[state.name] for state in spec.states for table in self.tables]
-        step, skipped, rate = counters
-        return ops.FusedTables(weights, states, [step], [skipped], rate, spec.name, self.constants.as_list())
+        steps, skipped, rate = [counters["step"]], [counters["skipped"]], counters["learning_rate"]
+        return ops.FusedTables(weights, states, steps, skipped, rate, spec.name, self.constants.as_list())
 
     def check_trainable(self) -> None:
         """Raise where the tables must not be updated, or if only some weights require gradients."""
@@ -296,11 +280,7 @@ class TableSet(OptimizedTables):
             [KeyedJaggedTensor(keys, b.values, b.sample_weights, offsets=b.offsets) for b in batches]
         )
         grad = torch.cat([batch.grad for batch in batches])
-        layout = (
-            self.layout(keys, grad.device)
-            if self.cache is None
-            else slot_layouts(self, self.cache, keys, grad.device)[1]
-        )
+        layout = self.layout(keys, grad.device) if self.cache is None else slot_layouts(self, keys, grad.device)[1]
         if not self.pooled:
             places = torch.arange(grad.shape[0], device=grad.device).split([b.values.numel() for b in batches])
             order = KeyedJaggedTensor.stack(
@@ -325,8 +305,7 @@ class TableSet(OptimizedTables):
     def convert(self, fn: Callable[[Tensor], Tensor]) -> None:
         """Move or cast all tensors, as `torch.nn.Module._apply`; casting to 16 bits leaves the learning rate float32.
 
-        Raises:
-            RuntimeError: for cached tables, before others have been moved.
+        RuntimeError for cached tables, before others have been moved.
         """
         for table in sorted(self.tables, key=lambda table: not isinstance(table, CachedTable)):
             table._apply(fn)
@@ -341,6 +320,20 @@ class TableSet(OptimizedTables):
     def __getstate__(self) -> dict[str, Any]:
         """A copy makes its own layouts when it needs them."""
         return {**super().__getstate__(), "_layouts": {}}
+
+
+def _make_cache(tables: Sequence[Table]) -> RowCache | None:
+    """The cache of a collection's tables, or None if all are on the device, or on the meta device."""
+    cached = [table.config for table in tables if isinstance(table, CachedTable) and table.has_store]
+    if not cached:
+        return None
+    policies = {config.cache.policy: config.name for config in cached}
+    if len(policies) > 1:
+        raise ValueError(
+            f"tables {sorted(policies.values())} have caches of several policies, {sorted(policies)}; put them into "
+            "collections of their own"
+        )
+    return RowCache(tables, cached[0].cache.policy)
 
 
 def _check_tables(tables: Sequence[TableConfig], optimizer: object) -> None:

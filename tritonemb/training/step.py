@@ -114,7 +114,7 @@ def prepare(
         with nullcontext() if copies is None else torch.cuda.stream(copies):
             there = tuple(batch.to(device, non_blocking=True) for batch in batches)
             if prefetch is not None:
-                there = tuple(replace(b, sparse=prefetch(b.sparse), buffer=None, layout=None) for b in there)
+                there = tuple(replace(b, sparse=prefetch(b.sparse), buffer=None) for b in there)
             copied = None if copies is None else copies.record_event()
         moved = began, time.perf_counter()
         yield there, StepInfo(
@@ -156,10 +156,7 @@ def take(step: PreparedStep) -> tuple[Batch, ...]:
             return tensor
 
         for batch in batches:
-            sparse: Any = batch.sparse
-            tree_map_only(Tensor, record, (batch.dense, batch.labels, sparse))
-            if isinstance(sparse, PrefetchedFeatures):
-                sparse.map(record)
+            tree_map_only(Tensor, record, (batch.dense, batch.labels, batch.sparse))
     return batches
 
 

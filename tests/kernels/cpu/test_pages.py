@@ -10,7 +10,7 @@ from tritonemb.kernels.cpu import pages
 from tritonemb.kernels.cpu.move_rows import move_rows_
 from tritonemb.kernels.cpu.pages import NEVER_WRITTEN, PAGE_BYTES, PAYLOAD_BYTES, WORDS, check, identify, seal
 from tritonemb.storage import page_table
-from tritonemb.storage.io import IoBuffer
+from tritonemb.storage.aio import IoBuffer
 
 
 def mix(x: int) -> int:

