@@ -6,7 +6,7 @@ pa = pytest.importorskip("pyarrow")
 import pyarrow.parquet as parquet  # noqa: E402
 
 from tests.data.logs import line, options, random_lines, rows_of, write  # noqa: E402
-from tritonemb.data import ClickLog, Schema, SplitRule, Vocabulary, build_vocabulary, convert  # noqa: E402
+from tritonemb.data import ClickLog, Schema, SplitRule, build_vocabulary, convert, load_vocabulary  # noqa: E402
 
 SCHEMA = {"label": "click", "dense": (), "sparse": ("user", "item", "tags")}
 TABLE = {
@@ -101,7 +101,7 @@ def test_memory_is_bounded_and_frequent_values_are_kept(tmp_path):
     log = ClickLog(path, options(chunk_bytes=4000))
     report = build_vocabulary(log, target, max_size=5, capacity=50)
     assert report.forgotten["cat_1"] > 0
-    found = Vocabulary.load(target).feature("cat_1")
+    found = load_vocabulary(target)["cat_1"]
     assert found.num_embeddings == 6
     stored = parquet.read_table(target).filter(pa.compute.field("feature") == "cat_1").to_pydict()
     assert sorted(stored["value"]) == ["0", "1", "2", "3", "4"]

@@ -8,7 +8,7 @@ pytest.importorskip("pyarrow")
 
 from tests.data.logs import line, options, random_lines, rows_of, write
 from tritonemb.data import ClickLog, SplitRule, convert
-from tritonemb.data.files import find, natural
+from tritonemb.data.files import Part, find, natural
 from tritonemb.data.parquet import parquet_chunks
 from tritonemb.data.text import text_chunks
 
@@ -172,4 +172,4 @@ def test_text_of_the_same_packed_size_with_less_in_it_is_refused(tmp_path):
     with pytest.raises(
         ValueError, match=r"log.txt.gz has changed .*: its text ends at byte \d+ and had at least 90000"
     ):
-        list(text_chunks(find(path)[0], 0, 0, 90_000, 1000, 0))
+        list(text_chunks(find(path)[0], Part(0, 0, 90_000), 0, 1000, 0))

@@ -2,7 +2,7 @@ import pytest
 
 pa = pytest.importorskip("pyarrow")
 
-from tritonemb.data.columns import encode_categories  # noqa: E402
+from tritonemb.data.encode import encode_categories  # noqa: E402
 
 
 def test_ids_follow_training_counts_then_value():

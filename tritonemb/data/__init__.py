@@ -10,9 +10,9 @@ from typing import Any
 from tritonemb.data.batch import Batch
 from tritonemb.data.click_log import ClickLog, is_labelled
 from tritonemb.data.columns import Column, Rows
-from tritonemb.data.convert import ConvertReport, VocabularyReport, build_vocabulary, cached_as_parquet, convert
+from tritonemb.data.convert import VocabularyReport, build_vocabulary, cached_as_parquet, convert
 from tritonemb.data.datasets import load_adult, load_movielens_100k, make_synthetic
-from tritonemb.data.encode import Vocabulary
+from tritonemb.data.encode import load_vocabulary
 from tritonemb.data.files import exists, find
 from tritonemb.data.in_memory import Dataset
 from tritonemb.data.loader import merge_positions, open_shards, rank_position
@@ -44,7 +44,6 @@ __all__ = [
     "Batches",
     "ClickLog",
     "Column",
-    "ConvertReport",
     "Data",
     "DataLoaderWorkers",
     "Dataset",
@@ -62,7 +61,6 @@ __all__ = [
     "Split",
     "SplitRule",
     "Stream",
-    "Vocabulary",
     "VocabularyReport",
     "build_vocabulary",
     "cached_as_parquet",
@@ -71,6 +69,7 @@ __all__ = [
     "kind_of",
     "load_adult",
     "load_movielens_100k",
+    "load_vocabulary",
     "make_synthetic",
     "merge_positions",
     "open_dataset",
@@ -172,4 +171,4 @@ def open_for_scoring(path: str | Path, log: LogOptions, features: Sequence[Featu
     for found, expected in zip(opened.features, features, strict=True):
         if found != expected:
             raise ValueError(f"{path}: the log has {found}, the model was trained with {expected}")
-    return opened.for_scoring()
+    return opened.all_rows_as("test")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections import Counter
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from tritonemb.data.columns import Array, concat
-from tritonemb.data.delimited import Parsed
 from tritonemb.data.encode import encode, mix, numberings
 from tritonemb.data.files import Chunk, LogFile, Part, end_parts, find, is_remote, parts_of_files, split_files
 from tritonemb.data.in_memory import Dataset
@@ -93,10 +92,8 @@ class ClickLog:
             self._source = TextSource(files, self.options, labelled)
         self.schema = self._source.schema
         self._numberings = numberings(self.schema)
-        self._vocabulary: str | None = None
-        if self.schema.vocabulary is not None:
-            with open(self.schema.vocabulary, "rb") as file:
-                self._vocabulary = hashlib.file_digest(file, "sha256").hexdigest()
+        vocabulary = self.schema.vocabulary
+        self._vocabulary = vocabulary and hashlib.sha256(Path(vocabulary).read_bytes()).hexdigest()
         self.features = tuple(
             Feature(column, self._numberings[column].num_embeddings, column in self._source.multi_hot)
             for column in self.schema.sparse
@@ -110,16 +107,13 @@ class ClickLog:
         """The files of each split where whole files are held out; else all as train files."""
         rule = self.options.split
         if isinstance(source, Mapping):
-            self.name = name or "data frame"
-            self._kind: Kind = rule.kind()
-            held_out = len(source) > 1
-            if (held_out and (self._kind not in ("end", "files") or rule.split_by == "end")) or (
-                not held_out and self._kind == "files"
-            ):
+            self.name, held_out = name or "data frame", len(source) > 1
+            by_default = held_out and rule.split_by == "auto" and rule.kind() == "end"
+            self._kind: Kind = "files" if by_default else rule.kind()
+            if held_out != (self._kind == "files"):
                 raise ValueError(
                     f"{self.name}: give held-out data frames, or another split rule than {rule.split_by!r}, not both"
                 )
-            self._kind = "files" if held_out else self._kind
             return files_of_frames(source, self.name)
         files = find(source)
         self.name = name or _name_of(source, files)
@@ -130,21 +124,18 @@ class ClickLog:
         """What each split reads, where rows are held out."""
         rule = self.options.split
         whole = tuple(Part(file) for file in range(len(self._files)))
-        shares: dict[Split, float] = {"train": 1.0, "validation": rule.validation_share, "test": rule.test_share}
-        if self._kind == "end" and not (rule.test_share or rule.validation_share):
-            return {"train": whole}
-        if self._kind == "end":
-            if say and any(file.codec for file in self._files):
-                say(f"{self.name}: unpacking it once to learn its size, so that its last rows can be held out")
-            parts = end_parts(rule, self._source.sizes())
-            for split, share in shares.items():
-                if share and not parts[split]:
-                    raise ValueError(f"{self.name}: too few rows for a share of {share:.3f} as {split} rows")
-            return parts
-        has: dict[Split, Any] = dict(shares)
+        held_out: dict[Split, Any] = {"validation": rule.validation_share, "test": rule.test_share}
         if self._kind == "time":
-            has = {"train": True, "validation": rule.validation_from, "test": rule.test_from}
-        return {split: whole for split in SPLITS if has[split]}
+            held_out = {"validation": rule.validation_from, "test": rule.test_from}
+        if self._kind != "end" or not any(held_out.values()):
+            return {split: whole for split in SPLITS if split == "train" or held_out[split]}
+        if say and any(file.codec for file in self._files):
+            say(f"{self.name}: unpacking it once to learn its size, so that its last rows can be held out")
+        parts = end_parts(rule, self._source.sizes())
+        for split, share in {"train": 1.0, **held_out}.items():
+            if share and not parts[split]:
+                raise ValueError(f"{self.name}: too few rows for a share of {share:.3f} as {split} rows")
+        return parts
 
     @property
     def num_dense(self) -> int:
@@ -190,8 +181,7 @@ class ClickLog:
 
         A shard is a run of bytes of plain text, or of row groups of Parquet, that nobody else parses. Compressed files
         are dealt out whole if there is one for each shard; else every shard unpacks all of them and parses every
-        count-th stripe. Where rows are drawn at random, a shard of plain text counts the lines before it first. Where
-        they are split by time, row groups are left out whose statistics say that they have none of the split.
+        count-th stripe. Shards of rows that are split by time leave out row groups without rows of the split.
         """
         opened = OpenOptions(split, batch_size, **how)
         position, shard = opened.position, opened.shard
@@ -276,15 +266,11 @@ class ClickLog:
             raise ValueError(f"data set {self.name!r} has no test rows; a data set in memory needs some")
         return Dataset(self.name, self.features, rows["train"], rows["test"], rows.get("validation"))
 
-    def for_scoring(self) -> ClickLog:
-        """The same log with all of its rows, in their order, as test rows."""
-        scored = self._with("end", {"test": tuple(Part(file) for file in range(len(self.files)))})
-        scored.options = replace(self.options, split=SplitRule(split_by="end", test_share=0.0))
-        return scored
-
-    def of_file(self, file: int) -> ClickLog:
-        """The same log with all rows of one of its files as train rows."""
-        return self._with("end", {"train": (Part(file),)})
+    def all_rows_as(self, split: Split, files: Iterable[int] | None = None) -> ClickLog:
+        """The same log with one split: all rows, or those of the files with these numbers, in their order."""
+        log = self._with("end", {split: tuple(map(Part, range(len(self.files)) if files is None else files))})
+        log.options = replace(self.options, split=SplitRule(split_by="end", test_share=0.0))
+        return log
 
     def in_files(self, files: Mapping[Split, LogFile | None], left_out: dict[Split, ReadReport]) -> ClickLog:
         """The same log, read from Parquet files with the good rows of its splits, None for one without rows.
@@ -328,11 +314,19 @@ class ClickLog:
 
     def _read(self, split: Split, chunk: Chunk) -> tuple[Any, ReadReport]:
         """The good rows of a chunk that belong to the split, and what became of the others."""
-        parsed = self._source.parse(chunk)
-        keep = parsed.good & self._chosen(split, chunk, parsed.rows)
-        bad = np.flatnonzero(self._chosen(split, chunk, parsed.bad_rows))
+        parsed, part = self._source.parse(chunk), self._parts[split][chunk.part]
+        counts: Counter[str] = Counter()
+        problems: list[str] = []
+        for number in np.flatnonzero(self._chosen(split, chunk, parsed.bad_rows)).tolist():
+            reason, message = parsed.describe(number)
+            counts[f"{self.files[part.file]}: {reason}"] += 1
+            if len(problems) < MAX_PROBLEMS:
+                problems.append(f"{self._source.where(part, chunk, int(parsed.bad_rows[number]))}: {message}")
+            if self.options.on_bad_row == "raise":
+                raise ValueError(problems[0])
+        keep = self._chosen(split, chunk, parsed.rows)
         batch = parsed.batch if keep.all() else parsed.batch.filter(pa.array(keep))
-        return batch, self._report(split, chunk, parsed, bad, batch.num_rows)
+        return batch, ReadReport(batch.num_rows, counts.total(), tuple(problems), tuple(sorted(counts.items())))
 
     def _chosen(self, split: Split, chunk: Chunk, rows: Array) -> Array:
         """Which of some rows of a chunk belong to the split."""
@@ -340,21 +334,10 @@ class ClickLog:
         if self._kind == "random":
             return _drawn(rule, split, part.file, self._source.rows_before(part) + chunk.line + rows)
         if self._kind == "time":
-            return time_mask(rule, split, chunk.content.column(rule.time_column))[rows]
+            times = chunk.content.column(rule.time_column)
+            mask: Array = time_mask(rule, split, times, times.type).to_numpy(zero_copy_only=False)[rows]
+            return mask
         return np.ones(len(rows), dtype=bool)
-
-    def _report(self, split: Split, chunk: Chunk, parsed: Parsed, bad: Array, num_rows: int) -> ReadReport:
-        counts: Counter[str] = Counter()
-        problems: list[str] = []
-        part = self._parts[split][chunk.part]
-        for number in bad.tolist():
-            reason, message = parsed.describe(number)
-            counts[f"{self.files[part.file]}: {reason}"] += 1
-            if len(problems) < MAX_PROBLEMS:
-                problems.append(f"{self._source.where(part, chunk, int(parsed.bad_rows[number]))}: {message}")
-            if self.options.on_bad_row == "raise":
-                raise ValueError(problems[0])
-        return ReadReport(num_rows, counts.total(), tuple(problems), tuple(sorted(counts.items())))
 
     def _parts_of(self, split: Split) -> tuple[Part, ...]:
         if split not in self._parts:
@@ -378,11 +361,10 @@ def is_labelled(file: LogFile, options: LogOptions) -> bool:
     """Whether a log that is to be scored has labels, as far as a file's columns or its first line tell."""
     label = options.schema.label or LABEL
     if file.format != "text":
-        return label in head_of(file).schema.names
+        return label in head_of(file)[0].names
     if delimiter := delimiter_of(file, options):
         return label in header_of(file, delimiter)[0]
-    lines = first_bytes(file).split(b"\n")
-    first = next((line for line in lines if line.removesuffix(b"\r")), b"")
+    first = first_bytes(file).lstrip(b"\r\n").partition(b"\n")[0]
     return first.count(b"\t") != len(CRITEO_FIELDS) - 2
 
 

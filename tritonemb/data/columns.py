@@ -77,33 +77,6 @@ class Rows:
         return concat([self], rows.numpy())
 
 
-def encode_categories(column: Any, num_train: int, min_count: int = 1) -> tuple[Tensor, int]:
-    """Number the categories of a column whose first `num_train` rows are the training rows.
-
-    Id 0 stands for missing, for unseen in training and for categories with fewer than `min_count` training rows; the
-    others follow by descending count (ties by value), so that rows that are often used together lie together.
-
-    Args:
-        column: a `pyarrow` Array or ChunkedArray; null is missing.
-
-    Returns:
-        ids int32 `[len(column)]`, and the number of ids.
-    """
-    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
-    encoded = array.dictionary_encode()
-    codes = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False)
-    categories = encoded.dictionary.to_numpy(zero_copy_only=False)
-    if categories.dtype == object:
-        categories = categories.astype(str)
-    train = codes[:num_train]
-    counts = np.bincount(train[train >= 0], minlength=len(categories))
-    order = np.lexsort((categories, -counts))
-    kept = order[counts[order] >= max(min_count, 1)]
-    id_of_code = np.zeros(len(categories) + 1, dtype=np.int32)  # the last one serves code -1
-    id_of_code[kept] = np.arange(1, len(kept) + 1, dtype=np.int32)
-    return torch.from_numpy(id_of_code[codes]), len(kept) + 1
-
-
 def concat(parts: Sequence[Rows], order: Array | None = None) -> Rows:
     """The rows of all parts, one part after the other; with `order` (int64 `[N]`), those rows in that order.
 
@@ -112,19 +85,18 @@ def concat(parts: Sequence[Rows], order: Array | None = None) -> Rows:
     if len(parts) == 1 and order is None:
         return parts[0]
     columns = []
-    for of_one in zip(*(part.columns for part in parts), strict=True):
-        column = Column(torch.from_numpy(_joined([piece.values for piece in of_one])))
-        if of_one[0].offsets is not None:
-            lengths = np.concatenate([np.diff(piece.offsets.numpy()) for piece in of_one if piece.offsets is not None])
-            column = Column(column.values, torch.from_numpy(_offsets(lengths)))
-        if order is not None:
-            values, kept = column.take(torch.from_numpy(order))
-            offsets = None if column.offsets is None else torch.from_numpy(_offsets(kept.numpy()))
-            column = Column(values, offsets)
-        columns.append(column)
-    dense, labels = _joined([part.dense for part in parts]), _joined([part.labels for part in parts])
-    if order is not None:
-        dense, labels = np.take(dense, order, axis=0), labels[order]
+    for pieces in zip(*(part.columns for part in parts), strict=True):
+        values, offsets = _joined([piece.values for piece in pieces], None), None
+        places = order
+        if pieces[0].offsets is not None:
+            lengths = np.concatenate([np.diff(piece.offsets.numpy()) for piece in pieces if piece.offsets is not None])
+            offsets = _offsets(lengths)
+            if order is not None:
+                places, lengths = _places(offsets, order)
+                offsets = _offsets(lengths)
+        values = values if places is None else values[places]
+        columns.append(Column(torch.from_numpy(values), None if offsets is None else torch.from_numpy(offsets)))
+    dense, labels = (_joined([getattr(part, name) for part in parts], order) for name in ("dense", "labels"))
     return Rows(torch.from_numpy(dense), tuple(columns), torch.from_numpy(labels))
 
 
@@ -163,11 +135,10 @@ def _copy(source: Array, chosen: Array | slice, target: Array) -> None:
 
 def _pick(offsets: Array, chosen: Array | slice) -> tuple[Array | slice, Array]:
     """Where the ids of the chosen rows stand, and how many there are in each."""
-    if isinstance(chosen, slice):
-        return slice(int(offsets[chosen.start]), int(offsets[chosen.stop])), np.diff(
-            offsets[chosen.start : chosen.stop + 1]
-        )
-    return _places(offsets, chosen)
+    if not isinstance(chosen, slice):
+        return _places(offsets, chosen)
+    ends = offsets[chosen.start : chosen.stop + 1]
+    return slice(int(ends[0]), int(ends[-1])), np.diff(ends)
 
 
 def _places(offsets: Array, rows: Array) -> tuple[Array, Array]:
@@ -185,7 +156,8 @@ def _offsets(lengths: Array) -> Array:
     return offsets
 
 
-def _joined(tensors: Sequence[Tensor]) -> Array:
-    """In memory of their own only if there are several."""
+def _joined(tensors: Sequence[Tensor], order: Array | None) -> Array:
+    """One after the other, or in an order; in memory of their own only if there is need."""
     arrays = [tensor.numpy() for tensor in tensors]
-    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    return whole if order is None else np.take(whole, order, axis=0)

@@ -14,14 +14,13 @@ from typing import Any, Literal
 import numpy as np
 
 from tritonemb.data.click_log import ClickLog
-from tritonemb.data.encode import COLUMNS, METADATA, decoded, integers, is_list, is_text
+from tritonemb.data.encode import COLUMNS, METADATA, counted, is_text, most_frequent
 from tritonemb.data.files import LogFile, find
 from tritonemb.data.protocol import ReadReport, Split
 from tritonemb.data.schema import LogOptions, SplitRule
 from tritonemb.utils import LazyModule, require, written_aside
 
 pa: Any = LazyModule("pyarrow")
-compute: Any = LazyModule("pyarrow.compute")
 parquet: Any = LazyModule("pyarrow.parquet")
 
 _Task = tuple[ClickLog, Split, Path]
@@ -32,15 +31,6 @@ SECONDS_BETWEEN_LINES = 5.0
 CAPACITY = 1 << 22  # distinct values that are counted at a time, of one feature
 
 
-@dataclass(frozen=True)
-class ConvertReport:
-    """Rows written to the Parquet files, and bad rows left out."""
-
-    rows: int
-    skipped: int
-    files: tuple[Path, ...]
-
-
 def convert(
     source: str | Path,
     target: str | Path,
@@ -49,8 +39,8 @@ def convert(
     row_group_rows: int = ROW_GROUP_ROWS,
     compression: Compression = "zstd",
     progress: Callable[[int], None] | None = None,
-) -> ConvertReport:
-    """Write a text file as a Parquet file, or a folder of them as a folder of Parquet files.
+) -> ReadReport:
+    """Write a text file as a Parquet file, or a folder of them as a folder of Parquet files; report what was written.
 
     Each file is written aside and gets its name when it is whole. It has the columns of the schema: the label as int8,
     numbers as float64 and categories as string or int64; of Criteo's format int_1 to int_13 as int64 and cat_1 to
@@ -63,7 +53,7 @@ def convert(
         progress: is called with the number of rows written so far, now and then.
 
     Raises:
-        FileNotFoundError, ValueError: as `ClickLog`; the target is there; the source is Parquet already.
+        OSError, ValueError: as `ClickLog`; the target is there; the source is Parquet already.
     """
     if row_group_rows < 1:
         raise ValueError(f"row_group_rows must be at least 1, got {row_group_rows}")
@@ -72,29 +62,24 @@ def convert(
         raise ValueError(f"{files[0].path} is Parquet already; text files are converted")
     is_folder = len(files) > 1 or str(files[0].path).rstrip("/") != str(source).rstrip("/")
     targets = [target / f"{file.stem}.parquet" for file in files] if is_folder else [target]
-    if is_folder and not target.parent.is_dir():
-        raise FileNotFoundError(f"{target.parent}: no such folder to make {target.name} in")
-    if is_folder and target.exists() and not target.is_dir():
-        raise ValueError(f"{target} is a file; a folder is converted to a folder")
     for path in targets:
         if path.exists():
             raise ValueError(f"{path} is there already; remove it, or name another target")
     log = ClickLog(source, replace(options or LogOptions(), split=SplitRule(split_by="end", test_share=0.0)))
     if is_folder:
         target.mkdir(exist_ok=True)
-    tasks: list[_Task] = [(log.of_file(number), "train", path) for number, path in enumerate(targets)]
+    tasks: list[_Task] = [(log.all_rows_as("train", [number]), "train", path) for number, path in enumerate(targets)]
     reports = _write(tasks, row_group_rows, compression, progress)
     empty = [(file, path) for file, path, report in zip(files, targets, reports, strict=True) if not report.rows]
     for _, path in empty:
         path.unlink()
     if empty:
         raise ValueError(f"{empty[0][0].path} has no good rows to convert")
-    rows, skipped = sum(report.rows for report in reports), sum(report.skipped for report in reports)
-    return ConvertReport(rows, skipped, tuple(targets))
+    return sum(reports, ReadReport())
 
 
 def cached_as_parquet(
-    log: ClickLog, folder: str | Path, progress: Callable[[int, int | None], None] | None = None
+    log: ClickLog, folder: str | Path, progress: Callable[[int, int], None] | None = None
 ) -> ClickLog:
     """The same log read from Parquet files in a folder, written there unless they are; only text is converted.
 
@@ -103,7 +88,7 @@ def cached_as_parquet(
 
     Args:
         folder: made if need be. Another log, or another way to read it, has other files there.
-        progress: is called with the rows written so far and their estimated number, None where nobody can say.
+        progress: is called with the rows written so far and their estimated number.
 
     Raises:
         ValueError: a bad row, unless the log skips them.
@@ -115,8 +100,7 @@ def cached_as_parquet(
     summary = kept / "log.json"
     with require("filelock").FileLock(str(kept / "lock")):
         if not summary.exists():
-            estimates = [log.estimated_rows(split) for split in log.splits()]
-            total = None if None in estimates else sum(estimate or 0 for estimate in estimates)
+            total = sum(log.estimated_rows(split) or 0 for split in log.splits())
             tasks: list[_Task] = [(log, split, kept / f"{split}.parquet") for split in log.splits()]
             written = None if progress is None else lambda rows: progress(rows, total)
             reports = map(asdict, _write(tasks, ROW_GROUP_ROWS, "zstd", written))
@@ -136,16 +120,12 @@ def _write(
     """Write the good rows of some splits, each to a Parquet file."""
     schema = tasks[0][0].text_schema()
     reports: list[ReadReport] = []
-
-    def table_of(batch: Any) -> Any:
-        return pa.Table.from_batches([batch]).select(schema.names).cast(schema)
-
     for log, split, path in tasks:
         report, waiting, before = ReadReport(), schema.empty_table(), sum(report.rows for report in reports)
         with (
             written_aside(path) as part,
             parquet.ParquetWriter(part, schema, compression=compression) as writer,
-            closing(log.scan(split, table_of)) as blocks,
+            closing(log.scan(split, lambda batch: pa.table(batch).select(schema.names).cast(schema))) as blocks,
         ):
             for block in blocks:
                 report += block.report
@@ -170,8 +150,7 @@ class VocabularyReport:
         rows: train rows counted.
         skipped: bad rows left out.
         num_embeddings: ids of each feature, 0 among them.
-        forgotten: for features with more distinct values than could be counted at a time: by how much, at most, a
-            count is too low.
+        forgotten: by how much a count of a feature may be too low, if too many distinct values had to be counted.
     """
 
     rows: int
@@ -210,74 +189,58 @@ def build_vocabulary(
     path = Path(path)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path.parent}: no such folder to write {path.name} to")
-    tables: dict[str, list[Any]] = {name: [] for name in log.schema.sparse}
-    forgotten, pending = dict.fromkeys(tables, 0), dict.fromkeys(tables, 0)
+    names = log.schema.sparse
+    tables: dict[str, list[Any]] = {name: [] for name in names}
+    forgotten, pending = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
     report = ReadReport()
-
-    def count(batch: Any) -> dict[str, Any]:
-        return {name: _counted(batch.column(name)) for name in tables}
-
-    def merge(name: str, most_pending: int) -> None:
-        if pending[name] > most_pending:
-            table, lost = _summed(tables[name], capacity)
-            tables[name], pending[name], forgotten[name] = [table], 0, forgotten[name] + lost
-
-    with closing(log.scan("train", count)) as blocks:
+    with closing(log.scan("train", lambda batch: [counted(batch.column(name)) for name in names])) as blocks:
         for block in blocks:
             report += block.report
-            for name, table in block.rows.items():
+            for name, table in zip(names, block.rows, strict=True):
                 tables[name] += [table] if table.num_rows else []
                 pending[name] += table.num_rows
-                merge(name, max(capacity // 2, 1))
+                if pending[name] > max(capacity // 2, 1):
+                    tables[name], lost = _summed(tables[name], capacity)
+                    pending[name], forgotten[name] = 0, forgotten[name] + lost
             if progress is not None:
                 progress(report.rows)
     if report.rows == 0:
         raise ValueError(f"data set {log.name!r}: there are no train rows to make a vocabulary of")
-    for name, found in tables.items():
-        if found:
-            merge(name, -1)
-    sizes = _save(path, tables, min_count, max_size)
+    sizes = dict.fromkeys(names, 1)
+    for name in names:
+        tables[name], lost = _summed(tables[name], capacity)
+        forgotten[name] += lost
+        tables[name] = [most_frequent(table, min_count, max_size) for table in tables[name]]
+        sizes[name] += sum(table.num_rows for table in tables[name])
+    _save(path, tables)
     return VocabularyReport(report.rows, report.skipped, sizes, {name: n for name, n in forgotten.items() if n})
 
 
-def _counted(array: Any) -> Any:
-    """A table of value, a large string or int64, and count, without missing ones."""
-    if is_list(array.type):
-        array = compute.list_flatten(array)
-    array = array.cast(decoded(array.type)).drop_null()
-    text = is_text(array.type)
-    found = compute.value_counts(array.cast(pa.large_string()) if text else pa.array(integers(array).astype(np.int64)))
-    return pa.table({"value": found.field("values"), "count": found.field("counts")})
-
-
-def _summed(tables: Sequence[Any], capacity: int) -> tuple[Any, int]:
+def _summed(tables: list[Any], capacity: int) -> tuple[list[Any], int]:
     """One table of values and counts, without the rarest of more than `capacity`; and the largest count left out."""
+    if not tables:
+        return [], 0
     table = pa.concat_tables(tables).group_by("value", use_threads=False).aggregate([("count", "sum")])
     table = table.rename_columns({"count_sum": "count"})
     if table.num_rows <= capacity:
-        return table, 0
+        return [table], 0
     counts = table["count"].to_numpy()
     order = np.argsort(-counts, kind="stable")
-    return table.take(pa.array(np.sort(order[:capacity]))), int(counts[order[capacity]])
+    return [table.take(pa.array(np.sort(order[:capacity])))], int(counts[order[capacity]])
 
 
-def _save(path: Path, tables: Mapping[str, list[Any]], min_count: int, max_size: int | None) -> dict[str, int]:
-    """Write a vocabulary, at once and whole; returns each feature's number of ids, 0 for missing among them."""
+def _save(path: Path, tables: Mapping[str, list[Any]]) -> None:
+    """Write a vocabulary, at once and whole."""
     types = (pa.string(), pa.large_string(), pa.int64(), pa.int64())
     is_string = {name: bool(found) and is_text(found[0]["value"].type) for name, found in tables.items()}
     kinds = {name: "string" if text else "integer" for name, text in is_string.items()}
     schema = pa.schema(list(zip(COLUMNS, types, strict=True)), {METADATA: json.dumps(kinds).encode()})
-    sizes = dict.fromkeys(tables, 1)
     with written_aside(path) as part, parquet.ParquetWriter(part, schema, compression="zstd") as writer:
         for name, found in tables.items():
-            for table in found:
-                kept = table.filter(compute.greater_equal(table["count"], min_count))
-                kept = kept.sort_by([("count", "descending"), ("value", "ascending")]).slice(0, max_size)
-                sizes[name] += kept.num_rows
-                names, ids = pa.array([name] * kept.num_rows, pa.string()), np.arange(1, sizes[name])
+            for kept in found:
+                names, ids = pa.array([name] * kept.num_rows, pa.string()), np.arange(1, kept.num_rows + 1)
                 columns = {"feature": names, "value": kept["value"], "id": ids, "count": kept["count"]}
                 writer.write_table(pa.table(columns).cast(schema))
-    return sizes
 
 
 @dataclass(frozen=True)
@@ -335,11 +298,15 @@ def make_vocabulary(options: VocabOptions) -> str:
 
 def convert_log(options: ConvertOptions) -> str:
     """Raises ValueError, FileNotFoundError: as `convert`."""
-    rows, compression, progress = options.row_group_rows, options.compression, _progress("written")
     report = convert(
-        options.data, options.out, options.read, row_group_rows=rows, compression=compression, progress=progress
+        options.data,
+        options.out,
+        options.read,
+        row_group_rows=options.row_group_rows,
+        compression=options.compression,
+        progress=_progress("written"),
     )
-    files = f" in {len(report.files):,} files" if options.out.is_dir() else ""
+    files = f" in {len(find(options.data)):,} files" if options.out.is_dir() else ""
     return f"{options.out}: {report.rows:,} rows{files}{_skipped(report.skipped)}"
 
 

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from tritonemb.data.columns import Column, Rows, encode_categories
+from tritonemb.data.columns import Column, Rows
+from tritonemb.data.encode import encode_categories
 from tritonemb.data.in_memory import Dataset
 from tritonemb.data.protocol import Feature
 from tritonemb.utils import require, written_aside

@@ -14,9 +14,11 @@ from __future__ import annotations
 import binascii
 import csv
 import io
+import itertools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,14 +44,16 @@ _RULES = (
 )
 
 
+_EXPECTED = {"double": "a number or nothing", "int64": "an integer or nothing", "string": "text in UTF-8"}
+
+
 @dataclass(frozen=True)
 class Parsed:
     """The rows of a chunk."""
 
-    batch: Any  # a `pyarrow.RecordBatch` of the rows that can be read
+    batch: Any  # a `pyarrow.RecordBatch` of the good rows
     rows: Array  # int64 [N], the line or row of each in the chunk
-    good: Array  # bool [N]
-    bad_rows: Array  # int64, the lines or rows that are bad, ascending: of the batch and others
+    bad_rows: Array  # int64, the other lines or rows, ascending
     describe: Callable[[int], tuple[str, str]]  # reason and message for the n-th of them
 
 
@@ -71,10 +75,8 @@ class CsvFormat:
 
     def arrow_schema(self) -> Any:
         """The columns of the schema in the smallest types that hold them, a `pyarrow.Schema`."""
-        kinds = self._types | {self.schema.label: pa.int8()}
-        if not self.quote:
-            kinds |= dict.fromkeys(CATEGORIES, pa.uint32())
-        return pa.schema([(name, kinds[name]) for name in self.schema.columns(self.labelled)])
+        fields = [self.read(b"").schema.field(name) for name in self.schema.columns(self.labelled)]
+        return pa.schema([field.with_type(pa.int8()) if field.name == self.schema.label else field for field in fields])
 
     def read(self, lines: Text, accepted: bool = False) -> Any:
         """A `pyarrow.RecordBatch` of some lines without blank ones; None if one may not be acceptable, unless all have
@@ -102,9 +104,12 @@ class CsvFormat:
             return "too long", f"the line has more than {LONGEST_LINE:,} characters"
         if self.quote and b"\r" in line and not self.quoted:
             return "carriage return", "a carriage return stands inside the line"
-        fields = self._fields(line)
-        if len(fields) != len(self.columns):
-            return f"not {len(self.columns)} fields", f"{self._expected_fields(len(fields))}{hint}"
+        fields, count = self._fields(line), len(self.columns)
+        if len(fields) != count:
+            if not self.quote and self.labelled and len(fields) == count - 1:
+                hint = f" (Criteo's test.txt has no labels; use train.txt){hint}"
+            delimiter = {"\t": "tab", ",": "comma"}.get(self._delimiter, repr(self._delimiter))
+            return f"not {count} fields", f"expected {count} {delimiter}-separated fields, found {len(fields)}{hint}"
         for place, (name, value) in enumerate(zip(self.columns, fields, strict=True), 1):
             if expected := self._expected(line, place, value):
                 return f"field {place} ({name}) is not {expected}", wrong_value(place, name, value, expected, hint)
@@ -114,37 +119,31 @@ class CsvFormat:
         text = io.StringIO(line.decode(errors="backslashreplace"), newline="")
         return next(csv.reader(text, delimiter=self._delimiter))
 
-    def _expected_fields(self, found: int) -> str:
-        return f"expected {len(self.columns)} fields with {self._delimiter!r} between them, found {found}"
-
     def _expected(self, line: bytes, place: int, value: Any) -> str | None:
         """What was expected of a field that has something else."""
         name = self.columns[place - 1]
         if name not in self._types:
             return None
         alone = self._parse(line + b"\n", {name: self._types[name]})
-        if alone is None and name in self.schema.sparse:
-            return "an integer or nothing" if name in self.schema.integers else "text in UTF-8"
         if alone is None:
-            return "a number or nothing" if name in self.schema.dense else "0 or 1"
+            return "0 or 1" if name == self.schema.label else _EXPECTED[str(self._types[name])]
         wrong = wrong_values(alone, self.schema)
         return wrong[0][1] if wrong else None
 
     def _parse(self, lines: Text, types: dict[str, Any]) -> Any:
         """The columns of `types`; None if the lines have another number of fields, or other values."""
         if not lines:
-            table = pa.schema(list(types.items())).empty_table()
-        else:
-            quote = '"' if self.quote else False
-            read = arrow_csv.ReadOptions(column_names=self.columns, block_size=BLOCK_BYTES, use_threads=False)
-            parse = arrow_csv.ParseOptions(delimiter=self._delimiter, quote_char=quote, newlines_in_values=self.quoted)
-            convert = arrow_csv.ConvertOptions(
-                column_types=types, include_columns=list(types), null_values=[""], strings_can_be_null=self.quote
-            )
-            try:
-                table = arrow_csv.read_csv(pa.BufferReader(lines), read, parse, convert)
-            except pa.ArrowInvalid:
-                return None
+            return pa.RecordBatch.from_pylist([], pa.schema(list(types.items())))
+        quote = '"' if self.quote else False
+        read = arrow_csv.ReadOptions(column_names=self.columns, block_size=BLOCK_BYTES, use_threads=False)
+        parse = arrow_csv.ParseOptions(delimiter=self._delimiter, quote_char=quote, newlines_in_values=self.quoted)
+        convert = arrow_csv.ConvertOptions(
+            column_types=types, include_columns=list(types), null_values=[""], strings_can_be_null=self.quote
+        )
+        try:
+            table = arrow_csv.read_csv(pa.BufferReader(lines), read, parse, convert)
+        except pa.ArrowInvalid:
+            return None
         return pa.RecordBatch.from_arrays([column.combine_chunks() for column in table.columns], table.column_names)
 
 
@@ -166,8 +165,7 @@ class CriteoFormat(CsvFormat):
         if batch is None:
             return None
         arrays, num_bytes, largest = [], len(self.columns) * batch.num_rows, 0
-        for name in self.columns:
-            array = batch.column(name)
+        for name, array in zip(self.columns, batch.columns, strict=True):
             if name in CATEGORIES:
                 array, size = hexadecimal(array)
                 if array is None:
@@ -187,11 +185,6 @@ class CriteoFormat(CsvFormat):
 
     def _fields(self, line: bytes) -> list[Any]:
         return line.split(b"\t")
-
-    def _expected_fields(self, found: int) -> str:
-        unlabelled = self.labelled and found == len(self.columns) - 1
-        hint = " (Criteo's test.txt has no labels; use train.txt)" if unlabelled else ""
-        return f"expected {len(self.columns)} tab-separated fields, found {found}{hint}"
 
     def _expected(self, line: bytes, place: int, value: Any) -> str | None:
         pattern, expected = self._rules[place - 1]
@@ -213,34 +206,28 @@ def _written(array: Any) -> tuple[int, int]:
 def hexadecimal(array: Any) -> tuple[Any, int]:
     """uint32 of a `pyarrow` array of up to 8 hexadecimal digits each, and their number; None if there are others."""
     data, ends = string_buffers(array)
-    data, lengths = data[ends[0] : ends[-1]], np.diff(ends)
-    missing, full = lengths == 0, lengths == 8
+    digits, lengths = data[ends[0] : ends[-1]], np.diff(ends)
+    num_digits, missing, full = len(digits), lengths == 0, lengths == 8
     if (lengths > 8).any():
         return None, 0
-    digits = data
-    if not (full | missing).all():  # zeros before the digits
-        digits = np.full(8 * len(lengths), ord("0"), dtype=np.uint8)
-        shifts = np.arange(8, 8 * len(lengths) + 8, 8) - (ends[1:] - ends[0])
-        digits[np.repeat(shifts, lengths) + np.arange(len(data))] = data
-        full = np.ones(len(lengths), dtype=bool)
     try:
+        if not (full | missing).all():  # zeros before the digits
+            padded = compute.ascii_lpad(array.cast(pa.string()), 8, "0")
+            digits = string_buffers(padded)[0][: 8 * len(array)]
         found = np.frombuffer(binascii.unhexlify(digits), ">u4").astype(np.uint32)
-    except binascii.Error:
+    except ValueError:
         return None, 0
-    numbers = found
-    if not full.all():
-        numbers = np.zeros(len(lengths), dtype=np.uint32)
+    if len(found) < len(array):
+        numbers = np.zeros(len(array), dtype=np.uint32)
         numbers[full] = found
-    return pa.array(numbers, mask=missing if missing.any() else None), len(data)
+        found = numbers
+    return pa.array(found, mask=missing if missing.any() else None), num_digits
 
 
 def check_criteo(schema: Schema, where: str) -> None:
-    """ValueError if a schema has other columns than Criteo's, or has them as what they are not."""
-    for part, names in (("dense", schema.dense), ("sparse", schema.sparse)):
-        fitting = INTEGERS if part == "dense" else INTEGERS + CATEGORIES
-        if wrong := [name for name in names if name in FIELDS and name not in fitting]:
-            kind = "the label" if wrong[0] == LABEL else "a category"
-            raise ValueError(f"schema: {wrong[0]!r} of Criteo's TSV can not be {part}: it is {kind}")
+    """ValueError if a schema has another label than Criteo's, or categories as numbers."""
+    if wrong := [name for name in schema.dense if name in CATEGORIES]:
+        raise ValueError(f"schema: {wrong[0]!r} of Criteo's TSV can not be dense: it is a category")
     if schema.label not in ("", LABEL):
         raise ValueError(
             f"{where}: without a header, text files have Criteo's format, whose label is {LABEL!r} and not "
@@ -266,23 +253,22 @@ def parse(form: CsvFormat, data: Text) -> Parsed:
         data = data.replace(b"\r\n", b"\n")
         plain &= b"\r" not in data
     batch: Any = form.read(data) if plain else None
-    good = None if batch is None else good_rows(batch.num_rows, wrong_values(batch, form.schema))
-    if good is not None and good.all() and batch.num_rows == count_lines(data):
-        return Parsed(batch, np.arange(batch.num_rows), good, np.zeros(0, dtype=np.int64), lambda number: ("", ""))
-    lines, numbers = lines_of(data, form.quoted)
+    if batch is not None and batch.num_rows == count_lines(data) and not wrong_values(batch, form.schema):
+        return Parsed(batch, np.arange(batch.num_rows), np.zeros(0, dtype=np.int64), lambda number: ("", ""))
+    lines, numbers = _lines_of(data, form.quoted)
     rows = numbers
-    if good is None or len(good) != len(lines):
-        accepted = np.array(form.accepts(lines), dtype=bool)
-        rows = numbers[accepted]
-        readable = [line + b"\n" for line, fits in zip(lines, accepted, strict=True) if fits]
-        batch = form.read(b"".join(readable), accepted=True)
-        good = good_rows(batch.num_rows, wrong_values(batch, form.schema))
-    bad_rows = np.setdiff1d(numbers, rows[good], assume_unique=True)
+    if batch is None or batch.num_rows != len(lines):
+        accepted = form.accepts(lines)
+        rows = numbers[np.array(accepted, dtype=bool)]
+        batch = form.read(b"".join(line + b"\n" for line in itertools.compress(lines, accepted)), accepted=True)
+    good = good_rows(batch, wrong_values(batch, form.schema))
+    batch, rows = batch.filter(pa.array(good)), rows[good]
+    bad_rows = np.setdiff1d(numbers, rows, assume_unique=True)
 
     def describe(number: int) -> tuple[str, str]:
         return form.problem(lines[int(np.searchsorted(numbers, bad_rows[number]))])
 
-    return Parsed(batch, rows, good, bad_rows, describe)
+    return Parsed(batch, rows, bad_rows, describe)
 
 
 def count_lines(data: Text) -> int:
@@ -290,19 +276,30 @@ def count_lines(data: Text) -> int:
     return int(np.count_nonzero(np.frombuffer(data, np.uint8) == ord("\n")))
 
 
-def lines_of(data: Text, quoted: bool) -> tuple[list[bytes], Array]:
+def read_line(source: Any, quoted: bool = False) -> bytes:
+    """The next line with its end, nothing at the end of the file; with `quoted`, line ends in quotes are part of it.
+
+    Of a line that is too long, the beginning alone. A quote that is not closed before that is none: its line ends with
+    the next line feed.
+    """
+    line: bytes = source.readline(LONGEST_LINE + 1)
+    while quoted and line.count(b'"') % 2 and len(line) <= LONGEST_LINE:
+        if not (more := source.readline(LONGEST_LINE + 1)):
+            break
+        line += more
+    if len(line) > LONGEST_LINE and not line.endswith(b"\n"):
+        line += b"\n"
+        while (rest := source.readline(LONGEST_LINE)) and not rest.endswith(b"\n"):
+            pass
+    return line
+
+
+def _lines_of(data: Text, quoted: bool) -> tuple[list[bytes], Array]:
     """The lines that are not blank, without their ends, and the number of each."""
-    if not quoted:
-        lines = bytes(data[:-1]).split(b"\n")
-        numbers = np.arange(len(lines))
-    else:
-        starts = np.concatenate([[0], quoted_ends(data)]).astype(np.int64)
-        starts = starts[starts < len(data)]
-        stops = np.append(starts[1:], len(data))
-        found = (bytes(data[start:stop]) for start, stop in zip(starts, stops, strict=True))
-        lines = [line.removesuffix(b"\n").removesuffix(b"\r") for line in found]
-        numbers = np.searchsorted(np.flatnonzero(np.frombuffer(data, np.uint8) == ord("\n")), starts)
-    kept = np.array([bool(line) for line in lines], dtype=bool)
+    lines = list(iter(partial(read_line, io.BytesIO(data), quoted), b""))
+    numbers = np.cumsum([0, *(line.count(b"\n") for line in lines)])
+    lines = [line.removesuffix(b"\n").removesuffix(b"\r") for line in lines]
+    kept = np.flatnonzero([bool(line) for line in lines])
     return [line for line in lines if line], numbers[kept]
 
 
@@ -314,47 +311,3 @@ def _has_long_line(data: Text) -> bool:
             return True
         begin = end
     return False
-
-
-class LineEnds:
-    """Where the lines of a text end, which begins with a line: the places behind their line feeds."""
-
-    def __init__(self, text: Text, quoted: bool) -> None:
-        self._text, self._ends = text, quoted_ends(text) if quoted else None
-
-    def last(self) -> int:
-        """The end of the last whole line; 0 if there is none."""
-        if self._ends is not None:
-            return int(self._ends[-1]) if len(self._ends) else 0
-        return self._text.rfind(b"\n") + 1
-
-    def after(self, place: int) -> int:
-        """The first end behind a place; 0 if there is none."""
-        if self._ends is not None:
-            found = self._ends[np.searchsorted(self._ends, place, side="right") :]
-            return int(found[0]) if len(found) else 0
-        return self._text.find(b"\n", place) + 1
-
-
-def quoted_ends(text: Text) -> Array:
-    """Where lines end, line feeds inside quotes aside: int64 places behind the line feeds.
-
-    A quote that is not closed within `LONGEST_LINE` bytes of its line is none: that line ends with the next line feed.
-    """
-    data = np.frombuffer(text, np.uint8)
-    found: list[Array] = []
-    begin = 0
-    while True:
-        outside = ~np.logical_xor.accumulate(data[begin:] == ord('"'))
-        ends = begin + 1 + np.flatnonzero((data[begin:] == ord("\n")) & outside)
-        lengths = np.diff(ends, prepend=begin, append=len(text))
-        too_long = np.flatnonzero(lengths > LONGEST_LINE)
-        if not len(too_long):
-            return np.concatenate([*found, ends])
-        ends = ends[: too_long[0]]
-        last = int(ends[-1]) if len(ends) else begin
-        begin = text.find(b"\n", last + LONGEST_LINE) + 1
-        found.append(ends)
-        if not begin:
-            return np.concatenate(found)
-        found.append(np.array([begin]))

@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from tritonemb.data.columns import Array, Column, Rows
 from tritonemb.data.protocol import Feature
@@ -71,14 +72,11 @@ def hash_strings(data: Array, offsets: Array, seed: np.uint64) -> Array:
 
 def mix(hashes: Array) -> Array:
     """SplitMix64's finaliser, in place."""
-    scratch = hashes >> _30
-    hashes ^= scratch
+    hashes ^= hashes >> _30
     hashes *= _FIRST
-    np.right_shift(hashes, _27, out=scratch)
-    hashes ^= scratch
+    hashes ^= hashes >> _27
     hashes *= _SECOND
-    np.right_shift(hashes, _31, out=scratch)
-    hashes ^= scratch
+    hashes ^= hashes >> _31
     return hashes
 
 
@@ -94,7 +92,6 @@ def ids_of(hashes: Array, num_embeddings: int) -> Array:
 
 METADATA = b"tritonemb.vocabulary"
 COLUMNS = ("feature", "value", "id", "count")
-_SEED = np.uint64(0)
 _INFINITE = 2.0**128 - 2.0**103  # from here on, numbers are rounded to infinity in float32
 _LOGARITHMS = np.log1p(np.arange(1 << 12)).astype(np.float32)
 _TEXT = ("string", "large_string", "binary", "large_binary")
@@ -121,12 +118,12 @@ def missing_of(array: Any) -> Array:
     return missing
 
 
-def integers(array: Any) -> Array:
-    """A `pyarrow` array of integers, booleans or nulls: 0 for nulls, booleans and nulls as int64."""
+def integers(array: Any, fill: bool = True) -> Array:
+    """A `pyarrow` array of integers, booleans or nulls: 0 for nulls, anything if not to `fill`; the others as int64."""
     if not pa.types.is_integer(array.type):
         array = array.cast(pa.int64())
-    found: Array = compute.fill_null(array, 0).to_numpy(zero_copy_only=False)
-    return found
+    found: Array = pa.Array.from_buffers(array.type, len(array), [None, array.buffers()[1]], 0, array.offset).to_numpy()
+    return np.where(missing_of(array), found.dtype.type(0), found) if fill and array.null_count else found
 
 
 def numbers(array: Any) -> Array:
@@ -171,12 +168,10 @@ def wrong_values(batch: Any, schema: Schema) -> list[tuple[str, str, Array]]:
     return [entry for entry in wrong if entry[2].any()]
 
 
-def good_rows(num_rows: int, wrong: list[tuple[str, str, Array]]) -> Array:
+def good_rows(batch: Any, wrong: list[tuple[str, str, Array]]) -> Array:
     """bool `[N]`: the rows with none of the `wrong_values`."""
-    good = np.ones(num_rows, dtype=bool)
-    for _, _, bad in wrong:
-        good &= ~bad
-    return good
+    bad: Array = np.sum([bad for _, _, bad in wrong], axis=0, dtype=bool) if wrong else np.zeros(batch.num_rows, bool)
+    return ~bad
 
 
 def string_buffers(strings: Any) -> tuple[Array, Array]:
@@ -190,19 +185,29 @@ def string_buffers(strings: Any) -> tuple[Array, Array]:
 
 
 class Numbering:
-    """How the values of one feature become ids in `[0, num_embeddings)`, by their hash."""
+    """How the values of one feature become ids in `[0, num_embeddings)`: by their hash, or by a vocabulary.
 
-    encodes_integers = False  # whether each distinct one is looked up once
+    Args:
+        values: of the vocabulary: distinct `pyarrow` strings, or int64.
+        ids: int64 `[len(values)]`, from 1 on.
+    """
 
-    def __init__(self, name: str, num_embeddings: int) -> None:
+    def __init__(self, name: str, num_embeddings: int, values: Any = None, ids: Array | None = None) -> None:
         self.name, self.num_embeddings = name, num_embeddings
         self._seed = feature_seed(name)
+        self._keys: Array | None = None  # of the vocabulary, ascending: integers, or hashes of strings
+        if values is not None and ids is not None:
+            keys = hash_strings(*string_buffers(values), self._seed) if is_text(values.type) else values.to_numpy()
+            order = np.argsort(keys, kind="stable")
+            self._keys, self._ids = keys[order], ids[order].astype(np.int32)
+            if (self._keys[1:] == self._keys[:-1]).any():
+                raise ValueError(f"feature {name!r} has a value twice in the vocabulary; build it again")
 
     def ids(self, array: Any) -> Array:
         """int32 `[N]` of a `pyarrow` array of strings or integers; 0 where missing."""
         if str(decoded(array.type)) == "null":
             return np.zeros(len(array), dtype=np.int32)
-        if not hasattr(array.type, "index_type") and (self.encodes_integers or is_text(array.type)):
+        if not hasattr(array.type, "index_type") and (self._keys is not None or is_text(array.type)):
             array = array.dictionary_encode()
         if not hasattr(array.type, "index_type"):
             ids = self._unmasked_ids(array)
@@ -217,100 +222,91 @@ class Numbering:
         return ids
 
     def _unmasked_ids(self, values: Any) -> Array:
-        """int32 `[N]` of values that are distinct, or integers; anything where missing."""
-        if is_text(values.type):
-            return ids_of(hash_strings(*string_buffers(values), self._seed), self.num_embeddings)
-        return ids_of(hash_integers(integers(values), self._seed), self.num_embeddings)
-
-
-class FeatureVocabulary(Numbering):
-    """By a vocabulary: `pyarrow` strings, of integers in decimal if `integers`, and the int64 id of each."""
-
-    encodes_integers = True
-
-    def __init__(self, name: str, values: Any, ids: Array, integers: bool) -> None:
-        super().__init__(name, max(2, int(ids.max()) + 1) if len(ids) else 2)
-        self._integers = integers
-        keys = values.cast(pa.int64()).to_numpy() if integers else hash_strings(*string_buffers(values), _SEED)
-        order = np.argsort(keys, kind="stable")
-        self._keys: Array = keys[order]
-        self._ids: Array = ids[order].astype(np.int32)
-        self._strings = None if integers else values.take(pa.array(order))
-        if len(keys) and (self._keys[1:] == self._keys[:-1]).any():
-            raise ValueError(f"feature {name!r} has a value twice in the vocabulary; build it again")
-
-    def _unmasked_ids(self, values: Any) -> Array:
-        """int32 `[N]` of distinct values; 0 for those that are not in the vocabulary."""
-        if not len(self._keys):
-            return np.zeros(len(values), dtype=np.int32)
-        if is_text(values.type) == self._integers:
-            found, other = ("strings", "integers") if self._integers else ("integers", "strings")
+        """int32 `[N]` of values that are distinct, or integers to be hashed; anything where missing."""
+        text, known = is_text(values.type), self._keys
+        keys = hash_strings(*string_buffers(values), self._seed) if text else integers(values, fill=False)
+        if known is None:
+            return ids_of(keys if text else hash_integers(keys, self._seed), self.num_embeddings)
+        if not len(known):
+            return np.zeros(len(keys), dtype=np.int32)
+        if text != (known.dtype == np.uint64):
+            found, other = ("strings", "integers") if text else ("integers", "strings")
             raise ValueError(
                 f"feature {self.name!r} has {found}, but {other} in the vocabulary; build it from this log"
             )
-        if self._integers:
-            return self._look_up(integers(values).astype(np.int64))
-        hashes = hash_strings(*string_buffers(values), _SEED)
-        ids = self._look_up(hashes)
-        hits = np.flatnonzero(ids)  # by hash; now by the strings themselves
-        assert self._strings is not None
-        known = self._strings.take(pa.array(np.searchsorted(self._keys, hashes[hits])))
-        same = compute.equal(known.cast(pa.large_string()), values.take(pa.array(hits)).cast(pa.large_string()))
-        ids[hits[~compute.fill_null(same, False).to_numpy(zero_copy_only=False)]] = 0
-        return ids
-
-    def _look_up(self, keys: Array) -> Array:
-        places = np.minimum(np.searchsorted(self._keys, keys), len(self._keys) - 1)
-        ids: Array = np.where(self._keys[places] == keys, self._ids[places], np.int32(0))
+        keys = keys.astype(known.dtype, copy=False)
+        places = np.minimum(np.searchsorted(known, keys), len(known) - 1)
+        ids: Array = np.where(known[places] == keys, self._ids[places], np.int32(0))
         return ids
 
 
-class Vocabulary:
-    """The numberings of a vocabulary file, by feature."""
+def load_vocabulary(path: str | Path) -> dict[str, Numbering]:
+    """The numberings of the features in a file that `build_vocabulary` wrote.
 
-    def __init__(self, features: Mapping[str, FeatureVocabulary], path: Path) -> None:
-        self.features, self.path = dict(features), path
-
-    def feature(self, name: str) -> FeatureVocabulary:
-        """ValueError, listing the features, if there is none of this name."""
-        if name not in self.features:
-            raise ValueError(f"{self.path}: the vocabulary has no feature {name!r}, only {listed(self.features)}")
-        return self.features[name]
-
-    @staticmethod
-    def load(path: str | Path) -> Vocabulary:
-        """Read a file that `build_vocabulary` wrote.
-
-        Raises:
-            FileNotFoundError, ValueError: it is not there, or not such a file.
-        """
-        path = Path(path)
-        if not path.is_file():
-            raise FileNotFoundError(f"{path}: no such vocabulary; `tritonemb vocab` makes one")
-        try:
-            table = parquet.read_table(path).combine_chunks()
-            kinds = json.loads(table.schema.metadata[METADATA])
-            names = table.select(COLUMNS)["feature"].combine_chunks().dictionary_encode()
-        except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is not a vocabulary that `tritonemb vocab` made ({error})") from error
-        features, indices = {}, names.indices.to_numpy()
-        places = {name: place for place, name in enumerate(names.dictionary.to_pylist())}
-        for name, kind in kinds.items():
-            mine = table.filter(pa.array(indices == places.get(name, -1)))
-            values, ids = mine["value"].combine_chunks(), mine["id"].to_numpy()
-            features[name] = FeatureVocabulary(name, values, ids, kind == "integer")
-        return Vocabulary(features, path)
+    Raises:
+        FileNotFoundError, ValueError: it is not there, or not such a file.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such vocabulary; `tritonemb vocab` makes one")
+    try:
+        table = parquet.read_table(path).select(COLUMNS)
+        kinds = json.loads(table.schema.metadata[METADATA])
+    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a vocabulary that `tritonemb vocab` made ({error})") from error
+    found = {}
+    for name, kind in kinds.items():
+        mine = table.filter(compute.equal(table["feature"], name))
+        values, ids = mine["value"].combine_chunks(), mine["id"].to_numpy()
+        values = values.cast(pa.int64()) if kind == "integer" else values
+        found[name] = Numbering(name, max(2, int(ids.max(initial=0)) + 1), values, ids)
+    return found
 
 
 def numberings(schema: Schema) -> dict[str, Numbering]:
     """One for each sparse column; FileNotFoundError or ValueError if the vocabulary is not there, or not of these."""
-    if schema.vocabulary is not None:
-        if schema.sizes:
-            raise ValueError("schema: sizes are of hashed categories; a vocabulary has sizes of its own")
-        vocabulary = Vocabulary.load(schema.vocabulary)
-        return {name: vocabulary.feature(name) for name in schema.sparse}
     sizes = schema.sizes_by_name()
-    return {name: Numbering(name, sizes.get(name, schema.num_embeddings)) for name in schema.sparse}
+    if schema.vocabulary is None:
+        return {name: Numbering(name, sizes.get(name, schema.num_embeddings)) for name in schema.sparse}
+    if sizes:
+        raise ValueError("schema: sizes are of hashed categories; a vocabulary has sizes of its own")
+    found = load_vocabulary(schema.vocabulary)
+    if unknown := [name for name in schema.sparse if name not in found]:
+        raise ValueError(f"{schema.vocabulary}: the vocabulary has no feature {unknown[0]!r}, only {listed(found)}")
+    return {name: found[name] for name in schema.sparse}
+
+
+def encode_categories(column: Any, num_train: int, min_count: int = 1) -> tuple[Tensor, int]:
+    """Number the categories of a column whose first `num_train` rows are the training rows; see `most_frequent`.
+
+    Id 0 stands for missing, for unseen in training and for categories with fewer than `min_count` training rows.
+
+    Args:
+        column: a `pyarrow` Array or ChunkedArray; null is missing.
+
+    Returns:
+        ids int32 `[len(column)]`, and the number of ids.
+    """
+    array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
+    kept = most_frequent(counted(array[:num_train]), min_count)
+    numbering = Numbering("", len(kept) + 1, kept["value"].combine_chunks(), np.arange(1, len(kept) + 1))
+    return torch.from_numpy(numbering.ids(array)), len(kept) + 1
+
+
+def counted(array: Any) -> Any:
+    """A table of value, a large string or int64, and count, without missing ones."""
+    if is_list(array.type):
+        array = compute.list_flatten(array)
+    array = array.cast(decoded(array.type)).drop_null()
+    text = is_text(array.type)
+    found = compute.value_counts(array.cast(pa.large_string()) if text else pa.array(integers(array).astype(np.int64)))
+    return pa.table({"value": found.field("values"), "count": found.field("counts")})
+
+
+def most_frequent(counts: Any, min_count: int, max_size: int | None = None) -> Any:
+    """Of a table of `counted`, the values that are kept, by descending count; ties by value."""
+    kept = counts.filter(compute.greater_equal(counts["count"], min_count))
+    return kept.sort_by([("count", "descending"), ("value", "ascending")]).slice(0, max_size)
 
 
 def encode(batch: Any, schema: Schema, features: tuple[Feature, ...], numberings: Mapping[str, Numbering]) -> Rows:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import bisect
+import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ Format = Literal["text", "parquet", "table"]
 PARQUET = (".parquet", ".pq", ".parq")
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 NEAR = 1 / 16  # of a shard: how far a cut may move to fall between two row groups
-_PARQUET_MAGIC, _MAGICS = b"PAR1", {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"PK\3\4": "zip"}
+_MAGICS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"PK\3\4": "zip"}
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,11 @@ class LogFile:
 
     def open(self) -> Any:
         """The stored bytes as a `pyarrow.NativeFile`; ValueError if their number is not the one found."""
-        self.check_size()
-        assert self.stored is not None
-        system, path = self.stored
+        system, path = self.check_size()
         return system.open_input_file(path)
 
-    def check_size(self) -> None:
-        """ValueError if the number of stored bytes is not the one found."""
+    def check_size(self) -> tuple[Any, str]:
+        """Its file system and the path there; ValueError if the number of stored bytes is not the one found."""
         assert self.stored is not None
         system, path = self.stored
         size = system.get_file_info(path).size
@@ -69,6 +67,7 @@ class LogFile:
                 f"{self.path} has changed since it was opened first: it had {self.size} bytes and now has {size}; "
                 "start again"
             )
+        return system, path
 
 
 def find(source: str | Path | Sequence[str | Path]) -> tuple[LogFile, ...]:
@@ -120,8 +119,7 @@ def _found(entry: str | Path) -> list[LogFile]:
     path: Path | str = Path(entry)
     if is_remote(entry):
         path = re.sub(r"(?<=://)[^/]*@", "", str(entry).partition("?")[0]).rstrip("/")  # without keys and options
-    shown = path
-    files = []
+    shown, files = path, []
     try:
         system, place = _file_system(str(entry), path) if isinstance(path, str) else (fs.LocalFileSystem(), str(entry))
         info = system.get_file_info(place)
@@ -129,14 +127,13 @@ def _found(entry: str | Path) -> list[LogFile]:
             raise FileNotFoundError(f"{path}: no such file or folder")
         infos = {path: info}
         if info.type == fs.FileType.Directory:
-            entries = sorted(system.get_file_info(fs.FileSelector(place)), key=lambda entry: natural(entry.base_name))
             infos = {
                 f"{path}/{entry.base_name}" if isinstance(path, str) else path / entry.base_name: entry
-                for entry in entries
+                for entry in sorted(system.get_file_info(fs.FileSelector(place)), key=lambda e: natural(e.base_name))
                 if entry.type != fs.FileType.Directory and not entry.base_name.startswith((".", "_"))
             }
-            if not infos:
-                raise ValueError(f"{path}: there are no data files in this folder")
+        if not infos:
+            raise ValueError(f"{path}: there are no data files in this folder")
         for shown, info in infos.items():
             if info.type != fs.FileType.File:
                 raise ValueError(
@@ -147,11 +144,11 @@ def _found(entry: str | Path) -> list[LogFile]:
             with system.open_input_file(info.path) as file:
                 form, codec = _recognised(shown, file.read(4))
             files.append(LogFile(shown, form, codec, info.size, info.mtime_ns, (system, info.path)))
-    except FileNotFoundError:
-        raise
     except UnicodeError as error:
         raise ValueError(f"{str(shown)!r}: names of files must be UTF-8 ({error}); rename them") from error
     except OSError as error:
+        if isinstance(error, FileNotFoundError):
+            raise
         reason = os.strerror(error.errno) if error.errno else error
         raise ValueError(f"{shown} can not be read: {reason}") from error
     return files
@@ -176,15 +173,15 @@ def _recognised(path: Path | str, beginning: bytes) -> tuple[Format, str | None]
     suffix = Path(path).suffix.lower()
     if suffix in PARQUET:
         return "parquet", None
-    codec = CODECS.get(suffix)
-    if codec is None and beginning == _PARQUET_MAGIC:
+    if suffix not in CODECS and beginning == b"PAR1":
         raise ValueError(f"{path} holds Parquet but is not named so; let its name end with .parquet")
+    codec = CODECS.get(suffix)
     found = next((name for magic, name in _MAGICS.items() if beginning.startswith(magic)), None)
     if codec is None and found is not None:
-        known = {codec: suffix for suffix, codec in CODECS.items()}
-        advice = f"let its name end with {known[found]}" if found in known else "gzip and zstd can be read; unpack it"
+        names = [suffix for suffix, name in CODECS.items() if name == found]
+        advice = f"let its name end with {names[0]}" if names else "gzip and zstd can be read; unpack it"
         raise ValueError(f"{path} is compressed with {found}: {advice}")
-    if codec is not None and found != codec:
+    if found != codec:
         raise ValueError(f"{path} is not a {codec} file, as its name says; rename it or fetch it again")
     return "text", codec
 
@@ -193,7 +190,7 @@ def _recognised(path: Path | str, beginning: bytes) -> tuple[Format, str | None]
 class Part:
     """A piece of one file: rows `[start, stop)` of Parquet, lines that begin in bytes `[start, stop)` of unpacked text.
 
-    Of text that nobody can enter in the middle, a shard has every count-th stripe; see `tritonemb.data.text.striped`.
+    Of text that nobody can enter in the middle, a shard has every count-th stripe; see `text_chunks`.
     """
 
     file: int  # index among the log's files
@@ -214,32 +211,24 @@ class Chunk:
 
 def split_files(rule: SplitRule, files: tuple[LogFile, ...]) -> dict[Split, tuple[LogFile, ...]]:
     """The files of each split, also those that only the rule names."""
-    held_out: dict[Split, tuple[LogFile, ...]] = {
-        "validation": find(rule.validation_files) if rule.validation_files else (),
-        "test": find(rule.test_files) if rule.test_files else (),
-    }
-    if not held_out["validation"] and not held_out["test"]:
-        held_out["test"] = files[-1:]
-    validation, test = ({file.location for file in held_out[split]} for split in ("validation", "test"))
-    if both := validation & test:
+    validation, test = (find(paths) if paths else () for paths in (rule.validation_files, rule.test_files))
+    test = test if validation or test else files[-1:]
+    validation_at, test_at = ({file.location for file in held_out} for held_out in (validation, test))
+    if both := validation_at & test_at:
         raise ValueError(f"split: {sorted(both)[0]} is named for validation and for test")
-    train = tuple(file for file in files if file.location not in validation | test)
+    train = tuple(file for file in files if file.location not in validation_at | test_at)
     if not train:
         names = listed((str(file.path) for file in files), most=5)
         raise ValueError(f"split: all files are held out, no train rows are left: {names}")
-    if len({file.format for kept in (train, *held_out.values()) for file in kept}) > 1:
+    if len({file.format for file in (*train, *validation, *test)}) > 1:
         raise ValueError("split: the held-out files are of another format than the others")
-    return {"train": train, **held_out}
+    return {"train": train, "validation": validation, "test": test}
 
 
 def parts_of_files(by_split: Mapping[Split, Sequence[Any]]) -> dict[Split, tuple[Part, ...]]:
     """Whole files of each split, in the order of the splits."""
-    parts, first = {}, 0
-    for split in SPLITS:
-        count = len(by_split.get(split, ()))
-        parts[split] = tuple(Part(file) for file in range(first, first + count))
-        first += count
-    return parts
+    numbers = itertools.count()
+    return {split: tuple(Part(next(numbers)) for _ in by_split.get(split, ())) for split in SPLITS}
 
 
 def end_parts(rule: SplitRule, sizes: list[int]) -> dict[Split, tuple[Part, ...]]:
@@ -265,15 +254,14 @@ def between(parts: Sequence[Part], sizes: Sequence[int], start: int, stop: int) 
 
 def even(parts: Sequence[Part], sizes: Sequence[int], shard: Shard, ends: Sequence[int] = ()) -> list[Part]:
     """The index-th of `count` runs of equal length, counted through all parts of these sizes; cuts move to the places
-    of `ends`, ascending, that are near."""
+    of `ends` that are near."""
     index, count = shard
     total = sum(sizes)
     return between(parts, sizes, *(_moved(total * place // count, total / count, ends) for place in (index, index + 1)))
 
 
 def _moved(cut: int, length: float, ends: Sequence[int]) -> int:
-    place = bisect.bisect_left(ends, cut)
-    nearest = min((end for end in ends[max(place - 1, 0) : place + 1]), key=lambda end: abs(end - cut), default=cut)
+    nearest = min(ends, key=lambda end: abs(end - cut), default=cut)
     return nearest if cut and abs(nearest - cut) <= NEAR * length else cut
 
 
@@ -281,7 +269,7 @@ def whole(parts: Sequence[Part], sizes: Sequence[int], shard: Shard) -> list[Par
     """Whole parts, the largest ones dealt out first, each to the shard that has least; in their order."""
     index, count = shard
     loads, mine = [0] * count, []
-    for number in sorted(range(len(parts)), key=lambda number: (-sizes[number], number)):
+    for number in sorted(range(len(parts)), key=lambda number: -sizes[number]):
         poorest = loads.index(min(loads))
         loads[poorest] += sizes[number]
         if poorest == index:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import bisect
+import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from tritonemb.data import files as cuts
-from tritonemb.data.columns import Array
 from tritonemb.data.delimited import Parsed
 from tritonemb.data.encode import decoded, good_rows, is_list, is_text, wrong_values
 from tritonemb.data.files import Chunk, LogFile, Part
-from tritonemb.data.protocol import SPLITS, Shard, Split
+from tritonemb.data.protocol import Shard, Split
 from tritonemb.data.schema import Schema, SplitRule, check_single, listed, shown, wrong_value
 from tritonemb.utils import LazyModule
 
 pa: Any = LazyModule("pyarrow")
 compute: Any = LazyModule("pyarrow.compute")
+dataset: Any = LazyModule("pyarrow.dataset")
 parquet: Any = LazyModule("pyarrow.parquet")
 
 SLICE_ROWS = 65_536  # at most: large row groups are read in slices
@@ -38,39 +39,16 @@ def opened(file: LogFile) -> Iterator[Any]:
         raise ValueError(f"{file.path} is not a whole Parquet file ({reason}); write or fetch it again") from error
 
 
-@dataclass(frozen=True)
-class Head:
-    """What a file says of itself, and of each of its row groups."""
-
-    num_rows: int
-    schema: Any  # a `pyarrow.Schema`
-    group_rows: tuple[int, ...]
-    group_times: tuple[Any, ...]  # earliest and latest, a `pyarrow` array; None where a row has no time, or unknown
-
-
-def head_of(file: LogFile, time_column: str | None = None) -> Head:
+def head_of(file: LogFile) -> tuple[Any, list[int]]:
+    """The columns, a `pyarrow.Schema`, and the rows of each row group."""
     if file.table is not None:
-        return Head(file.size, file.table.schema, (file.size,), (None,))
+        return file.table.schema, [file.size]
     with opened(file) as source:
-        groups = [source.metadata.row_group(group) for group in range(source.num_row_groups)]
-        times: tuple[Any, ...] = (None,) * len(groups)
-        if time_column is not None and source.schema_arrow.names.count(time_column) == 1:
-            kind = source.schema_arrow.field(time_column).type
-            times = tuple(_times(group, time_column, kind) for group in groups)
-        return Head(source.metadata.num_rows, source.schema_arrow, tuple(group.num_rows for group in groups), times)
+        return source.schema_arrow, _group_rows(source)
 
 
-def _times(group: Any, column: str, kind: Any) -> Any:
-    known = pa.types.is_integer(kind) or pa.types.is_date32(kind) or pa.types.is_string(kind)
-    if not known and not (pa.types.is_timestamp(kind) and kind.unit in ("ms", "us")):
-        return None  # others are rounded, or may hold what is neither early nor late
-    for place in range(group.num_columns):
-        chunk = group.column(place)
-        if chunk.path_in_schema == column and chunk.statistics is not None:
-            found = chunk.statistics
-            if found.has_min_max and found.null_count == 0:
-                return pa.array([found.min, found.max], type=kind)
-    return None
+def _group_rows(source: Any) -> list[int]:
+    return [source.metadata.row_group(group).num_rows for group in range(source.num_row_groups)]
 
 
 def parquet_chunks(
@@ -84,19 +62,14 @@ def parquet_chunks(
             yield Chunk(part, row, row - start, content.to_batches()[0])
         return
     with opened(file) as source:
-        row = 0
-        for group in range(source.num_row_groups):
-            group_rows = source.metadata.row_group(group).num_rows
-            if row + group_rows <= offset:
-                row += group_rows
-                continue
-            for batch in source.iter_batches(slice_rows, row_groups=[group], columns=list(columns), use_threads=False):
-                first, last = max(offset - row, 0), min(stop - row, batch.num_rows)
-                if first < last:
-                    yield Chunk(part, row + first, row + first - start, batch.slice(first, last - first))
-                row += batch.num_rows
-                if row >= stop:
-                    return
+        ends = list(itertools.accumulate(_group_rows(source), initial=0))
+        groups = range(bisect.bisect_right(ends, offset) - 1, min(bisect.bisect_left(ends, stop), len(ends) - 1))
+        row = ends[groups.start]
+        for batch in source.iter_batches(slice_rows, row_groups=groups, columns=list(columns), use_threads=False):
+            first, last = max(offset - row, 0), min(stop - row, batch.num_rows)
+            if first < last:
+                yield Chunk(part, row + first, row + first - start, batch.slice(first, last - first))
+            row += batch.num_rows
     if row < stop:
         raise ValueError(
             f"{file.path} has changed since it was opened first: it had at least {stop} rows and now has {row}; "
@@ -105,25 +78,23 @@ def parquet_chunks(
 
 
 def files_of_frames(frames: Mapping[Split, Any], name: str) -> dict[Split, tuple[LogFile, ...]]:
-    """Data frames as the files of a log."""
-    titles = {split: name if len(frames) == 1 else f"{name} ({split})" for split in frames}
-    return {split: (table_of(frames[split], titles[split]),) for split in SPLITS if split in frames}
-
-
-def table_of(frame: Any, name: str) -> LogFile:
-    """The `pyarrow.Table` of anything with Arrow's C stream interface, as a file of a log; no column is copied.
-    ValueError if it has no such interface, or columns that Arrow does not know."""
-    if not hasattr(frame, "__arrow_c_stream__"):
-        raise ValueError(
-            f"{name}: {type(frame).__name__} is not a data frame with the method __arrow_c_stream__, as pandas has "
-            "from 2.2 on, Polars from 1.3 on and pyarrow from 14 on"
-        )
-    try:
-        table = pa.table(frame)
-        table = table.cast(pa.schema([field.with_type(_without_views(field.type)) for field in table.schema]))
-    except (pa.ArrowException, TypeError) as error:
-        raise ValueError(f"{name}: Arrow can not represent its columns ({error})") from error
-    return LogFile(name, "table", None, table.num_rows, table=table)
+    """Data frames, of anything with Arrow's C stream interface, as the files of a log; no column is copied.
+    ValueError if one has no such interface, or columns that Arrow does not know."""
+    files: dict[Split, tuple[LogFile, ...]] = {}
+    for split, frame in frames.items():
+        title = name if len(frames) == 1 else f"{name} ({split})"
+        if not hasattr(frame, "__arrow_c_stream__"):
+            raise ValueError(
+                f"{title}: {type(frame).__name__} is not a data frame with the method __arrow_c_stream__, as pandas "
+                "has from 2.2 on, Polars from 1.3 on and pyarrow from 14 on"
+            )
+        try:
+            table = pa.table(frame)
+            table = table.cast(pa.schema([field.with_type(_without_views(field.type)) for field in table.schema]))
+        except (pa.ArrowException, TypeError) as error:
+            raise ValueError(f"{title}: Arrow can not represent its columns ({error})") from error
+        files[split] = (LogFile(title, "table", None, table.num_rows, table=table),)
+    return files
 
 
 def _without_views(kind: Any) -> Any:
@@ -153,44 +124,44 @@ class ArrowSource:
         self, files: tuple[LogFile, ...], schema: Schema, rule: SplitRule | None = None, labelled: bool = True
     ) -> None:
         self._files, self._rule = files, rule or SplitRule()
-        time = self._rule.time_column
-        self._heads = [head_of(file, time) for file in files]
+        self._groups: list[list[int]] = []  # rows of the row groups of each file
         self.multi_hot: tuple[str, ...] = ()
-        texts: dict[str, tuple[bool, LogFile]] = {}
-        for number, (file, head) in enumerate(zip(files, self._heads, strict=True)):
-            where, names = str(file.path), head.schema.names
-            if head.num_rows == 0:
+        time = self._rule.time_column
+        known: dict[str, tuple[str, LogFile]] = {}
+        for number, file in enumerate(files):
+            where, (columns, groups) = str(file.path), head_of(file)
+            if sum(groups) == 0:
                 raise ValueError(f"{where} is empty: it has no rows")
-            schema = schema.of(names, where, labelled)
-            _check_types(head.schema, schema, where, labelled)
-            lists = tuple(name for name in schema.sparse if is_list(head.schema.field(name).type))
+            self._groups.append(groups)
+            schema = schema.of(columns.names, where, labelled)
+            values = {
+                name: _checked(columns.field(name).type, name, schema, where) for name in schema.columns(labelled)
+            }
+            lists = tuple(name for name in schema.sparse if is_list(columns.field(name).type))
             if number == 0:
                 self.multi_hot = lists
             if lists != self.multi_hot:
                 raise ValueError(f"{where}: other columns are lists than in {files[0].path}: {self.multi_hot}")
-            if time is not None:
-                if time not in names:
-                    raise ValueError(f"{where}: there is no column {time!r}; columns: {listed(names)}")
-                check_single(names, time, where)
-                time_mask(self._rule, "train", pa.nulls(0, head.schema.field(time).type))  # checks the rule's times
             for name in schema.sparse:
-                kind = _value_type(head.schema.field(name).type)
-                if str(kind) == "null":
-                    continue
-                text, other = texts.setdefault(name, (is_text(kind), file))
-                if is_text(kind) != text:
-                    kinds = ("integers", "strings") if text else ("strings", "integers")
+                expected, other = known.setdefault(name, (values[name], file)) if values[name] else ("", file)
+                if values[name] != expected:
                     raise ValueError(
-                        f"{where}: column {name!r} has {kinds[0]}, but {kinds[1]} in {other.path}; the same value "
+                        f"{where}: column {name!r} has {values[name]}, but {expected} in {other.path}; the same value "
                         "would have different ids"
                     )
+            if time is not None:
+                if time not in columns.names:
+                    raise ValueError(f"{where}: there is no column {time!r}; columns: {listed(columns.names)}")
+                check_single(columns.names, time, where)
+                self._time_type = columns.field(time).type
+                time_mask(self._rule, "train", pa.nulls(0, self._time_type), self._time_type)  # checks the rule's times
         self.schema = schema
         used = schema.columns(labelled) if time is None else (*schema.columns(labelled), time)
         self._columns = tuple(dict.fromkeys(used))
 
     def sizes(self) -> list[int]:
         """Of the files, in the unit of `Part`."""
-        return [head.num_rows for head in self._heads]
+        return [sum(groups) for groups in self._groups]
 
     def estimated_rows(self, part: Part) -> float:
         """Rows of a part, bad ones too, as far as they are known without reading it; here exactly."""
@@ -206,8 +177,8 @@ class ArrowSource:
     def parse(self, chunk: Chunk) -> Parsed:
         batch = chunk.content
         wrong = wrong_values(batch, self.schema)
-        good = good_rows(batch.num_rows, wrong)
-        bad_rows = np.flatnonzero(~good)
+        good = good_rows(batch, wrong)
+        rows, bad_rows = np.flatnonzero(good), np.flatnonzero(~good)
 
         def describe(number: int) -> tuple[str, str]:
             row = int(bad_rows[number])
@@ -217,7 +188,7 @@ class ArrowSource:
             message = wrong_value(place, name, "missing" if value is None else value, expected)
             return f"column {name} is not {expected}", message
 
-        return Parsed(batch, np.arange(batch.num_rows), good, bad_rows, describe)
+        return Parsed(batch.filter(pa.array(good)) if len(bad_rows) else batch, rows, bad_rows, describe)
 
     def shard(self, parts: tuple[Part, ...], shard: Shard) -> tuple[Part, ...]:
         """Of all rows of some parts, those of one shard: runs of whole row groups where there are enough of them; else
@@ -226,7 +197,7 @@ class ArrowSource:
         ends: list[int] = []
         first = 0
         for part, size in zip(parts, sizes, strict=True):
-            rows = first - part.start + np.cumsum(self._heads[part.file].group_rows)
+            rows = first - part.start + np.cumsum(self._groups[part.file])
             first += size
             ends += [*(int(row) for row in rows if first - size < row < first), first]
         return tuple(cuts.even(parts, sizes, shard, ends))
@@ -234,13 +205,19 @@ class ArrowSource:
     def within(self, split: Split) -> tuple[Part, ...]:
         """The row groups that may have rows of a split by time: its shards would else have very different numbers."""
         parts: list[Part] = []
-        for file, head in enumerate(self._heads):
-            row = 0
-            for rows, times in zip(head.group_rows, head.group_times, strict=True):
-                if times is None or _may_have(self._rule, split, times):
-                    start = parts.pop().start if parts and (parts[-1].file, parts[-1].stop) == (file, row) else row
-                    parts.append(Part(file, start, row + rows))
-                row += rows
+        time = self._rule.time_column
+        for number, (file, groups) in enumerate(zip(self._files, self._groups, strict=True)):
+            kept, ends = list(range(len(groups))), np.cumsum(groups).tolist()
+            if file.stored is not None and not pa.types.is_floating(self._time_type):  # statistics leave out NaN
+                system, path = file.stored
+                fragment = dataset.ParquetFileFormat().make_fragment(path, system)
+                wanted = time_mask(self._rule, split, compute.field(time), self._time_type)
+                kept = [group.id for group in fragment.subset(wanted).row_groups]
+            for group in kept:
+                start = ends[group] - groups[group]
+                if parts and (parts[-1].file, parts[-1].stop) == (number, start):
+                    start = parts.pop().start
+                parts.append(Part(number, start, ends[group]))
         return tuple(parts)
 
     def rows_before(self, part: Part) -> int:
@@ -252,51 +229,42 @@ class ArrowSource:
         return f"{self._files[part.file].path}, row {chunk.offset + row + 1}"
 
     def _stop(self, part: Part) -> int:
-        return self._heads[part.file].num_rows if part.stop is None else part.stop
+        return sum(self._groups[part.file]) if part.stop is None else part.stop
 
 
-def _value_type(kind: Any) -> Any:
-    """Of the values of lists and dictionaries."""
-    return decoded(kind.value_type if is_list(kind) else kind)
+def _checked(kind: Any, name: str, schema: Schema, where: str) -> str:
+    """What the values of a column are, nothing if all are missing; ValueError if it needs another type."""
+    types, sparse = pa.types, name in schema.sparse
+    inner = decoded(kind.value_type if sparse and is_list(kind) else kind)
+    if types.is_null(inner):
+        return ""
+    if types.is_integer(inner) or types.is_boolean(inner):
+        return "integers"
+    if sparse and not is_text(inner):
+        raise ValueError(
+            f"{where}: column {name!r} is {kind}, but a sparse column has integers, strings or lists of them"
+        )
+    if not sparse and not types.is_floating(inner):
+        what = "a dense column" if name in schema.dense else "the label"
+        raise ValueError(f"{where}: column {name!r} is {inner}, but {what} has numbers")
+    return "strings" if sparse else "numbers"
 
 
-def _check_types(columns: Any, schema: Schema, where: str, labelled: bool) -> None:
-    """ValueError if a column of a `pyarrow.Schema` has values of another type than it needs."""
-    types = pa.types
-    for name in schema.columns(labelled):
-        kind = columns.field(name).type
-        inner = _value_type(kind) if name in schema.sparse else decoded(kind)
-        if types.is_integer(inner) or types.is_boolean(inner) or types.is_null(inner):
-            continue
-        if name in schema.sparse:
-            if not is_text(inner):
-                raise ValueError(
-                    f"{where}: column {name!r} is {kind}, but a sparse column has integers, strings or lists of them"
-                )
-        elif not types.is_floating(inner):
-            what = "a dense column" if name in schema.dense else "the label"
-            raise ValueError(f"{where}: column {name!r} is {inner}, but {what} has numbers")
+def time_mask(rule: SplitRule, split: Split, times: Any, kind: Any) -> Any:
+    """Which rows belong to a split, for "time": booleans for a `pyarrow` array of times of this type, an expression for
+    an expression. A row without a time is a train row."""
+    late, test = (_at_or_after(times, bound, kind) for bound in (rule.validation_from, rule.test_from))
+    if split == "test":
+        return test
+    return compute.and_kleene(late if split == "validation" else compute.invert(late), compute.invert(test))
 
 
-def time_mask(rule: SplitRule, split: Split, times: Any) -> Array:
-    """Which rows belong to a split, for "time"; `times` is a `pyarrow` array. A row without a time is a train row."""
-    late, test = (_at_or_after(times, bound) for bound in (rule.validation_from, rule.test_from))
-    return {"train": ~late & ~test, "validation": late & ~test, "test": test}[split]
-
-
-def _may_have(rule: SplitRule, split: Split, times: Any) -> bool:
-    """Whether rows from one time to another, a `pyarrow` array of these two, may be of a split, for "time"."""
-    first, last = time_mask(rule, "validation", times) + 2 * time_mask(rule, "test", times)
-    return bool(first <= SPLITS.index(split) <= last)  # as the splits follow each other in time
-
-
-def _at_or_after(times: Any, bound: str | None) -> Array:
+def _at_or_after(times: Any, bound: str | None, kind: Any) -> Any:
     """ValueError if the bound is none of the type of the times."""
     if bound is None:
-        return np.zeros(len(times), dtype=bool)
+        return pa.scalar(False)
     try:
-        limit = pa.scalar(bound).cast(times.type)
+        limit = pa.scalar(bound).cast(kind)
     except pa.ArrowException as error:
-        raise ValueError(f"split: {shown(bound)} is not a time of the time column, which is {times.type}") from error
-    mask: Array = compute.fill_null(compute.greater_equal(times, limit), False).to_numpy(zero_copy_only=False)
-    return mask
+        raise ValueError(f"split: {shown(bound)} is not a time of the time column, which is {kind}") from error
+    return compute.coalesce(compute.greater_equal(times, limit), pa.scalar(False))

@@ -56,12 +56,10 @@ class Schema:
         if self.label and not self.sparse:
             raise ValueError("schema: no sparse columns are named; a click model needs at least one")
         transformed = () if isinstance(self.log_transform, bool) else self.log_transform
-        for what, names, of, known in (
-            ("log_transform", transformed, "dense", self.dense),
-            ("integers", self.integers, "sparse", self.sparse),
-        ):
-            if unknown := [name for name in names if known and name not in known]:
-                raise ValueError(f"schema: {what} names {listed(unknown)}, not among {of}: {listed(known)}")
+        for what, names, known in (("log_transform", transformed, "dense"), ("integers", self.integers, "sparse")):
+            columns = getattr(self, known)
+            if unknown := [name for name in names if columns and name not in columns]:
+                raise ValueError(f"schema: {what} names {listed(unknown)}, not among {known}: {listed(columns)}")
         _check_size("num_embeddings", self.num_embeddings)
         self.sizes_by_name()
 
@@ -106,12 +104,12 @@ class Schema:
                     'Schema(label="click", dense=("price",), sparse=("user", "item"))'
                 )
             schema = replace(self, label=LABEL, dense=INTEGERS, sparse=CATEGORIES)
-        for part, names in (("label", (schema.label,) * labelled), ("dense", schema.dense), ("sparse", schema.sparse)):
-            if unknown := [name for name in names if name not in columns]:
-                raise ValueError(
-                    f"{where}: the schema's {part} column {unknown[0]!r} is not there; columns: {listed(columns)}"
-                )
         for name in schema.columns(labelled):
+            if name not in columns:
+                part = "dense" if name in schema.dense else "sparse" if name in schema.sparse else "label"
+                raise ValueError(
+                    f"{where}: the schema's {part} column {name!r} is not there; columns: {listed(columns)}"
+                )
             check_single(columns, name, where)
         return schema
 
@@ -154,8 +152,8 @@ class SplitRule:
     validation_from: str | None = None
 
     def __post_init__(self) -> None:
-        for name, share in (("test_share", self.test_share), ("validation_share", self.validation_share)):
-            if not 0 <= share < 1:
+        for name in ("test_share", "validation_share"):
+            if not 0 <= (share := getattr(self, name)) < 1:
                 raise ValueError(f"split: {name} must be a share of the rows, from 0 to less than 1, got {share}")
         if self.test_share + self.validation_share >= 1:
             raise ValueError(f"split: shares of {self.test_share} and {self.validation_share} leave no train rows")
@@ -218,8 +216,7 @@ class LogOptions:
 
 def check_single(columns: Sequence[str], name: str, where: str) -> None:
     """ValueError if a column is there twice."""
-    count = sum(column == name for column in columns)
-    if count > 1:
+    if (count := list(columns).count(name)) > 1:
         raise ValueError(f"{where}: there are {count} columns {name!r}; give them names of their own")
 
 

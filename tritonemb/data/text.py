@@ -9,10 +9,10 @@ from __future__ import annotations
 import csv
 import io
 import re
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 from tritonemb.data import files as cuts
@@ -20,16 +20,15 @@ from tritonemb.data.delimited import (
     LONGEST_LINE,
     CriteoFormat,
     CsvFormat,
-    LineEnds,
     Parsed,
     check_criteo,
     count_lines,
     encoding_hint,
-    lines_of,
     parse,
+    read_line,
 )
-from tritonemb.data.files import CODECS, Chunk, LogFile, Part
-from tritonemb.data.protocol import Shard
+from tritonemb.data.files import Chunk, LogFile, Part
+from tritonemb.data.protocol import WHOLE, Shard
 from tritonemb.data.schema import FIELDS, LogOptions, listed
 from tritonemb.utils import LazyModule
 
@@ -37,7 +36,7 @@ pa: Any = LazyModule("pyarrow")
 
 _SAMPLE_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 22
-_COUNTING = threading.Lock()  # several threads may ask for the same lines
+_END = 1 << 62  # of any file
 
 
 class TextSource:
@@ -50,22 +49,19 @@ class TextSource:
     multi_hot: tuple[str, ...] = ()
 
     def __init__(self, files: tuple[LogFile, ...], options: LogOptions, labelled: bool = True) -> None:
-        delimiter = delimiter_of(files[0], options)
-        self._files, self._header_bytes = files, [0] * len(files)
+        delimiter, where = delimiter_of(files[0], options), str(files[0].path)
+        if not delimiter:
+            check_criteo(options.schema, where)
+        headers = [header_of(file, delimiter) if delimiter else (FIELDS, 0) for file in files]
+        columns = headers[0][0]
+        for file, (found, _) in zip(files, headers, strict=True):
+            if found != columns:
+                raise ValueError(f"{file.path}: its header is not that of {where}: {listed(found)}")
+        self._files, self._header_bytes = files, [num_bytes for _, num_bytes in headers]
+        self.schema = options.schema.of(columns, where, labelled)
+        self._form: CsvFormat = CriteoFormat(self.schema, labelled)
         if delimiter:
-            headers = [header_of(file, delimiter) for file in files]
-            columns = headers[0][0]
-            for file, (found, _) in zip(files, headers, strict=True):
-                if found != columns:
-                    raise ValueError(f"{file.path}: its header is not that of {files[0].path}: {listed(found)}")
-            self._header_bytes = [num_bytes for _, num_bytes in headers]
-            self.schema = options.schema.of(columns, str(files[0].path), labelled)
             self._form = CsvFormat(columns, self.schema, delimiter, options.quoted_newlines, labelled)
-        else:
-            check_criteo(options.schema, str(files[0].path))
-            self.schema = options.schema.of(FIELDS, str(files[0].path))
-            self._form = CriteoFormat(self.schema, labelled)
-        self._lines_before: list[dict[int, int]] = [{0: 0} for _ in files]  # by byte
         for file, num_bytes in zip(files, self._header_bytes, strict=True):
             self._check_beginning(file, num_bytes, options.on_bad_row == "skip")
 
@@ -75,39 +71,32 @@ class TextSource:
 
     def sizes(self) -> list[int]:
         """Bytes of the texts; of a compressed file all of them are unpacked for it."""
-        sizes = [file.size for file in self._files]
-        for number, file in enumerate(self._files):
-            if file.codec is not None:
-                with opened(file) as source:
-                    sizes[number] = sum(map(len, _blocks(source)))
+        sizes = []
+        for file in self._files:
+            with opened(file) as source:
+                sizes.append(source.seek(file.size if file.codec is None else _END))
         return sizes
 
     def estimated_rows(self, part: Part) -> float:
         """By the first lines of the file, which are taken to be as long, and as well compressed, as the others."""
-        file, stop = self._files[part.file], part.stop
-        beginning = first_bytes(file, _SAMPLE_BYTES)
-        if stop is None:
-            stop = file.size
-            if file.codec is not None:
-                packed = len(pa.compress(beginning, codec=file.codec, asbytes=True))
-                stop = round(file.size / packed * len(beginning)) if len(beginning) == _SAMPLE_BYTES else len(beginning)
-        size = max(stop - max(part.start, self._header_bytes[part.file]), 0)
-        return size * max(beginning.count(b"\n"), 1) / len(beginning)
+        file, beginning = self._files[part.file], first_bytes(self._files[part.file], _SAMPLE_BYTES)
+        size: float = file.size
+        if file.codec is not None:
+            packed = len(pa.compress(beginning, codec=file.codec, asbytes=True))
+            size = size / packed * len(beginning) if len(beginning) == _SAMPLE_BYTES else len(beginning)
+        size = (size if part.stop is None else part.stop) - max(part.start, self._header_bytes[part.file])
+        return max(size, 0) * max(beginning.count(b"\n"), 1) / len(beginning)
 
     def chunks(self, parts: tuple[Part, ...], chunk_bytes: int, first: int, offset: int, line: int) -> Iterator[Chunk]:
-        quoted = self._form.quoted
         for number, part in enumerate(parts[first:], start=first):
             begin, lines = (offset, line) if number == first else (part.start, 0)
-            header = self._header_bytes[part.file]
+            header, file = self._header_bytes[part.file], self._files[part.file]
             if begin == part.start == 0 and header:
                 begin, lines = header, 1
-            file, (index, count) = self._files[part.file], part.stripes
-            chunks = text_chunks(file, number, part.start, part.stop, chunk_bytes, begin, lines, quoted)
-            if count > 1:
-                # By the file's size alone, since all readers must come to the same; enough stripes for each of them.
-                width = min(max(file.size // (8 * count), 1 << 12), 1 << 22)
-                chunks = striped(chunks, index, count, width, quoted)
-            yield from chunks
+            # Stripes by the file's size alone, since all readers must come to the same; enough for each of them.
+            width = min(max(file.size // (8 * part.stripes[1]), 1 << 12), 1 << 22)
+            width = chunk_bytes if part.stripes == WHOLE else width
+            yield from text_chunks(file, part, number, width, begin, lines, self._form.quoted)
 
     def parse(self, chunk: Chunk) -> Parsed:
         return parse(self._form, chunk.content)
@@ -126,46 +115,35 @@ class TextSource:
         return tuple(sorted(pieces, key=lambda part: (part.file, part.start)))
 
     def rows_before(self, part: Part) -> int:
-        if self._form.quoted:  # the lines of a chunk are counted from the beginning of the file
-            return 0
-        with _COUNTING:
-            known = self._lines_before[part.file]
-            if part.start not in known:
-                near = max(byte for byte in known if byte < part.start)
-                known[part.start] = known[near] + lines_before(self._files[part.file], part.start, near)
-            return known[part.start]
+        return lines_before(self._files[part.file], part.start, self._form.quoted)
 
     def where(self, part: Part, chunk: Chunk, row: int) -> str:
         return f"{self._files[part.file].path}, line {self.rows_before(part) + chunk.line + row + 1}"
 
     def _check_beginning(self, file: LogFile, header_bytes: int, lenient: bool) -> None:
-        beginning = first_bytes(file, LONGEST_LINE + header_bytes)
-        if not beginning:
-            raise ValueError(f"{file.path} is empty")
-        if beginning.startswith((b"\xff\xfe", b"\xfe\xff")):
-            raise ValueError(
-                f"{file.path} does not look like text in ASCII or UTF-8: it begins with a mark of UTF-16. Convert it: "
-                f"iconv -f UTF-16 -t UTF-8"
-            )
-        lines, numbers = lines_of(beginning[header_bytes:] + b"\n", self._form.quoted)
-        found = next((place for place, line in enumerate(lines) if line.removesuffix(b"\r")), None)
-        if lenient or found is None:
-            return
-        line = lines[found].removesuffix(b"\r")
+        with opened(file) as source:
+            beginning = source.peek(2)
+            if not beginning:
+                raise ValueError(f"{file.path} is empty")
+            if beginning.startswith((b"\xff\xfe", b"\xfe\xff")):
+                raise ValueError(
+                    f"{file.path} does not look like text in ASCII or UTF-8: it begins with a mark of UTF-16. Convert "
+                    "it: iconv -f UTF-16 -t UTF-8"
+                )
+            source.read(header_bytes)
+            number, line = 1 + (header_bytes > 0), read_line(source, self._form.quoted)
+            while line in (b"\n", b"\r\n"):
+                number, line = number + 1, read_line(source, self._form.quoted)
         checked = parse(self._form, line)
-        if len(checked.bad_rows):
+        if len(checked.bad_rows) and not lenient:
             hint = "; a file with a header is read with a delimiter, or as it is if its name ends with .csv"
             is_header = isinstance(self._form, CriteoFormat) and re.match(rb'["A-Za-z_]', line)
-            number = int(numbers[found]) + 1 + (header_bytes > 0)
             raise ValueError(f"{file.path}, line {number}: {checked.describe(0)[1]}{hint if is_header else ''}")
 
 
 def delimiter_of(file: LogFile, options: LogOptions) -> str:
     """Of CSV; nothing for Criteo's format."""
-    name = file.name.lower()
-    for suffix in CODECS:
-        name = name.removesuffix(suffix)
-    return options.delimiter or ("," if name.endswith(".csv") else "")
+    return options.delimiter or ("," if re.search(r"\.csv(\.gz|\.zst)?$", file.name.lower()) else "")
 
 
 def header_of(file: LogFile, delimiter: str) -> tuple[tuple[str, ...], int]:
@@ -192,135 +170,111 @@ def opened(file: LogFile) -> Iterator[Any]:
             return
         try:
             with pa.CompressedInputStream(raw, file.codec) as unpacked:
-                yield io.BufferedReader(unpacked)
+                yield io.BufferedReader(_Unpacked(unpacked))
         except OSError as error:
             raise ValueError(f"{file.path} is not a whole {file.codec} file ({error}); fetch it again") from error
 
 
+class _Unpacked(io.RawIOBase):
+    """A compressed stream that knows its place, and goes forward by reading."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._place = stream, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def readinto(self, buffer: Any) -> int:
+        num_read: int = self._stream.readinto(buffer)
+        self._place += num_read
+        return num_read
+
+    def seek(self, place: int, whence: int = io.SEEK_SET) -> int:
+        scratch = memoryview(bytearray(min(_BLOCK_BYTES, max(place - self._place, 0))))
+        while self._place < place and self.readinto(scratch[: place - self._place]):
+            pass
+        return self._place
+
+
 def text_chunks(
-    file: LogFile,
-    part: int,
-    start: int,
-    stop: int | None,
-    chunk_bytes: int,
-    offset: int,
-    line: int = 0,
-    quoted: bool = False,
+    file: LogFile, part: Part, number: int, width: int, offset: int, line: int = 0, quoted: bool = False
 ) -> Iterator[Chunk]:
-    """The lines that begin at byte `start` or later and before byte `stop`, in chunks of about `chunk_bytes`.
+    """The lines of a part in chunks: those that begin in the same stripe of `width` bytes of the file.
 
-    It begins at `offset`, which is `start` or where a chunk began, after `line` lines of the part; with `quoted`, of
-    the file. ValueError if the file is damaged, or is not what it was.
+    It begins at `offset`, which is the part's start or where a chunk began, after `line` lines of the part.
+    ValueError if the file is damaged, or is not what it was.
     """
-    if quoted and offset == start > 0:
-        for chunk in text_chunks(file, part, 0, stop, chunk_bytes, 0, 0, quoted):
-            if chunk.offset >= start:
-                yield chunk
-            elif begin := LineEnds(chunk.content, quoted).after(start - 1 - chunk.offset):
-                yield from _cut(chunk, begin, len(chunk.content))
-        return
+    stop = _END if part.stop is None else part.stop
+    index, count = part.stripes
     with opened(file) as source:
-        if offset == start and start > 0:  # in the middle of a line, perhaps: begin after the first line feed from here
-            _skip(source, file, start - 1)
-            offset = start - 1 + _skip_line(source)
+        if offset == part.start:
+            offset = _enter(source, offset, quoted)
         else:
-            _skip(source, file, offset)
-        pending = bytearray()
-        while stop is None or offset < stop:
-            # The chunk's own memory, written once: fresh pages are what reading costs most.
-            data = bytearray(len(pending) + chunk_bytes)
-            data[: len(pending)] = pending
-            num_read = source.readinto(memoryview(data)[len(pending) :])
-            del data[len(pending) + num_read :]
-            if not num_read:
-                _check_end(file, offset + len(data), stop)
-                if not data:
-                    return
-                data += b"" if data.endswith(b"\n") else b"\n"
-            ends = LineEnds(data, quoted)
-            end = ends.last() if num_read else len(data)
-            if stop is not None and offset + len(data) >= stop:
-                end = ends.after(stop - 1 - offset) or end
-            if end == 0 and len(data) > LONGEST_LINE and not quoted:
-                yield Chunk(part, offset, line, data[: LONGEST_LINE + 1] + b"\n")
-                offset, line, pending = offset + len(data) + _skip_line(source), line + 1, bytearray()
-                continue
-            pending = data[end:]
-            if end:
-                del data[end:]
-                yield Chunk(part, offset, line, data)
-                line += count_lines(data)
-            offset += end
-
-
-def striped(chunks: Iterator[Chunk], index: int, count: int, width: int, quoted: bool = False) -> Iterator[Chunk]:
-    """Of the lines of some chunks, those that begin in every count-th stripe of `width` bytes, from the index-th on."""
-    for chunk in chunks:
-        ends, begin = LineEnds(chunk.content, quoted), 0
-        while begin < len(chunk.content):
-            stripe = (chunk.offset + begin) // width
-            stop = (stripe + 1) * width - chunk.offset  # a line that begins at `stop` or later is of another stripe
-            end = ends.after(stop - 1) if stop < len(chunk.content) else len(chunk.content)
+            source.seek(offset)
+        while offset < stop:
+            stripe = offset // width
+            data = _read_lines(source, min((stripe + 1) * width, stop) - offset, quoted)
+            if not data:
+                file.check_size()
+                least = max(part.stop or 0, file.size if file.codec is None else 0)
+                if offset < least:
+                    raise ValueError(
+                        f"{file.path} has changed since it was opened first: its text ends at byte {offset} and had "
+                        f"at least {least}; start again"
+                    )
+                return
             if stripe % count == index:
-                yield from _cut(chunk, begin, end)
-            begin = end
+                yield Chunk(number, offset, line, data)
+            line += count_lines(data)
+            offset = source.tell()
 
 
-def lines_before(file: LogFile, start: int, first: int = 0) -> int:
-    """Lines that begin at byte `first` or later and before the first one that begins at byte `start` or later."""
-    if start <= first:
+@lru_cache(maxsize=1024)
+def lines_before(file: LogFile, start: int, quoted: bool = False) -> int:
+    """Lines of a file before the first one that begins at byte `start` or later."""
+    if start == 0:
         return 0
-    lines = 0 if first else 1
-    begin = max(first - 1, 0)
     with opened(file) as source:
-        _skip(source, file, begin)
-        return lines + sum(block.count(b"\n") for block in _blocks(source, start - 1 - begin))
+        end = _enter(source, start, quoted)
+    with opened(file) as source:
+        sizes = (min(_BLOCK_BYTES, end - place) for place in range(0, end, _BLOCK_BYTES))
+        return sum(count_lines(source.read(size)) for size in sizes)
 
 
 def first_bytes(file: LogFile, num_bytes: int = LONGEST_LINE) -> bytes:
     """The beginning of the text."""
     with opened(file) as source:
-        return b"".join(_blocks(source, num_bytes))
+        found: bytes = source.read(num_bytes)
+        return found
 
 
-def _blocks(source: Any, left: int = 1 << 62) -> Iterator[bytes]:
-    """What comes next, at most so many bytes."""
-    while left > 0 and (block := source.read(min(left, _BLOCK_BYTES))):
-        left -= len(block)
-        yield block
+def _read_lines(source: Any, num_bytes: int, quoted: bool) -> bytearray:
+    """The lines that begin in the next bytes."""
+    if quoted:
+        data = bytearray()
+        while len(data) < num_bytes and (line := read_line(source, quoted)):
+            data += line
+        return data
+    data = bytearray(num_bytes)  # the chunk's own memory, written once: fresh pages are what reading costs most
+    del data[source.readinto(data) :]
+    if data and not data.endswith(b"\n"):
+        data += read_line(source)
+    return data
 
 
-def _cut(chunk: Chunk, begin: int, end: int) -> Iterator[Chunk]:
-    """The lines of a chunk between two places, if there are any."""
-    if begin < end:
-        line = chunk.line + chunk.content.count(b"\n", 0, begin)
-        yield Chunk(chunk.part, chunk.offset + begin, line, chunk.content[begin:end])
-
-
-def _check_end(file: LogFile, end: int, stop: int | None) -> None:
-    """The text has ended at byte `end`: ValueError if it has not always done so."""
-    file.check_size()
-    least = max(stop or 0, file.size if file.codec is None else 0)
-    if end < least:
-        raise ValueError(
-            f"{file.path} has changed since it was opened first: its text ends at byte {end} and had at least {least}; "
-            "start again"
-        )
-
-
-def _skip(source: Any, file: LogFile, offset: int) -> None:
-    if file.codec is None:
-        source.seek(offset)
-    else:
-        for _ in _blocks(source, offset):
+def _enter(source: Any, start: int, quoted: bool) -> int:
+    """Go to the first line that begins at byte `start` or later, and say where that is."""
+    if quoted:
+        while source.tell() < start and read_line(source, quoted):
             pass
-
-
-def _skip_line(source: Any) -> int:
-    """Read past the next line feed: how many bytes that were."""
-    num_skipped = 0
-    while piece := source.readline(_BLOCK_BYTES):
-        num_skipped += len(piece)
-        if piece.endswith(b"\n"):
-            break
-    return num_skipped
+    elif start > 0:
+        source.seek(start - 1)
+        read_line(source)
+    place: int = source.tell()
+    return place
