@@ -1,12 +1,21 @@
 from collections import Counter
 
+import numpy as np
 import pytest
 
 pa = pytest.importorskip("pyarrow")
 import pyarrow.parquet as parquet  # noqa: E402
 
 from tests.data.logs import line, options, random_lines, rows_of, write  # noqa: E402
-from tritonemb.data import ClickLog, Schema, SplitRule, build_vocabulary, convert, load_vocabulary  # noqa: E402
+from tritonemb.data import (  # noqa: E402
+    ClickLog,
+    Schema,
+    SplitRule,
+    build_vocabulary,
+    convert,
+    encode,
+    load_vocabulary,
+)
 
 SCHEMA = {"label": "click", "dense": (), "sparse": ("user", "item", "tags")}
 TABLE = {
@@ -172,3 +181,9 @@ def test_the_encoding_follows_what_makes_numbers_of_a_row(tmp_path):
         columns | {"sparse": ("cat_2", "cat_1")},
     )
     assert len({encoding(**change) for change in changes}) == len(changes)
+
+
+def test_values_of_equal_hash_are_told_apart_by_their_strings(monkeypatch):
+    monkeypatch.setattr(encode, "hash_strings", lambda data, offsets, seed: np.zeros(len(offsets) - 1, dtype=np.uint64))
+    numbering = encode.Numbering("item", 2, pa.array(["seen"]), np.array([1]))
+    assert numbering.ids(pa.array(["seen", "unseen", None])).tolist() == [1, 0, 0]

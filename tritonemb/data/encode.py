@@ -199,7 +199,7 @@ class Numbering:
         if values is not None and ids is not None:
             keys = hash_strings(*string_buffers(values), self._seed) if is_text(values.type) else values.to_numpy()
             order = np.argsort(keys, kind="stable")
-            self._keys, self._ids = keys[order], ids[order].astype(np.int32)
+            self._keys, self._ids, self._values = keys[order], ids[order].astype(np.int32), values.take(pa.array(order))
             if (self._keys[1:] == self._keys[:-1]).any():
                 raise ValueError(f"feature {name!r} has a value twice in the vocabulary; build it again")
 
@@ -237,7 +237,15 @@ class Numbering:
         keys = keys.astype(known.dtype, copy=False)
         places = np.minimum(np.searchsorted(known, keys), len(known) - 1)
         ids: Array = np.where(known[places] == keys, self._ids[places], np.int32(0))
+        if text:
+            hits = np.flatnonzero(ids)  # by hash; now by the strings themselves
+            same = compute.equal(_strings(self._values, places[hits]), _strings(values, hits))
+            ids[hits[~compute.fill_null(same, False).to_numpy(zero_copy_only=False)]] = 0
         return ids
+
+
+def _strings(values: Any, places: Array) -> Any:
+    return values.take(pa.array(places)).cast(pa.large_string())
 
 
 def load_vocabulary(path: str | Path) -> dict[str, Numbering]:
