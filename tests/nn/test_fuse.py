@@ -8,6 +8,7 @@ import io
 import pickle
 import re
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -787,3 +788,13 @@ class TestWhatWouldGoWrongUnseen:
             te.fuse(model, te.optim.Adagrad(lr=0.1))
         model(torch.tensor([1])).sum().backward()
         assert int(model.step) == 1
+
+
+def test_weights_that_overlap_are_left_alone_and_neighbours_are_fused():
+    memory = np.zeros((40, 4), dtype=np.float32)
+    model = nn.ModuleList(nn.Embedding(10, 4) for _ in range(3))
+    for module, first in zip(model, (0, 5, 15), strict=True):
+        module.weight = nn.Parameter(torch.from_numpy(memory[first : first + 10]))
+    report = te.fuse(model, te.optim.SGD(lr=0.1))
+    assert (report.fused, set(report.left_alone)) == (("2",), {"0", "1"})
+    assert report.left_alone["0"] == "its weight shares memory with 1.weight"

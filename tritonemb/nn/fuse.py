@@ -159,15 +159,15 @@ def _leave_shared_alone(model: nn.Module, embeddings: Mapping[str, nn.Module], l
         for name, parameter in module._parameters.items():
             if parameter is not None:
                 users.setdefault(parameter, []).append(f"{path}.{name}" if path else name)
-    by_memory: dict[int, list[Tensor]] = {}
-    for weight in users:
-        if type(weight) is nn.Parameter and weight.device.type != "meta" and weight.numel():
-            by_memory.setdefault(weight.untyped_storage().data_ptr(), []).append(weight)
-    for weights in (several for several in by_memory.values() if len(several) > 1):
-        for path, module in embeddings.items():
-            others = [users[other][0] for other in weights if other is not module._parameters.get("weight")]
-            if 0 < len(others) < len(weights) and path not in left_alone:
-                left_alone[path] = f"its weight shares memory with {' and '.join(others)}"
+    placed = [w for w in users if type(w) is nn.Parameter and w.device.type != "meta" and w.numel()]
+    spans: dict[Any, tuple[int, int]] = {w: (w.data_ptr(), w.data_ptr() + w.nbytes) for w in placed}
+    for path, module in embeddings.items():
+        weight = module._parameters.get("weight")
+        begin, end = spans.get(weight, (0, 0))
+        near = [other for other in placed if spans[other][0] < end and begin < spans[other][1]]
+        others = [users[other][0] for other in near if other is not weight]
+        if others and path not in left_alone:
+            left_alone[path] = f"its weight shares memory with {' and '.join(others)}"
     while True:
         ours = {f"{path}.weight" if path else "weight": path for path in embeddings if path not in left_alone}
         found = {}
