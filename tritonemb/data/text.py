@@ -255,7 +255,6 @@ def first_bytes(file: LogFile, num_bytes: int = LONGEST_LINE) -> bytes:
 
 
 def _read_lines(source: Any, num_bytes: int, quoted: bool) -> bytearray:
-    """The lines that begin in the next bytes."""
     if quoted:
         data = bytearray()
         while len(data) < num_bytes and (line := read_line(source, quoted)):
