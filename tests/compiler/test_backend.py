@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._functorch._aot_autograd.autograd_cache import check_cacheable
 
 import tritonemb.compiler
 from tests.compiler.graphs import CLOSE, gradients_of
@@ -51,6 +52,15 @@ def test_training_with_several_batch_sizes():
         for mine, theirs in zip(gradients_of(model, [found]), gradients_of(twin, [wanted]), strict=True):
             torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-4)
     assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_autograds_cache_takes_what_was_merged(monkeypatch):
+    def compile_by(*_):
+        return lambda gm, _inputs: check_cacheable(gm) or gm
+
+    monkeypatch.setattr(torch, "_TorchCompileInductorWrapper", compile_by)
+    model, args = Model(), batch(5, 3)
+    torch.testing.assert_close(torch.compile(copy.deepcopy(model), backend="tritonemb")(*args), model(*args), **CLOSE)
 
 
 @pytest.mark.parametrize("options", [{"mode": "reduce-overhead"}, {"options": {"max-fusion-size": 8}}])

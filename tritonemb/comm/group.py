@@ -147,14 +147,9 @@ class Round:
     """What the ranks have agreed on."""
 
     rows: tuple[int, ...]  # samples of each rank's batches, in the order of ranks
-    batches: int = 1  # the most batches that a rank has
+    batches: int = 1  # the most batches that a rank has; 0: no rank has more data
     signal: int = 0  # the largest number of a signal that a rank got, 0 for none
     clock: int = 0  # that of rank 0
-
-    @property
-    def over(self) -> bool:
-        """No rank has more data."""
-        return self.batches == 0
 
 
 class Consensus:

@@ -21,7 +21,7 @@ from torch.fx import GraphModule
 from tritonemb.compiler.graph import is_transformed, listed
 from tritonemb.compiler.interaction import fuse_interactions
 from tritonemb.compiler.lookups import LeftAlone, LookupGroup, check_fused_tables, left_alone, next_group
-from tritonemb.compiler.merge import merge
+from tritonemb.compiler.merge import cacheable, merge
 
 __all__ = ["Fused", "LeftAlone", "Report", "explain", "fuse_graph", "tritonemb"]
 
@@ -93,7 +93,9 @@ def tritonemb(
     report = fuse_graph(gm)
     if report.fused or report.left_alone:
         _log.info("%s", report)
-    compiled: Callable[..., Any] = inductor(gm, example_inputs)
+    known = torch._inductor.config.unsafe_marked_cacheable_functions | cacheable()
+    with torch._inductor.config.patch(unsafe_marked_cacheable_functions=known):
+        compiled: Callable[..., Any] = inductor(gm, example_inputs)
     return compiled
 
 

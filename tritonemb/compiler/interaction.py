@@ -205,4 +205,4 @@ def _is_joined_with(dense: Node, picked: Node, dtype: torch.dtype, gm: GraphModu
 def _matrix(part: Node, dtype: torch.dtype, write: Writer) -> Node:
     """`[B, F * d]`"""
     tensor = part if value_of(part).dim() == 2 else write(torch.flatten, part, 1)
-    return tensor if value_of(part).dtype == dtype else write(Tensor.to, tensor, dtype)
+    return tensor if value_of(part).dtype == dtype else write(torch.ops.aten.to.dtype, tensor, dtype)

@@ -8,9 +8,11 @@ else, a `view`, a function that works in place, the caller of the graph, gets a 
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -135,6 +137,12 @@ def as_result(part: Tensor, ids: Tensor | None, counts: Tensor | None, dtype: to
     return part if ids is None else part.reshape(*ids.shape, part.shape[1])
 
 
+def cacheable() -> dict[str, str]:
+    """The functions that stand in graphs, and what changes with them, for the cache of AOTAutograd."""
+    version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+    return {f"{__name__}.{function.__name__}": version for function in (one_batch, parts_of, as_result)}
+
+
 def merge(gm: GraphModule, group: LookupGroup) -> str:
     """Replace a group's lookups by one; the graph computes the same. Says in words what came of it."""
     write, pooled = Writer(gm, _move_inputs_before(group)), group.pooled
@@ -187,6 +195,10 @@ def _look_up(lookups: Sequence[TableLookup], tables: list[Node], batch: Node, la
     first, ops = lookups[0], torch.ops.tritonemb
     parts = [None if part is None else write.item(batch, index) for index, part in enumerate(value_of(batch)[:4])]
     values, trained, offsets, sample_weights = parts
+    sizes = [value_of(lookup.bags.ids).numel() for lookup in lookups]
+    if not layout.pooled and all(isinstance(size, int) for size in sizes):
+        starts = torch.tensor([0, *accumulate(sizes)], device=value_of(tables[0]).device)
+        offsets = write.constant(starts, "offsets")
     options = first.op_checks, first.op_dtype
     if first.update is None:
         inputs = values, offsets, sample_weights, trained

@@ -150,4 +150,4 @@ class HostCache:
 
 def _move(to: Tensor, source: Tensor, to_rows: Tensor, from_rows: Tensor) -> None:
     """Copy records, but for those to or from a negative row."""
-    cpu_kernels("move_rows").move_rows_([to], [source], to_rows, from_rows)
+    cpu_kernels("row_cache").move_rows_([to], [source], to_rows, from_rows)

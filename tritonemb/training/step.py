@@ -105,8 +105,8 @@ def prepare(
         except Exception as raised:
             batches, error = [], raised
         agreed = _agree(ranks, batches, error, signal(), clock())
-        if agreed.over or agreed.signal:
-            position, number = (stream.position, 0) if agreed.over else (before, agreed.signal)
+        if not agreed.batches or agreed.signal:
+            position, number = (before, agreed.signal) if agreed.batches else (stream.position, 0)
             yield (), StepInfo((), 0, position, stream.report, number, agreed.clock)
             return
         batches += [empty() for _ in range(agreed.batches - len(batches))]

@@ -62,11 +62,13 @@ def test_numbers_that_are_not_finite_come_back(tmp_path):
 
 def test_any_plain_value_of_a_configuration_can_be_written(tmp_path):
     config = {"path": Path("a"), "widths": (1, 2), "lr": np.float32(0.5), "n": np.int64(3), "flag": True, 5: None}
+    config[1, "a"] = 2
     run_log = RunLog(tmp_path / "run.jsonl")
     run_log.on_start(start(config=config, folder=Path("runs")))
     run_log.on_end(end())
     first = read_run_log(tmp_path / "run.jsonl")[0]
-    assert first["config"] == {"path": "a", "widths": [1, 2], "lr": 0.5, "n": 3, "flag": True, "5": None}
+    plain = {"path": "a", "widths": [1, 2], "lr": 0.5, "n": 3, "flag": True, "5": None, "(1, 'a')": 2}
+    assert first["config"] == plain
     assert first["folder"] == "runs"
 
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
-import getpass
 import hashlib
 import logging
 import os
@@ -64,7 +63,7 @@ def _kernel_cache_dir() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError:  # a read-only home: compiled kernels last as long as the machine's temporary files
-        folder = Path(tempfile.gettempdir()) / f"tritonemb-{getpass.getuser()}" / digest.hexdigest()[:16]
+        folder = Path(tempfile.gettempdir()) / f"tritonemb-{os.getuid()}" / digest.hexdigest()[:16]
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return folder
 

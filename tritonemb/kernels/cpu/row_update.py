@@ -38,6 +38,7 @@ POSITIONS_PER_ROW = 2  # a row's own cost, in positions, when work is shared out
 PROPAGATE, RAISE, SKIP = range(3)
 SUMS, COMPACT_SUMS = -1, -2  # in place of an optimizer: gradients alone, in their rows or side by side
 NO_GROUP = np.iinfo(np.int64).max
+_SGD_CONSTANTS = np.array(SGD().hyperparameters, dtype=np.float64)
 
 
 @inlined
@@ -292,7 +293,8 @@ def row_gradients_(
     """See `kernels/row_update.py`."""
     num_tables = len(sums)
     no_states, steps = np.zeros((2, num_tables), dtype=np.int64), np.zeros(num_tables, dtype=np.int64)
-    constants = np.array(SGD().hyperparameters._replace(max_gradient=max_gradient), dtype=np.float64)
+    constants = _SGD_CONSTANTS.copy()
+    constants[MAX_GRADIENT] = max_gradient
     _run(
         COMPACT_SUMS if compact else SUMS, sums, no_states, np.zeros(2, dtype=np.bool_), 0.0, steps, constants, grad,
         offsets, sample_weights, groups, layout,
@@ -310,7 +312,8 @@ def _run(
     gradient = as_float32(grad.clamp(-most, most) if most < np.inf else grad)
     tables, lookups, num_threads = layout.tables.numpy(), layout.lookups.numpy(), torch.get_num_threads()
     count = int(num_groups)
-    table_groups = np.append(np.searchsorted(rows[:count], tables[:, FIRST_ROW]), count)
+    table_groups = np.full(len(tables) + 1, count)
+    table_groups[:-1] = rows[:count].searchsorted(tables[:, FIRST_ROW])
     small = int(starts[count]) * layout.width < FEW_ELEMENTS * len(lookups)
     skips = np.zeros((1 if small else 2 * num_threads, len(weights)), dtype=np.int64)
     refused = _update(

@@ -169,7 +169,7 @@ def start_line(start: FitStart) -> str:
         samples = f"{'about ' * start.estimated}{start.total_samples:,} samples"
         all_epochs = start.epoch_samples is None or start.total_samples >= start.epoch_samples * start.num_epochs
         fields.append(f"{samples} in {epochs}" if all_epochs else samples)
-    if "batch_size" in config:
+    if config.get("batch_size") is not None:
         each = f" on each of {start.num_ranks:,} ranks" if start.num_ranks > 1 else ""
         fields.append(f"batch {config['batch_size']:,}{each}")
     if start.total_steps is not None:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from tritonemb.training.callbacks import Callback, FitEnd, FitStart, StepEnd
+from tritonemb.training.config import plain
 from tritonemb.utils import write_whole
 
 NOT_FINITE = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}  # what Python writes, and what is in the log
@@ -134,7 +135,7 @@ def _step_of(event: Mapping[str, Any]) -> Any:
 
 
 def _line(event: Mapping[str, Any]) -> str:
-    text = json.dumps(event, default=lambda value: value.item() if isinstance(value, np.generic) else str(value))
+    text = json.dumps(plain(event), default=lambda value: value.item() if isinstance(value, np.generic) else str(value))
     return json.dumps(json.loads(text, parse_constant=NOT_FINITE.__getitem__)) + "\n"
 
 
