@@ -221,7 +221,7 @@ def test_a_run_that_left_out_rows_can_not_become_strict(tmp_path):
     assert (early["skipped"], late["skipped"]) == (0, 1)
     with strict.open("train", 8, position=early) as stream, pytest.raises(ValueError, match="line 41"):
         list(stream)
-    with pytest.raises(ValueError, match="1 bad rows had been left out at this position, so it can not go on with"):
+    with pytest.raises(ValueError, match="1 bad rows had been left out at this position, so it cannot resume with"):
         strict.open("train", 8, position=late)
 
 

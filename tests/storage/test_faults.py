@@ -114,7 +114,7 @@ def test_a_disk_that_loses_what_was_written_is_told(filled, monkeypatch):
 
     write(store, [1], 2).wait()
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(StorageError, match="what was written could not be brought to the disk"):
+    with pytest.raises(StorageError, match="what was written could not be flushed to disk"):
         store.flush().wait()
     with pytest.raises(StorageError, match="takes nothing more"):
         read(store, [1])

@@ -229,7 +229,7 @@ class ClickLog:
         if self.options.on_bad_row == "raise" and position["skipped"]:
             raise ValueError(
                 f"data set {self.name!r}: {position['skipped']} bad rows had been left out at this position, so it "
-                'can not go on with on_bad_row="raise"; use on_bad_row="skip", or start the epoch again'
+                'cannot resume with on_bad_row="raise"; use on_bad_row="skip", or start the epoch again'
             )
 
     def scan(self, split: Split, job: Callable[[Any], Any], start: Place | None = None) -> Generator[Block, None, None]:

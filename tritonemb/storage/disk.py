@@ -77,7 +77,7 @@ class RowFile:
     def sync(self) -> None:
         """Flush what was written to the disk."""
         # The system reports a failure once, and may have dropped what it could not write.
-        with self.fail_on_error("what was written could not be brought to the disk"):
+        with self.fail_on_error("what was written could not be flushed to disk"):
             self.file.sync()
 
     def finalize(self) -> None:

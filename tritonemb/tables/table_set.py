@@ -57,12 +57,12 @@ class LocalUpdate:
 
 
 def check_not_data_parallel(name: str) -> None:
-    """Raise RuntimeError in the forward of `DistributedDataParallel`, whose processes' copies would drift apart."""
+    """Raise RuntimeError in the forward of `DistributedDataParallel`, whose processes' copies would diverge."""
     parallel = DistributedDataParallel._get_active_ddp_module()
     if parallel is not None and parallel.process_group.size() > 1:
         raise RuntimeError(
             f"table {name!r} has a fused optimizer, so DistributedDataParallel has no gradient to average and the "
-            "processes' tables would drift apart; fuse without an optimizer, te.fuse(model), or keep the tables out of "
+            "processes' tables would diverge; fuse without an optimizer, te.fuse(model), or keep the tables out of "
             "DistributedDataParallel"
         )
 

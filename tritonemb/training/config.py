@@ -208,7 +208,7 @@ class CheckpointOptions(Options):
         checkpoint_steps: write one every so many steps.
         checkpoint_minutes: write one when so many minutes have passed since the last; 0 for never.
         keep: how many of the last checkpoints stay; the best one stays besides.
-        on_checkpoint_error: go on training with the earlier checkpoints, or stop.
+        on_checkpoint_error: continue training with the earlier checkpoints, or stop.
         checkpoint_incremental: of tables on disk, write the rows that have changed since the last checkpoint only, as
             long as such changes together are smaller than the table.
         checkpoint_async: write checkpoints in a thread while training goes on; copies of the tensors stay in memory.
