@@ -261,9 +261,10 @@ def time_mask(rule: SplitRule, split: Split, times: Any, kind: Any) -> Any:
 
 def _at_or_after(times: Any, bound: str | None, kind: Any) -> Any:
     """ValueError if the bound is none of the type of the times."""
+    if bound is None:  # false everywhere; pyarrow takes an expression where the times are one
+        return compute.and_kleene(compute.is_valid(times), pa.scalar(False))
     try:
-        # No time is at or after null.
-        limit = pa.scalar(None, kind) if bound is None else pa.scalar(bound).cast(kind)
+        limit = pa.scalar(bound).cast(kind)
     except pa.ArrowException as error:
         raise ValueError(f"split: {shown(bound)} is not a time of the time column, which is {kind}") from error
     return compute.coalesce(compute.greater_equal(times, limit), pa.scalar(False))
