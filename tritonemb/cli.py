@@ -107,7 +107,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _in_a_job() -> bool:
-    """Whether this process is one of a job's ranks."""
     distributed = sys.modules.get("torch.distributed")
     return distributed is not None and distributed.is_available() and bool(distributed.is_initialized())
 

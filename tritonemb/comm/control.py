@@ -87,7 +87,6 @@ def rendezvous_name(store: Store, rank: int, size: int, timeout: timedelta) -> s
 
 
 def _read(store: Store, keys: list[str]) -> list[str]:
-    """The values of keys, "" where there is none."""
     there = [key for key in keys if store.check([key])]
     found = dict(zip(there, store.multi_get(there), strict=True)) if there else {}
     return [found.get(key, b"").decode() for key in keys]

@@ -121,7 +121,6 @@ class RankGroup:
             dist.barrier(group=self.process_group)
 
     def _count(self, kind: str, sizes: Sequence[int]) -> None:
-        """`sizes[r]` bytes go to rank `r`."""
         here = self.nodes[self.rank]
         across = sum(size for size, node in zip(sizes, self.nodes, strict=True) if node != here)
         self.traffic.add(kind, sum(sizes) - sizes[self.rank], across)

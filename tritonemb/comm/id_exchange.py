@@ -197,7 +197,6 @@ class IdExchange:
         return found % _OWNER - 1, route, ops.segment_offsets(counts), inverse
 
     def _is_weighted(self, sizes: Sequence[_Sizes]) -> bool:
-        """Whether the ranks' ids have weights."""
         found = {each.weighted for each in sizes if each.weighted >= 0}
         if len(found) > 1:
             without = [self.group.ranks[rank] for rank, each in enumerate(sizes) if each.weighted == 0]

@@ -167,7 +167,6 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
 
 @contextmanager
 def _unchanged(model: Any) -> Iterator[None]:
-    """Put back what a forward pass changes."""
     root = model if isinstance(model, nn.Module) else getattr(model, "__self__", None)
     modules = list(root.modules()) if isinstance(root, nn.Module) else []
     kept: list[Any] = [buffer for module in modules for buffer in module.buffers(recurse=False)]

@@ -88,7 +88,6 @@ def _is_transpose(node: Node) -> bool:
 
 
 def _fuse(gm: GraphModule, product: Node, both: Node) -> str:
-    """Put the op where the products were."""
     vectors = _vectors(both)
     picked, pairs = _pairs(product)
     begin: Any = both.args[0] if both.target in _RESHAPES else both
@@ -117,7 +116,6 @@ def _fuse(gm: GraphModule, product: Node, both: Node) -> str:
 
 
 def _vectors(both: Node) -> Vectors:
-    """What T is made of."""
     batch, _, dim = value_of(both).shape
     require(isinstance(dim, int), "the vectors' dim differs from call to call")
     reshaped = both.target in _RESHAPES

@@ -216,7 +216,6 @@ def _read(node: Node, args: dict[str, Any], table: str) -> TableLookup:
 
 
 def _tensor_of(args: dict[str, Any], name: str) -> Any:
-    """The fake value of an argument, None if there is none."""
     node = args.get(name)
     require(node is None or isinstance(value_of(node), Tensor), f"its {name} is not a tensor of the graph")
     return value_of(node)
@@ -244,7 +243,6 @@ def _check_weight(node: Node, weight: Tensor) -> None:
 
 
 def _check_bags(lookup: TableLookup, weight: Tensor, args: dict[str, Any]) -> None:
-    """What the ids of every lookup must be."""
     ids, offsets, sample_weights, trained = (
         _tensor_of(args, name) for name in ("ids", "offsets", "sample_weights", "trained")
     )

@@ -191,7 +191,6 @@ def _write_layout(lookups: Sequence[TableLookup], tables: list[Node], pooled: bo
 
 
 def _look_up(lookups: Sequence[TableLookup], tables: list[Node], batch: Node, layout: Layout, write: Writer) -> Node:
-    """The one lookup, `[B, width]` or `[N, dim]`."""
     first, ops = lookups[0], torch.ops.tritonemb
     parts = [None if part is None else write.item(batch, index) for index, part in enumerate(value_of(batch)[:4])]
     values, trained, offsets, sample_weights = parts
@@ -236,7 +235,6 @@ def _use_parts(
 
 
 def _concatenations(group: LookupGroup) -> list[Node]:
-    """Those that have several of a group's results side by side."""
     users = Counter(user for lookup in group.lookups for node in lookup.results for user in node.users)
     return [node for node, count in users.items() if count > 1 and is_joined(node)]
 

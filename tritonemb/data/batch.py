@@ -110,7 +110,6 @@ class BatchLayout:
         )
 
     def _starts(self) -> list[int]:
-        """Where each part begins, and at last where they all end."""
         sizes = (-(-dtype.itemsize * count // ALIGNMENT) * ALIGNMENT for dtype, count in self._parts())
         return list(accumulate(sizes, initial=0))
 

@@ -298,13 +298,11 @@ class ClickLog:
         return digest([(file.location, file.size, file.modified) for file in self._files], options, columns)
 
     def _with(self, kind: Kind, parts: dict[Split, tuple[Part, ...]]) -> ClickLog:
-        """A copy with other splits."""
         log = copy.copy(self)
         log._kind, log._parts, log._known_rows = kind, parts, {}
         return log
 
     def _shard(self, split: Split, shard: Shard) -> ClickLog:
-        """The same log with one shard of a split as all of it."""
         parts = self._parts_of(split)
         if shard == WHOLE:
             return self
@@ -329,7 +327,6 @@ class ClickLog:
         return batch, ReadReport(batch.num_rows, counts.total(), tuple(problems), tuple(sorted(counts.items())))
 
     def _chosen(self, split: Split, chunk: Chunk, rows: Array) -> Array:
-        """Which of some rows of a chunk belong to the split."""
         rule, part = self.options.split, self._parts[split][chunk.part]
         if self._kind == "random":
             return _drawn(rule, split, part.file, self._source.rows_before(part) + chunk.line + rows)

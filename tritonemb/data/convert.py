@@ -117,7 +117,6 @@ def cached_as_parquet(
 def _write(
     tasks: Sequence[_Task], row_group_rows: int, compression: Compression, progress: Callable[[int], None] | None
 ) -> list[ReadReport]:
-    """Write the good rows of some splits, each to a Parquet file."""
     schema = tasks[0][0].text_schema()
     reports: list[ReadReport] = []
     for log, split, path in tasks:
@@ -230,7 +229,6 @@ def _summed(tables: list[Any], capacity: int) -> tuple[list[Any], int]:
 
 
 def _save(path: Path, tables: Mapping[str, list[Any]]) -> None:
-    """Write a vocabulary, at once and whole."""
     types = (pa.string(), pa.large_string(), pa.int64(), pa.int64())
     is_string = {name: bool(found) and is_text(found[0]["value"].type) for name, found in tables.items()}
     kinds = {name: "string" if text else "integer" for name, text in is_string.items()}

@@ -216,7 +216,6 @@ def _joined(table: Table, ratings: Table, key: str) -> Table:
 
 
 def _categories(ratings: Table, users: Table, items: Table) -> list[Any]:
-    """The columns of `CATEGORIES`."""
     years = [date[-4:] if date else None for date in items["release_date"]]
     found = {
         "age_bucket": np.digitize(users["age"], AGE_BUCKETS),

@@ -120,7 +120,6 @@ class CsvFormat:
         return next(csv.reader(text, delimiter=self._delimiter))
 
     def _expected(self, line: bytes, place: int, value: Any) -> str | None:
-        """What was expected of a field that has something else."""
         name = self.columns[place - 1]
         if name not in self._types:
             return None

@@ -155,7 +155,6 @@ def _found(entry: str | Path) -> list[LogFile]:
 
 
 def _file_system(uri: str, shown: str) -> tuple[Any, str]:
-    """A `pyarrow` file system and the path in it."""
     try:
         system, path = fs.FileSystem.from_uri(uri)
     except ValueError:  # a scheme that pyarrow does not know

@@ -260,7 +260,6 @@ def first_bytes(file: LogFile, num_bytes: int = LONGEST_LINE) -> bytes:
 
 
 def _read_lines(source: Any, num_bytes: int, quoted: bool) -> bytearray:
-    """The lines that begin in the next bytes."""
     if quoted:
         data, stop = bytearray(), source.tell() + num_bytes
         while (left := stop - source.tell()) > 0:

@@ -187,7 +187,6 @@ def _launch(
     kernel: Any, matrix: Tensor, message: Tensor, packing: Packing, num_message_rows: int, saturated: Tensor,
     scale: Tensor | None, rows: Tensor | None, written: torch.dtype, counted: bool,
 ) -> None:  # fmt: skip
-    """One program for each piece and run of rows."""
     is_int8, dtype, num_rows = packing.codec == INT8, CODECS[packing.codec], matrix.shape[0]
     stride = matrix.stride(0) if num_rows > 1 else matrix.shape[1]
     aligned = matrix.data_ptr() % 16 == 0 and message.data_ptr() % 16 == 0 and stride % packing.vector == 0

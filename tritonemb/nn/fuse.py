@@ -129,7 +129,6 @@ def unfuse_all(fused: list[Any]) -> None:
 
 
 def _why_not(module: Any, updated: bool) -> str | None:
-    """Why this embedding cannot be fused, or None."""
     if type(module) not in _OURS:
         return f"it is a {type(module).__name__}, a class of its own"
     if "forward" in module.__dict__:

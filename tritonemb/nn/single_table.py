@@ -116,7 +116,6 @@ class SingleTable(FusedModule):
                 self.register_buffer(state, values, persistent)
 
     def _leave(self) -> None:
-        """Forget the optimizer and its states."""
         if self._optimized is not None and not self._state_owner:
             for name in ("skipped", *self.optimizer_states()):
                 delattr(self, name)
@@ -176,7 +175,6 @@ class SingleTable(FusedModule):
         return look_up(table, self._name, values, sample_weights, bags, trained, dtype, group.receiver)
 
     def _renormalise(self, values: Tensor, max_norm: float, norm_type: float) -> None:
-        """Scale the rows that are looked up down to `max_norm`, in place."""
         untraced = self._optimized is not None and torch.compiler.is_compiling()
         renormalise = _renormalise_untraced if untraced else torch.embedding_renorm_
         renormalise(self.weight.detach(), values, max_norm, norm_type)

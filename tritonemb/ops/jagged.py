@@ -87,7 +87,6 @@ def _call(
 def _check(
     values: Tensor, offsets: Tensor, by_key: Tensor, by_key_name: str, weights: Tensor | None, num_keys: int
 ) -> None:
-    """Raise unless each argument has its dtype and shape."""
     check_ids(values)
     if offsets.dtype not in OFFSET_DTYPES or offsets.dim() != 1:
         raise TypeError(f"offsets must be int32 or int64 and 1-D, got {offsets.dtype} {tuple(offsets.shape)}")

@@ -91,7 +91,6 @@ def _check(
     source: Tensor, name: str, dtypes: tuple[torch.dtype, ...], packing: Packing, saturated: Tensor,
     scale: Tensor | None, rows: Tensor | None,
 ) -> None:  # fmt: skip
-    """Raise unless each argument has its dtype, number of dimensions and device."""
     arguments: list[tuple[str, Tensor | None, tuple[torch.dtype, ...], int | None]] = [
         (name, source, dtypes, None),
         ("packing", packing.pieces, (torch.int64,), 2),

@@ -96,7 +96,6 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
         self.forward = torch.compiler.disable(self.forward)
 
     def _make_lookups(self) -> list[ShardedLookup]:
-        """Lookups of shards that are not replicated, and how their rows return."""
         raise NotImplementedError
 
     @functools.cached_property
@@ -172,7 +171,6 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
         return sum(codec.saturated() for exchange in self._exchanges for codec in exchange.codecs)
 
     def _batch_to_send(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """What of a batch goes to the ranks with the rows."""
         return batch
 
     def own_batch(self, features: Features) -> KeyedJaggedTensor:

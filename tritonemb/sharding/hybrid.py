@@ -184,7 +184,6 @@ class HybridParallel(nn.Module):
 
 
 def _check_state(own: Mapping[str, Any], given: Mapping[str, Any], strict: bool) -> None:
-    """Raise RuntimeError unless a state can be loaded into this one."""
     missing, unexpected = [key for key in own if key not in given], [key for key in given if key not in own]
     problems = [f"it lacks {missing}"] if strict and missing else []
     problems += [f"the model does not have {unexpected}"] if strict and unexpected else []
@@ -206,7 +205,6 @@ def _as_distributed(here: Any, given: Any) -> Any:
 
 
 def _device_for(model: nn.Module, device: torch.device | str | None) -> torch.device:
-    """The device of the tables."""
     if device is not None:
         return torch.device(device)
     own = next(model.parameters()).device
@@ -218,7 +216,6 @@ def _device_for(model: nn.Module, device: torch.device | str | None) -> torch.de
 
 
 def _replace(model: nn.Module, sharded: dict[Any, ShardedCollection]) -> nn.Module:
-    """The model with its collections replaced, wherever they are."""
     if model in sharded:
         return sharded[model]
     for parent in list(model.modules()):
@@ -244,7 +241,6 @@ def _materialise(model: nn.Module, device: torch.device) -> None:
 def _parallel(
     model: nn.Module, dense: Dense, mesh: DeviceMesh | None, device: torch.device, world: RankGroup
 ) -> nn.Module:
-    """The module that is called in the model's place."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if world.size == 1 or not trained:
         return model

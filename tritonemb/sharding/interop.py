@@ -101,7 +101,6 @@ def _unwrapped(path: str) -> str:
 def _match(
     tables: list[_Ours], state_dict: Mapping[str, Any], given: dict[str, str], strict: bool
 ) -> tuple[dict[str, str], list[str]]:
-    """The key of each table's path, and what is wrong with them."""
     found: dict[str, str] = {}
     problems: list[str] = []
     candidates: dict[str, list[str]] = {}

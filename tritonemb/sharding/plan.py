@@ -194,7 +194,6 @@ SHARDINGS: dict[str, type[Sharding]] = {
 
 
 def _checked(table: TableConfig, sharding: Sharding, what: str, given: Sequence[int], number: int) -> Sequence[int]:
-    """Ranks or nodes, if there are such."""
     if not given:
         raise ValueError(f"table {table.name!r}: {sharding} needs at least one {what}")
     for value in given:
@@ -208,7 +207,6 @@ def _checked(table: TableConfig, sharding: Sharding, what: str, given: Sequence[
 def _nodes(
     table: TableConfig, sharding: Sharding, nodes: Sequence[int], world_size: int, local_world_size: int
 ) -> list[Sequence[int]]:
-    """The ranks of each node."""
     checked = _checked(table, sharding, "node", nodes, world_size // local_world_size)
     return [range(node * local_world_size, (node + 1) * local_world_size) for node in checked]
 
@@ -219,7 +217,6 @@ def _cut_at(table: TableConfig) -> int:
 
 
 def _most_blocks(table: TableConfig) -> int:
-    """The most blocks of columns."""
     return max(1, table.embedding_dim // _cut_at(table))
 
 

@@ -278,7 +278,6 @@ def _system_call() -> Any:
 
 
 def _call(which: int, *arguments: int) -> int:
-    """A system call, without the GIL."""
     number, more = _CALLS[platform.machine()][which], (0,) * (5 - len(arguments))
     while True:
         found = int(_system_call()(number, *arguments, *more))

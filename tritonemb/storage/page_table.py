@@ -389,13 +389,11 @@ class BlockFile:
         return StorageError(f"{self._describe(blocks)} could not be {what}: {reason}; {then}")
 
     def _raise_damaged(self, blocks: np.ndarray, num_good: int) -> None:
-        """Raise for the first damaged one of some blocks, before which `num_good` are good."""
         if num_good < blocks.size:
             where = self._describe(blocks[num_good : num_good + 1])
             raise StorageError(f"{where} is damaged: its checksum is not that of its content; {RESTORE}")
 
     def _describe(self, blocks: np.ndarray) -> str:
-        """In words: blocks that stand side by side."""
         begin = int(self.layout.offset(self.page_table.find(blocks[:1])[0]))
         first, last = int(blocks.min()), int(blocks.max())
         rows = self.layout.describe_rows(first, last)

@@ -208,7 +208,6 @@ class SnapshotReader(AbstractContextManager["SnapshotReader"]):
 
 
 def _open_snapshot(path: Path) -> tuple[dict[str, Any], BlockFile]:
-    """A snapshot's header, and its blocks."""
     file, header = open_file(f"snapshot {path}", path, ROWS)
     try:
         return header, BlockFile(header["table"], file, FileLayout.of(header))

@@ -270,7 +270,6 @@ class RowCache:
         return torch.where(there, found - directory.first_slots[tables], -1)
 
     def _evict_overflow(self) -> None:
-        """Evict overflow rows that no batch has pinned."""
         directory = self._directory
         free = (directory.tags[directory.overflow] == NO_ROW) | (directory.pins[directory.overflow] > 0)
         idle, tables = self._overflow_slots(~free)
@@ -308,7 +307,6 @@ class RowCache:
             self._write(table, *part)
 
     def _write(self, index: int, rows: Tensor, slots: Tensor) -> None:
-        """Start to write rows of a table from their slots."""
         table = self.tables[index]
         if table is not None and rows.numel():
             self._counts[WRITTEN, index] += rows.numel() * table.record.num_bytes
@@ -327,7 +325,6 @@ class RowCache:
         return slots.split(max(1, CHUNK_BYTES // table.record.num_bytes)) if table is not None and slots.numel() else ()
 
     def _by_table(self, tables: Tensor) -> list[int]:
-        """How often each table is there."""
         return torch.bincount(tables, minlength=len(self.tables)).tolist()
 
     def _event(self) -> torch.cuda.Event | None:

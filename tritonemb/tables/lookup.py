@@ -238,7 +238,6 @@ def _refuse_gradient(tables: Tables, grad: Tensor, needs_sample_weight_grad: boo
 
 
 def _trains(tables: Tables) -> bool:
-    """Whether a backward updates the tables."""
     return tables.optimizer is not None and any(table.weight.requires_grad for table in tables.tables)
 
 
@@ -261,7 +260,6 @@ def _check_gradients(tables: Tables, lookup: Lookup) -> None:
 
 
 def _bad_id(values: Tensor, offsets: Tensor, layout: Layout) -> ValueError | None:
-    """Names the first id that lies outside a table which its key looks up."""
     num_keys = layout.key_starts.numel() - 1
     bags = torch.diff(offsets)
     for_key = []

@@ -408,7 +408,6 @@ def _as(value: Any, hint: Any) -> Any:
 
 
 def _words(hint: Any) -> str:
-    """What is expected of a value of this type."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return " or ".join(_words(part) for part in parts if part is not type(None))

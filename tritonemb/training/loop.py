@@ -128,7 +128,6 @@ class Loop:
 
     @property
     def _over(self) -> bool:
-        """Whether all epochs, or all steps, are done."""
         last = self.state.last_step
         return self.progress.epoch >= self.state.last_epoch or (last is not None and self.progress.step >= last)
 

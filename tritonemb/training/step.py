@@ -323,7 +323,6 @@ class TrainStep:
             yield
 
     def _options(self) -> list[dict[str, Any]]:
-        """The plain options of the dense optimizer's groups, learning rates among them."""
         return [
             {name: value for name, value in group.items() if name != "params" and isinstance(value, PLAIN)}
             for group in self._dense_groups()

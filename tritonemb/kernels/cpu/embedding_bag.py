@@ -138,7 +138,6 @@ def embedding_bag(
 
 
 def _num_tasks(num_rows: int, values: Tensor, layout: Layout) -> int:
-    """Into how many the rows of the output are shared."""
     if values.numel() * layout.width < FEW_ELEMENTS * layout.lookups.shape[0]:
         return 1
     return max(1, min(torch.get_num_threads(), num_rows))

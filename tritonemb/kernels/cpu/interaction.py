@@ -14,7 +14,6 @@ TASKS_PER_THREAD = 4
 
 @inlined
 def _find_vectors(vectors, dense, sparse, sample, num_features, dim):
-    """Addresses of x_0 .. x_F."""
     vectors[0] = dense + sample * dim * 4
     for feature in range(num_features):
         vectors[feature + 1] = sparse + (sample * num_features + feature) * dim * 4

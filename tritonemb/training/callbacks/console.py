@@ -210,7 +210,6 @@ def summary(end: FitEnd) -> str:
 
 
 def _step_field(step: int, start: FitStart) -> str:
-    """`step done/total`, as wide as that of the last step."""
     if start.total_steps is None:
         return f"step {step:,}"
     total = f"{start.total_steps:,}"
