@@ -237,6 +237,20 @@ def test_shards_and_positions(tmp_path, name, rule):
     assert len(batches) == 7
 
 
+@pytest.mark.parametrize("name", ["log.csv", "log.csv.gz"])
+def test_a_long_line_of_a_quoted_file_moves_no_row_to_another_split(tmp_path, name):
+    rows = [f'{row % 2},"n\nn",{row},u,{row}' for row in range(400)]
+    rows[100] = f"1,n,100,{'u' * 2 * LONGEST_LINE},100"
+    log = reader(
+        write(tmp_path, *rows, name=name), split=SplitRule(split_by="end", test_share=0.5), quoted_newlines=True,
+        on_bad_row="skip",
+    )  # fmt: skip
+    found = [row[1] for split in ("train", "test") for row in rows_of(log, split)]
+    assert found == [row for row in range(400) if row != 100]
+    shards = [row[1] for index in range(3) for row in rows_of(log, "train", shard=(index, 3))]
+    assert sorted(shards) == [row[1] for row in rows_of(log, "train")]
+
+
 def test_a_converted_file_gives_the_same_batches(tmp_path):
     random = np.random.default_rng(0)
     lines = [f"{row % 2},n,{random.normal()},{random.choice(['', 'a', 'b é'])},{row}" for row in range(100)]

@@ -237,13 +237,14 @@ def text_of(path):
         return source.read(1 << 20)
 
 
-def by_time(folder, times, kind, statistics=True):
+def by_time(folder, times, kind, statistics=True, **rule):
     rows = len(times)
     columns = {"click": [0] * rows, "price": [float(row) for row in range(rows)], "user": ["a"] * rows}
     table = pa.table({"when": pa.array(times, type=pa.int64()).cast(kind), **columns})
     parquet.write_table(table, folder / "log.parquet", row_group_size=7, write_statistics=statistics)
     bounds = ["1970-01-02", "1970-01-03T00:00:00"] if pa.types.is_timestamp(kind) else ["60", "80"]
-    rule = SplitRule(time_column="when", validation_from=bounds[0], test_from=bounds[1])
+    rule = rule or {"validation_from": bounds[0], "test_from": bounds[1]}
+    rule = SplitRule(time_column="when", **rule)
     return reader(folder / "log.parquet", rule, label="click", dense=("price",), sparse=("user",), shuffle_rows=0)
 
 
@@ -256,6 +257,15 @@ def test_a_shard_of_rows_by_time(tmp_path, count, statistics):
         assert [row for mine in found for row in mine] == list(expected)
         if statistics:  # only the row groups at the bounds have rows of others
             assert max(map(len, found)) <= (len(expected) + 7) / count + 2
+
+
+@pytest.mark.parametrize("split", ["validation", "test"])
+def test_a_shard_of_rows_by_time_with_one_bound(tmp_path, split):
+    log = by_time(tmp_path, list(range(100)), pa.int64(), **{f"{split}_from": "70"})
+    for each, expected in (("train", range(70)), (split, range(70, 100))):
+        found = [numbers(log, each, shard=(index, 3)) for index in range(3)]
+        assert [row for mine in found for row in mine] == list(expected)
+        assert max(map(len, found)) < 30
 
 
 @given(

@@ -247,7 +247,7 @@ def parse(form: CsvFormat, data: Text) -> Parsed:
     """The rows of some lines. All lines are parsed at once; if one of them is bad, each is looked at."""
     if not data.endswith(b"\n"):
         data = data + b"\n"
-    plain = form.quoted or not _has_long_line(data)
+    plain = not _has_long_line(data)
     if not form.quoted and b"\r" in data:
         data = data.replace(b"\r\n", b"\n")
         plain &= b"\r" not in data
@@ -291,6 +291,16 @@ def read_line(source: Any, quoted: bool = False) -> bytes:
         while (rest := source.readline(LONGEST_LINE)) and not rest.endswith(b"\n"):
             pass
     return line
+
+
+def whole_lines(text: bytes) -> int:
+    """Bytes of the lines, perhaps quoted, that a text begins with, whole and not too long."""
+    data = np.frombuffer(text, np.uint8)
+    inside = np.logical_xor.accumulate(data == ord('"'))
+    ends = np.flatnonzero((data == ord("\n")) & ~inside) + 1
+    too_long = np.flatnonzero(np.diff(ends, prepend=0) > LONGEST_LINE)
+    ends = ends[: too_long[0]] if len(too_long) else ends
+    return int(ends[-1]) if len(ends) else 0
 
 
 def _lines_of(data: Text, quoted: bool) -> tuple[list[bytes], Array]:

@@ -209,7 +209,7 @@ class ArrowSource:
         for number, (file, groups) in enumerate(zip(self._files, self._groups, strict=True)):
             kept, ends = list(range(len(groups))), np.cumsum(groups).tolist()
             if file.stored is not None and not pa.types.is_floating(self._time_type):  # statistics leave out NaN
-                system, path = file.stored
+                system, path = file.check_size()
                 fragment = dataset.ParquetFileFormat().make_fragment(path, system)
                 wanted = time_mask(self._rule, split, compute.field(time), self._time_type)
                 kept = [group.id for group in fragment.subset(wanted).row_groups]
@@ -261,8 +261,8 @@ def time_mask(rule: SplitRule, split: Split, times: Any, kind: Any) -> Any:
 
 def _at_or_after(times: Any, bound: str | None, kind: Any) -> Any:
     """ValueError if the bound is none of the type of the times."""
-    if bound is None:
-        return pa.scalar(False)
+    if bound is None:  # false everywhere; pyarrow takes an expression where the times are one
+        return compute.and_kleene(compute.is_valid(times), pa.scalar(False))
     try:
         limit = pa.scalar(bound).cast(kind)
     except pa.ArrowException as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -26,6 +27,7 @@ from tritonemb.data.delimited import (
     encoding_hint,
     parse,
     read_line,
+    whole_lines,
 )
 from tritonemb.data.files import Chunk, LogFile, Part
 from tritonemb.data.protocol import WHOLE, Shard
@@ -36,7 +38,9 @@ pa: Any = LazyModule("pyarrow")
 
 _SAMPLE_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 22
+_BUFFER_BYTES = 1 << 17
 _END = 1 << 62  # of any file
+_COUNTING = threading.Lock()  # several threads may ask for the same lines
 
 
 class TextSource:
@@ -115,7 +119,8 @@ class TextSource:
         return tuple(sorted(pieces, key=lambda part: (part.file, part.start)))
 
     def rows_before(self, part: Part) -> int:
-        return lines_before(self._files[part.file], part.start, self._form.quoted)
+        with _COUNTING:
+            return lines_before(self._files[part.file], part.start, self._form.quoted)
 
     def where(self, part: Part, chunk: Chunk, row: int) -> str:
         return f"{self._files[part.file].path}, line {self.rows_before(part) + chunk.line + row + 1}"
@@ -166,11 +171,11 @@ def opened(file: LogFile) -> Iterator[Any]:
     """The unpacked bytes of a file, an `io.BufferedReader`; ValueError if it is damaged, or not what was found."""
     with file.open() as raw:
         if file.codec is None:
-            yield io.BufferedReader(raw)
+            yield io.BufferedReader(raw, _BUFFER_BYTES)
             return
         try:
             with pa.CompressedInputStream(raw, file.codec) as unpacked:
-                yield io.BufferedReader(_Unpacked(unpacked))
+                yield io.BufferedReader(_Unpacked(unpacked), _BUFFER_BYTES)
         except OSError as error:
             raise ValueError(f"{file.path} is not a whole {file.codec} file ({error}); fetch it again") from error
 
@@ -256,9 +261,13 @@ def first_bytes(file: LogFile, num_bytes: int = LONGEST_LINE) -> bytes:
 
 def _read_lines(source: Any, num_bytes: int, quoted: bool) -> bytearray:
     if quoted:
-        data = bytearray()
-        while len(data) < num_bytes and (line := read_line(source, quoted)):
-            data += line
+        data, stop = bytearray(), source.tell() + num_bytes
+        while (left := stop - source.tell()) > 0:
+            whole = whole_lines(source.peek()[:left])
+            lines = source.read(whole) if whole else read_line(source, quoted)
+            if not lines:
+                break
+            data += lines
         return data
     data = bytearray(num_bytes)  # the chunk's own memory, written once: fresh pages are what reading costs most
     del data[source.readinto(data) :]
@@ -270,7 +279,7 @@ def _read_lines(source: Any, num_bytes: int, quoted: bool) -> bytearray:
 def _enter(source: Any, start: int, quoted: bool) -> int:
     """Go to the first line that begins at byte `start` or later, and say where that is."""
     if quoted:
-        while source.tell() < start and read_line(source, quoted):
+        while (left := start - source.tell()) > 0 and _read_lines(source, min(left, _BLOCK_BYTES), quoted):
             pass
     elif start > 0:
         source.seek(start - 1)

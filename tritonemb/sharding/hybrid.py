@@ -124,7 +124,7 @@ class HybridParallel(nn.Module):
         if isinstance(features, PrefetchedFeatures):
             return features
         batch = self.collections[0].own_batch(features)
-        return PrefetchedFeatures(batch, {id(each): each.prefetch(features) for each in self.collections})
+        return PrefetchedFeatures(batch, {id(each): each.prefetch(batch) for each in self.collections})
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
