@@ -157,7 +157,9 @@ def test_errors_of_a_log_come_after_the_batches_before_them(tmp_path):
     from tests.data.logs import options, random_lines, write
     from tritonemb.data import ClickLog
 
-    log = ClickLog(write(tmp_path, [*random_lines(40), b"bad"]), options(chunk_bytes=600, shuffle_rows=8))
+    lines = random_lines(40)
+    first = sum(len(line) + 1 for line in lines[:37])
+    log = ClickLog(write(tmp_path, [*lines, b"bad"]), options(chunk_bytes=first, shuffle_rows=8))
     stream = log.open("train", 8, shuffle=True)
     assert [len(next(stream)) for _ in range(4)] == [8, 8, 8, 8]  # the fifth batch shares a chunk with the bad line
     with pytest.raises(ValueError, match="line 41: expected 40 tab-separated fields, found 1"):
