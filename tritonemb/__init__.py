@@ -1,7 +1,5 @@
 """Embedding tables of any size for recommendation models: trained fast, exactly and deterministically."""
 
-from __future__ import annotations
-
 import importlib
 from typing import TYPE_CHECKING, Any
 

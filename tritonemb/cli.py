@@ -1,7 +1,5 @@
 """The `tritonemb` command: reads the command line, calls what does the work, turns errors into one line."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import difflib

@@ -1,7 +1,5 @@
 """Errors about a batch, from what a kernel has found."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 
 import numpy as np

@@ -3,8 +3,6 @@
 Nothing that comes through a socket is unpickled. Exceptions of the server are raised again in the client.
 """
 
-from __future__ import annotations
-
 import builtins
 import hmac
 import json

@@ -4,8 +4,6 @@ A *lookup* is one use of a table by one feature. Lookups are sorted by the featu
 keys may be in any order, unused, or used by several tables, and nothing is moved: only these small arrays differ.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Iterable, Sequence
 from itertools import accumulate

@@ -5,8 +5,6 @@ parts were clamped to ±`max_gradient`. Arithmetic is float32 whatever the table
 the embedding dim; sums and norms run over one row. How it is computed is in `kernels/row_update.py`.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field, fields
 from typing import ClassVar, Literal, NamedTuple, get_args

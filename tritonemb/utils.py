@@ -1,7 +1,5 @@
 """Optional packages, atomic writes of files, and huge pages."""
 
-from __future__ import annotations
-
 import ctypes
 import importlib
 import mmap

@@ -1,7 +1,5 @@
 """The control plane: rendezvous of the ranks, and which rank has failed or is silent."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import threading

@@ -1,7 +1,5 @@
 """Rows and summed gradients exchanged between ranks that hold the same rows, or other columns of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

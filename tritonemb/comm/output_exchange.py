@@ -13,8 +13,6 @@ Backward, gradients go the same way back. Codecs say in how many bits vectors an
 communication).
 """
 
-from __future__ import annotations
-
 import functools
 from collections import Counter
 from collections.abc import Sequence

@@ -5,8 +5,6 @@ explain     says in words what would be merged in a model, what not, and why
 fuse_graph  the pass alone, for other backends
 """
 
-from __future__ import annotations
-
 import logging
 import textwrap
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """What the passes know of a graph of Dynamo's: its values, its side effects, its order; and how they add to it."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import operator

@@ -10,8 +10,6 @@ Without it, a training step of a DLRM with 26 tables of dim 64 takes 1.3 to 1.8 
 times.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from typing import Any, NamedTuple

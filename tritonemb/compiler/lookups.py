@@ -4,8 +4,6 @@ Merged are independent lookups of a region, with one batch size and one kind of 
 reason.
 """
 
-from __future__ import annotations
-
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Sequence

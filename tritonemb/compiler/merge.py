@@ -6,8 +6,6 @@ Parts of a wider matrix are not contiguous, and they share its memory. Who only 
 else, a `view`, a function that works in place, the caller of the graph, gets a copy, which is what the lookup returned.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Sequence

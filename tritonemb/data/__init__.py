@@ -1,7 +1,5 @@
 """Data sets for binary click prediction, in memory or read as they are needed, and the batches cut from them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -127,12 +125,7 @@ def open_dataset(
 
 
 def from_dataframe(
-    frame: Any,
-    options: LogOptions | None = None,
-    *,
-    validation: Any = None,
-    test: Any = None,
-    name: str = "data frame",
+    frame: Any, options: LogOptions | None = None, *, validation: Any = None, test: Any = None, name: str = "data frame"
 ) -> ClickLog:
     """A log of the rows of a data frame: pandas, Polars, a `pyarrow.Table` or anything else with the method
     `__arrow_c_stream__`. No column is copied.

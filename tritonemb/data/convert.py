@@ -1,7 +1,5 @@
 """Passes over a log, and their commands: text to Parquet, which reads faster, and counts of values to a vocabulary."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """The data sets that have a name: UCI Adult, MovieLens-100K, and synthetic data with a known ground truth."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import os

@@ -9,8 +9,6 @@ A field of CSV may be quoted; then a quote is written twice. Criteo's display-ad
 around a value, no plus sign, no header.
 """
 
-from __future__ import annotations
-
 import binascii
 import csv
 import io

@@ -18,8 +18,6 @@ integers in decimal), id (int64), count (int64). Each feature's ids begin with 1
 0 stands for missing, unseen and rarer values. The metadata name the features that have integers, or no value at all.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping

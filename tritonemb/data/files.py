@@ -1,7 +1,5 @@
 """The files of a log, local or remote, looked at before anything is read; and the parts that a split or shard reads."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import re

@@ -1,7 +1,5 @@
 """A data set in memory, and the batches cut from it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any

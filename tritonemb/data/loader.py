@@ -4,8 +4,6 @@ An epoch that began with S shards keeps them until it ends, on however many rank
 shards r, r + W, r + 2W, ... The positions of all shards say where it resumes; nothing else does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field

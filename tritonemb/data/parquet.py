@@ -1,7 +1,5 @@
 """Logs of Arrow columns: Parquet files, and tables in memory."""
 
-from __future__ import annotations
-
 import bisect
 import itertools
 from collections.abc import Iterator, Mapping

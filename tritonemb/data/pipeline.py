@@ -1,7 +1,5 @@
 """From chunks to batches: chunks are parsed by threads, their rows gathered in shuffle buffers and cut into batches."""
 
-from __future__ import annotations
-
 import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator

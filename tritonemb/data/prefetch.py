@@ -1,7 +1,5 @@
 """An iterator that makes items ahead in a thread of its own: batches of a stream, and the steps of a trainer."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import threading

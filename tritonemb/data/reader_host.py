@@ -1,7 +1,5 @@
 """Reader hosts: machines that read the data for trainers on other machines, over Arrow Flight."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import signal

@@ -1,7 +1,5 @@
 """`tritonemb serve`: a reader host for the trainers of other machines."""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ With `quoted`, a line ends at a line feed outside quotes only. Nobody can tell t
 files are read from their beginning.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import re

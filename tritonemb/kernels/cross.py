@@ -9,8 +9,6 @@ alone, then the runs. All arithmetic is float32; a result is rounded once.
 Bytes, for `e` an element: forward `4 e B W`, backward `5 e B W`, for two operations an element each.
 """
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -8,8 +8,6 @@ the same bits on every device.
 Bytes: `B · width · output size` written, `N · dim · element size` of rows and `8 · N` of ids read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 

@@ -10,8 +10,6 @@ summed where they are used, by `add_gradients`.
 Bytes: `4 · dim` of gradient read for each position; ids' places and scales, 28 bytes, written and read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

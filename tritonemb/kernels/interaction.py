@@ -14,8 +14,6 @@ needed; backward `B e (2 n D + D + P)` for `B n² D`. For 27 vectors of 128 bflo
 13 operations a byte, so that with tensor cores both are bound by memory.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -17,8 +17,6 @@ such a position out. Ids out of range are found here, before they could be taken
 Bytes: `8 · N` of ids read and written.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

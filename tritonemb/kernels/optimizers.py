@@ -3,8 +3,6 @@
 Divisions and roots are IEEE's and sums over a row have one order, so both give the same bits.
 """
 
-from __future__ import annotations
-
 from typing import get_args
 
 import torch

@@ -11,8 +11,6 @@ The exchanges that it is for, with `R` rows a rank and one all-to-all in between
     sequences          one part with all columns   →   the same; `rows` tells which row of the message is which
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import NamedTuple

@@ -14,8 +14,6 @@ Each element that is finite and saturates, on either side, adds 1 to `saturated`
 Bytes: `R · width · (element size + code size)`, and with "int8" 8 for each row of a piece.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any

@@ -16,8 +16,6 @@ Bytes: `4 · R · D` written, `8 · R` read where rows are named. The floor on C
 bytes.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

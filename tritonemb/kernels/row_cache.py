@@ -28,8 +28,6 @@ program copies a tile of one pair's rows: 16 bytes a lane if all are aligned, el
 Bytes: 16 of indices a pair and row, and twice its row, once over the bus for pinned host memory (unified addressing).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

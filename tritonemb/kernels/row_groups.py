@@ -11,8 +11,6 @@ Three steps, none of which waits: linear rows, a stable sort, segments.
 Bytes: `8 · N` of ids read; `20 · N` written; the sort moves 8 to 12 bytes a pass and id.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

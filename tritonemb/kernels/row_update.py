@@ -10,8 +10,6 @@ table's groups (compact: the values of a sparse one). Rows without a group stay 
 Bytes: `4 · dim` of gradient read for each position, `4 · dim` read and written for each distinct row.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from itertools import accumulate

@@ -10,8 +10,6 @@
   reads that memory at every lookup and update, and raises; `check_errors` waits for the device first.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import math

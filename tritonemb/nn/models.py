@@ -1,7 +1,5 @@
 """Recommendation models, DLRM and the deep and cross network, version 2, and their layers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

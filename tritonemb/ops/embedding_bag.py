@@ -8,8 +8,6 @@ without the dispatcher; other lookups whose backward is Python code go through i
 gradient to whoever gathers it, so that the tables of a model are updated together when the backward pass ends.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -333,10 +331,7 @@ def _shape_of_bag(*args: Any) -> Tensor:
 
 
 _bag_fused = define(
-    "bag_fused",
-    f"({TABLES}, str name, {registry.BATCH}, {BAGS}) -> Tensor",
-    _look_up_bag,
-    _shape_of_bag,
+    "bag_fused", f"({TABLES}, str name, {registry.BATCH}, {BAGS}) -> Tensor", _look_up_bag, _shape_of_bag
 )
 
 

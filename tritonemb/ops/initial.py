@@ -1,7 +1,5 @@
 """Initial values of tables; see `kernels/random.py`."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

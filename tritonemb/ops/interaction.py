@@ -3,8 +3,6 @@
 Both are differentiable; see `kernels/interaction.py` and `kernels/cross.py`.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

@@ -1,8 +1,6 @@
 """`tritonemb::jagged_permute` and `block_bucketize`: a batch's ids in the order that an exchange needs, with no wait on
 the host; see `kernels/jagged.py`."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

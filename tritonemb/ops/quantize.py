@@ -1,7 +1,5 @@
 """`tritonemb::quantize_pack` and `quantize_unpack`: the two ends of an exchange; see `kernels/quantize.py`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ where Triton interprets them. Kernels are imported when they are first used, so 
 a compiler.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

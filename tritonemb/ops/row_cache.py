@@ -1,8 +1,6 @@
 """`tritonemb::row_cache_*` and `move_rows_`: a cache on the device for rows in host memory or on disk; see
 `kernels/row_cache.py`."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """`tritonemb::row_groups`: a batch's distinct rows and the positions that use each; see `kernels/row_groups.py`."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -247,10 +247,7 @@ def _accumulate(
 
 
 accumulate_ = define(
-    "accumulate_",
-    f"(Tensor(a!) pending, int handle, Tensor grad, {BATCH}) -> ()",
-    _accumulate,
-    lambda *args: None,
+    "accumulate_", f"(Tensor(a!) pending, int handle, Tensor grad, {BATCH}) -> ()", _accumulate, lambda *args: None
 )
 
 

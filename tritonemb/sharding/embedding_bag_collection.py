@@ -1,7 +1,5 @@
 """`ShardedEmbeddingBagCollection`: pooled lookups of sharded tables."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """`ShardedEmbeddingCollection`: unpooled lookups of sharded tables."""
 
-from __future__ import annotations
-
 import functools
 import operator
 

@@ -1,7 +1,5 @@
 """`HybridParallel`: tables sharded over ranks (model parallel), other layers data parallel, or sharded by FSDP2."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Interop: tables that another library has trained, from its `state_dict` into ours, sharded or not."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -21,17 +21,7 @@ from tritonemb import ops
 from tritonemb.comm.gradient_exchange import ColumnBlock, RowSums, all_gather_rows, all_gather_sums, exchange_columns
 from tritonemb.comm.group import RankGroup
 from tritonemb.errors import gradient_not_finite
-from tritonemb.layout import (
-    COLUMN_ORIGIN,
-    FIRST_ROW,
-    ROW_DIM,
-    ROW_IDS,
-    ROW_ORIGIN,
-    SEED,
-    Layout,
-    lines_of,
-    make_layout,
-)
+from tritonemb.layout import COLUMN_ORIGIN, FIRST_ROW, ROW_DIM, ROW_IDS, ROW_ORIGIN, SEED, Layout, lines_of, make_layout
 from tritonemb.optimizers import SGD, Optimizer
 from tritonemb.tables.lookup import FindReplicaRows, Lookup
 from tritonemb.tables.table_set import LocalUpdate, TableSet

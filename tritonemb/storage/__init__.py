@@ -1,7 +1,5 @@
 """Rows that do not fit the device: in host memory, or in checked files on disk."""
 
-from __future__ import annotations
-
 from tritonemb.storage.disk import DiskRows
 from tritonemb.storage.io import TableIdentity
 from tritonemb.storage.memory import HostRows

@@ -3,8 +3,6 @@
 The header says of which table the rows are and what a record looks like.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

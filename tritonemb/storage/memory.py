@@ -1,7 +1,5 @@
 """Rows in host memory: all of a table (`HostRows`), or those of a table on disk that are in use (`HostCache`)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal

@@ -4,8 +4,6 @@ An incremental snapshot is a file of changes: a header page, which names the sna
 up to `_NUMBERS` block numbers, then those blocks as they are in the table's file. Every page has a checksum.
 """
 
-from __future__ import annotations
-
 import threading
 import uuid
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Files with holes: reflink copies, else copies of their written parts, and digests that do not read holes."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import itertools

@@ -4,8 +4,6 @@ Signal handlers run in the main thread alone, and may raise anywhere in it: betw
 notes its result, say. So the main thread leaves I/O to other threads, see `shielded`.
 """
 
-from __future__ import annotations
-
 import os
 import queue
 import threading

@@ -7,8 +7,6 @@ slot only. So prefetched batches see every update of those before them: stalenes
 A prefetch waits for the device that has the ids, so it is done in another thread and on another stream than training.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The memory of cached tables' slots on the device, the layouts of it, and what caches have counted."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Every option of a training run, once: frozen dataclasses, for `Trainer`, the TOML file and the command line."""
 
-from __future__ import annotations
-
 import dataclasses
 import difflib
 import tomllib

@@ -1,7 +1,5 @@
 """Versions and devices; what `tritonemb doctor` prints of these, of kernels, and of a training step that it checks."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import platform

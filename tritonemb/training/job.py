@@ -2,8 +2,6 @@
 scores of a log by a model that was trained so.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

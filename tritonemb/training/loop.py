@@ -1,7 +1,5 @@
 """The loop of a fit: steps, what is due after each of them, and what is measured of their speed."""
 
-from __future__ import annotations
-
 import math
 import signal
 import time

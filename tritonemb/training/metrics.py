@@ -1,7 +1,5 @@
 """The quality of click probabilities: metrics of logits, and the evaluation of a split."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

@@ -4,8 +4,6 @@ While a step computes, the next one is ready, and the one after it is being made
 batches without samples until all have.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence

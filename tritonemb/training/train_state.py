@@ -1,7 +1,5 @@
 """What a trainer, its loop and its checkpoints share, and everything of it that a resumed run needs."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager

@@ -1,7 +1,5 @@
 """Trains, evaluates, saves and resumes a model, in one process or on several ranks together."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack

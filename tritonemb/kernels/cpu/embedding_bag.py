@@ -1,7 +1,5 @@
 """CPU twin of `kernels/embedding_bag.py`: one pass over samples and lookups, each row read once, asked for ahead."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """CPU twin of `kernels/interaction.py`: a sample's vectors stay in the first cache while all their pairs are met."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """The nine optimizers on one row: float32 arrays in, changed in place. Formulas: `tritonemb/optimizers.py`."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from tritonemb.kernels.cpu.jit import FLOAT32, inlined

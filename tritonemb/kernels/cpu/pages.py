@@ -11,8 +11,6 @@ its place is damage too; from a block's second page on it is the checksum of the
 versions do not make up a block. Its sums have no order, and vector units take 4 to 8 words at once.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from tritonemb.kernels.cpu.jit import compiled, inlined

@@ -1,7 +1,5 @@
 """CPU twin of `kernels/random.py`: 16-bit rows, widened exactly, narrowed to nearest or at random; initial values."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

@@ -3,8 +3,6 @@
 A set belongs to one task, which serves its misses in ascending order, so nothing depends on how many tasks there are.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -7,8 +7,6 @@ are, it is known where the result of each begins, and it is written there. The r
 so it does not depend on how units are cut.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

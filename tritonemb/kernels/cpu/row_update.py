@@ -1,7 +1,5 @@
 """CPU twin of `kernels/row_update.py`: one thread owns a row, sums its gradients in order and applies the optimizer."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -5,8 +5,6 @@ more than a row, and sums stay in registers. Every operation is IEEE, lane by la
 contraction, so the bits depend neither on the machine's vector width nor on alignment.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numba

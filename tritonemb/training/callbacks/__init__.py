@@ -1,7 +1,5 @@
 """The events of a training run and the callbacks for them; beside it: display, log, report, TensorBoard, profiler."""
 
-from __future__ import annotations
-
 import contextlib
 import sys
 from collections.abc import Mapping, Sequence

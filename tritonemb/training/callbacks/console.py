@@ -3,8 +3,6 @@
 The fields of a line are two or more blanks apart and keep their columns, so that lines can be read, searched and split.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -6,8 +6,6 @@ event's dataclass. Messages carry the step after which they came. Numbers that a
 reason "failed" and the exception under `error`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -3,8 +3,6 @@
 This file computes what `report.html.jinja` shows. The page needs nothing but itself: no script, no font, no network.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence

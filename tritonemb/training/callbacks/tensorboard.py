@@ -1,7 +1,5 @@
 """Curves for TensorBoard, and a window of steps under `torch.profiler` as a trace that Perfetto opens."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The files of a checkpoint: durable writes, checksums, and the manifest."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -5,8 +5,6 @@ A checkpoint is a folder: the tensors in the format of `torch.distributed.checkp
 and sizes and checksums of the files.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -3,8 +3,6 @@
 Checkpoints may be written while training goes on, by `torch.distributed.checkpoint.async_save`.
 """
 
-from __future__ import annotations
-
 import atexit
 import sys
 import time
