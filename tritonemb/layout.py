@@ -112,7 +112,7 @@ def lay_out(
         torch.tensor([0, *accumulate(map(len, uses))], dtype=torch.int64, device=device),
         lines_of(table_names),
         lines_of(feature_names),
-        max(map(len, uses), default=0),
+        max([len(use) for use in uses], default=0),
         first_rows[-1],
         max(ends),
         pooled,
