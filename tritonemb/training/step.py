@@ -125,7 +125,7 @@ def prepare(
 
 
 def _agree(ranks: Ranks, batches: list[Batch], error: Exception | None, signal: int, clock: int) -> Round:
-    """What all ranks bring to a step; raises `error`, of this rank's data, or that another rank's have failed."""
+    """What all ranks have for a step; raises `error`, of this rank's data, or that another rank's have failed."""
     if error is not None and ranks.size == 1:
         raise error
     rows = sum(len(batch) for batch in batches)

@@ -4,7 +4,7 @@ Kernels release the GIL and are cached on disk. Numba's own cache looks at one s
 stale when a helper in another file changes. Here the cache's folder is named after a hash of all kernel sources, and of
 the files whose constants are compiled in. `TRITONEMB_CACHE_DIR` moves it.
 
-A kernel's tasks run on as many threads as it is told, the caller one of them. Compiled code draws and runs them,
+A kernel's tasks run on as many threads as its caller asks for, itself one of them. Compiled code draws and runs them,
 because a thread that runs Python waits for the interpreter's lock, longer than a small task takes. The threads are
 those of torch's OpenMP, if it is GNU's (Linux): they keep spinning for a while after each of torch's parallel regions,
 so another pool would share the cores with them. Elsewhere, and in a forked child, whose copy of OpenMP has lost its
