@@ -41,6 +41,7 @@ _CALLS = {  # the numbers of io_setup, io_getevents, io_submit
 }
 _SETUP, _GET_EVENTS, _SUBMIT = range(3)
 _READ, _WRITE = 0, 1
+_WIPE_ON_FORK = 18  # Linux: a forked process has zeros there, and may unmap them
 _REQUEST = np.dtype(  # struct iocb
     {
         "names": ["tag", "opcode", "handle", "address", "num_bytes", "offset"],
@@ -64,7 +65,7 @@ class IoBuffer:
         if spare:
             with suppress(OSError):  # a kernel without them
                 memory.madvise(mmap.MADV_HUGEPAGE)
-        memory.madvise(mmap.MADV_DONTFORK)  # a fork while the disk writes into it must not copy pages
+        memory.madvise(_WIPE_ON_FORK)  # a fork while the disk writes into it must not copy pages
         self.array = whole[begin : begin + num_bytes]
         self.view = memoryview(memory)[begin : begin + num_bytes]
         self.address = int(self.array.ctypes.data)
