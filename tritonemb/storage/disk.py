@@ -1,7 +1,5 @@
 """Rows in a file on disk, some of them cached in host memory."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys
@@ -11,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -147,7 +145,7 @@ class DiskRows(AbstractContextManager["DiskRows"]):
         self._dropped.atexit = False
 
     @classmethod
-    def create(cls, path: str | Path, identity: TableIdentity, initializer: Initializer, **options: Any) -> DiskRows:
+    def create(cls, path: str | Path, identity: TableIdentity, initializer: Initializer, **options: Any) -> Self:
         """A new table, none of whose rows is written yet: takes milliseconds and no room, whatever its size.
 
         There must be no file of that name, and its folder. Other arguments as of `open`.
@@ -173,7 +171,7 @@ class DiskRows(AbstractContextManager["DiskRows"]):
     def open(
         cls, path: str | Path, identity: TableIdentity, initializer: Initializer, *, host_rows: int | None = None,
         policy: Policy = "lru",
-    ) -> DiskRows:  # fmt: skip
+    ) -> Self:  # fmt: skip
         """The table in a file that `create`, `snapshot` or `restore` has written.
 
         Args:

@@ -4,14 +4,12 @@ Blocks are checked when they are read, and sealed when they are written: each pa
 says at which position of the file a block stands.
 """
 
-from __future__ import annotations
-
 import mmap
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -43,7 +41,7 @@ class FileLayout:
     record_bytes: int
 
     @classmethod
-    def of(cls, header: Mapping[str, Any]) -> FileLayout:
+    def of(cls, header: Mapping[str, Any]) -> Self:
         """The layout of the file that has this header."""
         return cls(header["num_rows"], header["record_bytes"])
 

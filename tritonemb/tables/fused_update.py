@@ -5,8 +5,6 @@ there is one grouping of all ids and one update for all tables, and a table that
 once, by the sum of its gradients, as PyTorch's optimizers do it.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -24,6 +22,10 @@ from tritonemb.optimizers import Hyperparameters, NonFinite, Optimizer
 from tritonemb.tables.optimizer import OptimizedTables
 
 NONFINITE_MODES = get_args(NonFinite)
+
+
+class _PassGradients(list[ops.BagGradient]):
+    """A list that can be referred to weakly."""
 
 
 class FusedGroup(OptimizedTables):
@@ -122,10 +124,6 @@ def _copied(gradient: ops.BagGradient) -> ops.BagGradient:
         bags=bags._replace(offsets=bags.offsets.clone()),
         grad=gradient.grad.clone(),
     )
-
-
-class _PassGradients(list[ops.BagGradient]):
-    """A list that can be referred to weakly."""
 
 
 @torch.no_grad()

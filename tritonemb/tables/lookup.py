@@ -5,8 +5,6 @@ been released by then, and which rows may be evicted, is a matter of luck; which
 submitted is not.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +64,7 @@ class Lookup:
     slots: Any = None
     training: bool = False
     replica_rows: Tensor | None = None
-    on_release: Callable[[Lookup], None] | None = None
+    on_release: Callable[["Lookup"], None] | None = None
     ready: torch.cuda.Event | None = None
     acquired: bool = False
     dirty: bool = False
@@ -142,10 +140,10 @@ class PrefetchedFeatures:
             raise ValueError("another model has prefetched these features; use prefetch() of the one that is called")
         return self._by_collection[id(collection)]
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> PrefetchedFeatures:
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """On another device."""
         move = partial(Tensor.to, device=device, non_blocking=non_blocking)
-        moved: PrefetchedFeatures = pytree.tree_map_only(Tensor, move, self)
+        moved: Self = pytree.tree_map_only(Tensor, move, self)
         return moved
 
     def __getattr__(self, name: str) -> NoReturn:

@@ -1,7 +1,5 @@
 """`TableSet`: tables, their layout over a batch, their lookup and their fused update."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -38,12 +36,12 @@ class LocalUpdate:
         if not self.is_of_shards:
             check_not_data_parallel(table)
 
-    def replica_rows(self, tables: TableSet) -> FindReplicaRows | None:
+    def replica_rows(self, tables: "TableSet") -> FindReplicaRows | None:
         """Finds the rows of other ranks' batches that are updated with a batch, or None."""
         return None
 
     @torch.no_grad()
-    def step(self, tables: TableSet, grad: Tensor, lookup: Lookup, pins: Sequence[Lookup] = ()) -> None:
+    def step(self, tables: "TableSet", grad: Tensor, lookup: Lookup, pins: Sequence[Lookup] = ()) -> None:
         """One step of the optimizer on the rows of a batch, whose slots are unpinned then."""
         for pinned in pins:
             pinned.dirty = True
