@@ -294,8 +294,8 @@ class ExtentError(Exception):
         self.extent, self.reason = extent, reason
 
 
+# Waits for extents that were submitted; raises the ExtentError of the first that failed.
 Transfer = Callable[[], None]
-"""Waits for extents that were submitted; raises the ExtentError of the first that failed."""
 
 
 class IoContext:

@@ -340,9 +340,7 @@ class BlockFile:
         self._overlap(context, (self._size - layout.offset(0)) // step, begin, finish)
 
     def _overlap(self, context: IoContext, num_blocks: int, begin: _PartStage, finish: _PartStage) -> None:
-        """Cut blocks into parts, which in turns have a half of the buffer, and begin each before the one before it is
-        finished: the disk has one while another is worked on.
-        """
+        """Cut blocks into parts, in turns in a half of the buffer; begin each before the one before it is finished."""
         half, before = max(BUFFER_BYTES, self.layout.block_bytes), None
         context.reserve(half)
         size = half // self.layout.block_bytes

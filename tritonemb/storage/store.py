@@ -253,19 +253,12 @@ def record_of(embedding_dim: int, dtype: torch.dtype, states: Sequence[StateSpec
 
 @dataclass(frozen=True)
 class InitialValues:
-    """Initial values of records: the weight depends on its row and column in the whole table, states are zero.
-
-    Args:
-        record: the layout of a row.
-        seed: of the weight.
-        bound: the weight is uniform in ± this.
-        row_origin, column_origin: the first row and column in the whole table.
-    """
+    """Initial values of records: the weight depends on its row and column in the whole table, states are zero."""
 
     record: Record
-    seed: int
+    seed: int  # of the weight, which is uniform in ± `bound`
     bound: float
-    row_origin: int = 0
+    row_origin: int = 0  # the first row and column in the whole table
     column_origin: int = 0
 
     def __call__(self, rows: Tensor, records: Tensor) -> None:

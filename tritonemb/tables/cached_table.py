@@ -34,14 +34,11 @@ CHUNK_BYTES = 1 << 26  # of records that pass through memory at once
 
 
 class CachedTable(Table):
-    """TableCache `[num_slots, embedding_dim]` with states, and a `store` of all rows with theirs.
+    """Weight `[num_slots, embedding_dim]` with states, and a `store` of all rows with theirs.
 
     The slots are a cache: `state_dict` has whole tables, read from the store. A table on disk is made in no time and
-    takes the space of the rows that were trained.
-
-    Raises:
-        ValueError: a table on disk has an `init`, which would need all of it in memory.
-        StorageError: there is not enough memory, or no space on the disk.
+    takes the space of the rows that were trained. ValueError if one has an `init`, which would need all of it in
+    memory; StorageError if there is not enough memory, or no space on the disk.
     """
 
     store: HostRows | DiskRows
@@ -344,5 +341,3 @@ class DiskTensor(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DiskTensor({self.table.config.name!r}, {self.field!r}, {list(self.shape)}, {self.dtype})"
-
-    __str__ = __repr__

@@ -51,12 +51,11 @@ class ParamGroup(dict[str, Any]):
 class FusedOptimizer(torch.optim.Optimizer):
     """One parameter group with tables. The step has been done in the backward: `step` does nothing, unless `deferred`.
 
-    `param_groups[0]["lr"]` may be set by hand or by `torch.optim.lr_scheduler`. `state_dict` has each table's state
-    tensors themselves.
+    `param_groups[0]["lr"]` may be set by hand or by `torch.optim.lr_scheduler`.
 
     Args:
         tables: `OptimizedTables`, or a module with their `optimizer`, `accumulate` and learning rate.
-        states: each table's name, weight, and `step` and states by name: the tensors themselves.
+        states: each table's name, weight, and `step` and states by name: the tensors themselves, as in `state_dict`.
         deferred: gradients that `step` is to apply.
     """
 
@@ -120,9 +119,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy learning rate and state into the tables' own tensors.
 
-        Raises:
-            ValueError: if a state is missing or has another shape, or for another optimizer; nothing has been copied
-                then.
+        ValueError if a state is missing or has another shape, or for another optimizer; nothing has been copied then.
         """
         pairs = []
         group = {key: value for key, value in state_dict["param_groups"][0].items() if key != "params"}
@@ -169,9 +166,10 @@ class OptimizedTables:
         """The tensors that updates read, float32 `[]`."""
         raise NotImplementedError
 
-    def accumulate(self) -> AbstractContextManager[None]:
-        """See `EmbeddingBagCollection.accumulate`."""
-        raise NotImplementedError
+    @property
+    def accumulating(self) -> bool:
+        """Whether a block of `accumulate` is active."""
+        return self.accumulator.is_open and not self.by_step
 
     def set_learning_rate(self, lr: float) -> None:
         """Raises ValueError for a negative or non-finite rate."""

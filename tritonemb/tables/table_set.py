@@ -68,12 +68,8 @@ def check_not_data_parallel(name: str) -> None:
 class TableSet(OptimizedTables):
     """Tables looked up, and with an `optimizer` updated, together; see `EmbeddingBagCollection`.
 
-    It is no module: one that owns it registers `tables`, and makes `counters` its buffers.
-
-    Args:
-        tables: whole tables, or parts of tables (`TableConfig.part`).
-        pooled: whether bags are pooled, or every id keeps its row.
-        update: what a backward pass does with the gradients of rows.
+    It is no module: one that owns it registers `tables`, and makes `counters` its buffers. Tables may be whole, or
+    parts of tables (`TableConfig.part`). `update` is what a backward pass does with the gradients of rows.
 
     Attributes:
         tables: in the order they were given.
@@ -125,10 +121,7 @@ class TableSet(OptimizedTables):
         return [self.counters["learning_rate"]]
 
     def optimizer_states(self) -> States:
-        """Each table's name, weight, and the step and states of its fused optimizer by name.
-
-        Without the states of cached tables, which `state_dict` alone has.
-        """
+        """Each table's name, weight, and the fused optimizer's step and, unless it is cached, states by name."""
         found: States = []
         for table in self.tables:
             states = {} if isinstance(table, CachedTable) else dict(table.named_buffers())
@@ -149,11 +142,6 @@ class TableSet(OptimizedTables):
             for pinned in pins:
                 pinned.release()
             self.counters["pending"].zero_()
-
-    @property
-    def accumulating(self) -> bool:
-        """Whether a block of `accumulate` is active."""
-        return self.accumulator.is_open
 
     def scale_accumulated(self, factor: float) -> bool:
         """See `EmbeddingBagCollection.scale_accumulated`."""
