@@ -10,8 +10,6 @@ Where an owner sends back a row for each id, an id that comes several times in a
 Bytes: `4 · B` of lengths for each route and owner, `4` an id (8 where an owner has 2³¹ rows or more), `4` a weight.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -68,6 +66,16 @@ def id_error(batch: KeyedJaggedTensor, feature: str, table: str, num_rows: int) 
     position = int(bad[0] + ends[0])
     sample = int(torch.searchsorted(ends, position, right=True)) - 1
     return id_out_of_range(table, feature, sample, position, int(batch.values()[position]), num_rows)
+
+
+class _Sizes(NamedTuple):
+    """What a rank must know of the message to it."""
+
+    bags: int  # in each route
+    ids: int  # in all of them
+    weighted: int  # 1 if the ids have weights, 0 if not, -1 if there are no ids to tell by
+    refused: int  # whether the sending rank has refused its batch
+    samples: int  # of the sending rank
 
 
 class IdExchange:
@@ -247,13 +255,3 @@ class IdExchange:
             [_OWNER] * len(self.routes),
         )
         return tuple(torch.tensor(values, dtype=torch.int64, device=device) for values in found)
-
-
-class _Sizes(NamedTuple):
-    """What a rank must know of the message to it."""
-
-    bags: int  # in each route
-    ids: int  # in all of them
-    weighted: int  # 1 if the ids have weights, 0 if not, -1 if there are no ids to tell by
-    refused: int  # whether the sending rank has refused its batch
-    samples: int  # of the sending rank

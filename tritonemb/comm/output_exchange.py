@@ -129,8 +129,7 @@ class OutputExchange:
         self.codecs: tuple[MessageCodec, ...] = ()
 
     def __call__(self, values: Tensor, batch: Any) -> Tensor:
-        found: Tensor = _OutputExchangeFunction.apply(values, self, batch)
-        return found
+        return _OutputExchangeFunction.apply(values, self, batch)
 
 
 class PooledExchange(OutputExchange):
@@ -226,8 +225,7 @@ class _OutputExchangeFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, exchange: Any, batch: Any) -> Tensor:
         ctx.exchange, ctx.batch = exchange, batch
-        found: Tensor = exchange.forward(values, batch)
-        return found
+        return exchange.forward(values, batch)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

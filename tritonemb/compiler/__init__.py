@@ -93,8 +93,7 @@ def tritonemb(
         _log.info("%s", report)
     known = torch._inductor.config.unsafe_marked_cacheable_functions | cacheable()
     with torch._inductor.config.patch(unsafe_marked_cacheable_functions=known):
-        compiled: Callable[..., Any] = inductor(gm, example_inputs)
-    return compiled
+        return inductor(gm, example_inputs)
 
 
 def _reset() -> None:

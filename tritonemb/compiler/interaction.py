@@ -77,12 +77,9 @@ def _transposed_product(node: Node) -> Node | None:
 def _is_transpose(node: Node) -> bool:
     if node.target is getattr:
         return node.args[1] == "mT"
-    if node.target in ("transpose", "swapaxes", torch.transpose, torch.swapaxes):
-        return len(node.args) == 3 and {dim % 3 for dim in node.args[1:] if isinstance(dim, int)} == {1, 2}
-    if node.target in ("permute", torch.permute):
-        dims: Any = node.args[1] if isinstance(node.args[1], (tuple, list)) else node.args[1:]
-        return [dim % 3 for dim in dims] == [0, 2, 1]
-    return False
+    if node.target not in ("transpose", "swapaxes", torch.transpose, torch.swapaxes):
+        return False
+    return len(node.args) == 3 and {dim % 3 for dim in node.args[1:] if isinstance(dim, int)} == {1, 2}
 
 
 def _fuse(gm: GraphModule, product: Node, both: Node) -> str:
@@ -141,23 +138,11 @@ def _pairs(product: Node) -> tuple[Node, list[tuple[int, int]]]:
     n = value_of(product).shape[1]
     require(isinstance(n, int), "the number of vectors differs from call to call")
     pick = _only_user(product)
-    sizes = [expression(size) for size in value_of(pick).shape[1:]]
-    flat = pick.target in (*_RESHAPES, "flatten", torch.flatten) and sizes == [n * n]
-    pick = _only_user(pick) if flat else pick
     index: Any = pick.args[1] if pick.target is operator.getitem else None
-    if flat and pick.target in ("index_select", torch.index_select):
-        dim, places, *_ = [*pick.args[1:], *pick.kwargs.values()]
-        index = (slice(None), places) if dim == 1 else None
-    require(
-        isinstance(index, tuple) and len(index) == (2 if flat else 3) and index[0] == slice(None),
-        "its pairs are not picked by indices",
-    )
-    found = [_constant(part) for part in index[1:]]
-    require(
-        all(one.dim() == 1 and len(one) == len(found[0]) for one in found),
-        "its pairs are not picked by lists of one length",
-    )
-    left, right = (found[0] // n, found[0] % n) if flat else found
+    by_lists = isinstance(index, tuple) and len(index) == 3 and index[0] == slice(None)
+    require(by_lists, "its pairs are not picked by indices")
+    left, right = map(_constant, index[1:])
+    require(left.dim() == 1 and left.shape == right.shape, "its pairs are not picked by lists of one length")
     pairs = [(max(pair), min(pair)) for pair in zip((left % n).tolist(), (right % n).tolist(), strict=True)]
     require(all(i != j for i, j in pairs), "it takes products of vectors with themselves")
     require(len(pairs) > 0, "it takes no pairs")

@@ -1,11 +1,9 @@
 """`EmbeddingBagCollection` and `EmbeddingCollection`: lookups of many tables in one call, pooled or a row an id."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -123,8 +121,8 @@ class TableCollection(FusedModule):
         self.table_set = table_set
         table_set.counters, table_set.by_name = self._buffers, self._modules
 
-    def _replicate_for_data_parallel(self) -> TableCollection:
-        replica: TableCollection = super()._replicate_for_data_parallel()
+    def _replicate_for_data_parallel(self) -> Self:
+        replica: Self = super()._replicate_for_data_parallel()
         replica._share_with(copy.copy(self.table_set))
         return replica
 
@@ -177,7 +175,7 @@ class TableCollection(FusedModule):
         else:
             super().__setattr__(name, value)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableCollection:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Casting a module to 16 bits leaves the learning rate float32."""
         for table in self.tables:
             if isinstance(table, CachedTable):

@@ -1,8 +1,6 @@
 """`EmbeddingBag` and `Embedding`: PyTorch's modules of one table by tritonemb's kernels."""
 
-from __future__ import annotations
-
-from typing import Any, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -73,13 +71,13 @@ class EmbeddingBag(SingleTable, torch.nn.EmbeddingBag):
         cls, embeddings: Tensor, freeze: bool = True, max_norm: float | None = None, norm_type: float = 2.0,
         scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False, include_last_offset: bool = False,
         padding_idx: int | None = None, optimizer: Optimizer | None = None,
-    ) -> EmbeddingBag:  # fmt: skip
+    ) -> Self:  # fmt: skip
         """A module around `embeddings` `[num_embeddings, embedding_dim]`; frozen, it is not trained."""
-        module: Any = super().from_pretrained(
+        module: Self = super().from_pretrained(
             embeddings, freeze, max_norm, norm_type, scale_grad_by_freq, mode, sparse, include_last_offset, padding_idx
         )
         module._fuse(optimizer)
-        return cast(EmbeddingBag, module)
+        return module
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """`[B, embedding_dim]`."""
@@ -186,13 +184,13 @@ class Embedding(SingleTable, torch.nn.Embedding):
         cls, embeddings: Tensor, freeze: bool = True, padding_idx: int | None = None, max_norm: float | None = None,
         norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
         optimizer: Optimizer | None = None,
-    ) -> Embedding:  # fmt: skip
+    ) -> Self:  # fmt: skip
         """A module around `embeddings` `[num_embeddings, embedding_dim]`; frozen, it is not trained."""
-        module: Any = super().from_pretrained(
+        module: Self = super().from_pretrained(
             embeddings, freeze, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
         )
         module._fuse(optimizer)
-        return cast(Embedding, module)
+        return module
 
     def forward(self, input: Tensor) -> Tensor:
         """`[*, embedding_dim]`."""

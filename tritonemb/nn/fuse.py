@@ -1,7 +1,5 @@
 """`fuse` and `optim.fused`: the embeddings of an existing model, in place, are updated together in the backward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -179,42 +177,6 @@ def _leave_shared_alone(model: nn.Module, embeddings: Mapping[str, nn.Module], l
         left_alone.update(found)
 
 
-def fused(
-    model: nn.Module, tables: Optimizer, dense: Dense | None = None, *, update: UpdateTime = "backward"
-) -> ModelOptimizer:
-    """Fuse `tables` into the embeddings of `model`, and make an optimizer of the other parameters.
-
-    A loop of `zero_grad`, `backward` and `step` stays as it is: each backward pass updates the embeddings, `step` the
-    rest. To update the embeddings once for several backward passes, see `ModelOptimizer.accumulate`.
-
-    Args:
-        model: its embeddings are fused in place, see `fuse`.
-        tables: the optimizer of the embeddings.
-        dense: makes the other parameters' optimizer, e.g. `lambda p: torch.optim.AdamW(p, lr=1e-3)`. If not given, the
-            counterpart of `tables` in `torch.optim` with the same settings: SGD, Adagrad (for RowWiseAdagrad too), or
-            Adam (AdamW with decay; for PartialRowWiseAdam too).
-        update: "backward": each backward pass updates the embeddings, at the least cost. "step": `step` does, from all
-            gradients since `zero_grad`, for loops and frameworks that call `backward` several times for a step, or
-            leave steps out; under `torch.compile` lookups are graph breaks then.
-
-    Raises:
-        ValueError: for another `update`; if `model` has no embedding to fuse, with the reasons; if there is no
-            counterpart and `dense` is not given. Whatever is raised, `dense`'s own errors too, the model is as it was
-            then.
-    """
-    if update not in get_args(UpdateTime):
-        raise ValueError(f"update must be one of {get_args(UpdateTime)}, got {update!r}")
-    make = _counterpart(tables) if dense is None else dense
-    report = fuse(model, tables, by_step=update == "step")
-    if report.optimizer is None:
-        raise ValueError(f"the model has no embedding that can be fused:\n{report}")
-    try:
-        return ModelOptimizer(model, report, make, update == "step")
-    except Exception:
-        unfuse_all([model.get_submodule(path) for path in report.fused])
-        raise
-
-
 class ModelOptimizer(torch.optim.Optimizer):
     """The parameter groups of a dense optimizer, and behind them one with the fused tables.
 
@@ -329,6 +291,42 @@ class ModelOptimizer(torch.optim.Optimizer):
             dense_states = {index: state for index, state in states.items() if index < first}
             self.dense.load_state_dict({"state": dense_states, "param_groups": dense_groups})
         self._link()
+
+
+def fused(
+    model: nn.Module, tables: Optimizer, dense: Dense | None = None, *, update: UpdateTime = "backward"
+) -> ModelOptimizer:
+    """Fuse `tables` into the embeddings of `model`, and make an optimizer of the other parameters.
+
+    A loop of `zero_grad`, `backward` and `step` stays as it is: each backward pass updates the embeddings, `step` the
+    rest. To update the embeddings once for several backward passes, see `ModelOptimizer.accumulate`.
+
+    Args:
+        model: its embeddings are fused in place, see `fuse`.
+        tables: the optimizer of the embeddings.
+        dense: makes the other parameters' optimizer, e.g. `lambda p: torch.optim.AdamW(p, lr=1e-3)`. If not given, the
+            counterpart of `tables` in `torch.optim` with the same settings: SGD, Adagrad (for RowWiseAdagrad too), or
+            Adam (AdamW with decay; for PartialRowWiseAdam too).
+        update: "backward": each backward pass updates the embeddings, at the least cost. "step": `step` does, from all
+            gradients since `zero_grad`, for loops and frameworks that call `backward` several times for a step, or
+            leave steps out; under `torch.compile` lookups are graph breaks then.
+
+    Raises:
+        ValueError: for another `update`; if `model` has no embedding to fuse, with the reasons; if there is no
+            counterpart and `dense` is not given. Whatever is raised, `dense`'s own errors too, the model is as it was
+            then.
+    """
+    if update not in get_args(UpdateTime):
+        raise ValueError(f"update must be one of {get_args(UpdateTime)}, got {update!r}")
+    make = _counterpart(tables) if dense is None else dense
+    report = fuse(model, tables, by_step=update == "step")
+    if report.optimizer is None:
+        raise ValueError(f"the model has no embedding that can be fused:\n{report}")
+    try:
+        return ModelOptimizer(model, report, make, update == "step")
+    except Exception:
+        unfuse_all([model.get_submodule(path) for path in report.fused])
+        raise
 
 
 def _counterpart(spec: Optimizer) -> Dense:

@@ -36,16 +36,16 @@ class HybridParallel(nn.Module):
     the model itself does on the samples of all ranks.
 
     Args:
-        model: with `EmbeddingBagCollection` or `EmbeddingCollection` modules that have a fused optimizer. It is changed
-            in place. Made on the "meta" device, it takes no memory, and its parameters are drawn here: those of a table
-            by torch's seed and the table's name, the same however it is sharded; those of other layers by their
-            `reset_parameters`. Otherwise their values are copied; of layers that every rank has, rank 0's.
-        plan: how tables are sharded; `uniform_plan` if not given. For the ranks of one replica.
+        model: with `EmbeddingBagCollection` or `EmbeddingCollection` modules that have a fused optimizer; changed in
+            place. If made on the "meta" device, parameters are drawn here: those of a table by torch's seed and the
+            table's name, the same however it is sharded; those of other layers by their `reset_parameters`. Otherwise
+            values are copied; of layers that every rank has, rank 0's.
+        plan: how tables are sharded, for the ranks of one replica; `uniform_plan` if not given.
         mesh: of all ranks; one dimension, or two: ("replicate", "shard"), whose first counts copies of the tables.
         dense: "ddp" for `DistributedDataParallel`, or "fsdp" for `fully_shard`, which shards the other layers too.
         exchange: quantized communication of vectors and gradients.
-        device: of the tables, and of layers made on "meta"; the model's own by default, or for "meta" the current
-            CUDA device if the job can use it, else the CPU.
+        device: of the tables, and of layers made on "meta"; by default the model's own, or for "meta" the current CUDA
+            device if the job can use it, else the CPU.
         local_world_size: ranks of a node; what torchrun says by default.
         average_every: with several copies of the tables, their gradients are gathered in every step (1); or the copies
             train alone and are averaged every so many steps, when `end_step` is called (local SGD).

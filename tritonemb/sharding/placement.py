@@ -1,13 +1,11 @@
 """The shards of a collection under a plan: their ranks, routes of ids, columns, process groups, and initial values."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -147,7 +145,7 @@ class ShardGroups(NamedTuple):
     @classmethod
     def make(
         cls, mesh: DeviceMesh | None = None, local_world_size: int | None = None, timeout: timedelta | None = None
-    ) -> ShardGroups:
+    ) -> Self:
         """The groups of a job, or of a mesh of its ranks: one dimension of shards, or ("replicate", "shard").
 
         Raises:

@@ -1,13 +1,11 @@
 """Sharding plans: plain data, which can be written by hand, that says which rank has which rows and columns."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from tritonemb.types import TableConfig
 
@@ -284,7 +282,7 @@ class ShardingPlan:
         )
 
     @classmethod
-    def from_json(cls, text: str) -> ShardingPlan:
+    def from_json(cls, text: str) -> Self:
         """A plan from its text.
 
         Raises:
@@ -312,7 +310,7 @@ class ShardingPlan:
         Path(path).write_text(self.to_json())
 
     @classmethod
-    def load(cls, path: str | Path) -> ShardingPlan:
+    def load(cls, path: str | Path) -> Self:
         """Read it from JSON; errors name the file."""
         try:
             return cls.from_json(Path(path).read_text())

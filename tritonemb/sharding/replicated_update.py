@@ -6,8 +6,6 @@ a mean of squares, a norm), the ranks exchange what they have of the batch's row
 which is bitwise identical to the unsharded update, and keeps its own columns.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
@@ -51,7 +49,7 @@ class ReplicatedUpdate(ShardUpdate):
     # the replicas, on the CPU and with an order of collectives of its own, where some of the tables are cached:
     # they exchange the rows of their batches before these are trained
     for_prefetch: RankGroup | None = None
-    whole_rows: WholeRowUpdate | None = None  # where other ranks have other columns of the same rows
+    whole_rows: "WholeRowUpdate | None" = None  # where other ranks have other columns of the same rows
     blocks: tuple[ColumnBlock, ...] = ()  # for that, the block of columns that each of the tables is
 
     @property
@@ -246,7 +244,7 @@ class _Cut(NamedTuple):
             fused = tables.fused_tables()
             return fused.weights[self.place][slots].float(), [state[slots] for state in fused.states_of(self.place)]
 
-    def write(self, whole: _WholeRows, step: int, optimizer: Optimizer) -> None:
+    def write(self, whole: "_WholeRows", step: int, optimizer: Optimizer) -> None:
         """Keep its own columns of whole rows, but for the weights of rows that were skipped for their gradient."""
         changed = torch.ones_like(self.rows, dtype=torch.bool)
         if optimizer.nonfinite == "skip":
