@@ -107,8 +107,7 @@ class RankGroup:
     def all_to_all(self, message: Tensor, send: Sequence[int], receive: Sequence[int], kind: str) -> Tensor:
         """`send[r]` elements of a 1-D message go to rank `r`; returns `receive[r]` elements of each rank, in order.
 
-        Args:
-            kind: what the bytes are counted as.
+        `kind` is what the bytes are counted as.
         """
         assert message.shape == (sum(send),), (message.shape, send)
         self._count(kind, [n * message.element_size() for n in send])
@@ -155,11 +154,7 @@ class RankGroup:
 
 
 class RankFailed(RuntimeError):
-    """Other ranks of the job have failed or do not answer, so this one cannot continue.
-
-    Attributes:
-        ranks: which.
-    """
+    """The `ranks` of the job have failed or do not answer, so this one cannot continue."""
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)

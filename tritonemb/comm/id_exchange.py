@@ -35,7 +35,7 @@ class IdRoute(NamedTuple):
 
 
 class RowRoutes(NamedTuple):
-    """How the ranks with the rows send them back, one for each id that they have received."""
+    """How the ranks with the rows send back one for each id that they have received."""
 
     sent: list[int]  # number of ids sent to each rank
     received: list[int]  # number of ids received from each rank

@@ -46,17 +46,11 @@ _NAMES = {"input": "ids", "values": "ids", "per_sample_weights": "sample_weights
 
 
 class LeftAlone(NamedTuple):
-    """An operation that stays as it was.
+    """An operation that stays as it was."""
 
-    Attributes:
-        name: of what it looks up, as users write it, or its own in the graph.
-        what: the function.
-        reason: why, in words.
-    """
-
-    name: str
-    what: str
-    reason: str
+    name: str  # of what it looks up, as users write it, or its own in the graph
+    what: str  # the function
+    reason: str  # why, in words
 
 
 class FusedUpdate(NamedTuple):

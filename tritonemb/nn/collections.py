@@ -44,8 +44,7 @@ class FusedModule(nn.Module):
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate of the fused optimizer; nothing is recompiled.
 
-        Raises:
-            ValueError: without a fused optimizer, or for a negative or non-finite rate.
+        ValueError without a fused optimizer, or for a negative or non-finite rate.
         """
         if self._optimized is None:
             raise ValueError("this module has no fused optimizer; set the learning rate of the one you made")
@@ -155,11 +154,10 @@ class TableCollection(FusedModule):
                 counter.zero_()
 
     def group(self, features: Features) -> Groups:
-        """The distinct rows of a batch, from its ids alone; may be computed ahead and given to `forward`.
+        """The distinct rows of a batch, from its ids alone; may be computed ahead, by another thread, for `forward`.
 
         Rows of tables in host memory or on disk are pinned on the device until the batch's backward has run, or, where
-        gradients are not recorded, until it has been looked up; a second lookup prefetches them again. Another thread
-        may do this.
+        gradients are not recorded, until it has been looked up; a second lookup prefetches them again.
         """
         return self.table_set.group(features)
 

@@ -22,18 +22,11 @@ class EmbeddingBag(SingleTable, torch.nn.EmbeddingBag):
     left to PyTorch.
 
     Args:
-        num_embeddings: rows of the table.
-        embedding_dim: columns.
-        max_norm: rows that a call uses are scaled down to this norm first, in place; None for no limit.
-        norm_type: which norm, 2 for the Euclidean.
-        scale_grad_by_freq: divide a row's gradient by the number of its uses in the call; by PyTorch.
+        max_norm: rows that a call uses are scaled down to this norm (`norm_type`) first, in place; None for no limit.
         mode: "sum", "mean" or "max".
         sparse: the weight's gradient is a sparse COO tensor.
-        _weight: the table itself `[num_embeddings, embedding_dim]`, instead of a new one.
         include_last_offset: offsets end with the number of ids.
         padding_idx: an id that has no part in a bag nor in the gradient; from the end if negative.
-        device: where the table lives.
-        dtype: of the table.
         optimizer: with one of `tritonemb.optim`, the backward updates the weight exactly, deterministically and in
             place, and `weight.grad` stays None; `sparse` means nothing then.
 

@@ -58,7 +58,6 @@ def fuse(model: nn.Module, optimizer: Optimizer | None = None, *, by_step: bool 
     lookup has an update of its own; look a table up once a graph there.
 
     Args:
-        model: changed in place.
         optimizer: one of `tritonemb.optim`; None for ordinary gradients.
         by_step: tables are updated by `step` of the report's optimizer, from all gradients since `zero_grad`, instead
             of at the end of each backward pass. In eager mode only: under `torch.compile` lookups are graph breaks.
@@ -165,16 +164,11 @@ def _leave_shared_alone(model: nn.Module, embeddings: Mapping[str, nn.Module], l
         others = [users[other][0] for other in near if other is not weight]
         if others and path not in left_alone:
             left_alone[path] = f"its weight shares memory with {' and '.join(others)}"
-    while True:
-        ours = {f"{path}.weight" if path else "weight": path for path in embeddings if path not in left_alone}
-        found = {}
-        for path in ours.values():
-            others_too = [user for user in users[embeddings[path]._parameters["weight"]] if user not in ours]  # type: ignore[index]
-            if others_too:
-                found[path] = f"its weight is also {' and '.join(others_too)}, which needs an ordinary gradient"
-        if not found:
-            return
-        left_alone.update(found)
+    ours = {f"{path}.weight" if path else "weight": path for path in embeddings if path not in left_alone}
+    for path in ours.values():
+        others_too = [user for user in users[embeddings[path]._parameters["weight"]] if user not in ours]  # type: ignore[index]
+        if others_too:
+            left_alone[path] = f"its weight is also {' and '.join(others_too)}, which needs an ordinary gradient"
 
 
 class ModelOptimizer(torch.optim.Optimizer):
@@ -183,10 +177,7 @@ class ModelOptimizer(torch.optim.Optimizer):
     `step` is the dense optimizer's. Learning rates of all groups may be set by hand or by schedulers. `state_dict` has
     the layout of PyTorch's optimizers. `torch.amp.GradScaler` is refused: it scales the loss, and the update in the
     backward would be scaled with it; train in bfloat16, or with `tritonemb.Trainer`, which scales float16 rightly.
-
-    Attributes:
-        report: what was fused, and what was not.
-        dense: the optimizer of the other parameters; None if there are none.
+    `report` says what was fused, `dense` is the optimizer of the other parameters, or None if there are none.
     """
 
     # Tells GradScaler to hand its scale to `step`, which can then refuse it.
@@ -279,14 +270,9 @@ class ModelOptimizer(torch.optim.Optimizer):
         given = [len(group["params"]) for group in state_dict["param_groups"]]
         if ours != given:
             raise ValueError(f"the parameter groups must have {ours} parameters, got {given}")
-        first = sum(given[:-1])
-        states = state_dict["state"]
-        self._tables.load_state_dict(
-            {
-                "state": {index - first: state for index, state in states.items() if index >= first},
-                "param_groups": [tables_group],
-            }
-        )
+        first, states = sum(given[:-1]), state_dict["state"]
+        tables_states = {index - first: state for index, state in states.items() if index >= first}
+        self._tables.load_state_dict({"state": tables_states, "param_groups": [tables_group]})
         if self.dense is not None:
             dense_states = {index: state for index, state in states.items() if index < first}
             self.dense.load_state_dict({"state": dense_states, "param_groups": dense_groups})

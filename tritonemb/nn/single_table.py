@@ -54,11 +54,7 @@ class SingleTable(FusedModule):
 
     @property
     def learning_rate(self) -> Tensor:
-        """The fused optimizer's learning rate, float32 `[]`.
-
-        Raises:
-            AttributeError: without a fused optimizer.
-        """
+        """The fused optimizer's learning rate, float32 `[]`; AttributeError without a fused optimizer."""
         if self._optimized is None:
             raise AttributeError("this module has no fused optimizer, and so no learning rate")
         return self._optimized.rate_on(self.weight.device)
@@ -88,11 +84,7 @@ class SingleTable(FusedModule):
     def _join(
         self, group: FusedGroup, name: str = "weight", owner: Self | None = None, persistent: bool = False
     ) -> None:
-        """Become a table of `group`; states are those of `owner`, or buffers of this module.
-
-        Raises:
-            ValueError: where `why_not_fused` has a reason.
-        """
+        """Become a table of `group`; states are those of `owner`, or buffers of this module."""
         reason = why_not_fused(self)
         if reason is not None:
             raise ValueError(reason)
@@ -192,12 +184,7 @@ class SingleTable(FusedModule):
 
 # Graph breaks. Unlike `torch.compiler.disable`, this loads no compiler before one is used.
 _look_up_untraced = _disable_dynamo(ops.bag_fused)  # with `update="step"` gradients are kept in eager mode
-
-
-@_disable_dynamo
-def _renormalise_untraced(*args: Any) -> None:
-    """Of rows that a backward of the same graph updates."""
-    torch.embedding_renorm_(*args)
+_renormalise_untraced = _disable_dynamo(torch.embedding_renorm_)  # of rows that a backward of the same graph updates
 
 
 def why_not_fused(module: Any) -> str | None:

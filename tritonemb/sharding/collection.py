@@ -202,11 +202,9 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
         group = self._sharers[scheme == "replicated"]
         if group.size == 1 and not cut:
             return ShardUpdate()
-        for_prefetch = self._for_prefetch.get(scheme == "replicated")
-        if not cut:
-            return ReplicatedUpdate(group, for_prefetch)
-        blocks = tuple(self._blocks[each.table, each.shard] for each in part)
-        return ReplicatedUpdate(group, for_prefetch, self._whole_rows[scheme], blocks)
+        blocks = tuple(self._blocks[each.table, each.shard] for each in part if cut)
+        whole_rows = self._whole_rows[scheme] if cut else None
+        return ReplicatedUpdate(group, self._for_prefetch.get(scheme == "replicated"), whole_rows, blocks)
 
     def _make_whole_row_updates(self) -> dict[str, WholeRowUpdate]:
         """By scheme; made by all ranks, whether they have blocks of columns or not."""

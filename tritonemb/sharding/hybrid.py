@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, Literal, get_args
 
@@ -51,10 +51,7 @@ class HybridParallel(nn.Module):
             train alone and are averaged every so many steps, when `end_step` is called (local SGD).
         timeout: of collectives between tables; torch's default if not given.
 
-    Attributes:
-        module: the model.
-        plan: how tables are sharded.
-        groups: of ranks.
+    `module` is the model, `plan` says how its tables are sharded, `groups` has the process groups.
 
     Raises:
         ValueError: the model has no collection to shard, or plan and ranks do not fit together.
@@ -73,8 +70,8 @@ class HybridParallel(nn.Module):
             raise ValueError(f"dense must be one of {get_args(Dense)}, got {dense!r}")
         if average_every < 1:
             raise ValueError(f"average_every must be at least 1, got {average_every}")
-        collections = [m for m in model.modules() if isinstance(m, EmbeddingBagCollection | EmbeddingCollection)]
-        found = [collection for collection in collections if collection.optimizer is not None]
+        kinds = EmbeddingBagCollection | EmbeddingCollection
+        found = [module for module in model.modules() if isinstance(module, kinds) and module.optimizer is not None]
         if not found:
             raise ValueError(
                 "the model has no embedding collection with a fused optimizer; give its te.nn.EmbeddingBagCollection "
@@ -127,16 +124,14 @@ class HybridParallel(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes in this block leave gradients of the other layers on their ranks, for accumulation."""
-        called: Any = self._called[0]
-        fully_sharded = isinstance(called, FSDPModule)
-        with called.no_sync() if isinstance(called, DistributedDataParallel) else nullcontext():
-            if fully_sharded:
+        called = self._called[0]
+        with ExitStack() as stack:
+            if isinstance(called, DistributedDataParallel):
+                stack.enter_context(called.no_sync())
+            elif isinstance(called, FSDPModule):
                 called.set_requires_gradient_sync(False)
-            try:
-                yield
-            finally:
-                if fully_sharded:
-                    called.set_requires_gradient_sync(True)
+                stack.callback(called.set_requires_gradient_sync, True)
+            yield
 
     def end_step(self) -> None:
         """To be called after each step where `average_every` is not 1: averages copies of the tables if it is time."""

@@ -15,7 +15,7 @@ from tritonemb.comm.group import RankGroup
 from tritonemb.comm.id_exchange import IdRoute, route_key
 from tritonemb.comm.output_exchange import ColumnRange
 from tritonemb.ops.initial import fill_initial_
-from tritonemb.sharding.plan import Shard, ShardingPlan
+from tritonemb.sharding.plan import DataParallel, Grid, Shard, ShardingPlan, TableRowWise
 from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.table import Table
 from tritonemb.types import TRAINABLE_DTYPES, TableConfig
@@ -40,12 +40,7 @@ class PlacedShard(NamedTuple):
 
 
 class Placement:
-    """The shards of a collection's tables.
-
-    Args:
-        plan: has all tables.
-        pooled: whether lookups are.
-        whole_rows: whether the optimizer needs them.
+    """The shards of a collection's tables under a plan; `whole_rows`: whether the optimizer needs them.
 
     Attributes:
         routes: of the ID exchange, in its order.
@@ -61,10 +56,11 @@ class Placement:
         placed: list[PlacedShard] = []
         for table, config in enumerate(configs):
             sharding, shards = plan.tables[config.name], plan.shards(config)
-            if sharding.is_replicated:
+            if isinstance(sharding, DataParallel):
                 placed += [PlacedShard(table, shard, (), False, False, "replicated") for shard in shards]
                 continue
-            hierarchical = pooled and sharding.sums_inside_nodes and plan.local_world_size < plan.world_size
+            sums_inside_nodes = pooled and isinstance(sharding, TableRowWise | Grid)
+            hierarchical = sums_inside_nodes and plan.local_world_size < plan.world_size
             blocks: dict[ColumnRange, list[Shard]] = {}
             for shard in shards:
                 blocks.setdefault((shard.first_column, shard.num_columns), []).append(shard)

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from tritonemb.types import TableConfig
 
@@ -26,15 +26,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a table is sharded; one of the classes below. Ranks count from 0 to the plan's world size.
-
-    Attributes:
-        is_replicated: every rank has the whole table.
-        sums_inside_nodes: pooled rows are summed inside a node before they leave it.
-    """
-
-    is_replicated: ClassVar[bool] = False
-    sums_inside_nodes: ClassVar[bool] = False
+    """How a table is sharded; one of the classes below. Ranks count from 0 to the plan's world size."""
 
     def __post_init__(self) -> None:
         for field in fields(self):  # lists become tuples, so that shardings compare and hash by what they say
@@ -132,7 +124,6 @@ class ColumnWise(Sharding):
 class TableRowWise(Sharding):
     """Blocks of rows on the ranks of one node: partial sums of a bag meet inside the node, and leave it as one."""
 
-    sums_inside_nodes = True
     node: int
 
     def _owners(self, table: TableConfig, world_size: int, local_world_size: int) -> list[Sequence[int]]:
@@ -161,7 +152,6 @@ class Grid(Sharding):
         columns: as in `ColumnWise`.
     """
 
-    sums_inside_nodes = True
     nodes: Ranks | None = None
     columns: Sequence[int] | None = None
 
@@ -173,8 +163,6 @@ class Grid(Sharding):
 @dataclass(frozen=True)
 class DataParallel(Sharding):
     """The whole table on every rank; the gradients of its rows are gathered, and every rank does the same update."""
-
-    is_replicated = True
 
     def shards(self, table: TableConfig, world_size: int, local_world_size: int) -> list[Shard]:
         return [Shard(rank, 0, table.num_embeddings, 0, table.embedding_dim) for rank in range(world_size)]

@@ -80,10 +80,7 @@ class PinnedRows:
     """The rows of a table set of shards, for one update; those of cached tables are in slots that batches have pinned.
 
     Rows have the same numbers on every rank; their slots may differ from rank to rank. Nothing here waits for another
-    rank.
-
-    Args:
-        pins: of the batches whose rows are updated; this object releases them.
+    rank. `pins`: of the batches whose rows are updated; this object releases them.
     """
 
     def __init__(self, tables: TableSet, pins: Sequence[Lookup] = ()) -> None:
@@ -195,8 +192,7 @@ def _as_batch(
 ) -> tuple[Tensor, Tensor, Tensor, Layout]:
     """Rows and their gradients as an unpooled batch of one sample: values, offsets, gradient, layout.
 
-    Args:
-        row_ids: of tables whose "rows" are slots, the row in each.
+    `row_ids`: of tables whose "rows" are slots, the row in each.
     """
     ids = row_ids or [None] * len(tables)
     named = [

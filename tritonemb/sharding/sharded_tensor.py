@@ -98,8 +98,8 @@ class TableShards(Tensor):
     def why_not_loadable(self, given: Any) -> str | None:
         """Why this cannot be filled from a tensor, whole or sharded; None if it can."""
         if not isinstance(given, Tensor) or (given.shape, given.dtype) != (self.shape, self.dtype):
-            found = f"{_named(given.dtype)} {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
-            return f"expected a tensor of {_named(self.dtype)} {list(self.shape)}, got {found}"
+            found = described(given.dtype, given.shape) if isinstance(given, Tensor) else type(given).__name__
+            return f"expected a tensor of {described(self.dtype, self.shape)}, got {found}"
         there = {shard.rectangle for shard in (given if isinstance(given, TableShards) else self).shards}
         if any(shard.rectangle not in there for shard in self.shards):
             remedy = "load a checkpoint with torch.distributed.checkpoint, or whole tensors"
@@ -218,7 +218,7 @@ class TableShards(Tensor):
             f"{shard.rectangle} on {shard.tensor.device}{'' if shard.mine else ', saved by another'}"
             for shard in self.shards
         )
-        return f"TableShards({_named(self.dtype)} {list(self.shape)}: {held or 'nothing of it here'})"
+        return f"TableShards({described(self.dtype, self.shape)}: {held or 'nothing of it here'})"
 
     __str__ = __repr__
 
@@ -247,8 +247,8 @@ def _check(size: torch.Size, dtype: torch.dtype, shards: tuple[LocalShard, ...])
         tensor = shard.tensor
         if tensor.dim() != len(size) or tensor.dtype != dtype:
             raise ValueError(
-                f"a shard of {_named(dtype)} {list(size)} is {_named(tensor.dtype)} {list(tensor.shape)}: it must have "
-                "the dtype and the number of dimensions of the whole"
+                f"a shard of {described(dtype, size)} is {described(tensor.dtype, tensor.shape)}: it must have the "
+                "dtype and the number of dimensions of the whole"
             )
         if len(size) == 1 and shard.first_column:
             raise ValueError(f"a shard of {list(size)} begins at column {shard.first_column}, but there are no columns")
@@ -272,5 +272,6 @@ def _cut(whole: Tensor, rectangle: Rectangle) -> Tensor:
     return rows if whole.dim() == 1 else rows[:, rectangle.first_column :][:, : rectangle.num_columns]
 
 
-def _named(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def described(dtype: torch.dtype, shape: Iterable[int]) -> str:
+    """A tensor's dtype and shape, in words."""
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
