@@ -102,13 +102,9 @@ class IdExchange:
         self._tensors = PerDevice(self._make_tensors)
 
     def __call__(self, batch: KeyedJaggedTensor, problem: ValueError | None = None) -> Received:
-        """Exchange the ids of every rank's batch.
+        """Exchange the ids of every rank's batch; `problem` is what the caller has found wrong with this rank's.
 
-        Args:
-            problem: what the caller has found wrong with this rank's batch.
-
-        Raises:
-            ValueError: for an id out of range, or the problem; the other ranks get a RuntimeError that names this one.
+        ValueError for an id out of range, or the problem; the other ranks get a RuntimeError that names this one.
         """
         group = self.group
         num_rows, blocks, owners, owned, owner_ids = self._tensors(batch.device())

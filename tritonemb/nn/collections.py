@@ -61,10 +61,7 @@ class FusedModule(nn.Module):
         The tables are then bitwise identical to those after one step on all samples as one batch. Leaving the block
         with an exception discards what was accumulated. A backward must run inside the block. In a collection every
         micro-batch must have the same keys in the same order; a single table is not for compiled modules, whose call
-        raises RuntimeError.
-
-        Raises:
-            ValueError: without a fused optimizer.
+        raises RuntimeError. ValueError without a fused optimizer.
         """
         if self._optimized is None:
             raise ValueError("accumulate() is for a fused optimizer; ordinary gradients add up by themselves")

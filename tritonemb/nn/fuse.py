@@ -216,8 +216,7 @@ class ModelOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the dense parameters, and the tables if the backward has not. Returns the closure's result.
 
-        Raises:
-            ValueError: from a `GradScaler`.
+        ValueError from a `GradScaler`.
         """
         scaled = [self.__dict__.pop(name, None) for name in ("grad_scale", "found_inf")]
         if any(value is not None for value in scaled):
@@ -260,11 +259,7 @@ class ModelOptimizer(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned.
-
-        Raises:
-            ValueError: if groups, sizes or states differ; nothing has been changed then.
-        """
+        """Load what `state_dict` returned; ValueError if groups, sizes or states differ, before anything changes."""
         *dense_groups, tables_group = state_dict["param_groups"]
         ours = [len(group["params"]) for group in self.param_groups]
         given = [len(group["params"]) for group in state_dict["param_groups"]]

@@ -184,7 +184,12 @@ class SingleTable(FusedModule):
 
 # Graph breaks. Unlike `torch.compiler.disable`, this loads no compiler before one is used.
 _look_up_untraced = _disable_dynamo(ops.bag_fused)  # with `update="step"` gradients are kept in eager mode
-_renormalise_untraced = _disable_dynamo(torch.embedding_renorm_)  # of rows that a backward of the same graph updates
+
+
+@_disable_dynamo
+def _renormalise_untraced(*args: Any) -> None:
+    """Of rows that a backward of the same graph updates."""
+    torch.embedding_renorm_(*args)
 
 
 def why_not_fused(module: Any) -> str | None:

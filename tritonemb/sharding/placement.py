@@ -144,8 +144,7 @@ class ShardGroups(NamedTuple):
     ) -> Self:
         """The groups of a job, or of a mesh of its ranks: one dimension of shards, or ("replicate", "shard").
 
-        Raises:
-            ValueError: for a mesh of more dimensions, or nodes that do not divide the ranks.
+        ValueError for a mesh of more dimensions, or nodes that do not divide the ranks.
         """
         world = RankGroup.world(local_world_size, timeout)
         replicas, shards = 1, world.size

@@ -243,11 +243,7 @@ class ShardingPlan:
                 raise TypeError(f"table {name!r}: expected a sharding such as te.sharding.RowWise(), got {sharding!r}")
 
     def shards(self, table: TableConfig) -> list[Shard]:
-        """The rectangles of a table.
-
-        Raises:
-            ValueError: the plan does not have the table, or its sharding does not fit.
-        """
+        """The rectangles of a table; ValueError if the plan does not have it, or its sharding does not fit."""
         self.check([table.name])
         return self.tables[table.name].shards(table, self.world_size, self.local_world_size)
 

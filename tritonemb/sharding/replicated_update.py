@@ -98,11 +98,7 @@ class PinnedRows:
                 self._slots[table] = rows, slots
 
     def slots(self, table: int, rows: Tensor) -> Tensor:
-        """The slots of a table's rows; the rows themselves if it is not cached.
-
-        Raises:
-            RuntimeError: one of them is not pinned.
-        """
+        """The slots of a table's rows; the rows themselves if it is not cached. RuntimeError if one is not pinned."""
         if table not in self._slots or not rows.numel():
             return rows
         own, slots = self._slots[table]

@@ -110,8 +110,7 @@ class TableShards(Tensor):
     def copy_from(self, given: Tensor) -> None:
         """Fill this rank's shards from the whole tensor, of the same shape and dtype, on any device; or from shards.
 
-        Raises:
-            ValueError: for another shape or dtype, or shards of another plan.
+        ValueError for another shape or dtype, or shards of another plan.
         """
         problem = self.why_not_loadable(given)
         if problem is not None:
