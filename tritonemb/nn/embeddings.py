@@ -66,7 +66,7 @@ class EmbeddingBag(SingleTable, torch.nn.EmbeddingBag):
         padding_idx: int | None = None, optimizer: Optimizer | None = None,
     ) -> Self:  # fmt: skip
         """A module around `embeddings` `[num_embeddings, embedding_dim]`; frozen, it is not trained."""
-        module: Self = super().from_pretrained(
+        module: Any = super().from_pretrained(
             embeddings, freeze, max_norm, norm_type, scale_grad_by_freq, mode, sparse, include_last_offset, padding_idx
         )
         module._fuse(optimizer)
