@@ -31,7 +31,7 @@ KINDS = pytest.mark.parametrize("kind", OPS)
 @KINDS
 @pytest.mark.parametrize("batch_size", [0, 1, 4])
 def test_gradcheck(kind, batch_size):
-    """In float64, which the references serve; they are what the kernels are tested against."""
+    """In float64, which PyTorch's operators serve."""
     inputs = operands(kind, batch_size, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(OPS[kind], inputs)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.layout import MEAN, SUM, Layout, TableRow, lay_out
-from tritonemb.ops.registry import CPU, REFERENCE, chosen, define, kernel
+from tritonemb.ops.registry import CPU, chosen, define, kernel
 from tritonemb.ops.row_groups import RowGroups, plain_eager
 from tritonemb.ops.row_update import row_gradients_
 from tritonemb.types import seed_of
@@ -52,7 +52,7 @@ def bag(
         sample_weights: floating point `[N]`, or None for ones.
         trained: ids `[N]` that the gradient goes to, if others than `values`; -1 for none.
         sparse: the gradient of `weight` is a sparse COO tensor, coalesced on the CPU; it cannot be differentiated
-            again. Only where `serves_sparse`.
+            again. Only where `plain_eager`.
         dtype: of the result; the weight's if None.
 
     Returns:
@@ -68,18 +68,13 @@ def bag(
     return _differentiable(_GRAD, weight, sample_weights, None, values, trained, bags.offsets, *form)
 
 
-def serves_sparse(*tensors: Tensor | None) -> bool:
-    """Whether `bag` of these can have a sparse gradient: not where it is traced, nor under `torch.func`."""
-    return plain_eager(*tensors) and all(tensor is None or not tensor.is_meta for tensor in tensors)
-
-
 def drop_padding(values: Tensor, offsets: Tensor, padding_idx: int, num_rows: int) -> Tensor:
     """`values` `[N]` with -1 for those that equal `padding_idx`; offsets as in `Bags`.
 
     Raises:
         RuntimeError: for an id out of range, as `bag` does.
     """
-    if serves_sparse(values, offsets):
+    if plain_eager(values, offsets):
         return _drop_padding(values, offsets, padding_idx, num_rows)
     return torch.ops.tritonemb.drop_padding(values, offsets, padding_idx, num_rows)
 
@@ -106,7 +101,7 @@ def _differentiable(*args: Any) -> Tensor:
 
 def _derivative(*args: Any) -> Tensor:
     """By kernels, without the dispatcher where that may be."""
-    return _derive(*args) if serves_sparse(*args[1:7]) else torch.ops.tritonemb.bag(*args)
+    return _derive(*args) if plain_eager(*args[1:7]) else torch.ops.tritonemb.bag(*args)
 
 
 def _derive(
@@ -237,21 +232,12 @@ def look_up(
     layout = layout_of((BagTable.of(weight, mean),), pooled, values.device)
     look_up = kernel("embedding_bag", values.device, (weight.dtype,))
     serving = chosen("embedding_bag", values.device, (weight.dtype,))
-    if serving == REFERENCE:
-        _check_offsets(values, offsets)
     try:
         if serving == CPU and not pooled and checked and sample_weights is None and dtype == weight.dtype:
             return weight.index_select(0, values)  # rows as they are: PyTorch copies them as well as anyone
         return look_up([weight], values, offsets, sample_weights, layout, checked, dtype)
     except (ValueError, IndexError) as error:
         raise explained(error, values, weight.shape[0], pooled) from None
-
-
-def _check_offsets(values: Tensor, offsets: Tensor) -> None:
-    """What a reference takes for granted, and kernels find out by themselves."""
-    first, last, num_values = int(offsets[0]), int(offsets[-1]), values.shape[0]
-    if first != 0 or last != num_values or bool((offsets.diff() < 0).any()):
-        raise RuntimeError(f"offsets must ascend from 0 to {num_values}, the number of ids; got {first} to {last}")
 
 
 def explained(error: Exception, values: Tensor, num_rows: int, pooled: bool) -> Exception:
