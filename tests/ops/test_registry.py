@@ -46,7 +46,7 @@ def test_the_devices_kernel_serves_if_it_knows_all_dtypes(op):
 
 def test_plain_pytorch_serves_float64_anywhere_and_float8_tables_on_the_cpu():
     cuda, float8 = torch.device("cuda"), torch.float8_e5m2
-    for op in by_torch.__all__:
+    for op in [op for op in registry.ops() if "torch" in registry.kernels_of(op)]:
         for device, others in itertools.product((CPU, cuda), ((), (torch.float32,))):
             assert choose(op, device, (torch.float64, *others)) == "torch"
         assert kernel(op, CPU, (torch.float64,)) is getattr(by_torch, op)
@@ -92,7 +92,7 @@ def test_every_kernel_stands_where_its_name_says(op):
     """A CPU kernel that the rule does not know of would never serve."""
     for name in registry.kernels_of(op):
         assert callable(registry.load(op, name))
-    assert ("torch" in registry.kernels_of(op)) == (op in by_torch.__all__)
+    assert ("torch" in registry.kernels_of(op)) == hasattr(by_torch, op)
 
 
 def test_unknown_kernels_are_refused():

@@ -13,23 +13,13 @@ from torch import Tensor
 
 from tritonemb import errors
 from tritonemb.jagged import batch_size_of
-from tritonemb.kernels.cpu.cross import cross, cross_gradient
+from tritonemb.kernels.cpu.cross import cross as cross
+from tritonemb.kernels.cpu.cross import cross_gradient as cross_gradient
 from tritonemb.kernels.gradient_sums import PIECE
 from tritonemb.kernels.interaction import num_features
 from tritonemb.kernels.optimizers import apply_sums_
 from tritonemb.layout import COLUMN, MEAN, POOLING, TABLE, Layout
 from tritonemb.optimizers import Hyperparameters
-
-__all__ = [
-    "cross",
-    "cross_gradient",
-    "embedding_bag",
-    "interaction",
-    "interaction_gradient",
-    "row_gradients_",
-    "row_update_",
-    "sample_weight_gradient",
-]
 
 
 def embedding_bag(

@@ -212,7 +212,7 @@ def sum_gradients_reference(
     layout: Layout, max_gradient: float, dtype: torch.dtype,
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
     """For each table its distinct rows `[R]` and their summed gradients `[R, dim]`: one by one, PIECE at a time."""
-    linear, starts, order, num_groups = (group.tolist() for group in groups)
+    (linear, starts, order), num_groups = (group.tolist() for group in groups[:3]), int(groups[3])
     given = grad.detach().to("cpu", dtype).clamp(-max_gradient, max_gradient).numpy()
     batch_size, no_ids = batch_size_of(offsets, layout.key_starts), offsets.new_zeros(int(offsets[-1]))
     found = {  # by table and position: the gradient and its factor

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritonemb.kernels.cpu.quantize import narrowed, row_codes, scaled
 from tritonemb.kernels.packing import CODECS, INT8, LIMITS, ROW_PARAMETERS, Packing
-from tritonemb.kernels.random import narrow_reference
 from tritonemb.kernels.triton_utils import CODES, bits_of, cdiv, jit, launch, narrow, next_power_of_2, tl, widen
 
 INT8_CODE = 5
@@ -195,7 +195,7 @@ def _launch(
 def quantize_pack_reference(
     matrix: Tensor, packing: Packing, saturated: Tensor, scale: Tensor | None = None, rows: Tensor | None = None
 ) -> Tensor:
-    """Row by row and piece by piece, with PyTorch's casts. Arguments and result as of `ops.quantize.quantize_pack`.
+    """Row by row and piece by piece. Arguments and result as of `ops.quantize.quantize_pack`.
 
     Rows of the message that `rows` leaves out hold anything.
     """
@@ -203,13 +203,13 @@ def quantize_pack_reference(
     message = torch.empty(num_rows * packing.row_bytes, dtype=torch.uint8, device=matrix.device)
     for row, to in enumerate(range(num_rows) if rows is None else rows.tolist()):
         for columns, codes, parameters in _pieces_reference(message, packing, num_rows, to):
-            x = _times_reference(matrix[row, columns].float(), scale, dtype, saturated)
+            x = scaled(matrix[row, columns].float(), scale, dtype, saturated)
             if packing.codec == INT8:
-                found, scale_and_offset = _row_codes_reference(x)
-                codes.zero_()[: x.numel()] = found
-                parameters.copy_(scale_and_offset.view(torch.uint8))
+                found, scale_and_offset = row_codes(x.unsqueeze(0))
+                codes.zero_()[: x.numel()] = found[0]
+                parameters.copy_(scale_and_offset[0].view(torch.uint8))
             else:
-                codes.copy_(_narrow_reference(x, dtype).view(torch.uint8))
+                codes.copy_(narrowed(x, dtype).clone(memory_format=torch.contiguous_format).view(torch.uint8))
     return message
 
 
@@ -228,8 +228,8 @@ def quantize_unpack_reference(
                 x = codes[: columns.stop - columns.start].float() * row_scale + row_offset
             else:
                 x = codes.clone().view(CODECS[packing.codec]).float()
-            x = _times_reference(x, None if scale is None else scale.reciprocal(), dtype, saturated)
-            matrix[row, columns] = _narrow_reference(x, dtype)
+            x = scaled(x, None if scale is None else scale.reciprocal(), dtype, saturated)
+            matrix[row, columns] = narrowed(x, dtype)
     return matrix
 
 
@@ -242,29 +242,3 @@ def _pieces_reference(
         of_row = message[(part * num_rows + row * stride) * size :]
         codes = of_row[first * size : (first + num_codes) * size]
         yield slice(column, column + width), codes, of_row[scales : scales + ROW_PARAMETERS]
-
-
-def _times_reference(x: Tensor, factor: Tensor | None, dtype: torch.dtype, saturated: Tensor) -> Tensor:
-    """`x · factor`; what is finite in `x` but then too large for `dtype` is kept at its largest value, and counted."""
-    largest, first_lost = LIMITS[dtype]
-    y = x if factor is None else x * factor
-    lost = (y.abs() >= first_lost) & x.isfinite()
-    saturated += lost.sum()
-    return torch.where(lost, torch.copysign(torch.full_like(y, largest), y), y)
-
-
-def _narrow_reference(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 to `dtype`; infinities become NaN where there are none (PyTorch 2.13 makes them 448)."""
-    without = dtype == torch.float8_e4m3fn
-    return narrow_reference(torch.where(x.isinf(), torch.nan, x) if without else x, dtype)
-
-
-def _row_codes_reference(x: Tensor) -> tuple[Tensor, Tensor]:
-    """uint8 codes of a row `x` `[width]`, and its scale and offset `[2]`."""
-    if not bool(x.isfinite().all()):
-        return torch.zeros_like(x, dtype=torch.uint8), x.new_full((2,), torch.nan)
-    smallest, largest = torch.where(x == 0, 0.0, x).aminmax()  # never -0
-    extent, steps = (largest - smallest).abs(), x.new_tensor(255.0)
-    inverse = steps / extent  # a number over a tensor would be a product with its reciprocal
-    codes = torch.round((x - smallest) * torch.where(inverse.isinf(), 0.0, inverse)).to(torch.uint8)
-    return codes, torch.stack([extent / steps, smallest])

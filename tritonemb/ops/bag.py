@@ -8,11 +8,9 @@ each one's own derivatives are the two others. As ops they are differentiable on
 An id below zero is a position that takes no part, where ids are not checked (`drop_padding` makes such ids).
 """
 
-from __future__ import annotations
-
 import functools
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -204,7 +202,7 @@ class BagTable(NamedTuple):
     name: str = "weight"
 
     @classmethod
-    def of(cls, weight: Tensor, mean: bool = False, name: str = "weight") -> BagTable:
+    def of(cls, weight: Tensor, mean: bool = False, name: str = "weight") -> Self:
         """The table that holds `weight` `[rows, dim]`."""
         num_rows, dim = weight.shape
         return cls(num_rows, dim, mean, name)

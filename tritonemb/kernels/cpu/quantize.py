@@ -17,13 +17,13 @@ def quantize_pack(
     inside = slice(None) if rows is None else (rows >= 0) & (rows < matrix.shape[0])
     to = slice(None) if rows is None else rows[inside]
     for column, width, num_codes, codes_view, scales_view in _views(message, packing, matrix.shape[0]):
-        x = _scaled(matrix[inside, column : column + width].float(), scale, dtype, saturated)
+        x = scaled(matrix[inside, column : column + width].float(), scale, dtype, saturated)
         if packing.codec == INT8:
-            codes, parameters = _row_codes(x)
+            codes, parameters = row_codes(x)
             codes_view[to] = torch.nn.functional.pad(codes, (0, num_codes - width))
             scales_view[to] = parameters.contiguous().view(torch.uint8)
         else:
-            codes_view[to] = _narrow(x, dtype).clone(memory_format=torch.contiguous_format).view(torch.uint8)
+            codes_view[to] = narrowed(x, dtype).clone(memory_format=torch.contiguous_format).view(torch.uint8)
     return message
 
 
@@ -43,8 +43,8 @@ def quantize_unpack(
             x = codes[:, :width].float() * row_scale + row_offset
         else:
             x = codes.contiguous().view(CODECS[packing.codec]).float()
-        x = _scaled(x, None if scale is None else scale.reciprocal(), dtype, saturated)
-        matrix[inside, column : column + width] = _narrow(x, dtype)
+        x = scaled(x, None if scale is None else scale.reciprocal(), dtype, saturated)
+        matrix[inside, column : column + width] = narrowed(x, dtype)
     return matrix
 
 
@@ -57,7 +57,7 @@ def _views(message: Tensor, packing: Packing, num_rows: int) -> Iterator[tuple[i
         yield column, width, num_codes, codes, rows[:, scales : scales + ROW_PARAMETERS]
 
 
-def _scaled(x: Tensor, factor: Tensor | None, dtype: torch.dtype, saturated: Tensor) -> Tensor:
+def scaled(x: Tensor, factor: Tensor | None, dtype: torch.dtype, saturated: Tensor) -> Tensor:
     """`x · factor`; what is finite in `x` but then too large for `dtype` is kept at its largest value, and counted."""
     largest, first_lost = LIMITS[dtype]
     y = x if factor is None else x * factor
@@ -69,12 +69,12 @@ def _scaled(x: Tensor, factor: Tensor | None, dtype: torch.dtype, saturated: Ten
     return torch.where(lost, torch.copysign(torch.full_like(y, largest), y), y)
 
 
-def _narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
+def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
     """float32 to `dtype`, which it fits; infinities become NaN where there are none (PyTorch 2.13 makes them 448)."""
     return (torch.where(x.isinf(), torch.nan, x) if dtype == torch.float8_e4m3fn else x).to(dtype)
 
 
-def _row_codes(x: Tensor) -> tuple[Tensor, Tensor]:
+def row_codes(x: Tensor) -> tuple[Tensor, Tensor]:
     """uint8 codes of each row of `x` `[R, width]`, and its scale and offset `[R, 2]`."""
     good = x.isfinite().all(1, keepdim=True)
     x = torch.where(good, x, 0.0)
