@@ -54,7 +54,7 @@ def test_updates_of_float64_tables_have_the_references_bits(name, data, weighted
     assert_same_bits(contents(collection), contents(twin))
 
 
-def test_rows_used_often_are_summed_as_by_the_references():
+def test_rows_used_often_are_summed_in_pieces():
     collection = make_collection([te.TableConfig("a", 3, 4, pooling="mean")], te.optim.Adagrad(lr=0.1)).double()
     twin = copy.deepcopy(collection)
     steps = [(random_batch({"a": 3}, ["a"], 40, 60, True), torch.randn(40, 4, dtype=torch.float64))]

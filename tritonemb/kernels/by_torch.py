@@ -18,7 +18,7 @@ from tritonemb.kernels.cpu.cross import cross_gradient as cross_gradient
 from tritonemb.kernels.gradient_sums import PIECE
 from tritonemb.kernels.interaction import num_features
 from tritonemb.kernels.optimizers import apply_sums_
-from tritonemb.layout import COLUMN, MEAN, POOLING, TABLE, Layout
+from tritonemb.layout import MEAN, Layout
 from tritonemb.optimizers import Hyperparameters
 
 
@@ -30,12 +30,14 @@ def embedding_bag(
     errors.check_offsets(values, offsets, layout)
     num_rows = batch_size_of(offsets, layout.key_starts) if layout.pooled else values.numel()
     out = torch.zeros(num_rows, layout.width, dtype=_sum_dtype(weights), device=values.device)
-    uses = _uses(weights, values, offsets, sample_weights, layout, out.dtype, check_bounds)
-    for rows, position, sample, scale, columns in uses:
+    for table, position, source, scale, columns in _uses(offsets, sample_weights, layout, out.dtype):
+        rows, inside = _look_up(weights[table], values[position], out.dtype)
+        if check_bounds and not bool(inside.all()):
+            raise errors.bad_id(int(position[~inside][0]), values, offsets, layout)
         if layout.pooled:
-            out[:, columns].index_add_(0, sample, rows * scale.unsqueeze(1))
+            out[:, columns].index_add_(0, source, rows * scale)
         else:
-            out[position, columns] = rows * scale.unsqueeze(1)
+            out[source, columns] = rows * scale
     return out.to(output_dtype)
 
 
@@ -44,9 +46,9 @@ def sample_weight_gradient(
 ) -> Tensor:
     """See `kernels/embedding_bag.py`."""
     out = torch.zeros(values.numel(), dtype=_sum_dtype([*weights, grad]), device=values.device)
-    for rows, position, sample, scale, columns in _uses(weights, values, offsets, None, layout, out.dtype, False):
-        part = grad[sample if layout.pooled else position, columns].to(out.dtype)
-        out.index_add_(0, position, (rows * part).sum(1) * scale)
+    for table, position, source, scale, columns in _uses(offsets, None, layout, out.dtype):
+        rows, _ = _look_up(weights[table], values[position], out.dtype)
+        out[position] += (rows * grad[source, columns].to(out.dtype)).sum(1) * scale[:, 0]
     return out
 
 
@@ -54,32 +56,27 @@ def _sum_dtype(tables: Sequence[Tensor]) -> torch.dtype:
     return torch.float64 if any(table.dtype == torch.float64 for table in tables) else torch.float32
 
 
+def _look_up(weight: Tensor, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The rows of ids, zeros for those out of range; and which are not."""
+    inside = (ids >= 0) & (ids < weight.shape[0])
+    return weight[ids.to(torch.int64).where(inside, 0)].to(dtype) * inside.unsqueeze(1), inside
+
+
 def _uses(
-    weights: Sequence[Tensor], values: Tensor, offsets: Tensor, sample_weights: Tensor | None, layout: Layout,
-    dtype: torch.dtype, check_bounds: bool,
-) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor, slice]]:  # fmt: skip
-    """For each lookup its positions' rows, zeros for ids out of range; positions, samples, scales; and its columns."""
-    batch_size, bag_of = batch_size_of(offsets, layout.key_starts), torch.repeat_interleave(torch.diff(offsets))
+    offsets: Tensor, sample_weights: Tensor | None, layout: Layout, dtype: torch.dtype
+) -> Iterator[tuple[int, Tensor, Tensor, Tensor, slice]]:
+    """For each lookup its table; its positions, the rows of the output they go to, their factors; its columns."""
+    batch_size, lengths = batch_size_of(offsets, layout.key_starts), torch.diff(offsets)
+    bags, device = torch.repeat_interleave(lengths), offsets.device
+    factors = torch.ones(bags.numel(), dtype=dtype, device=device) if sample_weights is None else sample_weights
+    shares = torch.ones_like(lengths, dtype=dtype) / lengths.clamp(min=1).to(dtype)
     for key, lookups in enumerate(pairwise(layout.key_starts.tolist())):
-        first, last = int(offsets[key * batch_size]), int(offsets[(key + 1) * batch_size])
-        position, ids = torch.arange(first, last, device=values.device), values[first:last].to(torch.int64)
+        position = torch.arange(*offsets[[key * batch_size, (key + 1) * batch_size]].tolist(), device=device)
+        source = bags[position] - key * batch_size if layout.pooled else position
         for table, column, dim, pooling in layout.lookups[slice(*lookups)].tolist():
-            inside = (ids >= 0) & (ids < weights[table].shape[0])
-            if check_bounds and not bool(inside.all()):
-                raise errors.bad_id(first + int((~inside).nonzero()[0]), values, offsets, layout)
-            rows = weights[table][ids.where(inside, 0)].to(dtype) * inside.unsqueeze(1)
-            scale = _scales(position, bag_of[first:last], offsets, sample_weights, pooling == MEAN, dtype)
-            yield rows, position, bag_of[first:last] % max(1, batch_size), scale, slice(column, column + dim)
-
-
-def _scales(
-    position: Tensor, bag: Tensor, offsets: Tensor, sample_weights: Tensor | None, mean: Tensor | bool,
-    dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    """What each position's row is multiplied with: its per-sample weight, over the bag's length for means."""
-    ones = torch.ones(position.numel(), dtype=dtype, device=position.device)
-    scale = torch.where(torch.as_tensor(mean, device=ones.device), ones / torch.diff(offsets)[bag].to(dtype), ones)
-    return scale if sample_weights is None else scale * sample_weights[position].to(dtype)
+            scale = factors[position].to(dtype)
+            scale = shares[bags[position]] * scale if pooling == MEAN else scale
+            yield table, position, source, scale.unsqueeze(1), slice(column, column + dim)
 
 
 def row_update_(
@@ -116,37 +113,29 @@ def _sum_gradients(
     """For each table its distinct rows `[R]` and their summed gradients `[R, dim]`."""
     linear, starts, order, num_groups = groups
     linear, starts = linear[: int(num_groups)], starts[: int(num_groups) + 1].to(torch.int64)
-    group = torch.repeat_interleave(torch.diff(starts))
-    place = torch.arange(group.numel(), device=grad.device) - starts[group]
-    position = order[: group.numel()].to(torch.int64)
-    bag = torch.repeat_interleave(torch.diff(offsets))[position]
-    batch_size = max(1, batch_size_of(offsets, layout.key_starts))
-    key_of = torch.repeat_interleave(torch.diff(layout.key_starts))
+    sizes = torch.diff(starts)
+    num_pieces = (sizes + PIECE - 1) // PIECE  # of each row: PIECE of its gradients are summed before they are added
+    first_piece = torch.cumsum(num_pieces, 0) - num_pieces
+    group_of, row_of_piece = torch.repeat_interleave(sizes), torch.repeat_interleave(num_pieces)
+    piece_of = first_piece[group_of] + (torch.arange(group_of.numel(), device=grad.device) - starts[group_of]) // PIECE
     clamped = grad.to(_sum_dtype(tables)).clamp(-max_gradient, max_gradient)
-    rows, sums = [], []
-    for table, (first, num_rows, dim, *_) in enumerate(layout.tables.tolist()):
+    rows, row_of, sums, places = [], [], [], []
+    for first, num_rows, dim, *_ in layout.tables.tolist():
         low, high = torch.searchsorted(linear, linear.new_tensor([first, first + num_rows])).tolist()
+        begin, end = torch.searchsorted(row_of_piece, row_of_piece.new_tensor([low, high])).tolist()
         mine = slice(int(starts[low]), int(starts[high]))
-        of_table = layout.lookups[:, TABLE] == table
-        lookup_of = layout.key_starts.new_zeros(layout.key_starts.numel())
-        lookup_of[key_of[of_table]] = of_table.nonzero().flatten()
-        used = layout.lookups[lookup_of[bag[mine] // batch_size]]
-        scale = _scales(position[mine], bag[mine], offsets, sample_weights, used[:, POOLING] == MEAN, clamped.dtype)
-        columns = used[:, COLUMN, None] + torch.arange(dim, device=grad.device)
-        source = bag[mine] % batch_size if layout.pooled else position[mine]
-        parts = clamped[source.unsqueeze(1), columns] * scale.unsqueeze(1)
+        place = torch.full((int(offsets[-1]),), -1, device=grad.device)  # of each position among the table's pieces
+        place[order[mine].to(torch.int64)] = piece_of[mine] - begin
         rows.append(linear[low:high] - first)
-        sums.append(_add_in_pieces(high - low, group[mine] - low, place[mine], parts))
-    return rows, sums
-
-
-def _add_in_pieces(num_rows: int, row: Tensor, place: Tensor, parts: Tensor) -> Tensor:
-    """The sum of each row's `parts`, PIECE of them at a time, in order of `place`."""
-    total = parts.new_zeros(num_rows, parts.shape[1])
-    for piece in range(int(place.max()) // PIECE + 1 if place.numel() else 0):
-        mine = place // PIECE == piece
-        total += torch.zeros_like(total).index_add_(0, row[mine], parts[mine])
-    return total
+        row_of.append(row_of_piece[begin:end] - low)
+        sums.append(clamped.new_zeros(end - begin, dim))
+        places.append(place)
+    for table, position, source, scale, columns in _uses(offsets, sample_weights, layout, clamped.dtype):
+        used = places[table][position] >= 0
+        parts = clamped[source, columns] * scale
+        sums[table].index_add_(0, places[table][position[used]], parts[used])
+    by_row = zip(rows, row_of, sums, strict=True)
+    return rows, [part.new_zeros(own.numel(), part.shape[1]).index_add_(0, row, part) for own, row, part in by_row]
 
 
 def interaction(dense: Tensor, sparse: Tensor) -> Tensor:
