@@ -47,6 +47,14 @@ def test_the_same_with_and_without_gradients(kind, device):
 
 
 @KINDS
+def test_shapes_on_the_meta_device(kind):
+    with torch.no_grad():
+        out = OPS[kind](*operands(kind, 3, device="meta"))
+    assert out.is_meta
+    assert out.shape == (3, 11 if kind == "interaction" else 5)
+
+
+@KINDS
 def test_second_derivatives_are_refused(kind, device):
     inputs = operands(kind, 3, device=device, requires_grad=True)
     grads = torch.autograd.grad(OPS[kind](*inputs).square().sum(), inputs, create_graph=True)

@@ -11,8 +11,7 @@ from torch._compile import _disable_dynamo
 
 from tritonemb import ops
 from tritonemb.nn.collections import FusedModule
-from tritonemb.ops.bag import Bags, bag
-from tritonemb.ops.row_groups import plain_eager
+from tritonemb.ops.bag import Bags, bag, serves_sparse
 from tritonemb.optimizers import Optimizer
 from tritonemb.tables.fused_update import FusedGroup
 from tritonemb.tables.optimizer import States, check_optimizer
@@ -139,7 +138,7 @@ class SingleTable(FusedModule):
             plain = plain and tuple(weight.shape) == (self.num_embeddings, self.embedding_dim)
         served = plain and (torch.compiler.is_compiling() or _are_ordinary(weight, *tensors))
         if self._optimized is None and self.sparse and torch.is_grad_enabled():
-            return served and plain_eager(weight, *tensors)
+            return served and serves_sparse(weight, *tensors)
         if self._optimized is not None and torch.is_grad_enabled() and (not served or _under_transform()):
             raise RuntimeError(
                 "the fused optimizer updates, by backward(), an ordinary contiguous weight of the shape it was made "

@@ -50,7 +50,7 @@ def bag(
         sample_weights: floating point `[N]`, or None for ones.
         trained: ids `[N]` that the gradient goes to, if others than `values`; -1 for none.
         sparse: the gradient of `weight` is a sparse COO tensor, coalesced on the CPU; it cannot be differentiated
-            again. Only where `plain_eager`.
+            again. Only where `serves_sparse`.
         dtype: of the result; the weight's if None.
 
     Returns:
@@ -66,13 +66,18 @@ def bag(
     return _differentiable(_GRAD, weight, sample_weights, None, values, trained, bags.offsets, *form)
 
 
+def serves_sparse(*tensors: Tensor | None) -> bool:
+    """Whether `bag` of these can have a sparse gradient: not where it is traced, nor under `torch.func`."""
+    return plain_eager(*tensors) and all(tensor is None or not tensor.is_meta for tensor in tensors)
+
+
 def drop_padding(values: Tensor, offsets: Tensor, padding_idx: int, num_rows: int) -> Tensor:
     """`values` `[N]` with -1 for those that equal `padding_idx`; offsets as in `Bags`.
 
     Raises:
         RuntimeError: for an id out of range, as `bag` does.
     """
-    if plain_eager(values, offsets):
+    if serves_sparse(values, offsets):
         return _drop_padding(values, offsets, padding_idx, num_rows)
     return torch.ops.tritonemb.drop_padding(values, offsets, padding_idx, num_rows)
 
@@ -99,7 +104,7 @@ def _differentiable(*args: Any) -> Tensor:
 
 def _derivative(*args: Any) -> Tensor:
     """By kernels, without the dispatcher where that may be."""
-    return _derive(*args) if plain_eager(*args[1:7]) else torch.ops.tritonemb.bag(*args)
+    return _derive(*args) if serves_sparse(*args[1:7]) else torch.ops.tritonemb.bag(*args)
 
 
 def _derive(

@@ -27,7 +27,7 @@ def interaction(dense: Tensor, sparse: Tensor) -> Tensor:
         TypeError: for other dtypes, or two.
         ValueError: for other shapes, or two devices.
     """
-    eager = not torch.is_grad_enabled() and plain_eager(dense, sparse)
+    eager = not torch.is_grad_enabled() and plain_eager(dense, sparse) and not dense.is_meta
     return _interact(dense, sparse) if eager else torch.ops.tritonemb.interaction(dense, sparse)
 
 
@@ -69,7 +69,7 @@ def cross(inputs: Tensor, product: Tensor, bias: Tensor, crossed: Tensor) -> Ten
         ValueError: for other shapes, or several devices.
     """
     operands = inputs, product, bias, crossed
-    eager = not torch.is_grad_enabled() and plain_eager(*operands)
+    eager = not torch.is_grad_enabled() and plain_eager(*operands) and not inputs.is_meta
     return _cross(*operands) if eager else torch.ops.tritonemb.cross(*operands)
 
 

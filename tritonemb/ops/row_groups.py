@@ -42,7 +42,7 @@ def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> RowGroups:
 
 
 def plain_eager(*tensors: Tensor | None) -> bool:
-    """Whether a kernel may be called at once: nothing is being traced and these are ordinary tensors with values.
+    """Whether a kernel may be called at once: nothing is being traced and these are ordinary tensors.
 
     The dispatcher, which tracing needs, costs a custom op with lists of tables up to half a millisecond a call.
     """
@@ -52,9 +52,7 @@ def plain_eager(*tensors: Tensor | None) -> bool:
         or torch._C._functorch.maybe_current_level()
     ):
         return False
-    return all(
-        tensor is None or (type(tensor) in (Tensor, torch.nn.Parameter) and not tensor.is_meta) for tensor in tensors
-    )
+    return all(tensor is None or type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
 
 
 def check_ids(values: Tensor) -> None:
