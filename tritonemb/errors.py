@@ -3,6 +3,7 @@
 from bisect import bisect_right
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from tritonemb.jagged import batch_size_of
@@ -27,6 +28,15 @@ def id_out_of_range(table: str, feature: str, sample: int, position: int, value:
         f"of range; valid ids are 0 to {num_rows - 1}. Map or hash the ids into the table, make the table larger, or "
         'pass bounds_check="ignore" to read such ids as zero'
     )
+
+
+def check_offsets(values: Tensor, offsets: Tensor, layout: Layout) -> None:
+    """Raise ValueError unless offsets ascend from 0 to the number of values; waits for a GPU."""
+    descents = (torch.diff(offsets) < 0).nonzero().flatten().tolist()
+    if int(offsets[0]) != 0:
+        raise bad_offsets(-1, offsets, values.numel(), layout)
+    if descents or int(offsets[-1]) != values.numel():
+        raise bad_offsets([*descents, offsets.numel() - 1][0], offsets, values.numel(), layout)
 
 
 def bad_offsets(bag: int, offsets: Tensor, num_values: int, layout: Layout) -> ValueError:

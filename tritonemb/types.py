@@ -1,7 +1,5 @@
 """What a table is: its size, its memory tier and how its bags are pooled."""
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os
@@ -147,7 +145,9 @@ class TableConfig:
             raise ValueError(f"table {self.name!r}: a feature is named twice in {list(features)}")
         return features
 
-    def part(self, name: str, rows: tuple[int, int], columns: tuple[int, int], features: Sequence[str]) -> TableConfig:
+    def part(
+        self, name: str, rows: tuple[int, int], columns: tuple[int, int], features: Sequence[str]
+    ) -> "TableConfig":
         """A shard of this table, whose updates are bitwise identical to this table's.
 
         It has this table's seed, but not its `init`. `dataclasses.replace` of a part makes a whole table.

@@ -1,4 +1,4 @@
-"""The elementwise part of DCNv2's cross layer: its references, and its Triton kernels against them in float64."""
+"""The elementwise part of DCNv2's cross layer: references, CPU kernels with their bits, and Triton's in float64."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.kernels.test_interaction import DTYPES, ROUNDING, assert_rounded_sums
+from tritonemb.kernels.cpu import cross as cpu
 from tritonemb.kernels.cross import cross, cross_gradient, cross_gradient_reference, cross_reference
 
 WIDTHS = (1, 3, 16, 60, 128, 257, 300)
@@ -28,6 +29,16 @@ def test_gradients_are_the_derivative(batch_size, width):
     expected = torch.autograd.grad(cross_reference(*leaves, crossed), leaves, grad)
     for mine, theirs in zip(cross_gradient_reference(grad, *leaves), expected, strict=True):
         torch.testing.assert_close(mine, theirs)  # float64 sums in another order
+
+
+@given(st.integers(0, 70), st.sampled_from(WIDTHS), st.tuples(DTYPES, DTYPES, DTYPES, DTYPES))
+def test_cpu_kernels_have_the_references_bits(batch_size, width, dtypes):
+    inputs, product, crossed, grad, bias = problem(batch_size, width, dtypes)
+    out, expected = cpu.cross(inputs, product, bias, crossed), cross_reference(inputs, product, bias, crossed)
+    found, exact = (kernel(grad, inputs, product, bias) for kernel in (cpu.cross_gradient, cross_gradient_reference))
+    for mine, theirs in zip((out, *found), (expected, *exact), strict=True):
+        assert mine.dtype == theirs.dtype
+        assert torch.equal(mine, theirs)
 
 
 @pytest.mark.triton

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers import fewer
-from tritonemb.ops.initial import fill_initial_
 from tritonemb.ops.registry import forced
+from tritonemb.ops.row_update import fill_initial_
 from tritonemb.types import TABLE_DTYPES
 
 IMPLEMENTATIONS = [pytest.param("cpu"), pytest.param("triton", marks=pytest.mark.triton)]

@@ -1,4 +1,4 @@
-"""Permutation and bucketization of jagged batches: against Python lists, and Triton against the reference."""
+"""Permutation and bucketization of jagged batches: against Python lists, and kernels against the reference."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torch import Tensor
 import tritonemb as te
 from tests.strategies import ID_DTYPES, id_dtypes, seeds
 from tritonemb.kernels import jagged as kernels
+from tritonemb.kernels.cpu import jagged as cpu_kernels
 from tritonemb.ops.jagged import block_bucketize, jagged_permute, segment_offsets
 
 WEIGHT_DTYPES = (None, torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -172,6 +173,19 @@ def test_ids_of_no_owner_stay_as_they_are(dtype):
 
 def same(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
     return all(f.dtype == e.dtype and torch.equal(f, e) for f, e in zip(found, expected, strict=True))
+
+
+@given(batches(), st.sampled_from((1, 2, 3, 9)), st.data())
+@pytest.mark.usefixtures("poisoned")
+def test_cpu_kernels_are_the_references(batch, num_owners, data):
+    num_keys = batch.num_keys
+    blocks = data.draw(st.lists(st.sampled_from((1, 7, 40, 2**33)), min_size=num_keys, max_size=num_keys))
+    args = (batch.values, batch.offsets, torch.tensor(blocks, dtype=torch.int64), batch.weights, num_owners)
+    assert same(cpu_kernels.block_bucketize(*args), kernels.block_bucketize_reference(*args))
+    order = data.draw(st.lists(st.integers(0, num_keys - 1), max_size=7)) if num_keys else []
+    room = data.draw(st.integers(0, 2 * batch.values.numel() + 4))
+    args = (batch.values, batch.offsets, torch.tensor(order, dtype=torch.int64), batch.weights, num_keys, room)
+    assert same(cpu_kernels.jagged_permute(*args), kernels.jagged_permute_reference(*args))
 
 
 @pytest.mark.triton

@@ -1,9 +1,10 @@
-"""Codecs: what arrives against PyTorch's casts and FBGEMM's row format, and Triton against the reference."""
+"""Codecs: what arrives against PyTorch's casts and FBGEMM's row format, and kernels against the reference."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from types import ModuleType
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from tests.strategies import seeds
 from tritonemb.kernels import quantize as kernels
+from tritonemb.kernels.cpu import quantize as cpu_kernels
 from tritonemb.kernels.packing import CODECS, INT8, Packing, make_packing
 from tritonemb.kernels.random import narrow_reference
 from tritonemb.ops.quantize import quantize_pack, quantize_unpack
@@ -226,15 +228,27 @@ def bits_alike(codec: str, message: Tensor, expected: Tensor) -> bool:
     return torch.equal(values_of(message, codec), values_of(expected, codec))
 
 
-def check_triton(matrix: Tensor, packing: Packing, scale: Tensor | None, rows: Tensor | None) -> None:
+def check_kernels(
+    serving: ModuleType, matrix: Tensor, packing: Packing, scale: Tensor | None, rows: Tensor | None
+) -> None:
     """The kernels give the references' bits, counts among them."""
     found, expected = counter(matrix.device), counter(matrix.device)
-    message = kernels.quantize_pack(matrix, packing, found, scale, rows)
+    message = serving.quantize_pack(matrix, packing, found, scale, rows)
     assert bits_alike(packing.codec, message, kernels.quantize_pack_reference(matrix, packing, expected, scale, rows))
     for dtype in MATRIX_DTYPES:
-        arrived = kernels.quantize_unpack(message, packing, dtype, found, scale, rows)
+        arrived = serving.quantize_unpack(message, packing, dtype, found, scale, rows)
         assert_same(arrived, kernels.quantize_unpack_reference(message, packing, dtype, expected, scale, rows))
     assert int(found) == int(expected)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@given(problem=problems(), scale=st.sampled_from((None, 1024.0, 0.3)), mapped=st.booleans())
+@pytest.mark.usefixtures("poisoned")
+def test_cpu_kernels_give_the_references_bits(codec, problem, scale, mapped):
+    matrix, parts = problem
+    packing, rows = make_packing(parts, matrix.shape[1], codec), torch.randperm(matrix.shape[0]) if mapped else None
+    for strided in (matrix, matrix.T.contiguous().T):
+        check_kernels(cpu_kernels, strided, packing, None if scale is None else torch.tensor(scale), rows)
 
 
 @pytest.mark.triton
@@ -247,7 +261,7 @@ def test_triton_gives_the_references_bits(device, codec, problem, scale, mapped)
     packing = make_packing(parts, matrix.shape[1], codec, device)
     rows = torch.randperm(matrix.shape[0], device=device) if mapped else None
     factor = None if scale is None else torch.tensor(scale, device=device)
-    check_triton(matrix.to(device), packing, factor, rows)
+    check_kernels(kernels, matrix.to(device), packing, factor, rows)
 
 
 @pytest.mark.triton
@@ -257,7 +271,7 @@ def test_triton_takes_matrices_that_are_not_contiguous(device, codec):
     wide = torch.randn(6, 64, device=device)
     for matrix in (wide[:, 16:48], wide[:, 1:33], wide[:1, :32], wide[:32].T[:32], wide[:1, :32].expand(5, 32)):
         packed = make_packing([[(0, matrix.shape[1])]], matrix.shape[1], codec, device)
-        check_triton(matrix, packing if matrix.shape[1] == 32 else packed, None, None)
+        check_kernels(kernels, matrix, packing if matrix.shape[1] == 32 else packed, None, None)
 
 
 @pytest.mark.triton

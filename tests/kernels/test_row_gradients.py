@@ -11,6 +11,7 @@ from tests.helpers import INTERPRETED
 from tests.strategies import ID_DTYPES, seeds
 from tritonemb.kernels import jagged
 from tritonemb.kernels import row_update as triton_kernels
+from tritonemb.kernels.cpu import jagged as cpu_jagged
 from tritonemb.kernels.cpu import row_update as cpu_kernels
 from tritonemb.kernels.row_groups import row_groups_reference
 from tritonemb.kernels.row_update import row_gradients_reference_
@@ -123,11 +124,22 @@ def test_triton_drops_padding_as_the_reference(device, dtype):
     ).shape == (0,)
 
 
-@pytest.mark.parametrize("kernel", ["reference", pytest.param("triton", marks=pytest.mark.triton)])
+def test_the_cpu_kernel_drops_padding_as_the_reference():
+    values, offsets = torch.randint(0, 10, (300,)), torch.tensor([0, 150, 300])
+    expected = jagged.drop_padding_reference(values, offsets, 3, LAYOUT)
+    assert torch.equal(cpu_jagged.drop_padding(values, offsets, 3, LAYOUT), expected)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "cpu", pytest.param("triton", marks=pytest.mark.triton)])
 def test_a_bad_id_is_named_where_padding_is_dropped(kernel):
     if kernel == "triton" and not INTERPRETED:
         pytest.skip("a GPU raises it at the next lookup")
-    drop = jagged.drop_padding if kernel == "triton" else jagged.drop_padding_reference
+    kernels = {
+        "triton": jagged.drop_padding,
+        "cpu": cpu_jagged.drop_padding,
+        "reference": jagged.drop_padding_reference,
+    }
+    drop = kernels[kernel]
     for bad in (-1, 10):
         with pytest.raises(ValueError, match=rf"id {bad} of feature 'weight', sample 1 \(position 2 of values\)"):
             drop(torch.tensor([3, 4, bad]), torch.tensor([0, 2, 3]), 3, LAYOUT)

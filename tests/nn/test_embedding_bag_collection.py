@@ -233,7 +233,7 @@ def test_a_meta_collection_becomes_real(optimizer):
 
 
 def test_float64_is_served_too():
-    """By the reference, in float64 throughout but for the states."""
+    """By PyTorch's operators, in float64 throughout but for the states."""
     collection = small(te.optim.Adagrad(lr=0.1))
     single = copy.deepcopy(collection)
     collection.double()

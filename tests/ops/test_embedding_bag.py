@@ -65,7 +65,7 @@ def test_gradients_of_pooled_lookups_thoroughly(problem, seed):
 
 
 def test_float64_tables_pass_gradcheck():
-    """Float64 is served by the reference: the autograd formula itself is exact."""
+    """Float64 is served by PyTorch's operators: the autograd formula itself is exact."""
     configs = [
         te.TableConfig("a", 4, 3, features=["x", "y"]),
         te.TableConfig("b", 5, 2, features=["y"], pooling="mean"),

@@ -31,7 +31,7 @@ KINDS = pytest.mark.parametrize("kind", OPS)
 @KINDS
 @pytest.mark.parametrize("batch_size", [0, 1, 4])
 def test_gradcheck(kind, batch_size):
-    """In float64, which the references serve; they are what the kernels are tested against."""
+    """In float64, which PyTorch's operators serve."""
     inputs = operands(kind, batch_size, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(OPS[kind], inputs)
 
@@ -44,6 +44,14 @@ def test_the_same_with_and_without_gradients(kind, device):
     out = OPS[kind](*(tensor.requires_grad_() for tensor in inputs))
     assert torch.equal(out, expected)
     assert out.requires_grad
+
+
+@KINDS
+def test_shapes_on_the_meta_device(kind):
+    with torch.no_grad():
+        out = OPS[kind](*operands(kind, 3, device="meta"))
+    assert out.is_meta
+    assert out.shape == (3, 11 if kind == "interaction" else 5)
 
 
 @KINDS

@@ -8,15 +8,15 @@ the same bits on every device.
 Bytes: `B · width · output size` written, `N · dim · element size` of rows and `8 · N` of ids read.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tritonemb import errors
 from tritonemb.jagged import batch_size_of
-from tritonemb.kernels.row_groups import entries_reference
+from tritonemb.kernels.row_groups import uses_reference
 from tritonemb.kernels.triton_utils import (
     BAD_FIRST_OFFSET,
     BAD_ID,
@@ -43,7 +43,7 @@ from tritonemb.kernels.triton_utils import (
     tl,
     widen,
 )
-from tritonemb.layout import MEAN, Layout
+from tritonemb.layout import Layout
 
 MAX_BLOCK = 1024  # columns of a tile; wider rows take several
 VECTORS_IN_FLIGHT = 8  # 16-byte loads that a lane asks for before it adds the first
@@ -362,58 +362,42 @@ def embedding_bag_reference(
     weights: Sequence[Tensor], values: Tensor, offsets: Tensor, sample_weights: Tensor | None, layout: Layout,
     check_bounds: bool = True, output_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """Lookup by lookup, with `index_add_`; in the weights' dtype if that is float64, else float32.
+    """Row by row, in order of lookups and positions; in the weights' dtype if that is float64, else float32.
 
     Shapes: `weights` `[T]` of `[rows, dim]`; `values` `[N]`; `offsets` `[K * B + 1]`; `sample_weights` `[N]` or None.
     Returns `[B, width]`, or `[N, width]` if not pooled.
     """
-    dtype = torch.float64 if weights and weights[0].dtype == torch.float64 else torch.float32
+    errors.check_offsets(values, offsets, layout)
+    tables, dtype = tables_reference(weights)
     batch_size = batch_size_of(offsets, layout.key_starts)
-    out = torch.zeros(batch_size if layout.pooled else values.numel(), layout.width, dtype=dtype, device=values.device)
-    lookups = _rows_reference(weights, values, offsets, layout, dtype, check_bounds)
-    for rows, position, bag, (_, column, dim, pooling) in lookups:
-        rows = rows * scales_reference(position, bag, offsets, sample_weights, pooling == MEAN, dtype).unsqueeze(1)
-        if layout.pooled:
-            out[:, column : column + dim].index_add_(0, bag % batch_size, rows)
-        else:
-            out[position, :dim] = rows
-    return out if output_dtype is None else out.to(output_dtype)
+    out = torch.zeros(batch_size if layout.pooled else values.numel(), layout.width, dtype=dtype)
+    for lookup, bag, position, id, scale in uses_reference(values, offsets, layout, sample_weights, dtype):
+        table, column, dim, _ = lookup
+        if 0 <= id < len(tables[table]):
+            out.numpy()[bag % batch_size if layout.pooled else position, column : column + dim] += (
+                tables[table][id] * scale
+            )
+        elif check_bounds:
+            raise errors.bad_id(position, values, offsets, layout)
+    return out.to(values.device, output_dtype or dtype)
 
 
-def _rows_reference(
-    weights: Sequence[Tensor], values: Tensor, offsets: Tensor, layout: Layout, dtype: torch.dtype, check_bounds: bool
-) -> Iterator[tuple[Tensor, Tensor, Tensor, list[int]]]:
-    """For each lookup the rows of its positions, zeros for ids out of range; the positions, their bags, the lookup."""
-    lookup_of, position, bag, _, inside = entries_reference(values, offsets, layout)
-    if check_bounds and not bool(inside.all()):
-        raise errors.bad_id(int(position[~inside][0]), values, offsets, layout)
-    for number, lookup in enumerate(layout.lookups.tolist()):
-        mine = lookup_of == number
-        ids = torch.where(inside[mine], values[position[mine]].to(torch.int64), 0)
-        rows = weights[lookup[0]].to(dtype)[ids] * inside[mine].unsqueeze(1)
-        yield rows, position[mine], bag[mine], lookup
-
-
-def scales_reference(
-    position: Tensor, bag: Tensor, offsets: Tensor, sample_weights: Tensor | None, mean: Tensor | bool,
-    dtype: torch.dtype,
-) -> Tensor:  # fmt: skip
-    """What each position's row is multiplied with: its per-sample weight, over the bag's length for means."""
-    scale = torch.ones(position.numel(), dtype=dtype, device=position.device)
-    scale = torch.where(torch.as_tensor(mean, device=scale.device), scale / torch.diff(offsets)[bag].to(dtype), scale)
-    return scale if sample_weights is None else scale * sample_weights[position].to(dtype)
+def tables_reference(weights: Sequence[Tensor]) -> tuple[list[Any], torch.dtype]:
+    """Tables as NumPy arrays of the dtype that is computed in, and that."""
+    dtype = torch.float64 if weights and weights[0].dtype == torch.float64 else torch.float32
+    return [weight.detach().to("cpu", dtype).numpy() for weight in weights], dtype
 
 
 def sample_weight_gradient_reference(
     weights: Sequence[Tensor], values: Tensor, offsets: Tensor, grad: Tensor, layout: Layout
 ) -> Tensor:
     """Gradient of per-sample weights, `[N]`: the dot product of each position's row with its bag's gradient, scaled."""
-    dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
+    (given,), dtype = tables_reference([grad])
+    tables = [weight.detach().to("cpu", dtype).numpy() for weight in weights]
     batch_size = batch_size_of(offsets, layout.key_starts)
-    out = torch.zeros(values.numel(), dtype=dtype, device=values.device)
-    lookups = _rows_reference(weights, values, offsets, layout, dtype, False)
-    for rows, position, bag, (_, column, dim, pooling) in lookups:
-        part = grad[bag % batch_size, column : column + dim] if layout.pooled else grad[position, :dim]
-        scale = scales_reference(position, bag, offsets, None, pooling == MEAN, dtype)
-        out.index_add_(0, position, (rows * part.to(dtype)).sum(1) * scale)
-    return out
+    out = torch.zeros(values.numel(), dtype=dtype)
+    for (table, column, dim, _), bag, position, id, scale in uses_reference(values, offsets, layout, None, dtype):
+        if 0 <= id < len(tables[table]):
+            part = given[bag % batch_size if layout.pooled else position, column : column + dim]
+            out.numpy()[position] += (tables[table][id] * part).sum() * scale
+    return out.to(values.device)

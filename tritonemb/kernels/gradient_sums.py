@@ -10,13 +10,12 @@ summed where they are used, by `add_gradients`.
 Bytes: `4 · dim` of gradient read for each position; ids' places and scales, 28 bytes, written and read.
 """
 
-from collections.abc import Sequence
-
+import numpy as np
 import torch
 from torch import Tensor
 
 from tritonemb.jagged import batch_size_of
-from tritonemb.kernels.embedding_bag import scales_reference
+from tritonemb.kernels.row_groups import uses_reference
 from tritonemb.kernels.triton_utils import (
     CODES,
     ROW_DIM,
@@ -31,7 +30,7 @@ from tritonemb.kernels.triton_utils import (
     tl,
     widen,
 )
-from tritonemb.layout import COLUMN, MEAN, POOLING, TABLE, Layout
+from tritonemb.layout import COLUMN, TABLE, Layout
 
 PIECE = 256  # positions of a row that are summed before they are added to the rest
 ENTRIES = 256  # entries of a program that places them
@@ -209,46 +208,28 @@ def warps_for(block: int) -> int:
 
 
 def sum_gradients_reference(
-    weights: Sequence[Tensor], grad: Tensor, offsets: Tensor, sample_weights: Tensor | None,
-    groups: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout, max_gradient: float,
+    grad: Tensor, offsets: Tensor, sample_weights: Tensor | None, groups: tuple[Tensor, Tensor, Tensor, Tensor],
+    layout: Layout, max_gradient: float, dtype: torch.dtype,
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
-    """For each table its distinct rows `[R]` and their summed gradients `[R, dim]`."""
-    dtype = torch.float64 if weights and weights[0].dtype == torch.float64 else torch.float32
-    linear, starts, order, num_groups = groups
-    count = int(num_groups)
-    linear, sizes = linear[:count], torch.diff(starts[: count + 1])
-    batch_size = batch_size_of(offsets, layout.key_starts)
-    bag_of = torch.repeat_interleave(torch.diff(offsets))
-    group_of = torch.repeat_interleave(sizes)
-    position = order[: group_of.numel()].to(torch.int64)
-    key_of = torch.repeat_interleave(torch.diff(layout.key_starts))
-    lookup_of_key = torch.zeros(layout.key_starts.numel() - 1, dtype=torch.int64, device=grad.device)
-    clamped = grad.to(dtype).clamp(-max_gradient, max_gradient)
+    """For each table its distinct rows `[R]` and their summed gradients `[R, dim]`: one by one, PIECE at a time."""
+    (linear, starts, order), num_groups = (group.tolist() for group in groups[:3]), int(groups[3])
+    given = grad.detach().to("cpu", dtype).clamp(-max_gradient, max_gradient).numpy()
+    batch_size, no_ids = batch_size_of(offsets, layout.key_starts), offsets.new_zeros(int(offsets[-1]))
+    found = {  # by table and position: the gradient and its factor
+        (lookup[TABLE], position): (bag % batch_size if layout.pooled else position, lookup[COLUMN], scale)
+        for lookup, bag, position, _, scale in uses_reference(no_ids, offsets, layout, sample_weights, dtype)
+    }
     rows, gradients = [], []
-    for table, weight in enumerate(weights):
-        first, num_rows = layout.tables[table, :2].tolist()
-        mine = ((linear >= first) & (linear < first + num_rows)).nonzero().flatten()
-        total = torch.zeros(count, weight.shape[1], dtype=dtype, device=weight.device)
-        entry = torch.isin(group_of, mine).nonzero().flatten()
-        where = position[entry]
-        bag = bag_of[where]
-        lookups = (layout.lookups[:, TABLE] == table).nonzero().flatten()
-        lookup_of_key[key_of[lookups]] = lookups
-        used = layout.lookups[lookup_of_key[bag // max(1, batch_size)]]
-        scale = scales_reference(where, bag, offsets, sample_weights, used[:, POOLING] == MEAN, dtype)
-        columns = used[:, COLUMN, None] + torch.arange(weight.shape[1], device=weight.device)
-        source = (bag % batch_size if layout.pooled else where).unsqueeze(1)
-        parts = clamped[source, columns] * scale.unsqueeze(1)
-        _add_in_pieces(total, group_of[entry], entry - starts[group_of[entry]].to(torch.int64), parts)
-        rows.append(linear[mine] - first)
-        gradients.append(total[mine])
+    for table, (first, num_rows, dim, *_) in enumerate(layout.tables.tolist()):
+        mine = [group for group in range(num_groups) if first <= linear[group] < first + num_rows]
+        sums = torch.zeros(len(mine), dim, dtype=dtype)
+        for total, group in zip(sums.numpy(), mine, strict=True):
+            for begin in range(starts[group], starts[group + 1], PIECE):
+                piece = np.zeros_like(total)
+                for position in order[begin : min(begin + PIECE, starts[group + 1])]:
+                    source, column, scale = found[table, position]
+                    piece += given[source, column : column + dim] * scale
+                total += piece
+        rows.append(torch.tensor([linear[group] - first for group in mine], dtype=torch.int64, device=grad.device))
+        gradients.append(sums.to(grad.device))
     return rows, gradients
-
-
-def _add_in_pieces(total: Tensor, group: Tensor, place: Tensor, parts: Tensor) -> None:
-    """Add `parts` to the rows of `total` that `group` names: PIECE of a row's parts at a time, in order of `place`."""
-    for piece in range(int(place.max()) // PIECE + 1 if place.numel() else 0):
-        mine = place // PIECE == piece
-        sums = torch.zeros_like(total)
-        sums.index_add_(0, group[mine], parts[mine])
-        total += sums

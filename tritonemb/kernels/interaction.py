@@ -167,23 +167,19 @@ def _tiles(F: int, D: int, dense: Tensor) -> dict[str, Any]:
 
 
 def interaction_reference(dense: Tensor, sparse: Tensor) -> Tensor:
-    """`interaction` by a batched matrix product of the vectors side by side; differentiable, any float dtype."""
-    F, vectors, row, column = _side_by_side(dense, sparse)
-    products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
-    return torch.cat([dense, products.index_select(1, row * (F + 1) + column)], dim=1)
+    """`interaction` pair by pair; differentiable, any float dtype."""
+    vectors = [dense, *sparse.split(dense.shape[1], dim=1)]
+    products = [(vectors[i] * vectors[j]).sum(1, keepdim=True) for i in range(len(vectors)) for j in range(i)]
+    return torch.cat([dense, *products], dim=1)
 
 
 def interaction_gradient_reference(grad: Tensor, dense: Tensor, sparse: Tensor) -> tuple[Tensor, Tensor]:
-    """`interaction_gradient` by scattering the products' gradients into symmetric matrices."""
-    (F, vectors, row, column), D = _side_by_side(dense, sparse), dense.shape[1]
-    pairs = grad.new_zeros(grad.shape[0], F + 1, F + 1)
-    pairs[:, row, column] = pairs[:, column, row] = grad[:, D:]
-    return grad[:, :D] + torch.bmm(pairs[:, :1], vectors)[:, 0], torch.bmm(pairs[:, 1:], vectors).flatten(1)
-
-
-def _side_by_side(dense: Tensor, sparse: Tensor) -> tuple[int, Tensor, Tensor, Tensor]:
-    """`F`, all vectors `[B, F + 1, D]`, and the rows and columns of the pairs of them."""
-    F, D = num_features(dense, sparse), dense.shape[1]
-    vectors = torch.cat([dense.unsqueeze(1), sparse.reshape(-1, F, D)], dim=1)
-    row, column = torch.tril_indices(F + 1, F + 1, offset=-1, device=dense.device)
-    return F, vectors, row, column
+    """`interaction_gradient` pair by pair."""
+    vectors = [dense, *sparse.split(dense.shape[1], dim=1)]
+    passed, *products = grad.split([dense.shape[1], *[1] * (grad.shape[1] - dense.shape[1])], dim=1)
+    grads = [passed, *[torch.zeros_like(vector) for vector in vectors[1:]]]
+    for i in range(len(vectors)):
+        for j in range(i):
+            product = products[i * (i - 1) // 2 + j]
+            grads[i], grads[j] = grads[i] + product * vectors[j], grads[j] + product * vectors[i]
+    return grads[0], torch.cat(grads[1:], dim=1)

@@ -17,6 +17,8 @@ such a position out. Ids out of range are found here, before they could be taken
 Bytes: `8 · N` of ids read and written.
 """
 
+from itertools import accumulate, chain
+
 import torch
 from torch import Tensor
 
@@ -180,40 +182,41 @@ def _as_integers(weights: Tensor | None) -> Tensor | None:
 def jagged_permute_reference(
     values: Tensor, offsets: Tensor, order: Tensor, weights: Tensor | None, num_keys: int, num_values: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Key by key, with `torch.cat`. Arguments and result as of `ops.jagged.jagged_permute`; weights `[0]` if none."""
-    batch_size = _batch_size(offsets, num_keys)
-    ends = [(int(offsets[key * batch_size]), int(offsets[(key + 1) * batch_size])) for key in order.tolist()]
-    bags = torch.diff(offsets).reshape(num_keys, batch_size)[order].flatten()
+    """Bag by bag. Arguments and result as of `ops.jagged.jagged_permute`; weights `[0]` if none."""
+    batch_size, ends = _batch_size(offsets, num_keys), offsets.tolist()
+    bags = [key * batch_size + sample for key in order.tolist() for sample in range(batch_size)]
+    places = [place for bag in bags for place in range(ends[bag], ends[bag + 1])][:num_values]
 
     def moved(source: Tensor) -> Tensor:
-        parts = [source[begin:end] for begin, end in ends]
-        return torch.cat([source.new_empty(0), *parts, source.new_zeros(num_values)])[:num_values]
+        out = source.new_zeros(num_values)
+        out[: len(places)] = source[places]
+        return out
 
-    out_weights = values.new_empty(0) if weights is None else moved(weights)
-    return moved(values), segment_offsets(bags).to(offsets.dtype), out_weights
+    out_offsets = offsets.new_tensor([0, *accumulate(ends[bag + 1] - ends[bag] for bag in bags)])
+    return moved(values), out_offsets, values.new_empty(0) if weights is None else moved(weights)
 
 
 def block_bucketize_reference(
     values: Tensor, offsets: Tensor, block_sizes: Tensor, weights: Tensor | None, num_owners: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """By a stable sort of owners. Arguments and result as of `ops.jagged.block_bucketize`; weights `[0]` if none."""
-    num_bags, num_values = offsets.numel() - 1, values.numel()
-    position = torch.arange(num_values, device=values.device)
-    bag = torch.searchsorted(offsets.to(torch.int64), position, right=True) - 1
-    there = bag < num_bags
-    bag = bag.clamp(0, max(0, num_bags - 1))
-    ids = values.to(torch.int64)
-    block = torch.ones_like(ids)
-    if num_bags:
-        block = block_sizes[bag // _batch_size(offsets, block_sizes.numel())].clamp(min=1)
-    owner = torch.div(ids, block, rounding_mode="floor")
-    local = torch.where(there & (owner >= 0) & (owner < num_owners), ids - owner * block, ids).to(values.dtype)
-    owner = torch.where(there, owner.clamp(0, num_owners - 1), num_owners)
-    lengths = torch.bincount((owner * num_bags + bag)[there], minlength=num_owners * num_bags).to(offsets.dtype)
-    order = torch.argsort(owner, stable=True)
-    places = torch.empty_like(position, dtype=torch.int32)
-    places[order] = position.to(torch.int32)
-    return local[order], lengths, places, values.new_empty(0) if weights is None else weights[order]
+    """Id by id. Arguments and result as of `ops.jagged.block_bucketize`; weights `[0]` if none."""
+    ids, ends, num_bags, sizes = values.tolist(), offsets.tolist(), offsets.numel() - 1, block_sizes.tolist()
+    lengths: list[int] = [0] * (num_owners * num_bags)
+    owned: list[list[int]] = [[] for _ in range(num_owners)]
+    for bag in range(num_bags):
+        size = max(1, sizes[bag // _batch_size(offsets, len(sizes))])
+        for position in range(ends[bag], ends[bag + 1]):
+            owner, row = divmod(ids[position], size)
+            if 0 <= owner < num_owners:
+                ids[position] = row
+            owner = max(0, min(owner, num_owners - 1))
+            owned[owner].append(position)
+            lengths[owner * num_bags + bag] += 1
+    order = [*chain(*owned), *range(ends[-1], len(ids))]
+    places = torch.empty(len(ids), dtype=torch.int32, device=values.device)
+    places[order] = torch.arange(len(ids), dtype=torch.int32, device=values.device)
+    out_weights = values.new_empty(0) if weights is None else weights[order]
+    return values.new_tensor(ids)[order], offsets.new_tensor(lengths), places, out_weights
 
 
 BLOCK = 1024  # ids of a program
@@ -255,9 +258,7 @@ def drop_padding_reference(values: Tensor, offsets: Tensor, padding_idx: int, la
     Raises:
         ValueError: for an id out of range.
     """
-    if values.numel():
-        least, most = values.aminmax()
-        if least < 0 or most >= layout.num_rows:
-            bad = (values < 0) | (values >= layout.num_rows)
-            raise errors.bad_id(int(bad.nonzero()[0]), values, offsets, layout)
-    return values.masked_fill(values == padding_idx, -1)
+    for position, value in enumerate(values.tolist()):
+        if not 0 <= value < layout.num_rows:
+            raise errors.bad_id(position, values, offsets, layout)
+    return torch.where(values == padding_idx, -1, values)

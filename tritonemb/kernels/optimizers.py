@@ -1,15 +1,18 @@
-"""The nine optimizers on rows, one step: in Triton, and in slow, obvious PyTorch. Formulas: `tritonemb/optimizers.py`.
+"""The nine optimizers on rows, one step: in Triton, and by PyTorch's operators. Formulas: `tritonemb/optimizers.py`.
 
 Divisions and roots are IEEE's and sums over a row have one order, so both give the same bits.
 """
 
+from collections.abc import Callable, Sequence
 from typing import get_args
 
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.triton_utils import jit, row_sum, row_sum_reference, tl
-from tritonemb.optimizers import KINDS, Hyperparameters, WeightDecayMode
+from tritonemb import errors
+from tritonemb.kernels.triton_utils import jit, row_sum, row_sum_by_torch, tl
+from tritonemb.layout import Layout, TableRow
+from tritonemb.optimizers import KINDS, Hyperparameters, NonFinite, WeightDecayMode
 
 SGD, ROW_WISE_ADAGRAD, ADAGRAD, ADAM, PARTIAL_ROW_WISE_ADAM, LAMB, PARTIAL_ROW_WISE_LAMB, LARS_SGD, FTRL = (
     tl.constexpr(kind) for kind in KINDS.values()
@@ -19,7 +22,7 @@ _READ = ["weight_decay", "max_norm", "eps", "beta1", "beta2", "momentum", "eta",
 WEIGHT_DECAY, MAX_NORM, EPS, BETA1, BETA2, MOMENTUM, ETA, BETA, L1, L2, REST1, REST2 = (
     tl.constexpr(_CONSTANTS.index(name)) for name in _READ
 )
-DECAY_MODES = get_args(WeightDecayMode)
+DECAY_MODES, NONFINITE_MODES = get_args(WeightDecayMode), get_args(NonFinite)
 NO_DECAY, L2_DECAY, DECOUPLED_DECAY = (tl.constexpr(mode) for mode in range(3))
 
 
@@ -124,7 +127,37 @@ def constants_of(h: Hyperparameters) -> list[float]:
     return [*h, 1 - h.beta1, 1 - h.beta2]
 
 
-def step_reference(
+def apply_sums_(
+    weights: Sequence[Tensor], states: Sequence[Tensor], step: Tensor, skipped: Tensor, learning_rate: Tensor,
+    optimizer: str, h: Hyperparameters, rows: Sequence[Tensor], gradients: Sequence[Tensor], layout: Layout,
+    narrow: Callable[[Tensor, Tensor, TableRow, Tensor, int], Tensor],
+) -> None:  # fmt: skip
+    """One step for each table's distinct `rows` `[R]` by their summed `gradients` `[R, dim]`, in the gradients' dtype.
+
+    `narrow(new rows, weight, table, rows, step)` makes them the weight's dtype. Raises before anything is changed.
+    """
+    finite = [gradient.isfinite().all(1) for gradient in gradients]
+    mode = NONFINITE_MODES[int(h.nonfinite)]
+    tables = [TableRow(*fields) for fields in layout.tables.tolist()]
+    for table, own, good in zip(tables, rows, finite, strict=True):
+        if mode == "raise" and not bool(good.all()):
+            raise errors.bad_gradient(table.first_row + int(own[~good][0]), layout)
+    step += 1
+    steps = step.expand(len(weights)).tolist()
+    for index, (weight, own, gradient) in enumerate(zip(weights, rows, gradients, strict=True)):
+        if mode == "skip":
+            skipped[index] += (~finite[index]).sum()
+            own, gradient = own[finite[index]], gradient[finite[index]]
+        table_states = states[index :: len(weights)]
+        new_states = [state.view(state.shape[0], -1)[own].to(gradient.dtype) for state in table_states]
+        row, rate = weight[own].to(gradient.dtype), learning_rate.to(gradient.dtype)
+        row, new_states = step_by_torch(optimizer, row, new_states, gradient, rate, steps[index], h)
+        weight[own] = narrow(row, weight, tables[index], own, steps[index])
+        for state, new in zip(table_states, new_states, strict=True):
+            state.view(state.shape[0], -1)[own] = new.to(state.dtype)
+
+
+def step_by_torch(
     optimizer: str, w: Tensor, states: list[Tensor], g: Tensor, lr: Tensor, t: int, h: Hyperparameters
 ) -> tuple[Tensor, list[Tensor]]:
     """One step for rows `w` `[R, dim]` with states `[R, dim]` or `[R, 1]` and summed gradients `g`.
@@ -148,7 +181,7 @@ def step_reference(
         w = w - lr * g / (_sqrt(states[0]) + h.eps)
     elif optimizer == "lars_sgd":
         decay = decay if mode == "l2" else 0.0
-        weight_norm, norm = _norm_reference(w), _norm_reference(g)
+        weight_norm, norm = _norm_by_torch(w), _norm_by_torch(g)
         divisor = norm + decay * weight_norm
         adjusted = torch.where(divisor > 0, lr * h.eta * weight_norm / divisor, 0.0)
         states = [h.momentum * states[0] + adjusted * (g + decay * w)]
@@ -170,11 +203,11 @@ def step_reference(
         if "lamb" in optimizer:
             if mode == "decoupled":
                 direction = direction + decay * w
-            weight_norm, norm = _norm_reference(w), _norm_reference(direction)
+            weight_norm, norm = _norm_by_torch(w), _norm_by_torch(direction)
             lr = lr * torch.where((weight_norm > 0) & (norm > 0), weight_norm / norm, 1.0)
         w = w - lr * direction
     if h.max_norm < torch.inf:
-        norm = _norm_reference(w)
+        norm = _norm_by_torch(w)
         # A number over a tensor would be the number times a rounded reciprocal.
         w = torch.where(norm > h.max_norm, w * (torch.full_like(norm, h.max_norm) / norm), w)
     return w, states
@@ -185,9 +218,9 @@ def _sqrt(x: Tensor) -> Tensor:
     return x.double().sqrt().to(x.dtype)
 
 
-def _norm_reference(x: Tensor) -> Tensor:
-    return _sqrt(row_sum_reference(x * x))
+def _norm_by_torch(x: Tensor) -> Tensor:
+    return _sqrt(row_sum_by_torch(x * x))
 
 
 def _mean_of_squares(x: Tensor) -> Tensor:
-    return row_sum_reference(x * x) / x.shape[1]
+    return row_sum_by_torch(x * x) / x.shape[1]

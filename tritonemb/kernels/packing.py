@@ -27,6 +27,15 @@ CODECS: dict[str, torch.dtype] = {
     "int8": torch.uint8,
 }
 INT8 = "int8"
+# The largest value, and the first magnitude that does not round to it or below: by what an element travels as.
+LIMITS = {
+    torch.float32: (torch.finfo(torch.float32).max, math.inf),
+    torch.float16: (65504.0, 65520.0),
+    torch.bfloat16: (torch.finfo(torch.bfloat16).max, 2.0**128 - 2.0**119),
+    torch.float8_e4m3fn: (448.0, 464.0 + 2.0**-15),
+    torch.float8_e5m2: (57344.0, 61440.0),
+    torch.uint8: (2.0**125, 2.0**125 + 2.0**102),
+}
 PIECE = 512  # columns; an int8 code's step is the range of at most so many elements over 255
 ROW_PARAMETERS = 8  # bytes: scale and offset, float32
 

@@ -14,26 +14,16 @@ Each element that is finite and saturates, on either side, adds 1 to `saturated`
 Bytes: `R · width · (element size + code size)`, and with "int8" 8 for each row of a piece.
 """
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.packing import CODECS, INT8, Packing
-from tritonemb.kernels.random import narrow_reference
+from tritonemb.kernels.cpu.quantize import narrowed, row_codes, scaled
+from tritonemb.kernels.packing import CODECS, INT8, LIMITS, ROW_PARAMETERS, Packing
 from tritonemb.kernels.triton_utils import CODES, bits_of, cdiv, jit, launch, narrow, next_power_of_2, tl, widen
 
-# The largest value, and the first magnitude that does not round to it or below: by what an element travels as.
-_LIMITS = {
-    torch.float32: (torch.finfo(torch.float32).max, math.inf),
-    torch.float16: (65504.0, 65520.0),
-    torch.bfloat16: (torch.finfo(torch.bfloat16).max, 2.0**128 - 2.0**119),
-    torch.float8_e4m3fn: (448.0, 464.0 + 2.0**-15),
-    torch.float8_e5m2: (57344.0, 61440.0),
-    torch.uint8: (2.0**125, 2.0**125 + 2.0**102),
-}
 INT8_CODE = 5
 _TILE = 2048  # elements of a program; half as many if each is reached by itself, with an address and a mask of its own
 _FIELDS, _INT8 = tl.constexpr(7), tl.constexpr(INT8_CODE)
@@ -162,7 +152,7 @@ def quantize_pack(
     matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
     num_rows = matrix.shape[0]
     message = torch.empty(num_rows * packing.row_bytes, dtype=torch.uint8, device=matrix.device)
-    counted = scale is not None or _LIMITS[matrix.dtype] > _LIMITS[CODECS[packing.codec]]
+    counted = scale is not None or LIMITS[matrix.dtype] > LIMITS[CODECS[packing.codec]]
     _launch(_pack_kernel, matrix, message, packing, num_rows, saturated, scale, rows, CODECS[packing.codec], counted)
     return message
 
@@ -176,7 +166,7 @@ def quantize_unpack(
     num_message_rows = message.numel() // max(1, packing.row_bytes)
     num_rows = num_message_rows if rows is None else rows.numel()
     matrix = torch.empty(num_rows, packing.width, dtype=dtype, device=message.device)
-    counted = scale is not None or _LIMITS[CODECS[packing.codec]] > _LIMITS[dtype]
+    counted = scale is not None or LIMITS[CODECS[packing.codec]] > LIMITS[dtype]
     _launch(_unpack_kernel, matrix, message, packing, num_message_rows, saturated, scale, rows, dtype, counted)
     return matrix
 
@@ -197,7 +187,7 @@ def _launch(
         packing.pieces, None if rows is None else rows.contiguous(), scale, saturated,
         stride, num_rows, num_message_rows,
         MATRIX=CODES[matrix.dtype], CODE=INT8_CODE if is_int8 else CODES[dtype], COUNTED=counted,
-        LARGEST=_LIMITS[written][0], FIRST_LOST=_LIMITS[written][1],
+        LARGEST=LIMITS[written][0], FIRST_LOST=LIMITS[written][1],
         VECTOR=vector, ROWS=ROWS, COLUMNS=COLUMNS,
     )  # fmt: skip
 
@@ -205,22 +195,21 @@ def _launch(
 def quantize_pack_reference(
     matrix: Tensor, packing: Packing, saturated: Tensor, scale: Tensor | None = None, rows: Tensor | None = None
 ) -> Tensor:
-    """Piece by piece, with PyTorch's casts. Arguments and result as of `ops.quantize.quantize_pack`.
+    """Row by row and piece by piece. Arguments and result as of `ops.quantize.quantize_pack`.
 
     Rows of the message that `rows` leaves out hold anything.
     """
-    message = torch.empty(matrix.shape[0] * packing.row_bytes, dtype=torch.uint8, device=matrix.device)
-    dtype = CODECS[packing.codec]
-    inside = slice(None) if rows is None else (rows >= 0) & (rows < matrix.shape[0])
-    to = slice(None) if rows is None else rows[inside]
-    for column, width, num_codes, codes_view, scales_view in _views(message, packing, matrix.shape[0]):
-        x = _times_reference(matrix[inside, column : column + width].float(), scale, dtype, saturated)
-        if packing.codec == INT8:
-            codes, parameters = _row_codes_reference(x)
-            codes_view[to] = torch.nn.functional.pad(codes, (0, num_codes - width))
-            scales_view[to] = parameters.contiguous().view(torch.uint8)
-        else:
-            codes_view[to] = _narrow_reference(x, dtype).contiguous().view(torch.uint8)
+    num_rows, dtype = matrix.shape[0], CODECS[packing.codec]
+    message = torch.empty(num_rows * packing.row_bytes, dtype=torch.uint8, device=matrix.device)
+    for row, to in enumerate(range(num_rows) if rows is None else rows.tolist()):
+        for columns, codes, parameters in _pieces_reference(message, packing, num_rows, to):
+            x = scaled(matrix[row, columns].float(), scale, dtype, saturated)
+            if packing.codec == INT8:
+                found, scale_and_offset = row_codes(x.unsqueeze(0))
+                codes.zero_()[: x.numel()] = found[0]
+                parameters.copy_(scale_and_offset[0].view(torch.uint8))
+            else:
+                codes.copy_(narrowed(x, dtype).clone(memory_format=torch.contiguous_format).view(torch.uint8))
     return message
 
 
@@ -228,54 +217,28 @@ def quantize_unpack_reference(
     message: Tensor, packing: Packing, dtype: torch.dtype, saturated: Tensor, scale: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Piece by piece, with PyTorch's casts. Arguments and result as of `ops.quantize.quantize_unpack`."""
+    """Row by row and piece by piece. Arguments and result as of `ops.quantize.quantize_unpack`."""
     num_message_rows = message.numel() // max(1, packing.row_bytes)
-    source = torch.arange(num_message_rows, device=message.device) if rows is None else rows.to(torch.int64)
-    inside = (source >= 0) & (source < num_message_rows)
-    matrix = torch.zeros(source.numel(), packing.width, dtype=dtype, device=message.device)
-    for column, width, _, codes_view, scales_view in _views(message, packing, num_message_rows):
-        codes = codes_view[source[inside]]
-        if packing.codec == INT8:
-            row_scale, row_offset = scales_view[source[inside]].contiguous().view(torch.float32).split(1, dim=1)
-            x = codes[:, :width].float() * row_scale + row_offset
-        else:
-            x = codes.contiguous().view(CODECS[packing.codec]).float()
-        x = _times_reference(x, None if scale is None else scale.reciprocal(), dtype, saturated)
-        matrix[inside, column : column + width] = _narrow_reference(x, dtype)
+    source = range(num_message_rows) if rows is None else rows.tolist()
+    matrix = torch.zeros(len(source), packing.width, dtype=dtype, device=message.device)
+    for row, place in enumerate(source):
+        for columns, codes, parameters in _pieces_reference(message, packing, num_message_rows, place):
+            if packing.codec == INT8:
+                row_scale, row_offset = parameters.clone().view(torch.float32)
+                x = codes[: columns.stop - columns.start].float() * row_scale + row_offset
+            else:
+                x = codes.clone().view(CODECS[packing.codec]).float()
+            x = scaled(x, None if scale is None else scale.reciprocal(), dtype, saturated)
+            matrix[row, columns] = narrowed(x, dtype)
     return matrix
 
 
-def _views(message: Tensor, packing: Packing, num_rows: int) -> Iterator[tuple[int, int, int, Tensor, Tensor]]:
-    """For each piece: first column, columns, codes, and the bytes of its codes and of its rows' scales, by row."""
+def _pieces_reference(
+    message: Tensor, packing: Packing, num_rows: int, row: int
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Of each piece of a row, if the message has that row: its columns, and the bytes of its codes and of its scale."""
     size = CODECS[packing.codec].itemsize
-    for column, width, num_codes, part, first, stride, scales in packing.pieces.tolist():
-        rows = message[part * size * num_rows : (part + stride) * size * num_rows].view(num_rows, stride * size)
-        yield column, width, num_codes, rows[:, first * size : (first + num_codes) * size], rows[:, scales : scales + 8]
-
-
-def _times_reference(x: Tensor, factor: Tensor | None, dtype: torch.dtype, saturated: Tensor) -> Tensor:
-    """`x · factor`; what is finite in `x` but then too large for `dtype` is kept at its largest value, and counted."""
-    largest, first_lost = _LIMITS[dtype]
-    y = x if factor is None else x * factor
-    lost = (y.abs() >= first_lost) & x.isfinite()
-    saturated += lost.sum()
-    return torch.where(lost, torch.copysign(torch.full_like(y, largest), y), y)
-
-
-def _narrow_reference(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 to `dtype`; infinities become NaN where there are none (PyTorch 2.13 makes them 448)."""
-    without = dtype == torch.float8_e4m3fn
-    return narrow_reference(torch.where(x.isinf(), torch.nan, x) if without else x, dtype)
-
-
-def _row_codes_reference(x: Tensor) -> tuple[Tensor, Tensor]:
-    """uint8 codes of each row of `x` `[R, width]`, and its scale and offset `[R, 2]`."""
-    good = x.isfinite().all(1, keepdim=True)
-    x = torch.where(good, x, 0.0)
-    smallest, largest = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
-    smallest = torch.where(smallest == 0, 0.0, smallest)
-    extent = (largest - smallest).abs()
-    steps = torch.full_like(extent, 255.0)  # a number over a tensor would be a product with its reciprocal
-    inverse = steps / extent
-    codes = torch.round((x - smallest) * torch.where(inverse.isinf(), 0.0, inverse)).to(torch.uint8)
-    return codes, torch.where(good, torch.cat([extent / steps, smallest], dim=1), torch.nan)
+    for column, width, num_codes, part, first, stride, scales in packing.pieces.tolist() if 0 <= row < num_rows else ():
+        of_row = message[(part * num_rows + row * stride) * size :]
+        codes = of_row[first * size : (first + num_codes) * size]
+        yield slice(column, column + width), codes, of_row[scales : scales + ROW_PARAMETERS]

@@ -16,6 +16,7 @@ Bytes: `4 · R · D` written, `8 · R` read where rows are named. The floor on C
 bytes.
 """
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -81,24 +82,19 @@ def random16_reference(seed: int, rows: Tensor, step: int, dim: int, column: int
 
 def philox_reference(seed: int, first: int, last: int, rows: Tensor, step: int) -> Tensor:
     """int64 `[R, 4 C]` in [0, 2^32): words of counters (first … last - 1, row, row >> 32, step); `rows` int64 `[R]`."""
-    counters = torch.arange(first, last, device=rows.device).expand(rows.numel(), -1)
-    row, steps = rows.unsqueeze(1).expand_as(counters), torch.full_like(counters, step)
-    c0, c1, c2, c3 = counters & _MASK32, row & _MASK32, row >> 32, steps & _MASK32
+    low, high = np.uint64(_MASK32), np.uint64(32)
+    row, counter = np.broadcast_arrays(
+        rows.cpu().numpy().astype(np.uint64)[:, None], np.arange(first, last, dtype=np.uint64)
+    )
+    c0, c1, c2, c3 = counter & low, row & low, row >> high, np.full_like(row, step & _MASK32)
     k0, k1 = seed & _MASK32, seed >> 32
     for _ in range(10):
-        high0, low0 = _multiply(0xD2511F53, c0)
-        high1, low1 = _multiply(0xCD9E8D57, c2)
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, low1, high0 ^ c3 ^ k1, low0
+        product0, product1 = np.uint64(0xD2511F53) * c0, np.uint64(0xCD9E8D57) * c2  # of 32 bits, so none is lost
+        c0, c1 = (product1 >> high) ^ c1 ^ np.uint64(k0), product1 & low
+        c2, c3 = (product0 >> high) ^ c3 ^ np.uint64(k1), product0 & low
         k0, k1 = (k0 + 0x9E3779B9) & _MASK32, (k1 + 0xBB67AE85) & _MASK32
-    return torch.stack([c0, c1, c2, c3], dim=-1).flatten(1)
-
-
-def _multiply(constant: int, value: Tensor) -> tuple[Tensor, Tensor]:
-    """High and low 32 bits of a 32 × 32 bit product, in int64 without overflow."""
-    low = (constant & 0xFFFF) * value
-    high = (constant >> 16) * value
-    middle = (low >> 16) + (high & 0xFFFF)
-    return (high >> 16) + (middle >> 16), ((middle & 0xFFFF) << 16) | (low & 0xFFFF)
+    words = np.stack([c0, c1, c2, c3], axis=-1).reshape(rows.numel(), 4 * (last - first))
+    return torch.from_numpy(words.astype(np.int64)).to(rows.device)
 
 
 def narrow_reference(values: Tensor, dtype: torch.dtype) -> Tensor:

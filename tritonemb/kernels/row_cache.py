@@ -31,6 +31,7 @@ Bytes: 16 of indices a pair and row, and twice its row, once over the bus for pi
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -328,22 +329,13 @@ def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_row
     )  # fmt: skip
 
 
-_MIXING = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
-
-
 def set_of(rows: Tensor, num_sets: int) -> Tensor:
     """int64 `[N]`: the set of each of a table's rows int64 `[N]`; `num_sets` in [1, 2^62)."""
-    mixed = rows
-    for shift, factor in _MIXING:
-        mixed = mixed ^ _shifted(mixed, shift)
-        mixed = mixed * (factor - 2**64 if factor >= 2**63 else factor)
-    # The upper 63 bits are a number that int64 holds; the last bit is added behind it.
-    return (_shifted(mixed, 1) % num_sets * 2 + (mixed & 1)) % num_sets
-
-
-def _shifted(values: Tensor, shift: int) -> Tensor:
-    """`values >> shift` as if they were unsigned."""
-    return (values >> shift) & ((1 << (64 - shift)) - 1)
+    mixed = rows.cpu().numpy().astype(np.uint64)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed = (mixed ^ (mixed >> np.uint64(31))) % np.uint64(num_sets)
+    return torch.from_numpy(mixed.astype(np.int64)).to(rows.device)
 
 
 def _table_rows(rows: Tensor, num_groups: Tensor, tables: Tensor, table: int) -> tuple[Tensor, Tensor]:

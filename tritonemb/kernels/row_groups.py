@@ -11,14 +11,17 @@ Three steps, none of which waits: linear rows, a stable sort, segments.
 Bytes: `8 · N` of ids read; `20 · N` written; the sort moves 8 to 12 bytes a pass and id.
 """
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tritonemb.jagged import batch_size_of
 from tritonemb.kernels.triton_utils import FIRST_ROW, NUM_ROWS, cdiv, field_at, jit, last_at_most, launch, tl
-from tritonemb.layout import TABLE, Layout
+from tritonemb.layout import MEAN, POOLING, TABLE, Layout, TableRow
 
 BLOCK = 1024  # entries of a program
 
@@ -120,37 +123,40 @@ def row_groups(
     return rows, starts, order, num_groups
 
 
-def entries_reference(values: Tensor, offsets: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Every (lookup, position) pair of a batch, by lookup: these, bag, linear row, and whether the id is valid."""
-    batch_size, device = batch_size_of(offsets, layout.key_starts), values.device
-    keys = torch.repeat_interleave(torch.diff(layout.key_starts)).tolist()
-    runs = [
-        torch.arange(int(offsets[key * batch_size]), int(offsets[(key + 1) * batch_size]), device=device)
-        for key in keys
-    ]
-    position = torch.cat([torch.empty(0, dtype=torch.int64, device=device), *runs])
-    lookup = torch.repeat_interleave(torch.tensor([run.numel() for run in runs], dtype=torch.int64, device=device))
-    bag, ids = torch.repeat_interleave(torch.diff(offsets))[position], values[position].to(torch.int64)
-    first_row, num_rows = layout.tables[layout.lookups[lookup, TABLE], :2].unbind(1)
-    return lookup, position, bag, first_row + ids, (ids >= 0) & (ids < num_rows)
+def uses_reference(
+    values: Tensor, offsets: Tensor, layout: Layout, sample_weights: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Iterator[tuple[list[int], int, int, int, Any]]:  # fmt: skip
+    """Every use of a position by a lookup, lookup by lookup: the lookup, bag, position, id and factor of the row.
+
+    The factor, a NumPy number of `dtype`, is the per-sample weight, over the bag's length for means.
+    """
+    ids, ends, batch_size = values.tolist(), offsets.tolist(), batch_size_of(offsets, layout.key_starts)
+    factors = (torch.ones(len(ids)) if sample_weights is None else sample_weights.detach()).to("cpu", dtype).numpy()
+    number = factors.dtype.type
+    for key, (first, last) in enumerate(pairwise(layout.key_starts.tolist())):
+        for lookup in layout.lookups[first:last].tolist():
+            for bag in range(key * batch_size, (key + 1) * batch_size):
+                begin, end = ends[bag : bag + 2]
+                scale = number(1) / number(max(1, end - begin) if lookup[POOLING] == MEAN else 1)
+                for position in range(begin, end):
+                    yield lookup, bag, position, ids[position], scale * factors[position]
 
 
 def row_groups_reference(values: Tensor, offsets: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Grouping by `torch.sort`."""
-    _, position, _, linear, inside = entries_reference(values, offsets, layout)
-    linear, position = linear[inside], position[inside]
-    by_position = torch.argsort(position, stable=True)
-    linear, position = linear[by_position], position[by_position]
-    by_row = torch.argsort(linear, stable=True)
-    distinct, counts = torch.unique_consecutive(linear[by_row], return_counts=True)
-    num_valid, num_groups = linear.numel(), distinct.numel()
+    """Grouping by a dict from each row to its positions."""
+    tables, positions = layout.tables.tolist(), defaultdict(list)
+    for lookup, _, position, id, _ in uses_reference(values, offsets, layout):
+        table = TableRow(*tables[lookup[TABLE]])
+        if 0 <= id < table.num_rows:
+            positions[table.first_row + id].append(position)
+    distinct, capacity = sorted(positions), values.numel() * layout.multiplicity
+    order = [position for row in distinct for position in sorted(positions[row])]
+    starts = [0, *accumulate(len(positions[row]) for row in distinct)]
 
-    capacity = values.numel() * layout.multiplicity
-    rows = torch.full((capacity,), layout.num_rows, device=values.device)
-    rows[:num_groups] = distinct
-    starts = torch.full((capacity + 1,), num_valid, dtype=torch.int32, device=values.device)
-    starts[0] = 0
-    starts[1 : num_groups + 1] = torch.cumsum(counts, 0)
-    order = torch.full((capacity,), -1, dtype=torch.int32, device=values.device)
-    order[:num_valid] = position[by_row]
-    return rows, starts, order, torch.tensor(num_groups, device=values.device)
+    def filled(numbers: list[int], size: int, rest: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.tensor(numbers + [rest] * (size - len(numbers)), dtype=dtype, device=values.device)
+
+    rows = filled(distinct, capacity, layout.num_rows, torch.int64)
+    num_groups = torch.tensor(len(distinct), device=values.device)
+    return rows, filled(starts, capacity + 1, len(order)), filled(order, capacity, -1), num_groups

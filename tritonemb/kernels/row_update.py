@@ -13,12 +13,10 @@ Bytes: `4 · dim` of gradient read for each position, `4 · dim` read and writte
 import math
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import get_args
 
 import torch
 from torch import Tensor
 
-from tritonemb import errors
 from tritonemb.jagged import batch_size_of
 from tritonemb.kernels.gradient_sums import (
     PIECE_SIZE,
@@ -28,7 +26,7 @@ from tritonemb.kernels.gradient_sums import (
     sum_gradients_reference,
     warps_for,
 )
-from tritonemb.kernels.optimizers import constants_of, step_reference, step_rows
+from tritonemb.kernels.optimizers import apply_sums_, constants_of, step_rows
 from tritonemb.kernels.random import (
     narrow_reference,
     narrow_stochastic,
@@ -66,9 +64,8 @@ from tritonemb.kernels.triton_utils import (
     widen,
 )
 from tritonemb.layout import TABLE_SIZE, Layout, TableRow, int64_at
-from tritonemb.optimizers import KINDS, OPTIMIZERS, SGD, Hyperparameters, NonFinite
+from tritonemb.optimizers import KINDS, OPTIMIZERS, SGD, Hyperparameters
 
-NONFINITE_MODES = get_args(NonFinite)
 NO_STATE, ROW_STATE, ELEMENT_STATE = (tl.constexpr(kind) for kind in range(3))
 NO_ROW_FOUND = 2**62
 NO_ROW = tl.constexpr(NO_ROW_FOUND)
@@ -273,39 +270,22 @@ def row_update_reference_(
         ValueError: for `nonfinite="raise"`, before anything is changed.
     """
     h = Hyperparameters(*hyperparameters)
-    rows, gradients = sum_gradients_reference(weights, grad, offsets, sample_weights, groups, layout, h.max_gradient)
-    finite = [gradient.isfinite().all(1) for gradient in gradients]
-    mode = NONFINITE_MODES[int(h.nonfinite)]
-    for table, good in enumerate(finite):
-        if mode == "raise" and not bool(good.all()):
-            first_row = TableRow(*layout.tables[table].tolist()).first_row
-            raise errors.bad_gradient(first_row + int(rows[table][~good][0]), layout)
-    step += 1
-    steps = step.expand(len(weights)).tolist()
-    for table, weight in enumerate(weights):
-        mine, gradient = rows[table], gradients[table]
-        if mode == "skip":
-            skipped[table] += (~finite[table]).sum()
-            mine, gradient = mine[finite[table]], gradient[finite[table]]
-        table_states = [states[index * len(weights) + table] for index in range(len(OPTIMIZERS[optimizer].states))]
-        row_states = [state.view(state.shape[0], -1)[mine].to(gradient.dtype) for state in table_states]
-        row = weight[mine].to(gradient.dtype)
-        lr = learning_rate.to(gradient.dtype)
-        row, row_states = step_reference(optimizer, row, row_states, gradient, lr, steps[table], h)
-        weight[mine] = _narrow(row, weight.dtype, TableRow(*layout.tables[table].tolist()), mine, steps[table], h)
-        for state, new in zip(table_states, row_states, strict=True):
-            state.view(state.shape[0], -1)[mine] = new.to(state.dtype)
+    dtype = torch.float64 if weights[0].dtype == torch.float64 else torch.float32
+    rows, sums = sum_gradients_reference(grad, offsets, sample_weights, groups, layout, h.max_gradient, dtype)
 
+    def narrow_reference_of(row: Tensor, weight: Tensor, table: TableRow, rows: Tensor, step: int) -> Tensor:
+        if weight.dtype.itemsize != 2:
+            return row.to(weight.dtype)
+        if not h.stochastic_rounding:
+            return narrow_reference(row, weight.dtype)
+        if table.row_ids:
+            rows = int64_at(table.row_ids, table.num_rows, rows.device)[rows]
+        noise = random16_reference(table.seed, rows + table.row_origin, step, row.shape[1], table.column_origin)
+        return narrow_stochastic_reference(row, weight.dtype, noise)
 
-def _narrow(row: Tensor, dtype: torch.dtype, table: TableRow, rows: Tensor, step: int, h: Hyperparameters) -> Tensor:
-    if dtype not in (torch.float16, torch.bfloat16):
-        return row.to(dtype)
-    if not h.stochastic_rounding:
-        return narrow_reference(row, dtype)
-    if table.row_ids:
-        rows = int64_at(table.row_ids, table.num_rows, rows.device)[rows]
-    noise = random16_reference(table.seed, rows + table.row_origin, step, row.shape[1], table.column_origin)
-    return narrow_stochastic_reference(row, dtype, noise)
+    apply_sums_(
+        weights, states, step, skipped, learning_rate, optimizer, h, rows, sums, layout, narrow_reference_of
+    )  # fmt: skip
 
 
 _PLAIN_SGD = SGD(stochastic_rounding=False)
@@ -347,7 +327,8 @@ def row_gradients_reference_(
     least as many); `grad` `[B, width]`, or `[N, width]` if not pooled; `offsets` `[K * B + 1]`; `sample_weights` `[N]`
     or None; `groups` as in `kernels/row_groups.py`. Elements of `grad` are clamped to ±`max_gradient` first.
     """
-    rows, found = sum_gradients_reference(sums, grad, offsets, sample_weights, groups, layout, max_gradient)
+    dtype = torch.float64 if sums[0].dtype == torch.float64 else torch.float32
+    rows, found = sum_gradients_reference(grad, offsets, sample_weights, groups, layout, max_gradient, dtype)
     for out, own, of_table in zip(sums, rows, found, strict=True):
         values = narrow_reference(of_table, out.dtype) if out.dtype.itemsize == 2 else of_table.to(out.dtype)
         out[torch.arange(own.numel(), device=out.device) if compact else own] = values

@@ -256,7 +256,7 @@ def last_at_most(ascending, count, wanted, STRIDE: tl.constexpr = 1):
     return tl.maximum(low - 1, 0)
 
 
-def row_sum_reference(x: Tensor) -> Tensor:
+def row_sum_by_torch(x: Tensor) -> Tensor:
     """Sum over the last dimension with the order of `row_sum`: `[..., D]` to `[..., 1]`."""
     size = 1 << max(0, x.shape[-1] - 1).bit_length()
     x = torch.nn.functional.pad(x, (0, size - x.shape[-1]))

@@ -8,17 +8,15 @@ each one's own derivatives are the two others. As ops they are differentiable on
 An id below zero is a position that takes no part, where ids are not checked (`drop_padding` makes such ids).
 """
 
-from __future__ import annotations
-
 import functools
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
 
 from tritonemb.layout import MEAN, SUM, Layout, TableRow, lay_out
-from tritonemb.ops.registry import CPU, REFERENCE, chosen, define, kernel
+from tritonemb.ops.registry import CPU, chosen, define, kernel
 from tritonemb.ops.row_groups import RowGroups, plain_eager
 from tritonemb.ops.row_update import row_gradients_
 from tritonemb.types import seed_of
@@ -209,7 +207,7 @@ class BagTable(NamedTuple):
     name: str = "weight"
 
     @classmethod
-    def of(cls, weight: Tensor, mean: bool = False, name: str = "weight") -> BagTable:
+    def of(cls, weight: Tensor, mean: bool = False, name: str = "weight") -> Self:
         """The table that holds `weight` `[rows, dim]`."""
         num_rows, dim = weight.shape
         return cls(num_rows, dim, mean, name)
@@ -237,21 +235,12 @@ def look_up(
     layout = layout_of((BagTable.of(weight, mean),), pooled, values.device)
     look_up = kernel("embedding_bag", values.device, (weight.dtype,))
     serving = chosen("embedding_bag", values.device, (weight.dtype,))
-    if serving == REFERENCE:
-        _check_offsets(values, offsets)
     try:
         if serving == CPU and not pooled and checked and sample_weights is None and dtype == weight.dtype:
             return weight.index_select(0, values)  # rows as they are: PyTorch copies them as well as anyone
         return look_up([weight], values, offsets, sample_weights, layout, checked, dtype)
     except (ValueError, IndexError) as error:
         raise explained(error, values, weight.shape[0], pooled) from None
-
-
-def _check_offsets(values: Tensor, offsets: Tensor) -> None:
-    """What a reference takes for granted, and kernels find out by themselves."""
-    first, last, num_values = int(offsets[0]), int(offsets[-1]), values.shape[0]
-    if first != 0 or last != num_values or bool((offsets.diff() < 0).any()):
-        raise RuntimeError(f"offsets must ascend from 0 to {num_values}, the number of ids; got {first} to {last}")
 
 
 def explained(error: Exception, values: Tensor, num_rows: int, pooled: bool) -> Exception:

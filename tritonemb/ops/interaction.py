@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonemb.ops.registry import REFERENCE, TRITON, choose, chosen, define, dtype_of, kernel
+from tritonemb.ops.registry import CPU, TRITON, choose, chosen, define, dtype_of, kernel
 from tritonemb.ops.row_groups import plain_eager
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -18,8 +18,7 @@ FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 def interaction(dense: Tensor, sparse: Tensor) -> Tensor:
     """The dense vectors, then the products of all pairs of each sample's vectors, below the diagonal, row by row.
 
-    One kernel forward and one backward where `is_fused`, else the reference. Not twice differentiable: that raises
-    RuntimeError.
+    One kernel forward and one backward where `is_fused`. Not twice differentiable: that raises RuntimeError.
 
     Shapes: `dense [B, D]`, `sparse [B, F * D]`, of one dtype, float32, float16, bfloat16 or float64; sums are float32
     (float64); `[B, D + F * (F + 1) / 2]` of that dtype.
@@ -28,14 +27,14 @@ def interaction(dense: Tensor, sparse: Tensor) -> Tensor:
         TypeError: for other dtypes, or two.
         ValueError: for other shapes, or two devices.
     """
-    eager = not torch.is_grad_enabled() and plain_eager(dense, sparse)
+    eager = not torch.is_grad_enabled() and plain_eager(dense, sparse) and not dense.is_meta
     return _interact(dense, sparse) if eager else torch.ops.tritonemb.interaction(dense, sparse)
 
 
 def is_fused(dense: Tensor, sparse: Tensor) -> bool:
     """Whether a kernel of our own serves `interaction` of these tensors."""
     find = choose if torch.compiler.is_compiling() else chosen
-    return dense.dtype == sparse.dtype and find("interaction", dense.device, (dense.dtype,)) != REFERENCE
+    return dense.dtype == sparse.dtype and find("interaction", dense.device, (dense.dtype,)) in (CPU, TRITON)
 
 
 def check_vectors(dense: Tensor, sparse: Tensor) -> None:
@@ -60,8 +59,7 @@ def check_vectors(dense: Tensor, sparse: Tensor) -> None:
 def cross(inputs: Tensor, product: Tensor, bias: Tensor, crossed: Tensor) -> Tensor:
     """`inputs ⊙ (product + bias) + crossed`: x_0, U V x_l, b_l and x_l.
 
-    One pass forward and one backward where `is_cross_fused`, else the reference. Not twice differentiable: that raises
-    RuntimeError.
+    One pass forward and one backward where `is_cross_fused`. Not twice differentiable: that raises RuntimeError.
 
     Shapes: `[B, W]`, but for `bias [W]`; float32, float16, bfloat16 or float64, not necessarily the same; `[B, W]` of
     the widest dtype.
@@ -71,7 +69,7 @@ def cross(inputs: Tensor, product: Tensor, bias: Tensor, crossed: Tensor) -> Ten
         ValueError: for other shapes, or several devices.
     """
     operands = inputs, product, bias, crossed
-    eager = not torch.is_grad_enabled() and plain_eager(*operands)
+    eager = not torch.is_grad_enabled() and plain_eager(*operands) and not inputs.is_meta
     return _cross(*operands) if eager else torch.ops.tritonemb.cross(*operands)
 
 

@@ -1,10 +1,10 @@
 """Which kernel serves an op, by a rule of names, and how ops are declared.
 
-Kernel NAME is in `kernels/FILE.py` (Triton), in `kernels/cpu/FILE.py` (CPU), both called NAME, and its reference in
-`kernels/FILE.py`, called NAME with `_reference` before a last underscore. An op runs its device's kernel if there is
-one for all of its tables' dtypes, else the reference: Triton's on GPUs, and on the CPU under `TRITON_INTERPRET=1`,
-where Triton interprets them. Kernels are imported when they are first used, so that importing tritonemb does not load
-a compiler.
+Kernel NAME is in `kernels/FILE.py` (Triton) and in `kernels/cpu/FILE.py` (CPU), both called NAME. Triton's serve GPUs,
+and the CPU under `TRITON_INTERPRET=1`, where Triton interprets them. What neither has a dtype for is served by
+`kernels/by_torch.py`: float64, and float8 tables on the CPU. The slow reference in `kernels/FILE.py`, called NAME with
+`_reference` before a last underscore, is what kernels are tested against; it serves where it is `forced` to. Kernels
+are imported when they are first used, so that importing tritonemb does not load a compiler.
 """
 
 import functools
@@ -22,7 +22,7 @@ import torch
 from tritonemb.layout import Layout
 from tritonemb.types import TABLE_DTYPES, TRAINABLE_DTYPES
 
-REFERENCE, CPU, TRITON = "reference", "cpu", "triton"
+REFERENCE, CPU, TRITON, TORCH = "reference", "cpu", "triton", "torch"
 _DTYPES = {CPU: TRAINABLE_DTYPES, TRITON: TABLE_DTYPES}
 _FILES = {  # op -> file
     name: file
@@ -39,36 +39,44 @@ _FILES = {  # op -> file
     }.items()
     for name in names
 }
-_ONLY_ON_GPU = ("cross", "jagged", "quantize")  # files whose references are as fast on the CPU as kernels would be
+_BY_TORCH = (
+    "embedding_bag", "sample_weight_gradient", "row_update_", "row_gradients_", "interaction", "interaction_gradient",
+    "cross", "cross_gradient",
+)  # fmt: skip
+_CPU_BY_TORCH = ("cross", "jagged", "quantize")  # files whose CPU kernels are PyTorch's operators
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _INTERPRETING = os.environ.get("TRITON_INTERPRET", "0") == "1"
 _forced: str | None = None
 
 
-def choose(op: str, device: torch.device, dtypes: Collection[torch.dtype] = ()) -> str:
-    """The name of the kernel that serves `op` on `device` for tables of `dtypes`: "triton", "cpu" or "reference"."""
-    kernels = kernels_of(op)
+def choose(op: str, device: torch.device, dtypes: Collection[torch.dtype] = ()) -> str | None:
+    """The name of the kernel that serves `op` on `device` for tables of `dtypes`: "triton", "cpu" or "torch".
+
+    "reference" only where it is forced; None if there is no kernel.
+    """
     if _forced is not None:
-        return _forced if _forced in kernels else REFERENCE
-    by_triton = _HAS_TRITON and (device.type == "cuda" or (device.type == "cpu" and _INTERPRETING))
-    name = TRITON if by_triton else device.type
-    fast = name in kernels and all(dtype in _DTYPES[name] for dtype in dtypes)
-    return name if fast else REFERENCE
+        return _forced if _forced in kernels_of(op) else REFERENCE
+    if device.type not in (CPU, "cuda"):
+        return None
+    name = TRITON if _HAS_TRITON and (device.type == "cuda" or _INTERPRETING) else CPU
+    if all(dtype in _DTYPES[name] for dtype in dtypes):
+        return name if name == TRITON or device.type == CPU else None
+    known = all(dtype in TABLE_DTYPES or dtype == torch.float64 for dtype in dtypes)
+    return TORCH if known and op in _BY_TORCH else None
 
 
 def why(op: str, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[str, str]:
     """The name of the kernel that serves `op` on `device` for tables of `dtype`, and the reason in words."""
     name = choose(op, device, [dtype])
-    kernels = kernels_of(op)
-    if name == TRITON:
-        return name, "a GPU" if device.type == "cuda" else "TRITON_INTERPRET=1: interpreted, slow"
-    if name != REFERENCE:
-        return name, "compiled for the CPU by Numba"
-    if device.type == "cuda" and not _HAS_TRITON:
-        return name, "Triton is not installed"
-    if device.type in kernels or (device.type == "cuda" and TRITON in kernels):
-        return name, f"no fast kernel for {str(dtype).removeprefix('torch.')} tables"
-    return name, f"plain PyTorch: there is no kernel of our own for {device.type}"
+    if name is None:
+        return "none", "Triton is not installed" if device.type == "cuda" and not _HAS_TRITON else "there is no kernel"
+    reasons = {
+        TRITON: "a GPU" if device.type == "cuda" else "TRITON_INTERPRET=1: interpreted, slow",
+        CPU: "PyTorch's own operators" if _FILES[op] in _CPU_BY_TORCH else "compiled for the CPU by Numba",
+        TORCH: f"PyTorch's own operators, for {str(dtype).removeprefix('torch.')}",
+        REFERENCE: "forced",
+    }
+    return name, reasons[name]
 
 
 def ops() -> tuple[str, ...]:
@@ -78,7 +86,7 @@ def ops() -> tuple[str, ...]:
 
 def kernels_of(op: str) -> tuple[str, ...]:
     """The kernels that there are for an op."""
-    return (REFERENCE, TRITON) if _FILES[op] in _ONLY_ON_GPU else (REFERENCE, CPU, TRITON)
+    return (REFERENCE, CPU, TRITON, TORCH) if op in _BY_TORCH else (REFERENCE, CPU, TRITON)
 
 
 chosen = functools.cache(choose)  # not for what Dynamo traces, which looks through caches and warns
@@ -86,8 +94,18 @@ chosen = functools.cache(choose)  # not for what Dynamo traces, which looks thro
 
 @functools.cache
 def kernel(op: str, device: torch.device, dtypes: Hashable = ()) -> Callable[..., Any]:
-    """The function that serves `op` on `device` for tables of `dtypes`, a tuple or a frozenset."""
-    return load(op, choose(op, device, dtypes))  # type: ignore[arg-type]
+    """The function that serves `op` on `device` for tables of `dtypes`, a tuple or a frozenset.
+
+    Raises:
+        TypeError: if there is no kernel.
+    """
+    name = choose(op, device, dtypes)  # type: ignore[arg-type]
+    if name is None:
+        raise TypeError(
+            f"no kernel serves {op} on {device} for {', '.join(map(str, dtypes)) or 'any dtype'}; "  # type: ignore[call-overload]
+            "use float32, float16, bfloat16 or float64 on the CPU, or on a CUDA GPU with Triton installed"
+        )
+    return load(op, name)
 
 
 dtype_of = operator.attrgetter("dtype")
@@ -96,8 +114,8 @@ dtype_of = operator.attrgetter("dtype")
 @contextmanager
 def forced(name: str) -> Iterator[None]:
     """Serve every op by its kernel called `name`, or its reference if it has none: for tests, to find a wrong one."""
-    if name not in (REFERENCE, CPU, TRITON):
-        raise ValueError(f"no kernels are called {name!r}; there are {[CPU, REFERENCE, TRITON]}")
+    if name not in (REFERENCE, CPU, TRITON, TORCH):
+        raise ValueError(f"no kernels are called {name!r}; there are {[CPU, REFERENCE, TORCH, TRITON]}")
     before = _forced
     _force(name)
     try:
@@ -119,7 +137,8 @@ def load(op: str, name: str) -> Callable[..., Any]:
     function = op
     if name == REFERENCE:
         function = f"{op[:-1]}_reference_" if op.endswith("_") else f"{op}_reference"
-    module = importlib.import_module(f"tritonemb.kernels.{'cpu.' if name == CPU else ''}{_FILES[op]}")
+    file = {CPU: f"cpu.{_FILES[op]}", TORCH: "by_torch"}.get(name, _FILES[op])
+    module = importlib.import_module(f"tritonemb.kernels.{file}")
     return getattr(module, function)
 
 

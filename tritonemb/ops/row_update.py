@@ -1,5 +1,5 @@
 """`tritonemb::row_update_`: one optimizer step on the rows of a batch, in place; `row_gradients`: the sum of each row's
-gradients; and `accumulate_`, which keeps gradients of micro-batches until they are applied together.
+gradients; `accumulate_`, which keeps gradients of micro-batches until they are applied together; and initial values.
 
 See `kernels/row_update.py`. Accumulating sums nothing: the micro-batches are applied as one batch, so that the result
 is bitwise identical to that of a step on all samples at once.
@@ -24,6 +24,7 @@ from tritonemb.optimizers import Hyperparameters, NonFinite
 
 SKIP = get_args(NonFinite).index("skip")
 NOT_ACCUMULATING = -1
+_DRAWN_AT_ONCE = 1 << 24  # elements of other dtypes, drawn as float32
 _accumulated_rates: set[int] = set()  # addresses of learning rates
 
 
@@ -255,3 +256,31 @@ def check_not_accumulating(learning_rate: Tensor) -> None:
     """Raise RuntimeError if a compiled graph updates tables in a block that accumulates their gradients."""
     if _accumulated_rates and learning_rate.data_ptr() in _accumulated_rates:
         raise RuntimeError("accumulate() is not for a compiled model with a fused optimizer; call the model itself")
+
+
+@torch.no_grad()
+def fill_initial_(
+    weight: Tensor, seed: int, bound: float, first_row: int = 0, first_column: int = 0, rows: Tensor | None = None
+) -> None:
+    """Fill rows of a table, uniform in ±`bound`; a value depends on the seed, its row and its column alone.
+
+    Args:
+        weight: `[R, D]`, any floating dtype; float32 values are rounded to it, to nearest.
+        seed: of the table, in [0, 2^63).
+        first_row, first_column: the place of the first element in the whole table.
+        rows: int64 `[R]`: which rows of the whole table these are; neighbours from `first_row` on if not given.
+    """
+    assert rows is None or rows.numel() == weight.shape[0]
+    draw = kernel("initial_rows", weight.device)
+    if not weight.numel():
+        return
+    if weight.dtype == torch.float32 and weight.is_contiguous():
+        draw(weight.detach(), seed, bound, first_row, first_column, rows)
+        return
+    step = max(1, _DRAWN_AT_ONCE // weight.shape[1])
+    for begin in range(0, weight.shape[0], step):
+        part = weight[begin : begin + step]
+        drawn = torch.empty(part.shape, dtype=torch.float32, device=weight.device)
+        own = None if rows is None else rows[begin : begin + step]
+        draw(drawn, seed, bound, first_row + begin, first_column, own)
+        part.copy_(drawn)

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tritonemb.comm.group import RankGroup
 from tritonemb.comm.id_exchange import IdRoute, route_key
 from tritonemb.comm.output_exchange import ColumnRange
-from tritonemb.ops.initial import fill_initial_
+from tritonemb.ops.row_update import fill_initial_
 from tritonemb.sharding.plan import DataParallel, Grid, Shard, ShardingPlan, TableRowWise
 from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.table import Table

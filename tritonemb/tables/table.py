@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
-from tritonemb.ops.initial import fill_initial_
+from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import StateSpec
 from tritonemb.types import TRAINABLE_DTYPES, TableConfig
 from tritonemb.utils import advise_huge_pages

@@ -1,0 +1,93 @@
+"""What PyTorch's operators serve: float64 tables and vectors against the references, float8 tables bit by bit."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import tritonemb as te
+from tests.helpers import assert_close, assert_same_bits, contents, make_collection, random_steps, train
+from tests.kernels.test_interaction import problem as vectors
+from tests.strategies import optimizers, problems, random_batch, random_weights, seeds, tables
+from tritonemb.kernels import by_torch
+from tritonemb.kernels.embedding_bag import embedding_bag_reference, sample_weight_gradient_reference
+from tritonemb.kernels.interaction import interaction_gradient_reference, interaction_reference
+from tritonemb.layout import make_layout
+from tritonemb.ops.registry import forced
+from tritonemb.optim import OPTIMIZERS
+
+FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+SUMS = {"rtol": 1e-12, "atol": 1e-12}  # float64, of some tens of values
+
+
+@pytest.mark.parametrize("pooled", [True, False])
+@given(data=st.data(), seed=seeds)
+@pytest.mark.usefixtures("poisoned")
+def test_lookups_of_float64_and_float8_tables(pooled, data, seed):
+    configs, batch = data.draw(problems(dtypes=(torch.float32, *FLOAT8_DTYPES), pooled=pooled))
+    layout, narrow = make_layout(configs, batch.keys(), pooled), random_weights(configs)
+    for weights in (narrow, [weight.double() for weight in narrow]):
+        args = (weights, batch.values(), batch.offsets())
+        out = by_torch.embedding_bag(*args, batch.weights_or_none(), layout, True, torch.float64)
+        expected = embedding_bag_reference(*args, batch.weights_or_none(), layout, True, torch.float64)
+        assert torch.equal(out, expected)
+        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        found = by_torch.sample_weight_gradient(*args, grad, layout)
+        torch.testing.assert_close(found, sample_weight_gradient_reference(*args, grad, layout), **SUMS)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@settings(max_examples=4)
+@given(data=st.data(), weighted=st.booleans(), pooled=st.booleans(), seed=seeds)
+def test_updates_of_float64_tables_have_the_references_bits(name, data, weighted, pooled, seed):
+    configs = data.draw(tables(max_tables=3, pooled=pooled))
+    collection = make_collection(configs, data.draw(optimizers(name)), pooled).double()
+    twin = copy.deepcopy(collection)
+    steps = random_steps(collection, 3, batch_size=7, weighted=weighted, seed=seed)
+    train(collection, steps)
+    with forced("reference"):
+        train(twin, steps)
+    assert_same_bits(contents(collection), contents(twin))
+
+
+def test_rows_used_often_are_summed_in_pieces():
+    collection = make_collection([te.TableConfig("a", 3, 4, pooling="mean")], te.optim.Adagrad(lr=0.1)).double()
+    twin = copy.deepcopy(collection)
+    steps = [(random_batch({"a": 3}, ["a"], 40, 60, True), torch.randn(40, 4, dtype=torch.float64))]
+    train(collection, steps)
+    with forced("reference"):
+        train(twin, steps)
+    assert_same_bits(contents(collection), contents(twin))
+
+
+def test_16_bit_tables_are_not_updated_beside_float64_ones():
+    configs = [te.TableConfig("a", 3, 4), te.TableConfig("b", 3, 4, dtype=torch.bfloat16)]
+    collection = make_collection(configs, te.optim.SGD(lr=0.1))
+    collection.tables[0].double()
+    before = contents(collection)
+    with pytest.raises(TypeError, match="16-bit tables cannot be updated together with float64 ones"):
+        train(collection, random_steps(collection, 1))
+    assert_close(contents(collection), before, rtol=0, atol=0)
+
+
+@given(st.integers(0, 4), st.integers(1, 9), st.sampled_from((1, 3, 16)))
+def test_interactions(batch_size, num_features, dim):
+    grad, dense, sparse = vectors(batch_size, num_features, dim, torch.float64)
+    torch.testing.assert_close(by_torch.interaction(dense, sparse), interaction_reference(dense, sparse), **SUMS)
+    expected = interaction_gradient_reference(grad, dense, sparse)
+    for mine, theirs in zip(by_torch.interaction_gradient(grad, dense, sparse), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, **SUMS)
+
+
+def test_mistakes_are_named():
+    config = te.TableConfig("table", 3, 2)
+    layout, weights = make_layout([config], ["table"], True), [torch.zeros(3, 2, dtype=torch.float64)]
+    with pytest.raises(ValueError, match=r"table 'table': id 3 of feature 'table', sample 1 \(position 1 of values\)"):
+        by_torch.embedding_bag(weights, torch.tensor([2, 3]), torch.tensor([0, 1, 2]), None, layout)
+    for offsets, message in (([1, 2], "must start with 0"), ([0, 3], "end at 3 but"), ([0, 2, 1, 2], "must ascend")):
+        with pytest.raises(ValueError, match=f"offsets {message}"):
+            by_torch.embedding_bag(weights, torch.tensor([2, 2]), torch.tensor(offsets), None, layout)

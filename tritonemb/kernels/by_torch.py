@@ -1,0 +1,161 @@
+"""What has no kernel of our own, by PyTorch's operators on any device: float64 tables and vectors, for gradient checks
+and comparisons, and lookups of float8 tables on the CPU.
+
+Arguments and results are those of the references. Sums are float64 if a table is, else float32, in the order of
+positions. On a GPU the host waits.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from tritonemb import errors
+from tritonemb.jagged import batch_size_of
+from tritonemb.kernels.cpu.cross import cross as cross
+from tritonemb.kernels.cpu.cross import cross_gradient as cross_gradient
+from tritonemb.kernels.gradient_sums import PIECE
+from tritonemb.kernels.interaction import num_features
+from tritonemb.kernels.optimizers import apply_sums_
+from tritonemb.layout import MEAN, Layout
+from tritonemb.optimizers import Hyperparameters
+
+
+def embedding_bag(
+    weights: Sequence[Tensor], values: Tensor, offsets: Tensor, sample_weights: Tensor | None, layout: Layout,
+    check_bounds: bool = True, output_dtype: torch.dtype = torch.float32,
+) -> Tensor:  # fmt: skip
+    """See `kernels/embedding_bag.py`."""
+    errors.check_offsets(values, offsets, layout)
+    num_rows = batch_size_of(offsets, layout.key_starts) if layout.pooled else values.numel()
+    out = torch.zeros(num_rows, layout.width, dtype=_sum_dtype(weights), device=values.device)
+    for table, position, source, scale, columns in _uses(offsets, sample_weights, layout, out.dtype):
+        rows, inside = _look_up(weights[table], values[position], out.dtype)
+        if check_bounds and not bool(inside.all()):
+            raise errors.bad_id(int(position[~inside][0]), values, offsets, layout)
+        if layout.pooled:
+            out[:, columns].index_add_(0, source, rows * scale)
+        else:
+            out[source, columns] = rows * scale
+    return out.to(output_dtype)
+
+
+def sample_weight_gradient(
+    weights: Sequence[Tensor], values: Tensor, offsets: Tensor, grad: Tensor, layout: Layout
+) -> Tensor:
+    """See `kernels/embedding_bag.py`."""
+    out = torch.zeros(values.numel(), dtype=_sum_dtype([*weights, grad]), device=values.device)
+    for table, position, source, scale, columns in _uses(offsets, None, layout, out.dtype):
+        rows, _ = _look_up(weights[table], values[position], out.dtype)
+        out[position] += (rows * grad[source, columns].to(out.dtype)).sum(1) * scale[:, 0]
+    return out
+
+
+def _sum_dtype(tables: Sequence[Tensor]) -> torch.dtype:
+    return torch.float64 if any(table.dtype == torch.float64 for table in tables) else torch.float32
+
+
+def _look_up(weight: Tensor, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The rows of ids, zeros for those out of range; and which are not."""
+    inside = (ids >= 0) & (ids < weight.shape[0])
+    return weight[ids.to(torch.int64).where(inside, 0)].to(dtype) * inside.unsqueeze(1), inside
+
+
+def _uses(
+    offsets: Tensor, sample_weights: Tensor | None, layout: Layout, dtype: torch.dtype
+) -> Iterator[tuple[int, Tensor, Tensor, Tensor, slice]]:
+    """For each lookup its table; its positions, the rows of the output they go to, their factors; its columns."""
+    batch_size, lengths = batch_size_of(offsets, layout.key_starts), torch.diff(offsets)
+    bags, device = torch.repeat_interleave(lengths), offsets.device
+    factors = torch.ones(bags.numel(), dtype=dtype, device=device) if sample_weights is None else sample_weights
+    shares = torch.ones_like(lengths, dtype=dtype) / lengths.clamp(min=1).to(dtype)
+    for key, lookups in enumerate(pairwise(layout.key_starts.tolist())):
+        position = torch.arange(*offsets[[key * batch_size, (key + 1) * batch_size]].tolist(), device=device)
+        source = bags[position] - key * batch_size if layout.pooled else position
+        for table, column, dim, pooling in layout.lookups[slice(*lookups)].tolist():
+            scale = factors[position].to(dtype)
+            scale = shares[bags[position]] * scale if pooling == MEAN else scale
+            yield table, position, source, scale.unsqueeze(1), slice(column, column + dim)
+
+
+def row_update_(
+    weights: Sequence[Tensor], states: Sequence[Tensor], step: Tensor, skipped: Tensor, learning_rate: Tensor,
+    grad: Tensor, offsets: Tensor, sample_weights: Tensor | None, optimizer: str, hyperparameters: Sequence[float],
+    groups: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout,
+) -> None:  # fmt: skip
+    """See `kernels/row_update.py`. TypeError for 16-bit tables, which would not be rounded at random."""
+    h = Hyperparameters(*hyperparameters)
+    if any(weight.dtype.itemsize < 4 for weight in weights):
+        raise TypeError("16-bit tables cannot be updated together with float64 ones; give all tables one dtype")
+    rows, sums = _sum_gradients(weights, grad, offsets, sample_weights, groups, layout, h.max_gradient)
+    apply_sums_(
+        weights, states, step, skipped, learning_rate, optimizer, h, rows, sums, layout,
+        lambda row, weight, *_: row.to(weight.dtype),
+    )  # fmt: skip
+
+
+def row_gradients_(
+    sums: Sequence[Tensor], grad: Tensor, offsets: Tensor, sample_weights: Tensor | None,
+    groups: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout, compact: bool = False,
+    max_gradient: float = torch.inf,
+) -> None:  # fmt: skip
+    """See `kernels/row_update.py`."""
+    rows, found = _sum_gradients(sums, grad, offsets, sample_weights, groups, layout, max_gradient)
+    for out, own, of_table in zip(sums, rows, found, strict=True):
+        out[torch.arange(own.numel(), device=out.device) if compact else own] = of_table.to(out.dtype)
+
+
+def _sum_gradients(
+    tables: Sequence[Tensor], grad: Tensor, offsets: Tensor, sample_weights: Tensor | None,
+    groups: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout, max_gradient: float,
+) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
+    """For each table its distinct rows `[R]` and their summed gradients `[R, dim]`."""
+    linear, starts, order, num_groups = groups
+    linear, starts = linear[: int(num_groups)], starts[: int(num_groups) + 1].to(torch.int64)
+    sizes = torch.diff(starts)
+    num_pieces = (sizes + PIECE - 1) // PIECE  # of each row: PIECE of its gradients are summed before they are added
+    first_piece = torch.cumsum(num_pieces, 0) - num_pieces
+    group_of, row_of_piece = torch.repeat_interleave(sizes), torch.repeat_interleave(num_pieces)
+    piece_of = first_piece[group_of] + (torch.arange(group_of.numel(), device=grad.device) - starts[group_of]) // PIECE
+    clamped = grad.to(_sum_dtype(tables)).clamp(-max_gradient, max_gradient)
+    rows, row_of, sums, places = [], [], [], []
+    for first, num_rows, dim, *_ in layout.tables.tolist():
+        low, high = torch.searchsorted(linear, linear.new_tensor([first, first + num_rows])).tolist()
+        begin, end = torch.searchsorted(row_of_piece, row_of_piece.new_tensor([low, high])).tolist()
+        mine = slice(int(starts[low]), int(starts[high]))
+        place = torch.full((int(offsets[-1]),), -1, device=grad.device)  # of each position among the table's pieces
+        place[order[mine].to(torch.int64)] = piece_of[mine] - begin
+        rows.append(linear[low:high] - first)
+        row_of.append(row_of_piece[begin:end] - low)
+        sums.append(clamped.new_zeros(end - begin, dim))
+        places.append(place)
+    for table, position, source, scale, columns in _uses(offsets, sample_weights, layout, clamped.dtype):
+        used = places[table][position] >= 0
+        parts = clamped[source, columns] * scale
+        sums[table].index_add_(0, places[table][position[used]], parts[used])
+    by_row = zip(rows, row_of, sums, strict=True)
+    return rows, [part.new_zeros(own.numel(), part.shape[1]).index_add_(0, row, part) for own, row, part in by_row]
+
+
+def interaction(dense: Tensor, sparse: Tensor) -> Tensor:
+    """See `kernels/interaction.py`: a matrix product of each sample's vectors side by side."""
+    vectors, row, column = _side_by_side(dense, sparse)
+    products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
+    return torch.cat([dense, products.index_select(1, row * vectors.shape[1] + column)], dim=1)
+
+
+def interaction_gradient(grad: Tensor, dense: Tensor, sparse: Tensor) -> tuple[Tensor, Tensor]:
+    """See `kernels/interaction.py`: the products' gradients as symmetric matrices."""
+    (vectors, row, column), D = _side_by_side(dense, sparse), dense.shape[1]
+    pairs = grad.new_zeros(grad.shape[0], vectors.shape[1], vectors.shape[1])
+    pairs[:, row, column] = pairs[:, column, row] = grad[:, D:]
+    return grad[:, :D] + torch.bmm(pairs[:, :1], vectors)[:, 0], torch.bmm(pairs[:, 1:], vectors).flatten(1)
+
+
+def _side_by_side(dense: Tensor, sparse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """All vectors `[B, F + 1, D]`, and the rows and columns of the pairs of them."""
+    F = num_features(dense, sparse)
+    vectors = torch.cat([dense.unsqueeze(1), sparse.reshape(-1, F, dense.shape[1])], dim=1)
+    row, column = torch.tril_indices(F + 1, F + 1, offset=-1, device=dense.device)
+    return vectors, row, column

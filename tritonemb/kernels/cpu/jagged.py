@@ -1,0 +1,56 @@
+"""CPU twin of `kernels/jagged.py`, by PyTorch's operators: copies of whole keys, and a stable sort by owner."""
+
+import torch
+from torch import Tensor
+
+from tritonemb import errors
+from tritonemb.layout import Layout, segment_offsets
+
+
+def jagged_permute(
+    values: Tensor, offsets: Tensor, order: Tensor, weights: Tensor | None, num_keys: int, num_values: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `kernels/jagged.py`."""
+    batch_size = (offsets.numel() - 1) // max(1, num_keys)
+    ends = [(int(offsets[key * batch_size]), int(offsets[(key + 1) * batch_size])) for key in order.tolist()]
+    bags = torch.diff(offsets).reshape(num_keys, batch_size)[order].flatten()
+
+    def moved(source: Tensor) -> Tensor:
+        parts = [source[begin:end] for begin, end in ends]
+        return torch.cat([source.new_empty(0), *parts, source.new_zeros(num_values)])[:num_values]
+
+    out_weights = values.new_empty(0) if weights is None else moved(weights)
+    return moved(values), segment_offsets(bags).to(offsets.dtype), out_weights
+
+
+def block_bucketize(
+    values: Tensor, offsets: Tensor, block_sizes: Tensor, weights: Tensor | None, num_owners: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `kernels/jagged.py`."""
+    num_bags, num_values = offsets.numel() - 1, values.numel()
+    position = torch.arange(num_values)
+    bag = torch.searchsorted(offsets.to(torch.int64), position, right=True) - 1
+    there = bag < num_bags
+    bag = bag.clamp(0, max(0, num_bags - 1))
+    ids = values.to(torch.int64)
+    block = torch.ones_like(ids)
+    if num_bags:
+        block = block_sizes[bag // (num_bags // block_sizes.numel())].clamp(min=1)
+    owner = torch.div(ids, block, rounding_mode="floor")
+    local = torch.where(there & (owner >= 0) & (owner < num_owners), ids - owner * block, ids).to(values.dtype)
+    owner = torch.where(there, owner.clamp(0, num_owners - 1), num_owners)
+    lengths = torch.bincount((owner * num_bags + bag)[there], minlength=num_owners * num_bags).to(offsets.dtype)
+    order = torch.argsort(owner, stable=True)
+    places = torch.empty_like(position, dtype=torch.int32)
+    places[order] = position.to(torch.int32)
+    return local[order], lengths, places, values.new_empty(0) if weights is None else weights[order]
+
+
+def drop_padding(values: Tensor, offsets: Tensor, padding_idx: int, layout: Layout) -> Tensor:
+    """See `kernels/jagged.py`."""
+    if values.numel():
+        least, most = values.aminmax()
+        if least < 0 or most >= layout.num_rows:
+            bad = (values < 0) | (values >= layout.num_rows)
+            raise errors.bad_id(int(bad.nonzero()[0]), values, offsets, layout)
+    return values.masked_fill(values == padding_idx, -1)

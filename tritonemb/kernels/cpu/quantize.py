@@ -1,0 +1,87 @@
+"""CPU twin of `kernels/quantize.py`, by PyTorch's casts and copies of whole pieces, which are vectorised."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tritonemb.kernels.packing import CODECS, INT8, LIMITS, ROW_PARAMETERS, Packing
+
+
+def quantize_pack(
+    matrix: Tensor, packing: Packing, saturated: Tensor, scale: Tensor | None = None, rows: Tensor | None = None
+) -> Tensor:
+    """See `kernels/quantize.py`."""
+    message = torch.empty(matrix.shape[0] * packing.row_bytes, dtype=torch.uint8)
+    dtype = CODECS[packing.codec]
+    inside = slice(None) if rows is None else (rows >= 0) & (rows < matrix.shape[0])
+    to = slice(None) if rows is None else rows[inside]
+    for column, width, num_codes, codes_view, scales_view in _views(message, packing, matrix.shape[0]):
+        x = scaled(matrix[inside, column : column + width].float(), scale, dtype, saturated)
+        if packing.codec == INT8:
+            codes, parameters = row_codes(x)
+            codes_view[to] = torch.nn.functional.pad(codes, (0, num_codes - width))
+            scales_view[to] = parameters.contiguous().view(torch.uint8)
+        else:
+            codes_view[to] = narrowed(x, dtype).clone(memory_format=torch.contiguous_format).view(torch.uint8)
+    return message
+
+
+def quantize_unpack(
+    message: Tensor, packing: Packing, dtype: torch.dtype, saturated: Tensor, scale: Tensor | None = None,
+    rows: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """See `kernels/quantize.py`."""
+    num_message_rows = message.numel() // max(1, packing.row_bytes)
+    source = torch.arange(num_message_rows) if rows is None else rows.to(torch.int64)
+    inside = (source >= 0) & (source < num_message_rows)
+    matrix = torch.zeros(source.numel(), packing.width, dtype=dtype)
+    for column, width, _, codes_view, scales_view in _views(message, packing, num_message_rows):
+        codes = codes_view[source[inside]]
+        if packing.codec == INT8:
+            row_scale, row_offset = scales_view[source[inside]].contiguous().view(torch.float32).split(1, dim=1)
+            x = codes[:, :width].float() * row_scale + row_offset
+        else:
+            x = codes.contiguous().view(CODECS[packing.codec]).float()
+        x = scaled(x, None if scale is None else scale.reciprocal(), dtype, saturated)
+        matrix[inside, column : column + width] = narrowed(x, dtype)
+    return matrix
+
+
+def _views(message: Tensor, packing: Packing, num_rows: int) -> Iterator[tuple[int, int, int, Tensor, Tensor]]:
+    """For each piece: first column, columns, codes, and the bytes of its codes and of its rows' scales, by row."""
+    size = CODECS[packing.codec].itemsize
+    for column, width, num_codes, part, first, stride, scales in packing.pieces.tolist():
+        rows = message[part * size * num_rows : (part + stride) * size * num_rows].view(num_rows, stride * size)
+        codes = rows[:, first * size : (first + num_codes) * size]
+        yield column, width, num_codes, codes, rows[:, scales : scales + ROW_PARAMETERS]
+
+
+def scaled(x: Tensor, factor: Tensor | None, dtype: torch.dtype, saturated: Tensor) -> Tensor:
+    """`x · factor`; what is finite in `x` but then too large for `dtype` is kept at its largest value, and counted."""
+    largest, first_lost = LIMITS[dtype]
+    y = x if factor is None else x * factor
+    lost = y.abs() >= first_lost
+    if not bool(lost.any()):
+        return y
+    lost &= x.isfinite()
+    saturated += lost.sum()
+    return torch.where(lost, torch.copysign(torch.full_like(y, largest), y), y)
+
+
+def narrowed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32 to `dtype`, which it fits; infinities become NaN where there are none (PyTorch 2.13 makes them 448)."""
+    return (torch.where(x.isinf(), torch.nan, x) if dtype == torch.float8_e4m3fn else x).to(dtype)
+
+
+def row_codes(x: Tensor) -> tuple[Tensor, Tensor]:
+    """uint8 codes of each row of `x` `[R, width]`, and its scale and offset `[R, 2]`."""
+    good = x.isfinite().all(1, keepdim=True)
+    x = torch.where(good, x, 0.0)
+    smallest, largest = x.amin(1, keepdim=True), x.amax(1, keepdim=True)
+    smallest = torch.where(smallest == 0, 0.0, smallest)
+    extent = (largest - smallest).abs()
+    steps = torch.full_like(extent, 255.0)  # a number over a tensor would be a product with its reciprocal
+    inverse = steps / extent
+    codes = torch.round((x - smallest) * torch.where(inverse.isinf(), 0.0, inverse)).to(torch.uint8)
+    return codes, torch.where(good, torch.cat([extent / steps, smallest], dim=1), torch.nan)
