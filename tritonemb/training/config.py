@@ -18,7 +18,6 @@ from tritonemb.utils import require
 Config = TypeVar("Config")
 Codec = Literal["fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8"]
 Precision = Literal["fp32", "bf16", "fp16"]
-Monitor = Literal["auc", "log_loss", "normalized_entropy"]
 EmbeddingOptimizer: TypeAlias = Literal[tuple(OPTIMIZERS)]  # type: ignore[valid-type]
 
 _NO = object()
@@ -97,7 +96,7 @@ class EvaluationOptions(Options):
     """
 
     evaluate_every: int | None = number(None, least=1)
-    monitor: Monitor = "auc"
+    monitor: Literal["auc", "log_loss", "normalized_entropy"] = "auc"
     patience: int | None = number(None, least=1)
 
 

@@ -138,9 +138,8 @@ def stop_requests() -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    before = {number: signal.getsignal(number) for number in SIGNALS}
     # Whoever started this process may have it ignore a signal: it keeps ignoring it.
-    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    before = {number: signal.getsignal(number) for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}
 
     def note(signum: int, frame: FrameType | None) -> None:
         request.signum = signum

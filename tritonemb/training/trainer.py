@@ -60,7 +60,6 @@ class Trainer(TrainerOptions):
 
     Attributes:
         dense_optimizer: the optimizer that was made; None where every parameter is in a fused table.
-        device: that trains.
         state: what changes in a run, shared with its loop and its checkpoints.
 
     Raises:

@@ -55,6 +55,7 @@ class CheckpointWriter(FileSystemWriter):
         self, folder: Path, step: int, tensors: Mapping[str, Tensor], group: RankGroup,
         publish: Callable[["RankFiles"], None],  # for rank 0, when all ranks' files are on the disk
     ) -> None:  # fmt: skip
+        self._began = time.perf_counter()
         in_memory, tables = split_tables(tensors)
         snapshots = TableSnapshots(tables)
 
@@ -73,7 +74,6 @@ class CheckpointWriter(FileSystemWriter):
         self.step, self.snapshots, self.group = step, snapshots, group
         self._folder, self._publish = folder, publish
         self._error: BaseException | None = None
-        self._began = time.perf_counter()
 
     def write_data(self, plan: Any, planner: Any) -> Future[list[WriteResult]]:
         results: list[Any] = []
