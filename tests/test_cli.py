@@ -69,7 +69,7 @@ def test_the_effective_configuration_is_saved_and_gives_the_same_run(log, tmp_pa
 
 
 def test_flags_win_over_the_file_and_the_file_over_the_preset(log, tmp_path, capsys):
-    (tmp_path / "run.toml").write_text(f'data = "{log}"\nbatch_size = 64\nmax_steps = 3\n[output]\nlog_every = 1\n')
+    (tmp_path / "run.toml").write_text(f'data = "{log}"\nbatch_size = 64\nmax_steps = 3\nlog_every = 1\n')
     out = tmp_path / "run"
     options = [option for option in SMALL if option not in ("--batch-size", "128")]
     assert run("train", "--config", tmp_path / "run.toml", "--max-steps", 2, "--out", out, *options) == 0

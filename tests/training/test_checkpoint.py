@@ -37,13 +37,15 @@ def saved(folder: CheckpointFolder, *steps: int) -> CheckpointFolder:
 
 def test_what_is_saved_is_read_back(tmp_path):
     folder = CheckpointFolder(tmp_path / "new" / "checkpoints")
-    size = folder.save(7, tensors(3.0), {"progress": {"step": 7}})
+    written = folder.save(7, tensors(3.0), {"progress": {"step": 7}})
     found = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
     load_tensors(folder.path(7), found)
     assert all(torch.equal(found[name], tensor) for name, tensor in tensors(3.0).items())
     assert read_manifest(folder.path(7))["progress"] == {"step": 7}
     files = [path for path in folder.path(7).iterdir() if path.name != MANIFEST]
-    assert size == sum(path.stat().st_size for path in files) > 3 * 4 * 4
+    assert written.num_bytes == sum(path.stat().st_size for path in files) > 3 * 4 * 4
+    assert (written.step, written.path) == (7, folder.path(7))
+    assert written.seconds > 0
 
 
 def test_the_newest_are_kept_and_the_best_besides(tmp_path):

@@ -68,19 +68,26 @@ def test_it_holds_the_moment_of_its_start(tmp_path, gate):
     save, progress = AsyncSave(folder), {"step": 1, "losses": [0.5]}
     tensors = {"a": torch.arange(12.0).view(3, 4), "t": torch.arange(12.0).view(4, 3).t(), "step": torch.tensor(1)}
     expected = {name: tensor.clone() for name, tensor in tensors.items()}
+    others = set(threading.enumerate())
     assert save.start(1, tensors, {"progress": progress}) is None
+    started, threads = time.perf_counter(), set(threading.enumerate()) - others
+    assert threads  # start has returned, and the checkpoint is being written
     for tensor in tensors.values():
         tensor.fill_(9)
     progress["losses"].append(0.25)
     assert folder.steps() == []
+    held_up = time.perf_counter() - started
     gate.open.set()
     saved = save.wait()
     assert saved is not None
     files = [path for path in folder.path(1).iterdir() if path.name != "trainer.json"]
     assert (saved.step, saved.path) == (1, folder.path(1))
     assert saved.num_bytes == sum(path.stat().st_size for path in files)
-    assert saved.seconds > 0
+    assert saved.seconds > held_up > 0
     assert save.wait() is None
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
     found = loaded(folder, 1)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     assert read_manifest(folder.path(1))["progress"] == {"step": 1, "losses": [0.5]}
@@ -118,6 +125,7 @@ def test_a_failure_comes_out_once(tmp_path, monkeypatch, ask):
         save.start(2, tensors, {})
         with pytest.raises(CheckpointError, match=r"step 2 could not be written .* The checkpoint step-1 is whole"):
             ask(save)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-1"]
     assert save.wait() is None
     save.start(4, tensors, {})
     assert save.wait().step == 4

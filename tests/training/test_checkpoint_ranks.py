@@ -47,7 +47,7 @@ def tensors_of(rank: int, whole: torch.Tensor, cuts: list[Cut], fill: float | No
 
 def save(rank: int, folder: str, step: int, whole: torch.Tensor, cuts: list[Cut]) -> int:
     manifest = {"progress": {"step": step}, "of": rank}
-    return CheckpointFolder(folder).save(step, tensors_of(rank, whole, cuts), manifest, RankGroup.world())
+    return CheckpointFolder(folder).save(step, tensors_of(rank, whole, cuts), manifest, RankGroup.world()).num_bytes
 
 
 def load(rank: int, path: str, whole: torch.Tensor, cuts: list[Cut], saved_by: int) -> tuple[bool, dict[str, Any]]:

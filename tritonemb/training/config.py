@@ -7,9 +7,10 @@ import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from tritonemb.data import LogOptions, kind_of
+from tritonemb.optimizers import OPTIMIZERS
 from tritonemb.training.schedule import Schedule, ScheduleOptions
 from tritonemb.types import CacheConfig, TableConfig
 from tritonemb.utils import require
@@ -17,11 +18,7 @@ from tritonemb.utils import require
 Config = TypeVar("Config")
 Codec = Literal["fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8"]
 Precision = Literal["fp32", "bf16", "fp16"]
-Monitor = Literal["auc", "log_loss", "normalized_entropy"]
-EmbeddingOptimizer = Literal[
-    "sgd", "row_wise_adagrad", "adagrad", "adam", "partial_row_wise_adam", "lamb", "partial_row_wise_lamb", "lars_sgd",
-    "ftrl",
-]  # fmt: skip
+EmbeddingOptimizer: TypeAlias = Literal[tuple(OPTIMIZERS)]  # type: ignore[valid-type]
 
 _NO = object()
 
@@ -59,6 +56,12 @@ class RunOptions(Options):
         precision: of the dense part: fp32, or autocast to bf16 or fp16 (with a loss scale).
         seed: of the order of the rows; `tritonemb train` seeds initial weights and synthetic data with it too.
         compile: run the model through torch.compile.
+        log_every: steps between two lines of the log.
+        prefetch_depth: steps whose rows, in host memory or on disk, are prefetched to the device before they compute.
+            Chosen while training if not given: more, up to 8, while training waits for rows. It affects speed and cache
+            statistics only.
+        num_workers: data loader workers of each rank; none if 0.
+        timeout: seconds to wait for a rank that does not answer; the model's own exchanges have that of their group.
     """
 
     batch_size: int = number(1024, least=1)
@@ -69,6 +72,15 @@ class RunOptions(Options):
     precision: Precision = "fp32"
     seed: int = 0
     compile: bool = False
+    log_every: int = number(100, least=1)
+    prefetch_depth: int | None = number(None, least=0)
+    num_workers: int = number(0, least=0)
+    timeout: float = 600.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.timeout > 0:
+            raise ValueError(f"timeout must be positive, got {self.timeout}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,23 +96,12 @@ class EvaluationOptions(Options):
     """
 
     evaluate_every: int | None = number(None, least=1)
-    monitor: Monitor = "auc"
+    monitor: Literal["auc", "log_loss", "normalized_entropy"] = "auc"
     patience: int | None = number(None, least=1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoggingOptions(Options):
-    """How often a run is logged.
-
-    Args:
-        log_every: steps between two lines of the log.
-    """
-
-    log_every: int = number(100, least=1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OutputOptions(LoggingOptions):
+@dataclass(frozen=True)
+class OutputOptions:
     """What is kept of a run, and where.
 
     Args:
@@ -113,25 +114,7 @@ class OutputOptions(LoggingOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WorkerOptions(Options):
-    """The processes of a job, beside and around those that train.
-
-    Args:
-        num_workers: data loader workers of each rank; none if 0.
-        timeout: seconds to wait for a rank that does not answer; the model's own exchanges have that of their group.
-    """
-
-    num_workers: int = number(0, least=0)
-    timeout: float = 600.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.timeout > 0:
-            raise ValueError(f"timeout must be positive, got {self.timeout}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ParallelOptions(WorkerOptions):
+class ParallelOptions(Options):
     """How a job of several processes shares the work; torchrun starts them.
 
     Args:
@@ -148,19 +131,7 @@ class ParallelOptions(WorkerOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefetchOptions(Options):
-    """How far rows in host memory or on disk are prefetched.
-
-    Args:
-        prefetch_depth: steps whose rows are prefetched to the device before they compute. Chosen while training if not
-            given: more, up to 8, while training waits for rows. It affects speed and cache statistics only.
-    """
-
-    prefetch_depth: int | None = number(None, least=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TableOptions(PrefetchOptions):
+class TableOptions(Options):
     """Where the tables are, and how many of their rows are cached on the device.
 
     Args:
@@ -234,7 +205,7 @@ class ProfileOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainerOptions(PrefetchOptions, WorkerOptions, LoggingOptions, EvaluationOptions, RunOptions):
+class TrainerOptions(EvaluationOptions, RunOptions):
     """The options that a `Trainer` takes as keyword arguments.
 
     Args:
@@ -298,7 +269,7 @@ class TrainConfig(RunOptions):
 
     def trainer_options(self) -> dict[str, Any]:
         """The keyword arguments of a `Trainer`, each from the section that has it."""
-        sections = (self, self.tables, self.schedule, self.evaluation, self.output, self.parallel)
+        sections = (self, self.schedule, self.evaluation)
         names = [each.name for each in dataclasses.fields(TrainerOptions)]
         found = {name: getattr(part, name) for part in sections for name in names if hasattr(part, name)}
         return found | {"checkpoints": self.checkpoint}
@@ -317,7 +288,7 @@ PRESETS = {
     # The widths of MLPerf's DLRM, with its polynomial decay; rates of our own.
     "criteo-terabyte": TrainConfig(
         data="criteo-terabyte", embedding_dim=128, bottom_mlp=(512, 256), top_mlp=(1024, 1024, 512, 256),
-        batch_size=16_384, epochs=1, embedding_lr=0.02, output=OutputOptions(log_every=500),
+        batch_size=16_384, epochs=1, embedding_lr=0.02, log_every=500,
         schedule=ScheduleOptions(dense_warmup_steps=2_000, table_warmup_steps=2_000),
     ),
 }  # fmt: skip

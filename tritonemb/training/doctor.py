@@ -3,8 +3,10 @@
 import copy
 import functools
 import platform
+import re
 from contextlib import nullcontext
 from importlib import metadata
+from pathlib import Path
 
 import torch
 
@@ -110,8 +112,5 @@ def _version(package: str) -> str:
 
 @functools.cache
 def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            return next(line.partition(":")[2].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
+    found = re.search(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), flags=re.MULTILINE)
+    return platform.machine() if found is None else found[1]

@@ -40,6 +40,7 @@ from tritonemb.utils import require, write_whole, written_aside
 RUNS = Path("runs")
 SUFFIXES = (".parquet", ".csv")  # of scores
 TRAINING_ONLY = ("optimizer.", "rng.", "trainer.")
+NOT_OF_A_MODEL = ("schedule", "evaluation", "checkpoint", "output", "profile", "parallel", "converted")
 
 
 def train(
@@ -88,8 +89,7 @@ def train(
 def joined(config: TrainConfig) -> Iterator[tuple[RankGroup, torch.device]]:
     """The ranks that torchrun has started, and this one's device; this process alone without it.
 
-    Raises:
-        ValueError: the environment of torchrun is incomplete.
+    ValueError if the environment of torchrun is incomplete.
     """
     if "WORLD_SIZE" not in os.environ:
         yield RankGroup(), check_device(config.device)
@@ -98,7 +98,7 @@ def joined(config: TrainConfig) -> Iterator[tuple[RankGroup, torch.device]]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    init_from_env(backend, timedelta(seconds=config.parallel.timeout))
+    init_from_env(backend, timedelta(seconds=config.timeout))
     try:
         yield RankGroup.world(), device
     except Interrupted:
@@ -175,12 +175,10 @@ def _model(config: TrainConfig, data: Data, group: RankGroup, device: torch.devi
     options = config.parallel
     return HybridParallel(
         build_model(replace(config, device="meta"), data.features, data.num_dense),
-        None if options.plan is None else ShardingPlan.load(options.plan),
-        dense=options.dense_layers,
+        None if options.plan is None else ShardingPlan.load(options.plan), dense=options.dense_layers, device=device,
         exchange=ExchangePrecision(options.exchange, options.exchange_gradients),
-        device=device,
-        timeout=timedelta(seconds=options.timeout),
-    )
+        timeout=timedelta(seconds=config.timeout),
+    )  # fmt: skip
 
 
 def build_model(config: TrainConfig, features: Sequence[Feature], num_dense: int) -> nn.Module:
@@ -270,8 +268,8 @@ def predict(options: PredictOptions) -> str:
     if "features" not in manifest["config"]:
         raise ValueError(f"{path} was not written by tritonemb train, so nobody knows how to build its model")
     check_device(options.device)
-    values = {name: value for name, value in manifest["config"].items() if name != "converted"}
-    values.get("parallel", {}).pop("readers", None)  # of older checkpoints
+    values = {name: value for name, value in manifest["config"].items() if name not in NOT_OF_A_MODEL}
+    values.get("tables", {}).pop("prefetch_depth", None)  # of older checkpoints
     features, num_dense = tuple(Feature(**each) for each in values.pop("features")), values.pop("num_dense")
     config = replace(from_plain(values, TrainConfig(), str(path)), device=options.device)
     # A row that is left out would give all later ones another row's score.

@@ -20,8 +20,8 @@ from tritonemb.training.callbacks import CallbackList, CheckpointSaved, Evaluati
 from tritonemb.training.checkpoint import CheckpointError
 from tritonemb.training.checkpoint.manager import CheckpointManager
 from tritonemb.training.doctor import versions
-from tritonemb.training.metrics import Metrics, UndefinedMetricsError, evaluate
-from tritonemb.training.ranks import Interrupted, StopRequest
+from tritonemb.training.metrics import Metrics, evaluate
+from tritonemb.training.ranks import Interrupted, StopRequest, UndefinedMetricsError
 from tritonemb.training.step import PreparedStep, StepInfo, count, take
 from tritonemb.training.train_state import TrainState, caches_of
 from tritonemb.utils import require
@@ -210,7 +210,7 @@ class Loop:
         loss = self.state.step.take_loss(0) / progress.logged_samples
         progress.logged_samples = 0
         self._refuse_nonfinite(loss, epoch)
-        sent, across = self.ranks.sent()
+        sent = self.ranks.sent()
         steps, self._logged_step = progress.step - self._logged_step, progress.step
         if self._has_callbacks:
             device, on_gpu = self.state.device, self.state.device.type == "cuda"
@@ -218,7 +218,7 @@ class Loop:
             self.callbacks.on_log(Log(
                 progress.step, epoch, progress.samples, loss, *self.state.step.current_rates(), *self.clock.lap(),
                 memory, self.clock.seconds,
-                {kind: num_bytes // steps for kind, num_bytes in sent.items()}, across // steps,
+                {kind: num_bytes // steps for kind, num_bytes in sent.items()},
                 {} if self.caches is None else self.caches.lap(steps),
             ))  # fmt: skip
 
@@ -283,7 +283,7 @@ class Loop:
 
     def _report_left_out(self, info: StepInfo, what: str) -> None:
         """Report how many rows the ranks have left out of this epoch, and which."""
-        reports = self.ranks.gather(info.report)
+        reports = self.ranks.control.all_gather_object(info.report)
         several = len(reports) > 1
         texts = [f"rank {r}: {each}" if several else str(each) for r, each in enumerate(reports) if each.skipped]
         self._report_skipped(sum(report.skipped for report in reports), what, "\n".join(texts))
@@ -305,16 +305,15 @@ class Clock:
     def __init__(self, seconds: float = 0.0) -> None:
         self._earlier, self._began = seconds, time.perf_counter()  # which moves by what has been paused
         self._samples, self.waited = 0, 0.0
-        self._warm = self._lap = (0.0, 0, 0.0)  # seconds, samples and waiting after the first step; at the last lap
+        self._warm = self._lap = self._now()  # after the first step; at the last lap
 
-    @property
-    def here(self) -> float:
-        """Seconds trained by this process."""
-        return time.perf_counter() - self._began
+    def _now(self) -> tuple[float, int, float]:
+        """Seconds trained by this process, its samples, and seconds of waiting."""
+        return time.perf_counter() - self._began, self._samples, self.waited
 
     @property
     def seconds(self) -> float:
-        return self._earlier + self.here
+        return self._earlier + self._now()[0]
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -327,17 +326,17 @@ class Clock:
 
     def step(self, num_samples: int) -> None:
         """A step is done; the first one of a process, which compiles and warms up, does not count for speeds."""
-        if not self._samples:
-            self._warm = self._lap = (self.here, num_samples, self.waited)
+        first = not self._samples
         self._samples += num_samples
+        if first:
+            self._warm = self._lap = self._now()
 
     def lap(self) -> tuple[float, float]:
         """Samples a second and the share of waiting since the last lap."""
-        before, samples, waited = self._lap
-        now = self._lap = (self.here, self._samples, self.waited)
+        (before, samples, waited), self._lap = self._lap, self._now()
         if self._samples == samples:  # the first step alone
             return self.samples_per_second, 0.0
-        seconds = now[0] - before
+        seconds = self._lap[0] - before
         return (self._samples - samples) / seconds, min((self.waited - waited) / seconds, 1.0)
 
     @property
@@ -346,7 +345,7 @@ class Clock:
         seconds, samples, _ = self._warm
         if self._samples == samples:
             return samples / seconds if seconds else 0.0
-        return (self._samples - samples) / (self.here - seconds)
+        return (self._samples - samples) / (self._now()[0] - seconds)
 
 
 class CacheMeter:

@@ -12,13 +12,10 @@ from tritonemb.data.batch import Batch
 from tritonemb.data.protocol import Split
 from tritonemb.ops.registry import check_errors
 from tritonemb.training.config import Precision
+from tritonemb.training.ranks import UndefinedMetricsError, on_rank_zero
 from tritonemb.training.step import Forward, logits_of, take
 from tritonemb.training.train_state import TrainState
 from tritonemb.utils import require
-
-
-class UndefinedMetricsError(ValueError):
-    """The rows have labels of one kind only, so that neither AUC nor normalized entropy is defined."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +43,7 @@ class Metrics:
 def binary_metrics(logits: Tensor, labels: Tensor, seconds: float | None = None) -> Metrics:
     """Metrics of `logits` `[N]` against `labels` `[N]` in {0, 1}.
 
-    Raises:
-        ValueError: where the shapes differ, a logit is NaN, or all labels are the same (no metric is defined then).
+    ValueError where the shapes differ, a logit is NaN, or all labels are the same (no metric is defined then).
     """
     if logits.shape != labels.shape or logits.dim() != 1:
         raise ValueError(f"logits and labels must be [N], got {tuple(logits.shape)} and {tuple(labels.shape)}")
@@ -74,30 +70,18 @@ def evaluate(state: TrainState, split: Split) -> Metrics:
         with state.open(split) as stream, state.steps(stream) as steps:
             batches = (batch for each in steps for batch in take(each))
             logits, labels = predict_logits(state.model, batches, state.device, step.precision, step.forward)
-            skipped = sum(ranks.gather(stream.report.skipped))
+            skipped = sum(ranks.control.all_gather_object(stream.report.skipped))
         logits, labels = ranks.to_first(logits), ranks.to_first(labels)
         seconds = time.perf_counter() - start
-
-        def measure() -> Metrics | str:
-            try:
-                return binary_metrics(logits, labels, seconds)
-            except UndefinedMetricsError as error:
-                return str(error)
-
-        metrics = ranks.on_first(measure)
-    if isinstance(metrics, str):
-        raise UndefinedMetricsError(metrics)
+        metrics = on_rank_zero(ranks.control, lambda: binary_metrics(logits, labels, seconds))
     return replace(metrics, num_skipped=skipped)
 
 
 @torch.no_grad()
 def predict_logits(
-    model: nn.Module,
-    batches: Iterable[Batch],
-    device: torch.device,
-    precision: Precision = "fp32",
+    model: nn.Module, batches: Iterable[Batch], device: torch.device, precision: Precision = "fp32",
     forward: Forward | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Logits and labels `[N]` of all samples, on the CPU, by the model (or `forward`, compiled) in evaluation mode."""
     was_training = model.training
     model.eval()

@@ -1,7 +1,5 @@
 """The ranks that train together: calls that succeed on all of them or raise on all, and the signals that stop them."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections import Counter
@@ -9,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from types import FrameType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,7 +19,6 @@ from tritonemb.sharding.hybrid import HybridParallel
 
 T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-ACROSS_NODES = "across nodes"  # counted beside the kinds of messages
 MAX_LISTED = 8
 
 
@@ -29,8 +26,14 @@ class CheckpointError(OSError):
     """A checkpoint could not be written; the earlier ones are as they were."""
 
 
+class UndefinedMetricsError(ValueError):
+    """The rows have labels of one kind only, so that neither AUC nor normalized entropy is defined."""
+
+
 # Every rank raises the first of these that a rank's exception is. The exception itself may not be picklable.
-_KINDS = (CheckpointError, FileNotFoundError, OSError, ValueError, TypeError, RuntimeError)
+_KINDS = (
+    CheckpointError, FileNotFoundError, OSError, UndefinedMetricsError, ValueError, TypeError, RuntimeError,
+)  # fmt: skip
 
 
 class Ranks:
@@ -46,25 +49,17 @@ class Ranks:
         self.step = 0
         self._sent = self._bytes_sent()
 
-    def on_first(self, function: Callable[[], T]) -> T:
-        """What rank 0's call returns, on all ranks; raises as `on_rank_zero`. Collective."""
-        return on_rank_zero(self.control, function)
-
     def max(self, number: int) -> int:
         """The largest of the ranks' numbers. Collective."""
-        return int(self._gather(torch.tensor([number], dtype=torch.int64)).max())
+        return int(self.control.all_gather(torch.tensor([number], dtype=torch.int64), "control").max())
 
     def sum(self, number: Tensor) -> float:
         """The sum of the ranks' numbers, in the order of ranks. Collective."""
-        return float(self._gather(number.detach().reshape(1).cpu()).sum())
-
-    def gather(self, item: T) -> list[T]:
-        """Every rank's object. Collective."""
-        return self.control.all_gather_object(item)
+        return float(self.control.all_gather(number.detach().reshape(1).cpu(), "control").sum())
 
     def to_first(self, values: Tensor) -> Tensor:
         """The 1-D CPU tensors of all ranks, one after the other, on rank 0; none of them on the others. Collective."""
-        sizes: list[int] = self.gather(values.shape[0])
+        sizes: list[int] = self.control.all_gather_object(values.shape[0])
         send = [values.shape[0]] + [0] * (self.size - 1)
         return self.control.all_to_all(values, send, sizes if self.is_first else [0] * self.size, "evaluation")
 
@@ -101,22 +96,13 @@ class Ranks:
         finally:
             self._sent.update(self._bytes_sent() - before)
 
-    def sent(self) -> tuple[dict[str, int], int]:
-        """Bytes that all ranks have sent each other since this was last asked, by kind; how many left a node."""
-        if self.size == 1:
-            return {}, 0
+    def sent(self) -> dict[str, int]:
+        """Bytes that all ranks have sent each other since this was last asked, by kind."""
         before, self._sent = self._sent, self._bytes_sent()
-        kinds = sum(self.gather(self._sent - before), Counter())
-        return kinds, kinds.pop(ACROSS_NODES, 0)
+        return {} if self.size == 1 else sum(self.control.all_gather_object(self._sent - before), Counter())
 
     def _bytes_sent(self) -> Counter[str]:
-        kinds = self.group.traffic.by_kind()
-        found = Counter({kind: sent.total for kind, sent in kinds.items()})
-        found[ACROSS_NODES] = sum(sent.across_nodes for sent in kinds.values())
-        return found
-
-    def _gather(self, values: Tensor) -> Tensor:
-        return self.control.all_gather(values, "control")
+        return Counter({kind: sent.total for kind, sent in self.group.traffic.by_kind().items()})
 
 
 def group_of(model: nn.Module) -> RankGroup:
@@ -152,9 +138,8 @@ def stop_requests() -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield request
         return
-    before = {number: signal.getsignal(number) for number in SIGNALS}
     # Whoever started this process may have it ignore a signal: it keeps ignoring it.
-    before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
+    before = {number: signal.getsignal(number) for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}
 
     def note(signum: int, frame: FrameType | None) -> None:
         request.signum = signum
@@ -177,7 +162,7 @@ class Failure(NamedTuple):
     message: str
 
     @classmethod
-    def of(cls, error: BaseException) -> Failure:
+    def of(cls, error: BaseException) -> Self:
         for number, kind in enumerate(_KINDS):
             if isinstance(error, kind):
                 return cls(number, str(error))

@@ -1,10 +1,8 @@
 """Factors that change from step to step: of learning rates (warm-up, then decay), and of fp16 losses."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal, Self, get_args
 
 Decay = Literal["constant", "polynomial", "cosine"]
 
@@ -16,7 +14,7 @@ class Schedule:
     Step `n` (from 0) of the warm-up has the factor `(n + 1) / warmup_steps`. The decay begins after the warm-up and
     takes `decay_steps` steps, at a share `x` of which the factor is `final + (1 - final) * f(x)`, `f` being
     `(1 - x) ** power` (polynomial) or `(1 + cos(pi * x)) / 2` (cosine; Loshchilov & Hutter, ICLR 2017); it stays at
-    `final` from then on.
+    `final` from then on. Numbers out of range are a ValueError.
 
     Args:
         warmup_steps: 0 for none.
@@ -24,9 +22,6 @@ class Schedule:
         decay_steps: None for all steps of the run that are left after the warm-up.
         power: of the polynomial; MLPerf's DLRM has 2.
         final: the factor at the end, 0 to 1.
-
-    Raises:
-        ValueError: for numbers out of range.
     """
 
     warmup_steps: int = 0
@@ -52,12 +47,8 @@ class Schedule:
         """Whether it leaves the base rate as it is."""
         return self.warmup_steps == 0 and self.decay == "constant"
 
-    def within(self, total_steps: int | None) -> Schedule:
-        """The same schedule with its `decay_steps` known.
-
-        Raises:
-            ValueError: the rate decays over the whole run, and the number of its steps is not known.
-        """
+    def within(self, total_steps: int | None) -> Self:
+        """The same schedule with `decay_steps` set; ValueError if it takes all steps and their number is not known."""
         if self.decay == "constant" or self.decay_steps is not None:
             return self
         if total_steps is None:
@@ -109,17 +100,13 @@ class ScheduleOptions:
 
     @property
     def dense_schedule(self) -> Schedule:
-        return self._schedule("dense")
+        steps, final = self.dense_decay_steps, self.dense_final_factor
+        return Schedule(self.dense_warmup_steps, self.dense_decay, steps, self.decay_power, final)
 
     @property
     def table_schedule(self) -> Schedule:
-        return self._schedule("table")
-
-    def _schedule(self, part: str) -> Schedule:
-        warmup, decay, steps, final = (
-            getattr(self, f"{part}_{name}") for name in ("warmup_steps", "decay", "decay_steps", "final_factor")
-        )
-        return Schedule(warmup, decay, steps, self.decay_power, final)
+        steps, final = self.table_decay_steps, self.table_final_factor
+        return Schedule(self.table_warmup_steps, self.table_decay, steps, self.decay_power, final)
 
 
 @dataclass

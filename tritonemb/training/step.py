@@ -7,7 +7,7 @@ batches without samples until all have.
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from tritonemb.comm.control import describe
 from tritonemb.comm.group import Round
@@ -26,7 +26,7 @@ from tritonemb.nn.collections import TableCollection
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.sharding.hybrid import HybridParallel
 from tritonemb.tables.cache import RowCache
-from tritonemb.tables.lookup import PrefetchedFeatures, needs_prefetch, prefetch, released_before, sequence_number
+from tritonemb.tables.lookup import PrefetchedFeatures, needs_prefetch, prefetch
 from tritonemb.training.config import Precision
 from tritonemb.training.ranks import Ranks
 from tritonemb.training.schedule import LossScale, Schedule
@@ -68,17 +68,10 @@ PreparedStep = tuple[tuple[Batch, ...], StepInfo]
 
 
 def prepare(
-    stream: Batches,
-    ranks: Ranks,
-    device: torch.device,
-    empty: Callable[[], Batch],
-    *,
-    accumulate: int = 1,
-    prefetch: Prefetch | None = None,
-    counted: Callable[[], Counter[str]] | None = None,
-    signal: Callable[[], int] = lambda: 0,
-    clock: Callable[[], int] = lambda: 0,
-) -> Generator[PreparedStep, None, None]:
+    stream: Batches, ranks: Ranks, device: torch.device, empty: Callable[[], Batch], *,
+    accumulate: int = 1, prefetch: Prefetch | None = None, counted: Callable[[], Counter[str]] | None = None,
+    signal: Callable[[], int] = lambda: 0, clock: Callable[[], int] = lambda: 0,
+) -> Generator[PreparedStep, None, None]:  # fmt: skip
     """The steps of an epoch, or of an evaluation: batches on the device; collective where there are several ranks.
 
     The last one has no batches: the data is over, or a signal arrived.
@@ -147,15 +140,9 @@ def take(step: PreparedStep) -> tuple[Batch, ...]:
     if info.copied is not None:
         stream = torch.cuda.current_stream(batches[0].labels.device)
         stream.wait_event(info.copied)
-
-        def record(tensor: Tensor) -> Tensor:
-            """Tell the allocator that the stream uses the memory."""
-            if tensor.is_cuda:
-                tensor.record_stream(stream)
-            return tensor
-
-        for batch in batches:
-            tree_map_only(Tensor, record, (batch.dense, batch.labels, batch.sparse))
+        for tensor in tree_leaves([(batch.dense, batch.labels, batch.sparse) for batch in batches]):
+            if isinstance(tensor, Tensor) and tensor.is_cuda:
+                tensor.record_stream(stream)  # the allocator must know that the stream uses the memory
     return batches
 
 
@@ -169,11 +156,6 @@ def prefetch_for(model: nn.Module, training: bool) -> Prefetch | None:
             return model.prefetch(features) if isinstance(model, HybridParallel) else prefetch(model, features)
 
     return prefetch_features
-
-
-def eviction_permit() -> AbstractContextManager[object]:
-    """Which rows may be evicted is settled when a step may be made, not when the thread comes to it."""
-    return released_before(sequence_number())
 
 
 def count(caches: Iterable[RowCache]) -> Counter[str]:
@@ -195,15 +177,9 @@ class TrainStep:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        device: torch.device,
-        ranks: Ranks,
-        dense_optimizer: Callable[..., torch.optim.Optimizer],
-        dense_lr: float,
-        precision: Precision,
-        compile: bool,
-    ) -> None:
+        self, model: nn.Module, device: torch.device, ranks: Ranks,
+        dense_optimizer: Callable[..., torch.optim.Optimizer], dense_lr: float, precision: Precision, compile: bool,
+    ) -> None:  # fmt: skip
         self.model, self.device, self.ranks, self.precision = model, device, ranks, precision
         self.forward: Forward = torch.compile(model) if compile else model
         dense = dense_parameters(model)
@@ -271,7 +247,7 @@ class TrainStep:
         """`loss_sums` `[2]`; of several ranks `[size, 2]`. Collective."""
         if self.ranks.size == 1:
             return self.loss_sums
-        return torch.tensor(self.ranks.gather(self.loss_sums.tolist()), dtype=torch.float64)
+        return torch.tensor(self.ranks.control.all_gather_object(self.loss_sums.tolist()), dtype=torch.float64)
 
     def load_loss_sums(self, sums: Tensor) -> None:
         """Those of this rank; of another number of ranks, rank 0 takes the sums of all."""
@@ -342,11 +318,7 @@ class _GradientOverflow(Exception):
 
 
 def logits_of(forward: Forward, batch: Batch, precision: Precision, device: torch.device) -> Tensor:
-    """`forward(dense, sparse)` of a batch: logits `[B]`, float32 if they were computed in 16 bits.
-
-    Raises:
-        ValueError: they have another shape.
-    """
+    """Logits `[B]` of `forward(dense, sparse)`, float32 if computed in 16 bits; ValueError if the shape is another."""
     # Products of matrices have 16 bits; tables and weights stay as they are.
     with nullcontext() if precision == "fp32" else torch.autocast(device.type, dtype=DTYPES[precision]):
         logits: Tensor = forward(batch.dense, batch.sparse)

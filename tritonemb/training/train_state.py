@@ -21,10 +21,10 @@ from tritonemb.data.workers import DataLoaderWorkers
 from tritonemb.sharding.collection import ShardedCollection
 from tritonemb.tables.cache import RowCache
 from tritonemb.tables.cached_table import CachedTable, metadata_only
-from tritonemb.tables.lookup import needs_prefetch, table_sets
+from tritonemb.tables.lookup import needs_prefetch, released_before, sequence_number, table_sets
 from tritonemb.training.config import TrainerOptions
 from tritonemb.training.ranks import Ranks
-from tritonemb.training.step import PLAIN, PreparedStep, TrainStep, count, eviction_permit, prefetch_for, prepare
+from tritonemb.training.step import PLAIN, PreparedStep, TrainStep, count, prefetch_for, prepare
 
 DEPTH = 2  # steps beyond the one that is trained
 
@@ -66,7 +66,7 @@ class TrainState:
         pipeline: whether the next steps are prefetched.
         begun: whether the ranks' generators are their own.
         fitted: whether a fit has been to its end.
-        prefetched: the steps of the epoch that is being trained.
+        prefetched: steps of the epoch that is being trained, or of the evaluation.
 
     Attributes:
         last_epoch, last_step: where the whole run ends.
@@ -119,15 +119,14 @@ class TrainState:
             with closing(steps):
                 yield steps
             return
-        permit = eviction_permit if caches else None
+        # Which rows may be evicted is settled when a step may be made, not when the thread comes to it.
+        permit = (lambda: released_before(sequence_number())) if caches else None
         with Prefetcher(steps, depth, "tritonemb-pipeline", collective=ranks.size > 1, permit=permit) as prefetcher:
-            if training:
-                self.prefetched = prefetcher
+            before, self.prefetched = self.prefetched, prefetcher
             try:
                 yield prefetcher
             finally:
-                if training:
-                    self.prefetched = None
+                self.prefetched = before
 
     @property
     def samples_per_step(self) -> int:
@@ -240,11 +239,9 @@ def optimizer_templates(
 
 
 def load_optimizer_state(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    tensors: Mapping[str, Tensor],
+    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor],
     plain: Mapping[str, Mapping[str, Any]],
-) -> None:
+) -> None:  # fmt: skip
     """Give the optimizer what `optimizer_state` took out of one like it."""
     names = {id(parameter): name for name, parameter in _parameters_of(model, optimizer)}
     packed = optimizer.state_dict()

@@ -22,7 +22,7 @@ from tritonemb.training.checkpoint.manager import CheckpointManager
 from tritonemb.training.config import TrainerOptions
 from tritonemb.training.loop import FitResult, Loop
 from tritonemb.training.metrics import Metrics, evaluate
-from tritonemb.training.ranks import Ranks, StopRequest, group_of, stop_requests
+from tritonemb.training.ranks import Ranks, StopRequest, group_of, on_rank_zero, stop_requests
 from tritonemb.training.schedule import Schedule
 from tritonemb.training.step import TrainStep
 from tritonemb.training.train_state import Progress, TrainState, seed_rank
@@ -60,7 +60,6 @@ class Trainer(TrainerOptions):
 
     Attributes:
         dense_optimizer: the optimizer that was made; None where every parameter is in a fused table.
-        device: that trains.
         state: what changes in a run, shared with its loop and its checkpoints.
 
     Raises:
@@ -132,7 +131,7 @@ class Trainer(TrainerOptions):
             state.begun = True
             request, folder = StopRequest(), self.run_folder
             if folder is not None:
-                state.ranks.on_first(lambda: self._lock(folder, stack))
+                on_rank_zero(state.ranks.control, lambda: self._lock(folder, stack))
                 json.dumps(self.saving.manifest())  # what cannot be saved is an error before training
                 self.saving.tensors()
                 request = stack.enter_context(stop_requests())
@@ -183,7 +182,7 @@ class Trainer(TrainerOptions):
         folder, first = self.run_folder, self.state.ranks.is_first
         own: list[Callback] = [make_display()] if self.verbose and first else []
         if folder is not None and first:
-            own += [RunLog(folder.log, self.progress.step), HtmlReport(folder.report, folder.log)]
+            own += [RunLog(folder.log), HtmlReport(folder.report, folder.log)]
         return [*own, *self.callbacks]
 
     def _lock(self, folder: RunFolder, stack: ExitStack) -> None:

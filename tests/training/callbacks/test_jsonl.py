@@ -90,7 +90,7 @@ def test_a_resumed_run_has_the_log_of_an_uninterrupted_one(tmp_path, died, resum
     whole, path = tmp_path / "whole.jsonl", tmp_path / "run.jsonl"
     train([RunLog(whole)])
     train([RunLog(path)], last=died, ends=FitEnd(ends, died, 100, 1.0, 1.0) if ends else ends)
-    train([RunLog(path, resume_at_step=resumed)], first=resumed)
+    train([RunLog(path)], first=resumed)
     assert lasting(path) == lasting(whole)
     events = read_run_log(path)
     assert [event["first_step"] for event in events if event["event"] == "start"] == [0, resumed]
@@ -106,7 +106,7 @@ def test_a_half_written_last_line_is_dropped(tmp_path, cut):
     with path.open("a") as file:
         file.write(json.dumps({"event": "log", "step": 500, "text": "x" * 100})[:cut])
     assert read_run_log(path) == before
-    train([RunLog(path, resume_at_step=400)], first=400)
+    train([RunLog(path)], first=400)
     whole = tmp_path / "whole.jsonl"
     train([RunLog(whole)])
     assert lasting(path) == lasting(whole)
@@ -122,7 +122,7 @@ def test_a_damaged_line_is_named(tmp_path, damage):
     with pytest.raises(ValueError, match=r"run\.jsonl, line 3: damaged"):
         read_run_log(path)
     with pytest.raises(ValueError, match="line 3"):
-        RunLog(path, resume_at_step=200).on_start(start())
+        RunLog(path).on_start(start(first_step=200))
     assert path.read_text().splitlines() == lines  # and nothing is lost
 
 
@@ -133,19 +133,17 @@ def test_a_damaged_last_line_that_was_finished_is_named_too(tmp_path):
         read_run_log(path)
 
 
-def test_the_log_of_another_run_is_not_touched(tmp_path):
+def test_a_log_is_not_touched_before_training_starts(tmp_path):
     path = tmp_path / "run.jsonl"
     train([RunLog(path)])
     before = path.read_text()
-    with pytest.raises(FileExistsError, match="log of another run"):
-        RunLog(path)
-    RunLog(path, resume_at_step=0)  # cuts when training starts
+    RunLog(path)  # cuts when training starts
     assert path.read_text() == before
 
 
 def test_a_run_without_a_log_can_be_resumed(tmp_path):
     path = tmp_path / "run.jsonl"
-    train([RunLog(path, resume_at_step=600)], first=600)
+    train([RunLog(path)], first=600)
     assert lasting(path)[0]["step"] == 700
 
 
@@ -154,9 +152,9 @@ def test_a_second_fit_goes_on_in_the_same_log(tmp_path, resumed):
     path = tmp_path / "run.jsonl"
     if resumed:
         train([RunLog(path)], last=700, ends=False)
-    run_log = RunLog(path, resume_at_step=resumed)
+    run_log = RunLog(path)
     train([run_log], first=resumed or 0)
     train([run_log], first=STEPS, last=STEPS + 100)
     events = read_run_log(path)
     assert [event["step"] for event in events if event["event"] == "log"] == list(range(100, STEPS + 101, 100))
-    assert [event["event"] for event in events].count("end") == 2
+    assert [event["event"] for event in events].count("end") == 1  # of the whole

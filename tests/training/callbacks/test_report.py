@@ -19,7 +19,6 @@ from tritonemb.training.callbacks.report import (
     WIDTH,
     HtmlReport,
     chart,
-    decimals,
     render,
     thin,
     ticks,
@@ -82,7 +81,6 @@ def check_svg(svg: ElementTree.Element) -> None:
 def check_chart(drawn: dict) -> None:
     """Every place of a chart is within the picture."""
     places = [place for line in drawn["lines"] for place in line] + drawn["dots"]
-    places += [place for x, y, left, width, *_ in drawn["probes"] for place in ((x, y), (left, y), (left + width, y))]
     places += [(0, y) for y, _ in drawn["y_ticks"]] + [(x, 0) for x, _ in drawn["x_ticks"] + drawn["resumed"]]
     places += [] if drawn["level"] is None else [(0, drawn["level"][0])]
     assert all(0 <= x <= WIDTH and 0 <= y <= HEIGHT for x, y in places)
@@ -98,9 +96,9 @@ def report(tmp_path: Path) -> ElementTree.Element:
     return parsed(path.read_text(encoding="utf-8"))
 
 
-def callbacks(tmp_path: Path, resume_at_step: int | None = None) -> list:
+def callbacks(tmp_path: Path) -> list:
     log_path = tmp_path / "run.jsonl"
-    return [RunLog(log_path, resume_at_step=resume_at_step), HtmlReport(tmp_path / "report.html", log_path)]
+    return [RunLog(log_path), HtmlReport(tmp_path / "report.html", log_path)]
 
 
 def test_a_run_ends_with_its_whole_report(tmp_path):
@@ -139,13 +137,11 @@ def test_a_resumed_run_shows_the_whole(tmp_path):
     stopped = parsed((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert "stopped by SIGTERM" in words(stopped)
     assert "of 1,200" in words(stopped)
-    train(callbacks(tmp_path, resume_at_step=600), first=600)
+    train(callbacks(tmp_path), first=600)
     page = parsed((tmp_path / "report.html").read_text(encoding="utf-8"))
     assert "resumed at step 600" in words(page)
     titles = [words(title) for title in next(page.iter("svg")).iter("title")]
     assert titles.count("resumed at step 600") == 1
-    assert "step 100: training loss 0.7000" in titles
-    assert "step 1,200: training loss 0.5167" in titles
 
 
 def test_a_failed_run_says_why(tmp_path):
@@ -256,9 +252,6 @@ def test_ten_thousand_logs_make_a_small_page(tmp_path):
     page = report(tmp_path)
     assert (tmp_path / "report.html").stat().st_size < 300_000
     assert sum(len(line.get("points").split()) for line in next(page.iter("svg")).iter("polyline")) > 500
-    titles = [words(title) for title in next(page.iter("svg")).iter("title")]
-    assert 40 <= len(titles) <= 80
-    assert titles[-1].startswith("step 100,000: ")
 
 
 def test_a_damaged_log_leaves_the_old_report(tmp_path):
@@ -316,10 +309,11 @@ def test_every_range_can_be_drawn(seed):
 
 
 def test_tick_labels_have_the_digits_that_they_need():
-    assert [decimals(value, 0.25) for value in (0.25, 0.5)] == ["0.25", "0.50"]
-    assert decimals(0.7, 0.1) == "0.7"
-    assert decimals(1500, 500) == "1,500"
-    assert decimals(2e-9, 1e-9) == "2e-09"
+    drawn = [label for _, label in chart([(1, 0.0), (2, 0.01)], PLAIN, 2)["y_ticks"]]
+    assert drawn == ["0", "0.0025", "0.005", "0.0075", "0.01"]
+    assert [PLAIN[1](value) for value in (0.25, 0.1 + 0.2, 2e-9)] == ["0.25", "0.3", "2e-09"]
+    assert [COUNT[1](value) for value in (500, 1500, 2e6)] == ["500", "1.5k", "2M"]
+    assert SHARE[1](0.07) == "7 %"
 
 
 def test_the_log_is_read_as_the_report_needs_it(tmp_path):

@@ -60,7 +60,6 @@ class Log:
         memory_bytes: resident memory of the process, or memory allocated on the GPU.
         seconds: training time since the run began, without evaluation and checkpoints.
         sent: bytes that all ranks together have sent each other in a step, mean since the last log, by kind.
-        sent_across_nodes: bytes of these that went to another node.
         cache: of this rank's cached tables, mean of a step since the last log: distinct `rows`, their `hit_rate` in
             device memory, bytes `read` from and `written` back to the tables, seconds of `stall` in which training
             waited for rows; with a host cache also rows found there, `host_hits`, and bytes that the disk has read and
@@ -78,7 +77,6 @@ class Log:
     memory_bytes: int
     seconds: float
     sent: Mapping[str, int] = field(default_factory=dict)
-    sent_across_nodes: int = 0
     cache: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -10,7 +10,7 @@ import re
 import sys
 import time
 from collections.abc import Callable
-from typing import Any, TextIO
+from typing import TextIO
 
 from tritonemb.training.callbacks import Callback, CheckpointSaved, Evaluation, FitEnd, FitStart, Log, StepEnd
 from tritonemb.utils import require
@@ -19,11 +19,7 @@ REFRESH_SECONDS = 0.5
 
 
 def make_display(stream: TextIO | None = None) -> Callback:
-    """A display for `stream`, by default standard output.
-
-    Raises:
-        MissingExtraError: the stream is a terminal and rich is not installed.
-    """
+    """A display for `stream`, by default standard output; MissingExtraError if a terminal's rich is not installed."""
     stream = sys.stdout if stream is None else stream
     plain = not stream.isatty() or os.environ.get("TERM") in ("dumb", "unknown")
     return Lines(stream) if plain else LiveView(stream)
@@ -82,7 +78,7 @@ class Lines(Callback):
 
 
 class LiveView(Lines):
-    """A progress bar and the last log at the bottom of a terminal, and the lines of other events above them.
+    """The same lines on a terminal, above a progress bar.
 
     It is drawn by the thread that trains, so no thread of it competes with training.
     """
@@ -93,66 +89,40 @@ class LiveView(Lines):
             file=stream, highlight=False, force_terminal=True, force_jupyter=False
         )
         self._clock = clock
-        self._live: Any = None
 
     def on_start(self, start: FitStart) -> None:
         super().on_start(start)
-        self._logged = self._auc = self._best = ""
-        self._drawn = -math.inf
-        rich = require("rich.progress")
+        # What others print on the same terminal must go through the view, to be above the bar.
+        rich, shared = require("rich.progress"), self._stream in (sys.stdout, sys.stderr)
         self._progress = rich.Progress(
             rich.TextColumn("{task.description}"), rich.BarColumn(None), rich.TaskProgressColumn(),
-            rich.TimeRemainingColumn(), console=self._console, get_time=self._clock, expand=True,
+            rich.TimeRemainingColumn(), console=self._console, get_time=self._clock, expand=True, auto_refresh=False,
+            redirect_stdout=shared and sys.stdout.isatty(), redirect_stderr=shared and sys.stderr.isatty(),
         )  # fmt: skip
         self._task = self._progress.add_task(
             _step_field(start.first_step, start), total=start.total_samples, completed=start.samples_done
         )
-        # What others print on the same terminal must go through the view, to be above the bar.
-        shared = self._stream in (sys.stdout, sys.stderr)
-        self._live = require("rich.live").Live(
-            console=self._console,
-            get_renderable=self._view,
-            auto_refresh=False,
-            redirect_stdout=shared and sys.stdout.isatty(),
-            redirect_stderr=shared and sys.stderr.isatty(),
-        )
-        self._live.start(refresh=True)
+        self._drawn = -math.inf
+        self._progress.start()
 
     def on_step(self, step: StepEnd) -> None:
         self._progress.update(self._task, completed=step.samples, description=_step_field(step.step, self._start))
-        self._draw()
+        now = self._clock()
+        if now - self._drawn >= REFRESH_SECONDS:
+            self._drawn = now
+            self._progress.refresh()
 
     def on_log(self, log: Log) -> None:
-        self._logged = log_line(log, self._start)
-        self._draw()
-
-    def on_evaluation(self, evaluation: Evaluation) -> None:
-        super().on_evaluation(evaluation)
-        auc = evaluation.metrics.auc
-        if evaluation.best:  # after a resume the first one may not be
-            self._best = f"  best {auc:.4f}"
-        self._auc = f"validation AUC {auc:.4f}{self._best}"
+        self._print(log_line(log, self._start))
 
     def on_end(self, end: FitEnd | None) -> None:
-        if self._live is not None:
-            live, self._live = self._live, None
-            live.transient = end is not None  # after a failure the last state stays visible
-            live.stop()
+        self._progress.live.transient = end is not None  # after a failure the last state stays visible
+        self._progress.stop()
         super().on_end(end)
 
     def _print(self, text: str) -> None:
         lines = [fold(line, self._console.width) for line in printable(text, self._console.encoding).split("\n")]
         self._console.print(require("rich.text").Text("\n".join(lines)), soft_wrap=True)
-
-    def _draw(self) -> None:
-        now = self._clock()
-        if self._live is not None and now - self._drawn >= REFRESH_SECONDS:
-            self._drawn = now
-            self._live.refresh()
-
-    def _view(self) -> Any:
-        fields = fold("  ".join(text for text in (self._logged, self._auc) if text), self._console.width)
-        return require("rich.console").Group(self._progress, require("rich.text").Text(fields))
 
 
 def start_line(start: FitStart) -> str:

@@ -29,35 +29,28 @@ NOT_FINITE = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}  # what Pyth
 class RunLog(Callback):
     """Writes a run log, each line at once: a killed process loses at most the one that it was writing.
 
+    Before the first new line, what was logged after the step from which a run is resumed is removed, also the `end` of
+    the process before; ValueError if the file is damaged.
+
     Args:
         path: of the file; its folder is made.
-        resume_at_step: of the checkpoint from which a run is resumed: what was logged after it is removed before the
-            first new line, also the `end` of the process before. Without it the file must not exist.
-
-    Raises:
-        FileExistsError, ValueError: the file exists and `resume_at_step` is not given; from `on_start`, it is damaged.
     """
 
     essential = False
 
-    def __init__(self, path: Path | str, resume_at_step: int | None = None) -> None:
-        self._path = Path(path)
-        if resume_at_step is None and self._path.exists():
-            raise FileExistsError(f"{path} is the log of another run; give resume_at_step to resume that run")
-        self._resume_at_step = resume_at_step
-        self._step = 0
+    def __init__(self, path: Path | str) -> None:
+        self._path, self._step = Path(path), 0
         self._file: FileIO | None = None
         self._unwritten: list[bytes] = []  # lines for which there was no room on the disk
 
     def on_start(self, start: FitStart) -> None:
         self._step = start.first_step
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        if self._resume_at_step is not None and self._path.exists():
+        if self._path.exists():
             events = [each for each in _events(self._path) if each["event"] != "end"]
-            write_whole(self._path, "".join(_line(each) for each in events if _step_of(each) <= self._resume_at_step))
-        self._resume_at_step = None  # a second fit in this process only adds to the log
+            write_whole(self._path, "".join(_line(each) for each in events if _step_of(each) <= start.first_step))
         self._file = FileIO(self._path, "ab")
-        self._write("start", asdict(start) | {"time": _now()})
+        self._write("start", asdict(start) | {"time": datetime.now(UTC).isoformat(timespec="seconds")})
 
     def on_step(self, step: StepEnd) -> None:
         self._step = step.step
@@ -77,7 +70,7 @@ class RunLog(Callback):
         text = None if error is None else f"{type(error).__name__}: {error}"
         values = {"reason": "failed", "step": self._step, "error": text} if end is None else asdict(end)
         try:
-            self._write("end", values | {"time": _now()})
+            self._write("end", values | {"time": datetime.now(UTC).isoformat(timespec="seconds")})
         finally:
             if self._file is not None:
                 self._file.close()
@@ -141,7 +134,3 @@ def _numbers(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _numbers(item) for key, item in value.items()}
     return float(value) if isinstance(value, str) and value in NOT_FINITE.values() else value
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

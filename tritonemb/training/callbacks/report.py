@@ -6,7 +6,7 @@ This file computes what `report.html.jinja` shows. The page needs nothing but it
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby, pairwise
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,12 @@ WIDTH, HEIGHT = 400, 212  # of a chart
 LEFT, RIGHT, TOP, BOTTOM = 58, 384, 12, 172  # its axes
 GEOMETRY = {"width": WIDTH, "height": HEIGHT, "left": LEFT, "right": RIGHT, "top": TOP, "bottom": BOTTOM}
 MAX_POINTS = 1000  # of a curve
-MAX_PROBES = 80  # places in a chart that show their values under the mouse
 MAX_DOTS = 30  # up to so many points of a curve have a dot each
 LARGEST = 1e300  # beyond it differences overflow
 
 Event = Mapping[str, Any]
 Point = tuple[int, float]
-Unit = tuple[Callable[[float], str], Callable[[float, float], str]]  # formats a value; a tick, by the ticks' distance
+Unit = tuple[Callable[[float], str], Callable[[float], str]]  # formats a value; a tick
 
 
 class HtmlReport(Callback):
@@ -68,21 +67,13 @@ def render(events: Sequence[Event]) -> str:
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_visible)
     environment.filters |= {"count": "{:,.0f}".format, "size": size, "took": took}
     return environment.from_string(Path(__file__).with_name("report.html.jinja").read_text("utf-8")).render(
-        GEOMETRY,
-        kinds=kinds,
-        title=" on ".join(names) or "Training run",
-        start=start,
-        end=end,
-        config=config,
-        resumed=resumed,
-        validations=validations,
-        best=max(validations, key=_auc, default=None),
-        last_step=last_step,
+        GEOMETRY, title=" on ".join(names) or "Training run", kinds=kinds, start=start, end=end, config=config,
+        resumed=resumed, validations=validations, best=max(validations, key=_auc, default=None), last_step=last_step,
         latest={**(kinds["log"][-1] if kinds["log"] else {}), **end},
-        sent=next((log for log in reversed(kinds["log"]) if log.get("sent")), None),
+        sent=next((log["sent"] for log in reversed(kinds["log"]) if log.get("sent")), None),
         cache=next((log["cache"] for log in reversed(kinds["log"]) if log.get("cache")), None),
         charts=list(_charts(kinds["log"], validations, end.get("best_auc"), resumed, last_step)),
-    )
+    )  # fmt: skip
 
 
 def _visible(value: Any) -> Any:
@@ -122,14 +113,9 @@ def _charts(
 
 
 def chart(
-    points: Sequence[Point],
-    unit: Unit,
-    last_step: int,
-    *,
-    from_zero: bool = False,
-    level: float | None = None,
+    points: Sequence[Point], unit: Unit, last_step: int, *, from_zero: bool = False, level: float | None = None,
     resumed: Sequence[int] = (),
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """The places of a curve over the steps up to `last_step`, for the template; values that are not finite are gaps."""
     show, show_tick = unit
     last, points = points[-1][1], thin(points)
@@ -148,21 +134,14 @@ def chart(
 
     parts = groupby(points, lambda point: is_finite(point[1]))
     lines = [[(x_of(x), y_of(y)) for x, y in part] for has_place, part in parts if has_place]
-    stride = math.ceil(len(finite) / MAX_PROBES)
-    probed = finite[(len(finite) - 1) % stride :: stride]  # the last point is always there
-    edges = [LEFT, *((x_of(a) + x_of(b)) / 2 for (a, _), (b, _) in pairwise(probed)), RIGHT]
     return {
         "last": show(last) if is_finite(last) else str(last),
-        "y_ticks": [(y_of(value), show_tick(value, y_ticks[1] - y_ticks[0])) for value in y_ticks],
+        "y_ticks": [(y_of(value), show_tick(value)) for value in y_ticks],
         "x_ticks": [(x_of(step), compact(step)) for step in ticks(0, last_step) if step == int(step)],
         "resumed": [(x_of(step), step) for step in resumed],
         "level": None if level is None else (y_of(level), show(level)),
         "lines": [line for line in lines if len(line) > 1],
         "dots": [dot for line in lines if len(points) <= MAX_DOTS or len(line) == 1 for dot in line],
-        "probes": [
-            (x_of(step), y_of(value), left, right - left, step, show(value))
-            for (step, value), (left, right) in zip(probed, pairwise(edges), strict=True)
-        ],
     }
 
 
@@ -201,15 +180,7 @@ def is_finite(value: float) -> bool:
     return abs(value) < LARGEST  # False for NaN
 
 
-def decimals(value: float, step: float) -> str:
-    """`value` with as many digits as ticks `step` apart need."""
-    for digits in range(6):
-        if math.isclose(step * 10**digits, round(step * 10**digits)) and abs(value) < 1e6:
-            return f"{value:,.{digits}f}"
-    return f"{value:.3g}"
-
-
-def compact(value: float, step: float = 1.0) -> str:
+def compact(value: float) -> str:
     """A large number with k, M or G."""
     for factor, suffix in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= factor:
@@ -217,8 +188,8 @@ def compact(value: float, step: float = 1.0) -> str:
     return f"{value:.4g}"
 
 
-PLAIN: Unit = (lambda value: f"{value:.4f}", decimals)
-COUNT: Unit = (lambda value: f"{value:,.0f}", compact)
-SHARE: Unit = (lambda value: f"{100 * value:.1f} %", lambda value, step: f"{decimals(100 * value, 100 * step)} %")
-BYTES: Unit = (lambda value: size(round(value)), lambda value, step: size(round(value)) if value else "0")
-RATE: Unit = (lambda value: f"{value:.3g}", lambda value, step: f"{value:.3g}")
+PLAIN: Unit = ("{:.4f}".format, "{:g}".format)
+COUNT: Unit = ("{:,.0f}".format, compact)
+SHARE: Unit = (lambda value: f"{100 * value:.1f} %", lambda value: f"{100 * value:g} %")
+BYTES: Unit = (size, lambda value: size(value) if value else "0")
+RATE: Unit = ("{:.3g}".format, "{:.3g}".format)

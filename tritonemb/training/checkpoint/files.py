@@ -103,12 +103,6 @@ def link_or_copy(source: Path, target: Path) -> None:
         sync(target)
 
 
-def free_bytes(folder: Path) -> int | None:
-    """Free bytes where this folder is or would be made."""
-    there = next((path for path in (folder, *folder.parents) if path.is_dir()), None)
-    return None if there is None else shutil.disk_usage(there).free
-
-
 def describe(shape: Any, dtype: torch.dtype) -> str:
     """A tensor's dtype and shape, in words."""
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from tritonemb.comm.group import RankGroup
 from tritonemb.storage.io import allocated
+from tritonemb.training.callbacks import CheckpointSaved
 from tritonemb.training.checkpoint.files import (
     FORMAT,
     MANIFEST,
-    free_bytes,
     ignore_single_process_warning,
     link_or_copy,
     read_manifest_text,
@@ -31,17 +31,7 @@ from tritonemb.training.checkpoint.files import (
     sync,
     write,
 )
-from tritonemb.training.checkpoint.writer import (
-    CheckpointWriter,
-    RankFiles,
-    Shards,
-    TableSnapshots,
-    in_pieces,
-    local_bytes,
-    refuse_missing_shards,
-    shards_of,
-    split_tables,
-)
+from tritonemb.training.checkpoint.writer import CheckpointWriter, RankFiles
 from tritonemb.training.ranks import CheckpointError, on_all_ranks, on_rank_zero
 
 # A half-written checkpoint; a whole one that a new one of the same name is to replace; a half-removed one.
@@ -85,8 +75,8 @@ class CheckpointFolder:
     def save(
         self, step: int, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], group: RankGroup | None = None,
         best: bool = False,
-    ) -> int:  # fmt: skip
-        """Write the checkpoint of a step; returns its size in bytes.
+    ) -> CheckpointSaved:  # fmt: skip
+        """Write the checkpoint of a step.
 
         Args:
             tensors: this rank's; what has the same name and is no `TableShards` or DTensor is the same on all ranks.
@@ -104,14 +94,10 @@ class CheckpointFolder:
         """
         writer = self.begin(step, tensors, manifest, group, best)
         with self.reporting(writer):
-            ignore_single_process_warning()
-            metadata = save(
-                dict(writer.tensors),
-                storage_writer=writer,
-                process_group=writer.group.process_group,
-                no_dist=writer.group.size == 1,
+            tensors, group = dict(writer.tensors), writer.group
+            return writer.result(
+                save(tensors, storage_writer=writer, process_group=group.process_group, no_dist=group.size == 1)
             )
-            return writer.result(metadata)[0]
 
     def begin(
         self, step: int, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], group: RankGroup | None = None,
@@ -122,14 +108,8 @@ class CheckpointFolder:
         Arguments and errors as of `save`.
         """
         group = RankGroup() if group is None else group
-        in_memory, tables = split_tables(tensors)
-        snapshots, aside = TableSnapshots(tables), self.folder / f"{WRITING}step-{step}"
-        text: dict[str, Any] = {}
-
-        def check() -> tuple[Shards, int, int, int]:
-            text.update(json.loads(json.dumps(manifest)))
-            on_disk = snapshots.write_back()  # if it fails, those rows are lost, and training ends
-            return shards_of(tensors), *local_bytes(in_memory), on_disk
+        aside = self.folder / f"{WRITING}step-{step}"
+        text = on_rank_zero(group, lambda: json.dumps(manifest))
 
         def make() -> None:
             self._remove_leftovers()
@@ -138,7 +118,7 @@ class CheckpointFolder:
         def begin() -> None:
             if not aside.is_dir():
                 raise OSError(f"{aside} is not there: all ranks must write to one folder, on a file system they share")
-            snapshots.begin(aside, self._earlier(step) if tables else [])
+            writer.snapshots.begin(aside, self._earlier(step) if writer.snapshots.tables else [])
 
         def publish(written: RankFiles) -> None:
             for name, (size, _) in written.files.items():
@@ -146,17 +126,15 @@ class CheckpointFolder:
                     raise OSError(
                         f"{aside / name} should have {size:,} bytes, rank 0 finds {found}: do all ranks share it?"
                     )
-            entries = {"tables": written.tables} if written.tables else {}
-            write(aside / MANIFEST, json.dumps({"format": FORMAT, **text, **entries, "files": written.files}, indent=1))
+            tables = {"tables": written.tables} if written.tables else {}
+            entries = {"format": FORMAT, **json.loads(text), **tables, "files": written.files}
+            write(aside / MANIFEST, json.dumps(entries, indent=1))
             self._publish(aside, self.folder / f"step-{step}", self._obsolete(step))
             if best:
                 self._mark_best(step)
 
-        shards, sharded, replicated, on_disk = zip(*on_all_ranks(group, check), strict=True)
-        refuse_missing_shards(shards)
-        needed = sum(sharded) + max(replicated) + sum(on_disk)
-        in_memory = in_pieces(in_memory) if group.size == 1 else in_memory
-        writer = CheckpointWriter(aside, step, needed, in_memory, snapshots, group, publish)
+        ignore_single_process_warning()
+        writer = CheckpointWriter(aside, step, tensors, group, publish)
         with self.reporting(writer):
             on_rank_zero(group, make, OSError)
             on_all_ranks(group, begin, OSError)
@@ -262,10 +240,11 @@ class CheckpointFolder:
                 shutil.rmtree(self.folder / f"{WRITING}{kind}-{step}", ignore_errors=True)
             with suppress(OSError):  # it is found where it is, too
                 self._restore_replaced()
-        free, kept = free_bytes(self.folder), self.latest()
+        there = next(path for path in (self.folder, *self.folder.absolute().parents) if path.is_dir())
+        kept = self.latest()
         return CheckpointError(
             f"the checkpoint of step {step} could not be written to {self.folder}: {cause}. It needs {needed:,} bytes, "
-            f"{'an unknown number' if free is None else format(free, ',')} are free there. "
+            f"{shutil.disk_usage(there).free:,} are free there. "
             f"{f'The checkpoint {kept.name} is whole' if kept else 'There is no earlier checkpoint'}"
         )
 
@@ -279,21 +258,15 @@ class RunFolder:
         self.log, self.report, self.config = (self.path / n for n in ("log.jsonl", "report.html", "config.toml"))
         self.trace, self.tensorboard = self.path / "trace.json", self.path / "tensorboard"
 
-    @contextmanager
-    def lock(self) -> Iterator[None]:
+    def lock(self) -> AbstractContextManager[object]:
         """Make the folder, and keep other processes out of it; a killed process keeps nobody out.
 
         ValueError if another process trains there, or nothing can be written there.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            lock = FileLock(self.path / ".lock")
-            lock.acquire(timeout=0)
+            return FileLock(self.path / ".lock").acquire(timeout=0)
         except Timeout as error:
             raise ValueError(f"another process trains in {self.path}; wait for it, or choose another folder") from error
         except OSError as error:
             raise ValueError(f"nothing can be written to {self.path}: {error}") from error
-        try:
-            yield
-        finally:
-            lock.release()

@@ -5,7 +5,6 @@ Checkpoints may be written while training goes on, by `torch.distributed.checkpo
 
 import atexit
 import sys
-import time
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -23,7 +22,6 @@ from tritonemb.comm.group import RankGroup
 from tritonemb.data.loader import merge_positions, rank_position
 from tritonemb.training import train_state
 from tritonemb.training.callbacks import CheckpointSaved
-from tritonemb.training.checkpoint.files import ignore_single_process_warning
 from tritonemb.training.checkpoint.folder import CheckpointFolder, RunFolder
 from tritonemb.training.checkpoint.reader import load_tensors, read_manifest, stored_tensors
 from tritonemb.training.checkpoint.writer import CheckpointWriter, HostStager
@@ -69,14 +67,10 @@ class AsyncSave:
         writer = self.folder.begin(step, tensors, manifest, self._group, best)
         writer.per_thread_copy_ahead = 0  # the copies are in host memory
         with self.folder.reporting(writer):
-            ignore_single_process_warning()
             future = async_save(
-                dict(writer.tensors),
-                storage_writer=writer,
-                process_group=self._process_group,
-                async_stager=self._stager,
-                no_dist=self._group.size == 1,
-            )
+                dict(writer.tensors), storage_writer=writer, process_group=self._process_group,
+                async_stager=self._stager, no_dist=self._group.size == 1,
+            )  # fmt: skip
         assert isinstance(future, Future)  # not of an asynchronous stager
         self._running = writer, future
         return before
@@ -88,11 +82,10 @@ class AsyncSave:
         writer, future = self._running
         try:
             with self.folder.reporting(writer):
-                num_bytes, seconds = writer.result(future.result())
+                return writer.result(future.result())
         finally:
             if future.done():
                 self._running = None
-        return CheckpointSaved(writer.step, self.folder.path(writer.step), num_bytes, seconds)
 
 
 def _finish(save: weakref.ref[AsyncSave]) -> None:
@@ -116,9 +109,8 @@ class CheckpointManager:
         """Write a checkpoint of this moment, and mark it if it is the best."""
         assert self._folder is not None
         self.finish()
-        start, step, folder = time.perf_counter(), self._state.progress.step, self._folder.checkpoints
-        size = folder.save(step, self.tensors(), self.manifest(), self._control, best)
-        return CheckpointSaved(step, folder.path(step), size, time.perf_counter() - start)
+        step, tensors, manifest = self._state.progress.step, self.tensors(), self.manifest()
+        return self._folder.checkpoints.save(step, tensors, manifest, self._control, best)
 
     def start(self, best: bool) -> CheckpointSaved | None:
         """Write a checkpoint of this moment, in a thread if asynchronous; what has been written since the last call.
@@ -148,8 +140,8 @@ class CheckpointManager:
     def manifest(self) -> dict[str, Any]:
         """All else, for JSON. Collective."""
         state = self._state
-        generators = state.ranks.gather(train_state.rng_plain())
-        positions: list[Any] = state.ranks.gather(state.progress.position)
+        generators = self._control.all_gather_object(train_state.rng_plain())
+        positions = self._control.all_gather_object(state.progress.position)
         position = None if state.progress.position is None else merge_positions(positions)
         return {
             "versions": versions(state.device),

@@ -3,8 +3,6 @@
 Rows of saved tables are read a piece at a time: out of a table's files or tensors, into a table on disk or into memory.
 """
 
-from __future__ import annotations
-
 import tempfile
 import zlib
 from collections import defaultdict
@@ -102,6 +100,7 @@ def load_tensors(
             no table on disk has been changed then, and nothing else if there are only such tables in the checkpoint.
     """
     path = Path(path)
+    ignore_single_process_warning()
     stored = stored_tensors(path, group)
     own = {name: describe(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
     problems = _differences(stored, on_all_ranks(group, lambda: own), ignore)
@@ -122,11 +121,9 @@ def load_tensors(
 
 
 def _load(
-    path: Path,
-    tensors: dict[str, Tensor],
-    stored: Mapping[str, TensorStorageMetadata],
+    path: Path, tensors: dict[str, Tensor], stored: Mapping[str, TensorStorageMetadata],
     fresh: dict[CachedTable, DiskRows],
-) -> None:
+) -> None:  # fmt: skip
     """Read into memory, and add rows that tables on disk are to adopt once nothing can go wrong any more, anywhere."""
     saved = saved_tables(path)
     in_memory, on_disk = split_tables(tensors)
@@ -138,7 +135,6 @@ def _load(
             fresh[part] = _write_rows(part, _tensor_blocks(path, prefix, entries, part.config))
     plain = {name: tensor for name, tensor in in_memory.items() if name.rpartition(".")[0] not in saved}
     if plain:
-        ignore_single_process_warning()
         load(plain, checkpoint_id=path, no_dist=True)  # each rank reads for itself
     for prefix, entry in saved.items():
         targets = {name: in_memory[f"{prefix}.{name}"] for name in entry["fields"] if f"{prefix}.{name}" in in_memory}
@@ -225,7 +221,7 @@ def _write_rows(table: CachedTable, blocks: Iterable[_Block], seed: int = 0) -> 
 
 
 @torch.no_grad()
-def _fill_tensors(parts: Sequence[_TablePart], targets: Mapping[str, Tensor]) -> None:
+def _fill_tensors(parts: Sequence["_TablePart"], targets: Mapping[str, Tensor]) -> None:
     """Fill whole tensors, or this rank's shards, of some of a table's fields."""
     shards = [
         (name, shard, shard.first_row, shard.first_row + shard.tensor.shape[0])
@@ -252,7 +248,7 @@ def _copy_columns(target: Tensor, first: int, values: Tensor, first_value: int) 
     target[:, begin - first : end - first] = values[:, begin - first_value : end - first_value]
 
 
-def _parts_of(path: Path, entry: Mapping[str, Any]) -> list[_TablePart]:
+def _parts_of(path: Path, entry: Mapping[str, Any]) -> "list[_TablePart]":
     """The parts of a table, of this entry of the manifest; ValueError if they do not make it up."""
     parts = [_TablePart(path, part) for part in entry["parts"]]
     try:
@@ -341,7 +337,6 @@ def _tensor_blocks(
         size = end - begin
         found = {n: torch.empty((size, *e.size[1:]), dtype=e.properties.dtype) for n, e in entries.items()}
         shards = {n: TableShards(entries[n].size, t.dtype, [LocalShard(t, begin)]) for n, t in found.items()}
-        ignore_single_process_warning()
         load({f"{prefix}.{name}": part for name, part in shards.items()}, checkpoint_id=path, no_dist=True)
         for rows in _chunks([(0, size)], max(1, CHUNK_BYTES // sum(t[0].nbytes for t in found.values()))):
             yield _Block(rows + begin, 0, {name: tensor[rows[0] : rows[-1] + 1] for name, tensor in found.items()})

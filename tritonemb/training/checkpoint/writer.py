@@ -6,8 +6,6 @@ their order. The files of earlier checkpoints are hard links, so every checkpoin
 removed.
 """
 
-from __future__ import annotations
-
 import re
 import time
 import zlib
@@ -32,39 +30,50 @@ from tritonemb.storage import DiskRows, IoFuture, snapshot_header
 from tritonemb.storage.aio import PAGE_BYTES
 from tritonemb.storage.io import allocated
 from tritonemb.tables.cached_table import CachedTable, DiskTensor, write_back
+from tritonemb.training.callbacks import CheckpointSaved
 from tritonemb.training.checkpoint.files import CHANGES, ROWS, describe, size_and_checksum, size_of, sync
 from tritonemb.training.ranks import Failure, on_all_ranks, raise_failures
 from tritonemb.types import TableConfig
 
 MAX_FILES = 64  # of a chain: each is opened, read and checked when a run is resumed
 
+# Shape and dtype of each sharded table or state, and the parts that a rank saves.
+Shards = Mapping[str, tuple[torch.Size, torch.dtype, list[Rectangle]]]
 Earlier = Sequence[tuple[Path, Mapping[str, Any]]]  # checkpoints and their manifests, newest first
 
 
 class CheckpointWriter(FileSystemWriter):
     """Writes one checkpoint for `torch.distributed.checkpoint`: each rank its part, then rank 0 publishes it.
 
+    The ranks of the group make it together. Arguments and errors as of `CheckpointFolder.save`.
+
     What goes wrong on a rank reaches the others as a `Failure`: an exception, which torch would send by pickle, may not
     be picklable, and the others would wait in vain.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        step: int,
-        needed: int,  # bytes, at most
-        tensors: Mapping[str, Tensor],
-        snapshots: TableSnapshots,
-        group: RankGroup,
-        publish: Callable[[RankFiles], None],  # for rank 0, when all ranks' files are on the disk
-    ) -> None:
+        self, folder: Path, step: int, tensors: Mapping[str, Tensor], group: RankGroup,
+        publish: Callable[["RankFiles"], None],  # for rank 0, when all ranks' files are on the disk
+    ) -> None:  # fmt: skip
+        self._began = time.perf_counter()
+        in_memory, tables = split_tables(tensors)
+        snapshots = TableSnapshots(tables)
+
+        def check() -> tuple[Shards, int, int, int]:
+            on_disk = snapshots.write_back()  # if it fails, those rows are lost, and training ends
+            shards = {n: (t.shape, t.dtype, t.rectangles()) for n, t in tensors.items() if isinstance(t, TableShards)}
+            return shards, *local_bytes(in_memory), on_disk
+
+        shards, sharded, replicated, on_disk = zip(*on_all_ranks(group, check), strict=True)
+        refuse_missing_shards(shards)
+        self.tensors = in_pieces(in_memory) if group.size == 1 else in_memory
         # Copying ahead from a device sorts tensors and waits for its stream, for nothing if all are in host memory.
-        copy_ahead = 10_000_000 if any(tensor.is_cuda for tensor in tensors.values()) else 0
+        copy_ahead = 10_000_000 if any(tensor.is_cuda for tensor in self.tensors.values()) else 0
         super().__init__(folder, sync_files=True, per_thread_copy_ahead=copy_ahead)
-        self.step, self.needed, self.tensors, self.snapshots, self.group = step, needed, tensors, snapshots, group
+        self.needed = sum(sharded) + max(replicated) + sum(on_disk)  # bytes, at most
+        self.step, self.snapshots, self.group = step, snapshots, group
         self._folder, self._publish = folder, publish
         self._error: BaseException | None = None
-        self._began = time.perf_counter()
 
     def write_data(self, plan: Any, planner: Any) -> Future[list[WriteResult]]:
         results: list[Any] = []
@@ -94,22 +103,11 @@ class CheckpointWriter(FileSystemWriter):
                 self._error, outcomes[0] = error, Failure.of(error)
         metadata.storage_data = outcomes  # the file has it all; torch sends this to all ranks
 
-    def result(self, metadata: Metadata) -> tuple[int, float]:
-        """Bytes of the checkpoint, and seconds until it was published, from what torch returns on every rank.
-
-        OSError if it could not be written; says on which rank.
-        """
+    def result(self, metadata: Metadata) -> CheckpointSaved:
+        """From what torch returns on every rank; OSError if it could not be written, which says on which rank."""
         raise_failures(metadata.storage_data, self._error, OSError)
         num_bytes, seconds = metadata.storage_data
-        return num_bytes, seconds
-
-
-Shards = Mapping[str, tuple[torch.Size, torch.dtype, list[Rectangle]]]
-
-
-def shards_of(tensors: Mapping[str, Tensor]) -> Shards:
-    """Shape and dtype of each sharded table or state, and the parts that this rank saves."""
-    return {n: (t.shape, t.dtype, t.rectangles()) for n, t in tensors.items() if isinstance(t, TableShards)}
+        return CheckpointSaved(self.step, self._folder.with_name(f"step-{self.step}"), num_bytes, seconds)
 
 
 def refuse_missing_shards(ranks: Sequence[Shards]) -> None:
@@ -194,7 +192,7 @@ class TableSnapshots:
     """Writes this rank's parts of tables on disk into a checkpoint's folder, while training goes on."""
 
     def __init__(self, tables: Mapping[str, DiskTable]) -> None:
-        self._tables = tables
+        self.tables = tables
         self._parts: dict[CachedTable, list[str]] = {}  # each once, with all its prefixes
         for prefix, table in tables.items():
             for part in (part for part, mine in table.parts.items() if mine):
@@ -221,7 +219,7 @@ class TableSnapshots:
 
         OSError if one could not be written, or does not follow those before.
         """
-        tables: dict[str, Any] = {prefix: {"fields": t.fields, "parts": []} for prefix, t in self._tables.items()}
+        tables: dict[str, Any] = {prefix: {"fields": t.fields, "parts": []} for prefix, t in self.tables.items()}
         num_bytes = sum(size for size, _ in files.values())
         for prefixes, config, linked, follows, path, future in self._snapshots:
             future.wait()
