@@ -1,7 +1,5 @@
 """What a model is fed with at each step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -30,7 +28,7 @@ class Batch:
     buffer: Tensor | None = field(default=None, repr=False, compare=False)
 
     @property
-    def layout(self) -> BatchLayout:
+    def layout(self) -> "BatchLayout":
         """Of a buffer with these tensors."""
         values = self.sparse.values()
         wide, num_dense = values.dtype == torch.int64, self.dense.shape[1]
@@ -44,21 +42,21 @@ class Batch:
             return Batch, (self.dense, self.sparse, self.labels)
         return self.layout.batch, (self.buffer,)
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
         if self.labels.device == torch.device(device):
             return self
         return self._map(lambda t: t.to(device, non_blocking=non_blocking))
 
-    def pin_memory(self) -> Batch:
+    def pin_memory(self) -> "Batch":
         return self._map(Tensor.pin_memory)
 
-    def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+    def _map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         if self.buffer is not None:
             return self.layout.batch(function(self.buffer))
         mapped: Batch = pytree.tree_map_only(Tensor, function, self)
         return mapped
 
-    def packed(self) -> Batch:
+    def packed(self) -> "Batch":
         """The same batch in one buffer; this one if it has one.
 
         Raises:

@@ -1,22 +1,18 @@
 """Click logs that need not fit in memory: read chunk by chunk, parsed by a few threads, shuffled buffer by buffer."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
-from tritonemb.data.columns import Array, concat
+from tritonemb.data.columns import Array
 from tritonemb.data.encode import encode, mix, numberings
 from tritonemb.data.files import Chunk, LogFile, Part, end_parts, find, is_remote, parts_of_files, split_files
-from tritonemb.data.in_memory import Dataset
 from tritonemb.data.parquet import ArrowSource, files_of_frames, head_of, time_mask
 from tritonemb.data.pipeline import FIELDS, Batcher, Block, Place, default_workers, in_order
 from tritonemb.data.protocol import (
@@ -201,15 +197,12 @@ class ClickLog:
             self._check_position(position, parts, split, buffer_rows // batch_size)
         batcher = Batcher(
             self.name,
-            split,
+            opened,
             lambda place: log.encoded(split, place),
             tuple(feature.name for feature in self.features),
-            batch_size,
             buffer_rows,
             order if shuffle else None,
-            opened.pin_memory,
-            needs_rows=shard == WHOLE,
-            read=self._left_out.get(split, ReadReport()) if shard[0] == 0 else ReadReport(),
+            self._left_out.get(split, ReadReport()) if shard[0] == 0 else ReadReport(),
         )
 
         def at_end(report: ReadReport) -> None:
@@ -256,23 +249,13 @@ class ClickLog:
         """The rows of a split as ids and numbers, chunk by chunk; close the iterator to end its threads."""
         return self.scan(split, lambda batch: encode(batch, self.schema, self.features, self._numberings), start)
 
-    def load(self) -> Dataset:
-        """All of it in memory."""
-        rows = {}
-        for split in self.splits():
-            with closing(self.encoded(split)) as blocks:
-                rows[split] = concat([block.rows for block in blocks])
-        if "test" not in rows:
-            raise ValueError(f"data set {self.name!r} has no test rows; a data set in memory needs some")
-        return Dataset(self.name, self.features, rows["train"], rows["test"], rows.get("validation"))
-
-    def all_rows_as(self, split: Split, files: Iterable[int] | None = None) -> ClickLog:
+    def all_rows_as(self, split: Split, files: Iterable[int] | None = None) -> Self:
         """The same log with one split: all rows, or those of the files with these numbers, in their order."""
         log = self._with("end", {split: tuple(map(Part, range(len(self.files)) if files is None else files))})
         log.options = replace(self.options, split=SplitRule(split_by="end", test_share=0.0))
         return log
 
-    def in_files(self, files: Mapping[Split, LogFile | None], left_out: dict[Split, ReadReport]) -> ClickLog:
+    def in_files(self, files: Mapping[Split, LogFile | None], left_out: dict[Split, ReadReport]) -> Self:
         """The same log, read from Parquet files with the good rows of its splits, None for one without rows.
 
         Args:
@@ -297,12 +280,12 @@ class ClickLog:
         columns = [(field.name, str(field.type)) for field in self.text_schema()]
         return digest([(file.location, file.size, file.modified) for file in self._files], options, columns)
 
-    def _with(self, kind: Kind, parts: dict[Split, tuple[Part, ...]]) -> ClickLog:
+    def _with(self, kind: Kind, parts: dict[Split, tuple[Part, ...]]) -> Self:
         log = copy.copy(self)
         log._kind, log._parts, log._known_rows = kind, parts, {}
         return log
 
-    def _shard(self, split: Split, shard: Shard) -> ClickLog:
+    def _shard(self, split: Split, shard: Shard) -> Self:
         parts = self._parts_of(split)
         if shard == WHOLE:
             return self

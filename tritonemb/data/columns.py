@@ -1,7 +1,5 @@
 """Rows in memory, column by column, and how a batch is cut from them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +31,7 @@ class Column:
     def __len__(self) -> int:
         return self.values.shape[0] if self.offsets is None else self.offsets.shape[0] - 1
 
-    def slice(self, start: int, stop: int) -> Column:
+    def slice(self, start: int, stop: int) -> "Column":
         if self.offsets is None:
             return Column(self.values[start:stop])
         offsets = self.offsets[start : stop + 1]
@@ -68,11 +66,11 @@ class Rows:
     def __len__(self) -> int:
         return self.labels.shape[0]
 
-    def slice(self, start: int, stop: int) -> Rows:
+    def slice(self, start: int, stop: int) -> "Rows":
         columns = tuple(column.slice(start, stop) for column in self.columns)
         return Rows(self.dense[start:stop], columns, self.labels[start:stop])
 
-    def take(self, rows: Tensor) -> Rows:
+    def take(self, rows: Tensor) -> "Rows":
         """The given rows, in their order."""
         return concat([self], rows.numpy())
 

@@ -112,8 +112,8 @@ def decoded(kind: Any) -> Any:
 
 def missing_of(array: Any) -> Array:
     """bool `[N]`, where a `pyarrow` array has nulls or NaN."""
-    missing: Array = array.is_null(nan_is_null=True).to_numpy(zero_copy_only=False)
-    return missing
+    bits = np.frombuffer(array.is_null(nan_is_null=True).buffers()[1], np.uint8)
+    return np.unpackbits(bits, count=len(array), bitorder="little").view(bool)
 
 
 def integers(array: Any, fill: bool = True) -> Array:

@@ -15,7 +15,7 @@ from tritonemb.data import protocol
 from tritonemb.data.columns import Array, Rows, concat, cut
 from tritonemb.data.files import Chunk
 from tritonemb.data.prefetch import Prefetcher
-from tritonemb.data.protocol import Position, PositionedBatch, ReadReport, Split
+from tritonemb.data.protocol import WHOLE, OpenOptions, Position, PositionedBatch, ReadReport
 
 R = TypeVar("R")
 
@@ -128,14 +128,11 @@ class Batcher:
     """Cuts the batches of one stream."""
 
     name: str  # of the data set, for messages
-    split: Split
+    options: OpenOptions
     blocks: Callable[[Place], Generator[Block, None, None]]  # of the split from a place on
     keys: tuple[str, ...]  # names of the features
-    batch_size: int
     buffer_rows: int  # rows of a shuffle buffer
     order: tuple[int, ...] | None  # what decides the order of the rows; None keeps it
-    pin_memory: bool
-    needs_rows: bool  # whether a split without rows is an error
     read: ReadReport  # bad rows that are not in the blocks any more; then also those that are
 
     def report(self, position: Position) -> ReadReport:
@@ -153,19 +150,19 @@ class Batcher:
                     rows = step.report.rows
                     yield step
                 batch = 0
-        if rows == 0 and self.needs_rows:
+        if rows == 0 and self.options.shard == WHOLE:
             skipped = f" ({self.read.skipped} bad ones were skipped)" if self.read.skipped else ""
-            raise ValueError(f"data set {self.name!r}: there are no {self.split} rows{skipped}")
+            raise ValueError(f"data set {self.name!r}: there are no {self.options.split} rows{skipped}")
         yield PositionedBatch(None, {}, replace(self.read, rows=rows))  # bad rows may have come since
 
     def _cut(self, buffer: ShuffleBuffer, first: int, rows: int, belongs_to: int) -> Iterator[PositionedBatch]:
-        num_rows, size = len(buffer.rows), self.batch_size
+        num_rows, size = len(buffer.rows), self.options.batch_size
         if first * size >= num_rows:
             raise ValueError(f"data set {self.name!r}: there are fewer rows than the position says")
         report = self.read
         for number in range(first, -(-num_rows // size)):
             run = slice(number * size, min((number + 1) * size, num_rows))
-            batch = cut(buffer.rows, self.keys, run, self.pin_memory)
+            batch = cut(buffer.rows, self.keys, run, self.options.pin_memory)
             rows += len(batch)
             if (number + 1) * size < num_rows:
                 place, at = buffer.start, (buffer.number, number + 1, rows)

@@ -1,7 +1,5 @@
 """What a trainer reads from: a `Data`, opened as a `Stream` of batches that can be closed and resumed."""
 
-from __future__ import annotations
-
 import hashlib
 import zlib
 from collections import Counter
@@ -54,12 +52,12 @@ class ReadReport:
     reasons: tuple[tuple[str, int], ...] = ()
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> ReadReport:
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
         """From what `asdict` and JSON made of one."""
         reasons = tuple((reason, count) for reason, count in values["reasons"])
         return cls(values["rows"], values["skipped"], tuple(values["problems"]), reasons)
 
-    def __add__(self, other: ReadReport) -> ReadReport:
+    def __add__(self, other: "ReadReport") -> "ReadReport":
         """Of the rows of both."""
         if not other.skipped:
             return replace(self, rows=self.rows + other.rows)
@@ -202,24 +200,19 @@ class Data(Protocol):
     @property
     def encoding(self) -> str:
         """A hex digest of how a row becomes numbers, whichever rows: a model fits data of the same encoding alone."""
-        ...
 
     @property
     def best_auc(self) -> float | None:
         """The Bayes-optimal AUC on the test rows, where it is known."""
-        ...
 
     def splits(self) -> tuple[Split, ...]:
         """The splits that it has."""
-        ...
 
     def num_rows(self, split: Split) -> int | None:
         """Rows of a split; None where that is not known before it has been read."""
-        ...
 
     def estimated_rows(self, split: Split) -> int | None:
         """About how many rows a split has, without reading it; None where that is not known."""
-        ...
 
     def open(self, split: Split, batch_size: int, **how: Any) -> Stream:
         """The batches of a split, or of a shard of it; the last one may be smaller.
@@ -230,7 +223,6 @@ class Data(Protocol):
         Raises:
             ValueError: no such split or shard; a batch size below 1; a position that cannot be one of this stream.
         """
-        ...
 
 
 def tables_of(features: tuple[Feature, ...], embedding_dim: int) -> list[TableConfig]:

@@ -1,12 +1,10 @@
 """How a log is read: which columns are label, numbers and categories, and which rows are held out."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 Kind = Literal["end", "random", "files", "time"]
 
@@ -85,7 +83,7 @@ class Schema:
         """The label, if there is one, dense and sparse columns."""
         return (*(self.label,) * labelled, *self.dense, *self.sparse)
 
-    def of(self, columns: Sequence[str], where: str, labelled: bool = True) -> Schema:
+    def of(self, columns: Sequence[str], where: str, labelled: bool = True) -> Self:
         """With the columns filled in, all of them once among those that the data at `where` has.
 
         Args:

@@ -4,8 +4,6 @@ A worker is started once, and serves one stream after the other: the loader's sa
 spawned, so none inherits threads of Numba or OpenMP. Batches come through shared memory.
 """
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import os
@@ -86,7 +84,7 @@ class DataLoaderWorkers(Closing):
         """End the processes; streams that are still open raise a RuntimeError."""
         self._close()
 
-    def free_worker(self) -> _Worker:
+    def free_worker(self) -> "_Worker":
         """One that serves no stream; a new one if all do."""
         if not self._close.alive:
             raise RuntimeError("these data loader workers have been closed")
@@ -97,7 +95,7 @@ class DataLoaderWorkers(Closing):
         return free
 
 
-def _close(workers: list[_Worker], starter: int) -> None:
+def _close(workers: "list[_Worker]", starter: int) -> None:
     if os.getpid() != starter:  # in a process forked off, to which they do not belong
         return
     for worker in workers:
