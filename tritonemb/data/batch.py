@@ -57,11 +57,8 @@ class Batch:
         return mapped
 
     def packed(self) -> "Batch":
-        """The same batch in one buffer; this one if it has one.
-
-        Raises:
-            ValueError: ids have weights, or numbers are of another type than a buffer has.
-        """
+        """The same batch in one buffer; this one if it has one. ValueError if ids have weights, or numbers another type
+        than a buffer has."""
         if self.buffer is not None:
             return self
         if self.sparse.weights_or_none() is not None:

@@ -37,21 +37,11 @@ class Column:
         offsets = self.offsets[start : stop + 1]
         return Column(self.values[int(offsets[0]) : int(offsets[-1])], offsets - offsets[0])
 
-    def take(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Values and int32 lengths of the given rows, in their order."""
-        places, lengths = rows.numpy(), np.ones(rows.shape[0], dtype=np.int32)
-        if self.offsets is not None:
-            places, lengths = _places(self.offsets.numpy(), places)
-        return torch.from_numpy(self.values.numpy()[places]), torch.from_numpy(lengths.astype(np.int32))
-
 
 @dataclass(frozen=True)
 class Rows:
     """Rows of a data set: `dense` `[N, num_dense]` float32, one column a feature, `labels` `[N]` float32 in {0, 1}.
-
-    Raises:
-        ValueError: where the numbers of rows differ.
-    """
+    ValueError where the numbers of rows differ."""
 
     dense: Tensor
     columns: tuple[Column, ...]
@@ -76,10 +66,8 @@ class Rows:
 
 
 def concat(parts: Sequence[Rows], order: Array | None = None) -> Rows:
-    """The rows of all parts, one part after the other; with `order` (int64 `[N]`), those rows in that order.
-
-    Column by column, so that there is never more than one of them twice.
-    """
+    """The rows of all parts, one part after the other; with `order` (int64 `[N]`), those rows in that order. Column by
+    column, so that there is never more than one of them twice."""
     if len(parts) == 1 and order is None:
         return parts[0]
     columns = []
@@ -99,10 +87,8 @@ def concat(parts: Sequence[Rows], order: Array | None = None) -> Rows:
 
 
 def cut(rows: Rows, keys: tuple[str, ...], chosen: Array | slice, pin_memory: bool = False) -> Batch:
-    """The batch of the chosen rows (int64 `[B]`, in their order, or a run of them), in one buffer.
-
-    NumPy copies, since this runs in a thread of its own: torch would start a team of workers for every such thread.
-    """
+    """The batch of the chosen rows (int64 `[B]`, in their order, or a run of them), in one buffer. NumPy copies: for a
+    thread of its own, torch would start a team of workers."""
     size = chosen.stop - chosen.start if isinstance(chosen, slice) else len(chosen)
     picks = [None if column.offsets is None else _pick(column.offsets.numpy(), chosen) for column in rows.columns]
     counts = [size if pick is None else int(pick[1].sum()) for pick in picks]

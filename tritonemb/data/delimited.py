@@ -57,10 +57,8 @@ class Parsed:
 
 
 class CsvFormat:
-    """CSV with these columns. The label and dense columns are float64, sparse ones int64 or strings.
-
-    With `quoted`, fields in quotes may contain line ends.
-    """
+    """CSV with these columns: label and dense ones float64, sparse ones int64 or strings. With `quoted`, fields in
+    quotes may contain line ends."""
 
     quote = True
 
@@ -279,11 +277,8 @@ def count_lines(data: Text) -> int:
 
 
 def read_line(source: Any, quoted: bool = False) -> bytes:
-    """The next line with its end, nothing at the end of the file; with `quoted`, line ends in quotes are part of it.
-
-    Of a line that is too long, the beginning alone. A quote that is not closed before that is none: its line ends with
-    the next line feed.
-    """
+    """The next line with its end, nothing at the end of the file; with `quoted`, line ends in quotes are part of it. Of
+    a line that is too long, the beginning alone; a quote not closed before that is none."""
     line: bytes = source.readline(LONGEST_LINE + 1)
     while quoted and line.count(b'"') % 2 and len(line) <= LONGEST_LINE:
         if not (more := source.readline(LONGEST_LINE + 1)):

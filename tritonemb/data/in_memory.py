@@ -17,16 +17,15 @@ from tritonemb.data.protocol import (
     ReadReport,
     Split,
     Stream,
+    Tables,
     check_position,
     digest,
     fingerprint,
-    tables_of,
 )
-from tritonemb.types import TableConfig
 
 
 @dataclass(frozen=True)
-class Dataset:
+class Dataset(Tables):
     """Train, test and (where the data set has them) validation rows of a binary classification problem.
 
     Args:
@@ -78,10 +77,6 @@ class Dataset:
         """See `tritonemb.data.protocol.Data.encoding`: by the features' names and sizes."""
         return digest("in memory", self.num_dense, self.features)
 
-    def tables(self, embedding_dim: int) -> list[TableConfig]:
-        """One table a feature, all of one dim; the bags of multi-hot features are averaged."""
-        return tables_of(self.features, embedding_dim)
-
     def splits(self) -> tuple[Split, ...]:
         """The splits that it has."""
         return tuple(split for split in SPLITS if split != "validation" or self.validation is not None)
@@ -112,9 +107,8 @@ class Dataset:
             check_position(options.position, ("row",), belongs_to, self.name)
             first = options.position["row"]
             if first > num_rows or (first % batch_size and first != num_rows):
-                raise ValueError(
-                    f"data set {self.name!r}: no batch of {batch_size} begins at row {first} of {num_rows}"
-                )
+                where = f"data set {self.name!r}"
+                raise ValueError(f"{where}: no batch of {batch_size} begins at row {first} of {num_rows}")
         order = permutation(len(rows), options.seed, options.epoch) if options.shuffle else np.arange(len(rows))
         order = order[index::count].copy() if count > 1 else order  # a view would keep all of it in memory
         keys = tuple(feature.name for feature in self.features)
@@ -126,11 +120,3 @@ class Dataset:
                 yield PositionedBatch(batch, {"of": belongs_to, "row": stop}, ReadReport(rows=stop))
 
         return Stream(batches(), {"of": belongs_to, "row": first}, ReadReport(rows=first))
-
-    def train_batches(self, batch_size: int, seed: int = 0, epoch: int = 0) -> Stream:
-        """The train rows, shuffled by (seed, epoch); the last batch may be smaller."""
-        return self.open("train", batch_size, seed=seed, epoch=epoch, shuffle=True)
-
-    def test_batches(self, batch_size: int) -> Stream:
-        """The test rows in their order; the last batch may be smaller."""
-        return self.open("test", batch_size)

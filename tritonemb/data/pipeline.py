@@ -24,16 +24,13 @@ MOST_WORKERS = 8
 FIELDS = ("part", "offset", "line", "skip", "skipped", "window", "batch", "rows")  # of a position
 
 
-def default_workers() -> int:
-    return min(max((os.cpu_count() or 1) // protocol.reading_processes, 1), MOST_WORKERS)
-
-
-def in_order(job: Callable[[Chunk], R], chunks: Iterator[Chunk], workers: int) -> Generator[R, None, None]:
+def in_order(job: Callable[[Chunk], R], chunks: Iterator[Chunk], workers: int | None) -> Generator[R, None, None]:
     """`job(chunk)` of every chunk, in their order; its exception comes in its place.
 
-    At most `CHUNKS_READ + 1` chunks wait for a thread and at most `2 * workers + 1` are being worked on or wait as
-    results, so memory does not depend on the size of the log. Closing the generator ends all threads.
+    At most `CHUNKS_READ + 1` chunks wait for a thread and `2 * workers + 1` are worked on or wait as results, so memory
+    does not depend on the size of the log. Closing the generator ends all threads.
     """
+    workers = workers or min(max((os.cpu_count() or 1) // protocol.reading_processes, 1), MOST_WORKERS)
     read = Prefetcher(chunks, CHUNKS_READ + 1, "tritonemb-read")
     pool = ThreadPoolExecutor(workers, thread_name_prefix="tritonemb-parse")
     results: deque[Future[R]] = deque()
@@ -89,11 +86,8 @@ def shuffle_buffers(
     blocks: Iterable[Block], num_rows: int, order: Callable[[int, int], Array | None], start: Place, number: int
 ) -> Iterator[ShuffleBuffer]:
     """The blocks' rows from `start` on in buffers of `num_rows`, the last one smaller; `number` is that of the first.
-
-    All rows of a buffer are put in order at once: batch by batch, every one of them would be looked for in memory.
-    `order` is called with their number and that of the buffer; None keeps them as they are.
-    ValueError if there are fewer rows than `start.skip`.
-    """
+    `order` is called with the number of rows and that of the buffer; None keeps them as they are. ValueError if there
+    are fewer rows than `start.skip`."""
     pieces: list[Rows] = []
     gathered, left_out, skipped, stop = 0, start.skip, start.skipped, start
     for block in blocks:

@@ -89,10 +89,7 @@ class Prefetcher(Iterator[T]):
 
     def close(self, failed: bool = False) -> None:
         """Stop the thread and wait for it; it ends with the item that it is making. There are no further items.
-
-        Args:
-            failed: this rank, or another one, has failed.
-        """
+        `failed`: this rank, or another one, has failed."""
         if self._queues.inherited:
             return
         if self._complete and not failed:

@@ -108,11 +108,11 @@ class Stream(Batches):
     """Batches in their order, prefetched in a thread; errors of the source come out of `next`.
 
     Args:
-        batches: the source; closed with the stream. After the last batch, the report of all rows may come.
+        batches: closed with the stream; after the last batch, the report of all rows may come.
         position: of the first batch.
         report: of the rows before it.
-        at_end: called with the report when the last batch has been returned and the next one is asked for.
-        on_stop: lets `batches` cancel what it waits for; see `Prefetcher`.
+        at_end: called with the report when a batch behind the last one is asked for.
+        on_stop: see `Prefetcher`.
         depth: batches that are prefetched.
 
     Attributes:
@@ -230,6 +230,16 @@ def tables_of(features: tuple[Feature, ...], embedding_dim: int) -> list[TableCo
     return [
         TableConfig(f.name, f.num_embeddings, embedding_dim, pooling="mean" if f.multi_hot else "sum") for f in features
     ]
+
+
+class Tables:
+    """What data sets can do with their features."""
+
+    features: tuple[Feature, ...]
+
+    def tables(self, embedding_dim: int) -> list[TableConfig]:
+        """One table a feature, all of one dim; the bags of multi-hot features are averaged."""
+        return tables_of(self.features, embedding_dim)
 
 
 def digest(*parts: object) -> str:

@@ -25,10 +25,9 @@ from tritonemb.data.protocol import (
     ReadReport,
     Split,
     Stream,
-    tables_of,
+    Tables,
 )
 from tritonemb.flight import Client, Message, start_server
-from tritonemb.types import TableConfig
 
 TOKEN, ROOTS = "TRITONEMB_TOKEN", "TRITONEMB_TLS_ROOTS"  # variables of the environment
 PATIENCE = 5.0  # seconds for open streams to end
@@ -37,7 +36,7 @@ PATIENCE = 5.0  # seconds for open streams to end
 class ReaderHost(Closing):
     """Serves the batches of `data` to clients with the token.
 
-    Every stream has the threads and the memory of `data.open`, and waits while the trainer takes no batches.
+    Every stream has the threads and memory of `data.open`, and waits while the trainer takes no batches.
 
     Args:
         address: `grpc://HOST:PORT`, or `grpc+tls://HOST:PORT`; port 0 takes a free one.
@@ -96,7 +95,7 @@ def _answer(data: Data, closed: threading.Event, request: dict[str, Any]) -> Ite
             del item  # or it would stay until the next one is there
 
 
-class RemoteData:
+class RemoteData(Tables):
     """A data set that reader hosts read: a `Data` for `te.Trainer` and for loops of your own.
 
     Args:
@@ -128,10 +127,6 @@ class RemoteData:
         self.encoding: str = first["encoding"]
         self.best_auc: float | None = first["best_auc"]
         self._splits: tuple[Split, ...] = tuple(first["splits"])
-
-    def tables(self, embedding_dim: int) -> list[TableConfig]:
-        """One table a feature, all of one dim; the bags of multi-hot features are averaged."""
-        return tables_of(self.features, embedding_dim)
 
     def splits(self) -> tuple[Split, ...]:
         """The splits that it has."""

@@ -1,7 +1,7 @@
 """Data loader workers: processes of `torch.utils.data.DataLoader` that read shards of the data.
 
-A worker is started once, and serves one stream after the other: the loader's sampler names what to read. Processes are
-spawned, so none inherits threads of Numba or OpenMP. Batches come through shared memory.
+A worker serves one stream after the other: the loader's sampler names what to read. Processes are spawned, so none
+inherits threads of Numba or OpenMP. Batches come through shared memory.
 """
 
 import atexit
