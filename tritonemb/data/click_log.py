@@ -2,6 +2,7 @@
 
 import copy
 import hashlib
+import logging
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -39,21 +40,22 @@ from tritonemb.utils import LazyModule
 
 pa: Any = LazyModule("pyarrow")
 
+_log = logging.getLogger(__name__)
+
 UNSHUFFLED_ROWS = 16_384  # of a buffer whose rows keep their order
 
 
 class ClickLog(Tables):
     """A log of clicks in one file, several, or a folder: Criteo's TSV or CSV (plain, .gz or .zst), or Parquet.
 
-    Memory holds, whatever the size of the log: `2 * workers + 5` chunks of `chunk_bytes` or what they were parsed to,
-    about `8 * workers` times `chunk_bytes` while they are parsed, and twice `shuffle_rows` rows.
+    Memory holds `2 * workers + 5` chunks of `chunk_bytes` or what they were parsed to, about `8 * workers` times
+    `chunk_bytes` while they are parsed, and twice `shuffle_rows` rows.
 
     Args:
         source: a file, several in their order, or a folder with data files, in natural order of their names; remote
             ones by a URI such as `s3://bucket/logs`. Or a data frame as a file; see `from_dataframe`.
         options: how it is read.
         name: for messages; the file's or folder's if not given.
-        say: is called, before it is done, with a line about work that takes a pass over the data.
         labelled: whether rows have a label; those of a log that is only scored may have none, and get 0.
 
     Raises:
@@ -67,7 +69,6 @@ class ClickLog(Tables):
         options: LogOptions | None = None,
         *,
         name: str | None = None,
-        say: Callable[[str], None] | None = None,
         labelled: bool = True,
     ) -> None:
         self.options = options or LogOptions()
@@ -99,11 +100,10 @@ class ClickLog(Tables):
             Feature(column, self._numberings[column].num_embeddings, column in self._source.multi_hot)
             for column in self.schema.sparse
         )
-        self._parts = parts_of_files(by_split) if self._kind == "files" else self._split_rows(say)
+        self._parts = parts_of_files(by_split) if self._kind == "files" else self._split_rows()
         self._parts = {split: parts for split, parts in self._parts.items() if parts}
 
-    def _split_rows(self, say: Callable[[str], None] | None) -> dict[Split, tuple[Part, ...]]:
-        """What each split reads, where rows are held out."""
+    def _split_rows(self) -> dict[Split, tuple[Part, ...]]:
         rule = self.options.split
         whole = tuple(Part(file) for file in range(len(self._files)))
         held_out: dict[Split, Any] = {"validation": rule.validation_share, "test": rule.test_share}
@@ -111,8 +111,8 @@ class ClickLog(Tables):
             held_out = {"validation": rule.validation_from, "test": rule.test_from}
         if self._kind != "end" or not any(held_out.values()):
             return {split: whole for split in SPLITS if split == "train" or held_out[split]}
-        if say and any(file.codec for file in self._files):
-            say(f"{self.name}: unpacking it once to learn its size, so that its last rows can be held out")
+        if any(file.codec for file in self._files):
+            _log.warning("%s: unpacking it once to learn its size, so that its last rows can be held out", self.name)
         parts = end_parts(rule, self._source.sizes())
         for split, share in {"train": 1.0, **held_out}.items():
             if share and not parts[split]:

@@ -118,7 +118,6 @@ def _copy(source: Array, chosen: Array | slice, target: Array) -> None:
 
 
 def _pick(offsets: Array, chosen: Array | slice) -> tuple[Array | slice, Array]:
-    """Where the ids of the chosen rows stand, and how many there are in each."""
     if not isinstance(chosen, slice):
         return _places(offsets, chosen)
     ends = offsets[chosen.start : chosen.stop + 1]

@@ -38,13 +38,13 @@ def convert(
 ) -> ReadReport:
     """Write a text file as a Parquet file, or a folder of them as a folder of Parquet files; report what was written.
 
-    Each file is written aside and gets its name when it is whole. It has the columns of the schema: the label as int8,
-    numbers as float64 and categories as string or int64; of Criteo's format int_1 to int_13 as int64 and cat_1 to
-    cat_26 as uint32. An empty field is null. A `ClickLog` gives the same batches for both.
+    Each file gets its name when it is whole. It has the columns of the schema: the label as int8, numbers as float64
+    and categories as string or int64; of Criteo's format int_1 to int_13 as int64 and cat_1 to cat_26 as uint32. An
+    empty field is null. A `ClickLog` gives the same batches for both.
 
     Args:
         target: must not be there yet; in a folder, none of the files.
-        options: how the text is read; which rows it holds out does not matter here.
+        options: how the text is read, whichever rows it holds out.
         row_group_rows: rows of a row group, all but the last.
         progress: is called with the number of rows written so far, now and then.
 
@@ -79,8 +79,8 @@ def cached_as_parquet(
 ) -> ClickLog:
     """The same log read from Parquet files in a folder, written there unless they are; only text is converted.
 
-    Splits, rows, their order and so batches are the same; each split has a file of its own. Rows that are skipped as
-    bad are reported in each epoch as before. Processes that ask for the same files wait for the one that writes them.
+    Splits, rows and their order are the same; each split has a file of its own. Bad rows that were skipped are reported
+    in each epoch as before. Processes that ask for the same files wait for the one that writes them.
 
     Args:
         folder: made if need be. Another log, or another way to read it, has other files there.
@@ -267,7 +267,7 @@ class ConvertOptions:
 
 def make_vocabulary(options: VocabOptions) -> str:
     """Raises ValueError, FileNotFoundError: as `ClickLog` and `build_vocabulary`."""
-    log = ClickLog(options.data, options.read, say=_say)
+    log = ClickLog(options.data, options.read)
     report = build_vocabulary(log, options.out, options.min_count, options.max_size, progress=_progress("read"))
     sizes = ", ".join(f"{name} {size:,}" for name, size in report.num_embeddings.items())
     lines = [f"{options.out}: {report.rows:,} train rows{_skipped(report.skipped)}", f"ids: {sizes}"]
@@ -288,18 +288,13 @@ def _skipped(rows: int) -> str:
     return f"; {rows:,} bad rows were left out" if rows else ""
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def _progress(verb: str) -> Callable[[int], None]:
-    """Says how far it is, on stderr, every few seconds."""
     last = time.monotonic()
 
     def report(rows: int) -> None:
         nonlocal last
         if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
             last = time.monotonic()
-            _say(f"{rows:,} rows {verb}")
+            print(f"{rows:,} rows {verb}", file=sys.stderr, flush=True)
 
     return report

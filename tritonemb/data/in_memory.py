@@ -107,8 +107,9 @@ class Dataset(Tables):
             check_position(options.position, ("row",), belongs_to, self.name)
             first = options.position["row"]
             if first > num_rows or (first % batch_size and first != num_rows):
-                where = f"data set {self.name!r}"
-                raise ValueError(f"{where}: no batch of {batch_size} begins at row {first} of {num_rows}")
+                raise ValueError(
+                    f"data set {self.name!r}: no batch of {batch_size} begins at row {first} of {num_rows}"
+                )
         order = permutation(len(rows), options.seed, options.epoch) if options.shuffle else np.arange(len(rows))
         order = order[index::count].copy() if count > 1 else order  # a view would keep all of it in memory
         keys = tuple(feature.name for feature in self.features)

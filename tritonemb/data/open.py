@@ -1,8 +1,7 @@
 """Open a data set by its name, its path or the hosts that read it; `tritonemb serve` makes this machine such a host."""
 
 import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,23 +27,16 @@ def kind_of(name_or_path: str) -> str:
 
 
 def open_dataset(
-    name_or_path: str,
-    path: str | Path | None = None,
-    *,
-    log: LogOptions | None = None,
-    seed: int = 0,
-    say: Callable[[str], None] | None = None,
+    name_or_path: str, path: str | Path | None = None, *, log: LogOptions | None = None, seed: int = 0
 ) -> Dataset | ClickLog | RemoteData:
     """Open a data set by name, a log of clicks by its path, or what reader hosts serve by their addresses.
 
     Args:
-        name_or_path: one of `NAMES` or `ALIASES`; or the path or URI of a file or folder: Criteo's TSV, CSV or Parquet;
+        name_or_path: one of `NAMES` or `ALIASES`; the path or URI of a file or folder: Criteo's TSV, CSV or Parquet;
             or the addresses of reader hosts, "grpc://HOST:PORT" or "grpc+tls://HOST:PORT", with commas between them.
-        path: the file or folder of "criteo-kaggle" and "criteo-terabyte", the folder of "adult"; "movielens-100k" and
-            "synthetic" take none.
+        path: of the data sets "criteo-kaggle", "criteo-terabyte" and "adult"; the others take none.
         log: how a log is read.
         seed: of the synthetic data.
-        say: is called before work that takes a pass over the data; see `ClickLog`.
 
     Raises:
         ValueError, FileNotFoundError, ConnectionError, PermissionError: saying what to do.
@@ -57,7 +49,7 @@ def open_dataset(
             raise ValueError(f"{kind!r} is not one of {NAMES} but a path; a second one was given: {str(path)!r}")
         if not exists(kind):
             raise FileNotFoundError(f"{kind!r} is neither a file or folder nor one of the data sets {NAMES}")
-        return ClickLog(kind, log, say=say)
+        return ClickLog(kind, log)
     if kind in ("movielens-100k", "synthetic"):
         if path is not None:
             raise ValueError(f"data set {kind!r} takes no path, got {str(path)!r}")
@@ -65,7 +57,7 @@ def open_dataset(
     if path is None:
         needed = "file" if kind == "criteo-kaggle" else "folder"
         raise ValueError(f"data set {name_or_path!r} needs a path: the {needed} to read")
-    return load_adult(path) if kind == "adult" else ClickLog(path, log, name=kind, say=say)
+    return load_adult(path) if kind == "adult" else ClickLog(path, log, name=kind)
 
 
 def from_dataframe(frame: Any, options: LogOptions | None = None, *, name: str = "data frame") -> ClickLog:
@@ -88,8 +80,7 @@ def from_dataframe(frame: Any, options: LogOptions | None = None, *, name: str =
 def open_for_scoring(path: str | Path, log: LogOptions, features: Sequence[Feature]) -> ClickLog:
     """Open a log whose rows, all of them and in their order, are test rows, for a model trained on these features.
 
-    Args:
-        log: as in training; its split rule is ignored. The label may be missing, as in Criteo's test.txt.
+    `log` is as in training; its split rule is ignored. The label may be missing, as in Criteo's test.txt.
 
     Raises:
         ValueError, FileNotFoundError: the log can not be read, or has other features.
@@ -134,14 +125,8 @@ class ServeOptions:
 
 
 def serve(options: ServeOptions) -> None:
-    """Serve until SIGINT or SIGTERM.
-
-    Raises:
-        ValueError, FileNotFoundError, OSError: as `open_dataset` and `ReaderHost`.
-    """
-    data: Data = open_dataset(
-        options.data, options.path, log=options.read, seed=options.seed, say=lambda text: print(text, file=sys.stderr)
-    )
+    """Serve until SIGINT or SIGTERM. Raises what `open_dataset` and `ReaderHost` raise."""
+    data: Data = open_dataset(options.data, options.path, log=options.read, seed=options.seed)
     with ReaderHost(data, options.address, certificate=options.certificate, key=options.key) as host:
         print(f"serving {data.name} at {host.address}", flush=True)
         if TOKEN not in os.environ:

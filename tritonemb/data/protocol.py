@@ -160,11 +160,8 @@ class OpenOptions:
         seed, epoch: decide the order if `shuffle`.
         position: of a stream opened with the same arguments: resume exactly there.
         pin_memory: make the batches in page-locked memory.
-        shard: (index, count): the index-th of `count` disjoint shards that together are all rows of the split. A shard
-            without rows ends at once, as there may be more shards than rows.
-
-    Raises:
-        ValueError: a batch size below 1; no such shard.
+        shard: (index, count): the index-th of `count` disjoint shards that together are all rows of the split. There
+            may be more shards than rows.
     """
 
     split: Split
@@ -215,10 +212,7 @@ class Data(Protocol):
         """About how many rows a split has, without reading it; None where that is not known."""
 
     def open(self, split: Split, batch_size: int, **how: Any) -> Stream:
-        """The batches of a split, or of a shard of it; the last one may be smaller.
-
-        Args:
-            how: see `OpenOptions`.
+        """The batches of a split, or of a shard of it; the last one may be smaller. `how`: see `OpenOptions`.
 
         Raises:
             ValueError: no such split or shard; a batch size below 1; a position that cannot be one of this stream.

@@ -146,8 +146,8 @@ class RemoteData(Tables):
         """See `tritonemb.data.protocol.Data.open`: the same batches, positions and errors as the host's own data set.
 
         Raises:
-            ConnectionError: the host does not answer, here or out of `next`. Exceptions of the data set keep their type
-                if it is a built-in one; else they come as the nearest built-in type.
+            ConnectionError: the host does not answer, here or out of `next`. Exceptions of the data set come as their
+                nearest built-in type.
         """
         request = {"action": "open"} | asdict(OpenOptions(split, batch_size, **how))
         pin_memory = request.pop("pin_memory")
@@ -178,10 +178,9 @@ def _to_items(messages: Generator[Message, None, None], pin_memory: bool) -> Ite
 
 
 def _batch(layout: BatchLayout, data: Any, pin_memory: bool) -> Batch:
-    """Offsets do not travel."""
     buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=pin_memory)
     buffer.numpy()[: layout.bytes_before_offsets] = data
     lengths, offsets = (view.numpy() for view in layout.views(buffer)[3:])
     offsets[0] = 0
-    np.cumsum(lengths, out=offsets[1:])
+    np.cumsum(lengths, out=offsets[1:])  # they do not travel
     return layout.batch(buffer)

@@ -84,14 +84,8 @@ class Schema:
         return (*(self.label,) * labelled, *self.dense, *self.sparse)
 
     def of(self, columns: Sequence[str], where: str, labelled: bool = True) -> Self:
-        """With the columns filled in, all of them once among those that the data at `where` has.
-
-        Args:
-            labelled: whether the label is among them.
-
-        Raises:
-            ValueError: listing the columns found.
-        """
+        """With the columns filled in, all of them, the label too if `labelled`, once among those that the data at
+        `where` has; ValueError listing the columns found if not."""
         schema = self
         if not self.label:
             if not set(FIELDS if labelled else FIELDS[1:]) <= set(columns):

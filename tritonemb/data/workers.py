@@ -40,10 +40,9 @@ class DataLoaderWorkers(Closing):
     and SIGTERM, which often go to all processes of a job, whose trainers then still finish a step.
 
     Args:
-        data: is pickled and sent to each worker once; tensors go to shared memory, which all workers have in common.
-            The workers import the main program, so what it runs belongs behind `if __name__ == "__main__":`.
-        num_workers: at most so many read one stream, whose shards they divide among them. A stream that is opened while
-            another one is read has its own.
+        data: is pickled for each worker once; tensors go to shared memory, which all have in common. The workers import
+            the main program, so what it runs belongs behind `if __name__ == "__main__":`.
+        num_workers: that divide the shards of one stream. A stream opened while another one is read has its own.
 
     Raises:
         ValueError: `num_workers` is below 1.
@@ -66,8 +65,8 @@ class DataLoaderWorkers(Closing):
         """Give each of the shards its stream; see `tritonemb.data.loader.open_shards`.
 
         Raises:
-            RuntimeError: a worker could not start, or has ended: here or out of `next`. Exceptions of the data set keep
-                their type if it is a built-in one; else they come as the nearest built-in type.
+            RuntimeError: a worker could not start, or has ended: here or out of `next`. Exceptions of the data set come
+                as their nearest built-in type.
             TypeError: the data set cannot be pickled.
         """
         parts = [shards[first :: self._num_workers] for first in range(min(self._num_workers, len(shards)))]
@@ -157,7 +156,6 @@ class _Worker:
             self._shared[SERIAL] = 0
 
     def items(self, serial: int, pin_memory: bool) -> Generator[PositionedBatch, None, None]:
-        """What the worker reads for a request."""
         try:
             self._start()
             while self._shared[SERIAL] == serial:
@@ -224,7 +222,6 @@ class _WorkerStream(Stream):
         super().__init__(items, {}, on_stop=stop, depth=PREFETCH_DEPTH)
 
     def begin(self, shard: ShardState) -> None:
-        """Attach it to the next of its shards."""
         first = next(self._batches)
         self.position, self.report = first.position, first.report
         shard.attach(self)
