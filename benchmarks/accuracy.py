@@ -57,7 +57,7 @@ def plain_auc(config: TrainConfig, data: Dataset, model: PlainDLRM) -> float:
         plain_optimizer(config, model),
     ]
     for epoch in range(config.epochs):
-        for batch in data.train_batches(config.batch_size, config.seed, epoch):
+        for batch in data.open("train", config.batch_size, seed=config.seed, epoch=epoch, shuffle=True):
             loss = F.binary_cross_entropy_with_logits(model(batch.dense, batch.sparse), batch.labels)
             for optimizer in optimizers:
                 optimizer.zero_grad()
@@ -65,7 +65,7 @@ def plain_auc(config: TrainConfig, data: Dataset, model: PlainDLRM) -> float:
             for optimizer in optimizers:
                 optimizer.step()
     with torch.no_grad():
-        logits = [model(batch.dense, batch.sparse) for batch in data.test_batches(config.batch_size)]
+        logits = [model(batch.dense, batch.sparse) for batch in data.open("test", config.batch_size)]
     return binary_metrics(torch.cat(logits), data.test.labels).auc
 
 

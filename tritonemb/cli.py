@@ -199,7 +199,7 @@ _SIMPLE = {
     "predict": ("tritonemb.training.job", "PredictOptions", "predict"),
     "vocab": ("tritonemb.data.convert", "VocabOptions", "make_vocabulary"),
     "convert": ("tritonemb.data.convert", "ConvertOptions", "convert_log"),
-    "serve": ("tritonemb.data.serve", "ServeOptions", "serve"),
+    "serve": ("tritonemb.data.open", "ServeOptions", "serve"),
 }
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
     "train": _train,

@@ -23,10 +23,10 @@ def rows(dtype: torch.dtype = torch.int32) -> Rows:
 def test_a_batch_is_what_its_rows_are(dtype, chosen):
     whole = rows(dtype)
     batch = cut(whole, KEYS, torch.tensor(chosen, dtype=torch.int64).numpy())
-    values, lengths = zip(
-        *(column.take(torch.tensor(chosen, dtype=torch.int64)) for column in whole.columns), strict=True
-    )
-    expected = KeyedJaggedTensor.from_lengths(KEYS, torch.cat(values), torch.cat(lengths))
+    taken = whole.take(torch.tensor(chosen, dtype=torch.int64)).columns
+    lengths = [torch.ones(len(chosen), dtype=torch.int64) if c.offsets is None else c.offsets.diff() for c in taken]
+    values = torch.cat([column.values for column in taken])
+    expected = KeyedJaggedTensor.from_lengths(KEYS, values, torch.cat(lengths).int())
     assert torch.equal(batch.dense, whole.dense[chosen])
     assert torch.equal(batch.labels, whole.labels[chosen])
     assert batch.sparse.keys() == list(KEYS)

@@ -5,7 +5,7 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
-from tests.data.logs import ALL_TRAIN, line, options, rows_of, write
+from tests.data.logs import line, options, rows_of, write
 from tritonemb.data import NAMES, ClickLog, LogOptions, SplitRule, kind_of, open_dataset
 
 GOOD = line()
@@ -272,13 +272,3 @@ def test_open_dataset_takes_a_path_or_a_name(tmp_path):
         open_dataset(str(path), path)
     assert {kind_of(name) for name in NAMES} == set(NAMES)
     assert kind_of("criteo") == kind_of(str(path)) == "criteo-kaggle"
-
-
-def test_all_rows_in_memory(tmp_path):
-    lines = [line(str(i % 2), {1: f"{i:02}"}) for i in range(12)]
-    log = ClickLog(write(tmp_path, lines), options(SplitRule(test_share=0.25, validation_share=0.25), chunk_bytes=200))
-    data = log.load()
-    assert (len(data.train), len(data.validation or ()), len(data.test)) == (6, 3, 3)
-    assert data.test.dense[:, 0].tolist() == pytest.approx([math.log(10), math.log(11), math.log(12)])
-    with pytest.raises(ValueError, match="has no test rows"):
-        ClickLog(log.files[0], options(ALL_TRAIN)).load()

@@ -70,7 +70,7 @@ def test_options_and_header_are_checked(tmp_path):
         ({"delimiter": ",,"}, "delimiter must be one ASCII character, got ',,'"),
         ({"delimiter": "\n"}, "delimiter must be one ASCII character"),
         ({"integers": ("price",)}, "schema: integers names price, not among sparse: user, item"),
-        ({"delimiter": "|"}, "log.csv, line 1: expected a header, names with '|' between them, found 'click,note"),
+        ({"delimiter": "|"}, "log.csv, line 1: expected names with '|' between them, found 'click,note"),
         ({"sparse": ("shop",), "integers": ()}, "the schema's sparse column 'shop' is not there; columns: click, note"),
         ({"split": SplitRule(time_column="note", test_from="3")}, "text files are not split by a time column"),
     ):

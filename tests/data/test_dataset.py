@@ -24,20 +24,18 @@ def dataset(**changes: object) -> Dataset:
 
 
 def test_take_gives_the_chosen_bags_in_order():
-    values, lengths = jagged(BAGS).take(torch.tensor([3, 1, 0, 3]))
-    assert values.tolist() == [0, 5, 1, 2, 3, 0, 5]
-    assert lengths.tolist() == [2, 0, 3, 2]
-    assert lengths.dtype == torch.int32
+    column = rows().take(torch.tensor([3, 1, 0, 3])).columns[1]
+    assert column.values.tolist() == [0, 5, 1, 2, 3, 0, 5]
+    assert column.offsets.diff().tolist() == [2, 0, 3, 2]
 
 
 def test_slice_of_a_slice_keeps_bags():
     column = jagged(BAGS).slice(1, 5).slice(1, 4)
-    values, lengths = column.take(torch.arange(3))
-    assert (values.tolist(), lengths.tolist()) == ([4, 0, 5, 2], [1, 2, 1])
+    assert (column.values.tolist(), column.offsets.diff().tolist()) == ([4, 0, 5, 2], [1, 2, 1])
 
 
 def test_batches_in_order_cover_every_row_once():
-    batches = list(dataset().test_batches(2))
+    batches = list(dataset().open("test", 2))
     assert [len(batch) for batch in batches] == [2, 2, 1]
     lists = [batch.sparse.to_lists() for batch in batches]
     assert [id for part in lists for bag in part["one"] for id in bag] == [0, 1, 2, 3, 4]
@@ -46,7 +44,7 @@ def test_batches_in_order_cover_every_row_once():
 
 
 def test_shuffled_rows_stay_together():
-    for batch in dataset().train_batches(2, seed=3, epoch=1):
+    for batch in dataset().open("train", 2, seed=3, epoch=1, shuffle=True):
         lists = batch.sparse.to_lists()
         for sample, (row,) in enumerate(lists["one"]):
             assert lists["many"][sample] == BAGS[row]
@@ -59,7 +57,8 @@ def test_shuffling_follows_seed_and_epoch():
     data = Dataset("line", (Feature("id", 100),), many, many)
 
     def order(seed: int, epoch: int) -> list[int]:
-        return [id for batch in data.train_batches(7, seed, epoch) for id in batch.sparse.values().tolist()]
+        batches = data.open("train", 7, seed=seed, epoch=epoch, shuffle=True)
+        return [id for batch in batches for id in batch.sparse.values().tolist()]
 
     assert order(0, 0) == order(0, 0)
     assert len({tuple(order(seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9

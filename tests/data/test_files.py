@@ -60,7 +60,7 @@ def test_what_can_not_be_read_is_named_at_once(tmp_path):
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no pipes here")
 def test_a_pipe_is_refused_without_waiting_for_it(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ValueError, match="pipe is not a regular file; logs are read more than once"):
+    with pytest.raises(ValueError, match="pipe is not a regular file; pipes and devices can not be read twice"):
         ClickLog(tmp_path / "pipe", options())
 
 
@@ -95,7 +95,7 @@ def test_formats_are_not_mixed_and_no_file_is_read_twice(tmp_path):
         ClickLog(folder, options())
     (folder / "day_0.gz").rename(folder / "day_1.gz")
     (folder / "day_2.parquet").write_bytes(b"PAR1")
-    with pytest.raises(ValueError, match=r"day_2.parquet is Parquet and .* is text: a log has files of one format"):
+    with pytest.raises(ValueError, match=r"day_2.parquet is Parquet and .* text: a log has one format"):
         ClickLog(folder, options())
 
 

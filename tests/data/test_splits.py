@@ -213,11 +213,10 @@ def test_a_log_to_score_has_all_rows_in_order_as_test_rows(tmp_path):
         open_for_scoring(tmp_path / "missing", options(), log.features)
 
 
-def test_unpacking_for_the_size_is_told(tmp_path):
-    said: list[str] = []
+def test_unpacking_for_the_size_is_told(tmp_path, caplog):
     path = write(tmp_path, random_lines(9), "log.gz")
-    ClickLog(path, options(SplitRule()), say=said.append)
-    assert said == ["log.gz: unpacking it once to learn its size, so that its last rows can be held out"]
-    ClickLog(path, options(), say=said.append)
-    ClickLog(write(tmp_path, random_lines(9)), options(SplitRule()), say=said.append)
-    assert len(said) == 1
+    ClickLog(path, options(SplitRule()))
+    assert caplog.messages == ["log.gz: unpacking it once to learn its size, so that its last rows can be held out"]
+    ClickLog(path, options())
+    ClickLog(write(tmp_path, random_lines(9)), options(SplitRule()))
+    assert len(caplog.messages) == 1

@@ -272,7 +272,7 @@ def test_workers_end_with_the_process_that_started_them(tmp_path):
 
 def test_tensors_of_a_data_set_are_in_memory_once():
     data = make_synthetic(20_000, 1000)
-    expected = list(data.train_batches(512))
+    expected = list(data.open("train", 512, shuffle=True))
     stream = open_shards(data, "train", 512, workers=DataLoaderWorkers(data, 2), shuffle=True)
     (pid,) = stream.workers.pids
     with stream:  # which keeps its workers
@@ -282,7 +282,7 @@ def test_tensors_of_a_data_set_are_in_memory_once():
         assert all(tensor.is_shared() for tensor in tensors)
     del stream
     wait_until(lambda: not alive(pid))
-    assert same(data.train_batches(512), expected)
+    assert same(data.open("train", 512, shuffle=True), expected)
 
 
 class Unpicklable:

@@ -47,7 +47,7 @@ def test_the_model_is_the_one_named(name, kind):
     config = TrainConfig(model=name, embedding_dim=4, bottom_mlp=(8,), top_mlp=(8,))
     model = build_model(config, data.features, data.num_dense)
     assert type(model) is kind
-    batch = next(data.test_batches(10))
+    batch = next(data.open("test", 10))
     assert model(batch.dense, batch.sparse).shape == (10,)
 
 

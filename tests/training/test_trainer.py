@@ -73,7 +73,9 @@ def test_every_epoch_has_an_order_of_its_own(data):
     trainer = make_trainer(data, Recorder(data.num_dense, 1), batch_size=5_000, epochs=2, seed=7)
     trainer.fit()
     trainer.fit()
-    expected = [b.sparse.values() for epoch in range(4) for b in data.train_batches(5_000, seed=7, epoch=epoch)]
+    expected = [
+        b.sparse.values() for epoch in range(4) for b in data.open("train", 5_000, seed=7, epoch=epoch, shuffle=True)
+    ]
     assert len(seen) == len(expected) == 16
     assert all(torch.equal(a, b) for a, b in zip(seen, expected, strict=True))
 
@@ -196,7 +198,7 @@ def test_an_overflow_under_fp16_changes_nothing_but_the_scale(data):
     model = make_model(data)
     trainer = make_trainer(data, model, precision="fp16")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    (batch,) = [next(data.train_batches(64))]
+    (batch,) = [next(data.open("train", 64, shuffle=True))]
     trainer.state.step.loss_scale.factor = 2.0**40  # fp16 ends at 65,504
     assert trainer.step([batch]) == 64
     assert (trainer.state.step.loss_scale.factor, trainer.state.step.loss_scale.overflows) == (2.0**39, 1)
@@ -213,7 +215,7 @@ def test_the_loss_scale_does_not_change_the_step(data):
         model = make_model(data)
         trainer = make_trainer(data, model, precision="fp16")
         trainer.state.step.loss_scale.factor = factor
-        trainer.step([next(data.train_batches(64))])
+        trainer.step([next(data.open("train", 64, shuffle=True))])
         states.append(model.state_dict())
     for name, tensor in states[0].items():
         torch.testing.assert_close(states[1][name], tensor, rtol=1e-2, atol=1e-4, msg=lambda m, n=name: n + m)

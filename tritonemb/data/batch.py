@@ -1,7 +1,5 @@
 """What a model is fed with at each step."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -30,7 +28,7 @@ class Batch:
     buffer: Tensor | None = field(default=None, repr=False, compare=False)
 
     @property
-    def layout(self) -> BatchLayout:
+    def layout(self) -> "BatchLayout":
         """Of a buffer with these tensors."""
         values = self.sparse.values()
         wide, num_dense = values.dtype == torch.int64, self.dense.shape[1]
@@ -44,26 +42,23 @@ class Batch:
             return Batch, (self.dense, self.sparse, self.labels)
         return self.layout.batch, (self.buffer,)
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "Batch":
         if self.labels.device == torch.device(device):
             return self
         return self._map(lambda t: t.to(device, non_blocking=non_blocking))
 
-    def pin_memory(self) -> Batch:
+    def pin_memory(self) -> "Batch":
         return self._map(Tensor.pin_memory)
 
-    def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+    def _map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         if self.buffer is not None:
             return self.layout.batch(function(self.buffer))
         mapped: Batch = pytree.tree_map_only(Tensor, function, self)
         return mapped
 
-    def packed(self) -> Batch:
-        """The same batch in one buffer; this one if it has one.
-
-        Raises:
-            ValueError: ids have weights, or numbers are of another type than a buffer has.
-        """
+    def packed(self) -> "Batch":
+        """The same batch in one buffer; this one if it has one. ValueError if ids have weights, or numbers another type
+        than a buffer has."""
         if self.buffer is not None:
             return self
         if self.sparse.weights_or_none() is not None:
@@ -83,8 +78,7 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Positions of a batch's tensors in its buffer of bytes, one after the other, each at a multiple of 64.
-
+    """Positions of a batch's tensors in its buffer of bytes, each at a multiple of 64:
     dense float32 `[batch_size, num_dense]`, labels float32 `[batch_size]`, values `[num_values]`, lengths int32
     `[len(keys) * batch_size]`, offsets int32 `[len(keys) * batch_size + 1]`.
 

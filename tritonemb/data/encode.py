@@ -112,8 +112,8 @@ def decoded(kind: Any) -> Any:
 
 def missing_of(array: Any) -> Array:
     """bool `[N]`, where a `pyarrow` array has nulls or NaN."""
-    missing: Array = array.is_null(nan_is_null=True).to_numpy(zero_copy_only=False)
-    return missing
+    bits = np.frombuffer(array.is_null(nan_is_null=True).buffers()[1], np.uint8)
+    return np.unpackbits(bits, count=len(array), bitorder="little").view(bool)
 
 
 def integers(array: Any, fill: bool = True) -> Array:
@@ -183,12 +183,8 @@ def string_buffers(strings: Any) -> tuple[Array, Array]:
 
 
 class Numbering:
-    """How the values of one feature become ids in `[0, num_embeddings)`: by their hash, or by a vocabulary.
-
-    Args:
-        values: of the vocabulary: distinct `pyarrow` strings, or int64.
-        ids: int64 `[len(values)]`, from 1 on.
-    """
+    """How the values of one feature become ids in `[0, num_embeddings)`: by their hash, or by a vocabulary of distinct
+    `pyarrow` strings or int64 and their ids, int64 from 1 on."""
 
     def __init__(self, name: str, num_embeddings: int, values: Any = None, ids: Array | None = None) -> None:
         self.name, self.num_embeddings = name, num_embeddings
@@ -229,9 +225,7 @@ class Numbering:
             return np.zeros(len(keys), dtype=np.int32)
         if text != (known.dtype == np.uint64):
             found, other = ("strings", "integers") if text else ("integers", "strings")
-            raise ValueError(
-                f"feature {self.name!r} has {found}, but {other} in the vocabulary; build it from this log"
-            )
+            raise ValueError(f"feature {self.name!r} has {found}, the vocabulary {other}; build it from this log")
         keys = keys.astype(known.dtype, copy=False)
         places = np.minimum(np.searchsorted(known, keys), len(known) - 1)
         ids: Array = np.where(known[places] == keys, self._ids[places], np.int32(0))
@@ -247,11 +241,8 @@ def _strings(values: Any, places: Array) -> Any:
 
 
 def load_vocabulary(path: str | Path) -> dict[str, Numbering]:
-    """The numberings of the features in a file that `build_vocabulary` wrote.
-
-    Raises:
-        FileNotFoundError, ValueError: it is not there, or not such a file.
-    """
+    """The numberings of the features in a file that `build_vocabulary` wrote; FileNotFoundError or ValueError if it is
+    not there, or not such a file."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such vocabulary; `tritonemb vocab` makes one")
@@ -283,16 +274,9 @@ def numberings(schema: Schema) -> dict[str, Numbering]:
 
 
 def encode_categories(column: Any, num_train: int, min_count: int = 1) -> tuple[Tensor, int]:
-    """Number the categories of a column whose first `num_train` rows are the training rows; see `most_frequent`.
-
-    Id 0 stands for missing, for unseen in training and for categories with fewer than `min_count` training rows.
-
-    Args:
-        column: a `pyarrow` Array or ChunkedArray; null is missing.
-
-    Returns:
-        ids int32 `[len(column)]`, and the number of ids.
-    """
+    """int32 ids of a `pyarrow` Array or ChunkedArray whose first `num_train` rows are the training rows, and the number
+    of ids; see `most_frequent`. Id 0 is for missing and unseen categories, and for those with fewer than `min_count`
+    training rows."""
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     kept = most_frequent(counted(array[:num_train]), min_count)
     numbering = Numbering("", len(kept) + 1, kept["value"].combine_chunks(), np.arange(1, len(kept) + 1))

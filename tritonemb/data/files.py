@@ -69,9 +69,8 @@ class LogFile:
 
 
 def find(source: str | Path | Sequence[str | Path]) -> tuple[LogFile, ...]:
-    """The files of a log: one, several in the order given, or those of a folder in natural order (day_2 before day_10).
-
-    In a folder, files whose names begin with a dot or an underscore (`_SUCCESS`) and folders are left out.
+    """The files of a log: one, several in the order given, or those of a folder in natural order (day_2 before day_10),
+    without folders and files whose names begin with a dot or an underscore (`_SUCCESS`).
 
     Args:
         source: paths, or URIs such as `s3://bucket/logs` that `pyarrow` or else `fsspec` has a file system for.
@@ -86,9 +85,7 @@ def find(source: str | Path | Sequence[str | Path]) -> tuple[LogFile, ...]:
     files = [file for entry in given for file in _found(entry)]
     by_format = {file.format: file.path for file in files}
     if len(by_format) > 1:
-        raise ValueError(
-            f"{by_format['parquet']} is Parquet and {by_format['text']} is text: a log has files of one format"
-        )
+        raise ValueError(f"{by_format['parquet']} is Parquet and {by_format['text']} text: a log has one format")
     seen: dict[tuple[str, str], LogFile] = {}
     for file in files:
         path = file.path if isinstance(file.path, str) else os.path.abspath(file.path)
@@ -134,9 +131,7 @@ def _found(entry: str | Path) -> list[LogFile]:
             raise ValueError(f"{path}: there are no data files in this folder")
         for shown, info in infos.items():
             if info.type != fs.FileType.File:
-                raise ValueError(
-                    f"{shown} is not a regular file; logs are read more than once, so pipes and devices are not"
-                )
+                raise ValueError(f"{shown} is not a regular file; pipes and devices can not be read twice")
             if not info.size:
                 raise ValueError(f"{shown} is empty")
             with system.open_input_file(info.path) as file:

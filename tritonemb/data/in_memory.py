@@ -17,16 +17,15 @@ from tritonemb.data.protocol import (
     ReadReport,
     Split,
     Stream,
+    Tables,
     check_position,
     digest,
     fingerprint,
-    tables_of,
 )
-from tritonemb.types import TableConfig
 
 
 @dataclass(frozen=True)
-class Dataset:
+class Dataset(Tables):
     """Train, test and (where the data set has them) validation rows of a binary classification problem.
 
     Args:
@@ -78,10 +77,6 @@ class Dataset:
         """See `tritonemb.data.protocol.Data.encoding`: by the features' names and sizes."""
         return digest("in memory", self.num_dense, self.features)
 
-    def tables(self, embedding_dim: int) -> list[TableConfig]:
-        """One table a feature, all of one dim; the bags of multi-hot features are averaged."""
-        return tables_of(self.features, embedding_dim)
-
     def splits(self) -> tuple[Split, ...]:
         """The splits that it has."""
         return tuple(split for split in SPLITS if split != "validation" or self.validation is not None)
@@ -126,11 +121,3 @@ class Dataset:
                 yield PositionedBatch(batch, {"of": belongs_to, "row": stop}, ReadReport(rows=stop))
 
         return Stream(batches(), {"of": belongs_to, "row": first}, ReadReport(rows=first))
-
-    def train_batches(self, batch_size: int, seed: int = 0, epoch: int = 0) -> Stream:
-        """The train rows, shuffled by (seed, epoch); the last batch may be smaller."""
-        return self.open("train", batch_size, seed=seed, epoch=epoch, shuffle=True)
-
-    def test_batches(self, batch_size: int) -> Stream:
-        """The test rows in their order; the last batch may be smaller."""
-        return self.open("test", batch_size)

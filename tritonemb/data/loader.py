@@ -121,12 +121,7 @@ def in_turn(shards: Sequence[ShardState]) -> Iterator[tuple[ShardState, Batch | 
 
 
 class ShardedStream(Batches):
-    """The batches of a rank's shards `in_turn`. Position and report are of all of them.
-
-    Args:
-        count: shards of the epoch.
-        shards: those of this rank; there may be none.
-    """
+    """The batches of a rank's shards, of `count` in the epoch, `in_turn`. Position and report are of all of them."""
 
     def __init__(self, count: int, shards: list[ShardState]) -> None:
         self._count, self._shards, self._turns = count, shards, in_turn(shards)
@@ -169,11 +164,8 @@ def read_shards(data: Data, shards: Sequence[ShardState], how: Mapping[str, Any]
 
 
 def merge_positions(positions: Sequence[Mapping[str, Any]]) -> ShardsPosition:
-    """One position of the epoch from those of all ranks' streams, in any order.
-
-    Raises:
-        ValueError: they are not of one epoch, or not of all its shards, once each.
-    """
+    """One position of the epoch from those of all ranks' streams, in any order; ValueError if they are not of one epoch
+    and of all its shards, once each."""
     merged: dict[str, Any] = {}
     counts = set()
     for count, at in map(_parsed, positions):
@@ -191,11 +183,8 @@ def merge_positions(positions: Sequence[Mapping[str, Any]]) -> ShardsPosition:
 
 
 def rank_position(position: Mapping[str, Any], rank: int, world: int) -> ShardsPosition:
-    """The part of one rank of `world` in an epoch's position, which another number of ranks may have made.
-
-    Raises:
-        ValueError: it is no such position.
-    """
+    """The part of one rank of `world` in an epoch's position, which another number of ranks may have made; ValueError
+    if it is no such position."""
     count, at = _parsed(position)
     mine = {str(index): at[str(index)] for index in range(rank, count, world) if str(index) in at}
     return dict(mine["0"]["position"]) if count == 1 and mine else {"shares": count, "at": mine}

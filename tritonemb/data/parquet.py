@@ -2,7 +2,7 @@
 
 import bisect
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -75,24 +75,20 @@ def parquet_chunks(
         )
 
 
-def files_of_frames(frames: Mapping[Split, Any], name: str) -> dict[Split, tuple[LogFile, ...]]:
-    """Data frames, of anything with Arrow's C stream interface, as the files of a log; no column is copied.
-    ValueError if one has no such interface, or columns that Arrow does not know."""
-    files: dict[Split, tuple[LogFile, ...]] = {}
-    for split, frame in frames.items():
-        title = name if len(frames) == 1 else f"{name} ({split})"
-        if not hasattr(frame, "__arrow_c_stream__"):
-            raise ValueError(
-                f"{title}: {type(frame).__name__} is not a data frame with the method __arrow_c_stream__, as pandas "
-                "has from 2.2 on, Polars from 1.3 on and pyarrow from 14 on"
-            )
-        try:
-            table = pa.table(frame)
-            table = table.cast(pa.schema([field.with_type(_without_views(field.type)) for field in table.schema]))
-        except (pa.ArrowException, TypeError) as error:
-            raise ValueError(f"{title}: Arrow can not represent its columns ({error})") from error
-        files[split] = (LogFile(title, "table", None, table.num_rows, table=table),)
-    return files
+def file_of_frame(frame: Any, name: str) -> LogFile:
+    """A data frame, anything with Arrow's C stream interface, as the file of a log; no column is copied.
+    ValueError if it has no such interface, or columns that Arrow does not know."""
+    if not hasattr(frame, "__arrow_c_stream__"):
+        raise ValueError(
+            f"{name}: {type(frame).__name__} is not a data frame with the method __arrow_c_stream__, as pandas has "
+            "from 2.2 on, Polars from 1.3 on and pyarrow from 14 on"
+        )
+    try:
+        table = pa.table(frame)
+        table = table.cast(pa.schema([field.with_type(_without_views(field.type)) for field in table.schema]))
+    except (pa.ArrowException, TypeError) as error:
+        raise ValueError(f"{name}: Arrow can not represent its columns ({error})") from error
+    return LogFile(name, "table", None, table.num_rows, table=table)
 
 
 def _without_views(kind: Any) -> Any:
@@ -108,14 +104,10 @@ def _without_views(kind: Any) -> Any:
 
 
 class ArrowSource:
-    """Parquet files or tables with the same columns, among them the time column if the rule names one.
+    """Parquet files or tables with the same columns, among them the time column if the rule names one. ValueError if
+    one is damaged, has no rows, or lacks a column, has it twice, or of a type that does not fit.
 
-    Attributes:
-        schema: with all columns filled in.
-        multi_hot: the sparse columns that are lists.
-
-    Raises:
-        ValueError: a file is damaged, has no rows, or lacks a column, has it twice, or of a type that does not fit.
+    Attributes: `schema` with all columns filled in, and `multi_hot`, the sparse columns that are lists.
     """
 
     def __init__(
@@ -132,9 +124,8 @@ class ArrowSource:
                 raise ValueError(f"{where} is empty: it has no rows")
             self._groups.append(groups)
             schema = schema.of(columns.names, where, labelled)
-            values = {
-                name: _checked(columns.field(name).type, name, schema, where) for name in schema.columns(labelled)
-            }
+            names = schema.columns(labelled)
+            values = {name: _checked(columns.field(name).type, name, schema, where) for name in names}
             lists = tuple(name for name in schema.sparse if is_list(columns.field(name).type))
             if number == 0:
                 self.multi_hot = lists
@@ -239,9 +230,7 @@ def _checked(kind: Any, name: str, schema: Schema, where: str) -> str:
     if types.is_integer(inner) or types.is_boolean(inner):
         return "integers"
     if sparse and not is_text(inner):
-        raise ValueError(
-            f"{where}: column {name!r} is {kind}, but a sparse column has integers, strings or lists of them"
-        )
+        raise ValueError(f"{where}: column {name!r} is {kind}, but a sparse column has integers, strings or lists")
     if not sparse and not types.is_floating(inner):
         what = "a dense column" if name in schema.dense else "the label"
         raise ValueError(f"{where}: column {name!r} is {inner}, but {what} has numbers")

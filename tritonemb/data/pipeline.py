@@ -15,7 +15,7 @@ from tritonemb.data import protocol
 from tritonemb.data.columns import Array, Rows, concat, cut
 from tritonemb.data.files import Chunk
 from tritonemb.data.prefetch import Prefetcher
-from tritonemb.data.protocol import Position, PositionedBatch, ReadReport, Split
+from tritonemb.data.protocol import WHOLE, OpenOptions, Position, PositionedBatch, ReadReport
 
 R = TypeVar("R")
 
@@ -24,16 +24,13 @@ MOST_WORKERS = 8
 FIELDS = ("part", "offset", "line", "skip", "skipped", "window", "batch", "rows")  # of a position
 
 
-def default_workers() -> int:
-    return min(max((os.cpu_count() or 1) // protocol.reading_processes, 1), MOST_WORKERS)
-
-
-def in_order(job: Callable[[Chunk], R], chunks: Iterator[Chunk], workers: int) -> Generator[R, None, None]:
+def in_order(job: Callable[[Chunk], R], chunks: Iterator[Chunk], workers: int | None) -> Generator[R, None, None]:
     """`job(chunk)` of every chunk, in their order; its exception comes in its place.
 
-    At most `CHUNKS_READ + 1` chunks wait for a thread and at most `2 * workers + 1` are being worked on or wait as
-    results, so memory does not depend on the size of the log. Closing the generator ends all threads.
+    At most `CHUNKS_READ + 1` chunks wait for a thread and `2 * workers + 1` are worked on or wait as results, so memory
+    does not depend on the size of the log. Closing the generator ends all threads.
     """
+    workers = workers or min(max((os.cpu_count() or 1) // protocol.reading_processes, 1), MOST_WORKERS)
     read = Prefetcher(chunks, CHUNKS_READ + 1, "tritonemb-read")
     pool = ThreadPoolExecutor(workers, thread_name_prefix="tritonemb-parse")
     results: deque[Future[R]] = deque()
@@ -89,11 +86,8 @@ def shuffle_buffers(
     blocks: Iterable[Block], num_rows: int, order: Callable[[int, int], Array | None], start: Place, number: int
 ) -> Iterator[ShuffleBuffer]:
     """The blocks' rows from `start` on in buffers of `num_rows`, the last one smaller; `number` is that of the first.
-
-    All rows of a buffer are put in order at once: batch by batch, every one of them would be looked for in memory.
-    `order` is called with their number and that of the buffer; None keeps them as they are.
-    ValueError if there are fewer rows than `start.skip`.
-    """
+    `order` is called with the number of rows and that of the buffer; None keeps them as they are. ValueError if there
+    are fewer rows than `start.skip`."""
     pieces: list[Rows] = []
     gathered, left_out, skipped, stop = 0, start.skip, start.skipped, start
     for block in blocks:
@@ -128,14 +122,11 @@ class Batcher:
     """Cuts the batches of one stream."""
 
     name: str  # of the data set, for messages
-    split: Split
+    options: OpenOptions
     blocks: Callable[[Place], Generator[Block, None, None]]  # of the split from a place on
     keys: tuple[str, ...]  # names of the features
-    batch_size: int
     buffer_rows: int  # rows of a shuffle buffer
     order: tuple[int, ...] | None  # what decides the order of the rows; None keeps it
-    pin_memory: bool
-    needs_rows: bool  # whether a split without rows is an error
     read: ReadReport  # bad rows that are not in the blocks any more; then also those that are
 
     def report(self, position: Position) -> ReadReport:
@@ -153,19 +144,19 @@ class Batcher:
                     rows = step.report.rows
                     yield step
                 batch = 0
-        if rows == 0 and self.needs_rows:
+        if rows == 0 and self.options.shard == WHOLE:
             skipped = f" ({self.read.skipped} bad ones were skipped)" if self.read.skipped else ""
-            raise ValueError(f"data set {self.name!r}: there are no {self.split} rows{skipped}")
+            raise ValueError(f"data set {self.name!r}: there are no {self.options.split} rows{skipped}")
         yield PositionedBatch(None, {}, replace(self.read, rows=rows))  # bad rows may have come since
 
     def _cut(self, buffer: ShuffleBuffer, first: int, rows: int, belongs_to: int) -> Iterator[PositionedBatch]:
-        num_rows, size = len(buffer.rows), self.batch_size
+        num_rows, size = len(buffer.rows), self.options.batch_size
         if first * size >= num_rows:
             raise ValueError(f"data set {self.name!r}: there are fewer rows than the position says")
         report = self.read
         for number in range(first, -(-num_rows // size)):
             run = slice(number * size, min((number + 1) * size, num_rows))
-            batch = cut(buffer.rows, self.keys, run, self.pin_memory)
+            batch = cut(buffer.rows, self.keys, run, self.options.pin_memory)
             rows += len(batch)
             if (number + 1) * size < num_rows:
                 place, at = buffer.start, (buffer.number, number + 1, rows)

@@ -18,8 +18,7 @@ POLL = 0.1  # seconds after which a waiting thread looks whether the other one l
 class Prefetcher(Iterator[T]):
     """The items of `source`, in their order; its exception, if it raises one, comes out of `next` in its place.
 
-    Item `k + depth` is begun once item `k` has been taken, not earlier. So ranks that take as many items, which hold
-    collectives, begin as many collectives.
+    Item `k + depth` is begun once item `k` has been taken: ranks that take as many items begin as many collectives.
 
     Args:
         source: run, and closed if it is a generator, in the thread.
@@ -30,8 +29,8 @@ class Prefetcher(Iterator[T]):
             unless there was a failure; so, too, with a `permit`.
         permit: called by the thread that takes an item; the next item is made inside the context that it returns.
 
-    After a failure the thread gets `GRACE` to end, for it may wait for a rank or for data that never come. A process
-    forked off has no such thread: there `next` raises a RuntimeError, and `close` does nothing.
+    After a failure the thread gets `GRACE` to end, as it may wait for what never comes. A process forked off has no
+    such thread: there `next` raises a RuntimeError, and `close` does nothing.
     """
 
     def __init__(
@@ -89,10 +88,7 @@ class Prefetcher(Iterator[T]):
 
     def close(self, failed: bool = False) -> None:
         """Stop the thread and wait for it; it ends with the item that it is making. There are no further items.
-
-        Args:
-            failed: this rank, or another one, has failed.
-        """
+        `failed`: this rank, or another one, has failed."""
         if self._queues.inherited:
             return
         if self._complete and not failed:

@@ -1,7 +1,5 @@
 """What a trainer reads from: a `Data`, opened as a `Stream` of batches that can be closed and resumed."""
 
-from __future__ import annotations
-
 import hashlib
 import zlib
 from collections import Counter
@@ -54,12 +52,12 @@ class ReadReport:
     reasons: tuple[tuple[str, int], ...] = ()
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> ReadReport:
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
         """From what `asdict` and JSON made of one."""
         reasons = tuple((reason, count) for reason, count in values["reasons"])
         return cls(values["rows"], values["skipped"], tuple(values["problems"]), reasons)
 
-    def __add__(self, other: ReadReport) -> ReadReport:
+    def __add__(self, other: "ReadReport") -> "ReadReport":
         """Of the rows of both."""
         if not other.skipped:
             return replace(self, rows=self.rows + other.rows)
@@ -110,11 +108,11 @@ class Stream(Batches):
     """Batches in their order, prefetched in a thread; errors of the source come out of `next`.
 
     Args:
-        batches: the source; closed with the stream. After the last batch, the report of all rows may come.
+        batches: closed with the stream; after the last batch, the report of all rows may come.
         position: of the first batch.
         report: of the rows before it.
-        at_end: called with the report when the last batch has been returned and the next one is asked for.
-        on_stop: lets `batches` cancel what it waits for; see `Prefetcher`.
+        at_end: called with the report when a batch behind the last one is asked for.
+        on_stop: see `Prefetcher`.
         depth: batches that are prefetched.
 
     Attributes:
@@ -162,11 +160,8 @@ class OpenOptions:
         seed, epoch: decide the order if `shuffle`.
         position: of a stream opened with the same arguments: resume exactly there.
         pin_memory: make the batches in page-locked memory.
-        shard: (index, count): the index-th of `count` disjoint shards that together are all rows of the split. A shard
-            without rows ends at once, as there may be more shards than rows.
-
-    Raises:
-        ValueError: a batch size below 1; no such shard.
+        shard: (index, count): the index-th of `count` disjoint shards that together are all rows of the split. There
+            may be more shards than rows.
     """
 
     split: Split
@@ -202,35 +197,26 @@ class Data(Protocol):
     @property
     def encoding(self) -> str:
         """A hex digest of how a row becomes numbers, whichever rows: a model fits data of the same encoding alone."""
-        ...
 
     @property
     def best_auc(self) -> float | None:
         """The Bayes-optimal AUC on the test rows, where it is known."""
-        ...
 
     def splits(self) -> tuple[Split, ...]:
         """The splits that it has."""
-        ...
 
     def num_rows(self, split: Split) -> int | None:
         """Rows of a split; None where that is not known before it has been read."""
-        ...
 
     def estimated_rows(self, split: Split) -> int | None:
         """About how many rows a split has, without reading it; None where that is not known."""
-        ...
 
     def open(self, split: Split, batch_size: int, **how: Any) -> Stream:
-        """The batches of a split, or of a shard of it; the last one may be smaller.
-
-        Args:
-            how: see `OpenOptions`.
+        """The batches of a split, or of a shard of it; the last one may be smaller. `how`: see `OpenOptions`.
 
         Raises:
             ValueError: no such split or shard; a batch size below 1; a position that cannot be one of this stream.
         """
-        ...
 
 
 def tables_of(features: tuple[Feature, ...], embedding_dim: int) -> list[TableConfig]:
@@ -238,6 +224,16 @@ def tables_of(features: tuple[Feature, ...], embedding_dim: int) -> list[TableCo
     return [
         TableConfig(f.name, f.num_embeddings, embedding_dim, pooling="mean" if f.multi_hot else "sum") for f in features
     ]
+
+
+class Tables:
+    """What data sets can do with their features."""
+
+    features: tuple[Feature, ...]
+
+    def tables(self, embedding_dim: int) -> list[TableConfig]:
+        """One table a feature, all of one dim; the bags of multi-hot features are averaged."""
+        return tables_of(self.features, embedding_dim)
 
 
 def digest(*parts: object) -> str:

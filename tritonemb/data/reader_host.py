@@ -25,10 +25,9 @@ from tritonemb.data.protocol import (
     ReadReport,
     Split,
     Stream,
-    tables_of,
+    Tables,
 )
 from tritonemb.flight import Client, Message, start_server
-from tritonemb.types import TableConfig
 
 TOKEN, ROOTS = "TRITONEMB_TOKEN", "TRITONEMB_TLS_ROOTS"  # variables of the environment
 PATIENCE = 5.0  # seconds for open streams to end
@@ -37,7 +36,7 @@ PATIENCE = 5.0  # seconds for open streams to end
 class ReaderHost(Closing):
     """Serves the batches of `data` to clients with the token.
 
-    Every stream has the threads and the memory of `data.open`, and waits while the trainer takes no batches.
+    Every stream has the threads and memory of `data.open`, and waits while the trainer takes no batches.
 
     Args:
         address: `grpc://HOST:PORT`, or `grpc+tls://HOST:PORT`; port 0 takes a free one.
@@ -96,7 +95,7 @@ def _answer(data: Data, closed: threading.Event, request: dict[str, Any]) -> Ite
             del item  # or it would stay until the next one is there
 
 
-class RemoteData:
+class RemoteData(Tables):
     """A data set that reader hosts read: a `Data` for `te.Trainer` and for loops of your own.
 
     Args:
@@ -129,10 +128,6 @@ class RemoteData:
         self.best_auc: float | None = first["best_auc"]
         self._splits: tuple[Split, ...] = tuple(first["splits"])
 
-    def tables(self, embedding_dim: int) -> list[TableConfig]:
-        """One table a feature, all of one dim; the bags of multi-hot features are averaged."""
-        return tables_of(self.features, embedding_dim)
-
     def splits(self) -> tuple[Split, ...]:
         """The splits that it has."""
         return self._splits
@@ -151,8 +146,8 @@ class RemoteData:
         """See `tritonemb.data.protocol.Data.open`: the same batches, positions and errors as the host's own data set.
 
         Raises:
-            ConnectionError: the host does not answer, here or out of `next`. Exceptions of the data set keep their type
-                if it is a built-in one; else they come as the nearest built-in type.
+            ConnectionError: the host does not answer, here or out of `next`. Exceptions of the data set come as their
+                nearest built-in type.
         """
         request = {"action": "open"} | asdict(OpenOptions(split, batch_size, **how))
         pin_memory = request.pop("pin_memory")
@@ -183,10 +178,9 @@ def _to_items(messages: Generator[Message, None, None], pin_memory: bool) -> Ite
 
 
 def _batch(layout: BatchLayout, data: Any, pin_memory: bool) -> Batch:
-    """Offsets do not travel."""
     buffer = torch.empty(layout.num_bytes, dtype=torch.uint8, pin_memory=pin_memory)
     buffer.numpy()[: layout.bytes_before_offsets] = data
     lengths, offsets = (view.numpy() for view in layout.views(buffer)[3:])
     offsets[0] = 0
-    np.cumsum(lengths, out=offsets[1:])
+    np.cumsum(lengths, out=offsets[1:])  # they do not travel
     return layout.batch(buffer)

@@ -1,12 +1,10 @@
 """How a log is read: which columns are label, numbers and categories, and which rows are held out."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 Kind = Literal["end", "random", "files", "time"]
 
@@ -85,15 +83,9 @@ class Schema:
         """The label, if there is one, dense and sparse columns."""
         return (*(self.label,) * labelled, *self.dense, *self.sparse)
 
-    def of(self, columns: Sequence[str], where: str, labelled: bool = True) -> Schema:
-        """With the columns filled in, all of them once among those that the data at `where` has.
-
-        Args:
-            labelled: whether the label is among them.
-
-        Raises:
-            ValueError: listing the columns found.
-        """
+    def of(self, columns: Sequence[str], where: str, labelled: bool = True) -> Self:
+        """With the columns filled in, all of them, the label too if `labelled`, once among those that the data at
+        `where` has; ValueError listing the columns found if not."""
         schema = self
         if not self.label:
             if not set(FIELDS if labelled else FIELDS[1:]) <= set(columns):

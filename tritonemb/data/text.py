@@ -1,8 +1,5 @@
-"""Text files, plain or compressed, cut into chunks of whole lines.
-
-With `quoted`, a line ends at a line feed outside quotes only. Nobody can tell that in the middle of a file, so such
-files are read from their beginning.
-"""
+"""Text files, plain or compressed, cut into chunks of whole lines. With `quoted`, a line ends at a line feed outside
+quotes only, which nobody can tell in the middle of a file: such files are read from their beginning."""
 
 import csv
 import io
@@ -42,11 +39,8 @@ _COUNTING = threading.Lock()  # several threads may ask for the same lines
 
 
 class TextSource:
-    """Text files of Criteo's format, or CSV with the same header; its methods are those of `ArrowSource`.
-
-    Raises:
-        ValueError: a schema of other columns; a file whose first line is bad, unless bad rows are skipped.
-    """
+    """Text files of Criteo's format, or CSV with the same header; its methods are those of `ArrowSource`. ValueError if
+    the schema has other columns, or a file's first line is bad, unless bad rows are skipped."""
 
     multi_hot: tuple[str, ...] = ()
 
@@ -158,9 +152,7 @@ def header_of(file: LogFile, delimiter: str) -> tuple[tuple[str, ...], int]:
         raise ValueError(f"{file.path}, line 1: a header is text in UTF-8{encoding_hint(line)}") from error
     names = next(csv.reader([decoded], delimiter=delimiter), [])
     if len(names) < 2:
-        raise ValueError(
-            f"{file.path}, line 1: expected a header, names with {delimiter!r} between them, found {decoded[:60]!r}"
-        )
+        raise ValueError(f"{file.path}, line 1: expected names with {delimiter!r} between them, found {decoded[:60]!r}")
     return tuple(names), len(line + end)
 
 
@@ -208,11 +200,9 @@ class _Unpacked(io.RawIOBase):
 def text_chunks(
     file: LogFile, part: Part, number: int, width: int, offset: int, line: int = 0, quoted: bool = False
 ) -> Iterator[Chunk]:
-    """The lines of a part in chunks: those that begin in the same stripe of `width` bytes of the file.
-
-    It begins at `offset`, which is the part's start or where a chunk began, after `line` lines of the part.
-    ValueError if the file is damaged, or is not what it was.
-    """
+    """The lines of a part in chunks: those that begin in the same stripe of `width` bytes of the file, from `offset`
+    on, the part's start or where a chunk began, after `line` lines of the part. ValueError if the file is damaged, or
+    is not what it was."""
     stop = _END if part.stop is None else part.stop
     index, count = part.stripes
     with opened(file) as source:

@@ -1,10 +1,8 @@
 """Data loader workers: processes of `torch.utils.data.DataLoader` that read shards of the data.
 
-A worker is started once, and serves one stream after the other: the loader's sampler names what to read. Processes are
-spawned, so none inherits threads of Numba or OpenMP. Batches come through shared memory.
+A worker serves one stream after the other: the loader's sampler names what to read. Processes are spawned, so none
+inherits threads of Numba or OpenMP. Batches come through shared memory.
 """
-
-from __future__ import annotations
 
 import atexit
 import multiprocessing
@@ -42,10 +40,9 @@ class DataLoaderWorkers(Closing):
     and SIGTERM, which often go to all processes of a job, whose trainers then still finish a step.
 
     Args:
-        data: is pickled and sent to each worker once; tensors go to shared memory, which all workers have in common.
-            The workers import the main program, so what it runs belongs behind `if __name__ == "__main__":`.
-        num_workers: at most so many read one stream, whose shards they divide among them. A stream that is opened while
-            another one is read has its own.
+        data: is pickled for each worker once; tensors go to shared memory, which all have in common. The workers import
+            the main program, so what it runs belongs behind `if __name__ == "__main__":`.
+        num_workers: that divide the shards of one stream. A stream opened while another one is read has its own.
 
     Raises:
         ValueError: `num_workers` is below 1.
@@ -68,8 +65,8 @@ class DataLoaderWorkers(Closing):
         """Give each of the shards its stream; see `tritonemb.data.loader.open_shards`.
 
         Raises:
-            RuntimeError: a worker could not start, or has ended: here or out of `next`. Exceptions of the data set keep
-                their type if it is a built-in one; else they come as the nearest built-in type.
+            RuntimeError: a worker could not start, or has ended: here or out of `next`. Exceptions of the data set come
+                as their nearest built-in type.
             TypeError: the data set cannot be pickled.
         """
         parts = [shards[first :: self._num_workers] for first in range(min(self._num_workers, len(shards)))]
@@ -86,7 +83,7 @@ class DataLoaderWorkers(Closing):
         """End the processes; streams that are still open raise a RuntimeError."""
         self._close()
 
-    def free_worker(self) -> _Worker:
+    def free_worker(self) -> "_Worker":
         """One that serves no stream; a new one if all do."""
         if not self._close.alive:
             raise RuntimeError("these data loader workers have been closed")
@@ -97,7 +94,7 @@ class DataLoaderWorkers(Closing):
         return free
 
 
-def _close(workers: list[_Worker], starter: int) -> None:
+def _close(workers: "list[_Worker]", starter: int) -> None:
     if os.getpid() != starter:  # in a process forked off, to which they do not belong
         return
     for worker in workers:
@@ -159,7 +156,6 @@ class _Worker:
             self._shared[SERIAL] = 0
 
     def items(self, serial: int, pin_memory: bool) -> Generator[PositionedBatch, None, None]:
-        """What the worker reads for a request."""
         try:
             self._start()
             while self._shared[SERIAL] == serial:
@@ -226,7 +222,6 @@ class _WorkerStream(Stream):
         super().__init__(items, {}, on_stop=stop, depth=PREFETCH_DEPTH)
 
     def begin(self, shard: ShardState) -> None:
-        """Attach it to the next of its shards."""
         first = next(self._batches)
         self.position, self.report = first.position, first.report
         shard.attach(self)

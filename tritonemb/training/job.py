@@ -64,7 +64,7 @@ def train(
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     with joined(config) as (group, device):
-        data = _open(config, group, verbose)
+        data = _open(config, group)
         path, checkpoint, converted = on_rank_zero(group, lambda: _begin(config, data, resume))
         folder = RunFolder(path, config.checkpoint.keep)
         if converted and isinstance(data, ClickLog):
@@ -108,14 +108,13 @@ def joined(config: TrainConfig) -> Iterator[tuple[RankGroup, torch.device]]:
     dist.destroy_process_group()
 
 
-def _open(config: TrainConfig, group: RankGroup, verbose: bool) -> Data:
+def _open(config: TrainConfig, group: RankGroup) -> Data:
     """The data set; one process a node downloads or counts what has to be, before the others open it."""
     opened: list[Data] = []
-    say = _say if verbose and group.rank == 0 else None
 
     def open_once() -> None:
         if not opened:
-            opened.append(open_dataset(config.data, config.path, log=config.read, seed=config.seed, say=say))
+            opened.append(open_dataset(config.data, config.path, log=config.read, seed=config.seed))
 
     first_of_node = group.nodes.index(group.nodes[group.rank]) == group.rank
     on_all_ranks(group, open_once if first_of_node else lambda: None)

@@ -1,0 +1,134 @@
+"""Open a data set by its name, its path or the hosts that read it; `tritonemb serve` makes this machine such a host."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from tritonemb.data.click_log import ClickLog, is_labelled
+from tritonemb.data.datasets import load_adult, load_movielens_100k, make_synthetic
+from tritonemb.data.files import exists, find
+from tritonemb.data.in_memory import Dataset
+from tritonemb.data.parquet import file_of_frame
+from tritonemb.data.protocol import Data, Feature
+from tritonemb.data.reader_host import TOKEN, ReaderHost, RemoteData
+from tritonemb.data.schema import LogOptions, SplitRule
+from tritonemb.flight import SCHEMES
+
+NAMES = ("movielens-100k", "synthetic", "adult", "criteo-kaggle", "criteo-terabyte")
+ALIASES = {"criteo": "criteo-kaggle"}
+
+
+def kind_of(name_or_path: str) -> str:
+    """Which of `NAMES` is meant; a path counts as "criteo-kaggle", whose settings suit a log of the user's own best."""
+    name = ALIASES.get(name_or_path, name_or_path)
+    return name if name in NAMES else "criteo-kaggle"
+
+
+def open_dataset(
+    name_or_path: str, path: str | Path | None = None, *, log: LogOptions | None = None, seed: int = 0
+) -> Dataset | ClickLog | RemoteData:
+    """Open a data set by name, a log of clicks by its path, or what reader hosts serve by their addresses.
+
+    Args:
+        name_or_path: one of `NAMES` or `ALIASES`; the path or URI of a file or folder: Criteo's TSV, CSV or Parquet;
+            or the addresses of reader hosts, "grpc://HOST:PORT" or "grpc+tls://HOST:PORT", with commas between them.
+        path: of the data sets "criteo-kaggle", "criteo-terabyte" and "adult"; the others take none.
+        log: how a log is read.
+        seed: of the synthetic data.
+
+    Raises:
+        ValueError, FileNotFoundError, ConnectionError, PermissionError: saying what to do.
+    """
+    if name_or_path.startswith(SCHEMES):
+        return RemoteData(name_or_path.split(","))
+    kind = ALIASES.get(name_or_path, name_or_path)
+    if kind not in NAMES:
+        if path is not None:
+            raise ValueError(f"{kind!r} is not one of {NAMES} but a path; a second one was given: {str(path)!r}")
+        if not exists(kind):
+            raise FileNotFoundError(f"{kind!r} is neither a file or folder nor one of the data sets {NAMES}")
+        return ClickLog(kind, log)
+    if kind in ("movielens-100k", "synthetic"):
+        if path is not None:
+            raise ValueError(f"data set {kind!r} takes no path, got {str(path)!r}")
+        return load_movielens_100k() if kind == "movielens-100k" else make_synthetic(seed=seed)
+    if path is None:
+        needed = "file" if kind == "criteo-kaggle" else "folder"
+        raise ValueError(f"data set {name_or_path!r} needs a path: the {needed} to read")
+    return load_adult(path) if kind == "adult" else ClickLog(path, log, name=kind)
+
+
+def from_dataframe(frame: Any, options: LogOptions | None = None, *, name: str = "data frame") -> ClickLog:
+    """A log of the rows of a data frame: pandas, Polars, a `pyarrow.Table` or anything else with the method
+    `__arrow_c_stream__`. No column is copied.
+
+    Columns are what they are in Parquet files; a column of integers that pandas holds as floating point, since some are
+    missing, has to become one of integers (`convert_dtypes`) to be a sparse one.
+
+    Args:
+        options: how it is read; its split rule holds rows out, by default the last sixth.
+        name: for messages.
+
+    Raises:
+        ValueError: not such a frame; a column is not there, or of another type than it needs.
+    """
+    return ClickLog(file_of_frame(frame, name), options)
+
+
+def open_for_scoring(path: str | Path, log: LogOptions, features: Sequence[Feature]) -> ClickLog:
+    """Open a log whose rows, all of them and in their order, are test rows, for a model trained on these features.
+
+    `log` is as in training; its split rule is ignored. The label may be missing, as in Criteo's test.txt.
+
+    Raises:
+        ValueError, FileNotFoundError: the log can not be read, or has other features.
+    """
+    if not exists(path):
+        raise FileNotFoundError(f"{str(path)!r}: no such file or folder to score")
+    labelled = is_labelled(find(path)[0], log)
+    opened = ClickLog(path, replace(log, split=SplitRule(split_by="end", test_share=0.0)), labelled=labelled)
+    if len(opened.features) != len(features):
+        raise ValueError(f"{path}: the log has {len(opened.features)} features, the model {len(features)}")
+    for found, expected in zip(opened.features, features, strict=True):
+        if found != expected:
+            raise ValueError(f"{path}: the log has {found}, the model was trained with {expected}")
+    return opened.all_rows_as("test")
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """Read a data set for trainers on other machines, which are started with --data grpc://HOST:PORT.
+
+    The token that they need is that of the environment (TRITONEMB_TOKEN); if there is none, a random one is printed.
+
+    Example: tritonemb serve --data day_0.tsv --address grpc://0.0.0.0:8815
+
+    Args:
+        data: a data set's name, or the path of a log.
+        path: where the data set lies, for names that need it.
+        address: where to listen: grpc://HOST:PORT, or grpc+tls://HOST:PORT with a certificate.
+        certificate: a PEM file for TLS.
+        key: its key, a PEM file.
+        seed: of synthetic data.
+        read: how a log is read.
+    """
+
+    data: str
+    path: Path | None = None
+    address: str = "grpc://0.0.0.0:8815"
+    certificate: Path | None = None
+    key: Path | None = None
+    seed: int = 0
+    read: LogOptions = field(default_factory=LogOptions)
+
+
+def serve(options: ServeOptions) -> None:
+    """Serve until SIGINT or SIGTERM. Raises what `open_dataset` and `ReaderHost` raise."""
+    data: Data = open_dataset(options.data, options.path, log=options.read, seed=options.seed)
+    with ReaderHost(data, options.address, certificate=options.certificate, key=options.key) as host:
+        print(f"serving {data.name} at {host.address}", flush=True)
+        if TOKEN not in os.environ:
+            print(f"{TOKEN}={host.token}", flush=True)
+        host.wait()
