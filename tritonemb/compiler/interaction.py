@@ -95,8 +95,7 @@ def _fuse(gm: GraphModule, product: Node, both: Node) -> str:
     elif not whole:
         out = write.item(out, (slice(None), slice(begin, None)))
         out = out if only_read(picked) else write(torch.clone, out)
-    result = next(iter(picked.users)) if whole else picked
-    result.replace_all_uses_with(out)
+    (next(iter(picked.users)) if whole else picked).replace_all_uses_with(out)
     return f"the interaction of {len(pairs)} pairs of vectors became one kernel"
 
 
