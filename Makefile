@@ -25,8 +25,9 @@ SANITIZER ?= $(firstword $(shell command -v compute-sanitizer 2>/dev/null) $(wil
 SANITIZER_TOOLS ?= memcheck racecheck
 GPU_PEERS ?= .peers
 
-# Where other processes use the cores too, OpenMP threads that spin while they wait make steps many times slower.
-QUIET := OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-passive}
+# Where other processes use the cores too, OpenMP threads that spin while they wait make steps many times slower. Byte
+# code is kept, also where the environment says otherwise: each process that a test starts would compile it anew.
+QUIET := PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-passive}
 INTERPRETED := TRITON_INTERPRET=1 HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-few}
 QUICK := HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-quick}
 FEWEST := TRITON_INTERPRET=1 HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-fewest}
@@ -34,11 +35,7 @@ FEWEST := TRITON_INTERPRET=1 HYPOTHESIS_PROFILE=$${HYPOTHESIS_PROFILE:-fewest}
 BY_REFERENCE := --kernels reference tests/ops tests/nn --ignore tests/nn/test_compile.py tests/compiler \
   --ignore tests/compiler/test_backend.py --ignore tests/compiler/test_models.py
 
-ifeq ($(OS),Windows_NT)
-BIN := $(VENV)/Scripts
-else
 BIN := $(VENV)/bin
-endif
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Whatever plugins that machine's pytest has: none of them is asked for.
 GPU_PYTEST := $(PYTHON) -m pytest -o addopts="-ra --import-mode=importlib" tests/gpu tests/compiler tests/kernels tests/nn tests/ops

@@ -1,7 +1,8 @@
 """Is any benchmark slower than in another checkout? `python benchmarks/before_after.py ../before [-k step --turns 3]`
 
 Runs the benchmarks of both trees in turns, each with its own package, and compares the quickest turn of every case:
-other work on the machine makes a turn slower, never faster. A ratio above 1.05 is slower than before.
+other work on the machine makes a turn slower, never faster. A ratio above 1.05 is slower than before. What stays the
+same, such as a peer beside ours, is compared too: its ratio says how much the machine varied.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 SLOWER = 1.05
 
-Case = tuple[str, str]
+Case = tuple[str, str, str]  # op, shape, implementation
 
 
 def timed(tree: Path, select: str, rounds: int) -> dict[Case, float]:
-    """Milliseconds of tritonemb in each case (op, shape), a fifth of whose rounds were quicker."""
+    """Milliseconds of each case, a fifth of whose rounds were quicker."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         command = [sys.executable, "-m", "pytest", "-q", "-c", "benchmarks/pytest.ini", "benchmarks"]
@@ -32,7 +33,7 @@ def timed(tree: Path, select: str, rounds: int) -> dict[Case, float]:
             sys.exit(f"{tree}: no benchmark ran\n{done.stdout}{done.stderr}")
         benchmarks = json.loads(report.read_text())["benchmarks"]
     rows = [row for benchmark in benchmarks for row in benchmark["extra_info"].get("rows", [])]
-    return {(row["op"], row["shape"]): row["p20_ms"] for row in rows if row["implementation"] == "tritonemb"}
+    return {(row["op"], row["shape"], row["implementation"]): row["p20_ms"] for row in rows}
 
 
 def main() -> None:
@@ -53,10 +54,8 @@ def main() -> None:
     for case in sorted(before.keys() & now.keys()):
         ratio = now[case] / before[case]
         slower += ratio > SLOWER
-        op, shape = case
-        print(
-            f"{ratio:5.2f}{' slower' if ratio > SLOWER else '':7}  {op}, {shape}: {before[case]:.3f} {now[case]:.3f} ms"
-        )
+        verdict = " slower" if ratio > SLOWER else ""
+        print(f"{ratio:5.2f}{verdict:7}  {', '.join(case)}: {before[case]:.3f} {now[case]:.3f} ms")
     for case in sorted(before.keys() ^ now.keys()):
         print(f"only {'before' if case in before else 'now'}: {', '.join(case)}")
     print(f"{slower} of {len(before.keys() & now.keys())} slower than {SLOWER} times before")

@@ -218,6 +218,7 @@ def test_targets_of_each_share() -> None:
     }
 
 
+@pytest.mark.more
 def test_the_cases_run_in_small(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(training, "WARMUP_STEPS", 40)  # caches have 128 slots a table, of which a batch needs some 10
     found = gpu_run.main(["--device", "cpu", "--tiny", "-k", "10% on"])

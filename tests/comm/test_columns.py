@@ -31,7 +31,7 @@ def exchange(rank, cases):
     return found
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.more)])
 def test_columns_reach_the_ranks_of_their_samples(ranks, world):
     """Bit for bit what the definition says, for every codec that rounds each element by itself."""
 

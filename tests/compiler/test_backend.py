@@ -91,15 +91,11 @@ def test_it_is_registered_once():
 )
 def test_by_name_without_importing_it():
     program = """
-import sys, torch
-from torch import nn
-bags = nn.ModuleList(nn.EmbeddingBag(20, 4, mode="sum") for _ in range(3))
-model = lambda ids: torch.cat([bag(ids) for bag in bags], 1)
+import sys
+from torch._dynamo.backends.registry import lookup_backend
 assert "tritonemb" not in sys.modules
-compiled = torch.compile(model, backend="tritonemb")
-ids = torch.randint(0, 20, (5, 3))
-torch.testing.assert_close(compiled(ids), model(ids))
-assert "tritonemb.compiler" in sys.modules
+backend = lookup_backend("tritonemb")
+assert backend is sys.modules["tritonemb.compiler"].tritonemb
 print("fine")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=250, check=False)

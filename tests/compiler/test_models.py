@@ -140,7 +140,7 @@ QUICK = [pytest.param(name, marks=SELDOM.get(name, ())) for name in CASES]
 
 
 @pytest.mark.parametrize("name", QUICK)
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 class TestGraphs:
     def test_one_lookup_one_grouping_one_gradient(self, name):
         case = CASES[name]
