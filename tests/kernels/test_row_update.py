@@ -122,6 +122,18 @@ def test_a_16_bit_step_has_the_references_bits(optimizer, dtype, stochastic):
     assert_close(found, expected, **FLOAT32)
 
 
+@pytest.mark.parametrize("dtype", TABLE_DTYPES[:2])
+def test_a_kernels_own_memory_lives_as_long_as_the_kernel(dtype):
+    """A row so long that whatever is allocated for it is unmapped when it is freed: nobody else has it by then."""
+    dim = 9_000_000
+    weight = torch.zeros(1, dim, dtype=dtype)
+    collection = te.nn.EmbeddingBagCollection([te.TableConfig("t", 1, dim, dtype=dtype)], te.optim.SGD(lr=1.0))
+    collection.load_state_dict({"t.weight": weight}, strict=False)
+    batch = te.KeyedJaggedTensor.from_lengths(["t"], torch.zeros(2, dtype=torch.int64), torch.tensor([2]))
+    collection(batch).sum().backward()
+    assert (contents(collection)["t.weight"] == -2).all()
+
+
 class ByHand:
     """One table trained row by row with the formulas in float64."""
 

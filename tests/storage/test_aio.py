@@ -113,6 +113,19 @@ def test_other_machines_have_none(monkeypatch):
     assert aio.make_queue() is None
 
 
+def test_a_forked_process_may_use_and_drop_a_buffer():
+    buffer = IoBuffer(aio.HUGE_PAGE)
+    buffer.array[:] = 7
+    child = os.fork()
+    if child == 0:
+        own, lost = IoBuffer(aio.HUGE_PAGE), buffer.array.any()
+        del buffer
+        own.array[:] = 8  # it lay where the other one had been, and was unmapped with it
+        os._exit(int(lost))
+    assert os.waitpid(child, 0)[1] == 0
+    assert (buffer.array == 7).all()
+
+
 def test_there_is_a_fixed_number_of_contexts(monkeypatch):
     monkeypatch.setattr(aio, "NUM_CONTEXTS", 2)
     monkeypatch.setattr(aio, "_free_contexts", aio._make_contexts())

@@ -41,10 +41,7 @@ def init_from_env(backend: str, timeout: timedelta) -> None:
 
     torchrun restarts a job's processes (`--max-restarts`) beside the store that it keeps for them, which holds the
     addresses of the earlier ones: to connect to these fails (pytorch/pytorch#135712). So the ranks first agree on a new
-    name, under which the store holds nothing.
-
-    Args:
-        timeout: of the job's collectives.
+    name, under which the store holds nothing. `timeout`: of the job's collectives.
 
     Raises:
         ValueError: the environment does not say where the store is.

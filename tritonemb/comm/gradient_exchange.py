@@ -53,19 +53,12 @@ def _parse(message: Tensor, counts: Sequence[int], dims: Sequence[int]) -> RowSu
 
 
 def all_gather_rows(group: RankGroup, rows: Tensor, problem: ValueError | None = None) -> Tensor:
-    """The distinct rows of all ranks.
+    """The distinct rows of all ranks, int64 `[V]`, ascending, from each rank's, int64 `[U]`, distinct, on the CPU.
 
     Bytes: 8 for each rank, and for each distinct row of the rank that has most of them, to every other rank.
 
-    Args:
-        rows: int64 `[U]`, distinct, on the CPU.
-        problem: what the caller has found wrong with this rank's batch.
-
-    Returns:
-        int64 `[V]`, ascending.
-
     Raises:
-        ValueError: the problem; the other ranks get a RuntimeError that names this one.
+        ValueError: `problem`, what is wrong with this rank's batch; the other ranks get a RuntimeError that names it.
     """
     own = rows.numel() if problem is None else _REFUSED
     counts = group.all_gather(torch.tensor([own], device=rows.device), "sizes").flatten().tolist()
@@ -97,15 +90,12 @@ class ColumnBlock(NamedTuple):
 def exchange_columns(
     group: RankGroup, blocks: Sequence[ColumnBlock], mine: Sequence[ColumnBlock], own: Sequence[Tensor]
 ) -> dict[int, Tensor]:
-    """Whole rows from blocks of their columns, on every rank that holds one of the table's blocks.
+    """Whole rows, `[U, dim]` by table, from blocks of their columns, on every rank that holds one of its blocks.
 
     Args:
         blocks: of all tables and ranks, the same on every rank. Those who hold a table's blocks have the same rows.
         mine: those of this rank, in any order.
         own: float32 `[U, num_columns]` for each of them.
-
-    Returns:
-        `[U, dim]` by table, for the tables that this rank has a block of.
     """
     ordered = sorted(zip(mine, own, strict=True), key=lambda pair: blocks.index(pair[0]))
     num_rows = {block.table: values.shape[0] for block, values in ordered}

@@ -1,13 +1,11 @@
 """Groups of ranks, the few collectives that tritonemb uses, the consensus before a step, and counts of bytes sent."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +14,36 @@ from torch import Tensor
 T = TypeVar("T")
 # torch 2.13 has given it another name, and warns of the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class BytesSent(NamedTuple):
+    """Bytes sent to other ranks, and how many of them to ranks on other nodes."""
+
+    total: int = 0
+    across_nodes: int = 0
+
+
+class Traffic:
+    """Counts what a rank sends; several threads may count at once."""
+
+    def __init__(self) -> None:
+        self._sent: dict[str, BytesSent] = {}
+        self._lock = threading.Lock()
+
+    def add(self, kind: str, total: int, across_nodes: int) -> None:
+        """Count bytes that go to other ranks, and how many of them go to other nodes."""
+        with self._lock:
+            before = self._sent.get(kind, BytesSent())
+            self._sent[kind] = BytesSent(before.total + total, before.across_nodes + across_nodes)
+
+    def by_kind(self) -> dict[str, BytesSent]:
+        """What has been sent so far, by kind."""
+        with self._lock:
+            return dict(self._sent)
+
+    def reset(self) -> None:
+        with self._lock:
+            self._sent.clear()
 
 
 class RankGroup:
@@ -53,13 +81,13 @@ class RankGroup:
         self.timeout = timeout
 
     @classmethod
-    def world(cls, local_world_size: int | None = None, timeout: timedelta | None = None) -> RankGroup:
+    def world(cls, local_world_size: int | None = None, timeout: timedelta | None = None) -> Self:
         """All processes of the job, or this process alone where `torch.distributed` is not in use."""
         return cls(dist.group.WORLD if dist.is_initialized() else None, local_world_size, timeout=timeout)
 
     def subgroup(
         self, members: Sequence[Sequence[int]], backend: str | None = None, timeout: timedelta | None = None
-    ) -> RankGroup:
+    ) -> Self:
         """The one of several disjoint sets of ranks that this process is in; every process of the job calls it alike.
 
         Its bytes are counted with this group's. `backend`, `timeout`: of its collectives; this group's if not given.
@@ -70,17 +98,16 @@ class RankGroup:
                 made = dist.new_group([self.ranks[rank] for rank in ranks], timeout=timeout, backend=backend)
                 found = made if self.rank in ranks else found
         assert any(self.rank in ranks for ranks in members), "this process is in none of the sets"
-        return RankGroup(found, self.local_world_size, self.traffic, timeout)
+        return type(self)(found, self.local_world_size, self.traffic, timeout)
 
-    def duplicate(self, backend: str | None = None, timeout: timedelta | None = None) -> RankGroup:
+    def duplicate(self, backend: str | None = None, timeout: timedelta | None = None) -> Self:
         """The same ranks with connections of their own, for another thread: collectives of a group have one order."""
         return self.subgroup([range(self.size)], backend, timeout)
 
     def all_to_all(self, message: Tensor, send: Sequence[int], receive: Sequence[int], kind: str) -> Tensor:
         """`send[r]` elements of a 1-D message go to rank `r`; returns `receive[r]` elements of each rank, in order.
 
-        Args:
-            kind: what the bytes are counted as.
+        `kind` is what the bytes are counted as.
         """
         assert message.shape == (sum(send),), (message.shape, send)
         self._count(kind, [n * message.element_size() for n in send])
@@ -127,17 +154,13 @@ class RankGroup:
 
 
 class RankFailed(RuntimeError):
-    """Other ranks of the job have failed or do not answer, so this one cannot continue.
-
-    Attributes:
-        ranks: which.
-    """
+    """The `ranks` of the job have failed or do not answer, so this one cannot continue."""
 
     def __init__(self, message: str, ranks: tuple[int, ...] = ()) -> None:
         super().__init__(message)
         self.ranks = ranks
 
-    def __reduce__(self) -> tuple[type[RankFailed], tuple[str, tuple[int, ...]]]:
+    def __reduce__(self) -> tuple[type[Self], tuple[str, tuple[int, ...]]]:
         return type(self), (str(self), self.ranks)
 
 
@@ -195,36 +218,6 @@ def control_device(group: RankGroup) -> torch.device:
         return torch.device("cpu")
     devices = [device.type for device in group.process_group._device_types]
     return torch.device("cpu" if "cpu" in devices else "cuda")
-
-
-class BytesSent(NamedTuple):
-    """Bytes sent to other ranks, and how many of them to ranks on other nodes."""
-
-    total: int = 0
-    across_nodes: int = 0
-
-
-class Traffic:
-    """Counts what a rank sends; several threads may count at once."""
-
-    def __init__(self) -> None:
-        self._sent: dict[str, BytesSent] = {}
-        self._lock = threading.Lock()
-
-    def add(self, kind: str, total: int, across_nodes: int) -> None:
-        """Count bytes that go to other ranks, and how many of them go to other nodes."""
-        with self._lock:
-            before = self._sent.get(kind, BytesSent())
-            self._sent[kind] = BytesSent(before.total + total, before.across_nodes + across_nodes)
-
-    def by_kind(self) -> dict[str, BytesSent]:
-        """What has been sent so far, by kind."""
-        with self._lock:
-            return dict(self._sent)
-
-    def reset(self) -> None:
-        with self._lock:
-            self._sent.clear()
 
 
 class PerDevice(Generic[T]):

@@ -10,8 +10,6 @@ Where an owner sends back a row for each id, an id that comes several times in a
 Bytes: `4 · B` of lengths for each route and owner, `4` an id (8 where an owner has 2³¹ rows or more), `4` a weight.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -37,7 +35,7 @@ class IdRoute(NamedTuple):
 
 
 class RowRoutes(NamedTuple):
-    """How the ranks with the rows send them back, one for each id that they have received."""
+    """How the ranks with the rows send back one for each id that they have received."""
 
     sent: list[int]  # number of ids sent to each rank
     received: list[int]  # number of ids received from each rank
@@ -70,6 +68,16 @@ def id_error(batch: KeyedJaggedTensor, feature: str, table: str, num_rows: int) 
     return id_out_of_range(table, feature, sample, position, int(batch.values()[position]), num_rows)
 
 
+class _Sizes(NamedTuple):
+    """What a rank must know of the message to it."""
+
+    bags: int  # in each route
+    ids: int  # in all of them
+    weighted: int  # 1 if the ids have weights, 0 if not, -1 if there are no ids to tell by
+    refused: int  # whether the sending rank has refused its batch
+    samples: int  # of the sending rank
+
+
 class IdExchange:
     """Sends the ids of batches along their routes; every rank of the group makes it with the same routes.
 
@@ -94,13 +102,9 @@ class IdExchange:
         self._tensors = PerDevice(self._make_tensors)
 
     def __call__(self, batch: KeyedJaggedTensor, problem: ValueError | None = None) -> Received:
-        """Exchange the ids of every rank's batch.
+        """Exchange the ids of every rank's batch; `problem` is what the caller has found wrong with this rank's.
 
-        Args:
-            problem: what the caller has found wrong with this rank's batch.
-
-        Raises:
-            ValueError: for an id out of range, or the problem; the other ranks get a RuntimeError that names this one.
+        ValueError for an id out of range, or the problem; the other ranks get a RuntimeError that names this one.
         """
         group = self.group
         num_rows, blocks, owners, owned, owner_ids = self._tensors(batch.device())
@@ -247,13 +251,3 @@ class IdExchange:
             [_OWNER] * len(self.routes),
         )
         return tuple(torch.tensor(values, dtype=torch.int64, device=device) for values in found)
-
-
-class _Sizes(NamedTuple):
-    """What a rank must know of the message to it."""
-
-    bags: int  # in each route
-    ids: int  # in all of them
-    weighted: int  # 1 if the ids have weights, 0 if not, -1 if there are no ids to tell by
-    refused: int  # whether the sending rank has refused its batch
-    samples: int  # of the sending rank

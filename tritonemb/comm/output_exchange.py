@@ -2,9 +2,9 @@
 
 Pooled: every rank has looked up some columns for the samples of all ranks, `[samples of all ranks, its columns]`. One
 message a rank carries them, encoded; where several ranks looked up the same columns, each by a part of the rows, the
-parts are added in the order of ranks, in float32: the same bits on every run and with every backend, for codecs that
-no network adds, and the same number of bytes as a reduce-scatter. Bytes: `columns · code size` for each sample and
-each rank that has a part of its vector, forward and backward each.
+parts are added in the order of ranks, in float32: bitwise identical whatever the run and the backend, by as many bytes
+as a reduce-scatter. Bytes: `columns · code size` for each sample and each rank that has a part of its vector, forward
+and backward each.
 
 Sequence: the rows of the ids that a rank has received go back in the order in which the ids came, and each is put where
 its id was. Bytes: `dim · code size` an id, forward and backward each.
@@ -41,9 +41,8 @@ class ExchangePrecision:
     Args:
         forward: of the vectors that were looked up.
         backward: of their gradients.
-        gradient_scale: what gradients are multiplied with before they are sent. By default, for "fp16" and "fp8" the
-            power of two next above the number of samples of all ranks, which undoes the mean of a loss over them;
-            else 1.
+        gradient_scale: what gradients are multiplied with before they are sent; by default, for "fp16" and "fp8", the
+            power of two next above the number of samples of all ranks, which undoes a loss's mean over them, else 1.
 
     Raises:
         ValueError: for an unknown codec, or a scale that is not positive.
@@ -121,7 +120,12 @@ def _scale_tensor(value: float, device: torch.device) -> Tensor | None:
 
 
 class OutputExchange:
-    """Called with the values of a batch and what `forward` and `backward` need to know of it."""
+    """Called with the values of a batch and what `forward` and `backward` need to know of it.
+
+    Args:
+        average: gradients are divided by this.
+        kind: what the bytes are counted as.
+    """
 
     def __init__(self, group: RankGroup, precision: ExchangePrecision, average: int, kind: str) -> None:
         self.group, self.precision = group, EXACT if group.size == 1 else precision  # one rank sends nothing
@@ -129,8 +133,7 @@ class OutputExchange:
         self.codecs: tuple[MessageCodec, ...] = ()
 
     def __call__(self, values: Tensor, batch: Any) -> Tensor:
-        found: Tensor = _OutputExchangeFunction.apply(values, self, batch)
-        return found
+        return _OutputExchangeFunction.apply(values, self, batch)
 
 
 class PooledExchange(OutputExchange):
@@ -140,8 +143,6 @@ class PooledExchange(OutputExchange):
         columns: for each rank, which columns of the result those of its matrix are, in their order. Ranges that several
             ranks have are added; ranges do not overlap otherwise. Together they cover the result.
         width: columns of the result.
-        average: gradients are divided by this.
-        kind: what the bytes are counted as.
     """
 
     def __init__(
@@ -162,11 +163,7 @@ class PooledExchange(OutputExchange):
         self.codecs = (self._sent, self._received, self._sent_back, self._received_back)
 
     def forward(self, matrix: Tensor, num_rows: Sequence[int]) -> Tensor:
-        """`[sum(num_rows), own columns]` for all ranks' samples → `[num_rows[rank], width]` for this rank's.
-
-        Args:
-            num_rows: samples of each rank, in order.
-        """
+        """`[sum(num_rows), own columns]` for all ranks' samples → `[num_rows[rank], width]` for this rank's."""
         own = num_rows[self.group.rank]
         (sent,), received = self._sent.part_bytes(matrix.device), self._received.part_bytes(matrix.device)
         message = self.group.all_to_all(
@@ -187,12 +184,7 @@ class PooledExchange(OutputExchange):
 
 
 class SequenceExchange(OutputExchange):
-    """Sends rows of `dim` columns to the ranks that sent their ids.
-
-    Args:
-        average: gradients are divided by this.
-        kind: what the bytes are counted as.
-    """
+    """Sends rows of `dim` columns to the ranks that sent their ids."""
 
     def __init__(
         self, group: RankGroup, dim: int, precision: ExchangePrecision, average: int = 1, kind: str = "rows"
@@ -226,8 +218,7 @@ class _OutputExchangeFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, exchange: Any, batch: Any) -> Tensor:
         ctx.exchange, ctx.batch = exchange, batch
-        found: Tensor = exchange.forward(values, batch)
-        return found
+        return exchange.forward(values, batch)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -239,11 +230,7 @@ class _PartSums:
     """A matrix with the columns that each rank sends, and how its parts are added to make the result.
 
     Columns of one rank alone come first, in the order of the result; then a slab for each summand: the first part of
-    every sum, the second part, and so on.
-
-    Attributes:
-        columns: for each rank, where its columns are in the matrix.
-        width: of the matrix.
+    every sum, the second part, and so on. `columns`: for each rank, where its columns are in the matrix.
     """
 
     def __init__(self, columns: Sequence[Sequence[ColumnRange]], width: int) -> None:
@@ -270,7 +257,6 @@ class _PartSums:
             self._order = PerDevice(lambda device: torch.tensor(inverse, device=device))
 
     def add(self, matrix: Tensor) -> Tensor:
-        """The result."""
         if self._slabs:
             single, *slabs = matrix.split([self._num_single, *self._slabs], dim=1)
             total = slabs[0].float()

@@ -27,15 +27,10 @@ _log = logging.getLogger(__name__)
 
 
 class Fused(NamedTuple):
-    """Operations that became one.
+    """Operations that became one."""
 
-    Attributes:
-        what: the new operation, in words.
-        members: names of what it replaces: of weights, without `.weight`, or names in the graph.
-    """
-
-    what: str
-    members: tuple[str, ...]
+    what: str  # the new operation, in words
+    members: tuple[str, ...]  # names of what it replaces: of weights, without `.weight`, or names in the graph
 
     def __str__(self) -> str:
         return f"{self.what}: {listed(self.members)}"
@@ -93,8 +88,7 @@ def tritonemb(
         _log.info("%s", report)
     known = torch._inductor.config.unsafe_marked_cacheable_functions | cacheable()
     with torch._inductor.config.patch(unsafe_marked_cacheable_functions=known):
-        compiled: Callable[..., Any] = inductor(gm, example_inputs)
-    return compiled
+        return inductor(gm, example_inputs)
 
 
 def _reset() -> None:

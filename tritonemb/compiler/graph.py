@@ -95,15 +95,12 @@ def source_path(node: Node) -> str:
     source = getattr(node, "_dynamo_source", None)
     if source is None:
         return str(node.target) if node.op == "get_attr" else node.name
-    root, *words = _words(source.name if isinstance(source.name, str) else source.name())
-    return ".".join(words) or root or node.name
-
-
-def _words(name: str) -> list[str]:
-    """Of Dynamo's name of a value: the variable that leads to it, then attributes and keys on the way."""
+    name = source.name if isinstance(source.name, str) else source.name()
+    # The variable that leads to the value, then attributes and keys on the way.
     words = [key or word for key, word in re.findall(r"\['?([^'\]]+)'?\]|(\w+)", name)]
     words = [word for word in words if word not in ("_modules", "_parameters", "_buffers")]
-    return words[1:] if words[:1] in (["L"], ["G"]) else ["", *words]
+    root, *words = words[1:] if words[:1] in (["L"], ["G"]) else ["", *words]
+    return ".".join(words) or root or node.name
 
 
 def regions(gm: GraphModule) -> list[list[Node]]:
@@ -151,14 +148,10 @@ def is_transformed(gm: GraphModule) -> bool:
 
 def live_nodes(gm: GraphModule, learning: bool = False) -> set[Node]:
     """What results and side effects of a graph are computed from; if `learning`, what a backward from them reaches."""
-    waiting = [node for node in gm.graph.nodes if node.op == "output" or has_side_effect(node, gm)]
-    found = set(waiting)
-    while waiting:
-        inputs = waiting.pop().all_input_nodes
-        new = [node for node in inputs if node not in found and (not learning or _may_require_grad(node))]
-        found.update(new)
-        waiting += new
-    return found
+    ends = [node for node in gm.graph.nodes if node.op == "output" or has_side_effect(node, gm)]
+    if not learning:
+        return {*ends, *reached(ends, lambda node: node.all_input_nodes)}
+    return {*ends, *reached(ends, lambda node: filter(_may_require_grad, node.all_input_nodes))}
 
 
 def dependencies(nodes: Iterable[Node]) -> dict[Node, set[Node]]:
@@ -174,12 +167,12 @@ def dependencies(nodes: Iterable[Node]) -> dict[Node, set[Node]]:
     return found
 
 
-def ancestors(nodes: Iterable[Node], before: dict[Node, set[Node]]) -> set[Node]:
-    """All nodes that `nodes` depend on, by `dependencies`."""
+def reached(nodes: Iterable[Node], before: Callable[[Node], Iterable[Node]]) -> set[Node]:
+    """All nodes that `nodes` depend on, directly by `before`, or by others."""
     found: set[Node] = set()
     waiting = list(nodes)
     while waiting:
-        new = before[waiting.pop()] - found
+        new = {*before(waiting.pop())} - found
         found |= new
         waiting += new
     return found

@@ -12,7 +12,7 @@ times.
 
 import math
 import operator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,14 +38,6 @@ from tritonemb.ops.interaction import FLOATS, is_fused
 
 _PRODUCTS = (torch.bmm, torch.matmul, operator.matmul, "bmm", "matmul", "__matmul__")
 _RESHAPES = (torch.reshape, "reshape", "view")
-
-
-class Vectors(NamedTuple):
-    """A sample's vectors: `dense [B, d]`, then parts whose columns side by side are `[B, F * d]`."""
-
-    dense: Node
-    sparse: list[Node]
-    dim: int
 
 
 def fuse_interactions(gm: GraphModule) -> tuple[dict[str, str], list[LeftAlone]]:
@@ -77,16 +69,13 @@ def _transposed_product(node: Node) -> Node | None:
 def _is_transpose(node: Node) -> bool:
     if node.target is getattr:
         return node.args[1] == "mT"
-    if node.target in ("transpose", "swapaxes", torch.transpose, torch.swapaxes):
-        return len(node.args) == 3 and {dim % 3 for dim in node.args[1:] if isinstance(dim, int)} == {1, 2}
-    if node.target in ("permute", torch.permute):
-        dims: Any = node.args[1] if isinstance(node.args[1], (tuple, list)) else node.args[1:]
-        return [dim % 3 for dim in dims] == [0, 2, 1]
-    return False
+    if node.target not in ("transpose", "swapaxes", torch.transpose, torch.swapaxes):
+        return False
+    return len(node.args) == 3 and {dim % 3 for dim in node.args[1:] if isinstance(dim, int)} == {1, 2}
 
 
 def _fuse(gm: GraphModule, product: Node, both: Node) -> str:
-    vectors = _vectors(both)
+    parts, dim = _vectors(both), value_of(both).shape[2]
     picked, pairs = _pairs(product)
     begin: Any = both.args[0] if both.target in _RESHAPES else both
     require(_is_undisturbed(begin, picked, gm), "a tensor or a state (gradients, autocast) is changed on the way to it")
@@ -95,13 +84,13 @@ def _fuse(gm: GraphModule, product: Node, both: Node) -> str:
     example = value_of(product).new_empty(0)
     require(is_fused(example, example), f"no kernel of ours serves {dtype} on {example.device}")
     write = Writer(gm, product)
-    dense, *sparse = (_matrix(part, dtype, write) for part in (vectors.dense, *vectors.sparse))
+    dense, *sparse = (_matrix(part, dtype, write) for part in parts)
     joined = sparse[0] if len(sparse) == 1 else write(torch.cat, sparse, 1)
     out = write(torch.ops.tritonemb.interaction.default, dense, joined)
     # `cat([x, P], 1)` is the op's own result, where nothing is rounded that was not.
-    whole = _is_joined_with(vectors.dense, picked, dtype, gm)
-    begin = 0 if whole else vectors.dim
-    wanted = [*range(begin, vectors.dim), *(vectors.dim + i * (i - 1) // 2 + j for i, j in pairs)]
+    whole = _is_joined_with(parts[0], picked, dtype, gm)
+    begin = 0 if whole else dim
+    wanted = [*range(begin, dim), *(dim + i * (i - 1) // 2 + j for i, j in pairs)]
     if wanted != list(range(begin, value_of(out).shape[1])):
         index = write.constant(torch.tensor(wanted, device=example.device), "pairs")
         out = write(torch.index_select, out, 1, index)
@@ -113,7 +102,8 @@ def _fuse(gm: GraphModule, product: Node, both: Node) -> str:
     return f"the interaction of {len(pairs)} pairs of vectors became one kernel"
 
 
-def _vectors(both: Node) -> Vectors:
+def _vectors(both: Node) -> list[Node]:
+    """A sample's vectors: `[B, d]`, then parts whose columns side by side are `[B, F * d]`."""
     batch, _, dim = value_of(both).shape
     require(isinstance(dim, int), "the vectors' dim differs from call to call")
     reshaped = both.target in _RESHAPES
@@ -133,40 +123,24 @@ def _vectors(both: Node) -> Vectors:
         all(isinstance(width, int) and width % dim == 0 for width in widths),
         "its vectors have several dims, or a dim that differs from call to call",
     )
-    return Vectors(parts[0], parts[1:], dim)
+    return parts
 
 
 def _pairs(product: Node) -> tuple[Node, list[tuple[int, int]]]:
     """The node that picks products, which is their only use, and the pairs, the larger index first."""
     n = value_of(product).shape[1]
     require(isinstance(n, int), "the number of vectors differs from call to call")
-    pick = _only_user(product)
-    sizes = [expression(size) for size in value_of(pick).shape[1:]]
-    flat = pick.target in (*_RESHAPES, "flatten", torch.flatten) and sizes == [n * n]
-    pick = _only_user(pick) if flat else pick
+    require(len(product.users) == 1, "not only its pairs are used, but the whole matrix of products")
+    pick = next(iter(product.users))
     index: Any = pick.args[1] if pick.target is operator.getitem else None
-    if flat and pick.target in ("index_select", torch.index_select):
-        dim, places, *_ = [*pick.args[1:], *pick.kwargs.values()]
-        index = (slice(None), places) if dim == 1 else None
-    require(
-        isinstance(index, tuple) and len(index) == (2 if flat else 3) and index[0] == slice(None),
-        "its pairs are not picked by indices",
-    )
-    found = [_constant(part) for part in index[1:]]
-    require(
-        all(one.dim() == 1 and len(one) == len(found[0]) for one in found),
-        "its pairs are not picked by lists of one length",
-    )
-    left, right = (found[0] // n, found[0] % n) if flat else found
+    by_lists = isinstance(index, tuple) and len(index) == 3 and index[0] == slice(None)
+    require(by_lists, "its pairs are not picked by indices")
+    left, right = map(_constant, index[1:])
+    require(left.dim() == 1 and left.shape == right.shape, "its pairs are not picked by lists of one length")
     pairs = [(max(pair), min(pair)) for pair in zip((left % n).tolist(), (right % n).tolist(), strict=True)]
     require(all(i != j for i, j in pairs), "it takes products of vectors with themselves")
     require(len(pairs) > 0, "it takes no pairs")
     return pick, pairs
-
-
-def _only_user(node: Node) -> Node:
-    require(len(node.users) == 1, "not only its pairs are used, but the whole matrix of products")
-    return next(iter(node.users))
 
 
 def _constant(node: Any) -> Tensor:

@@ -4,7 +4,6 @@ Merged are independent lookups of a region, with one batch size and one kind of 
 reason.
 """
 
-import operator
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,30 +38,19 @@ from tritonemb.types import TRAINABLE_DTYPES
 assert _ops
 DEVICES = ("cpu", "cuda")
 NOTHING_TO_MERGE = "nothing to merge with"
-_MODES = {0: "sum", 1: "mean", 2: "max"}  # of torch.embedding_bag
-_ROWS = (F.embedding, torch.embedding)
 FUSED_BAGS = (torch.ops.tritonemb.bag_fused, torch.ops.tritonemb.bag_fused.default)
 _OURS = (torch.ops.tritonemb.bag, torch.ops.tritonemb.bag.default, *FUSED_BAGS)
-_LOOKUPS = {F.embedding_bag, torch.embedding_bag, *_ROWS, *_OURS}
+_LOOKUPS = {F.embedding_bag, F.embedding, *_OURS}
 # The same argument has several names.
-_NAMES = {"input": "ids", "indices": "ids", "values": "ids", "per_sample_weights": "sample_weights"}
+_NAMES = {"input": "ids", "values": "ids", "per_sample_weights": "sample_weights"}
 
 
 class LeftAlone(NamedTuple):
-    """An operation that stays as it was.
+    """An operation that stays as it was."""
 
-    Attributes:
-        name: of what it looks up, as users write it, or its own in the graph.
-        what: the function.
-        reason: why, in words.
-    """
-
-    name: str
-    what: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.what}): {self.reason}"
+    name: str  # of what it looks up, as users write it, or its own in the graph
+    what: str  # the function
+    reason: str  # why, in words
 
 
 class FusedUpdate(NamedTuple):
@@ -81,27 +69,17 @@ class FusedUpdate(NamedTuple):
 
 
 class LookupIds(NamedTuple):
-    """The ids of one lookup: nodes in the graph, tensors where a batch is made of several.
+    """The ids of one lookup: nodes in the graph, tensors where a batch is made of several."""
 
-    Attributes:
-        ids: integers; `[B, L]` or `[N]` for bags, of any shape for single rows.
-        offsets: of a bag's 1-D ids, `[B]`, or `[B + 1]` if `has_last_offset`; else None.
-        sample_weights: of the ids' shape, or None.
-        trained: ids that the gradient goes to, `[N]`, if others; -1 for none.
-        single: a row for each id, instead of a sum, or a `mean`, for each bag.
-        padding_idx: an id that has no part in a bag; of single rows, that is not trained.
-        num_rows: of the table.
-    """
-
-    ids: Any
-    offsets: Any
+    ids: Any  # integers; `[B, L]` or `[N]` for bags, of any shape for single rows
+    offsets: Any  # of a bag's 1-D ids, `[B]`, or `[B + 1]` if `has_last_offset`; else None
     has_last_offset: bool
-    sample_weights: Any
-    trained: Any
-    single: bool
+    sample_weights: Any  # of the ids' shape, or None
+    trained: Any  # ids that the gradient goes to, `[N]`, if others; -1 for none
+    single: bool  # a row for each id, instead of a sum, or a `mean`, for each bag
     mean: bool
-    padding_idx: int | None
-    num_rows: int
+    padding_idx: int | None  # an id that has no part in a bag; of single rows, that is not trained
+    num_rows: int  # of the table
 
     @property
     def drops_padding(self) -> bool:
@@ -119,7 +97,6 @@ class TableLookup:
     """One use of one table."""
 
     node: Node  # the call
-    results: tuple[Node, ...]  # the nodes that have its result: `node`, or items of a tuple
     table: str  # as users call it
     weight: Node  # `[rows, dim]`
     bags: LookupIds
@@ -185,19 +162,22 @@ def recognise(node: Node) -> TableLookup | LeftAlone | None:
 
 def _read(node: Node, args: dict[str, Any], table: str) -> TableLookup:
     """Every function has some of the same arguments; those that it lacks have these defaults."""
-    mode: Any = args.get("mode", "mean" if args.get("mean") else "sum")
-    mode = _MODES.get(mode, mode)
-    single = node.target in _ROWS or not args.get("pooled", True)
+    mode = args.get("mode", "mean" if args.get("mean") else "sum")
+    single = node.target is F.embedding or not args.get("pooled", True)
     require(mode in ("sum", "mean"), f'mode="{mode}" has no fused kernel')
     weight = _tensor_of(args, "weight")
     _check_weight(args["weight"], weight)
-    results = tuple(node.users) if node.target is torch.embedding_bag else (node,)
-    items = all(result is node or (result.target is operator.getitem and result.args[1] == 0) for result in results)
-    require(items, "more than the pooled rows is used of what torch.embedding_bag returns")
-    _check_options(args, trains=weight.requires_grad and any(value_of(result).requires_grad for result in results))
+    trains = weight.requires_grad and value_of(node).requires_grad
+    require(args.get("max_norm") is None, "max_norm changes rows of the weight in the forward")
+    require(not (trains and args.get("scale_grad_by_freq")), "scale_grad_by_freq=True has no fused gradient")
+    require(
+        not (trains and args.get("sparse")),
+        "sparse=True gives sparse gradients, a fused lookup gives dense ones; leave out sparse, or fuse the optimizer "
+        "(te.nn.EmbeddingBag(.., optimizer=..))",
+    )
     padding_idx = args.get("padding_idx")
     if padding_idx is not None and padding_idx < 0:
-        padding_idx = None if node.target is torch.embedding else padding_idx + weight.shape[0]
+        padding_idx += weight.shape[0]
     bags = LookupIds(
         args["ids"], None if single else args.get("offsets"), bool(args.get("include_last_offset", True)),
         args.get("sample_weights"), args.get("trained"), single, mode == "mean", padding_idx, int(weight.shape[0]),
@@ -208,7 +188,7 @@ def _read(node: Node, args: dict[str, Any], table: str) -> TableLookup:
         values = [tuple(value) if isinstance(value, (list, tuple)) else value for value in values]
         update = FusedUpdate(*values)
     dtype = args.get("dtype", weight.dtype)
-    lookup = TableLookup(node, results, table, args["weight"], bags, args.get("checked", True), dtype, update)
+    lookup = TableLookup(node, table, args["weight"], bags, args.get("checked", True), dtype, update)
     _check_bags(lookup, weight, args)
     return lookup
 
@@ -217,17 +197,6 @@ def _tensor_of(args: dict[str, Any], name: str) -> Any:
     node = args.get(name)
     require(node is None or isinstance(value_of(node), Tensor), f"its {name} is not a tensor of the graph")
     return value_of(node)
-
-
-def _check_options(args: dict[str, Any], trains: bool) -> None:
-    require(args.get("max_norm") is None, "max_norm changes rows of the weight in the forward")
-    frequency, sparse = trains and args.get("scale_grad_by_freq"), trains and args.get("sparse")
-    require(not frequency, "scale_grad_by_freq=True has no fused gradient")
-    require(
-        not sparse,
-        "sparse=True gives sparse gradients, a fused lookup gives dense ones; leave out sparse, or fuse the optimizer "
-        "(te.nn.EmbeddingBag(.., optimizer=..))",
-    )
 
 
 def _check_weight(node: Node, weight: Tensor) -> None:
@@ -258,25 +227,18 @@ def _check_bags(lookup: TableLookup, weight: Tensor, args: dict[str, Any]) -> No
         require(offsets.dtype in ID_DTYPES, "its offsets are not int32 or int64")
     elif not lookup.bags.single:
         require(ids.dim() == 2, "its ids are neither 2-D nor have offsets")
-        require(not _is_zero(ids.shape[1]), "its bags have no ids")
-    require(not _is_zero(lookup.num_bags), "the batch is empty")
-
-
-def _is_zero(size: Any) -> bool:
-    return isinstance(size, int) and size == 0
+        require(expression(ids.shape[1]) != 0, "its bags have no ids")
+    require(expression(lookup.num_bags) != 0, "the batch is empty")
 
 
 @dataclass(frozen=True)
 class LookupGroup:
-    """Lookups of a region that become one: none depends on another.
-
-    `pooled`: rows are bags, side by side, not ids, one below the other; `idle`: no backward pass reaches them.
-    """
+    """Lookups of a region that become one: none depends on another."""
 
     lookups: Sequence[TableLookup]
-    pooled: bool
+    pooled: bool  # rows are bags, side by side, not ids, one below the other
     region: list[Node]
-    idle: bool = False
+    idle: bool = False  # no backward pass reaches them
 
 
 def next_group(gm: GraphModule) -> LookupGroup | None:

@@ -19,13 +19,13 @@ from torch.fx import GraphModule, Node
 
 from tritonemb.compiler.graph import (
     Writer,
-    ancestors,
     dependencies,
     erase_unused,
     expression,
     is_joined,
     joined_parts,
     only_read,
+    reached,
     value_of,
 )
 from tritonemb.compiler.lookups import LookupGroup, LookupIds, TableLookup
@@ -144,7 +144,8 @@ def cacheable() -> dict[str, str]:
 def merge(gm: GraphModule, group: LookupGroup) -> str:
     """Replace a group's lookups by one; the graph computes the same. Says in words what came of it."""
     write, pooled = Writer(gm, _move_inputs_before(group)), group.pooled
-    concatenations = _concatenations(group) if pooled else []
+    users = Counter(user for lookup in group.lookups for user in lookup.node.users)
+    concatenations = [node for node, count in users.items() if pooled and count > 1 and is_joined(node)]
     lookups = _in_order(group, concatenations)
     tables = list({lookup.weight: None for lookup in lookups})
     batch = write(one_batch, tuple(lookup.bags for lookup in lookups), pooled)
@@ -163,7 +164,7 @@ def _move_inputs_before(group: LookupGroup) -> Node:
     nodes = group.region
     place = {node: index for index, node in enumerate(nodes)}
     first = min((lookup.node for lookup in group.lookups), key=place.__getitem__)
-    needed = ancestors([lookup.node for lookup in group.lookups], dependencies(nodes))
+    needed = reached([lookup.node for lookup in group.lookups], dependencies(nodes).__getitem__)
     later = [node for node in nodes[place[first] + 1 :] if node in needed]
     for node in [*later, *(node for node in first.graph.nodes if node.op == "get_attr" and first < node)]:
         first.prepend(node)
@@ -221,25 +222,19 @@ def _use_parts(
     for index, lookup in enumerate(lookups):
         part = result = write.item(parts, index)
         counts = write.item(batch, next(means)) if lookup.bags.divides_later else None
-        copied = not all(only_read(node) for node in lookup.results)
+        copied = not only_read(lookup.node)
         ids = lookup.bags.ids if lookup.bags.single and value_of(lookup.bags.ids).dim() != 1 else None
         if copied or counts is not None or ids is not None:
             result = write(as_result, part, ids, counts, lookup.dtype, copied)
-        for node in lookup.results:
-            node.replace_all_uses_with(result)
+        lookup.node.replace_all_uses_with(result)
         columns[part] = end, end + lookup.dim
         end += lookup.dim
     return columns
 
 
-def _concatenations(group: LookupGroup) -> list[Node]:
-    users = Counter(user for lookup in group.lookups for node in lookup.results for user in node.users)
-    return [node for node, count in users.items() if count > 1 and is_joined(node)]
-
-
 def _in_order(group: LookupGroup, concatenations: list[Node]) -> list[TableLookup]:
     """Columns as concatenations want them, then all others."""
-    owner = {node: lookup for lookup in group.lookups for node in lookup.results}
+    owner = {lookup.node: lookup for lookup in group.lookups}
     wanted = [owner[part] for node in concatenations for part in joined_parts(node) if part in owner]
     return list({lookup.node: lookup for lookup in (*wanted, *group.lookups)}.values())
 

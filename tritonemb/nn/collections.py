@@ -1,11 +1,9 @@
 """`EmbeddingBagCollection` and `EmbeddingCollection`: lookups of many tables in one call, pooled or a row an id."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -46,8 +44,7 @@ class FusedModule(nn.Module):
     def set_learning_rate(self, lr: float) -> None:
         """Set the learning rate of the fused optimizer; nothing is recompiled.
 
-        Raises:
-            ValueError: without a fused optimizer, or for a negative or non-finite rate.
+        ValueError without a fused optimizer, or for a negative or non-finite rate.
         """
         if self._optimized is None:
             raise ValueError("this module has no fused optimizer; set the learning rate of the one you made")
@@ -64,10 +61,7 @@ class FusedModule(nn.Module):
         The tables are then bitwise identical to those after one step on all samples as one batch. Leaving the block
         with an exception discards what was accumulated. A backward must run inside the block. In a collection every
         micro-batch must have the same keys in the same order; a single table is not for compiled modules, whose call
-        raises RuntimeError.
-
-        Raises:
-            ValueError: without a fused optimizer.
+        raises RuntimeError. ValueError without a fused optimizer.
         """
         if self._optimized is None:
             raise ValueError("accumulate() is for a fused optimizer; ordinary gradients add up by themselves")
@@ -123,8 +117,8 @@ class TableCollection(FusedModule):
         self.table_set = table_set
         table_set.counters, table_set.by_name = self._buffers, self._modules
 
-    def _replicate_for_data_parallel(self) -> TableCollection:
-        replica: TableCollection = super()._replicate_for_data_parallel()
+    def _replicate_for_data_parallel(self) -> Self:
+        replica: Self = super()._replicate_for_data_parallel()
         replica._share_with(copy.copy(self.table_set))
         return replica
 
@@ -157,11 +151,10 @@ class TableCollection(FusedModule):
                 counter.zero_()
 
     def group(self, features: Features) -> Groups:
-        """The distinct rows of a batch, from its ids alone; may be computed ahead and given to `forward`.
+        """The distinct rows of a batch, from its ids alone; may be computed ahead, by another thread, for `forward`.
 
         Rows of tables in host memory or on disk are pinned on the device until the batch's backward has run, or, where
-        gradients are not recorded, until it has been looked up; a second lookup prefetches them again. Another thread
-        may do this.
+        gradients are not recorded, until it has been looked up; a second lookup prefetches them again.
         """
         return self.table_set.group(features)
 
@@ -177,7 +170,7 @@ class TableCollection(FusedModule):
         else:
             super().__setattr__(name, value)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableCollection:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Casting a module to 16 bits leaves the learning rate float32."""
         for table in self.tables:
             if isinstance(table, CachedTable):

@@ -1,8 +1,6 @@
 """`EmbeddingBag` and `Embedding`: PyTorch's modules of one table by tritonemb's kernels."""
 
-from __future__ import annotations
-
-from typing import Any, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -24,18 +22,11 @@ class EmbeddingBag(SingleTable, torch.nn.EmbeddingBag):
     left to PyTorch.
 
     Args:
-        num_embeddings: rows of the table.
-        embedding_dim: columns.
-        max_norm: rows that a call uses are scaled down to this norm first, in place; None for no limit.
-        norm_type: which norm, 2 for the Euclidean.
-        scale_grad_by_freq: divide a row's gradient by the number of its uses in the call; by PyTorch.
+        max_norm: rows that a call uses are scaled down to this norm (`norm_type`) first, in place; None for no limit.
         mode: "sum", "mean" or "max".
         sparse: the weight's gradient is a sparse COO tensor.
-        _weight: the table itself `[num_embeddings, embedding_dim]`, instead of a new one.
         include_last_offset: offsets end with the number of ids.
         padding_idx: an id that has no part in a bag nor in the gradient; from the end if negative.
-        device: where the table lives.
-        dtype: of the table.
         optimizer: with one of `tritonemb.optim`, the backward updates the weight exactly, deterministically and in
             place, and `weight.grad` stays None; `sparse` means nothing then.
 
@@ -73,13 +64,13 @@ class EmbeddingBag(SingleTable, torch.nn.EmbeddingBag):
         cls, embeddings: Tensor, freeze: bool = True, max_norm: float | None = None, norm_type: float = 2.0,
         scale_grad_by_freq: bool = False, mode: str = "mean", sparse: bool = False, include_last_offset: bool = False,
         padding_idx: int | None = None, optimizer: Optimizer | None = None,
-    ) -> EmbeddingBag:  # fmt: skip
+    ) -> Self:  # fmt: skip
         """A module around `embeddings` `[num_embeddings, embedding_dim]`; frozen, it is not trained."""
         module: Any = super().from_pretrained(
             embeddings, freeze, max_norm, norm_type, scale_grad_by_freq, mode, sparse, include_last_offset, padding_idx
         )
         module._fuse(optimizer)
-        return cast(EmbeddingBag, module)
+        return module
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """`[B, embedding_dim]`."""
@@ -186,13 +177,13 @@ class Embedding(SingleTable, torch.nn.Embedding):
         cls, embeddings: Tensor, freeze: bool = True, padding_idx: int | None = None, max_norm: float | None = None,
         norm_type: float = 2.0, scale_grad_by_freq: bool = False, sparse: bool = False,
         optimizer: Optimizer | None = None,
-    ) -> Embedding:  # fmt: skip
+    ) -> Self:  # fmt: skip
         """A module around `embeddings` `[num_embeddings, embedding_dim]`; frozen, it is not trained."""
-        module: Any = super().from_pretrained(
+        module: Self = super().from_pretrained(
             embeddings, freeze, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
         )
         module._fuse(optimizer)
-        return cast(Embedding, module)
+        return module
 
     def forward(self, input: Tensor) -> Tensor:
         """`[*, embedding_dim]`."""

@@ -1,7 +1,5 @@
 """`fuse` and `optim.fused`: the embeddings of an existing model, in place, are updated together in the backward."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -60,7 +58,6 @@ def fuse(model: nn.Module, optimizer: Optimizer | None = None, *, by_step: bool 
     lookup has an update of its own; look a table up once a graph there.
 
     Args:
-        model: changed in place.
         optimizer: one of `tritonemb.optim`; None for ordinary gradients.
         by_step: tables are updated by `step` of the report's optimizer, from all gradients since `zero_grad`, instead
             of at the end of each backward pass. In eager mode only: under `torch.compile` lookups are graph breaks.
@@ -167,52 +164,11 @@ def _leave_shared_alone(model: nn.Module, embeddings: Mapping[str, nn.Module], l
         others = [users[other][0] for other in near if other is not weight]
         if others and path not in left_alone:
             left_alone[path] = f"its weight shares memory with {' and '.join(others)}"
-    while True:
-        ours = {f"{path}.weight" if path else "weight": path for path in embeddings if path not in left_alone}
-        found = {}
-        for path in ours.values():
-            others_too = [user for user in users[embeddings[path]._parameters["weight"]] if user not in ours]  # type: ignore[index]
-            if others_too:
-                found[path] = f"its weight is also {' and '.join(others_too)}, which needs an ordinary gradient"
-        if not found:
-            return
-        left_alone.update(found)
-
-
-def fused(
-    model: nn.Module, tables: Optimizer, dense: Dense | None = None, *, update: UpdateTime = "backward"
-) -> ModelOptimizer:
-    """Fuse `tables` into the embeddings of `model`, and make an optimizer of the other parameters.
-
-    A loop of `zero_grad`, `backward` and `step` stays as it is: each backward pass updates the embeddings, `step` the
-    rest. To update the embeddings once for several backward passes, see `ModelOptimizer.accumulate`.
-
-    Args:
-        model: its embeddings are fused in place, see `fuse`.
-        tables: the optimizer of the embeddings.
-        dense: makes the other parameters' optimizer, e.g. `lambda p: torch.optim.AdamW(p, lr=1e-3)`. If not given, the
-            counterpart of `tables` in `torch.optim` with the same settings: SGD, Adagrad (for RowWiseAdagrad too), or
-            Adam (AdamW with decay; for PartialRowWiseAdam too).
-        update: "backward": each backward pass updates the embeddings, at the least cost. "step": `step` does, from all
-            gradients since `zero_grad`, for loops and frameworks that call `backward` several times for a step, or
-            leave steps out; under `torch.compile` lookups are graph breaks then.
-
-    Raises:
-        ValueError: for another `update`; if `model` has no embedding to fuse, with the reasons; if there is no
-            counterpart and `dense` is not given. Whatever is raised, `dense`'s own errors too, the model is as it was
-            then.
-    """
-    if update not in get_args(UpdateTime):
-        raise ValueError(f"update must be one of {get_args(UpdateTime)}, got {update!r}")
-    make = _counterpart(tables) if dense is None else dense
-    report = fuse(model, tables, by_step=update == "step")
-    if report.optimizer is None:
-        raise ValueError(f"the model has no embedding that can be fused:\n{report}")
-    try:
-        return ModelOptimizer(model, report, make, update == "step")
-    except Exception:
-        unfuse_all([model.get_submodule(path) for path in report.fused])
-        raise
+    ours = {f"{path}.weight" if path else "weight": path for path in embeddings if path not in left_alone}
+    for path in ours.values():
+        others_too = [user for user in users[embeddings[path]._parameters["weight"]] if user not in ours]  # type: ignore[index]
+        if others_too:
+            left_alone[path] = f"its weight is also {' and '.join(others_too)}, which needs an ordinary gradient"
 
 
 class ModelOptimizer(torch.optim.Optimizer):
@@ -221,10 +177,7 @@ class ModelOptimizer(torch.optim.Optimizer):
     `step` is the dense optimizer's. Learning rates of all groups may be set by hand or by schedulers. `state_dict` has
     the layout of PyTorch's optimizers. `torch.amp.GradScaler` is refused: it scales the loss, and the update in the
     backward would be scaled with it; train in bfloat16, or with `tritonemb.Trainer`, which scales float16 rightly.
-
-    Attributes:
-        report: what was fused, and what was not.
-        dense: the optimizer of the other parameters; None if there are none.
+    `report` says what was fused, `dense` is the optimizer of the other parameters, or None if there are none.
     """
 
     # Tells GradScaler to hand its scale to `step`, which can then refuse it.
@@ -263,8 +216,7 @@ class ModelOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the dense parameters, and the tables if the backward has not. Returns the closure's result.
 
-        Raises:
-            ValueError: from a `GradScaler`.
+        ValueError from a `GradScaler`.
         """
         scaled = [self.__dict__.pop(name, None) for name in ("grad_scale", "found_inf")]
         if any(value is not None for value in scaled):
@@ -307,28 +259,55 @@ class ModelOptimizer(torch.optim.Optimizer):
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned.
-
-        Raises:
-            ValueError: if groups, sizes or states differ; nothing has been changed then.
-        """
+        """Load what `state_dict` returned; ValueError if groups, sizes or states differ, before anything changes."""
         *dense_groups, tables_group = state_dict["param_groups"]
         ours = [len(group["params"]) for group in self.param_groups]
         given = [len(group["params"]) for group in state_dict["param_groups"]]
         if ours != given:
             raise ValueError(f"the parameter groups must have {ours} parameters, got {given}")
-        first = sum(given[:-1])
-        states = state_dict["state"]
-        self._tables.load_state_dict(
-            {
-                "state": {index - first: state for index, state in states.items() if index >= first},
-                "param_groups": [tables_group],
-            }
-        )
+        first, states = sum(given[:-1]), state_dict["state"]
+        tables_states = {index - first: state for index, state in states.items() if index >= first}
+        self._tables.load_state_dict({"state": tables_states, "param_groups": [tables_group]})
         if self.dense is not None:
             dense_states = {index: state for index, state in states.items() if index < first}
             self.dense.load_state_dict({"state": dense_states, "param_groups": dense_groups})
         self._link()
+
+
+def fused(
+    model: nn.Module, tables: Optimizer, dense: Dense | None = None, *, update: UpdateTime = "backward"
+) -> ModelOptimizer:
+    """Fuse `tables` into the embeddings of `model`, and make an optimizer of the other parameters.
+
+    A loop of `zero_grad`, `backward` and `step` stays as it is: each backward pass updates the embeddings, `step` the
+    rest. To update the embeddings once for several backward passes, see `ModelOptimizer.accumulate`.
+
+    Args:
+        model: its embeddings are fused in place, see `fuse`.
+        tables: the optimizer of the embeddings.
+        dense: makes the other parameters' optimizer, e.g. `lambda p: torch.optim.AdamW(p, lr=1e-3)`. If not given, the
+            counterpart of `tables` in `torch.optim` with the same settings: SGD, Adagrad (for RowWiseAdagrad too), or
+            Adam (AdamW with decay; for PartialRowWiseAdam too).
+        update: "backward": each backward pass updates the embeddings, at the least cost. "step": `step` does, from all
+            gradients since `zero_grad`, for loops and frameworks that call `backward` several times for a step, or
+            leave steps out; under `torch.compile` lookups are graph breaks then.
+
+    Raises:
+        ValueError: for another `update`; if `model` has no embedding to fuse, with the reasons; if there is no
+            counterpart and `dense` is not given. Whatever is raised, `dense`'s own errors too, the model is as it was
+            then.
+    """
+    if update not in get_args(UpdateTime):
+        raise ValueError(f"update must be one of {get_args(UpdateTime)}, got {update!r}")
+    make = _counterpart(tables) if dense is None else dense
+    report = fuse(model, tables, by_step=update == "step")
+    if report.optimizer is None:
+        raise ValueError(f"the model has no embedding that can be fused:\n{report}")
+    try:
+        return ModelOptimizer(model, report, make, update == "step")
+    except Exception:
+        unfuse_all([model.get_submodule(path) for path in report.fused])
+        raise
 
 
 def _counterpart(spec: Optimizer) -> Dense:

@@ -82,8 +82,7 @@ class DLRM(nn.Module):
     Args:
         tables: all of one embedding dim.
         num_dense: dense features a sample, at least 1.
-        bottom_mlp: widths of the dense part before its last layer, which has the embedding dim.
-        top_mlp: widths of the layers before the logit.
+        bottom_mlp, top_mlp: widths of the layers before the last: the dense vector, of the embedding dim; the logit.
         optimizer: of the tables, fused into the backward; None for ordinary gradients.
 
     Shapes: `dense [B, num_dense]` float, `sparse` a `KeyedJaggedTensor`; result: logits `[B]`.

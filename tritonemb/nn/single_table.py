@@ -1,9 +1,7 @@
 """What `EmbeddingBag` and `Embedding` share: one table, the weight of PyTorch's module, and its fused update."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +38,8 @@ class SingleTable(FusedModule):
     skipped: Tensor
     _optimized: FusedGroup | None = None
     _name: str = "weight"
-    _state_owner: tuple[SingleTable, ...] = ()  # another module with the same weight, which has the states
-    _state_users: tuple[SingleTable, ...] = ()  # modules with the same weight, whose states this one has
+    _state_owner: tuple[Self, ...] = ()  # another module with the same weight, which has the states
+    _state_users: tuple[Self, ...] = ()  # modules with the same weight, whose states this one has
 
     def reset_parameters(self) -> None:
         """Draw the weight anew, as PyTorch's module does; zero the optimizer's states."""
@@ -56,11 +54,7 @@ class SingleTable(FusedModule):
 
     @property
     def learning_rate(self) -> Tensor:
-        """The fused optimizer's learning rate, float32 `[]`.
-
-        Raises:
-            AttributeError: without a fused optimizer.
-        """
+        """The fused optimizer's learning rate, float32 `[]`; AttributeError without a fused optimizer."""
         if self._optimized is None:
             raise AttributeError("this module has no fused optimizer, and so no learning rate")
         return self._optimized.rate_on(self.weight.device)
@@ -78,7 +72,7 @@ class SingleTable(FusedModule):
         return {name: cast(Tensor, buffers[name]) for name in names}
 
     @property
-    def _owner(self) -> SingleTable:
+    def _owner(self) -> Self:
         """Of the states."""
         return self._state_owner[0] if self._state_owner else self
 
@@ -88,13 +82,9 @@ class SingleTable(FusedModule):
             self._join(FusedGroup(check_optimizer(optimizer)), persistent=True)
 
     def _join(
-        self, group: FusedGroup, name: str = "weight", owner: SingleTable | None = None, persistent: bool = False
+        self, group: FusedGroup, name: str = "weight", owner: Self | None = None, persistent: bool = False
     ) -> None:
-        """Become a table of `group`; states are those of `owner`, or buffers of this module.
-
-        Raises:
-            ValueError: where `why_not_fused` has a reason.
-        """
+        """Become a table of `group`; states are those of `owner`, or buffers of this module."""
         reason = why_not_fused(self)
         if reason is not None:
             raise ValueError(reason)
@@ -179,7 +169,7 @@ class SingleTable(FusedModule):
         renormalise = _renormalise_untraced if untraced else torch.embedding_renorm_
         renormalise(self.weight.detach(), values, max_norm, norm_type)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SingleTable:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = dict(self._buffers)
         super()._apply(fn, recurse)
         keep_dtypes(self._buffers, before)

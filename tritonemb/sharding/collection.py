@@ -1,12 +1,10 @@
 """What sharded collections share: this rank's shards, their optimizer, and the whole-table names of their state."""
 
-from __future__ import annotations
-
 import functools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -42,8 +40,6 @@ PIECE_BYTES = 1 << 26  # of a table that are averaged over replicas at once
 # A batch, the distinct rows for each table set of replicated tables, and for each ID exchange what it has received and
 # the distinct rows for each table set that looks it up.
 Exchanged = tuple[KeyedJaggedTensor, list[Groups], list[tuple[Received, list[Groups]]]]
-
-
 # An ID exchange, and the table sets of this rank's shards that look up what it receives.
 ShardedLookup = tuple[IdExchange, list[TableSet]]
 
@@ -86,7 +82,7 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
         self._lookups = self._make_lookups()
         replicated = self.placement.on(groups.shards.rank, "replicated")
         self._replicated = self._make_tables(replicated, self.bounds_check)
-        self._checked: list[tuple[str, str, int]] = []  # features of replicated tables, whose ids all ranks refuse
+        self._checked: list[tuple[str, str, int]] = []  # features whose ids no exchange checks
         if self._lookups and groups.shards.size > 1 and self.bounds_check == "raise":
             configs = [self.configs[each.table] for each in replicated]
             self._checked = [(key, c.name, c.num_embeddings) for c in configs for key in c.feature_names]
@@ -152,10 +148,11 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
         May be called before `forward`, from another thread, if every rank does so in the same order.
         """
         if isinstance(features, PrefetchedFeatures):
-            prefetched: Exchanged = features.of(self)
-            return prefetched
+            return features.of(self)
         batch = self.own_batch(features)
-        problem, sent = self._bad_ids(batch), self._batch_to_send(batch)
+        errors = (id_error(batch, *feature) for feature in self._checked)
+        problem = next((error for error in errors if error is not None), None)
+        sent = self._batch_to_send(batch)
         received = [exchange(sent, problem) for exchange, _ in self._lookups]
         if self.device.type != "cpu":
             moved = tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), (batch, received))
@@ -184,25 +181,18 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
         batch = KeyedJaggedTensor(keys, values, weights, offsets=offsets)
         return batch.to("cpu") if self.groups.shards.size > 1 else batch
 
-    def _bad_ids(self, batch: KeyedJaggedTensor) -> ValueError | None:
-        """What is wrong with ids of replicated tables, for all ranks to raise; the ID exchange checks other ids."""
-        errors = (id_error(batch, *feature) for feature in self._checked)
-        return next((error for error in errors if error is not None), None)
-
     def _make_tables(self, shards: Sequence[PlacedShard], bounds_check: Any = "ignore") -> list[TableSet]:
         """Table sets of these shards: first of those that this rank updates alone, then of those that need others."""
-        made = []
-        for needs_others in (False, True):
-            part = [each for each in shards if each.cut == needs_others]
-            if not part:
-                continue
-            configs, update = self.placement.parts(part), self._update_of(part)
-            made.append(
-                TableSet(
-                    configs, self.optimizer, self.device, bounds_check, torch.float32, pooled=self.pooled, update=update
-                )
+        parts = [[each for each in shards if each.cut == needs_others] for needs_others in (False, True)]
+        parts = [part for part in parts if part]
+        made = [
+            TableSet(
+                self.placement.parts(part), self.optimizer, self.device, bounds_check, torch.float32,
+                pooled=self.pooled, update=self._update_of(part),
             )
-            self._local_shards.append(part)
+            for part in parts
+        ]  # fmt: skip
+        self._local_shards += parts
         self.locals += made
         return made
 
@@ -212,11 +202,9 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
         group = self._sharers[scheme == "replicated"]
         if group.size == 1 and not cut:
             return ShardUpdate()
-        for_prefetch = self._for_prefetch.get(scheme == "replicated")
-        if not cut:
-            return ReplicatedUpdate(group, for_prefetch)
-        blocks = tuple(self._blocks[each.table, each.shard] for each in part)
-        return ReplicatedUpdate(group, for_prefetch, self._whole_rows[scheme], blocks)
+        blocks = tuple(self._blocks[each.table, each.shard] for each in part if cut)
+        whole_rows = self._whole_rows[scheme] if cut else None
+        return ReplicatedUpdate(group, self._for_prefetch.get(scheme == "replicated"), whole_rows, blocks)
 
     def _make_whole_row_updates(self) -> dict[str, WholeRowUpdate]:
         """By scheme; made by all ranks, whether they have blocks of columns or not."""
@@ -296,11 +284,9 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
         for _, table, _ in self._local_tables():
             change_tensors(table, self.device, lambda tensor: _average(self.groups.replicas, tensor))
 
-    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         """Whole-table keys, `TableShards` as values."""
-        destination = {} if destination is None else destination
         destination.update(self._state(prefix)[0])
-        return destination
 
     @torch.no_grad()
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
@@ -320,7 +306,7 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
         if strict:
             unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in wanted]
 
-    def _apply(self, fn: Any, recurse: bool = True) -> ShardedCollection:
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
         for tables in self.locals:
             tables.convert(fn)
         self._nothing = fn(self._nothing)

@@ -61,8 +61,7 @@ class ShardedEmbeddingCollection(ShardedCollection):
     def forward(self, features: Features | PrefetchedFeatures) -> KeyedJaggedTensor:
         """Rows `[N, dim]` under the batch's keys and offsets; values of keys that no table knows are zero."""
         batch, own_groups, received = self.prefetch(features)
-        dim, num_values = self.configs[0].embedding_dim, batch.values().shape[0]
-        parts = []
+        dim, parts = self.configs[0].embedding_dim, []
         exchanges = zip(self._lookups, self._columns, self._exchanges, received, strict=True)
         for (ids, sets), (first, width), exchange, (of_ids, groups) in exchanges:
             own = self._in_batch_order(ids, self._rows(sets, exchange, width, of_ids, groups), batch)
@@ -71,7 +70,6 @@ class ShardedEmbeddingCollection(ShardedCollection):
             parts.append(own if width == dim else torch.nn.functional.pad(own, (first, dim - first - width)))
         parts += [tables.look_up(batch, groups) for tables, groups in zip(self._replicated, own_groups, strict=True)]
         total = functools.reduce(operator.add, parts)
-        assert total.shape == (num_values, dim)
         return KeyedJaggedTensor(batch.keys(), total.to(self.output_dtype), offsets=batch.offsets())
 
     def _rows(

@@ -2,7 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any, Literal, get_args
 
@@ -36,25 +36,22 @@ class HybridParallel(nn.Module):
     the model itself does on the samples of all ranks.
 
     Args:
-        model: with `EmbeddingBagCollection` or `EmbeddingCollection` modules that have a fused optimizer. It is changed
-            in place. Made on the "meta" device, it takes no memory, and its parameters are drawn here: those of a table
-            by torch's seed and the table's name, the same however it is sharded; those of other layers by their
-            `reset_parameters`. Otherwise their values are copied; of layers that every rank has, rank 0's.
-        plan: how tables are sharded; `uniform_plan` if not given. For the ranks of one replica.
+        model: with `EmbeddingBagCollection` or `EmbeddingCollection` modules that have a fused optimizer; changed in
+            place. If made on the "meta" device, parameters are drawn here: those of a table by torch's seed and the
+            table's name, the same however it is sharded; those of other layers by their `reset_parameters`. Otherwise
+            values are copied; of layers that every rank has, rank 0's.
+        plan: how tables are sharded, for the ranks of one replica; `uniform_plan` if not given.
         mesh: of all ranks; one dimension, or two: ("replicate", "shard"), whose first counts copies of the tables.
         dense: "ddp" for `DistributedDataParallel`, or "fsdp" for `fully_shard`, which shards the other layers too.
         exchange: quantized communication of vectors and gradients.
-        device: of the tables, and of layers made on "meta"; the model's own by default, or for "meta" the current
-            CUDA device if the job can use it, else the CPU.
+        device: of the tables, and of layers made on "meta"; by default the model's own, or for "meta" the current CUDA
+            device if the job can use it, else the CPU.
         local_world_size: ranks of a node; what torchrun says by default.
         average_every: with several copies of the tables, their gradients are gathered in every step (1); or the copies
             train alone and are averaged every so many steps, when `end_step` is called (local SGD).
         timeout: of collectives between tables; torch's default if not given.
 
-    Attributes:
-        module: the model.
-        plan: how tables are sharded.
-        groups: of ranks.
+    `module` is the model, `plan` says how its tables are sharded, `groups` has the process groups.
 
     Raises:
         ValueError: the model has no collection to shard, or plan and ranks do not fit together.
@@ -73,8 +70,8 @@ class HybridParallel(nn.Module):
             raise ValueError(f"dense must be one of {get_args(Dense)}, got {dense!r}")
         if average_every < 1:
             raise ValueError(f"average_every must be at least 1, got {average_every}")
-        collections = [m for m in model.modules() if isinstance(m, EmbeddingBagCollection | EmbeddingCollection)]
-        found = [collection for collection in collections if collection.optimizer is not None]
+        kinds = EmbeddingBagCollection | EmbeddingCollection
+        found = [module for module in model.modules() if isinstance(module, kinds) and module.optimizer is not None]
         if not found:
             raise ValueError(
                 "the model has no embedding collection with a fused optimizer; give its te.nn.EmbeddingBagCollection "
@@ -127,16 +124,14 @@ class HybridParallel(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backward passes in this block leave gradients of the other layers on their ranks, for accumulation."""
-        called: Any = self._called[0]
-        fully_sharded = isinstance(called, FSDPModule)
-        with called.no_sync() if isinstance(called, DistributedDataParallel) else nullcontext():
-            if fully_sharded:
+        called = self._called[0]
+        with ExitStack() as stack:
+            if isinstance(called, DistributedDataParallel):
+                stack.enter_context(called.no_sync())
+            elif isinstance(called, FSDPModule):
                 called.set_requires_gradient_sync(False)
-            try:
-                yield
-            finally:
-                if fully_sharded:
-                    called.set_requires_gradient_sync(True)
+                stack.callback(called.set_requires_gradient_sync, True)
+            yield
 
     def end_step(self) -> None:
         """To be called after each step where `average_every` is not 1: averages copies of the tables if it is time."""

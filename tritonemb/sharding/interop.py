@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from tritonemb.nn.collections import TableCollection
 from tritonemb.sharding.hybrid import HybridParallel
-from tritonemb.sharding.sharded_tensor import TableShards
+from tritonemb.sharding.sharded_tensor import TableShards, described
 
 MOST_LISTED = 20
 _TORCHREC = r"(^|\.)(embedding_bags|embeddings)\.[^.]*\.weight$"  # what TorchRec's collections call their tables
@@ -37,13 +37,11 @@ def load_tables(
     Every rank of a sharded model calls it with the same keys. A DTensor is gathered, one table at a time.
 
     Args:
-        model: with our collections anywhere inside; a module that shards its tables has a method
-            `table_weights() -> dict[str, Tensor]`, with a `TableShards` for each sharded table.
+        model: with our collections, sharded or not, anywhere inside.
         state_dict: whole tensors `[num_embeddings, embedding_dim]` or DTensors, on any device.
         keys: `{table: key}` for tables whose key does not follow from their name; a table goes by its name, or by its
             path in the model where several have that name.
-        strict: raise if a table of ours has no key, or if one of TorchRec's has no table here; otherwise such tables
-            stay as they are.
+        strict: raise if a table of ours has no key, or if one of TorchRec's has no table here.
 
     Returns:
         the key that each table was filled from, by its path in the model.
@@ -146,10 +144,6 @@ def _misfits(table: _Ours, key: str, value: Any) -> list[str]:
         raise TypeError(f"{key} is a {type(value).__name__}; expected a tensor {list(table.weight.shape)}")
     if table.weight.is_meta:
         raise ValueError(f"table {table.path} is on the meta device; give it memory first, by to_empty for example")
-    there, here = _describe(value), _describe(table.weight)
+    there, here = (described(tensor.dtype, tensor.shape) for tensor in (value, table.weight))
     hint = "; convert it first" if value.shape == table.weight.shape else ""
     return [] if there == here else [f"{key} is {there}, table {table.path} is {here}{hint}"]
-
-
-def _describe(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

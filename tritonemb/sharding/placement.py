@@ -1,13 +1,11 @@
 """The shards of a collection under a plan: their ranks, routes of ids, columns, process groups, and initial values."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from itertools import accumulate
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -17,7 +15,7 @@ from tritonemb.comm.group import RankGroup
 from tritonemb.comm.id_exchange import IdRoute, route_key
 from tritonemb.comm.output_exchange import ColumnRange
 from tritonemb.ops.initial import fill_initial_
-from tritonemb.sharding.plan import Shard, ShardingPlan
+from tritonemb.sharding.plan import DataParallel, Grid, Shard, ShardingPlan, TableRowWise
 from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.table import Table
 from tritonemb.types import TRAINABLE_DTYPES, TableConfig
@@ -42,12 +40,7 @@ class PlacedShard(NamedTuple):
 
 
 class Placement:
-    """The shards of a collection's tables.
-
-    Args:
-        plan: has all tables.
-        pooled: whether lookups are.
-        whole_rows: whether the optimizer needs them.
+    """The shards of a collection's tables under a plan; `whole_rows`: whether the optimizer needs them.
 
     Attributes:
         routes: of the ID exchange, in its order.
@@ -63,10 +56,11 @@ class Placement:
         placed: list[PlacedShard] = []
         for table, config in enumerate(configs):
             sharding, shards = plan.tables[config.name], plan.shards(config)
-            if sharding.is_replicated:
+            if isinstance(sharding, DataParallel):
                 placed += [PlacedShard(table, shard, (), False, False, "replicated") for shard in shards]
                 continue
-            hierarchical = pooled and sharding.sums_inside_nodes and plan.local_world_size < plan.world_size
+            sums_inside_nodes = pooled and isinstance(sharding, TableRowWise | Grid)
+            hierarchical = sums_inside_nodes and plan.local_world_size < plan.world_size
             blocks: dict[ColumnRange, list[Shard]] = {}
             for shard in shards:
                 blocks.setdefault((shard.first_column, shard.num_columns), []).append(shard)
@@ -147,11 +141,10 @@ class ShardGroups(NamedTuple):
     @classmethod
     def make(
         cls, mesh: DeviceMesh | None = None, local_world_size: int | None = None, timeout: timedelta | None = None
-    ) -> ShardGroups:
+    ) -> Self:
         """The groups of a job, or of a mesh of its ranks: one dimension of shards, or ("replicate", "shard").
 
-        Raises:
-            ValueError: for a mesh of more dimensions, or nodes that do not divide the ranks.
+        ValueError for a mesh of more dimensions, or nodes that do not divide the ranks.
         """
         world = RankGroup.world(local_world_size, timeout)
         replicas, shards = 1, world.size

@@ -1,13 +1,11 @@
 """Sharding plans: plain data, which can be written by hand, that says which rank has which rows and columns."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, Self
 
 from tritonemb.types import TableConfig
 
@@ -28,15 +26,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Sharding:
-    """How a table is sharded; one of the classes below. Ranks count from 0 to the plan's world size.
-
-    Attributes:
-        is_replicated: every rank has the whole table.
-        sums_inside_nodes: pooled rows are summed inside a node before they leave it.
-    """
-
-    is_replicated: ClassVar[bool] = False
-    sums_inside_nodes: ClassVar[bool] = False
+    """How a table is sharded; one of the classes below. Ranks count from 0 to the plan's world size."""
 
     def __post_init__(self) -> None:
         for field in fields(self):  # lists become tuples, so that shardings compare and hash by what they say
@@ -134,7 +124,6 @@ class ColumnWise(Sharding):
 class TableRowWise(Sharding):
     """Blocks of rows on the ranks of one node: partial sums of a bag meet inside the node, and leave it as one."""
 
-    sums_inside_nodes = True
     node: int
 
     def _owners(self, table: TableConfig, world_size: int, local_world_size: int) -> list[Sequence[int]]:
@@ -163,7 +152,6 @@ class Grid(Sharding):
         columns: as in `ColumnWise`.
     """
 
-    sums_inside_nodes = True
     nodes: Ranks | None = None
     columns: Sequence[int] | None = None
 
@@ -175,8 +163,6 @@ class Grid(Sharding):
 @dataclass(frozen=True)
 class DataParallel(Sharding):
     """The whole table on every rank; the gradients of its rows are gathered, and every rank does the same update."""
-
-    is_replicated = True
 
     def shards(self, table: TableConfig, world_size: int, local_world_size: int) -> list[Shard]:
         return [Shard(rank, 0, table.num_embeddings, 0, table.embedding_dim) for rank in range(world_size)]
@@ -257,11 +243,7 @@ class ShardingPlan:
                 raise TypeError(f"table {name!r}: expected a sharding such as te.sharding.RowWise(), got {sharding!r}")
 
     def shards(self, table: TableConfig) -> list[Shard]:
-        """The rectangles of a table.
-
-        Raises:
-            ValueError: the plan does not have the table, or its sharding does not fit.
-        """
+        """The rectangles of a table; ValueError if the plan does not have it, or its sharding does not fit."""
         self.check([table.name])
         return self.tables[table.name].shards(table, self.world_size, self.local_world_size)
 
@@ -284,7 +266,7 @@ class ShardingPlan:
         )
 
     @classmethod
-    def from_json(cls, text: str) -> ShardingPlan:
+    def from_json(cls, text: str) -> Self:
         """A plan from its text.
 
         Raises:
@@ -312,7 +294,7 @@ class ShardingPlan:
         Path(path).write_text(self.to_json())
 
     @classmethod
-    def load(cls, path: str | Path) -> ShardingPlan:
+    def load(cls, path: str | Path) -> Self:
         """Read it from JSON; errors name the file."""
         try:
             return cls.from_json(Path(path).read_text())

@@ -6,8 +6,6 @@ a mean of squares, a norm), the ranks exchange what they have of the batch's row
 which is bitwise identical to the unsharded update, and keeps its own columns.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 from collections.abc import Sequence
@@ -51,7 +49,7 @@ class ReplicatedUpdate(ShardUpdate):
     # the replicas, on the CPU and with an order of collectives of its own, where some of the tables are cached:
     # they exchange the rows of their batches before these are trained
     for_prefetch: RankGroup | None = None
-    whole_rows: WholeRowUpdate | None = None  # where other ranks have other columns of the same rows
+    whole_rows: "WholeRowUpdate | None" = None  # where other ranks have other columns of the same rows
     blocks: tuple[ColumnBlock, ...] = ()  # for that, the block of columns that each of the tables is
 
     @property
@@ -82,10 +80,7 @@ class PinnedRows:
     """The rows of a table set of shards, for one update; those of cached tables are in slots that batches have pinned.
 
     Rows have the same numbers on every rank; their slots may differ from rank to rank. Nothing here waits for another
-    rank.
-
-    Args:
-        pins: of the batches whose rows are updated; this object releases them.
+    rank. `pins`: of the batches whose rows are updated; this object releases them.
     """
 
     def __init__(self, tables: TableSet, pins: Sequence[Lookup] = ()) -> None:
@@ -103,11 +98,7 @@ class PinnedRows:
                 self._slots[table] = rows, slots
 
     def slots(self, table: int, rows: Tensor) -> Tensor:
-        """The slots of a table's rows; the rows themselves if it is not cached.
-
-        Raises:
-            RuntimeError: one of them is not pinned.
-        """
+        """The slots of a table's rows; the rows themselves if it is not cached. RuntimeError if one is not pinned."""
         if table not in self._slots or not rows.numel():
             return rows
         own, slots = self._slots[table]
@@ -197,8 +188,7 @@ def _as_batch(
 ) -> tuple[Tensor, Tensor, Tensor, Layout]:
     """Rows and their gradients as an unpooled batch of one sample: values, offsets, gradient, layout.
 
-    Args:
-        row_ids: of tables whose "rows" are slots, the row in each.
+    `row_ids`: of tables whose "rows" are slots, the row in each.
     """
     ids = row_ids or [None] * len(tables)
     named = [
@@ -246,7 +236,7 @@ class _Cut(NamedTuple):
             fused = tables.fused_tables()
             return fused.weights[self.place][slots].float(), [state[slots] for state in fused.states_of(self.place)]
 
-    def write(self, whole: _WholeRows, step: int, optimizer: Optimizer) -> None:
+    def write(self, whole: "_WholeRows", step: int, optimizer: Optimizer) -> None:
         """Keep its own columns of whole rows, but for the weights of rows that were skipped for their gradient."""
         changed = torch.ones_like(self.rows, dtype=torch.bool)
         if optimizer.nonfinite == "skip":

@@ -4,10 +4,8 @@
 saved to what is loaded. So a table that was saved under one plan is loaded under any other, and into a plain tensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -21,6 +19,19 @@ _INSTEAD = (
     "this rank has only some rows and columns of it. Use gather() for the whole tensor, copy_from() to fill it, "
     "the tensors in `shards` for the parts, or torch.distributed.checkpoint to save and load it"
 )
+
+
+class Rectangle(NamedTuple):
+    """Rows and columns of a table; a state of one value a row counts as one column."""
+
+    first_row: int
+    num_rows: int
+    first_column: int
+    num_columns: int
+
+    def __str__(self) -> str:
+        rows = f"rows {self.first_row}:{self.first_row + self.num_rows}"
+        return f"{rows}, columns {self.first_column}:{self.first_column + self.num_columns}"
 
 
 class LocalShard(NamedTuple):
@@ -39,19 +50,6 @@ class LocalShard(NamedTuple):
     def rectangle(self) -> Rectangle:
         rows, columns = (*self.tensor.shape, 1, 1)[:2]
         return Rectangle(self.first_row, rows, self.first_column, columns)
-
-
-class Rectangle(NamedTuple):
-    """Rows and columns of a table; a state of one value a row counts as one column."""
-
-    first_row: int
-    num_rows: int
-    first_column: int
-    num_columns: int
-
-    def __str__(self) -> str:
-        rows = f"rows {self.first_row}:{self.first_row + self.num_rows}"
-        return f"{rows}, columns {self.first_column}:{self.first_column + self.num_columns}"
 
 
 class TableShards(Tensor):
@@ -74,7 +72,7 @@ class TableShards(Tensor):
     _written: dict[tuple[int, ...], Tensor]  # the pieces that are asked for; none where shards are to be filled
 
     @staticmethod
-    def __new__(cls, size: Iterable[int], dtype: torch.dtype, shards: Iterable[LocalShard]) -> TableShards:
+    def __new__(cls, size: Iterable[int], dtype: torch.dtype, shards: Iterable[LocalShard]) -> "TableShards":
         shape, held = torch.Size(size), tuple(shards)
         _check(shape, dtype, held)
         # A module without memory yet has shards on "meta"; the whole is not to look as if it could be made anew.
@@ -92,16 +90,16 @@ class TableShards(Tensor):
         """The size of what this rank saves."""
         return sum(shard.tensor.numel() * shard.tensor.element_size() for shard in self.shards if shard.mine)
 
-    def map(self, function: Callable[[Tensor], Tensor], only_mine: bool = False) -> TableShards:
+    def map(self, function: Callable[[Tensor], Tensor], only_mine: bool = False) -> Self:
         """The same shards with other tensors of their shapes, e.g. copies of them."""
         kept = [shard for shard in self.shards if shard.mine or not only_mine]
-        return TableShards(self.shape, self.dtype, [shard._replace(tensor=function(shard.tensor)) for shard in kept])
+        return type(self)(self.shape, self.dtype, [shard._replace(tensor=function(shard.tensor)) for shard in kept])
 
     def why_not_loadable(self, given: Any) -> str | None:
         """Why this cannot be filled from a tensor, whole or sharded; None if it can."""
         if not isinstance(given, Tensor) or (given.shape, given.dtype) != (self.shape, self.dtype):
-            found = f"{_named(given.dtype)} {list(given.shape)}" if isinstance(given, Tensor) else type(given).__name__
-            return f"expected a tensor of {_named(self.dtype)} {list(self.shape)}, got {found}"
+            found = described(given.dtype, given.shape) if isinstance(given, Tensor) else type(given).__name__
+            return f"expected a tensor of {described(self.dtype, self.shape)}, got {found}"
         there = {shard.rectangle for shard in (given if isinstance(given, TableShards) else self).shards}
         if any(shard.rectangle not in there for shard in self.shards):
             remedy = "load a checkpoint with torch.distributed.checkpoint, or whole tensors"
@@ -112,8 +110,7 @@ class TableShards(Tensor):
     def copy_from(self, given: Tensor) -> None:
         """Fill this rank's shards from the whole tensor, of the same shape and dtype, on any device; or from shards.
 
-        Raises:
-            ValueError: for another shape or dtype, or shards of another plan.
+        ValueError for another shape or dtype, or shards of another plan.
         """
         problem = self.why_not_loadable(given)
         if problem is not None:
@@ -204,14 +201,13 @@ class TableShards(Tensor):
         # A TypeError in `table + 1` would be replaced by Python's own.
         raise NotImplementedError(f"{func} cannot work on a sharded table: {_INSTEAD}")
 
-    def __copy__(self) -> TableShards:
+    def __copy__(self) -> Self:
         return self.map(lambda tensor: tensor)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> TableShards:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if id(self) not in memo:
             memo[id(self)] = self.map(torch.clone)
-        made: TableShards = memo[id(self)]
-        return made
+        return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(f"a sharded table cannot be pickled, by torch.save for example: {_INSTEAD}")
@@ -221,7 +217,7 @@ class TableShards(Tensor):
             f"{shard.rectangle} on {shard.tensor.device}{'' if shard.mine else ', saved by another'}"
             for shard in self.shards
         )
-        return f"TableShards({_named(self.dtype)} {list(self.shape)}: {held or 'nothing of it here'})"
+        return f"TableShards({described(self.dtype, self.shape)}: {held or 'nothing of it here'})"
 
     __str__ = __repr__
 
@@ -250,8 +246,8 @@ def _check(size: torch.Size, dtype: torch.dtype, shards: tuple[LocalShard, ...])
         tensor = shard.tensor
         if tensor.dim() != len(size) or tensor.dtype != dtype:
             raise ValueError(
-                f"a shard of {_named(dtype)} {list(size)} is {_named(tensor.dtype)} {list(tensor.shape)}: it must have "
-                "the dtype and the number of dimensions of the whole"
+                f"a shard of {described(dtype, size)} is {described(tensor.dtype, tensor.shape)}: it must have the "
+                "dtype and the number of dimensions of the whole"
             )
         if len(size) == 1 and shard.first_column:
             raise ValueError(f"a shard of {list(size)} begins at column {shard.first_column}, but there are no columns")
@@ -275,5 +271,6 @@ def _cut(whole: Tensor, rectangle: Rectangle) -> Tensor:
     return rows if whole.dim() == 1 else rows[:, rectangle.first_column :][:, : rectangle.num_columns]
 
 
-def _named(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def described(dtype: torch.dtype, shape: Iterable[int]) -> str:
+    """A tensor's dtype and shape, in words."""
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"

@@ -6,8 +6,6 @@ each, where 16 threads reach 49 thousand at 11, and `io_uring` 67 thousand at 4.
 calls let it through, unlike `io_uring`. It is asynchronous for direct I/O alone.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import fcntl
@@ -37,10 +35,10 @@ NUM_CONTEXTS = 4
 _CALLS = {  # the numbers of io_setup, io_getevents, io_submit
     "x86_64": (206, 208, 209),
     "aarch64": (0, 4, 2),
-    "riscv64": (0, 4, 2),
 }
 _SETUP, _GET_EVENTS, _SUBMIT = range(3)
 _READ, _WRITE = 0, 1
+_WIPE_ON_FORK = 18  # Linux: a forked process has zeros there, and may unmap them
 _REQUEST = np.dtype(  # struct iocb
     {
         "names": ["tag", "opcode", "handle", "address", "num_bytes", "offset"],
@@ -64,7 +62,7 @@ class IoBuffer:
         if spare:
             with suppress(OSError):  # a kernel without them
                 memory.madvise(mmap.MADV_HUGEPAGE)
-        memory.madvise(mmap.MADV_DONTFORK)  # a fork while the disk writes into it must not copy pages
+        memory.madvise(_WIPE_ON_FORK)  # a fork while the disk writes into it must not copy pages
         self.array = whole[begin : begin + num_bytes]
         self.view = memoryview(memory)[begin : begin + num_bytes]
         self.address = int(self.array.ctypes.data)
@@ -187,14 +185,14 @@ class Extents(NamedTuple):
 class AioTransfer:
     """Extents that were submitted; results int64 `[n]`: bytes moved of each, or the negative number of its error."""
 
-    def __init__(self, queue: AioQueue, num_extents: int) -> None:
+    def __init__(self, reap: Callable[[int], None], num_extents: int) -> None:
         self.results, self.left = np.zeros(num_extents, dtype=np.int64), num_extents
-        self._queue = queue
+        self._reap = reap
 
     def wait(self) -> np.ndarray:
         """Wait until all are done or have failed; the results."""
         while self.left:
-            self._queue.reap(self.left)
+            self._reap(self.left)
         return self.results
 
     def finish(self, extents: np.ndarray, results: np.ndarray) -> None:
@@ -217,7 +215,7 @@ class AioQueue:
         """Read or write extents, in any order. Their memory must be left alone until all are done."""
         number, count = self._next, extents.sizes.size
         self._next = (number + 1) & 0x7FFFFFFF
-        transfer = self._running[number] = AioTransfer(self, count)
+        transfer = self._running[number] = AioTransfer(self.reap, count)
         requests = np.zeros(count, dtype=_REQUEST)
         requests["tag"] = (number << 32) + np.arange(count)
         requests["opcode"], requests["handle"] = _WRITE if write else _READ, handle
@@ -296,8 +294,8 @@ class ExtentError(Exception):
         self.extent, self.reason = extent, reason
 
 
+# Waits for extents that were submitted; raises the ExtentError of the first that failed.
 Transfer = Callable[[], None]
-"""Waits for extents that were submitted; raises the ExtentError of the first that failed."""
 
 
 class IoContext:

@@ -1,7 +1,5 @@
 """Rows in a file on disk, some of them cached in host memory."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys
@@ -11,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import torch
@@ -37,10 +35,7 @@ T = TypeVar("T")
 
 
 class RowFile:
-    """The operations of a `DiskRows` on its file, which is opened, checked and locked, for one thread at a time.
-
-    After a `failure` the file cannot be used. Changes are relative to the `last_snapshot`, if there is one.
-    """
+    """A `DiskRows`' file, which is opened, checked and locked, for one thread at a time; unusable after a `failure`."""
 
     def __init__(self, path: Path, identity: TableIdentity, initializer: Initializer) -> None:
         what = f"table {identity.table!r}: file {path}"
@@ -147,14 +142,11 @@ class DiskRows(AbstractContextManager["DiskRows"]):
         self._dropped.atexit = False
 
     @classmethod
-    def create(cls, path: str | Path, identity: TableIdentity, initializer: Initializer, **options: Any) -> DiskRows:
+    def create(cls, path: str | Path, identity: TableIdentity, initializer: Initializer, **options: Any) -> Self:
         """A new table, none of whose rows is written yet: takes milliseconds and no room, whatever its size.
 
-        There must be no file of that name, and its folder. Other arguments as of `open`.
-
-        Raises:
-            ValueError: the table's name is too long.
-            StorageError: the file cannot be made, or the memory cannot be allocated.
+        There must be no file of that name, and its folder. Other arguments as of `open`. ValueError if the table's name
+        is too long; StorageError if the file cannot be made, or the memory cannot be allocated.
         """
         path, what = Path(path), f"table {identity.table!r}: file {path}"
         page = identity.header()
@@ -173,7 +165,7 @@ class DiskRows(AbstractContextManager["DiskRows"]):
     def open(
         cls, path: str | Path, identity: TableIdentity, initializer: Initializer, *, host_rows: int | None = None,
         policy: Policy = "lru",
-    ) -> DiskRows:  # fmt: skip
+    ) -> Self:  # fmt: skip
         """The table in a file that `create`, `snapshot` or `restore` has written.
 
         Args:
@@ -221,9 +213,8 @@ class DiskRows(AbstractContextManager["DiskRows"]):
         `restore` applies it to that. A table that was opened from a file that `snapshot` or `restore` has written, and
         not written to since, has that file for its last snapshot.
 
-        Raises:
-            ValueError: `path` is the table's own file.
-            StorageError: from the future: the file cannot be written, or there is no last snapshot.
+        ValueError if `path` is the table's own file; StorageError, from the future, if the file cannot be written or
+        there is no last snapshot.
         """
         path = Path(path)
         if path.exists() and self.path.exists() and path.samefile(self.path):
@@ -242,9 +233,7 @@ class DiskRows(AbstractContextManager["DiskRows"]):
         return self._ask(lambda: allocated(self._file.file.handle))
 
     def changed_pages(self) -> Tensor:
-        """int64, ascending: pages of the file written since the last snapshot, or since the table was opened. Dirty
-        rows are written back first.
-        """
+        """int64, ascending: pages written since the last snapshot or the table's opening; writes dirty rows back."""
         return self._ask(self._file.changed_pages)
 
     def counts(self) -> Counts:
@@ -359,7 +348,6 @@ def _close_dropped(process: int, operations: OperationQueue, file: RowFile, cach
     """Close the file of a table that is garbage; dirty rows are written back without waiting."""
     if os.getpid() != process:  # without the thread; it must leave the file alone
         return
-
     if _needs_write_back(file, cache):
         operations.close(partial(_print_error, partial(_close, file, cache)))
     else:

@@ -59,13 +59,6 @@ def create_file(path: Path) -> PageFile:
     return PageFile(path)
 
 
-def read_page(file: PageFile) -> bytes:
-    """The bytes of a file's first page."""
-    buffer = IoBuffer(PAGE_BYTES)
-    file.read(buffer.view, 0)
-    return bytes(buffer.view)
-
-
 def write_page(file: PageFile, page: bytes) -> None:
     """Write the bytes of a file's first page."""
     buffer = IoBuffer(PAGE_BYTES)
@@ -122,12 +115,14 @@ def open_file(what: str, path: Path, *kinds: bytes, writable: bool = False) -> t
     with storage_errors(f"{what} cannot be opened", "name a file that is there, and that you may use"):
         file = PageFile(path, writable)
     try:
+        buffer = IoBuffer(PAGE_BYTES)
         try:
-            page = read_page(file)
+            file.read(buffer.view, 0)
         except EOFError:
             raise StorageError(f"{what} is too short to have a header; restore it, or use another one") from None
         except OSError as error:
             raise StorageError(f"{what}: its header cannot be read: {error}") from error
+        page = bytes(buffer.view)
         header = _decode_header(page, path, kinds)
         if header.get("places") is not None and page.startswith(ROWS):  # else it was not closed
             found, expected = file.size(), FileLayout.of(header).offset(header["places"])

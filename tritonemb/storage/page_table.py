@@ -4,14 +4,12 @@ Blocks are checked when they are read, and sealed when they are written: each pa
 says at which position of the file a block stands.
 """
 
-from __future__ import annotations
-
 import mmap
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -43,7 +41,7 @@ class FileLayout:
     record_bytes: int
 
     @classmethod
-    def of(cls, header: Mapping[str, Any]) -> FileLayout:
+    def of(cls, header: Mapping[str, Any]) -> Self:
         """The layout of the file that has this header."""
         return cls(header["num_rows"], header["record_bytes"])
 
@@ -342,9 +340,7 @@ class BlockFile:
         self._overlap(context, (self._size - layout.offset(0)) // step, begin, finish)
 
     def _overlap(self, context: IoContext, num_blocks: int, begin: _PartStage, finish: _PartStage) -> None:
-        """Cut blocks into parts, which in turns have a half of the buffer, and begin each before the one before it is
-        finished: the disk has one while another is worked on.
-        """
+        """Cut blocks into parts, in turns in a half of the buffer; begin each before the one before it is finished."""
         half, before = max(BUFFER_BYTES, self.layout.block_bytes), None
         context.reserve(half)
         size = half // self.layout.block_bytes

@@ -79,15 +79,13 @@ def restore(path: str | Path, base: str | Path, increments: Sequence[str | Path]
     """Make a table's file from a snapshot and the incremental snapshots that follow it, in their order.
 
     What it was restored from is the table's last snapshot. The file gets its name when it is whole and on the disk.
+    StorageError if a file is missing, damaged or of another table, one does not follow the one before, or the file
+    cannot be written; nothing is left of it then.
 
     Args:
         path: there must be no file of that name; it is a reflink copy where the file system supports that.
         base: a whole snapshot.
         increments: what `snapshot(changes_only=True)` has written since.
-
-    Raises:
-        StorageError: a file is missing, damaged or of another table, one does not follow the one before, or the file
-            cannot be written. Nothing is left of it then.
     """
     path, base = Path(path), Path(base)
     if path.exists():
@@ -157,9 +155,7 @@ def _group_offset(layout: FileLayout, first: int) -> int:
 
 
 def snapshot_header(path: str | Path) -> dict[str, Any]:
-    """The header of a snapshot, whole or incremental: see `TableIdentity.as_json`, `snapshot` its own name, `after`
-    that of the snapshot that changes follow. StorageError if the file has no such header.
-    """
+    """The header of a snapshot: `TableIdentity.as_json`, its name, which one changes follow. StorageError if none."""
     file, header = open_file(f"snapshot {path}", Path(path), ROWS, CHANGES)
     file.close()
     return header

@@ -104,11 +104,10 @@ _own = threading.local()
 
 
 def thread_buffer(num_bytes: int) -> IoBuffer:
-    """This thread's buffer, of at least this size; each call returns the same memory. A forked process has none."""
+    """This thread's buffer, of at least this size; each call returns the same memory."""
     found: IoBuffer | None = getattr(_own, "buffer", None)
-    if found is None or found.array.size < num_bytes or _own.process != os.getpid():
+    if found is None or found.array.size < num_bytes:
         found = _own.buffer = IoBuffer(-(-num_bytes // HUGE_PAGE) * HUGE_PAGE)
-        _own.process = os.getpid()
     return found
 
 

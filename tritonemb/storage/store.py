@@ -4,8 +4,6 @@ A row is one record of bytes: its weights and its optimizer state, which travel 
 has one thread that runs its operations in order.
 """
 
-from __future__ import annotations
-
 import errno
 import functools
 import importlib
@@ -17,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from types import ModuleType
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -152,9 +150,9 @@ class Counts(NamedTuple):
     read: int = 0
     written: int = 0
 
-    def plus(self, found: int = 0, read: int = 0, written: int = 0) -> Counts:
+    def plus(self, found: int = 0, read: int = 0, written: int = 0) -> Self:
         """The sums of these and others."""
-        return Counts(self.found + found, self.read + read, self.written + written)
+        return self._replace(found=self.found + found, read=self.read + read, written=self.written + written)
 
 
 def fill_unwritten(written: np.ndarray, rows: Tensor, records: Tensor, initializer: Initializer) -> None:
@@ -174,32 +172,6 @@ def fill_unwritten(written: np.ndarray, rows: Tensor, records: Tensor, initializ
 def cpu_kernels(name: str) -> ModuleType:
     """A file of `kernels/cpu`, whose compiler is loaded when it is first used."""
     return importlib.import_module(f"tritonemb.kernels.cpu.{name}")
-
-
-def check_request(table: str, num_rows: int, record: Record, rows: Tensor, records: Tensor) -> None:
-    """Raise unless rows and records are what `DiskRows` says."""
-    for name, tensor, dtype in (("rows", rows, torch.int64), ("records", records, torch.uint8)):
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"table {table!r}: {name} must be a tensor, got {type(tensor).__name__}")
-        if tensor.dtype != dtype or tensor.device.type != "cpu" or not tensor.is_contiguous():
-            kind = f"{tensor.dtype} on {tensor.device}{'' if tensor.is_contiguous() else ', not contiguous'}"
-            raise ValueError(f"table {table!r}: {name} must be {dtype}, contiguous, on the CPU, got {kind}")
-    if rows.dim() != 1 or records.shape != (rows.numel(), record.num_bytes):
-        raise ValueError(
-            f"table {table!r}: rows must be [n] and records [n, {record.num_bytes}], "
-            f"got {list(rows.shape)} and {list(records.shape)}"
-        )
-    numbers = rows.numpy()
-    wrong_order = numbers[1:] <= numbers[:-1]
-    if wrong_order.any():
-        at = int(wrong_order.argmax())
-        raise ValueError(
-            f"table {table!r}: rows must be ascending and distinct, but rows[{at}] is {numbers[at]} and rows[{at + 1}] "
-            f"is {numbers[at + 1]}; sort them and drop repetitions"
-        )
-    for row in numbers[:1].tolist() + numbers[-1:].tolist():
-        if not 0 <= row < num_rows:
-            raise ValueError(f"table {table!r} has rows 0 to {num_rows - 1}; there is no row {row}")
 
 
 @dataclass(frozen=True)
@@ -239,6 +211,32 @@ class Record:
         return found
 
 
+def check_request(table: str, num_rows: int, record: Record, rows: Tensor, records: Tensor) -> None:
+    """Raise unless rows and records are what `DiskRows` says."""
+    for name, tensor, dtype in (("rows", rows, torch.int64), ("records", records, torch.uint8)):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"table {table!r}: {name} must be a tensor, got {type(tensor).__name__}")
+        if tensor.dtype != dtype or tensor.device.type != "cpu" or not tensor.is_contiguous():
+            kind = f"{tensor.dtype} on {tensor.device}{'' if tensor.is_contiguous() else ', not contiguous'}"
+            raise ValueError(f"table {table!r}: {name} must be {dtype}, contiguous, on the CPU, got {kind}")
+    if rows.dim() != 1 or records.shape != (rows.numel(), record.num_bytes):
+        raise ValueError(
+            f"table {table!r}: rows must be [n] and records [n, {record.num_bytes}], "
+            f"got {list(rows.shape)} and {list(records.shape)}"
+        )
+    numbers = rows.numpy()
+    wrong_order = numbers[1:] <= numbers[:-1]
+    if wrong_order.any():
+        at = int(wrong_order.argmax())
+        raise ValueError(
+            f"table {table!r}: rows must be ascending and distinct, but rows[{at}] is {numbers[at]} and rows[{at + 1}] "
+            f"is {numbers[at + 1]}; sort them and drop repetitions"
+        )
+    for row in numbers[:1].tolist() + numbers[-1:].tolist():
+        if not 0 <= row < num_rows:
+            raise ValueError(f"table {table!r} has rows 0 to {num_rows - 1}; there is no row {row}")
+
+
 def record_of(embedding_dim: int, dtype: torch.dtype, states: Sequence[StateSpec]) -> Record:
     """The record of a table's rows: the weight first, then the optimizer's states, always float32.
 
@@ -255,19 +253,12 @@ def record_of(embedding_dim: int, dtype: torch.dtype, states: Sequence[StateSpec
 
 @dataclass(frozen=True)
 class InitialValues:
-    """Initial values of records: the weight depends on its row and column in the whole table, states are zero.
-
-    Args:
-        record: the layout of a row.
-        seed: of the weight.
-        bound: the weight is uniform in ± this.
-        row_origin, column_origin: the first row and column in the whole table.
-    """
+    """Initial values of records: the weight depends on its row and column in the whole table, states are zero."""
 
     record: Record
-    seed: int
+    seed: int  # of the weight, which is uniform in ± `bound`
     bound: float
-    row_origin: int = 0
+    row_origin: int = 0  # the first row and column in the whole table
     column_origin: int = 0
 
     def __call__(self, rows: Tensor, records: Tensor) -> None:

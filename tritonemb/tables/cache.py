@@ -31,11 +31,7 @@ LOOKUPS, HITS, OVERFLOWS, EVICTIONS, READ, WRITTEN = range(6)  # what is counted
 class RowCache:
     """The cache of a collection's tables, of which at least one is in host memory or on disk.
 
-    Args:
-        tables: of the collection.
-        policy: which row is evicted.
-
-    Any thread may prefetch batches; one does at a time.
+    Any thread may prefetch batches; one does at a time. `policy` says which row is evicted.
 
     Attributes:
         tables: by number, those that are cached; None for one on the device.

@@ -1,14 +1,12 @@
 """A table in host memory or on disk, of which a cache on the device has some rows."""
 
-from __future__ import annotations
-
 import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor
@@ -35,22 +33,12 @@ from tritonemb.types import TRAINABLE_DTYPES, TableConfig
 CHUNK_BYTES = 1 << 26  # of records that pass through memory at once
 
 
-def write_back(tables: Iterable[CachedTable]) -> None:
-    """Write dirty rows of these tables' caches to their stores; StorageError if some could not be, and are lost."""
-    for cache in {id(table.cache): table.cache for table in tables}.values():
-        if cache is not None:
-            cache.write_back()
-
-
 class CachedTable(Table):
-    """TableCache `[num_slots, embedding_dim]` with states, and a `store` of all rows with theirs.
+    """Weight `[num_slots, embedding_dim]` with states, and a `store` of all rows with theirs.
 
     The slots are a cache: `state_dict` has whole tables, read from the store. A table on disk is made in no time and
-    takes the space of the rows that were trained.
-
-    Raises:
-        ValueError: a table on disk has an `init`, which would need all of it in memory.
-        StorageError: there is not enough memory, or no space on the disk.
+    takes the space of the rows that were trained. ValueError if one has an `init`, which would need all of it in
+    memory; StorageError if there is not enough memory, or no space on the disk.
     """
 
     store: HostRows | DiskRows
@@ -262,7 +250,7 @@ class CachedTable(Table):
             elif tuple(value.shape) != shape:
                 yield f"size mismatch for {prefix}{field.name}: expected {shape}, got {tuple(value.shape)}"
 
-    def _apply(self, fn: Any, recurse: bool = True) -> CachedTable:
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
         """Refuse to move or cast it: neither its store nor its slots can."""
         probe = fn(torch.empty(0, dtype=self.weight.dtype, device=self.weight.device))
         if (probe.device, probe.dtype) != (self.weight.device, self.weight.dtype):
@@ -281,6 +269,13 @@ class CachedTable(Table):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         self.__deepcopy__({})
+
+
+def write_back(tables: Iterable[CachedTable]) -> None:
+    """Write dirty rows of these tables' caches to their stores; StorageError if some could not be, and are lost."""
+    for cache in {id(table.cache): table.cache for table in tables}.values():
+        if cache is not None:
+            cache.write_back()
 
 
 def _as_own_storage(values: Tensor, field: Field) -> Tensor:
@@ -328,8 +323,8 @@ class DiskTensor(Tensor):
     field: str
 
     @staticmethod
-    def __new__(cls, table: CachedTable, field: str, size: tuple[int, ...], dtype: torch.dtype) -> DiskTensor:
-        made: DiskTensor = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=torch.device("cpu"))
+    def __new__(cls, table: CachedTable, field: str, size: tuple[int, ...], dtype: torch.dtype) -> Self:
+        made: Self = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=torch.device("cpu"))
         made.table, made.field = table, field
         return made
 
@@ -346,5 +341,3 @@ class DiskTensor(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"DiskTensor({self.table.config.name!r}, {self.field!r}, {list(self.shape)}, {self.dtype})"
-
-    __str__ = __repr__

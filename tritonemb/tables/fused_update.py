@@ -5,8 +5,6 @@ there is one grouping of all ids and one update for all tables, and a table that
 once, by the sum of its gradients, as PyTorch's optimizers do it.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -23,14 +21,13 @@ from tritonemb.ops.bag import Bags, BagTable, layout_of
 from tritonemb.optimizers import Hyperparameters, NonFinite, Optimizer
 from tritonemb.tables.optimizer import OptimizedTables
 
-NONFINITE_MODES = get_args(NonFinite)
+
+class _PassGradients(list[ops.BagGradient]):
+    """A list that can be referred to weakly."""
 
 
 class FusedGroup(OptimizedTables):
-    """The optimizer of some modules' tables, and gradients that are not applied yet.
-
-    It does not know its tables: every gradient has its own.
-    """
+    """The optimizer of some modules' tables, and gradients that are not applied yet, each with its table."""
 
     optimizer: Optimizer
 
@@ -92,11 +89,6 @@ class FusedGroup(OptimizedTables):
         """Update the tables by all accumulated gradients, as one step on all samples."""
         update(self.accumulator.take())
 
-    @property
-    def accumulating(self) -> bool:
-        """Whether a block of `accumulate` is active."""
-        return self.accumulator.is_open and not self.by_step
-
     def accumulate(self) -> AbstractContextManager[None]:
         """Not for compiled modules: calling one in the block raises RuntimeError, as does a second block."""
         if self.by_step:
@@ -124,10 +116,6 @@ def _copied(gradient: ops.BagGradient) -> ops.BagGradient:
     )
 
 
-class _PassGradients(list[ops.BagGradient]):
-    """A list that can be referred to weakly."""
-
-
 @torch.no_grad()
 def update(gradients: list[ops.BagGradient]) -> None:
     """Update every table once: in one call those whose lookups have the same number of bags, or of columns."""
@@ -147,12 +135,9 @@ def update(gradients: list[ops.BagGradient]) -> None:
 
 
 def _check_finite(gradients: list[ops.BagGradient]) -> None:
-    """For `nonfinite="raise"`, before the first of several calls changes anything.
-
-    On a GPU, where nobody may wait, each call checks its own.
-    """
+    """For `nonfinite="raise"`, before the first of several calls changes anything; on a GPU each checks its own."""
     for table, name, values, _, bags, grad in gradients:
-        raises = NONFINITE_MODES[int(Hyperparameters(*table.hyperparameters).nonfinite)] == "raise"
+        raises = get_args(NonFinite)[int(Hyperparameters(*table.hyperparameters).nonfinite)] == "raise"
         if not raises or grad.device.type != "cpu" or bool(grad.isfinite().all()):
             continue
         by_position = ~grad.isfinite().all(1)
@@ -221,7 +206,7 @@ def _joined(gradients: list[ops.BagGradient]) -> ops.BagGradient:
     pooled = gradients[0].bags.pooled
     values, offsets = _one_batch(gradients)
     if not pooled:
-        offsets = _ends(values.shape[0], values.device)
+        offsets = torch.arange(2, device=values.device) * values.shape[0]
     return ops.BagGradient(
         first.table, first.name, values, _all_sample_weights(gradients), gradients[0].bags._replace(offsets=offsets),
         torch.cat([gradient.grad for gradient in gradients]),
@@ -238,8 +223,4 @@ def _by_position(gradient: ops.BagGradient) -> ops.BagGradient:
     grad = gradient.grad[bags]
     if gradient.bags.mean:
         grad = grad / lengths[bags].to(grad.dtype).unsqueeze(1)
-    return gradient._replace(bags=Bags(_ends(count, offsets.device), False), grad=grad)
-
-
-def _ends(count: int, device: torch.device) -> Tensor:
-    return torch.arange(2, device=device) * count
+    return gradient._replace(bags=Bags(torch.arange(2, device=offsets.device) * count, False), grad=grad)

@@ -5,8 +5,6 @@ been released by then, and which rows may be evicted, is a matter of luck; which
 submitted is not.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -35,15 +33,12 @@ other ranks' batches have, to be pinned, too."""
 
 @dataclass(eq=False)
 class Lookup:
-    """A batch as kernels see it. Where tables are cached, its rows are pinned in slots: they are not evicted until it
-    is released; at the latest, when it is deleted.
+    """A batch as kernels see it. Rows of cached tables are pinned in slots until it is released, or deleted.
 
     Attributes:
-        values: int32 or int64 `[N]`, rows of the tables' memory: slots where tables are cached.
-        offsets: `[K * B + 1]`.
+        values, offsets: int32 or int64 `[N]`, rows of the tables' memory (slots of cached ones), and `[K * B + 1]`.
         sample_weights: float32 `[N]`, or None.
-        groups: the distinct rows.
-        layout: of the batch's keys.
+        groups, layout: the distinct rows, and the layout of the batch's keys.
         tables, rows, slots: int64 `[n]`, of pinned rows: the table, the number there, and the slot.
         training: whether gradients were recorded when the batch was prefetched.
         replica_rows: rows of other ranks' batches that this rank updates, too; None without replicas.
@@ -52,8 +47,7 @@ class Lookup:
         acquired: whether a lookup has used the slots.
         dirty: whether the rows have been updated; they are written back after release.
         stream: that reads the slots; whoever reuses them waits for it first.
-        number: the release's sequence number.
-        events: behind which nobody uses the slots for this batch.
+        number, events: the release's sequence number; behind which nobody uses the slots for this batch.
     """
 
     values: Tensor
@@ -66,7 +60,7 @@ class Lookup:
     slots: Any = None
     training: bool = False
     replica_rows: Tensor | None = None
-    on_release: Callable[[Lookup], None] | None = None
+    on_release: Callable[["Lookup"], None] | None = None
     ready: torch.cuda.Event | None = None
     acquired: bool = False
     dirty: bool = False
@@ -114,15 +108,11 @@ def released_before(number: int) -> Iterator[None]:
 
 
 class PrefetchedFeatures:
-    """The place of a batch's features for a model that has prefetched them.
+    """The place of a batch's features for a model that has prefetched them. A pytree node.
 
     It has keys and batch size, and nothing else: the ids are where their rows are, so a model that changes them before
-    it looks them up cannot be given this. A pytree node.
-
-    Args:
-        batch: the features.
-        by_collection: for each collection, by `id`, what it has made of them: a pytree of tensors, and of `Lookup`s,
-            which stay where their slots are.
+    it looks them up cannot be given this. `by_collection` is, for each collection, by `id`, what it has made of the
+    batch: a pytree of tensors, and of `Lookup`s, which stay where their slots are.
     """
 
     def __init__(self, batch: KeyedJaggedTensor, by_collection: Mapping[int, Any]) -> None:
@@ -142,10 +132,10 @@ class PrefetchedFeatures:
             raise ValueError("another model has prefetched these features; use prefetch() of the one that is called")
         return self._by_collection[id(collection)]
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> PrefetchedFeatures:
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """On another device."""
         move = partial(Tensor.to, device=device, non_blocking=non_blocking)
-        moved: PrefetchedFeatures = pytree.tree_map_only(Tensor, move, self)
+        moved: Self = pytree.tree_map_only(Tensor, move, self)
         return moved
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -195,9 +185,7 @@ def prefetch_batch(tables: Tables, features: Features, before: Lookup | None = N
 
 @_disable_dynamo  # a graph break, which loads no compiler before one is used
 def look_up_cached(tables: Tables, features: Features, groups: ops.RowGroups | Lookup | None) -> Tensor:
-    """As `TableSet.look_up`. A compiled model's graphs end before it and begin behind it.
-
-    Without an optimizer the result wants gradients as ordinary weights do, and its backward raises.
+    """As `TableSet.look_up`. Without an optimizer the result wants gradients as weights do, and its backward raises.
 
     ValueError for per-sample weights that want gradients, or a batch that another collection has prefetched, or that
     was prefetched without gradients and now is to be trained.
@@ -280,16 +268,11 @@ def _lookup_keys(tables: Tables, keys: Sequence[str], layout: Layout) -> dict[st
     if layout.multiplicity <= 1:
         return None
     return {
-        _lookup_key(config.name, feature): feature
+        f"{config.name}.{feature}": feature  # a table's name has no dot, so no other pair has this key
         for feature in keys
         for config in tables.configs
         if feature in config.feature_names
     }
-
-
-def _lookup_key(table: str, feature: str) -> str:
-    """A table's name has no dot, so no other pair has this key."""
-    return f"{table}.{feature}"
 
 
 def _one_key_a_lookup(tables: Tables, batch: KeyedJaggedTensor, layout: Layout) -> KeyedJaggedTensor:
@@ -312,7 +295,7 @@ def slot_layouts(tables: Tables, keys: tuple[str, ...], device: torch.device) ->
     if found is None:
         configs: Sequence[TableConfig] = tables.configs
         if any(feature not in keys for feature in tables.feature_names):
-            names = [[_lookup_key(config.name, feature) for feature in config.feature_names] for config in configs]
+            names = [[f"{config.name}.{feature}" for feature in config.feature_names] for config in configs]
             sizes = [((0, config.num_embeddings), (0, config.embedding_dim)) for config in configs]
             configs = [c.part(c.name, *size, own) for c, size, own in zip(configs, sizes, names, strict=True)]
         with torch.inference_mode(False):  # they are kept, for training too
@@ -334,18 +317,13 @@ def prefetch(
 
     Another thread may do so for the next batches while one is computed, in the order in which the model is called with
     them. Give the result to the model in the features' place; where gradients are not going to be recorded, call this
-    under `torch.no_grad` too. Rows stay on the device until the batch's backward has run, or until the result is
-    dropped.
+    under `torch.no_grad` too. Rows stay on the device until the batch's backward has run, or the result is dropped.
+    ValueError for ids out of range, and what else a lookup raises; StorageError if rows cannot be read or written.
 
     Args:
         before: a sequence number, `te.nn.sequence_number()`: rows whose pins are released later are not evicted for
-            this batch. By default all that have been released when this comes to it may be, which in another thread is
-            a matter of time. Take the number in the thread that trains, when it submits a batch; then what caches count
-            (hits, evictions, overflows, bytes) depends on that alone.
-
-    Raises:
-        ValueError: for ids out of range, and what else a lookup raises.
-        StorageError: rows cannot be read or written.
+            this batch; by default all that are released when this comes to it may be. Take the number in the thread
+            that trains, when it submits a batch; then what caches count (hits, evictions, bytes) depends on that alone.
     """
     if isinstance(features, PrefetchedFeatures):
         return features

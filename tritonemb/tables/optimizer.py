@@ -1,11 +1,9 @@
 """A fused optimizer in the shape of `torch.optim.Optimizer`, for schedulers and training frameworks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
-from typing import Any, cast
+from typing import Any, Self, cast
 from weakref import WeakSet
 
 import torch
@@ -15,58 +13,6 @@ from tritonemb.ops.row_update import Accumulator
 from tritonemb.optimizers import Hyperparameters, Optimizer
 
 States = list[tuple[str, Tensor, dict[str, Tensor]]]
-
-
-class OptimizedTables:
-    """Tables that backward passes update, with one learning rate.
-
-    Attributes:
-        optimizer: what is computed; None for ordinary gradients.
-        constants: its hyperparameters as text: floats might be dynamic inputs to a tracer, a string is a constant.
-        current_learning_rate: what was last set; updates read a tensor.
-        accumulator: gradients that are not applied yet.
-        by_step: gradients are applied by `apply`, instead of when their backward pass ends.
-    """
-
-    def __init__(self, optimizer: Optimizer | None, by_step: bool = False) -> None:
-        self.optimizer, self.by_step = optimizer, by_step
-        hyperparameters = Hyperparameters() if optimizer is None else optimizer.hyperparameters
-        self.constants = ",".join(map(repr, hyperparameters))
-        self.current_learning_rate = 0.0 if optimizer is None else optimizer.lr
-        self.accumulator = Accumulator(always_open=by_step)
-        self._views: WeakSet[FusedOptimizer] = WeakSet()
-
-    def rates(self) -> Iterable[Tensor]:
-        """The tensors that updates read, float32 `[]`."""
-        raise NotImplementedError
-
-    def accumulate(self) -> AbstractContextManager[None]:
-        """See `EmbeddingBagCollection.accumulate`."""
-        raise NotImplementedError
-
-    def set_learning_rate(self, lr: float) -> None:
-        """Raises ValueError for a negative or non-finite rate."""
-        if not 0.0 <= lr < float("inf"):
-            raise ValueError(f"the learning rate must lie in [0, inf), got {lr}")
-        self.current_learning_rate = float(lr)
-        for rate in self.rates():
-            rate.fill_(lr)
-        for view in self._views:
-            view.show_learning_rate()
-
-    def view(self, states: Callable[[], States], all_tables: bool = False) -> FusedOptimizer:
-        """A view that shows every new learning rate, and is not kept alive; one of `all_tables` may step them."""
-        view = FusedOptimizer(self, states, self if self.by_step and all_tables else None)
-        self._views.add(view)
-        return view
-
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy has views of its own."""
-        return {name: value for name, value in self.__dict__.items() if name != "_views"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._views = WeakSet()
 
 
 class ParamGroup(dict[str, Any]):
@@ -97,7 +43,7 @@ class ParamGroup(dict[str, Any]):
         for key, value in dict(*args, **kwargs).items():
             self[key] = value
 
-    def __ior__(self, other: Any) -> ParamGroup:  # type: ignore[override,misc]
+    def __ior__(self, other: Any) -> Self:  # type: ignore[override,misc]
         self.update(other)
         return self
 
@@ -105,12 +51,11 @@ class ParamGroup(dict[str, Any]):
 class FusedOptimizer(torch.optim.Optimizer):
     """One parameter group with tables. The step has been done in the backward: `step` does nothing, unless `deferred`.
 
-    `param_groups[0]["lr"]` may be set by hand or by `torch.optim.lr_scheduler`. `state_dict` has each table's state
-    tensors themselves.
+    `param_groups[0]["lr"]` may be set by hand or by `torch.optim.lr_scheduler`.
 
     Args:
         tables: `OptimizedTables`, or a module with their `optimizer`, `accumulate` and learning rate.
-        states: each table's name, weight, and `step` and states by name: the tensors themselves.
+        states: each table's name, weight, and `step` and states by name: the tensors themselves, as in `state_dict`.
         deferred: gradients that `step` is to apply.
     """
 
@@ -174,9 +119,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy learning rate and state into the tables' own tensors.
 
-        Raises:
-            ValueError: if a state is missing or has another shape, or for another optimizer; nothing has been copied
-                then.
+        ValueError if a state is missing or has another shape, or for another optimizer; nothing has been copied then.
         """
         pairs = []
         group = {key: value for key, value in state_dict["param_groups"][0].items() if key != "params"}
@@ -198,6 +141,59 @@ class FusedOptimizer(torch.optim.Optimizer):
         for tensor, value in pairs:
             tensor.copy_(value)
         self.param_groups[0].update(group)
+
+
+class OptimizedTables:
+    """Tables that backward passes update, with one learning rate.
+
+    Attributes:
+        optimizer: what is computed; None for ordinary gradients.
+        constants: its hyperparameters as text: floats might be dynamic inputs to a tracer, a string is a constant.
+        current_learning_rate: what was last set; updates read a tensor.
+        accumulator: gradients that are not applied yet.
+        by_step: gradients are applied by `apply`, instead of when their backward pass ends.
+    """
+
+    def __init__(self, optimizer: Optimizer | None, by_step: bool = False) -> None:
+        self.optimizer, self.by_step = optimizer, by_step
+        hyperparameters = Hyperparameters() if optimizer is None else optimizer.hyperparameters
+        self.constants = ",".join(map(repr, hyperparameters))
+        self.current_learning_rate = 0.0 if optimizer is None else optimizer.lr
+        self.accumulator = Accumulator(always_open=by_step)
+        self._views: WeakSet[FusedOptimizer] = WeakSet()
+
+    def rates(self) -> Iterable[Tensor]:
+        """The tensors that updates read, float32 `[]`."""
+        raise NotImplementedError
+
+    @property
+    def accumulating(self) -> bool:
+        """Whether a block of `accumulate` is active."""
+        return self.accumulator.is_open and not self.by_step
+
+    def set_learning_rate(self, lr: float) -> None:
+        """Raises ValueError for a negative or non-finite rate."""
+        if not 0.0 <= lr < float("inf"):
+            raise ValueError(f"the learning rate must lie in [0, inf), got {lr}")
+        self.current_learning_rate = float(lr)
+        for rate in self.rates():
+            rate.fill_(lr)
+        for view in self._views:
+            view.show_learning_rate()
+
+    def view(self, states: Callable[[], States], all_tables: bool = False) -> FusedOptimizer:
+        """A view that shows every new learning rate, and is not kept alive; one of `all_tables` may step them."""
+        view = FusedOptimizer(self, states, self if self.by_step and all_tables else None)
+        self._views.add(view)
+        return view
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has views of its own."""
+        return {name: value for name, value in self.__dict__.items() if name != "_views"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._views = WeakSet()
 
 
 def check_optimizer(optimizer: object) -> Optimizer:

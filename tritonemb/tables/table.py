@@ -1,9 +1,7 @@
 """One table of a collection: its weight and its optimizer state, under the names they have in `state_dict`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +89,7 @@ class Table(nn.Module):
         for state in self.buffers(recurse=False):
             state.zero_()
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Table:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         before = dict(self._buffers)
         super()._apply(fn, recurse)
         keep_dtypes(self._buffers, before)

@@ -1,7 +1,5 @@
 """`TableSet`: tables, their layout over a batch, their lookup and their fused update."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -38,12 +36,12 @@ class LocalUpdate:
         if not self.is_of_shards:
             check_not_data_parallel(table)
 
-    def replica_rows(self, tables: TableSet) -> FindReplicaRows | None:
+    def replica_rows(self, tables: "TableSet") -> FindReplicaRows | None:
         """Finds the rows of other ranks' batches that are updated with a batch, or None."""
         return None
 
     @torch.no_grad()
-    def step(self, tables: TableSet, grad: Tensor, lookup: Lookup, pins: Sequence[Lookup] = ()) -> None:
+    def step(self, tables: "TableSet", grad: Tensor, lookup: Lookup, pins: Sequence[Lookup] = ()) -> None:
         """One step of the optimizer on the rows of a batch, whose slots are unpinned then."""
         for pinned in pins:
             pinned.dirty = True
@@ -70,12 +68,8 @@ def check_not_data_parallel(name: str) -> None:
 class TableSet(OptimizedTables):
     """Tables looked up, and with an `optimizer` updated, together; see `EmbeddingBagCollection`.
 
-    It is no module: one that owns it registers `tables`, and makes `counters` its buffers.
-
-    Args:
-        tables: whole tables, or parts of tables (`TableConfig.part`).
-        pooled: whether bags are pooled, or every id keeps its row.
-        update: what a backward pass does with the gradients of rows.
+    It is no module: one that owns it registers `tables`, and makes `counters` its buffers. Tables may be whole, or
+    parts of tables (`TableConfig.part`). `update` is what a backward pass does with the gradients of rows.
 
     Attributes:
         tables: in the order they were given.
@@ -127,10 +121,7 @@ class TableSet(OptimizedTables):
         return [self.counters["learning_rate"]]
 
     def optimizer_states(self) -> States:
-        """Each table's name, weight, and the step and states of its fused optimizer by name.
-
-        Without the states of cached tables, which `state_dict` alone has.
-        """
+        """Each table's name, weight, and the fused optimizer's step and, unless it is cached, states by name."""
         found: States = []
         for table in self.tables:
             states = {} if isinstance(table, CachedTable) else dict(table.named_buffers())
@@ -151,11 +142,6 @@ class TableSet(OptimizedTables):
             for pinned in pins:
                 pinned.release()
             self.counters["pending"].zero_()
-
-    @property
-    def accumulating(self) -> bool:
-        """Whether a block of `accumulate` is active."""
-        return self.accumulator.is_open
 
     def scale_accumulated(self, factor: float) -> bool:
         """See `EmbeddingBagCollection.scale_accumulated`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import json
 import logging
@@ -37,6 +38,23 @@ misses = sum(sum(kernel.stats.cache_misses.values()) for kernel in kernels)
 random.initial_rows(torch.empty(3, 4), 1, 0.5)  # a kernel of one loop over tasks
 print(json.dumps([hits, misses, found, len(jit._finished)]))
 """
+
+
+def test_no_kernel_takes_the_address_of_its_own_memory_but_in_a_loop():
+    """Numba frees an array behind the last statement that names it; what a loop names lives as long as the loop."""
+    for source in Path(jit.__file__).parent.glob("*.py"):
+        for kernel in ast.walk(ast.parse(source.read_text())):
+            if not isinstance(kernel, ast.FunctionDef):
+                continue
+            loops = [node for node in ast.walk(kernel) if isinstance(node, (ast.For, ast.While))]
+            in_loops = {node for loop in loops for part in loop.body for node in ast.walk(part)}
+            assigned = [
+                node for node in ast.walk(kernel) if isinstance(node, ast.Assign) and "np.empty(" in ast.unparse(node)
+            ]
+            own = {name.id for node in assigned for name in ast.walk(node.targets[0]) if isinstance(name, ast.Name)}
+            taken = [node for node in ast.walk(kernel) if isinstance(node, ast.Attribute) and node.attr == "ctypes"]
+            found = [ast.unparse(node) for node in taken if ast.unparse(node.value) in own and node not in in_loops]
+            assert not found, f"{source.name}, {kernel.name}: {found}"
 
 
 def run(cache: Path, **environment: str) -> tuple[int, int, str, int]:

@@ -144,13 +144,14 @@ def _update_rows(
     scales_room = np.empty(most if scaled else 0, dtype=np.float32)
     sums_room, row_room = np.empty(widest, dtype=np.float32), np.empty(widest, dtype=np.float32)
     words_room = np.empty((widest + ELEMENTS_PER_COUNTER - 1) // ELEMENTS_PER_COUNTER * 4, dtype=np.uint32)
-    sums_address, row_address = np.int64(sums_room.ctypes.data), np.int64(row_room.ctypes.data)
     nonfinite, stochastic = int(hyperparameters[NONFINITE]), hyperparameters[STOCHASTIC_ROUNDING] != 0.0
 
     for table in range(tables.shape[0]):
         first, last = max(bounds[task], table_groups[table]), min(bounds[task + 1], table_groups[table + 1])
         if first >= last:
             continue
+        # In the loop: Numba frees an array behind the last statement that names it, whoever has its address.
+        sums_address, row_address = np.int64(sums_room.ctypes.data), np.int64(row_room.ctypes.data)
         step = steps[table]
         row_ids = int64_row(tables[table, ROW_IDS], tables[table, NUM_ROWS] if tables[table, ROW_IDS] else 0)
         first_row, dim, dtype, base = tables[table, FIRST_ROW], tables[table, ROW_DIM], dtypes[table], addresses[table]
