@@ -33,7 +33,6 @@ def _subtract(w, scale, g):
 
 @inlined
 def _adam_direction(m, v, row_wise, g, h, step):
-    """Move the moments and turn `g` into the bias-corrected direction."""
     beta1, beta2, eps = np.float32(h[BETA1]), np.float32(h[BETA2]), np.float32(h[EPS])
     rest1, rest2 = np.float32(1.0 - h[BETA1]), np.float32(1.0 - h[BETA2])
     correct1, correct2 = np.float32(1.0 - h[BETA1] ** step), np.float32(1.0 - h[BETA2] ** step)

@@ -135,7 +135,6 @@ def _cut_table(table, num_rows, num_pieces, count, keys, batch_size, values, off
 
 @inlined
 def _make_units(num_threads, batch_size, tables, key_starts_of_table, keys_of_table, values, offsets):
-    """Units of all tables with values, each about a thread's share or smaller."""
     counts, total = np.zeros(tables.shape[0], dtype=np.int64), np.int64(0)
     for table in range(tables.shape[0]):
         for key in keys_of_table[key_starts_of_table[table] : key_starts_of_table[table + 1]]:
