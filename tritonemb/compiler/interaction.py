@@ -148,7 +148,6 @@ def _only_user(node: Node) -> Node:
 
 
 def _constant(node: Any) -> Tensor:
-    """The value of an index that the graph itself makes."""
     if isinstance(node, (list, tuple)):
         return torch.tensor(node)
     require(isinstance(node, Node), "its pairs are not picked by tensors")
