@@ -106,7 +106,8 @@ class ShardedEmbeddingBagCollection(ShardedCollection):
         pieces = matrix.split(batch_sizes)
         by_local_rank = [pieces[r] for local in range(size) for r in range(local, len(pieces), size)]
         sizes = [sum(batch_sizes[local::size]) for local in range(size)]
-        return self._across(self._inside(torch.cat(by_local_rank), sizes), batch_sizes[rank % size :: size])
+        summed = self._inside(torch.cat(by_local_rank), sizes)
+        return self._across(summed, batch_sizes[rank % size :: size])
 
     def _columns_by_mean(self, tables: set[int]) -> Tensor | None:
         """For each column of the result, the feature whose lengths of bags divide it, or one more for none."""
