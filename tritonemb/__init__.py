@@ -10,7 +10,7 @@ from tritonemb.ops.registry import check_errors
 from tritonemb.types import CacheConfig, TableConfig
 
 if TYPE_CHECKING:
-    from tritonemb import compiler, sharding
+    from tritonemb import compiler, data, sharding
     from tritonemb.sharding import HybridParallel
     from tritonemb.training import Trainer
 
@@ -23,6 +23,7 @@ __all__ = [
     "Trainer",
     "check_errors",
     "compiler",
+    "data",
     "fuse",
     "nn",
     "optim",
@@ -41,6 +42,6 @@ def __getattr__(name: str) -> Any:
         from tritonemb.sharding import HybridParallel
 
         return HybridParallel
-    if name in ("compiler", "sharding"):
+    if name in ("compiler", "data", "sharding"):
         return importlib.import_module(f"tritonemb.{name}")
     raise AttributeError(f"module 'tritonemb' has no attribute {name!r}")

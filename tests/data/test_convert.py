@@ -9,7 +9,8 @@ from tests.data.logs import line, options, random_lines, same, write
 from tritonemb.data import ClickLog, convert
 
 
-def test_a_file_keeps_its_values(tmp_path):
+@pytest.mark.parametrize("compression", ["zstd", "snappy", "none"])
+def test_a_file_keeps_its_values(tmp_path, compression):
     lines = [
         line("1", {1: "", 2: "-2", 3: "123456789012345678"}, {1: "68FD1E64", 2: ""}),
         line("0", {1: "7", 2: "-", 3: "1"}),
@@ -20,6 +21,7 @@ def test_a_file_keeps_its_values(tmp_path):
         path,
         tmp_path / "log.parquet",
         options=options(on_bad_row="skip"),
+        compression=compression,
         progress=told.append,
     )
     assert (report.rows, report.skipped) == (2, 1)

@@ -92,6 +92,15 @@ def test_a_stream_goes_on_at_its_position(log):
     assert same(found.open("train", 8, shuffle=True), log().open("train", 8, shuffle=True))
 
 
+def test_held_out_frames(log):
+    frame = polars.DataFrame(COLUMNS)
+    found = from_dataframe(frame[:60], options(SplitRule(), **SCHEMA), validation=frame[60:80], test=frame[80:])
+    everything = rows_of(log())
+    assert found.splits() == ("train", "validation", "test")
+    assert [rows_of(found, split) for split in found.splits()] == [everything[:60], everything[60:80], everything[80:]]
+    assert from_dataframe(frame[:60], options(SplitRule(), **SCHEMA), test=frame[80:]).splits() == ("train", "test")
+
+
 def test_mistakes_are_named():
     frame = polars.DataFrame(COLUMNS)
     bad = frame.with_columns(click=polars.Series([0] * 99 + [2]))
@@ -106,7 +115,9 @@ def test_mistakes_are_named():
             {},
             "column 'user' is double, but a sparse column has integers, strings or list",
         ),
-        (frame, {"options": options(SplitRule(split_by="files"), **SCHEMA)}, "all files are held out, no train rows"),
+        (frame, {"test": frame.drop("item")}, r"data frame \(test\): the schema's sparse column 'item' is not there"),
+        (frame, {"test": frame, "options": options(SplitRule(split_by="random"), **SCHEMA)}, "another split rule than"),
+        (frame, {"options": options(SplitRule(split_by="files"), **SCHEMA)}, "give held-out data frames, or another"),
         (pandas.DataFrame({"click": [1, "a"]}), {}, "Arrow can not represent its columns"),
     ):
         with pytest.raises(ValueError, match=message):

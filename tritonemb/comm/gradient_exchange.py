@@ -74,7 +74,6 @@ def all_gather_rows(group: RankGroup, rows: Tensor, problem: ValueError | None =
 
 
 def _all_gather_padded(group: RankGroup, message: Tensor, longest: int, kind: str) -> Tensor:
-    """Every rank's 1-D message, padded to the longest one's length."""
     return group.all_gather(torch.nn.functional.pad(message, (0, longest - message.numel())), kind)
 
 

@@ -154,7 +154,6 @@ class IdExchange:
         return features, [each.bags for each in received], routes
 
     def _by_route(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """The batch with the feature of each route, in their order, as its keys."""
         keys = batch.keys()
         order = [keys.index(route.feature) for route in self.routes]
         names = [route_key(route) for route in range(len(self.routes))]

@@ -92,7 +92,6 @@ def tritonemb(
 
 
 def _reset() -> None:
-    """Forget CUDA graphs; `torch._dynamo.reset` calls it."""
     from torch._inductor.cudagraph_trees import reset_cudagraph_trees
 
     reset_cudagraph_trees()

@@ -144,7 +144,6 @@ def _pairs(product: Node) -> tuple[Node, list[tuple[int, int]]]:
 
 
 def _constant(node: Any) -> Tensor:
-    """The value of an index that the graph itself makes."""
     if isinstance(node, (list, tuple)):
         return torch.tensor(node)
     require(isinstance(node, Node), "its pairs are not picked by tensors")

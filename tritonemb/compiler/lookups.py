@@ -342,7 +342,6 @@ def _sets(
 
 
 def _key(lookup: TableLookup, pooled: bool) -> tuple[Hashable, ...]:
-    """What lookups that become one have in common."""
     update = lookup.update
     return (
         expression(lookup.num_bags) if pooled else lookup.dim,
@@ -354,7 +353,6 @@ def _key(lookup: TableLookup, pooled: bool) -> tuple[Hashable, ...]:
 
 
 def _why_alone(lookup: TableLookup, lookups: list[TableLookup], merged: list[LookupGroup]) -> str:
-    """Why a lookup that could be merged is not."""
     pooled, others = lookup.can_be_pooled, [other for other in lookups if other.node is not lookup.node]
     near = [other for group in merged if group.pooled == pooled for other in group.lookups]
     near += [other for other in others if other.can_be_pooled == pooled]

@@ -53,7 +53,7 @@ class ClickLog(Tables):
 
     Args:
         source: a file, several in their order, or a folder with data files, in natural order of their names; remote
-            ones by a URI such as `s3://bucket/logs`. Or a data frame as a file; see `from_dataframe`.
+            ones by a URI such as `s3://bucket/logs`. Or data frames by split; see `from_dataframe`.
         options: how it is read.
         name: for messages; the file's or folder's if not given.
         labelled: whether rows have a label; those of a log that is only scored may have none, and get 0.
@@ -65,7 +65,7 @@ class ClickLog(Tables):
 
     def __init__(
         self,
-        source: str | Path | Sequence[str | Path] | LogFile,
+        source: str | Path | Sequence[str | Path] | Mapping[Split, LogFile],
         options: LogOptions | None = None,
         *,
         name: str | None = None,
@@ -76,12 +76,19 @@ class ClickLog(Tables):
         self.best_auc: float | None = None
         self._known_rows: dict[Split, int] = {}
         self._left_out: dict[Split, ReadReport] = {}
-        found = (source,) if isinstance(source, LogFile) else find(source)
-        self.name = name or _name_of(source, found)
-        self._kind: Kind = rule.kind([file.stem for file in found])
-        by_split: dict[Split, tuple[LogFile, ...]] = {"train": found}
-        if self._kind == "files":  # whole files are held out
-            by_split = split_files(rule, found)
+        by_split: dict[Split, tuple[LogFile, ...]]
+        if isinstance(source, Mapping):
+            by_split, self.name = {split: (file,) for split, file in source.items()}, name or "data frame"
+            kind = rule.kind()
+            self._kind: Kind = "files" if len(source) > 1 and rule.split_by == "auto" and kind == "end" else kind
+            if (len(source) > 1) != (self._kind == "files"):
+                raise ValueError(
+                    f"{self.name}: give held-out data frames, or another split rule than {rule.split_by!r}, not both"
+                )
+        else:
+            found = find(source)
+            self.name, self._kind = name or _name_of(source, found), rule.kind([file.stem for file in found])
+            by_split = split_files(rule, found) if self._kind == "files" else {"train": found}
         files = tuple(file for split in SPLITS for file in by_split.get(split, ()))
         self._files, self.files = files, tuple(file.path for file in files)
         self._identity: tuple[Any, ...] = tuple((file.name, file.size) for file in files)
@@ -312,9 +319,7 @@ def is_labelled(file: LogFile, options: LogOptions) -> bool:
     return first_bytes(file).lstrip(b"\r\n").partition(b"\n")[0].count(b"\t") != len(CRITEO_FIELDS) - 2
 
 
-def _name_of(source: str | Path | Sequence[str | Path] | LogFile, files: Sequence[LogFile]) -> str:
-    if isinstance(source, LogFile):
-        return str(source.path)
+def _name_of(source: str | Path | Sequence[str | Path], files: Sequence[LogFile]) -> str:
     if not isinstance(source, str | Path):
         return str(files[0].path).split("/")[-2] if isinstance(files[0].path, str) else files[0].path.parent.name
     if is_remote(source):

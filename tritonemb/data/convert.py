@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -22,6 +22,7 @@ pa: Any = LazyModule("pyarrow")
 parquet: Any = LazyModule("pyarrow.parquet")
 
 _Task = tuple[ClickLog, Split, Path]
+Compression = Literal["zstd", "snappy", "gzip", "lz4", "none"]
 
 ROW_GROUP_ROWS = 1 << 17
 SECONDS_BETWEEN_LINES = 5.0
@@ -35,6 +36,7 @@ def convert(
     options: LogOptions | None = None,
     *,
     row_group_rows: int = ROW_GROUP_ROWS,
+    compression: Compression = "zstd",
     progress: Callable[[int], None] | None = None,
 ) -> ReadReport:
     """Write a text file as a Parquet file, or a folder of them as a folder of Parquet files; report what was written.
@@ -66,7 +68,7 @@ def convert(
     if is_folder:
         target.mkdir(exist_ok=True)
     tasks: list[_Task] = [(log.all_rows_as("train", [number]), "train", path) for number, path in enumerate(targets)]
-    reports = _write(tasks, row_group_rows, progress)
+    reports = _write(tasks, row_group_rows, compression, progress)
     empty = [(file, path) for file, path, report in zip(files, targets, reports, strict=True) if not report.rows]
     for _, path in empty:
         path.unlink()
@@ -100,7 +102,7 @@ def cached_as_parquet(
             total = sum(log.estimated_rows(split) or 0 for split in log.splits())
             tasks: list[_Task] = [(log, split, kept / f"{split}.parquet") for split in log.splits()]
             written = None if progress is None else lambda rows: progress(rows, total)
-            reports = map(asdict, _write(tasks, ROW_GROUP_ROWS, written))
+            reports = map(asdict, _write(tasks, ROW_GROUP_ROWS, "zstd", written))
             with written_aside(summary) as part:
                 part.write_text(json.dumps(dict(zip(log.splits(), reports, strict=True))))
     files: dict[Split, LogFile | None] = {}
@@ -111,14 +113,16 @@ def cached_as_parquet(
     return log.in_files(files, left_out)
 
 
-def _write(tasks: Sequence[_Task], row_group_rows: int, progress: Callable[[int], None] | None) -> list[ReadReport]:
+def _write(
+    tasks: Sequence[_Task], row_group_rows: int, compression: Compression, progress: Callable[[int], None] | None
+) -> list[ReadReport]:
     schema = tasks[0][0].text_schema()
     reports: list[ReadReport] = []
     for log, split, path in tasks:
         report, waiting, before = ReadReport(), schema.empty_table(), sum(report.rows for report in reports)
         with (
             written_aside(path) as part,
-            parquet.ParquetWriter(part, schema, compression="zstd") as writer,
+            parquet.ParquetWriter(part, schema, compression=compression) as writer,
             closing(log.scan(split, lambda batch: pa.table(batch).select(schema.names).cast(schema))) as blocks,
         ):
             for block in blocks:
@@ -258,12 +262,14 @@ class ConvertOptions:
         data: the log: a file, or a folder of them.
         out: the file to write, or the folder for a folder.
         row_group_rows: rows of a row group.
+        compression: of the columns.
         read: how the log is read; which rows it holds out does not matter.
     """
 
     data: str
     out: Path
     row_group_rows: int = ROW_GROUP_ROWS
+    compression: Compression = "zstd"
     read: LogOptions = field(default_factory=LogOptions)
 
 
@@ -280,8 +286,14 @@ def make_vocabulary(options: VocabOptions) -> str:
 
 def convert_log(options: ConvertOptions) -> str:
     """Raises ValueError, FileNotFoundError: as `convert`."""
-    rows, progress = options.row_group_rows, _progress("written")
-    report = convert(options.data, options.out, options.read, row_group_rows=rows, progress=progress)
+    report = convert(
+        options.data,
+        options.out,
+        options.read,
+        row_group_rows=options.row_group_rows,
+        compression=options.compression,
+        progress=_progress("written"),
+    )
     files = f" in {len(find(options.data)):,} files" if options.out.is_dir() else ""
     return f"{options.out}: {report.rows:,} rows{files}{_skipped(report.skipped)}"
 

@@ -300,7 +300,6 @@ def whole_lines(text: bytes) -> int:
 
 
 def _lines_of(data: Text, quoted: bool) -> tuple[list[bytes], Array]:
-    """The lines that are not blank, without their ends, and the number of each."""
     lines = list(iter(partial(read_line, io.BytesIO(data), quoted), b""))
     numbers = np.cumsum([0, *(line.count(b"\n") for line in lines)])
     lines = [line.removesuffix(b"\n").removesuffix(b"\r") for line in lines]

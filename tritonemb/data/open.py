@@ -11,7 +11,7 @@ from tritonemb.data.datasets import load_adult, load_movielens_100k, make_synthe
 from tritonemb.data.files import exists, find
 from tritonemb.data.in_memory import Dataset
 from tritonemb.data.parquet import file_of_frame
-from tritonemb.data.protocol import Data, Feature
+from tritonemb.data.protocol import Data, Feature, Split
 from tritonemb.data.reader_host import TOKEN, ReaderHost, RemoteData
 from tritonemb.data.schema import LogOptions, SplitRule
 from tritonemb.flight import SCHEMES
@@ -60,7 +60,9 @@ def open_dataset(
     return load_adult(path) if kind == "adult" else ClickLog(path, log, name=kind)
 
 
-def from_dataframe(frame: Any, options: LogOptions | None = None, *, name: str = "data frame") -> ClickLog:
+def from_dataframe(
+    frame: Any, options: LogOptions | None = None, *, validation: Any = None, test: Any = None, name: str = "data frame"
+) -> ClickLog:
     """A log of the rows of a data frame: pandas, Polars, a `pyarrow.Table` or anything else with the method
     `__arrow_c_stream__`. No column is copied.
 
@@ -68,13 +70,21 @@ def from_dataframe(frame: Any, options: LogOptions | None = None, *, name: str =
     missing, has to become one of integers (`convert_dtypes`) to be a sparse one.
 
     Args:
-        options: how it is read; its split rule holds rows out, by default the last sixth.
+        options: how it is read; its split rule holds rows out, by default the last sixth, if no held-out frames are
+            given.
+        validation, test: held-out rows with the same columns.
         name: for messages.
 
     Raises:
         ValueError: not such a frame; a column is not there, or of another type than it needs.
     """
-    return ClickLog(file_of_frame(frame, name), options)
+    frames: dict[Split, Any] = {"train": frame, "validation": validation, "test": test}
+    given = {split: each for split, each in frames.items() if each is not None}
+    if len(given) == 1:
+        return ClickLog({"train": file_of_frame(frame, name)}, options, name=name)
+    return ClickLog(
+        {split: file_of_frame(each, f"{name} ({split})") for split, each in given.items()}, options, name=name
+    )
 
 
 def open_for_scoring(path: str | Path, log: LogOptions, features: Sequence[Feature]) -> ClickLog:

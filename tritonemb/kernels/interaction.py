@@ -35,7 +35,6 @@ def _rows(sparse, sample, first, block, F: tl.constexpr, D: tl.constexpr, ROWS: 
 def _vectors(
     dense, sparse, sample, first, block, F: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr
 ):
-    """`_rows`, and x_0 where it belongs."""
     column = block + tl.arange(0, SIZE)[None, :]
     head = tl.load(dense + sample * D + column, mask=(first == 0) & (column < D), other=0.0)
     vector = first + tl.arange(0, ROWS)[:, None]

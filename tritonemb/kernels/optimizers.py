@@ -43,7 +43,6 @@ def _along_rows(value):
 
 @jit
 def _adam_rows(m, v, g, dim, h, corrections, ROW_WISE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """The moments, moved, and the bias-corrected direction."""
     m = tl.load(h + BETA1) * m + tl.load(h + REST1) * g
     if ROW_WISE:
         v = tl.load(h + BETA2) * v + tl.load(h + REST2) * tl.div_rn(row_sum(g * g, ROWS, BLOCK), dim)

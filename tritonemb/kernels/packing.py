@@ -112,7 +112,6 @@ def make_packing(
 
 
 def _merge(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Runs of columns, neighbours joined."""
     merged: list[tuple[int, int]] = []
     for first, size in runs:
         if merged and sum(merged[-1]) == first:
@@ -122,5 +121,4 @@ def _merge(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _cut(runs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Runs of columns, none longer than `PIECE`."""
     return [(first + begin, min(PIECE, size - begin)) for first, size in runs for begin in range(0, size, PIECE)]

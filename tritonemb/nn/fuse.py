@@ -205,7 +205,6 @@ class ModelOptimizer(torch.optim.Optimizer):
         return [] if self.dense is None else self.dense.param_groups
 
     def _link(self) -> None:
-        """The groups and states are those of the two optimizers."""
         self._tables.refresh()
         self.param_groups = [*self._dense_groups(), *self._tables.param_groups]
         self.state.clear()

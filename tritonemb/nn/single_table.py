@@ -73,11 +73,9 @@ class SingleTable(FusedModule):
 
     @property
     def _owner(self) -> Self:
-        """Of the states."""
         return self._state_owner[0] if self._state_owner else self
 
     def _fuse(self, optimizer: Optimizer | None) -> None:
-        """Let the backward update the weight from now on."""
         if optimizer is not None:
             self._join(FusedGroup(check_optimizer(optimizer)), persistent=True)
 

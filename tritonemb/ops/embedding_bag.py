@@ -184,8 +184,6 @@ def embedding_bag_fused(
 
 
 class _Inputs(NamedTuple):
-    """The op's arguments."""
-
     tables: FusedTables
     values: Tensor
     offsets: Tensor

@@ -74,7 +74,6 @@ def block_bucketize(
 def _call(
     op: str, values: Tensor, offsets: Tensor, by_key: Tensor, weights: Tensor | None, *sizes: int
 ) -> tuple[Tensor, ...]:
-    """Call an op's kernel, without the dispatcher where that may be."""
     weights = None if weights is None else weights.detach()
     eager = plain_eager(values, offsets, by_key, weights)
     call = kernel(op, values.device) if eager else getattr(torch.ops.tritonemb, op)

@@ -143,7 +143,6 @@ def _run(op: str, *args: Any) -> Any:
 
 
 def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
-    """Raise unless a tensor has this dtype, shape and device, and is contiguous."""
     if tensor.dtype != dtype:
         raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
     if tensor.shape != shape:

@@ -222,7 +222,6 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
         return made
 
     def _local_tables(self) -> Iterator[tuple[PlacedShard, Table, RankGroup]]:
-        """This rank's shards, their tables, and the ranks with the same shard."""
         for tables, shards in zip(self.locals, self._local_shards, strict=True):
             for each, table in zip(shards, tables.tables, strict=True):
                 yield each, table, self.groups.world if each.scheme == "replicated" else self.groups.replicas

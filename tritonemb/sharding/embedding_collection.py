@@ -75,7 +75,6 @@ class ShardedEmbeddingCollection(ShardedCollection):
     def _rows(
         self, sets: list[TableSet], exchange: OutputExchange, width: int, received: Received, groups: list[Groups]
     ) -> Tensor:
-        """A row for each id of the batch, route by route."""
         ids, _, routes = received
         assert routes is not None
         found = [tables.look_up(ids, of_ids) for tables, of_ids in zip(sets, groups, strict=True)]

@@ -191,7 +191,6 @@ def _check_state(own: Mapping[str, Any], given: Mapping[str, Any], strict: bool)
 
 
 def _as_distributed(here: Any, given: Any) -> Any:
-    """A whole tensor as FSDP2 holds its own."""
     if isinstance(here, DTensor) and isinstance(given, Tensor) and not isinstance(given, DTensor):
         return distribute_tensor(given.to(here.device), here.device_mesh, here.placements, src_data_rank=None)
     return given
@@ -219,7 +218,6 @@ def _replace(model: nn.Module, sharded: dict[Any, ShardedCollection]) -> nn.Modu
 
 
 def _materialise(model: nn.Module, device: torch.device) -> None:
-    """Give modules made on "meta" memory and initial values."""
     for module in model.modules():
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         if any(tensor.is_meta for tensor in own):

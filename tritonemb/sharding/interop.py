@@ -90,7 +90,6 @@ def _tables(model: nn.Module) -> list[_Ours]:
 
 
 def _unwrapped(path: str) -> str:
-    """Without what DDP, FSDP and `torch.compile` put into it."""
     return ".".join(part for part in path.split(".") if part not in _WRAPPERS)
 
 

@@ -52,7 +52,6 @@ class Sharding:
         raise NotImplementedError
 
     def _column_blocks(self, table: TableConfig, blocks: int) -> list[tuple[int, int]]:
-        """First column and width of each block."""
         dim, widths, cut_at = table.embedding_dim, getattr(self, "columns", None), _cut_at(table)
         if widths is None:
             if blocks > _most_blocks(table):

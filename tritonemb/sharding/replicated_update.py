@@ -337,7 +337,6 @@ class WholeRowUpdate:
                 fused.skipped[0][cut.place] += counts.get(cut.block.table, 0)
 
     def _step(self, whole: list[_WholeRows], fused: ops.FusedTables) -> None:
-        """The optimizer's step on the whole rows of each table, in place."""
         tables = [TableConfig(rows.cut.table.name, *rows.weight.shape) for rows in whole]
         if self._optimizer.nonfinite == "raise":
             for rows in whole:

@@ -367,7 +367,6 @@ def _move_rest(file: PageFile, buffer: IoBuffer, extents: Extents, write: bool, 
 
 
 def _make_contexts() -> queue.SimpleQueue[IoContext | None]:
-    """The free contexts; None for those that nobody needed yet."""
     free: queue.SimpleQueue[IoContext | None] = queue.SimpleQueue()
     for _ in range(NUM_CONTEXTS):
         free.put(None)
@@ -378,7 +377,6 @@ _free_contexts = _make_contexts()
 
 
 def _forget_contexts() -> None:
-    """A forked process makes its own."""
     global _free_contexts
     _free_contexts = _make_contexts()
 

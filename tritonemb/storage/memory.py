@@ -130,7 +130,6 @@ class HostCache:
         self._write_slots(dirty_rows, slots[victims][order])
 
     def _write_slots(self, rows: Tensor, slots: Tensor) -> None:
-        """Write rows, ascending, whose records are in these slots, to the file."""
         if rows.numel() == 0:
             return
         records = self._make(rows.numel())
@@ -147,5 +146,4 @@ class HostCache:
 
 
 def _move(to: Tensor, source: Tensor, to_rows: Tensor, from_rows: Tensor) -> None:
-    """Copy records, but for those to or from a negative row."""
     cpu_kernels("row_cache").move_rows_([to], [source], to_rows, from_rows)

@@ -56,7 +56,6 @@ def take_snapshot(blocks: BlockFile, identity: TableIdentity, path: Path, after:
 
 
 def _write_changes(file: PageFile, blocks: BlockFile) -> int:
-    """Write the changed blocks behind the header's page; how many they are."""
     layout, changed = blocks.layout, blocks.changed.blocks()
     size = _group_size(layout)
     file.resize(_group_offset(layout, changed.size))

@@ -39,7 +39,6 @@ def reflink_or_copy(source: PageFile, target: PageFile) -> None:
 
 
 def _for_each(pieces: Iterator[T], work: Callable[[T], object]) -> None:
-    """Have the shared threads work on pieces, a batch at a time."""
     while batch := list(itertools.islice(pieces, BATCH)):
         shared_threads.run(lambda number, batch=batch: work(batch[number]), len(batch))  # type: ignore[misc]
 
@@ -112,7 +111,6 @@ def thread_buffer(num_bytes: int) -> IoBuffer:
 
 
 def _copy(source: PageFile, target: PageFile, piece: tuple[int, int]) -> None:
-    """Copy the pages of a piece that are not zero."""
     begin, end = piece
     buffer = thread_buffer(end - begin)
     source.read(buffer.view[: end - begin], begin)
@@ -155,7 +153,6 @@ def _digest(path: Path) -> int:
 
 
 def _digest_pieces(parts: Iterator[tuple[int, int]]) -> Iterator[int]:
-    """The pieces that ascending parts of a file lie in, each once."""
     following = 0
     for begin, end in parts:
         first = max(following, begin // DIGEST_BYTES)

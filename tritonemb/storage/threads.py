@@ -120,7 +120,6 @@ class IoThreads:
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
-        """No thread is started yet, in a forked process neither."""
         self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
         self._lock, self._started = threading.Lock(), 0
 

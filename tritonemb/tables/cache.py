@@ -176,7 +176,6 @@ class RowCache:
                     self._reload(table)
 
     def _reload(self, table: CachedTable) -> None:
-        """Read those rows of a table that are in slots."""
         index, directory = self.tables.index(table), self._directory
         mine = directory.slice_of(index)
         rows, order = directory.tags[mine].sort()
@@ -217,7 +216,6 @@ class RowCache:
                     self._directory.dirty.index_fill_(0, slots, True)
 
     def _pin(self, groups: ops.RowGroups, tables: Tensor, first_rows: Tensor, whole: Layout) -> Tensor:
-        """Give every row of a batch a slot, and pin it there."""
         slots = self._directory.look_up(groups.rows, groups.num_groups, whole.tables)
         missing = (slots[: tables.numel()] < 0).nonzero()[:, 0]  # rows of tables on the device have slots
         lookups = self._by_table(tables)
@@ -289,7 +287,6 @@ class RowCache:
         return slots
 
     def _evict(self, tables: Tensor, rows: Tensor, slots: Tensor) -> None:
-        """Evict rows, by table, from their slots; dirty ones are written back."""
         if not rows.numel():
             return
         self._counts[EVICTIONS] += self._by_table(tables)
@@ -379,7 +376,6 @@ class RowTransfer:
         return finish
 
     def _move(self, to: list[Tensor], source: list[Tensor], to_rows: Tensor, from_rows: Tensor) -> None:
-        """Between slots and records, which are in host memory."""
         ops.move_rows_(to, source, to_rows, from_rows)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # the host uses the records next
@@ -390,6 +386,5 @@ class RowTransfer:
 
 
 def _tensors_of(table: CachedTable) -> dict[str, Tensor]:
-    """Weight and states of the slots, by their names in a record."""
     states = {name: state for name, state in table._buffers.items() if state is not None}
     return {"weight": table.weight.detach(), **states}

@@ -91,7 +91,6 @@ class CacheStorage:
             synchronize(directory.device)  # nor what has not arrived
 
     def _resize(self, index: int) -> None:
-        """Give a table memory for all its slots; rows keep their slots."""
         table, num_slots = self._tables[index], self._directory.num_slots[index]
         for name, tensor in (("weight", table.weight.data), *table.named_buffers(recurse=False)):
             grown = tensor.new_zeros((num_slots, *tensor.shape[1:]))

@@ -239,7 +239,6 @@ class CachedTable(Table):
             self.assign(given)
 
     def _problems(self, given: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        """Why these values do not fit the fields."""
         rows = self.config.num_embeddings
         for field in self.record.fields:
             if field.name not in given:

@@ -166,6 +166,10 @@ class OptimizedTables:
         """The tensors that updates read, float32 `[]`."""
         raise NotImplementedError
 
+    def accumulate(self) -> AbstractContextManager[None]:
+        """See `EmbeddingBagCollection.accumulate`."""
+        raise NotImplementedError
+
     @property
     def accumulating(self) -> bool:
         """Whether a block of `accumulate` is active."""

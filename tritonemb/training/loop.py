@@ -136,7 +136,6 @@ class Loop:
         return self.request.signum if self.ranks.size == 1 else self._signal
 
     def _epoch(self) -> None:
-        """Train to the end of the epoch, or of the run, or until a signal arrives."""
         state, progress, request = self.state, self.progress, self.request
         signals = {"signal": lambda: request.signum or 0, "clock": lambda: int(1000 * (time.monotonic() - self._began))}
         state.model.train()
@@ -283,13 +282,11 @@ class Loop:
         return True
 
     def _report_left_out(self, info: StepInfo, what: str) -> None:
-        """Report how many rows the ranks have left out of this epoch, and which."""
         reports = self.ranks.control.all_gather_object(info.report)
         texts = [f"rank {r}: " * (len(reports) > 1) + str(each) for r, each in enumerate(reports) if each.skipped]
         self._report_skipped(sum(report.skipped for report in reports), what, "\n".join(texts))
 
     def _report_skipped(self, skipped: int, what: str, text: str) -> None:
-        """Report how many rows were left out, once for each number."""
         if skipped and self._reported_skipped.get(what) != skipped:
             self._reported_skipped[what] = skipped
             self.callbacks.on_message(text)

@@ -186,7 +186,6 @@ class Trainer(TrainerOptions):
         return [*own, *self.callbacks]
 
     def _lock(self, folder: RunFolder, stack: ExitStack) -> None:
-        """Keep other jobs out of the folder, and check that it is this run's."""
         stack.enter_context(folder.lock())
         newest = folder.checkpoints.latest()
         if self.progress.step == 0 and newest is not None:

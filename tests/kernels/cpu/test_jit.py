@@ -9,10 +9,13 @@ import logging
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
+from numba.core.registry import cpu_target
 
 from tritonemb.kernels.cpu import jit
 
@@ -86,6 +89,20 @@ def test_the_cache_may_be_moved(monkeypatch, tmp_path):
     assert jit.cache_dir().name == "tritonemb"
 
 
+def test_processes_that_save_at_once_keep_each_signatures_code(tmp_path):
+    ready = threading.Barrier(8, timeout=30)
+
+    def save(number: int) -> None:
+        files = jit._Files(str(tmp_path), "kernel", "")
+        ready.wait()
+        files.save(("signature", number), number)
+
+    with ThreadPoolExecutor(8) as processes:
+        list(processes.map(save, range(8)))
+    files = jit._Files(str(tmp_path), "kernel", "")
+    assert [files.load(("signature", number)) for number in range(9)] == [*range(8), None]
+
+
 @jit.inlined
 def _increase(array):
     for i in range(array.size):
@@ -98,6 +115,7 @@ def increase_twice(array):
 
 
 def test_a_kernel_that_is_compiled_is_logged_once_and_optimized_once(monkeypatch, tmp_path, caplog):
+    cpu_target.target_context.refresh()  # Numba's own runtime is compiled now
     base, optimized = jit._Library.__base__, []
     optimize = base._optimize_final_module
     noted = lambda library: optimized.append(library.name) or optimize(library)  # noqa: E731

@@ -146,7 +146,6 @@ def _sample_weight_gradients(
     task, num_tasks, batch_size, addresses, dtypes, tables, lookups, key_starts, values, offsets, pooled, grad, width,
     out,
 ):  # fmt: skip
-    """`out` [N] for the bags of a share of the samples."""
     for key in range(key_starts.size - 1):
         for lookup in range(key_starts[key], key_starts[key + 1]):
             table, column, dim = lookups[lookup, TABLE], lookups[lookup, COLUMN], lookups[lookup, DIM]

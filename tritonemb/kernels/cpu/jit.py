@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,7 +34,9 @@ import torch
 from llvmlite import ir
 from numba import _dynfunc, types
 from numba.core import caching, cgutils, codegen
-from numba.core.registry import cpu_target
+from numba.core.compiler import Flags
+from numba.core.cpu import CPUContext
+from numba.core.lowering import Lower
 from numba.extending import intrinsic
 
 _log = logging.getLogger(__name__)
@@ -42,6 +44,7 @@ _finished: list[float] = []  # seconds that each kernel compiled by this process
 _tasks: set[str] = set()  # names of functions that are `called`
 _task_libraries: dict[str, Any] = {}  # those that `run_tasks` runs, by symbol
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+_DEFAULT_FLAGS = Flags().values()
 
 
 def cache_dir() -> Path:
@@ -92,8 +95,30 @@ class _CacheImpl(caching.CompileResultCacheImpl):
     _locator_classes: ClassVar = [_Locator]
 
 
+class _Files(caching.IndexDataCacheFile):
+    """Machine code by signature: a file each, named after it.
+
+    Numba numbers them in an index. Two processes that save at once would give two signatures one number, and the code
+    of one be run for the other.
+    """
+
+    def save(self, key: object, data: object) -> None:
+        self._save_data(self._name_of(key), data)
+
+    def load(self, key: object) -> Any:
+        with suppress(OSError):
+            return self._load_data(self._name_of(key))
+
+    def _name_of(self, key: object) -> str:
+        return str(self._data_name(int(hashlib.sha256(repr(key).encode()).hexdigest()[:16], 16)))
+
+
 class _KernelCache(caching.FunctionCache):
     _impl_class = _CacheImpl
+
+    def __init__(self, py_func: Callable[..., Any]) -> None:
+        super().__init__(py_func)
+        self._cache_file = _Files(self._cache_path, self._impl.filename_base, "")
 
     def _index_key(self, signature: Any, target: Any) -> tuple[Any, ...]:
         """Numba would add the pickled closure, which differs between processes where it holds another kernel."""
@@ -108,7 +133,7 @@ class _Library(codegen.JITCodeLibrary):
     over 16-bit rows unvectorized.
     """
 
-    kernel: ClassVar[str]
+    kernel: ClassVar[str] = ""
 
     def _optimize_final_module(self) -> None:
         for _ in range(2 if self.name in _tasks else self.name == self.kernel):
@@ -132,20 +157,29 @@ def _compiling(kernel: str, name: str) -> Iterator[None]:
     """
     done = f"{len(_finished)} done in {sum(_finished):.0f} s, kept in {cache_dir()}"
     _log.info("compiling the CPU kernel %s (first use on this machine; %s)", kernel, done)
-    context, start, collects = cpu_target.target_context, time.perf_counter(), gc.isenabled()
-    make_executable, target = context.get_executable, context.codegen()
+    start, collects, make_executable = time.perf_counter(), gc.isenabled(), CPUContext.get_executable
 
-    def get_executable(library: Any, descriptor: Any, env: Any) -> Any:
+    def get_executable(context: Any, library: Any, descriptor: Any, env: Any) -> Any:
         if library.name == name:
-            return make_executable(library, descriptor, env)
+            return make_executable(context, library, descriptor, env)
         return _dynfunc.make_function(descriptor.lookup_module(), descriptor.qualname, "", 0, env, (library,))
 
+    changes: list[tuple[Any, str, Any]] = [
+        (_Library, "kernel", name),
+        (codegen.JITCPUCodegen, "_library_class", _Library),
+        (CPUContext, "get_executable", get_executable),
+        (Lower, "create_cfunc_wrapper", lambda lower: None),  # Numba's own functions, too, are called by kernels alone
+        (Flags, "values", lambda flags: _DEFAULT_FLAGS | flags._values),  # the same in a tenth of the time; asked often
+    ]
+    before = [getattr(owner, attribute) for owner, attribute, _ in changes]
     gc.disable()  # the compiler makes many objects: every collection would go through all of torch's
-    _Library.kernel, target._library_class, context.get_executable = name, _Library, get_executable
+    for owner, attribute, value in changes:
+        setattr(owner, attribute, value)
     try:
         yield
     finally:
-        del target._library_class, context.get_executable
+        for (owner, attribute, _), value in zip(changes, before, strict=True):
+            setattr(owner, attribute, value)
         if collects:
             gc.enable()
         _finished.append(time.perf_counter() - start)

@@ -33,7 +33,6 @@ def _subtract(w, scale, g):
 
 @inlined
 def _adam_direction(m, v, row_wise, g, h, step):
-    """Move the moments and turn `g` into the bias-corrected direction."""
     beta1, beta2, eps = np.float32(h[BETA1]), np.float32(h[BETA2]), np.float32(h[EPS])
     rest1, rest2 = np.float32(1.0 - h[BETA1]), np.float32(1.0 - h[BETA2])
     correct1, correct2 = np.float32(1.0 - h[BETA1] ** step), np.float32(1.0 - h[BETA2] ** step)
@@ -89,7 +88,7 @@ def apply(kind, w, first, second, g, lr, step, h):
     if decay != ZERO and mode == L2_DECAY and kind != LARS_SGD:
         for j in range(w.size):
             g[j] += decay * w[j]
-    is_lamb = kind in (LAMB, PARTIAL_ROW_WISE_LAMB)
+    is_lamb = kind == LAMB or kind == PARTIAL_ROW_WISE_LAMB
     if decay != ZERO and mode == DECOUPLED_DECAY and not is_lamb:
         keep = ONE - lr * decay
         for j in range(w.size):
@@ -110,7 +109,8 @@ def apply(kind, w, first, second, g, lr, step, h):
     elif kind == FTRL:
         _ftrl(w, first, second, g, lr, np.float32(h[BETA]), np.float32(h[L1]), np.float32(h[L2]))
     else:
-        _adam_direction(first, second, kind in (PARTIAL_ROW_WISE_ADAM, PARTIAL_ROW_WISE_LAMB), g, h, step)
+        row_wise = kind == PARTIAL_ROW_WISE_ADAM or kind == PARTIAL_ROW_WISE_LAMB
+        _adam_direction(first, second, row_wise, g, h, step)
         if is_lamb:
             _lamb(w, g, lr, decay if mode == DECOUPLED_DECAY else ZERO)
         else:

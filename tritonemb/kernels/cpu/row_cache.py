@@ -25,7 +25,6 @@ TO, TO_PITCH, TO_ROWS, FROM, FROM_PITCH, FROM_ROWS, ROW_BYTES = range(7)  # colu
 
 @inlined
 def _set_of(row, num_sets):
-    """`kernels.row_cache.set_of`."""
     mixed = np.uint64(row)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -35,7 +34,6 @@ def _set_of(row, num_sets):
 
 @inlined
 def _table_of(linear, table, tables):
-    """The table of a linear row that is not before `table`."""
     while table + 1 < tables.shape[0] and linear >= tables[table, FIRST_ROW] + tables[table, NUM_ROWS]:
         table += 1
     return table
@@ -120,7 +118,6 @@ def _way_to_take(tags, used, pins):
 
 @called
 def _allocate(task, directory, tables, first_sets, rows, sets, places, misses, now, lfu, slots, evicted):
-    """Slots for the misses of the sets that are this task's."""
     begin = places[task, 0]
     end = places[task + 1, 0] if task + 1 < places.shape[0] else misses.size
     table_of = np.empty(CHUNK, dtype=np.int64)
@@ -175,7 +172,6 @@ def _allocate_all(num_threads, num_tasks, directory, tables, num_sets, rows, num
 
 @parallel
 def _translate(task, num_tasks, slots, starts, order, num_groups, values):
-    """A share of the entries, whoever's group they are of."""
     total = np.int64(starts[num_groups])
     begin, end = total * task // num_tasks, total * (task + 1) // num_tasks
     group = np.searchsorted(starts[: num_groups + 1], begin, side="right") - 1
@@ -276,7 +272,6 @@ def move_rows_(destinations: Sequence[Tensor], sources: Sequence[Tensor], to_row
 
 
 def _describe(to: Tensor, source: Tensor) -> tuple[int, ...]:
-    """A row of `pairs`."""
     size, width = to.element_size(), math.prod(to.shape[1:])
     return (
         to.data_ptr(), to.stride(0) * size, to.shape[0], source.data_ptr(), source.stride(0) * size, source.shape[0],

@@ -135,13 +135,13 @@ def _cut_table(table, num_rows, num_pieces, count, keys, batch_size, values, off
 
 @inlined
 def _make_units(num_threads, batch_size, tables, key_starts_of_table, keys_of_table, values, offsets):
-    """Units of all tables with values, each about a thread's share or smaller."""
-    counts = np.zeros(tables.shape[0], dtype=np.int64)
+    counts, total = np.zeros(tables.shape[0], dtype=np.int64), np.int64(0)
     for table in range(tables.shape[0]):
         for key in keys_of_table[key_starts_of_table[table] : key_starts_of_table[table + 1]]:
             counts[table] += offsets[(key + 1) * batch_size] - offsets[key * batch_size]
-    share = max(UNIT_VALUES, counts.sum() // num_threads + 1)
-    capacity = tables.shape[0] + counts.sum() // UNIT_VALUES * 2 + 4 * num_threads
+        total += counts[table]
+    share = max(UNIT_VALUES, total // num_threads + 1)
+    capacity = tables.shape[0] + total // UNIT_VALUES * 2 + 4 * num_threads
     units = np.zeros((capacity, NUM_GROUPS + 1), dtype=np.int64)
     num_units, first = np.int64(0), np.int64(0)
     for table in range(tables.shape[0]):
@@ -312,10 +312,13 @@ def _write(
 def _group(num_threads, batch_size, tables, lookups, key_starts, values, offsets, rows, starts, order):
     """Fill rows, starts and order; returns the number of groups."""
     key_starts_of_table, uses, key_of = uses_by_table(lookups, key_starts, tables.shape[0])
-    keys_of_table = key_of[uses]
+    keys_of_table = np.empty(uses.size, dtype=np.int64)
+    for use in range(uses.size):  # indexing by an array takes longer to compile
+        keys_of_table[use] = key_of[uses[use]]
     units = _make_units(num_threads, batch_size, tables, key_starts_of_table, keys_of_table, values, offsets)
     num_units = units.shape[0]
-    all_pairs = np.empty(units[:, ROOM].sum() + num_units, dtype=np.int64)
+    room = units[num_units - 1, BEGIN] + units[num_units - 1, ROOM] + 1 if num_units > 0 else np.int64(0)
+    all_pairs = np.empty(room, dtype=np.int64)
     run_tasks(
         num_threads, num_units, _sort_unit,
         (units, batch_size, key_starts_of_table, keys_of_table, values, offsets, all_pairs),

@@ -88,7 +88,6 @@ def _find_gradients(positions, uses, lookups, key_of, batch_size, offsets, bags,
 
 @inlined
 def _find_scales(positions, uses, lookups, key_of, batch_size, offsets, bags, sample_weights, scales):
-    """The factor of each of these gradients."""
     begin = end = np.int64(0)
     mean = False
     for i in range(positions.size):

@@ -43,7 +43,6 @@ def read_manifest_text(path: Path) -> tuple[str, dict[str, Any]]:
 
 
 def _check_tables(tables: Mapping[str, Any], files: Mapping[str, Any]) -> None:
-    """Raise whatever goes wrong when the entries of tables on disk are read."""
     for entry in tables.values():
         for part in entry["parts"]:
             _, _, _, _ = part["table"], part["snapshot"], float(part["bound"]), files[part["files"][0]]

@@ -222,7 +222,6 @@ def _write_rows(table: CachedTable, blocks: Iterable[_Block], seed: int = 0) -> 
 
 @torch.no_grad()
 def _fill_tensors(parts: Sequence["_TablePart"], targets: Mapping[str, Tensor]) -> None:
-    """Fill whole tensors, or this rank's shards, of some of a table's fields."""
     shards = [
         (name, shard, shard.first_row, shard.first_row + shard.tensor.shape[0])
         for name, target in targets.items()
