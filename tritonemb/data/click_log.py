@@ -53,7 +53,7 @@ class ClickLog(Tables):
 
     Args:
         source: a file, several in their order, or a folder with data files, in natural order of their names; remote
-            ones by a URI such as `s3://bucket/logs`. Or data frames by split; see `from_dataframe`.
+            ones by a URI such as `s3://bucket/logs`. Or what `from_dataframe` makes of data frames, by split.
         options: how it is read.
         name: for messages; the file's or folder's if not given.
         labelled: whether rows have a label; those of a log that is only scored may have none, and get 0.
