@@ -273,6 +273,9 @@ def test_an_unknown_key_of_the_file_is_refused_with_the_nearest_name(tmp_path, c
     (tmp_path / "run.toml").write_text('data = "synthetic"\n[evaluation]\npatiens = 2\n')
     assert run("train", "--config", tmp_path / "run.toml") == 2
     assert "unknown key 'evaluation.patiens'; did you mean 'patience'?" in capsys.readouterr().err
+    (tmp_path / "old.toml").write_text("[output]\nlog_every = 3\n")
+    assert run("train", "--config", tmp_path / "old.toml") == 2
+    assert "unknown key 'output.log_every'; it stands above the sections" in capsys.readouterr().err
 
 
 def test_a_bad_line_is_named_and_can_be_skipped(log, tmp_path, capsys):

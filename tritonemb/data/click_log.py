@@ -53,7 +53,7 @@ class ClickLog(Tables):
 
     Args:
         source: a file, several in their order, or a folder with data files, in natural order of their names; remote
-            ones by a URI such as `s3://bucket/logs`. Or data frames by split; see `from_dataframe`.
+            ones by a URI such as `s3://bucket/logs`. Or what `from_dataframe` makes of data frames, by split.
         options: how it is read.
         name: for messages; the file's or folder's if not given.
         labelled: whether rows have a label; those of a log that is only scored may have none, and get 0.
@@ -172,10 +172,11 @@ class ClickLog(Tables):
         shuffle = opened.shuffle and self.options.shuffle_rows > 0
         wanted = self.options.shuffle_rows if shuffle else UNSHUFFLED_ROWS
         buffer_rows = -(-wanted // batch_size) * batch_size
-        of = (self._identity, self.options.split, split, batch_size, buffer_rows)
         extra = shard if shard != WHOLE else ()
         order = (opened.seed, opened.epoch, *extra)
-        belongs_to = fingerprint(*of, *(order if shuffle else extra))
+        belongs_to = fingerprint(
+            self._identity, self.options.split, split, batch_size, buffer_rows, *(order if shuffle else extra)
+        )
         log = self._shard(split, shard)
         parts = log._parts[split]
         if position is None:
@@ -315,8 +316,7 @@ def is_labelled(file: LogFile, options: LogOptions) -> bool:
         return label in head_of(file)[0].names
     if delimiter := delimiter_of(file, options):
         return label in header_of(file, delimiter)[0]
-    first = first_bytes(file).lstrip(b"\r\n").partition(b"\n")[0]
-    return first.count(b"\t") != len(CRITEO_FIELDS) - 2
+    return first_bytes(file).lstrip(b"\r\n").partition(b"\n")[0].count(b"\t") != len(CRITEO_FIELDS) - 2
 
 
 def _name_of(source: str | Path | Sequence[str | Path], files: Sequence[LogFile]) -> str:

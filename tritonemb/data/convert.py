@@ -27,6 +27,7 @@ Compression = Literal["zstd", "snappy", "gzip", "lz4", "none"]
 ROW_GROUP_ROWS = 1 << 17
 SECONDS_BETWEEN_LINES = 5.0
 CAPACITY = 1 << 22  # distinct values that are counted at a time, of one feature
+MOST_PIECES = 256  # of a table of them: adding one takes a time that grows with their number
 
 
 def convert(
@@ -188,8 +189,9 @@ def build_vocabulary(
             for name, table in zip(names, block.rows, strict=True):
                 if table.num_rows:
                     tables[name] = pa.concat_tables([tables[name], table]) if name in tables else table
-                if name in tables and tables[name].num_rows > 2 * capacity:
-                    tables[name], lost = _summed(tables[name], capacity)
+                known = tables.get(name, table)
+                if known.num_rows > 2 * capacity or known["value"].num_chunks > MOST_PIECES:
+                    tables[name], lost = _summed(known, capacity)
                     forgotten[name] += lost
             if progress is not None:
                 progress(report.rows)

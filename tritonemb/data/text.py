@@ -243,8 +243,7 @@ def lines_before(file: LogFile, start: int, quoted: bool = False) -> int:
 def first_bytes(file: LogFile, num_bytes: int = LONGEST_LINE) -> bytes:
     """The beginning of the text."""
     with opened(file) as source:
-        found: bytes = source.read(num_bytes)
-        return found
+        return bytes(source.read(num_bytes))
 
 
 def _read_lines(source: Any, num_bytes: int, quoted: bool) -> bytearray:
@@ -272,5 +271,4 @@ def _enter(source: Any, start: int, quoted: bool) -> int:
     elif start > 0:
         source.seek(start - 1)
         read_line(source)
-    place: int = source.tell()
-    return place
+    return int(source.tell())

@@ -29,8 +29,7 @@ POLL = 0.5  # seconds after which a waiting thread looks whether its worker live
 REQUESTS = 2  # that a worker has beforehand
 PREFETCH_DEPTH = 2  # batches in this process; the worker's streams prefetch more
 SERIAL, PID = range(2)  # shared with a worker: the serial number of the request that is wanted, and its process id
-Request = tuple[int, Sequence[ShardState], Mapping[str, Any]]
-"""A serial number, shards to read, and the arguments of `Data.open`."""
+Request = tuple[int, Sequence[ShardState], Mapping[str, Any]]  # a serial number; shards; arguments of `Data.open`
 
 
 class DataLoaderWorkers(Closing):

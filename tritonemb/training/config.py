@@ -345,6 +345,7 @@ def from_plain(values: dict[str, Any], base: Config, where: str, section: str = 
         if key not in known:
             nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
             hint = f"did you mean {nearest[0]!r}?" if nearest else f"known are {', '.join(known)}"
+            hint = "it stands above the sections" if section and hasattr(TrainConfig, key) else hint
             raise ValueError(f"{where}: unknown key {name!r}; {hint}")
         if dataclasses.is_dataclass(hints[key]) and isinstance(value, dict):
             changed[key] = from_plain(value, getattr(base, key), where, name)

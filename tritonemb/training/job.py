@@ -160,7 +160,7 @@ def _progress(text: str, verbose: bool) -> Iterator[Callable[[int, int | None], 
 
         def show(rows: int, total: int | None) -> None:
             if not bar.task_ids:
-                _say(text)
+                print(f"note: {text}", file=sys.stderr, flush=True)
                 bar.add_task("converting")
             bar.update(bar.task_ids[0], completed=rows, total=total)
 
@@ -214,10 +214,6 @@ class SavedConfig(Callback):
 
     def on_start(self, start: FitStart) -> None:
         write_whole(self._path, to_toml(self._config))
-
-
-def _say(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr, flush=True)
 
 
 def _callbacks(config: TrainConfig, folder: RunFolder) -> list[Callback]:

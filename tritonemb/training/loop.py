@@ -101,8 +101,9 @@ class Loop:
         signum = self.ranks.max(self._stopped or self.request.signum or 0)  # some rank's may have come late
         if signum:
             raise Interrupted(signum)
-        samples = progress.samples - before
-        return FitResult(tuple(progress.losses), samples, seconds, speed, reason, progress.step, metrics)
+        return FitResult(
+            tuple(progress.losses), progress.samples - before, seconds, speed, reason, progress.step, metrics
+        )
 
     def _fit_start(self) -> FitStart:
         state, progress = self.state, self.progress
@@ -242,7 +243,7 @@ class Loop:
             with self.clock.pause(), self.ranks.unmetered():
                 metrics = evaluate(self.state, split)
         except UndefinedMetricsError as error:
-            self.callbacks.on_message(f"the {split} rows are not evaluated: {error}")
+            self.callbacks.on_message(f"the {split} rows are not evaluated: {str(error).removeprefix('rank 0: ')}")
             return None
         skipped = f"{split}: {metrics.num_samples:,} rows were read, {metrics.num_skipped:,} bad ones left out"
         self._report_skipped(metrics.num_skipped, split, skipped)
@@ -282,8 +283,7 @@ class Loop:
 
     def _report_left_out(self, info: StepInfo, what: str) -> None:
         reports = self.ranks.control.all_gather_object(info.report)
-        several = len(reports) > 1
-        texts = [f"rank {r}: {each}" if several else str(each) for r, each in enumerate(reports) if each.skipped]
+        texts = [f"rank {r}: " * (len(reports) > 1) + str(each) for r, each in enumerate(reports) if each.skipped]
         self._report_skipped(sum(report.skipped for report in reports), what, "\n".join(texts))
 
     def _report_skipped(self, skipped: int, what: str, text: str) -> None:

@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from tests.training.callbacks.events import STEPS, checkpoint, end, evaluation, log, start, step, train
+from tritonemb.training.callbacks import CallbackList
 from tritonemb.training.callbacks.console import (
     Lines,
     LiveView,
@@ -225,6 +226,17 @@ class TestLive:
 
     def test_a_terminal_gets_the_live_view(self):
         assert isinstance(make_display(self.stream), LiveView)
+
+    def test_a_terminal_that_is_gone_is_told_and_does_not_end_training(self, monkeypatch, capsys):
+        def write(text):
+            raise OSError("the terminal is gone")
+
+        monkeypatch.setattr(self.stream, "write", write)
+        callbacks = CallbackList([LiveView(self.stream)])
+        callbacks.on_start(start())
+        callbacks.on_step(step(1))
+        callbacks.on_end(None)
+        assert "LiveView cannot write: the terminal is gone. Training continues" in capsys.readouterr().err
 
     def test_it_draws_at_most_twice_a_second(self):
         view = self.view()

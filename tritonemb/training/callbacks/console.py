@@ -56,10 +56,10 @@ class Lines(Callback):
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
         found = evaluation.metrics
-        quality = f"AUC {found.auc:.4f}  log loss {found.log_loss:.4f}"
         self._print(
-            f"{evaluation.split}  {_step_field(evaluation.step, self._start)}  {quality}  "
-            f"normalized entropy {found.normalized_entropy:.4f}{'  (best)' * evaluation.best}"
+            f"{evaluation.split}  {_step_field(evaluation.step, self._start)}  AUC {found.auc:.4f}  "
+            f"log loss {found.log_loss:.4f}  normalized entropy {found.normalized_entropy:.4f}"
+            f"{'  (best)' * evaluation.best}"
         )
 
     def on_checkpoint(self, saved: CheckpointSaved) -> None:
@@ -91,7 +91,6 @@ class LiveView(Lines):
         self._clock = clock
 
     def on_start(self, start: FitStart) -> None:
-        super().on_start(start)
         # What others print on the same terminal must go through the view, to be above the bar.
         rich, shared = require("rich.progress"), self._stream in (sys.stdout, sys.stderr)
         self._progress = rich.Progress(
@@ -103,6 +102,7 @@ class LiveView(Lines):
             _step_field(start.first_step, start), total=start.total_samples, completed=start.samples_done
         )
         self._drawn = -math.inf
+        super().on_start(start)
         self._progress.start()
 
     def on_step(self, step: StepEnd) -> None:
@@ -138,8 +138,9 @@ def start_line(start: FitStart) -> str:
         all_epochs = start.epoch_samples is None or start.total_samples >= start.epoch_samples * start.num_epochs
         fields.append(f"{samples} in {epochs}" if all_epochs else samples)
     if config.get("batch_size") is not None:
-        each = f" on each of {start.num_ranks:,} ranks" if start.num_ranks > 1 else ""
-        fields.append(f"batch {config['batch_size']:,}{each}")
+        fields.append(
+            f"batch {config['batch_size']:,}" + f" on each of {start.num_ranks:,} ranks" * (start.num_ranks > 1)
+        )
     if start.total_steps is not None:
         fields.append(f"{start.total_steps:,} steps")
     if start.first_step:

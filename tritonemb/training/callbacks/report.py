@@ -80,8 +80,7 @@ def _visible(value: Any) -> Any:
     """Text as a page can show it: also control characters and undecodable file names."""
     if not isinstance(value, str):
         return value
-    shown = "".join(c if c in "\n\t" or c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in value)
-    return type(value)(shown)
+    return type(value)("".join(c if c in "\n\t" or c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in value))
 
 
 def _auc(validation: Event) -> float:
@@ -168,9 +167,8 @@ def ticks(low: float, high: float, count: int = 4, outside: bool = False) -> lis
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= rough * (1 - 1e-9))
-    slack = 1e-9 * (high - low) / step
+    slack = (1e-9 if outside else -1e-9) * (high - low) / step
     down, up = (math.floor, math.ceil) if outside else (math.ceil, math.floor)
-    slack = slack if outside else -slack
     first, last = down(low / step + slack), up(high / step - slack)
     return [number * step for number in range(first, last + 1)]
 

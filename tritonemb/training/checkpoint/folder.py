@@ -94,10 +94,10 @@ class CheckpointFolder:
         """
         writer = self.begin(step, tensors, manifest, group, best)
         with self.reporting(writer):
-            tensors, group = dict(writer.tensors), writer.group
-            return writer.result(
-                save(tensors, storage_writer=writer, process_group=group.process_group, no_dist=group.size == 1)
-            )
+            return writer.result(save(
+                dict(writer.tensors), storage_writer=writer, process_group=writer.group.process_group,
+                no_dist=writer.group.size == 1,
+            ))  # fmt: skip
 
     def begin(
         self, step: int, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], group: RankGroup | None = None,
@@ -109,7 +109,6 @@ class CheckpointFolder:
         """
         group = RankGroup() if group is None else group
         aside = self.folder / f"{WRITING}step-{step}"
-        text = on_rank_zero(group, lambda: json.dumps(manifest))
 
         def make() -> None:
             self._remove_leftovers()
@@ -127,14 +126,14 @@ class CheckpointFolder:
                         f"{aside / name} should have {size:,} bytes, rank 0 finds {found}: do all ranks share it?"
                     )
             tables = {"tables": written.tables} if written.tables else {}
-            entries = {"format": FORMAT, **json.loads(text), **tables, "files": written.files}
+            entries = {"format": FORMAT, **json.loads(writer.manifest), **tables, "files": written.files}
             write(aside / MANIFEST, json.dumps(entries, indent=1))
             self._publish(aside, self.folder / f"step-{step}", self._obsolete(step))
             if best:
                 self._mark_best(step)
 
         ignore_single_process_warning()
-        writer = CheckpointWriter(aside, step, tensors, group, publish)
+        writer = CheckpointWriter(aside, step, tensors, manifest, group, publish)
         with self.reporting(writer):
             on_rank_zero(group, make, OSError)
             on_all_ranks(group, begin, OSError)

@@ -109,8 +109,8 @@ class CheckpointManager:
         """Write a checkpoint of this moment, and mark it if it is the best."""
         assert self._folder is not None
         self.finish()
-        step, tensors, manifest = self._state.progress.step, self.tensors(), self.manifest()
-        return self._folder.checkpoints.save(step, tensors, manifest, self._control, best)
+        step, save = self._state.progress.step, self._folder.checkpoints.save
+        return save(step, self.tensors(), self.manifest(), self._control, best)
 
     def start(self, best: bool) -> CheckpointSaved | None:
         """Write a checkpoint of this moment, in a thread if asynchronous; what has been written since the last call.

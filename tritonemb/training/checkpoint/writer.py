@@ -6,6 +6,7 @@ their order. The files of earlier checkpoints are hard links, so every checkpoin
 removed.
 """
 
+import json
 import re
 import time
 import zlib
@@ -52,7 +53,7 @@ class CheckpointWriter(FileSystemWriter):
     """
 
     def __init__(
-        self, folder: Path, step: int, tensors: Mapping[str, Tensor], group: RankGroup,
+        self, folder: Path, step: int, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], group: RankGroup,
         publish: Callable[["RankFiles"], None],  # for rank 0, when all ranks' files are on the disk
     ) -> None:  # fmt: skip
         self._began = time.perf_counter()
@@ -60,6 +61,7 @@ class CheckpointWriter(FileSystemWriter):
         snapshots = TableSnapshots(tables)
 
         def check() -> tuple[Shards, int, int, int]:
+            self.manifest = json.dumps(manifest)
             on_disk = snapshots.write_back()  # if it fails, those rows are lost, and training ends
             shards = {n: (t.shape, t.dtype, t.rectangles()) for n, t in tensors.items() if isinstance(t, TableShards)}
             return shards, *local_bytes(in_memory), on_disk
@@ -76,9 +78,8 @@ class CheckpointWriter(FileSystemWriter):
         self._error: BaseException | None = None
 
     def write_data(self, plan: Any, planner: Any) -> Future[list[WriteResult]]:
-        results: list[Any] = []
         try:
-            results += super().write_data(plan, planner).value()
+            results: list[Any] = [*super().write_data(plan, planner).value()]
             paths = self._folder.glob(f"__{self.group.rank}_*")
             results.append(self.snapshots.finish({path.name: size_and_checksum(path) for path in paths}))
         except BaseException as error:
@@ -106,8 +107,7 @@ class CheckpointWriter(FileSystemWriter):
     def result(self, metadata: Metadata) -> CheckpointSaved:
         """From what torch returns on every rank; OSError if it could not be written, which says on which rank."""
         raise_failures(metadata.storage_data, self._error, OSError)
-        num_bytes, seconds = metadata.storage_data
-        return CheckpointSaved(self.step, self._folder.with_name(f"step-{self.step}"), num_bytes, seconds)
+        return CheckpointSaved(self.step, self._folder.with_name(f"step-{self.step}"), *metadata.storage_data)
 
 
 def refuse_missing_shards(ranks: Sequence[Shards]) -> None:
