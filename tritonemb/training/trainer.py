@@ -182,7 +182,7 @@ class Trainer(TrainerOptions):
         folder, first = self.run_folder, self.state.ranks.is_first
         own: list[Callback] = [make_display()] if self.verbose and first else []
         if folder is not None and first:
-            own += [RunLog(folder.log), HtmlReport(folder.report, folder.log)]
+            own += [RunLog(folder.log, resume=True), HtmlReport(folder.report, folder.log)]
         return [*own, *self.callbacks]
 
     def _lock(self, folder: RunFolder, stack: ExitStack) -> None:

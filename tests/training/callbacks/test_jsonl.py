@@ -90,7 +90,7 @@ def test_a_resumed_run_has_the_log_of_an_uninterrupted_one(tmp_path, died, resum
     whole, path = tmp_path / "whole.jsonl", tmp_path / "run.jsonl"
     train([RunLog(whole)])
     train([RunLog(path)], last=died, ends=FitEnd(ends, died, 100, 1.0, 1.0) if ends else ends)
-    train([RunLog(path)], first=resumed)
+    train([RunLog(path, resume=True)], first=resumed)
     assert lasting(path) == lasting(whole)
     events = read_run_log(path)
     assert [event["first_step"] for event in events if event["event"] == "start"] == [0, resumed]
@@ -133,12 +133,16 @@ def test_a_damaged_last_line_that_was_finished_is_named_too(tmp_path):
         read_run_log(path)
 
 
-def test_a_log_is_not_touched_before_training_starts(tmp_path):
+def test_the_log_of_another_run_is_not_touched(tmp_path):
     path = tmp_path / "run.jsonl"
     train([RunLog(path)])
     before = path.read_text()
-    RunLog(path)  # cuts when training starts
+    with pytest.raises(FileExistsError, match="log of another run"):
+        RunLog(path).on_start(start())
+    RunLog(path, resume=True)  # cuts when training starts
     assert path.read_text() == before
+    train([RunLog(path, resume=True)], last=300)
+    assert lasting(path)[-1]["step"] == 300
 
 
 def test_a_run_without_a_log_can_be_resumed(tmp_path):

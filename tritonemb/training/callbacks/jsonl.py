@@ -34,12 +34,13 @@ class RunLog(Callback):
 
     Args:
         path: of the file; its folder is made.
+        resume: whether a run that starts at step 0 may replace a log; FileExistsError if it may not.
     """
 
     essential = False
 
-    def __init__(self, path: Path | str) -> None:
-        self._path, self._step = Path(path), 0
+    def __init__(self, path: Path | str, resume: bool = False) -> None:
+        self._path, self._resume, self._step = Path(path), resume, 0
         self._file: FileIO | None = None
         self._unwritten: list[bytes] = []  # lines for which there was no room on the disk
 
@@ -47,6 +48,8 @@ class RunLog(Callback):
         self._step = start.first_step
         self._path.parent.mkdir(parents=True, exist_ok=True)
         if self._path.exists():
+            if not (self._resume or start.first_step):
+                raise FileExistsError(f"{self._path} is the log of another run: move it away, or give resume=True")
             events = [each for each in _events(self._path) if each["event"] != "end"]
             write_whole(self._path, "".join(_line(each) for each in events if _step_of(each) <= start.first_step))
         self._file = FileIO(self._path, "ab")
