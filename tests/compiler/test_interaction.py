@@ -39,9 +39,16 @@ def of_another_order(x, ly):
     return torch.cat([(both @ both.mT)[:, lower[0], lower[1]], x], 1)
 
 
+def by_flattening(x, ly):
+    both = torch.stack([x, *ly], 1)
+    lower = torch.tril_indices(FEATURES + 1, FEATURES + 1, -1)
+    products = torch.bmm(both, both.transpose(-1, 1)).view(x.shape[0], -1)
+    return torch.cat([x, products[:, lower[0] * (FEATURES + 1) + lower[1]]], 1)
+
+
 def some_pairs(x, ly):
     both = torch.stack([x, *ly], 1)
-    return torch.matmul(both, both.transpose(-1, 1))[:, [1, 0, 1, 2], [0, 2, 0, 3]]
+    return torch.matmul(both, both.permute(0, 2, 1)).reshape(x.shape[0], -1)[:, [4, 2, 4, 11]]
 
 
 class Model(nn.Module):
@@ -67,7 +74,7 @@ def ops_of(found):
     return [node.target for gm in found.graphs for node in gm.graph.nodes]
 
 
-@pytest.mark.parametrize("interact", [of_facebookresearch, of_torchrec, of_another_order, some_pairs])
+@pytest.mark.parametrize("interact", [of_facebookresearch, of_torchrec, of_another_order, by_flattening, some_pairs])
 def test_as_models_write_it(interact):
     model = Model(interact)
     twin = copy.deepcopy(model)

@@ -126,6 +126,11 @@ def test_a_forked_process_may_use_and_drop_a_buffer():
     assert (buffer.array == 7).all()
 
 
+def test_a_kernel_that_cannot_wipe_buffers_has_them(monkeypatch):
+    monkeypatch.setattr(aio, "_WIPE_ON_FORK", 99)
+    assert not IoBuffer(aio.HUGE_PAGE).array.any()
+
+
 def test_there_is_a_fixed_number_of_contexts(monkeypatch):
     monkeypatch.setattr(aio, "NUM_CONTEXTS", 2)
     monkeypatch.setattr(aio, "_free_contexts", aio._make_contexts())

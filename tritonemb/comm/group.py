@@ -216,8 +216,7 @@ def control_device(group: RankGroup) -> torch.device:
     """Where tensors of the group's small messages are: the CPU if one of its backends serves it."""
     if group.process_group is None:
         return torch.device("cpu")
-    devices = [device.type for device in group.process_group._device_types]
-    return torch.device("cpu" if "cpu" in devices else "cuda")
+    return torch.device("cpu" if any(each.type == "cpu" for each in group.process_group._device_types) else "cuda")
 
 
 class PerDevice(Generic[T]):

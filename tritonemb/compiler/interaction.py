@@ -2,7 +2,7 @@
 
     T = cat([x, sparse..], 1).view(B, n, d)        x [B, d], and F = n - 1 vectors of each sample
     Z = bmm(T, T.transpose(1, 2))                  [B, n, n]
-    P = Z[:, li, lj]                               pairs, li and lj from literals in the graph
+    P = Z[:, li, lj]                               pairs, li and lj from literals in the graph; or of Z.view(B, n * n)
     R = cat([x, P], 1)                             optional
 
 becomes `torch.ops.tritonemb.interaction(x, sparse)`, its columns permuted where the pairs come in another order.
@@ -38,6 +38,8 @@ from tritonemb.ops.interaction import FLOATS, is_fused
 
 _PRODUCTS = (torch.bmm, torch.matmul, operator.matmul, "bmm", "matmul", "__matmul__")
 _RESHAPES = (torch.reshape, "reshape", "view")
+_FLATTENS = (*_RESHAPES, torch.flatten, "flatten")
+_TRANSPOSES = (getattr, torch.transpose, torch.swapaxes, torch.permute, "transpose", "swapaxes", "permute")
 
 
 def fuse_interactions(gm: GraphModule) -> tuple[dict[str, str], list[LeftAlone]]:
@@ -61,17 +63,13 @@ def _transposed_product(node: Node) -> Node | None:
     if node.target not in _PRODUCTS or len(node.args) != 2:
         return None
     left, right = node.args
-    if not isinstance(left, Node) or not isinstance(right, Node) or not _is_transpose(right):
+    if not isinstance(left, Node) or not isinstance(right, Node) or right.target not in _TRANSPOSES:
         return None
-    return left if right.args[0] is left and value_of(left) is not None and value_of(left).dim() == 3 else None
-
-
-def _is_transpose(node: Node) -> bool:
-    if node.target is getattr:
-        return node.args[1] == "mT"
-    if node.target not in ("transpose", "swapaxes", torch.transpose, torch.swapaxes):
-        return False
-    return len(node.args) == 3 and {dim % 3 for dim in node.args[1:] if isinstance(dim, int)} == {1, 2}
+    both = value_of(left)
+    if right.args[:1] != (left,) or both is None or both.dim() != 3 or both.layout != torch.strided:
+        return None
+    strides, wanted = ([*map(expression, tensor.stride())] for tensor in (value_of(right), both.mT))
+    return left if strides == wanted else None
 
 
 def _fuse(gm: GraphModule, product: Node, both: Node) -> str:
@@ -97,8 +95,7 @@ def _fuse(gm: GraphModule, product: Node, both: Node) -> str:
     elif not whole:
         out = write.item(out, (slice(None), slice(begin, None)))
         out = out if only_read(picked) else write(torch.clone, out)
-    result = next(iter(picked.users)) if whole else picked
-    result.replace_all_uses_with(out)
+    (next(iter(picked.users)) if whole else picked).replace_all_uses_with(out)
     return f"the interaction of {len(pairs)} pairs of vectors became one kernel"
 
 
@@ -130,17 +127,24 @@ def _pairs(product: Node) -> tuple[Node, list[tuple[int, int]]]:
     """The node that picks products, which is their only use, and the pairs, the larger index first."""
     n = value_of(product).shape[1]
     require(isinstance(n, int), "the number of vectors differs from call to call")
-    require(len(product.users) == 1, "not only its pairs are used, but the whole matrix of products")
-    pick = next(iter(product.users))
+    pick = _only_user(product)
+    flat = pick.target in _FLATTENS and [*map(expression, value_of(pick).shape[1:])] == [n * n]
+    pick = _only_user(pick) if flat else pick
     index: Any = pick.args[1] if pick.target is operator.getitem else None
-    by_lists = isinstance(index, tuple) and len(index) == 3 and index[0] == slice(None)
+    by_lists = isinstance(index, tuple) and len(index) == (2 if flat else 3) and index[0] == slice(None)
     require(by_lists, "its pairs are not picked by indices")
-    left, right = map(_constant, index[1:])
+    places = [_constant(part) for part in index[1:]]
+    left, right = (places[0] // n, places[0] % n) if flat else places
     require(left.dim() == 1 and left.shape == right.shape, "its pairs are not picked by lists of one length")
     pairs = [(max(pair), min(pair)) for pair in zip((left % n).tolist(), (right % n).tolist(), strict=True)]
     require(all(i != j for i, j in pairs), "it takes products of vectors with themselves")
     require(len(pairs) > 0, "it takes no pairs")
     return pick, pairs
+
+
+def _only_user(node: Node) -> Node:
+    require(len(node.users) == 1, "not only its pairs are used, but the whole matrix of products")
+    return next(iter(node.users))
 
 
 def _constant(node: Any) -> Tensor:

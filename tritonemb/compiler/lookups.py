@@ -201,8 +201,10 @@ def _tensor_of(args: dict[str, Any], name: str) -> Any:
 
 def _check_weight(node: Node, weight: Tensor) -> None:
     require(node.op in ("placeholder", "get_attr"), "its weight is computed in the graph, not a parameter or input")
-    ordinary = weight.dim() == 2 and weight.is_contiguous() and not is_traceable_wrapper_subclass(weight)
-    require(ordinary, "its weight is not an ordinary contiguous matrix")
+    require(
+        weight.dim() == 2 and weight.is_contiguous() and not is_traceable_wrapper_subclass(weight),
+        "its weight is not an ordinary contiguous matrix",
+    )
     require(all(isinstance(size, int) for size in weight.shape), "its weight's shape differs from call to call")
     require(0 not in weight.shape, f"its weight is empty: {list(weight.shape)}")
     require(weight.dtype in TRAINABLE_DTYPES, f"there is no fast kernel for {weight.dtype} tables")

@@ -57,8 +57,7 @@ def one_batch(members: Sequence[LookupIds], pooled: bool) -> tuple[Any, ...]:
 
 def _joined(ids: list[Tensor]) -> Tensor:
     """Ids of two dtypes become int64."""
-    same = len({one.dtype for one in ids}) == 1
-    return torch.cat(ids if same else [one.to(torch.int64) for one in ids])
+    return torch.cat(ids if len({one.dtype for one in ids}) == 1 else [one.to(torch.int64) for one in ids])
 
 
 def _sample_weights(members: Sequence[LookupIds]) -> Tensor | None:
@@ -259,5 +258,4 @@ def _join_columns(node: Node, columns: dict[Node, tuple[int, int]], out: Node, w
 
 
 def _columns(out: Node, first: int, end: int, write: Writer) -> Node:
-    whole = (first, end) == (0, value_of(out).shape[1])
-    return out if whole else write.item(out, (slice(None), slice(first, end)))
+    return out if (first, end) == (0, value_of(out).shape[1]) else write.item(out, (slice(None), slice(first, end)))

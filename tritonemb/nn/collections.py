@@ -12,8 +12,9 @@ from tritonemb.jagged import Features, KeyedJaggedTensor
 from tritonemb.optimizers import Optimizer
 from tritonemb.tables.cache_storage import CacheStatistics
 from tritonemb.tables.cached_table import CachedTable
+from tritonemb.tables.fused_update import FusedGroup
 from tritonemb.tables.lookup import PrefetchedFeatures, features_and_groups
-from tritonemb.tables.optimizer import FusedOptimizer, OptimizedTables, States
+from tritonemb.tables.optimizer import FusedOptimizer, States
 from tritonemb.tables.table import Table
 from tritonemb.tables.table_set import BoundsCheck, Groups, TableSet
 from tritonemb.types import TableConfig
@@ -22,7 +23,7 @@ from tritonemb.types import TableConfig
 class FusedModule(nn.Module):
     """What modules of tables share that may have a fused optimizer."""
 
-    _optimized: OptimizedTables | None = None  # what their backward updates
+    _optimized: TableSet | FusedGroup | None = None  # what their backward updates
     _fused_optimizer: FusedOptimizer | None = None
 
     @property

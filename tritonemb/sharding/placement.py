@@ -20,8 +20,8 @@ from tritonemb.tables.cached_table import CachedTable
 from tritonemb.tables.table import Table
 from tritonemb.types import TRAINABLE_DTYPES, TableConfig
 
+# How pooled vectors are exchanged: from rank to rank; summed inside a node first; not at all.
 Scheme = Literal["direct", "hierarchical", "replicated"]
-"""How pooled vectors are exchanged: from rank to rank; summed inside a node first; not at all."""
 
 
 class PlacedShard(NamedTuple):
@@ -80,8 +80,10 @@ class Placement:
 
     def on(self, rank: int, scheme: Scheme) -> list[PlacedShard]:
         """The shards of a rank with this scheme, in the order of its columns: those that are `cut` come last."""
-        found = (each for each in self.shards if each.shard.rank == rank and each.scheme == scheme)
-        return sorted(found, key=lambda each: each.cut)
+        return sorted(
+            (each for each in self.shards if each.shard.rank == rank and each.scheme == scheme),
+            key=lambda each: each.cut,
+        )
 
     def tables_of(self, scheme: Scheme) -> list[int]:
         """The tables with this scheme."""

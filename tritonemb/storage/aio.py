@@ -62,7 +62,8 @@ class IoBuffer:
         if spare:
             with suppress(OSError):  # a kernel without them
                 memory.madvise(mmap.MADV_HUGEPAGE)
-        memory.madvise(_WIPE_ON_FORK)  # a fork while the disk writes into it must not copy pages
+        with suppress(OSError):  # gVisor, where it makes no difference
+            memory.madvise(_WIPE_ON_FORK)  # a fork while the disk writes into it must not copy pages
         self.array = whole[begin : begin + num_bytes]
         self.view = memoryview(memory)[begin : begin + num_bytes]
         self.address = int(self.array.ctypes.data)

@@ -87,8 +87,7 @@ class RowFile:
     def changed_pages(self) -> Tensor:
         """int64, ascending: pages of the file written since the last snapshot."""
         size, positions = self.blocks.layout.pages_per_block, self.blocks.page_table.find(self.blocks.changed.blocks())
-        pages = 1 + np.sort(positions)[:, None] * size + np.arange(size)
-        return torch.from_numpy(pages.reshape(-1))
+        return torch.from_numpy((1 + np.sort(positions)[:, None] * size + np.arange(size)).reshape(-1))
 
     @contextmanager
     def fail_on_error(self, what: str) -> Iterator[None]:

@@ -154,8 +154,7 @@ def _decode_header(page: bytes, path: Path, kinds: Sequence[bytes]) -> dict[str,
     if found not in kinds:
         holds = "changes, restore them onto their snapshot" if found == CHANGES else "whole rows, no changes"
         raise StorageError(f"file {path} holds {holds}")
-    header: dict[str, Any] = json.loads(body[_HEAD.size : _HEAD.size + length])
-    return header
+    return json.loads(body[_HEAD.size : _HEAD.size + length])
 
 
 def check_identity(header: Mapping[str, Any], identity: TableIdentity, path: Path) -> None:

@@ -38,8 +38,7 @@ def shielded(work: Callable[[], T]) -> T:
         raise
     if thread.failure is not None:
         raise thread.failure
-    result: T = thread.result
-    return result
+    return thread.result
 
 
 class _ShieldedThread(threading.Thread):

@@ -381,8 +381,9 @@ class RowTransfer:
             torch.cuda.current_stream(self._device).synchronize()  # the host uses the records next
 
     def _records(self, table: CachedTable, number: int) -> Tensor:
-        pin = self._device.type == "cuda"
-        return torch.zeros(number, table.record.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=pin)
+        return torch.zeros(
+            number, table.record.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=self._device.type == "cuda"
+        )
 
 
 def _tensors_of(table: CachedTable) -> dict[str, Tensor]:

@@ -135,8 +135,7 @@ class PrefetchedFeatures:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """On another device."""
         move = partial(Tensor.to, device=device, non_blocking=non_blocking)
-        moved: Self = pytree.tree_map_only(Tensor, move, self)
-        return moved
+        return pytree.tree_map_only(Tensor, move, self)
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(
@@ -213,8 +212,7 @@ def look_up_cached(tables: Tables, features: Features, groups: ops.RowGroups | L
         keys, values, _, _ = parts_of(features)
         tables.remember_keys(list(_lookup_keys(tables, keys, tables.layout(keys, values.device)) or keys))
         tables.pins.append(lookup)
-    trained: Tensor = tables.look_up_trained(lookup)
-    return trained
+    return tables.look_up_trained(lookup)
 
 
 def _refuse_gradient(tables: Tables, grad: Tensor, needs_sample_weight_grad: bool) -> None:
@@ -306,8 +304,7 @@ def slot_layouts(tables: Tables, keys: tuple[str, ...], device: torch.device) ->
 @_disable_dynamo  # a graph break, which loads no compiler before one is used
 def features_and_groups(tables: object, features: PrefetchedFeatures) -> tuple[Features, Any]:
     """The features of a prefetched batch, and their groups if they are known."""
-    found: tuple[Features, Any] = features.of(tables)
-    return found
+    return features.of(tables)
 
 
 def prefetch(

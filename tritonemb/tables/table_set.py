@@ -184,8 +184,9 @@ class TableSet(OptimizedTables):
         check_bounds = self.bounds_check == "raise"
         if self.optimizer is None or not torch.is_grad_enabled():
             weights: list[Tensor] = [table.weight for table in self.tables]
-            dtype = self.dtype_of(weights)
-            return ops.embedding_bag(weights, values, offsets, sample_weights, layout, check_bounds, dtype)
+            return ops.embedding_bag(
+                weights, values, offsets, sample_weights, layout, check_bounds, self.dtype_of(weights)
+            )
         self.check_trainable()
         if self.accumulating:
             self.remember_keys(keys)
@@ -235,8 +236,9 @@ class TableSet(OptimizedTables):
         # As attributes they would be searched for among parameters first, which adds up.
         states: list[Any] = [table._buffers[state.name] for state in spec.states for table in self.tables]
         steps, skipped, rate = [counters["step"]], [counters["skipped"]], counters["learning_rate"]
-        hyperparameters = [float(value) for value in self.constants.split(",")]
-        return ops.FusedTables(weights, states, steps, skipped, rate, spec.name, hyperparameters)
+        return ops.FusedTables(
+            weights, states, steps, skipped, rate, spec.name, [float(value) for value in self.constants.split(",")]
+        )
 
     def check_trainable(self) -> None:
         """Raise where the tables must not be updated, or if only some weights require gradients."""
