@@ -2,7 +2,6 @@
 
 from bisect import bisect_right
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -69,11 +68,13 @@ def offsets_do_not_ascend(feature: str, sample: int, begin: int, end: int, num_v
 
 def bad_gradient(row: int, layout: Layout) -> ValueError:
     """The summed gradient of linear row `row` is NaN or infinite."""
-    first_rows = layout.tables[:, FIRST_ROW].numpy()
-    table = int(np.searchsorted(first_rows, row, side="right")) - 1
-    name, place = names_in(layout.table_names)[table], row - int(first_rows[table])
+    first_rows = layout.tables[:, FIRST_ROW].tolist()
+    table = bisect_right(first_rows, row) - 1
+    name, place = names_in(layout.table_names)[table], row - first_rows[table]
     num_rows, row_ids = layout.tables[table, [NUM_ROWS, ROW_IDS]].tolist()
-    return gradient_not_finite(name, int(int64_at(row_ids, num_rows)[place]) if row_ids else place)
+    return gradient_not_finite(
+        name, int(int64_at(row_ids, num_rows, layout.tables.device)[place]) if row_ids else place
+    )
 
 
 def gradient_not_finite(table: str, row: int) -> ValueError:

@@ -173,8 +173,7 @@ class KeyedJaggedTensor:
         """
         if sum(segments) != len(self._keys) or any(size < 0 for size in segments):
             raise ValueError(f"segments {list(segments)} must add up to the {len(self._keys)} keys")
-        ends = list(accumulate(segments))
-        return [self._run(end - size, end) for size, end in zip(segments, ends, strict=True)]
+        return [self._run(end - size, end) for size, end in zip(segments, accumulate(segments), strict=True)]
 
     def permute(self, indices: Sequence[int]) -> KeyedJaggedTensor:
         """The keys at `indices`, in that order; keys may be left out. Reads the offsets on the host.

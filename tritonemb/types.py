@@ -54,8 +54,7 @@ class CacheConfig:
 
     def rows_of(self, num_embeddings: int) -> int:
         """Rows to keep of a table, at least 1."""
-        wanted = math.ceil(self.share * num_embeddings) if self.rows is None else self.rows
-        return min(wanted, num_embeddings)
+        return min(math.ceil(self.share * num_embeddings) if self.rows is None else self.rows, num_embeddings)
 
 
 @dataclass(frozen=True)
@@ -188,5 +187,4 @@ def _check_size(title: str, value: object) -> None:
 
 def seed_of(name: str) -> int:
     """The seed of a table's own stream of random numbers: 63 bits from its name."""
-    digest = hashlib.sha256(name.encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
+    return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") >> 1

@@ -85,5 +85,4 @@ def advise_huge_pages(tensor: Tensor) -> None:
         return
     begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    advice = ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), ctypes.c_int(mmap.MADV_HUGEPAGE)
-    ctypes.CDLL(None).madvise(*advice)
+    ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), ctypes.c_int(mmap.MADV_HUGEPAGE))

@@ -83,6 +83,13 @@ def test_interactions(batch_size, num_features, dim):
         torch.testing.assert_close(mine, theirs, **SUMS)
 
 
+def test_ids_out_of_range_are_zero_whatever_the_first_row_holds():
+    layout = make_layout([te.TableConfig("table", 3, 2)], ["table"], True)
+    weights = [torch.tensor([[torch.inf, torch.nan], [1, 2], [3, 4]], dtype=torch.float64)]
+    out = by_torch.embedding_bag(weights, torch.tensor([-1, 1, 3]), torch.tensor([0, 2, 3]), None, layout, False)
+    assert out.tolist() == [[1, 2], [0, 0]]
+
+
 def test_mistakes_are_named():
     config = te.TableConfig("table", 3, 2)
     layout, weights = make_layout([config], ["table"], True), [torch.zeros(3, 2, dtype=torch.float64)]

@@ -101,6 +101,12 @@ def test_an_int8_row_is_its_codes_and_its_scale_and_offset():
     assert struct.unpack("8s4f", message[24:]) == (bytes(8), 0.0, 5.0, 0.0, 2.0)
 
 
+def test_an_int8_row_of_zeros_has_one_form():
+    packing = make_packing([[(0, 2)]], 2, INT8)
+    for zeros in ([0.0, 0.0], [-0.0, 0.0], [-0.0, -0.0]):
+        assert not quantize_pack(torch.tensor([zeros]), packing, counter()).any()
+
+
 @given(problems())
 @pytest.mark.usefixtures("poisoned")
 def test_int8_is_off_by_at_most_half_a_step(problem):

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from tritonemb import errors
 from tritonemb.jagged import batch_size_of
-from tritonemb.kernels.cpu.cross import cross as cross
-from tritonemb.kernels.cpu.cross import cross_gradient as cross_gradient
+from tritonemb.kernels.cpu.cross import cross, cross_gradient  # noqa: F401
 from tritonemb.kernels.gradient_sums import PIECE
 from tritonemb.kernels.interaction import num_features
 from tritonemb.kernels.optimizers import apply_sums_
@@ -59,7 +58,7 @@ def _sum_dtype(tables: Sequence[Tensor]) -> torch.dtype:
 def _look_up(weight: Tensor, ids: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The rows of ids, zeros for those out of range; and which are not."""
     inside = (ids >= 0) & (ids < weight.shape[0])
-    return weight[ids.to(torch.int64).where(inside, 0)].to(dtype) * inside.unsqueeze(1), inside
+    return weight[ids.to(torch.int64).where(inside, 0)].to(dtype).where(inside.unsqueeze(1), 0.0), inside
 
 
 def _uses(
@@ -132,8 +131,7 @@ def _sum_gradients(
         places.append(place)
     for table, position, source, scale, columns in _uses(offsets, sample_weights, layout, clamped.dtype):
         used = places[table][position] >= 0
-        parts = clamped[source, columns] * scale
-        sums[table].index_add_(0, places[table][position[used]], parts[used])
+        sums[table].index_add_(0, places[table][position[used]], (clamped[source, columns] * scale)[used])
     by_row = zip(rows, row_of, sums, strict=True)
     return rows, [part.new_zeros(own.numel(), part.shape[1]).index_add_(0, row, part) for own, row, part in by_row]
 

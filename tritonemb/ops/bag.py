@@ -151,8 +151,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.by, *factors, values, trained, offsets = inputs[:7]
     ctx.form, needs = inputs[7:], ctx.needs_input_grad[1:4]
     # A factor only where it is read again: if it is not, it may be changed in between.
-    read_again = [any(needs[:own]) or any(needs[own + 1 :]) for own in range(3)]
-    kept = [factor if again else None for factor, again in zip(factors, read_again, strict=True)]
+    kept = [factor if any(needs[:own]) or any(needs[own + 1 :]) else None for own, factor in enumerate(factors)]
     ctx.save_for_backward(*kept, values if trained is None else trained, offsets)
 
 
@@ -233,12 +232,13 @@ def look_up(
 ) -> Tensor:  # fmt: skip
     """`bag` by the kernels of the tensors' device: no autograd, no dispatcher."""
     layout = layout_of((BagTable.of(weight, mean),), pooled, values.device)
-    look_up = kernel("embedding_bag", values.device, (weight.dtype,))
     serving = chosen("embedding_bag", values.device, (weight.dtype,))
     try:
         if serving == CPU and not pooled and checked and sample_weights is None and dtype == weight.dtype:
             return weight.index_select(0, values)  # rows as they are: PyTorch copies them as well as anyone
-        return look_up([weight], values, offsets, sample_weights, layout, checked, dtype)
+        return kernel("embedding_bag", values.device, (weight.dtype,))(
+            [weight], values, offsets, sample_weights, layout, checked, dtype
+        )
     except (ValueError, IndexError) as error:
         raise explained(error, values, weight.shape[0], pooled) from None
 

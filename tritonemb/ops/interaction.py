@@ -130,10 +130,9 @@ def _cross_kernel(op: str, *tensors: Tensor) -> Any:
     return kernel(op, tensors[0].device, frozenset(map(dtype_of, tensors)))(*tensors)
 
 
-def _crossed(inputs: Tensor, product: Tensor, bias: Tensor, crossed: Tensor) -> Tensor:
-    check_layer(inputs, product, bias, crossed)
-    dtypes = (tensor.dtype for tensor in (inputs, product, bias, crossed))
-    return inputs.new_empty(inputs.shape, dtype=functools.reduce(torch.promote_types, dtypes))
+def _crossed(inputs: Tensor, *rest: Tensor) -> Tensor:
+    check_layer(inputs, *rest)
+    return inputs.new_empty(inputs.shape, dtype=functools.reduce(torch.promote_types, map(dtype_of, (inputs, *rest))))
 
 
 def _save_cross(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:

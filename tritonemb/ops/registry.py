@@ -61,8 +61,7 @@ def choose(op: str, device: torch.device, dtypes: Collection[torch.dtype] = ()) 
     name = TRITON if _HAS_TRITON and (device.type == "cuda" or _INTERPRETING) else CPU
     if all(dtype in _DTYPES[name] for dtype in dtypes):
         return name if name == TRITON or device.type == CPU else None
-    known = all(dtype in TABLE_DTYPES or dtype == torch.float64 for dtype in dtypes)
-    return TORCH if known and op in _BY_TORCH else None
+    return TORCH if op in _BY_TORCH and all(dtype in (*TABLE_DTYPES, torch.float64) for dtype in dtypes) else None
 
 
 def why(op: str, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[str, str]:
@@ -138,8 +137,7 @@ def load(op: str, name: str) -> Callable[..., Any]:
     if name == REFERENCE:
         function = f"{op[:-1]}_reference_" if op.endswith("_") else f"{op}_reference"
     file = {CPU: f"cpu.{_FILES[op]}", TORCH: "by_torch"}.get(name, _FILES[op])
-    module = importlib.import_module(f"tritonemb.kernels.{file}")
-    return getattr(module, function)
+    return getattr(importlib.import_module(f"tritonemb.kernels.{file}"), function)
 
 
 # The pieces that schemas of several ops share. NamedTuples travel flat; `unflatten` makes them again.

@@ -130,8 +130,7 @@ def _call(op: str, changed: Sequence[Sequence[Tensor]], *args: Any) -> Any:
         return getattr(torch.ops.tritonemb, op)(*[arg if isinstance(arg, Tensor | str) else list(arg) for arg in args])
     found = _run(op, *args)
     # Tensors made in inference mode keep no count of changes.
-    tensors = [tensor for part in changed for tensor in part if not tensor.is_inference()]
-    torch.autograd.graph.increment_version(tensors)
+    torch.autograd.graph.increment_version([tensor for part in changed for tensor in part if not tensor.is_inference()])
     return found
 
 

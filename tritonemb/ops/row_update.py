@@ -281,6 +281,5 @@ def fill_initial_(
     for begin in range(0, weight.shape[0], step):
         part = weight[begin : begin + step]
         drawn = torch.empty(part.shape, dtype=torch.float32, device=weight.device)
-        own = None if rows is None else rows[begin : begin + step]
-        draw(drawn, seed, bound, first_row + begin, first_column, own)
+        draw(drawn, seed, bound, first_row + begin, first_column, None if rows is None else rows[begin : begin + step])
         part.copy_(drawn)

@@ -16,8 +16,7 @@ def jagged_permute(
     bags = torch.diff(offsets).reshape(num_keys, batch_size)[order].flatten()
 
     def moved(source: Tensor) -> Tensor:
-        parts = [source[begin:end] for begin, end in ends]
-        return torch.cat([source.new_empty(0), *parts, source.new_zeros(num_values)])[:num_values]
+        return torch.cat([*[source[begin:end] for begin, end in ends], source.new_zeros(num_values)])[:num_values]
 
     out_weights = values.new_empty(0) if weights is None else moved(weights)
     return moved(values), segment_offsets(bags).to(offsets.dtype), out_weights
