@@ -13,7 +13,7 @@ import pytest
 
 from tests.docs.blocks import ROOT
 
-MODULES = ("compiler", "nn", "optim", "sharding")
+MODULES = ("compiler", "data", "nn", "optim", "sharding")
 
 
 def public_names() -> list[str]:
