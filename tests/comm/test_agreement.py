@@ -42,7 +42,7 @@ def failing(rank, who):
     return None
 
 
-@pytest.mark.parametrize("who", [[2], [0, 3]])
+@pytest.mark.parametrize("who", [[0, 3], pytest.param([2], marks=pytest.mark.more)])
 def test_a_failure_reaches_all_ranks_with_its_reason(ranks, who):
     heard = ranks(4).run(failing, who)
     expected = "; ".join(f"rank {rank} has failed: ValueError: bad line of {rank}" for rank in who)

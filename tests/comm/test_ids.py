@@ -84,7 +84,7 @@ def ids_bytes(case: IdsCase, rank: int, world: int, found, number: int) -> int:
     return total
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.more)])
 def test_ids_reach_their_owners(ranks, world):
     @settings(max_examples=2, phases=UNSHRUNK)
     @given(

@@ -195,7 +195,7 @@ def rows_seen(chunks):
     return sum(chunk.content.num_rows for chunk in chunks)
 
 
-@pytest.mark.parametrize("kind", ["plain", "packed", "parquet", "mixed files"])
+@pytest.mark.parametrize("kind", ["plain", "packed", "parquet", pytest.param("mixed files", marks=pytest.mark.more)])
 def test_bad_rows_of_a_shard_have_their_lines(tmp_path, logs, kind):
     if kind == "parquet":
         table = pa.table({"click": [0] * 90 + [3] + [0] * 9, "user": [str(row) for row in range(100)]})

@@ -54,6 +54,7 @@ def pause(random: Random) -> None:
 @pytest.mark.parametrize("depth", range(5))
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 @pytest.mark.parametrize(("placement", "host_rows"), [*[(place, None) for place in ELSEWHERE], ("disk", 128)])
+@pytest.mark.few(3)
 def test_statistics_of_batches_sent_ahead_are_those_of_a_simulation(placement, host_rows, policy, depth):
     """Whenever the other thread comes to a batch: it finds held those that were when it was allowed to be sent."""
     random = Random(depth)

@@ -86,11 +86,14 @@ def run(ranks, given: list[Case]) -> list[str]:
     return wrong
 
 
+QUICK = {"grid": 4, "mixed": None}  # how many ranks; every optimizer's test has a mixed plan
+
+
 @pytest.mark.parametrize("steps", [5, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("kind", "world"),
     [
-        pytest.param(kind, world, marks=() if world == (4 if kind == "grid" else 2) else pytest.mark.more)
+        pytest.param(kind, world, marks=() if world == QUICK.get(kind, 2) else pytest.mark.more)
         for kind in sorted(ALONE)
         for world in (1, 2, 4)
     ],
