@@ -208,7 +208,7 @@ def look_up_cached(tables: Tables, features: Features, groups: ops.RowGroups | L
         lookup.release()
         return found
     tables.check_trainable()
-    if tables.accumulating:
+    if tables.accumulator.is_open:
         keys, values, _, _ = parts_of(features)
         tables.remember_keys(list(_lookup_keys(tables, keys, tables.layout(keys, values.device)) or keys))
         tables.pins.append(lookup)

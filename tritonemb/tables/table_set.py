@@ -188,7 +188,7 @@ class TableSet(OptimizedTables):
                 weights, values, offsets, sample_weights, layout, check_bounds, self.dtype_of(weights)
             )
         self.check_trainable()
-        if self.accumulating:
+        if self.accumulator.is_open:
             self.remember_keys(keys)
         if groups is None:
             groups = ops.row_groups(values, offsets, layout)
