@@ -219,7 +219,7 @@ def parallel(function: Callable[..., Any]) -> Any:
 
 _Body = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _Team = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
-_pool = ThreadPoolExecutor(1024, "tritonemb")  # starts a thread when none is idle
+_pool = ThreadPoolExecutor(1024, "tritonemb-kernels")  # starts a thread when none is idle
 
 
 @_Team
@@ -238,7 +238,7 @@ def _own_team(body: int, data: int, size: int, flags: int) -> None:
 def _use_own_team() -> None:
     """A forked child has the parent's pools without their threads."""
     global _pool
-    _pool, _team.value = ThreadPoolExecutor(1024, "tritonemb"), ctypes.cast(_own_team, ctypes.c_void_p).value
+    _pool, _team.value = ThreadPoolExecutor(1024, "tritonemb-kernels"), ctypes.cast(_own_team, ctypes.c_void_p).value
 
 
 _TEAM = "tritonemb_team"  # where compiled code finds the address of the team that runs its tasks
