@@ -153,7 +153,8 @@ def wrong_values(batch: Any, schema: Schema) -> list[tuple[str, str, Array]]:
     wrong: list[tuple[str, str, Array]] = []
     if schema.label in batch.schema.names:
         label = batch.column(schema.label)
-        bad = ~np.isin(numbers(label), (0, 1)) | missing_of(label.cast(decoded(label.type)))
+        found = numbers(label)
+        bad = (found != 0) & (found != 1) | missing_of(label.cast(decoded(label.type)))
         wrong.append((schema.label, "0 or 1", bad))
     for name in schema.dense:
         place = batch.schema.get_field_index(name)
