@@ -120,6 +120,21 @@ def test_predict_scores_every_row_in_order(log, tmp_path, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {"run", "scores.csv", "scores.parquet", "train.txt"}
 
 
+def test_a_log_without_numbers_trains_the_default_model(tmp_path, capsys):
+    chance = random.Random(0)
+    rows = [(chance.randrange(9), chance.randrange(9), chance.choice("ab")) for _ in range(900)]
+    lines = [f"u{user},i{item},{context},{user % 2}" for user, item, context in rows]
+    (tmp_path / "clicks.csv").write_text("\n".join(["user,item,context,clicked", *lines]) + "\n")
+    columns = ["--label", "clicked", "--sparse", "user", "item", "context"]
+    options = ["--epochs", 8, "--embedding-lr", 0.2, "--dense-lr", 0.01, *SMALL]
+    assert run("train", "--data", tmp_path / "clicks.csv", *columns, "--out", tmp_path / "run", *options) == 0
+    auc = re.search(r"^test AUC +(\d\.\d{4})", capsys.readouterr().out, flags=re.MULTILINE)
+    assert float(auc[1]) > 0.9
+    scores = tmp_path / "scores.csv"
+    assert run("predict", "--checkpoint", tmp_path / "run", "--data", tmp_path / "clicks.csv", "--out", scores) == 0
+    assert len(scores.read_text().splitlines()) == 901
+
+
 def test_predict_leaves_no_row_out(log, tmp_path, capsys):
     """A model that was trained without the bad rows still scores a log row by row, or not at all."""
     lines = log.read_text().splitlines()

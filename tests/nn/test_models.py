@@ -174,6 +174,27 @@ def test_bad_input():
             te.nn.CrossNetwork(4, layers, rank)
 
 
+@pytest.mark.parametrize("optimizer", [None, te.optim.SGD(lr=0.1)], ids=["plain", "fused"])
+def test_dlrm_without_dense_features_has_no_bottom_mlp(optimizer):
+    model = te.nn.DLRM(TABLES, 0, [16], [32, 9], optimizer)
+    assert model.bottom is None
+    _, sparse = batch()
+    pooled = model.embeddings(sparse)
+    first, others = pooled.split([8, 16], dim=1)
+    logits = model(torch.empty(BATCH, 0), sparse)
+    expected = model.top(torch.cat([by_loop(first, others, 2), others], dim=1))[:, 0]
+    torch.testing.assert_close(logits, expected, **TOLERANCE)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items() if name.endswith("weight")}
+    logits.sum().backward()
+    if optimizer is not None:
+        assert all(
+            not torch.equal(model.state_dict()[f"embeddings.{t.name}.weight"], before[f"embeddings.{t.name}.weight"])
+            for t in TABLES
+        )
+    with pytest.raises(ValueError, match="without dense features needs two sparse features at least, got 1; use DCNv2"):
+        te.nn.DLRM(TABLES[:1], 0)
+
+
 def test_dcn_without_dense_features():
     model = te.nn.DCNv2(TABLES, 0, 1, None, [4])
     _, sparse = batch()

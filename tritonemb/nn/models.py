@@ -79,9 +79,12 @@ class MLP(nn.Sequential):
 class DLRM(nn.Module):
     """DLRM (Naumov et al., arXiv:1906.00091): dense features through an MLP, sparse ones through tables, pairwise dots.
 
+    Without dense features there is no bottom MLP (`bottom` is None): the top MLP gets the pooled vectors themselves in
+    place of the dense vector, and the dots of all their pairs.
+
     Args:
         tables: all of one embedding dim.
-        num_dense: dense features a sample, at least 1.
+        num_dense: dense features a sample; if 0, the tables have two features at least.
         bottom_mlp, top_mlp: widths of the layers before the last: the dense vector, of the embedding dim; the logit.
         optimizer: of the tables, fused into the backward; None for ordinary gradients.
 
@@ -98,16 +101,23 @@ class DLRM(nn.Module):
         if len(set(dims.values())) > 1:
             raise ValueError(f"DLRM's tables need one embedding_dim, got {dims}")
         self.embeddings = EmbeddingBagCollection(tables, optimizer, device)
-        dim = tables[0].embedding_dim
-        self.bottom = MLP(num_dense, [*bottom_mlp, dim], device=device)
-        self.interaction = DotInteraction(len(self.embeddings.embedding_dims))
-        self.top = MLP(dim + self.interaction.num_pairs, [*top_mlp, 1], last_activation=False, device=device)
+        dim, num_features = tables[0].embedding_dim, len(self.embeddings.embedding_dims)
+        if not num_dense and num_features == 1:
+            raise ValueError("DLRM without dense features needs two sparse features at least, got 1; use DCNv2")
+        self.bottom = MLP(num_dense, [*bottom_mlp, dim], device=device) if num_dense else None
+        self.interaction = DotInteraction(num_features if num_dense else num_features - 1)
+        width = (dim if num_dense else dim * num_features) + self.interaction.num_pairs
+        self.top = MLP(width, [*top_mlp, 1], last_activation=False, device=device)
 
     def forward(self, dense: Tensor, sparse: Features) -> Tensor:
         """Logits `[B]`."""
         pooled = self.embeddings(sparse)
-        vector = self.bottom(dense)
-        return self.top(self.interaction(vector, pooled.to(vector.dtype))).squeeze(1)
+        if self.bottom is not None:
+            vector = self.bottom(dense)
+            return self.top(self.interaction(vector, pooled.to(vector.dtype))).squeeze(1)
+        dim = self.embeddings.configs[0].embedding_dim
+        first, others = pooled.to(dense.dtype).tensor_split([dim], dim=1)
+        return self.top(torch.cat([self.interaction(first, others), others], dim=1)).squeeze(1)
 
 
 class CrossNetwork(nn.Module):
