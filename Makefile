@@ -44,7 +44,7 @@ GPU_PYTEST := $(PYTHON) -m pytest -o addopts="-ra --import-mode=importlib" tests
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.train
-	$(QUIET) $(BIN)/python -m tritonemb train --data "$(DATA)" $(ARGS)
+	$(BIN)/python -m tritonemb train --data "$(DATA)" $(ARGS)
 
 # Every feature once; tests/README.md says which tests that are. Triton reads TRITON_INTERPRET once, so the tests of its
 # kernels are a run of their own, on few examples.

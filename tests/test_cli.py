@@ -318,6 +318,37 @@ def test_the_version_is_printed(capsys):
     assert capsys.readouterr().out == f"tritonemb {tritonemb.__version__}\n"
 
 
+@pytest.mark.parametrize(
+    ("given", "found"), [(None, "0"), pytest.param("active", "30000000000", marks=pytest.mark.more)]
+)
+def test_threads_of_the_command_do_not_spin(given, found):
+    """OpenMP says what it was loaded with."""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment |= {"OMP_DISPLAY_ENV": "verbose"} | ({} if given is None else {"OMP_WAIT_POLICY": given})
+    command = [sys.executable, "-m", "tritonemb", "doctor", "--device", "nonsense"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert f"GOMP_SPINCOUNT = '{found}'" in done.stderr
+
+
+def test_an_interruption_while_packages_are_loaded_is_no_traceback():
+    program = """
+import sys
+
+class Interrupted:
+    def find_spec(self, name, path=None, target=None):
+        if name == "torch.nn":  # torch is loaded in part
+            raise KeyboardInterrupt
+
+sys.meta_path.insert(0, Interrupted())
+from tritonemb.cli import main
+sys.exit(main(["train", "--data", "synthetic"]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr
+
+
 def test_a_missing_extra_is_named():
     program = "import sys; sys.modules['tyro'] = None; from tritonemb.cli import main; sys.exit(main(['train']))"
     environment = os.environ | {"COLUMNS": "200"}

@@ -39,6 +39,25 @@ def test_the_trainer_is_loaded_when_first_used():
     assert done.stdout.split() == ["Trainer", "True"], done.stderr
 
 
+def test_without_torch_an_import_loads_none():
+    program = """
+import sys, tritonemb as te
+from tritonemb import cli
+assert cli.main(["--help"]) == 0
+print("torch" in sys.modules, te.TableConfig("a", 10, 4).name, te.nn.DLRM.__name__, "torch" in sys.modules)
+"""
+    done = run_python(program)
+    assert done.stdout.splitlines()[-1].split() == ["False", "a", "DLRM", "True"], done.stderr
+
+
+def test_what_is_public_can_be_listed():
+    import tritonemb
+
+    assert sorted(dir(tritonemb)) == sorted([*tritonemb.__all__, "__version__"])
+    assert {"Trainer", "HybridParallel", "compiler", "sharding", "nn"} <= set(dir(tritonemb))
+    assert all(getattr(tritonemb, name) is not None for name in dir(tritonemb))
+
+
 def test_training_works_without_triton():
     program = """
 import sys

@@ -1,18 +1,17 @@
 """Embedding tables of any size for recommendation models: trained fast, exactly and deterministically."""
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
-from tritonemb import nn, optim
-from tritonemb.jagged import KeyedJaggedTensor
-from tritonemb.nn.fuse import fuse, unfuse
-from tritonemb.ops.registry import check_errors
-from tritonemb.types import CacheConfig, TableConfig
-
 if TYPE_CHECKING:
-    from tritonemb import compiler, data, sharding
+    from tritonemb import compiler, data, nn, optim, sharding
+    from tritonemb.jagged import KeyedJaggedTensor
+    from tritonemb.nn.fuse import fuse, unfuse
+    from tritonemb.ops.registry import check_errors
     from tritonemb.sharding import HybridParallel
     from tritonemb.training import Trainer
+    from tritonemb.types import CacheConfig, TableConfig
 
 __version__ = "0.1.0"
 __all__ = [
@@ -30,18 +29,24 @@ __all__ = [
     "sharding",
     "unfuse",
 ]
+_MODULES = {
+    "CacheConfig": "types", "HybridParallel": "sharding", "KeyedJaggedTensor": "jagged", "TableConfig": "types",
+    "Trainer": "training", "check_errors": "ops.registry", "fuse": "nn.fuse", "unfuse": "nn.fuse",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:
-    """The trainer, sharding, the compiler and what they need are loaded when first used."""
-    if name == "Trainer":
-        from tritonemb.training import Trainer
+    """What needs torch is loaded when it is first used, so that the command can set torch's threads up before."""
+    if name not in __all__:
+        raise AttributeError(f"module 'tritonemb' has no attribute {name!r}")
+    module = importlib.import_module(f"tritonemb.{_MODULES.get(name, name)}")
+    found = globals()[name] = getattr(module, name) if name in _MODULES else module
+    return found
 
-        return Trainer
-    if name == "HybridParallel":
-        from tritonemb.sharding import HybridParallel
 
-        return HybridParallel
-    if name in ("compiler", "data", "sharding"):
-        return importlib.import_module(f"tritonemb.{name}")
-    raise AttributeError(f"module 'tritonemb' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]
+
+
+if "torch" in sys.modules:  # a program of the user's: `import tritonemb` registers the ops
+    importlib.import_module("tritonemb.nn")

@@ -77,6 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         print(f"tritonemb {__version__}")
         return 0
+    if "torch" not in sys.modules:  # its threads would spin while they wait, and take the cores from one another
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         if name not in COMMANDS:
             nearest = difflib.get_close_matches(name, COMMANDS, n=1)
@@ -105,8 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _in_a_job() -> bool:
-    distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and distributed.is_available() and bool(distributed.is_initialized())
+    """False too where the import of torch was interrupted."""
+    return bool(getattr(sys.modules.get("torch.distributed"), "is_initialized", bool)())
 
 
 def _end(status: int) -> int:

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class MissingExtraError(ImportError):
@@ -75,7 +76,7 @@ def write_whole(path: Path, text: str) -> None:
 HUGE_PAGE = 2 << 20  # bytes, on x86-64 and on arm64 with 4 KiB pages
 
 
-def advise_huge_pages(tensor: Tensor) -> None:
+def advise_huge_pages(tensor: "Tensor") -> None:
     """Ask for huge pages behind a new CPU tensor that has not been written to yet.
 
     Rows are read at random, and with pages of 4 KiB each read also misses the address translation. Linux only; the
