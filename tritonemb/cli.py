@@ -174,10 +174,11 @@ def _doctor(arguments: list[str]) -> int:
         epilog="example: tritonemb doctor --device cuda",
     )
     parser.add_argument("--device", default=None, help="check this device only (default: the CPU and every GPU)")
-    device = parser.parse_args(arguments).device
-    from tritonemb.training.doctor import examine
+    parser.add_argument("--clear-kernels", action="store_true", help="remove the kernels compiled so far, no more")
+    options = parser.parse_args(arguments)
+    from tritonemb.training.doctor import clear_kernels, examine
 
-    text, healthy = examine(device)
+    text, healthy = (clear_kernels(), True) if options.clear_kernels else examine(options.device)
     print(text)
     return 0 if healthy else 1
 

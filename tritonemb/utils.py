@@ -1,11 +1,17 @@
-"""Optional packages, atomic writes of files, and huge pages."""
+"""Optional packages, cache folders, atomic writes of files, and huge pages."""
 
+import atexit
 import ctypes
+import functools
 import importlib
+import logging
 import mmap
 import os
+import shutil
+import stat
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -45,6 +51,37 @@ class LazyModule:
         found = getattr(require(self._name), attribute)
         setattr(self, attribute, found)
         return found
+
+
+def cache_dir() -> Path:
+    """The user's cache folder for tritonemb."""
+    if given := os.environ.get("TRITONEMB_CACHE_DIR"):
+        return Path(given)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tritonemb"
+
+
+@functools.cache
+def kernel_folder() -> Path:
+    """Where compiled kernels are kept: in the cache folder, else with the temporary files.
+
+    Kernels are pickles, which run code when they are loaded. So the folder among the temporary files must be this
+    user's, and closed to others; else this process gets one of its own.
+    """
+    try:
+        folder = cache_dir() / "kernels"
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+        return folder
+    except (OSError, RuntimeError) as error:  # read-only, or a user without a home
+        logging.getLogger(__name__).warning("compiled kernels are kept with the temporary files: %s", error)
+    folder = Path(tempfile.gettempdir()) / f"tritonemb-{os.getuid()}"
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
+        folder = Path(tempfile.mkdtemp(prefix="tritonemb-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 @contextmanager

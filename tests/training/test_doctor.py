@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from tritonemb.cli import main
 from tritonemb.training.doctor import examine
 
 
@@ -35,3 +36,16 @@ def test_a_broken_kernel_is_found(monkeypatch):
 def test_a_device_that_is_not_there_is_refused():
     with pytest.raises(ValueError, match="device 'nonsense' cannot be used"):
         examine("nonsense")
+
+
+def test_compiled_kernels_are_named_with_their_size_and_cleared(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("tritonemb.training.doctor.kernel_folder", lambda: tmp_path)
+    monkeypatch.setattr("tritonemb.training.doctor.check_step", lambda device: 0.0)
+    for version in ("old", "new"):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / "kernel.1.nbc").write_bytes(bytes(1_000_000))
+    text, _ = examine("cpu")
+    assert f"compiled kernels: 2.00 MB in {tmp_path}; doctor --clear-kernels removes them" in text
+    assert main(["doctor", "--clear-kernels"]) == 0
+    assert f"{tmp_path}: 2.00 MB of compiled kernels removed" in capsys.readouterr().out
+    assert not list(tmp_path.iterdir())

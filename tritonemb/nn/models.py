@@ -1,6 +1,7 @@
 """Recommendation models, DLRM and the deep and cross network, version 2, and their layers."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -68,12 +69,9 @@ class MLP(nn.Sequential):
         if not widths or any(width < 1 for width in widths) or in_features < 1:
             raise ValueError(f"an MLP needs positive widths, got {in_features} -> {list(widths)}")
         layers: list[nn.Module] = []
-        for index, width in enumerate(widths):
-            layers.append(nn.Linear(in_features, width, device=device))
-            if last_activation or index < len(widths) - 1:
-                layers.append(nn.ReLU())
-            in_features = width
-        super().__init__(*layers)
+        for pair in pairwise([in_features, *widths]):
+            layers += [nn.Linear(*pair, device=device), nn.ReLU()]
+        super().__init__(*(layers if last_activation else layers[:-1]))
 
 
 class DLRM(nn.Module):

@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin
 
 from tritonemb.data import LogOptions, kind_of
 from tritonemb.optimizers import OPTIMIZERS
-from tritonemb.training.schedule import Schedule, ScheduleOptions
+from tritonemb.training.schedule import Options, Schedule, ScheduleOptions, number
 from tritonemb.types import CacheConfig, TableConfig
 from tritonemb.utils import require
 
@@ -21,26 +21,6 @@ Precision = Literal["fp32", "bf16", "fp16"]
 EmbeddingOptimizer: TypeAlias = Literal[tuple(OPTIMIZERS)]  # type: ignore[valid-type]
 
 _NO = object()
-
-
-def number(default: Any, *, least: int) -> Any:
-    """A field whose value is None or at least `least`, which `Options` checks."""
-    return field(default=default, metadata={"least": least})
-
-
-@dataclass(frozen=True)
-class Options:
-    """Checks the numbers and the words of the fields that derived classes add."""
-
-    def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
-        for each in dataclasses.fields(self):
-            least, value, words = each.metadata.get("least"), getattr(self, each.name, None), get_args(hints[each.name])
-            if least is not None and value is not None and value < least:
-                bound = "not be negative" if least == 0 else f"be at least {least}"
-                raise ValueError(f"{each.name} must {bound}, got {value}")
-            if get_origin(hints[each.name]) is Literal and value not in words:
-                raise ValueError(f"{each.name} must be one of {words}, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,12 +55,7 @@ class RunOptions(Options):
     log_every: int = number(100, least=1)
     prefetch_depth: int | None = number(None, least=0)
     num_workers: int = number(0, least=0)
-    timeout: float = 600.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not self.timeout > 0:
-            raise ValueError(f"timeout must be positive, got {self.timeout}")
+    timeout: float = number(600.0, positive=True)
 
 
 @dataclass(frozen=True, kw_only=True)

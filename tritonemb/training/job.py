@@ -245,17 +245,14 @@ class PredictOptions(Options):
     batch_size: int = number(8192, least=1)
     device: str = "cpu"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.out.suffix not in SUFFIXES:
-            raise ValueError(f"out must end with one of {SUFFIXES}, got {str(self.out)!r}")
-
 
 def predict(options: PredictOptions) -> str:
     """Score a log and write the file, aside and renamed; returns a line that says what was done.
 
     Raises ValueError, FileNotFoundError: the checkpoint or the log cannot be used, or the file cannot be written.
     """
+    if options.out.suffix not in SUFFIXES:
+        raise ValueError(f"out must end with one of {SUFFIXES}, got {str(options.out)!r}")
     path = options.checkpoint
     for folder in (CheckpointFolder(path), CheckpointFolder(path / "checkpoints")):
         path = folder.best() or folder.latest() or path

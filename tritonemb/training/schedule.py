@@ -1,14 +1,39 @@
-"""Factors that change from step to step: of learning rates (warm-up, then decay), and of fp16 losses."""
+"""Factors that change from step to step: of learning rates (warm-up, then decay), and of fp16 losses; and how options
+check their numbers.
+"""
 
+import dataclasses
 import math
-from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Self, get_args
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 Decay = Literal["constant", "polynomial", "cosine"]
 
 
+def number(default: Any, *, least: int | None = None, positive: bool = False) -> Any:
+    """A field whose value is None or at least `least`, or positive, which `Options` checks."""
+    return field(default=default, metadata={"least": least, "positive": positive})
+
+
 @dataclass(frozen=True)
-class Schedule:
+class Options:
+    """Checks the numbers and the words of the fields that derived classes add."""
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for each in dataclasses.fields(self):
+            least, value, words = each.metadata.get("least"), getattr(self, each.name, None), get_args(hints[each.name])
+            if least is not None and value is not None and value < least:
+                bound = "not be negative" if least == 0 else f"be at least {least}"
+                raise ValueError(f"{each.name} must {bound}, got {value}")
+            if each.metadata.get("positive") and not value > 0:
+                raise ValueError(f"{each.name} must be positive, got {value}")
+            if get_origin(hints[each.name]) is Literal and value not in words:
+                raise ValueError(f"{each.name} must be one of {words}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Schedule(Options):
     """What the base learning rate is multiplied by at each step.
 
     Step `n` (from 0) of the warm-up has the factor `(n + 1) / warmup_steps`. The decay begins after the warm-up and
@@ -24,21 +49,14 @@ class Schedule:
         final: the factor at the end, 0 to 1.
     """
 
-    warmup_steps: int = 0
+    warmup_steps: int = number(0, least=0)
     decay: Decay = "constant"
-    decay_steps: int | None = None
-    power: float = 2.0
+    decay_steps: int | None = number(None, least=1)
+    power: float = number(2.0, positive=True)
     final: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.warmup_steps < 0:
-            raise ValueError(f"warmup_steps must not be negative, got {self.warmup_steps}")
-        if self.decay not in get_args(Decay):
-            raise ValueError(f"decay must be one of {get_args(Decay)}, got {self.decay!r}")
-        if self.decay_steps is not None and self.decay_steps < 1:
-            raise ValueError(f"decay_steps must be at least 1, got {self.decay_steps}")
-        if self.power <= 0:
-            raise ValueError(f"power must be positive, got {self.power}")
+        super().__post_init__()
         if not 0 <= self.final <= 1:
             raise ValueError(f"final must lie in [0, 1], got {self.final}")
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import errno
 import gc
 import json
 import logging
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +19,7 @@ import numpy as np
 import pytest
 from numba.core.registry import cpu_target
 
+from tritonemb import utils
 from tritonemb.kernels.cpu import jit
 
 COUNT_COMPILATIONS = """
@@ -101,6 +104,93 @@ def test_processes_that_save_at_once_keep_each_signatures_code(tmp_path):
         list(processes.map(save, range(8)))
     files = jit._Files(str(tmp_path), "kernel", "")
     assert [files.load(("signature", number)) for number in range(9)] == [*range(8), None]
+
+
+def decrease(array):
+    for i in range(array.size):
+        array[i] -= 1
+
+
+def calls(*functions) -> None:
+    """Compile or load each anew, as another process does, and run it."""
+    for function in functions:
+        array = np.zeros(2, dtype=np.int64)
+        jit.compiled(function)(array)
+        assert abs(array).tolist() == ([1, 1] if function is decrease else [2, 2])
+
+
+@pytest.fixture
+def kept(monkeypatch, tmp_path):
+    monkeypatch.setattr(jit, "_kernel_cache_dir", lambda: tmp_path / "kernels")
+    monkeypatch.setattr(jit, "_finished", [])
+    jit._warn_once.cache_clear()
+    return tmp_path / "kernels"
+
+
+def test_a_damaged_file_is_compiled_anew_and_replaced(kept, caplog):
+    calls(decrease)
+    (path,) = kept.iterdir()
+    stored = path.read_bytes()
+    for place in (0, 31, 32, len(stored) // 2, len(stored) - 1):
+        damaged = bytearray(stored)
+        damaged[place] ^= 4
+        path.write_bytes(damaged)
+        calls(decrease, decrease)
+    path.write_bytes(stored[:40])
+    calls(decrease, decrease)
+    path.write_bytes(b"")
+    calls(decrease, decrease)
+    assert len(jit._finished) == 1 + 7
+    assert [record.message for record in caplog.records if record.levelname == "WARNING"] == [
+        f"{kept}: compiled kernels are damaged there; they are compiled anew"
+    ]
+
+
+@pytest.mark.parametrize("why", ["full", "no folder"])
+def test_where_nothing_can_be_kept_kernels_are_compiled_anew(kept, caplog, monkeypatch, why):
+    if why == "full":
+        full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        monkeypatch.setattr(jit._Files, "_open_for_write", lambda *_: raising(full))
+    else:
+        kept.write_text("")
+    calls(decrease, increase_twice, decrease)
+    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert record.message.startswith(f"{kept}: compiled kernels cannot be kept there (")
+
+
+def raising(error):
+    raise error
+
+
+@pytest.mark.parametrize("there", ["nothing", "own", "open to others", "link", "file"])
+def test_the_folder_among_temporary_files_is_ones_own(there, monkeypatch, tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TRITONEMB_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    usual = tmp_path / f"tritonemb-{os.getuid()}"
+    if there in ("own", "open to others"):
+        usual.mkdir(mode=0o700)
+        usual.chmod(0o700 if there == "own" else 0o770)
+    elif there == "link":
+        (tmp_path / "elsewhere").mkdir()
+        usual.symlink_to(tmp_path / "elsewhere")
+    elif there == "file":
+        usual.write_text("")
+    folder = utils.kernel_folder.__wrapped__()
+    assert (folder == usual) == (there in ("nothing", "own"))
+    assert folder.parent == tmp_path
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert "compiled kernels are kept with the temporary files: " in caplog.text
+
+
+def test_another_users_folder_is_not_used(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TRITONEMB_CACHE_DIR", str(tmp_path / "file"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    owner = os.getuid()
+    (tmp_path / f"tritonemb-{owner + 1}").mkdir(mode=0o700)
+    monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    assert utils.kernel_folder.__wrapped__() != tmp_path / f"tritonemb-{owner + 1}"
 
 
 @jit.inlined

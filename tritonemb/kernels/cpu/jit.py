@@ -2,7 +2,8 @@
 
 Kernels release the GIL and are cached on disk. Numba's own cache looks at one source file only, so a kernel would stay
 stale when a helper in another file changes. Here the cache's folder is named after a hash of all kernel sources, and of
-the files whose constants are compiled in. `TRITONEMB_CACHE_DIR` moves it.
+the files whose constants are compiled in. `TRITONEMB_CACHE_DIR` moves it. Where a file in it is damaged, or none can be
+written, kernels are compiled anew, with one warning.
 
 A kernel's tasks run on as many threads as its caller asks for, itself one of them. Compiled code draws and runs them,
 because a thread that runs Python waits for the interpreter's lock, longer than a small task takes. The threads are
@@ -19,8 +20,8 @@ import gc
 import hashlib
 import logging
 import os
+import pickle
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -34,24 +35,20 @@ import torch
 from llvmlite import ir
 from numba import _dynfunc, types
 from numba.core import caching, cgutils, codegen
-from numba.core.compiler import Flags
+from numba.core.compiler import CompileResult, Flags
 from numba.core.cpu import CPUContext
 from numba.core.lowering import Lower
 from numba.extending import intrinsic
 
+from tritonemb.utils import cache_dir, kernel_folder
+
 _log = logging.getLogger(__name__)
+_warn_once = functools.cache(_log.warning)
 _finished: list[float] = []  # seconds that each kernel compiled by this process took
 _tasks: set[str] = set()  # names of functions that are `called`
 _task_libraries: dict[str, Any] = {}  # those that `run_tasks` runs, by symbol
 _OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 _DEFAULT_FLAGS = Flags().values()
-
-
-def cache_dir() -> Path:
-    """The user's cache folder for tritonemb."""
-    if given := os.environ.get("TRITONEMB_CACHE_DIR"):
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tritonemb"
 
 
 @functools.cache
@@ -61,68 +58,52 @@ def _kernel_cache_dir() -> Path:
     constants = kernels / "random.py", package / "layout.py", package / "optimizers.py"
     for source in (*sorted(here.glob("*.py")), *constants):
         digest.update(source.read_bytes())
-    folder = cache_dir() / "kernels" / digest.hexdigest()[:16]
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError:  # a read-only home: compiled kernels last as long as the machine's temporary files
-        folder = Path(tempfile.gettempdir()) / f"tritonemb-{os.getuid()}" / digest.hexdigest()[:16]
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    return folder
-
-
-class _Locator(caching._CacheLocator):
-    """Finds a kernel's cache by the content of the kernels, not by a file's time stamp."""
-
-    def __init__(self, py_func: Callable[..., Any]) -> None:
-        self._module = py_func.__module__
-
-    def get_cache_path(self) -> str:
-        return str(_kernel_cache_dir())
-
-    def get_source_stamp(self) -> str:
-        return ""
-
-    def get_disambiguator(self) -> str:
-        return self._module
-
-    @classmethod
-    def from_function(cls, py_func: Callable[..., Any], py_file: str) -> _Locator:
-        return cls(py_func)
-
-
-class _CacheImpl(caching.CompileResultCacheImpl):
-    _locator_classes: ClassVar = [_Locator]
+    return kernel_folder() / digest.hexdigest()[:16]
 
 
 class _Files(caching.IndexDataCacheFile):
-    """Machine code by signature: a file each, named after it.
+    """Machine code by signature: a file each, named after it, that begins with the digest of the rest.
 
     Numba numbers them in an index. Two processes that save at once would give two signatures one number, and the code
     of one be run for the other.
     """
 
     def save(self, key: object, data: object) -> None:
-        self._save_data(self._name_of(key), data)
+        content = self._dump(data)
+        os.makedirs(self._cache_path, exist_ok=True)
+        with self._open_for_write(self._path_of(key)) as file:
+            file.write(hashlib.sha256(content).digest() + content)
 
     def load(self, key: object) -> Any:
+        stored = b""
         with suppress(OSError):
-            return self._load_data(self._name_of(key))
+            stored = Path(self._path_of(key)).read_bytes()
+        if stored[:32] == hashlib.sha256(stored[32:]).digest():
+            return pickle.loads(stored[32:])
+        if stored:
+            _warn_once(f"{self._cache_path}: compiled kernels are damaged there; they are compiled anew")
+        return None
 
-    def _name_of(self, key: object) -> str:
-        return str(self._data_name(int(hashlib.sha256(repr(key).encode()).hexdigest()[:16], 16)))
+    def _path_of(self, key: object) -> str:
+        return str(self._data_path(self._data_name(int(hashlib.sha256(repr(key).encode()).hexdigest()[:16], 16))))
 
 
-class _KernelCache(caching.FunctionCache):
-    _impl_class = _CacheImpl
+class _KernelCache(caching.NullCache):
+    """Keeps a kernel's machine code. What does not fit on the disk is compiled again by the next process."""
 
     def __init__(self, py_func: Callable[..., Any]) -> None:
-        super().__init__(py_func)
-        self._cache_file = _Files(self._cache_path, self._impl.filename_base, "")
+        self._files = _Files(str(_kernel_cache_dir()), f"{py_func.__module__}.{py_func.__qualname__}", "")
 
-    def _index_key(self, signature: Any, target: Any) -> tuple[Any, ...]:
-        """Numba would add the pickled closure, which differs between processes where it holds another kernel."""
-        return signature, target.magic_tuple()
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        target_context.refresh()
+        data = self._files.load((sig, target_context.codegen().magic_tuple()))
+        return None if data is None else CompileResult._rebuild(target_context, *data)
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        try:
+            self._files.save((sig, data.codegen.magic_tuple()), data._reduce())
+        except OSError as error:
+            _warn_once(f"{_kernel_cache_dir()}: compiled kernels cannot be kept there ({error.strerror})")
 
 
 class _Library(codegen.JITCodeLibrary):
