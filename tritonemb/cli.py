@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tritonemb import __version__
 from tritonemb.utils import MissingExtraError, require
 
 USAGE = """\
@@ -73,8 +74,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(USAGE, end="", file=sys.stdout if name else sys.stderr)
         return 0 if name else 2
     if name == "--version":
-        from tritonemb import __version__
-
         print(f"tritonemb {__version__}")
         return 0
     if "torch" not in sys.modules:  # its threads would spin while they wait, and take the cores from one another

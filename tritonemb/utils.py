@@ -55,9 +55,8 @@ class LazyModule:
 
 def cache_dir() -> Path:
     """The user's cache folder for tritonemb."""
-    if given := os.environ.get("TRITONEMB_CACHE_DIR"):
-        return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tritonemb"
+    given, of_all = (os.environ.get(name) for name in ("TRITONEMB_CACHE_DIR", "XDG_CACHE_HOME"))
+    return Path(given or Path(of_all or Path.home() / ".cache") / "tritonemb")
 
 
 @functools.cache

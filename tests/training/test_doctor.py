@@ -47,5 +47,5 @@ def test_compiled_kernels_are_named_with_their_size_and_cleared(monkeypatch, tmp
     text, _ = examine("cpu")
     assert f"compiled kernels: 2.00 MB in {tmp_path}; doctor --clear-kernels removes them" in text
     assert main(["doctor", "--clear-kernels"]) == 0
-    assert f"{tmp_path}: 2.00 MB of compiled kernels removed" in capsys.readouterr().out
+    assert f"{tmp_path} is empty now" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())

@@ -40,23 +40,19 @@ def examine(device: str | None = None) -> tuple[str, bool]:
         healthy &= good
         lines += ["", f"{each}: {details['device']}, {details['threads']} threads on the CPU"]
         lines += [*_columns([(op, *why(op, each)) for op in ops()]), f"  {verdict}"]
-    lines += ["", f"compiled kernels: {size(_kept_bytes())} in {kernel_folder()}; doctor --clear-kernels removes them"]
+    kept = size(sum(path.lstat().st_size for path in kernel_folder().rglob("*.nbc")))
+    lines += ["", f"compiled kernels: {kept} in {kernel_folder()}; doctor --clear-kernels removes them"]
     if not gpus:
         lines += ["", f"no GPU: torch {torch.__version__} sees no CUDA device"]
     lines += ["", "all is well" if healthy else "something is wrong: see above"]
     return "\n".join(lines), healthy
 
 
-def _kept_bytes() -> int:
-    return sum(path.lstat().st_size for path in kernel_folder().rglob("*") if not path.is_dir())
-
-
 def clear_kernels() -> str:
     """Remove compiled CPU kernels, those of other versions too; returns a line that says so. OSError if it cannot."""
-    folder, num_bytes = kernel_folder(), _kept_bytes()
-    for versions_own in folder.iterdir():
-        shutil.rmtree(versions_own)
-    return f"{folder}: {size(num_bytes)} of compiled kernels removed; they are compiled anew when they are needed"
+    for version in kernel_folder().iterdir():
+        shutil.rmtree(version)
+    return f"{kernel_folder()} is empty now; kernels are compiled anew when they are needed"
 
 
 def _verdict(device: torch.device) -> tuple[str, bool]:

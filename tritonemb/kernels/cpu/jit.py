@@ -62,11 +62,25 @@ def _kernel_cache_dir() -> Path:
 
 
 class _Files(caching.IndexDataCacheFile):
-    """Machine code by signature: a file each, named after it, that begins with the digest of the rest.
+    """A kernel's machine code by signature: a file each, named after it, that begins with the digest of the rest.
 
     Numba numbers them in an index. Two processes that save at once would give two signatures one number, and the code
-    of one be run for the other.
+    of one be run for the other. What does not fit on the disk is compiled again by the next process.
     """
+
+    cache_path = ""  # which Numba shows in statistics
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        target_context.refresh()
+        data = self.load((sig, target_context.codegen().magic_tuple()))
+        return None if data is None else CompileResult._rebuild(target_context, *data)
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        assert not data.library.has_dynamic_globals, "the code holds pointers of this process"
+        try:
+            self.save((sig, data.codegen.magic_tuple()), data._reduce())
+        except OSError as error:
+            _warn_once(f"{self._cache_path}: compiled kernels cannot be kept there ({error.strerror})")
 
     def save(self, key: object, data: object) -> None:
         content = self._dump(data)
@@ -86,24 +100,6 @@ class _Files(caching.IndexDataCacheFile):
 
     def _path_of(self, key: object) -> str:
         return str(self._data_path(self._data_name(int(hashlib.sha256(repr(key).encode()).hexdigest()[:16], 16))))
-
-
-class _KernelCache(caching.NullCache):
-    """Keeps a kernel's machine code. What does not fit on the disk is compiled again by the next process."""
-
-    def __init__(self, py_func: Callable[..., Any]) -> None:
-        self._files = _Files(str(_kernel_cache_dir()), f"{py_func.__module__}.{py_func.__qualname__}", "")
-
-    def load_overload(self, sig: Any, target_context: Any) -> Any:
-        target_context.refresh()
-        data = self._files.load((sig, target_context.codegen().magic_tuple()))
-        return None if data is None else CompileResult._rebuild(target_context, *data)
-
-    def save_overload(self, sig: Any, data: Any) -> None:
-        try:
-            self._files.save((sig, data.codegen.magic_tuple()), data._reduce())
-        except OSError as error:
-            _warn_once(f"{_kernel_cache_dir()}: compiled kernels cannot be kept there ({error.strerror})")
 
 
 class _Library(codegen.JITCodeLibrary):
@@ -169,7 +165,7 @@ def _compiling(kernel: str, name: str) -> Iterator[None]:
 def compiled(function: Callable[..., Any]) -> Any:
     """Compile a kernel, called from Python, at its first call."""
     dispatcher = numba.njit(**_OPTIONS)(function)
-    dispatcher._cache = _KernelCache(dispatcher.py_func)
+    dispatcher._cache = _Files(str(_kernel_cache_dir()), f"{function.__module__}.{function.__qualname__}", "")
     kernel = f"{function.__module__.rpartition('.')[2]}.{function.__name__.lstrip('_')}"
     dispatcher._compiler.compile = _compiling(kernel, function.__qualname__)(dispatcher._compiler.compile)
     return dispatcher
