@@ -1,5 +1,6 @@
 """The command line: each command on small data, its help, its errors."""
 
+import errno
 import json
 import os
 import random
@@ -15,8 +16,18 @@ pytest.importorskip("torchmetrics")
 pytest.importorskip("tyro")
 pytest.importorskip("tomli_w")
 
+import torch
+
 from tritonemb import cli
 from tritonemb.cli import main
+from tritonemb.data import open_dataset
+from tritonemb.training import CheckpointError, binary_metrics
+from tritonemb.training.checkpoint import load_tensors
+from tritonemb.training.checkpoint.manager import CheckpointManager
+from tritonemb.training.config import TrainConfig, from_plain, load_toml
+from tritonemb.training.job import build_model
+from tritonemb.training.metrics import predict_logits
+from tritonemb.training.train_state import model_tensors
 
 SMALL = ["--batch-size", "128", "--embedding-dim", "4", "--bottom-mlp", "8", "--top-mlp", "8", "--num-embeddings", "50"]
 COMMANDS = sorted(cli.COMMANDS)
@@ -133,6 +144,55 @@ def test_a_log_without_numbers_trains_the_default_model(tmp_path, capsys):
     scores = tmp_path / "scores.csv"
     assert run("predict", "--checkpoint", tmp_path / "run", "--data", tmp_path / "clicks.csv", "--out", scores) == 0
     assert len(scores.read_text().splitlines()) == 901
+
+
+def test_the_best_checkpoint_is_reported_beside_the_last_model(log, tmp_path, capsys):
+    """What predict takes has the metrics that are reported."""
+    options = ["--validation-share", 0.2, "--epochs", 6, "--embedding-lr", 3, "--patience", 1, *SMALL]
+    assert run("train", "--data", log, "--out", tmp_path / "run", *options) == 0
+    out = capsys.readouterr().out
+    (best,) = re.findall(r"^(best-\d+), for predict  AUC (0\.\d{4})  log loss (\d+\.\d{4})  normalized .*$", out, re.M)
+    last = re.search(r"^log loss +(\d+\.\d{4})$", out, re.M)[1]
+    assert best[2] != last
+    (kept,) = (tmp_path / "run" / "checkpoints").glob("best-*")
+    assert kept.name == best[0]
+    config = from_plain(load_toml(tmp_path / "run" / "config.toml"), TrainConfig(), "")
+    data = open_dataset(str(log), log=config.read)
+    model = build_model(config, data.features, data.num_dense)
+    load_tensors(kept, model_tensors(model), ignore=("optimizer.", "rng.", "trainer."))
+    with data.open("test", 128) as stream:
+        found = binary_metrics(*predict_logits(model, stream, torch.device("cpu")))
+    assert f"{found.log_loss:.4f}" == best[2]
+
+
+def test_a_last_checkpoint_that_cannot_be_written_is_a_failure(log, tmp_path, capsys, monkeypatch):
+    def fails(*_, **__):
+        raise CheckpointError("checkpoint of step 3 could not be written: no room")
+
+    monkeypatch.setattr(CheckpointManager, "start", fails)
+    assert run("train", "--data", log, "--out", tmp_path / "run", "--max-steps", 3, *SMALL) == 1
+    captured = capsys.readouterr()
+    assert "test AUC" in captured.out
+    assert captured.err.splitlines()[-1] == "error: checkpoint of step 3 could not be written: no room"
+
+
+@pytest.mark.parametrize("kind", ["train", "vocab"])
+def test_a_folder_that_cannot_be_written_is_a_mistake(kind, log, tmp_path, capsys, monkeypatch):
+    """Like a read-only one, which root could write to."""
+    (tmp_path / "file").write_text("")
+    if kind == "train":
+        folder = tmp_path / "file" / "cache"
+        options = ["--placement", "disk", "--placed-rows", 10, "--cache-folder", folder, "--out", tmp_path / "run"]
+        assert run("train", "--data", log, "--max-steps", 1, *options, *SMALL) == 2
+        assert f"cannot make its file in folder {folder}" in capsys.readouterr().err
+        return
+
+    def read_only(*_, **__):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "/read/only")
+
+    monkeypatch.setattr(os, "replace", read_only)
+    assert run("vocab", "--data", log, "--out", tmp_path / "v.parquet") == 2
+    assert "Read-only file system" in capsys.readouterr().err
 
 
 def test_predict_leaves_no_row_out(log, tmp_path, capsys):

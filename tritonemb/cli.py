@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import difflib
+import errno
 import functools
 import importlib
 import inspect
@@ -63,7 +64,8 @@ Train a click model; print test AUC, log loss, normalized entropy, samples/s.
   tritonemb train --data day_0.tsv --epochs 1 --out runs/first --resume auto
 """
 
-USER_ERRORS = (FileNotFoundError, ConnectionError, PermissionError)  # and those that are no OSError
+# Mistakes of the user's, besides errors that are no OSError; and EROFS.
+USER_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, ConnectionError, PermissionError)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -89,7 +91,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except (ValueError, OSError, MissingExtraError) as error:
         print(f"error: {error}", file=sys.stderr)
-        mistake = not isinstance(error, OSError) or isinstance(error, USER_ERRORS)
+        found = (error, error.__cause__)
+        mistake = not isinstance(error, OSError) or any(
+            isinstance(each, USER_ERRORS) or getattr(each, "errno", None) == errno.EROFS for each in found
+        )
         return _end(2 if mistake else 1)
     except KeyboardInterrupt:
         return _end(130)

@@ -8,6 +8,10 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -248,6 +252,50 @@ def test_a_disk_that_fills_up(data, small_disk, on_error, capsys):
     assert folder.steps()[-1] == 24
     assert read_manifest(folder.latest())["progress"]["step"] == 24
     assert "RunLog cannot write" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["start", "finish"])
+def test_a_last_checkpoint_that_cannot_be_written_is_an_error(data, tmp_path, monkeypatch, method):
+    """An earlier one may fail; `finish` is where one that is written in a thread fails."""
+    for failing in ({2}, {2, 24}):
+        trainer = make_trainer(
+            data, tmp_path / str(len(failing)), epochs=2, checkpoints=CheckpointOptions(checkpoint_steps=2)
+        )
+        call = getattr(trainer.saving, method)
+
+        def fails(*arguments, trainer=trainer, failing=failing, call=call):
+            if trainer.progress.step in failing:
+                raise CheckpointError(f"that of step {trainer.progress.step} could not be written")
+            return call(*arguments)
+
+        monkeypatch.setattr(trainer.saving, method, fails)
+        if 24 in failing:
+            with pytest.raises(CheckpointError, match="that of step 24 could not be written"):
+                trainer.fit()
+        else:
+            assert trainer.fit().steps == 24
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_a_rank_ends_with_a_torchrun_that_is_killed():
+    rank = """
+import os, time
+from tritonemb.comm.group import RankGroup
+from tritonemb.training.ranks import Ranks
+Ranks(RankGroup(), 10)
+print(os.getpid(), flush=True)
+time.sleep(60)
+"""
+    torchrun = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
+    environment = os.environ | {"TORCHELASTIC_RUN_ID": "a"}
+    command = [sys.executable, "-c", torchrun]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
+        pid = int(parent.stdout.readline())
+        parent.kill()
+    end = time.monotonic() + 10
+    while Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
+        assert time.monotonic() < end, "the rank lives on"
+        time.sleep(0.05)
 
 
 class TestCallbackList:

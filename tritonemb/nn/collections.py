@@ -113,6 +113,12 @@ class TableCollection(FusedModule):
         """In the order they were given."""
         return self.table_set.tables
 
+    def __getitem__(self, table: str) -> Table:
+        """The table of that name, for example for its `weight`; KeyError where there is none."""
+        if table not in self._modules:
+            raise KeyError(f"there is no table {table!r}, only {', '.join(self._modules)}")
+        return self.table_set.by_name[table]
+
     def _share_with(self, table_set: TableSet) -> None:
         """Give it the module's own dictionaries, so that both always have the same tensors and tables."""
         self.table_set = table_set

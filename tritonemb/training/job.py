@@ -25,6 +25,7 @@ from tritonemb.nn import DLRM, DCNv2
 from tritonemb.optimizers import OPTIMIZERS, Optimizer
 from tritonemb.sharding import ExchangePrecision, HybridParallel, ShardingPlan
 from tritonemb.training.callbacks import Callback, FitStart
+from tritonemb.training.callbacks.console import best_line
 from tritonemb.training.callbacks.tensorboard import Profiler, TensorBoard
 from tritonemb.training.checkpoint import CheckpointFolder, RunFolder, load_tensors, read_manifest
 from tritonemb.training.checkpoint.files import read_manifest_text
@@ -82,7 +83,13 @@ def train(
         )
         if checkpoint is not None:
             trainer.resume(checkpoint)
-        return trainer.fit(test="test" in data.splits())
+        result, best = trainer.fit(test="test" in data.splits()), on_rank_zero(group, folder.checkpoints.best)
+        if best is not None and result.test is not None and trainer.progress.best_step != result.steps:
+            trainer.resume(best)
+            result = replace(result, best=trainer.evaluate("test"))
+            if verbose and group.rank == 0:
+                print(best_line(best.name, result.best))
+        return result
 
 
 @contextmanager

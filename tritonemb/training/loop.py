@@ -43,7 +43,8 @@ class FitResult:
         samples_per_second: of this call, without its first step, which compiles and warms up.
         reason: "finished" or "early stop".
         steps: steps done since the run began.
-        test: metrics on the test rows, if they were asked for.
+        test: metrics of the last model on the test rows, if they were asked for.
+        best: those of the best checkpoint, where `tritonemb train` has another one than that of the last step.
     """
 
     losses: tuple[float, ...]
@@ -53,6 +54,7 @@ class FitResult:
     reason: str = "finished"
     steps: int = 0
     test: Metrics | None = None
+    best: Metrics | None = None
 
 
 class Loop:
@@ -77,6 +79,7 @@ class Loop:
         self._now, self._saved_at, self._saved_step = 0, 0, self.progress.step  # milliseconds by rank 0's clock
         self._logged_step = self.progress.step
         self._signal: int | None = None  # that the ranks have agreed upon
+        self._failed: CheckpointError | None = None  # of the newest checkpoint
         self._reported_skipped: dict[str, int] = {}
         self._has_callbacks = bool(callbacks)
         self._evaluated = bool(self.ranks.max(self._has_callbacks or self.options.patience is not None))
@@ -98,6 +101,8 @@ class Loop:
             raise
         finally:
             self.callbacks.on_end(end)
+        if self._failed is not None:  # on all ranks
+            raise self._failed
         signum = self.ranks.max(self._stopped or self.request.signum or 0)  # some rank's may have come late
         if signum:
             raise Interrupted(signum)
@@ -265,7 +270,7 @@ class Loop:
         self._save(self.saving.finish)  # of the one before, if that is still being written
         check_errors(self.state.device)
         if self._save(lambda: self.saving.start(self._is_best())):
-            self._saved_step = self.progress.step
+            self._saved_step, self._failed = self.progress.step, None
 
     def _save(self, call: Callable[[], CheckpointSaved | None]) -> bool:
         """Report what has been saved; False if it could not be, and training goes on."""
@@ -275,6 +280,7 @@ class Loop:
         except CheckpointError as error:
             if self.options.checkpoints.on_checkpoint_error == "stop":
                 raise
+            self._failed = error
             self.callbacks.on_message(f"{error}. Training goes on")
             return False
         if saved is not None:

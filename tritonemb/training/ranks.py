@@ -1,6 +1,8 @@
 """The ranks that train together: calls that succeed on all of them or raise on all, and the signals that stop them."""
 
+import ctypes
 import signal
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +22,7 @@ from tritonemb.sharding.hybrid import HybridParallel
 T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 MAX_LISTED = 8
+PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent ends
 
 
 class CheckpointError(OSError):
@@ -41,6 +44,8 @@ class Ranks:
 
     def __init__(self, group: RankGroup, timeout: float) -> None:
         wait = timedelta(seconds=timeout)
+        if dist.is_torchelastic_launched() and sys.platform == "linux":  # torchrun that is killed ends no ranks
+            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         self.group, self.rank, self.size = group, group.rank, group.size
         self.is_first = group.rank == 0  # the rank that shows and writes what one rank has to
         self.control = group.duplicate("gloo", wait)

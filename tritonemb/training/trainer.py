@@ -116,7 +116,7 @@ class Trainer(TrainerOptions):
         Raises:
             ValueError: the loss is not finite; the data says so; or the folder holds another run.
             Interrupted: a signal asked to stop; what was done is saved. With a folder only.
-            CheckpointError: one could not be written, and `on_checkpoint_error` is "stop".
+            CheckpointError: the last one could not be written; or another one, and `on_checkpoint_error` is "stop".
             RankFailed: another rank has failed, is gone, or has not answered in time; says which.
         """
         state = self.state

@@ -3,6 +3,7 @@ import logging
 import math
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -42,6 +43,12 @@ def written(*calls, started=None) -> list[str]:
     for method, argument in calls:
         getattr(lines, method)(argument)
     return stream.getvalue().splitlines()
+
+
+def test_a_model_worse_than_the_base_rate_gets_a_hint():
+    worse = summary(end(test=replace(end().test, normalized_entropy=1.0154)))
+    assert "normalized entropy  1.0154  (above 1: worse than always predicting the base rate; try lower" in worse
+    assert "above 1" not in summary(end())
 
 
 def test_a_file_gets_a_line_for_every_event_and_the_summary():

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import TextIO
 
 from tritonemb.training.callbacks import Callback, CheckpointSaved, Evaluation, FitEnd, FitStart, Log, StepEnd
+from tritonemb.training.metrics import Metrics
 from tritonemb.utils import require
 
 REFRESH_SECONDS = 0.5
@@ -55,12 +56,8 @@ class Lines(Callback):
         self._print(log_line(log, self._start, eta=True))
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        found = evaluation.metrics
-        self._print(
-            f"{evaluation.split}  {_step_field(evaluation.step, self._start)}  AUC {found.auc:.4f}  "
-            f"log loss {found.log_loss:.4f}  normalized entropy {found.normalized_entropy:.4f}"
-            f"{'  (best)' * evaluation.best}"
-        )
+        fields = [evaluation.split, _step_field(evaluation.step, self._start), *_quality(evaluation.metrics)]
+        self._print("  ".join(fields + ["(best)"] * evaluation.best))
 
     def on_checkpoint(self, saved: CheckpointSaved) -> None:
         self._print(f"checkpoint  {saved.path}  {size(saved.num_bytes)} in {saved.seconds:.1f} s")
@@ -168,14 +165,26 @@ def summary(end: FitEnd) -> str:
     lines = [f"samples/s           {end.samples_per_second:,.0f}  (training took {took(end.seconds)})"]
     if end.test is not None:
         best = "" if end.best_auc is None else f"  (Bayes-optimal {end.best_auc:.4f})"
+        hint = "  (above 1: worse than always predicting the base rate; try lower learning rates, or fewer epochs)"
         lines[:0] = [
             f"test AUC            {end.test.auc:.4f}{best}",
             f"log loss            {end.test.log_loss:.4f}",
-            f"normalized entropy  {end.test.normalized_entropy:.4f}",
+            f"normalized entropy  {end.test.normalized_entropy:.4f}{hint * (end.test.normalized_entropy > 1)}",
         ]
     if end.reason != "finished":
         lines.append(f"ended by            {end.reason} after step {end.step:,}")
     return "\n".join(lines)
+
+
+def best_line(name: str, metrics: Metrics) -> str:
+    """What the best checkpoint reaches on the test rows, where the summary is of another one."""
+    return "  ".join([f"{name}, for predict", *_quality(metrics), "(the lines above: the last model)"])
+
+
+def _quality(found: Metrics) -> list[str]:
+    return [
+        f"AUC {found.auc:.4f}", f"log loss {found.log_loss:.4f}", f"normalized entropy {found.normalized_entropy:.4f}",
+    ]  # fmt: skip
 
 
 def _step_field(step: int, start: FitStart) -> str:
