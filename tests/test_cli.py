@@ -333,6 +333,19 @@ def test_defaults_follow_the_data_set(capsys):
         (["vocab", "--data", "nowhere"], "nowhere: no such file"),
         (["train", "--data", "synthetic", "--device", "nonsense"], "device 'nonsense' cannot be used"),
         (["doctor", "--device", "nonsense"], "device 'nonsense' cannot be used"),
+        (["doctor", "--devise", "cpu"], "unrecognized arguments: --devise cpu; see tritonemb doctor --help"),
+        (["train", "--data"], "argument --data: expected one argument; see tritonemb train --help"),
+        (["train", "--data", "sinthetic"], "; did you mean 'synthetic'?"),
+        (
+            ["train", "--data", "synthetic", "--epocs", "3"],
+            "Unrecognized options: --epocs, 3; did you mean '--epochs'?",
+        ),
+        (["train", "--data", "synthetic", "--epochs", "x"], "Error parsing --epochs: invalid literal for int() with"),
+        (
+            ["train", "--data", "synthetic", "--model", "dlm"],
+            "invalid choice 'dlm' for argument '--model'. Expected one",
+        ),
+        (["predict"], "Missing from tritonemb predict: --checkpoint --data; see tritonemb predict --help"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -342,6 +355,23 @@ def test_a_mistake_is_one_line_and_status_two(arguments, message, capsys, tmp_pa
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert message in line
+
+
+@pytest.mark.parametrize("columns", [30, 80, 300])
+def test_a_mistake_is_one_line_on_a_terminal_of_any_width(columns, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert run("train", "--data", "synthetic", "--evaluate-evry", "3") == 2
+    assert capsys.readouterr().err == (
+        "error: Unrecognized options: --evaluate-evry, 3; did you mean '--evaluate-every'?\n"
+    )
+
+
+@pytest.mark.parametrize("name", ["x.json", "readme.md", "bin.txt"])
+def test_a_file_that_is_no_log_is_told_so(name, tmp_path, capsys):
+    contents = {"x.json": b'{"a": 1}\n', "readme.md": b"# Read me\n", "bin.txt": bytes(range(128, 256)) + b"\n"}
+    (tmp_path / name).write_bytes(contents[name])
+    assert run("train", "--data", tmp_path) == 2
+    assert f"{name}, line 1: expected 40 tab-separated fields, found 1; is this a log? " in capsys.readouterr().err
 
 
 def test_an_unknown_key_of_the_file_is_refused_with_the_nearest_name(tmp_path, capsys):

@@ -13,7 +13,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from tritonemb import __version__
 from tritonemb.utils import MissingExtraError, require
@@ -110,6 +110,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _end(1)
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}; see {self.prog} --help")
+
+
 def _in_a_job() -> bool:
     """False too where the import of torch was interrupted."""
     return bool(getattr(sys.modules.get("torch.distributed"), "is_initialized", bool)())
@@ -134,7 +139,7 @@ def _train(arguments: list[str]) -> int:
     from tritonemb.training.ranks import Interrupted
 
     # The data set, the preset and the file decide the defaults, so they are read before the rest.
-    first = argparse.ArgumentParser(prog="tritonemb train", add_help=False, allow_abbrev=False)
+    first = _Parser(prog="tritonemb train", add_help=False, allow_abbrev=False)
     for flag in ("--data", "--preset", "--config", "--resume"):
         first.add_argument(flag)
     chosen, rest = first.parse_known_args(arguments)
@@ -172,7 +177,7 @@ def _short_help(kind: type[Any]) -> str:
 
 
 def _doctor(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="tritonemb doctor",
         description="Print versions, devices and which kernel serves each op and why, and check a training step.",
         epilog="example: tritonemb doctor --device cuda",
@@ -195,10 +200,17 @@ def _parse(kind: type[Any], arguments: list[str], prog: str, **options: Any) -> 
         with contextlib.redirect_stderr(shown):
             return tyro.cli(kind, args=words, prog=prog, config=(tyro.conf.OmitArgPrefixes,), **options)
     except SystemExit as stopped:
-        if type(stopped.__context__) is ValueError:  # of an option out of range, which tyro would show in a box
+        if not stopped.code:
+            raise
+        if type(stopped.__context__) is ValueError:  # of an option out of range
             raise stopped.__context__ from None
-        print(shown.getvalue(), end="", file=sys.stderr)
-        raise
+        # tyro shows a box: what is wrong, then options with similar names or the text of this one.
+        box = " ".join(shown.getvalue().replace("│", " ").splitlines()[1:-1])
+        what, _, more = re.sub(r"\s*[─-]{5,}\s*", "─", " ".join(box.split())).strip("─ ").partition("─")
+        what = re.sub(r"(--[\w-]+) [A-Z].*?\(required\)", r"\1", what)
+        near = re.match(r"Perhaps you meant: (--[\w-]+)", more)
+        hint = f"did you mean {near[1]!r}?" if near else f"see {prog} --help"
+        raise ValueError(f"{what.rstrip('.')}; {hint}") from None
 
 
 # Of each command: the module, its class of options and its function.

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("tomli_w")
 
+from tritonemb.data.schema import SplitRule
 from tritonemb.training.config import from_plain, plain, read_toml, to_toml
 
 
@@ -59,6 +60,14 @@ def test_what_is_written_is_read_back(tmp_path_factory, config):
     path.write_text(to_toml(config), encoding="utf-8")
     assert read_toml(path, Outer()) == config
     assert from_plain(plain(config), Outer(), "here") == config
+
+
+@pytest.mark.parametrize(("written", "read"), [("5", "5"), ("2020-01-31", "2020-01-31"), ("'x'", "x")])
+def test_times_of_a_split_need_no_quotes(tmp_path, written, read):
+    (tmp_path / "run.toml").write_text(f"time_column = 'ts'\ntest_from = {written}\n")
+    assert read_toml(tmp_path / "run.toml", SplitRule()).test_from == read
+    (tmp_path / "run.toml").write_text("time_column = 'ts'\ntest_from = 2020-01-31T10:00:00\n")
+    assert read_toml(tmp_path / "run.toml", SplitRule()).test_from == "2020-01-31 10:00:00"
 
 
 def test_only_what_is_written_changes(tmp_path):

@@ -1,5 +1,6 @@
 """Open a data set by its name, its path or the hosts that read it; `tritonemb serve` makes this machine such a host."""
 
+import difflib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -48,7 +49,8 @@ def open_dataset(
         if path is not None:
             raise ValueError(f"{kind!r} is not one of {NAMES} but a path; a second one was given: {str(path)!r}")
         if not exists(kind):
-            raise FileNotFoundError(f"{kind!r} is neither a file or folder nor one of the data sets {NAMES}")
+            near = "".join(f"; did you mean {name!r}?" for name in difflib.get_close_matches(kind, NAMES, 1))
+            raise FileNotFoundError(f"{kind!r} is neither a file or folder nor one of the data sets {NAMES}{near}")
         return ClickLog(kind, log)
     if kind in ("movielens-100k", "synthetic"):
         if path is not None:

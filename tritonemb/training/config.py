@@ -6,6 +6,7 @@ import tomllib
 import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -347,6 +348,8 @@ def _as(value: Any, hint: Any) -> Any:
         return _NO if _NO in found else found
     if hint is Path and isinstance(value, str):
         return Path(value)
+    if hint is str and type(value) in (int, date, datetime):  # times of a split
+        return str(value)
     if hint is float and type(value) is int:
         return float(value)
     return value if type(value) is hint else _NO
