@@ -151,18 +151,18 @@ def test_the_best_checkpoint_is_reported_beside_the_last_model(log, tmp_path, ca
     options = ["--validation-share", 0.2, "--epochs", 6, "--embedding-lr", 3, "--patience", 1, *SMALL]
     assert run("train", "--data", log, "--out", tmp_path / "run", *options) == 0
     out = capsys.readouterr().out
-    (best,) = re.findall(r"^(best-\d+), for predict  AUC (0\.\d{4})  log loss (\d+\.\d{4})  normalized .*$", out, re.M)
+    (best,) = re.findall(r"^test  step (\d+)  AUC 0\.\d{4}  log loss (\d+\.\d{4})  normalized .*\(best\)$", out, re.M)
     last = re.search(r"^log loss +(\d+\.\d{4})$", out, re.M)[1]
-    assert best[2] != last
+    assert best[1] != last
     (kept,) = (tmp_path / "run" / "checkpoints").glob("best-*")
-    assert kept.name == best[0]
+    assert kept.name == f"best-{best[0]}"
     config = from_plain(load_toml(tmp_path / "run" / "config.toml"), TrainConfig(), "")
     data = open_dataset(str(log), log=config.read)
     model = build_model(config, data.features, data.num_dense)
     load_tensors(kept, model_tensors(model), ignore=("optimizer.", "rng.", "trainer."))
     with data.open("test", 128) as stream:
         found = binary_metrics(*predict_logits(model, stream, torch.device("cpu")))
-    assert f"{found.log_loss:.4f}" == best[2]
+    assert f"{found.log_loss:.4f}" == best[1]
 
 
 def test_a_last_checkpoint_that_cannot_be_written_is_a_failure(log, tmp_path, capsys, monkeypatch):

@@ -91,9 +91,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except (ValueError, OSError, MissingExtraError) as error:
         print(f"error: {error}", file=sys.stderr)
-        found = (error, error.__cause__)
         mistake = not isinstance(error, OSError) or any(
-            isinstance(each, USER_ERRORS) or getattr(each, "errno", None) == errno.EROFS for each in found
+            isinstance(each, USER_ERRORS) or getattr(each, "errno", None) == errno.EROFS
+            for each in (error, error.__cause__)
         )
         return _end(2 if mistake else 1)
     except KeyboardInterrupt:
@@ -116,8 +116,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _in_a_job() -> bool:
-    """False too where the import of torch was interrupted."""
-    return bool(getattr(sys.modules.get("torch.distributed"), "is_initialized", bool)())
+    return bool(getattr(sys.modules.get("torch.distributed"), "is_initialized", bool)())  # loaded in part, perhaps
 
 
 def _end(status: int) -> int:

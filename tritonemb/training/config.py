@@ -1,11 +1,10 @@
 """Every option of a training run, once: frozen dataclasses, for `Trainer`, the TOML file and the command line."""
 
-import dataclasses
 import difflib
 import tomllib
 import types
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from datetime import date, datetime
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -246,7 +245,7 @@ class TrainConfig(RunOptions):
     def trainer_options(self) -> dict[str, Any]:
         """The keyword arguments of a `Trainer`, each from the section that has it."""
         sections = (self, self.schedule, self.evaluation)
-        names = [each.name for each in dataclasses.fields(TrainerOptions)]
+        names = [each.name for each in fields(TrainerOptions)]
         found = {name: getattr(part, name) for part in sections for name in names if hasattr(part, name)}
         return found | {"checkpoints": self.checkpoint}
 
@@ -279,7 +278,7 @@ def preset(data: str, name: str | None = None) -> TrainConfig:
 
 def plain(value: Any) -> Any:
     """A value as nested lists and dicts of what TOML and JSON know, without fields that are None."""
-    if dataclasses.is_dataclass(value):
+    if is_dataclass(value):
         value = {name: part for name, part in vars(value).items() if part is not None}
     if isinstance(value, dict):
         return {str(key): plain(part) for key, part in value.items()}
@@ -315,7 +314,7 @@ def load_toml(path: str | Path) -> dict[str, Any]:
 def from_plain(values: dict[str, Any], base: Config, where: str, section: str = "") -> Config:
     """`base` with these values in place of its own; `where` and `section` name their source in errors."""
     hints, changed = get_type_hints(type(base)), {}
-    known = sorted(each.name for each in dataclasses.fields(base))  # type: ignore[arg-type]
+    known = sorted(each.name for each in fields(base))  # type: ignore[arg-type]
     for key, value in values.items():
         name = f"{section}.{key}" if section else key
         if key not in known:
@@ -323,7 +322,7 @@ def from_plain(values: dict[str, Any], base: Config, where: str, section: str = 
             hint = f"did you mean {nearest[0]!r}?" if nearest else f"known are {', '.join(known)}"
             hint = "it stands above the sections" if section and hasattr(TrainConfig, key) else hint
             raise ValueError(f"{where}: unknown key {name!r}; {hint}")
-        if dataclasses.is_dataclass(hints[key]) and isinstance(value, dict):
+        if is_dataclass(hints[key]) and isinstance(value, dict):
             changed[key] = from_plain(value, getattr(base, key), where, name)
         elif (converted := _as(value, hints[key])) is _NO:
             raise ValueError(f"{where}: {name} is {value!r}, expected {_words(hints[key])}")
@@ -364,4 +363,4 @@ def _words(hint: Any) -> str:
     if origin is tuple:
         return "a list of " + _words(parts[0])
     names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", Path: "a path"}
-    return names.get(hint, "a section" if dataclasses.is_dataclass(hint) else str(hint))
+    return names.get(hint, "a section" if is_dataclass(hint) else str(hint))

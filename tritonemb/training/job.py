@@ -24,8 +24,8 @@ from tritonemb.data.protocol import Data, Feature, tables_of
 from tritonemb.nn import DLRM, DCNv2
 from tritonemb.optimizers import OPTIMIZERS, Optimizer
 from tritonemb.sharding import ExchangePrecision, HybridParallel, ShardingPlan
-from tritonemb.training.callbacks import Callback, FitStart
-from tritonemb.training.callbacks.console import best_line
+from tritonemb.training.callbacks import Callback, Evaluation, FitStart
+from tritonemb.training.callbacks.console import Lines
 from tritonemb.training.callbacks.tensorboard import Profiler, TensorBoard
 from tritonemb.training.checkpoint import CheckpointFolder, RunFolder, load_tensors, read_manifest
 from tritonemb.training.checkpoint.files import read_manifest_text
@@ -88,7 +88,8 @@ def train(
             trainer.resume(best)
             result = replace(result, best=trainer.evaluate("test"))
             if verbose and group.rank == 0:
-                print(best_line(best.name, result.best))
+                step, epoch = trainer.progress.step, trainer.progress.epoch  # of the best checkpoint
+                Lines(sys.stdout).on_evaluation(Evaluation(step, epoch, "test", result.best, best=True))
         return result
 
 

@@ -22,7 +22,6 @@ from tritonemb.sharding.hybrid import HybridParallel
 T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 MAX_LISTED = 8
-PR_SET_PDEATHSIG = 1  # Linux: the signal that a process gets when its parent ends
 
 
 class CheckpointError(OSError):
@@ -45,7 +44,7 @@ class Ranks:
     def __init__(self, group: RankGroup, timeout: float) -> None:
         wait = timedelta(seconds=timeout)
         if dist.is_torchelastic_launched() and sys.platform == "linux":  # torchrun that is killed ends no ranks
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+            ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when the parent ends
         self.group, self.rank, self.size = group, group.rank, group.size
         self.is_first = group.rank == 0  # the rank that shows and writes what one rank has to
         self.control = group.duplicate("gloo", wait)

@@ -2,9 +2,8 @@
 check their numbers.
 """
 
-import dataclasses
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, Self, get_args, get_origin, get_type_hints
 
 Decay = Literal["constant", "polynomial", "cosine"]
@@ -21,7 +20,7 @@ class Options:
 
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
-        for each in dataclasses.fields(self):
+        for each in fields(self):
             least, value, words = each.metadata.get("least"), getattr(self, each.name, None), get_args(hints[each.name])
             if least is not None and value is not None and value < least:
                 bound = "not be negative" if least == 0 else f"be at least {least}"

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from typing import TextIO
 
 from tritonemb.training.callbacks import Callback, CheckpointSaved, Evaluation, FitEnd, FitStart, Log, StepEnd
-from tritonemb.training.metrics import Metrics
 from tritonemb.utils import require
 
 REFRESH_SECONDS = 0.5
@@ -56,8 +55,12 @@ class Lines(Callback):
         self._print(log_line(log, self._start, eta=True))
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        fields = [evaluation.split, _step_field(evaluation.step, self._start), *_quality(evaluation.metrics)]
-        self._print("  ".join(fields + ["(best)"] * evaluation.best))
+        found = evaluation.metrics
+        self._print(
+            f"{evaluation.split}  {_step_field(evaluation.step, self._start)}  AUC {found.auc:.4f}  "
+            f"log loss {found.log_loss:.4f}  normalized entropy {found.normalized_entropy:.4f}"
+            f"{'  (best)' * evaluation.best}"
+        )
 
     def on_checkpoint(self, saved: CheckpointSaved) -> None:
         self._print(f"checkpoint  {saved.path}  {size(saved.num_bytes)} in {saved.seconds:.1f} s")
@@ -174,17 +177,6 @@ def summary(end: FitEnd) -> str:
     if end.reason != "finished":
         lines.append(f"ended by            {end.reason} after step {end.step:,}")
     return "\n".join(lines)
-
-
-def best_line(name: str, metrics: Metrics) -> str:
-    """What the best checkpoint reaches on the test rows, where the summary is of another one."""
-    return "  ".join([f"{name}, for predict", *_quality(metrics), "(the lines above: the last model)"])
-
-
-def _quality(found: Metrics) -> list[str]:
-    return [
-        f"AUC {found.auc:.4f}", f"log loss {found.log_loss:.4f}", f"normalized entropy {found.normalized_entropy:.4f}",
-    ]  # fmt: skip
 
 
 def _step_field(step: int, start: FitStart) -> str:
