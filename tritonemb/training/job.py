@@ -29,11 +29,12 @@ from tritonemb.training.callbacks.console import Lines
 from tritonemb.training.callbacks.tensorboard import Profiler, TensorBoard
 from tritonemb.training.checkpoint import CheckpointFolder, RunFolder, load_tensors, read_manifest
 from tritonemb.training.checkpoint.files import read_manifest_text
-from tritonemb.training.config import Options, TrainConfig, from_plain, number, plain, to_toml
+from tritonemb.training.config import TrainConfig, from_plain, plain, to_toml
 from tritonemb.training.doctor import check_device
 from tritonemb.training.loop import FitResult
 from tritonemb.training.metrics import predict_logits
 from tritonemb.training.ranks import Interrupted, on_all_ranks, on_rank_zero
+from tritonemb.training.schedule import Options, number
 from tritonemb.training.train_state import model_tensors, read_again
 from tritonemb.training.trainer import Trainer
 from tritonemb.utils import require, write_whole, written_aside
@@ -86,10 +87,12 @@ def train(
         result, best = trainer.fit(test="test" in data.splits()), on_rank_zero(group, folder.checkpoints.best)
         if best is not None and result.test is not None and trainer.progress.best_step != result.steps:
             trainer.resume(best)
-            result = replace(result, best=trainer.evaluate("test"))
+            found = Evaluation(
+                trainer.progress.step, trainer.progress.epoch, "test", trainer.evaluate("test"), best=True
+            )
+            result = replace(result, best=found.metrics)
             if verbose and group.rank == 0:
-                step, epoch = trainer.progress.step, trainer.progress.epoch  # of the best checkpoint
-                Lines(sys.stdout).on_evaluation(Evaluation(step, epoch, "test", result.best, best=True))
+                Lines(sys.stdout).on_evaluation(found)
         return result
 
 

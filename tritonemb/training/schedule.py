@@ -21,7 +21,8 @@ class Options:
     def __post_init__(self) -> None:
         hints = get_type_hints(type(self))
         for each in fields(self):
-            least, value, words = each.metadata.get("least"), getattr(self, each.name, None), get_args(hints[each.name])
+            least, words = each.metadata.get("least"), get_args(hints[each.name])
+            value: Any = getattr(self, each.name, None)
             if least is not None and value is not None and value < least:
                 bound = "not be negative" if least == 0 else f"be at least {least}"
                 raise ValueError(f"{each.name} must {bound}, got {value}")
