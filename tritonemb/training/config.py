@@ -21,6 +21,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 EmbeddingOptimizer: TypeAlias = Literal[tuple(OPTIMIZERS)]  # type: ignore[valid-type]
 
 _NO = object()
+_FROM = {Path: (str,), float: (int,), str: (int, date, datetime)}  # what TOML has for them besides; times are strings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,12 +346,8 @@ def _as(value: Any, hint: Any) -> Any:
         kinds = parts[:1] * len(value) if parts[-1] is Ellipsis else parts
         found = tuple(map(_as, value, kinds)) if len(kinds) == len(value) else (_NO,)
         return _NO if _NO in found else found
-    if hint is Path and isinstance(value, str):
-        return Path(value)
-    if hint is str and type(value) in (int, date, datetime):  # times of a split
-        return str(value)
-    if hint is float and type(value) is int:
-        return float(value)
+    if type(value) in _FROM.get(hint, ()):
+        return hint(value)
     return value if type(value) is hint else _NO
 
 
