@@ -113,8 +113,7 @@ class DLRM(nn.Module):
         if self.bottom is not None:
             vector = self.bottom(dense)
             return self.top(self.interaction(vector, pooled.to(vector.dtype))).squeeze(1)
-        dim = self.embeddings.configs[0].embedding_dim
-        first, others = pooled.to(dense.dtype).tensor_split([dim], dim=1)
+        first, others = pooled.to(dense.dtype).tensor_split([self.embeddings.configs[0].embedding_dim], dim=1)
         return self.top(torch.cat([self.interaction(first, others), others], dim=1)).squeeze(1)
 
 
@@ -181,5 +180,4 @@ class DCNv2(nn.Module):
 
     def forward(self, dense: Tensor, sparse: Features) -> Tensor:
         """Logits `[B]`."""
-        inputs = torch.cat([dense, self.embeddings(sparse).to(dense.dtype)], dim=1)
-        return self.top(self.cross(inputs)).squeeze(1)
+        return self.top(self.cross(torch.cat([dense, self.embeddings(sparse).to(dense.dtype)], dim=1))).squeeze(1)

@@ -247,8 +247,9 @@ class TrainConfig(RunOptions):
         """The keyword arguments of a `Trainer`, each from the section that has it."""
         sections = (self, self.schedule, self.evaluation)
         names = [each.name for each in fields(TrainerOptions)]
-        found = {name: getattr(part, name) for part in sections for name in names if hasattr(part, name)}
-        return found | {"checkpoints": self.checkpoint}
+        return {name: getattr(part, name) for part in sections for name in names if hasattr(part, name)} | {
+            "checkpoints": self.checkpoint
+        }
 
 
 PRESETS = {

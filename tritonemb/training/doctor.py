@@ -82,8 +82,9 @@ def check_step(device: torch.device) -> float:
     served = EmbeddingBagCollection(tables, RowWiseAdagrad(lr=0.1), device=device)
     reference = copy.deepcopy(served)
     lengths = torch.tensor([2, 0, 3, 1, 1, 0, 4, 2])
-    ids = torch.randint(7, (int(lengths.sum()),))
-    batch = KeyedJaggedTensor.from_lengths(["sums", "means"], ids, lengths).to(device)
+    batch = KeyedJaggedTensor.from_lengths(["sums", "means"], torch.randint(7, (int(lengths.sum()),)), lengths).to(
+        device
+    )
     gradient = torch.randn(4, 32, device=device)
     outputs = []
     for module, kernels in ((served, nullcontext()), (reference, forced(REFERENCE))):

@@ -108,8 +108,7 @@ def joined(config: TrainConfig) -> Iterator[tuple[RankGroup, torch.device]]:
     device = check_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if config.device == "cuda" else config.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    init_from_env(backend, timedelta(seconds=config.timeout))
+    init_from_env("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timedelta(seconds=config.timeout))
     try:
         yield RankGroup.world(), device
     except Interrupted:

@@ -250,16 +250,17 @@ class Loop:
         except UndefinedMetricsError as error:
             self.callbacks.on_message(f"the {split} rows are not evaluated: {str(error).removeprefix('rank 0: ')}")
             return None
-        skipped = f"{split}: {metrics.num_samples:,} rows were read, {metrics.num_skipped:,} bad ones left out"
-        self._report_skipped(metrics.num_skipped, split, skipped)
+        self._report_skipped(
+            metrics.num_skipped, split,
+            f"{split}: {metrics.num_samples:,} rows were read, {metrics.num_skipped:,} bad ones left out",
+        )  # fmt: skip
         return metrics
 
     def _checkpoint_due(self) -> bool:
         if self.progress.ended or self._stopped is not None or self._is_best():
             return True
         every, minutes = self.options.checkpoints.checkpoint_steps, self.options.checkpoints.checkpoint_minutes
-        in_time = 0 < 60_000 * minutes <= self._now - self._saved_at
-        return in_time or (every is not None and self.progress.step % every == 0)
+        return 0 < 60_000 * minutes <= self._now - self._saved_at or bool(every and self.progress.step % every == 0)
 
     def _is_best(self) -> bool:
         return self.progress.best is not None and self.progress.best_step == self.progress.step
@@ -385,8 +386,10 @@ class CacheMeter:
         before, self._before = self._before, self._now()
         since = {name: number - before.get(name, 0) for name, number in self._before.items()}
         rows = since["lookups"]
-        means = {name: since[name] / steps for name in self._names}
-        return {"rows": rows / steps, "hit_rate": since["hits"] / rows if rows else 1.0, **means}
+        return {
+            "rows": rows / steps, "hit_rate": since["hits"] / rows if rows else 1.0,
+            **{name: since[name] / steps for name in self._names},
+        }  # fmt: skip
 
     def _now(self) -> dict[str, float]:
         stall = self._stall + sum(cache.stall for cache in self._caches)

@@ -58,8 +58,7 @@ def binary_metrics(logits: Tensor, labels: Tensor, seconds: float | None = None)
     auc = float(require("torchmetrics.functional.classification").binary_auroc(logits.sigmoid(), labels.int()))
     log_loss = float(F.binary_cross_entropy_with_logits(logits, labels))
     base_loss = float(F.binary_cross_entropy(base_rate, base_rate))
-    speed = labels.numel() / seconds if seconds else 0.0
-    return Metrics(auc, log_loss, log_loss / base_loss, labels.numel(), speed)
+    return Metrics(auc, log_loss, log_loss / base_loss, labels.numel(), labels.numel() / seconds if seconds else 0.0)
 
 
 def evaluate(state: TrainState, split: Split) -> Metrics:

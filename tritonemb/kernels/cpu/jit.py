@@ -132,8 +132,10 @@ def _compiling(kernel: str, name: str) -> Iterator[None]:
 
     `name` is the kernel's function.
     """
-    done = f"{len(_finished)} done in {sum(_finished):.0f} s, kept in {cache_dir()}"
-    _log.info("compiling the CPU kernel %s (first use on this machine; %s)", kernel, done)
+    _log.info(
+        "compiling the CPU kernel %s (first use on this machine; %d done in %.0f s, kept in %s)",
+        kernel, len(_finished), sum(_finished), cache_dir(),
+    )  # fmt: skip
     start, collects, make_executable = time.perf_counter(), gc.isenabled(), CPUContext.get_executable
 
     def get_executable(context: Any, library: Any, descriptor: Any, env: Any) -> Any:

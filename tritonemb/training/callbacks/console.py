@@ -21,8 +21,7 @@ REFRESH_SECONDS = 0.5
 def make_display(stream: TextIO | None = None) -> Callback:
     """A display for `stream`, by default standard output; MissingExtraError if a terminal's rich is not installed."""
     stream = sys.stdout if stream is None else stream
-    plain = not stream.isatty() or os.environ.get("TERM") in ("dumb", "unknown")
-    return Lines(stream) if plain else LiveView(stream)
+    return Lines(stream) if not stream.isatty() or os.environ.get("TERM") in ("dumb", "unknown") else LiveView(stream)
 
 
 class _Notes(logging.Handler):
