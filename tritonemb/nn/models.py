@@ -30,11 +30,7 @@ class DotInteraction(nn.Module):
         if num_features < 1:
             raise ValueError(f"num_features must be at least 1, got {num_features}")
         self.num_features = num_features
-
-    @property
-    def num_pairs(self) -> int:
-        """Products in the result."""
-        return self.num_features * (self.num_features + 1) // 2
+        self.num_pairs = num_features * (num_features + 1) // 2  # products in the result
 
     def forward(self, dense: Tensor, sparse: Tensor) -> Tensor:
         """Raises ValueError where `sparse` does not hold `num_features` vectors of the dense vector's width."""
@@ -104,8 +100,9 @@ class DLRM(nn.Module):
             raise ValueError("DLRM without dense features needs two sparse features at least, got 1; use DCNv2")
         self.bottom = MLP(num_dense, [*bottom_mlp, dim], device=device) if num_dense else None
         self.interaction = DotInteraction(num_features if num_dense else num_features - 1)
-        width = (dim if num_dense else dim * num_features) + self.interaction.num_pairs
-        self.top = MLP(width, [*top_mlp, 1], last_activation=False, device=device)
+        self.top = MLP(
+            dim * (1 if num_dense else num_features) + self.interaction.num_pairs, [*top_mlp, 1], False, device=device
+        )
 
     def forward(self, dense: Tensor, sparse: Features) -> Tensor:
         """Logits `[B]`."""

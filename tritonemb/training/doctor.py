@@ -40,8 +40,8 @@ def examine(device: str | None = None) -> tuple[str, bool]:
         healthy &= good
         lines += ["", f"{each}: {details['device']}, {details['threads']} threads on the CPU"]
         lines += [*_columns([(op, *why(op, each)) for op in ops()]), f"  {verdict}"]
-    kept = size(sum(path.lstat().st_size for path in kernel_folder().rglob("*.nbc")))
-    lines += ["", f"compiled kernels: {kept} in {kernel_folder()}; doctor --clear-kernels removes them"]
+    kept = sum(path.lstat().st_size for path in kernel_folder().rglob("*.nbc"))
+    lines += ["", f"compiled kernels: {size(kept)} in {kernel_folder()}; doctor --clear-kernels removes them"]
     if not gpus:
         lines += ["", f"no GPU: torch {torch.__version__} sees no CUDA device"]
     lines += ["", "all is well" if healthy else "something is wrong: see above"]

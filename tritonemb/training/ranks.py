@@ -86,11 +86,6 @@ class Ranks:
         finally:
             self.reports = None
 
-    def report_lost(self, error: BaseException) -> None:
-        """Say at once, in any thread, that this rank is alive, if an error means that contact to another is lost."""
-        if self.reports is not None and lost_contact(error):
-            self.reports.report()
-
     @contextmanager
     def unmetered(self) -> Iterator[None]:
         """Do not count what is sent in the block as training's."""

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from tritonemb.comm.control import describe
+from tritonemb.comm.control import describe, lost_contact
 from tritonemb.comm.group import Round
 from tritonemb.data.batch import Batch
 from tritonemb.data.protocol import Batches, ReadReport
@@ -128,7 +128,8 @@ def _agree(ranks: Ranks, batches: list[Batch], error: Exception | None, signal: 
     try:
         return ranks.agreement.next(rows, len(batches), failure=failure, signal=signal, clock=clock)
     except RuntimeError as lost:
-        ranks.report_lost(lost)
+        if ranks.reports is not None and lost_contact(lost):
+            ranks.reports.report()  # at once: this rank is alive
         if error is not None:
             raise error from None
         raise

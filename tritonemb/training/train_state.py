@@ -178,8 +178,10 @@ def caches_of(model: nn.Module) -> list[RowCache]:
 
 def has_cached_tables(model: nn.Module) -> bool:
     """Whether some table is in host memory or on disk: the same on all ranks, whoever has its shards."""
-    sharded = (module for module in model.modules() if isinstance(module, ShardedCollection))
-    return needs_prefetch(model) or any(config.placement != "device" for each in sharded for config in each.configs)
+    return needs_prefetch(model) or any(
+        config.placement != "device"
+        for module in model.modules() if isinstance(module, ShardedCollection) for config in module.configs
+    )  # fmt: skip
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -310,8 +312,7 @@ def rng_plain() -> dict[str, Any]:
 
 def _parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> list[tuple[str, nn.Parameter]]:
     """The optimizer's parameters under their names in the model's `state_dict`, which wrappers of the model keep."""
-    groups = [] if optimizer is None else optimizer.param_groups
-    owned = {id(parameter) for group in groups for parameter in group["params"]}
+    owned = {id(each) for group in (optimizer.param_groups if optimizer else ()) for each in group["params"]}
     named: dict[int, tuple[str, nn.Parameter]] = {}
     with metadata_only():
         entries = model.state_dict(keep_vars=True)

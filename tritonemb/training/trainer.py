@@ -102,8 +102,9 @@ class Trainer(TrainerOptions):
             folder = RunFolder(self.folder, options.keep, options.checkpoint_incremental)
         saving = CheckpointManager(state, folder, options.checkpoint_async)
         # The options are frozen; what is made of them is set once.
-        vars(self).update(device=device, dense_optimizer=step.dense_optimizer)
-        vars(self).update(state=state, run_folder=folder, saving=saving)
+        vars(self).update(
+            device=device, dense_optimizer=step.dense_optimizer, state=state, run_folder=folder, saving=saving
+        )
 
     @property
     def progress(self) -> Progress:
