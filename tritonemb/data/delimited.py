@@ -124,7 +124,6 @@ class CsvFormat:
         return wrong[0][1] if wrong else None
 
     def _parse(self, lines: Text, types: dict[str, Any]) -> Any:
-        """The columns of `types`; None if the lines have another number of fields, or other values."""
         if not lines:
             return pa.RecordBatch.from_pylist([], pa.schema(list(types.items())))
         quote = '"' if self.quote else False
@@ -185,7 +184,6 @@ class CriteoFormat(CsvFormat):
 
 
 def _written(array: Any) -> tuple[int, int]:
-    """The number of characters that write int64 values if none is superfluous, and the largest magnitude."""
     numbers = integers(array, fill=False)  # pyarrow.csv writes 0 for nulls
     largest = max(int(numbers.max(initial=0)), -int(numbers.min(initial=0)))
     size, bound = len(array) - array.null_count + int(np.count_nonzero(numbers < 0)), 10
