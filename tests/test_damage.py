@@ -105,6 +105,20 @@ def test_files_of_others_are_read_though_they_have_no_checksums_or_copy_those_of
         assert read() == expected
 
 
+@pytest.mark.parametrize("remote", [False, True])
+def test_page_checksums_of_others_and_of_remote_files_are_verified(tmp_path, remote):
+    path, _ = plain_log(tmp_path)
+    if not remote:
+        parquet.write_table(parquet.read_table(path), path, compression="none", write_page_checksum=True)
+    column = parquet.read_metadata(path).row_group(0).column(0)
+    content = bytearray(path.read_bytes())
+    last = (column.dictionary_page_offset or column.data_page_offset) + column.total_compressed_size - 1
+    content[last] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"log\.parquet is not a whole Parquet file \(.*CRC"):
+        rows(ClickLog(f"file://{path}" if remote else path, options()))
+
+
 @pytest.mark.parametrize("make", FILES)
 def test_a_flipped_bit_is_named_or_changes_nothing(tmp_path, make):
     check_flips(make, tmp_path, flips=10)

@@ -72,6 +72,7 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
     assert torch.equal(found["model.a"], torch.full((3, 4), 2.0))
 
 
+@pytest.mark.filterwarnings("ignore:.*step-3 is passed over")
 def test_what_a_killed_process_left_is_no_checkpoint_and_is_removed(tmp_path):
     folder = saved(CheckpointFolder(tmp_path), 1)
     for name in (".writing-step-2", ".dropped-step-0", ".writing-best-1"):
