@@ -72,8 +72,8 @@ class EmbeddingBag(SingleTable, TorchEmbeddingBag):
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """`[B, embedding_dim]`."""
-        if not isinstance(input, Tensor) or (offsets is not None and not isinstance(offsets, Tensor)):
-            raise TypeError(f"expected tensors, got {type(input)} and {type(offsets)}; make them with torch.tensor(..)")
+        if not isinstance(input, Tensor) or input.is_sparse or not (offsets is None or isinstance(offsets, Tensor)):
+            raise TypeError(f"expected dense tensors, got {type(input)}, {type(offsets)}; see torch.tensor, to_dense")
         nested = input.is_nested and input.layout == torch.jagged
         given = [] if nested else [input, offsets, per_sample_weights]
         fits = self._fits(input, offsets, per_sample_weights) and input.device == self.weight.device
@@ -186,7 +186,7 @@ class Embedding(SingleTable, TorchEmbedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """`[*, embedding_dim]`."""
-        if not isinstance(input, Tensor) or not self._is_served(input):
+        if not isinstance(input, Tensor) or input.is_sparse or not self._is_served(input):
             return TorchEmbedding.forward(self, input)
         if input.dtype not in ID_DTYPES:
             raise RuntimeError(f"input must be int32 or int64, got {input.dtype}")
