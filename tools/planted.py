@@ -28,7 +28,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 NO_TESTS = 5  # pytest's exit status where nothing was selected
-FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", re.MULTILINE)
+FAILED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?:@[\w/.]+)?(?: - |$)", re.MULTILINE)  # without pytest-xdist's group
 
 
 @dataclass
