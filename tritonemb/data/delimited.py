@@ -184,6 +184,7 @@ class CriteoFormat(CsvFormat):
 
 
 def _written(array: Any) -> tuple[int, int]:
+    """The number of characters that write int64 values if none is superfluous, and the largest magnitude."""
     numbers = integers(array, fill=False)  # pyarrow.csv writes 0 for nulls
     largest = max(int(numbers.max(initial=0)), -int(numbers.min(initial=0)))
     size, bound = len(array) - array.null_count + int(np.count_nonzero(numbers < 0)), 10

@@ -218,6 +218,7 @@ class Numbering:
         return ids
 
     def _unmasked_ids(self, values: Any) -> Array:
+        """int32 `[N]` of values that are distinct, or integers to be hashed; anything where missing."""
         text, known = is_text(values.type), self._keys
         keys = hash_strings(*string_buffers(values), self._seed) if text else integers(values, fill=False)
         if known is None:

@@ -148,6 +148,7 @@ class _Worker:
         return serial
 
     def leave(self, serial: int) -> None:
+        """The request is no longer wanted: with the next one, the worker closes its streams."""
         if self._shared[SERIAL] == serial:
             self._shared[SERIAL] = 0
 
@@ -184,6 +185,7 @@ class _Worker:
                 ) from error
 
     def _answer(self) -> Any:
+        """The next answer; None if there is none for `POLL` seconds, or no process."""
         with self._lock:
             try:
                 return None if self._answers is None else next(self._answers)

@@ -195,10 +195,12 @@ class CheckpointFolder:
         return whole
 
     def _path(self, name: str) -> Path:
+        """Where the checkpoint of this name is, or would be. Whoever reads it changes nothing here."""
         final, replaced = self.folder / name, self.folder / f"{REPLACED}{name}"
         return replaced if replaced.exists() and not final.exists() else final
 
     def _publish(self, aside: Path, final: Path, others: Sequence[Path]) -> None:
+        """Give a whole folder its name; others go then, as does one of the same name, of a run that was taken back."""
         sync(aside)
         replaced = self.folder / f"{REPLACED}{final.name}"
         if final.exists():

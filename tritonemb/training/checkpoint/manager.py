@@ -32,6 +32,9 @@ from tritonemb.training.doctor import versions
 class AsyncSave:
     """Writes one checkpoint at a time in a thread: training stops only while the tensors are copied to host memory.
 
+    Tables on disk are not copied there: snapshots of them are submitted, for which what training reads and writes of
+    them afterwards has to wait, and which take no time where the file system makes reflink copies.
+
     The thread has a process group of its own. The end of the process waits for it; a process that is killed leaves the
     last checkpoint whole, as `CheckpointFolder` does. All ranks of the group make it, start it and wait for it
     together, in the same order, and get the same answer.

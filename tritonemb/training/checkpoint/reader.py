@@ -127,6 +127,7 @@ def _load(
     path: Path, tensors: dict[str, Tensor], stored: Mapping[str, TensorStorageMetadata],
     fresh: dict[CachedTable, DiskRows],
 ) -> None:  # fmt: skip
+    """Read into memory, and add rows that tables on disk are to adopt once nothing can go wrong any more, anywhere."""
     saved = saved_tables(path)
     in_memory, on_disk = split_tables(tensors)
     for part, prefix in {part: prefix for prefix, table in on_disk.items() for part in table.parts}.items():
@@ -195,12 +196,15 @@ def read_files(path: Path, entry: Mapping[str, Any], table: CachedTable) -> Disk
 
 
 class _Block(NamedTuple):
+    """Some rows of a whole table, ascending, with their columns from one on."""
+
     rows: Tensor
     first_column: int
     values: Mapping[str, Tensor]  # of each field; states of one value a row have no columns
 
 
 def _write_rows(table: CachedTable, blocks: Iterable[_Block], seed: int = 0) -> DiskRows:
+    """A store with the rows of blocks, and the initial values of a seed where there are none."""
     store = table.empty_store(seed)
     row, column = table.config.row_origin, table.config.column_origin
     try:
@@ -274,6 +278,7 @@ class _TablePart:
 
     @contextmanager
     def _open(self) -> Iterator[SnapshotReader]:
+        """The snapshot; changes are put onto a copy of it, among the system's temporary files."""
         base, *changes = self._files
         with ExitStack() as stack:
             path = base
@@ -309,6 +314,7 @@ def _chunks(ranges: Iterable[tuple[int, int]], step: int) -> Iterator[Tensor]:
 def _tensor_blocks(
     path: Path, prefix: str, entries: Mapping[str, TensorStorageMetadata], config: TableConfig
 ) -> Iterator[_Block]:
+    """The rows of a table, or of a part of one, out of tensors, as many at a time as were written at once."""
     pieces: dict[tuple[str, int], set[int]] = defaultdict(set)
     for name, entry in entries.items():
         for chunk in entry.chunks:

@@ -287,6 +287,7 @@ def _link_chain(
 
 
 def _pays(source: Path, files: Mapping[str, list[int]], store: DiskRows) -> bool:
+    """Whether a chain is intact, short enough, and its changes take less than the whole snapshot."""
     if len(files) >= MAX_FILES or any(size_of(source / name) != size for name, (size, _) in files.items()):
         return False
     base, *changes = [allocated(source / name) for name in files]
