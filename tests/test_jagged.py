@@ -233,6 +233,25 @@ BAD = {
     "offsets has 4 elements, which 2 keys cannot share: expected a multiple of 2 plus 1": {
         "lengths": None, "offsets": torch.tensor([0, 1, 1, 3]),
     },
+    "5 offsets need 4 lengths, got 6; give one of them": {
+        "lengths": torch.tensor([1, 0, 0, 2, 0, 0]), "offsets": torch.tensor([0, 1, 1, 1, 3]),
+    },
+    "lengths and offsets disagree: feature 'a', sample 1 has the length 2, by its offsets 0; give one of them": {
+        "lengths": torch.tensor([1, 2, 0, 0]), "offsets": torch.tensor([0, 1, 1, 1, 3], dtype=torch.int32),
+    },
+    "keys must be a list of feature names, got None": {"keys": None},
+    "keys must be a list of feature names, got 'ab'": {"keys": "ab"},
+    "values must be a dense tensor of at least one dimension, got list; make one with torch.tensor": {
+        "values": [1, 2, 3],
+    },
+    "values must be a dense tensor of at least one dimension, got NoneType": {"values": None},
+    "values must be a dense tensor of at least one dimension, got torch.strided": {"values": torch.tensor(3)},
+    "values must be a dense tensor of at least one dimension, got torch.sparse_coo": {"values": IDS.to_sparse()},
+    "lengths must be a dense tensor of at least one dimension, got list": {"lengths": [1, 0, 0, 2]},
+    "offsets must be a dense tensor of at least one dimension, got ndarray": {"offsets": LENGTHS.numpy()},
+    "weights must be a dense tensor of at least one dimension, got torch.sparse_coo": {
+        "weights": torch.ones(3).to_sparse(),
+    },
     "offsets must start with 0, got 1": {"lengths": None, "offsets": torch.tensor([1, 1, 1, 2, 3])},
     "offsets must ascend: feature 'a', sample 1 goes from 2 to 1": {
         "lengths": None, "offsets": torch.tensor([0, 2, 1, 2, 3]),
@@ -250,8 +269,25 @@ def test_what_is_wrong_has_a_name(message):
         KeyedJaggedTensor(**(args | BAD[message]))
 
 
+def test_of_lengths_and_offsets_only_the_offsets_are_kept():
+    """Where nobody can read them they may disagree, and all that is made of a batch must still be of one kind."""
+    lengths, offsets = torch.tensor([2, 0, 1, 0]), torch.tensor([0, 1, 1, 1, 3])
+    agreeing = KeyedJaggedTensor(["a", "b"], IDS, lengths=LENGTHS.int(), offsets=offsets)
+    check(KeyedJaggedTensor.concat([agreeing]), {"a": [[1], []], "b": [[], [2, 3]]}, None)
+    unread = KeyedJaggedTensor(["a", "b"], IDS.to("meta"), lengths=lengths.to("meta"), offsets=offsets.to("meta"))
+    assert unread.lengths_or_none() is None
+
+    def traced(values: torch.Tensor, lengths: torch.Tensor, offsets: torch.Tensor) -> KeyedJaggedTensor:
+        return KeyedJaggedTensor.concat([KeyedJaggedTensor(["a", "b"], values, lengths=lengths, offsets=offsets)])
+
+    compiled = torch.compile(traced, fullgraph=True, backend="eager")
+    check(compiled(IDS, lengths, offsets), {"a": [[1], []], "b": [[], [2, 3]]}, None)
+
+
 def test_bad_lists_have_a_name():
     make = KeyedJaggedTensor.from_lists
+    with pytest.raises(TypeError, match=r"from_lists expects {key: a list of ids for each sample}"):
+        make([[1], [2]])
     with pytest.raises(ValueError, match=re.escape("same number of samples, got {'a': 1, 'b': 2}")):
         make({"a": [[1]], "b": [[1], [2]]})
     with pytest.raises(TypeError, match=r"ids of 'a' must be integers, got 1\.5"):

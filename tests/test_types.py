@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,13 @@ def test_defaults():
     table = te.TableConfig("user", 10, 4)
     assert table.feature_names == ("user",)
     assert (table.pooling, table.dtype, table.placement, table.init) == ("sum", torch.float32, "device", None)
+
+
+def test_sizes_are_integers_of_any_kind():
+    table = te.TableConfig("t", np.int64(10), np.int32(4), cache=te.CacheConfig(rows=np.int64(5)))
+    sizes = table.num_embeddings, table.embedding_dim, table.whole_rows, table.cache.rows
+    assert sizes == (10, 4, 10, 5)
+    assert {type(size) for size in sizes} == {int}
 
 
 def test_features_keep_their_order_and_become_a_tuple():

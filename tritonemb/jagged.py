@@ -29,7 +29,8 @@ class KeyedJaggedTensor:
         values: `[N]` ids (int32 or int64), or `[N, D]` rows as `EmbeddingCollection` returns them.
         weights: `[N]` floating point, one a value, or None.
         lengths: `[F * B]` or `[F, B]` int32 or int64, values per bag.
-        offsets: `[F * B + 1]` int32 or int64, ascending from 0 to `N`. Give lengths or offsets.
+        offsets: `[F * B + 1]` int32 or int64, ascending from 0 to `N`. Give lengths or offsets. Of both, offsets are
+            kept; lengths must agree with them, which is checked on the CPU alone, and not where it is traced.
 
     Raises:
         TypeError, ValueError: for shapes and dtypes, always; for contents (negative lengths, offsets that descend, a
@@ -40,16 +41,17 @@ class KeyedJaggedTensor:
         self, keys: Sequence[str], values: Tensor, weights: Tensor | None = None, lengths: Tensor | None = None,
         offsets: Tensor | None = None,
     ) -> None:  # fmt: skip
-        self._keys = tuple(keys)
-        self._values = values
-        self._weights = weights
-        lengths = lengths.reshape(-1) if lengths is not None and lengths.dim() == 2 else lengths
+        if isinstance(keys, str) or not isinstance(keys, Iterable):
+            raise TypeError(f"keys must be a list of feature names, got {keys!r}")
+        self._keys, self._values, self._weights = tuple(keys), values, weights
+        lengths = lengths.reshape(-1) if isinstance(lengths, Tensor) and lengths.dim() == 2 else lengths
         self._check_form(lengths, offsets)
         if not torch.compiler.is_compiling() and _readable(lengths if offsets is None else offsets):
             self._check_contents(lengths, offsets)
         # Both are settled here: a batch that changed when it is used would be compiled for twice.
-        self._lengths = lengths
-        self._offsets = _offsets_of(lengths) if offsets is None else offsets
+        self._lengths = lengths if offsets is None else None
+        ends: Any = torch.cumsum(lengths, 0, dtype=lengths.dtype) if offsets is None else offsets  # type: ignore
+        self._offsets = torch.cat([ends.new_zeros(1), ends]) if offsets is None else offsets
 
     @classmethod
     def from_lengths(
@@ -76,6 +78,8 @@ class KeyedJaggedTensor:
         Raises:
             ValueError: naming the key and sample where sizes differ.
         """
+        if not isinstance(lists, Mapping):
+            raise TypeError(f"from_lists expects {{key: a list of ids for each sample}}, got {lists!r}")
         batch_sizes = {key: len(samples) for key, samples in lists.items()}
         if len(set(batch_sizes.values())) > 1:
             raise ValueError(f"each key needs the same number of samples, got {batch_sizes}")
@@ -155,8 +159,7 @@ class KeyedJaggedTensor:
     def lengths_or_none(self) -> Tensor | None:
         return self._lengths
 
-    def offsets_or_none(self) -> Tensor:
-        return self._offsets
+    offsets_or_none = offsets
 
     def stride(self) -> int:
         """Batch size."""
@@ -239,6 +242,15 @@ class KeyedJaggedTensor:
             raise ValueError(f"a key is given twice in {list(keys)}")
         if lengths is None and offsets is None:
             raise ValueError("give lengths or offsets")
+        given = {"values": self._values, "weights": self._weights, "lengths": lengths, "offsets": offsets}
+        for title, value in given.items():
+            dense = isinstance(value, Tensor) and value.layout == torch.strided and value.dim() > 0
+            if not dense and (value is not None or title == "values"):
+                raise TypeError(
+                    f"{title} must be a dense tensor of at least one dimension, got "
+                    f"{getattr(value, 'layout', type(value).__name__)}; make one with torch.tensor(..) or .to_dense(), "
+                    "or a batch of Python lists with KeyedJaggedTensor.from_lists"
+                )
         for title, tensor, extra in (("lengths", lengths, 0), ("offsets", offsets, 1)):
             if tensor is None:
                 continue
@@ -253,6 +265,8 @@ class KeyedJaggedTensor:
                 )
         if offsets is not None and offsets.numel() == 0:
             raise ValueError("offsets must have at least one element, the 0 that it starts with")
+        if lengths is not None and offsets is not None and lengths.numel() != (bags := offsets.numel() - 1):
+            raise ValueError(f"{bags + 1} offsets need {bags} lengths, got {lengths.numel()}; give one of them")
         if self._weights is not None:
             if self._weights.shape != self._values.shape[:1]:
                 raise ValueError(
@@ -262,29 +276,30 @@ class KeyedJaggedTensor:
             if not self._weights.is_floating_point():
                 raise TypeError(f"weights must be floating point, got {self._weights.dtype}")
 
-    def _check_contents(self, lengths: Tensor | None, offsets: Tensor | None) -> None:
-        num_bags = offsets.numel() - 1 if offsets is not None else lengths.numel()  # type: ignore[union-attr]
-        batch_size = num_bags // max(1, len(self._keys))
-        if lengths is not None and lengths.numel() and int(lengths.min()) < 0:
-            bag = int((lengths < 0).nonzero()[0])
-            raise ValueError(f"lengths must not be negative: {self._where(bag, batch_size)} has {int(lengths[bag])}")
-        if offsets is not None:
-            first, steps = int(offsets[0]), torch.diff(offsets)
-            if first != 0:
-                raise ValueError(f"offsets must start with 0, got {first}")
-            if steps.numel() and int(steps.min()) < 0:
-                bag = int((steps < 0).nonzero()[0])
-                raise ValueError(
-                    f"offsets must ascend: {self._where(bag, batch_size)} goes from {int(offsets[bag])} "
-                    f"to {int(offsets[bag + 1])}"
-                )
-        total = int(lengths.sum()) if offsets is None else int(offsets[-1])  # type: ignore[union-attr]
-        if total != self._values.shape[0]:
-            source = "lengths add up to" if offsets is None else "offsets end at"
-            raise ValueError(f"{source} {total} but there are {self._values.shape[0]} values")
+    def _check_contents(self, lengths: Any, offsets: Any) -> None:
+        steps = lengths if offsets is None else torch.diff(offsets)
+        total, source = (lengths.sum(), "lengths add up to") if offsets is None else (offsets[-1], "offsets end at")
+        if offsets is not None and int(offsets[0]) != 0:
+            raise ValueError(f"offsets must start with 0, got {int(offsets[0])}")
+        if steps.numel() and int(steps.min()) < 0:
+            where, bag = self._first(steps < 0)
+            raise ValueError(
+                f"lengths must not be negative: {where} has {int(steps[bag])}"
+                if offsets is None
+                else f"offsets must ascend: {where} goes from {int(offsets[bag])} to {int(offsets[bag + 1])}"
+            )
+        if steps is not lengths and _readable(lengths) and not bool((steps == lengths).all()):
+            where, bag = self._first(steps != lengths)
+            raise ValueError(
+                f"lengths and offsets disagree: {where} has the length {int(lengths[bag])}, by its offsets "
+                f"{int(steps[bag])}; give one of them"
+            )
+        if int(total) != self._values.shape[0]:
+            raise ValueError(f"{source} {int(total)} but there are {self._values.shape[0]} values")
 
-    def _where(self, bag: int, batch_size: int) -> str:
-        return f"feature {self._keys[bag // batch_size]!r}, sample {bag % batch_size}"
+    def _first(self, bags: Tensor) -> tuple[str, int]:
+        bag, batch_size = int(bags.nonzero()[0]), bags.numel() // max(1, len(self._keys))
+        return f"feature {self._keys[bag // batch_size]!r}, sample {bag % batch_size}", bag
 
 
 def key_by_key(lengths: Sequence[Tensor], num_values: int) -> Tensor:
@@ -310,12 +325,6 @@ def batch_size_of(offsets: Tensor, key_starts: Tensor) -> int:
     """Samples in a batch: offsets `[K * B + 1]`, `Layout.key_starts` `[K + 1]`."""
     num_keys = key_starts.numel() - 1
     return (offsets.numel() - 1) // num_keys if num_keys else 0
-
-
-def _offsets_of(lengths: Tensor | None) -> Tensor:
-    assert lengths is not None
-    ends = torch.cumsum(lengths, 0, dtype=lengths.dtype)
-    return torch.cat([ends.new_zeros(1), ends])
 
 
 def _joined_weights(parts: Sequence[KeyedJaggedTensor]) -> Tensor | None:

@@ -99,8 +99,7 @@ class Optimizer:
         values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
         values["weight_decay_mode"] = get_args(WeightDecayMode).index(self.weight_decay_mode)
         values["nonfinite"] = get_args(NonFinite).index(self.nonfinite)
-        values["max_gradient"] = math.inf if self.max_gradient is None else self.max_gradient
-        values["max_norm"] = math.inf if self.max_norm is None else self.max_norm
+        values |= {name: math.inf for name in ("max_gradient", "max_norm") if values[name] is None}
         return Hyperparameters(**{name: float(values[name]) for name in Hyperparameters._fields if name in values})
 
 

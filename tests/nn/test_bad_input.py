@@ -147,8 +147,12 @@ def test_tables_that_do_not_go_together():
             kind([table], bounds_check="warn")
     with pytest.raises(ValueError, match="table 't' is given twice"):
         both[0]([table, te.TableConfig("t", 5, 2, ["other"])])
-    with pytest.raises(TypeError, match="tables must be TableConfig, got 't'"):
-        both[0](["t"])
+    for kind in both:
+        with pytest.raises(TypeError, match="tables must be TableConfig, got 't'"):
+            kind(["t"])
+        for alone in (table, None):
+            with pytest.raises(TypeError, match=r"tables must be a list of TableConfig, got (TableConfig|None)"):
+                kind(alone)
     with pytest.raises(ValueError, match="'t' has pooling 'none'; use EmbeddingCollection"):
         both[0]([te.TableConfig("t", 3, 2, pooling="none")])
     with pytest.raises(ValueError, match="'t' has pooling 'mean'; use EmbeddingBagCollection"):

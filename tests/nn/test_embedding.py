@@ -140,6 +140,11 @@ def test_bad_calls_raise_what_pytorch_raises(ids, padding_idx):
     assert_same_error(*(lambda module=module: module(ids) for module in pair))
 
 
+def test_sparse_ids_raise_what_pytorch_raises():
+    ids = torch.tensor([1, 2]).to_sparse()
+    assert_same_error(*(lambda kind=kind: kind(5, 4)(ids) for kind in (nn.Embedding, te.nn.Embedding)))
+
+
 def test_an_id_out_of_range_is_named():
     with pytest.raises(IndexError, match=r"input\[3\] is 11, .* 0 to 10"):
         te.nn.Embedding(ROWS, DIM)(torch.tensor([[1, 2], [3, 11]]))

@@ -304,6 +304,42 @@ def test_the_last_offset_must_be_there():
     assert pair[1](empty, torch.tensor([0])).shape == (0, DIM)
 
 
+@pytest.mark.parametrize("offsets", [[0, 3, 3], [0, 2, 3], [0, 3, 2], [0, 0, 0]])
+@pytest.mark.parametrize(("mode", "sparse"), [("sum", False), ("sum", True), ("mean", False), ("max", False)])
+def test_with_padding_the_last_bag_has_all_that_is_left(mode, sparse, offsets):
+    """PyTorch's own test asserts so, whatever the last offset is."""
+    pair = twins(BAG, ROWS, DIM, mode=mode, sparse=sparse, include_last_offset=True, padding_idx=1)
+    ids, weights = torch.tensor([2, 1, 4, 5]), torch.rand(4) if mode == "sum" else None
+    compare(*pair, ids, torch.tensor(offsets), weights=weights)
+    fused = te.nn.EmbeddingBag(
+        ROWS, DIM, mode=mode if mode != "max" else "sum", include_last_offset=True, padding_idx=1,
+        optimizer=te.optim.SGD(lr=1.0),
+    )  # fmt: skip
+    before = fused.weight.detach().clone()
+    fused(ids, torch.tensor(offsets)).sum().backward()
+    assert (fused.weight != before).any(1).nonzero().flatten().tolist() == [2, 4, 5]
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_compiled_too_the_last_bag_has_all_that_is_left():
+    bag = te.nn.EmbeddingBag(ROWS, DIM, mode="mean", include_last_offset=True, padding_idx=1)
+    ids, offsets = torch.tensor([2, 1, 4, 5]), torch.tensor([0, 3, 3])
+    expected = torch.stack([bag.weight[[2, 4]].mean(0), bag.weight[5]])
+    torch.testing.assert_close(torch.compile(bag, fullgraph=True, backend="aot_eager")(ids, offsets), expected)
+
+
+def test_with_padding_a_last_offset_that_is_too_large_is_named():
+    bag = te.nn.EmbeddingBag(ROWS, DIM, include_last_offset=True, padding_idx=1)
+    with pytest.raises(RuntimeError, match="offsets end at 5 but there are 4 values"):
+        bag(torch.tensor([2, 1, 4, 5]), torch.tensor([0, 3, 5]))
+
+
+@pytest.mark.parametrize("args", [([1],), (None,), (torch.ones(2, 1).to_sparse(),), (torch.tensor([1]), [0])])
+def test_what_is_no_dense_tensor_is_named(args):
+    with pytest.raises(TypeError, match=r"expected dense tensors, got .*; see torch\.tensor, to_dense"):
+        te.nn.EmbeddingBag(ROWS, DIM)(*args)
+
+
 def test_ids_behind_the_last_offset_belong_to_no_bag():
     module = te.nn.EmbeddingBag(ROWS, DIM, mode="sum", include_last_offset=True)
     output = module(torch.tensor([1, 2, 3]), torch.tensor([0, 1, 2]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -25,3 +27,38 @@ def test_a_refused_gradient_scaler_leaves_the_optimizer_usable():
     model(ids).sum().backward()
     optimizer.step()
     assert not torch.equal(model[1].weight, before)
+
+
+@pytest.mark.parametrize("with_dense", [True, False])
+def test_the_usual_loop_of_accumulation_is_warned_once(with_dense):
+    model = nn.Sequential(nn.Embedding(5, 3), *([nn.Linear(3, 1)] if with_dense else []))
+    optimizer = te.optim.fused(model, te.optim.SGD(lr=0.1))
+    ids = torch.tensor([1, 2])
+
+    def step(passes: int, closure: bool = False) -> None:
+        optimizer.zero_grad()
+        for _ in range(passes):
+            model(ids).sum().backward()
+        optimizer.step((lambda: model(ids).sum().backward()) if closure else None)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(1)
+        step(0, closure=True)
+        with optimizer.accumulate():
+            model(ids).sum().backward()
+            model(ids).sum().backward()
+        optimizer.step()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        step(3)
+        step(2)
+    (warning,) = caught
+    assert "several backward passes since step() have each updated the tables; use accumulate()" in str(warning.message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        te.unfuse(model)
+        waiting = te.optim.fused(model, te.optim.SGD(lr=0.1), update="step")
+        model(ids).sum().backward()
+        model(ids).sum().backward()
+        waiting.step()

@@ -102,6 +102,13 @@ def test_a_plan_in_a_file(tmp_path):
     plan = ShardingPlan({"user": RowWise(), "item": ColumnWise([1, 0], [8, 24])}, 2)
     plan.save(tmp_path / "plan.json")
     assert ShardingPlan.load(tmp_path / "plan.json") == plan
+    text = (tmp_path / "plan.json").read_text()
+    assert set(json.loads(text)) == {"format", "world_size", "local_world_size", "tables", "sha256"}
+    (tmp_path / "plan.json").write_text(text.replace("8", "9"))
+    with pytest.raises(ValueError, match=r"plan\.json is damaged: it does not have the digest that it ends with"):
+        ShardingPlan.load(tmp_path / "plan.json")
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    assert ShardingPlan.load(tmp_path / "plan.json") == plan
     (tmp_path / "bad.json").write_text("{")
     with pytest.raises(ValueError, match=r"bad\.json: a sharding plan must be JSON"):
         ShardingPlan.load(tmp_path / "bad.json")

@@ -1,5 +1,6 @@
 import errno
 import itertools
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -71,6 +72,7 @@ def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
     assert torch.equal(found["model.a"], torch.full((3, 4), 2.0))
 
 
+@pytest.mark.filterwarnings("ignore:.*step-3 is passed over")
 def test_what_a_killed_process_left_is_no_checkpoint_and_is_removed(tmp_path):
     folder = saved(CheckpointFolder(tmp_path), 1)
     for name in (".writing-step-2", ".dropped-step-0", ".writing-best-1"):
@@ -136,6 +138,23 @@ def test_damage_is_found(tmp_path):
         read_manifest(folder.path(1))
     with pytest.raises(FileNotFoundError, match=r"is not a checkpoint: it has no trainer\.json"):
         read_manifest(tmp_path)
+
+
+def test_a_manifest_is_json_and_one_without_a_digest_is_read_with_a_word(tmp_path):
+    path = saved(CheckpointFolder(tmp_path), 1).path(1)
+    manifest = json.loads((path / MANIFEST).read_text())
+    assert list(manifest)[-1] == "sha256"
+    assert manifest.pop("sha256")
+    (path / MANIFEST).write_text(json.dumps(manifest, indent=1))  # as earlier versions wrote it
+    with pytest.warns(match=r"step-1/trainer\.json has no digest"):
+        assert read_manifest(path) == manifest
+
+
+def test_a_checkpoint_without_its_manifest_is_not_passed_over_silently(tmp_path):
+    folder = saved(CheckpointFolder(tmp_path), 1, 2)
+    (folder.path(2) / MANIFEST).unlink()
+    with pytest.warns(match=r"step-2 is passed over: a checkpoint without its trainer\.json cannot be read"):
+        assert folder.latest() == folder.path(1)
 
 
 def test_a_full_disk_leaves_the_earlier_checkpoint_whole(small_disk):

@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 
 from tritonemb.compiler.graph import is_transformed, listed
 from tritonemb.compiler.interaction import fuse_interactions
-from tritonemb.compiler.lookups import LeftAlone, LookupGroup, check_fused_tables, left_alone, next_group
+from tritonemb.compiler.lookups import NO_INT, LeftAlone, LookupGroup, check_fused_tables, left_alone, next_group
 from tritonemb.compiler.merge import cacheable, merge
 
 __all__ = ["Fused", "LeftAlone", "Report", "explain", "fuse_graph", "tritonemb"]
@@ -147,6 +147,11 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         part = fuse_graph(graph)
         report.fused += part.fused
         report.left_alone += part.left_alone
+    # Dynamo says nothing of what such a number breaks.
+    modules = model.named_modules() if isinstance(model, nn.Module) else ()
+    odd = {path for path, module in modules if not isinstance(getattr(module, "padding_idx", None), int | None)}
+    odd -= {alone.name for alone in report.left_alone}
+    report.left_alone += [LeftAlone(path, "lookup", NO_INT) for path in sorted(odd)]
     for reason in found.break_reasons:
         frame = reason.user_stack[-1] if reason.user_stack else None
         place = "unknown place" if frame is None else f"{frame.filename}:{frame.lineno}"

@@ -160,7 +160,6 @@ def _constant(node: Any) -> Tensor:
 
 
 def _is_undisturbed(first: Node, last: Node, gm: GraphModule) -> bool:
-    """Whether no node between two has a side effect."""
     while (first := first.next) is not last:
         if has_side_effect(first, gm):
             return False
@@ -176,6 +175,5 @@ def _is_joined_with(dense: Node, picked: Node, dtype: torch.dtype, gm: GraphModu
 
 
 def _matrix(part: Node, dtype: torch.dtype, write: Writer) -> Node:
-    """`[B, F * d]`"""
     tensor = part if value_of(part).dim() == 2 else write(torch.flatten, part, 1)
     return tensor if value_of(part).dtype == dtype else write(torch.ops.aten.to.dtype, tensor, dtype)

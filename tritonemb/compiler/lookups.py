@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
+from torch.nn.functional import embedding, embedding_bag  # bound here, as others may be put in their place
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from tritonemb import ops as _ops  # registers torch.ops.tritonemb
@@ -37,10 +37,10 @@ from tritonemb.types import TRAINABLE_DTYPES
 
 assert _ops
 DEVICES = ("cpu", "cuda")
-NOTHING_TO_MERGE = "nothing to merge with"
+NO_INT = "its padding_idx is a NumPy integer; use int(..)"
 FUSED_BAGS = (torch.ops.tritonemb.bag_fused, torch.ops.tritonemb.bag_fused.default)
 _OURS = (torch.ops.tritonemb.bag, torch.ops.tritonemb.bag.default, *FUSED_BAGS)
-_LOOKUPS = {F.embedding_bag, F.embedding, *_OURS}
+_LOOKUPS = {embedding_bag, embedding, *_OURS}
 # The same argument has several names.
 _NAMES = {"input": "ids", "values": "ids", "per_sample_weights": "sample_weights"}
 
@@ -163,7 +163,7 @@ def recognise(node: Node) -> TableLookup | LeftAlone | None:
 def _read(node: Node, args: dict[str, Any], table: str) -> TableLookup:
     """Every function has some of the same arguments; those that it lacks have these defaults."""
     mode = args.get("mode", "mean" if args.get("mean") else "sum")
-    single = node.target is F.embedding or not args.get("pooled", True)
+    single = node.target is embedding or not args.get("pooled", True)
     require(mode in ("sum", "mean"), f'mode="{mode}" has no fused kernel')
     weight = _tensor_of(args, "weight")
     _check_weight(args["weight"], weight)
@@ -176,6 +176,7 @@ def _read(node: Node, args: dict[str, Any], table: str) -> TableLookup:
         "(te.nn.EmbeddingBag(.., optimizer=..))",
     )
     padding_idx = args.get("padding_idx")
+    require(not isinstance(padding_idx, Node), NO_INT)
     if padding_idx is not None and padding_idx < 0:
         padding_idx += weight.shape[0]
     bags = LookupIds(
@@ -365,5 +366,5 @@ def _why_alone(lookup: TableLookup, lookups: list[TableLookup], merged: list[Loo
             "autocast) is changed"
         )
     size = "batch size" if pooled else "dim"
-    alike = f"{NOTHING_TO_MERGE}: no other lookup has its {size}, device, dtype, padding and optimizer"
-    return alike if others else NOTHING_TO_MERGE
+    alike = f": no other lookup has its {size}, device, dtype, padding and optimizer"
+    return "nothing to merge with" + (alike if others else "")

@@ -56,12 +56,10 @@ def one_batch(members: Sequence[LookupIds], pooled: bool) -> tuple[Any, ...]:
 
 
 def _joined(ids: list[Tensor]) -> Tensor:
-    """Ids of two dtypes become int64."""
     return torch.cat(ids if len({one.dtype for one in ids}) == 1 else [one.to(torch.int64) for one in ids])
 
 
 def _sample_weights(members: Sequence[LookupIds]) -> Tensor | None:
-    """Ones for members that have none."""
     given = [bags.sample_weights for bags in members if bags.sample_weights is not None]
     if not given:
         return None
@@ -87,7 +85,6 @@ def _all_offsets(members: Sequence[LookupIds], pooled: bool) -> Tensor:
 
 
 def _bag_length(bags: LookupIds) -> Any:
-    """Ids of each bag, where there are no offsets."""
     return 1 if bags.single else bags.ids.shape[-1]
 
 
@@ -101,7 +98,10 @@ def _own_offsets(bags: LookupIds) -> Tensor:
     if bags.offsets is None:
         return torch.arange(0, size + 1, _bag_length(bags), device=device)
     offsets: Tensor = bags.offsets.to(torch.int64)
-    return offsets if bags.has_last_offset else torch.cat([offsets, _full(size, device)])
+    if not bags.has_last_offset:
+        return torch.cat([offsets, _full(size, device)])
+    # With padding, PyTorch's last bag has all that is left.
+    return torch.cat([offsets[:-1], offsets[-1:].clamp(min=size)]) if bags.drops_padding else offsets
 
 
 def _starts(bags: LookupIds, base: int) -> list[Tensor]:

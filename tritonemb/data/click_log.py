@@ -268,7 +268,6 @@ class ClickLog(Tables):
         return self._with(self._kind, {split: self._source.shard(parts, shard)})
 
     def _read(self, split: Split, chunk: Chunk) -> tuple[Any, ReadReport]:
-        """The good rows of a chunk that belong to the split, and what became of the others."""
         parsed, part = self._source.parse(chunk), self._parts[split][chunk.part]
         counts: Counter[str] = Counter()
         problems: list[str] = []

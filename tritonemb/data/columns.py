@@ -76,10 +76,10 @@ def concat(parts: Sequence[Rows], order: Array | None = None) -> Rows:
         places = order
         if pieces[0].offsets is not None:
             lengths = np.concatenate([np.diff(piece.offsets.numpy()) for piece in pieces if piece.offsets is not None])
-            offsets = _offsets(lengths)
+            offsets = offsets_of(lengths)
             if order is not None:
                 places, lengths = _places(offsets, order)
-                offsets = _offsets(lengths)
+                offsets = offsets_of(lengths)
         values = values if places is None else values[places]
         columns.append(Column(torch.from_numpy(values), None if offsets is None else torch.from_numpy(offsets)))
     dense, labels = (_joined([getattr(part, name) for part in parts], order) for name in ("dense", "labels"))
@@ -125,7 +125,6 @@ def _pick(offsets: Array, chosen: Array | slice) -> tuple[Array | slice, Array]:
 
 
 def _places(offsets: Array, rows: Array) -> tuple[Array, Array]:
-    """Where the ids of the given rows stand, and how many there are in each."""
     starts = offsets[rows]
     lengths = offsets[rows + 1] - starts
     ends = np.cumsum(lengths)
@@ -133,14 +132,13 @@ def _places(offsets: Array, rows: Array) -> tuple[Array, Array]:
     return np.arange(len(shift)) + shift, lengths
 
 
-def _offsets(lengths: Array) -> Array:
+def offsets_of(lengths: Array) -> Array:
     offsets = np.zeros(len(lengths) + 1, dtype=np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
 
 
 def _joined(tensors: Sequence[Tensor], order: Array | None) -> Array:
-    """One after the other, or in an order; in memory of their own only if there is need."""
     arrays = [tensor.numpy() for tensor in tensors]
     whole = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
     return whole if order is None else np.take(whole, order, axis=0)

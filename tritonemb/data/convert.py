@@ -13,13 +13,12 @@ import numpy as np
 
 from tritonemb.data.click_log import ClickLog
 from tritonemb.data.encode import COLUMNS, METADATA, counted, is_text, most_frequent
-from tritonemb.data.files import LogFile, find
+from tritonemb.data.files import LogFile, find, write_parquet
 from tritonemb.data.protocol import ReadReport, Split
 from tritonemb.data.schema import LogOptions, SplitRule
-from tritonemb.utils import LazyModule, require, written_aside
+from tritonemb.utils import LazyModule, read_sealed, require, sealed, written_aside
 
 pa: Any = LazyModule("pyarrow")
-parquet: Any = LazyModule("pyarrow.parquet")
 
 _Task = tuple[ClickLog, Split, Path]
 Compression = Literal["zstd", "snappy", "gzip", "lz4", "none"]
@@ -31,14 +30,9 @@ MOST_PIECES = 256  # of a table of them: adding one takes a time that grows with
 
 
 def convert(
-    source: str | Path,
-    target: str | Path,
-    options: LogOptions | None = None,
-    *,
-    row_group_rows: int = ROW_GROUP_ROWS,
-    compression: Compression = "zstd",
-    progress: Callable[[int], None] | None = None,
-) -> ReadReport:
+    source: str | Path, target: str | Path, options: LogOptions | None = None, *, row_group_rows: int = ROW_GROUP_ROWS,
+    compression: Compression = "zstd", progress: Callable[[int], None] | None = None,
+) -> ReadReport:  # fmt: skip
     """Write a text file as a Parquet file, or a folder of them as a folder of Parquet files; report what was written.
 
     Each file gets its name when it is whole. It has the columns of the schema: the label as int8, numbers as float64
@@ -104,10 +98,11 @@ def cached_as_parquet(
             written = None if progress is None else lambda rows: progress(rows, total)
             reports = map(asdict, _write(tasks, ROW_GROUP_ROWS, "zstd", written))
             with written_aside(summary) as part:
-                part.write_text(json.dumps(dict(zip(log.splits(), reports, strict=True))))
+                part.write_text(sealed(json.dumps(dict(zip(log.splits(), reports, strict=True)))))
     files: dict[Split, LogFile | None] = {}
     left_out: dict[Split, ReadReport] = {}
-    for split, found in json.loads(summary.read_text()).items():
+    written_reports = json.loads(read_sealed(summary))
+    for split, found in ((split, written_reports[split]) for split in log.splits()):
         files[split] = find(kept / f"{split}.parquet")[0] if found["rows"] else None
         left_out[split] = ReadReport.from_json(found | {"rows": 0})
     return log.in_files(files, left_out)
@@ -121,8 +116,7 @@ def _write(
     for log, split, path in tasks:
         report, waiting, before = ReadReport(), schema.empty_table(), sum(report.rows for report in reports)
         with (
-            written_aside(path) as part,
-            parquet.ParquetWriter(part, schema, compression=compression) as writer,
+            write_parquet(path, schema, compression) as writer,
             closing(log.scan(split, lambda batch: pa.table(batch).select(schema.names).cast(schema))) as blocks,
         ):
             for block in blocks:
@@ -152,14 +146,9 @@ class VocabularyReport:
 
 
 def build_vocabulary(
-    log: ClickLog,
-    path: str | Path,
-    min_count: int = 1,
-    max_size: int | None = None,
-    *,
-    capacity: int = CAPACITY,
+    log: ClickLog, path: str | Path, min_count: int = 1, max_size: int | None = None, *, capacity: int = CAPACITY,
     progress: Callable[[int], None] | None = None,
-) -> VocabularyReport:
+) -> VocabularyReport:  # fmt: skip
     """Count the values of the train rows, read once, and write them to one file, at once and whole.
 
     Memory is bounded: at most `capacity` distinct values a feature are counted at a time, plus as many that came since.
@@ -208,7 +197,6 @@ def build_vocabulary(
 
 
 def _summed(table: Any, capacity: int) -> tuple[Any, int]:
-    """One row a value, without the rarest of more than `capacity`; and the largest count left out."""
     table = table.group_by("value", use_threads=False).aggregate([("count", "sum")])
     table = table.rename_columns({"count_sum": "count"})
     if table.num_rows <= capacity:
@@ -223,7 +211,7 @@ def _save(path: Path, tables: Mapping[str, Any]) -> None:
     is_string = {name: found is not None and is_text(found["value"].type) for name, found in tables.items()}
     kinds = {name: "string" if text else "integer" for name, text in is_string.items()}
     schema = pa.schema(list(zip(COLUMNS, types, strict=True)), {METADATA: json.dumps(kinds).encode()})
-    with written_aside(path) as part, parquet.ParquetWriter(part, schema, compression="zstd") as writer:
+    with write_parquet(path, schema, "zstd") as writer:
         for name, kept in tables.items():
             if kept is not None:
                 names, ids = pa.array([name] * kept.num_rows, pa.string()), np.arange(1, kept.num_rows + 1)
@@ -287,13 +275,9 @@ def make_vocabulary(options: VocabOptions) -> str:
 def convert_log(options: ConvertOptions) -> str:
     """Raises ValueError, FileNotFoundError: as `convert`."""
     report = convert(
-        options.data,
-        options.out,
-        options.read,
-        row_group_rows=options.row_group_rows,
-        compression=options.compression,
-        progress=_progress("written"),
-    )
+        options.data, options.out, options.read, row_group_rows=options.row_group_rows,
+        compression=options.compression, progress=_progress("written"),
+    )  # fmt: skip
     files = f" in {len(find(options.data)):,} files" if options.out.is_dir() else ""
     return f"{options.out}: {report.rows:,} rows{files}{_skipped(report.skipped)}"
 

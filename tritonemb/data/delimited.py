@@ -126,7 +126,6 @@ class CsvFormat:
         return wrong[0][1] if wrong else None
 
     def _parse(self, lines: Text, types: dict[str, Any]) -> Any:
-        """The columns of `types`; None if the lines have another number of fields, or other values."""
         if not lines:
             return pa.RecordBatch.from_pylist([], pa.schema(list(types.items())))
         quote = '"' if self.quote else False

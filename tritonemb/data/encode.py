@@ -28,14 +28,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tritonemb.data.columns import Array, Column, Rows
+from tritonemb.data.columns import Array, Column, Rows, offsets_of
+from tritonemb.data.files import LogFile, open_parquet
 from tritonemb.data.protocol import Feature
 from tritonemb.data.schema import Schema, listed
 from tritonemb.utils import LazyModule
 
 pa: Any = LazyModule("pyarrow")
 compute: Any = LazyModule("pyarrow.compute")
-parquet: Any = LazyModule("pyarrow.parquet")
+fs: Any = LazyModule("pyarrow.fs")
 
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _30, _27, _31, _32 = (np.uint64(bits) for bits in (30, 27, 31, 32))
@@ -247,17 +248,20 @@ def load_vocabulary(path: str | Path) -> dict[str, Numbering]:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such vocabulary; `tritonemb vocab` makes one")
+    file = LogFile(path, "parquet", None, path.stat().st_size, stored=(fs.LocalFileSystem(), str(path)))
     try:
-        table = parquet.read_table(path).select(COLUMNS)
-        kinds = json.loads(table.schema.metadata[METADATA])
-    except (pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
+        with open_parquet(file) as (source, verify):
+            for group in range(source.num_row_groups):
+                verify(group)
+            table = source.read().select(COLUMNS)
+        found = {}
+        for name, kind in json.loads(table.schema.metadata[METADATA]).items():
+            mine = table.filter(compute.equal(table["feature"], name))
+            values, ids = mine["value"].combine_chunks(), mine["id"].to_numpy()
+            values = values.cast(pa.int64()) if kind == "integer" else values
+            found[name] = Numbering(name, max(2, int(ids.max(initial=0)) + 1), values, ids)
+    except (AttributeError, pa.ArrowException, OSError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not a vocabulary that `tritonemb vocab` made ({error})") from error
-    found = {}
-    for name, kind in kinds.items():
-        mine = table.filter(compute.equal(table["feature"], name))
-        values, ids = mine["value"].combine_chunks(), mine["id"].to_numpy()
-        values = values.cast(pa.int64()) if kind == "integer" else values
-        found[name] = Numbering(name, max(2, int(ids.max(initial=0)) + 1), values, ids)
     return found
 
 
@@ -315,6 +319,5 @@ def encode(batch: Any, schema: Schema, features: tuple[Feature, ...], numberings
 def _encoded(array: Any, numbering: Numbering) -> Column:
     if not is_list(array.type):
         return Column(torch.from_numpy(numbering.ids(array)))
-    offsets = np.zeros(len(array) + 1, dtype=np.int64)
-    np.cumsum(integers(compute.list_value_length(array)), out=offsets[1:])
+    offsets = offsets_of(integers(compute.list_value_length(array)))
     return Column(torch.from_numpy(numbering.ids(compute.list_flatten(array))), torch.from_numpy(offsets))

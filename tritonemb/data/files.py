@@ -3,21 +3,26 @@
 import itertools
 import os
 import re
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from tritonemb.data.protocol import SPLITS, WHOLE, Shard, Split
 from tritonemb.data.schema import SplitRule, listed
-from tritonemb.utils import LazyModule, require
+from tritonemb.utils import LazyModule, require, written_aside
 
+pa: Any = LazyModule("pyarrow")
+parquet: Any = LazyModule("pyarrow.parquet")
 fs: Any = LazyModule("pyarrow.fs")
 
 Format = Literal["text", "parquet", "table"]
 PARQUET = (".parquet", ".pq", ".parq")
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 NEAR = 1 / 16  # of a shard: how far a cut may move to fall between two row groups
+CHECKSUMS, BLOCK_BYTES = b"tritonemb.crc32", 1 << 20  # of Parquet files
 _MAGICS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd", b"BZh": "bzip2", b"PK\3\4": "zip"}
 
 
@@ -161,7 +166,6 @@ def _file_system(uri: str, shown: str) -> tuple[Any, str]:
 
 
 def _recognised(path: Path | str, beginning: bytes) -> tuple[Format, str | None]:
-    """Format and codec, by the name and the first bytes, which have to agree."""
     suffix = Path(path).suffix.lower()
     if suffix in PARQUET:
         return "parquet", None
@@ -176,6 +180,67 @@ def _recognised(path: Path | str, beginning: bytes) -> tuple[Format, str | None]
     if found != codec:
         raise ValueError(f"{path} is not a {codec} file, as its name says; rename it or fetch it again")
     return "text", codec
+
+
+@contextmanager
+def write_parquet(path: Path, schema: Any, compression: str) -> Iterator[Any]:
+    """A `pyarrow.parquet.ParquetWriter` of a file that gets its name when it is whole.
+
+    Its pages have checksums, and so has every byte, in the metadata: after the place of the footer, in 16 hexadecimal
+    digits, the CRC-32 of the footer with zeros for these 8 digits, and of each MiB before it."""
+    with written_aside(path) as part:
+        with parquet.ParquetWriter(part, schema, compression=compression, write_page_checksum=True) as writer:
+            yield writer
+            end = part.stat().st_size
+            with part.open("rb") as file:
+                sums = b"%016x" % end + b"".join(map(_crc32, (b"", *iter(lambda: file.read(BLOCK_BYTES), b""))))
+            writer.add_key_value_metadata({CHECKSUMS: sums})
+        with part.open("r+b") as file:
+            file.seek(end)
+            footer = file.read()
+            file.seek(end)
+            file.write(footer.replace(sums, sums[:16] + _crc32(footer) + sums[24:]))
+
+
+@contextmanager
+def open_parquet(file: LogFile) -> Iterator[tuple[Any, Callable[[int], None]]]:
+    """A `pyarrow.parquet.ParquetFile`, and what verifies all bytes of a row group before its rows are used; of remote
+    files and those of others, pages that have checksums. ValueError if it is damaged, or not what was found."""
+    try:
+        with file.open() as raw:
+            metadata = parquet.read_metadata(raw)
+            verify = None if isinstance(file.path, str) else _verifier(raw, metadata)
+            with parquet.ParquetFile(  # pages are read as they are needed, in place of whole row groups
+                raw, metadata=metadata, buffer_size=1 << 20, pre_buffer=False, page_checksum_verification=verify is None
+            ) as source:
+                yield source, verify or (lambda group: None)
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ValueError(f"{file.path} is not a whole Parquet file ({reason}); write or fetch it again") from error
+
+
+def _verifier(raw: Any, metadata: Any) -> Callable[[int], None] | None:
+    sums, end = (metadata.metadata or {}).get(CHECKSUMS, b""), raw.size() - metadata.serialized_size - 8
+    if not sums.startswith(b"%016x" % end):  # others copy metadata
+        return None
+    if sums[16:24] != _crc32(raw.read_at(raw.size() - end, end).replace(sums, sums[:16] + _crc32(b"") + sums[24:])):
+        raise OSError("its footer does not have the checksum that was written")
+    firsts = (metadata.row_group(group).column(0) for group in range(metadata.num_row_groups))
+    starts = [*(first.dictionary_page_offset or first.data_page_offset for first in firsts), end]
+    verified = set[int]()
+
+    def verify(group: int) -> None:
+        for block in sorted({*range(starts[group] // BLOCK_BYTES, -(-starts[group + 1] // BLOCK_BYTES))} - verified):
+            at = block * BLOCK_BYTES
+            if _crc32(raw.read_at(min(BLOCK_BYTES, end - at), at)) != sums[8 * block + 24 : 8 * block + 32]:
+                raise OSError(f"the bytes from {at:,} on do not have the checksum that was written")
+            verified.add(block)
+
+    return verify
+
+
+def _crc32(content: bytes) -> bytes:
+    return b"%08x" % zlib.crc32(content)
 
 
 @dataclass(frozen=True)

@@ -191,7 +191,6 @@ def rank_position(position: Mapping[str, Any], rank: int, world: int) -> ShardsP
 
 
 def _parsed(position: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-    """Number of shards, and the entries of those that the position has."""
     if not isinstance(position, Mapping):
         raise ValueError(f"{position!r} is not a position")
     if "shares" not in position:  # of a stream of all rows

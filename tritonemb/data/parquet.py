@@ -3,7 +3,6 @@
 import bisect
 import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy as np
 from tritonemb.data import files as cuts
 from tritonemb.data.delimited import Parsed
 from tritonemb.data.encode import decoded, good_rows, is_list, is_text, wrong_values
-from tritonemb.data.files import Chunk, LogFile, Part
+from tritonemb.data.files import Chunk, LogFile, Part, open_parquet
 from tritonemb.data.protocol import Shard, Split
 from tritonemb.data.schema import Schema, SplitRule, check_single, listed, shown, wrong_value
 from tritonemb.utils import LazyModule
@@ -19,29 +18,16 @@ from tritonemb.utils import LazyModule
 pa: Any = LazyModule("pyarrow")
 compute: Any = LazyModule("pyarrow.compute")
 dataset: Any = LazyModule("pyarrow.dataset")
-parquet: Any = LazyModule("pyarrow.parquet")
 
 SLICE_ROWS = 65_536  # at most: large row groups are read in slices
 ROW_BYTES = 256  # that a row is taken to have, to make slices as large as chunks of text
-
-
-@contextmanager
-def opened(file: LogFile) -> Iterator[Any]:
-    """A `pyarrow.parquet.ParquetFile`; ValueError if it is damaged, or not what was found."""
-    try:
-        # Pages are read as they are needed, in place of whole row groups.
-        with file.open() as raw, parquet.ParquetFile(raw, buffer_size=1 << 20, pre_buffer=False) as opened_file:
-            yield opened_file
-    except (pa.ArrowException, OSError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(f"{file.path} is not a whole Parquet file ({reason}); write or fetch it again") from error
 
 
 def head_of(file: LogFile) -> tuple[Any, list[int]]:
     """The columns, a `pyarrow.Schema`, and the rows of each row group."""
     if file.table is not None:
         return file.table.schema, [file.size]
-    with opened(file) as source:
+    with open_parquet(file) as (source, _):
         return source.schema_arrow, _group_rows(source)
 
 
@@ -59,11 +45,13 @@ def parquet_chunks(
             content = file.table.select(columns).slice(row, min(slice_rows, stop - row)).combine_chunks()
             yield Chunk(part, row, row - start, content.to_batches()[0])
         return
-    with opened(file) as source:
+    with open_parquet(file) as (source, verify):
         ends = list(itertools.accumulate(_group_rows(source), initial=0))
         groups = range(bisect.bisect_right(ends, offset) - 1, min(bisect.bisect_left(ends, stop), len(ends) - 1))
         row = ends[groups.start]
         for batch in source.iter_batches(slice_rows, row_groups=groups, columns=list(columns), use_threads=False):
+            for group in range(bisect.bisect_right(ends, row) - 1, bisect.bisect_left(ends, row + batch.num_rows)):
+                verify(group)
             first, last = max(offset - row, 0), min(stop - row, batch.num_rows)
             if first < last:
                 yield Chunk(part, row + first, row + first - start, batch.slice(first, last - first))
@@ -92,7 +80,6 @@ def file_of_frame(frame: Any, name: str) -> LogFile:
 
 
 def _without_views(kind: Any) -> Any:
-    """A type with strings in one buffer."""
     if str(kind) in ("string_view", "binary_view"):
         return pa.large_string() if pa.types.is_string_view(kind) else pa.large_binary()
     if pa.types.is_dictionary(kind):
@@ -247,7 +234,6 @@ def time_mask(rule: SplitRule, split: Split, times: Any, kind: Any) -> Any:
 
 
 def _at_or_after(times: Any, bound: str | None, kind: Any) -> Any:
-    """ValueError if the bound is none of the type of the times."""
     if bound is None:  # false everywhere; pyarrow takes an expression where the times are one
         return compute.and_kleene(compute.is_valid(times), pa.scalar(False))
     try:

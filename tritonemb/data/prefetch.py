@@ -115,7 +115,6 @@ class _Queues:
 
     @property
     def inherited(self) -> bool:
-        """Whether the thread is in the process that this one was forked from."""
         return self._pid != os.getpid()
 
     def stop(self) -> None:

@@ -58,7 +58,6 @@ class ReadReport:
         return cls(values["rows"], values["skipped"], tuple(values["problems"]), reasons)
 
     def __add__(self, other: "ReadReport") -> "ReadReport":
-        """Of the rows of both."""
         if not other.skipped:
             return replace(self, rows=self.rows + other.rows)
         reasons = Counter(dict(self.reasons)) + Counter(dict(other.reasons))
@@ -68,7 +67,6 @@ class ReadReport:
         )
 
     def __str__(self) -> str:
-        """What a person wants to know of the rows that were left out."""
         text = f"{self.rows:,} rows were read, {self.skipped:,} bad ones left out"
         shown = [*(f"{where} ({count:,})" for where, count in self.reasons), *self.problems]
         return "\n  ".join([text, *shown])

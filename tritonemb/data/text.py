@@ -264,7 +264,6 @@ def _read_lines(source: Any, num_bytes: int, quoted: bool) -> bytearray:
 
 
 def _enter(source: Any, start: int, quoted: bool) -> int:
-    """Go to the first line that begins at byte `start` or later, and say where that is."""
     if quoted:
         while (left := start - source.tell()) > 0 and _read_lines(source, min(left, _BLOCK_BYTES), quoted):
             pass

@@ -130,7 +130,6 @@ class _Worker:
         self._answers: Iterator[Any] | None = None
 
     def __iter__(self) -> Iterator[Request]:
-        """The loader's sampler: the same request until another one is made."""
         while True:
             yield self._request
 
@@ -143,7 +142,6 @@ class _Worker:
         return f"data loader worker {self._number}" + (f" (pid {self.pid})" if self.pid else "")
 
     def request(self, shards: Sequence[ShardState], how: Mapping[str, Any]) -> int:
-        """Let the worker read these shards from now on; the serial number of the request."""
         serial = self._request[0] + 1
         self._request = (serial, [replace(shard) for shard in shards], how)
         self.free, self._shared[SERIAL] = False, serial

@@ -16,7 +16,7 @@ from tritonemb.tables.fused_update import FusedGroup
 from tritonemb.tables.lookup import PrefetchedFeatures, features_and_groups
 from tritonemb.tables.optimizer import FusedOptimizer, States
 from tritonemb.tables.table import Table
-from tritonemb.tables.table_set import BoundsCheck, Groups, TableSet
+from tritonemb.tables.table_set import BoundsCheck, Groups, TableSet, check_tables
 from tritonemb.types import TableConfig
 
 
@@ -94,6 +94,7 @@ class TableCollection(FusedModule):
         output_dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        check_tables(tables, optimizer)
         self._check(tables)
         table_set = TableSet(tables, optimizer, device, bounds_check, output_dtype, pooled=self._pooled)
         self.configs, self.cache = table_set.configs, table_set.cache
@@ -217,7 +218,7 @@ class EmbeddingBagCollection(TableCollection):
 
     def _check(self, tables: Sequence[TableConfig]) -> None:
         for table in tables:
-            if isinstance(table, TableConfig) and table.pooling == "none":
+            if table.pooling == "none":
                 raise ValueError(f"table {table.name!r} has pooling 'none'; use EmbeddingCollection for it")
 
     @property

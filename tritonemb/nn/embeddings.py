@@ -4,6 +4,8 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from torch.nn.modules.sparse import Embedding as TorchEmbedding  # whatever is in its place in `torch.nn`
+from torch.nn.modules.sparse import EmbeddingBag as TorchEmbeddingBag
 
 from tritonemb.nn.single_table import SingleTable
 from tritonemb.ops.bag import Bags, drop_padding, kept_counts
@@ -13,7 +15,7 @@ from tritonemb.tables.table import new_weight
 from tritonemb.types import TRAINABLE_DTYPES
 
 
-class EmbeddingBag(SingleTable, torch.nn.EmbeddingBag):
+class EmbeddingBag(SingleTable, TorchEmbeddingBag):
     """Sums, means or maxima of bags of embeddings, with the arguments and the meaning of `torch.nn.EmbeddingBag`.
 
     It is a `torch.nn.EmbeddingBag`: one can stand in the other's place, and loads its `state_dict`. Sums and means, and
@@ -25,7 +27,7 @@ class EmbeddingBag(SingleTable, torch.nn.EmbeddingBag):
         max_norm: rows that a call uses are scaled down to this norm (`norm_type`) first, in place; None for no limit.
         mode: "sum", "mean" or "max".
         sparse: the weight's gradient is a sparse COO tensor.
-        include_last_offset: offsets end with the number of ids.
+        include_last_offset: offsets end with the number of ids; with `padding_idx` a smaller end is read as that.
         padding_idx: an id that has no part in a bag nor in the gradient; from the end if negative.
         optimizer: with one of `tritonemb.optim`, the backward updates the weight exactly, deterministically and in
             place, and `weight.grad` stays None; `sparse` means nothing then.
@@ -51,13 +53,11 @@ class EmbeddingBag(SingleTable, torch.nn.EmbeddingBag):
         dtype: torch.dtype | None = None, optimizer: Optimizer | None = None,
     ) -> None:  # fmt: skip
         weight = new_weight(num_embeddings, embedding_dim, device, dtype) if _weight is None else _weight
-        torch.nn.EmbeddingBag.__init__(
+        TorchEmbeddingBag.__init__(
             self, num_embeddings, embedding_dim, max_norm, norm_type, scale_grad_by_freq, mode, sparse, weight,
             include_last_offset, padding_idx,
         )  # fmt: skip
-        if _weight is None:
-            self.reset_parameters()
-        self._fuse(optimizer)
+        self._begin(optimizer, draw=_weight is None)
 
     @classmethod
     def from_pretrained(
@@ -66,19 +66,19 @@ class EmbeddingBag(SingleTable, torch.nn.EmbeddingBag):
         padding_idx: int | None = None, optimizer: Optimizer | None = None,
     ) -> Self:  # fmt: skip
         """A module around `embeddings` `[num_embeddings, embedding_dim]`; frozen, it is not trained."""
-        module: Any = super().from_pretrained(
+        return super().from_pretrained(  # type: ignore[operator]
             embeddings, freeze, max_norm, norm_type, scale_grad_by_freq, mode, sparse, include_last_offset, padding_idx
-        )
-        module._fuse(optimizer)
-        return module
+        )._begin(optimizer)  # fmt: skip
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """`[B, embedding_dim]`."""
+        if not isinstance(input, Tensor) or input.is_sparse or not (offsets is None or isinstance(offsets, Tensor)):
+            raise TypeError(f"expected dense tensors, got {type(input)}, {type(offsets)}; see torch.tensor, to_dense")
         nested = input.is_nested and input.layout == torch.jagged
         given = [] if nested else [input, offsets, per_sample_weights]
         fits = self._fits(input, offsets, per_sample_weights) and input.device == self.weight.device
         if not fits or not self._is_served(*given):
-            pooled: Tensor = torch.nn.EmbeddingBag.forward(self, input, offsets, per_sample_weights)
+            pooled: Tensor = TorchEmbeddingBag.forward(self, input, offsets, per_sample_weights)
             if not fits and self._optimized is not None and pooled.requires_grad:
                 raise RuntimeError("the fused optimizer has no update for these arguments; te.unfuse the module first")
             return pooled
@@ -110,9 +110,12 @@ class EmbeddingBag(SingleTable, torch.nn.EmbeddingBag):
         if input.dtype not in ID_DTYPES:
             input = input.to(offsets.dtype)
         if self.include_last_offset:
-            end = input.shape[0]
-            if offsets.device.type == "cpu" and not torch.compiler.is_compiling():
-                end = min(end, max(0, int(offsets[-1])))
+            end, readable = input.shape[0], offsets.device.type == "cpu" and not torch.compiler.is_compiling()
+            short = not readable or int(offsets[-1]) < end
+            if short and self.padding_idx is not None:  # as in PyTorch, whose last bag has all that is left then
+                offsets = torch.cat([offsets[:-1], offsets[-1:].clamp(min=end)])
+            elif short and readable:
+                end = max(0, int(offsets[-1]))
         else:
             end = input.shape[0] if offsets.shape[0] else 0
             offsets = torch.cat([offsets, offsets.new_full((1,), end)])
@@ -128,14 +131,14 @@ class EmbeddingBag(SingleTable, torch.nn.EmbeddingBag):
         else:
             fits = input.dim() == 1 and offsets is not None and offsets.dim() == 1
             fits = fits and not (self.include_last_offset and offsets.shape[0] == 0)  # type: ignore[union-attr]
-        if per_sample_weights is not None:
+        if per_sample_weights is not None and fits:
             alike = per_sample_weights.dtype == self.weight.dtype and input.size() == per_sample_weights.size()
-            fits = fits and alike and self.mode == "sum"
+            fits = alike and self.mode == "sum"
         dtype = input.dtype if offsets is None else torch.promote_types(input.dtype, offsets.dtype)
         return fits and self.mode in ("sum", "mean") and dtype in ID_DTYPES
 
 
-class Embedding(SingleTable, torch.nn.Embedding):
+class Embedding(SingleTable, TorchEmbedding):
     """A table's rows by id, with the arguments and the meaning of `torch.nn.Embedding`.
 
     It is a `torch.nn.Embedding`: one can stand in the other's place, and loads its `state_dict`. Its gradients are
@@ -164,13 +167,11 @@ class Embedding(SingleTable, torch.nn.Embedding):
         optimizer: Optimizer | None = None,
     ) -> None:  # fmt: skip
         weight = new_weight(num_embeddings, embedding_dim, device, dtype) if _weight is None else _weight
-        torch.nn.Embedding.__init__(
+        TorchEmbedding.__init__(
             self, num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse, weight,
             _freeze,
         )  # fmt: skip
-        if _weight is None:
-            self.reset_parameters()
-        self._fuse(optimizer)
+        self._begin(optimizer, draw=_weight is None)
 
     @classmethod
     def from_pretrained(
@@ -179,16 +180,14 @@ class Embedding(SingleTable, torch.nn.Embedding):
         optimizer: Optimizer | None = None,
     ) -> Self:  # fmt: skip
         """A module around `embeddings` `[num_embeddings, embedding_dim]`; frozen, it is not trained."""
-        module: Self = super().from_pretrained(
+        return super().from_pretrained(
             embeddings, freeze, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse
-        )
-        module._fuse(optimizer)
-        return module
+        )._begin(optimizer)  # fmt: skip
 
     def forward(self, input: Tensor) -> Tensor:
         """`[*, embedding_dim]`."""
-        if not isinstance(input, Tensor) or not self._is_served(input):
-            return torch.nn.Embedding.forward(self, input)
+        if not isinstance(input, Tensor) or input.is_sparse or not self._is_served(input):
+            return TorchEmbedding.forward(self, input)
         if input.dtype not in ID_DTYPES:
             raise RuntimeError(f"input must be int32 or int64, got {input.dtype}")
         values = input.reshape(-1)

@@ -15,12 +15,12 @@ from tritonemb.tables.fused_update import FusedGroup
 from tritonemb.tables.optimizer import FusedOptimizer, check_optimizer
 
 _OURS: dict[type[nn.Module], type[SingleTable]] = {
-    nn.EmbeddingBag: EmbeddingBag,
-    nn.Embedding: Embedding,
+    nn.modules.sparse.EmbeddingBag: EmbeddingBag,  # of `nn` others may have been put in their place
+    nn.modules.sparse.Embedding: Embedding,
     EmbeddingBag: EmbeddingBag,
     Embedding: Embedding,
 }
-EMBEDDINGS = (nn.EmbeddingBag, nn.Embedding)
+EMBEDDINGS = (nn.modules.sparse.EmbeddingBag, nn.modules.sparse.Embedding)
 UpdateTime = Literal["backward", "step"]
 Dense = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -84,6 +84,7 @@ def fuse(model: nn.Module, optimizer: Optimizer | None = None, *, by_step: bool 
         table: Any = module
         table.__dict__["_fused_from"] = type(module)
         table.__class__ = _OURS[type(module)]
+        table._begin()
         if group is not None:
             table._join(group, path or "weight", owners.get(table.weight))
             owners.setdefault(table.weight, table)
@@ -198,8 +199,7 @@ class ModelOptimizer(torch.optim.Optimizer):
         self._made = True
         self._link()
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError("a fused optimizer cannot be copied or pickled; save its state_dict(), and fuse the copy anew")
+    __getstate__ = FusedOptimizer.__getstate__
 
     def _dense_groups(self) -> list[dict[str, Any]]:
         return [] if self.dense is None else self.dense.param_groups
@@ -215,7 +215,7 @@ class ModelOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the dense parameters, and the tables if the backward has not. Returns the closure's result.
 
-        ValueError from a `GradScaler`.
+        Warns as `FusedOptimizer.step` does. ValueError from a `GradScaler`.
         """
         scaled = [self.__dict__.pop(name, None) for name in ("grad_scale", "found_inf")]
         if any(value is not None for value in scaled):
@@ -298,7 +298,7 @@ def fused(
     """
     if update not in get_args(UpdateTime):
         raise ValueError(f"update must be one of {get_args(UpdateTime)}, got {update!r}")
-    make = _counterpart(tables) if dense is None else dense
+    make = _counterpart(check_optimizer(tables)) if dense is None else dense
     report = fuse(model, tables, by_step=update == "step")
     if report.optimizer is None:
         raise ValueError(f"the model has no embedding that can be fused:\n{report}")
@@ -310,7 +310,6 @@ def fused(
 
 
 def _counterpart(spec: Optimizer) -> Dense:
-    """`torch.optim`'s optimizer of the same formula, element by element."""
     kind, decay, decoupled = type(spec), spec.weight_decay, spec.weight_decay_mode == "decoupled"
     common: dict[str, Any] = {"lr": spec.lr, "weight_decay": decay}
     plain = spec.max_gradient is None and spec.max_norm is None

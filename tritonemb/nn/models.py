@@ -141,8 +141,8 @@ class CrossNetwork(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         crossed = inputs
         for down, up in zip(self.down, self.up, strict=True):
-            # No subclass of a linear layer: it may compute something else.
-            if type(up) is nn.Linear and is_cross_fused(inputs, up.weight):
+            # No subclass of a linear layer, nor what was put in its place: it may compute something else.
+            if type(up) is torch.nn.modules.linear.Linear and is_cross_fused(inputs, up.weight):
                 crossed = cross(inputs, nn.functional.linear(down(crossed), up.weight), up.bias, crossed)
             else:
                 crossed = inputs * up(down(crossed)) + crossed

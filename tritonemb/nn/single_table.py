@@ -75,9 +75,15 @@ class SingleTable(FusedModule):
     def _owner(self) -> Self:
         return self._state_owner[0] if self._state_owner else self
 
-    def _fuse(self, optimizer: Optimizer | None) -> None:
+    def _begin(self, optimizer: Optimizer | None = None, draw: bool = False) -> Self:
+        # NumPy's integers are tensors to a tracer, and break its graph.
+        sizes = {name: vars(self)[name] for name in ("num_embeddings", "embedding_dim", "padding_idx")}
+        vars(self).update({name: size.__index__() for name, size in sizes.items() if size is not None})
+        if draw:
+            self.reset_parameters()
         if optimizer is not None:
             self._join(FusedGroup(check_optimizer(optimizer)), persistent=True)
+        return self
 
     def _join(
         self, group: FusedGroup, name: str = "weight", owner: Self | None = None, persistent: bool = False
@@ -185,8 +191,7 @@ _look_up_untraced = _disable_dynamo(ops.bag_fused)  # with `update="step"` gradi
 
 
 @_disable_dynamo
-def _renormalise_untraced(*args: Any) -> None:
-    """Of rows that a backward of the same graph updates."""
+def _renormalise_untraced(*args: Any) -> None:  # rows that a backward of the same graph updates
     torch.embedding_renorm_(*args)
 
 

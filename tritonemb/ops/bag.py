@@ -240,7 +240,7 @@ def look_up(
             [weight], values, offsets, sample_weights, layout, checked, dtype
         )
     except (ValueError, IndexError) as error:
-        raise explained(error, values, weight.shape[0], pooled) from None
+        raise explained(error, values if checked else values[:0], weight.shape[0], pooled) from None  # [:0]: padding
 
 
 def explained(error: Exception, values: Tensor, num_rows: int, pooled: bool) -> Exception:

@@ -221,9 +221,6 @@ class Accumulator:
             self.take()
             _accumulated_rates.difference_update(rates)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Accumulator:
-        return Accumulator(self._always_open)
-
     def __reduce__(self) -> tuple[type[Accumulator], tuple[bool]]:
         return Accumulator, (self._always_open,)
 

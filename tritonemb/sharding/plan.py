@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tritonemb.types import TableConfig
+from tritonemb.utils import read_sealed, sealed
 
 Ranks = Sequence[int]
 COLUMNS_ROUNDED_TOGETHER = 8  # of a 16-bit row: one random counter rounds them
@@ -48,7 +49,6 @@ class Sharding:
         return found
 
     def _owners(self, table: TableConfig, world_size: int, local_world_size: int) -> list[Sequence[int]]:
-        """For each block of columns, the ranks that have its rows."""
         raise NotImplementedError
 
     def _column_blocks(self, table: TableConfig, blocks: int) -> list[tuple[int, int]]:
@@ -197,7 +197,6 @@ def _nodes(
 
 
 def _cut_at(table: TableConfig) -> int:
-    """What first columns are multiples of."""
     return 1 if table.dtype.itemsize == 4 else COLUMNS_ROUNDED_TOGETHER
 
 
@@ -254,11 +253,11 @@ class ShardingPlan:
 
     def to_json(self) -> str:
         """As text that `from_json` reads."""
-        lines = []
-        for name, sharding in self.tables.items():
-            given = {key: value for key, value in vars(sharding).items() if value is not None}
-            lines.append(f"    {json.dumps(name)}: {json.dumps({'type': _NAMES[type(sharding)], **given})}")
-        tables = ",\n".join(lines)
+        given = {
+            name: {"type": _NAMES[type(each)]} | {key: value for key, value in vars(each).items() if value is not None}
+            for name, each in self.tables.items()
+        }
+        tables = ",\n".join(f"    {json.dumps(name)}: {json.dumps(values)}" for name, values in given.items())
         return (
             f'{{\n  "format": {FORMAT},\n  "world_size": {self.world_size},\n'
             f'  "local_world_size": {self.local_world_size},\n  "tables": {{\n{tables}\n  }}\n}}\n'
@@ -275,9 +274,9 @@ class ShardingPlan:
             values = json.loads(text)
         except ValueError as error:
             raise ValueError(f"a sharding plan must be JSON: {error}") from error
-        expected = {"format", "world_size", "local_world_size", "tables"}
+        expected = {"format", "world_size", "local_world_size", "tables", "sha256"}
         if not isinstance(values, dict) or not isinstance(values.get("tables"), dict) or not set(values) <= expected:
-            raise ValueError(f"a sharding plan is an object with the fields {sorted(expected)}")
+            raise ValueError(f"a sharding plan is an object with the fields {sorted(expected - {'sha256'})}")
         if values.get("format", FORMAT) != FORMAT:
             raise ValueError(f"this version reads sharding plans of format {FORMAT}, got {values['format']!r}")
         sizes = {name: values[name] for name in ("world_size", "local_world_size") if name in values}
@@ -289,14 +288,15 @@ class ShardingPlan:
         return cls({name: _sharding(name, value) for name, value in values["tables"].items()}, **sizes)
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON."""
-        Path(path).write_text(self.to_json())
+        """Write it as JSON, with a digest."""
+        Path(path).write_text(sealed(self.to_json()))
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
         """Read it from JSON; errors name the file."""
+        content = read_sealed(Path(path))
         try:
-            return cls.from_json(Path(path).read_text())
+            return cls.from_json(content.decode())
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
 

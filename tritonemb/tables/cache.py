@@ -204,7 +204,6 @@ class RowCache:
                 raise
 
     def _unpin_released(self, before: int | None = None) -> None:
-        """Unpin released slots, up to a sequence number if given."""
         while self._releases and (before is None or self._releases[0].number < before):
             released = self._releases.popleft()
             for event in released.events:
@@ -304,7 +303,6 @@ class RowCache:
             self._transfer.write(table, rows, slots)
 
     def _start_read(self, index: int, rows: Tensor, slots: Tensor) -> Callable[[], None]:
-        """Start to read rows of a table, ascending, into slots; the result waits for them."""
         table = self.tables[index]
         assert table is not None
         self._counts[READ, index] += rows.numel() * table.record.num_bytes

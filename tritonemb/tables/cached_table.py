@@ -250,7 +250,6 @@ class CachedTable(Table):
                 yield f"size mismatch for {prefix}{field.name}: expected {shape}, got {tuple(value.shape)}"
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """Refuse to move or cast it: neither its store nor its slots can."""
         probe = fn(torch.empty(0, dtype=self.weight.dtype, device=self.weight.device))
         if (probe.device, probe.dtype) != (self.weight.device, self.weight.dtype):
             raise RuntimeError(
@@ -260,14 +259,11 @@ class CachedTable(Table):
             )
         return self
 
-    def __deepcopy__(self, memo: dict[int, object]) -> NoReturn:
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
             f"table {self.config.name!r} is placed on {self.config.placement!r} and cannot be copied as an object; "
             "make another module, and load this one's state_dict"
         )
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        self.__deepcopy__({})
 
 
 def write_back(tables: Iterable[CachedTable]) -> None:

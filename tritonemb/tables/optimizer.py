@@ -1,5 +1,6 @@
 """A fused optimizer in the shape of `torch.optim.Optimizer`, for schedulers and training frameworks."""
 
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import asdict
@@ -85,6 +86,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Does nothing if the backward has updated the tables, else updates them. Returns the closure's result.
 
+        Warns if several backward passes since the last step have each updated the tables; compiled ones are not seen.
         RuntimeError if a table has an ordinary gradient too, from a use other than a lookup.
         """
         result = None
@@ -99,6 +101,12 @@ class FusedOptimizer(torch.optim.Optimizer):
                 )
         if self._deferred is not None:
             self._deferred.apply()
+        several, self._tables.updates = self._tables.updates > 1, 0
+        if several:
+            message = (
+                'several backward passes since step() have each updated the tables; use accumulate() or update="step"'
+            )
+            warnings.warn(message, stacklevel=1)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -152,10 +160,11 @@ class OptimizedTables:
         current_learning_rate: what was last set; updates read a tensor.
         accumulator: gradients that are not applied yet.
         by_step: gradients are applied by `apply`, instead of when their backward pass ends.
+        updates: by backward passes, since a `FusedOptimizer`'s last step.
     """
 
     def __init__(self, optimizer: Optimizer | None, by_step: bool = False) -> None:
-        self.optimizer, self.by_step = optimizer, by_step
+        self.optimizer, self.by_step, self.updates = optimizer, by_step, 0
         hyperparameters = Hyperparameters() if optimizer is None else optimizer.hyperparameters
         self.constants = ",".join(map(repr, hyperparameters))
         self.current_learning_rate = 0.0 if optimizer is None else optimizer.lr

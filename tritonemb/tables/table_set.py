@@ -1,6 +1,6 @@
 """`TableSet`: tables, their layout over a batch, their lookup and their fused update."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, get_args
@@ -84,7 +84,6 @@ class TableSet(OptimizedTables):
         device: torch.device | str | None = None, bounds_check: BoundsCheck = "raise",
         output_dtype: torch.dtype | None = None, *, pooled: bool, update: LocalUpdate | None = None,
     ) -> None:  # fmt: skip
-        _check_tables(tables, optimizer)
         if bounds_check not in get_args(BoundsCheck):
             raise ValueError(f"bounds_check must be one of {get_args(BoundsCheck)}, got {bounds_check!r}")
         super().__init__(optimizer)
@@ -314,7 +313,6 @@ class TableSet(OptimizedTables):
 
 
 def _make_cache(tables: Sequence[Table]) -> RowCache | None:
-    """The cache of a collection's tables, or None if all are on the device, or on the meta device."""
     cached = [table.config for table in tables if isinstance(table, CachedTable) and table.has_store]
     if not cached:
         return None
@@ -327,7 +325,10 @@ def _make_cache(tables: Sequence[Table]) -> RowCache | None:
     return RowCache(tables, cached[0].cache.policy)
 
 
-def _check_tables(tables: Sequence[TableConfig], optimizer: object) -> None:
+def check_tables(tables: Sequence[TableConfig], optimizer: object) -> None:
+    """Raise TypeError or ValueError for what is no list of tables, or of some that do not go together."""
+    if not isinstance(tables, Iterable):
+        raise TypeError(f"tables must be a list of TableConfig, got {tables!r}")
     if optimizer is not None:
         check_optimizer(optimizer)
     if not tables:

@@ -5,13 +5,13 @@ import os
 import shutil
 import warnings
 import zlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from tritonemb.storage import copy_rows, digest
+from tritonemb.utils import read_sealed
 
 FORMAT = 1
 MANIFEST = "trainer.json"
@@ -23,16 +23,15 @@ def ignore_single_process_warning() -> None:
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
-def read_manifest_text(path: Path) -> tuple[str, dict[str, Any]]:
+def read_manifest_text(path: Path) -> tuple[bytes, dict[str, Any]]:
     """A checkpoint's manifest, as text and parsed; FileNotFoundError or ValueError, see `read_manifest`."""
     if not (path / MANIFEST).is_file():
         raise FileNotFoundError(f"{path} is not a checkpoint: it has no {MANIFEST}")
+    text = read_sealed(path / MANIFEST)
     try:
-        text = (path / MANIFEST).read_text()
         manifest = json.loads(text)
-        files, found = dict(manifest["files"]), manifest["format"]
-        _check_tables(manifest.get("tables", {}), files)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        _, found = dict(manifest["files"]), manifest["format"]
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path / MANIFEST} is damaged ({error!r}); use another checkpoint") from error
     if found != FORMAT:
         raise ValueError(
@@ -40,16 +39,6 @@ def read_manifest_text(path: Path) -> tuple[str, dict[str, Any]]:
             f"tritonemb {manifest.get('versions', {}).get('tritonemb', 'of an unknown version')}"
         )
     return text, manifest
-
-
-def _check_tables(tables: Mapping[str, Any], files: Mapping[str, Any]) -> None:
-    for entry in tables.values():
-        for part in entry["parts"]:
-            _, _, _, _ = part["table"], part["snapshot"], float(part["bound"]), files[part["files"][0]]
-            for first, count in (part["rows"], part["columns"], *(files[name] for name in part["files"])):
-                _, _ = int(first), int(count)
-        for dtype, size in entry["fields"].values():
-            _, _ = getattr(torch, dtype), torch.Size(size)
 
 
 def size_of(path: Path) -> int | None:

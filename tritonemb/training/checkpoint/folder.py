@@ -8,6 +8,7 @@ and sizes and checksums of the files.
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -33,6 +34,7 @@ from tritonemb.training.checkpoint.files import (
 )
 from tritonemb.training.checkpoint.writer import CheckpointWriter, RankFiles
 from tritonemb.training.ranks import CheckpointError, on_all_ranks, on_rank_zero
+from tritonemb.utils import sealed
 
 # A half-written checkpoint; a whole one that a new one of the same name is to replace; a half-removed one.
 WRITING, REPLACED, DROPPED = ".writing-", ".replaced-", ".dropped-"
@@ -127,7 +129,7 @@ class CheckpointFolder:
                     )
             tables = {"tables": written.tables} if written.tables else {}
             entries = {"format": FORMAT, **json.loads(writer.manifest), **tables, "files": written.files}
-            write(aside / MANIFEST, json.dumps(entries, indent=1))
+            write(aside / MANIFEST, sealed(json.dumps(entries, indent=1)))
             self._publish(aside, self.folder / f"step-{step}", self._obsolete(step))
             if best:
                 self._mark_best(step)
@@ -167,7 +169,6 @@ class CheckpointFolder:
         self._publish(aside, self.folder / f"best-{step}", others)
 
     def _earlier(self, step: int) -> list[tuple[Path, Mapping[str, Any]]]:
-        """Earlier checkpoints and their manifests, newest first, if changes of tables on disk may follow them."""
         found: list[tuple[Path, Mapping[str, Any]]] = []
         for path in [self.path(number) for number in reversed(self.steps()) if number < step and self.incremental]:
             with suppress(ValueError):  # nothing follows a damaged one
@@ -186,9 +187,12 @@ class CheckpointFolder:
     def _numbers(self, kind: str) -> list[int]:
         if not self.folder.is_dir():
             return []
-        names = {entry.name.removeprefix(REPLACED) for entry in self.folder.iterdir()}
-        parts = [name.partition("-") for name in names if (self._path(name) / MANIFEST).is_file()]
-        return sorted(int(number) for name, _, number in parts if name == kind and number.isdecimal())
+        parts = {entry.name.removeprefix(REPLACED).partition("-") for entry in self.folder.iterdir()}
+        paths = {int(n): self._path(f"{name}-{n}") for name, _, n in parts if name == kind and n.isdecimal()}
+        whole = sorted(number for number, path in paths.items() if (path / MANIFEST).is_file())
+        for path in (path for number, path in paths.items() if number not in whole and path.is_dir()):
+            warnings.warn(f"{path} is passed over: a checkpoint without its {MANIFEST} cannot be read", stacklevel=2)
+        return whole
 
     def _path(self, name: str) -> Path:
         """Where the checkpoint of this name is, or would be. Whoever reads it changes nothing here."""
@@ -215,7 +219,6 @@ class CheckpointFolder:
             shutil.rmtree(self.folder / f"{DROPPED}{path.name}")
 
     def _remove_leftovers(self) -> None:
-        """Of a process that was killed; only for who writes checkpoints here."""
         self._restore_replaced()
         for entry in [*self.folder.glob(f"{WRITING}*"), *self.folder.glob(f"{DROPPED}*")]:
             shutil.rmtree(entry)

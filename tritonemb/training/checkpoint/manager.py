@@ -206,7 +206,6 @@ class CheckpointManager:
             checkpoints.mark_best(step)
 
     def _run(self) -> dict[str, Any]:
-        """What must be the same for a bitwise identical run."""
         state, optimizer = self._state, self._state.step.dense_optimizer
         return {
             "data": state.data.name,

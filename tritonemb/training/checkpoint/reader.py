@@ -4,6 +4,7 @@ Rows of saved tables are read a piece at a time: out of a table's files or tenso
 """
 
 import tempfile
+import warnings
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -43,21 +44,23 @@ def read_manifest(path: str | Path, group: RankGroup | None = None) -> dict[str,
 
     Raises:
         FileNotFoundError, ValueError: there is none, it is damaged, or it is of a format that this version cannot read;
-            on every rank.
+            on every rank. One without a digest is a warning.
     """
     path, group = Path(path), RankGroup() if group is None else group
     found: dict[str, Any] = {}
 
     def read() -> int:
-        found["text"], found["manifest"] = read_manifest_text(path)
-        return zlib.crc32(found["text"].encode())
+        text, manifest = read_manifest_text(path)
+        found.update(manifest)
+        return zlib.crc32(text)
 
     if len(set(on_all_ranks(group, read))) > 1:
         raise ValueError(f"the ranks find different checkpoints at {path}; it must be on a file system that they share")
-    manifest: dict[str, Any] = found["manifest"]
-    files = sorted(manifest["files"].items(), key=lambda entry: -entry[1][0])  # large and small ones for each rank
+    if group.rank == 0 and "sha256" not in found:
+        warnings.warn(f"{path / MANIFEST} has no digest, as of old versions: not all damage is found", stacklevel=2)
+    files = sorted(found["files"].items(), key=lambda entry: -entry[1][0])  # large and small ones for each rank
     on_all_ranks(group, lambda: _check_files(path, dict(files[group.rank :: group.size])))
-    return manifest
+    return found
 
 
 def stored_tensors(path: str | Path, group: RankGroup | None = None) -> dict[str, TensorStorageMetadata]:
@@ -156,7 +159,6 @@ def _check_files(path: Path, files: Mapping[str, Any]) -> None:
 def _differences(
     stored: Mapping[str, TensorStorageMetadata], every: list[dict[str, str]], ignore: tuple[str, ...]
 ) -> list[str]:
-    """Between a checkpoint and what the ranks have, each named by its shape and dtype."""
     problems = []
     wanted: dict[str, dict[str, int]] = {}  # name: what it is: the first rank that says so
     for rank, own in enumerate(every):
@@ -186,7 +188,7 @@ def read_files(path: Path, entry: Mapping[str, Any], table: CachedTable) -> Disk
             base, *changes = [path / name for name in part["files"]]
             return table.restore_store(base, changes)
     config, parts = table.config, _parts_of(path, entry)
-    seeds = {part.seed for part in parts}
+    seeds = {int(snapshot_header(path / part["files"][0])["seed"]) for part in entry["parts"]}
     sparse = len(seeds) == 1 and {part.bound for part in parts} == {config.bound}
     first, last = config.row_origin, config.row_origin + config.num_embeddings
     blocks = chain.from_iterable(part.blocks(first, last, sparse) for part in parts)
@@ -238,7 +240,6 @@ def _fill_tensors(parts: Sequence["_TablePart"], targets: Mapping[str, Tensor]) 
 
 
 def _copy_columns(target: Tensor, first: int, values: Tensor, first_value: int) -> None:
-    """Copy the columns that both have, which begin at these columns of the whole."""
     if target.dim() == 1:
         target.copy_(values)
         return
@@ -248,7 +249,6 @@ def _copy_columns(target: Tensor, first: int, values: Tensor, first_value: int) 
 
 
 def _parts_of(path: Path, entry: Mapping[str, Any]) -> "list[_TablePart]":
-    """The parts of a table, of this entry of the manifest; ValueError if they do not make it up."""
     parts = [_TablePart(path, part) for part in entry["parts"]]
     try:
         refuse_gaps(torch.Size(entry["fields"]["weight"][1]), [part.rectangle for part in parts])
@@ -258,19 +258,11 @@ def _parts_of(path: Path, entry: Mapping[str, Any]) -> "list[_TablePart]":
 
 
 class _TablePart:
-    """The files of a part of a table."""
-
     def __init__(self, path: Path, entry: Mapping[str, Any]) -> None:
         self._table, self._files = entry["table"], [path / name for name in entry["files"]]
         self.rectangle, self.bound = Rectangle(*entry["rows"], *entry["columns"]), entry["bound"]
 
-    @property
-    def seed(self) -> int:
-        """Of the initial values of rows that were never written."""
-        return int(snapshot_header(self._files[0])["seed"])
-
     def blocks(self, first: int, last: int, only_written: bool = False) -> Iterator[_Block]:
-        """The rows from `first` to `last` - 1 of the whole table, as far as they are here."""
         row, num_rows, column, _ = self.rectangle
         first, last = max(0, first - row), min(num_rows, last - row)
         if first >= last:
@@ -306,7 +298,6 @@ class _TablePart:
 
 
 def _chunks(ranges: Iterable[tuple[int, int]], step: int) -> Iterator[Tensor]:
-    """The rows of ranges, at most `step` at a time; there are many short ranges where few rows were written."""
     parts: list[Tensor] = []
     room = step
     for begin, end in ranges:

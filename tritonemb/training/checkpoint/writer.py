@@ -178,8 +178,6 @@ def split_tables(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict
 
 
 class _Snapshot(NamedTuple):
-    """A part of a table that is being written."""
-
     prefixes: list[str]  # of the names of weight and states, one for each path to the table in the model
     config: TableConfig
     linked: dict[str, list[int]]  # size and checksum of the files that changes follow, which are in the folder already
@@ -280,7 +278,6 @@ def _store(table: CachedTable) -> DiskRows:
 def _link_chain(
     folder: Path, prefix: str, store: DiskRows, snapshot: str | None, earlier: Earlier
 ) -> dict[str, list[int]]:
-    """Link the files of this snapshot of a table into a folder; none if a whole one is better."""
     for source, manifest in earlier:
         for part in manifest.get("tables", {}).get(prefix, {"parts": []})["parts"]:
             if part["snapshot"] == snapshot:
@@ -298,7 +295,6 @@ def _pays(source: Path, files: Mapping[str, list[int]], store: DiskRows) -> bool
 
 
 def _link(source: Path, folder: Path, names: Mapping[str, Any]) -> bool:
-    """Whether the file system made hard links of all files; else none is left."""
     try:
         for name in names:
             (folder / name).hardlink_to(source / name)

@@ -1,0 +1,130 @@
+"""One changed bit in a file of ours that is read back: an error that names the file, or the same content."""
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("pyarrow")
+from pyarrow import parquet
+
+from tests.data.logs import options, random_lines, write
+from tritonemb.data import ClickLog, build_vocabulary, cached_as_parquet, convert, load_vocabulary
+from tritonemb.data.encode import METADATA
+from tritonemb.data.files import BLOCK_BYTES, CHECKSUMS
+from tritonemb.sharding import ColumnWise, RowWise, ShardingPlan
+from tritonemb.training.checkpoint import MANIFEST, CheckpointFolder, read_manifest
+
+File = tuple[Path, Callable[[], Any]]  # and what reads it
+
+
+def manifest(folder: Path) -> File:
+    progress = {"step": 7, "position": {"of": 12345, "part": 0, "skip": 10, "rows": 640}}
+    checkpoints = CheckpointFolder(folder)
+    checkpoints.save(7, {"model.a": torch.ones(3)}, {"progress": progress, "config": {"name": "é"}})
+    return checkpoints.path(7) / MANIFEST, lambda: read_manifest(checkpoints.path(7))
+
+
+def plan(folder: Path) -> File:
+    path = folder / "plan.json"
+    ShardingPlan({"user": RowWise(), "item": ColumnWise([1, 0], [8, 24])}, 2).save(path)
+    return path, lambda: ShardingPlan.load(path)
+
+
+def rows(log: ClickLog) -> list[Any]:
+    """Of all splits."""
+    return [
+        [value.tolist() for value in (batch.dense, batch.labels, batch.sparse.values(), batch.sparse.offsets())]
+        for split in log.splits()
+        for batch in log.open(split, 64)
+    ]
+
+
+def log(folder: Path, compression: str = "zstd", num_rows: int = 300) -> File:
+    path = folder / "log.parquet"
+    convert(write(folder, random_lines(num_rows)), path, row_group_rows=num_rows // 3, compression=compression)
+    return path, lambda: rows(ClickLog(path, options()))
+
+
+def plain_log(folder: Path) -> File:
+    return log(folder, "none")
+
+
+def long_log(folder: Path) -> File:
+    """Of several blocks of bytes that have a checksum each."""
+    return log(folder, "none", num_rows=12_000)
+
+
+def cache(folder: Path) -> File:
+    text = ClickLog(write(folder, random_lines(40)), options())
+    cached_as_parquet(text, folder / "cache")
+    (path,) = (folder / "cache").glob("*/log.json")
+    return path, lambda: rows(cached_as_parquet(text, folder / "cache"))
+
+
+def vocabulary(folder: Path) -> File:
+    path, text = folder / "words.parquet", ClickLog(write(folder, random_lines(300)), options())
+    build_vocabulary(text, path)
+
+    def read() -> Any:
+        found = load_vocabulary(path)
+        return {name: (each.num_embeddings, each.ids(each._values).tolist()) for name, each in found.items()}
+
+    return path, read
+
+
+FILES = [manifest, plan, vocabulary, log, plain_log, cache]
+
+
+def check_flips(make: Callable[[Path], File], folder: Path, flips: int) -> None:
+    path, read = make(folder)
+    content, expected = path.read_bytes(), read()
+    assert make is not long_log or len(content) > 2 * BLOCK_BYTES
+    for bit in random.Random(0).sample(range(8 * len(content)), flips):
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        try:
+            found, problem = read(), ""
+        except (OSError, ValueError) as error:
+            found, problem = expected, str(error)
+        assert found == expected, f"bit {bit}"
+        assert not problem or path.name in problem, f"bit {bit}: {problem}"
+
+
+@pytest.mark.parametrize("make", [vocabulary, log])
+def test_files_of_others_are_read_though_they_have_no_checksums_or_copy_those_of_ours(tmp_path, make):
+    path, read = make(tmp_path)
+    expected, table, stored = read(), parquet.read_table(path), parquet.read_metadata(path).metadata
+    for copied in ((METADATA,), (METADATA, CHECKSUMS)):
+        kept = table.replace_schema_metadata({name: stored[name] for name in copied if name in stored})
+        parquet.write_table(kept, path, row_group_size=50)
+        assert read() == expected
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_page_checksums_of_others_and_of_remote_files_are_verified(tmp_path, remote):
+    path, _ = plain_log(tmp_path)
+    if not remote:
+        parquet.write_table(parquet.read_table(path), path, compression="none", write_page_checksum=True)
+    column = parquet.read_metadata(path).row_group(0).column(0)
+    content = bytearray(path.read_bytes())
+    last = (column.dictionary_page_offset or column.data_page_offset) + column.total_compressed_size - 1
+    content[last] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=r"log\.parquet is not a whole Parquet file \(.*CRC"):
+        rows(ClickLog(f"file://{path}" if remote else path, options()))
+
+
+@pytest.mark.parametrize("make", FILES)
+def test_a_flipped_bit_is_named_or_changes_nothing(tmp_path, make):
+    check_flips(make, tmp_path, flips=10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [*FILES, long_log])
+def test_any_flipped_bit_is_named_or_changes_nothing(tmp_path, make):
+    check_flips(make, tmp_path, flips=400)
