@@ -11,12 +11,7 @@ from hypothesis import strategies as st
 pytest.importorskip("tomli_w")
 
 from tritonemb.data.schema import SplitRule
-from tritonemb.training.config import from_plain, load_toml, plain, to_toml
-
-
-def read_toml(path, base):
-    """As the command does."""
-    return from_plain(load_toml(path), base, str(path))
+from tritonemb.training.config import from_plain, plain, read_toml, to_toml
 
 
 @dataclass(frozen=True)

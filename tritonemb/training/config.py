@@ -294,8 +294,16 @@ def to_toml(config: Any) -> str:
     return str(require("tomli_w").dumps(plain(config)))
 
 
+def read_toml(path: str | Path, base: Config) -> Config:
+    """`base` with the values of a TOML file in place of its own.
+
+    Raises FileNotFoundError, ValueError: no file, or not valid TOML; an unknown key; a value of a wrong type or range.
+    """
+    return from_plain(load_toml(path), base, str(path))
+
+
 def load_toml(path: str | Path) -> dict[str, Any]:
-    """The contents of a TOML file; FileNotFoundError, ValueError: there is none, or it is not valid TOML."""
+    """The contents of a TOML file; raises as `read_toml`."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; expected a configuration in TOML")
@@ -306,10 +314,7 @@ def load_toml(path: str | Path) -> dict[str, Any]:
 
 
 def from_plain(values: dict[str, Any], base: Config, where: str, section: str = "") -> Config:
-    """`base` with these values in place of its own; `where` and `section` name their source in errors.
-
-    ValueError: an unknown key; a value of a wrong type or range.
-    """
+    """`base` with these values in place of its own; `where` and `section` name their source in errors."""
     hints, changed = get_type_hints(type(base)), {}
     known = sorted(each.name for each in fields(base))  # type: ignore[arg-type]
     for key, value in values.items():
