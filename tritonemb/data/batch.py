@@ -53,8 +53,7 @@ class Batch:
     def _map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
         if self.buffer is not None:
             return self.layout.batch(function(self.buffer))
-        mapped: Batch = pytree.tree_map_only(Tensor, function, self)
-        return mapped
+        return pytree.tree_map_only(Tensor, function, self)
 
     def packed(self) -> "Batch":
         """The same batch in one buffer; this one if it has one. ValueError if ids have weights, or numbers another type

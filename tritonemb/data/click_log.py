@@ -288,8 +288,7 @@ class ClickLog(Tables):
             return _drawn(rule, split, part.file, self._source.rows_before(part) + chunk.line + rows)
         if self._kind == "time":
             times = chunk.content.column(rule.time_column)
-            mask: Array = time_mask(rule, split, times, times.type).to_numpy(zero_copy_only=False)[rows]
-            return mask
+            return time_mask(rule, split, times, times.type).to_numpy(zero_copy_only=False)[rows]
         return np.ones(len(rows), dtype=bool)
 
     def _parts_of(self, split: Split) -> tuple[Part, ...]:

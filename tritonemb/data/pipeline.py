@@ -113,8 +113,7 @@ def shuffle_buffers(
 def permutation(num_rows: int, *seeds: int) -> Array:
     """The order of some rows that these numbers decide, the same on every machine."""
     state = np.random.SeedSequence(seeds).generate_state(1, np.uint64)[0]
-    order: Array = torch.randperm(num_rows, generator=torch.Generator().manual_seed(int(state))).numpy()
-    return order
+    return torch.randperm(num_rows, generator=torch.Generator().manual_seed(int(state))).numpy()
 
 
 @dataclass

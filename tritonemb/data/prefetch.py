@@ -72,8 +72,7 @@ class Prefetcher(Iterator[T]):
                 self._thread.join()
             raise end
         self.widen()
-        made: T = item
-        return made
+        return item
 
     def widen(self) -> None:
         """One item more may be made beyond those taken, from now on."""

@@ -134,13 +134,11 @@ class RemoteData(Tables):
 
     def num_rows(self, split: Split) -> int | None:
         """Rows of a split; None where the host does not know that before it has read them."""
-        rows: int | None = self._client(0).call("rows", {"split": split})["rows"]
-        return rows
+        return self._client(0).call("rows", {"split": split})["rows"]
 
     def estimated_rows(self, split: Split) -> int | None:
         """About how many rows a split has; None where that is not known."""
-        rows: int | None = self._client(0).call("rows", {"split": split})["estimated"]
-        return rows
+        return self._client(0).call("rows", {"split": split})["estimated"]
 
     def open(self, split: Split, batch_size: int, **how: Any) -> Stream:
         """See `tritonemb.data.protocol.Data.open`: the same batches, positions and errors as the host's own data set.

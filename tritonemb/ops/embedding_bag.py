@@ -55,8 +55,7 @@ def embedding_bag(
 
 def _read(weights: Sequence[Tensor], values: Tensor, *args: Any) -> Tensor:
     """By the kernel of the batch's device: no autograd, no dispatcher."""
-    found: Tensor = kernel("embedding_bag", values.device, frozenset(map(dtype_of, weights)))(weights, values, *args)
-    return found
+    return kernel("embedding_bag", values.device, frozenset(map(dtype_of, weights)))(weights, values, *args)
 
 
 def check_devices(weights: Sequence[Tensor], values: Tensor, layout: Layout) -> None:
@@ -145,8 +144,7 @@ def fused_lookup(weight: Tensor, sample_weights: Tensor | None, read: Read, take
         read: returns `[B, width]` if pooled, else `[N, width]`.
         take_gradient: called with the gradient of that, and whether the per-sample weights want one, to be returned.
     """
-    found: Tensor = _FusedLookup.apply(weight, sample_weights, read, take_gradient)
-    return found
+    return _FusedLookup.apply(weight, sample_weights, read, take_gradient)
 
 
 class _FusedLookup(torch.autograd.Function):

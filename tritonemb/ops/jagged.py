@@ -77,8 +77,7 @@ def _call(
     weights = None if weights is None else weights.detach()
     eager = plain_eager(values, offsets, by_key, weights)
     call = kernel(op, values.device) if eager else getattr(torch.ops.tritonemb, op)
-    found: tuple[Tensor, ...] = call(values, offsets, by_key, weights, *sizes)
-    return found
+    return call(values, offsets, by_key, weights, *sizes)
 
 
 def _check(
