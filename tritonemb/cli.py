@@ -70,8 +70,7 @@ USER_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, Connectio
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 2 for a mistake of the user's (one line on stderr says which)."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    name, *rest = words or [""]
+    name, *rest = list(sys.argv[1:] if arguments is None else arguments) or [""]
     if name in ("", "-h", "--help"):
         print(USAGE, end="", file=sys.stdout if name else sys.stderr)
         return 0 if name else 2
@@ -143,8 +142,7 @@ def _train(arguments: list[str]) -> int:
         first.add_argument(flag)
     chosen, rest = first.parse_known_args(arguments)
     written = load_toml(chosen.config) if chosen.config else {}
-    data = chosen.data or written.get("data") or TrainConfig.data
-    base = preset(str(data), chosen.preset)
+    base = preset(str(chosen.data or written.get("data") or TrainConfig.data), chosen.preset)
     base = from_plain(written | ({"data": chosen.data} if chosen.data else {}), base, str(chosen.config))
     try:
         train(_parse(TrainConfig, rest, "tritonemb train", default=base), chosen.resume)

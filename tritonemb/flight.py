@@ -109,8 +109,7 @@ class Client:
             ConnectionError: it does not answer.
         """
         with self._readable_errors():
-            ticket = self._flight.Ticket(json.dumps(request).encode())
-            reader = self._client.do_get(ticket, self._options)
+            reader = self._client.do_get(self._flight.Ticket(json.dumps(request).encode()), self._options)
         return self._messages(reader), reader.cancel
 
     def _messages(self, reader: Any) -> Generator[Message, None, None]:

@@ -4,8 +4,6 @@ Values are feature-major: all samples of key 0, then all of key 1, and so on. Ba
 `k` and sample `b`; `offsets[bag]` is where it starts.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
@@ -56,14 +54,14 @@ class KeyedJaggedTensor:
     @classmethod
     def from_lengths(
         cls, keys: Sequence[str], values: Tensor, lengths: Tensor, weights: Tensor | None = None
-    ) -> KeyedJaggedTensor:
+    ) -> "KeyedJaggedTensor":
         """From values per bag, `lengths` `[F * B]` or `[F, B]`."""
         return cls(keys, values, weights, lengths=lengths)
 
     @classmethod
     def from_offsets(
         cls, keys: Sequence[str], values: Tensor, offsets: Tensor, weights: Tensor | None = None
-    ) -> KeyedJaggedTensor:
+    ) -> "KeyedJaggedTensor":
         """From where each bag starts, `offsets` `[F * B + 1]`."""
         return cls(keys, values, weights, offsets=offsets)
 
@@ -72,7 +70,7 @@ class KeyedJaggedTensor:
         cls, lists: Mapping[str, Sequence[Sequence[int]]],
         weights: Mapping[str, Sequence[Sequence[float]]] | None = None, dtype: torch.dtype = torch.int64,
         device: torch.device | str | None = None,
-    ) -> KeyedJaggedTensor:  # fmt: skip
+    ) -> "KeyedJaggedTensor":  # fmt: skip
         """From Python lists: `{"genre": [[1, 4], [], [7]]}` has one list of ids a sample, the same number for each key.
 
         Raises:
@@ -95,7 +93,7 @@ class KeyedJaggedTensor:
         )
 
     @staticmethod
-    def concat(parts: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
+    def concat(parts: Sequence["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
         """Join batches of the same samples with different keys.
 
         Raises:
@@ -114,7 +112,7 @@ class KeyedJaggedTensor:
         )
 
     @staticmethod
-    def stack(parts: Sequence[KeyedJaggedTensor]) -> KeyedJaggedTensor:
+    def stack(parts: Sequence["KeyedJaggedTensor"]) -> "KeyedJaggedTensor":
         """Join batches of different samples with the same keys, in order, without reading them on the host.
 
         Raises:
@@ -168,7 +166,7 @@ class KeyedJaggedTensor:
     def device(self) -> torch.device:
         return self._values.device
 
-    def split(self, segments: Sequence[int]) -> list[KeyedJaggedTensor]:
+    def split(self, segments: Sequence[int]) -> list["KeyedJaggedTensor"]:
         """Cut the keys into runs of the given sizes. Reads the offsets on the host.
 
         Raises:
@@ -178,7 +176,7 @@ class KeyedJaggedTensor:
             raise ValueError(f"segments {list(segments)} must add up to the {len(self._keys)} keys")
         return [self._run(end - size, end) for size, end in zip(segments, accumulate(segments), strict=True)]
 
-    def permute(self, indices: Sequence[int]) -> KeyedJaggedTensor:
+    def permute(self, indices: Sequence[int]) -> "KeyedJaggedTensor":
         """The keys at `indices`, in that order; keys may be left out. Reads the offsets on the host.
 
         Raises:
@@ -192,13 +190,13 @@ class KeyedJaggedTensor:
         parts = [self._run(index, index + 1) for index in indices]
         return KeyedJaggedTensor.concat(parts) if parts else self._run(0, 0)
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> KeyedJaggedTensor:
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "KeyedJaggedTensor":
         return self._map(lambda t: t.to(device, non_blocking=non_blocking))
 
-    def pin_memory(self) -> KeyedJaggedTensor:
+    def pin_memory(self) -> "KeyedJaggedTensor":
         return self._map(lambda t: t.pin_memory())
 
-    def __getitem__(self, key: str) -> KeyedJaggedTensor:
+    def __getitem__(self, key: str) -> "KeyedJaggedTensor":
         """One key's part; KeyError if there is none."""
         if key not in self._keys:
             raise KeyError(f"no key {key!r} among {self.keys()}")
@@ -219,7 +217,7 @@ class KeyedJaggedTensor:
             f"{self._values.dtype}, weighted={self._weights is not None}, device={self._values.device})"
         )
 
-    def _run(self, first: int, last: int) -> KeyedJaggedTensor:
+    def _run(self, first: int, last: int) -> "KeyedJaggedTensor":
         batch_size = self.stride() if first < last else 0  # no keys have one offset, a 0
         bag_offsets = self._offsets[first * batch_size : last * batch_size + 1]
         begin, end = int(bag_offsets[0]), int(bag_offsets[-1])
@@ -230,7 +228,7 @@ class KeyedJaggedTensor:
             offsets=bag_offsets - begin,
         )
 
-    def _map(self, function: Any) -> KeyedJaggedTensor:
+    def _map(self, function: Any) -> "KeyedJaggedTensor":
         children, context = _flatten(self)
         return _unflatten([None if child is None else function(child) for child in children], context)
 

@@ -15,10 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from torch import Tensor
+from typing import Any
 
 
 class MissingExtraError(ImportError):
@@ -135,7 +132,7 @@ def read_sealed(path: Path) -> bytes:
 HUGE_PAGE = 2 << 20  # bytes, on x86-64 and on arm64 with 4 KiB pages
 
 
-def advise_huge_pages(tensor: "Tensor") -> None:
+def advise_huge_pages(tensor: Any) -> None:
     """Ask for huge pages behind a new CPU tensor that has not been written to yet.
 
     Rows are read at random, and with pages of 4 KiB each read also misses the address translation. Linux only; the

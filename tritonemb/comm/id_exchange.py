@@ -144,8 +144,7 @@ class IdExchange:
         in_words = [self._words(len(self._owned[group.rank]), each, weighted) for each in received]
         of_routes = lengths.reshape(group.size * len(self.routes), bags)[owned].to(torch.int32)
         ids_sent, ids_received = ([each.ids for each in of_ranks] for of_ranks in (sent, received))
-        packed = self._pack(of_routes, ids, weights, ids_sent)
-        words = group.all_to_all(packed, out_words, in_words, "ids")
+        words = group.all_to_all(self._pack(of_routes, ids, weights, ids_sent), out_words, in_words, "ids")
         features, source = self._unpack(words, received, in_words, weighted)
         routes = None
         if self.returns_rows:

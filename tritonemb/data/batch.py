@@ -125,8 +125,7 @@ class BatchLayout:
     def batch(self, buffer: Tensor) -> Batch:
         """The batch in a filled buffer, whose contents are not checked."""
         dense, labels, values, lengths, offsets = self.views(buffer)
-        sparse = _unflatten([values, None, lengths, offsets], self.keys)
-        return Batch(dense, sparse, labels, buffer)
+        return Batch(dense, _unflatten([values, None, lengths, offsets], self.keys), labels, buffer)
 
 
 pytree.register_pytree_node(

@@ -127,8 +127,7 @@ def _pick(offsets: Array, chosen: Array | slice) -> tuple[Array | slice, Array]:
 def _places(offsets: Array, rows: Array) -> tuple[Array, Array]:
     starts = offsets[rows]
     lengths = offsets[rows + 1] - starts
-    ends = np.cumsum(lengths)
-    shift = np.repeat(starts - ends + lengths, lengths)
+    shift = np.repeat(starts - np.cumsum(lengths) + lengths, lengths)
     return np.arange(len(shift)) + shift, lengths
 
 

@@ -291,8 +291,7 @@ def read_line(source: Any, quoted: bool = False) -> bytes:
 def whole_lines(text: bytes) -> int:
     """Bytes of the lines, perhaps quoted, that a text begins with, whole and not too long."""
     data = np.frombuffer(text, np.uint8)
-    inside = np.logical_xor.accumulate(data == ord('"'))
-    ends = np.flatnonzero((data == ord("\n")) & ~inside) + 1
+    ends = np.flatnonzero((data == ord("\n")) & ~np.logical_xor.accumulate(data == ord('"'))) + 1
     too_long = np.flatnonzero(np.diff(ends, prepend=0) > LONGEST_LINE)
     ends = ends[: too_long[0]] if len(too_long) else ends
     return int(ends[-1]) if len(ends) else 0
@@ -302,8 +301,7 @@ def _lines_of(data: Text, quoted: bool) -> tuple[list[bytes], Array]:
     lines = list(iter(partial(read_line, io.BytesIO(data), quoted), b""))
     numbers = np.cumsum([0, *(line.count(b"\n") for line in lines)])
     lines = [line.removesuffix(b"\n").removesuffix(b"\r") for line in lines]
-    kept = np.flatnonzero([bool(line) for line in lines])
-    return [line for line in lines if line], numbers[kept]
+    return [line for line in lines if line], numbers[np.flatnonzero([bool(line) for line in lines])]
 
 
 def _has_long_line(data: Text) -> bool:

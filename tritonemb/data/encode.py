@@ -60,10 +60,8 @@ def hash_strings(data: Array, offsets: Array, seed: np.uint64) -> Array:
     active = np.flatnonzero(lengths > 0)
     place = 0
     while len(active):
-        left = np.minimum(lengths[active] - place, 8)
-        unused = ((8 - left) << 3).astype(np.uint64)
-        word = words[starts[active] + place] << unused >> unused
-        hashes[active] = mix(hashes[active] ^ word)
+        unused = ((8 - np.minimum(lengths[active] - place, 8)) << 3).astype(np.uint64)
+        hashes[active] = mix(hashes[active] ^ (words[starts[active] + place] << unused >> unused))
         place += 8
         active = active[lengths[active] > place]
     return mix(hashes ^ lengths.view(np.uint64))

@@ -111,8 +111,7 @@ def exists(path: str | Path) -> bool:
 
 def natural(name: str) -> list[tuple[int, int, str]]:
     """A key that sorts names as people do: numbers in them by their value."""
-    parts = re.split(r"([0-9]+)", name)
-    return [(1, int(part), part) if part.isdecimal() else (0, 0, part) for part in parts]
+    return [(1, int(part), part) if part.isdecimal() else (0, 0, part) for part in re.split(r"([0-9]+)", name)]
 
 
 def _found(entry: str | Path) -> list[LogFile]:

@@ -226,5 +226,4 @@ def shown(value: object) -> str:
 def listed(names: Iterable[str], most: int = 60) -> str:
     """Names with commas between them, the rest counted."""
     names = list(names)
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

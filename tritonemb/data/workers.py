@@ -148,7 +148,6 @@ class _Worker:
         return serial
 
     def leave(self, serial: int) -> None:
-        """The request is no longer wanted: with the next one, the worker closes its streams."""
         if self._shared[SERIAL] == serial:
             self._shared[SERIAL] = 0
 

@@ -137,8 +137,7 @@ def _call(op: str, changed: Sequence[Sequence[Tensor]], *args: Any) -> Any:
 def _run(op: str, *args: Any) -> Any:
     if op in ("row_cache_look_up_", "row_cache_allocate_"):
         _check_sets(tags=args[0], num_sets=args[-3])
-    tensor = next(arg for arg in reversed(args) if isinstance(arg, Tensor))
-    return kernel(op, tensor.device)(*args)
+    return kernel(op, next(arg for arg in reversed(args) if isinstance(arg, Tensor)).device)(*args)
 
 
 def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:

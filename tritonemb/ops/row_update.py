@@ -5,8 +5,6 @@ See `kernels/row_update.py`. Accumulating sums nothing: the micro-batches are ap
 is bitwise identical to that of a step on all samples at once.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -174,8 +172,8 @@ class Accumulator:
         kept: the gradients, in order.
     """
 
-    _made: ClassVar[WeakValueDictionary[int, Accumulator]] = WeakValueDictionary()
-    _handles: ClassVar[itertools.count[int]] = itertools.count()
+    _made: ClassVar[WeakValueDictionary[int, "Accumulator"]] = WeakValueDictionary()
+    _handles: ClassVar["itertools.count[int]"] = itertools.count()
 
     def __init__(self, always_open: bool = False) -> None:
         self.handle = next(self._handles)
@@ -221,7 +219,7 @@ class Accumulator:
             self.take()
             _accumulated_rates.difference_update(rates)
 
-    def __reduce__(self) -> tuple[type[Accumulator], tuple[bool]]:
+    def __reduce__(self) -> tuple[type["Accumulator"], tuple[bool]]:
         return Accumulator, (self._always_open,)
 
 

@@ -56,8 +56,7 @@ class RowFile:
 
     def read(self, rows: Tensor, records: Tensor) -> None:
         """Fill `records` with the records of the rows."""
-        written = self.blocks.read(rows.numpy(), records.data_ptr())
-        fill_unwritten(written, rows, records, self._initializer)
+        fill_unwritten(self.blocks.read(rows.numpy(), records.data_ptr()), rows, records, self._initializer)
 
     def write(self, rows: Tensor, records: Tensor) -> None:
         """Write the records of the rows; an error is the table's failure."""

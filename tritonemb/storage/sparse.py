@@ -114,8 +114,7 @@ def _copy(source: PageFile, target: PageFile, piece: tuple[int, int]) -> None:
     begin, end = piece
     buffer = thread_buffer(end - begin)
     source.read(buffer.view[: end - begin], begin)
-    pages = buffer.array[: end - begin].reshape(-1, PAGE_BYTES).view(np.int64)
-    written = np.flatnonzero(pages.any(axis=1))
+    written = np.flatnonzero(buffer.array[: end - begin].reshape(-1, PAGE_BYTES).view(np.int64).any(axis=1))
     firsts, lasts = runs(written)
     starts, stops = (written[firsts] * PAGE_BYTES).tolist(), ((written[lasts - 1] + 1) * PAGE_BYTES).tolist()
     for start, stop in zip(starts, stops, strict=True):

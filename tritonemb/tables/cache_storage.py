@@ -101,7 +101,6 @@ class CacheStorage:
                 table._buffers[name] = grown
 
     def _update_layouts(self, *layouts: Layout) -> None:
-        """Write into layouts how many slots there are, and where the numbers of their rows are."""
         for layout in layouts:
             for index, table in enumerate(self._tables):
                 if isinstance(table, CachedTable):

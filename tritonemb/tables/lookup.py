@@ -134,8 +134,7 @@ class PrefetchedFeatures:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """On another device."""
-        move = partial(Tensor.to, device=device, non_blocking=non_blocking)
-        return pytree.tree_map_only(Tensor, move, self)
+        return pytree.tree_map_only(Tensor, partial(Tensor.to, device=device, non_blocking=non_blocking), self)
 
     def __getattr__(self, name: str) -> NoReturn:
         raise AttributeError(

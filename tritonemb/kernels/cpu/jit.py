@@ -12,8 +12,6 @@ so another pool would share the cores with them. Elsewhere, and in a forked chil
 threads, a pool of our own serves.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import gc
