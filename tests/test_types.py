@@ -25,6 +25,12 @@ def test_sizes_are_integers_of_any_kind():
     assert {type(size) for size in sizes} == {int}
 
 
+@pytest.mark.parametrize("size", [5.0, True, torch.tensor(5.7), np.array(5.5), np.array([5, 6]), "5", None])
+def test_a_size_that_is_no_integer_is_a_type_error(size):
+    with pytest.raises(TypeError):
+        te.TableConfig("t", size, 4)
+
+
 def test_features_keep_their_order_and_become_a_tuple():
     table = te.TableConfig("t", 10, 4, features=["b", "a"])
     assert table.feature_names == table.features == ("b", "a")

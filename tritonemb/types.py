@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, SupportsIndex, get_args
 
 import torch
 from torch import Tensor
@@ -176,11 +176,11 @@ class TableConfig:
 
 def _size(title: str, value: Any) -> int:
     """An integer of any kind, say NumPy's, as an `int`."""
-    if not hasattr(value, "__index__") or isinstance(value, bool):
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex) or getattr(value, "shape", ()) != ():
         raise TypeError(f"{title} must be an int, got {value!r}")
-    if value < 1:
+    if value.__index__() < 1:
         raise ValueError(f"{title} must be at least 1, got {value}")
-    return int(value)
+    return value.__index__()
 
 
 def seed_of(name: str) -> int:

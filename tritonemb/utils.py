@@ -121,7 +121,7 @@ def read_sealed(path: Path) -> bytes:
     content = path.read_bytes()
     size = len(_SEAL % ("0" * 64))
     digest, end = hashlib.sha256(content[:-size]).hexdigest(), content[-size:]
-    if (b'"sha256"' in end or digest.encode() in end) and end != (_SEAL % digest).encode():
+    if (b'\n "sha256": "' in content or digest.encode() in end) and end != (_SEAL % digest).encode():
         raise ValueError(
             f"{path} is damaged: it does not have the digest that it ends with; use another one, or remove its member "
             '"sha256" if it was changed on purpose'

@@ -93,3 +93,11 @@ def test_a_padding_of_numpys_is_named():
         assert not found.fused
         assert [item.name for item in found.left_alone] == ["tables.0", "tables.1", "tables.2"]
         assert {item.reason for item in found.left_alone} == {"its padding_idx is a NumPy integer; use int(..)"}
+
+
+def test_a_padding_that_is_another_modules_is_none():
+    model = Sized(nn.EmbeddingBag)
+    model.padding_idx = [1, 2]
+    found = explain(model, torch.randint(0, 50, (5, 3)))
+    assert found.fused
+    assert not found.left_alone

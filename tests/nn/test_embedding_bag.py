@@ -304,6 +304,11 @@ def test_the_last_offset_must_be_there():
     assert pair[1](empty, torch.tensor([0])).shape == (0, DIM)
 
 
+def test_with_padding_no_bag_has_what_is_left():
+    module = te.nn.EmbeddingBag(ROWS, DIM, include_last_offset=True, padding_idx=1)
+    assert module(torch.tensor([2, 1, 4, 5]), torch.tensor([0])).shape == (0, DIM)
+
+
 @pytest.mark.parametrize("offsets", [[0, 3, 3], [0, 2, 3], [0, 3, 2], [0, 0, 0]])
 @pytest.mark.parametrize(("mode", "sparse"), [("sum", False), ("sum", True), ("mean", False), ("max", False)])
 def test_with_padding_the_last_bag_has_all_that_is_left(mode, sparse, offsets):

@@ -149,7 +149,7 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
         report.left_alone += part.left_alone
     # Dynamo says nothing of what such a number breaks.
     modules = model.named_modules() if isinstance(model, nn.Module) else ()
-    odd = {path for path, module in modules if not isinstance(getattr(module, "padding_idx", None), int | None)}
+    odd = {path for path, module in modules if type(getattr(module, "padding_idx", None)).__module__ == "numpy"}
     odd -= {alone.name for alone in report.left_alone}
     report.left_alone += [LeftAlone(path, "lookup", NO_INT) for path in sorted(odd)]
     for reason in found.break_reasons:

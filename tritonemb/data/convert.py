@@ -16,7 +16,7 @@ from tritonemb.data.encode import COLUMNS, METADATA, counted, is_text, most_freq
 from tritonemb.data.files import LogFile, find, write_parquet
 from tritonemb.data.protocol import ReadReport, Split
 from tritonemb.data.schema import LogOptions, SplitRule
-from tritonemb.utils import LazyModule, read_sealed, require, sealed, written_aside
+from tritonemb.utils import LazyModule, read_sealed, require, sealed, write_whole
 
 pa: Any = LazyModule("pyarrow")
 
@@ -97,11 +97,13 @@ def cached_as_parquet(
             tasks: list[_Task] = [(log, split, kept / f"{split}.parquet") for split in log.splits()]
             written = None if progress is None else lambda rows: progress(rows, total)
             reports = map(asdict, _write(tasks, ROW_GROUP_ROWS, "zstd", written))
-            with written_aside(summary) as part:
-                part.write_text(sealed(json.dumps(dict(zip(log.splits(), reports, strict=True)))))
+            write_whole(summary, sealed(json.dumps(dict(zip(log.splits(), reports, strict=True)))))
     files: dict[Split, LogFile | None] = {}
     left_out: dict[Split, ReadReport] = {}
-    written_reports = json.loads(read_sealed(summary))
+    try:
+        written_reports = json.loads(read_sealed(summary))
+    except ValueError as error:
+        raise ValueError(f"{summary} is damaged ({error}); remove {kept}, and it is made anew") from error
     for split, found in ((split, written_reports[split]) for split in log.splits()):
         files[split] = find(kept / f"{split}.parquet")[0] if found["rows"] else None
         left_out[split] = ReadReport.from_json(found | {"rows": 0})

@@ -202,34 +202,40 @@ def write_parquet(path: Path, schema: Any, compression: str) -> Iterator[Any]:
 
 
 @contextmanager
-def open_parquet(file: LogFile) -> Iterator[tuple[Any, Callable[[int], None]]]:
-    """A `pyarrow.parquet.ParquetFile`, and what verifies all bytes of a row group before its rows are used; of remote
-    files and those of others, pages that have checksums. ValueError if it is damaged, or not what was found."""
+def open_parquet(file: LogFile, columns: Sequence[str] | None = None) -> Iterator[tuple[Any, Callable[[int], None]]]:
+    """A `pyarrow.parquet.ParquetFile`, and what verifies all bytes of a row group, or those of some columns, before its
+    rows are used; of remote files and those of others, pages that have checksums. ValueError if it is damaged, or not
+    what was found."""
     try:
         with file.open() as raw:
             metadata = parquet.read_metadata(raw)
-            verify = None if isinstance(file.path, str) else _verifier(raw, metadata)
+            verify = None if isinstance(file.path, str) else _verifier(raw, metadata, columns)
             with parquet.ParquetFile(  # pages are read as they are needed, in place of whole row groups
                 raw, metadata=metadata, buffer_size=1 << 20, pre_buffer=False, page_checksum_verification=verify is None
             ) as source:
                 yield source, verify or (lambda group: None)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ValueError(f"{file.path} is not a whole Parquet file ({reason}); write or fetch it again") from error
 
 
-def _verifier(raw: Any, metadata: Any) -> Callable[[int], None] | None:
+def _verifier(raw: Any, metadata: Any, columns: Sequence[str] | None) -> Callable[[int], None] | None:
     sums, end = (metadata.metadata or {}).get(CHECKSUMS, b""), raw.size() - metadata.serialized_size - 8
     if not sums.startswith(b"%016x" % end):  # others copy metadata
         return None
     if sums[16:24] != _crc32(raw.read_at(raw.size() - end, end).replace(sums, sums[:16] + _crc32(b"") + sums[24:])):
         raise OSError("its footer does not have the checksum that was written")
-    firsts = (metadata.row_group(group).column(0) for group in range(metadata.num_row_groups))
-    starts = [*(first.dictionary_page_offset or first.data_page_offset for first in firsts), end]
     verified = set[int]()
 
     def verify(group: int) -> None:
-        for block in sorted({*range(starts[group] // BLOCK_BYTES, -(-starts[group + 1] // BLOCK_BYTES))} - verified):
+        chunks = map(metadata.row_group(group).column, range(metadata.num_columns))
+        places = [
+            (each.dictionary_page_offset or each.data_page_offset, each.total_compressed_size)
+            for each in chunks
+            if columns is None or f"{each.path_in_schema}.".startswith(tuple(f"{name}." for name in columns))
+        ]
+        blocks = {block for at, size in places for block in range(at // BLOCK_BYTES, -(-(at + size) // BLOCK_BYTES))}
+        for block in sorted(blocks - verified):
             at = block * BLOCK_BYTES
             if _crc32(raw.read_at(min(BLOCK_BYTES, end - at), at)) != sums[8 * block + 24 : 8 * block + 32]:
                 raise OSError(f"the bytes from {at:,} on do not have the checksum that was written")

@@ -45,7 +45,7 @@ def parquet_chunks(
             content = file.table.select(columns).slice(row, min(slice_rows, stop - row)).combine_chunks()
             yield Chunk(part, row, row - start, content.to_batches()[0])
         return
-    with open_parquet(file) as (source, verify):
+    with open_parquet(file, columns) as (source, verify):
         ends = list(itertools.accumulate(_group_rows(source), initial=0))
         groups = range(bisect.bisect_right(ends, offset) - 1, min(bisect.bisect_left(ends, stop), len(ends) - 1))
         row = ends[groups.start]

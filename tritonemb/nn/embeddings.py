@@ -112,7 +112,8 @@ class EmbeddingBag(SingleTable, TorchEmbeddingBag):
         if self.include_last_offset:
             end, readable = input.shape[0], offsets.device.type == "cpu" and not torch.compiler.is_compiling()
             short = not readable or int(offsets[-1]) < end
-            if short and self.padding_idx is not None:  # as in PyTorch, whose last bag has all that is left then
+            if short and self.padding_idx is not None and offsets.shape[0] > 1:
+                # As in PyTorch, whose last bag has all that is left then.
                 offsets = torch.cat([offsets[:-1], offsets[-1:].clamp(min=end)])
             elif short and readable:
                 end = max(0, int(offsets[-1]))

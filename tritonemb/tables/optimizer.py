@@ -86,7 +86,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Does nothing if the backward has updated the tables, else updates them. Returns the closure's result.
 
-        Warns if several backward passes since the last step have each updated the tables; compiled ones are not seen.
+        Warns if several backward passes since the last step have each updated the tables; those of compiled models and
+        of collections are not counted.
         RuntimeError if a table has an ordinary gradient too, from a use other than a lookup.
         """
         result = None
@@ -205,7 +206,7 @@ class OptimizedTables:
         return {name: value for name, value in self.__dict__.items() if name != "_views"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update({"updates": 0} | state)
         self._views = WeakSet()
 
 

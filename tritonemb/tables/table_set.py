@@ -1,6 +1,6 @@
 """`TableSet`: tables, their layout over a batch, their lookup and their fused update."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, get_args
@@ -327,7 +327,7 @@ def _make_cache(tables: Sequence[Table]) -> RowCache | None:
 
 def check_tables(tables: Sequence[TableConfig], optimizer: object) -> None:
     """Raise TypeError or ValueError for what is no list of tables, or of some that do not go together."""
-    if not isinstance(tables, Iterable):
+    if not isinstance(tables, Sequence):
         raise TypeError(f"tables must be a list of TableConfig, got {tables!r}")
     if optimizer is not None:
         check_optimizer(optimizer)
