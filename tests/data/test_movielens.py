@@ -166,8 +166,7 @@ def test_a_damaged_file_is_fetched_again(tmp_path, tables, monkeypatch):
 def test_without_a_network_it_says_what_to_do(tmp_path):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
     environment |= {
-        "XDG_CACHE_HOME": str(tmp_path),
-        "LOCALAPPDATA": str(tmp_path),
+        "TRITONEMB_CACHE_DIR": str(tmp_path / "tritonemb"),
         "PIP_NO_INDEX": "1",
         "PIP_CONFIG_FILE": os.devnull,
     }

@@ -2,7 +2,6 @@
 
 import csv
 import hashlib
-import os
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from tritonemb.data.columns import Column, Rows, offsets_of
 from tritonemb.data.encode import encode_categories
 from tritonemb.data.in_memory import Dataset
 from tritonemb.data.protocol import Feature
+from tritonemb.utils import cache_dir as user_cache_dir
 from tritonemb.utils import require, written_aside
 
 Array = np.ndarray[Any, Any]
@@ -124,8 +124,7 @@ def load_movielens_100k(cache_dir: str | Path | None = None) -> Dataset:
     Raises:
         ConnectionError, ValueError: it can not be downloaded, or is not the expected one; says what to do.
     """
-    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tritonemb"
-    folder = default if cache_dir is None else Path(cache_dir)
+    folder = user_cache_dir() if cache_dir is None else Path(cache_dir)
     if not all((folder / name).is_file() and _sha256(folder / name) == FILES[name] for name in FILES):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory() as scratch:
