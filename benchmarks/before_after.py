@@ -1,8 +1,9 @@
-"""Is any benchmark slower than in another checkout? `python benchmarks/before_after.py ../before [-k step --turns 3]`
+"""Is any benchmark slower than in another checkout? `python benchmarks/before_after.py ../before [-k step --rounds 60]`
 
-Runs the benchmarks of both trees in turns, each with its own package, and compares the quickest turn of every case:
-other work on the machine makes a turn slower, never faster. A ratio above 1.05 is slower than before. What stays the
-same, such as a peer beside ours, is compared too: its ratio says how much the machine varied.
+Both trees run the same benchmarks at the same time, each with its own package, and take turns: a round of one, with all
+its contenders, while the other waits, then the other way round. So a slow spell of the machine meets both. A ratio
+above 1.05 is slower than before. What stays the same, such as a peer beside ours, is compared too: its ratio says how
+much chance there is in the others. Both trees' tables are in memory at once.
 """
 
 from __future__ import annotations
@@ -13,43 +14,110 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+HERE = Path(__file__).resolve().parent
 SLOWER = 1.05
+PIPES = "TRITONEMB_TURNS"  # in the environment of either pytest: who begins, where to read and to write turns
 
 Case = tuple[str, str, str]  # op, shape, implementation
 
 
-def timed(tree: Path, select: str, rounds: int) -> dict[Case, float]:
-    """Milliseconds of each case, a fifth of whose rounds were quicker."""
+def pytest_configure() -> None:
+    """This file is also a plugin of either tree's pytest."""
+    from benchmarks import paired
+
+    measure = paired.measure
+    paired.measure = lambda benchmark, *args, **options: measure(_InTurns(benchmark), *args, **options)
+
+
+class _InTurns:
+    """pytest-benchmark's fixture, whose rounds wait for their turn."""
+
+    def __init__(self, benchmark: Any) -> None:
+        self._benchmark = benchmark
+        self._begins, self._read, self._write = map(int, os.environ[PIPES].split())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._benchmark, name)
+
+    def pedantic(self, target: Callable[..., object], setup: Callable[[], Any], **options: Any) -> Any:
+        def prepare() -> Any:
+            if not self._begins:
+                self._wait()
+            return setup()
+
+        def run(*args: Any) -> None:
+            target(*args)
+            self._give()
+            if self._begins:
+                self._wait()
+
+        self._give()
+        self._wait()  # until both are here
+        return self._benchmark.pedantic(run, setup=prepare, **options)
+
+    def _give(self) -> None:
+        os.write(self._write, b".")
+
+    def _wait(self) -> None:
+        if not os.read(self._read, 1):
+            raise RuntimeError("the other tree's benchmarks have ended")
+
+
+def start(tree: Path, options: list[str], **how: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-c", "benchmarks/pytest.ini", *options]
+    return subprocess.Popen(command, cwd=tree, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, **how)
+
+
+def environment(tree: Path) -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": f"{tree}:{HERE}", "OMP_WAIT_POLICY": "passive"}
+
+
+def selected(tree: Path, select: str) -> list[str]:
+    """The names of a tree's benchmarks."""
+    printed, _ = start(tree, ["--collect-only", "-k", select, "benchmarks"], env=environment(tree)).communicate()
+    return [f"benchmarks/{line.removeprefix('benchmarks/')}" for line in printed.splitlines() if "::" in line]
+
+
+def timed(trees: tuple[Path, Path], select: str, rounds: int) -> list[dict[Case, float]]:
+    """Of each tree, milliseconds of each case, a fifth of whose rounds were quicker."""
+    names = [selected(tree, select) for tree in trees]
+    both = [name for name in names[1] if name in names[0]]
+    if not both:
+        sys.exit(f"no benchmark of both trees matches {select!r}")
+    (read, their_write), (their_read, write) = os.pipe(), os.pipe()
     with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.json"
-        command = [sys.executable, "-m", "pytest", "-q", "-c", "benchmarks/pytest.ini", "benchmarks"]
-        options = [f"--rounds={rounds}", f"--benchmark-json={report}", "-k", select]
-        environment = os.environ | {"PYTHONPATH": str(tree), "OMP_WAIT_POLICY": "passive"}
-        done = subprocess.run([*command, *options], cwd=tree, env=environment, capture_output=True, text=True)
-        if not report.exists():
-            sys.exit(f"{tree}: no benchmark ran\n{done.stdout}{done.stderr}")
-        benchmarks = json.loads(report.read_text())["benchmarks"]
-    rows = [row for benchmark in benchmarks for row in benchmark["extra_info"].get("rows", [])]
-    return {(row["op"], row["shape"], row["implementation"]): row["p20_ms"] for row in rows}
+        running, reports = [], [Path(folder) / name for name in ("before.json", "now.json")]
+        for tree, report, *pipes in zip(trees, reports, (read, their_read), (write, their_write), strict=True):
+            options = ["-x", "-p", "before_after", f"--rounds={rounds}", f"--benchmark-json={report}", *both]
+            turns = {PIPES: f"{len(running)} {pipes[0]} {pipes[1]}"}
+            running.append(start(tree, options, pass_fds=pipes, env=environment(tree) | turns))
+        for pipe in (read, their_write, their_read, write):
+            os.close(pipe)
+        printed = [process.communicate()[0] for process in running]
+        if not all(report.exists() for report in reports):
+            sys.exit("\n".join(printed))
+        found = [json.loads(report.read_text())["benchmarks"] for report in reports]
+    return [
+        {
+            (row["op"], row["shape"], row["implementation"]): row["p20_ms"]
+            for benchmark in benchmarks
+            for row in benchmark["extra_info"].get("rows", [])
+        }
+        for benchmarks in found
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("before", type=Path, help="the other checkout")
     parser.add_argument("-k", dest="select", default="", help="run only what matches")
-    parser.add_argument("--turns", type=int, default=3, help="runs of each tree")
-    parser.add_argument("--rounds", type=int, default=20, help="timed rounds of a benchmark in one run")
+    parser.add_argument("--rounds", type=int, default=40, help="timed rounds of a benchmark")
     arguments = parser.parse_args()
-    trees = (arguments.before.resolve(), ROOT)
-    quickest: dict[Path, dict[Case, float]] = {tree: {} for tree in trees}
-    for turn in range(arguments.turns):
-        for tree in trees if turn % 2 == 0 else trees[::-1]:
-            for case, milliseconds in timed(tree, arguments.select, arguments.rounds).items():
-                quickest[tree][case] = min(milliseconds, quickest[tree].get(case, milliseconds))
-    before, now = (quickest[tree] for tree in trees)
+    before, now = timed((arguments.before.resolve(), HERE.parent), arguments.select, arguments.rounds)
     slower = 0
     for case in sorted(before.keys() & now.keys()):
         ratio = now[case] / before[case]
