@@ -39,7 +39,9 @@ from tritonemb.ops.interaction import FLOATS, is_fused
 _PRODUCTS = (torch.bmm, torch.matmul, operator.matmul, "bmm", "matmul", "__matmul__")
 _RESHAPES = (torch.reshape, "reshape", "view")
 _FLATTENS = (*_RESHAPES, torch.flatten, "flatten")
-_TRANSPOSES = (getattr, torch.transpose, torch.swapaxes, torch.permute, "transpose", "swapaxes", "permute")
+_TRANSPOSES = (
+    getattr, torch.ops.aten.mT, torch.transpose, torch.swapaxes, torch.permute, "transpose", "swapaxes", "permute"
+)  # fmt: skip
 
 
 def fuse_interactions(gm: GraphModule) -> tuple[dict[str, str], list[LeftAlone]]:

@@ -36,7 +36,7 @@ def _vectors(
     dense, sparse, sample, first, block, F: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr
 ):
     column = block + tl.arange(0, SIZE)[None, :]
-    head = tl.load(dense + sample * D + column, mask=(first == 0) & (column < D), other=0.0)
+    head = tl.load(dense + sample * D + column, mask=column < tl.where(first == 0, D, 0), other=0.0)
     vector = first + tl.arange(0, ROWS)[:, None]
     return tl.where(vector == 0, head, _rows(sparse, sample, first, block, F, D, ROWS, SIZE))
 
@@ -96,7 +96,7 @@ def _backward(
         if APART:
             scale = tl.load(grad + D + row * (row - 1) // 2, mask=(row > 0) & (row <= F), other=0.0)
             total += scale * tl.load(dense + sample * D + column, mask=column < D, other=0.0)
-        passed = tl.load(grad + column, mask=(first == 0) & (column < D), other=0.0)
+        passed = tl.load(grad + column, mask=column < tl.where(first == 0, D, 0), other=0.0)
         total += tl.where(row == 0, passed, 0.0)
         total = total.to(grad_dense.dtype.element_ty)
         rows = grad_sparse + sample * (F * D) + ((row - 1) * D + column)

@@ -155,8 +155,28 @@ def define(name: str, schema: str, run: Callable[..., Any], fake: Callable[..., 
     """Declare `tritonemb::name`; `fake` makes the shapes of its result, for tracing. The schema marks what changes."""
     mutates = re.findall(r"!\)(?:\[\])? (\w+)", schema)
     op = torch.library.custom_op(f"tritonemb::{name}", run, mutates_args=mutates, schema=schema)
-    op.register_fake(fake)
+
+    def traced(*args: Any) -> Any:
+        _let_backwards_update()
+        return fake(*args)
+
+    op.register_fake(fake if torch.__version__ >= "2.13" else traced)
     return op
+
+
+@functools.cache
+def _let_backwards_update() -> None:
+    """PyTorch 2.11 tracks, and so refuses, the update of a parameter in a backward (pytorch/pytorch#177213)."""
+    from torch._functorch._aot_autograd import graph_capture_wrappers
+
+    tag = graph_capture_wrappers.set_partitioner_tag_must_be_in_backward
+
+    @contextmanager
+    def tag_untracked() -> Iterator[None]:
+        with tag(), torch.no_grad():
+            yield
+
+    graph_capture_wrappers.set_partitioner_tag_must_be_in_backward = tag_untracked
 
 
 def unflatten(args: Sequence[Any], *kinds: Any) -> list[Any]:
