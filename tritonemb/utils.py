@@ -35,7 +35,9 @@ def require(module: str, extra: str = "train") -> ModuleType:
         if error.name is None or error.name.partition(".")[0] != package:
             raise  # the package is there, something that it needs is not
         raise MissingExtraError(
-            f"{package} is needed here and not installed: pip install 'tritonemb[{extra}]'", name=package
+            f"{package} is needed here and not installed: pip install 'tritonemb[{extra}]', or in a clone "
+            f"pip install '.[{extra}]'",
+            name=package,
         ) from error
 
 
@@ -132,14 +134,18 @@ def read_sealed(path: Path) -> bytes:
 HUGE_PAGE = 2 << 20  # bytes, on x86-64 and on arm64 with 4 KiB pages
 
 
-def advise_huge_pages(tensor: Any) -> None:
-    """Ask for huge pages behind a new CPU tensor that has not been written to yet.
+MAPPED_BYTES = 32 << 20  # from here on glibc maps every allocation anew, and each of its pages is a fault
 
-    Rows are read at random, and with pages of 4 KiB each read also misses the address translation. Linux only; the
-    kernel may grant none.
+
+def advise_huge_pages(tensor: Any, least: int = 2 * HUGE_PAGE) -> Any:
+    """Ask for huge pages behind a new CPU tensor of `least` bytes that has not been written to yet; returns it.
+
+    Rows are read at random, and with pages of 4 KiB each read also misses the address translation; a result that is
+    written once is mostly page faults then. Linux only; the kernel may grant none.
     """
-    if not hasattr(mmap, "MADV_HUGEPAGE") or tensor.device.type != "cpu" or tensor.nbytes < 2 * HUGE_PAGE:
-        return
+    if not hasattr(mmap, "MADV_HUGEPAGE") or tensor.device.type != "cpu" or tensor.nbytes < least:
+        return tensor
     begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), ctypes.c_int(mmap.MADV_HUGEPAGE))
+    return tensor

@@ -28,13 +28,14 @@ class HostRows:
     ) -> None:
         self.record = record
         try:
-            self._bytes = torch.empty(num_rows, record.num_bytes, dtype=torch.uint8, pin_memory=pin)
+            self._bytes: Tensor = advise_huge_pages(
+                torch.empty(num_rows, record.num_bytes, dtype=torch.uint8, pin_memory=pin)
+            )
         except (RuntimeError, MemoryError) as error:
             raise StorageError(
                 f"table {table_name!r}: cannot allocate {num_rows * record.num_bytes:,} bytes of {'pinned ' * pin}host "
                 f"memory for {num_rows:,} rows ({error}); place it on disk, or shard it over several hosts"
             ) from error
-        advise_huge_pages(self._bytes)
         step = max(1, FILL_BYTES // record.num_bytes)
         for begin in range(0, num_rows, step):
             end = min(begin + step, num_rows)
@@ -62,7 +63,9 @@ class HostCache:
         num_sets = -(-min(rows, identity.num_rows) // WAYS)
         num_slots, cpu = num_sets * WAYS, torch.device("cpu")  # whatever device the user has set
         try:
-            self._records = torch.empty(num_slots, self._num_bytes, dtype=torch.uint8, device=cpu)
+            self._records: Tensor = advise_huge_pages(
+                torch.empty(num_slots, self._num_bytes, dtype=torch.uint8, device=cpu)
+            )
             self._directory = CacheDirectory([num_sets], policy, cpu)
         except (RuntimeError, MemoryError) as error:
             raise StorageError(
@@ -72,7 +75,6 @@ class HostCache:
         self._tags, self._dirty = self._directory.tags, self._directory.dirty
         self._table = torch.zeros(1, TABLE_SIZE, dtype=torch.int64, device=cpu)
         self._table[0, NUM_ROWS] = identity.num_rows
-        advise_huge_pages(self._records)
         self.counts = Counts()
 
     def read(self, rows: Tensor, records: Tensor) -> None:

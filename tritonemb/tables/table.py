@@ -22,8 +22,7 @@ def new_weight(
     num_rows: int, embedding_dim: int, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> Tensor:
     """An empty table, in huge pages where there are any."""
-    weight = torch.empty(num_rows, embedding_dim, dtype=dtype, device=device)
-    advise_huge_pages(weight)
+    weight: Tensor = advise_huge_pages(torch.empty(num_rows, embedding_dim, dtype=dtype, device=device))
     return weight
 
 
@@ -33,8 +32,7 @@ def new_states(weight: Tensor, specs: Sequence[StateSpec]) -> dict[str, Tensor]:
     for spec in specs:
         shape = weight.shape if spec.per_element else weight.shape[:1]
         state = torch.empty(shape, dtype=torch.float32, device=weight.device)
-        advise_huge_pages(state)
-        states[spec.name] = state.zero_()
+        states[spec.name] = advise_huge_pages(state).zero_()
     return states
 
 

@@ -12,6 +12,7 @@ from tritonemb.kernels.cpu.jit import FEW_ELEMENTS, inlined, parallel
 from tritonemb.kernels.cpu.row_groups import addresses_of, as_float32, as_int64, check_offsets, dtypes_of
 from tritonemb.kernels.cpu.simd import dot, element_size, float32_row, prefetch, sum_rows
 from tritonemb.layout import COLUMN, DIM, MEAN, NUM_ROWS, POOLING, TABLE, Layout
+from tritonemb.utils import MAPPED_BYTES, advise_huge_pages
 
 BLOCK = 1024  # samples whose output stays in cache while all features are visited
 AHEAD = 12  # values between asking for a row and reading it
@@ -119,8 +120,9 @@ def embedding_bag(
     check_offsets(values, offsets, layout)
     batch_size = batch_size_of(offsets, layout.key_starts)
     num_rows = batch_size if layout.pooled else values.numel()
-    covered = layout.pooled or layout.lookups.shape[0] >= layout.key_starts.numel() - 1
-    out = (torch.empty if covered else torch.zeros)(num_rows, layout.width, dtype=torch.float32)
+    out = advise_huge_pages(torch.empty(num_rows, layout.width, dtype=torch.float32), MAPPED_BYTES)
+    if not layout.pooled and layout.lookups.shape[0] < layout.key_starts.numel() - 1:  # a key without a table
+        out.zero_()
     zeros = torch.zeros(layout.width, dtype=torch.float32)  # at least as wide as any row
     bad = np.full(_num_tasks(num_rows, values, layout), NO_POSITION, dtype=np.int64)
     look_up = _pool_samples if layout.pooled else _gather_values
