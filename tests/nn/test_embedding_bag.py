@@ -6,7 +6,6 @@ import copy
 import functools
 import inspect
 import io
-import itertools
 import pickle
 
 import pytest
@@ -30,9 +29,6 @@ from tests.nn.twins import (
     random_ids,
     twins,
 )
-from tritonemb.layout import make_layout
-from tritonemb.ops import row_groups
-from tritonemb.ops.bag import places_of
 from tritonemb.optim import OPTIMIZERS
 
 pytestmark = pytest.mark.public
@@ -130,26 +126,21 @@ def test_derivatives_of_any_order(mode, padding_idx):
     assert torch.autograd.gradgradcheck(look_up, inputs)
 
 
-def test_a_sparse_gradient_is_not_differentiated_again():
-    module = te.nn.EmbeddingBag(5, 3, sparse=True)
+@pytest.mark.parametrize("options", [{"mode": "max"}, {"sparse": True}], ids=str)
+def test_pytorchs_own_refusal_to_differentiate_again_stays(options):
+    module = te.nn.EmbeddingBag(5, 3, **options)
     (gradient,) = torch.autograd.grad(module(torch.tensor([[1, 2]])).pow(2).sum(), module.weight, create_graph=True)
-    assert gradient.requires_grad
-    with pytest.raises(RuntimeError, match="sparse=False"):
+    with pytest.raises(RuntimeError):
         torch.autograd.grad(gradient.to_dense().sum(), module.weight)
 
 
-def test_pytorchs_own_refusal_to_differentiate_again_stays():
-    module = te.nn.EmbeddingBag(5, 3, mode="max")
-    (gradient,) = torch.autograd.grad(module(torch.tensor([[1, 2]])).pow(2).sum(), module.weight, create_graph=True)
-    with pytest.raises(RuntimeError):
-        torch.autograd.grad(gradient.sum(), module.weight)
-
-
-def test_sparse_gradients_have_each_row_once_in_order():
+def test_sparse_gradients_are_pytorchs():
     module = te.nn.EmbeddingBag(ROWS, DIM, mode="sum", sparse=True, padding_idx=1)
     ids = torch.tensor([[5, 1, 5], [0, 9, 5]])
-    (gradient,) = torch.autograd.grad(module(ids).sum(), module.weight)
-    assert gradient.is_coalesced()
+    output = module(ids)
+    assert type(output.grad_fn).__name__ == "EmbeddingBagBackward0"
+    (gradient,) = torch.autograd.grad(output.sum(), module.weight)
+    gradient = gradient.coalesce()
     assert gradient.indices().tolist() == [[0, 5, 9]]
     assert torch.equal(gradient.values(), torch.tensor([[1.0], [3.0], [1.0]]).expand(-1, DIM))
     module(torch.tensor([[1, 1]])).sum().backward()
@@ -157,18 +148,6 @@ def test_sparse_gradients_have_each_row_once_in_order():
     module(ids).sum().backward()
     module(ids).sum().backward()
     torch.testing.assert_close(module.weight.grad.to_dense(), 2 * gradient.to_dense())
-
-
-def test_sparse_gradients_of_a_gpu_have_as_many_entries_as_ids():
-    """The rows that nobody has counted: coalesced, they are the distinct ones and no others."""
-    for ids in ([5, 1, 5, 0, 9, 5], [3], [7, 7], [-1, -1], []):
-        offsets = torch.tensor([0, len(ids)])
-        layout = make_layout([te.TableConfig("weight", 10, 2)], ["weight"], True)
-        groups = row_groups(torch.tensor(ids, dtype=torch.int64), offsets, layout)
-        rows, count = places_of(groups), int(groups.num_groups)
-        assert rows.shape == (len(ids),)
-        assert torch.equal(rows[:count], groups.rows[:count])
-        assert set(rows.tolist()) <= ({i for i in ids if i >= 0} or {0})
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SparseAdam, torch.optim.Adagrad, torch.optim.SGD])
@@ -184,11 +163,12 @@ def test_pytorchs_sparse_optimizers_train_it(kind):
     torch.testing.assert_close(pair[1].weight, pair[0].weight, **TOLERANCE)
 
 
-def test_the_same_call_has_the_same_bits():
-    """Whatever the number of threads, and sparse or dense."""
+@pytest.mark.parametrize("sparse", [False, True])
+def test_the_same_call_has_the_same_bits(sparse):
+    """Whatever the number of threads."""
     ids, offsets = random_bags(fewer([300, 0, 500, 40], [30, 0, 50]), 50, torch.int64, False)
     gradients = []
-    for threads, sparse in itertools.product(fewer((1, 2, 3), (1,)), (False, True)):
+    for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         _, module = twins(BAG, 50, 33, sparse=sparse)
         output = module(ids, offsets)
@@ -339,7 +319,10 @@ def test_with_padding_a_last_offset_that_is_too_large_is_named():
         bag(torch.tensor([2, 1, 4, 5]), torch.tensor([0, 3, 5]))
 
 
-@pytest.mark.parametrize("args", [([1],), (None,), (torch.ones(2, 1).to_sparse(),), (torch.tensor([1]), [0])])
+ID = torch.tensor([1])
+
+
+@pytest.mark.parametrize("args", [([1],), (None,), (ID.to_sparse(),), (ID, [0]), (ID[None], None, [[1.0]])])
 def test_what_is_no_dense_tensor_is_named(args):
     with pytest.raises(TypeError, match=r"expected dense tensors, got .*; see torch\.tensor, to_dense"):
         te.nn.EmbeddingBag(ROWS, DIM)(*args)

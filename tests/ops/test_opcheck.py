@@ -108,10 +108,10 @@ class TestOpcheck:
         ids, offsets, weights = one_table(pooled)
         for dtype in (torch.float32, torch.bfloat16):
             for trained in (None, ids.masked_fill(ids == 9, -1)):
-                form = (pooled, pooled and weights is None, True, False, 10, torch.float32, torch.float32, dtype)
+                form = (pooled, pooled and weights is None, True, 10, torch.float32, torch.float32, dtype)
                 factors = (torch.randn(10, 3, requires_grad=True), weights, None)
                 torch.library.opcheck(OPS.bag.default, (2, *factors, ids, trained, offsets, *form))
-        grad, form = torch.randn(3 if pooled else 6, 3), (pooled, False, True, False, 10, *[torch.float32] * 3)
+        grad, form = torch.randn(3 if pooled else 6, 3), (pooled, False, True, 10, *[torch.float32] * 3)
         for by, factors in ((0, (None, weights, grad)), (1, (torch.randn(10, 3), None, grad))):  # its derivatives
             torch.library.opcheck(OPS.bag.default, (by, *factors, ids, None, offsets, *form))
 

@@ -19,9 +19,9 @@ class EmbeddingBag(SingleTable, TorchEmbeddingBag):
     """Sums, means or maxima of bags of embeddings, with the arguments and the meaning of `torch.nn.EmbeddingBag`.
 
     It is a `torch.nn.EmbeddingBag`: one can stand in the other's place, and loads its `state_dict`. Sums and means, and
-    their gradients, are tritonemb's kernels': deterministic, sums of 16-bit rows in float32, sparse gradients coalesced
-    (on the CPU), gradients differentiable again. `mode="max"`, `scale_grad_by_freq` and what else those do not serve is
-    left to PyTorch.
+    their gradients, are tritonemb's kernels': deterministic, sums of 16-bit rows in float32, gradients differentiable
+    again. `mode="max"`, `scale_grad_by_freq`, `sparse=True` without an optimizer, and what else those do not serve is
+    left to PyTorch, checks and errors too.
 
     Args:
         max_norm: rows that a call uses are scaled down to this norm (`norm_type`) first, in place; None for no limit.
@@ -72,12 +72,12 @@ class EmbeddingBag(SingleTable, TorchEmbeddingBag):
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """`[B, embedding_dim]`."""
-        if not isinstance(input, Tensor) or input.is_sparse or not (offsets is None or isinstance(offsets, Tensor)):
-            raise TypeError(f"expected dense tensors, got {type(input)}, {type(offsets)}; see torch.tensor, to_dense")
+        given = [input, offsets, per_sample_weights]
+        if input is None or not all(t is None or (isinstance(t, Tensor) and not t.is_sparse) for t in given):
+            raise TypeError(f"expected dense tensors, got {[*map(type, given)]}; see torch.tensor, to_dense")
         nested = input.is_nested and input.layout == torch.jagged
-        given = [] if nested else [input, offsets, per_sample_weights]
         fits = self._fits(input, offsets, per_sample_weights) and input.device == self.weight.device
-        if not fits or not self._is_served(*given):
+        if not fits or not self._is_served(*([] if nested else given)):
             pooled: Tensor = TorchEmbeddingBag.forward(self, input, offsets, per_sample_weights)
             if not fits and self._optimized is not None and pooled.requires_grad:
                 raise RuntimeError("the fused optimizer has no update for these arguments; te.unfuse the module first")
@@ -143,8 +143,8 @@ class Embedding(SingleTable, TorchEmbedding):
     """A table's rows by id, with the arguments and the meaning of `torch.nn.Embedding`.
 
     It is a `torch.nn.Embedding`: one can stand in the other's place, and loads its `state_dict`. Its gradients are
-    tritonemb's kernels': deterministic, summed in float32 for 16-bit rows, sparse ones coalesced (on the CPU).
-    `scale_grad_by_freq` and what else those do not serve is left to PyTorch.
+    tritonemb's kernels': deterministic, summed in float32 for 16-bit rows. `scale_grad_by_freq`, `sparse=True` without
+    an optimizer, and what else those do not serve is left to PyTorch, checks and errors too.
 
     Args:
         padding_idx: an id whose row gets no gradient; from the end if negative.
@@ -187,10 +187,9 @@ class Embedding(SingleTable, TorchEmbedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """`[*, embedding_dim]`."""
-        if not isinstance(input, Tensor) or input.is_sparse or not self._is_served(input):
+        dense_ids = isinstance(input, Tensor) and not input.is_sparse and input.dtype in ID_DTYPES
+        if not dense_ids or not self._is_served(input):
             return TorchEmbedding.forward(self, input)
-        if input.dtype not in ID_DTYPES:
-            raise RuntimeError(f"input must be int32 or int64, got {input.dtype}")
         values = input.reshape(-1)
         if self.max_norm is not None:
             self._renormalise(values, self.max_norm, self.norm_type)

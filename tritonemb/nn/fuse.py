@@ -111,7 +111,7 @@ def unfuse_all(fused: list[Any]) -> None:
     """`unfuse` for these modules."""
     for module in fused:
         group = module._optimized if isinstance(module, SingleTable) else None
-        if group is not None and group.accumulating:
+        if group is not None and group.accumulator.is_open and not group.by_step:
             raise RuntimeError("unfuse() in a block of accumulate() would lose its gradients; leave the block first")
         left = [other for other in getattr(module, "_state_users", ()) if other not in fused]
         if left:

@@ -9,7 +9,7 @@ from torch._compile import _disable_dynamo
 
 from tritonemb import ops
 from tritonemb.nn.collections import FusedModule
-from tritonemb.ops.bag import Bags, bag, serves_sparse
+from tritonemb.ops.bag import Bags, bag
 from tritonemb.optimizers import Optimizer
 from tritonemb.tables.fused_update import FusedGroup
 from tritonemb.tables.optimizer import States, check_optimizer
@@ -119,8 +119,10 @@ class SingleTable(FusedModule):
             self.__dict__.pop(name, None)
 
     def _is_served(self, *tensors: Tensor | None) -> bool:
-        """Whether tritonemb's kernels can look this table up; else PyTorch's module must."""
+        """Whether tritonemb's kernels look this table up; else PyTorch's module does."""
         weight = self.weight
+        if self._optimized is None and self.sparse:
+            return False  # its gradients are as fast as they get
         plain = (
             weight.dtype in SERVED_DTYPES
             and weight.device.type in SERVED_DEVICES
@@ -133,8 +135,6 @@ class SingleTable(FusedModule):
         if self._optimized is not None:  # whose states have this shape
             plain = plain and tuple(weight.shape) == (self.num_embeddings, self.embedding_dim)
         served = plain and (torch.compiler.is_compiling() or _are_ordinary(weight, *tensors))
-        if self._optimized is None and self.sparse and torch.is_grad_enabled():
-            return served and serves_sparse(weight, *tensors)
         if self._optimized is not None and torch.is_grad_enabled() and (not served or _under_transform()):
             raise RuntimeError(
                 "the fused optimizer updates, by backward(), an ordinary contiguous weight of the shape it was made "
@@ -148,7 +148,7 @@ class SingleTable(FusedModule):
     ) -> Tensor:
         """`[B, dim]` or `[N, dim]`; its backward makes a gradient, or updates if there is an optimizer."""
         if self._optimized is None or not torch.is_grad_enabled() or not self.weight.requires_grad:
-            return bag(self.weight, values, sample_weights, bags, trained, self.sparse, dtype)
+            return bag(self.weight, values, sample_weights, bags, trained, dtype)
         check_not_data_parallel(self._name)
         group, owner = self._optimized, self._owner
         if self._parameters.get("weight") is not self.weight or not isinstance(self.weight, nn.Parameter):

@@ -20,6 +20,7 @@ from tritonemb.ops.registry import CPU, chosen, define, kernel
 from tritonemb.ops.row_groups import RowGroups, plain_eager
 from tritonemb.ops.row_update import row_gradients_
 from tritonemb.types import seed_of
+from tritonemb.utils import MAPPED_BYTES, advise_huge_pages
 
 
 class Bags(NamedTuple):
@@ -40,7 +41,7 @@ class Bags(NamedTuple):
 
 def bag(
     weight: Tensor, values: Tensor, sample_weights: Tensor | None, bags: Bags, trained: Tensor | None = None,
-    sparse: bool = False, dtype: torch.dtype | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """Look `values` up; differentiable in `weight` and `sample_weights`.
 
@@ -49,8 +50,6 @@ def bag(
         values: int32 or int64 `[N]`.
         sample_weights: floating point `[N]`, or None for ones.
         trained: ids `[N]` that the gradient goes to, if others than `values`; -1 for none.
-        sparse: the gradient of `weight` is a sparse COO tensor, coalesced on the CPU; it cannot be differentiated
-            again. Only where `serves_sparse`.
         dtype: of the result; the weight's if None.
 
     Returns:
@@ -62,13 +61,8 @@ def bag(
     """
     trained = None if trained is values else trained
     dtypes = weight.dtype, None if sample_weights is None else sample_weights.dtype, dtype or weight.dtype
-    form = *bags[1:], sparse, weight.shape[0], *dtypes
+    form = *bags[1:], weight.shape[0], *dtypes
     return _differentiable(_GRAD, weight, sample_weights, None, values, trained, bags.offsets, *form)
-
-
-def serves_sparse(*tensors: Tensor | None) -> bool:
-    """Whether `bag` of these can have a sparse gradient: not where it is traced, nor under `torch.func`."""
-    return plain_eager(*tensors) and all(tensor is None or not tensor.is_meta for tensor in tensors)
 
 
 def drop_padding(values: Tensor, offsets: Tensor, padding_idx: int, num_rows: int) -> Tensor:
@@ -77,7 +71,7 @@ def drop_padding(values: Tensor, offsets: Tensor, padding_idx: int, num_rows: in
     Raises:
         RuntimeError: for an id out of range, as `bag` does.
     """
-    if serves_sparse(values, offsets):
+    if plain_eager(values, offsets) and not values.is_meta:
         return _drop_padding(values, offsets, padding_idx, num_rows)
     return torch.ops.tritonemb.drop_padding(values, offsets, padding_idx, num_rows)
 
@@ -104,12 +98,12 @@ def _differentiable(*args: Any) -> Tensor:
 
 def _derivative(*args: Any) -> Tensor:
     """By kernels, without the dispatcher where that may be."""
-    return _derive(*args) if serves_sparse(*args[1:7]) else torch.ops.tritonemb.bag(*args)
+    return (_derive if plain_eager(*args[1:7]) and not args[4].is_meta else torch.ops.tritonemb.bag)(*args)
 
 
 def _derive(
     by: int, weight: Any, sample_weights: Tensor | None, grad: Any, values: Tensor, trained: Tensor | None,
-    offsets: Tensor, pooled: bool, mean: bool, checked: bool, sparse: bool, num_rows: int, weight_dtype: torch.dtype,
+    offsets: Tensor, pooled: bool, mean: bool, checked: bool, num_rows: int, weight_dtype: torch.dtype,
     sample_dtype: torch.dtype | None, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """The derivative by one factor, of which there is none; its dtype is the factor's, the last three.
@@ -120,14 +114,15 @@ def _derive(
         return look_up(weight.contiguous(), values, offsets, sample_weights, pooled, mean, checked, dtype)
     if by == _SAMPLE_WEIGHTS:
         layout = layout_of((BagTable.of(weight, mean),), pooled, values.device)
-        dots = kernel("sample_weight_gradient", grad.device, (weight.dtype,))
-        return dots([weight.contiguous()], values, offsets, grad, layout).to(sample_dtype)
-    return derive_weight(grad, values, offsets, sample_weights, num_rows, pooled, mean, weight_dtype, sparse)
+        return kernel("sample_weight_gradient", grad.device, (weight.dtype,))(
+            [weight.contiguous()], values, offsets, grad, layout
+        ).to(sample_dtype)
+    return derive_weight(grad, values, offsets, sample_weights, num_rows, pooled, mean, weight_dtype)
 
 
 def _shape(
     by: int, weight: Any, _s: Any, grad: Any, values: Tensor, _t: Any, offsets: Tensor, pooled: bool, _m: bool,
-    _c: bool, _sparse: bool, num_rows: int, weight_dtype: torch.dtype, sample_dtype: torch.dtype, dtype: torch.dtype,
+    _c: bool, num_rows: int, weight_dtype: torch.dtype, sample_dtype: torch.dtype, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     if by == _SAMPLE_WEIGHTS:
         return values.new_empty(values.shape[0], dtype=sample_dtype)
@@ -143,7 +138,7 @@ def empty_bags(weight: Tensor, values: Tensor, offsets: Tensor, pooled: bool, dt
 
 def sample_weight_gradient(grad: Tensor, weight: Tensor, values: Tensor, bags: Bags, sample_weights: Tensor) -> Tensor:
     """The gradient of the per-sample weights, `[N]`."""
-    form = bags.pooled, bags.mean, False, False, weight.shape[0], weight.dtype, sample_weights.dtype, weight.dtype
+    form = bags.pooled, bags.mean, False, weight.shape[0], weight.dtype, sample_weights.dtype, weight.dtype
     return _derivative(_SAMPLE_WEIGHTS, weight, None, grad, values, None, bags.offsets, *form)
 
 
@@ -157,16 +152,14 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _backward(ctx: Any, given: Tensor) -> tuple[Any, ...]:
     *factors, values, offsets = ctx.saved_tensors
-    pooled, mean, _, sparse, *rest = ctx.form
-    if ctx.by == _WEIGHT and sparse:
-        raise RuntimeError("a sparse gradient cannot be differentiated again; make the embedding with sparse=False")
+    pooled, mean, _, *rest = ctx.form
     factors[ctx.by] = given
-    form = pooled, mean, False, sparse and ctx.by == _GRAD, *rest
+    form = pooled, mean, False, *rest
     found: list[Tensor | None] = []
     for by, needed in enumerate(ctx.needs_input_grad[1:4]):
         others = [None if factor == by else value for factor, value in enumerate(factors)]
         found.append(_differentiable(by, *others, values, None, offsets, *form) if needed else None)
-    return None, *found, *[None] * 11
+    return None, *found, *[None] * 10
 
 
 class _Derivative(torch.autograd.Function):
@@ -190,7 +183,7 @@ class _EagerDerivative(torch.autograd.Function):
 define(
     "bag",
     "(int by, Tensor? weight, Tensor? sample_weights, Tensor? grad, Tensor values, Tensor? trained, Tensor offsets, "
-    "bool pooled, bool mean, bool checked, bool sparse, SymInt num_rows, ScalarType weight_dtype, "
+    "bool pooled, bool mean, bool checked, SymInt num_rows, ScalarType weight_dtype, "
     "ScalarType? sample_dtype, ScalarType dtype) -> Tensor",
     _derive,
     _shape,
@@ -235,7 +228,9 @@ def look_up(
     serving = chosen("embedding_bag", values.device, (weight.dtype,))
     try:
         if serving == CPU and not pooled and checked and sample_weights is None and dtype == weight.dtype:
-            return weight.index_select(0, values)  # rows as they are: PyTorch copies them as well as anyone
+            # Rows as they are: PyTorch copies them as well as anyone.
+            out = advise_huge_pages(weight.new_empty(values.shape[0], weight.shape[1]), MAPPED_BYTES)
+            return torch.index_select(weight.detach(), 0, values, out=out)
         return kernel("embedding_bag", values.device, (weight.dtype,))(
             [weight], values, offsets, sample_weights, layout, checked, dtype
         )
@@ -268,36 +263,17 @@ def _drop_padding(values: Tensor, offsets: Tensor, padding_idx: int, num_rows: i
 
 def derive_weight(
     grad: Tensor, values: Tensor, offsets: Tensor, sample_weights: Tensor | None, num_rows: int, pooled: bool,
-    mean: bool, dtype: torch.dtype, sparse: bool = False,
+    mean: bool, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    """The gradient of a table, `[num_rows, dim]`; or as a sparse COO tensor, rows ascending.
-
-    On the CPU the latter is coalesced: one entry for each distinct row. On a GPU nobody may wait for the number of
-    distinct rows, so there are as many entries as values; those behind the last distinct row repeat it, with zeros.
-    """
+    """The gradient of a table, `[num_rows, dim]`."""
     if values.shape[0] >= 2**31:
         raise ValueError(f"one call may look up at most {2**31 - 1} ids, got {values.shape[0]}")
     layout = layout_of((BagTable(num_rows, grad.shape[1], mean),), pooled, values.device)
     groups = RowGroups(*kernel("row_groups", values.device)(values, offsets, layout))
-    exact = grad.device.type == "cpu"
-    count = num_rows if not sparse else int(groups.num_groups) if exact else values.shape[0]
-    sum_dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
-    sums = grad.new_zeros(count, grad.shape[1], dtype=sum_dtype)
-    row_gradients_([sums], grad, offsets, sample_weights, groups, layout, compact=sparse)
-    if not sparse:
-        return sums.to(dtype)
-    rows = groups.rows[:count].clone() if exact else places_of(groups)
-    shape = (num_rows, grad.shape[1])
-    return torch.sparse_coo_tensor(rows.unsqueeze(0), sums.to(dtype), shape, check_invariants=False, is_coalesced=exact)
-
-
-def places_of(groups: RowGroups) -> Tensor:
-    """int64 `[N]`: the distinct rows, then the last of them again and again; row 0 if there is none."""
-    rows = groups.rows
-    if rows.numel() == 0:
-        return rows
-    behind = torch.arange(rows.numel(), device=rows.device) >= groups.num_groups
-    return rows.minimum(rows.masked_fill(behind, 0).amax())
+    sum_dtype = torch.promote_types(grad.dtype, torch.float32)
+    sums = advise_huge_pages(grad.new_empty(num_rows, grad.shape[1], dtype=sum_dtype), MAPPED_BYTES).zero_()
+    row_gradients_([sums], grad, offsets, sample_weights, groups, layout)
+    return sums.to(dtype)
 
 
 BAGS = "Tensor? trained, bool pooled, bool mean, bool checked, ScalarType dtype"

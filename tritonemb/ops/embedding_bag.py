@@ -94,8 +94,9 @@ _embedding_bag = define(
 def _dot(
     grad: Tensor, weights: list[Tensor], values: Tensor, offsets: Tensor, sample_weights: Tensor, *layout: Any
 ) -> Tensor:
-    dot = kernel("sample_weight_gradient", grad.device, frozenset(map(dtype_of, weights)))
-    return dot(weights, values, offsets, grad, Layout(*layout)).to(sample_weights.dtype)
+    return kernel("sample_weight_gradient", grad.device, frozenset(map(dtype_of, weights)))(
+        weights, values, offsets, grad, Layout(*layout)
+    ).to(sample_weights.dtype)
 
 
 define(

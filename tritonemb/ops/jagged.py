@@ -103,17 +103,6 @@ def _permuted(
     return values.new_empty(num_values), offsets.new_empty(order.shape[0] * batch_size + 1), out_weights
 
 
-def _bucketized(
-    values: Tensor, offsets: Tensor, block_sizes: Tensor, weights: Tensor | None, num_owners: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return (
-        values.new_empty(values.shape[0]),
-        offsets.new_empty(num_owners * (offsets.shape[0] - 1)),
-        values.new_empty(values.shape[0], dtype=torch.int32),
-        values.new_empty(0) if weights is None else weights.new_empty(weights.shape[0]),
-    )
-
-
 _BATCH = "Tensor values, Tensor offsets, Tensor {}, Tensor? weights"
 define(
     "jagged_permute",
@@ -125,5 +114,10 @@ define(
     "block_bucketize",
     f"({_BATCH.format('block_sizes')}, SymInt num_owners) -> (Tensor, Tensor, Tensor, Tensor)",
     lambda values, *rest: kernel("block_bucketize", values.device)(values, *rest),
-    _bucketized,
+    lambda values, offsets, block_sizes, weights, num_owners: (
+        values.new_empty(values.shape[0]),
+        offsets.new_empty(num_owners * (offsets.shape[0] - 1)),
+        values.new_empty(values.shape[0], dtype=torch.int32),
+        values.new_empty(0) if weights is None else weights.new_empty(weights.shape[0]),
+    ),
 )

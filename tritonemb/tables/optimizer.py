@@ -104,10 +104,10 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._deferred.apply()
         several, self._tables.updates = self._tables.updates > 1, 0
         if several:
-            message = (
-                'several backward passes since step() have each updated the tables; use accumulate() or update="step"'
+            warnings.warn(
+                'several backward passes since step() have each updated the tables; use accumulate() or update="step"',
+                stacklevel=1,
             )
-            warnings.warn(message, stacklevel=1)
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -179,11 +179,6 @@ class OptimizedTables:
     def accumulate(self) -> AbstractContextManager[None]:
         """See `EmbeddingBagCollection.accumulate`."""
         raise NotImplementedError
-
-    @property
-    def accumulating(self) -> bool:
-        """Whether a block of `accumulate` is active."""
-        return self.accumulator.is_open and not self.by_step
 
     def set_learning_rate(self, lr: float) -> None:
         """Raises ValueError for a negative or non-finite rate."""
