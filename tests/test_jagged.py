@@ -288,6 +288,19 @@ def test_bad_lists_have_a_name():
     make = KeyedJaggedTensor.from_lists
     with pytest.raises(TypeError, match=r"from_lists expects {key: a list of ids for each sample}"):
         make([[1], [2]])
+    for lists in ({"a": [1, 2]}, {"a": 3}):
+        with pytest.raises(TypeError, match="'a' needs a list of ids for each sample, got"):
+            make(lists)
+        with pytest.raises(TypeError, match="'a' needs a list of weights for each sample, got"):
+            make({"a": [[1]]}, lists)
+    with pytest.raises(TypeError, match="'a' needs a list of ids for each sample, got"):
+        make({"a": torch.tensor([1, 2])})
+    parts = {"a": make({"a": [[1]]}), "b": make({"b": [[2]]})}
+    assert KeyedJaggedTensor.concat(parts.values()).to_lists() == {"a": [[1]], "b": [[2]]}
+    for join in (KeyedJaggedTensor.concat, KeyedJaggedTensor.stack):
+        for parts in ([1], [make({"a": [[1]]}), None], make({"a": [[1]]})):
+            with pytest.raises(TypeError, match=f"{join.__name__} expects a list of tritonemb.KeyedJaggedTensor"):
+                join(parts)
     with pytest.raises(ValueError, match=re.escape("same number of samples, got {'a': 1, 'b': 2}")):
         make({"a": [[1]], "b": [[1], [2]]})
     with pytest.raises(TypeError, match=r"ids of 'a' must be integers, got 1\.5"):

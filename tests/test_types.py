@@ -104,6 +104,7 @@ BAD = [
     (ValueError, r"table 't': dtype must be one of .*, got torch\.float64", {"dtype": torch.float64}),
     (TypeError, "table 't': init must be a function", {"init": 0.1}),
     (TypeError, "table 't': features must be a list of keys, got the str 'abc'", {"features": "abc"}),
+    (TypeError, "table 't': features must be a list of keys, got the int 3", {"features": 3}),
     (ValueError, "table 't': needs at least one feature", {"features": []}),
     (ValueError, r"table 't': a feature is named twice in \['a', 'b', 'a'\]", {"features": ["a", "b", "a"]}),
     (ValueError, "table 't': a feature must be a non-empty one-line str, got ''", {"features": [""]}),

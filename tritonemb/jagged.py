@@ -74,10 +74,9 @@ class KeyedJaggedTensor:
         """From Python lists: `{"genre": [[1, 4], [], [7]]}` has one list of ids a sample, the same number for each key.
 
         Raises:
-            ValueError: naming the key and sample where sizes differ.
+            TypeError, ValueError: naming the key, and the sample where sizes differ.
         """
-        if not isinstance(lists, Mapping):
-            raise TypeError(f"from_lists expects {{key: a list of ids for each sample}}, got {lists!r}")
+        _check_lists("ids", lists)
         batch_sizes = {key: len(samples) for key, samples in lists.items()}
         if len(set(batch_sizes.values())) > 1:
             raise ValueError(f"each key needs the same number of samples, got {batch_sizes}")
@@ -99,8 +98,7 @@ class KeyedJaggedTensor:
         Raises:
             ValueError: for no parts, for batch sizes that differ, for weights that only some parts have.
         """
-        if not parts:
-            raise ValueError("concat needs at least one KeyedJaggedTensor")
+        parts = _list_of_parts("concat", parts)
         batch_sizes = [part.stride() for part in parts]
         if len(set(batch_sizes)) > 1:
             raise ValueError(f"concat needs parts of one batch size, got {batch_sizes}")
@@ -118,8 +116,7 @@ class KeyedJaggedTensor:
         Raises:
             ValueError: for no parts, for keys that differ, for weights that only some parts have.
         """
-        if not parts:
-            raise ValueError("stack needs at least one KeyedJaggedTensor")
+        parts = _list_of_parts("stack", parts)
         keys = parts[0].keys()
         for part in parts:
             if part.keys() != keys:
@@ -332,7 +329,27 @@ def _joined_weights(parts: Sequence[KeyedJaggedTensor]) -> Tensor | None:
     return torch.cat([part.weights() for part in parts]) if all(weighted) else None
 
 
+def _list_of_parts(method: str, parts: Any) -> list[KeyedJaggedTensor]:
+    found = list(parts) if isinstance(parts, Iterable) else [parts]
+    if isinstance(parts, KeyedJaggedTensor) or not all(isinstance(part, KeyedJaggedTensor) for part in found):
+        raise TypeError(f"{method} expects a list of tritonemb.KeyedJaggedTensor, got {parts!r}")
+    if not found:
+        raise ValueError(f"{method} needs at least one KeyedJaggedTensor")
+    return found
+
+
+def _check_lists(title: str, lists: Any) -> None:
+    if not isinstance(lists, Mapping):
+        raise TypeError(f"from_lists expects {{key: a list of {title} for each sample}}, got {lists!r}")
+    for key, samples in lists.items():
+        try:
+            [len(sample) for sample in samples]
+        except TypeError:
+            raise TypeError(f"{key!r} needs a list of {title} for each sample, got {samples!r}") from None
+
+
 def _check_same_lengths(lists: Mapping[str, Sequence[Sequence[Any]]], weights: Mapping[str, Any]) -> None:
+    _check_lists("weights", weights)
     for key, samples in lists.items():
         if key not in weights:
             raise ValueError(f"weights lack the key {key!r}")

@@ -3,7 +3,7 @@
 import hashlib
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, SupportsIndex, get_args
 
@@ -128,8 +128,9 @@ class TableConfig:
     def _checked_features(self) -> tuple[str, ...]:
         if self.features is None:
             return (self.name,)
-        if isinstance(self.features, str):
-            raise TypeError(f"table {self.name!r}: features must be a list of keys, got the str {self.features!r}")
+        if isinstance(self.features, str) or not isinstance(self.features, Iterable):
+            shown = f"the {type(self.features).__name__} {self.features!r}"
+            raise TypeError(f"table {self.name!r}: features must be a list of keys, got {shown}")
         features = tuple(self.features)
         for feature in features:
             if not isinstance(feature, str) or not feature or "\n" in feature:

@@ -157,7 +157,7 @@ def test_a_time_column_splits_a_parquet_file(tmp_path, kind):
     if kind != "text":
         with pytest.raises(ValueError, match="'soon' is not a time of the time column, which is"):
             reader(tmp_path / "log.parquet", SplitRule(time_column="when", test_from="soon"), **schema)
-    with pytest.raises(ValueError, match="there is no column 'then'; columns: when, click"):
+    with pytest.raises(ValueError, match="column 'then' is not there; columns: when, click"):
         reader(tmp_path / "log.parquet", SplitRule(time_column="then", test_from="1"), **schema)
 
 

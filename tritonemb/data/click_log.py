@@ -16,7 +16,7 @@ from tritonemb.data.columns import Array
 from tritonemb.data.encode import encode, mix, numberings
 from tritonemb.data.files import Chunk, LogFile, Part, end_parts, find, is_remote, parts_of_files, split_files
 from tritonemb.data.parquet import ArrowSource, head_of, time_mask
-from tritonemb.data.pipeline import FIELDS, Batcher, Block, Place, in_order
+from tritonemb.data.pipeline import FIELDS, Batcher, Block, Place, in_order, permutation
 from tritonemb.data.protocol import (
     MAX_PROBLEMS,
     SPLITS,
@@ -186,7 +186,11 @@ class ClickLog(Tables):
             self._check_position(position, parts, split, buffer_rows // batch_size)
         left_out = self._left_out.get(split, ReadReport()) if shard[0] == 0 else ReadReport()
         blocks, keys = partial(log.encoded, split), tuple(feature.name for feature in self.features)
-        batcher = Batcher(self.name, opened, blocks, keys, buffer_rows, order if shuffle else None, left_out)
+
+        batcher = Batcher(
+            self.name, opened, blocks, keys, buffer_rows,
+            lambda num_rows, buffer: permutation(num_rows, *order, buffer) if shuffle else None, left_out,
+        )  # fmt: skip
 
         def at_end(report: ReadReport) -> None:
             if shard == WHOLE:

@@ -100,8 +100,6 @@ class CsvFormat:
             return "carriage return", "a carriage return stands inside the line"
         fields, count = self._fields(line), len(self.columns)
         if len(fields) != count:
-            if len(fields) == 1:
-                hint = hint or "; is this a log? Criteo's text, CSV (.csv) and Parquet (.parquet) are read"
             if not self.quote and self.labelled and len(fields) == count - 1:
                 hint = f" (Criteo's test.txt has no labels; use train.txt){hint}"
             delimiter = {"\t": "tab", ",": "comma"}.get(self._delimiter, repr(self._delimiter))

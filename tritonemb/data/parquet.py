@@ -12,7 +12,7 @@ from tritonemb.data.delimited import Parsed
 from tritonemb.data.encode import decoded, good_rows, is_list, is_text, wrong_values
 from tritonemb.data.files import Chunk, LogFile, Part, open_parquet
 from tritonemb.data.protocol import Shard, Split
-from tritonemb.data.schema import Schema, SplitRule, check_single, listed, shown, wrong_value
+from tritonemb.data.schema import Schema, SplitRule, check_there, shown, wrong_value
 from tritonemb.utils import LazyModule
 
 pa: Any = LazyModule("pyarrow")
@@ -104,6 +104,7 @@ class ArrowSource:
         self._groups: list[list[int]] = []  # rows of the row groups of each file
         self.multi_hot: tuple[str, ...] = ()
         time = self._rule.time_column
+        others = () if time is None else (time,)
         known: dict[str, tuple[str, LogFile]] = {}
         for number, file in enumerate(files):
             where, (columns, groups) = str(file.path), head_of(file)
@@ -125,15 +126,12 @@ class ArrowSource:
                         f"{where}: column {name!r} has {values[name]}, but {expected} in {other.path}; the same value "
                         "would have different ids"
                     )
+            check_there(columns.names, others, where)
             if time is not None:
-                if time not in columns.names:
-                    raise ValueError(f"{where}: there is no column {time!r}; columns: {listed(columns.names)}")
-                check_single(columns.names, time, where)
                 self._time_type = columns.field(time).type
                 time_mask(self._rule, "train", pa.nulls(0, self._time_type), self._time_type)  # checks the rule's times
         self.schema = schema
-        used = schema.columns(labelled) if time is None else (*schema.columns(labelled), time)
-        self._columns = tuple(dict.fromkeys(used))
+        self._columns = tuple(dict.fromkeys((*schema.columns(labelled), *others)))
 
     def sizes(self) -> list[int]:
         """Of the files, in the unit of `Part`."""

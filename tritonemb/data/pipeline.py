@@ -125,7 +125,7 @@ class Batcher:
     blocks: Callable[[Place], Generator[Block, None, None]]  # of the split from a place on
     keys: tuple[str, ...]  # names of the features
     buffer_rows: int  # rows of a shuffle buffer
-    order: tuple[int, ...] | None  # what decides the order of the rows; None keeps it
+    order: Callable[[int, int], Array | None]  # as for `shuffle_buffers`
     read: ReadReport  # bad rows that are not in the blocks any more; then also those that are
 
     def report(self, position: Position) -> ReadReport:
@@ -138,7 +138,7 @@ class Batcher:
         batch, rows = position["batch"], position["rows"]
         with closing(self.blocks(start)) as blocks:
             counted = self._counted(blocks)
-            for buffer in shuffle_buffers(counted, self.buffer_rows, self._permutation, start, position["window"]):
+            for buffer in shuffle_buffers(counted, self.buffer_rows, self.order, start, position["window"]):
                 for step in self._cut(buffer, batch, rows, position["of"]):
                     rows = step.report.rows
                     yield step
@@ -169,6 +169,3 @@ class Batcher:
         for block in blocks:
             self.read += block.report
             yield block
-
-    def _permutation(self, num_rows: int, buffer: int) -> Array | None:
-        return None if self.order is None else permutation(num_rows, *self.order, buffer)

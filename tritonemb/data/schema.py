@@ -96,13 +96,9 @@ class Schema:
                     'Schema(label="click", dense=("price",), sparse=("user", "item"))'
                 )
             schema = replace(self, label=LABEL, dense=INTEGERS, sparse=CATEGORIES)
-        for name in schema.columns(labelled):
-            if name not in columns:
-                part = "dense" if name in schema.dense else "sparse" if name in schema.sparse else "label"
-                raise ValueError(
-                    f"{where}: the schema's {part} column {name!r} is not there; columns: {listed(columns)}"
-                )
-            check_single(columns, name, where)
+        parts = {"label": (schema.label,) * labelled, "dense": schema.dense, "sparse": schema.sparse}
+        for part, names in parts.items():
+            check_there(columns, names, where, f"the schema's {part} column")
         return schema
 
 
@@ -206,10 +202,13 @@ class LogOptions:
             raise ValueError(f"delimiter must be one ASCII character, got {self.delimiter!r}")
 
 
-def check_single(columns: Sequence[str], name: str, where: str) -> None:
-    """ValueError if a column is there twice."""
-    if (count := list(columns).count(name)) > 1:
-        raise ValueError(f"{where}: there are {count} columns {name!r}; give them names of their own")
+def check_there(columns: Sequence[str], names: Iterable[str], where: str, what: str = "column") -> None:
+    """ValueError unless there is one column of each name; `what` they are."""
+    for name in names:
+        if (count := list(columns).count(name)) == 0:
+            raise ValueError(f"{where}: {what} {name!r} is not there; columns: {listed(columns)}")
+        if count > 1:
+            raise ValueError(f"{where}: there are {count} columns {name!r}; give them names of their own")
 
 
 def wrong_value(place: int, name: str, value: object, expected: str, hint: str = "") -> str:

@@ -133,9 +133,15 @@ class TextSource:
                 number, line = number + 1, read_line(source, self._form.quoted)
         checked = parse(self._form, line)
         if len(checked.bad_rows) and not lenient:
+            criteo = isinstance(self._form, CriteoFormat)
             hint = "; a file with a header is read with a delimiter, or as it is if its name ends with .csv"
-            is_header = isinstance(self._form, CriteoFormat) and re.match(rb'["A-Za-z_]', line)
-            raise ValueError(f"{file.path}, line {number}: {checked.describe(0)[1]}{hint if is_header else ''}")
+            hint = hint if criteo and re.match(rb'["A-Za-z_]', line) else ""
+            if criteo and b"\t" not in line:
+                raise ValueError(
+                    f"{file.path} is no log that is read here, which are Parquet (.parquet), CSV (.csv) and Criteo's "
+                    f"text: its line {number} has no tab{encoding_hint(line)}{hint}"
+                )
+            raise ValueError(f"{file.path}, line {number}: {checked.describe(0)[1]}{hint}")
 
 
 def delimiter_of(file: LogFile, options: LogOptions) -> str:
