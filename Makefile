@@ -1,5 +1,5 @@
 # make train [DATA=movielens-100k|synthetic|path/to/train.txt] [ARGS="--epochs 2 ..."]
-# make test | test-more | test-all | planted | lint | bench | docs | clean
+# make test | test-more | test-all | test-versions | planted | lint | bench | docs | clean
 # make gpu | gpu-bench [PYTHON=python3] [ARGS="-k update"]
 #
 # Everything is installed into $(VENV); a second call installs nothing unless pyproject.toml or constraints.txt changed.
@@ -40,7 +40,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Whatever plugins that machine's pytest has: none of them is asked for.
 GPU_PYTEST := $(PYTHON) -m pytest -o addopts="-ra --import-mode=importlib" tests/gpu tests/compiler tests/kernels tests/nn tests/ops
 
-.PHONY: train test test-selection test-more test-all planted lint bench docs clean gpu gpu-tests gpu-sanitize gpu-bench
+.PHONY: train test test-selection test-more test-all test-versions planted lint bench docs clean gpu gpu-tests gpu-sanitize gpu-bench
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.train
@@ -65,6 +65,10 @@ test-all: lint
 	$(QUIET) $(BIN)/python -m pytest -n $(JOBS) -m "" $(ARGS)
 	$(QUIET) $(BIN)/python -m pytest -n $(JOBS) -m public $(BY_REFERENCE) $(ARGS)
 	$(QUIET) $(INTERPRETED) $(BIN)/python -m pytest -n $(JOBS) -m "triton or public" $(ARGS)
+
+# A core selection on other versions of Python, torch and triton.
+test-versions: $(VENV)/.dev
+	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python tools/versions.py $(ARGS)
 
 # Plants the mistakes of tests/planted one at a time into a copy of the tree, and says which of them `make test` finds.
 planted: $(VENV)/.dev

@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "tritonemb").rglob("*.py"))
+SHIPPED = ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "tritonemb/cli.py", "tests/test_package.py")
 
 
 def run_python(program: str, *options: str) -> subprocess.CompletedProcess[str]:
@@ -76,13 +78,17 @@ print(moved.round(decimals=3).tolist())
     assert done.stdout.strip() == str([0.0, 0.0, 0.0, 8.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
 
 
-def test_the_wheel_is_pure_and_typed(tmp_path):
+def test_a_release_is_pure_and_typed(tmp_path):
     pytest.importorskip("hatchling")
     pytest.importorskip("build")
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (wheel,) = tmp_path.glob("*.whl")
+    pytest.importorskip("twine")
+    build = ["build", "--no-isolation", "--sdist", "--wheel", "--outdir", str(tmp_path), str(ROOT)]
+    for command in (build, ["twine", "check", "--strict", f"{tmp_path}/*"]):
+        done = subprocess.run([sys.executable, "-m", *command], capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,), (sdist,) = tmp_path.glob("*.whl"), tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        assert {f"{sdist.name.removesuffix('.tar.gz')}/{name}" for name in SHIPPED} <= set(archive.getnames())
     assert wheel.name.endswith("-py3-none-any.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
