@@ -140,8 +140,8 @@ MAPPED_BYTES = 32 << 20  # from here on glibc maps every allocation anew, and ea
 def advise_huge_pages(tensor: Any, least: int = 2 * HUGE_PAGE) -> Any:
     """Ask for huge pages behind a new CPU tensor of `least` bytes that has not been written to yet; returns it.
 
-    Rows are read at random, and with pages of 4 KiB each read also misses the address translation; a result that is
-    written once is mostly page faults then. Linux only; the kernel may grant none.
+    With pages of 4 KiB, a row that is read at random also misses the address translation, and writing a new result is
+    mostly page faults. Linux only; the kernel may grant none.
     """
     if not hasattr(mmap, "MADV_HUGEPAGE") or tensor.device.type != "cpu" or tensor.nbytes < least:
         return tensor

@@ -228,9 +228,8 @@ def look_up(
     serving = chosen("embedding_bag", values.device, (weight.dtype,))
     try:
         if serving == CPU and not pooled and checked and sample_weights is None and dtype == weight.dtype:
-            # Rows as they are: PyTorch copies them as well as anyone.
             out = advise_huge_pages(weight.new_empty(values.shape[0], weight.shape[1]), MAPPED_BYTES)
-            return torch.index_select(weight.detach(), 0, values, out=out)
+            return torch.index_select(weight.detach(), 0, values, out=out)  # PyTorch copies rows as well as anyone
         return kernel("embedding_bag", values.device, (weight.dtype,))(
             [weight], values, offsets, sample_weights, layout, checked, dtype
         )

@@ -63,9 +63,8 @@ class HostCache:
         num_sets = -(-min(rows, identity.num_rows) // WAYS)
         num_slots, cpu = num_sets * WAYS, torch.device("cpu")  # whatever device the user has set
         try:
-            self._records: Tensor = advise_huge_pages(
-                torch.empty(num_slots, self._num_bytes, dtype=torch.uint8, device=cpu)
-            )
+            records = torch.empty(num_slots, self._num_bytes, dtype=torch.uint8, device=cpu)
+            self._records: Tensor = advise_huge_pages(records)
             self._directory = CacheDirectory([num_sets], policy, cpu)
         except (RuntimeError, MemoryError) as error:
             raise StorageError(

@@ -120,7 +120,9 @@ def embedding_bag(
     check_offsets(values, offsets, layout)
     batch_size = batch_size_of(offsets, layout.key_starts)
     num_rows = batch_size if layout.pooled else values.numel()
-    out = advise_huge_pages(torch.empty(num_rows, layout.width, dtype=torch.float32), MAPPED_BYTES)
+    out = torch.empty(num_rows, layout.width, dtype=torch.float32)
+    if out.nbytes >= MAPPED_BYTES:
+        advise_huge_pages(out)
     if not layout.pooled and layout.lookups.shape[0] < layout.key_starts.numel() - 1:  # a key without a table
         out.zero_()
     zeros = torch.zeros(layout.width, dtype=torch.float32)  # at least as wide as any row
