@@ -84,7 +84,7 @@ def read_with_pyarrow(path: Path, strings: Any, threads: bool) -> int:
 
 
 def read_rows(log: ClickLog) -> int:
-    return sum(len(block.rows) for block in log.encoded("train"))
+    return sum(len(block.rows) for block in log.scan("train", log.encode))
 
 
 def read_batches(log: ClickLog) -> int:

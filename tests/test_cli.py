@@ -1,5 +1,6 @@
 """The command line: each command on small data, its help, its errors."""
 
+import csv
 import errno
 import json
 import os
@@ -129,6 +130,92 @@ def test_predict_scores_every_row_in_order(log, tmp_path, capsys):
     texts = (tmp_path / "scores.csv").read_text().splitlines()
     assert [float(text) for text in texts[1:]] == pytest.approx(scores, abs=1e-6)
     assert {path.name for path in tmp_path.iterdir()} == {"run", "scores.csv", "scores.parquet", "train.txt"}
+    kept = tmp_path / "kept.parquet"
+    assert run("predict", "--checkpoint", out, "--data", log, "--out", kept, "--keep", "cat_2", "label") == 0
+    table, fields = parquet.read_table(kept), [line.split("\t") for line in log.read_text().splitlines()]
+    assert table.column_names == ["cat_2", "label", "score"]
+    assert table["label"].to_pylist() == labels
+    assert table["cat_2"].to_pylist() == [int(field[15], 16) for field in fields]
+    assert table["score"].to_pylist() == pytest.approx(scores, abs=1e-6)
+    unlabelled = tmp_path / "test.txt"
+    unlabelled.write_text("".join(line.partition("\t")[2] + "\n" for line in log.read_text().splitlines()))
+    assert run("predict", "--checkpoint", out, "--data", unlabelled, "--out", kept, "--keep", "label") == 2
+    assert "test.txt: column 'label' is not there; columns: int_1," in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_predict_keeps_columns_of_the_log(kind, tmp_path, capsys):
+    """Strings and numbers, used by the model or not, in the order of the rows, however training reads the log."""
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = 3_000
+    columns = {
+        "request": [f'{row:04d}, "a"' for row in range(rows)],
+        "click": [row % 2 for row in range(rows)],
+        "price": [row / 4 if row % 5 else None for row in range(rows)],
+        "item": [f"i{row % 7}" for row in range(rows)],
+        "user": [row % 11 for row in range(rows)],
+        "when": list(range(rows)),
+    }
+    data, table = tmp_path / f"log.{kind}", arrow.table(columns)
+    pytest.importorskip("pyarrow.csv").write_csv(table, data) if kind == "csv" else parquet.write_table(table, data)
+    reading = (
+        "--chunk-bytes",
+        9_000,
+        "--workers",
+        3,
+        "--split-by",
+        "random",
+        "--on-bad-row",
+        "skip",
+        "--num-workers",
+        1,
+    )
+    schema = ("--label", "click", "--dense", "price", "--sparse", "item", "user", "--integers", "user")
+    assert run("train", "--data", data, *schema, *reading, "--max-steps", 2, "--out", tmp_path / "run", *SMALL) == 0
+    predict = ("predict", "--checkpoint", tmp_path / "run", "--data", data, "--batch-size", 64)
+    names = ["when", "request", "price", "item", "user"]
+    assert run(*predict, "--out", tmp_path / "scores.parquet", "--keep", *names) == 0
+    assert run(*predict, "--out", tmp_path / "scores.csv", "--keep", *names) == 0
+    kept = parquet.read_table(tmp_path / "scores.parquet")
+    expected = columns | ({"when": list(map(str, columns["when"]))} if kind == "csv" else {})
+    assert kept.select(names).to_pydict() == {name: expected[name] for name in names}
+    with (tmp_path / "scores.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    assert [line["request"] for line in lines] == columns["request"]
+    assert [line["when"] for line in lines] == list(map(str, range(rows)))
+    assert [float(line["score"]) for line in lines] == pytest.approx(kept["score"].to_pylist(), abs=1e-6)
+    assert run(*predict, "--out", tmp_path / "alone.parquet") == 0
+    assert parquet.read_table(tmp_path / "alone.parquet")["score"].equals(kept["score"])
+    capsys.readouterr()
+    for names, message in (
+        (["users"], "columns: request, click, price, item, user, when; did you mean 'user'?"),
+        (["score"], "keep must name each column once, and none 'score', got ['score']"),
+        (["item", "item"], "keep must name each column once"),
+    ):
+        assert run(*predict, "--out", tmp_path / "no.csv", "--keep", *names) == 2
+        assert message in capsys.readouterr().err
+    data.with_name("bad.csv").write_text("request,click,price,item,user,when\na,0,1,b,2,3\na,0,x,b,2,3\n")
+    bad = ("predict", "--checkpoint", tmp_path / "run", "--data", tmp_path / "bad.csv", "--keep", "when")
+    assert run(*bad, "--out", tmp_path / "no.csv") == 2
+    assert "bad.csv, line 3: field 3 (price) is 'x', expected a number" in capsys.readouterr().err
+    data.with_name("bad.csv").write_text("request,click,price,item,user,when\n")
+    assert run(*bad, "--out", tmp_path / "no.csv") == 2
+    assert "no.csv is not written: there are no rows to score" in capsys.readouterr().err
+    assert not (tmp_path / "no.csv").exists()
+
+
+def test_columns_that_a_file_cannot_hold_are_named(tmp_path, capsys):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = arrow.table({"click": [0, 1] * 50, "item": [["a"], ["b", "c"]] * 50, "user": ["x", "y"] * 50})
+    parquet.write_table(table, tmp_path / "log.parquet")
+    schema = ("--label", "click", "--sparse", "item", "user", "--max-steps", 1)
+    assert run("train", "--data", tmp_path / "log.parquet", *schema, "--out", tmp_path / "run", *SMALL) == 0
+    options = ("--checkpoint", tmp_path / "run", "--data", tmp_path / "log.parquet", "--keep", "item")
+    assert run("predict", *options, "--out", tmp_path / "scores.csv") == 2
+    assert "scores.csv: these columns can not be kept in such a file (" in capsys.readouterr().err
+    assert not (tmp_path / "scores.csv").exists()
+    assert run("predict", *options, "--out", tmp_path / "scores.parquet") == 0
+    assert parquet.read_table(tmp_path / "scores.parquet")["item"].to_pylist() == table["item"].to_pylist()
 
 
 def test_a_log_without_numbers_trains_the_default_model(tmp_path, capsys):

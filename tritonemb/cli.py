@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import difflib
 import errno
 import functools
 import importlib
@@ -16,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from tritonemb import __version__
-from tritonemb.utils import MissingExtraError, require
+from tritonemb.utils import MissingExtraError, did_you_mean, require
 
 USAGE = """\
 usage: tritonemb COMMAND ...
@@ -81,9 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         if name not in COMMANDS:
-            nearest = difflib.get_close_matches(name, COMMANDS, n=1)
-            hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are {', '.join(COMMANDS)}"
-            raise ValueError(f"unknown command {name!r}; {hint}")
+            hint = did_you_mean(name, COMMANDS, f"; there are {', '.join(COMMANDS)}")
+            raise ValueError(f"unknown command {name!r}{hint}")
         return COMMANDS[name](rest)
     except BrokenPipeError:  # whoever read the output has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

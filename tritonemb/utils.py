@@ -1,7 +1,8 @@
-"""Optional packages, cache folders, atomic writes of files, digests of JSON, and huge pages."""
+"""Optional packages, cache folders, atomic writes of files, digests of JSON, huge pages, and the nearest word."""
 
 import atexit
 import ctypes
+import difflib
 import functools
 import hashlib
 import importlib
@@ -11,7 +12,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
@@ -51,6 +52,12 @@ class LazyModule:
         found = getattr(require(self._name), attribute)
         setattr(self, attribute, found)
         return found
+
+
+def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
+    """The end of a message about an unknown word: the nearest known one, if one is near."""
+    nearest = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {nearest[0]!r}?" if nearest else otherwise
 
 
 def cache_dir() -> Path:

@@ -239,7 +239,7 @@ def test_large_row_groups_are_read_in_slices(tmp_path):
     num_rows = 150_000
     path = write(tmp_path, click=[0, 1] * 75_000, price=np.arange(num_rows), user=["u"] * num_rows)
     log = ClickLog(path, options(SplitRule(), **SCHEMA))
-    sizes = [len(block.rows) for block in log.encoded("train")]
+    sizes = [len(block.rows) for block in log.scan("train", log.encode)]
     assert sum(sizes) == log.num_rows("train") == 125_000
     assert max(sizes) <= 65_536
     assert contents(next(log.open("test", 1)))[0].item() == pytest.approx(np.log1p(125_000))

@@ -57,6 +57,10 @@ class ClickLog(Tables):
         options: how it is read.
         name: for messages; the file's or folder's if not given.
         labelled: whether rows have a label; those of a log that is only scored may have none, and get 0.
+        kept: columns that `scan` has besides those of the schema.
+
+    Attributes:
+        encode: makes `Rows`, ids and numbers, of a `pyarrow.RecordBatch` of the log.
 
     Raises:
         FileNotFoundError, ValueError: a file is missing, empty, unreadable or of the wrong kind; its first line is
@@ -64,13 +68,9 @@ class ClickLog(Tables):
     """
 
     def __init__(
-        self,
-        source: str | Path | Sequence[str | Path] | Mapping[Split, LogFile],
-        options: LogOptions | None = None,
-        *,
-        name: str | None = None,
-        labelled: bool = True,
-    ) -> None:
+        self, source: str | Path | Sequence[str | Path] | Mapping[Split, LogFile], options: LogOptions | None = None, *,
+        name: str | None = None, labelled: bool = True, kept: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
         self.options = options or LogOptions()
         rule = self.options.split
         self.best_auc: float | None = None
@@ -94,19 +94,20 @@ class ClickLog(Tables):
         self._identity: tuple[Any, ...] = tuple((file.name, file.size) for file in files)
         self._source: TextSource | ArrowSource
         if files[0].format != "text":
-            self._source = ArrowSource(files, self.options.schema, rule, labelled)
+            self._source = ArrowSource(files, self.options.schema, rule, labelled, kept)
         elif rule.time_column:
             raise ValueError(f"{files[0].path}: text files are not split by a time column; split by another rule")
         else:
-            self._source = TextSource(files, self.options, labelled)
+            self._source = TextSource(files, self.options, labelled, kept)
         self.schema = self._source.schema
-        self._numberings = numberings(self.schema)
+        known = numberings(self.schema)
         vocabulary = self.schema.vocabulary
         self._vocabulary = vocabulary and hashlib.sha256(Path(vocabulary).read_bytes()).hexdigest()
         self.features = tuple(
-            Feature(column, self._numberings[column].num_embeddings, column in self._source.multi_hot)
+            Feature(column, known[column].num_embeddings, column in self._source.multi_hot)
             for column in self.schema.sparse
         )
+        self.encode = partial(encode, schema=self.schema, features=self.features, numberings=known)
         self._parts = parts_of_files(by_split) if self._kind == "files" else self._split_rows()
         self._parts = {split: parts for split, parts in self._parts.items() if parts}
 
@@ -185,7 +186,7 @@ class ClickLog(Tables):
             check_position(position, FIELDS, belongs_to, self.name)
             self._check_position(position, parts, split, buffer_rows // batch_size)
         left_out = self._left_out.get(split, ReadReport()) if shard[0] == 0 else ReadReport()
-        blocks, keys = partial(log.encoded, split), tuple(feature.name for feature in self.features)
+        blocks, keys = partial(log.scan, split, log.encode), tuple(feature.name for feature in self.features)
 
         batcher = Batcher(
             self.name, opened, blocks, keys, buffer_rows,
@@ -226,10 +227,6 @@ class ClickLog(Tables):
         chunks = self._source.chunks(parts, self.options.chunk_bytes, start.part, start.offset, start.line)
         return in_order(work, chunks, self.options.workers)
 
-    def encoded(self, split: Split, start: Place | None = None) -> Generator[Block, None, None]:
-        """The rows of a split as ids and numbers, chunk by chunk; close the iterator to end its threads."""
-        return self.scan(split, lambda batch: encode(batch, self.schema, self.features, self._numberings), start)
-
     def all_rows_as(self, split: Split, files: Iterable[int] | None = None) -> Self:
         """The same log with one split: all rows, or those of the files with these numbers, in their order."""
         log = self._with("end", {split: tuple(map(Part, range(len(self.files)) if files is None else files))})
@@ -250,7 +247,7 @@ class ClickLog(Tables):
 
     def text_schema(self) -> Any:
         """The `pyarrow.Schema` of its columns if it is read from text; else None."""
-        return self._source.arrow_schema() if isinstance(self._source, TextSource) else None
+        return self._source.form.arrow_schema() if isinstance(self._source, TextSource) else None
 
     def rows_digest(self) -> str:
         """A digest of what decides the values of a text log's rows: its files, how they are parsed, and the splits."""

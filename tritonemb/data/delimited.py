@@ -54,18 +54,21 @@ class Parsed:
 
 
 class CsvFormat:
-    """CSV with these columns: label and dense ones float64, sparse ones int64 or strings. With `quoted`, fields in
-    quotes may contain line ends."""
+    """CSV with these columns: label and dense ones float64, sparse ones int64 or strings, others that are `kept`
+    strings. With `quoted`, fields in quotes may contain line ends."""
 
     quote = True
 
     def __init__(
-        self, columns: tuple[str, ...], schema: Schema, delimiter: str, quoted: bool = False, labelled: bool = True
-    ) -> None:
+        self, columns: tuple[str, ...], schema: Schema, delimiter: str, quoted: bool = False, labelled: bool = True,
+        kept: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
         self.columns, self.quoted, self.schema, self.labelled = columns, quoted, schema, labelled
         self._delimiter = delimiter
-        self._types = dict.fromkeys(schema.columns(labelled), pa.float64())
-        self._types |= {name: pa.int64() if name in schema.integers else pa.string() for name in schema.sparse}
+        self._types = {
+            **dict.fromkeys(kept, pa.string()), **dict.fromkeys(schema.columns(labelled), pa.float64()),
+            **{name: pa.int64() if name in schema.integers else pa.string() for name in schema.sparse},
+        }  # fmt: skip
 
     def arrow_schema(self) -> Any:
         """The columns of the schema in the smallest types that hold them, a `pyarrow.Schema`."""

@@ -48,18 +48,9 @@ class ShardState:
 
 
 def open_shards(
-    data: Data,
-    split: Split,
-    batch_size: int,
-    rank: int = 0,
-    world: int = 1,
-    shards: int | None = None,
-    positions: Mapping[str, Any] | None = None,
-    *,
-    pin_memory: bool = False,
-    workers: Any = None,
-    **how: Any,
-) -> Batches:
+    data: Data, split: Split, batch_size: int, rank: int = 0, world: int = 1, shards: int | None = None,
+    positions: Mapping[str, Any] | None = None, *, pin_memory: bool = False, workers: Any = None, **how: Any,
+) -> Batches:  # fmt: skip
     """The batches of the shards rank, rank + world, ... of a split.
 
     Each of several shards of a rank has as many threads and as much memory as a stream has otherwise.

@@ -1,6 +1,5 @@
 """Open a data set by its name, its path or the hosts that read it; `tritonemb serve` makes this machine such a host."""
 
-import difflib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +15,7 @@ from tritonemb.data.protocol import Data, Feature, Split
 from tritonemb.data.reader_host import TOKEN, ReaderHost, RemoteData
 from tritonemb.data.schema import LogOptions, SplitRule
 from tritonemb.flight import SCHEMES
+from tritonemb.utils import did_you_mean
 
 NAMES = ("movielens-100k", "synthetic", "adult", "criteo-kaggle", "criteo-terabyte")
 ALIASES = {"criteo": "criteo-kaggle"}
@@ -49,8 +49,9 @@ def open_dataset(
         if path is not None:
             raise ValueError(f"{kind!r} is not one of {NAMES} but a path; a second one was given: {str(path)!r}")
         if not exists(kind):
-            near = "".join(f"; did you mean {name!r}?" for name in difflib.get_close_matches(kind, NAMES, 1))
-            raise FileNotFoundError(f"{kind!r} is neither a file or folder nor one of the data sets {NAMES}{near}")
+            raise FileNotFoundError(
+                f"{kind!r} is neither a file or folder nor one of the data sets {NAMES}{did_you_mean(kind, NAMES)}"
+            )
         return ClickLog(kind, log)
     if kind in ("movielens-100k", "synthetic"):
         if path is not None:
@@ -82,17 +83,17 @@ def from_dataframe(
     """
     frames: dict[Split, Any] = {"train": frame, "validation": validation, "test": test}
     given = {split: each for split, each in frames.items() if each is not None}
-    if len(given) == 1:
-        return ClickLog({"train": file_of_frame(frame, name)}, options, name=name)
-    return ClickLog(
-        {split: file_of_frame(each, f"{name} ({split})") for split, each in given.items()}, options, name=name
-    )
+    names = {split: f"{name} ({split})" if len(given) > 1 else name for split in given}
+    return ClickLog({split: file_of_frame(each, names[split]) for split, each in given.items()}, options, name=name)
 
 
-def open_for_scoring(path: str | Path, log: LogOptions, features: Sequence[Feature]) -> ClickLog:
+def open_for_scoring(
+    path: str | Path, log: LogOptions, features: Sequence[Feature], kept: tuple[str, ...] = ()
+) -> ClickLog:
     """Open a log whose rows, all of them and in their order, are test rows, for a model trained on these features.
 
-    `log` is as in training; its split rule is ignored. The label may be missing, as in Criteo's test.txt.
+    `log` is as in training; its split rule is ignored. The label may be missing, as in Criteo's test.txt. Columns to be
+    `kept` are in the batches of `ClickLog.scan`, used by the model or not.
 
     Raises:
         ValueError, FileNotFoundError: the log can not be read, or has other features.
@@ -100,7 +101,7 @@ def open_for_scoring(path: str | Path, log: LogOptions, features: Sequence[Featu
     if not exists(path):
         raise FileNotFoundError(f"{str(path)!r}: no such file or folder to score")
     labelled = is_labelled(find(path)[0], log)
-    opened = ClickLog(path, replace(log, split=SplitRule(split_by="end", test_share=0.0)), labelled=labelled)
+    opened = ClickLog(path, replace(log, split=SplitRule(split_by="end", test_share=0.0)), labelled=labelled, kept=kept)
     if len(opened.features) != len(features):
         raise ValueError(f"{path}: the log has {len(opened.features)} features, the model {len(features)}")
     for found, expected in zip(opened.features, features, strict=True):

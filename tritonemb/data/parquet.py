@@ -12,7 +12,7 @@ from tritonemb.data.delimited import Parsed
 from tritonemb.data.encode import decoded, good_rows, is_list, is_text, wrong_values
 from tritonemb.data.files import Chunk, LogFile, Part, open_parquet
 from tritonemb.data.protocol import Shard, Split
-from tritonemb.data.schema import Schema, SplitRule, check_there, shown, wrong_value
+from tritonemb.data.schema import Schema, SplitRule, shown, wrong_value
 from tritonemb.utils import LazyModule
 
 pa: Any = LazyModule("pyarrow")
@@ -98,20 +98,21 @@ class ArrowSource:
     """
 
     def __init__(
-        self, files: tuple[LogFile, ...], schema: Schema, rule: SplitRule | None = None, labelled: bool = True
-    ) -> None:
+        self, files: tuple[LogFile, ...], schema: Schema, rule: SplitRule | None = None, labelled: bool = True,
+        kept: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
         self._files, self._rule = files, rule or SplitRule()
         self._groups: list[list[int]] = []  # rows of the row groups of each file
         self.multi_hot: tuple[str, ...] = ()
         time = self._rule.time_column
-        others = () if time is None else (time,)
+        others = kept if time is None else (*kept, time)
         known: dict[str, tuple[str, LogFile]] = {}
         for number, file in enumerate(files):
             where, (columns, groups) = str(file.path), head_of(file)
             if sum(groups) == 0:
                 raise ValueError(f"{where} is empty: it has no rows")
             self._groups.append(groups)
-            schema = schema.of(columns.names, where, labelled)
+            schema = schema.of(columns.names, where, labelled, others)
             names = schema.columns(labelled)
             values = {name: _checked(columns.field(name).type, name, schema, where) for name in names}
             lists = tuple(name for name in schema.sparse if is_list(columns.field(name).type))
@@ -126,7 +127,6 @@ class ArrowSource:
                         f"{where}: column {name!r} has {values[name]}, but {expected} in {other.path}; the same value "
                         "would have different ids"
                     )
-            check_there(columns.names, others, where)
             if time is not None:
                 self._time_type = columns.field(time).type
                 time_mask(self._rule, "train", pa.nulls(0, self._time_type), self._time_type)  # checks the rule's times

@@ -34,15 +34,9 @@ class Prefetcher(Iterator[T]):
     """
 
     def __init__(
-        self,
-        source: Iterator[T],
-        depth: int,
-        name: str,
-        on_stop: Callable[[], None] | None = None,
-        *,
-        collective: bool = False,
-        permit: Permit | None = None,
-    ) -> None:
+        self, source: Iterator[T], depth: int, name: str, on_stop: Callable[[], None] | None = None, *,
+        collective: bool = False, permit: Permit | None = None,
+    ) -> None:  # fmt: skip
         self._permit = permit or nullcontext
         self._complete = collective or permit is not None
         # The thread knows the queues but not this object, so that an iterator dropped half-way ends its thread too.

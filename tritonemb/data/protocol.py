@@ -119,14 +119,10 @@ class Stream(Batches):
     """
 
     def __init__(
-        self,
-        batches: Iterator[PositionedBatch],
-        position: Position,
-        report: ReadReport | None = None,
-        at_end: Callable[[ReadReport], None] | None = None,
-        on_stop: Callable[[], None] | None = None,
+        self, batches: Iterator[PositionedBatch], position: Position, report: ReadReport | None = None,
+        at_end: Callable[[ReadReport], None] | None = None, on_stop: Callable[[], None] | None = None,
         depth: int = PREFETCH_DEPTH,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.position: Position = position
         self.report = report or ReadReport()
         self._at_end = at_end

@@ -50,14 +50,9 @@ class ReaderHost(Closing):
     """
 
     def __init__(
-        self,
-        data: Data,
-        address: str = "grpc://127.0.0.1:0",
-        *,
-        token: str | None = None,
-        certificate: str | Path | None = None,
-        key: str | Path | None = None,
-    ) -> None:
+        self, data: Data, address: str = "grpc://127.0.0.1:0", *, token: str | None = None,
+        certificate: str | Path | None = None, key: str | Path | None = None,
+    ) -> None:  # fmt: skip
         self.token = token or os.environ.get(TOKEN) or secrets.token_hex(32)
         self._closing = threading.Event()
         self._server = start_server(partial(_answer, data, self._closing), address, self.token, certificate, key)

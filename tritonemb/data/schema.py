@@ -6,6 +6,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Self
 
+from tritonemb.utils import did_you_mean
+
 Kind = Literal["end", "random", "files", "time"]
 
 MAX_EMBEDDINGS = 1 << 31
@@ -83,9 +85,9 @@ class Schema:
         """The label, if there is one, dense and sparse columns."""
         return (*(self.label,) * labelled, *self.dense, *self.sparse)
 
-    def of(self, columns: Sequence[str], where: str, labelled: bool = True) -> Self:
-        """With the columns filled in, all of them, the label too if `labelled`, once among those that the data at
-        `where` has; ValueError listing the columns found if not."""
+    def of(self, columns: Sequence[str], where: str, labelled: bool = True, kept: tuple[str, ...] = ()) -> Self:
+        """With the columns filled in, all of them, the label too if `labelled`, and those to be `kept` besides, once
+        among those that the data at `where` has; ValueError listing the columns found if not."""
         schema = self
         if not self.label:
             if not set(FIELDS if labelled else FIELDS[1:]) <= set(columns):
@@ -99,6 +101,7 @@ class Schema:
         parts = {"label": (schema.label,) * labelled, "dense": schema.dense, "sparse": schema.sparse}
         for part, names in parts.items():
             check_there(columns, names, where, f"the schema's {part} column")
+        check_there(columns, kept, where)
         return schema
 
 
@@ -206,7 +209,9 @@ def check_there(columns: Sequence[str], names: Iterable[str], where: str, what: 
     """ValueError unless there is one column of each name; `what` they are."""
     for name in names:
         if (count := list(columns).count(name)) == 0:
-            raise ValueError(f"{where}: {what} {name!r} is not there; columns: {listed(columns)}")
+            raise ValueError(
+                f"{where}: {what} {name!r} is not there; columns: {listed(columns)}{did_you_mean(name, columns)}"
+            )
         if count > 1:
             raise ValueError(f"{where}: there are {count} columns {name!r}; give them names of their own")
 

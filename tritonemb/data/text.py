@@ -44,26 +44,25 @@ class TextSource:
 
     multi_hot: tuple[str, ...] = ()
 
-    def __init__(self, files: tuple[LogFile, ...], options: LogOptions, labelled: bool = True) -> None:
+    def __init__(
+        self, files: tuple[LogFile, ...], options: LogOptions, labelled: bool = True, kept: tuple[str, ...] = ()
+    ) -> None:
         delimiter, where = delimiter_of(files[0], options), str(files[0].path)
         if not delimiter:
             check_criteo(options.schema, where)
-        headers = [header_of(file, delimiter) if delimiter else (FIELDS, 0) for file in files]
+        headers = [header_of(file, delimiter) if delimiter else (FIELDS[not labelled :], 0) for file in files]
         columns = headers[0][0]
         for file, (found, _) in zip(files, headers, strict=True):
             if found != columns:
                 raise ValueError(f"{file.path}: its header is not that of {where}: {listed(found)}")
         self._files, self._header_bytes = files, [num_bytes for _, num_bytes in headers]
-        self.schema = options.schema.of(columns, where, labelled)
-        self._form: CsvFormat = CriteoFormat(self.schema, labelled)
-        if delimiter:
-            self._form = CsvFormat(columns, self.schema, delimiter, options.quoted_newlines, labelled)
+        self.schema = options.schema.of(columns, where, labelled, kept)
+        self.form = (
+            CsvFormat(columns, self.schema, delimiter, options.quoted_newlines, labelled, kept)
+            if delimiter else CriteoFormat(self.schema, labelled)
+        )  # fmt: skip
         for file, num_bytes in zip(files, self._header_bytes, strict=True):
             self._check_beginning(file, num_bytes, options.on_bad_row == "skip")
-
-    def arrow_schema(self) -> Any:
-        """The used columns, a `pyarrow.Schema`."""
-        return self._form.arrow_schema()
 
     def sizes(self) -> list[int]:
         """Bytes of the texts; of a compressed file all of them are unpacked for it."""
@@ -92,15 +91,15 @@ class TextSource:
             # Stripes by the file's size alone, since all readers must come to the same; enough for each of them.
             width = min(max(file.size // (8 * part.stripes[1]), 1 << 12), 1 << 22)
             width = chunk_bytes if part.stripes == WHOLE else width
-            yield from text_chunks(file, part, number, width, begin, lines, self._form.quoted)
+            yield from text_chunks(file, part, number, width, begin, lines, self.form.quoted)
 
     def parse(self, chunk: Chunk) -> Parsed:
-        return parse(self._form, chunk.content)
+        return parse(self.form, chunk.content)
 
     def shard(self, parts: tuple[Part, ...], shard: Shard) -> tuple[Part, ...]:
         """Plain text is cut by bytes. Compressed text can not be entered in the middle: whole files are dealt out if
         there is one for each shard; else every shard unpacks all of them and keeps every count-th stripe."""
-        packed = [part for part in parts if self._form.quoted or self._files[part.file].codec is not None]
+        packed = [part for part in parts if self.form.quoted or self._files[part.file].codec is not None]
         plain = [part for part in parts if part not in packed]
         sizes = [(self._files[part.file].size if part.stop is None else part.stop) - part.start for part in plain]
         pieces = cuts.even(plain, sizes, shard)
@@ -112,7 +111,7 @@ class TextSource:
 
     def rows_before(self, part: Part) -> int:
         with _COUNTING:
-            return lines_before(self._files[part.file], part.start, self._form.quoted)
+            return lines_before(self._files[part.file], part.start, self.form.quoted)
 
     def where(self, part: Part, chunk: Chunk, row: int) -> str:
         return f"{self._files[part.file].path}, line {self.rows_before(part) + chunk.line + row + 1}"
@@ -128,12 +127,12 @@ class TextSource:
                     "it: iconv -f UTF-16 -t UTF-8"
                 )
             source.read(header_bytes)
-            number, line = 1 + (header_bytes > 0), read_line(source, self._form.quoted)
+            number, line = 1 + (header_bytes > 0), read_line(source, self.form.quoted)
             while line in (b"\n", b"\r\n"):
-                number, line = number + 1, read_line(source, self._form.quoted)
-        checked = parse(self._form, line)
+                number, line = number + 1, read_line(source, self.form.quoted)
+        checked = parse(self.form, line)
         if len(checked.bad_rows) and not lenient:
-            criteo = isinstance(self._form, CriteoFormat)
+            criteo = isinstance(self.form, CriteoFormat)
             hint = "; a file with a header is read with a delimiter, or as it is if its name ends with .csv"
             hint = hint if criteo and re.match(rb'["A-Za-z_]', line) else ""
             if criteo and b"\t" not in line:

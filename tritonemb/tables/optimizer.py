@@ -176,10 +176,6 @@ class OptimizedTables:
         """The tensors that updates read, float32 `[]`."""
         raise NotImplementedError
 
-    def accumulate(self) -> AbstractContextManager[None]:
-        """See `EmbeddingBagCollection.accumulate`."""
-        raise NotImplementedError
-
     def set_learning_rate(self, lr: float) -> None:
         """Raises ValueError for a negative or non-finite rate."""
         if not 0.0 <= lr < float("inf"):

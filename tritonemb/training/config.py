@@ -1,6 +1,5 @@
 """Every option of a training run, once: frozen dataclasses, for `Trainer`, the TOML file and the command line."""
 
-import difflib
 import tomllib
 import types
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from tritonemb.data import LogOptions, kind_of
 from tritonemb.optimizers import OPTIMIZERS
 from tritonemb.training.schedule import Options, Schedule, ScheduleOptions, number
 from tritonemb.types import CacheConfig, TableConfig
-from tritonemb.utils import require
+from tritonemb.utils import did_you_mean, require
 
 Config = TypeVar("Config")
 Codec = Literal["fp32", "fp16", "bf16", "fp8_e4m3", "fp8_e5m2", "int8"]
@@ -320,10 +319,9 @@ def from_plain(values: dict[str, Any], base: Config, where: str, section: str = 
     for key, value in values.items():
         name = f"{section}.{key}" if section else key
         if key not in known:
-            nearest = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-            hint = f"did you mean {nearest[0]!r}?" if nearest else f"known are {', '.join(known)}"
-            hint = "it stands above the sections" if section and hasattr(TrainConfig, key) else hint
-            raise ValueError(f"{where}: unknown key {name!r}; {hint}")
+            hint = did_you_mean(key, known, f"; known are {', '.join(known)}")
+            hint = "; it stands above the sections" if section and hasattr(TrainConfig, key) else hint
+            raise ValueError(f"{where}: unknown key {name!r}{hint}")
         if is_dataclass(hints[key]) and isinstance(value, dict):
             changed[key] = from_plain(value, getattr(base, key), where, name)
         elif (converted := _as(value, hints[key])) is _NO:

@@ -93,8 +93,7 @@ def check_step(device: torch.device) -> float:
             output.backward(gradient)
         outputs.append(output.detach())
     check_errors(device)
-    pairs = [(outputs[0], outputs[1])]
-    pairs += list(zip(served.state_dict().values(), reference.state_dict().values(), strict=True))
+    pairs = [outputs, *zip(served.state_dict().values(), reference.state_dict().values(), strict=True)]
     return max(float((a.double() - b.double()).abs().max()) for a, b in pairs)
 
 

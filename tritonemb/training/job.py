@@ -2,12 +2,13 @@
 scores of a log by a model that was trained so.
 """
 
+import itertools
 import os
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -15,11 +16,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from tritonemb.comm.control import init_from_env
 from tritonemb.comm.group import RankGroup
 from tritonemb.data import ClickLog, cached_as_parquet, open_dataset, open_for_scoring
+from tritonemb.data.columns import Rows, cut
 from tritonemb.data.protocol import Data, Feature, tables_of
 from tritonemb.nn import DLRM, DCNv2
 from tritonemb.optimizers import OPTIMIZERS, Optimizer
@@ -37,7 +39,9 @@ from tritonemb.training.ranks import Interrupted, on_all_ranks, on_rank_zero
 from tritonemb.training.schedule import Options, number
 from tritonemb.training.train_state import model_tensors, read_again
 from tritonemb.training.trainer import Trainer
-from tritonemb.utils import require, write_whole, written_aside
+from tritonemb.utils import LazyModule, require, write_whole, written_aside
+
+pa: Any = LazyModule("pyarrow")
 
 RUNS = Path("runs")
 SUFFIXES = (".parquet", ".csv")  # of scores
@@ -209,8 +213,7 @@ def _run_path(data: Data, resume: str | None) -> Path:
     name = Path(data.name).name
     if resume == "auto" and RUNS.is_dir():
         started = re.compile(re.escape(name) + r"-\d{8}-\d{6}")
-        folders = [path for path in RUNS.iterdir() if started.fullmatch(path.name)]
-        runs = [path for path in folders if RunFolder(path).checkpoints.latest() is not None]
+        runs = [run for run in RUNS.iterdir() if started.fullmatch(run.name) and RunFolder(run).checkpoints.latest()]
         if runs:
             return max(runs, key=lambda path: path.stat().st_mtime)
     return RUNS / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -245,6 +248,7 @@ class PredictOptions(Options):
         checkpoint: a checkpoint, or the folder of a run: its best checkpoint, or its newest if none is marked best.
         data: the log to score: a file or a folder.
         out: the .parquet or .csv file to write: one row a row of the log, in its order.
+        keep: columns of the log to write before the scores, as they are read.
         batch_size: rows at a time.
         device: where to compute.
     """
@@ -252,6 +256,7 @@ class PredictOptions(Options):
     checkpoint: Path
     data: str
     out: Path = Path("scores.parquet")
+    keep: tuple[str, ...] = ()
     batch_size: int = number(8192, least=1)
     device: str = "cpu"
 
@@ -263,6 +268,8 @@ def predict(options: PredictOptions) -> str:
     """
     if options.out.suffix not in SUFFIXES:
         raise ValueError(f"out must end with one of {SUFFIXES}, got {str(options.out)!r}")
+    if len({*options.keep, "score"}) <= len(options.keep):
+        raise ValueError(f"keep must name each column once, and none 'score', got {list(options.keep)}")
     path = options.checkpoint
     for folder in (CheckpointFolder(path), CheckpointFolder(path / "checkpoints")):
         path = folder.best() or folder.latest() or path
@@ -275,7 +282,7 @@ def predict(options: PredictOptions) -> str:
     features, num_dense = tuple(Feature(**each) for each in values.pop("features")), values.pop("num_dense")
     config = replace(from_plain(values, TrainConfig(), str(path)), device=options.device)
     # A row that is left out would give all later ones another row's score.
-    data = open_for_scoring(options.data, replace(config.read, on_bad_row="raise"), features)
+    data = open_for_scoring(options.data, replace(config.read, on_bad_row="raise"), features, options.keep)
     if data.encoding != manifest["run"]["encoding"]:
         raise ValueError(
             f"{options.data} would be numbered otherwise than in training, so its ids would mean something else: the "
@@ -284,20 +291,30 @@ def predict(options: PredictOptions) -> str:
     model = build_model(config, features, num_dense)
     load_tensors(path, model_tensors(model), ignore=TRAINING_ONLY)
     read_again(model)
-    with data.open("test", options.batch_size) as stream:
-        logits = (predict_logits(model, [batch], torch.device(config.device), config.precision)[0] for batch in stream)
-        num_rows = _write_scores(options.out, logits)
+    keys, size = tuple(feature.name for feature in features), options.batch_size
+
+    def scored(kept: list[Any], rows: Rows) -> Any:
+        batches = (cut(rows, keys, slice(at, min(at + size, len(rows)))) for at in range(0, len(rows), size))
+        logits, _ = predict_logits(model, batches, torch.device(config.device), config.precision)
+        return pa.table([*kept, torch.sigmoid(logits).numpy()], [*options.keep, "score"])
+
+    with closing(data.scan("test", lambda read: ([*map(read.column, options.keep)], data.encode(read)))) as blocks:
+        num_rows = _write_tables(options.out, (scored(*block.rows) for block in blocks if block.report.rows))
     return f"{options.out}: {num_rows:,} scores by {path}"
 
 
-def _write_scores(out: Path, logits: Iterator[Tensor]) -> int:
-    """Write probabilities batch by batch, so that a log of any size fits; returns the number of rows."""
-    pa, num_rows = require("pyarrow"), 0
-    schema = pa.schema([("score", pa.float32())])
+def _write_tables(out: Path, tables: Iterator[Any]) -> int:
+    """Write `pyarrow` tables one by one, so that a log of any size fits; returns the number of rows."""
+    num_rows, first = 0, next(tables, None)
+    if first is None:
+        raise ValueError(f"{out} is not written: there are no rows to score")
     kind: Any = require("pyarrow.csv").CSVWriter if out.suffix == ".csv" else require("pyarrow.parquet").ParquetWriter
     out.parent.mkdir(parents=True, exist_ok=True)
-    with written_aside(out) as part, kind(part, schema) as writer:
-        for chunk in logits:
-            writer.write_table(pa.table([pa.array(torch.sigmoid(chunk).numpy())], schema=schema))
-            num_rows += len(chunk)
+    try:
+        with written_aside(out) as part, kind(part, first.schema) as writer:
+            for table in itertools.chain([first], tables):
+                writer.write_table(table.cast(first.schema))
+                num_rows += table.num_rows
+    except pa.ArrowException as error:
+        raise ValueError(f"{out}: these columns can not be kept in such a file ({error})") from error
     return num_rows
