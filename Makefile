@@ -67,8 +67,8 @@ test-all: lint
 	$(QUIET) $(INTERPRETED) $(BIN)/python -m pytest -n $(JOBS) -m "triton or public" $(ARGS)
 
 # A core selection on other versions of Python, torch and triton.
-test-versions: $(VENV)/.dev
-	PIP_ARGS="$(PIP_ARGS)" $(BIN)/python tools/versions.py $(ARGS)
+test-versions:
+	PIP_ARGS="$(PIP_ARGS)" $(PYTHON) tools/versions.py $(ARGS)
 
 # Plants the mistakes of tests/planted one at a time into a copy of the tree, and says which of them `make test` finds.
 planted: $(VENV)/.dev

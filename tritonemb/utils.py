@@ -1,13 +1,11 @@
-"""Optional packages, cache folders, atomic writes of files, digests of JSON, huge pages, and the nearest word."""
+"""Optional packages, cache folders, atomic writes of files, digests of JSON, and the nearest word."""
 
 import atexit
-import ctypes
 import difflib
 import functools
 import hashlib
 import importlib
 import logging
-import mmap
 import os
 import shutil
 import stat
@@ -136,23 +134,3 @@ def read_sealed(path: Path) -> bytes:
             '"sha256" if it was changed on purpose'
         )
     return content
-
-
-HUGE_PAGE = 2 << 20  # bytes, on x86-64 and on arm64 with 4 KiB pages
-
-
-MAPPED_BYTES = 32 << 20  # from here on glibc maps every allocation anew, and each of its pages is a fault
-
-
-def advise_huge_pages(tensor: Any, least: int = 2 * HUGE_PAGE) -> Any:
-    """Ask for huge pages behind a new CPU tensor of `least` bytes that has not been written to yet; returns it.
-
-    With pages of 4 KiB, a row that is read at random also misses the address translation, and writing a new result is
-    mostly page faults. Linux only; the kernel may grant none.
-    """
-    if not hasattr(mmap, "MADV_HUGEPAGE") or tensor.device.type != "cpu" or tensor.nbytes < least:
-        return tensor
-    begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), ctypes.c_int(mmap.MADV_HUGEPAGE))
-    return tensor

@@ -6,8 +6,6 @@ import copy
 import inspect
 import io
 import pickle
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +16,6 @@ from torch import nn
 import tritonemb as te
 from tests.helpers import assert_same_bits, fewer
 from tests.nn.twins import IDS, ROW, TOLERANCE, assert_same_error, compare, dense, few_examples, random_ids, twins
-from tritonemb.ops.registry import CPU, choose
 from tritonemb.optim import OPTIMIZERS
 
 pytestmark = pytest.mark.public
@@ -90,31 +87,6 @@ def test_padding_is_looked_up_but_not_trained():
     assert output[0].tolist() == [7.0, 7.0]
     output.sum().backward()
     assert module.weight.grad[:, 0].tolist() == [0, 1, 0, 0]
-
-
-@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="there are no huge pages")
-def test_a_large_result_and_its_gradient_ask_for_huge_pages():
-    """Else most of the time is page faults: each new allocation of such a size is mapped anew."""
-    if choose("embedding_bag", torch.device("cpu")) != CPU:
-        pytest.skip("other kernels serve the CPU")
-    module = te.nn.Embedding(70_000, 128)
-    rows = module(torch.arange(70_000))
-    rows.backward(torch.ones_like(rows))
-    collection = te.nn.EmbeddingBagCollection([te.TableConfig("a", 10, 128)])
-    pooled = collection(te.KeyedJaggedTensor.from_lengths(["a"], *[torch.ones(70_000, dtype=torch.int64)] * 2))
-    for tensor in (rows, module.weight.grad, pooled):
-        assert "hg" in flags_of(tensor.data_ptr() + tensor.nbytes // 2)
-
-
-def flags_of(address: int) -> list[str]:
-    """What has been asked of the memory there, see proc(5), VmFlags."""
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
-            inside = int(found[1], 16) <= address < int(found[2], 16)
-        elif inside and line.startswith("VmFlags:"):
-            return line.split()[1:]
-    raise AssertionError("nothing is mapped there")
 
 
 def test_sparse_gradients_are_pytorchs():

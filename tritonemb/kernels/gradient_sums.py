@@ -161,7 +161,7 @@ def _add_pieces_kernel(starts, num_groups, pieces, BLOCK: tl.constexpr, UNROLL: 
                 for i in tl.static_range(UNROLL):
                     piece = start + i * PIECE_SIZE
                     place = pieces + slot_of(piece, begin).to(tl.int64) * BLOCK + columns
-                    total += tl.load(place, mask=(columns >= 0) & (piece < end), other=0.0)
+                    total += tl.load(place, mask=columns < tl.where(piece < end, BLOCK, 0), other=0.0)
             tl.store(pieces + slot_of(begin, begin).to(tl.int64) * BLOCK + columns, total)
 
 

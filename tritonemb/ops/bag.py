@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from tritonemb.layout import MEAN, SUM, Layout, TableRow, lay_out
+from tritonemb.memory import empty_result
 from tritonemb.ops.registry import CPU, chosen, define, kernel
 from tritonemb.ops.row_groups import RowGroups, plain_eager
 from tritonemb.ops.row_update import row_gradients_
 from tritonemb.types import seed_of
-from tritonemb.utils import MAPPED_BYTES, advise_huge_pages
 
 
 class Bags(NamedTuple):
@@ -228,7 +228,7 @@ def look_up(
     serving = chosen("embedding_bag", values.device, (weight.dtype,))
     try:
         if serving == CPU and not pooled and checked and sample_weights is None and dtype == weight.dtype:
-            out = advise_huge_pages(weight.new_empty(values.shape[0], weight.shape[1]), MAPPED_BYTES)
+            out = empty_result((values.shape[0], weight.shape[1]), dtype)
             return torch.index_select(weight.detach(), 0, values, out=out)  # PyTorch copies rows as well as anyone
         return kernel("embedding_bag", values.device, (weight.dtype,))(
             [weight], values, offsets, sample_weights, layout, checked, dtype
@@ -270,7 +270,7 @@ def derive_weight(
     layout = layout_of((BagTable(num_rows, grad.shape[1], mean),), pooled, values.device)
     groups = RowGroups(*kernel("row_groups", values.device)(values, offsets, layout))
     sum_dtype = torch.promote_types(grad.dtype, torch.float32)
-    sums = advise_huge_pages(grad.new_empty(num_rows, grad.shape[1], dtype=sum_dtype), MAPPED_BYTES).zero_()
+    sums = empty_result((num_rows, grad.shape[1]), sum_dtype, grad.device).zero_()
     row_gradients_([sums], grad, offsets, sample_weights, groups, layout)
     return sums.to(dtype)
 

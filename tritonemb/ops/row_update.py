@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from tritonemb.layout import Layout
+from tritonemb.memory import empty_result
 from tritonemb.ops import registry
 from tritonemb.ops.registry import BATCH, define, dtype_of, kernel, unflatten
 from tritonemb.ops.row_groups import RowGroups, plain_eager
 from tritonemb.optimizers import Hyperparameters, NonFinite
-from tritonemb.utils import MAPPED_BYTES, advise_huge_pages
 
 SKIP = get_args(NonFinite).index("skip")
 NOT_ACCUMULATING = -1
@@ -138,10 +138,7 @@ def _dense(*args: Any) -> list[Tensor]:
             )
         if weight.device != grad.device:
             raise ValueError(f"a table on {weight.device} takes no dense gradient on {grad.device}; fuse its optimizer")
-    sums = [
-        advise_huge_pages(torch.empty_like(weight, memory_format=torch.contiguous_format), MAPPED_BYTES).zero_()
-        for weight in weights
-    ]
+    sums = [empty_result(weight.shape, weight.dtype, weight.device).zero_() for weight in weights]
     row_gradients_(sums, grad, offsets, sample_weights, groups, layout)
     return sums
 

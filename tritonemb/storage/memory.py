@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from tritonemb.layout import NO_ROW, NUM_ROWS, TABLE_SIZE, WAYS
+from tritonemb.memory import advise_huge_pages
 from tritonemb.storage.store import CacheDirectory, Counts, Initializer, Record, StorageError, cpu_kernels
-from tritonemb.utils import advise_huge_pages
 
 Policy = Literal["lru", "lfu"]
 RowFile = Any  # that of `disk.py`, which imports this module

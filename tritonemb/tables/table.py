@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 
+from tritonemb.memory import advise_huge_pages
 from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import StateSpec
 from tritonemb.types import TRAINABLE_DTYPES, TableConfig
-from tritonemb.utils import advise_huge_pages
 
 
 def draw_seed() -> int:

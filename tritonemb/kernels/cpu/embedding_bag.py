@@ -12,7 +12,7 @@ from tritonemb.kernels.cpu.jit import FEW_ELEMENTS, inlined, parallel
 from tritonemb.kernels.cpu.row_groups import addresses_of, as_float32, as_int64, check_offsets, dtypes_of
 from tritonemb.kernels.cpu.simd import dot, element_size, float32_row, prefetch, sum_rows
 from tritonemb.layout import COLUMN, DIM, MEAN, NUM_ROWS, POOLING, TABLE, Layout
-from tritonemb.utils import MAPPED_BYTES, advise_huge_pages
+from tritonemb.memory import empty_result
 
 BLOCK = 1024  # samples whose output stays in cache while all features are visited
 AHEAD = 12  # values between asking for a row and reading it
@@ -120,9 +120,7 @@ def embedding_bag(
     check_offsets(values, offsets, layout)
     batch_size = batch_size_of(offsets, layout.key_starts)
     num_rows = batch_size if layout.pooled else values.numel()
-    out = torch.empty(num_rows, layout.width, dtype=torch.float32)
-    if out.nbytes >= MAPPED_BYTES:
-        advise_huge_pages(out)
+    out = empty_result((num_rows, layout.width), torch.float32)
     if not layout.pooled and layout.lookups.shape[0] < layout.key_starts.numel() - 1:  # a key without a table
         out.zero_()
     zeros = torch.zeros(layout.width, dtype=torch.float32)  # at least as wide as any row

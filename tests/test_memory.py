@@ -1,0 +1,66 @@
+"""Where large results of CPU kernels stand."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import tritonemb as te
+from tritonemb import memory
+from tritonemb.ops.registry import CPU, forced
+
+
+@pytest.mark.skipif(not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="there are no huge pages")
+def test_a_large_result_and_its_gradient_ask_for_huge_pages():
+    module = te.nn.Embedding(70_000, 128)
+    collection = te.nn.EmbeddingBagCollection([te.TableConfig("a", 10, 128)])
+    with forced(CPU):
+        rows = module(torch.arange(70_000))
+        rows.backward(torch.ones_like(rows))
+        pooled = collection(te.KeyedJaggedTensor.from_lengths(["a"], *[torch.ones(70_000, dtype=torch.int64)] * 2))
+    for tensor in (rows, module.weight.grad, pooled):
+        assert "hg" in flags_of(tensor.data_ptr() + tensor.nbytes // 2)
+
+
+def test_a_large_result_stands_where_one_stood_that_is_used_no_longer():
+    """Else each of its pages is a fault, and is cleared first."""
+    ids, module = torch.arange(70_000), te.nn.Embedding(70_000, 128)
+    with forced(CPU):
+        first, second = module(ids), module(ids)
+        place, size = first.data_ptr(), first.nbytes
+        assert second.data_ptr() != place
+        assert torch.equal(first, module.weight)
+        assert torch.equal(second, module.weight)
+        view = first.detach()[1:]
+        del first
+        assert module(ids).data_ptr() not in (place, second.data_ptr()), "a view still uses it"
+        assert torch.equal(view, module.weight[1:])
+        del view
+        assert module(ids[: len(ids) - 9]).data_ptr() == place, "about as large"
+        assert module(ids[:66_000].repeat(2)).data_ptr() != place, "larger"
+        held = sum(block.nbytes for block in [*memory._idle.values(), *memory._used.values()])
+        assert held < 5 * size, "no more than was in use at once"
+
+
+def test_a_large_result_is_an_ordinary_tensor():
+    rows = memory.empty_result((70_000, 256), torch.bfloat16)
+    assert rows.is_contiguous()
+    assert not rows._is_view()
+    assert rows.untyped_storage().nbytes() == rows.nbytes
+    rows.fill_(3)
+    assert torch.equal(pickle.loads(pickle.dumps(rows)), rows)
+
+
+def flags_of(address: int) -> list[str]:
+    """What has been asked of the memory there, see proc(5), VmFlags."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= address < int(found[2], 16)
+        elif inside and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError("nothing is mapped there")
