@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from tritonemb import __version__
-from tritonemb.utils import MissingExtraError, did_you_mean, require
+from tritonemb.utils import MissingExtraError, did_you_mean, end_with_torchrun, require
 
 USAGE = """\
 usage: tritonemb COMMAND ...
@@ -69,6 +69,7 @@ USER_ERRORS = (FileNotFoundError, FileExistsError, NotADirectoryError, Connectio
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 2 for a mistake of the user's (one line on stderr says which)."""
+    end_with_torchrun()  # before anything that takes time
     name, *rest = list(sys.argv[1:] if arguments is None else arguments) or [""]
     if name in ("", "-h", "--help"):
         print(USAGE, end="", file=sys.stdout if name else sys.stderr)

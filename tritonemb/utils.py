@@ -1,6 +1,7 @@
-"""Optional packages, cache folders, atomic writes of files, digests of JSON, and the nearest word."""
+"""Optional packages, cache folders, atomic writes of files, digests of JSON, the nearest word, the end of torchrun."""
 
 import atexit
+import ctypes
 import difflib
 import functools
 import hashlib
@@ -8,7 +9,9 @@ import importlib
 import logging
 import os
 import shutil
+import signal
 import stat
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -56,6 +59,12 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
     """The end of a message about an unknown word: the nearest known one, if one is near."""
     nearest = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {nearest[0]!r}?" if nearest else otherwise
+
+
+def end_with_torchrun() -> None:
+    """Let this rank get SIGTERM when the torchrun that started it ends: one that is killed ends no ranks. On Linux."""
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def cache_dir() -> Path:

@@ -175,6 +175,26 @@ def test_a_rank_that_is_killed_changes_nothing(start, undisturbed, tmp_path, kil
 
 
 @pytest.mark.more
+@pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")
+def test_the_ranks_end_with_a_torchrun_that_is_killed_before_they_train(start):
+    job, workers = start(), {}
+
+    def imports_torch(rank: psutil.Process) -> bool:
+        return any("libtorch_python" in each.path for each in rank.memory_maps())
+
+    while len(workers) < 2 or not all(map(imports_torch, workers.values())):
+        assert job.process.poll() is None, job.output
+        time.sleep(0.01)
+        workers = job.workers()
+    assert not (job.folder / "checkpoints").exists()
+    job.process.kill()
+    _, alive = psutil.wait_procs(workers.values(), timeout=10.0)
+    for rank in alive:
+        rank.kill()
+    assert not alive, alive
+
+
+@pytest.mark.more
 def test_one_process_predicts_with_what_a_job_has_saved(data, undisturbed, tmp_path):
     out = tmp_path / "scores.csv"
     assert main(["predict", "--checkpoint", str(undisturbed), "--data", str(data), "--out", str(out)]) == 0

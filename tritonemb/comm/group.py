@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tritonemb.utils import end_with_torchrun
+
 T = TypeVar("T")
 # torch 2.13 has given it another name, and warns of the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -68,6 +70,7 @@ class RankGroup:
         self, process_group: dist.ProcessGroup | None = None, local_world_size: int | None = None,
         traffic: Traffic | None = None, timeout: timedelta | None = None,
     ) -> None:  # fmt: skip
+        end_with_torchrun()
         self.process_group = process_group
         self.rank, self.size, self.ranks = 0, 1, [dist.get_rank() if dist.is_initialized() else 0]
         if process_group is not None:

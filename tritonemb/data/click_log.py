@@ -33,8 +33,7 @@ from tritonemb.data.protocol import (
     digest,
     fingerprint,
 )
-from tritonemb.data.schema import FIELDS as CRITEO_FIELDS
-from tritonemb.data.schema import LABEL, Kind, LogOptions, SplitRule
+from tritonemb.data.schema import CATEGORIES, INTEGERS, LABEL, Kind, LogOptions, SplitRule
 from tritonemb.data.text import TextSource, delimiter_of, first_bytes, header_of
 from tritonemb.utils import LazyModule
 
@@ -315,7 +314,7 @@ def is_labelled(file: LogFile, options: LogOptions) -> bool:
         return label in head_of(file)[0].names
     if delimiter := delimiter_of(file, options):
         return label in header_of(file, delimiter)[0]
-    return first_bytes(file).lstrip(b"\r\n").partition(b"\n")[0].count(b"\t") != len(CRITEO_FIELDS) - 2
+    return first_bytes(file).lstrip(b"\r\n").partition(b"\n")[0].count(b"\t") != len(INTEGERS + CATEGORIES) - 1
 
 
 def _name_of(source: str | Path | Sequence[str | Path], files: Sequence[LogFile]) -> str:

@@ -138,16 +138,10 @@ def _open(config: TrainConfig, group: RankGroup) -> Data:
 
 def _begin(config: TrainConfig, data: Data, resume: str | None) -> tuple[Path, Path | None, bool]:
     """The folder of the run, the checkpoint to resume from, and whether the run reads Parquet in place of text."""
-    checkpoint = None
-    if resume is not None and resume != "auto":
-        checkpoint = RunFolder(resume).checkpoints.latest() or Path(resume)
-    if config.output.out is not None:
-        path = config.output.out
-    else:
-        path = _run_path(data, resume) if checkpoint is None else checkpoint.resolve().parents[1]
+    given = None if resume is None or resume == "auto" else RunFolder(resume).checkpoints.latest() or Path(resume)
+    path = config.output.out or (_run_path(data, resume) if given is None else given.resolve().parents[1])
     newest = RunFolder(path).checkpoints.latest()
-    if resume == "auto":
-        checkpoint = newest
+    checkpoint = newest if resume == "auto" else given
     if checkpoint is not None:
         # Positions in text and in Parquet differ, so a run keeps what it has begun with, however many epochs it has.
         return path, checkpoint, bool(read_manifest_text(checkpoint)[1].get("config", {}).get("converted"))

@@ -1,8 +1,6 @@
 """The ranks that train together: calls that succeed on all of them or raise on all, and the signals that stop them."""
 
-import ctypes
 import signal
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -43,8 +41,6 @@ class Ranks:
 
     def __init__(self, group: RankGroup, timeout: float) -> None:
         wait = timedelta(seconds=timeout)
-        if dist.is_torchelastic_launched() and sys.platform == "linux":  # torchrun that is killed ends no ranks
-            ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG: when the parent ends
         self.group, self.rank, self.size = group, group.rank, group.size
         self.is_first = group.rank == 0  # the rank that shows and writes what one rank has to
         self.control = group.duplicate("gloo", wait)
