@@ -62,3 +62,41 @@ def test_the_usual_loop_of_accumulation_is_warned_once(with_dense):
         model(ids).sum().backward()
         model(ids).sum().backward()
         waiting.step()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kind", ["fused", "collection", "cached"])
+def test_accumulation_is_warned_of_in_collections_and_compiled_models(kind, compiled):
+    """Whatever looks a table up, and however often in a pass."""
+    ids, spec = torch.tensor([1, 2]), te.optim.SGD(lr=0.1)
+    if kind == "fused":
+        model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 1))
+        optimizer, batch = te.optim.fused(model, spec), ids
+    else:
+        cached = {"placement": "host", "cache": te.CacheConfig(rows=32)} if kind == "cached" else {}
+        model = te.nn.EmbeddingBagCollection([te.TableConfig("a", 2000, 4, **cached)], spec)
+        optimizer, batch = model.fused_optimizer, te.KeyedJaggedTensor.from_lengths(["a"], ids, torch.tensor([1, 1]))
+    called = torch.compile(model, backend="aot_eager") if compiled else model
+
+    def step(passes: int, lookups: int = 1) -> None:
+        for _ in range(passes):
+            sum(called(batch).sum() for _ in range(lookups)).backward()
+        optimizer.step()
+
+    called(batch).sum().backward()
+    optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(1)
+        step(1)
+        if not compiled:
+            step(1, lookups=2)
+            with optimizer.accumulate():
+                model(batch).sum().backward()
+                model(batch).sum().backward()
+            optimizer.step()
+    with pytest.warns(UserWarning, match=r"several backward passes since step\(\) have each updated the tables"):
+        step(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(1)

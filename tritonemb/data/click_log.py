@@ -133,9 +133,8 @@ class ClickLog(Tables):
     @property
     def encoding(self) -> str:
         """See `tritonemb.data.protocol.Data.encoding`: by the schema, and the bytes of the vocabulary file if any."""
-        schema = self.schema
-        dense = tuple((name, schema.is_logarithmic(name)) for name in schema.dense)
-        return digest("log", schema.label, dense, self.features, self._vocabulary)
+        dense = tuple((name, self.schema.is_logarithmic(name)) for name in self.schema.dense)
+        return digest("log", self.schema.label, dense, self.features, self._vocabulary)
 
     def splits(self) -> tuple[Split, ...]:
         """The splits that it has."""
@@ -170,8 +169,7 @@ class ClickLog(Tables):
         opened = OpenOptions(split, batch_size, **how)
         position, shard = opened.position, opened.shard
         shuffle = opened.shuffle and self.options.shuffle_rows > 0
-        wanted = self.options.shuffle_rows if shuffle else UNSHUFFLED_ROWS
-        buffer_rows = -(-wanted // batch_size) * batch_size
+        buffer_rows = -(-(self.options.shuffle_rows if shuffle else UNSHUFFLED_ROWS) // batch_size) * batch_size
         extra = shard if shard != WHOLE else ()
         order = (opened.seed, opened.epoch, *extra)
         belongs_to = fingerprint(

@@ -92,9 +92,7 @@ class Dataset(Tables):
             raise ValueError(f"data set {self.name!r} has no {split!r} rows")
         return rows
 
-    def estimated_rows(self, split: Split) -> int | None:
-        """The number of rows."""
-        return self.num_rows(split)
+    estimated_rows = num_rows
 
     def open(self, split: Split, batch_size: int, **how: Any) -> Stream:
         """See `tritonemb.data.protocol.Data.open`. A shard has every `count`-th row of the epoch's order."""

@@ -117,16 +117,11 @@ class _Worker:
         self._request: Request = (0, (), {})
         self._lock = threading.RLock()  # the collector may close it in any thread
         self._loader: DataLoader[Any] = DataLoader(
-            _ShardReader(data, self._shared),
-            batch_size=None,
-            sampler=self,
-            num_workers=1,
-            prefetch_factor=REQUESTS,
+            _ShardReader(data, self._shared), batch_size=None, sampler=self, num_workers=1, prefetch_factor=REQUESTS,
             collate_fn=tuple,  # of a tuple: that tuple
             worker_init_fn=partial(_initialize, num_workers * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
-            multiprocessing_context="spawn",
-            timeout=POLL,
-        )
+            multiprocessing_context="spawn", timeout=POLL,
+        )  # fmt: skip
         self._answers: Iterator[Any] | None = None
 
     def __iter__(self) -> Iterator[Request]:

@@ -25,6 +25,7 @@ SKIP = get_args(NonFinite).index("skip")
 NOT_ACCUMULATING = -1
 _DRAWN_AT_ONCE = 1 << 24  # elements of other dtypes, drawn as float32
 _accumulated_rates: set[int] = set()  # addresses of learning rates
+passes: dict[int, tuple[int, int]] = {}  # by such an address: backward passes that updated, and which was the last
 
 
 class FusedTables(NamedTuple):
@@ -97,6 +98,9 @@ def _update(
         torch._foreach_copy_(steps, list(step.unbind()))
     if len(skipped) > 1 and Hyperparameters(*hyperparameters).nonfinite == SKIP:
         torch._foreach_add_(skipped, list(count.split(1)))
+    if (task := torch._C._current_graph_task_id()) >= 0:  # in a backward pass, eager or compiled
+        number, last = passes.get(learning_rate.data_ptr(), (0, -1))
+        passes[learning_rate.data_ptr()] = number + (task != last), task
 
 
 def _run(*args: Any) -> None:

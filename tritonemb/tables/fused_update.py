@@ -84,7 +84,6 @@ class FusedGroup(OptimizedTables):
             self.accumulator.kept += [_copied(gradient) for gradient in gradients]
         else:
             update(gradients)
-            self.updates += 1
 
     def apply(self) -> None:
         """Update the tables by all accumulated gradients, as one step on all samples."""

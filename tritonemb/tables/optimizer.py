@@ -10,7 +10,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from tritonemb.ops.row_update import Accumulator
+from tritonemb.ops.row_update import Accumulator, passes
 from tritonemb.optimizers import Hyperparameters, Optimizer
 
 States = list[tuple[str, Tensor, dict[str, Tensor]]]
@@ -64,6 +64,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         spec = tables.optimizer
         assert spec is not None
         self._tables, self._states, self._deferred = tables, states, deferred
+        self._passes = tables.passes_so_far()  # when this was made, or last stepped
         super().__init__([weight for _, weight, _ in states()], asdict(spec))
         self.param_groups[0] = ParamGroup(self.param_groups[0], asdict(spec), tables.set_learning_rate)
         self.show_learning_rate()
@@ -86,8 +87,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Does nothing if the backward has updated the tables, else updates them. Returns the closure's result.
 
-        Warns if several backward passes since the last step have each updated the tables; those of compiled models and
-        of collections are not counted.
+        Warns if several backward passes since the last step have each updated the tables, in eager mode or compiled.
         RuntimeError if a table has an ordinary gradient too, from a use other than a lookup.
         """
         result = None
@@ -102,8 +102,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 )
         if self._deferred is not None:
             self._deferred.apply()
-        several, self._tables.updates = self._tables.updates > 1, 0
-        if several:
+        before, self._passes = self._passes, self._tables.passes_so_far()
+        if self._passes > before + 1:
             warnings.warn(
                 'several backward passes since step() have each updated the tables; use accumulate() or update="step"',
                 stacklevel=1,
@@ -161,11 +161,10 @@ class OptimizedTables:
         current_learning_rate: what was last set; updates read a tensor.
         accumulator: gradients that are not applied yet.
         by_step: gradients are applied by `apply`, instead of when their backward pass ends.
-        updates: by backward passes, since a `FusedOptimizer`'s last step.
     """
 
     def __init__(self, optimizer: Optimizer | None, by_step: bool = False) -> None:
-        self.optimizer, self.by_step, self.updates = optimizer, by_step, 0
+        self.optimizer, self.by_step = optimizer, by_step
         hyperparameters = Hyperparameters() if optimizer is None else optimizer.hyperparameters
         self.constants = ",".join(map(repr, hyperparameters))
         self.current_learning_rate = 0.0 if optimizer is None else optimizer.lr
@@ -175,6 +174,10 @@ class OptimizedTables:
     def rates(self) -> Iterable[Tensor]:
         """The tensors that updates read, float32 `[]`."""
         raise NotImplementedError
+
+    def passes_so_far(self) -> int:
+        """Backward passes that have updated the tables, less those that a CUDA graph replays."""
+        return max((passes.get(rate.data_ptr(), (0, 0))[0] for rate in self.rates()), default=0)
 
     def set_learning_rate(self, lr: float) -> None:
         """Raises ValueError for a negative or non-finite rate."""
@@ -197,7 +200,7 @@ class OptimizedTables:
         return {name: value for name, value in self.__dict__.items() if name != "_views"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({"updates": 0} | state)
+        self.__dict__.update(state)
         self._views = WeakSet()
 
 

@@ -42,7 +42,6 @@ from tritonemb.training.trainer import Trainer
 from tritonemb.utils import LazyModule, require, write_whole, written_aside
 
 pa: Any = LazyModule("pyarrow")
-
 RUNS = Path("runs")
 SUFFIXES = (".parquet", ".csv")  # of scores
 TRAINING_ONLY = ("optimizer.", "rng.", "trainer.")

@@ -118,13 +118,15 @@ class ScheduleOptions:
 
     @property
     def dense_schedule(self) -> Schedule:
-        steps, final = self.dense_decay_steps, self.dense_final_factor
-        return Schedule(self.dense_warmup_steps, self.dense_decay, steps, self.decay_power, final)
+        return Schedule(
+            self.dense_warmup_steps, self.dense_decay, self.dense_decay_steps, self.decay_power, self.dense_final_factor
+        )
 
     @property
     def table_schedule(self) -> Schedule:
-        steps, final = self.table_decay_steps, self.table_final_factor
-        return Schedule(self.table_warmup_steps, self.table_decay, steps, self.decay_power, final)
+        return Schedule(
+            self.table_warmup_steps, self.table_decay, self.table_decay_steps, self.decay_power, self.table_final_factor
+        )
 
 
 @dataclass
