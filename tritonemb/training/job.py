@@ -242,7 +242,7 @@ class PredictOptions(Options):
         data: the log to score: a file or a folder.
         out: the .parquet or .csv file to write: one row a row of the log, in its order.
         keep: columns of the log to write before the scores, as they are read.
-        batch_size: rows at a time.
+        batch_size: rows at a time, at most.
         device: where to compute.
     """
 
