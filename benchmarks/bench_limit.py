@@ -70,9 +70,10 @@ def bench_limit_forward(shape: Shape, benchmark: Any, record: Callable[..., None
 def bench_limit_step(shape: Shape, benchmark: Any, record: Callable[..., None], rounds: int) -> None:
     batches, gradient = draw_batches(shape, NUM_BATCHES), draw_gradient(shape)
     ours, fbgemm = OurBags(shape, te.optim.RowWiseAdagrad(LR, eps=EPS)), FbgemmBags(shape)
-    copy_weights(ours, fbgemm)
-    check_step(ours, fbgemm, batches[0], gradient)
     limit = LimitBags(shape)
+    for peer in (fbgemm, limit):
+        copy_weights(ours, peer)
+    check_step(ours, fbgemm, batches[0], gradient)
     rows = [limit.rows(batch) for batch in batches]
     contenders = [_step(one, batches, gradient) for one in (ours, fbgemm)]
     contenders.append(Contender("limit", lambda number: rows[number % NUM_BATCHES], limit.forward_rows))

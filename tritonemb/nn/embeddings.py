@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn.modules.sparse import Embedding as TorchEmbedding  # whatever is in its place in `torch.nn`
 from torch.nn.modules.sparse import EmbeddingBag as TorchEmbeddingBag
 
-from tritonemb.nn.single_table import SingleTable
-from tritonemb.ops.bag import Bags, drop_padding, kept_counts
+from tritonemb.nn.single_table import ByTorch, SingleTable
+from tritonemb.ops.bag import Bags, ascend, drop_padding, kept_counts
 from tritonemb.ops.row_groups import ID_DTYPES
 from tritonemb.optimizers import Optimizer
 from tritonemb.tables.table import new_weight
@@ -72,6 +72,12 @@ class EmbeddingBag(SingleTable, TorchEmbeddingBag):
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """`[B, embedding_dim]`."""
+        few, padded = self._few_elements(input), self.padding_idx is not None
+        if few is not None and (offsets is None or (ascend(offsets) and not (padded and self.include_last_offset))):
+            if few and (per_sample_weights is None or isinstance(per_sample_weights, Tensor)):
+                return self._by_torch(input, offsets, per_sample_weights)
+            if not few and per_sample_weights is None and not padded and self._fits(input, offsets, None):
+                return ByTorch.apply(self.weight, self, input, offsets)  # type: ignore[no-any-return]
         given = [input, offsets, per_sample_weights]
         if input is None or not all(t is None or (isinstance(t, Tensor) and not t.is_sparse) for t in given):
             raise TypeError(f"expected dense tensors, got {[*map(type, given)]}; see torch.tensor, to_dense")
@@ -93,6 +99,10 @@ class EmbeddingBag(SingleTable, TorchEmbeddingBag):
         dtype = torch.float32 if mean and self.weight.dtype in TRAINABLE_DTYPES else self.weight.dtype
         out = self._look_up(kept, kept, per_sample_weights, Bags(offsets, True, False, False), dtype)
         return (out / kept_counts(kept, offsets)).to(self.weight.dtype) if mean else out
+
+    def _trained(self, input: Tensor, offsets: Tensor | None) -> tuple[Tensor, Bags]:
+        values, offsets, _ = self._parts(input, offsets, None)
+        return values, Bags(offsets, True, self.mode == "mean")
 
     def _parts(
         self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None
@@ -187,13 +197,19 @@ class Embedding(SingleTable, TorchEmbedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """`[*, embedding_dim]`."""
+        few = self._few_elements(input)
+        if few is not None and input.dtype in ID_DTYPES:
+            return self._by_torch(input) if few else ByTorch.apply(self.weight, self, input)
         dense_ids = isinstance(input, Tensor) and not input.is_sparse and input.dtype in ID_DTYPES
         if not dense_ids or not self._is_served(input):
             return TorchEmbedding.forward(self, input)
-        values = input.reshape(-1)
         if self.max_norm is not None:
-            self._renormalise(values, self.max_norm, self.norm_type)
-        trained = values if self.padding_idx is None else values.masked_fill(values == self.padding_idx, -1)
-        offsets = torch.arange(2, device=values.device) * values.shape[0]
-        rows = self._look_up(values, trained, None, Bags(offsets, False), self.weight.dtype)
+            self._renormalise(input.reshape(-1), self.max_norm, self.norm_type)
+        trained, bags = self._trained(input)
+        rows = self._look_up(input.reshape(-1), trained, None, bags, self.weight.dtype)
         return rows.view(*input.shape, self.weight.shape[1])
+
+    def _trained(self, input: Tensor) -> tuple[Tensor, Bags]:
+        values = input.reshape(-1)
+        trained = values if self.padding_idx is None else values.masked_fill(values == self.padding_idx, -1)
+        return trained, Bags(torch.arange(2, device=values.device) * values.shape[0], False)

@@ -8,8 +8,11 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from tritonemb import ops
+from tritonemb.memory import KEPT_BYTES
 from tritonemb.nn.collections import FusedModule
-from tritonemb.ops.bag import Bags, bag
+from tritonemb.ops.bag import Bags, bag, explained, weight_gradient
+from tritonemb.ops.registry import numba_serves_cpu
+from tritonemb.ops.row_groups import plain_eager
 from tritonemb.optimizers import Optimizer
 from tritonemb.tables.fused_update import FusedGroup
 from tritonemb.tables.optimizer import States, check_optimizer
@@ -19,6 +22,7 @@ from tritonemb.types import TRAINABLE_DTYPES
 
 SERVED_DTYPES = (*TRAINABLE_DTYPES, torch.float64)
 SERVED_DEVICES = ("cpu", "cuda", "meta")
+FEW_ELEMENTS = 1 << 18  # that are looked up: from here on our backward is the faster one
 
 
 class SingleTable(FusedModule):
@@ -118,6 +122,41 @@ class SingleTable(FusedModule):
         for name in ("_optimized", "_name", "_state_owner", "_state_users", "_fused_optimizer"):
             self.__dict__.pop(name, None)
 
+    def _trained(self, *batch: Any) -> tuple[Tensor, Bags]:
+        """The ids `[N]` that a call's gradient goes to, and their bags."""
+        raise NotImplementedError
+
+    def _few_elements(self, input: Any) -> bool | None:
+        """Whether a call looks up so little that PyTorch's op is the faster one, its backward too.
+
+        None if it is out of question: with a fused optimizer, for other tables than float32 on the CPU, for results
+        whose memory ours keeps, and while something traces or transforms the call.
+        """
+        weight = self._parameters.get("weight")
+        if (
+            self._optimized is not None
+            or weight is None
+            or type(input) is not Tensor
+            or input.is_sparse
+            or weight.dtype != torch.float32
+            or weight.device.type != "cpu"
+            or torch.compiler.is_compiling()
+            or not numba_serves_cpu()
+        ):
+            return None
+        elements = input.numel() * self.embedding_dim
+        if elements < FEW_ELEMENTS:
+            return True
+        ours = self.sparse or self.scale_grad_by_freq or 4 * elements >= KEPT_BYTES
+        return None if ours or not plain_eager(input, weight) or not _are_ordinary(input, weight) else False
+
+    def _by_torch(self, input: Tensor, *batch: Tensor | None) -> Tensor:
+        try:
+            return super().forward(input, *batch)  # type: ignore[misc, no-any-return]
+        except (IndexError, RuntimeError) as error:
+            found = explained(error, input.reshape(-1), self.weight.shape[0], hasattr(self, "mode"))
+            raise (found if type(found) is type(error) else error) from None
+
     def _is_served(self, *tensors: Tensor | None) -> bool:
         """Whether tritonemb's kernels look this table up; else PyTorch's module does."""
         weight = self.weight
@@ -186,6 +225,22 @@ class SingleTable(FusedModule):
     def extra_repr(self) -> str:
         text: str = super().extra_repr()
         return text if self._optimized is None else f"{text}, optimizer={self._optimized.optimizer}"
+
+
+class ByTorch(torch.autograd.Function):
+    """A call by PyTorch's module, whose backward is ours."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, module: SingleTable, *batch: Tensor | None) -> Tensor:
+        ctx.module, ctx.num_rows = module, weight.shape[0]
+        ctx.save_for_backward(*batch)
+        return module._by_torch(*batch)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        values, bags = ctx.module._trained(*ctx.saved_tensors)
+        gradient = weight_gradient(grad.reshape(-1, grad.shape[-1]), values, bags, ctx.num_rows)
+        return gradient, None, *[None] * len(ctx.saved_tensors)
 
 
 # Graph breaks. Unlike `torch.compiler.disable`, this loads no compiler before one is used.

@@ -65,6 +65,21 @@ def bag(
     return _differentiable(_GRAD, weight, sample_weights, None, values, trained, bags.offsets, *form)
 
 
+def weight_gradient(grad: Tensor, values: Tensor, bags: Bags, num_rows: int) -> Tensor:
+    """The gradient of the table of a lookup of `values` `[N]`, from that of its result; differentiable in that."""
+    form = bags.pooled, bags.mean, False, num_rows, grad.dtype, None, grad.dtype
+    return _differentiable(_WEIGHT, None, None, grad, values, None, bags.offsets, *form)
+
+
+def ascend(offsets: Tensor) -> bool:
+    """Whether PyTorch's CPU kernel, which checks the first and the last of them alone, reads no other memory."""
+    if type(offsets) is not Tensor or offsets.device.type != "cpu" or torch._C._functorch.maybe_current_level():
+        return False
+    from tritonemb.kernels.cpu.row_groups import GOOD_OFFSETS, first_bad_bag  # loads the compiler
+
+    return first_bad_bag(offsets.numpy(), -1) in (GOOD_OFFSETS, len(offsets) - 1)
+
+
 def drop_padding(values: Tensor, offsets: Tensor, padding_idx: int, num_rows: int) -> Tensor:
     """`values` `[N]` with -1 for those that equal `padding_idx`; offsets as in `Bags`.
 

@@ -10,28 +10,26 @@ from tritonemb import errors
 from tritonemb.jagged import batch_size_of
 from tritonemb.kernels.cpu.jit import FEW_ELEMENTS, inlined, parallel
 from tritonemb.kernels.cpu.row_groups import addresses_of, as_float32, as_int64, check_offsets, dtypes_of
-from tritonemb.kernels.cpu.simd import dot, element_size, float32_row, prefetch, sum_rows
+from tritonemb.kernels.cpu.simd import AHEAD, dot, element_size, float32_row, prefetch, sum_rows
 from tritonemb.layout import COLUMN, DIM, MEAN, NUM_ROWS, POOLING, TABLE, Layout
 from tritonemb.memory import empty_result
 
 BLOCK = 1024  # samples whose output stays in cache while all features are visited
-AHEAD = 12  # values between asking for a row and reading it
 STREAMED_BYTES = 8 << 20  # an output of this size would push everything else out of the caches
 NO_POSITION = np.iinfo(np.int64).max
 
 
 @inlined
-def _find_rows(begin, end, address, row_bytes, num_rows, zero_row, values, rows):
-    """Addresses of the rows of positions [begin, end), zeros for ids out of range; returns the first of those."""
-    bad = NO_POSITION
-    for position in range(begin, end):
-        row = values[position]
-        if 0 <= row < num_rows:
-            rows[position - begin] = address + row * row_bytes
-        else:
-            rows[position - begin] = zero_row
-            bad = min(bad, position)
-    return bad
+def _first_bad(begin, end, num_rows, values):
+    """The first of the positions [begin, end) whose id is out of range."""
+    bad = 0
+    for position in range(begin, end):  # to the end, because a loop that may stop early is not vectorised
+        bad += 0 if 0 <= values[position] < num_rows else 1
+    if bad:
+        for position in range(begin, end):
+            if not 0 <= values[position] < num_rows:
+                return position
+    return NO_POSITION
 
 
 @inlined
@@ -52,20 +50,18 @@ def _pool_run(
     """Bags [first_bag, last_bag) of one lookup, `pitch` bytes apart from `out` on; returns the first bad position."""
     begin, end = offsets[first_bag], offsets[last_bag]
     scaled, row_bytes = mean or sample_weights.size > 0, dim * element_size(dtype)
-    rows = np.empty(end - begin, dtype=np.int64)
     scales = np.empty(end - begin if scaled else 0, dtype=np.float32)
-    bad = _find_rows(begin, end, address, row_bytes, num_rows, zero_row, values, rows)
     if scaled:
         _find_scales(begin, end, first_bag, last_bag, mean, offsets, sample_weights, scales)
-    for ahead in range(min(AHEAD, end - begin)):
-        prefetch(rows[ahead], row_bytes)
+    for ahead in range(begin, min(begin + AHEAD, end)):
+        prefetch(address + values[ahead] * row_bytes, row_bytes)
     for bag in range(first_bag, last_bag):
-        i, size = offsets[bag] - begin, offsets[bag + 1] - offsets[bag]
-        for ahead in range(i + AHEAD, min(i + size + AHEAD, end - begin)):
-            prefetch(rows[ahead], row_bytes)
-        factors = scales.ctypes.data + i * 4 if scaled else 0
-        sum_rows(out + (bag - first_bag) * pitch, rows.ctypes.data + i * 8, factors, size, dim, dtype, streamed)
-    return bad
+        first = offsets[bag]
+        sum_rows(
+            out + (bag - first_bag) * pitch, values.ctypes.data + first * 8, end - first, address, num_rows, zero_row,
+            scales.ctypes.data + (first - begin) * 4 if scaled else 0, offsets[bag + 1] - first, dim, dtype, streamed,
+        )  # fmt: skip
+    return _first_bad(begin, end, num_rows, values)
 
 
 @parallel
@@ -95,21 +91,19 @@ def _gather_values(
 ):  # fmt: skip
     """A share of the rows, one a value, of the output [N, width] at address `out`."""
     first, last = num_rows * task // bad.size, num_rows * (task + 1) // bad.size
-    rows = np.empty(1, dtype=np.int64)
     for key in range(key_starts.size - 1):
         begin = max(first, offsets[key * batch_size])
         end = min(last, offsets[(key + 1) * batch_size])
         for lookup in range(key_starts[key], key_starts[key + 1]):
             table, dim = lookups[lookup, TABLE], lookups[lookup, DIM]
-            dtype, row_bytes = dtypes[table], dim * element_size(dtypes[table])
             for position in range(begin, end):
-                row = values[position]
-                rows[0] = addresses[table] + row * row_bytes
-                if not 0 <= row < tables[table, NUM_ROWS]:
-                    rows[0], bad[task] = zero_row, min(bad[task], position)
-                factor = sample_weights.ctypes.data + position * 4 if sample_weights.size else 0
-                sum_rows(out + position * width * 4, rows.ctypes.data, factor, 1, dim, dtype, streamed)
-                float32_row(out + position * width * 4, width)[dim:] = np.float32(0)
+                to, factor = out + position * width * 4, sample_weights.ctypes.data + position * 4
+                sum_rows(
+                    to, values.ctypes.data + position * 8, end - position, addresses[table], tables[table, NUM_ROWS],
+                    zero_row, factor if sample_weights.size else 0, 1, dim, dtypes[table], streamed,
+                )  # fmt: skip
+                float32_row(to, width)[dim:] = np.float32(0)
+            bad[task] = min(bad[task], _first_bad(begin, end, tables[table, NUM_ROWS], values))
 
 
 def embedding_bag(

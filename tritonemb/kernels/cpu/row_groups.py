@@ -52,7 +52,7 @@ def as_float32(tensor: Tensor | None) -> np.ndarray:
 
 
 @compiled
-def _first_bad_bag(offsets, num_values):
+def first_bad_bag(offsets, num_values):
     """GOOD_OFFSETS; -1 if the first offset is not 0; a bag whose end lies before its start; or the last index."""
     if offsets[0] != 0:
         return -1
@@ -68,7 +68,7 @@ def _first_bad_bag(offsets, num_values):
 
 def check_offsets(values: Tensor, offsets: Tensor, layout: Layout) -> None:
     """Raise ValueError unless offsets ascend from 0 to the number of values."""
-    found = _first_bad_bag(offsets.numpy(), values.numel())
+    found = first_bad_bag(offsets.numpy(), values.numel())
     if found != GOOD_OFFSETS:
         raise errors.bad_offsets(found, offsets, values.numel(), layout)
 

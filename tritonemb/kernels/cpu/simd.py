@@ -17,8 +17,13 @@ from tritonemb.kernels.cpu.jit import BFLOAT16, FLOAT16, FLOAT32, inlined
 
 DOT_LANES = 16
 STREAMED_ALIGNMENT = 64  # bytes that a streamed store's address must be a multiple of, and that it stores
-_WIDE_SUMS, _SUMS = ((8, 16), (4, 16), (1, 16), (1, 4), (1, 1)), ((4, 16), (1, 16), (1, 4), (1, 1))
-SUMS = {FLOAT32: _WIDE_SUMS, FLOAT16: _SUMS, BFLOAT16: _SUMS}  # sums at once: (vectors, lanes of each), wide to narrow
+_SUMS = (4, 16), (2, 16), (1, 16), (1, 4), (1, 1)
+SUMS = {
+    FLOAT32: ((8, 16), *_SUMS),
+    FLOAT16: _SUMS,
+    BFLOAT16: _SUMS,
+}  # at once: (vectors, lanes of each), wide to narrow
+AHEAD = 12  # ids between asking for a row and reading it
 _FLOAT, _HALF, _SHORT, _INT = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32)
 _LONG = ir.IntType(64)
 CACHE_LINE = 64  # bytes
@@ -60,15 +65,19 @@ float16_to_float32 = _cast(types.uint16, types.float32, lambda b, a: b.fpext(b.b
 float32_to_float16 = _cast(types.float32, types.uint16, lambda b, a: b.bitcast(b.fptrunc(a, _HALF), _SHORT))
 
 
+def _ask_for(builder: Any, address: Any) -> None:
+    kind = ir.PointerType(ir.IntType(8))
+    function = builder.module.declare_intrinsic(
+        "llvm.prefetch", [kind], ir.FunctionType(ir.VoidType(), [kind, _INT, _INT, _INT])
+    )
+    # To read, keep in all levels, data.
+    builder.call(function, [builder.inttoptr(address, kind), _INT(0), _INT(3), _INT(1)])
+
+
 @intrinsic
 def _prefetch_line(typing_context: Any, address: types.Type) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        pointer_type, int32 = ir.PointerType(ir.IntType(8)), ir.IntType(32)
-        function = builder.module.declare_intrinsic(
-            "llvm.prefetch", [pointer_type], ir.FunctionType(ir.VoidType(), [pointer_type, int32, int32, int32])
-        )
-        pointer = builder.inttoptr(args[0], pointer_type)
-        builder.call(function, [pointer, int32(0), int32(3), int32(1)])  # to read, keep in all levels, data
+        _ask_for(builder, args[0])
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
@@ -156,12 +165,12 @@ def _load_scale(builder: Any, scales: Any, index: Any, lanes: int) -> Any:
 
 def _sum_columns(builder: Any, dtype: int, chunks: int, lanes: int, scaled: bool, args: Any) -> Any:
     """Sums of the `chunks` times `lanes` columns `byte_offset` from each row's start, in order of rows, from zero."""
-    rows, scales, num_rows, byte_offset = args
-    row_pointer, item = builder.inttoptr(rows, ir.PointerType(_LONG)), 4 if dtype == FLOAT32 else 2
+    row_at, ask_ahead, scales, num_rows, byte_offset = args
+    item = 4 if dtype == FLOAT32 else 2
 
     def add(index: Any, totals: Any) -> Any:
-        row = builder.load(builder.gep(row_pointer, [index], source_etype=_LONG))
-        first = builder.add(row, byte_offset)
+        ask_ahead(index, byte_offset, chunks * lanes * item)
+        first = builder.add(row_at(index), byte_offset)
         scale = _load_scale(builder, scales, index, lanes) if scaled else None
         sums = []
         for chunk, total in enumerate(totals):
@@ -184,7 +193,7 @@ def _store(builder: Any, sums: Any, to: Any, streamed: bool) -> None:
 
 def _sum_all_columns(builder: Any, dtype: int, scaled: bool, args: Any) -> None:
     """The widest columns that fit first; each width is a loop of its own."""
-    to, rows, scales, count, size, streamed = args
+    to, row_at, ask_ahead, scales, count, size, streamed = args
     column, item = _LONG(0), _LONG(4 if dtype == FLOAT32 else 2)
     for chunks, lanes in SUMS[dtype]:
         before, first = builder.basic_block, column
@@ -196,7 +205,8 @@ def _sum_all_columns(builder: Any, dtype: int, scaled: bool, args: Any) -> None:
         end = builder.add(column, _LONG(chunks * lanes))
         builder.cbranch(builder.icmp_signed("<=", end, size), body, after)
         builder.position_at_end(body)
-        sums = _sum_columns(builder, dtype, chunks, lanes, scaled, (rows, scales, count, builder.mul(column, item)))
+        rows = row_at, ask_ahead, scales, count, builder.mul(column, item)
+        sums = _sum_columns(builder, dtype, chunks, lanes, scaled, rows)
         address = builder.add(to, builder.mul(column, _LONG(4)))
         if lanes * 4 == STREAMED_ALIGNMENT:
             with builder.if_else(streamed) as (past_caches, into_caches):
@@ -211,23 +221,68 @@ def _sum_all_columns(builder: Any, dtype: int, scaled: bool, args: Any) -> None:
         builder.position_at_end(after)
 
 
-def _make_sum(dtype: int) -> Any:
-    """`sum_rows` of one dtype, as one piece of code: every helper that Numba compiles by itself costs it time."""
+def _sum(builder: Any, dtype: int, to: Any, rows: Any, scales: Any, count: Any, size: Any, streamed: Any) -> None:
+    """As one piece of code, with and without `scales`: every helper that Numba compiles by itself costs it time."""
+    with builder.if_else(builder.icmp_signed("==", scales, _LONG(0))) as (plain, scaled):
+        with plain:
+            _sum_all_columns(builder, dtype, False, (to, *rows, scales, count, size, streamed))
+        with scaled:
+            _sum_all_columns(builder, dtype, True, (to, *rows, scales, count, size, streamed))
 
+
+def _long_at(builder: Any, address: Any, index: Any) -> Any:
+    return builder.load(builder.gep(builder.inttoptr(address, ir.PointerType(_LONG)), [index], source_etype=_LONG))
+
+
+@intrinsic
+def sum_float32_rows(
+    typing_context: Any, to: types.Type, rows: types.Type, scales: types.Type, count: types.Type, size: types.Type
+) -> Any:
+    """float32 `to[:size] = Σ_i scales[i] · row_i`, in order; `rows` is the address of `count` row addresses.
+
+    `scales` is the address of as many float32 factors, or 0 for none.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        addresses = args[1]
+        rows = (lambda index: _long_at(builder, addresses, index)), (lambda *_: None)
+        _sum(builder, FLOAT32, args[0], rows, *args[2:], ir.Constant(ir.IntType(1), 0))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5), generate
+
+
+def _make_sum(dtype: int) -> Any:
     @intrinsic
     def sum_rows_of_dtype(
-        typing_context: Any, to: types.Type, rows: types.Type, scales: types.Type, count: types.Type, size: types.Type,
+        typing_context: Any, to: types.Type, ids: types.Type, following: types.Type, table: types.Type,
+        num_rows: types.Type, no_row: types.Type, scales: types.Type, count: types.Type, size: types.Type,
         streamed: types.Type,
     ) -> Any:  # fmt: skip
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            with builder.if_else(builder.icmp_signed("==", args[2], _LONG(0))) as (plain, scaled):
-                with plain:
-                    _sum_all_columns(builder, dtype, False, args)
-                with scaled:
-                    _sum_all_columns(builder, dtype, True, args)
+            to, ids, following, table, num_rows, no_row, scales, count, size, streamed = args
+            row_bytes = builder.mul(size, _LONG(4 if dtype == FLOAT32 else 2))
+            last = builder.sub(following, _LONG(1))
+
+            def place(index: Any) -> tuple[Any, Any]:
+                row = _long_at(builder, ids, index)
+                return row, builder.add(table, builder.mul(row, row_bytes))
+
+            def row_at(index: Any) -> Any:
+                row, address = place(index)
+                return builder.select(builder.icmp_unsigned("<", row, num_rows), address, no_row)
+
+            def ask_ahead(index: Any, byte_offset: Any, num_bytes: int) -> None:
+                index = builder.add(index, _LONG(AHEAD))
+                index = builder.select(builder.icmp_signed("<", index, last), index, last)
+                address = builder.add(place(index)[1], byte_offset)
+                for line in range(0, num_bytes, CACHE_LINE):
+                    _ask_for(builder, builder.add(address, _LONG(line)))
+
+            _sum(builder, dtype, to, (row_at, ask_ahead), scales, count, size, streamed)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 5, types.boolean), generate
+        return types.void(*[types.int64] * 9, types.boolean), generate
 
     return sum_rows_of_dtype
 
@@ -236,24 +291,20 @@ _sum_float32, _sum_float16, _sum_bfloat16 = (_make_sum(dtype) for dtype in (FLOA
 
 
 @inlined
-def sum_float32_rows(to, rows, scales, count, size):
-    """float32 `to[:size] = Σ_i scales[i] · row_i`, in order; `rows` is the address of `count` row addresses.
+def sum_rows(to, ids, following, table, num_rows, no_row, scales, count, size, dtype, streamed):
+    """float32 `to[:size] = Σ_i scales[i] · table[ids[i]]`, in order; `no_row`'s zeros for an id out of range.
 
-    `scales` is the address of as many float32 factors, or 0 for none.
+    `to`, `ids` (int64), `table` (`[num_rows, size]`), `no_row` (`[size]`) and `scales` (float32, or 0 for none) are
+    addresses. Rows are asked for ahead, those of the `following` ids from `ids` on, `count` among them. `streamed`
+    results go past the caches, if `to` is aligned for that.
     """
-    _sum_float32(to, rows, scales, count, size, False)
-
-
-@inlined
-def sum_rows(to, rows, scales, count, size, dtype, streamed):
-    """As `sum_float32_rows` for rows of any table dtype; `streamed` past the caches, if `to` is aligned for that."""
     past_caches = streamed and to % STREAMED_ALIGNMENT == 0
     if dtype == FLOAT32:
-        _sum_float32(to, rows, scales, count, size, past_caches)
+        _sum_float32(to, ids, following, table, num_rows, no_row, scales, count, size, past_caches)
     elif dtype == FLOAT16:
-        _sum_float16(to, rows, scales, count, size, past_caches)
+        _sum_float16(to, ids, following, table, num_rows, no_row, scales, count, size, past_caches)
     else:
-        _sum_bfloat16(to, rows, scales, count, size, past_caches)
+        _sum_bfloat16(to, ids, following, table, num_rows, no_row, scales, count, size, past_caches)
 
 
 def _make_dot(dtype: int) -> Any:

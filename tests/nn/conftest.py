@@ -1,0 +1,18 @@
+"""Tests of modules are of our kernels, although their calls are small."""
+
+from __future__ import annotations
+
+import pytest
+
+from tritonemb.nn import single_table
+
+
+@pytest.fixture(autouse=True)
+def no_call_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`small_calls`, asked for beside it, undoes this."""
+    monkeypatch.setattr(single_table, "FEW_ELEMENTS", 0)
+
+
+@pytest.fixture
+def small_calls(no_call_is_small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(single_table, "FEW_ELEMENTS", 1 << 18)
