@@ -8,7 +8,7 @@ from torch.nn.modules.sparse import Embedding as TorchEmbedding  # whatever is i
 from torch.nn.modules.sparse import EmbeddingBag as TorchEmbeddingBag
 
 from tritonemb.nn.single_table import ByTorch, SingleTable
-from tritonemb.ops.bag import Bags, ascend, drop_padding, kept_counts
+from tritonemb.ops.bag import Bags, ascend, drop_padding, kept_counts, whole
 from tritonemb.ops.row_groups import ID_DTYPES
 from tritonemb.optimizers import Optimizer
 from tritonemb.tables.table import new_weight
@@ -76,7 +76,10 @@ class EmbeddingBag(SingleTable, TorchEmbeddingBag):
         if few is not None and (offsets is None or (ascend(offsets) and not (padded and self.include_last_offset))):
             if few and (per_sample_weights is None or isinstance(per_sample_weights, Tensor)):
                 return self._by_torch(input, offsets, per_sample_weights)
-            if not few and per_sample_weights is None and not padded and self._fits(input, offsets, None):
+            ours = padded or (self._optimized is not None and self.mode == "mean")  # which the kernels scale row by row
+            if not few and per_sample_weights is None and not ours and self._fits(input, offsets, None):
+                if self._optimized is not None:
+                    self._check_trainable()
                 return ByTorch.apply(self.weight, self, input, offsets)  # type: ignore[no-any-return]
         given = [input, offsets, per_sample_weights]
         if input is None or not all(t is None or (isinstance(t, Tensor) and not t.is_sparse) for t in given):
@@ -199,6 +202,8 @@ class Embedding(SingleTable, TorchEmbedding):
         """`[*, embedding_dim]`."""
         few = self._few_elements(input)
         if few is not None and input.dtype in ID_DTYPES:
+            if self._optimized is not None:
+                self._check_trainable()
             return self._by_torch(input) if few else ByTorch.apply(self.weight, self, input)
         dense_ids = isinstance(input, Tensor) and not input.is_sparse and input.dtype in ID_DTYPES
         if not dense_ids or not self._is_served(input):
@@ -212,4 +217,4 @@ class Embedding(SingleTable, TorchEmbedding):
     def _trained(self, input: Tensor) -> tuple[Tensor, Bags]:
         values = input.reshape(-1)
         trained = values if self.padding_idx is None else values.masked_fill(values == self.padding_idx, -1)
-        return trained, Bags(torch.arange(2, device=values.device) * values.shape[0], False)
+        return trained, Bags(whole(values.shape[0], values.device), False)
