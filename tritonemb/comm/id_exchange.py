@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tritonemb import ops
 from tritonemb.comm.group import PerDevice, RankGroup
-from tritonemb.errors import id_out_of_range
+from tritonemb.errors import first_bad_id
 from tritonemb.jagged import KeyedJaggedTensor, key_by_key
 
 _OWNER = 1 << 40  # an id is sent as its owner times this, plus its row there
@@ -53,19 +53,6 @@ Received = tuple[KeyedJaggedTensor, list[int], RowRoutes | None]
 def route_key(route: int) -> str:
     """The key of a route's ids where they are received."""
     return str(route)
-
-
-def id_error(batch: KeyedJaggedTensor, feature: str, table: str, num_rows: int) -> ValueError | None:
-    """An error that names the first id of a feature that its table does not have; None if there is none."""
-    size = batch.stride()
-    ends = batch.offsets()[batch.keys().index(feature) * size :][: size + 1]
-    ids = batch.values()[int(ends[0]) : int(ends[-1])]
-    bad = ((ids < 0) | (ids >= num_rows)).nonzero()
-    if not bad.numel():
-        return None
-    position = int(bad[0] + ends[0])
-    sample = int(torch.searchsorted(ends, position, right=True)) - 1
-    return id_out_of_range(table, feature, sample, position, int(batch.values()[position]), num_rows)
 
 
 class _Sizes(NamedTuple):
@@ -187,8 +174,9 @@ class IdExchange:
         )
         inside = (ids >= 0) & (ids < num_rows[route])
         if self.check_bounds and not bool(inside.all()):
-            errors = (id_error(batch, each.feature, each.table, each.num_rows) for each in self.routes)
-            raise next(error for error in errors if error is not None)
+            problem = first_bad_id(batch, [route[:3] for route in self.routes])
+            assert problem is not None
+            raise problem
         return torch.where(inside, ids, -1), route
 
     def _distinct(self, ids: Tensor, route: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
