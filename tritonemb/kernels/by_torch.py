@@ -15,7 +15,8 @@ from tritonemb import errors
 from tritonemb.jagged import batch_size_of
 from tritonemb.kernels.cpu.cross import cross, cross_gradient  # noqa: F401
 from tritonemb.kernels.gradient_sums import PIECE
-from tritonemb.kernels.interaction import num_features
+from tritonemb.kernels.interaction import interaction_gradient_reference as interaction_gradient  # noqa: F401
+from tritonemb.kernels.interaction import interaction_reference as interaction  # noqa: F401
 from tritonemb.kernels.optimizers import apply_sums_
 from tritonemb.layout import MEAN, Layout
 from tritonemb.optimizers import Hyperparameters
@@ -134,26 +135,3 @@ def _sum_gradients(
         sums[table].index_add_(0, places[table][position[used]], (clamped[source, columns] * scale)[used])
     by_row = zip(rows, row_of, sums, strict=True)
     return rows, [part.new_zeros(own.numel(), part.shape[1]).index_add_(0, row, part) for own, row, part in by_row]
-
-
-def interaction(dense: Tensor, sparse: Tensor) -> Tensor:
-    """See `kernels/interaction.py`: a matrix product of each sample's vectors side by side."""
-    vectors, row, column = _side_by_side(dense, sparse)
-    products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
-    return torch.cat([dense, products.index_select(1, row * vectors.shape[1] + column)], dim=1)
-
-
-def interaction_gradient(grad: Tensor, dense: Tensor, sparse: Tensor) -> tuple[Tensor, Tensor]:
-    """See `kernels/interaction.py`: the products' gradients as symmetric matrices."""
-    (vectors, row, column), D = _side_by_side(dense, sparse), dense.shape[1]
-    pairs = grad.new_zeros(grad.shape[0], vectors.shape[1], vectors.shape[1])
-    pairs[:, row, column] = pairs[:, column, row] = grad[:, D:]
-    return grad[:, :D] + torch.bmm(pairs[:, :1], vectors)[:, 0], torch.bmm(pairs[:, 1:], vectors).flatten(1)
-
-
-def _side_by_side(dense: Tensor, sparse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """All vectors `[B, F + 1, D]`, and the rows and columns of the pairs of them."""
-    F = num_features(dense, sparse)
-    vectors = torch.cat([dense.unsqueeze(1), sparse.reshape(-1, F, dense.shape[1])], dim=1)
-    row, column = torch.tril_indices(F + 1, F + 1, offset=-1, device=dense.device)
-    return vectors, row, column

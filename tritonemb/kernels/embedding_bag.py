@@ -392,8 +392,7 @@ def sample_weight_gradient_reference(
     weights: Sequence[Tensor], values: Tensor, offsets: Tensor, grad: Tensor, layout: Layout
 ) -> Tensor:
     """Gradient of per-sample weights, `[N]`: the dot product of each position's row with its bag's gradient, scaled."""
-    (given,), dtype = tables_reference([grad])
-    tables = [weight.detach().to("cpu", dtype).numpy() for weight in weights]
+    (given, *tables), dtype = tables_reference([grad, *weights])
     batch_size = batch_size_of(offsets, layout.key_starts)
     out = torch.zeros(values.numel(), dtype=dtype)
     for (table, column, dim, _), bag, position, id, scale in uses_reference(values, offsets, layout, None, dtype):

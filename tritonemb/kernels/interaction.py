@@ -154,31 +154,32 @@ def _tiles(F: int, D: int, dense: Tensor) -> dict[str, Any]:
     long as products are not TF32.
     """
     rows = min(64, max(16, next_power_of_2(F + 1)))
-    if dense.dtype == torch.float32:
-        size = 16 if rows == 64 else 64  # exact dots hold what they read in registers
-    elif rows <= F or D > 128:
-        size = 64
-    else:
-        size = 128
+    size = 64 if rows <= F or D > 128 or dense.dtype == torch.float32 else 128
+    if dense.dtype == torch.float32 and rows == 64:
+        size = 16  # exact dots hold what they read in registers
     size = max(16, min(size, next_power_of_2(D)))
     tf32 = torch.version.hip is None and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return {"ROWS": rows, "SIZE": size, "PRECISION": "tf32" if tf32 else "ieee", "num_warps": rows // 8}
 
 
 def interaction_reference(dense: Tensor, sparse: Tensor) -> Tensor:
-    """`interaction` pair by pair; differentiable, any float dtype."""
-    vectors = [dense, *sparse.split(dense.shape[1], dim=1)]
-    products = [(vectors[i] * vectors[j]).sum(1, keepdim=True) for i in range(len(vectors)) for j in range(i)]
-    return torch.cat([dense, *products], dim=1)
+    """`interaction` by a matrix product of each sample's vectors; differentiable, any float dtype."""
+    vectors, row, column = _side_by_side(dense, sparse)
+    products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
+    return torch.cat([dense, products.index_select(1, row * vectors.shape[1] + column)], dim=1)
 
 
 def interaction_gradient_reference(grad: Tensor, dense: Tensor, sparse: Tensor) -> tuple[Tensor, Tensor]:
-    """`interaction_gradient` pair by pair."""
-    vectors = [dense, *sparse.split(dense.shape[1], dim=1)]
-    passed, *products = grad.split([dense.shape[1], *[1] * (grad.shape[1] - dense.shape[1])], dim=1)
-    grads = [passed, *[torch.zeros_like(vector) for vector in vectors[1:]]]
-    for i in range(len(vectors)):
-        for j in range(i):
-            product = products[i * (i - 1) // 2 + j]
-            grads[i], grads[j] = grads[i] + product * vectors[j], grads[j] + product * vectors[i]
-    return grads[0], torch.cat(grads[1:], dim=1)
+    """`interaction_gradient` by the products' gradients as symmetric matrices."""
+    (vectors, row, column), D = _side_by_side(dense, sparse), dense.shape[1]
+    pairs = grad.new_zeros(grad.shape[0], vectors.shape[1], vectors.shape[1])
+    pairs[:, row, column] = pairs[:, column, row] = grad[:, D:]
+    return grad[:, :D] + torch.bmm(pairs[:, :1], vectors)[:, 0], torch.bmm(pairs[:, 1:], vectors).flatten(1)
+
+
+def _side_by_side(dense: Tensor, sparse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """All vectors `[B, F + 1, D]`, and the rows and columns of the pairs of them."""
+    F = num_features(dense, sparse)
+    vectors = torch.cat([dense.unsqueeze(1), sparse.reshape(-1, F, dense.shape[1])], dim=1)
+    row, column = torch.tril_indices(F + 1, F + 1, offset=-1, device=dense.device)
+    return vectors, row, column
