@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritonemb.kernels.by_torch import interaction as interaction_reference  # noqa: F401
+from tritonemb.kernels.by_torch import interaction_gradient as interaction_gradient_reference  # noqa: F401
 from tritonemb.kernels.triton_utils import cdiv, jit, launch, next_power_of_2, readable, tl
 
 
@@ -160,26 +162,3 @@ def _tiles(F: int, D: int, dense: Tensor) -> dict[str, Any]:
     size = max(16, min(size, next_power_of_2(D)))
     tf32 = torch.version.hip is None and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return {"ROWS": rows, "SIZE": size, "PRECISION": "tf32" if tf32 else "ieee", "num_warps": rows // 8}
-
-
-def interaction_reference(dense: Tensor, sparse: Tensor) -> Tensor:
-    """`interaction` by a matrix product of each sample's vectors; differentiable, any float dtype."""
-    vectors, row, column = _side_by_side(dense, sparse)
-    products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
-    return torch.cat([dense, products.index_select(1, row * vectors.shape[1] + column)], dim=1)
-
-
-def interaction_gradient_reference(grad: Tensor, dense: Tensor, sparse: Tensor) -> tuple[Tensor, Tensor]:
-    """`interaction_gradient` by the products' gradients as symmetric matrices."""
-    (vectors, row, column), D = _side_by_side(dense, sparse), dense.shape[1]
-    pairs = grad.new_zeros(grad.shape[0], vectors.shape[1], vectors.shape[1])
-    pairs[:, row, column] = pairs[:, column, row] = grad[:, D:]
-    return grad[:, :D] + torch.bmm(pairs[:, :1], vectors)[:, 0], torch.bmm(pairs[:, 1:], vectors).flatten(1)
-
-
-def _side_by_side(dense: Tensor, sparse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """All vectors `[B, F + 1, D]`, and the rows and columns of the pairs of them."""
-    F = num_features(dense, sparse)
-    vectors = torch.cat([dense.unsqueeze(1), sparse.reshape(-1, F, dense.shape[1])], dim=1)
-    row, column = torch.tril_indices(F + 1, F + 1, offset=-1, device=dense.device)
-    return vectors, row, column
