@@ -182,7 +182,8 @@ def _read(node: Node, args: dict[str, Any], table: str) -> TableLookup:
     update = None
     if node.target in FUSED_BAGS:
         values: list[Any] = [args[name] for name in FusedUpdate._fields]
-        update = FusedUpdate(*(tuple(value) if isinstance(value, (list, tuple)) else value for value in values))
+        values = [tuple(value) if isinstance(value, (list, tuple)) else value for value in values]
+        update = FusedUpdate(*values)
     dtype = args.get("dtype", weight.dtype)
     lookup = TableLookup(node, table, args["weight"], bags, args.get("checked", True), dtype, update)
     _check_bags(lookup, weight, args)
