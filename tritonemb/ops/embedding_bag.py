@@ -19,7 +19,7 @@ from tritonemb.layout import Layout, names_in
 from tritonemb.ops import registry
 from tritonemb.ops.bag import BAGS, Bags, BagTable, empty_bags, layout_of, look_up, sample_weight_gradient
 from tritonemb.ops.registry import define, dtype_of, kernel, unflatten
-from tritonemb.ops.row_groups import RowGroups, check_ids, plain_eager, row_groups
+from tritonemb.ops.row_groups import RowGroups, check_ids, plain_eager
 from tritonemb.ops.row_update import (
     NOT_ACCUMULATING,
     SCHEMA,
@@ -354,7 +354,7 @@ _bag_fused.register_autograd(_backward_bag, setup_context=_save_bag)
 def _update_bag(*args: Any) -> None:
     table, grad, values, offsets, sample_weights, name, pooled, mean = unflatten(args, FusedTables, *[None] * 7)
     layout = layout_of((BagTable.of(table.weights[0], mean, name),), pooled, values.device)
-    row_update_(table, grad, offsets, sample_weights, row_groups(values, offsets, layout), layout)
+    row_update_(table, grad, offsets, sample_weights, values, layout)
 
 
 define(

@@ -233,9 +233,7 @@ class TableSet(OptimizedTables):
         # As attributes they would be searched for among parameters first, which adds up.
         states: list[Any] = [table._buffers[state.name] for state in spec.states for table in self.tables]
         steps, skipped, rate = [counters["step"]], [counters["skipped"]], counters["learning_rate"]
-        return ops.FusedTables(
-            weights, states, steps, skipped, rate, spec.name, [float(value) for value in self.constants.split(",")]
-        )
+        return ops.FusedTables(weights, states, steps, skipped, rate, spec.name, self.hyperparameters)
 
     def check_trainable(self) -> None:
         """Raise where the tables must not be updated, or if only some weights require gradients."""
