@@ -60,6 +60,8 @@ def _read(weights: Sequence[Tensor], values: Tensor, *args: Any) -> Tensor:
 
 def check_devices(weights: Sequence[Tensor], values: Tensor, layout: Layout) -> None:
     """Raise unless every table is where the batch is, or, for a batch on a GPU, in pinned host memory."""
+    if {weight.device for weight in weights} == {values.device}:
+        return
     for index, weight in enumerate(weights):
         if weight.device == values.device or (values.is_cuda and weight.device.type == "cpu" and weight.is_pinned()):
             continue

@@ -9,6 +9,7 @@ from tritonemb.layout import Layout
 from tritonemb.ops.registry import LAYOUT, define, kernel
 
 ID_DTYPES = (torch.int32, torch.int64)
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
 class RowGroups(NamedTuple):
@@ -50,7 +51,7 @@ def plain_eager(*tensors: Tensor | None) -> bool:
         or torch._C._functorch.maybe_current_level()
     ):
         return False
-    return all(tensor is None or type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
+    return _PLAIN.issuperset(map(type, tensors))
 
 
 def check_ids(values: Tensor, multiplicity: int = 1) -> None:

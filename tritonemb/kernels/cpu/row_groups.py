@@ -31,7 +31,7 @@ DTYPE_CODES = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: B
 
 def addresses_of(tensors: Sequence[Tensor]) -> np.ndarray:
     """int64 `[T]`: where each tensor's contiguous memory begins."""
-    assert all(tensor.is_contiguous() for tensor in tensors)
+    assert all(map(Tensor.is_contiguous, tensors))
     return np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
 
 
