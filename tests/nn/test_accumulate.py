@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -130,6 +131,10 @@ def test_collections_do_not_share_what_they_gather():
 
 
 @pytest.mark.usefixtures("dynamo")
+@pytest.mark.skipif(
+    sys.version_info[:3] == (3, 13, 0) and torch.__version__ < "2.12",
+    reason="torch 2.11 does not see there that an attribute has changed, and warns of its guards",
+)
 def test_accumulate_compiled():
     collection = make_collection([te.TableConfig("a", 20, 7), te.TableConfig("b", 9, 3)], te.optim.Adam())
     twin = copy.deepcopy(collection)

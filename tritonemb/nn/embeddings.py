@@ -19,9 +19,10 @@ class EmbeddingBag(SingleTable, TorchEmbeddingBag):
     """Sums, means or maxima of bags of embeddings, with the arguments and the meaning of `torch.nn.EmbeddingBag`.
 
     It is a `torch.nn.EmbeddingBag`: one can stand in the other's place, and loads its `state_dict`. Sums and means, and
-    their gradients, are tritonemb's kernels': deterministic, sums of 16-bit rows in float32, gradients differentiable
-    again. `mode="max"`, `scale_grad_by_freq`, `sparse=True` without an optimizer, and what else those do not serve is
-    left to PyTorch, checks and errors too.
+    their gradients, are deterministic, sums of 16-bit rows are float32. Of float32 rows on the CPU, PyTorch's op makes
+    the results, and without an optimizer, for less than 2**18 elements, the gradients; all else is tritonemb's kernels,
+    whose gradients are differentiable again. `mode="max"`, `scale_grad_by_freq`, `sparse=True` without an optimizer,
+    and what else those do not serve is left to PyTorch, checks and errors too.
 
     Args:
         max_norm: rows that a call uses are scaled down to this norm (`norm_type`) first, in place; None for no limit.
@@ -171,8 +172,9 @@ class Embedding(SingleTable, TorchEmbedding):
     """A table's rows by id, with the arguments and the meaning of `torch.nn.Embedding`.
 
     It is a `torch.nn.Embedding`: one can stand in the other's place, and loads its `state_dict`. Its gradients are
-    tritonemb's kernels': deterministic, summed in float32 for 16-bit rows. `scale_grad_by_freq`, `sparse=True` without
-    an optimizer, and what else those do not serve is left to PyTorch, checks and errors too.
+    tritonemb's kernels', but for small calls on the CPU, as in `EmbeddingBag`: deterministic, summed in float32 for
+    16-bit rows. `scale_grad_by_freq`, `sparse=True` without an optimizer, and what else those do not serve is left to
+    PyTorch, checks and errors too.
 
     Args:
         padding_idx: an id whose row gets no gradient; from the end if negative.

@@ -163,10 +163,10 @@ class SingleTable(FusedModule):
     def _by_torch(self, few: bool, input: Tensor, *batch: Tensor | None) -> Tensor:
         try:
             if few:
-                return super().forward(input, *batch)  # type: ignore[misc, no-any-return]
+                return super().forward(input, *batch)
             if self._optimized is not None:
                 self._check_trainable()
-            return ByTorch.apply(self._parameters["weight"], self, input, *batch)  # type: ignore[no-any-return]
+            return ByTorch.apply(self._parameters["weight"], self, input, *batch)
         except (IndexError, RuntimeError) as error:
             found = explained(error, input.reshape(-1), self.weight.shape[0], hasattr(self, "mode"))
             raise (found if type(found) is type(error) else error) from None

@@ -341,8 +341,9 @@ def _group(num_threads, batch_size, tables, lookups, key_starts, values, offsets
 
 def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `kernels/row_groups.py`."""
-    rows, starts, order, num_groups = grouped(values, offsets, layout)
-    return *map(torch.from_numpy, (rows, starts, order)), torch.tensor(num_groups, dtype=torch.int64)
+    *arrays, num_groups = grouped(values, offsets, layout)
+    rows, starts, order = map(torch.from_numpy, arrays)
+    return rows, starts, order, torch.tensor(num_groups, dtype=torch.int64)
 
 
 def grouped(values: Tensor, offsets: Tensor, layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:

@@ -188,10 +188,32 @@ def _store(builder: Any, sums: Any, to: Any, streamed: bool) -> None:
             store.set_metadata("nontemporal", builder.module.add_metadata([_INT(1)]))
 
 
+def _sum_bags(builder: Any, dtype: int, chunks: int, lanes: int, scaled: bool, column: Any, args: Any) -> None:
+    """`chunks` times `lanes` columns of all bags."""
+    to, pitch, num_bags, bag_at, row_at, ask_ahead, scales, _, streamed = args
+    byte_offset = builder.mul(column, _LONG(4 if dtype == FLOAT32 else 2))
+    first_bag = builder.add(to, builder.mul(column, _LONG(4)))
+
+    def sum_bag(bag: Any, _: Any) -> list[Any]:
+        rows = row_at, ask_ahead, scales, *bag_at(bag), byte_offset
+        sums = _sum_columns(builder, dtype, chunks, lanes, scaled, rows)
+        address = builder.add(first_bag, builder.mul(bag, pitch))
+        if lanes * 4 == STREAMED_ALIGNMENT:
+            with builder.if_else(streamed) as (past_caches, into_caches):
+                with past_caches:
+                    _store(builder, sums, address, True)
+                with into_caches:
+                    _store(builder, sums, address, False)
+        else:
+            _store(builder, sums, address, False)
+        return []
+
+    _loop(builder, num_bags, [], sum_bag)
+
+
 def _sum_all_columns(builder: Any, dtype: int, scaled: bool, args: Any) -> None:
-    """The widest columns that fit first, of all bags; each width is a loop of its own."""
-    to, pitch, num_bags, bag_at, row_at, ask_ahead, scales, size, streamed = args
-    column, item = _LONG(0), _LONG(4 if dtype == FLOAT32 else 2)
+    """The widest columns that fit first; each width is a loop of its own."""
+    column, size = _LONG(0), args[-2]
     for chunks, lanes in SUMS[dtype]:
         before, first_column = builder.basic_block, column
         head, body, after = (builder.append_basic_block(f"columns_{part}") for part in ("head", "body", "after"))
@@ -202,26 +224,7 @@ def _sum_all_columns(builder: Any, dtype: int, scaled: bool, args: Any) -> None:
         end = builder.add(column, _LONG(chunks * lanes))
         builder.cbranch(builder.icmp_signed("<=", end, size), body, after)
         builder.position_at_end(body)
-        byte_offset, first_address = builder.mul(column, item), builder.add(to, builder.mul(column, _LONG(4)))
-
-        def sum_bag(
-            bag: Any, _: Any, shape: Any = (chunks, lanes), begin: Any = first_address, byte_offset: Any = byte_offset
-        ) -> list[Any]:
-            first, count = bag_at(bag)
-            rows = row_at, ask_ahead, scales, first, count, byte_offset
-            sums = _sum_columns(builder, dtype, *shape, scaled, rows)
-            address = builder.add(begin, builder.mul(bag, pitch))
-            if shape[1] * 4 == STREAMED_ALIGNMENT:
-                with builder.if_else(streamed) as (past_caches, into_caches):
-                    with past_caches:
-                        _store(builder, sums, address, True)
-                    with into_caches:
-                        _store(builder, sums, address, False)
-            else:
-                _store(builder, sums, address, False)
-            return []
-
-        _loop(builder, num_bags, [], sum_bag)
+        _sum_bags(builder, dtype, chunks, lanes, scaled, column, args)
         column.add_incoming(end, builder.basic_block)
         builder.branch(head)
         builder.position_at_end(after)
