@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from tritonemb.data.arrow import pa
 from tritonemb.data.columns import Array
 from tritonemb.data.encode import encode, mix, numberings
 from tritonemb.data.files import Chunk, LogFile, Part, end_parts, find, is_remote, parts_of_files, split_files
@@ -35,9 +36,6 @@ from tritonemb.data.protocol import (
 )
 from tritonemb.data.schema import CATEGORIES, INTEGERS, LABEL, Kind, LogOptions, SplitRule
 from tritonemb.data.text import TextSource, delimiter_of, first_bytes, header_of
-from tritonemb.utils import LazyModule
-
-pa: Any = LazyModule("pyarrow")
 
 _log = logging.getLogger(__name__)
 
@@ -226,21 +224,20 @@ class ClickLog(Tables):
 
     def all_rows_as(self, split: Split, files: Iterable[int] | None = None) -> Self:
         """The same log with one split: all rows, or those of the files with these numbers, in their order."""
-        log = self._with("end", {split: tuple(map(Part, range(len(self.files)) if files is None else files))})
-        log.options = replace(self.options, split=SplitRule(split_by="end", test_share=0.0))
-        return log
+        parts = tuple(map(Part, range(len(self.files)) if files is None else files))
+        options = replace(self.options, split=SplitRule(split_by="end", test_share=0.0))
+        return self._with("end", {split: parts}, options=options)
 
     def in_files(self, files: Mapping[Split, LogFile | None], left_out: dict[Split, ReadReport]) -> Self:
         """The same log, read from Parquet files with the good rows of its splits, None for one without rows. Of each
         split, `left_out` reports the bad ones."""
         found = {split: (file,) for split, file in files.items() if file is not None}
-        parts = parts_of_files(found)
-        log = self._with("files", {split: parts[split] for split in files})
-        stored = tuple(file for split in SPLITS for file in found.get(split, ()))
-        log._source, log.files = ArrowSource(stored, self.schema), tuple(file.path for file in stored)
-        log.options = replace(self.options, on_bad_row="raise")
-        log._identity, log._left_out = (*self._identity, "parquet"), left_out
-        return log
+        parts, stored = parts_of_files(found), tuple(file for split in SPLITS for file in found.get(split, ()))
+        return self._with(
+            "files", {split: parts[split] for split in files}, _source=ArrowSource(stored, self.schema),
+            files=tuple(file.path for file in stored), options=replace(self.options, on_bad_row="raise"),
+            _identity=(*self._identity, "parquet"), _left_out=left_out,
+        )  # fmt: skip
 
     def text_schema(self) -> Any:
         """The `pyarrow.Schema` of its columns if it is read from text; else None."""
@@ -252,9 +249,9 @@ class ClickLog(Tables):
         columns = [(field.name, str(field.type)) for field in self.text_schema()]
         return digest([(file.location, file.size, file.modified) for file in self._files], options, columns)
 
-    def _with(self, kind: Kind, parts: dict[Split, tuple[Part, ...]]) -> Self:
+    def _with(self, kind: Kind, parts: dict[Split, tuple[Part, ...]], **more: Any) -> Self:
         log = copy.copy(self)
-        log._kind, log._parts, log._known_rows = kind, parts, {}
+        vars(log).update(more, _kind=kind, _parts=parts, _known_rows={})
         return log
 
     def _shard(self, split: Split, shard: Shard) -> Self:

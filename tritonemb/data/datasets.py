@@ -7,12 +7,14 @@ import sys
 import tempfile
 import zipfile
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from tritonemb.data.arrow import pa, parquet
 from tritonemb.data.columns import Column, Rows, offsets_of
 from tritonemb.data.encode import encode_categories
 from tritonemb.data.in_memory import Dataset
@@ -62,27 +64,23 @@ def load_adult(folder: str | Path) -> Dataset:
     `log(1 + x)`, all standardised by the training rows' mean and deviation. FileNotFoundError, or ValueError that names
     a bad line, field and value.
     """
-    pa = require("pyarrow")
-    files = [Path(folder) / name for name in ("adult.data", "adult.test")]
-    for path in files:
-        if not path.is_file():
-            raise FileNotFoundError(f"{path}: no such file; expected UCI's adult.data and adult.test in one folder")
-    train, test = (_read(path) for path in files)
+    train, test = (_read(Path(folder) / name) for name in ("adult.data", "adult.test"))
     num_train, fields = len(train), dict(zip(ADULT_FIELDS, zip(*train, *test, strict=True), strict=True))
     labels = np.array([LABELS[label] for label in fields["label"]], dtype=np.float32)
     numbers = {name: np.array(fields[name], dtype=np.float64) for name in NUMBERS}
     numbers |= {name: np.log1p(numbers[name]) for name in ("capital_gain", "capital_loss")}
     dense = np.stack([_standardised(values, num_train) for values in numbers.values()], axis=1)
-    features, columns = [], []
-    for name in (field for field in ADULT_FIELDS[:-1] if field not in NUMBERS):
-        ids, num_embeddings = encode_categories(pa.array([None if v == "?" else v for v in fields[name]]), num_train)
-        features.append(Feature(name, num_embeddings))
-        columns.append(Column(ids))
+    categories = {name: fields[name] for name in ADULT_FIELDS[:-1] if name not in NUMBERS}
+    features, columns = _encoded(
+        {name: [None if value == "?" else value for value in values] for name, values in categories.items()}, num_train
+    )
     rows = Rows(torch.from_numpy(dense), tuple(columns), torch.from_numpy(labels))
     return Dataset("adult", tuple(features), rows.slice(0, num_train), rows.slice(num_train, len(rows)))
 
 
 def _read(path: Path) -> list[list[str]]:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; expected UCI's adult.data and adult.test in one folder")
     rows = []
     with path.open(newline="") as file:
         reader = csv.reader(file, skipinitialspace=True)
@@ -102,6 +100,12 @@ def _read(path: Path) -> list[list[str]]:
     if not rows:
         raise ValueError(f"{path} has no rows")
     return rows
+
+
+def _encoded(categories: Mapping[str, Any], num_train: int) -> tuple[list[Feature], list[Column]]:
+    found = {name: encode_categories(pa.array(values), num_train) for name, values in categories.items()}
+    features = [Feature(name, num_embeddings) for name, (_, num_embeddings) in found.items()]
+    return features, [Column(ids) for ids, _ in found.values()]
 
 
 def _standardised(values: Array, num_train: int) -> Array:
@@ -165,7 +169,6 @@ def _download(scratch: Path, folder: Path) -> Path:
 
 def read_movielens_100k(folder: Path) -> Dataset:
     """Read the three Parquet files in `folder`."""
-    parquet = require("pyarrow.parquet")
     ratings, users, items = (
         {column: np.asarray(values) for column, values in parquet.read_table(folder / name).to_pydict().items()}
         for name in FILES
@@ -177,9 +180,7 @@ def read_movielens_100k(folder: Path) -> Dataset:
     ratings = {name: values[order] for name, values in ratings.items()}
     users, items = _joined(users, ratings, "user_id"), _joined(items, ratings, "movie_id")
 
-    encoded = [encode_categories(column, num_train) for column in _categories(ratings, users, items)]
-    features = [Feature(name, num_embeddings) for name, (_, num_embeddings) in zip(CATEGORIES, encoded, strict=True)]
-    columns = [Column(ids) for ids, _ in encoded]
+    features, columns = _encoded(_categories(ratings, users, items), num_train)
     features.append(Feature("genre", len(GENRES), multi_hot=True))
     flags = np.stack([items[genre] for genre in GENRES], axis=1) != 0
     columns.append(_column(np.nonzero(flags)[1], flags.sum(axis=1)))
@@ -199,15 +200,15 @@ def _joined(table: Table, ratings: Table, key: str) -> Table:
     return {name: values[rows] for name, values in table.items()}
 
 
-def _categories(ratings: Table, users: Table, items: Table) -> list[Any]:
-    found = {
+def _categories(ratings: Table, users: Table, items: Table) -> dict[str, Any]:
+    found = ratings | {
         "age_bucket": np.digitize(users["age"], (18, 25, 35, 45, 50, 56)),
         "gender": users["gender"],
         "occupation": users["occupation"],
         "zip_prefix": [code[:2] for code in users["zip_code"].tolist()],
         "release_year": [date[-4:] if date else None for date in items["release_date"]],
     }
-    return [require("pyarrow").array((ratings | found)[name]) for name in CATEGORIES]
+    return {name: found[name] for name in CATEGORIES}
 
 
 def _column(values: Any, lengths: Any) -> Column:

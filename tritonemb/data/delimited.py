@@ -19,14 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from tritonemb.data.arrow import arrow_csv, compute, pa
 from tritonemb.data.columns import Array
 from tritonemb.data.encode import good_rows, integers, string_buffers, wrong_values
 from tritonemb.data.schema import CATEGORIES, CRITEO, FIELDS, INTEGERS, LABEL, Schema, listed, wrong_value
-from tritonemb.utils import LazyModule
-
-pa: Any = LazyModule("pyarrow")
-compute: Any = LazyModule("pyarrow.compute")
-arrow_csv: Any = LazyModule("pyarrow.csv")
 
 Text = bytes | bytearray
 

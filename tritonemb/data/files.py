@@ -10,13 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from tritonemb.data.arrow import fs, pa, parquet
 from tritonemb.data.protocol import SPLITS, WHOLE, Shard, Split
 from tritonemb.data.schema import SplitRule, listed
-from tritonemb.utils import LazyModule, require, written_aside
-
-pa: Any = LazyModule("pyarrow")
-parquet: Any = LazyModule("pyarrow.parquet")
-fs: Any = LazyModule("pyarrow.fs")
+from tritonemb.utils import require, written_aside
 
 Format = Literal["text", "parquet", "table"]
 PARQUET = (".parquet", ".pq", ".parq")

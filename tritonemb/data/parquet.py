@@ -8,16 +8,12 @@ from typing import Any
 import numpy as np
 
 from tritonemb.data import files as cuts
+from tritonemb.data.arrow import compute, dataset, pa
 from tritonemb.data.delimited import Parsed
 from tritonemb.data.encode import decoded, good_rows, is_list, is_text, wrong_values
 from tritonemb.data.files import Chunk, LogFile, Part, open_parquet
 from tritonemb.data.protocol import Shard, Split
 from tritonemb.data.schema import Schema, SplitRule, shown, wrong_value
-from tritonemb.utils import LazyModule
-
-pa: Any = LazyModule("pyarrow")
-compute: Any = LazyModule("pyarrow.compute")
-dataset: Any = LazyModule("pyarrow.dataset")
 
 SLICE_ROWS = 65_536  # at most: large row groups are read in slices
 ROW_BYTES = 256  # that a row is taken to have, to make slices as large as chunks of text

@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from tritonemb.data import files as cuts
+from tritonemb.data.arrow import pa
 from tritonemb.data.delimited import (
     LONGEST_LINE,
     CriteoFormat,
@@ -27,9 +28,6 @@ from tritonemb.data.delimited import (
 from tritonemb.data.files import Chunk, LogFile, Part
 from tritonemb.data.protocol import WHOLE, Shard
 from tritonemb.data.schema import FIELDS, LogOptions, listed
-from tritonemb.utils import LazyModule
-
-pa: Any = LazyModule("pyarrow")
 
 _SAMPLE_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 22

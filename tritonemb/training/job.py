@@ -21,6 +21,7 @@ from torch import nn
 from tritonemb.comm.control import init_from_env
 from tritonemb.comm.group import RankGroup
 from tritonemb.data import ClickLog, cached_as_parquet, open_dataset, open_for_scoring
+from tritonemb.data.arrow import pa
 from tritonemb.data.columns import Rows, cut
 from tritonemb.data.protocol import Data, Feature, tables_of
 from tritonemb.nn import DLRM, DCNv2
@@ -39,9 +40,8 @@ from tritonemb.training.ranks import Interrupted, on_all_ranks, on_rank_zero
 from tritonemb.training.schedule import Options, number
 from tritonemb.training.train_state import model_tensors, read_again
 from tritonemb.training.trainer import Trainer
-from tritonemb.utils import LazyModule, require, write_whole, written_aside
+from tritonemb.utils import require, write_whole, written_aside
 
-pa: Any = LazyModule("pyarrow")
 RUNS = Path("runs")
 SUFFIXES = (".parquet", ".csv")  # of scores
 TRAINING_ONLY = ("optimizer.", "rng.", "trainer.")
