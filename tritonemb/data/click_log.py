@@ -17,7 +17,7 @@ from tritonemb.data.columns import Array
 from tritonemb.data.encode import encode, mix, numberings
 from tritonemb.data.files import Chunk, LogFile, Part, end_parts, find, is_remote, parts_of_files, split_files
 from tritonemb.data.parquet import ArrowSource, head_of, time_mask
-from tritonemb.data.pipeline import FIELDS, Batcher, Block, Place, in_order, permutation
+from tritonemb.data.pipeline import FIELDS, Batcher, Place, in_order, permutation
 from tritonemb.data.protocol import (
     MAX_PROBLEMS,
     SPLITS,
@@ -206,7 +206,7 @@ class ClickLog(Tables):
                 'cannot resume with on_bad_row="raise"; use on_bad_row="skip", or start the epoch again'
             )
 
-    def scan(self, split: Split, job: Callable[[Any], Any], start: Place | None = None) -> Generator[Block, None, None]:
+    def scan(self, split: Split, job: Callable[[Any], Any], start: Place | None = None) -> Generator[Chunk, None, None]:
         """What `job` makes of the good rows of a split, a `pyarrow.RecordBatch` a chunk, in order, by the log's
         threads; close the iterator to end them. ValueError if there is a bad row that is not to be skipped."""
         parts = self._parts_of(split)
@@ -215,9 +215,9 @@ class ClickLog(Tables):
             for part in parts:
                 self._source.rows_before(part)
 
-        def work(chunk: Chunk) -> Block:
+        def work(chunk: Chunk) -> Chunk:
             batch, report = self._read(split, chunk)
-            return Block(chunk.part, chunk.offset, chunk.line, job(batch), report)
+            return replace(chunk, rows=job(batch), report=report)
 
         chunks = self._source.chunks(parts, self.options.chunk_bytes, start.part, start.offset, start.line)
         return in_order(work, chunks, self.options.workers)
@@ -282,7 +282,7 @@ class ClickLog(Tables):
         if self._kind == "random":
             return _drawn(rule, split, part.file, self._source.rows_before(part) + chunk.line + rows)
         if self._kind == "time":
-            times = chunk.content.column(rule.time_column)
+            times = chunk.rows.column(rule.time_column)
             return time_mask(rule, split, times, times.type).to_numpy(zero_copy_only=False)[rows]
         return np.ones(len(rows), dtype=bool)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tritonemb.data.arrow import fs, pa, parquet
-from tritonemb.data.protocol import SPLITS, WHOLE, Shard, Split
+from tritonemb.data.protocol import SPLITS, WHOLE, ReadReport, Shard, Split
 from tritonemb.data.schema import SplitRule, listed
 from tritonemb.utils import require, written_aside
 
@@ -260,12 +260,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A run of rows of a part of a log."""
+    """A run of rows of a part of a log; a job puts what it has made of the good ones in their place, with a report."""
 
     part: int  # index
     offset: int  # where the run begins: a byte of the unpacked text, or a row
     line: int  # lines of the part before it
-    content: Any  # whole lines, a `bytearray`, or a `pyarrow.RecordBatch`
+    rows: Any  # whole lines, a `bytearray`, or a `pyarrow.RecordBatch`
+    report: ReadReport = field(default_factory=ReadReport)
 
 
 def split_files(rule: SplitRule, files: tuple[LogFile, ...]) -> dict[Split, tuple[LogFile, ...]]:

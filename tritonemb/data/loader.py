@@ -37,8 +37,8 @@ class ShardState:
 
     def entry(self) -> dict[str, Any]:
         """Its part of a position."""
-        values = (self.batches, self.ended, self.report.rows, self.report.skipped, self.position)
-        return dict(zip(_ENTRY, values, strict=True))
+        read = self.report
+        return dict(zip(_ENTRY, (self.batches, self.ended, read.rows, read.skipped, self.position), strict=True))
 
     def close(self) -> None:
         """Close the stream, which may wait in another thread; the position stays."""
@@ -167,9 +167,8 @@ def merge_positions(positions: Sequence[Mapping[str, Any]]) -> ShardsPosition:
     if len(counts) != 1:
         raise ValueError(f"the positions are of epochs in {sorted(counts)} shards; merge those of one epoch")
     count = counts.pop()
-    for index in range(count):
-        if str(index) not in merged:
-            raise ValueError(f"no rank's position has shard {index} of {count}; merge the positions of all ranks")
+    if missing := [index for index in range(count) if str(index) not in merged]:
+        raise ValueError(f"no rank's position has shard {missing[0]} of {count}; merge the positions of all ranks")
     return rank_position({"shares": count, "at": merged}, 0, 1)
 
 

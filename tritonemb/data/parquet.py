@@ -38,8 +38,8 @@ def parquet_chunks(
     slice_rows = min(max(chunk_bytes // ROW_BYTES, 1), SLICE_ROWS)
     if file.table is not None:
         for row in range(offset, stop, slice_rows):
-            content = file.table.select(columns).slice(row, min(slice_rows, stop - row)).combine_chunks()
-            yield Chunk(part, row, row - start, content.to_batches()[0])
+            rows = file.table.select(columns).slice(row, min(slice_rows, stop - row)).combine_chunks()
+            yield Chunk(part, row, row - start, rows.to_batches()[0])
         return
     with open_parquet(file, columns) as (source, verify):
         ends = list(itertools.accumulate(_group_rows(source), initial=0))
@@ -145,7 +145,7 @@ class ArrowSource:
             yield from parquet_chunks(file, number, part.start, stop, chunk_bytes, begin, self._columns)
 
     def parse(self, chunk: Chunk) -> Parsed:
-        batch = chunk.content
+        batch = chunk.rows
         wrong = wrong_values(batch, self.schema)
         good = good_rows(batch, wrong)
         rows, bad_rows = np.flatnonzero(good), np.flatnonzero(~good)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -50,17 +50,6 @@ def in_order(job: Callable[[Chunk], R], chunks: Iterator[Chunk], workers: int | 
 
 
 @dataclass(frozen=True)
-class Block:
-    """Where a chunk begins (see `Chunk`), what a job made of its good rows, and what became of all of them."""
-
-    part: int
-    offset: int
-    line: int
-    rows: Any
-    report: ReadReport
-
-
-@dataclass(frozen=True)
 class Place:
     """Where a shuffle buffer begins: `skip` good rows behind the beginning of a chunk, before which were `skipped` bad
     ones."""
@@ -83,7 +72,7 @@ class ShuffleBuffer:
 
 
 def shuffle_buffers(
-    blocks: Iterable[Block], num_rows: int, order: Callable[[int, int], Array | None], start: Place, number: int
+    blocks: Iterable[Chunk], num_rows: int, order: Callable[[int, int], Array | None], start: Place, number: int
 ) -> Iterator[ShuffleBuffer]:
     """The blocks' rows from `start` on in buffers of `num_rows`, the last one smaller; `number` is that of the first.
     `order` is called with the number of rows and that of the buffer; None keeps them as they are. ValueError if there
@@ -122,7 +111,7 @@ class Batcher:
 
     name: str  # of the data set, for messages
     options: OpenOptions
-    blocks: Callable[[Place], Generator[Block, None, None]]  # of the split from a place on
+    blocks: Callable[[Place], Generator[Chunk, None, None]]  # of the split from a place on
     keys: tuple[str, ...]  # names of the features
     buffer_rows: int  # rows of a shuffle buffer
     order: Callable[[int, int], Array | None]  # as for `shuffle_buffers`
@@ -165,7 +154,7 @@ class Batcher:
             position = {"of": belongs_to, **dict(zip(FIELDS, values, strict=True))}
             yield PositionedBatch(batch, position, replace(report, rows=rows))
 
-    def _counted(self, blocks: Iterator[Block]) -> Iterator[Block]:
+    def _counted(self, blocks: Iterator[Chunk]) -> Iterator[Chunk]:
         for block in blocks:
             self.read += block.report
             yield block

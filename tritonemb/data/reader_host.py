@@ -81,8 +81,7 @@ def _answer(data: Data, closed: threading.Event, request: dict[str, Any]) -> Ite
     elif action == "rows":
         yield {"rows": data.num_rows(**request), "estimated": data.estimated_rows(**request)}, b""
     else:
-        index, count = request.pop("shard")
-        shard = ShardState(index, count, position=request.pop("position"))
+        shard = ShardState(*request.pop("shard"), position=request.pop("position"))
         for item in read_shards(data, [shard], request):
             if closed.is_set():
                 raise ConnectionError("the reader host has been closed")

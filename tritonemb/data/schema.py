@@ -98,8 +98,7 @@ class Schema:
                     'Schema(label="click", dense=("price",), sparse=("user", "item"))'
                 )
             schema = replace(self, label=LABEL, dense=INTEGERS, sparse=CATEGORIES)
-        parts = {"label": (schema.label,) * labelled, "dense": schema.dense, "sparse": schema.sparse}
-        for part, names in parts.items():
+        for part, names in (("label", (schema.label,) * labelled), ("dense", schema.dense), ("sparse", schema.sparse)):
             check_there(columns, names, where, f"the schema's {part} column")
         check_there(columns, kept, where)
         return schema

@@ -92,7 +92,7 @@ class TextSource:
             yield from text_chunks(file, part, number, width, begin, lines, self.form.quoted)
 
     def parse(self, chunk: Chunk) -> Parsed:
-        return parse(self.form, chunk.content)
+        return parse(self.form, chunk.rows)
 
     def shard(self, parts: tuple[Part, ...], shard: Shard) -> tuple[Part, ...]:
         """Plain text is cut by bytes. Compressed text can not be entered in the middle: whole files are dealt out if

@@ -67,13 +67,8 @@ def evaluate(state: TrainState, split: Split) -> Metrics:
     with ranks.watched():
         state.settle()  # its collectives and those of the evaluation must not mix
         with state.open(split) as stream, state.steps(stream) as steps:
-            logits, labels = predict_logits(
-                state.model,
-                (batch for each in steps for batch in take(each)),
-                state.device,
-                step.precision,
-                step.forward,
-            )
+            batches = (batch for each in steps for batch in take(each))
+            logits, labels = predict_logits(state.model, batches, state.device, step.precision, step.forward)
             skipped = sum(ranks.control.all_gather_object(stream.report.skipped))
         logits, labels = ranks.to_first(logits), ranks.to_first(labels)
         seconds = time.perf_counter() - start

@@ -247,9 +247,7 @@ def merge_files(ranks: Sequence[RankFiles]) -> RankFiles:
     files = sorted(entry for rank in ranks for entry in rank.files.items())
     tables: dict[str, dict[str, Any]] = {}
     for prefix, entry in (entry for rank in ranks for entry in rank.tables.items()):
-        merged = tables.setdefault(prefix, {"fields": {}, "parts": []})
-        merged["fields"] |= entry["fields"]
-        merged["parts"] += entry["parts"]
+        tables.setdefault(prefix, entry | {"parts": []})["parts"].extend(entry["parts"])
     return RankFiles(dict(files), tables, sum(rank.num_bytes for rank in ranks))
 
 
