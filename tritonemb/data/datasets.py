@@ -61,8 +61,7 @@ NUM_DENSE = 4
 def load_adult(folder: str | Path) -> Dataset:
     """Read UCI Adult (Becker & Kohavi, 1996), `adult.data` (training rows) and `adult.test`, from a folder: does a
     person earn more than 50,000 dollars a year? Eight categorical features; six numbers, the two capital ones as
-    `log(1 + x)`, all standardised by the training rows' mean and deviation. FileNotFoundError, or ValueError that names
-    a bad line, field and value.
+    `log(1 + x)`, all standardised by the training rows. FileNotFoundError, or ValueError that names line and value.
     """
     train, test = (_read(Path(folder) / name) for name in ("adult.data", "adult.test"))
     num_train, fields = len(train), dict(zip(ADULT_FIELDS, zip(*train, *test, strict=True), strict=True))
@@ -188,8 +187,12 @@ def read_movielens_100k(folder: Path) -> Dataset:
     for name, chosen in (("liked", liked), ("disliked", ~liked)):
         features.append(Feature(name, features[movies].num_embeddings, multi_hot=True))
         columns.append(_history(ratings, columns[movies].values.numpy(), chosen, num_train))
-    dense = torch.from_numpy(_dense(ratings, users, num_train))
-    rows = Rows(dense, tuple(columns), torch.from_numpy(liked.astype(np.float32)))
+    seen = (
+        np.bincount(ids[:num_train], minlength=ids.max() + 1)[ids] for ids in (ratings["user_id"], ratings["movie_id"])
+    )
+    dense = np.stack([users["age"], ratings["timestamp"], *map(np.log1p, seen)], axis=1).astype(np.float64)
+    labels = torch.from_numpy(liked.astype(np.float32))
+    rows = Rows(torch.from_numpy(_standardised(dense, num_train)), tuple(columns), labels)
     splits = [rows.slice(*ends) for ends in ((0, num_train), (num_train, num_seen), (num_seen, num_rows))]
     return Dataset("movielens-100k", tuple(features), train=splits[0], validation=splits[1], test=splits[2])
 
@@ -225,14 +228,6 @@ def _history(ratings: Table, movies: Array, chosen: Array, num_train: int) -> Co
         if chosen[row] and row < num_train:
             seen.append(ids[row])
     return _column([id for bag in bags for id in bag], [len(bag) for bag in bags])
-
-
-def _dense(ratings: Table, users: Table, num_train: int) -> Array:
-    counts = [
-        np.bincount(ids[:num_train], minlength=ids.max() + 1)[ids] for ids in (ratings["user_id"], ratings["movie_id"])
-    ]
-    values = np.stack([users["age"], ratings["timestamp"], *map(np.log1p, counts)], axis=1).astype(np.float64)
-    return _standardised(values, num_train)
 
 
 def make_synthetic(num_train: int = 200_000, num_test: int = 50_000, seed: int = 0) -> Dataset:

@@ -72,8 +72,7 @@ class CsvFormat:
         return pa.schema([field.with_type(pa.int8()) if field.name == self.schema.label else field for field in fields])
 
     def read(self, lines: Text, accepted: bool = False) -> Any:
-        """A `pyarrow.RecordBatch` of some lines without blank ones; None if one may not be acceptable, unless all have
-        been `accepted`."""
+        """A `pyarrow.RecordBatch` of lines, none blank; None if one may be bad, unless all were `accepted`."""
         # A quote that is not closed would reach as far as this row of missing values.
         guard = (self._delimiter * (len(self.columns) - 1) + "\n").encode() if b'"' in lines else b""
         batch = self._parse(lines + guard if guard else lines, self._types)

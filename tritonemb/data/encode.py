@@ -272,8 +272,7 @@ def numberings(schema: Schema) -> dict[str, Numbering]:
 
 def encode_categories(column: Any, num_train: int, min_count: int = 1) -> tuple[Tensor, int]:
     """int32 ids of a `pyarrow` Array or ChunkedArray whose first `num_train` rows are the training rows, and the number
-    of ids; see `most_frequent`. Id 0 is for missing and unseen categories, and for those with fewer than `min_count`
-    training rows."""
+    of ids; see `most_frequent`. Id 0 is for missing and unseen ones, and those in fewer than `min_count` such rows."""
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     kept = most_frequent(counted(array[:num_train]), min_count)
     numbering = Numbering("", len(kept) + 1, kept["value"].combine_chunks(), np.arange(1, len(kept) + 1))

@@ -201,8 +201,7 @@ def write_parquet(path: Path, schema: Any, compression: str) -> Iterator[Any]:
 @contextmanager
 def open_parquet(file: LogFile, columns: Sequence[str] | None = None) -> Iterator[tuple[Any, Callable[[int], None]]]:
     """A `pyarrow.parquet.ParquetFile`, and what verifies all bytes of a row group, or those of some columns, before its
-    rows are used; of remote files and those of others, pages that have checksums. ValueError if it is damaged, or not
-    what was found."""
+    rows are used; of remote files and others', pages with checksums. ValueError if it is damaged or has changed."""
     try:
         with file.open() as raw:
             metadata = parquet.read_metadata(raw)
@@ -313,8 +312,7 @@ def between(parts: Sequence[Part], sizes: Sequence[int], start: int, stop: int) 
 
 
 def even(parts: Sequence[Part], sizes: Sequence[int], shard: Shard, ends: Sequence[int] = ()) -> list[Part]:
-    """The index-th of `count` runs of equal length, counted through all parts of these sizes; cuts move to the places
-    of `ends` that are near."""
+    """The index-th of `count` equal runs, counted through parts of these sizes; cuts move to `ends` that are near."""
     index, count = shard
     total = sum(sizes)
     return between(parts, sizes, *(_moved(total * place // count, total / count, ends) for place in (index, index + 1)))

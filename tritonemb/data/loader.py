@@ -173,8 +173,7 @@ def merge_positions(positions: Sequence[Mapping[str, Any]]) -> ShardsPosition:
 
 
 def rank_position(position: Mapping[str, Any], rank: int, world: int) -> ShardsPosition:
-    """The part of one rank of `world` in an epoch's position, which another number of ranks may have made; ValueError
-    if it is no such position."""
+    """The part of one rank of `world` in an epoch's position, made by any number of ranks; ValueError if it is none."""
     count, at = _parsed(position)
     mine = {str(index): at[str(index)] for index in range(rank, count, world) if str(index) in at}
     return dict(mine["0"]["position"]) if count == 1 and mine else {"shares": count, "at": mine}

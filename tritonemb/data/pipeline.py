@@ -51,8 +51,7 @@ def in_order(job: Callable[[Chunk], R], chunks: Iterator[Chunk], workers: int | 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a shuffle buffer begins: `skip` good rows behind the beginning of a chunk, before which were `skipped` bad
-    ones."""
+    """Where a shuffle buffer begins: behind `skip` good rows of a chunk, before which were `skipped` bad ones."""
 
     part: int = 0
     offset: int = 0
@@ -141,7 +140,6 @@ class Batcher:
         num_rows, size = len(buffer.rows), self.options.batch_size
         if first * size >= num_rows:
             raise ValueError(f"data set {self.name!r}: there are fewer rows than the position says")
-        report = self.read
         for number in range(first, -(-num_rows // size)):
             run = slice(number * size, min((number + 1) * size, num_rows))
             batch = cut(buffer.rows, self.keys, run, self.options.pin_memory)
@@ -152,7 +150,7 @@ class Batcher:
                 place, at = buffer.stop, (buffer.number + 1, 0, rows)
             values = (place.part, place.offset, place.line, place.skip, place.skipped, *at)
             position = {"of": belongs_to, **dict(zip(FIELDS, values, strict=True))}
-            yield PositionedBatch(batch, position, replace(report, rows=rows))
+            yield PositionedBatch(batch, position, replace(self.read, rows=rows))
 
     def _counted(self, blocks: Iterator[Chunk]) -> Iterator[Chunk]:
         for block in blocks:

@@ -34,8 +34,7 @@ class Schema:
         num_embeddings: ids of each category, 0 for missing among them; values are hashed to the others.
         sizes: other numbers of ids for some of the categories, as "name=number".
         vocabulary: a file of `tritonemb vocab`, which numbers the categories in place of hashing.
-        integers: those categories of CSV files that are integers and not strings, whose hashes are others. Other
-            formats say so themselves.
+        integers: those categories of CSV files that are integers, whose hashes are others. Other formats say so.
     """
 
     label: str = ""

@@ -204,8 +204,7 @@ def text_chunks(
     file: LogFile, part: Part, number: int, width: int, offset: int, line: int = 0, quoted: bool = False
 ) -> Iterator[Chunk]:
     """The lines of a part in chunks: those that begin in the same stripe of `width` bytes of the file, from `offset`
-    on, the part's start or where a chunk began, after `line` lines of the part. ValueError if the file is damaged, or
-    is not what it was."""
+    on, where the part or a chunk begins, after `line` of its lines. ValueError if the file is damaged or has changed."""
     stop = _END if part.stop is None else part.stop
     index, count = part.stripes
     with opened(file) as source:
@@ -239,8 +238,7 @@ def lines_before(file: LogFile, start: int, quoted: bool = False) -> int:
     with opened(file) as source:
         end = _enter(source, start, quoted)
     with opened(file) as source:
-        sizes = (min(_BLOCK_BYTES, end - place) for place in range(0, end, _BLOCK_BYTES))
-        return sum(count_lines(source.read(size)) for size in sizes)
+        return sum(count_lines(source.read(min(_BLOCK_BYTES, end - place))) for place in range(0, end, _BLOCK_BYTES))
 
 
 def first_bytes(file: LogFile, num_bytes: int = LONGEST_LINE) -> bytes:

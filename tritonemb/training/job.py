@@ -1,6 +1,5 @@
 """What `tritonemb train` and `predict` do: one run from a `TrainConfig`, in all processes that torchrun starts, and the
-scores of a log by a model that was trained so.
-"""
+scores of a log by a model that was trained so."""
 
 import itertools
 import os

@@ -102,8 +102,7 @@ class Loop:
             self.callbacks.on_end(end)
         if self._failed is not None:  # on all ranks
             raise self._failed
-        signum = self.ranks.max(self._stopped or self.request.signum or 0)  # some rank's may have come late
-        if signum:
+        if signum := self.ranks.max(self._stopped or self.request.signum or 0):  # some rank's may have come late
             raise Interrupted(signum)
         return FitResult(
             tuple(progress.losses), progress.samples - before, seconds, speed, reason, progress.step, metrics

@@ -25,8 +25,7 @@ class Metrics:
     Args:
         auc: area under the ROC curve, exact.
         log_loss: mean binary cross-entropy in nats.
-        normalized_entropy: log loss over that of always predicting the rows' base rate; below 1 is better than that
-            (He et al., ADKDD 2014).
+        normalized_entropy: log loss over that of always predicting the base rate: below 1 is better (He et al., 2014).
         num_samples: rows evaluated.
         samples_per_second: speed of the evaluation, metrics not included; 0 where nothing was timed.
         num_skipped: bad rows that were left out.

@@ -203,8 +203,7 @@ def optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
     """What the optimizer of the dense part keeps: tensors by `optimizer.<parameter>.<state>`, and plain values for
-    JSON, by the parameter's name.
-    """
+    JSON, by the parameter's name."""
     tensors: dict[str, Tensor] = {}
     plain: dict[str, dict[str, Any]] = {}
     for name, parameter in _parameters_of(model, optimizer):
@@ -284,8 +283,7 @@ def set_rng(
             torch.cuda.set_rng_state(tensor, device)
     version, numbers, gauss = plain[rank]["python"]
     random.setstate((version, tuple(numbers), gauss))
-    name, keys, position, has_gauss, cached = plain[rank]["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002
+    np.random.set_state(tuple(plain[rank]["numpy"]))  # noqa: NPY002
 
 
 def seed_rank(seed: int, rank: int) -> None:

@@ -18,8 +18,7 @@ class TensorBoard(Callback):
     """Writes scalars over steps: train/loss, train/samples_per_second, train/data_wait, train/memory_bytes, lr/dense,
     lr/tables; auc, log_loss and normalized_entropy under the name of each split; cache/ and each name of `Log.cache`.
 
-    Where a run is resumed from a checkpoint, what was written after that step is hidden. MissingExtraError if
-    tensorboard is not installed.
+    Of a run that is resumed, what was written after that step is hidden. MissingExtraError without tensorboard.
 
     Args:
         folder: of the event files, one of its own for every run.
