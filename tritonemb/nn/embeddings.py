@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn.modules.sparse import Embedding as TorchEmbedding  # whatever is in its place in `torch.nn`
 from torch.nn.modules.sparse import EmbeddingBag as TorchEmbeddingBag
 
-from tritonemb.nn.single_table import ByTorch, SingleTable
-from tritonemb.ops.bag import Bags, ascend, drop_padding, kept_counts
+from tritonemb.nn.single_table import SingleTable
+from tritonemb.ops.bag import Bags, ascend, drop_padding, kept_counts, whole
 from tritonemb.ops.row_groups import ID_DTYPES
 from tritonemb.optimizers import Optimizer
 from tritonemb.tables.table import new_weight
@@ -72,12 +72,9 @@ class EmbeddingBag(SingleTable, TorchEmbeddingBag):
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """`[B, embedding_dim]`."""
-        few, padded = self._few_elements(input), self.padding_idx is not None
-        if few is not None and (offsets is None or (ascend(offsets) and not (padded and self.include_last_offset))):
-            if few and (per_sample_weights is None or isinstance(per_sample_weights, Tensor)):
-                return self._by_torch(input, offsets, per_sample_weights)
-            if not few and per_sample_weights is None and not padded and self._fits(input, offsets, None):
-                return ByTorch.apply(self.weight, self, input, offsets)  # type: ignore[no-any-return]
+        found = self._pool_by_torch(input, offsets, per_sample_weights)
+        if found is not None:
+            return found
         given = [input, offsets, per_sample_weights]
         if input is None or not all(t is None or (isinstance(t, Tensor) and not t.is_sparse) for t in given):
             raise TypeError(f"expected dense tensors, got {[*map(type, given)]}; see torch.tensor, to_dense")
@@ -99,6 +96,27 @@ class EmbeddingBag(SingleTable, TorchEmbeddingBag):
         dtype = torch.float32 if mean and self.weight.dtype in TRAINABLE_DTYPES else self.weight.dtype
         out = self._look_up(kept, kept, per_sample_weights, Bags(offsets, True, False, False), dtype)
         return (out / kept_counts(kept, offsets)).to(self.weight.dtype) if mean else out
+
+    def _pool_by_torch(self, input: Tensor, offsets: Tensor | None, per_sample_weights: Tensor | None) -> Tensor | None:
+        """The call by PyTorch's op where that is the faster one, else None."""
+        bags, padded = input if offsets is None else offsets, self.padding_idx is not None
+        few = self._few_elements(input, bags.shape[0] if isinstance(bags, Tensor) and bags.dim() else None)
+        if few is None or (offsets is not None and ((padded and self.include_last_offset) or not ascend(offsets))):
+            return None
+        if few:
+            odd = per_sample_weights is not None and not isinstance(per_sample_weights, Tensor)
+            return None if odd else self._by_torch(few, input, offsets, per_sample_weights)
+        # Of means our kernel scales every row, and PyTorch's the sum.
+        served = self.mode == "sum" or (self.mode == "mean" and self._optimized is None)
+        served = served and per_sample_weights is None and not padded and input.dim() == 1 + (offsets is None)
+        return self._by_torch(few, input, offsets) if served else None
+
+    def _torchs_op(self, weight: Tensor, input: Tensor, offsets: Tensor | None) -> Tensor:
+        last = self.include_last_offset and offsets is not None
+        if offsets is None:
+            offsets = torch.arange(0, input.numel(), input.shape[1], dtype=input.dtype)
+            input = input.reshape(-1)
+        return torch.embedding_bag(weight, input, offsets, False, int(self.mode == "mean"), False, None, last)[0]
 
     def _trained(self, input: Tensor, offsets: Tensor | None) -> tuple[Tensor, Bags]:
         values, offsets, _ = self._parts(input, offsets, None)
@@ -199,7 +217,7 @@ class Embedding(SingleTable, TorchEmbedding):
         """`[*, embedding_dim]`."""
         few = self._few_elements(input)
         if few is not None and input.dtype in ID_DTYPES:
-            return self._by_torch(input) if few else ByTorch.apply(self.weight, self, input)
+            return self._by_torch(few, input)
         dense_ids = isinstance(input, Tensor) and not input.is_sparse and input.dtype in ID_DTYPES
         if not dense_ids or not self._is_served(input):
             return TorchEmbedding.forward(self, input)
@@ -209,7 +227,10 @@ class Embedding(SingleTable, TorchEmbedding):
         rows = self._look_up(input.reshape(-1), trained, None, bags, self.weight.dtype)
         return rows.view(*input.shape, self.weight.shape[1])
 
+    def _torchs_op(self, weight: Tensor, input: Tensor) -> Tensor:
+        return torch.embedding(weight, input)
+
     def _trained(self, input: Tensor) -> tuple[Tensor, Bags]:
         values = input.reshape(-1)
         trained = values if self.padding_idx is None else values.masked_fill(values == self.padding_idx, -1)
-        return trained, Bags(torch.arange(2, device=values.device) * values.shape[0], False)
+        return trained, Bags(whole(values.shape[0], values.device), False)

@@ -224,10 +224,10 @@ class ModelOptimizer(torch.optim.Optimizer):
                 "which needs no scaling, or tritonemb.Trainer"
             )
         if self.dense is None or closure is None:
-            result = self._tables.step(closure)  # first: it may refuse a gradient
+            result = self._tables.step_tables(closure)  # first: it may refuse a gradient
             return result if self.dense is None else self.dense.step()
         result = self.dense.step(closure)
-        self._tables.step()
+        self._tables.step_tables()
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:

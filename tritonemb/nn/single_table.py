@@ -12,7 +12,6 @@ from tritonemb.memory import KEPT_BYTES
 from tritonemb.nn.collections import FusedModule
 from tritonemb.ops.bag import Bags, bag, explained, weight_gradient
 from tritonemb.ops.registry import numba_serves_cpu
-from tritonemb.ops.row_groups import plain_eager
 from tritonemb.optimizers import Optimizer
 from tritonemb.tables.fused_update import FusedGroup
 from tritonemb.tables.optimizer import States, check_optimizer
@@ -22,6 +21,7 @@ from tritonemb.types import TRAINABLE_DTYPES
 
 SERVED_DTYPES = (*TRAINABLE_DTYPES, torch.float64)
 SERVED_DEVICES = ("cpu", "cuda", "meta")
+_level, _num_modes = torch._C._functorch.maybe_current_level, torch._C._len_torch_dispatch_stack
 FEW_ELEMENTS = 1 << 18  # that are looked up: from here on our backward is the faster one
 
 
@@ -36,6 +36,7 @@ class SingleTable(FusedModule):
     num_embeddings: int
     embedding_dim: int
     padding_idx: int | None
+    max_norm: float | None
     scale_grad_by_freq: bool
     sparse: bool
     step: Tensor
@@ -122,37 +123,50 @@ class SingleTable(FusedModule):
         for name in ("_optimized", "_name", "_state_owner", "_state_users", "_fused_optimizer"):
             self.__dict__.pop(name, None)
 
+    def _torchs_op(self, weight: Tensor, *batch: Any) -> Tensor:
+        raise NotImplementedError
+
     def _trained(self, *batch: Any) -> tuple[Tensor, Bags]:
         """The ids `[N]` that a call's gradient goes to, and their bags."""
         raise NotImplementedError
 
-    def _few_elements(self, input: Any) -> bool | None:
+    def _few_elements(self, input: Any, num_rows: int | None = None) -> bool | None:
         """Whether a call looks up so little that PyTorch's op is the faster one, its backward too.
 
-        None if it is out of question: with a fused optimizer, for other tables than float32 on the CPU, for results
-        whose memory ours keeps, and while something traces or transforms the call.
+        False: in the forward alone. None: not even there, for other tables than float32 on the CPU, for results whose
+        memory ours keeps (`num_rows`, or one an id), or while something traces or transforms the call.
         """
         weight = self._parameters.get("weight")
         if (
-            self._optimized is not None
-            or weight is None
+            weight is None
             or type(input) is not Tensor
             or input.is_sparse
             or weight.dtype != torch.float32
-            or weight.device.type != "cpu"
+            or not weight.is_cpu
             or torch.compiler.is_compiling()
             or not numba_serves_cpu()
         ):
             return None
-        elements = input.numel() * self.embedding_dim
-        if elements < FEW_ELEMENTS:
+        elements, fused = input.numel() * self.embedding_dim, self._optimized is not None
+        if elements < FEW_ELEMENTS and not fused:
             return True
-        ours = self.sparse or self.scale_grad_by_freq or 4 * elements >= KEPT_BYTES
-        return None if ours or not plain_eager(input, weight) or not _are_ordinary(input, weight) else False
+        if fused:
+            ours = not (torch.is_grad_enabled() and weight.requires_grad and weight.shape[0] == self.num_embeddings)
+        else:
+            ours = self.sparse or self.scale_grad_by_freq
+        size = elements if num_rows is None else num_rows * self.embedding_dim
+        ours = ours or 4 * size >= KEPT_BYTES or not elements
+        ours = ours or self.max_norm is not None or type(weight) not in (Tensor, nn.Parameter)
+        special = _level() is not None or _num_modes() or torch.autograd.forward_ad._current_level >= 0
+        return None if ours or special else False
 
-    def _by_torch(self, input: Tensor, *batch: Tensor | None) -> Tensor:
+    def _by_torch(self, few: bool, input: Tensor, *batch: Tensor | None) -> Tensor:
         try:
-            return super().forward(input, *batch)  # type: ignore[misc, no-any-return]
+            if few:
+                return super().forward(input, *batch)  # type: ignore[misc, no-any-return]
+            if self._optimized is not None:
+                self._check_trainable()
+            return ByTorch.apply(self._parameters["weight"], self, input, *batch)  # type: ignore[no-any-return]
         except (IndexError, RuntimeError) as error:
             found = explained(error, input.reshape(-1), self.weight.shape[0], hasattr(self, "mode"))
             raise (found if type(found) is type(error) else error) from None
@@ -188,8 +202,14 @@ class SingleTable(FusedModule):
         """`[B, dim]` or `[N, dim]`; its backward makes a gradient, or updates if there is an optimizer."""
         if self._optimized is None or not torch.is_grad_enabled() or not self.weight.requires_grad:
             return bag(self.weight, values, sample_weights, bags, trained, dtype)
+        group = self._optimized
+        self._check_trainable()
+        look_up = _look_up_untraced if group.by_step and torch.compiler.is_compiling() else ops.bag_fused
+        return look_up(self._table(), self._name, values, sample_weights, bags, trained, dtype, group.receiver)
+
+    def _check_trainable(self) -> None:
         check_not_data_parallel(self._name)
-        group, owner = self._optimized, self._owner
+        owner = self._owner
         if self._parameters.get("weight") is not self.weight or not isinstance(self.weight, nn.Parameter):
             raise RuntimeError(
                 f"the weight of {self._name!r} is computed or was put in place of the module's parameter "
@@ -201,13 +221,13 @@ class SingleTable(FusedModule):
                 f"the weight of {self._name!r} is on {self.weight.device}, its optimizer state on "
                 f"{owner.step.device}; move the module as a whole, or fuse after loading"
             )
-        table = ops.FusedTables(
+
+    def _table(self) -> ops.FusedTables:
+        owner, group = self._owner, cast(FusedGroup, self._optimized)
+        return ops.FusedTables(
             [self.weight], [cast(Tensor, owner._buffers[state.name]) for state in group.optimizer.states], [owner.step],
-            [owner.skipped], group.rate_on(self.weight.device), group.optimizer.name,
-            [float(value) for value in group.constants.split(",")],
+            [owner.skipped], group.rate_on(self.weight.device), group.optimizer.name, group.hyperparameters,
         )  # fmt: skip
-        look_up = _look_up_untraced if group.by_step and torch.compiler.is_compiling() else ops.bag_fused
-        return look_up(table, self._name, values, sample_weights, bags, trained, dtype, group.receiver)
 
     def _renormalise(self, values: Tensor, max_norm: float, norm_type: float) -> None:
         untraced = self._optimized is not None and torch.compiler.is_compiling()
@@ -228,19 +248,26 @@ class SingleTable(FusedModule):
 
 
 class ByTorch(torch.autograd.Function):
-    """A call by PyTorch's module, whose backward is ours."""
+    """A call by PyTorch's op, whose backward is ours."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, module: SingleTable, *batch: Tensor | None) -> Tensor:
         ctx.module, ctx.num_rows = module, weight.shape[0]
+        ctx.gather = None if module._optimized is None else module._optimized.receiver
         ctx.save_for_backward(*batch)
-        return module._by_torch(*batch)
+        return module._torchs_op(weight, *batch)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        values, bags = ctx.module._trained(*ctx.saved_tensors)
-        gradient = weight_gradient(grad.reshape(-1, grad.shape[-1]), values, bags, ctx.num_rows)
-        return gradient, None, *[None] * len(ctx.saved_tensors)
+        module: SingleTable = ctx.module
+        batch = ctx.saved_tensors
+        values, bags = module._trained(*batch)
+        grad = grad.reshape(-1, grad.shape[-1])
+        if ctx.gather is None:
+            gradient = weight_gradient(grad, values, bags, ctx.num_rows)
+        else:
+            gradient = ctx.gather(ops.BagGradient(module._table(), module._name, values, None, bags, grad))
+        return gradient, None, *[None] * len(batch)
 
 
 # Graph breaks. Unlike `torch.compiler.disable`, this loads no compiler before one is used.

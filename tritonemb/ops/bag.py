@@ -18,7 +18,7 @@ from torch import Tensor
 from tritonemb.layout import MEAN, SUM, Layout, TableRow, lay_out
 from tritonemb.memory import empty_result
 from tritonemb.ops.registry import CPU, chosen, define, kernel
-from tritonemb.ops.row_groups import RowGroups, plain_eager
+from tritonemb.ops.row_groups import RowGroups, check_ids, plain_eager
 from tritonemb.ops.row_update import row_gradients_
 from tritonemb.types import seed_of
 
@@ -69,6 +69,19 @@ def weight_gradient(grad: Tensor, values: Tensor, bags: Bags, num_rows: int) -> 
     """The gradient of the table of a lookup of `values` `[N]`, from that of its result; differentiable in that."""
     form = bags.pooled, bags.mean, False, num_rows, grad.dtype, None, grad.dtype
     return _differentiable(_WEIGHT, None, None, grad, values, None, bags.offsets, *form)
+
+
+def whole(num_values: int, device: torch.device) -> Tensor:
+    """Offsets `[0, N]`: all values as one bag."""
+    if not plain_eager():  # nothing to keep: it belongs to a trace or a transform
+        return torch.arange(2, device=device) * num_values
+    return _whole(num_values, device)
+
+
+@functools.lru_cache(maxsize=64)
+def _whole(num_values: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor([0, num_values], device=device)
 
 
 def ascend(offsets: Tensor) -> bool:
@@ -280,8 +293,7 @@ def derive_weight(
     mean: bool, dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     """The gradient of a table, `[num_rows, dim]`."""
-    if values.shape[0] >= 2**31:
-        raise ValueError(f"one call may look up at most {2**31 - 1} ids, got {values.shape[0]}")
+    check_ids(values)
     layout = layout_of((BagTable(num_rows, grad.shape[1], mean),), pooled, values.device)
     groups = RowGroups(*kernel("row_groups", values.device)(values, offsets, layout))
     sum_dtype = torch.promote_types(grad.dtype, torch.float32)

@@ -8,6 +8,7 @@ without the dispatcher; other lookups whose backward is Python code go through i
 gradient to whoever gathers it, so that the tables of a model are updated together when the backward pass ends.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from tritonemb.layout import Layout, names_in
 from tritonemb.ops import registry
 from tritonemb.ops.bag import BAGS, Bags, BagTable, empty_bags, layout_of, look_up, sample_weight_gradient
 from tritonemb.ops.registry import define, dtype_of, kernel, unflatten
-from tritonemb.ops.row_groups import RowGroups, check_ids, plain_eager, row_groups
+from tritonemb.ops.row_groups import RowGroups, check_ids, plain_eager
 from tritonemb.ops.row_update import (
     NOT_ACCUMULATING,
     SCHEMA,
@@ -53,6 +54,9 @@ def embedding_bag(
     )
 
 
+_device_of = operator.attrgetter("device")
+
+
 def _read(weights: Sequence[Tensor], values: Tensor, *args: Any) -> Tensor:
     """By the kernel of the batch's device: no autograd, no dispatcher."""
     return kernel("embedding_bag", values.device, frozenset(map(dtype_of, weights)))(weights, values, *args)
@@ -60,6 +64,8 @@ def _read(weights: Sequence[Tensor], values: Tensor, *args: Any) -> Tensor:
 
 def check_devices(weights: Sequence[Tensor], values: Tensor, layout: Layout) -> None:
     """Raise unless every table is where the batch is, or, for a batch on a GPU, in pinned host memory."""
+    if set(map(_device_of, weights)) == {values.device}:
+        return
     for index, weight in enumerate(weights):
         if weight.device == values.device or (values.is_cuda and weight.device.type == "cpu" and weight.is_pinned()):
             continue
@@ -354,7 +360,7 @@ _bag_fused.register_autograd(_backward_bag, setup_context=_save_bag)
 def _update_bag(*args: Any) -> None:
     table, grad, values, offsets, sample_weights, name, pooled, mean = unflatten(args, FusedTables, *[None] * 7)
     layout = layout_of((BagTable.of(table.weights[0], mean, name),), pooled, values.device)
-    row_update_(table, grad, offsets, sample_weights, row_groups(values, offsets, layout), layout)
+    row_update_(table, grad, offsets, sample_weights, values, layout)
 
 
 define(

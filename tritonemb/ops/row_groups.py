@@ -9,6 +9,7 @@ from tritonemb.layout import Layout
 from tritonemb.ops.registry import LAYOUT, define, kernel
 
 ID_DTYPES = (torch.int32, torch.int64)
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 
 
 class RowGroups(NamedTuple):
@@ -33,9 +34,7 @@ def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> RowGroups:
     Raises:
         TypeError, ValueError: for ids of another dtype than int32 or int64, or of another shape.
     """
-    check_ids(values)
-    if not torch.compiler.is_compiling() and values.numel() * layout.multiplicity >= 2**31:
-        raise ValueError(f"a batch may look up at most {2**31 - 1} rows, got {values.numel() * layout.multiplicity}")
+    check_ids(values, layout.multiplicity)
     if plain_eager(values, offsets):
         return RowGroups(*kernel("row_groups", values.device)(values, offsets, layout))
     return RowGroups(*torch.ops.tritonemb.row_groups(values, offsets, *layout))
@@ -52,15 +51,17 @@ def plain_eager(*tensors: Tensor | None) -> bool:
         or torch._C._functorch.maybe_current_level()
     ):
         return False
-    return all(tensor is None or type(tensor) in (Tensor, torch.nn.Parameter) for tensor in tensors)
+    return _PLAIN.issuperset(map(type, tensors))
 
 
-def check_ids(values: Tensor) -> None:
-    """Raise unless `values` can be ids by dtype and shape."""
+def check_ids(values: Tensor, multiplicity: int = 1) -> None:
+    """Raise unless `values` can be ids by dtype and shape, with so many rows each."""
     if values.dtype not in ID_DTYPES:
         raise TypeError(f"ids must be int32 or int64, got {values.dtype}; convert them with .to(torch.int64)")
     if values.dim() != 1:
         raise ValueError(f"ids must be 1-D, got shape {tuple(values.shape)}")
+    if not torch.compiler.is_compiling() and values.shape[0] * multiplicity >= 2**31:
+        raise ValueError(f"a batch may look up at most {2**31 - 1} rows, got {values.shape[0] * multiplicity}")
 
 
 def _shapes(values: Tensor, offsets: Tensor, *layout: Any) -> tuple[Tensor, ...]:

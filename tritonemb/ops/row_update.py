@@ -17,8 +17,8 @@ from torch import Tensor
 from tritonemb.layout import Layout
 from tritonemb.memory import empty_result
 from tritonemb.ops import registry
-from tritonemb.ops.registry import BATCH, define, dtype_of, kernel, unflatten
-from tritonemb.ops.row_groups import RowGroups, plain_eager
+from tritonemb.ops.registry import BATCH, CPU, chosen, define, dtype_of, kernel, unflatten
+from tritonemb.ops.row_groups import RowGroups, check_ids, plain_eager, row_groups
 from tritonemb.optimizers import Hyperparameters, NonFinite
 
 SKIP = get_args(NonFinite).index("skip")
@@ -62,7 +62,7 @@ TABLES = SCHEMA.format(a="", b="", c="", d="")
 
 
 def row_update_(
-    tables: FusedTables, grad: Tensor, offsets: Tensor, sample_weights: Tensor | None, groups: RowGroups,
+    tables: FusedTables, grad: Tensor, offsets: Tensor, sample_weights: Tensor | None, groups: RowGroups | Tensor,
     layout: Layout,
 ) -> None:  # fmt: skip
     """Sum each row's gradients in order and apply the optimizer once a row.
@@ -70,12 +70,13 @@ def row_update_(
     Args:
         grad: gradient of the output, `[B, width]` or `[N, width]`.
         offsets, sample_weights: of the batch.
-        groups: its distinct rows.
+        groups: its distinct rows, or its ids `[N]`, which are grouped first.
 
     Raises:
         ValueError: for `nonfinite="raise"`, before anything is changed.
     """
     if not plain_eager(grad, *tables.weights):
+        groups = row_groups(groups, offsets, layout) if isinstance(groups, Tensor) else groups
         torch.ops.tritonemb.row_update_(*tables, grad, offsets, sample_weights, *groups, *layout)
         return
     _update(tables, grad, offsets, sample_weights, groups, layout)
@@ -83,14 +84,19 @@ def row_update_(
 
 
 def _update(
-    tables: FusedTables, grad: Tensor, offsets: Tensor, sample_weights: Tensor | None, groups: RowGroups,
+    tables: FusedTables, grad: Tensor, offsets: Tensor, sample_weights: Tensor | None, groups: RowGroups | Tensor,
     layout: Layout,
 ) -> None:  # fmt: skip
     """Counters that are kept table by table are one tensor to the kernels."""
     weights, states, steps, skipped, learning_rate, optimizer, hyperparameters = tables
     step = steps[0] if len(steps) == 1 else torch.stack(steps)
     count = skipped[0] if len(skipped) == 1 else torch.zeros(len(skipped), dtype=torch.int64, device=grad.device)
-    kernel("row_update_", grad.device, frozenset(map(dtype_of, weights)))(
+    dtypes = frozenset(map(dtype_of, weights))
+    if isinstance(groups, Tensor):
+        check_ids(groups, layout.multiplicity)
+        if chosen("row_update_", grad.device, dtypes) != CPU:  # whose kernel groups by itself
+            groups = row_groups(groups, offsets, layout)
+    kernel("row_update_", grad.device, dtypes)(
         weights, states, step, count, learning_rate, grad, offsets, sample_weights, optimizer, hyperparameters, groups,
         layout,
     )  # fmt: skip

@@ -216,7 +216,7 @@ def _apply(
     """The optimizer's step by gradients of rows; a row's gradients are added in their order."""
     values, offsets, grad, layout = _as_batch(tables, sums, row_ids)
     fused = fused._replace(optimizer=optimizer.name, hyperparameters=list(optimizer.hyperparameters))
-    ops.row_update_(fused, grad, offsets, None, ops.row_groups(values, offsets, layout), layout)
+    ops.row_update_(fused, grad, offsets, None, values, layout)
 
 
 class _Cut(NamedTuple):

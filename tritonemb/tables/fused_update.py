@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import accumulate
 from typing import Any, get_args
 from weakref import WeakValueDictionary
 
@@ -155,7 +156,6 @@ def _update(gradients: list[ops.BagGradient]) -> None:
     layout = layout_of(described, pooled, device)
     values, offsets = _one_batch(gradients)
     grads = [gradient.grad for gradient in gradients]
-    groups = ops.row_groups(values, offsets, layout)
     tables = [gradient.table for gradient in gradients]
     joined = first.table._replace(
         weights=[table.weights[0] for table in tables],
@@ -164,20 +164,24 @@ def _update(gradients: list[ops.BagGradient]) -> None:
         skipped=[table.skipped[0] for table in tables],
     )
     grad = grads[0] if len(grads) == 1 else torch.cat(grads, dim)
-    ops.row_update_(joined, grad, offsets, _all_sample_weights(gradients), groups, layout)
+    ops.row_update_(joined, grad, offsets, _all_sample_weights(gradients), values, layout)
 
 
 def _one_batch(gradients: list[ops.BagGradient]) -> tuple[Tensor, Tensor]:
     """Ids of K lookups, and offsets `[K * B + 1]`: each lookup begins where the one before ends."""
     if len(gradients) == 1:
         return gradients[0].values, gradients[0].bags.offsets
-    dtypes = {gradient.values.dtype for gradient in gradients}
-    values = [g.values if len(dtypes) == 1 else g.values.to(torch.int64) for g in gradients]
-    parts, total = [], 0
-    for gradient in gradients:
-        parts.append(gradient.bags.offsets[:-1] + total)
-        total += gradient.values.shape[0]
-    return torch.cat(values), torch.cat([*parts, parts[0].new_full((1,), total)])
+    values, offsets = [g.values for g in gradients], [g.bags.offsets for g in gradients]
+    if len({ids.dtype for ids in values}) > 1:
+        values = [ids.to(torch.int64) for ids in values]
+    ends = [*accumulate(ids.shape[0] for ids in values)]
+    if len({len(each) for each in offsets}) > 1:
+        moved = [each[1:] + begin for each, begin in zip(offsets, [0, *ends], strict=False)]
+        return torch.cat(values), torch.cat([offsets[0][:1], *moved])
+    joined = offsets[0].new_zeros(len(values) * (len(offsets[0]) - 1) + 1)
+    begins = torch.tensor([0, *ends[:-1]], device=joined.device).unsqueeze(1)
+    torch.add(torch.stack(offsets)[:, 1:], begins, out=joined[1:].view(len(values), -1))
+    return torch.cat(values), joined
 
 
 def _all_sample_weights(gradients: list[ops.BagGradient]) -> Tensor | None:

@@ -90,6 +90,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         Warns if several backward passes since the last step have each updated the tables, in eager mode or compiled.
         RuntimeError if a table has an ordinary gradient too, from a use other than a lookup.
         """
+        return self.step_tables(closure)
+
+    def step_tables(self, closure: Callable[[], Any] | None = None) -> Any:
+        """`step`, without the hooks that PyTorch wraps around it."""
         result = None
         if closure is not None:
             with torch.enable_grad():
@@ -114,7 +118,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Discard gradients that `step` would apply; the weights have none of their own."""
         if self._deferred is not None:
             self._deferred.accumulator.take()
-        super().zero_grad(set_to_none)
+        if any(weight.grad is not None for weight in self.param_groups[0]["params"]):
+            super().zero_grad(set_to_none)
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Accumulate the gradients of several micro-batches and apply them once, when the block ends."""
@@ -157,7 +162,6 @@ class OptimizedTables:
 
     Attributes:
         optimizer: what is computed; None for ordinary gradients.
-        constants: its hyperparameters as text: floats might be dynamic inputs to a tracer, a string is a constant.
         current_learning_rate: what was last set; updates read a tensor.
         accumulator: gradients that are not applied yet.
         by_step: gradients are applied by `apply`, instead of when their backward pass ends.
@@ -166,10 +170,18 @@ class OptimizedTables:
     def __init__(self, optimizer: Optimizer | None, by_step: bool = False) -> None:
         self.optimizer, self.by_step = optimizer, by_step
         hyperparameters = Hyperparameters() if optimizer is None else optimizer.hyperparameters
-        self.constants = ",".join(map(repr, hyperparameters))
+        self._constants = ",".join(map(repr, hyperparameters))
+        self._hyperparameters = [*hyperparameters]
         self.current_learning_rate = 0.0 if optimizer is None else optimizer.lr
         self.accumulator = Accumulator(always_open=by_step)
         self._views: WeakSet[FusedOptimizer] = WeakSet()
+
+    @property
+    def hyperparameters(self) -> list[float]:
+        """The optimizer's. Traced, from text: floats might be dynamic inputs to a tracer, a string is a constant."""
+        if torch.compiler.is_compiling():
+            return [float(value) for value in self._constants.split(",")]
+        return self._hyperparameters
 
     def rates(self) -> Iterable[Tensor]:
         """The tensors that updates read, float32 `[]`."""

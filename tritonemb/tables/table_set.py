@@ -182,7 +182,7 @@ class TableSet(OptimizedTables):
         layout = self.layout(keys, values.device)
         check_bounds = self.bounds_check == "raise"
         if self.optimizer is None or not torch.is_grad_enabled():
-            weights: list[Tensor] = [table.weight for table in self.tables]
+            weights = self.weights()
             return ops.embedding_bag(
                 weights, values, offsets, sample_weights, layout, check_bounds, self.dtype_of(weights)
             )
@@ -227,22 +227,23 @@ class TableSet(OptimizedTables):
         dtypes = {weight.dtype for weight in weights}
         return dtypes.pop() if len(dtypes) == 1 and dtypes <= {*TRAINABLE_DTYPES, torch.float64} else torch.float32
 
+    def weights(self) -> list[Tensor]:
+        """By table. As attributes of modules they would be searched for, which adds up."""
+        found = [(table, table._parameters.get("weight")) for table in self.tables]
+        return [table.weight if weight is None else weight for table, weight in found]
+
     def fused_tables(self) -> ops.FusedTables:
         """The tables' present tensors."""
         spec, counters = self.optimizer, self.counters
         assert spec is not None
-        weights: list[Tensor] = [table.weight for table in self.tables]
-        # As attributes they would be searched for among parameters first, which adds up.
         states: list[Any] = [table._buffers[state.name] for state in spec.states for table in self.tables]
         steps, skipped, rate = [counters["step"]], [counters["skipped"]], counters["learning_rate"]
-        return ops.FusedTables(
-            weights, states, steps, skipped, rate, spec.name, [float(value) for value in self.constants.split(",")]
-        )
+        return ops.FusedTables(self.weights(), states, steps, skipped, rate, spec.name, self.hyperparameters)
 
     def check_trainable(self) -> None:
         """Raise where the tables must not be updated, or if only some weights require gradients."""
         self.update.check(self.configs[0].name)
-        trainable = [table.weight.requires_grad for table in self.tables]
+        trainable = [weight.requires_grad for weight in self.weights()]
         if any(trainable) and not all(trainable):
             frozen = [config.name for config, on in zip(self.configs, trainable, strict=True) if not on]
             raise ValueError(

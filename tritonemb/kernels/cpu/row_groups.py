@@ -31,7 +31,7 @@ DTYPE_CODES = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: B
 
 def addresses_of(tensors: Sequence[Tensor]) -> np.ndarray:
     """int64 `[T]`: where each tensor's contiguous memory begins."""
-    assert all(tensor.is_contiguous() for tensor in tensors)
+    assert all(map(Tensor.is_contiguous, tensors))
     return np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
 
 
@@ -41,7 +41,8 @@ def dtypes_of(tensors: Sequence[Tensor]) -> np.ndarray:
 
 
 def as_int64(tensor: Tensor) -> np.ndarray:
-    return tensor.detach().to(torch.int64).contiguous().numpy()
+    plain = tensor.dtype == torch.int64 and tensor.is_contiguous()
+    return (tensor if plain else tensor.to(torch.int64).contiguous()).numpy()
 
 
 def as_float32(tensor: Tensor | None) -> np.ndarray:
@@ -340,15 +341,20 @@ def _group(num_threads, batch_size, tables, lookups, key_starts, values, offsets
 
 def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `kernels/row_groups.py`."""
+    rows, starts, order, num_groups = grouped(values, offsets, layout)
+    return *map(torch.from_numpy, (rows, starts, order)), torch.tensor(num_groups, dtype=torch.int64)
+
+
+def grouped(values: Tensor, offsets: Tensor, layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    """The same as arrays."""
     check_offsets(values, offsets, layout)
     capacity = values.numel() * layout.multiplicity
-    rows = torch.empty(capacity, dtype=torch.int64)
-    starts = torch.empty(capacity + 1, dtype=torch.int32)
-    order = torch.empty(capacity, dtype=torch.int32)
+    rows, starts = np.empty(capacity, dtype=np.int64), np.empty(capacity + 1, dtype=np.int32)
+    order = np.empty(capacity, dtype=np.int32)
     num_groups = _group(
         1 if values.numel() < UNIT_VALUES else torch.get_num_threads(), batch_size_of(offsets, layout.key_starts),
         layout.tables.numpy(),
-        layout.lookups.numpy(), layout.key_starts.numpy(), as_int64(values), as_int64(offsets), rows.numpy(),
-        starts.numpy(), order.numpy(),
+        layout.lookups.numpy(), layout.key_starts.numpy(), as_int64(values), as_int64(offsets), rows, starts,
+        order,
     )  # fmt: skip
-    return rows, starts, order, torch.tensor(num_groups, dtype=torch.int64)
+    return rows, starts, order, num_groups

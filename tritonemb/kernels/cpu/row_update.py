@@ -1,5 +1,6 @@
 """CPU twin of `kernels/row_update.py`: one thread owns a row, sums its gradients in order and applies the optimizer."""
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -11,7 +12,7 @@ from tritonemb.jagged import batch_size_of
 from tritonemb.kernels.cpu.jit import FEW_ELEMENTS, FLOAT32, called, compiled, inlined, run_tasks
 from tritonemb.kernels.cpu.optimizers import MAX_GRADIENT, NONFINITE, STOCHASTIC_ROUNDING, apply
 from tritonemb.kernels.cpu.random import fill_random, narrow_row, narrow_row_stochastic, widen_row
-from tritonemb.kernels.cpu.row_groups import addresses_of, as_float32, as_int64, dtypes_of, uses_by_table
+from tritonemb.kernels.cpu.row_groups import addresses_of, as_float32, as_int64, dtypes_of, grouped, uses_by_table
 from tritonemb.kernels.cpu.simd import element_size, float32_row, int64_row, prefetch, sum_float32_rows, uint16_row
 from tritonemb.layout import (
     COLUMN,
@@ -225,14 +226,35 @@ def _share_groups(starts, num_groups, num_tasks):
     return bounds
 
 
+@inlined
+def _groups_by_table(tables, rows, num_groups):
+    """int64 `[T + 1]`: where each table's groups begin; they stand in order of tables."""
+    found, group = np.empty(tables.shape[0] + 1, dtype=np.int64), 0
+    for table in range(tables.shape[0]):
+        low, high = group, num_groups
+        while low < high:
+            middle = (low + high) // 2
+            if rows[middle] < tables[table, FIRST_ROW]:
+                low = middle + 1
+            else:
+                high = middle
+        found[table] = group = low
+    found[-1] = num_groups
+    return found
+
+
 @compiled
 def _update(
     num_threads, skipped, kind, addresses, dtypes, states, per_element, tables, lookups, key_starts,
-    batch_size, offsets, pooled, scaled, rows, starts, order, table_groups, grad, width, sample_weights, learning_rate,
+    batch_size, offsets, pooled, rows, starts, order, num_groups, grad, width, sample_weights, learning_rate,
     steps, hyperparameters,
 ):  # fmt: skip
     """Update all rows; or none, and return the first group whose gradient must be refused (else -1)."""
-    num_tasks, num_groups = skipped.shape[0], table_groups[-1]
+    few = starts[num_groups] * width < FEW_ELEMENTS * lookups.shape[0]
+    num_tasks, scaled = 1 if few else skipped.shape[0], sample_weights.size > 0
+    for lookup in range(lookups.shape[0]):
+        scaled = scaled or lookups[lookup, POOLING] == MEAN
+    table_groups = _groups_by_table(tables, rows, num_groups)
     uses_of_table, uses, key_of = uses_by_table(lookups, key_starts, tables.shape[0])
     bags = np.empty(0, dtype=np.int32)
     if pooled and not _one_value_a_bag(offsets):
@@ -265,20 +287,20 @@ def _update(
 def row_update_(
     weights: Sequence[Tensor], states: Sequence[Tensor], step: Tensor, skipped: Tensor, learning_rate: Tensor,
     grad: Tensor, offsets: Tensor, sample_weights: Tensor | None, optimizer: str, hyperparameters: Sequence[float],
-    groups: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout,
+    groups: tuple[Tensor, Tensor, Tensor, Tensor] | Tensor, layout: Layout,
 ) -> None:  # fmt: skip
-    """See `kernels/row_update.py`."""
-    specs, addresses = OPTIMIZERS[optimizer].states, np.zeros((2, len(weights)), dtype=np.int64)
+    """See `kernels/row_update.py`; `groups` may also be the ids, which are grouped first."""
+    addresses = np.zeros((2, len(weights)), dtype=np.int64)
     addresses.reshape(-1)[: len(states)] = addresses_of(states)
-    per_element = np.array([spec.per_element for spec in specs] + [False, False], dtype=np.bool_)[:2]
     constants = np.array(hyperparameters, dtype=np.float64)
-    steps = (step + 1).expand(len(weights)).contiguous().numpy()
+    steps = np.full(len(weights), step.numpy() + 1)
+    arrays = grouped(groups, offsets, layout) if isinstance(groups, Tensor) else _arrays(groups)
     refused, skips = _run(
-        KINDS[optimizer], weights, addresses, per_element, learning_rate.item(), steps, constants, grad, offsets,
-        sample_weights, groups, layout,
+        KINDS[optimizer], weights, addresses, _per_element(optimizer), learning_rate.item(), steps, constants, grad,
+        offsets, sample_weights, arrays, layout,
     )  # fmt: skip
     if refused >= 0:
-        raise errors.bad_gradient(int(groups[0][refused]), layout)
+        raise errors.bad_gradient(int(arrays[0][refused]), layout)
     step += 1
     if constants[NONFINITE] == SKIP:
         skipped += torch.from_numpy(skips.sum(0))
@@ -295,30 +317,35 @@ def row_gradients_(
     constants[MAX_GRADIENT] = max_gradient
     _run(
         COMPACT_SUMS if compact else SUMS, sums, no_states, np.zeros(2, dtype=np.bool_), 0.0, steps, constants, grad,
-        offsets, sample_weights, groups, layout,
+        offsets, sample_weights, _arrays(groups), layout,
     )  # fmt: skip
+
+
+@functools.cache
+def _per_element(optimizer: str) -> np.ndarray:
+    """bool `[2]`: of each state."""
+    return np.array([*(spec.per_element for spec in OPTIMIZERS[optimizer].states), False, False], dtype=np.bool_)[:2]
+
+
+def _arrays(groups: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    rows, starts, order, num_groups = groups
+    return rows.numpy(), starts.numpy(), order.numpy(), int(num_groups)
 
 
 def _run(
     kind: int, weights: Sequence[Tensor], states: np.ndarray, per_element: np.ndarray, learning_rate: float,
     steps: np.ndarray, constants: np.ndarray, grad: Tensor, offsets: Tensor, sample_weights: Tensor | None,
-    groups: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout,
+    groups: tuple[np.ndarray, np.ndarray, np.ndarray, int], layout: Layout,
 ) -> tuple[int, np.ndarray]:  # fmt: skip
     """What `_update` returns, and the rows skipped int64 `[tasks, T]`."""
-    rows, starts, order, num_groups = (group.numpy() for group in groups)
-    most = constants[MAX_GRADIENT]
+    most, num_threads = constants[MAX_GRADIENT], torch.get_num_threads()
     gradient = as_float32(grad.clamp(-most, most) if most < np.inf else grad)
-    tables, lookups, num_threads = layout.tables.numpy(), layout.lookups.numpy(), torch.get_num_threads()
-    count = int(num_groups)
-    table_groups = np.full(len(tables) + 1, count)
-    table_groups[:-1] = rows[:count].searchsorted(tables[:, FIRST_ROW])
-    small = int(starts[count]) * layout.width < FEW_ELEMENTS * len(lookups)
-    skips = np.zeros((1 if small else 2 * num_threads, len(weights)), dtype=np.int64)
+    skips = np.zeros((2 * num_threads, len(weights)), dtype=np.int64)
     refused = _update(
         num_threads, skips, kind, addresses_of(weights), dtypes_of(weights), states, per_element,
-        tables, lookups, layout.key_starts.numpy(), batch_size_of(offsets, layout.key_starts),
-        as_int64(offsets), layout.pooled, sample_weights is not None or bool((lookups[:, POOLING] == MEAN).any()),
-        rows, starts, order, table_groups, gradient.ctypes.data, layout.width, as_float32(sample_weights),
-        np.float32(learning_rate), steps, constants,
+        layout.tables.numpy(), layout.lookups.numpy(), layout.key_starts.numpy(),
+        batch_size_of(offsets, layout.key_starts), as_int64(offsets), layout.pooled, *groups, gradient.ctypes.data,
+        layout.width, as_float32(sample_weights), np.float32(learning_rate),
+        steps, constants,
     )  # fmt: skip
     return refused, skips
