@@ -204,7 +204,7 @@ def text_chunks(
     file: LogFile, part: Part, number: int, width: int, offset: int, line: int = 0, quoted: bool = False
 ) -> Iterator[Chunk]:
     """The lines of a part in chunks: those that begin in the same stripe of `width` bytes of the file, from `offset`
-    on, where the part or a chunk begins, after `line` of its lines. ValueError if the file is damaged or has changed."""
+    on, where the part or a chunk begins, after `line` of its lines. ValueError if the file is damaged or changed."""
     stop = _END if part.stop is None else part.stop
     index, count = part.stripes
     with opened(file) as source:
