@@ -89,13 +89,13 @@ class ClickLog(Tables):
         files = tuple(file for split in SPLITS for file in by_split.get(split, ()))
         self._files, self.files = files, tuple(file.path for file in files)
         self._identity: tuple[Any, ...] = tuple((file.name, file.size) for file in files)
-        self._source: TextSource | ArrowSource
-        if files[0].format != "text":
-            self._source = ArrowSource(files, self.options.schema, rule, labelled, kept)
-        elif rule.time_column:
+        is_text = files[0].format == "text"
+        if is_text and rule.time_column:
             raise ValueError(f"{files[0].path}: text files are not split by a time column; split by another rule")
-        else:
-            self._source = TextSource(files, self.options, labelled, kept)
+        self._source: TextSource | ArrowSource = (
+            TextSource(files, self.options, labelled, kept) if is_text
+            else ArrowSource(files, self.options.schema, rule, labelled, kept)
+        )  # fmt: skip
         self.schema = self._source.schema
         known = numberings(self.schema)
         vocabulary = self.schema.vocabulary
@@ -229,8 +229,7 @@ class ClickLog(Tables):
         return self._with("end", {split: parts}, options=options)
 
     def in_files(self, files: Mapping[Split, LogFile | None], left_out: dict[Split, ReadReport]) -> Self:
-        """The same log, read from Parquet files with the good rows of its splits, None for one without rows. Of each
-        split, `left_out` reports the bad ones."""
+        """The same log, read from Parquet files with its splits' good rows; `left_out` reports the bad ones."""
         found = {split: (file,) for split, file in files.items() if file is not None}
         parts, stored = parts_of_files(found), tuple(file for split in SPLITS for file in found.get(split, ()))
         return self._with(

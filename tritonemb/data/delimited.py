@@ -34,8 +34,6 @@ _RULES = (
     *((rb"(?:-?[0-9]{1,18})?", "an integer or nothing"),) * len(INTEGERS),
     *((rb"[0-9a-fA-F]{0,8}", "up to 8 hexadecimal digits or nothing"),) * len(CATEGORIES),
 )
-
-
 _EXPECTED = {"double": "a number or nothing", "int64": "an integer or nothing", "string": "text in UTF-8"}
 
 

@@ -235,8 +235,7 @@ def _strings(values: Any, places: Array) -> Any:
 
 
 def load_vocabulary(path: str | Path) -> dict[str, Numbering]:
-    """The numberings of the features in a file that `build_vocabulary` wrote; FileNotFoundError or ValueError if it is
-    not there, or not such a file."""
+    """The numberings of the features in a file of `build_vocabulary`; FileNotFoundError or ValueError if it is none."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such vocabulary; `tritonemb vocab` makes one")

@@ -112,9 +112,8 @@ def natural(name: str) -> list[tuple[int, int, str]]:
 
 
 def _found(entry: str | Path) -> list[LogFile]:
-    path: Path | str = Path(entry)
-    if is_remote(entry):
-        path = re.sub(r"(?<=://)[^/]*@", "", str(entry).partition("?")[0]).rstrip("/")  # without keys and options
+    uri = re.sub(r"(?<=://)[^/]*@", "", str(entry).partition("?")[0]).rstrip("/")  # without keys and options
+    path: Path | str = uri if is_remote(entry) else Path(entry)
     shown, files = path, []
     try:
         system, place = _file_system(str(entry), path) if isinstance(path, str) else (fs.LocalFileSystem(), str(entry))

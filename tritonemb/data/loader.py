@@ -155,8 +155,7 @@ def read_shards(data: Data, shards: Sequence[ShardState], how: Mapping[str, Any]
 
 
 def merge_positions(positions: Sequence[Mapping[str, Any]]) -> ShardsPosition:
-    """One position of the epoch from those of all ranks' streams, in any order; ValueError if they are not of one epoch
-    and of all its shards, once each."""
+    """One position of the epoch from those of all ranks' streams; ValueError unless they have each shard of it once."""
     merged: dict[str, Any] = {}
     counts = set()
     for count, at in map(_parsed, positions):

@@ -161,8 +161,7 @@ class ArrowSource:
         return Parsed(batch.filter(pa.array(good)) if len(bad_rows) else batch, rows, bad_rows, describe)
 
     def shard(self, parts: tuple[Part, ...], shard: Shard) -> tuple[Part, ...]:
-        """Of all rows of some parts, those of one shard: runs of whole row groups where there are enough of them; else
-        one may be cut in two, and be read twice."""
+        """One shard of some parts: runs of whole row groups where there are enough; else one may be read twice."""
         sizes = [self._stop(part) - part.start for part in parts]
         ends: list[int] = []
         first = 0

@@ -1,5 +1,4 @@
-"""What `tritonemb train` and `predict` do: one run from a `TrainConfig`, in all processes that torchrun starts, and the
-scores of a log by a model that was trained so."""
+"""What `tritonemb train` and `predict` do: one run, in all processes of torchrun; and scores by a trained model."""
 
 import itertools
 import os

@@ -202,8 +202,7 @@ def read_again(model: nn.Module) -> None:
 def optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """What the optimizer of the dense part keeps: tensors by `optimizer.<parameter>.<state>`, and plain values for
-    JSON, by the parameter's name."""
+    """The dense optimizer's tensors by `optimizer.<parameter>.<state>`, and plain values by parameter, for JSON."""
     tensors: dict[str, Tensor] = {}
     plain: dict[str, dict[str, Any]] = {}
     for name, parameter in _parameters_of(model, optimizer):
