@@ -32,7 +32,7 @@ from tritonemb.storage.io import allocated
 from tritonemb.tables.cached_table import CachedTable, DiskTensor, write_back
 from tritonemb.training.callbacks import CheckpointSaved
 from tritonemb.training.checkpoint.files import CHANGES, ROWS, size_and_checksum, size_of, sync
-from tritonemb.training.ranks import Failure, on_all_ranks, raise_failures
+from tritonemb.training.ranks import Failure, on_all_ranks, on_each_rank, raise_failures
 from tritonemb.types import TableConfig
 
 MAX_FILES = 64  # of a chain: each is opened, read and checked when a run is resumed
@@ -316,16 +316,14 @@ class HostStager(BlockingAsyncStager):
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copies for torch; overwrites what the last call returned. OSError on all ranks if one has no memory."""
-        copies: dict[str, Any] = {}
 
-        def copy() -> None:
+        def copy() -> dict[str, Any]:
             try:
-                copies.update(self.copy(state_dict))
+                return self.copy(state_dict)
             except (MemoryError, RuntimeError) as error:
                 raise OSError(f"the tensors cannot be copied to host memory: {error}") from error
 
-        on_all_ranks(self._group, copy, OSError)
-        return copies
+        return on_each_rank(self._group, copy, OSError)
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
