@@ -8,7 +8,6 @@ without the dispatcher; other lookups whose backward is Python code go through i
 gradient to whoever gathers it, so that the tables of a model are updated together when the backward pass ends.
 """
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -54,9 +53,6 @@ def embedding_bag(
     )
 
 
-_device_of = operator.attrgetter("device")
-
-
 def _read(weights: Sequence[Tensor], values: Tensor, *args: Any) -> Tensor:
     """By the kernel of the batch's device: no autograd, no dispatcher."""
     return kernel("embedding_bag", values.device, frozenset(map(dtype_of, weights)))(weights, values, *args)
@@ -64,7 +60,7 @@ def _read(weights: Sequence[Tensor], values: Tensor, *args: Any) -> Tensor:
 
 def check_devices(weights: Sequence[Tensor], values: Tensor, layout: Layout) -> None:
     """Raise unless every table is where the batch is, or, for a batch on a GPU, in pinned host memory."""
-    if set(map(_device_of, weights)) == {values.device}:
+    if {weight.device for weight in weights} == {values.device}:
         return
     for index, weight in enumerate(weights):
         if weight.device == values.device or (values.is_cuda and weight.device.type == "cpu" and weight.is_pinned()):
