@@ -1,11 +1,12 @@
-"""Errors about a batch, from what a kernel has found."""
+"""Errors about a batch: from what a kernel has found, or its ids."""
 
 from bisect import bisect_right
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from tritonemb.jagged import batch_size_of
+from tritonemb.jagged import KeyedJaggedTensor, batch_size_of
 from tritonemb.layout import FIRST_ROW, NUM_ROWS, ROW_IDS, TABLE, Layout, int64_at, names_in
 
 
@@ -27,6 +28,23 @@ def id_out_of_range(table: str, feature: str, sample: int, position: int, value:
         f"of range; valid ids are 0 to {num_rows - 1}. Map or hash the ids into the table, make the table larger, or "
         'pass bounds_check="ignore" to read such ids as zero'
     )
+
+
+def first_bad_id(batch: KeyedJaggedTensor, uses: Iterable[tuple[str, str, int]]) -> ValueError | None:
+    """An error that names the first id that its table does not have; None if there is none.
+
+    `uses`: of features, in order, with the table that each looks up, and its number of rows.
+    """
+    size = batch.stride()
+    for feature, table, num_rows in uses:
+        ends = batch.offsets()[batch.keys().index(feature) * size :][: size + 1]
+        ids = batch.values()[int(ends[0]) : int(ends[-1])]
+        bad = ((ids < 0) | (ids >= num_rows)).nonzero()
+        if bad.numel():
+            position = int(bad[0] + ends[0])
+            sample = int(torch.searchsorted(ends, position, right=True)) - 1
+            return id_out_of_range(table, feature, sample, position, int(batch.values()[position]), num_rows)
+    return None
 
 
 def check_offsets(values: Tensor, offsets: Tensor, layout: Layout) -> None:

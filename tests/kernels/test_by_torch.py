@@ -1,4 +1,4 @@
-"""What PyTorch's operators serve: float64 tables and vectors against the references, float8 tables bit by bit."""
+"""What PyTorch's operators serve: float64 tables and vectors, and float8 tables, against plain PyTorch in float64."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import tritonemb as te
+from tests import plain
 from tests.helpers import assert_close, assert_same_bits, contents, make_collection, random_steps, train
+from tests.kernels.test_interaction import by_loop
 from tests.kernels.test_interaction import problem as vectors
 from tests.strategies import optimizers, problems, random_batch, random_weights, seeds, tables
 from tritonemb.kernels import by_torch
-from tritonemb.kernels.embedding_bag import embedding_bag_reference, sample_weight_gradient_reference
-from tritonemb.kernels.interaction import interaction_gradient_reference, interaction_reference
 from tritonemb.layout import make_layout
 from tritonemb.ops.registry import forced
 from tritonemb.optim import OPTIMIZERS
@@ -30,14 +30,16 @@ SUMS = {"rtol": 1e-12, "atol": 1e-12}  # float64, of some tens of values
 def test_lookups_of_float64_and_float8_tables(pooled, data, seed):
     configs, batch = data.draw(problems(dtypes=(torch.float32, *FLOAT8_DTYPES), pooled=pooled))
     layout, narrow = make_layout(configs, batch.keys(), pooled), random_weights(configs)
-    for weights in (narrow, [weight.double() for weight in narrow]):
+    wide, look_up = [weight.double() for weight in narrow], plain.pooled_lookup if pooled else plain.unpooled_lookup
+    expected = look_up(configs, wide, batch, batch.weights_or_none())
+    ones = torch.ones(batch.values().numel(), dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(expected.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    look_up(configs, wide, batch, ones).backward(grad)
+    for weights, tolerance in ((narrow, {"rtol": 1e-5, "atol": 1e-5}), (wide, SUMS)):
         args = (weights, batch.values(), batch.offsets())
         out = by_torch.embedding_bag(*args, batch.weights_or_none(), layout, True, torch.float64)
-        expected = embedding_bag_reference(*args, batch.weights_or_none(), layout, True, torch.float64)
-        assert torch.equal(out, expected)
-        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        found = by_torch.sample_weight_gradient(*args, grad, layout)
-        torch.testing.assert_close(found, sample_weight_gradient_reference(*args, grad, layout), **SUMS)
+        torch.testing.assert_close(out, expected, **tolerance)
+        torch.testing.assert_close(by_torch.sample_weight_gradient(*args, grad, layout), ones.grad, **SUMS)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -77,9 +79,11 @@ def test_16_bit_tables_are_not_updated_beside_float64_ones():
 @given(st.integers(0, 4), st.integers(1, 9), st.sampled_from((1, 3, 16)))
 def test_interactions(batch_size, num_features, dim):
     grad, dense, sparse = vectors(batch_size, num_features, dim, torch.float64)
-    torch.testing.assert_close(by_torch.interaction(dense, sparse), interaction_reference(dense, sparse), **SUMS)
-    expected = interaction_gradient_reference(grad, dense, sparse)
-    for mine, theirs in zip(by_torch.interaction_gradient(grad, dense, sparse), expected, strict=True):
+    leaves = dense.requires_grad_(), sparse.requires_grad_()
+    expected = by_loop(*leaves, num_features).double()
+    torch.testing.assert_close(by_torch.interaction(dense, sparse), expected, **SUMS)
+    grads = torch.autograd.grad(expected, leaves, grad) if batch_size else leaves
+    for mine, theirs in zip(by_torch.interaction_gradient(grad, dense, sparse), grads, strict=True):
         torch.testing.assert_close(mine, theirs, **SUMS)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tritonemb import ops
 from tritonemb.comm.group import PerDevice, RankGroup
-from tritonemb.errors import id_out_of_range
+from tritonemb.errors import first_bad_id
 from tritonemb.jagged import KeyedJaggedTensor, key_by_key
 
 _OWNER = 1 << 40  # an id is sent as its owner times this, plus its row there
@@ -53,19 +53,6 @@ Received = tuple[KeyedJaggedTensor, list[int], RowRoutes | None]
 def route_key(route: int) -> str:
     """The key of a route's ids where they are received."""
     return str(route)
-
-
-def id_error(batch: KeyedJaggedTensor, feature: str, table: str, num_rows: int) -> ValueError | None:
-    """An error that names the first id of a feature that its table does not have; None if there is none."""
-    size = batch.stride()
-    ends = batch.offsets()[batch.keys().index(feature) * size :][: size + 1]
-    ids = batch.values()[int(ends[0]) : int(ends[-1])]
-    bad = ((ids < 0) | (ids >= num_rows)).nonzero()
-    if not bad.numel():
-        return None
-    position = int(bad[0] + ends[0])
-    sample = int(torch.searchsorted(ends, position, right=True)) - 1
-    return id_out_of_range(table, feature, sample, position, int(batch.values()[position]), num_rows)
 
 
 class _Sizes(NamedTuple):
@@ -109,14 +96,10 @@ class IdExchange:
         group = self.group
         num_rows, blocks, owners, owned, owner_ids = self._tensors(batch.device())
         by_route, inverse = self._weigh_means(self._by_route(batch)), None
-        ids = route = by_route.values()[:0].to(torch.int64)
-        offsets, weights = torch.zeros_like(by_route.offsets()), None
-        try:
-            if problem is None:
-                ids, route = self._check(by_route, batch, num_rows)
-                offsets, weights = by_route.offsets(), by_route.weights_or_none()
-        except ValueError as error:
-            problem = error
+        ids, route, bad_id = self._check(by_route, batch, num_rows)
+        offsets, weights, problem = by_route.offsets(), by_route.weights_or_none(), problem or bad_id
+        if problem is not None:
+            ids, route, offsets, weights = ids[:0], route[:0], torch.zeros_like(offsets), None
         if self.deduplicate:
             ids, route, offsets, inverse = self._distinct(ids, route)
             weights = None
@@ -177,19 +160,20 @@ class IdExchange:
         weights = own if weights is None else own * weights
         return KeyedJaggedTensor(by_route.keys(), by_route.values(), weights, offsets=by_route.offsets())
 
-    def _check(self, by_route: KeyedJaggedTensor, batch: KeyedJaggedTensor, num_rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Every id and its route; -1 for an id that its table does not have."""
+    def _check(
+        self, by_route: KeyedJaggedTensor, batch: KeyedJaggedTensor, num_rows: Tensor
+    ) -> tuple[Tensor, Tensor, ValueError | None]:
+        """Every id and its route; -1 for an id that its table does not have, and what is wrong if that is checked."""
         ids = by_route.values().to(torch.int64)
         batch_size = by_route.stride()
         edges = by_route.offsets()[::batch_size] if batch_size else by_route.offsets()[:1].expand(len(self.routes) + 1)
         route = torch.repeat_interleave(
             torch.arange(len(self.routes), device=ids.device), torch.diff(edges), output_size=ids.shape[0]
         )
-        inside = (ids >= 0) & (ids < num_rows[route])
+        inside, problem = (ids >= 0) & (ids < num_rows[route]), None
         if self.check_bounds and not bool(inside.all()):
-            errors = (id_error(batch, each.feature, each.table, each.num_rows) for each in self.routes)
-            raise next(error for error in errors if error is not None)
-        return torch.where(inside, ids, -1), route
+            problem = first_bad_id(batch, [each[:3] for each in self.routes])
+        return torch.where(inside, ids, -1), route, problem
 
     def _distinct(self, ids: Tensor, route: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """The distinct ids of each route, ascending, their routes, where each route begins, and the inverse."""

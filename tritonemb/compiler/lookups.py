@@ -15,7 +15,6 @@ from torch.fx import GraphModule, Node
 from torch.nn.functional import embedding, embedding_bag  # bound here, as others may be put in their place
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from tritonemb import ops as _ops  # registers torch.ops.tritonemb
 from tritonemb.compiler.graph import (
     NotServed,
     arguments,
@@ -32,15 +31,12 @@ from tritonemb.compiler.graph import (
     source_path,
     value_of,
 )
-from tritonemb.ops.row_groups import ID_DTYPES
+from tritonemb.ops.row_groups import ID_DTYPES  # with it, torch.ops.tritonemb is registered
 from tritonemb.types import TRAINABLE_DTYPES
 
-assert _ops
-DEVICES = ("cpu", "cuda")
 NO_INT = "its padding_idx is a NumPy integer; use int(..)"
 FUSED_BAGS = (torch.ops.tritonemb.bag_fused, torch.ops.tritonemb.bag_fused.default)
-_OURS = (torch.ops.tritonemb.bag, torch.ops.tritonemb.bag.default, *FUSED_BAGS)
-_LOOKUPS = {embedding_bag, embedding, *_OURS}
+_LOOKUPS = {embedding_bag, embedding, torch.ops.tritonemb.bag, torch.ops.tritonemb.bag.default, *FUSED_BAGS}
 # The same argument has several names.
 _NAMES = {"input": "ids", "values": "ids", "per_sample_weights": "sample_weights"}
 
@@ -209,7 +205,7 @@ def _check_weight(node: Node, weight: Tensor) -> None:
     require(all(isinstance(size, int) for size in weight.shape), "its weight's shape differs from call to call")
     require(0 not in weight.shape, f"its weight is empty: {list(weight.shape)}")
     require(weight.dtype in TRAINABLE_DTYPES, f"there is no fast kernel for {weight.dtype} tables")
-    require(weight.device.type in DEVICES, f"there are no kernels for {weight.device}")
+    require(weight.device.type in ("cpu", "cuda"), f"there are no kernels for {weight.device}")
 
 
 def _check_bags(lookup: TableLookup, weight: Tensor, args: dict[str, Any]) -> None:
@@ -218,8 +214,7 @@ def _check_bags(lookup: TableLookup, weight: Tensor, args: dict[str, Any]) -> No
     )
     require(ids.dtype in ID_DTYPES, f"its ids are {ids.dtype}, not int32 or int64")
     require(not is_traceable_wrapper_subclass(ids) and not ids.is_nested, "its ids are not an ordinary tensor")
-    tensors = (weight, ids, offsets, sample_weights, trained)
-    devices = {tensor.device for tensor in tensors if tensor is not None}
+    devices = {each.device for each in (weight, ids, offsets, sample_weights, trained) if each is not None}
     require(len(devices) == 1, f"its weight, ids and offsets are on different devices: {sorted(map(str, devices))}")
     if sample_weights is not None:
         require(not lookup.bags.mean, "per_sample_weights go with the sum only")

@@ -52,22 +52,15 @@ def one_batch(members: Sequence[LookupIds], pooled: bool) -> tuple[Any, ...]:
         trained.append(own)
     same = all(own is values for own, values in zip(trained, kept, strict=True))
     offsets = _all_offsets(members, pooled)
-    return _joined(kept), None if same else _joined(trained), offsets, _sample_weights(members), *counts
-
-
-def _joined(ids: list[Tensor]) -> Tensor:
-    return torch.cat(ids if len({one.dtype for one in ids}) == 1 else [one.to(torch.int64) for one in ids])
+    return torch.cat(kept), None if same else torch.cat(trained), offsets, _sample_weights(members), *counts
 
 
 def _sample_weights(members: Sequence[LookupIds]) -> Tensor | None:
-    given = [bags.sample_weights for bags in members if bags.sample_weights is not None]
-    if not given:
+    given = next((bags.sample_weights for bags in members if bags.sample_weights is not None), None)
+    if given is None:
         return None
-    parts = []
-    for bags in members:
-        own = given[0].new_ones(bags.ids.numel()) if bags.sample_weights is None else bags.sample_weights
-        parts.append(own.reshape(-1))
-    return torch.cat(parts)
+    own = ((bags.sample_weights, bags.ids.numel()) for bags in members)
+    return torch.cat([given.new_ones(size) if weights is None else weights.reshape(-1) for weights, size in own])
 
 
 def _all_offsets(members: Sequence[LookupIds], pooled: bool) -> Tensor:
@@ -172,8 +165,7 @@ def _move_inputs_before(group: LookupGroup) -> Node:
 
 def _write_layout(lookups: Sequence[TableLookup], tables: list[Node], pooled: bool, write: Writer) -> Layout:
     """Every lookup is a key of its own; a table's rows are trained once, whoever looks them up."""
-    lookup_of = {lookup.weight: lookup for lookup in lookups}
-    users = [lookup_of[table] for table in tables]
+    users = list({lookup.weight: lookup for lookup in lookups}.values())
     # The bits of a fused update's stochastic rounding do not depend on what was merged.
     seeds = [seed_of(lookup.update.name if lookup.update else "") for lookup in users]
     rows = [TableRow(0, lookup.bags.num_rows, lookup.dim, seed) for lookup, seed in zip(users, seeds, strict=True)]
@@ -198,10 +190,8 @@ def _look_up(lookups: Sequence[TableLookup], tables: list[Node], batch: Node, la
         offsets = write.constant(starts, "offsets")
     options = first.op_checks, first.op_dtype
     if first.update is None:
-        inputs = values, offsets, sample_weights, trained
-        return write(ops.embedding_bag.default, tables, *inputs, *options, *layout)
-    update_of: Any = {lookup.weight: lookup.update for lookup in lookups}
-    updates = [update_of[table] for table in tables]
+        return write(ops.embedding_bag.default, tables, values, offsets, sample_weights, trained, *options, *layout)
+    updates: list[Any] = list({lookup.weight: lookup.update for lookup in lookups}.values())
     states = [state for states in zip(*(update.states for update in updates), strict=True) for state in states]
     groups = write(ops.row_groups.default, values if trained is None else trained, offsets, *layout)
     return write(

@@ -1,8 +1,8 @@
 """What has no kernel of our own, by PyTorch's operators on any device: float64 tables and vectors, for gradient checks
 and comparisons, and lookups of float8 tables on the CPU.
 
-Arguments and results are those of the references. Sums are float64 if a table is, else float32, in the order of
-positions. On a GPU the host waits.
+Lookups, sums of gradients and interactions are the references of their ops, too. Sums are float64 if a table is, else
+float32, in the order of positions. On a GPU the host waits.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,6 @@ from tritonemb import errors
 from tritonemb.jagged import batch_size_of
 from tritonemb.kernels.cpu.cross import cross, cross_gradient  # noqa: F401
 from tritonemb.kernels.gradient_sums import PIECE
-from tritonemb.kernels.interaction import num_features
 from tritonemb.kernels.optimizers import apply_sums_
 from tritonemb.layout import MEAN, Layout
 from tritonemb.optimizers import Hyperparameters
@@ -23,9 +22,13 @@ from tritonemb.optimizers import Hyperparameters
 
 def embedding_bag(
     weights: Sequence[Tensor], values: Tensor, offsets: Tensor, sample_weights: Tensor | None, layout: Layout,
-    check_bounds: bool = True, output_dtype: torch.dtype = torch.float32,
+    check_bounds: bool = True, output_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
-    """See `kernels/embedding_bag.py`."""
+    """See `kernels/embedding_bag.py`.
+
+    Shapes: `weights` `[T]` of `[rows, dim]`; `values` `[N]`; `offsets` `[K * B + 1]`; `sample_weights` `[N]` or None.
+    Returns `[B, width]`, or `[N, width]` if not pooled.
+    """
     errors.check_offsets(values, offsets, layout)
     num_rows = batch_size_of(offsets, layout.key_starts) if layout.pooled else values.numel()
     out = torch.zeros(num_rows, layout.width, dtype=_sum_dtype(weights), device=values.device)
@@ -37,13 +40,13 @@ def embedding_bag(
             out[:, columns].index_add_(0, source, rows * scale)
         else:
             out[source, columns] = rows * scale
-    return out.to(output_dtype)
+    return out.to(output_dtype or out.dtype)
 
 
 def sample_weight_gradient(
     weights: Sequence[Tensor], values: Tensor, offsets: Tensor, grad: Tensor, layout: Layout
 ) -> Tensor:
-    """See `kernels/embedding_bag.py`."""
+    """`[N]`: the dot product of each position's row with its bag's gradient, scaled."""
     out = torch.zeros(values.numel(), dtype=_sum_dtype([*weights, grad]), device=values.device)
     for table, position, source, scale, columns in _uses(offsets, None, layout, out.dtype):
         rows, _ = _look_up(weights[table], values[position], out.dtype)
@@ -87,7 +90,7 @@ def row_update_(
     h = Hyperparameters(*hyperparameters)
     if any(weight.dtype.itemsize < 4 for weight in weights):
         raise TypeError("16-bit tables cannot be updated together with float64 ones; give all tables one dtype")
-    rows, sums = _sum_gradients(weights, grad, offsets, sample_weights, groups, layout, h.max_gradient)
+    rows, sums = sum_gradients(weights, grad, offsets, sample_weights, groups, layout, h.max_gradient)
     apply_sums_(
         weights, states, step, skipped, learning_rate, optimizer, h, rows, sums, layout,
         lambda row, weight, *_: row.to(weight.dtype),
@@ -100,12 +103,12 @@ def row_gradients_(
     max_gradient: float = torch.inf,
 ) -> None:  # fmt: skip
     """See `kernels/row_update.py`."""
-    rows, found = _sum_gradients(sums, grad, offsets, sample_weights, groups, layout, max_gradient)
+    rows, found = sum_gradients(sums, grad, offsets, sample_weights, groups, layout, max_gradient)
     for out, own, of_table in zip(sums, rows, found, strict=True):
         out[torch.arange(own.numel(), device=out.device) if compact else own] = of_table.to(out.dtype)
 
 
-def _sum_gradients(
+def sum_gradients(
     tables: Sequence[Tensor], grad: Tensor, offsets: Tensor, sample_weights: Tensor | None,
     groups: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout, max_gradient: float,
 ) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
@@ -137,7 +140,7 @@ def _sum_gradients(
 
 
 def interaction(dense: Tensor, sparse: Tensor) -> Tensor:
-    """See `kernels/interaction.py`: a matrix product of each sample's vectors side by side."""
+    """See `kernels/interaction.py`: a matrix product of each sample's vectors side by side; differentiable."""
     vectors, row, column = _side_by_side(dense, sparse)
     products = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
     return torch.cat([dense, products.index_select(1, row * vectors.shape[1] + column)], dim=1)
@@ -153,7 +156,7 @@ def interaction_gradient(grad: Tensor, dense: Tensor, sparse: Tensor) -> tuple[T
 
 def _side_by_side(dense: Tensor, sparse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """All vectors `[B, F + 1, D]`, and the rows and columns of the pairs of them."""
-    F = num_features(dense, sparse)
+    F = sparse.shape[1] // dense.shape[1]
     vectors = torch.cat([dense.unsqueeze(1), sparse.reshape(-1, F, dense.shape[1])], dim=1)
     row, column = torch.tril_indices(F + 1, F + 1, offset=-1, device=dense.device)
     return vectors, row, column

@@ -9,14 +9,14 @@ Bytes: `B · width · output size` written, `N · dim · element size` of rows a
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tritonemb import errors
 from tritonemb.jagged import batch_size_of
-from tritonemb.kernels.row_groups import uses_reference
+from tritonemb.kernels.by_torch import embedding_bag as embedding_bag_reference  # noqa: F401
+from tritonemb.kernels.by_torch import sample_weight_gradient as sample_weight_gradient_reference  # noqa: F401
 from tritonemb.kernels.triton_utils import (
     BAD_FIRST_OFFSET,
     BAD_ID,
@@ -356,48 +356,3 @@ def sample_weight_gradient(
             ROWS=tile.rows, BLOCK=tile.block, num_warps=tile.num_warps,
         )  # fmt: skip
     return out
-
-
-def embedding_bag_reference(
-    weights: Sequence[Tensor], values: Tensor, offsets: Tensor, sample_weights: Tensor | None, layout: Layout,
-    check_bounds: bool = True, output_dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
-    """Row by row, in order of lookups and positions; in the weights' dtype if that is float64, else float32.
-
-    Shapes: `weights` `[T]` of `[rows, dim]`; `values` `[N]`; `offsets` `[K * B + 1]`; `sample_weights` `[N]` or None.
-    Returns `[B, width]`, or `[N, width]` if not pooled.
-    """
-    errors.check_offsets(values, offsets, layout)
-    tables, dtype = tables_reference(weights)
-    batch_size = batch_size_of(offsets, layout.key_starts)
-    out = torch.zeros(batch_size if layout.pooled else values.numel(), layout.width, dtype=dtype)
-    for lookup, bag, position, id, scale in uses_reference(values, offsets, layout, sample_weights, dtype):
-        table, column, dim, _ = lookup
-        if 0 <= id < len(tables[table]):
-            out.numpy()[bag % batch_size if layout.pooled else position, column : column + dim] += (
-                tables[table][id] * scale
-            )
-        elif check_bounds:
-            raise errors.bad_id(position, values, offsets, layout)
-    return out.to(values.device, output_dtype or dtype)
-
-
-def tables_reference(weights: Sequence[Tensor]) -> tuple[list[Any], torch.dtype]:
-    """Tables as NumPy arrays of the dtype that is computed in, and that."""
-    dtype = torch.float64 if weights and weights[0].dtype == torch.float64 else torch.float32
-    return [weight.detach().to("cpu", dtype).numpy() for weight in weights], dtype
-
-
-def sample_weight_gradient_reference(
-    weights: Sequence[Tensor], values: Tensor, offsets: Tensor, grad: Tensor, layout: Layout
-) -> Tensor:
-    """Gradient of per-sample weights, `[N]`: the dot product of each position's row with its bag's gradient, scaled."""
-    (given,), dtype = tables_reference([grad])
-    tables = [weight.detach().to("cpu", dtype).numpy() for weight in weights]
-    batch_size = batch_size_of(offsets, layout.key_starts)
-    out = torch.zeros(values.numel(), dtype=dtype)
-    for (table, column, dim, _), bag, position, id, scale in uses_reference(values, offsets, layout, None, dtype):
-        if 0 <= id < len(tables[table]):
-            part = given[bag % batch_size if layout.pooled else position, column : column + dim]
-            out.numpy()[position] += (tables[table][id] * part).sum() * scale
-    return out.to(values.device)

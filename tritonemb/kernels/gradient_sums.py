@@ -10,12 +10,10 @@ summed where they are used, by `add_gradients`.
 Bytes: `4 · dim` of gradient read for each position; ids' places and scales, 28 bytes, written and read.
 """
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tritonemb.jagged import batch_size_of
-from tritonemb.kernels.row_groups import uses_reference
 from tritonemb.kernels.triton_utils import (
     CODES,
     ROW_DIM,
@@ -30,7 +28,7 @@ from tritonemb.kernels.triton_utils import (
     tl,
     widen,
 )
-from tritonemb.layout import COLUMN, TABLE, Layout
+from tritonemb.layout import Layout
 
 PIECE = 256  # positions of a row that are summed before they are added to the rest
 ENTRIES = 256  # entries of a program that places them
@@ -205,31 +203,3 @@ def place_gradients(
 def warps_for(block: int) -> int:
     """Enough that a lane holds at most four elements of a row, if it can be."""
     return max(1, min(16, block // (4 * lanes())))
-
-
-def sum_gradients_reference(
-    grad: Tensor, offsets: Tensor, sample_weights: Tensor | None, groups: tuple[Tensor, Tensor, Tensor, Tensor],
-    layout: Layout, max_gradient: float, dtype: torch.dtype,
-) -> tuple[list[Tensor], list[Tensor]]:  # fmt: skip
-    """For each table its distinct rows `[R]` and their summed gradients `[R, dim]`: one by one, PIECE at a time."""
-    (linear, starts, order), num_groups = (group.tolist() for group in groups[:3]), int(groups[3])
-    given = grad.detach().to("cpu", dtype).clamp(-max_gradient, max_gradient).numpy()
-    batch_size, no_ids = batch_size_of(offsets, layout.key_starts), offsets.new_zeros(int(offsets[-1]))
-    found = {  # by table and position: the gradient and its factor
-        (lookup[TABLE], position): (bag % batch_size if layout.pooled else position, lookup[COLUMN], scale)
-        for lookup, bag, position, _, scale in uses_reference(no_ids, offsets, layout, sample_weights, dtype)
-    }
-    rows, gradients = [], []
-    for table, (first, num_rows, dim, *_) in enumerate(layout.tables.tolist()):
-        mine = [group for group in range(num_groups) if first <= linear[group] < first + num_rows]
-        sums = torch.zeros(len(mine), dim, dtype=dtype)
-        for total, group in zip(sums.numpy(), mine, strict=True):
-            for begin in range(starts[group], starts[group + 1], PIECE):
-                piece = np.zeros_like(total)
-                for position in order[begin : min(begin + PIECE, starts[group + 1])]:
-                    source, column, scale = found[table, position]
-                    piece += given[source, column : column + dim] * scale
-                total += piece
-        rows.append(torch.tensor([linear[group] - first for group in mine], dtype=torch.int64, device=grad.device))
-        gradients.append(sums.to(grad.device))
-    return rows, gradients

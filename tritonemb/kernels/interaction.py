@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tritonemb.kernels.by_torch import interaction as interaction_reference  # noqa: F401
+from tritonemb.kernels.by_torch import interaction_gradient as interaction_gradient_reference  # noqa: F401
 from tritonemb.kernels.triton_utils import cdiv, jit, launch, next_power_of_2, readable, tl
 
 
@@ -154,31 +156,9 @@ def _tiles(F: int, D: int, dense: Tensor) -> dict[str, Any]:
     long as products are not TF32.
     """
     rows = min(64, max(16, next_power_of_2(F + 1)))
-    if dense.dtype == torch.float32:
-        size = 16 if rows == 64 else 64  # exact dots hold what they read in registers
-    elif rows <= F or D > 128:
-        size = 64
-    else:
-        size = 128
+    size = 64 if rows <= F or D > 128 or dense.dtype == torch.float32 else 128
+    if dense.dtype == torch.float32 and rows == 64:
+        size = 16  # exact dots hold what they read in registers
     size = max(16, min(size, next_power_of_2(D)))
     tf32 = torch.version.hip is None and torch.backends.cuda.matmul.fp32_precision == "tf32"
     return {"ROWS": rows, "SIZE": size, "PRECISION": "tf32" if tf32 else "ieee", "num_warps": rows // 8}
-
-
-def interaction_reference(dense: Tensor, sparse: Tensor) -> Tensor:
-    """`interaction` pair by pair; differentiable, any float dtype."""
-    vectors = [dense, *sparse.split(dense.shape[1], dim=1)]
-    products = [(vectors[i] * vectors[j]).sum(1, keepdim=True) for i in range(len(vectors)) for j in range(i)]
-    return torch.cat([dense, *products], dim=1)
-
-
-def interaction_gradient_reference(grad: Tensor, dense: Tensor, sparse: Tensor) -> tuple[Tensor, Tensor]:
-    """`interaction_gradient` pair by pair."""
-    vectors = [dense, *sparse.split(dense.shape[1], dim=1)]
-    passed, *products = grad.split([dense.shape[1], *[1] * (grad.shape[1] - dense.shape[1])], dim=1)
-    grads = [passed, *[torch.zeros_like(vector) for vector in vectors[1:]]]
-    for i in range(len(vectors)):
-        for j in range(i):
-            product = products[i * (i - 1) // 2 + j]
-            grads[i], grads[j] = grads[i] + product * vectors[j], grads[j] + product * vectors[i]
-    return grads[0], torch.cat(grads[1:], dim=1)

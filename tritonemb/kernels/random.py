@@ -76,8 +76,7 @@ def random16_reference(seed: int, rows: Tensor, step: int, dim: int, column: int
     """
     first = column // ELEMENTS_PER_COUNTER
     words = philox_reference(seed, first, first + cdiv(dim, ELEMENTS_PER_COUNTER), rows, step)
-    halves = torch.stack([words & 0xFFFF, words >> 16], dim=-1).flatten(1)
-    return halves[:, :dim]
+    return torch.stack([words & 0xFFFF, words >> 16], dim=-1).flatten(1)[:, :dim]
 
 
 def philox_reference(seed: int, first: int, last: int, rows: Tensor, step: int) -> Tensor:
@@ -100,8 +99,7 @@ def philox_reference(seed: int, first: int, last: int, rows: Tensor, step: int) 
 def narrow_reference(values: Tensor, dtype: torch.dtype) -> Tensor:
     """float32 to a 16-bit dtype, to nearest, ties to even."""
     largest = torch.finfo(dtype).max
-    finite = values.isfinite()
-    return torch.where(finite, values.clamp(-largest, largest), values).to(dtype)
+    return torch.where(values.isfinite(), values.clamp(-largest, largest), values).to(dtype)
 
 
 def narrow_stochastic_reference(values: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
@@ -110,8 +108,7 @@ def narrow_stochastic_reference(values: Tensor, dtype: torch.dtype, noise: Tenso
     `b` is 16, but 13 for normal float16 values, whose float32 form has 13 bits to lose. `noise` int64 in [0, 2^16).
     """
     finite = values.isfinite()
-    largest = torch.finfo(dtype).max
-    magnitude = torch.where(finite, values, 0).to(torch.float64).abs().clamp(max=largest)
+    magnitude = torch.where(finite, values, 0).to(torch.float64).abs().clamp(max=torch.finfo(dtype).max)
     nearest = magnitude.to(dtype)
     below = (nearest.view(torch.int16) - (nearest.to(torch.float64) > magnitude).to(torch.int16)).view(dtype)
     above = (below.view(torch.int16) + 1).view(dtype)

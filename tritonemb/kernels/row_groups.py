@@ -12,16 +12,15 @@ Bytes: `8 · N` of ids read; `20 · N` written; the sort moves 8 to 12 bytes a p
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from tritonemb.jagged import batch_size_of
 from tritonemb.kernels.triton_utils import FIRST_ROW, NUM_ROWS, cdiv, field_at, jit, last_at_most, launch, tl
-from tritonemb.layout import MEAN, POOLING, TABLE, Layout, TableRow
+from tritonemb.layout import TABLE, Layout, TableRow
 
 BLOCK = 1024  # entries of a program
 
@@ -123,33 +122,17 @@ def row_groups(
     return rows, starts, order, num_groups
 
 
-def uses_reference(
-    values: Tensor, offsets: Tensor, layout: Layout, sample_weights: Tensor | None = None,
-    dtype: torch.dtype = torch.float32,
-) -> Iterator[tuple[list[int], int, int, int, Any]]:  # fmt: skip
-    """Every use of a position by a lookup, lookup by lookup: the lookup, bag, position, id and factor of the row.
-
-    The factor, a NumPy number of `dtype`, is the per-sample weight, over the bag's length for means.
-    """
-    ids, ends, batch_size = values.tolist(), offsets.tolist(), batch_size_of(offsets, layout.key_starts)
-    factors = (torch.ones(len(ids)) if sample_weights is None else sample_weights.detach()).to("cpu", dtype).numpy()
-    number = factors.dtype.type
-    for key, (first, last) in enumerate(pairwise(layout.key_starts.tolist())):
-        for lookup in layout.lookups[first:last].tolist():
-            for bag in range(key * batch_size, (key + 1) * batch_size):
-                begin, end = ends[bag : bag + 2]
-                scale = number(1) / number(max(1, end - begin) if lookup[POOLING] == MEAN else 1)
-                for position in range(begin, end):
-                    yield lookup, bag, position, ids[position], scale * factors[position]
-
-
 def row_groups_reference(values: Tensor, offsets: Tensor, layout: Layout) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Grouping by a dict from each row to its positions."""
-    tables, positions = layout.tables.tolist(), defaultdict(list)
-    for lookup, _, position, id, _ in uses_reference(values, offsets, layout):
-        table = TableRow(*tables[lookup[TABLE]])
-        if 0 <= id < table.num_rows:
-            positions[table.first_row + id].append(position)
+    tables, positions = [TableRow(*fields) for fields in layout.tables.tolist()], defaultdict(list)
+    ids, ends, batch_size = values.tolist(), offsets.tolist(), batch_size_of(offsets, layout.key_starts)
+    for key, lookups in enumerate(pairwise(layout.key_starts.tolist())):
+        bags = pairwise(ends[key * batch_size : (key + 1) * batch_size + 1])
+        covered = [position for begin, end in bags for position in range(begin, end)]
+        for table in (tables[index] for index in layout.lookups[slice(*lookups), TABLE].tolist()):
+            for position in covered:
+                if 0 <= ids[position] < table.num_rows:
+                    positions[table.first_row + ids[position]].append(position)
     distinct, capacity = sorted(positions), values.numel() * layout.multiplicity
     order = [position for row in distinct for position in sorted(positions[row])]
     starts = [0, *accumulate(len(positions[row]) for row in distinct)]

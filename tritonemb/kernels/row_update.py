@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 
 from tritonemb.jagged import batch_size_of
+from tritonemb.kernels.by_torch import sum_gradients
 from tritonemb.kernels.gradient_sums import (
     PIECE_SIZE,
     add_gradients,
     place_gradients,
     slot_of,
-    sum_gradients_reference,
     warps_for,
 )
 from tritonemb.kernels.optimizers import apply_sums_, constants_of, step_rows
@@ -270,8 +270,7 @@ def row_update_reference_(
         ValueError: for `nonfinite="raise"`, before anything is changed.
     """
     h = Hyperparameters(*hyperparameters)
-    dtype = torch.float64 if weights[0].dtype == torch.float64 else torch.float32
-    rows, sums = sum_gradients_reference(grad, offsets, sample_weights, groups, layout, h.max_gradient, dtype)
+    rows, sums = sum_gradients(weights, grad, offsets, sample_weights, groups, layout, h.max_gradient)
 
     def narrow_reference_of(row: Tensor, weight: Tensor, table: TableRow, rows: Tensor, step: int) -> Tensor:
         if weight.dtype.itemsize != 2:
@@ -327,8 +326,7 @@ def row_gradients_reference_(
     least as many); `grad` `[B, width]`, or `[N, width]` if not pooled; `offsets` `[K * B + 1]`; `sample_weights` `[N]`
     or None; `groups` as in `kernels/row_groups.py`. Elements of `grad` are clamped to ±`max_gradient` first.
     """
-    dtype = torch.float64 if sums[0].dtype == torch.float64 else torch.float32
-    rows, found = sum_gradients_reference(grad, offsets, sample_weights, groups, layout, max_gradient, dtype)
+    rows, found = sum_gradients(sums, grad, offsets, sample_weights, groups, layout, max_gradient)
     for out, own, of_table in zip(sums, rows, found, strict=True):
         values = narrow_reference(of_table, out.dtype) if out.dtype.itemsize == 2 else of_table.to(out.dtype)
         out[torch.arange(own.numel(), device=out.device) if compact else own] = values

@@ -103,8 +103,6 @@ def next_power_of_2(value: int) -> int:
 
 
 KEPT = 1024
-
-
 _Upload = tuple[Tensor, torch.cuda.Stream | None, torch.cuda.Event | None]  # by a stream, which is then done
 _kept: OrderedDict[tuple[torch.device, torch.dtype, tuple[float, ...]], _Upload] = OrderedDict()
 _in_graphs: list[Tensor] = []  # a captured graph reads them as long as it lives
@@ -258,8 +256,7 @@ def last_at_most(ascending, count, wanted, STRIDE: tl.constexpr = 1):
 
 def row_sum_by_torch(x: Tensor) -> Tensor:
     """Sum over the last dimension with the order of `row_sum`: `[..., D]` to `[..., 1]`."""
-    size = 1 << max(0, x.shape[-1] - 1).bit_length()
-    x = torch.nn.functional.pad(x, (0, size - x.shape[-1]))
+    x = torch.nn.functional.pad(x, (0, next_power_of_2(x.shape[-1]) - x.shape[-1]))
     while x.shape[-1] > 1:
         x = x[..., 0::2] + x[..., 1::2]
     return x

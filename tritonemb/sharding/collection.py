@@ -12,8 +12,9 @@ from torch.utils._pytree import tree_map_only
 
 from tritonemb.comm.gradient_exchange import ColumnBlock
 from tritonemb.comm.group import RankGroup
-from tritonemb.comm.id_exchange import IdExchange, Received, id_error
+from tritonemb.comm.id_exchange import IdExchange, Received
 from tritonemb.comm.output_exchange import ExchangePrecision, OutputExchange
+from tritonemb.errors import first_bad_id
 from tritonemb.jagged import Features, KeyedJaggedTensor, parts_of
 from tritonemb.nn.collections import TableCollection
 from tritonemb.optimizers import Optimizer
@@ -25,7 +26,6 @@ from tritonemb.sharding.placement import (
     copy_shard,
     init_shard,
     seed_of_shards,
-    tensors_of,
 )
 from tritonemb.sharding.plan import Shard, ShardingPlan
 from tritonemb.sharding.replicated_update import ReplicatedUpdate, ShardUpdate, WholeRowUpdate, needs_whole_rows
@@ -150,13 +150,10 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
         if isinstance(features, PrefetchedFeatures):
             return features.of(self)
         batch = self.own_batch(features)
-        errors = (id_error(batch, *feature) for feature in self._checked)
-        problem = next((error for error in errors if error is not None), None)
-        sent = self._batch_to_send(batch)
+        sent, problem = self._batch_to_send(batch), first_bad_id(batch, self._checked)
         received = [exchange(sent, problem) for exchange, _ in self._lookups]
         if self.device.type != "cpu":
-            moved = tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), (batch, received))
-            batch, received = moved
+            batch, received = tree_map_only(Tensor, lambda t: t.to(self.device, non_blocking=True), (batch, received))
         found = [
             (of_ids, [tables.group(of_ids[0]) for tables in sets])
             for (_, sets), of_ids in zip(self._lookups, received, strict=True)
@@ -236,7 +233,7 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
         for each, table, same in self._local_tables():
             config = self.configs[each.table]
             if not drawn:
-                copy_shard(table, tensors_of(collection.tables[each.table]), each.shard)
+                copy_shard(table, collection.tables[each.table].tensors(), each.shard)
             elif isinstance(table, CachedTable) and config.init is None:
                 seed = torch.tensor(seed_of_shards(config), device=table.weight.device)
                 same.broadcast(seed, 0, "initial values")
@@ -255,7 +252,7 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
         for tables, shards_of in zip(self.locals, self._local_shards, strict=True):
             for each, table in zip(shards_of, tables.tables, strict=True):
                 shard, of_table = each.shard, shards[self.configs[each.table].name]
-                tensors = tensors_of(table)
+                tensors = table.tensors()
                 if isinstance(table, CachedTable):
                     copies.append((table, tensors))
                 mine = first_copy and (each.scheme != "replicated" or self.groups.world.rank == 0)
@@ -322,8 +319,5 @@ def _average(group: RankGroup, tensor: Tensor) -> None:
     """The mean over ranks, added in their order, by pieces of rows."""
     rows = max(1, PIECE_BYTES // max(1, tensor[:1].numel() * tensor.element_size()))
     for piece in tensor.split(rows):
-        gathered = group.all_gather(piece, "replicas")
-        mean = gathered[0].float()
-        for more in gathered[1:]:
-            mean += more
-        piece.copy_(mean / group.size)
+        gathered = group.all_gather(piece, "replicas").float()
+        piece.copy_(functools.reduce(torch.add, gathered) / group.size)

@@ -187,13 +187,6 @@ class ShardGroups(NamedTuple):
         return self.world.subgroup(sets)
 
 
-def tensors_of(table: Table) -> dict[str, Tensor]:
-    """Weight and states of all rows of a table; copies, if it is cached."""
-    if isinstance(table, CachedTable):
-        return table.tensors()
-    return {"weight": table.weight.detach(), **dict(table.named_buffers(recurse=False))}
-
-
 def change_tensors(table: Table, device: torch.device, change: Callable[[Tensor], None]) -> None:
     """Change a table's weight and states in place, on a device of this kind."""
 
@@ -203,16 +196,12 @@ def change_tensors(table: Table, device: torch.device, change: Callable[[Tensor]
             change(moved)
             values.copy_(moved)
 
-    if isinstance(table, CachedTable):
-        table.update_records(change_fields)
-    else:
-        for tensor in (table.weight.detach(), *table.buffers()):
-            change(tensor)
+    table.update_records(change_fields)
 
 
 def copy_shard(own: Table, whole: Mapping[str, Tensor], shard: Shard) -> None:
     """Fill a shard from a whole table and its states, by name."""
-    tensors = tensors_of(own)
+    tensors = own.tensors()
     for name, given in whole.items():
         rows = given[shard.first_row :][: shard.num_rows]
         columns = slice(shard.first_column, shard.first_column + shard.num_columns)

@@ -324,16 +324,11 @@ class DiskRows(AbstractContextManager["DiskRows"]):
         file.blocks.changed.clear()
 
 
-def _needs_write_back(file: RowFile, cache: HostCache | None) -> bool:
-    """Whether there are dirty rows, and a file that takes them and can be opened again."""
-    return cache is not None and cache.is_dirty() and file.failure is None and file.file.is_linked()
-
-
 def _close(file: RowFile, cache: HostCache | None) -> None:
     """Write back, flush and close; raise the table's failure, if no caller has seen it."""
     try:
         if file.failure is None:
-            if cache is not None and _needs_write_back(file, cache):
+            if cache is not None and cache.needs_write_back():
                 cache.write_back()
             file.finalize()
         elif not file.failure.raised:
@@ -346,7 +341,7 @@ def _close_dropped(process: int, operations: OperationQueue, file: RowFile, cach
     """Close the file of a table that is garbage; dirty rows are written back without waiting."""
     if os.getpid() != process:  # without the thread; it must leave the file alone
         return
-    if _needs_write_back(file, cache):
+    if cache is not None and cache.needs_write_back():
         operations.close(partial(_print_error, partial(_close, file, cache)))
     else:
         file.file.close()

@@ -28,9 +28,7 @@ class HostRows:
     ) -> None:
         self.record = record
         try:
-            self._bytes: Tensor = advise_huge_pages(
-                torch.empty(num_rows, record.num_bytes, dtype=torch.uint8, pin_memory=pin)
-            )
+            self._bytes = advise_huge_pages(torch.empty(num_rows, record.num_bytes, dtype=torch.uint8, pin_memory=pin))
         except (RuntimeError, MemoryError) as error:
             raise StorageError(
                 f"table {table_name!r}: cannot allocate {num_rows * record.num_bytes:,} bytes of {'pinned ' * pin}host "
@@ -63,8 +61,7 @@ class HostCache:
         num_sets = -(-min(rows, identity.num_rows) // WAYS)
         num_slots, cpu = num_sets * WAYS, torch.device("cpu")  # whatever device the user has set
         try:
-            records = torch.empty(num_slots, self._num_bytes, dtype=torch.uint8, device=cpu)
-            self._records: Tensor = advise_huge_pages(records)
+            self._records = advise_huge_pages(torch.empty(num_slots, self._num_bytes, dtype=torch.uint8, device=cpu))
             self._directory = CacheDirectory([num_sets], policy, cpu)
         except (RuntimeError, MemoryError) as error:
             raise StorageError(
@@ -109,9 +106,9 @@ class HostCache:
         for chunk in slots.split(max(1, CHUNK_BYTES // self._num_bytes)):
             self._write_slots(self._tags[chunk], chunk)
 
-    def is_dirty(self) -> bool:
-        """Whether some row differs from the file's."""
-        return bool(self._dirty.any())
+    def needs_write_back(self) -> bool:
+        """Whether there are dirty rows, and a file that takes them and can be opened again."""
+        return bool(self._dirty.any()) and self._file.failure is None and self._file.file.is_linked()
 
     @contextmanager
     def _look_up(self, rows: Tensor) -> Iterator[Tensor]:

@@ -8,7 +8,7 @@ import mmap
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Self
 
 import numpy as np
@@ -309,8 +309,7 @@ class BlockFile:
             starts = np.arange(part.which.start, part.which.stop, max(1, SCAN_BYTES // step))
             sizes = np.diff(starts, append=part.which.stop) * step
             extents = Extents(part.begin + (starts - part.which.start) * step, sizes, layout.offset(starts))
-            transfer = context.submit(self.file, extents, False)
-            part.wait = lambda: context.wait(transfer)
+            part.wait = partial(context.wait, context.submit(self.file, extents, False))
 
         def finish(part: _RequestPart) -> None:
             first = part.which.start

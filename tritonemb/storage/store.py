@@ -338,11 +338,8 @@ class CacheDirectory:
         ends = list(accumulate(self.num_slots))
         self.starts = [0, *ends[:-1]]
         self.first_slots = torch.tensor(self.starts, dtype=torch.int64, device=self.device)
-        self.parts: tuple[list[Tensor], list[Tensor], list[Tensor]] = (
-            list(self.tags.split(self.num_slots)),
-            list(self.used.split(self.num_slots)),
-            list(self.pins.split(self.num_slots)),
-        )
+        tags, used, pins = (list(each.split(self.num_slots)) for each in (self.tags, self.used, self.pins))
+        self.parts = tags, used, pins
         slots = torch.arange(sum(self.num_slots), device=self.device)
         self.overflow = torch.cat(
             [slots[begin + sets : end] for begin, sets, end in zip(self.starts, self.in_sets, ends, strict=True)]

@@ -66,11 +66,6 @@ class RowCache:
                 found[table.config.name] = CacheStatistics(*[*self._counts[:, index].tolist(), *host])
         return found
 
-    def add_layout(self, keys: tuple[str, ...], whole: Layout) -> tuple[Layout, Layout]:
-        """See `CacheStorage.add_layout`."""
-        with self._lock:  # or it would miss slots that grow meanwhile
-            return self.storage.add_layout(keys, whole)
-
     def pin(self, lookup: Lookup, count: int, whole: Layout, before: int | None) -> None:
         """Pin the rows of a batch and its replica rows in slots, which take the place of the rows in `lookup`.
 
@@ -330,7 +325,7 @@ class RowTransfer:
 
     def write(self, table: CachedTable, rows: Tensor, slots: Tensor) -> None:
         """Start to write distinct rows from their slots, which may be reused; StorageError if an earlier one failed."""
-        here = _tensors_of(table)
+        here = Table.tensors(table)
         if isinstance(table.store, HostRows):
             fields = table.store.fields()
             ops.move_rows_([fields[name] for name in here], list(here.values()), rows, slots)
@@ -357,7 +352,7 @@ class RowTransfer:
 
     def start_read(self, table: CachedTable, rows: Tensor, slots: Tensor) -> Callable[[], None]:
         """Start to read rows, ascending, into slots; the result waits for them. StorageError if a read failed."""
-        here = _tensors_of(table)
+        here = Table.tensors(table)
         if isinstance(table.store, HostRows):
             fields = table.store.fields()
             ops.move_rows_(list(here.values()), [fields[name] for name in here], slots, rows)
@@ -367,7 +362,7 @@ class RowTransfer:
 
         def finish() -> None:
             future.wait()
-            here, views = _tensors_of(table), table.record.views(records)
+            here, views = Table.tensors(table), table.record.views(records)
             source = torch.arange(slots.numel(), device=self._device)
             self._move(list(here.values()), [views[name] for name in here], slots, source)
 
@@ -382,8 +377,3 @@ class RowTransfer:
         return torch.zeros(
             number, table.record.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=self._device.type == "cuda"
         )
-
-
-def _tensors_of(table: CachedTable) -> dict[str, Tensor]:
-    states = {name: state for name, state in table._buffers.items() if state is not None}
-    return {"weight": table.weight.detach(), **states}

@@ -50,8 +50,8 @@ class CacheStatistics:
 class CacheStorage:
     """Weight and states of the slots of a collection's tables, and the layouts that describe them to lookups.
 
-    One thread at a time may add layouts and grow overflows. `lock` is held while the tables' tensors are used or
-    replaced by larger ones. `layouts` has, by keys, that of whole tables and that of their slots.
+    One thread at a time may grow overflows. `lock` is held while the tables' tensors are used or replaced by larger
+    ones. `layouts` has, by keys, that of whole tables and that of their slots.
     """
 
     def __init__(self, tables: Sequence[Table], directory: CacheDirectory) -> None:
@@ -64,15 +64,16 @@ class CacheStorage:
 
         A table has slot numbers for as many slots as there could ever be: an overflow has distinct rows.
         """
-        if keys not in self.layouts:
-            rows, first = whole.tables.clone(), 0
-            for index in range(len(self._tables)):
-                rows[index, FIRST_ROW] = first
-                first += int(rows[index, NUM_ROWS]) + self._directory.in_sets[index]
-            own = whole._replace(tables=rows, num_rows=first)
-            self._update_layouts(own)
-            self.layouts[keys] = whole, own
-        return self.layouts[keys]
+        with self.lock:  # or it would miss slots that grow meanwhile
+            if keys not in self.layouts:
+                rows, first = whole.tables.clone(), 0
+                for index in range(len(self._tables)):
+                    rows[index, FIRST_ROW] = first
+                    first += int(rows[index, NUM_ROWS]) + self._directory.in_sets[index]
+                own = whole._replace(tables=rows, num_rows=first)
+                self._update_layouts(own)
+                self.layouts[keys] = whole, own
+            return self.layouts[keys]
 
     def grow_overflows(self, lacking: Sequence[int]) -> None:
         """Grow the overflows, all at once, of tables that lack so many slots."""
@@ -92,7 +93,7 @@ class CacheStorage:
 
     def _resize(self, index: int) -> None:
         table, num_slots = self._tables[index], self._directory.num_slots[index]
-        for name, tensor in (("weight", table.weight.data), *table.named_buffers(recurse=False)):
+        for name, tensor in Table.tensors(table).items():
             grown = tensor.new_zeros((num_slots, *tensor.shape[1:]))
             grown[: tensor.shape[0]] = tensor
             if name == "weight":

@@ -227,27 +227,23 @@ class CachedTable(Table):
         self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str],
         unexpected_keys: list[str], error_msgs: list[str],
     ) -> None:  # fmt: skip
-        names = [field.name for field in self.record.fields]
-        missing_keys += [prefix + name for name in names if prefix + name not in state_dict]
+        rows, given, problems = self.config.num_embeddings, dict[str, Tensor](), list[str]()
+        known = {prefix + field.name: field for field in self.record.fields}
+        for key, field in known.items():
+            shape, value = (rows,) if field.one_a_row else (rows, field.size), state_dict.get(key)
+            if key not in state_dict:
+                missing_keys.append(key)
+            elif not isinstance(value, Tensor):
+                problems.append(f"{key}: expected a torch.Tensor, got {type(value).__name__}")
+            elif tuple(value.shape) != shape:
+                problems.append(f"size mismatch for {key}: expected {shape}, got {tuple(value.shape)}")
+            else:
+                given[field.name] = value
         if strict:
-            known = {prefix + name for name in names}
             unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in known]
-        given = {name: state_dict[prefix + name] for name in names if prefix + name in state_dict}
-        problems = list(self._problems(given, prefix))
         error_msgs += problems
         if given and not problems:
             self.assign(given)
-
-    def _problems(self, given: Mapping[str, Any], prefix: str) -> Iterator[str]:
-        rows = self.config.num_embeddings
-        for field in self.record.fields:
-            if field.name not in given:
-                continue
-            shape, value = (rows,) if field.one_a_row else (rows, field.size), given[field.name]
-            if not isinstance(value, Tensor):
-                yield f"{prefix}{field.name}: expected a torch.Tensor, got {type(value).__name__}"
-            elif tuple(value.shape) != shape:
-                yield f"size mismatch for {prefix}{field.name}: expected {shape}, got {tuple(value.shape)}"
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         probe = fn(torch.empty(0, dtype=self.weight.dtype, device=self.weight.device))

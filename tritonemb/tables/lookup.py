@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.utils import _pytree as pytree
 
-from tritonemb import errors, ops
+from tritonemb import ops
+from tritonemb.errors import first_bad_id
 from tritonemb.jagged import Features, KeyedJaggedTensor, parts_of
-from tritonemb.layout import NUM_ROWS, TABLE, Layout, make_layout
+from tritonemb.layout import Layout, make_layout
 from tritonemb.tables.optimizer import OptimizedTables
 from tritonemb.types import TableConfig
 
@@ -159,7 +160,8 @@ def prefetch_batch(tables: Tables, features: Features, before: Lookup | None = N
     """
     keys, values, offsets, weights = parts_of(features)
     layout = tables.layout(keys, values.device)
-    batch = _one_key_a_lookup(tables, KeyedJaggedTensor(keys, values, weights, offsets=offsets), layout)
+    given = KeyedJaggedTensor(keys, values, weights, offsets=offsets)
+    batch = _one_key_a_lookup(tables, given, layout)
     whole, own = slot_layouts(tables, tuple(batch.keys()), batch.values().device)
     training, released = torch.is_grad_enabled() and _trains(tables), _released_before.get()
     find_replica_rows = tables.update.replica_rows(tables) if training else None
@@ -167,7 +169,8 @@ def prefetch_batch(tables: Tables, features: Features, before: Lookup | None = N
         groups = ops.row_groups(batch.values(), batch.offsets(), whole)
         count, problem = int(groups.num_groups), None
         if tables.bounds_check == "raise" and int(groups.starts[count]) != batch.values().numel():
-            problem = _bad_id(values, offsets, layout)
+            uses = [(key, c.name, c.num_embeddings) for key in keys for c in tables.configs if key in c.feature_names]
+            problem = first_bad_id(given, uses)
         replica_rows = None if before is None else before.replica_rows
         if find_replica_rows is None:
             replica_rows = None
@@ -244,19 +247,6 @@ def _check_gradients(tables: Tables, lookup: Lookup) -> None:
         )
 
 
-def _bad_id(values: Tensor, offsets: Tensor, layout: Layout) -> ValueError | None:
-    num_keys = layout.key_starts.numel() - 1
-    bags = torch.diff(offsets)
-    for_key = []
-    for key in range(num_keys):
-        uses = layout.lookups[int(layout.key_starts[key]) : int(layout.key_starts[key + 1])]
-        for_key.append(min((int(layout.tables[table, NUM_ROWS]) for table in uses[:, TABLE].tolist()), default=-1))
-    rows = torch.tensor(for_key, device=values.device).repeat_interleave(bags.numel() // num_keys)
-    rows = torch.repeat_interleave(rows, bags)
-    bad = ((rows >= 0) & ((values < 0) | (values >= rows))).nonzero()
-    return errors.bad_id(int(bad[0]), values, offsets, layout) if bad.numel() else None
-
-
 def _lookup_keys(tables: Tables, keys: Sequence[str], layout: Layout) -> dict[str, str] | None:
     """A key of its own for each lookup, and its feature; None if no key of `layout` has two lookups.
 
@@ -296,7 +286,7 @@ def slot_layouts(tables: Tables, keys: tuple[str, ...], device: torch.device) ->
             sizes = [((0, config.num_embeddings), (0, config.embedding_dim)) for config in configs]
             configs = [c.part(c.name, *size, own) for c, size, own in zip(configs, sizes, names, strict=True)]
         with torch.inference_mode(False):  # they are kept, for training too
-            found = tables.cache.add_layout(keys, make_layout(configs, keys, tables.pooled, device))
+            found = tables.cache.storage.add_layout(keys, make_layout(configs, keys, tables.pooled, device))
     return found
 
 

@@ -22,8 +22,7 @@ def new_weight(
     num_rows: int, embedding_dim: int, device: torch.device | str | None, dtype: torch.dtype | None
 ) -> Tensor:
     """An empty table, in huge pages where there are any."""
-    weight: Tensor = advise_huge_pages(torch.empty(num_rows, embedding_dim, dtype=dtype, device=device))
-    return weight
+    return advise_huge_pages(torch.empty(num_rows, embedding_dim, dtype=dtype, device=device))
 
 
 def new_states(weight: Tensor, specs: Sequence[StateSpec]) -> dict[str, Tensor]:
@@ -31,8 +30,7 @@ def new_states(weight: Tensor, specs: Sequence[StateSpec]) -> dict[str, Tensor]:
     states = {}
     for spec in specs:
         shape = weight.shape if spec.per_element else weight.shape[:1]
-        state = torch.empty(shape, dtype=torch.float32, device=weight.device)
-        states[spec.name] = advise_huge_pages(state).zero_()
+        states[spec.name] = advise_huge_pages(torch.empty(shape, dtype=torch.float32, device=weight.device)).zero_()
     return states
 
 
@@ -70,6 +68,15 @@ class Table(nn.Module):
         self.weight = nn.Parameter(weight, requires_grad=weight.dtype in TRAINABLE_DTYPES)
         for name, state in new_states(weight, states).items():
             self.register_buffer(name, state)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Weight and states by name."""
+        states = {name: state for name, state in self._buffers.items() if state is not None}
+        return {"weight": self.weight.detach(), **states}
+
+    def update_records(self, function: Callable[[dict[str, Tensor]], None]) -> None:
+        """Let a function change weight and states in place."""
+        function(self.tensors())
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

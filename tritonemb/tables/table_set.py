@@ -130,8 +130,6 @@ class TableSet(OptimizedTables):
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """See `EmbeddingBagCollection.accumulate`."""
-        if self.optimizer is None:
-            raise ValueError("accumulate() is for a fused optimizer; ordinary gradients add up by themselves")
         block, self._accumulated_keys = self.accumulator.open(self._apply_accumulated), None
         try:
             with block:

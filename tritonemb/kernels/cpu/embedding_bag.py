@@ -10,7 +10,7 @@ from tritonemb import errors
 from tritonemb.jagged import batch_size_of
 from tritonemb.kernels.cpu.jit import FEW_ELEMENTS, inlined, parallel
 from tritonemb.kernels.cpu.row_groups import addresses_of, as_float32, as_int64, check_offsets, dtypes_of
-from tritonemb.kernels.cpu.simd import AHEAD, dot, element_size, float32_row, prefetch, sum_rows
+from tritonemb.kernels.cpu.simd import AHEAD, dot, element_size, float32_row, prefetch, sum_bags
 from tritonemb.layout import COLUMN, DIM, MEAN, NUM_ROWS, POOLING, TABLE, Layout
 from tritonemb.memory import empty_result
 
@@ -55,12 +55,10 @@ def _pool_run(
         _find_scales(begin, end, first_bag, last_bag, mean, offsets, sample_weights, scales)
     for ahead in range(begin, min(begin + AHEAD, end)):
         prefetch(address + values[ahead] * row_bytes, row_bytes)
-    for bag in range(first_bag, last_bag):
-        first = offsets[bag]
-        sum_rows(
-            out + (bag - first_bag) * pitch, values.ctypes.data + first * 8, end - first, address, num_rows, zero_row,
-            scales.ctypes.data + (first - begin) * 4 if scaled else 0, offsets[bag + 1] - first, dim, dtype, streamed,
-        )  # fmt: skip
+    sum_bags(
+        out, pitch, offsets.ctypes.data + first_bag * 8, last_bag - first_bag, values.ctypes.data + begin * 8, address,
+        num_rows, zero_row, scales.ctypes.data if scaled else 0, dim, dtype, streamed,
+    )  # fmt: skip
     return _first_bad(begin, end, num_rows, values)
 
 
@@ -91,6 +89,7 @@ def _gather_values(
 ):  # fmt: skip
     """A share of the rows, one a value, of the output [N, width] at address `out`."""
     first, last = num_rows * task // bad.size, num_rows * (task + 1) // bad.size
+    one_each = np.arange(2)
     for key in range(key_starts.size - 1):
         begin = max(first, offsets[key * batch_size])
         end = min(last, offsets[(key + 1) * batch_size])
@@ -98,9 +97,10 @@ def _gather_values(
             table, dim = lookups[lookup, TABLE], lookups[lookup, DIM]
             for position in range(begin, end):
                 to, factor = out + position * width * 4, sample_weights.ctypes.data + position * 4
-                sum_rows(
-                    to, values.ctypes.data + position * 8, end - position, addresses[table], tables[table, NUM_ROWS],
-                    zero_row, factor if sample_weights.size else 0, 1, dim, dtypes[table], streamed,
+                sum_bags(
+                    to, 0, one_each.ctypes.data, 1, values.ctypes.data + position * 8, addresses[table],
+                    tables[table, NUM_ROWS], zero_row, factor if sample_weights.size else 0, dim, dtypes[table],
+                    streamed,
                 )  # fmt: skip
                 float32_row(to, width)[dim:] = np.float32(0)
             bad[task] = min(bad[task], _first_bad(begin, end, tables[table, NUM_ROWS], values))

@@ -17,12 +17,8 @@ from tritonemb.kernels.cpu.jit import BFLOAT16, FLOAT16, FLOAT32, inlined
 
 DOT_LANES = 16
 STREAMED_ALIGNMENT = 64  # bytes that a streamed store's address must be a multiple of, and that it stores
-_SUMS = (4, 16), (2, 16), (1, 16), (1, 4), (1, 1)
-SUMS = {
-    FLOAT32: ((8, 16), *_SUMS),
-    FLOAT16: _SUMS,
-    BFLOAT16: _SUMS,
-}  # at once: (vectors, lanes of each), wide to narrow
+_SUMS = (4, 16), (2, 16), (1, 16), (1, 8), (1, 4), (1, 1)  # at once: (vectors, lanes of each), wide to narrow
+SUMS = {FLOAT32: ((8, 16), *_SUMS), FLOAT16: _SUMS, BFLOAT16: _SUMS}
 AHEAD = 12  # ids between asking for a row and reading it
 _FLOAT, _HALF, _SHORT, _INT = ir.FloatType(), ir.HalfType(), ir.IntType(16), ir.IntType(32)
 _LONG = ir.IntType(64)
@@ -165,16 +161,17 @@ def _load_scale(builder: Any, scales: Any, index: Any, lanes: int) -> Any:
 
 def _sum_columns(builder: Any, dtype: int, chunks: int, lanes: int, scaled: bool, args: Any) -> Any:
     """Sums of the `chunks` times `lanes` columns `byte_offset` from each row's start, in order of rows, from zero."""
-    row_at, ask_ahead, scales, num_rows, byte_offset = args
+    row_at, ask_ahead, scales, first, num_rows, byte_offset = args
     item = 4 if dtype == FLOAT32 else 2
 
     def add(index: Any, totals: Any) -> Any:
-        ask_ahead(index, byte_offset, chunks * lanes * item)
-        first = builder.add(row_at(index), byte_offset)
-        scale = _load_scale(builder, scales, index, lanes) if scaled else None
+        place = builder.add(first, index)
+        ask_ahead(place, byte_offset, chunks * lanes * item)
+        start = builder.add(row_at(place), byte_offset)
+        scale = _load_scale(builder, scales, place, lanes) if scaled else None
         sums = []
         for chunk, total in enumerate(totals):
-            values = _load_float32(builder, builder.add(first, _LONG(chunk * lanes * item)), dtype, lanes)
+            values = _load_float32(builder, builder.add(start, _LONG(chunk * lanes * item)), dtype, lanes)
             sums.append(builder.fadd(total, builder.fmul(values, scale) if scaled else values))
         return sums
 
@@ -192,42 +189,51 @@ def _store(builder: Any, sums: Any, to: Any, streamed: bool) -> None:
 
 
 def _sum_all_columns(builder: Any, dtype: int, scaled: bool, args: Any) -> None:
-    """The widest columns that fit first; each width is a loop of its own."""
-    to, row_at, ask_ahead, scales, count, size, streamed = args
+    """The widest columns that fit first, of all bags; each width is a loop of its own."""
+    to, pitch, num_bags, bag_at, row_at, ask_ahead, scales, size, streamed = args
     column, item = _LONG(0), _LONG(4 if dtype == FLOAT32 else 2)
     for chunks, lanes in SUMS[dtype]:
-        before, first = builder.basic_block, column
+        before, first_column = builder.basic_block, column
         head, body, after = (builder.append_basic_block(f"columns_{part}") for part in ("head", "body", "after"))
         builder.branch(head)
         builder.position_at_end(head)
         column = builder.phi(_LONG)
-        column.add_incoming(first, before)
+        column.add_incoming(first_column, before)
         end = builder.add(column, _LONG(chunks * lanes))
         builder.cbranch(builder.icmp_signed("<=", end, size), body, after)
         builder.position_at_end(body)
-        rows = row_at, ask_ahead, scales, count, builder.mul(column, item)
-        sums = _sum_columns(builder, dtype, chunks, lanes, scaled, rows)
-        address = builder.add(to, builder.mul(column, _LONG(4)))
-        if lanes * 4 == STREAMED_ALIGNMENT:
-            with builder.if_else(streamed) as (past_caches, into_caches):
-                with past_caches:
-                    _store(builder, sums, address, True)
-                with into_caches:
-                    _store(builder, sums, address, False)
-        else:
-            _store(builder, sums, address, False)
+        byte_offset, first_address = builder.mul(column, item), builder.add(to, builder.mul(column, _LONG(4)))
+
+        def sum_bag(
+            bag: Any, _: Any, shape: Any = (chunks, lanes), begin: Any = first_address, byte_offset: Any = byte_offset
+        ) -> list[Any]:
+            first, count = bag_at(bag)
+            rows = row_at, ask_ahead, scales, first, count, byte_offset
+            sums = _sum_columns(builder, dtype, *shape, scaled, rows)
+            address = builder.add(begin, builder.mul(bag, pitch))
+            if shape[1] * 4 == STREAMED_ALIGNMENT:
+                with builder.if_else(streamed) as (past_caches, into_caches):
+                    with past_caches:
+                        _store(builder, sums, address, True)
+                    with into_caches:
+                        _store(builder, sums, address, False)
+            else:
+                _store(builder, sums, address, False)
+            return []
+
+        _loop(builder, num_bags, [], sum_bag)
         column.add_incoming(end, builder.basic_block)
         builder.branch(head)
         builder.position_at_end(after)
 
 
-def _sum(builder: Any, dtype: int, to: Any, rows: Any, scales: Any, count: Any, size: Any, streamed: Any) -> None:
+def _sum(builder: Any, dtype: int, bags: Any, rows: Any, scales: Any, size: Any, streamed: Any) -> None:
     """As one piece of code, with and without `scales`: every helper that Numba compiles by itself costs it time."""
     with builder.if_else(builder.icmp_signed("==", scales, _LONG(0))) as (plain, scaled):
         with plain:
-            _sum_all_columns(builder, dtype, False, (to, *rows, scales, count, size, streamed))
+            _sum_all_columns(builder, dtype, False, (*bags, *rows, scales, size, streamed))
         with scaled:
-            _sum_all_columns(builder, dtype, True, (to, *rows, scales, count, size, streamed))
+            _sum_all_columns(builder, dtype, True, (*bags, *rows, scales, size, streamed))
 
 
 def _long_at(builder: Any, address: Any, index: Any) -> Any:
@@ -244,9 +250,10 @@ def sum_float32_rows(
     """
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        addresses = args[1]
+        to, addresses, scales, count, size = args
+        bags = to, _LONG(0), _LONG(1), lambda _: (_LONG(0), count)
         rows = (lambda index: _long_at(builder, addresses, index)), (lambda *_: None)
-        _sum(builder, FLOAT32, args[0], rows, *args[2:], ir.Constant(ir.IntType(1), 0))
+        _sum(builder, FLOAT32, bags, rows, scales, size, ir.Constant(ir.IntType(1), 0))
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 5), generate
@@ -254,15 +261,21 @@ def sum_float32_rows(
 
 def _make_sum(dtype: int) -> Any:
     @intrinsic
-    def sum_rows_of_dtype(
-        typing_context: Any, to: types.Type, ids: types.Type, following: types.Type, table: types.Type,
-        num_rows: types.Type, no_row: types.Type, scales: types.Type, count: types.Type, size: types.Type,
-        streamed: types.Type,
+    def sum_bags_of_dtype(
+        typing_context: Any, to: types.Type, pitch: types.Type, offsets: types.Type, num_bags: types.Type,
+        ids: types.Type, table: types.Type, num_rows: types.Type, no_row: types.Type, scales: types.Type,
+        size: types.Type, streamed: types.Type,
     ) -> Any:  # fmt: skip
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            to, ids, following, table, num_rows, no_row, scales, count, size, streamed = args
+            to, pitch, offsets, num_bags, ids, table, num_rows, no_row, scales, size, streamed = args
             row_bytes = builder.mul(size, _LONG(4 if dtype == FLOAT32 else 2))
-            last = builder.sub(following, _LONG(1))
+            begin = _long_at(builder, offsets, _LONG(0))
+            last = builder.sub(builder.sub(_long_at(builder, offsets, num_bags), begin), _LONG(1))
+
+            def bag_at(bag: Any) -> tuple[Any, Any]:
+                first = _long_at(builder, offsets, bag)
+                count = builder.sub(_long_at(builder, offsets, builder.add(bag, _LONG(1))), first)
+                return builder.sub(first, begin), count
 
             def place(index: Any) -> tuple[Any, Any]:
                 row = _long_at(builder, ids, index)
@@ -279,32 +292,32 @@ def _make_sum(dtype: int) -> Any:
                 for line in range(0, num_bytes, CACHE_LINE):
                     _ask_for(builder, builder.add(address, _LONG(line)))
 
-            _sum(builder, dtype, to, (row_at, ask_ahead), scales, count, size, streamed)
+            _sum(builder, dtype, (to, pitch, num_bags, bag_at), (row_at, ask_ahead), scales, size, streamed)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 9, types.boolean), generate
+        return types.void(*[types.int64] * 10, types.boolean), generate
 
-    return sum_rows_of_dtype
+    return sum_bags_of_dtype
 
 
 _sum_float32, _sum_float16, _sum_bfloat16 = (_make_sum(dtype) for dtype in (FLOAT32, FLOAT16, BFLOAT16))
 
 
 @inlined
-def sum_rows(to, ids, following, table, num_rows, no_row, scales, count, size, dtype, streamed):
-    """float32 `to[:size] = Σ_i scales[i] · table[ids[i]]`, in order; `no_row`'s zeros for an id out of range.
+def sum_bags(to, pitch, offsets, num_bags, ids, table, num_rows, no_row, scales, size, dtype, streamed):
+    """float32 `to[bag * pitch :][:size] = Σ_i scales[i] · table[ids[i]]` of each bag, in order; `pitch` in bytes.
 
-    `to`, `ids` (int64), `table` (`[num_rows, size]`), `no_row` (`[size]`) and `scales` (float32, or 0 for none) are
-    addresses. Rows are asked for ahead, those of the `following` ids from `ids` on, `count` among them. `streamed`
-    results go past the caches, if `to` is aligned for that.
+    `to`, `offsets` (int64 `[num_bags + 1]`), `ids` (int64, that of the first bag first), `table` (`[num_rows, size]`),
+    `no_row` (`[size]` zeros, for an id out of range) and `scales` (float32, or 0 for none) are addresses. Rows are
+    asked for ahead. `streamed` results go past the caches, if `to` and `pitch` are aligned for that.
     """
-    past_caches = streamed and to % STREAMED_ALIGNMENT == 0
+    past_caches = streamed and (to | pitch) % STREAMED_ALIGNMENT == 0
     if dtype == FLOAT32:
-        _sum_float32(to, ids, following, table, num_rows, no_row, scales, count, size, past_caches)
+        _sum_float32(to, pitch, offsets, num_bags, ids, table, num_rows, no_row, scales, size, past_caches)
     elif dtype == FLOAT16:
-        _sum_float16(to, ids, following, table, num_rows, no_row, scales, count, size, past_caches)
+        _sum_float16(to, pitch, offsets, num_bags, ids, table, num_rows, no_row, scales, size, past_caches)
     else:
-        _sum_bfloat16(to, ids, following, table, num_rows, no_row, scales, count, size, past_caches)
+        _sum_bfloat16(to, pitch, offsets, num_bags, ids, table, num_rows, no_row, scales, size, past_caches)
 
 
 def _make_dot(dtype: int) -> Any:
