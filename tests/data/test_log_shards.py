@@ -190,9 +190,9 @@ def test_nobody_parses_what_others_parse(logs, monkeypatch):
 
 
 def rows_seen(chunks):
-    if all(isinstance(chunk.content, bytearray) for chunk in chunks):
-        return sum(chunk.content.count(b"\n") for chunk in chunks)
-    return sum(chunk.content.num_rows for chunk in chunks)
+    if all(isinstance(chunk.rows, bytearray) for chunk in chunks):
+        return sum(chunk.rows.count(b"\n") for chunk in chunks)
+    return sum(chunk.rows.num_rows for chunk in chunks)
 
 
 @pytest.mark.parametrize("kind", ["plain", "packed", "parquet", pytest.param("mixed files", marks=pytest.mark.more)])

@@ -56,8 +56,7 @@ class Batch:
         return pytree.tree_map_only(Tensor, function, self)
 
     def packed(self) -> "Batch":
-        """The same batch in one buffer; this one if it has one. ValueError if ids have weights, or numbers another type
-        than a buffer has."""
+        """The same batch in one buffer; this one if it has one. ValueError if ids have weights, or types are others."""
         if self.buffer is not None:
             return self
         if self.sparse.weights_or_none() is not None:

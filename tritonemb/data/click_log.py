@@ -12,11 +12,12 @@ from typing import Any, Self
 
 import numpy as np
 
+from tritonemb.data.arrow import pa
 from tritonemb.data.columns import Array
 from tritonemb.data.encode import encode, mix, numberings
 from tritonemb.data.files import Chunk, LogFile, Part, end_parts, find, is_remote, parts_of_files, split_files
 from tritonemb.data.parquet import ArrowSource, head_of, time_mask
-from tritonemb.data.pipeline import FIELDS, Batcher, Block, Place, in_order, permutation
+from tritonemb.data.pipeline import FIELDS, Batcher, Place, in_order, permutation
 from tritonemb.data.protocol import (
     MAX_PROBLEMS,
     SPLITS,
@@ -35,9 +36,6 @@ from tritonemb.data.protocol import (
 )
 from tritonemb.data.schema import CATEGORIES, INTEGERS, LABEL, Kind, LogOptions, SplitRule
 from tritonemb.data.text import TextSource, delimiter_of, first_bytes, header_of
-from tritonemb.utils import LazyModule
-
-pa: Any = LazyModule("pyarrow")
 
 _log = logging.getLogger(__name__)
 
@@ -91,13 +89,13 @@ class ClickLog(Tables):
         files = tuple(file for split in SPLITS for file in by_split.get(split, ()))
         self._files, self.files = files, tuple(file.path for file in files)
         self._identity: tuple[Any, ...] = tuple((file.name, file.size) for file in files)
-        self._source: TextSource | ArrowSource
-        if files[0].format != "text":
-            self._source = ArrowSource(files, self.options.schema, rule, labelled, kept)
-        elif rule.time_column:
+        is_text = files[0].format == "text"
+        if is_text and rule.time_column:
             raise ValueError(f"{files[0].path}: text files are not split by a time column; split by another rule")
-        else:
-            self._source = TextSource(files, self.options, labelled, kept)
+        self._source: TextSource | ArrowSource = (
+            TextSource(files, self.options, labelled, kept) if is_text
+            else ArrowSource(files, self.options.schema, rule, labelled, kept)
+        )  # fmt: skip
         self.schema = self._source.schema
         known = numberings(self.schema)
         vocabulary = self.schema.vocabulary
@@ -208,7 +206,7 @@ class ClickLog(Tables):
                 'cannot resume with on_bad_row="raise"; use on_bad_row="skip", or start the epoch again'
             )
 
-    def scan(self, split: Split, job: Callable[[Any], Any], start: Place | None = None) -> Generator[Block, None, None]:
+    def scan(self, split: Split, job: Callable[[Any], Any], start: Place | None = None) -> Generator[Chunk, None, None]:
         """What `job` makes of the good rows of a split, a `pyarrow.RecordBatch` a chunk, in order, by the log's
         threads; close the iterator to end them. ValueError if there is a bad row that is not to be skipped."""
         parts = self._parts_of(split)
@@ -217,30 +215,28 @@ class ClickLog(Tables):
             for part in parts:
                 self._source.rows_before(part)
 
-        def work(chunk: Chunk) -> Block:
+        def work(chunk: Chunk) -> Chunk:
             batch, report = self._read(split, chunk)
-            return Block(chunk.part, chunk.offset, chunk.line, job(batch), report)
+            return replace(chunk, rows=job(batch), report=report)
 
         chunks = self._source.chunks(parts, self.options.chunk_bytes, start.part, start.offset, start.line)
         return in_order(work, chunks, self.options.workers)
 
     def all_rows_as(self, split: Split, files: Iterable[int] | None = None) -> Self:
         """The same log with one split: all rows, or those of the files with these numbers, in their order."""
-        log = self._with("end", {split: tuple(map(Part, range(len(self.files)) if files is None else files))})
-        log.options = replace(self.options, split=SplitRule(split_by="end", test_share=0.0))
-        return log
+        parts = tuple(map(Part, range(len(self.files)) if files is None else files))
+        options = replace(self.options, split=SplitRule(split_by="end", test_share=0.0))
+        return self._with("end", {split: parts}, options=options)
 
     def in_files(self, files: Mapping[Split, LogFile | None], left_out: dict[Split, ReadReport]) -> Self:
-        """The same log, read from Parquet files with the good rows of its splits, None for one without rows. Of each
-        split, `left_out` reports the bad ones."""
+        """The same log, read from Parquet files with its splits' good rows; `left_out` reports the bad ones."""
         found = {split: (file,) for split, file in files.items() if file is not None}
-        parts = parts_of_files(found)
-        log = self._with("files", {split: parts[split] for split in files})
-        stored = tuple(file for split in SPLITS for file in found.get(split, ()))
-        log._source, log.files = ArrowSource(stored, self.schema), tuple(file.path for file in stored)
-        log.options = replace(self.options, on_bad_row="raise")
-        log._identity, log._left_out = (*self._identity, "parquet"), left_out
-        return log
+        parts, stored = parts_of_files(found), tuple(file for split in SPLITS for file in found.get(split, ()))
+        return self._with(
+            "files", {split: parts[split] for split in files}, _source=ArrowSource(stored, self.schema),
+            files=tuple(file.path for file in stored), options=replace(self.options, on_bad_row="raise"),
+            _identity=(*self._identity, "parquet"), _left_out=left_out,
+        )  # fmt: skip
 
     def text_schema(self) -> Any:
         """The `pyarrow.Schema` of its columns if it is read from text; else None."""
@@ -252,9 +248,9 @@ class ClickLog(Tables):
         columns = [(field.name, str(field.type)) for field in self.text_schema()]
         return digest([(file.location, file.size, file.modified) for file in self._files], options, columns)
 
-    def _with(self, kind: Kind, parts: dict[Split, tuple[Part, ...]]) -> Self:
+    def _with(self, kind: Kind, parts: dict[Split, tuple[Part, ...]], **more: Any) -> Self:
         log = copy.copy(self)
-        log._kind, log._parts, log._known_rows = kind, parts, {}
+        vars(log).update(more, _kind=kind, _parts=parts, _known_rows={})
         return log
 
     def _shard(self, split: Split, shard: Shard) -> Self:
@@ -285,7 +281,7 @@ class ClickLog(Tables):
         if self._kind == "random":
             return _drawn(rule, split, part.file, self._source.rows_before(part) + chunk.line + rows)
         if self._kind == "time":
-            times = chunk.content.column(rule.time_column)
+            times = chunk.rows.column(rule.time_column)
             return time_mask(rule, split, times, times.type).to_numpy(zero_copy_only=False)[rows]
         return np.ones(len(rows), dtype=bool)
 

@@ -9,9 +9,6 @@ import torch
 from torch import Tensor
 
 from tritonemb.data.batch import Batch, BatchLayout
-from tritonemb.utils import LazyModule
-
-pa: Any = LazyModule("pyarrow")
 
 Array = np.ndarray[Any, Any]
 
@@ -72,15 +69,14 @@ def concat(parts: Sequence[Rows], order: Array | None = None) -> Rows:
         return parts[0]
     columns = []
     for pieces in zip(*(part.columns for part in parts), strict=True):
-        values, offsets = _joined([piece.values for piece in pieces], None), None
-        places = order
+        places, offsets = order, None
         if pieces[0].offsets is not None:
             lengths = np.concatenate([np.diff(piece.offsets.numpy()) for piece in pieces if piece.offsets is not None])
             offsets = offsets_of(lengths)
             if order is not None:
                 places, lengths = _places(offsets, order)
                 offsets = offsets_of(lengths)
-        values = values if places is None else values[places]
+        values = _joined([piece.values for piece in pieces], places)
         columns.append(Column(torch.from_numpy(values), None if offsets is None else torch.from_numpy(offsets)))
     dense, labels = (_joined([getattr(part, name) for part in parts], order) for name in ("dense", "labels"))
     return Rows(torch.from_numpy(dense), tuple(columns), torch.from_numpy(labels))

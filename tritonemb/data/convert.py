@@ -11,14 +11,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from tritonemb.data.arrow import pa
 from tritonemb.data.click_log import ClickLog
 from tritonemb.data.encode import COLUMNS, METADATA, counted, is_text, most_frequent
-from tritonemb.data.files import LogFile, find, write_parquet
+from tritonemb.data.files import find, write_parquet
 from tritonemb.data.protocol import ReadReport, Split
 from tritonemb.data.schema import LogOptions, SplitRule
-from tritonemb.utils import LazyModule, read_sealed, require, sealed, write_whole
-
-pa: Any = LazyModule("pyarrow")
+from tritonemb.utils import read_sealed, require, sealed, write_whole
 
 _Task = tuple[ClickLog, Split, Path]
 Compression = Literal["zstd", "snappy", "gzip", "lz4", "none"]
@@ -55,9 +54,8 @@ def convert(
         raise ValueError(f"{files[0].path} is Parquet already; text files are converted")
     is_folder = len(files) > 1 or str(files[0].path).rstrip("/") != str(source).rstrip("/")
     targets = [target / f"{file.stem}.parquet" for file in files] if is_folder else [target]
-    for path in targets:
-        if path.exists():
-            raise ValueError(f"{path} is there already; remove it, or name another target")
+    if there := [path for path in targets if path.exists()]:
+        raise ValueError(f"{there[0]} is there already; remove it, or name another target")
     log = ClickLog(source, replace(options or LogOptions(), split=SplitRule(split_by="end", test_share=0.0)))
     if is_folder:
         target.mkdir(exist_ok=True)
@@ -98,16 +96,12 @@ def cached_as_parquet(
             written = None if progress is None else lambda rows: progress(rows, total)
             reports = map(asdict, _write(tasks, ROW_GROUP_ROWS, "zstd", written))
             write_whole(summary, sealed(json.dumps(dict(zip(log.splits(), reports, strict=True)))))
-    files: dict[Split, LogFile | None] = {}
-    left_out: dict[Split, ReadReport] = {}
     try:
-        written_reports = json.loads(read_sealed(summary))
+        found = json.loads(read_sealed(summary))
     except ValueError as error:
         raise ValueError(f"{summary} is damaged ({error}); remove {kept}, and it is made anew") from error
-    for split, found in ((split, written_reports[split]) for split in log.splits()):
-        files[split] = find(kept / f"{split}.parquet")[0] if found["rows"] else None
-        left_out[split] = ReadReport.from_json(found | {"rows": 0})
-    return log.in_files(files, left_out)
+    files = {split: find(kept / f"{split}.parquet")[0] if found[split]["rows"] else None for split in log.splits()}
+    return log.in_files(files, {split: ReadReport.from_json(found[split] | {"rows": 0}) for split in log.splits()})
 
 
 def _write(
@@ -199,8 +193,8 @@ def build_vocabulary(
 
 
 def _summed(table: Any, capacity: int) -> tuple[Any, int]:
-    table = table.group_by("value", use_threads=False).aggregate([("count", "sum")])
-    table = table.rename_columns({"count_sum": "count"})
+    summed = table.group_by("value", use_threads=False).aggregate([("count", "sum")])
+    table = summed.rename_columns({"count_sum": "count"})
     if table.num_rows <= capacity:
         return table, 0
     counts = table["count"].to_numpy()
@@ -210,8 +204,10 @@ def _summed(table: Any, capacity: int) -> tuple[Any, int]:
 
 def _save(path: Path, tables: Mapping[str, Any]) -> None:
     types = (pa.string(), pa.large_string(), pa.int64(), pa.int64())
-    is_string = {name: found is not None and is_text(found["value"].type) for name, found in tables.items()}
-    kinds = {name: "string" if text else "integer" for name, text in is_string.items()}
+    kinds = {
+        name: "integer" if kept is None or not is_text(kept["value"].type) else "string"
+        for name, kept in tables.items()
+    }
     schema = pa.schema(list(zip(COLUMNS, types, strict=True)), {METADATA: json.dumps(kinds).encode()})
     with write_parquet(path, schema, "zstd") as writer:
         for name, kept in tables.items():
@@ -269,8 +265,10 @@ def make_vocabulary(options: VocabOptions) -> str:
     report = build_vocabulary(log, options.out, options.min_count, options.max_size, progress=_progress("read"))
     sizes = ", ".join(f"{name} {size:,}" for name, size in report.num_embeddings.items())
     lines = [f"{options.out}: {report.rows:,} train rows{_skipped(report.skipped)}", f"ids: {sizes}"]
-    for name, most in report.forgotten.items():
-        lines.append(f"note: {name} has more distinct values than were counted at a time; counts may miss {most:,}")
+    lines += [
+        f"note: {name} has more distinct values than were counted at a time; counts may miss {most:,}"
+        for name, most in report.forgotten.items()
+    ]
     return "\n".join(lines)
 
 

@@ -7,12 +7,14 @@ import sys
 import tempfile
 import zipfile
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from tritonemb.data.arrow import pa, parquet
 from tritonemb.data.columns import Column, Rows, offsets_of
 from tritonemb.data.encode import encode_categories
 from tritonemb.data.in_memory import Dataset
@@ -59,30 +61,25 @@ NUM_DENSE = 4
 def load_adult(folder: str | Path) -> Dataset:
     """Read UCI Adult (Becker & Kohavi, 1996), `adult.data` (training rows) and `adult.test`, from a folder: does a
     person earn more than 50,000 dollars a year? Eight categorical features; six numbers, the two capital ones as
-    `log(1 + x)`, all standardised by the training rows' mean and deviation. FileNotFoundError, or ValueError that names
-    a bad line, field and value.
+    `log(1 + x)`, all standardised by the training rows. FileNotFoundError, or ValueError that names line and value.
     """
-    pa = require("pyarrow")
-    files = [Path(folder) / name for name in ("adult.data", "adult.test")]
-    for path in files:
-        if not path.is_file():
-            raise FileNotFoundError(f"{path}: no such file; expected UCI's adult.data and adult.test in one folder")
-    train, test = (_read(path) for path in files)
+    train, test = (_read(Path(folder) / name) for name in ("adult.data", "adult.test"))
     num_train, fields = len(train), dict(zip(ADULT_FIELDS, zip(*train, *test, strict=True), strict=True))
     labels = np.array([LABELS[label] for label in fields["label"]], dtype=np.float32)
     numbers = {name: np.array(fields[name], dtype=np.float64) for name in NUMBERS}
     numbers |= {name: np.log1p(numbers[name]) for name in ("capital_gain", "capital_loss")}
     dense = np.stack([_standardised(values, num_train) for values in numbers.values()], axis=1)
-    features, columns = [], []
-    for name in (field for field in ADULT_FIELDS[:-1] if field not in NUMBERS):
-        ids, num_embeddings = encode_categories(pa.array([None if v == "?" else v for v in fields[name]]), num_train)
-        features.append(Feature(name, num_embeddings))
-        columns.append(Column(ids))
+    categories = {name: fields[name] for name in ADULT_FIELDS[:-1] if name not in NUMBERS}
+    features, columns = _encoded(
+        {name: [None if value == "?" else value for value in values] for name, values in categories.items()}, num_train
+    )
     rows = Rows(torch.from_numpy(dense), tuple(columns), torch.from_numpy(labels))
     return Dataset("adult", tuple(features), rows.slice(0, num_train), rows.slice(num_train, len(rows)))
 
 
 def _read(path: Path) -> list[list[str]]:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such file; expected UCI's adult.data and adult.test in one folder")
     rows = []
     with path.open(newline="") as file:
         reader = csv.reader(file, skipinitialspace=True)
@@ -102,6 +99,12 @@ def _read(path: Path) -> list[list[str]]:
     if not rows:
         raise ValueError(f"{path} has no rows")
     return rows
+
+
+def _encoded(categories: Mapping[str, Any], num_train: int) -> tuple[list[Feature], list[Column]]:
+    found = {name: encode_categories(pa.array(values), num_train) for name, values in categories.items()}
+    features = [Feature(name, num_embeddings) for name, (_, num_embeddings) in found.items()]
+    return features, [Column(ids) for ids, _ in found.values()]
 
 
 def _standardised(values: Array, num_train: int) -> Array:
@@ -165,7 +168,6 @@ def _download(scratch: Path, folder: Path) -> Path:
 
 def read_movielens_100k(folder: Path) -> Dataset:
     """Read the three Parquet files in `folder`."""
-    parquet = require("pyarrow.parquet")
     ratings, users, items = (
         {column: np.asarray(values) for column, values in parquet.read_table(folder / name).to_pydict().items()}
         for name in FILES
@@ -177,9 +179,7 @@ def read_movielens_100k(folder: Path) -> Dataset:
     ratings = {name: values[order] for name, values in ratings.items()}
     users, items = _joined(users, ratings, "user_id"), _joined(items, ratings, "movie_id")
 
-    encoded = [encode_categories(column, num_train) for column in _categories(ratings, users, items)]
-    features = [Feature(name, num_embeddings) for name, (_, num_embeddings) in zip(CATEGORIES, encoded, strict=True)]
-    columns = [Column(ids) for ids, _ in encoded]
+    features, columns = _encoded(_categories(ratings, users, items), num_train)
     features.append(Feature("genre", len(GENRES), multi_hot=True))
     flags = np.stack([items[genre] for genre in GENRES], axis=1) != 0
     columns.append(_column(np.nonzero(flags)[1], flags.sum(axis=1)))
@@ -187,8 +187,12 @@ def read_movielens_100k(folder: Path) -> Dataset:
     for name, chosen in (("liked", liked), ("disliked", ~liked)):
         features.append(Feature(name, features[movies].num_embeddings, multi_hot=True))
         columns.append(_history(ratings, columns[movies].values.numpy(), chosen, num_train))
-    dense = torch.from_numpy(_dense(ratings, users, num_train))
-    rows = Rows(dense, tuple(columns), torch.from_numpy(liked.astype(np.float32)))
+    seen = (
+        np.bincount(ids[:num_train], minlength=ids.max() + 1)[ids] for ids in (ratings["user_id"], ratings["movie_id"])
+    )
+    dense = np.stack([users["age"], ratings["timestamp"], *map(np.log1p, seen)], axis=1).astype(np.float64)
+    labels = torch.from_numpy(liked.astype(np.float32))
+    rows = Rows(torch.from_numpy(_standardised(dense, num_train)), tuple(columns), labels)
     splits = [rows.slice(*ends) for ends in ((0, num_train), (num_train, num_seen), (num_seen, num_rows))]
     return Dataset("movielens-100k", tuple(features), train=splits[0], validation=splits[1], test=splits[2])
 
@@ -199,15 +203,15 @@ def _joined(table: Table, ratings: Table, key: str) -> Table:
     return {name: values[rows] for name, values in table.items()}
 
 
-def _categories(ratings: Table, users: Table, items: Table) -> list[Any]:
-    found = {
+def _categories(ratings: Table, users: Table, items: Table) -> dict[str, Any]:
+    found = ratings | {
         "age_bucket": np.digitize(users["age"], (18, 25, 35, 45, 50, 56)),
         "gender": users["gender"],
         "occupation": users["occupation"],
         "zip_prefix": [code[:2] for code in users["zip_code"].tolist()],
         "release_year": [date[-4:] if date else None for date in items["release_date"]],
     }
-    return [require("pyarrow").array((ratings | found)[name]) for name in CATEGORIES]
+    return {name: found[name] for name in CATEGORIES}
 
 
 def _column(values: Any, lengths: Any) -> Column:
@@ -224,14 +228,6 @@ def _history(ratings: Table, movies: Array, chosen: Array, num_train: int) -> Co
         if chosen[row] and row < num_train:
             seen.append(ids[row])
     return _column([id for bag in bags for id in bag], [len(bag) for bag in bags])
-
-
-def _dense(ratings: Table, users: Table, num_train: int) -> Array:
-    counts = [
-        np.bincount(ids[:num_train], minlength=ids.max() + 1)[ids] for ids in (ratings["user_id"], ratings["movie_id"])
-    ]
-    values = np.stack([users["age"], ratings["timestamp"], *map(np.log1p, counts)], axis=1).astype(np.float64)
-    return _standardised(values, num_train)
 
 
 def make_synthetic(num_train: int = 200_000, num_test: int = 50_000, seed: int = 0) -> Dataset:

@@ -19,14 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from tritonemb.data.arrow import arrow_csv, compute, pa
 from tritonemb.data.columns import Array
 from tritonemb.data.encode import good_rows, integers, string_buffers, wrong_values
 from tritonemb.data.schema import CATEGORIES, CRITEO, FIELDS, INTEGERS, LABEL, Schema, listed, wrong_value
-from tritonemb.utils import LazyModule
-
-pa: Any = LazyModule("pyarrow")
-compute: Any = LazyModule("pyarrow.compute")
-arrow_csv: Any = LazyModule("pyarrow.csv")
 
 Text = bytes | bytearray
 
@@ -38,8 +34,6 @@ _RULES = (
     *((rb"(?:-?[0-9]{1,18})?", "an integer or nothing"),) * len(INTEGERS),
     *((rb"[0-9a-fA-F]{0,8}", "up to 8 hexadecimal digits or nothing"),) * len(CATEGORIES),
 )
-
-
 _EXPECTED = {"double": "a number or nothing", "int64": "an integer or nothing", "string": "text in UTF-8"}
 
 
@@ -76,8 +70,7 @@ class CsvFormat:
         return pa.schema([field.with_type(pa.int8()) if field.name == self.schema.label else field for field in fields])
 
     def read(self, lines: Text, accepted: bool = False) -> Any:
-        """A `pyarrow.RecordBatch` of some lines without blank ones; None if one may not be acceptable, unless all have
-        been `accepted`."""
+        """A `pyarrow.RecordBatch` of lines, none blank; None if one may be bad, unless all were `accepted`."""
         # A quote that is not closed would reach as far as this row of missing values.
         guard = (self._delimiter * (len(self.columns) - 1) + "\n").encode() if b'"' in lines else b""
         batch = self._parse(lines + guard if guard else lines, self._types)

@@ -28,15 +28,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tritonemb.data.arrow import compute, fs, pa
 from tritonemb.data.columns import Array, Column, Rows, offsets_of
 from tritonemb.data.files import LogFile, open_parquet
 from tritonemb.data.protocol import Feature
 from tritonemb.data.schema import Schema, listed
-from tritonemb.utils import LazyModule
-
-pa: Any = LazyModule("pyarrow")
-compute: Any = LazyModule("pyarrow.compute")
-fs: Any = LazyModule("pyarrow.fs")
 
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _30, _27, _31, _32 = (np.uint64(bits) for bits in (30, 27, 31, 32))
@@ -199,18 +195,16 @@ class Numbering:
 
     def ids(self, array: Any) -> Array:
         """int32 `[N]` of a `pyarrow` array of strings or integers; 0 where missing."""
-        if str(decoded(array.type)) == "null":
+        if array.null_count == len(array) or str(decoded(array.type)) == "null":
             return np.zeros(len(array), dtype=np.int32)
         if not hasattr(array.type, "index_type") and (self._keys is not None or is_text(array.type)):
             array = array.dictionary_encode()
         if not hasattr(array.type, "index_type"):
             ids = self._unmasked_ids(array)
-        elif len(array.dictionary):
+        else:
             ids = self._unmasked_ids(array.dictionary)
             ids[missing_of(array.dictionary)] = 0
             ids = ids[integers(array.indices)]
-        else:
-            ids = np.zeros(len(array), dtype=np.int32)
         if array.null_count:
             ids[missing_of(array)] = 0
         return ids
@@ -241,8 +235,7 @@ def _strings(values: Any, places: Array) -> Any:
 
 
 def load_vocabulary(path: str | Path) -> dict[str, Numbering]:
-    """The numberings of the features in a file that `build_vocabulary` wrote; FileNotFoundError or ValueError if it is
-    not there, or not such a file."""
+    """The numberings of the features in a file of `build_vocabulary`; FileNotFoundError or ValueError if it is none."""
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such vocabulary; `tritonemb vocab` makes one")
@@ -278,8 +271,7 @@ def numberings(schema: Schema) -> dict[str, Numbering]:
 
 def encode_categories(column: Any, num_train: int, min_count: int = 1) -> tuple[Tensor, int]:
     """int32 ids of a `pyarrow` Array or ChunkedArray whose first `num_train` rows are the training rows, and the number
-    of ids; see `most_frequent`. Id 0 is for missing and unseen categories, and for those with fewer than `min_count`
-    training rows."""
+    of ids; see `most_frequent`. Id 0 is for missing and unseen ones, and those in fewer than `min_count` such rows."""
     array = column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column
     kept = most_frequent(counted(array[:num_train]), min_count)
     numbering = Numbering("", len(kept) + 1, kept["value"].combine_chunks(), np.arange(1, len(kept) + 1))
@@ -307,11 +299,9 @@ def encode(batch: Any, schema: Schema, features: tuple[Feature, ...], numberings
     dense = np.empty((batch.num_rows, len(schema.dense)), dtype=np.float32)
     for place, name in enumerate(schema.dense):
         dense[:, place] = scaled(numbers(batch.column(name)), schema.is_logarithmic(name))
-    labels = np.zeros(batch.num_rows, dtype=np.float32)
-    if schema.label in batch.schema.names:
-        labels = numbers(batch.column(schema.label)).astype(np.float32)
+    labels = numbers(batch.column(schema.label)) if schema.label in batch.schema.names else np.zeros(batch.num_rows)
     columns = tuple(_encoded(batch.column(feature.name), numberings[feature.name]) for feature in features)
-    return Rows(torch.from_numpy(dense), columns, torch.from_numpy(labels))
+    return Rows(torch.from_numpy(dense), columns, torch.from_numpy(labels.astype(np.float32)))
 
 
 def _encoded(array: Any, numbering: Numbering) -> Column:

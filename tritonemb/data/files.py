@@ -10,13 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from tritonemb.data.protocol import SPLITS, WHOLE, Shard, Split
+from tritonemb.data.arrow import fs, pa, parquet
+from tritonemb.data.protocol import SPLITS, WHOLE, ReadReport, Shard, Split
 from tritonemb.data.schema import SplitRule, listed
-from tritonemb.utils import LazyModule, require, written_aside
-
-pa: Any = LazyModule("pyarrow")
-parquet: Any = LazyModule("pyarrow.parquet")
-fs: Any = LazyModule("pyarrow.fs")
+from tritonemb.utils import require, written_aside
 
 Format = Literal["text", "parquet", "table"]
 PARQUET = (".parquet", ".pq", ".parq")
@@ -115,9 +112,8 @@ def natural(name: str) -> list[tuple[int, int, str]]:
 
 
 def _found(entry: str | Path) -> list[LogFile]:
-    path: Path | str = Path(entry)
-    if is_remote(entry):
-        path = re.sub(r"(?<=://)[^/]*@", "", str(entry).partition("?")[0]).rstrip("/")  # without keys and options
+    uri = re.sub(r"(?<=://)[^/]*@", "", str(entry).partition("?")[0]).rstrip("/")  # without keys and options
+    path: Path | str = uri if is_remote(entry) else Path(entry)
     shown, files = path, []
     try:
         system, place = _file_system(str(entry), path) if isinstance(path, str) else (fs.LocalFileSystem(), str(entry))
@@ -204,8 +200,7 @@ def write_parquet(path: Path, schema: Any, compression: str) -> Iterator[Any]:
 @contextmanager
 def open_parquet(file: LogFile, columns: Sequence[str] | None = None) -> Iterator[tuple[Any, Callable[[int], None]]]:
     """A `pyarrow.parquet.ParquetFile`, and what verifies all bytes of a row group, or those of some columns, before its
-    rows are used; of remote files and those of others, pages that have checksums. ValueError if it is damaged, or not
-    what was found."""
+    rows are used; of remote files and others', pages with checksums. ValueError if it is damaged or has changed."""
     try:
         with file.open() as raw:
             metadata = parquet.read_metadata(raw)
@@ -263,12 +258,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A run of rows of a part of a log."""
+    """A run of rows of a part of a log; a job puts what it has made of the good ones in their place, with a report."""
 
     part: int  # index
     offset: int  # where the run begins: a byte of the unpacked text, or a row
     line: int  # lines of the part before it
-    content: Any  # whole lines, a `bytearray`, or a `pyarrow.RecordBatch`
+    rows: Any  # whole lines, a `bytearray`, or a `pyarrow.RecordBatch`
+    report: ReadReport = field(default_factory=ReadReport)
 
 
 def split_files(rule: SplitRule, files: tuple[LogFile, ...]) -> dict[Split, tuple[LogFile, ...]]:
@@ -315,8 +311,7 @@ def between(parts: Sequence[Part], sizes: Sequence[int], start: int, stop: int) 
 
 
 def even(parts: Sequence[Part], sizes: Sequence[int], shard: Shard, ends: Sequence[int] = ()) -> list[Part]:
-    """The index-th of `count` runs of equal length, counted through all parts of these sizes; cuts move to the places
-    of `ends` that are near."""
+    """The index-th of `count` equal runs, counted through parts of these sizes; cuts move to `ends` that are near."""
     index, count = shard
     total = sum(sizes)
     return between(parts, sizes, *(_moved(total * place // count, total / count, ends) for place in (index, index + 1)))

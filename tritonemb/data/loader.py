@@ -37,8 +37,8 @@ class ShardState:
 
     def entry(self) -> dict[str, Any]:
         """Its part of a position."""
-        values = (self.batches, self.ended, self.report.rows, self.report.skipped, self.position)
-        return dict(zip(_ENTRY, values, strict=True))
+        read = self.report
+        return dict(zip(_ENTRY, (self.batches, self.ended, read.rows, read.skipped, self.position), strict=True))
 
     def close(self) -> None:
         """Close the stream, which may wait in another thread; the position stays."""
@@ -155,8 +155,7 @@ def read_shards(data: Data, shards: Sequence[ShardState], how: Mapping[str, Any]
 
 
 def merge_positions(positions: Sequence[Mapping[str, Any]]) -> ShardsPosition:
-    """One position of the epoch from those of all ranks' streams, in any order; ValueError if they are not of one epoch
-    and of all its shards, once each."""
+    """One position of the epoch from those of all ranks' streams; ValueError unless they have each shard of it once."""
     merged: dict[str, Any] = {}
     counts = set()
     for count, at in map(_parsed, positions):
@@ -167,15 +166,13 @@ def merge_positions(positions: Sequence[Mapping[str, Any]]) -> ShardsPosition:
     if len(counts) != 1:
         raise ValueError(f"the positions are of epochs in {sorted(counts)} shards; merge those of one epoch")
     count = counts.pop()
-    for index in range(count):
-        if str(index) not in merged:
-            raise ValueError(f"no rank's position has shard {index} of {count}; merge the positions of all ranks")
+    if missing := [index for index in range(count) if str(index) not in merged]:
+        raise ValueError(f"no rank's position has shard {missing[0]} of {count}; merge the positions of all ranks")
     return rank_position({"shares": count, "at": merged}, 0, 1)
 
 
 def rank_position(position: Mapping[str, Any], rank: int, world: int) -> ShardsPosition:
-    """The part of one rank of `world` in an epoch's position, which another number of ranks may have made; ValueError
-    if it is no such position."""
+    """The part of one rank of `world` in an epoch's position, made by any number of ranks; ValueError if it is none."""
     count, at = _parsed(position)
     mine = {str(index): at[str(index)] for index in range(rank, count, world) if str(index) in at}
     return dict(mine["0"]["position"]) if count == 1 and mine else {"shares": count, "at": mine}

@@ -73,8 +73,7 @@ def from_dataframe(
     missing, has to become one of integers (`convert_dtypes`) to be a sparse one.
 
     Args:
-        options: how it is read; its split rule holds rows out, by default the last sixth, if no held-out frames are
-            given.
+        options: how it is read; its split rule holds rows out, by default the last sixth, if no frames are held out.
         validation, test: held-out rows with the same columns.
         name: for messages.
 

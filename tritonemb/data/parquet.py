@@ -8,16 +8,12 @@ from typing import Any
 import numpy as np
 
 from tritonemb.data import files as cuts
+from tritonemb.data.arrow import compute, dataset, pa
 from tritonemb.data.delimited import Parsed
 from tritonemb.data.encode import decoded, good_rows, is_list, is_text, wrong_values
 from tritonemb.data.files import Chunk, LogFile, Part, open_parquet
 from tritonemb.data.protocol import Shard, Split
 from tritonemb.data.schema import Schema, SplitRule, shown, wrong_value
-from tritonemb.utils import LazyModule
-
-pa: Any = LazyModule("pyarrow")
-compute: Any = LazyModule("pyarrow.compute")
-dataset: Any = LazyModule("pyarrow.dataset")
 
 SLICE_ROWS = 65_536  # at most: large row groups are read in slices
 ROW_BYTES = 256  # that a row is taken to have, to make slices as large as chunks of text
@@ -42,8 +38,8 @@ def parquet_chunks(
     slice_rows = min(max(chunk_bytes // ROW_BYTES, 1), SLICE_ROWS)
     if file.table is not None:
         for row in range(offset, stop, slice_rows):
-            content = file.table.select(columns).slice(row, min(slice_rows, stop - row)).combine_chunks()
-            yield Chunk(part, row, row - start, content.to_batches()[0])
+            rows = file.table.select(columns).slice(row, min(slice_rows, stop - row)).combine_chunks()
+            yield Chunk(part, row, row - start, rows.to_batches()[0])
         return
     with open_parquet(file, columns) as (source, verify):
         ends = list(itertools.accumulate(_group_rows(source), initial=0))
@@ -149,7 +145,7 @@ class ArrowSource:
             yield from parquet_chunks(file, number, part.start, stop, chunk_bytes, begin, self._columns)
 
     def parse(self, chunk: Chunk) -> Parsed:
-        batch = chunk.content
+        batch = chunk.rows
         wrong = wrong_values(batch, self.schema)
         good = good_rows(batch, wrong)
         rows, bad_rows = np.flatnonzero(good), np.flatnonzero(~good)
@@ -165,8 +161,7 @@ class ArrowSource:
         return Parsed(batch.filter(pa.array(good)) if len(bad_rows) else batch, rows, bad_rows, describe)
 
     def shard(self, parts: tuple[Part, ...], shard: Shard) -> tuple[Part, ...]:
-        """Of all rows of some parts, those of one shard: runs of whole row groups where there are enough of them; else
-        one may be cut in two, and be read twice."""
+        """One shard of some parts: runs of whole row groups where there are enough; else one may be read twice."""
         sizes = [self._stop(part) - part.start for part in parts]
         ends: list[int] = []
         first = 0

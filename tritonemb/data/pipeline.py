@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -50,20 +50,8 @@ def in_order(job: Callable[[Chunk], R], chunks: Iterator[Chunk], workers: int | 
 
 
 @dataclass(frozen=True)
-class Block:
-    """Where a chunk begins (see `Chunk`), what a job made of its good rows, and what became of all of them."""
-
-    part: int
-    offset: int
-    line: int
-    rows: Any
-    report: ReadReport
-
-
-@dataclass(frozen=True)
 class Place:
-    """Where a shuffle buffer begins: `skip` good rows behind the beginning of a chunk, before which were `skipped` bad
-    ones."""
+    """Where a shuffle buffer begins: behind `skip` good rows of a chunk, before which were `skipped` bad ones."""
 
     part: int = 0
     offset: int = 0
@@ -83,7 +71,7 @@ class ShuffleBuffer:
 
 
 def shuffle_buffers(
-    blocks: Iterable[Block], num_rows: int, order: Callable[[int, int], Array | None], start: Place, number: int
+    blocks: Iterable[Chunk], num_rows: int, order: Callable[[int, int], Array | None], start: Place, number: int
 ) -> Iterator[ShuffleBuffer]:
     """The blocks' rows from `start` on in buffers of `num_rows`, the last one smaller; `number` is that of the first.
     `order` is called with the number of rows and that of the buffer; None keeps them as they are. ValueError if there
@@ -122,7 +110,7 @@ class Batcher:
 
     name: str  # of the data set, for messages
     options: OpenOptions
-    blocks: Callable[[Place], Generator[Block, None, None]]  # of the split from a place on
+    blocks: Callable[[Place], Generator[Chunk, None, None]]  # of the split from a place on
     keys: tuple[str, ...]  # names of the features
     buffer_rows: int  # rows of a shuffle buffer
     order: Callable[[int, int], Array | None]  # as for `shuffle_buffers`
@@ -152,7 +140,6 @@ class Batcher:
         num_rows, size = len(buffer.rows), self.options.batch_size
         if first * size >= num_rows:
             raise ValueError(f"data set {self.name!r}: there are fewer rows than the position says")
-        report = self.read
         for number in range(first, -(-num_rows // size)):
             run = slice(number * size, min((number + 1) * size, num_rows))
             batch = cut(buffer.rows, self.keys, run, self.options.pin_memory)
@@ -163,9 +150,9 @@ class Batcher:
                 place, at = buffer.stop, (buffer.number + 1, 0, rows)
             values = (place.part, place.offset, place.line, place.skip, place.skipped, *at)
             position = {"of": belongs_to, **dict(zip(FIELDS, values, strict=True))}
-            yield PositionedBatch(batch, position, replace(report, rows=rows))
+            yield PositionedBatch(batch, position, replace(self.read, rows=rows))
 
-    def _counted(self, blocks: Iterator[Block]) -> Iterator[Block]:
+    def _counted(self, blocks: Iterator[Chunk]) -> Iterator[Chunk]:
         for block in blocks:
             self.read += block.report
             yield block

@@ -154,8 +154,7 @@ class OpenOptions:
         seed, epoch: decide the order if `shuffle`.
         position: of a stream opened with the same arguments: resume exactly there.
         pin_memory: make the batches in page-locked memory.
-        shard: (index, count): the index-th of `count` disjoint shards that together are all rows of the split. There
-            may be more shards than rows.
+        shard: (index, count): one of `count` disjoint shards, together all rows of the split; some may be empty.
     """
 
     split: Split

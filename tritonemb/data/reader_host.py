@@ -96,8 +96,7 @@ class RemoteData(Tables):
     Args:
         addresses: of hosts with the same data; shard i is read by host i modulo their number.
         token: that the hosts expect; that of the environment (TRITONEMB_TOKEN) if not given.
-        roots: a PEM file with the certificates to trust with TLS; that of the environment (TRITONEMB_TLS_ROOTS), or the
-            system's if not given.
+        roots: a PEM file of certificates to trust with TLS; that of TRITONEMB_TLS_ROOTS, or the system's, if not given.
 
     Raises:
         ConnectionError, PermissionError: a host does not answer, or expects another token.
@@ -139,8 +138,7 @@ class RemoteData(Tables):
         """See `tritonemb.data.protocol.Data.open`: the same batches, positions and errors as the host's own data set.
 
         Raises:
-            ConnectionError: the host does not answer, here or out of `next`. Exceptions of the data set come as their
-                nearest built-in type.
+            ConnectionError: the host does not answer, here or in `next`. The data set's errors come as built-in types.
         """
         request = {"action": "open"} | asdict(OpenOptions(split, batch_size, **how))
         pin_memory = request.pop("pin_memory")

@@ -34,8 +34,7 @@ class Schema:
         num_embeddings: ids of each category, 0 for missing among them; values are hashed to the others.
         sizes: other numbers of ids for some of the categories, as "name=number".
         vocabulary: a file of `tritonemb vocab`, which numbers the categories in place of hashing.
-        integers: those categories of CSV files that are integers and not strings, whose hashes are others. Other
-            formats say so themselves.
+        integers: those categories of CSV files that are integers, whose hashes are others. Other formats say so.
     """
 
     label: str = ""
@@ -98,8 +97,7 @@ class Schema:
                     'Schema(label="click", dense=("price",), sparse=("user", "item"))'
                 )
             schema = replace(self, label=LABEL, dense=INTEGERS, sparse=CATEGORIES)
-        parts = {"label": (schema.label,) * labelled, "dense": schema.dense, "sparse": schema.sparse}
-        for part, names in parts.items():
+        for part, names in (("label", (schema.label,) * labelled), ("dense", schema.dense), ("sparse", schema.sparse)):
             check_there(columns, names, where, f"the schema's {part} column")
         check_there(columns, kept, where)
         return schema

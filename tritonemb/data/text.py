@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from tritonemb.data import files as cuts
+from tritonemb.data.arrow import pa
 from tritonemb.data.delimited import (
     LONGEST_LINE,
     CriteoFormat,
@@ -27,9 +28,6 @@ from tritonemb.data.delimited import (
 from tritonemb.data.files import Chunk, LogFile, Part
 from tritonemb.data.protocol import WHOLE, Shard
 from tritonemb.data.schema import FIELDS, LogOptions, listed
-from tritonemb.utils import LazyModule
-
-pa: Any = LazyModule("pyarrow")
 
 _SAMPLE_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 22
@@ -94,7 +92,7 @@ class TextSource:
             yield from text_chunks(file, part, number, width, begin, lines, self.form.quoted)
 
     def parse(self, chunk: Chunk) -> Parsed:
-        return parse(self.form, chunk.content)
+        return parse(self.form, chunk.rows)
 
     def shard(self, parts: tuple[Part, ...], shard: Shard) -> tuple[Part, ...]:
         """Plain text is cut by bytes. Compressed text can not be entered in the middle: whole files are dealt out if
@@ -206,8 +204,7 @@ def text_chunks(
     file: LogFile, part: Part, number: int, width: int, offset: int, line: int = 0, quoted: bool = False
 ) -> Iterator[Chunk]:
     """The lines of a part in chunks: those that begin in the same stripe of `width` bytes of the file, from `offset`
-    on, the part's start or where a chunk began, after `line` lines of the part. ValueError if the file is damaged, or
-    is not what it was."""
+    on, where the part or a chunk begins, after `line` of its lines. ValueError if the file is damaged or changed."""
     stop = _END if part.stop is None else part.stop
     index, count = part.stripes
     with opened(file) as source:
@@ -241,8 +238,7 @@ def lines_before(file: LogFile, start: int, quoted: bool = False) -> int:
     with opened(file) as source:
         end = _enter(source, start, quoted)
     with opened(file) as source:
-        sizes = (min(_BLOCK_BYTES, end - place) for place in range(0, end, _BLOCK_BYTES))
-        return sum(count_lines(source.read(size)) for size in sizes)
+        return sum(count_lines(source.read(min(_BLOCK_BYTES, end - place))) for place in range(0, end, _BLOCK_BYTES))
 
 
 def first_bytes(file: LogFile, num_bytes: int = LONGEST_LINE) -> bytes:

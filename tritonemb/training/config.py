@@ -38,8 +38,7 @@ class RunOptions(Options):
         compile: run the model through torch.compile.
         log_every: steps between two lines of the log.
         prefetch_depth: steps whose rows, in host memory or on disk, are prefetched to the device before they compute.
-            Chosen while training if not given: more, up to 8, while training waits for rows. It affects speed and cache
-            statistics only.
+            Chosen while training if not given: more, up to 8, while it waits for rows. It changes speed, and no result.
         num_workers: data loader workers of each rank; none if 0.
         timeout: seconds to wait for a rank that does not answer; the model's own exchanges have that of their group.
     """

@@ -1,7 +1,6 @@
-"""What `tritonemb train` and `predict` do: one run from a `TrainConfig`, in all processes that torchrun starts, and the
-scores of a log by a model that was trained so.
-"""
+"""What `tritonemb train` and `predict` do: one run, in all processes of torchrun; and scores by a trained model."""
 
+import functools
 import itertools
 import os
 import re
@@ -21,6 +20,7 @@ from torch import nn
 from tritonemb.comm.control import init_from_env
 from tritonemb.comm.group import RankGroup
 from tritonemb.data import ClickLog, cached_as_parquet, open_dataset, open_for_scoring
+from tritonemb.data.arrow import pa
 from tritonemb.data.columns import Rows, cut
 from tritonemb.data.protocol import Data, Feature, tables_of
 from tritonemb.nn import DLRM, DCNv2
@@ -35,13 +35,12 @@ from tritonemb.training.config import TrainConfig, from_plain, plain, to_toml
 from tritonemb.training.doctor import check_device
 from tritonemb.training.loop import FitResult
 from tritonemb.training.metrics import predict_logits
-from tritonemb.training.ranks import Interrupted, on_all_ranks, on_rank_zero
+from tritonemb.training.ranks import Interrupted, on_each_rank, on_rank_zero
 from tritonemb.training.schedule import Options, number
 from tritonemb.training.train_state import model_tensors, read_again
 from tritonemb.training.trainer import Trainer
-from tritonemb.utils import LazyModule, require, write_whole, written_aside
+from tritonemb.utils import require, write_whole, written_aside
 
-pa: Any = LazyModule("pyarrow")
 RUNS = Path("runs")
 SUFFIXES = (".parquet", ".csv")  # of scores
 TRAINING_ONLY = ("optimizer.", "rng.", "trainer.")
@@ -123,16 +122,10 @@ def joined(config: TrainConfig) -> Iterator[tuple[RankGroup, torch.device]]:
 
 def _open(config: TrainConfig, group: RankGroup) -> Data:
     """The data set; one process a node downloads or counts what has to be, before the others open it."""
-    opened: list[Data] = []
-
-    def open_once() -> None:
-        if not opened:
-            opened.append(open_dataset(config.data, config.path, log=config.read, seed=config.seed))
-
+    open_once = functools.cache(lambda: open_dataset(config.data, config.path, log=config.read, seed=config.seed))
     first_of_node = group.nodes.index(group.nodes[group.rank]) == group.rank
-    on_all_ranks(group, open_once if first_of_node else lambda: None)
-    on_all_ranks(group, open_once)
-    return opened[0]
+    on_each_rank(group, open_once if first_of_node else lambda: None)
+    return on_each_rank(group, open_once)
 
 
 def _begin(config: TrainConfig, data: Data, resume: str | None) -> tuple[Path, Path | None, bool]:
@@ -150,10 +143,8 @@ def _begin(config: TrainConfig, data: Data, resume: str | None) -> tuple[Path, P
 
 def _converted(data: ClickLog, cache: Path, group: RankGroup, verbose: bool) -> ClickLog:
     """The same log as Parquet. The first rank that comes writes; the others wait, in no collective that times out."""
-    found: list[ClickLog] = []
     with _progress(f"converting {data.name} to Parquet, once for all epochs", verbose) as show:
-        on_all_ranks(group, lambda: found.append(cached_as_parquet(data, cache, show)))
-    return found[0]
+        return on_each_rank(group, lambda: cached_as_parquet(data, cache, show))
 
 
 @contextmanager

@@ -81,8 +81,7 @@ class Loop:
         self._signal: int | None = None  # that the ranks have agreed upon
         self._failed: CheckpointError | None = None  # of the newest checkpoint
         self._reported_skipped: dict[str, int] = {}
-        self._has_callbacks = bool(callbacks)
-        self._evaluated = bool(self.ranks.max(self._has_callbacks or self.options.patience is not None))
+        self._evaluated = bool(self.ranks.max(bool(callbacks) or self.options.patience is not None))
 
     def run(self, test: bool) -> FitResult:
         """Train to the end, call the callbacks, and return what was done."""
@@ -103,8 +102,7 @@ class Loop:
             self.callbacks.on_end(end)
         if self._failed is not None:  # on all ranks
             raise self._failed
-        signum = self.ranks.max(self._stopped or self.request.signum or 0)  # some rank's may have come late
-        if signum:
+        if signum := self.ranks.max(self._stopped or self.request.signum or 0):  # some rank's may have come late
             raise Interrupted(signum)
         return FitResult(
             tuple(progress.losses), progress.samples - before, seconds, speed, reason, progress.step, metrics
@@ -168,7 +166,7 @@ class Loop:
         progress.logged_samples += info.rows
         progress.position = info.position
         self.clock.step(info.rows)
-        if self._has_callbacks:
+        if self.callbacks:
             self.callbacks.on_step(StepEnd(progress.step, progress.epoch, progress.samples))
 
     def _next(self, steps: Iterator[PreparedStep]) -> tuple[PreparedStep, bool]:
@@ -217,7 +215,7 @@ class Loop:
         self._refuse_nonfinite(loss, epoch)
         sent = self.ranks.sent()
         steps, self._logged_step = progress.step - self._logged_step, progress.step
-        if self._has_callbacks:
+        if self.callbacks:
             device, on_gpu = self.state.device, self.state.device.type == "cuda"
             memory = torch.cuda.memory_allocated(device) if on_gpu else require("psutil").Process().memory_info().rss
             self.callbacks.on_log(Log(

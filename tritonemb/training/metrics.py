@@ -25,8 +25,7 @@ class Metrics:
     Args:
         auc: area under the ROC curve, exact.
         log_loss: mean binary cross-entropy in nats.
-        normalized_entropy: log loss over that of always predicting the rows' base rate; below 1 is better than that
-            (He et al., ADKDD 2014).
+        normalized_entropy: log loss over that of always predicting the base rate: below 1 is better (He et al., 2014).
         num_samples: rows evaluated.
         samples_per_second: speed of the evaluation, metrics not included; 0 where nothing was timed.
         num_skipped: bad rows that were left out.
@@ -67,13 +66,8 @@ def evaluate(state: TrainState, split: Split) -> Metrics:
     with ranks.watched():
         state.settle()  # its collectives and those of the evaluation must not mix
         with state.open(split) as stream, state.steps(stream) as steps:
-            logits, labels = predict_logits(
-                state.model,
-                (batch for each in steps for batch in take(each)),
-                state.device,
-                step.precision,
-                step.forward,
-            )
+            batches = (batch for each in steps for batch in take(each))
+            logits, labels = predict_logits(state.model, batches, state.device, step.precision, step.forward)
             skipped = sum(ranks.control.all_gather_object(stream.report.skipped))
         logits, labels = ranks.to_first(logits), ranks.to_first(labels)
         seconds = time.perf_counter() - start

@@ -187,6 +187,13 @@ def on_all_ranks(group: RankGroup | None, function: Callable[[], T], error: type
     return outcomes
 
 
+def on_each_rank(group: RankGroup | None, function: Callable[[], T], error: type[Exception] | None = None) -> T:
+    """What `function()` returns on this rank, which is not sent to others; raises as `on_all_ranks` does."""
+    own: list[T] = []
+    on_all_ranks(group, lambda: own.append(function()), error)
+    return own[0]
+
+
 def on_rank_zero(group: RankGroup | None, function: Callable[[], T], error: type[Exception] | None = None) -> T:
     """What `function()` returns on rank 0, on every rank; raises as `on_all_ranks` does."""
     is_zero = group is None or group.rank == 0

@@ -1,6 +1,4 @@
-"""Factors that change from step to step: of learning rates (warm-up, then decay), and of fp16 losses; and how options
-check their numbers.
-"""
+"""Factors that change from step to step, of learning rates (warm-up, decay) and fp16 losses; and checks of options."""
 
 import math
 from dataclasses import dataclass, field, fields, replace

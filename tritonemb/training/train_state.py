@@ -93,12 +93,10 @@ class TrainState:
     def open(self, split: Split, training: bool = False) -> Batches:
         """This rank's batches of a split; for training shuffled, from where the epoch has come to."""
         options, progress = self.options, self.progress
-        order: dict[str, Any] = {}
-        if training:
-            order = {"seed": options.seed, "epoch": progress.epoch, "shuffle": True, "positions": progress.position}
         return open_shards(
             self.data, split, options.batch_size, self.ranks.rank, self.ranks.size,
-            pin_memory=self.device.type == "cuda", workers=self._workers, **order,
+            positions=progress.position if training else None, pin_memory=self.device.type == "cuda",
+            workers=self._workers, seed=options.seed, epoch=progress.epoch, shuffle=training,
         )  # fmt: skip
 
     @contextmanager
@@ -169,10 +167,8 @@ def empty_batch(data: Data) -> Batch:
 
 def caches_of(model: nn.Module) -> list[RowCache]:
     """The caches of a model's cached tables, this rank's shards among them."""
-    found = table_sets(model)
-    for module in model.modules():
-        if isinstance(module, ShardedCollection):
-            found += module.locals
+    sharded = (module for module in model.modules() if isinstance(module, ShardedCollection))
+    found = [*table_sets(model), *(own for module in sharded for own in module.locals)]
     return [collection.cache for collection in found if collection.cache is not None]
 
 
@@ -206,9 +202,7 @@ def read_again(model: nn.Module) -> None:
 def optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer | None
 ) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
-    """What the optimizer of the dense part keeps: tensors by `optimizer.<parameter>.<state>`, and plain values for
-    JSON, by the parameter's name.
-    """
+    """The dense optimizer's tensors by `optimizer.<parameter>.<state>`, and plain values by parameter, for JSON."""
     tensors: dict[str, Tensor] = {}
     plain: dict[str, dict[str, Any]] = {}
     for name, parameter in _parameters_of(model, optimizer):
@@ -288,8 +282,7 @@ def set_rng(
             torch.cuda.set_rng_state(tensor, device)
     version, numbers, gauss = plain[rank]["python"]
     random.setstate((version, tuple(numbers), gauss))
-    name, keys, position, has_gauss, cached = plain[rank]["numpy"]
-    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))  # noqa: NPY002
+    np.random.set_state(tuple(plain[rank]["numpy"]))  # noqa: NPY002
 
 
 def seed_rank(seed: int, rank: int) -> None:

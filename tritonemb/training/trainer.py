@@ -97,9 +97,8 @@ class Trainer(TrainerOptions):
         # What is learned of the data's size later on does not change them, or a resumed run would have other rates.
         schedules = (self.dense_schedule or Schedule(), self.table_schedule or Schedule())
         step.schedule(*(schedule.within(state.total_steps) for schedule in schedules))
-        options, folder = self.checkpoints, None
-        if self.folder is not None:
-            folder = RunFolder(self.folder, options.keep, options.checkpoint_incremental)
+        options, path = self.checkpoints, self.folder
+        folder = None if path is None else RunFolder(path, options.keep, options.checkpoint_incremental)
         saving = CheckpointManager(state, folder, options.checkpoint_async)
         # The options are frozen; what is made of them is set once.
         vars(self).update(

@@ -126,25 +126,20 @@ class LiveView(Lines):
 
 def start_line(start: FitStart) -> str:
     """What the run trains on."""
-    config, fields = start.config, ["training"]
-    if isinstance(config.get("data"), str):
-        fields.append(config["data"])
-    epochs = "1 epoch" if start.num_epochs == 1 else f"{start.num_epochs:,} epochs"
-    if start.total_samples is None:
-        fields.append(epochs)
-    else:
-        samples = f"{'about ' * start.estimated}{start.total_samples:,} samples"
-        all_epochs = start.epoch_samples is None or start.total_samples >= start.epoch_samples * start.num_epochs
-        fields.append(f"{samples} in {epochs}" if all_epochs else samples)
-    if config.get("batch_size") is not None:
-        fields.append(
-            f"batch {config['batch_size']:,}" + f" on each of {start.num_ranks:,} ranks" * (start.num_ranks > 1)
-        )
-    if start.total_steps is not None:
-        fields.append(f"{start.total_steps:,} steps")
-    if start.first_step:
-        fields.append(f"resumed at step {start.first_step:,}")
-    return "  ".join(fields)
+    data, batch, samples = start.config.get("data"), start.config.get("batch_size"), start.total_samples
+    work = "1 epoch" if start.num_epochs == 1 else f"{start.num_epochs:,} epochs"
+    if samples is not None:
+        all_epochs = start.epoch_samples is None or samples >= start.epoch_samples * start.num_epochs
+        work = f"{'about ' * start.estimated}{samples:,} samples" + f" in {work}" * all_epochs
+    fields = (
+        "training",
+        data if isinstance(data, str) else None,
+        work,
+        f"batch {batch:,}" + f" on each of {start.num_ranks:,} ranks" * (start.num_ranks > 1) if batch else None,
+        f"{start.total_steps:,} steps" if start.total_steps else None,
+        f"resumed at step {start.first_step:,}" if start.first_step else None,
+    )
+    return "  ".join(field for field in fields if field)
 
 
 def log_line(log: Log, start: FitStart, eta: bool = False) -> str:

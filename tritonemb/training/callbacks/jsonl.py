@@ -112,8 +112,7 @@ def _events(path: Path) -> list[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             event = json.loads(line)
-            named = isinstance(event, dict) and isinstance(event.get("event"), str)
-            if not named or not isinstance(_step_of(event), int):
+            if not (isinstance(event, dict) and isinstance(event.get("event"), str) and type(_step_of(event)) is int):
                 raise ValueError("not an event with its step")
         except ValueError as error:
             if number == len(lines):  # nothing after the last line's end, or a line that was not finished

@@ -1,6 +1,6 @@
 """Curves for TensorBoard, and a window of steps under `torch.profiler` as a trace that Perfetto opens."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,18 +8,17 @@ import torch
 
 from tritonemb.training.callbacks import Callback, Evaluation, FitEnd, FitStart, Log, StepEnd
 from tritonemb.training.config import ProfileOptions
-from tritonemb.training.metrics import Metrics
 from tritonemb.utils import require
 
 FLUSH_SECONDS = 10
+METRICS = ("auc", "log_loss", "normalized_entropy")
 
 
 class TensorBoard(Callback):
     """Writes scalars over steps: train/loss, train/samples_per_second, train/data_wait, train/memory_bytes, lr/dense,
     lr/tables; auc, log_loss and normalized_entropy under the name of each split; cache/ and each name of `Log.cache`.
 
-    Where a run is resumed from a checkpoint, what was written after that step is hidden. MissingExtraError if
-    tensorboard is not installed.
+    Of a run that is resumed, what was written after that step is hidden. MissingExtraError without tensorboard.
 
     Args:
         folder: of the event files, one of its own for every run.
@@ -39,27 +38,23 @@ class TensorBoard(Callback):
         self._writer = SummaryWriter(self._folder, purge_step=start.first_step + 1, flush_secs=FLUSH_SECONDS)
 
     def on_log(self, log: Log) -> None:
-        names = ("loss", "samples_per_second", "data_wait", "memory_bytes")
-        self._add("train", {name: getattr(log, name) for name in names}, log.step)
+        self._add("train", vars(log), log.step, ("loss", "samples_per_second", "data_wait", "memory_bytes"))
         self._add("cache", log.cache, log.step)
         self._add("lr", {"dense": log.dense_lr, "tables": log.table_lr}, log.step)
 
     def on_evaluation(self, evaluation: Evaluation) -> None:
-        self._add_metrics(evaluation.split, evaluation.metrics, evaluation.step)
+        self._add(evaluation.split, vars(evaluation.metrics), evaluation.step, METRICS)
 
     def on_end(self, end: FitEnd | None) -> None:
         if end is not None and end.test is not None:
-            self._add_metrics("test", end.test, end.step)
+            self._add("test", vars(end.test), end.step, METRICS)
         if self._writer is not None:
             self._writer.close()
 
-    def _add_metrics(self, split: str, metrics: Metrics, step: int) -> None:
-        self._add(split, {name: getattr(metrics, name) for name in ("auc", "log_loss", "normalized_entropy")}, step)
-
-    def _add(self, group: str, values: Mapping[str, float | None], step: int) -> None:
-        for name, value in values.items():
-            if value is not None and self._writer is not None:
-                self._writer.add_scalar(f"{group}/{name}", value, step)
+    def _add(self, group: str, values: Mapping[str, float | None], step: int, names: Iterable[str] = ()) -> None:
+        for name in names or values:
+            if values[name] is not None and self._writer is not None:
+                self._writer.add_scalar(f"{group}/{name}", values[name], step)
 
 
 class Profiler(Callback):

@@ -8,8 +8,6 @@ import zlib
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tritonemb.storage import copy_rows, digest
 from tritonemb.utils import read_sealed
 
@@ -89,8 +87,3 @@ def link_or_copy(source: Path, target: Path) -> None:
         else:
             shutil.copy2(source, target)
         sync(target)
-
-
-def describe(shape: Any, dtype: torch.dtype) -> str:
-    """A tensor's dtype and shape, in words."""
-    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"

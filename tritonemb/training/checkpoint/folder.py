@@ -88,8 +88,7 @@ class CheckpointFolder:
             best: mark it as the best one when it is written.
 
         Raises:
-            CheckpointError: it could not be written; says why, on which rank, and how many bytes were needed. Every
-                rank raises it.
+            CheckpointError: on every rank, if it could not be written; says why, where, and how many bytes were needed.
             ValueError: on every rank, if the ranks' parts do not make up a sharded table.
             TypeError: the manifest is not for JSON.
             StorageError: what was trained could not be written to a table on disk.

@@ -54,8 +54,7 @@ class AsyncSave:
     def start(
         self, step: int, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], best: bool = False
     ) -> CheckpointSaved | None:
-        """Begin to write a checkpoint, see `CheckpointFolder.save`; waits for the one before, and returns it if nobody
-        has waited for it yet.
+        """Begin to write a checkpoint, see `CheckpointFolder.save`; wait for the one before, return it if nobody has.
 
         Raises:
             CheckpointError, ValueError: the one before could not be written, or there is no memory for this one on some

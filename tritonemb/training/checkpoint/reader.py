@@ -20,14 +20,13 @@ from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorag
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from tritonemb.comm.group import RankGroup
-from tritonemb.sharding.sharded_tensor import LocalShard, Rectangle, TableShards, refuse_gaps
+from tritonemb.sharding.sharded_tensor import LocalShard, Rectangle, TableShards, described, refuse_gaps
 from tritonemb.storage import DiskRows, InitialValues, SnapshotReader, StorageError, restore, snapshot_header
 from tritonemb.tables.cached_table import CHUNK_BYTES, CachedTable
 from tritonemb.training.checkpoint.files import (
     MANIFEST,
     ROWS,
     checksum,
-    describe,
     ignore_single_process_warning,
     read_manifest_text,
     size_of,
@@ -64,9 +63,7 @@ def read_manifest(path: str | Path, group: RankGroup | None = None) -> dict[str,
 
 
 def stored_tensors(path: str | Path, group: RankGroup | None = None) -> dict[str, TensorStorageMetadata]:
-    """Names, shapes and dtypes of a checkpoint's tensors, those of tables that are files among them; each rank of a
-    group reads them itself.
-    """
+    """Names, shapes and dtypes of a checkpoint's tensors, also of tables that are files; each rank reads them."""
     found: dict[str, Any] = {}
 
     def read() -> None:
@@ -97,15 +94,14 @@ def load_tensors(
         group: ranks that load it together; a tensor of the checkpoint need not be on all of them.
 
     Raises:
-        ValueError: names, shapes or dtypes differ, on any rank; all differences are listed, and nothing has been read
-            then. Every rank raises it.
+        ValueError: on every rank, if names, shapes or dtypes differ on one; lists them all, and nothing has been read.
         StorageError: a file of a table is missing, damaged, or of another table, or there is no room for its rows;
             no table on disk has been changed then, and nothing else if there are only such tables in the checkpoint.
     """
     path = Path(path)
     ignore_single_process_warning()
     stored = stored_tensors(path, group)
-    own = {name: describe(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+    own = {name: described(tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
     problems = _differences(stored, on_all_ranks(group, lambda: own), ignore)
     if problems:
         more = len(problems) - MAX_LISTED
@@ -168,7 +164,7 @@ def _differences(
         if name not in stored:
             problems.append(f"{name} is not in the checkpoint")
         elif name in wanted:
-            there = describe(stored[name].size, stored[name].properties.dtype)
+            there = described(stored[name].properties.dtype, stored[name].size)
             for here, rank in wanted[name].items():
                 where = "here" if len(wanted[name]) == 1 else f"on rank {rank}"
                 problems += [f"{name} is {there} in the checkpoint, {here} {where}"] if here != there else []
@@ -180,8 +176,7 @@ def _differences(
 def read_files(path: Path, entry: Mapping[str, Any], table: CachedTable) -> DiskRows:
     """Rows that a table on disk, or a part of one, can adopt: its own files, where the same part was saved.
 
-    `entry` is the manifest's of the whole table. Else rows that were never written are left out where all parts have
-    the same initial values.
+    `entry` is the manifest's of the whole table. Else rows never written are left out if all initial values are alike.
     """
     for part in entry["parts"]:
         if part | describe_part(table.config) == part:

@@ -2,8 +2,7 @@
 
 Each part of a table on disk is saved by the rank that holds it, by the first one if several do; its rows never pass
 through memory. They are a chain of files: a whole snapshot, and where checkpoints are incremental the changes since, in
-their order. The files of earlier checkpoints are hard links, so every checkpoint has all it needs, and any may be
-removed.
+their order. The files of earlier checkpoints are hard links: each has all it needs, and any may be removed.
 """
 
 import json
@@ -26,14 +25,14 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from tritonemb.comm.group import RankGroup
-from tritonemb.sharding.sharded_tensor import PIECE_BYTES, LocalShard, Rectangle, TableShards, refuse_gaps
+from tritonemb.sharding.sharded_tensor import PIECE_BYTES, LocalShard, Rectangle, TableShards, described, refuse_gaps
 from tritonemb.storage import DiskRows, IoFuture, snapshot_header
 from tritonemb.storage.aio import PAGE_BYTES
 from tritonemb.storage.io import allocated
 from tritonemb.tables.cached_table import CachedTable, DiskTensor, write_back
 from tritonemb.training.callbacks import CheckpointSaved
-from tritonemb.training.checkpoint.files import CHANGES, ROWS, describe, size_and_checksum, size_of, sync
-from tritonemb.training.ranks import Failure, on_all_ranks, raise_failures
+from tritonemb.training.checkpoint.files import CHANGES, ROWS, size_and_checksum, size_of, sync
+from tritonemb.training.ranks import Failure, on_all_ranks, on_each_rank, raise_failures
 from tritonemb.types import TableConfig
 
 MAX_FILES = 64  # of a chain: each is opened, read and checked when a run is resumed
@@ -114,7 +113,7 @@ def refuse_missing_shards(ranks: Sequence[Shards]) -> None:
     """Raise ValueError unless the ranks' shards make up each sharded table."""
     for name in dict.fromkeys(name for shards in ranks for name in shards):
         found = [shards[name] for shards in ranks if name in shards]
-        kinds = sorted({describe(shape, dtype) for shape, dtype, _ in found})
+        kinds = sorted({described(dtype, shape) for shape, dtype, _ in found})
         if len(kinds) > 1:
             raise ValueError(f"{name} is not the same on all ranks: {', '.join(kinds)}")
         try:
@@ -247,9 +246,7 @@ def merge_files(ranks: Sequence[RankFiles]) -> RankFiles:
     files = sorted(entry for rank in ranks for entry in rank.files.items())
     tables: dict[str, dict[str, Any]] = {}
     for prefix, entry in (entry for rank in ranks for entry in rank.tables.items()):
-        merged = tables.setdefault(prefix, {"fields": {}, "parts": []})
-        merged["fields"] |= entry["fields"]
-        merged["parts"] += entry["parts"]
+        tables.setdefault(prefix, entry | {"parts": []})["parts"].extend(entry["parts"])
     return RankFiles(dict(files), tables, sum(rank.num_bytes for rank in ranks))
 
 
@@ -319,16 +316,14 @@ class HostStager(BlockingAsyncStager):
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copies for torch; overwrites what the last call returned. OSError on all ranks if one has no memory."""
-        copies: dict[str, Any] = {}
 
-        def copy() -> None:
+        def copy() -> dict[str, Any]:
             try:
-                copies.update(self.copy(state_dict))
+                return self.copy(state_dict)
             except (MemoryError, RuntimeError) as error:
                 raise OSError(f"the tensors cannot be copied to host memory: {error}") from error
 
-        on_all_ranks(self._group, copy, OSError)
-        return copies
+        return on_each_rank(self._group, copy, OSError)
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
