@@ -104,20 +104,22 @@ class EmbeddingBag(SingleTable, TorchEmbeddingBag):
         few = self._few_elements(input, bags.shape[0] if isinstance(bags, Tensor) and bags.dim() else None)
         if few is None or (offsets is not None and ((padded and self.include_last_offset) or not ascend(offsets))):
             return None
-        if few:
-            odd = per_sample_weights is not None and not isinstance(per_sample_weights, Tensor)
-            return None if odd else self._by_torch(few, input, offsets, per_sample_weights)
-        # Of means our kernel scales every row, and PyTorch's the sum.
-        served = self.mode == "sum" or (self.mode == "mean" and self._optimized is None)
-        served = served and per_sample_weights is None and not padded and input.dim() == 1 + (offsets is None)
-        return self._by_torch(few, input, offsets) if served else None
+        simple = per_sample_weights is None and self.max_norm is None and self.mode in ("sum", "mean")
+        if simple and input.dim() == 1 + (offsets is None) and input.numel():
+            # Of means our kernel scales every row, and PyTorch's the sum.
+            served = few or (not padded and (self.mode == "sum" or self._optimized is None))
+            return self._by_torch(few, True, input, offsets) if served else None
+        if not few or not (per_sample_weights is None or isinstance(per_sample_weights, Tensor)):
+            return None
+        return self._by_torch(few, False, input, offsets, per_sample_weights)
 
     def _torchs_op(self, weight: Tensor, input: Tensor, offsets: Tensor | None) -> Tensor:
-        last = self.include_last_offset and offsets is not None
+        last, mean = self.include_last_offset, int(self.mode == "mean")
         if offsets is None:
-            offsets = torch.arange(0, input.numel(), input.shape[1], dtype=input.dtype)
+            offsets, last = torch.arange(0, input.numel(), input.shape[1], dtype=input.dtype), False
             input = input.reshape(-1)
-        return torch.embedding_bag(weight, input, offsets, False, int(self.mode == "mean"), False, None, last)[0]
+        options = self.scale_grad_by_freq, mean, self.sparse, None, last, self.padding_idx
+        return torch.embedding_bag(weight, input, offsets, *options)[0]
 
     def _trained(self, input: Tensor, offsets: Tensor | None) -> tuple[Tensor, Bags]:
         values, offsets, _ = self._parts(input, offsets, None)
@@ -219,7 +221,7 @@ class Embedding(SingleTable, TorchEmbedding):
         """`[*, embedding_dim]`."""
         few = self._few_elements(input)
         if few is not None and input.dtype in ID_DTYPES:
-            return self._by_torch(few, input)
+            return self._by_torch(few, self.max_norm is None, input)
         dense_ids = isinstance(input, Tensor) and not input.is_sparse and input.dtype in ID_DTYPES
         if not dense_ids or not self._is_served(input):
             return TorchEmbedding.forward(self, input)
@@ -230,7 +232,8 @@ class Embedding(SingleTable, TorchEmbedding):
         return rows.view(*input.shape, self.weight.shape[1])
 
     def _torchs_op(self, weight: Tensor, input: Tensor) -> Tensor:
-        return torch.embedding(weight, input)
+        padding_idx = -1 if self.padding_idx is None else self.padding_idx
+        return torch.embedding(weight, input, padding_idx, self.scale_grad_by_freq, self.sparse)
 
     def _trained(self, input: Tensor) -> tuple[Tensor, Bags]:
         values = input.reshape(-1)

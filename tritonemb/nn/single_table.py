@@ -160,13 +160,16 @@ class SingleTable(FusedModule):
         special = _level() is not None or _num_modes() or torch.autograd.forward_ad._current_level >= 0
         return None if ours or special else False
 
-    def _by_torch(self, few: bool, input: Tensor, *batch: Tensor | None) -> Tensor:
+    def _by_torch(self, few: bool, simple: bool, input: Tensor, *batch: Tensor | None) -> Tensor:
+        weight: Any = self._parameters["weight"]
         try:
             if few:
+                if simple:
+                    return self._torchs_op(weight, input, *batch)
                 return super().forward(input, *batch)
             if self._optimized is not None:
                 self._check_trainable()
-            return ByTorch.apply(self._parameters["weight"], self, input, *batch)
+            return ByTorch.apply(weight, self, input, *batch)
         except (IndexError, RuntimeError) as error:
             found = explained(error, input.reshape(-1), self.weight.shape[0], hasattr(self, "mode"))
             raise (found if type(found) is type(error) else error) from None
