@@ -31,7 +31,7 @@ def threads() -> int:
 
 @pytest.fixture(autouse=True)
 def quiet() -> None:
-    wait_until_quiet(patience_seconds=0.1)
+    wait_until_quiet()
 
 
 @pytest.fixture

@@ -41,6 +41,8 @@ class SingleTable(FusedModule):
     sparse: bool
     step: Tensor
     skipped: Tensor
+    _torchs_op: Callable[..., Tensor]  # of the weight and a batch
+    _trained: Callable[..., tuple[Tensor, Bags]]  # the ids [N] that a batch's gradient goes to, and their bags
     _optimized: FusedGroup | None = None
     _name: str = "weight"
     _state_owner: tuple[Self, ...] = ()  # another module with the same weight, which has the states
@@ -122,13 +124,6 @@ class SingleTable(FusedModule):
                 delattr(self, name)
         for name in ("_optimized", "_name", "_state_owner", "_state_users", "_fused_optimizer"):
             self.__dict__.pop(name, None)
-
-    def _torchs_op(self, weight: Tensor, *batch: Any) -> Tensor:
-        raise NotImplementedError
-
-    def _trained(self, *batch: Any) -> tuple[Tensor, Bags]:
-        """The ids `[N]` that a call's gradient goes to, and their bags."""
-        raise NotImplementedError
 
     def _few_elements(self, input: Any, num_rows: int | None = None) -> bool | None:
         """Whether a call looks up so little that PyTorch's op is the faster one, its backward too.
