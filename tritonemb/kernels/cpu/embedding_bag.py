@@ -44,20 +44,22 @@ def _find_scales(begin, end, first_bag, last_bag, mean, offsets, sample_weights,
 
 @inlined
 def _pool_run(
-    first_bag, last_bag, address, dtype, dim, num_rows, mean, zero_row, values, offsets, sample_weights, out, pitch,
-    streamed,
+    first_bag, last_bag, address, dtype, dim, num_rows, mean, zero_row, values, offsets, sample_weights, scales,
+    scales_address, out, pitch, streamed,
 ):  # fmt: skip
-    """Bags [first_bag, last_bag) of one lookup, `pitch` bytes apart from `out` on; returns the first bad position."""
+    """Bags [first_bag, last_bag) of one lookup, `pitch` bytes apart from `out` on; returns the first bad position.
+
+    `scales` is room for a factor of each of their values, if they have some.
+    """
     begin, end = offsets[first_bag], offsets[last_bag]
     scaled, row_bytes = mean or sample_weights.size > 0, dim * element_size(dtype)
-    scales = np.empty(end - begin if scaled else 0, dtype=np.float32)
     if scaled:
         _find_scales(begin, end, first_bag, last_bag, mean, offsets, sample_weights, scales)
     for ahead in range(begin, min(begin + AHEAD, end)):
         prefetch(address + values[ahead] * row_bytes, row_bytes)
     sum_bags(
         out, pitch, offsets.ctypes.data + first_bag * 8, last_bag - first_bag, values.ctypes.data + begin * 8, address,
-        num_rows, zero_row, scales.ctypes.data if scaled else 0, dim, dtype, streamed,
+        num_rows, zero_row, scales_address if scaled else 0, dim, dtype, streamed,
     )  # fmt: skip
     return _first_bad(begin, end, num_rows, values)
 
@@ -69,6 +71,12 @@ def _pool_samples(
 ):  # fmt: skip
     """A share of the samples of the output [B, width] at address `out`."""
     first, last = num_rows * task // bad.size, num_rows * (task + 1) // bad.size
+    most = np.int64(0)
+    for key in range(key_starts.size - 1):
+        for lookup in range(key_starts[key], key_starts[key + 1]):
+            if lookups[lookup, POOLING] == MEAN or sample_weights.size:
+                most = max(most, offsets[key * batch_size + last] - offsets[key * batch_size + first])
+    scales = np.empty(most, dtype=np.float32)
     for block in range(first, last, BLOCK):
         block_end = min(block + BLOCK, last)
         for key in range(key_starts.size - 1):
@@ -77,7 +85,8 @@ def _pool_samples(
                 found = _pool_run(
                     key * batch_size + block, key * batch_size + block_end, addresses[table], dtypes[table],
                     lookups[lookup, DIM], tables[table, NUM_ROWS], lookups[lookup, POOLING] == MEAN, zero_row, values,
-                    offsets, sample_weights, out + (block * width + column) * 4, width * 4, streamed,
+                    offsets, sample_weights, scales, scales.ctypes.data, out + (block * width + column) * 4, width * 4,
+                    streamed,
                 )  # fmt: skip
                 bad[task] = min(bad[task], found)
 
