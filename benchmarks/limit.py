@@ -86,6 +86,3 @@ class LimitBags:
 
     def forward(self, batch: Batch) -> Tensor:
         return self.forward_rows(self.rows(batch))
-
-    def backward(self, pooled: Tensor, gradient: Tensor) -> None:
-        raise NotImplementedError

@@ -1,4 +1,4 @@
-"""Memory of large CPU tensors: huge pages, and results that stand where earlier ones stood.
+"""Memory of large CPU tensors: huge pages, and results that reuse the memory of earlier ones.
 
 glibc maps every allocation of 32 MiB and more anew. Each of its pages is then a fault and is cleared first, which takes
 longer than looking rows up. So the memory of a large result is kept when nothing uses it any longer, for the next one.

@@ -91,3 +91,16 @@ def test_16_bit_rows_are_summed_in_float32():
     with torch.no_grad():
         module.weight.copy_(torch.tensor([[256.0], [1.0]]).expand(2, 4))
     assert module(torch.tensor([[0, 1, 1]])).tolist() == [[258.0] * 4], "bfloat16 sums would stay at 256"
+
+
+@pytest.mark.parametrize("kind", [te.nn.Embedding, te.nn.EmbeddingBag])
+@pytest.mark.parametrize(
+    "change", [lambda weight: weight[:, :4].contiguous(), lambda weight: weight.t().contiguous().t()]
+)
+def test_a_fused_weight_of_another_form_is_refused(kind, change):
+    """Its optimizer's states are of the shape that it was made for, and rows are updated where they lie."""
+    options = {} if kind is te.nn.Embedding else {"mode": "sum"}
+    module = kind(ROWS, DIM, optimizer=te.optim.Adam(), **options)
+    module.weight.data = change(module.weight.data)
+    with pytest.raises(RuntimeError, match="ordinary contiguous weight of the shape it was made for"):
+        module(random_ids(4, 3, rows=ROWS))

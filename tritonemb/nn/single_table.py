@@ -146,7 +146,8 @@ class SingleTable(FusedModule):
         if elements < FEW_ELEMENTS and not fused:
             return True
         if fused:
-            ours = not (torch.is_grad_enabled() and weight.requires_grad and weight.shape[0] == self.num_embeddings)
+            ours = not (torch.is_grad_enabled() and weight.requires_grad and weight.is_contiguous())
+            ours = ours or tuple(weight.shape) != (self.num_embeddings, self.embedding_dim)
         else:
             ours = self.sparse or self.scale_grad_by_freq
         size = elements if num_rows is None else num_rows * self.embedding_dim
