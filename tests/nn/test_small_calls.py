@@ -9,6 +9,7 @@ from torch import nn
 import tritonemb as te
 from tests.nn.twins import BAG, ROW, dense, random_ids, twins
 from tritonemb.nn import single_table
+from tritonemb.ops.bag import ascend
 from tritonemb.ops.registry import CPU, forced
 
 pytestmark = [pytest.mark.public, pytest.mark.usefixtures("small_calls")]
@@ -68,6 +69,13 @@ def test_the_backward_of_a_larger_call_is_ours(kind, monkeypatch):
     (expected_again,) = torch.autograd.grad(expected.square().sum(), weight)
     for found, wanted in ((gradient, expected), (again, expected_again)):
         torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)  # sums of some float32 values
+
+
+@pytest.mark.parametrize("offsets", [[[0]], [[0, 1]], 0, [], [0.0, 1.0]])
+def test_offsets_of_another_form_are_not_read_as_bags(offsets):
+    """No kernel is made for them, which would read what lies behind them."""
+    assert ascend(torch.tensor([0, 2, 1]).sort().values)
+    assert not ascend(torch.tensor(offsets))
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])

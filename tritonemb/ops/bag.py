@@ -18,7 +18,7 @@ from torch import Tensor
 from tritonemb.layout import MEAN, SUM, Layout, TableRow, lay_out
 from tritonemb.memory import empty_result
 from tritonemb.ops.registry import CPU, chosen, define, kernel
-from tritonemb.ops.row_groups import RowGroups, check_ids, plain_eager
+from tritonemb.ops.row_groups import ID_DTYPES, RowGroups, check_ids, plain_eager
 from tritonemb.ops.row_update import row_gradients_
 from tritonemb.types import seed_of
 
@@ -87,6 +87,8 @@ def _whole(num_values: int, device: torch.device) -> Tensor:
 def ascend(offsets: Tensor) -> bool:
     """Whether PyTorch's CPU kernel, which checks the first and the last of them alone, reads no other memory."""
     if type(offsets) is not Tensor or offsets.device.type != "cpu" or torch._C._functorch.maybe_current_level():
+        return False
+    if offsets.dim() != 1 or not len(offsets) or offsets.dtype not in ID_DTYPES:
         return False
     from tritonemb.kernels.cpu.row_groups import GOOD_OFFSETS, first_bad_bag  # loads the compiler
 
