@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tritonemb import ops
 from tritonemb.errors import gradient_not_finite
-from tritonemb.ops.bag import Bags, BagTable, layout_of
+from tritonemb.ops.bag import Bags, BagTable, layout_of, whole
 from tritonemb.optimizers import Hyperparameters, NonFinite, Optimizer
 from tritonemb.tables.optimizer import OptimizedTables
 
@@ -175,6 +175,8 @@ def _one_batch(gradients: list[ops.BagGradient]) -> tuple[Tensor, Tensor]:
     if len({ids.dtype for ids in values}) > 1:
         values = [ids.to(torch.int64) for ids in values]
     ends = [*accumulate(ids.shape[0] for ids in values)]
+    if not gradients[0].bags.pooled:
+        return torch.cat(values), torch.tensor([0, *ends], device=values[0].device)
     if len({len(each) for each in offsets}) > 1:
         moved = [each[1:] + begin for each, begin in zip(offsets, [0, *ends], strict=False)]
         return torch.cat(values), torch.cat([offsets[0][:1], *moved])
@@ -207,10 +209,9 @@ def _joined(gradients: list[ops.BagGradient]) -> ops.BagGradient:
         )
     if len({(gradient.bags.pooled, gradient.bags.mean) for gradient in gradients}) > 1:
         gradients = [_by_position(gradient) for gradient in gradients]
-    pooled = gradients[0].bags.pooled
     values, offsets = _one_batch(gradients)
-    if not pooled:
-        offsets = torch.arange(2, device=values.device) * values.shape[0]
+    if not gradients[0].bags.pooled:
+        offsets = whole(values.shape[0], values.device)
     return ops.BagGradient(
         first.table, first.name, values, _all_sample_weights(gradients), gradients[0].bags._replace(offsets=offsets),
         torch.cat([gradient.grad for gradient in gradients]),
@@ -227,4 +228,4 @@ def _by_position(gradient: ops.BagGradient) -> ops.BagGradient:
     grad = gradient.grad[bags]
     if gradient.bags.mean:
         grad = grad / lengths[bags].to(grad.dtype).unsqueeze(1)
-    return gradient._replace(bags=Bags(torch.arange(2, device=offsets.device) * count, False), grad=grad)
+    return gradient._replace(bags=Bags(whole(count, offsets.device), False), grad=grad)

@@ -9,7 +9,7 @@ from torch import Tensor
 from tritonemb import errors
 from tritonemb.jagged import batch_size_of
 from tritonemb.kernels.cpu.jit import FEW_ELEMENTS, inlined, parallel
-from tritonemb.kernels.cpu.row_groups import addresses_of, as_float32, as_int64, check_offsets, dtypes_of
+from tritonemb.kernels.cpu.row_groups import addresses_of, arrays_of, as_float32, as_int64, check_offsets, dtypes_of
 from tritonemb.kernels.cpu.simd import AHEAD, dot, element_size, float32_row, prefetch, sum_bags
 from tritonemb.layout import COLUMN, DIM, MEAN, NUM_ROWS, POOLING, TABLE, Layout
 from tritonemb.memory import empty_result
@@ -131,7 +131,7 @@ def embedding_bag(
     look_up = _pool_samples if layout.pooled else _gather_values
     look_up(
         torch.get_num_threads(), bad.size, num_rows, bad, batch_size, addresses_of(weights), dtypes_of(weights),
-        layout.tables.numpy(), layout.lookups.numpy(), layout.key_starts.numpy(), as_int64(values), as_int64(offsets),
+        *arrays_of(layout), as_int64(values), as_int64(offsets),
         as_float32(sample_weights), zeros.data_ptr(), out.data_ptr(), layout.width,
         num_rows * layout.width * out.element_size() >= STREAMED_BYTES,
     )  # fmt: skip
@@ -175,7 +175,7 @@ def sample_weight_gradient(
     num_tasks = _num_tasks(batch_size, values, layout)
     _sample_weight_gradients(
         torch.get_num_threads(), num_tasks, num_tasks, batch_size, addresses_of(weights), dtypes_of(weights),
-        layout.tables.numpy(), layout.lookups.numpy(), layout.key_starts.numpy(), as_int64(values), as_int64(offsets),
+        *arrays_of(layout), as_int64(values), as_int64(offsets),
         layout.pooled, gradient.ctypes.data, layout.width, out.numpy(),
     )  # fmt: skip
     return out

@@ -7,6 +7,7 @@ are, it is known where the result of each begins, and it is written there. The r
 so it does not depend on how units are cut.
 """
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -38,6 +39,12 @@ def addresses_of(tensors: Sequence[Tensor]) -> np.ndarray:
 def dtypes_of(tensors: Sequence[Tensor]) -> np.ndarray:
     """int64 `[T]`: how each tensor's bits are to be read."""
     return np.array([DTYPE_CODES[tensor.dtype] for tensor in tensors], dtype=np.int64)
+
+
+@functools.lru_cache(maxsize=256)
+def arrays_of(layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """`tables`, `lookups` and `key_starts`."""
+    return layout.tables.numpy(), layout.lookups.numpy(), layout.key_starts.numpy()
 
 
 def as_int64(tensor: Tensor) -> np.ndarray:
@@ -354,8 +361,6 @@ def grouped(values: Tensor, offsets: Tensor, layout: Layout) -> tuple[np.ndarray
     order = np.empty(capacity, dtype=np.int32)
     num_groups = _group(
         1 if values.numel() < UNIT_VALUES else torch.get_num_threads(), batch_size_of(offsets, layout.key_starts),
-        layout.tables.numpy(),
-        layout.lookups.numpy(), layout.key_starts.numpy(), as_int64(values), as_int64(offsets), rows, starts,
-        order,
+        *arrays_of(layout), as_int64(values), as_int64(offsets), rows, starts, order,
     )  # fmt: skip
     return rows, starts, order, num_groups

@@ -12,7 +12,7 @@ from tritonemb.jagged import batch_size_of
 from tritonemb.kernels.cpu.jit import FEW_ELEMENTS, FLOAT32, called, compiled, inlined, run_tasks
 from tritonemb.kernels.cpu.optimizers import MAX_GRADIENT, NONFINITE, STOCHASTIC_ROUNDING, apply
 from tritonemb.kernels.cpu.random import fill_random, narrow_row, narrow_row_stochastic, widen_row
-from tritonemb.kernels.cpu.row_groups import addresses_of, as_float32, as_int64, dtypes_of, grouped, uses_by_table
+from tritonemb.kernels.cpu.row_groups import DTYPE_CODES, arrays_of, as_float32, as_int64, grouped, uses_by_table
 from tritonemb.kernels.cpu.simd import element_size, float32_row, int64_row, prefetch, sum_float32_rows, uint16_row
 from tritonemb.layout import (
     COLUMN,
@@ -36,6 +36,7 @@ READS_PER_GRADIENT = 4  # from here on, a gradient that is read is likely in cac
 POSITIONS_PER_ROW = 2  # a row's own cost, in positions, when work is shared out
 PROPAGATE, RAISE, SKIP = range(3)
 SUMS, COMPACT_SUMS = -1, -2  # in place of an optimizer: gradients alone, in their rows or side by side
+WEIGHT, DTYPE, STEP, SKIPPED, STATES = range(5)  # rows of `places` [6, T]: addresses, but for DTYPE
 NO_GROUP = np.iinfo(np.int64).max
 _SGD_CONSTANTS = np.array(SGD().hyperparameters, dtype=np.float64)
 
@@ -245,13 +246,15 @@ def _groups_by_table(tables, rows, num_groups):
 
 @compiled
 def _update(
-    num_threads, skipped, kind, addresses, dtypes, states, per_element, tables, lookups, key_starts,
-    batch_size, offsets, pooled, rows, starts, order, num_groups, grad, width, sample_weights, learning_rate,
-    steps, hyperparameters,
+    num_threads, kind, places, per_element, tables, lookups, key_starts, batch_size, offsets, pooled, rows, starts,
+    order, num_groups, grad, width, sample_weights, learning_rate, hyperparameters,
 ):  # fmt: skip
-    """Update all rows; or none, and return the first group whose gradient must be refused (else -1)."""
+    """Update all rows and count; or none, and return the first group whose gradient must be refused (else -1)."""
     few = starts[num_groups] * width < FEW_ELEMENTS * lookups.shape[0]
-    num_tasks, scaled = 1 if few else skipped.shape[0], sample_weights.size > 0
+    num_tasks, scaled = 1 if few else 2 * num_threads, sample_weights.size > 0
+    skipped, steps = np.zeros((num_tasks, tables.shape[0]), dtype=np.int64), np.zeros(tables.shape[0], dtype=np.int64)
+    for table in range(tables.shape[0] if kind >= 0 else 0):
+        steps[table] = int64_row(places[STEP, table], 1)[0] + 1
     for lookup in range(lookups.shape[0]):
         scaled = scaled or lookups[lookup, POOLING] == MEAN
     table_groups = _groups_by_table(tables, rows, num_groups)
@@ -270,10 +273,10 @@ def _update(
         run_tasks(
             num_threads, num_tasks, _update_rows,
             (
-                check_only, bounds, table_groups, found, skipped, kind, addresses,
-                dtypes, states, per_element, tables, lookups, uses_of_table, uses, key_of, batch_size, offsets, bags,
-                pooled, scaled, ask_for_gradients, rows, starts, order, grad, width, sample_weights, learning_rate,
-                steps, hyperparameters,
+                check_only, bounds, table_groups, found, skipped, kind, places[WEIGHT], places[DTYPE], places[STATES:],
+                per_element, tables, lookups, uses_of_table, uses, key_of, batch_size, offsets, bags, pooled, scaled,
+                ask_for_gradients, rows, starts, order, grad, width, sample_weights, learning_rate, steps,
+                hyperparameters,
             ),
         )  # fmt: skip
         refused = NO_GROUP
@@ -281,29 +284,37 @@ def _update(
             refused = min(refused, found[task])
         if refused != NO_GROUP:
             return refused
+    for table in range(tables.shape[0] if kind >= 0 else 0):
+        int64_row(places[STEP, table], 1)[0] = steps[table]
+        for task in range(num_tasks):
+            int64_row(places[SKIPPED, table], 1)[0] += skipped[task, table]
     return -1
 
 
 def row_update_(
-    weights: Sequence[Tensor], states: Sequence[Tensor], step: Tensor, skipped: Tensor, learning_rate: Tensor,
-    grad: Tensor, offsets: Tensor, sample_weights: Tensor | None, optimizer: str, hyperparameters: Sequence[float],
+    weights: Sequence[Tensor], states: Sequence[Tensor], step: Tensor | Sequence[Tensor],
+    skipped: Tensor | Sequence[Tensor], learning_rate: Tensor, grad: Tensor, offsets: Tensor,
+    sample_weights: Tensor | None, optimizer: str, hyperparameters: Sequence[float],
     groups: tuple[Tensor, Tensor, Tensor, Tensor] | Tensor, layout: Layout,
 ) -> None:  # fmt: skip
-    """See `kernels/row_update.py`; `groups` may also be the ids, which are grouped first."""
-    addresses = np.zeros((2, len(weights)), dtype=np.int64)
-    addresses.reshape(-1)[: len(states)] = addresses_of(states)
-    constants = np.array(hyperparameters, dtype=np.float64)
-    steps = np.full(len(weights), step.numpy() + 1)
+    """See `kernels/row_update.py`; counters may be a tensor for each table, `groups` the ids, not grouped yet."""
+    no_states = [0] * (2 * len(weights) - len(states))
+    places = [*_counters(step, len(weights)), *_counters(skipped, len(weights)), *map(Tensor.data_ptr, states)]
     arrays = grouped(groups, offsets, layout) if isinstance(groups, Tensor) else _arrays(groups)
-    refused, skips = _run(
-        KINDS[optimizer], weights, addresses, _per_element(optimizer), learning_rate.item(), steps, constants, grad,
-        offsets, sample_weights, arrays, layout,
+    refused = _run(
+        KINDS[optimizer], weights, places + no_states, _per_element(optimizer), learning_rate.item(),
+        np.array(hyperparameters, dtype=np.float64), grad, offsets, sample_weights, arrays, layout,
     )  # fmt: skip
     if refused >= 0:
         raise errors.bad_gradient(int(arrays[0][refused]), layout)
-    step += 1
-    if constants[NONFINITE] == SKIP:
-        skipped += torch.from_numpy(skips.sum(0))
+
+
+def _counters(counters: Tensor | Sequence[Tensor], num_tables: int) -> list[int]:
+    """The address of each table's counter, which may be one for all."""
+    tensors = [counters] if isinstance(counters, Tensor) else counters
+    found = [tensor.data_ptr() + 8 * place for tensor in tensors for place in range(tensor.numel())]
+    assert len(found) in (1, num_tables)
+    return found * (num_tables // len(found))
 
 
 def row_gradients_(
@@ -311,13 +322,11 @@ def row_gradients_(
     groups: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout, compact: bool = False, max_gradient: float = np.inf,
 ) -> None:  # fmt: skip
     """See `kernels/row_update.py`."""
-    num_tables = len(sums)
-    no_states, steps = np.zeros((2, num_tables), dtype=np.int64), np.zeros(num_tables, dtype=np.int64)
     constants = _SGD_CONSTANTS.copy()
     constants[MAX_GRADIENT] = max_gradient
     _run(
-        COMPACT_SUMS if compact else SUMS, sums, no_states, np.zeros(2, dtype=np.bool_), 0.0, steps, constants, grad,
-        offsets, sample_weights, _arrays(groups), layout,
+        COMPACT_SUMS if compact else SUMS, sums, [0] * (4 * len(sums)), np.zeros(2, dtype=np.bool_), 0.0, constants,
+        grad, offsets, sample_weights, _arrays(groups), layout,
     )  # fmt: skip
 
 
@@ -333,19 +342,18 @@ def _arrays(groups: tuple[Tensor, Tensor, Tensor, Tensor]) -> tuple[np.ndarray, 
 
 
 def _run(
-    kind: int, weights: Sequence[Tensor], states: np.ndarray, per_element: np.ndarray, learning_rate: float,
-    steps: np.ndarray, constants: np.ndarray, grad: Tensor, offsets: Tensor, sample_weights: Tensor | None,
+    kind: int, weights: Sequence[Tensor], places: list[int], per_element: np.ndarray, learning_rate: float,
+    constants: np.ndarray, grad: Tensor, offsets: Tensor, sample_weights: Tensor | None,
     groups: tuple[np.ndarray, np.ndarray, np.ndarray, int], layout: Layout,
-) -> tuple[int, np.ndarray]:  # fmt: skip
-    """What `_update` returns, and the rows skipped int64 `[tasks, T]`."""
-    most, num_threads = constants[MAX_GRADIENT], torch.get_num_threads()
+) -> int:  # fmt: skip
+    """What `_update` returns; `places` are those from STEP on."""
+    assert all(map(Tensor.is_contiguous, weights))
+    most = constants[MAX_GRADIENT]
     gradient = as_float32(grad.clamp(-most, most) if most < np.inf else grad)
-    skips = np.zeros((2 * num_threads, len(weights)), dtype=np.int64)
-    refused = _update(
-        num_threads, skips, kind, addresses_of(weights), dtypes_of(weights), states, per_element,
-        layout.tables.numpy(), layout.lookups.numpy(), layout.key_starts.numpy(),
-        batch_size_of(offsets, layout.key_starts), as_int64(offsets), layout.pooled, *groups, gradient.ctypes.data,
-        layout.width, as_float32(sample_weights), np.float32(learning_rate),
-        steps, constants,
+    places = [*map(Tensor.data_ptr, weights), *(DTYPE_CODES[weight.dtype] for weight in weights), *places]
+    refused: int = _update(
+        torch.get_num_threads(), kind, np.array(places, dtype=np.int64).reshape(-1, len(weights)), per_element,
+        *arrays_of(layout), batch_size_of(offsets, layout.key_starts), as_int64(offsets), layout.pooled, *groups,
+        gradient.ctypes.data, layout.width, as_float32(sample_weights), np.float32(learning_rate), constants,
     )  # fmt: skip
-    return refused, skips
+    return refused
