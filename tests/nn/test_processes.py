@@ -53,10 +53,7 @@ def _train_in_child(collection, steps, queue) -> None:
     queue.put({name: tensor.float().numpy() for name, tensor in contents(collection).items()})
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot fork")
-@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-@pytest.mark.parametrize("num_threads", [1, 3])
-def test_a_forked_child_trains(num_threads):
+def check_a_forked_child(num_threads: int) -> None:
     torch.set_num_threads(num_threads)
     collection = make()
     steps = random_steps(collection, 4, **SHAPE)
@@ -77,6 +74,22 @@ def test_a_forked_child_trains(num_threads):
     for name, array in found.items():
         assert torch.equal(torch.from_numpy(array).to(after[name].dtype).reshape(after[name].shape), after[name])
     assert not torch.equal(before["t0.weight"], after["t0.weight"])
+
+
+def run_alone(command: str, **variables: str) -> str:
+    """What a process of its own prints that knows this file's names."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **variables}
+    command = f"from tests.nn.test_processes import *; {command}"
+    return subprocess.run(
+        [sys.executable, "-c", command], env=env, stdout=subprocess.PIPE, text=True, check=True
+    ).stdout
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot fork")
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_a_forked_child_trains(num_threads):
+    """PyTorch refuses it where an earlier test has started threads of autograd."""
+    assert run_alone(f"check_a_forked_child({num_threads}); print('done')").strip() == "done"
 
 
 def digest_of_training() -> str:
@@ -100,7 +113,4 @@ def digest_of_training() -> str:
 @pytest.mark.more
 def test_fresh_memory_is_never_read(byte):
     """Memory that kernels allocate, in Python or compiled, comes filled with a byte: the same bits must come out."""
-    env = {**os.environ, "MALLOC_PERTURB_": str(byte), "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = "from tests.nn.test_processes import digest_of_training; print(digest_of_training())"
-    done = subprocess.run([sys.executable, "-c", command], env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == digest_of_training()
+    assert run_alone("print(digest_of_training())", MALLOC_PERTURB_=str(byte)).strip() == digest_of_training()
