@@ -11,7 +11,8 @@ from tritonemb import ops
 from tritonemb.memory import KEPT_BYTES
 from tritonemb.nn.collections import FusedModule
 from tritonemb.ops.bag import Bags, bag, explained, weight_gradient
-from tritonemb.ops.registry import numba_serves_cpu
+from tritonemb.ops.registry import CPU, chosen
+from tritonemb.ops.row_groups import plain_eager
 from tritonemb.optimizers import Optimizer
 from tritonemb.tables.fused_update import FusedGroup
 from tritonemb.tables.optimizer import States, check_optimizer
@@ -21,7 +22,6 @@ from tritonemb.types import TRAINABLE_DTYPES
 
 SERVED_DTYPES = (*TRAINABLE_DTYPES, torch.float64)
 SERVED_DEVICES = ("cpu", "cuda", "meta")
-_level, _num_modes = torch._C._functorch.maybe_current_level, torch._C._len_torch_dispatch_stack
 FEW_ELEMENTS = 1 << 18  # that are looked up: from here on our backward is the faster one
 
 
@@ -137,9 +137,8 @@ class SingleTable(FusedModule):
             or type(input) is not Tensor
             or input.is_sparse
             or weight.dtype != torch.float32
-            or not weight.is_cpu
             or torch.compiler.is_compiling()
-            or not numba_serves_cpu()
+            or chosen("embedding_bag", weight.device, (torch.float32,)) != CPU
         ):
             return None
         elements, fused = input.numel() * self.embedding_dim, self._optimized is not None
@@ -152,9 +151,8 @@ class SingleTable(FusedModule):
             ours = self.sparse or self.scale_grad_by_freq
         size = elements if num_rows is None else num_rows * self.embedding_dim
         ours = ours or 4 * size >= KEPT_BYTES or not elements
-        ours = ours or self.max_norm is not None or type(weight) not in (Tensor, nn.Parameter)
-        special = _level() is not None or _num_modes() or torch.autograd.forward_ad._current_level >= 0
-        return None if ours or special else False
+        ours = ours or self.max_norm is not None or torch.autograd.forward_ad._current_level >= 0
+        return None if ours or not plain_eager(weight) else False
 
     def _by_torch(self, few: bool, simple: bool, input: Tensor, *batch: Tensor | None) -> Tensor:
         weight: Any = self._parameters["weight"]

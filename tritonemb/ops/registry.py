@@ -88,11 +88,6 @@ def kernels_of(op: str) -> tuple[str, ...]:
     return (REFERENCE, CPU, TRITON, TORCH) if op in _BY_TORCH else (REFERENCE, CPU, TRITON)
 
 
-def numba_serves_cpu() -> bool:
-    """Whether kernels compiled for the CPU serve it: it is neither interpreting Triton nor testing others."""
-    return _forced in (None, CPU) and not (_HAS_TRITON and _INTERPRETING)
-
-
 chosen = functools.cache(choose)  # not for what Dynamo traces, which looks through caches and warns
 
 
