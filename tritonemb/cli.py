@@ -157,19 +157,16 @@ def _run(name: str, arguments: list[str]) -> int:
     module = importlib.import_module(module_name)
     kind = getattr(module, kind_name)
     if {"-h", "--help"} & set(arguments):
-        print(_short_help(kind))
+        # The docstring, its fields as flags; how a log is read stays for --help-all.
+        text = inspect.cleandoc(kind.__doc__).replace("Args:", "Options; --help-all shows all, with their defaults:")
+        text = re.sub(r"^ {4}read: .*", "", text, flags=re.MULTILINE)
+        text = re.sub(r"^ {4}(\w+):", lambda name: f"  --{name[1].replace('_', '-')}:", text, flags=re.MULTILINE)
+        print(text.rstrip())
         return 0
     result = getattr(module, function)(_parse(kind, arguments, f"tritonemb {name}"))
     if result is not None:
         print(result)
     return 0
-
-
-def _short_help(kind: type[Any]) -> str:
-    """The docstring of a class of options, its fields as flags; how a log is read stays for --help-all."""
-    text = inspect.cleandoc(kind.__doc__ or "").replace("Args:", "Options; --help-all shows all, with their defaults:")
-    text = re.sub(r"^ {4}read: .*", "", text, flags=re.MULTILINE)
-    return re.sub(r"^ {4}(\w+):", lambda name: f"  --{name[1].replace('_', '-')}:", text, flags=re.MULTILINE).rstrip()
 
 
 def _doctor(arguments: list[str]) -> int:

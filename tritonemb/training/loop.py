@@ -87,7 +87,13 @@ class Loop:
         """Train to the end, call the callbacks, and return what was done."""
         progress, before, end = self.progress, self.progress.samples, None
         try:
-            self.callbacks.on_start(self._fit_start())
+            exact = self.state.data.num_rows("train")
+            rows = self.state.data.estimated_rows("train") if exact is None else exact
+            self.callbacks.on_start(FitStart(
+                progress.step, self.state.total_steps, before, self.state.total_samples(rows), rows, exact is None,
+                num_epochs=self.state.last_epoch, num_ranks=self.ranks.size, folder=self.folder,
+                config=self.state.config, versions=versions(self.state.device),
+            ))  # fmt: skip
             reason = self._train()
             self._save(self.saving.finish)
             metrics = self._metrics("test") if test and reason in ("finished", "early stop") else None
@@ -107,16 +113,6 @@ class Loop:
         return FitResult(
             tuple(progress.losses), progress.samples - before, seconds, speed, reason, progress.step, metrics
         )
-
-    def _fit_start(self) -> FitStart:
-        state, progress = self.state, self.progress
-        exact = state.data.num_rows("train")
-        rows = state.data.estimated_rows("train") if exact is None else exact
-        return FitStart(
-            progress.step, state.total_steps, progress.samples, state.total_samples(rows), rows, exact is None,
-            num_epochs=state.last_epoch, num_ranks=self.ranks.size, folder=self.folder,
-            config=state.config, versions=versions(state.device),
-        )  # fmt: skip
 
     def _train(self) -> str:
         """Why it ended: "finished", "early stop", or the name of a signal."""

@@ -177,9 +177,8 @@ def on_all_ranks(group: RankGroup | None, function: Callable[[], T], error: type
     if group is None or group.size == 1:
         return [function()]
     own: BaseException | None = None
-    outcome: Any
     try:
-        outcome = function()
+        outcome: Any = function()
     except BaseException as raised:
         own, outcome = raised, Failure.of(raised)
     outcomes = group.all_gather_object(outcome)

@@ -7,7 +7,7 @@ batches without samples until all have.
 import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Any
@@ -274,21 +274,18 @@ class TrainStep:
     def _scaled_step(self, batches: Sequence[Batch], weights: Sequence[float]) -> None:
         """A step whose gradients are scaled, checked and only then applied, to all parameters or to none."""
         scale = self.loss_scale.factor
-        try:
-            with self._accumulating():
-                self._backward(batches, weights, scale)
-                finite = [collection.scale_accumulated(1 / scale) for collection in self.collections]
-                gradients = [p.grad for group in self._dense_groups() for p in group["params"] if p.grad is not None]
-                own = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
-                finite += [bool(gradient.mul_(1 / scale).isfinite().all()) for gradient in own]
-                if self.ranks.max(not all(finite)):
-                    raise _GradientOverflow
-        except _GradientOverflow:
-            self.loss_scale.update(overflowed=True)
-            return
-        if self.dense_optimizer is not None:
+        with suppress(_GradientOverflow), self._accumulating():
+            self._backward(batches, weights, scale)
+            finite = [collection.scale_accumulated(1 / scale) for collection in self.collections]
+            gradients = [p.grad for group in self._dense_groups() for p in group["params"] if p.grad is not None]
+            own = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+            finite += [bool(gradient.mul_(1 / scale).isfinite().all()) for gradient in own]
+            overflowed = self.ranks.max(not all(finite)) > 0
+            if overflowed:
+                raise _GradientOverflow
+        if self.dense_optimizer is not None and not overflowed:
             self.dense_optimizer.step()
-        self.loss_scale.update(overflowed=False)
+        self.loss_scale.update(overflowed)
 
     @contextmanager
     def _accumulating(self) -> Iterator[None]:
