@@ -301,8 +301,7 @@ def _lines_of(data: Text, quoted: bool) -> tuple[list[bytes], Array]:
 def _has_long_line(data: Text) -> bool:
     begin = 0
     while len(data) - begin > LONGEST_LINE:
-        end = data.rfind(b"\n", begin, begin + LONGEST_LINE) + 1
-        if not end:
+        begin = data.rfind(b"\n", begin, begin + LONGEST_LINE) + 1
+        if not begin:
             return True
-        begin = end
     return False

@@ -46,10 +46,9 @@ class Dataset(Tables):
 
     def __post_init__(self) -> None:
         for split in self.splits():
-            self._check(split, self.rows(split))
+            self._check(self.rows(split), f"data set {self.name!r}, {split} rows")
 
-    def _check(self, split: Split, rows: Rows) -> None:
-        where = f"data set {self.name!r}, {split} rows"
+    def _check(self, rows: Rows, where: str) -> None:
         if len(rows) == 0:
             raise ValueError(f"{where}: there are none")
         if len(rows.columns) != len(self.features):

@@ -156,8 +156,7 @@ def _to_message(item: PositionedBatch) -> Message:
     if item.batch is None or item.batch.buffer is None:
         return values, b""
     layout = item.batch.layout
-    values["layout"] = asdict(layout)
-    return values, memoryview(item.batch.buffer.numpy())[: layout.bytes_before_offsets]
+    return values | {"layout": asdict(layout)}, memoryview(item.batch.buffer.numpy())[: layout.bytes_before_offsets]
 
 
 def _to_items(messages: Generator[Message, None, None], pin_memory: bool) -> Iterator[PositionedBatch]:

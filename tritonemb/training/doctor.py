@@ -36,7 +36,15 @@ def examine(device: str | None = None) -> tuple[str, bool]:
     healthy = True
     for each in devices:
         details = versions(each)
-        verdict, good = _verdict(each)
+        try:
+            difference = check_step(each)
+            good = difference <= TOLERANCE
+            verdict = (
+                f"a training step agrees with the reference (largest difference {difference:.1e})"
+                if good else f"a training step is WRONG: it differs from the reference by {difference:.1e}"
+            )  # fmt: skip
+        except Exception as error:  # whatever is broken is reported
+            good, verdict = False, f"a training step FAILS: {type(error).__name__}: {error}"
         healthy &= good
         lines += ["", f"{each}: {details['device']}, {details['threads']} threads on the CPU"]
         lines += [*_columns([(op, *why(op, each)) for op in ops()]), f"  {verdict}"]
@@ -53,16 +61,6 @@ def clear_kernels() -> str:
     for version in kernel_folder().iterdir():
         shutil.rmtree(version)
     return f"{kernel_folder()} is empty now; kernels are compiled anew when they are needed"
-
-
-def _verdict(device: torch.device) -> tuple[str, bool]:
-    try:
-        difference = check_step(device)
-    except Exception as error:  # whatever is broken is reported
-        return f"a training step FAILS: {type(error).__name__}: {error}", False
-    if difference <= TOLERANCE:
-        return f"a training step agrees with the reference (largest difference {difference:.1e})", True
-    return f"a training step is WRONG: it differs from the reference by {difference:.1e}", False
 
 
 def _columns(rows: list[tuple[str, ...]]) -> list[str]:

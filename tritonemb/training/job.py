@@ -72,7 +72,9 @@ def train(
         path, checkpoint, converted = on_rank_zero(group, lambda: _begin(config, data, resume))
         folder = RunFolder(path, config.checkpoint.keep)
         if converted and isinstance(data, ClickLog):
-            data = _converted(data, folder.path / "cache", group, verbose)
+            # The first rank that comes writes; the others wait, in no collective that times out.
+            with _progress(f"converting {data.name} to Parquet, once for all epochs", verbose) as show:
+                data = on_each_rank(group, functools.partial(cached_as_parquet, data, folder.path / "cache", show))
         kept = {"features": plain(data.features), "num_dense": data.num_dense, "converted": converted}
         torch.manual_seed(config.seed)
         trainer = Trainer(
@@ -139,12 +141,6 @@ def _begin(config: TrainConfig, data: Data, resume: str | None) -> tuple[Path, P
         return path, checkpoint, bool(read_manifest_text(checkpoint)[1].get("config", {}).get("converted"))
     is_text = isinstance(data, ClickLog) and data.text_schema() is not None
     return path, None, is_text and config.epochs > 1 and newest is None  # else the trainer refuses the folder
-
-
-def _converted(data: ClickLog, cache: Path, group: RankGroup, verbose: bool) -> ClickLog:
-    """The same log as Parquet. The first rank that comes writes; the others wait, in no collective that times out."""
-    with _progress(f"converting {data.name} to Parquet, once for all epochs", verbose) as show:
-        return on_each_rank(group, lambda: cached_as_parquet(data, cache, show))
 
 
 @contextmanager

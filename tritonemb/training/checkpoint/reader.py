@@ -8,7 +8,7 @@ import warnings
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -262,34 +262,28 @@ class _TablePart:
         first, last = max(0, first - row), min(num_rows, last - row)
         if first >= last:
             return
-        with self._open() as saved:
-            initial = InitialValues(saved.record, saved.header["seed"], self.bound, row, column)
-            ranges = saved.written() if only_written else iter([(first, last)])
-            inside = ((max(first, begin), min(last, end)) for begin, end in ranges)
-            for rows in _chunks(inside, max(1, CHUNK_BYTES // saved.record.num_bytes)):
-                records = torch.empty(rows.numel(), saved.record.num_bytes, dtype=torch.uint8)
-                saved.read(rows, records, initial)
-                yield _Block(rows + row, column, saved.record.views(records))
-
-    @contextmanager
-    def _open(self) -> Iterator[SnapshotReader]:
-        """The snapshot; changes are put onto a copy of it, among the system's temporary files."""
         base, *changes = self._files
         with ExitStack() as stack:
             path = base
-            if changes:
+            if changes:  # they are put onto a copy, among the system's temporary files
                 folder = tempfile.TemporaryDirectory(prefix="tritonemb-", ignore_cleanup_errors=True)
                 path = Path(stack.enter_context(folder)) / f"table{ROWS}"
                 restore(path, base, changes)
-            rows = stack.enter_context(SnapshotReader(path))
-            header, (row, num_rows, column, _) = rows.header, self.rectangle
+            saved = stack.enter_context(SnapshotReader(path))
+            header = saved.header
             found = (header["table"], header["row_origin"], header["num_rows"], header["column_origin"])
             if found != (self._table, row, num_rows, column):
                 raise StorageError(
                     f"{base} is a snapshot of table {header['table']!r}, not of the part of table {self._table!r} that "
                     "should be there; use another checkpoint"
                 )
-            yield rows
+            initial = InitialValues(saved.record, header["seed"], self.bound, row, column)
+            ranges = saved.written() if only_written else iter([(first, last)])
+            inside = ((max(first, begin), min(last, end)) for begin, end in ranges)
+            for rows in _chunks(inside, max(1, CHUNK_BYTES // saved.record.num_bytes)):
+                records = torch.empty(rows.numel(), saved.record.num_bytes, dtype=torch.uint8)
+                saved.read(rows, records, initial)
+                yield _Block(rows + row, column, saved.record.views(records))
 
 
 def _chunks(ranges: Iterable[tuple[int, int]], step: int) -> Iterator[Tensor]:
