@@ -15,14 +15,13 @@ import numpy as np
 import torch
 
 from tritonemb.data.arrow import pa, parquet
-from tritonemb.data.columns import Column, Rows, offsets_of
+from tritonemb.data.columns import Array, Column, Rows, offsets_of
 from tritonemb.data.encode import encode_categories
 from tritonemb.data.in_memory import Dataset
 from tritonemb.data.protocol import Feature
 from tritonemb.utils import cache_dir as user_cache_dir
 from tritonemb.utils import require, written_aside
 
-Array = np.ndarray[Any, Any]
 Table = dict[str, Array]
 
 ADULT_FIELDS = (
@@ -45,7 +44,6 @@ GENRES = (
     "unknown", "Action", "Adventure", "Animation", "Children's", "Comedy", "Crime", "Documentary", "Drama", "Fantasy",
     "Film-Noir", "Horror", "Musical", "Mystery", "Romance", "Sci-Fi", "Thriller", "War", "Western",
 )  # fmt: skip
-CATEGORIES = ("user_id", "movie_id", "age_bucket", "gender", "occupation", "zip_prefix", "release_year")
 
 FEATURES = (
     Feature("user", 2_000),
@@ -179,11 +177,20 @@ def read_movielens_100k(folder: Path) -> Dataset:
     ratings = {name: values[order] for name, values in ratings.items()}
     users, items = _joined(users, ratings, "user_id"), _joined(items, ratings, "movie_id")
 
-    features, columns = _encoded(_categories(ratings, users, items), num_train)
+    categories = {
+        "user_id": ratings["user_id"],
+        "movie_id": ratings["movie_id"],
+        "age_bucket": np.digitize(users["age"], (18, 25, 35, 45, 50, 56)),
+        "gender": users["gender"],
+        "occupation": users["occupation"],
+        "zip_prefix": [code[:2] for code in users["zip_code"].tolist()],
+        "release_year": [date[-4:] if date else None for date in items["release_date"]],
+    }
+    features, columns = _encoded(categories, num_train)
     features.append(Feature("genre", len(GENRES), multi_hot=True))
     flags = np.stack([items[genre] for genre in GENRES], axis=1) != 0
     columns.append(_column(np.nonzero(flags)[1], flags.sum(axis=1)))
-    liked, movies = ratings["rating"] >= 4, CATEGORIES.index("movie_id")
+    liked, movies = ratings["rating"] >= 4, list(categories).index("movie_id")
     for name, chosen in (("liked", liked), ("disliked", ~liked)):
         features.append(Feature(name, features[movies].num_embeddings, multi_hot=True))
         columns.append(_history(ratings, columns[movies].values.numpy(), chosen, num_train))
@@ -201,17 +208,6 @@ def _joined(table: Table, ratings: Table, key: str) -> Table:
     row_of = {value: row for row, value in enumerate(table[key].tolist())}
     rows = [row_of[value] for value in ratings[key].tolist()]
     return {name: values[rows] for name, values in table.items()}
-
-
-def _categories(ratings: Table, users: Table, items: Table) -> dict[str, Any]:
-    found = ratings | {
-        "age_bucket": np.digitize(users["age"], (18, 25, 35, 45, 50, 56)),
-        "gender": users["gender"],
-        "occupation": users["occupation"],
-        "zip_prefix": [code[:2] for code in users["zip_code"].tolist()],
-        "release_year": [date[-4:] if date else None for date in items["release_date"]],
-    }
-    return {name: found[name] for name in CATEGORIES}
 
 
 def _column(values: Any, lengths: Any) -> Column:

@@ -179,18 +179,15 @@ class Loop:
         self._now, self._signal = info.clock, info.signal or None
         over = not batches and not info.signal
         if over:
-            self._end_epoch()
+            progress = self.progress
+            check_errors(self.state.device)
+            if progress.epoch_samples:
+                loss = self.state.step.take_loss(1) / progress.epoch_samples
+                self._refuse_nonfinite(loss, progress.epoch)
+                progress.losses.append(loss)
+            progress.epoch += 1
+            progress.position, progress.epoch_samples = None, 0
         return step, over
-
-    def _end_epoch(self) -> None:
-        progress = self.progress
-        check_errors(self.state.device)
-        if progress.epoch_samples:
-            loss = self.state.step.take_loss(1) / progress.epoch_samples
-            self._refuse_nonfinite(loss, progress.epoch)
-            progress.losses.append(loss)
-        progress.epoch += 1
-        progress.position, progress.epoch_samples = None, 0
 
     def _due_after_step(self, epoch: int, last: bool) -> None:
         progress, over = self.progress, self._over

@@ -106,7 +106,12 @@ class TrainState:
         """Steps on a stream's batches, prefetched where that exchanges, copies or reads; `signals`: see `prepare`."""
         ranks, options = self.ranks, self.options
         prefetch = prefetch_for(self.model, training) if self.pipeline else None
-        cached, caches = has_cached_tables(self.model), caches_of(self.model)
+        caches = caches_of(self.model)
+        # Whether some table is in host memory or on disk: the same on all ranks, whoever has its shards.
+        cached = needs_prefetch(self.model) or any(
+            config.placement != "device"
+            for module in self.model.modules() if isinstance(module, ShardedCollection) for config in module.configs
+        )  # fmt: skip
         steps = prepare(
             stream, ranks, self.device, partial(empty_batch, self.data), prefetch=prefetch,
             accumulate=options.accumulate if training else 1,
@@ -170,14 +175,6 @@ def caches_of(model: nn.Module) -> list[RowCache]:
     sharded = (module for module in model.modules() if isinstance(module, ShardedCollection))
     found = [*table_sets(model), *(own for module in sharded for own in module.locals)]
     return [collection.cache for collection in found if collection.cache is not None]
-
-
-def has_cached_tables(model: nn.Module) -> bool:
-    """Whether some table is in host memory or on disk: the same on all ranks, whoever has its shards."""
-    return needs_prefetch(model) or any(
-        config.placement != "device"
-        for module in model.modules() if isinstance(module, ShardedCollection) for config in module.configs
-    )  # fmt: skip
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -135,8 +135,11 @@ class Trainer(TrainerOptions):
                 json.dumps(self.saving.manifest())  # what cannot be saved is an error before training
                 self.saving.tensors()
                 request = stack.enter_context(stop_requests())
+            own: list[Callback] = [make_display()] if self.verbose and state.ranks.is_first else []
+            if folder is not None and state.ranks.is_first:
+                own += [RunLog(folder.log, resume=True), HtmlReport(folder.report, folder.log)]
             path = None if folder is None else folder.path
-            result = Loop(state, self.saving, path, CallbackList(self._all_callbacks()), request).run(test)
+            result = Loop(state, self.saving, path, CallbackList([*own, *self.callbacks]), request).run(test)
         state.fitted = True
         return result
 
@@ -177,13 +180,6 @@ class Trainer(TrainerOptions):
             if self.patience is None or self.progress.evaluations_since_best < self.patience:
                 self.progress.ended = ""  # a run that was finished may have more to do now
         return path
-
-    def _all_callbacks(self) -> list[Callback]:
-        folder, first = self.run_folder, self.state.ranks.is_first
-        own: list[Callback] = [make_display()] if self.verbose and first else []
-        if folder is not None and first:
-            own += [RunLog(folder.log, resume=True), HtmlReport(folder.report, folder.log)]
-        return [*own, *self.callbacks]
 
     def _lock(self, folder: RunFolder, stack: ExitStack) -> None:
         stack.enter_context(folder.lock())
