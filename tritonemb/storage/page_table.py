@@ -122,9 +122,13 @@ class PageTable:
             return
         above = blocks >> _BITS
         new = np.unique(above[self._leaf_of[above] == 0])
-        self._grow(self._num_leaves + new.size)
-        self._leaf_of[new] = self._num_leaves + np.arange(new.size)
-        self._num_leaves += new.size
+        num_leaves = self._num_leaves + new.size
+        if num_leaves > self._leaves.shape[0]:
+            larger = _zeros(max(num_leaves, 2 * self._leaves.shape[0]) * LEAF).reshape(-1, LEAF)
+            larger[: self._num_leaves] = self._leaves[: self._num_leaves]
+            self._leaves = larger
+        self._leaf_of[new] = np.arange(self._num_leaves, num_leaves)
+        self._num_leaves = num_leaves
         self._leaves[self._leaf_of[above], blocks & (LEAF - 1)] = positions + 1
         self.count = max(self.count, int(positions.max()) + 1)
 
@@ -135,12 +139,6 @@ class PageTable:
             within, blocks = np.nonzero(self._leaves[self._leaf_of[above]])
             if within.size:
                 yield above[within] * LEAF + blocks
-
-    def _grow(self, num_leaves: int) -> None:
-        if num_leaves > self._leaves.shape[0]:
-            larger = _zeros(max(num_leaves, 2 * self._leaves.shape[0]) * LEAF).reshape(-1, LEAF)
-            larger[: self._num_leaves] = self._leaves[: self._num_leaves]
-            self._leaves = larger
 
 
 def _zeros(count: int) -> np.ndarray:
@@ -372,16 +370,14 @@ class BlockFile:
             try:
                 context.wait(transfer)
             except ExtentError as error:
-                moved = part.blocks[order[firsts[error.extent] : lasts[error.extent]]]
-                raise self._io_error(moved, error.reason, write) from error.reason
+                reason, moved = error.reason, part.blocks[order[firsts[error.extent] : lasts[error.extent]]]
+                then = f"{advice(reason, _LOG)}, then restore the table from a snapshot"
+                if isinstance(reason, EOFError):
+                    then = "somebody has cut the file short; restore it from a snapshot"
+                what = "written" if write else "read"
+                raise StorageError(f"{self._describe(moved)} could not be {what}: {reason}; {then}") from reason
 
         part.wait = wait
-
-    def _io_error(self, blocks: np.ndarray, reason: OSError | EOFError, write: bool) -> StorageError:
-        what, then = "written" if write else "read", f"{advice(reason, _LOG)}, then restore the table from a snapshot"
-        if isinstance(reason, EOFError):
-            then = "somebody has cut the file short; restore it from a snapshot"
-        return StorageError(f"{self._describe(blocks)} could not be {what}: {reason}; {then}")
 
     def _raise_damaged(self, blocks: np.ndarray, num_good: int) -> None:
         if num_good < blocks.size:

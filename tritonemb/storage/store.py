@@ -322,10 +322,9 @@ class CacheDirectory:
     def grow(self, more: Sequence[int]) -> None:
         """Give each table's overflow so many more slots; `starts` change."""
         for name, nothing in _EMPTY:
-            parts = []
-            for part, number in zip(getattr(self, name).split(self.num_slots), more, strict=True):
-                parts += [part, part.new_full((number,), nothing)]
-            setattr(self, name, torch.cat(parts))
+            parts = zip(getattr(self, name).split(self.num_slots), more, strict=True)
+            grown = [each for part, number in parts for each in (part, part.new_full((number,), nothing))]
+            setattr(self, name, torch.cat(grown))
         self.num_slots = [slots + number for slots, number in zip(self.num_slots, more, strict=True)]
         self._split()
 
