@@ -107,8 +107,7 @@ def exchange_columns(
         torch.cat(flat) if flat else torch.empty(0), [sum(piece.numel() for piece in pieces) for pieces in sent],
         [sum(num_rows[b.table] * b.num_columns for b in part) for part in received], "row columns",
     )  # fmt: skip
-    dims = {table: sum(b.num_columns for b in blocks if b.table == table) for table in num_rows}
-    found = {table: message.new_empty(n, dims[table]) for table, n in num_rows.items()}
+    found = {t: message.new_empty(n, sum(b.num_columns for b in blocks if b.table == t)) for t, n in num_rows.items()}
     in_order = [block for part in received for block in part]
     pieces = message.split([num_rows[b.table] * b.num_columns for b in in_order])
     for (table, _, first, width), piece in zip(in_order, pieces, strict=True):

@@ -129,10 +129,8 @@ class IdExchange:
         ids_sent, ids_received = ([each.ids for each in of_ranks] for of_ranks in (sent, received))
         words = group.all_to_all(self._pack(of_routes, ids, weights, ids_sent), out_words, in_words, "ids")
         features, source = self._unpack(words, received, in_words, weighted)
-        routes = None
-        if self.returns_rows:
-            samples = sum(each.samples for each in received)
-            routes = RowRoutes(ids_sent, ids_received, source, positions, samples, inverse)
+        samples = sum(each.samples for each in received)
+        routes = RowRoutes(ids_sent, ids_received, source, positions, samples, inverse) if self.returns_rows else None
         return features, [each.bags for each in received], routes
 
     def _by_route(self, batch: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -167,9 +165,7 @@ class IdExchange:
         ids = by_route.values().to(torch.int64)
         batch_size = by_route.stride()
         edges = by_route.offsets()[::batch_size] if batch_size else by_route.offsets()[:1].expand(len(self.routes) + 1)
-        route = torch.repeat_interleave(
-            torch.arange(len(self.routes), device=ids.device), torch.diff(edges), output_size=ids.shape[0]
-        )
+        route = torch.arange(len(self.routes), device=ids.device).repeat_interleave(edges.diff(), output_size=len(ids))
         inside, problem = (ids >= 0) & (ids < num_rows[route]), None
         if self.check_bounds and not bool(inside.all()):
             problem = first_bad_id(batch, [each[:3] for each in self.routes])
@@ -179,8 +175,7 @@ class IdExchange:
         """The distinct ids of each route, ascending, their routes, where each route begins, and the inverse."""
         found, inverse = torch.unique(route * _OWNER + ids + 1, sorted=True, return_inverse=True)
         route = found // _OWNER
-        counts = torch.bincount(route, minlength=len(self.routes))
-        return found % _OWNER - 1, route, ops.segment_offsets(counts), inverse
+        return found % _OWNER - 1, route, ops.segment_offsets(route.bincount(minlength=len(self.routes))), inverse
 
     def _is_weighted(self, sizes: Sequence[_Sizes]) -> bool:
         found = {each.weighted for each in sizes if each.weighted >= 0}
@@ -209,13 +204,10 @@ class IdExchange:
     ) -> tuple[KeyedJaggedTensor, Tensor]:
         """What was received, rank by rank, key by key; and where each value was."""
         wide, owned = self._id_dtype.itemsize // 4, self._owned[self.group.rank]
-        lengths, ids, weights = [], [], []
-        for part, sizes in zip(words.split(in_words), received, strict=True):
-            num_lengths = len(owned) * sizes.bags
-            of_lengths, of_ids, of_weights = part.split([num_lengths, sizes.ids * wide, sizes.ids * weighted])
-            lengths.append(of_lengths.reshape(len(owned), sizes.bags))
-            ids.append(of_ids)
-            weights.append(of_weights)
+        fields = [[len(owned) * sizes.bags, sizes.ids * wide, sizes.ids * weighted] for sizes in received]
+        parts = [part.split(of_rank) for part, of_rank in zip(words.split(in_words), fields, strict=True)]
+        flat, ids, weights = zip(*parts, strict=True)
+        lengths = [each.reshape(len(owned), sizes.bags) for each, sizes in zip(flat, received, strict=True)]
         source = key_by_key(lengths, sum(sizes.ids for sizes in received))
         values = torch.cat(ids).view(self._id_dtype)[source]
         per_bag = torch.cat(lengths, dim=1).flatten()

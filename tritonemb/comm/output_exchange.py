@@ -252,9 +252,8 @@ class _PartSums:
             self.columns.append([(starts[part] + sum(self._slabs[: seen[part]]), part[1]) for part in own])
             seen.update(own)
         inverse = sorted(range(width), key=order.__getitem__)
-        self._order = None
-        if inverse != list(range(width)):
-            self._order = PerDevice(lambda device: torch.tensor(inverse, device=device))
+        in_order = inverse == list(range(width))
+        self._order = None if in_order else PerDevice(lambda device: torch.tensor(inverse, device=device))
 
     def add(self, matrix: Tensor) -> Tensor:
         if self._slabs:
