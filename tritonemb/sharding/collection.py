@@ -180,8 +180,7 @@ class ShardedCollection(nn.Module, OptimizedTables):  # `apply` is of modules
 
     def _make_tables(self, shards: Sequence[PlacedShard], bounds_check: Any = "ignore") -> list[TableSet]:
         """Table sets of these shards: first of those that this rank updates alone, then of those that need others."""
-        parts = [[each for each in shards if each.cut == needs_others] for needs_others in (False, True)]
-        parts = [part for part in parts if part]
+        parts = [part for cut in (False, True) if (part := [each for each in shards if each.cut == cut])]
         made = [
             TableSet(
                 self.placement.parts(part), self.optimizer, self.device, bounds_check, torch.float32,

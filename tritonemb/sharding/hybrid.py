@@ -92,11 +92,10 @@ class HybridParallel(nn.Module):
         self.average_every, self._steps = average_every, 0
         table_device = _device_for(model, device)
         options = self.plan, self.groups, self.exchange, table_device, average_every == 1
-        sharded: dict[Any, ShardedCollection] = {}
-        for collection in found:
-            pooled = isinstance(collection, EmbeddingBagCollection)
-            kind = ShardedEmbeddingBagCollection if pooled else ShardedEmbeddingCollection
-            sharded[collection] = kind(collection, *options)
+        pooled, unpooled = ShardedEmbeddingBagCollection, ShardedEmbeddingCollection
+        sharded: dict[Any, ShardedCollection] = {
+            each: (pooled if isinstance(each, EmbeddingBagCollection) else unpooled)(each, *options) for each in found
+        }
         self.collections: tuple[ShardedCollection, ...] = tuple(sharded.values())
         self.module: nn.Module = _replace(model, sharded)
         _materialise(self.module, table_device)

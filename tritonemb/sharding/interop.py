@@ -54,19 +54,17 @@ def load_tables(
     if not tables:
         raise ValueError(f"{type(model).__name__} has no tables: no collection of tritonemb.nn, sharded or not")
     found, problems = _match(tables, state_dict, dict(keys or {}), strict)
-    for table in tables:
-        if table.path in found:
-            problems += _misfits(table, found[table.path], state_dict[found[table.path]])
+    chosen = [(table, found[table.path]) for table in tables if table.path in found]
+    for table, key in chosen:
+        problems += _misfits(table, key, state_dict[key])
     if problems:
         more = len(problems) - MOST_LISTED
         listed = "\n  ".join(problems[:MOST_LISTED] + [f"and {more} more"] * (more > 0))
         raise ValueError(f"the tables cannot be loaded:\n  {listed}")
-    for table in tables:
-        if table.path in found:
-            value = state_dict[found[table.path]]
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
-            copy = table.weight.copy_from if isinstance(table.weight, TableShards) else table.weight.copy_
-            copy(whole)
+    for table, key in chosen:
+        value = state_dict[key]
+        copy = table.weight.copy_from if isinstance(table.weight, TableShards) else table.weight.copy_
+        copy(value.full_tensor() if isinstance(value, DTensor) else value)
     return found
 
 

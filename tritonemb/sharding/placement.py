@@ -122,9 +122,8 @@ class Placement:
             config, shard, number = self._configs[each.table], each.shard, times[each.table]
             whole = replace(config, pooling="sum") if each.summed and config.pooling == "mean" else config
             features = [route_key(route) for route in each.routes] or config.feature_names
-            rows = shard.first_row, shard.num_rows
             name = f"{config.name}@{number}" if number else config.name
-            parts.append(whole.part(name, rows, each.columns, features))
+            parts.append(whole.part(name, (shard.first_row, shard.num_rows), each.columns, features))
             times[each.table] += 1
         return parts
 

@@ -151,15 +151,11 @@ class TableShards(Tensor):
     # What torch.distributed.checkpoint asks; it knows these names.
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        properties, items = TensorProperties(dtype=self.dtype), []
-        for offset, _, tensor in self._pieces():
-            chunk = ChunkStorageMetadata(torch.Size(offset), tensor.shape)
-            index = MetadataIndex(fqn, torch.Size(offset))
-            items.append(
-                WriteItem(index, WriteItemType.SHARD, tensor_data=TensorWriteData(chunk, properties, self.shape))
-            )
-            self._written[offset] = tensor
-        return items
+        properties, pieces = TensorProperties(dtype=self.dtype), {place: part for place, _, part in self._pieces()}
+        self._written |= pieces
+        chunks = [ChunkStorageMetadata(torch.Size(place), part.shape) for place, part in pieces.items()]
+        data = [TensorWriteData(chunk, properties, self.shape) for chunk in chunks]
+        return [WriteItem(MetadataIndex(fqn, d.chunk.offsets), WriteItemType.SHARD, tensor_data=d) for d in data]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         self._written = {}
