@@ -142,15 +142,13 @@ def explain(model: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     """
     with _unchanged(model):
         found = torch._dynamo.explain(model)(*args, **kwargs)
-    report = Report(num_graphs=len(found.graphs))
-    for graph in found.graphs:
-        part = fuse_graph(graph)
-        report.fused += part.fused
-        report.left_alone += part.left_alone
+    parts = [fuse_graph(graph) for graph in found.graphs]
+    fused, alone = [each for part in parts for each in part.fused], [each for part in parts for each in part.left_alone]
+    report = Report(fused, alone, num_graphs=len(parts))
     # Dynamo says nothing of what such a number breaks.
     modules = model.named_modules() if isinstance(model, nn.Module) else ()
     odd = {path for path, module in modules if type(getattr(module, "padding_idx", None)).__module__ == "numpy"}
-    odd -= {alone.name for alone in report.left_alone}
+    odd -= {each.name for each in alone}
     report.left_alone += [LeftAlone(path, "lookup", NO_INT) for path in sorted(odd)]
     for reason in found.break_reasons:
         frame = reason.user_stack[-1] if reason.user_stack else None

@@ -119,9 +119,8 @@ def has_side_effect(node: Node, gm: GraphModule) -> bool:
     name, target = name_of(node), node.target
     if not _runs(node):
         return False
-    if node.op == "call_module" or node.kwargs.get("out") is not None:
-        return True
-    if name.endswith("_") and not name.endswith("__"):  # PyTorch's convention for what works in place
+    in_place = name.endswith("_") and not name.endswith("__")  # PyTorch's convention
+    if in_place or node.op == "call_module" or node.kwargs.get("out") is not None:
         return True
     if node.op == "call_method":
         return name.strip("_") in _MUTATING
@@ -149,21 +148,19 @@ def is_transformed(gm: GraphModule) -> bool:
 def live_nodes(gm: GraphModule, learning: bool = False) -> set[Node]:
     """What results and side effects of a graph are computed from; if `learning`, what a backward from them reaches."""
     ends = [node for node in gm.graph.nodes if node.op == "output" or has_side_effect(node, gm)]
-    if not learning:
-        return {*ends, *reached(ends, lambda node: node.all_input_nodes)}
-    return {*ends, *reached(ends, lambda node: filter(_may_require_grad, node.all_input_nodes))}
+    counts = _may_require_grad if learning else None  # None: every node does
+    return {*ends, *reached(ends, lambda node: filter(counts, node.all_input_nodes))}
 
 
 def dependencies(nodes: Iterable[Node]) -> dict[Node, set[Node]]:
     """For each node of a region, those of the same region that must come before it, directly."""
     found: dict[Node, set[Node]] = {}
-    last_random = None
+    last_random: set[Node] = set()
     for node in nodes:
         found[node] = {other for other in node.all_input_nodes if other in found}
         if is_random(node):
-            if last_random is not None:
-                found[node].add(last_random)
-            last_random = node
+            found[node] |= last_random
+            last_random = {node}
     return found
 
 
@@ -213,9 +210,8 @@ def _is_mutable(op: Any) -> bool:
         schemas = [op._schema]
     else:  # a packet is called without `out`
         schemas = [getattr(op, name)._schema for name in op.overloads() if "out" not in name]
-    if any("_assert" in schema.name for schema in schemas):
-        return False
-    return any(schema.is_mutable or not schema.returns for schema in schemas)
+    asserts = any("_assert" in schema.name for schema in schemas)
+    return not asserts and any(schema.is_mutable or not schema.returns for schema in schemas)
 
 
 def _works_in_place(node: Node) -> bool:

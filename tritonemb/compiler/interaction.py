@@ -49,10 +49,9 @@ def fuse_interactions(gm: GraphModule) -> tuple[dict[str, str], list[LeftAlone]]
     fused, alone = {}, []
     for node in list(gm.graph.nodes):
         both = _transposed_product(node)
-        if both is None:
-            continue
         try:
-            fused[node.name] = _fuse(gm, node, both)
+            if both is not None:
+                fused[node.name] = _fuse(gm, node, both)
         except NotServed as reason:
             alone.append(LeftAlone(node.name, "interaction", str(reason)))
     if fused:
@@ -92,8 +91,7 @@ def _fuse(gm: GraphModule, product: Node, both: Node) -> str:
     begin = 0 if whole else dim
     wanted = [*range(begin, dim), *(dim + i * (i - 1) // 2 + j for i, j in pairs)]
     if wanted != list(range(begin, value_of(out).shape[1])):
-        index = write.constant(torch.tensor(wanted, device=example.device), "pairs")
-        out = write(torch.index_select, out, 1, index)
+        out = write(torch.index_select, out, 1, write.constant(torch.tensor(wanted, device=example.device), "pairs"))
     elif not whole:
         out = write.item(out, (slice(None), slice(begin, None)))
         out = out if only_read(picked) else write(torch.clone, out)
@@ -162,10 +160,9 @@ def _constant(node: Any) -> Tensor:
 
 
 def _is_undisturbed(first: Node, last: Node, gm: GraphModule) -> bool:
-    while (first := first.next) is not last:
-        if has_side_effect(first, gm):
-            return False
-    return True
+    while (first := first.next) is not last and not has_side_effect(first, gm):
+        pass
+    return first is last
 
 
 def _is_joined_with(dense: Node, picked: Node, dtype: torch.dtype, gm: GraphModule) -> bool:

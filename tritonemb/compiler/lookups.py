@@ -279,10 +279,9 @@ def _named(part: TableLookup | LeftAlone, reason: str) -> LeftAlone:
 
 def check_fused_tables(gm: GraphModule, merged: list[LookupGroup]) -> None:
     """Raise ValueError if a table with a fused optimizer is looked up in two places that did not become one."""
-    tables: list[tuple[Node, str]] = []  # one for each update
-    for group in merged:
-        updated = {} if group.idle else {lookup.weight: lookup.table for lookup in group.lookups if lookup.update}
-        tables += updated.items()
+    # One for each update.
+    groups = [{each.weight: each.table for each in group.lookups if each.update} for group in merged if not group.idle]
+    tables = [table for updated in groups for table in updated.items()]
     tables += [(weight, source_path(weight)) for weight in _fused_weights(gm)]
     names, uses = dict(tables), Counter(weight for weight, _ in tables)
     for weight, count in uses.items():

@@ -153,11 +153,10 @@ def merge(gm: GraphModule, group: LookupGroup) -> str:
 
 def _move_inputs_before(group: LookupGroup) -> Node:
     """Move what the group's lookups need before the first of them, which is returned."""
-    nodes = group.region
-    place = {node: index for index, node in enumerate(nodes)}
+    place = {node: index for index, node in enumerate(group.region)}
     first = min((lookup.node for lookup in group.lookups), key=place.__getitem__)
-    needed = reached([lookup.node for lookup in group.lookups], dependencies(nodes).__getitem__)
-    later = [node for node in nodes[place[first] + 1 :] if node in needed]
+    needed = reached([lookup.node for lookup in group.lookups], dependencies(group.region).__getitem__)
+    later = [node for node in group.region[place[first] + 1 :] if node in needed]
     for node in [*later, *(node for node in first.graph.nodes if node.op == "get_attr" and first < node)]:
         first.prepend(node)
     return first
@@ -167,8 +166,7 @@ def _write_layout(lookups: Sequence[TableLookup], tables: list[Node], pooled: bo
     """Every lookup is a key of its own; a table's rows are trained once, whoever looks them up."""
     users = list({lookup.weight: lookup for lookup in lookups}.values())
     # The bits of a fused update's stochastic rounding do not depend on what was merged.
-    seeds = [seed_of(lookup.update.name if lookup.update else "") for lookup in users]
-    rows = [TableRow(0, lookup.bags.num_rows, lookup.dim, seed) for lookup, seed in zip(users, seeds, strict=True)]
+    rows = [TableRow(0, use.bags.num_rows, use.dim, seed_of(use.update.name if use.update else "")) for use in users]
     columns = [0, *accumulate(lookup.dim for lookup in lookups)] if pooled else [0] * len(lookups)
     uses = [
         [(tables.index(use.weight), column, use.dim, MEAN if use.bags.mean and not use.bags.divides_later else SUM)]
