@@ -87,24 +87,22 @@ def _update(
     tables: FusedTables, grad: Tensor, offsets: Tensor, sample_weights: Tensor | None, groups: RowGroups | Tensor,
     layout: Layout,
 ) -> None:  # fmt: skip
-    """The CPU's kernel groups by itself, and reads counters that are kept table by table where they are."""
+    """Counters that are kept table by table are one tensor to the kernels."""
     weights, states, steps, skipped, learning_rate, optimizer, hyperparameters = tables
+    step = steps[0] if len(steps) == 1 else torch.stack(steps)
+    count = skipped[0] if len(skipped) == 1 else torch.zeros(len(skipped), dtype=torch.int64, device=grad.device)
     dtypes = frozenset(map(dtype_of, weights))
-    on_cpu = chosen("row_update_", grad.device, dtypes) == CPU
     if isinstance(groups, Tensor):
         check_ids(groups, layout.multiplicity)
-        groups = groups if on_cpu else row_groups(groups, offsets, layout)
-    step: Any = steps if on_cpu else steps[0] if len(steps) == 1 else torch.stack(steps)
-    count: Any = (
-        skipped if on_cpu else skipped[0] if len(skipped) == 1 else grad.new_zeros(len(skipped), dtype=torch.int64)
-    )
+        if chosen("row_update_", grad.device, dtypes) != CPU:  # whose kernel groups by itself
+            groups = row_groups(groups, offsets, layout)
     kernel("row_update_", grad.device, dtypes)(
         weights, states, step, count, learning_rate, grad, offsets, sample_weights, optimizer, hyperparameters, groups,
         layout,
     )  # fmt: skip
-    if not on_cpu and len(steps) > 1:
+    if len(steps) > 1:
         torch._foreach_copy_(steps, list(step.unbind()))
-    if not on_cpu and len(skipped) > 1 and Hyperparameters(*hyperparameters).nonfinite == SKIP:
+    if len(skipped) > 1 and Hyperparameters(*hyperparameters).nonfinite == SKIP:
         torch._foreach_add_(skipped, list(count.split(1)))
     if (task := torch._C._current_graph_task_id()) >= 0:  # in a backward pass, eager or compiled
         number, last = passes.get(learning_rate.data_ptr(), (0, -1))

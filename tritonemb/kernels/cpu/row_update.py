@@ -292,29 +292,22 @@ def _update(
 
 
 def row_update_(
-    weights: Sequence[Tensor], states: Sequence[Tensor], step: Tensor | Sequence[Tensor],
-    skipped: Tensor | Sequence[Tensor], learning_rate: Tensor, grad: Tensor, offsets: Tensor,
-    sample_weights: Tensor | None, optimizer: str, hyperparameters: Sequence[float],
+    weights: Sequence[Tensor], states: Sequence[Tensor], step: Tensor, skipped: Tensor, learning_rate: Tensor,
+    grad: Tensor, offsets: Tensor, sample_weights: Tensor | None, optimizer: str, hyperparameters: Sequence[float],
     groups: tuple[Tensor, Tensor, Tensor, Tensor] | Tensor, layout: Layout,
 ) -> None:  # fmt: skip
-    """See `kernels/row_update.py`; counters may be a tensor for each table, `groups` the ids, not grouped yet."""
-    no_states = [0] * (2 * len(weights) - len(states))
-    places = [*_counters(step, len(weights)), *_counters(skipped, len(weights)), *map(Tensor.data_ptr, states)]
+    """See `kernels/row_update.py`; `groups` may also be the ids, which are grouped first."""
+    assert all(map(Tensor.is_contiguous, states))
+    places = [step.data_ptr() + 8 * table * sum(step.stride()) for table in range(len(weights))]
+    places += [skipped.data_ptr() + 8 * table * skipped.stride(0) for table in range(len(weights))]
+    places += [*map(Tensor.data_ptr, states), *[0] * (2 * len(weights) - len(states))]
     arrays = grouped(groups, offsets, layout) if isinstance(groups, Tensor) else _arrays(groups)
     refused = _run(
-        KINDS[optimizer], weights, places + no_states, _per_element(optimizer), learning_rate.item(),
+        KINDS[optimizer], weights, places, _per_element(optimizer), learning_rate.item(),
         np.array(hyperparameters, dtype=np.float64), grad, offsets, sample_weights, arrays, layout,
     )  # fmt: skip
     if refused >= 0:
         raise errors.bad_gradient(int(arrays[0][refused]), layout)
-
-
-def _counters(counters: Tensor | Sequence[Tensor], num_tables: int) -> list[int]:
-    """The address of each table's counter, which may be one for all."""
-    tensors = [counters] if isinstance(counters, Tensor) else counters
-    found = [tensor.data_ptr() + 8 * place for tensor in tensors for place in range(tensor.numel())]
-    assert len(found) in (1, num_tables)
-    return found * (num_tables // len(found))
 
 
 def row_gradients_(
