@@ -10,6 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # called as a file, Python puts only this folder on the path
 
@@ -35,11 +37,13 @@ def run_pytest(rounds: int, select: str) -> list[dict[str, Any]]:
             done = subprocess.run(
                 [*command, f"--benchmark-json={raw}", "-k", select], cwd=ROOT, env=os.environ | KEEP_MEMORY
             )
-            if done.returncode == 5:  # none of the file's was selected
+            if done.returncode == pytest.ExitCode.NO_TESTS_COLLECTED:
                 continue
             if done.returncode:
                 sys.exit(done.returncode)
             found += results_file.read(raw)["benchmarks"]
+    if not found:
+        sys.exit(f"no benchmark matches {select!r}")
     return found
 
 
