@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch.optim import lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import tritonemb as te
 from tests.helpers import assert_same_bits, configurations, contents, make_collection, random_steps, train
@@ -162,3 +163,26 @@ def test_it_stays_true_when_the_collection_is_moved():
         assert torch.equal(state["exp_avg"], table.exp_avg)
         assert state["exp_avg"].any()
         assert int(state["step"]) == 2
+
+
+@pytest.mark.parametrize("whole_model", [False, True])
+def test_hooks_and_profilers_see_its_steps(whole_model):
+    model = torch.nn.Sequential(torch.nn.Embedding(5, 2), torch.nn.Linear(2, 1))
+    optimizer = te.optim.fused(model, te.optim.SGD()) if whole_model else make().fused_optimizer
+    parts = [te.tables.optimizer.FusedOptimizer, torch.optim.SGD] if whole_model else []
+    seen = []
+    hooks = [
+        optimizer.register_step_pre_hook(lambda *_: seen.append("before")),
+        register_optimizer_step_post_hook(lambda each, *_: seen.append(type(each))),
+    ]
+    for _ in range(2):
+        optimizer.step()
+        assert seen == ["before", *parts, type(optimizer)]
+        seen.clear()
+    for hook in hooks:
+        hook.remove()
+    optimizer.step()
+    assert not seen
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        optimizer.step()
+    assert f"Optimizer.step#{type(optimizer).__name__}.step" in {event.key for event in profile.key_averages()}

@@ -12,7 +12,7 @@ from tritonemb.nn.embeddings import Embedding, EmbeddingBag
 from tritonemb.nn.single_table import SERVED_DEVICES, SERVED_DTYPES, SingleTable, why_not_fused
 from tritonemb.optimizers import SGD, Adagrad, Adam, Optimizer, PartialRowWiseAdam, RowWiseAdagrad
 from tritonemb.tables.fused_update import FusedGroup
-from tritonemb.tables.optimizer import FusedOptimizer, check_optimizer
+from tritonemb.tables.optimizer import FusedOptimizer, check_optimizer, hooked_where_needed
 
 _OURS: dict[type[nn.Module], type[SingleTable]] = {
     nn.modules.sparse.EmbeddingBag: EmbeddingBag,  # of `nn` others may have been put in their place
@@ -212,6 +212,7 @@ class ModelOptimizer(torch.optim.Optimizer):
             if part is not None:
                 self.state.update(part.state)
 
+    @hooked_where_needed
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the dense parameters, and the tables if the backward has not. Returns the closure's result.
 
@@ -224,10 +225,10 @@ class ModelOptimizer(torch.optim.Optimizer):
                 "which needs no scaling, or tritonemb.Trainer"
             )
         if self.dense is None or closure is None:
-            result = self._tables.step_tables(closure)  # first: it may refuse a gradient
+            result = self._tables.step(closure)  # first: it may refuse a gradient
             return result if self.dense is None else self.dense.step()
         result = self.dense.step(closure)
-        self._tables.step_tables()
+        self._tables.step()
         return result
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -206,24 +206,25 @@ class SingleTable(FusedModule):
 
     def _check_trainable(self) -> None:
         check_not_data_parallel(self._name)
-        owner = self._owner
-        if self._parameters.get("weight") is not self.weight or not isinstance(self.weight, nn.Parameter):
+        weight, step = self.weight, cast(Tensor, self._owner._buffers["step"])
+        if self._parameters.get("weight") is not weight or not isinstance(weight, nn.Parameter):
             raise RuntimeError(
                 f"the weight of {self._name!r} is computed or was put in place of the module's parameter "
                 "(parametrize, prune, functional_call), so the fused optimizer would update a passing tensor; "
                 "te.unfuse the module first"
             )
-        if owner.step.device != self.weight.device:
+        if step.device != weight.device:
             raise RuntimeError(
-                f"the weight of {self._name!r} is on {self.weight.device}, its optimizer state on "
-                f"{owner.step.device}; move the module as a whole, or fuse after loading"
+                f"the weight of {self._name!r} is on {weight.device}, its optimizer state on {step.device}; "
+                "move the module as a whole, or fuse after loading"
             )
 
     def _table(self) -> ops.FusedTables:
-        owner, group = self._owner, cast(FusedGroup, self._optimized)
+        weight, buffers, group = self.weight, cast(dict[str, Tensor], self._owner._buffers), self._optimized
+        assert group is not None
         return ops.FusedTables(
-            [self.weight], [cast(Tensor, owner._buffers[state.name]) for state in group.optimizer.states], [owner.step],
-            [owner.skipped], group.rate_on(self.weight.device), group.optimizer.name, group.hyperparameters,
+            [weight], [buffers[state.name] for state in group.optimizer.states], [buffers["step"]],
+            [buffers["skipped"]], group.rate_on(weight.device), group.optimizer.name, group.hyperparameters,
         )  # fmt: skip
 
     def _renormalise(self, values: Tensor, max_norm: float, norm_type: float) -> None:

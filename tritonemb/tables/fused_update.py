@@ -177,10 +177,10 @@ def _one_batch(gradients: list[ops.BagGradient]) -> tuple[Tensor, Tensor]:
     ends = [*accumulate(ids.shape[0] for ids in values)]
     if not gradients[0].bags.pooled:
         return torch.cat(values), torch.tensor([0, *ends], device=values[0].device)
-    if len({len(each) for each in offsets}) > 1:
+    if len({each.shape[0] for each in offsets}) > 1:
         moved = [each[1:] + begin for each, begin in zip(offsets, [0, *ends], strict=False)]
         return torch.cat(values), torch.cat([offsets[0][:1], *moved])
-    joined = offsets[0].new_zeros(len(values) * (len(offsets[0]) - 1) + 1)
+    joined = offsets[0].new_zeros(len(values) * (offsets[0].shape[0] - 1) + 1)
     begins = torch.tensor([0, *ends[:-1]], device=joined.device).unsqueeze(1)
     torch.add(torch.stack(offsets)[:, 1:], begins, out=joined[1:].view(len(values), -1))
     return torch.cat(values), joined

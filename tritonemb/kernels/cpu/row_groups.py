@@ -27,6 +27,7 @@ UNIT_VALUES = 16_384  # tables with fewer values are not cut
 # Columns of `units`, behind TABLE; ROOM: values at most.
 FIRST_ID, END_ID, ROOM, BEGIN, NUM_VALUES, NUM_GROUPS = range(1, 7)
 GOOD_OFFSETS = -2
+_ABSENT = np.empty(0, dtype=np.float32)
 DTYPE_CODES = {torch.float32: FLOAT32, torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 
 
@@ -55,12 +56,12 @@ def as_int64(tensor: Tensor) -> np.ndarray:
 def as_float32(tensor: Tensor | None) -> np.ndarray:
     """Absent weights are an empty array."""
     if tensor is None:
-        return np.empty(0, dtype=np.float32)
+        return _ABSENT
     return tensor.detach().to(torch.float32).contiguous().numpy()
 
 
-@compiled
-def first_bad_bag(offsets, num_values):
+@inlined
+def _find_bad_bag(offsets, num_values):
     """GOOD_OFFSETS; -1 if the first offset is not 0; a bag whose end lies before its start; or the last index."""
     if offsets[0] != 0:
         return -1
@@ -72,6 +73,12 @@ def first_bad_bag(offsets, num_values):
             if offsets[bag + 1] < offsets[bag]:
                 return bag
     return GOOD_OFFSETS if offsets[-1] == num_values else offsets.size - 1
+
+
+@compiled
+def first_bad_bag(offsets, num_values):
+    """See `_find_bad_bag`, which other kernels call."""
+    return _find_bad_bag(offsets, num_values)
 
 
 def check_offsets(values: Tensor, offsets: Tensor, layout: Layout) -> None:
@@ -318,7 +325,10 @@ def _write(
 
 @compiled
 def _group(num_threads, batch_size, tables, lookups, key_starts, values, offsets, rows, starts, order):
-    """Fill rows, starts and order; returns the number of groups."""
+    """Fill rows, starts and order; returns the number of groups, or ~(1 + the first bad bag) for bad offsets."""
+    bad = _find_bad_bag(offsets, values.size)
+    if bad != GOOD_OFFSETS:
+        return ~(1 + bad)
     key_starts_of_table, uses, key_of = uses_by_table(lookups, key_starts, tables.shape[0])
     keys_of_table = np.empty(uses.size, dtype=np.int64)
     for use in range(uses.size):  # indexing by an array takes longer to compile
@@ -355,7 +365,6 @@ def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> tuple[Tensor,
 
 def grouped(values: Tensor, offsets: Tensor, layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
     """The same as arrays."""
-    check_offsets(values, offsets, layout)
     capacity = values.numel() * layout.multiplicity
     rows, starts = np.empty(capacity, dtype=np.int64), np.empty(capacity + 1, dtype=np.int32)
     order = np.empty(capacity, dtype=np.int32)
@@ -363,4 +372,6 @@ def grouped(values: Tensor, offsets: Tensor, layout: Layout) -> tuple[np.ndarray
         1 if values.numel() < UNIT_VALUES else torch.get_num_threads(), batch_size_of(offsets, layout.key_starts),
         *arrays_of(layout), as_int64(values), as_int64(offsets), rows, starts, order,
     )  # fmt: skip
+    if num_groups < 0:
+        raise errors.bad_offsets(~num_groups - 1, offsets, values.numel(), layout)
     return rows, starts, order, num_groups

@@ -342,11 +342,11 @@ def _run(
     """What `_update` returns; `places` are those from STEP on."""
     assert all(map(Tensor.is_contiguous, weights))
     most = constants[MAX_GRADIENT]
-    gradient = as_float32(grad.clamp(-most, most) if most < np.inf else grad)
+    gradient = (grad.clamp(-most, most) if most < np.inf else grad).to(torch.float32).contiguous()
     places = [*map(Tensor.data_ptr, weights), *(DTYPE_CODES[weight.dtype] for weight in weights), *places]
     refused: int = _update(
         torch.get_num_threads(), kind, np.array(places, dtype=np.int64).reshape(-1, len(weights)), per_element,
         *arrays_of(layout), batch_size_of(offsets, layout.key_starts), as_int64(offsets), layout.pooled, *groups,
-        gradient.ctypes.data, layout.width, as_float32(sample_weights), np.float32(learning_rate), constants,
+        gradient.data_ptr(), layout.width, as_float32(sample_weights), np.float32(learning_rate), constants,
     )  # fmt: skip
     return refused
