@@ -51,6 +51,7 @@ class Code:
             spilled vector registers and bytes of scratch (scalar registers spill into lanes of vector registers).
         shared: bytes of shared memory (LDS) a program; what the launch asks for on top is included.
         loads: how many instructions load 1, 2, 4, 8, 12 and 16 bytes a thread from global memory.
+        in_flight: the most loads of 16 bytes that a thread waits for at once; NVIDIA only.
     """
 
     case: str
@@ -62,6 +63,7 @@ class Code:
     spilled: int
     shared: int
     loads: dict[int, int]
+    in_flight: int
 
     @property
     def wide_loads(self) -> int:
@@ -91,7 +93,7 @@ def record(call: Callable[[], object], target: str = "sm_90") -> list[Launch]:
 def source_of(launch: Launch, target: GPUTarget) -> tuple[ASTSource, dict[str, Any]]:
     """The specialisation that a launch with these arguments compiles on `target`, and the compiler's options."""
     kernel, backend = launch.kernel, make_backend(target)
-    options = {"num_warps": launch.num_warps, "enable_fp_fusion": False}
+    options = triton_utils.compiler_options(launch.num_warps, target.backend == "cuda")
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, specialization, given = bind(*launch.args, **launch.constants, **options)
     parsed, signature, constants, attributes = kernel._pack_args(backend, given, bound, specialization, given)
@@ -113,7 +115,7 @@ def _compile(case: str, launch: Launch, source: ASTSource, options: dict[str, An
     compiled = triton.compile(source, target=TARGETS[target], options=options)
     read = read_cubin if TARGETS[target].backend == "cuda" else read_amdgcn
     code = compiled.asm["cubin" if TARGETS[target].backend == "cuda" else "amdgcn"]
-    registers, spilled, static_shared, loads = read(code)
+    registers, spilled, static_shared, loads, in_flight = read(code)
     return Code(
         case=case,
         kernel=launch.kernel.__name__,
@@ -124,6 +126,7 @@ def _compile(case: str, launch: Launch, source: ASTSource, options: dict[str, An
         spilled=spilled,
         shared=max(static_shared, compiled.metadata.shared),
         loads=loads,
+        in_flight=in_flight,
     )
 
 
@@ -143,8 +146,8 @@ def _kind(value: Any) -> str:
     return "" if isinstance(value, float) else f"={value}"
 
 
-def read_cubin(cubin: bytes) -> tuple[int, int, int, dict[int, int]]:
-    """Registers, spilled bytes, shared bytes and loads by width."""
+def read_cubin(cubin: bytes) -> tuple[int, int, int, dict[int, int], int]:
+    """Registers, spilled bytes, shared bytes, loads by width, and wide loads in flight."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
@@ -152,7 +155,7 @@ def read_cubin(cubin: bytes) -> tuple[int, int, int, dict[int, int]]:
         sass = _run("nvdisasm", "-c", str(path))
     numbers = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
     spilled = numbers["STACK"] + numbers["LOCAL"] if re.search(r"\b(STL|LDL)\b", sass) else 0
-    return numbers["REG"], spilled, numbers["SHARED"], loads_of_sass(sass)
+    return numbers["REG"], spilled, numbers["SHARED"], loads_of_sass(sass), loads_in_flight(sass)
 
 
 def loads_of_sass(sass: str) -> dict[int, int]:
@@ -165,11 +168,28 @@ def loads_of_sass(sass: str) -> dict[int, int]:
     return counts
 
 
+def loads_in_flight(sass: str) -> int:
+    """The most loads of 16 bytes a thread that code has begun before it names a register of the first of them.
+
+    In the order of the code: the body of a loop counts once, and loads of two turns never together.
+    """
+    waiting: list[range] = []
+    most = 0
+    for instruction in re.findall(r"\*/([^;]*);", sass):
+        named = {int(number) for number in re.findall(r"\bR(\d+)\b", instruction)}
+        waiting = [registers for registers in waiting if named.isdisjoint(registers)]
+        load = re.search(r"\bLDG\.E\.128\S* R(\d+)", instruction)
+        if load:
+            waiting.append(range(int(load[1]), int(load[1]) + 4))
+            most = max(most, len(waiting))
+    return most
+
+
 _SASS_WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
 
 
-def read_amdgcn(assembly: str) -> tuple[int, int, int, dict[int, int]]:
-    """Vector registers, spilled registers and scratch bytes, LDS bytes and loads by width."""
+def read_amdgcn(assembly: str) -> tuple[int, int, int, dict[int, int], int]:
+    """Vector registers, spilled registers and scratch bytes, LDS bytes and loads by width; 0 for loads in flight."""
 
     def number(name: str) -> int:
         return max([0, *(int(found) for found in re.findall(rf"\.{name}:\s+(\d+)", assembly))])
@@ -179,7 +199,7 @@ def read_amdgcn(assembly: str) -> tuple[int, int, int, dict[int, int]]:
         width = next((size for start, size in _AMD_WIDTHS.items() if name.startswith(start)), 4)
         counts[width] = counts.get(width, 0) + 1
     spilled = number("vgpr_spill_count") + number("private_segment_fixed_size")
-    return number("vgpr_count"), spilled, number("group_segment_fixed_size"), counts
+    return number("vgpr_count"), spilled, number("group_segment_fixed_size"), counts, 0
 
 
 _AMD_WIDTHS = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "short": 2, "ushort": 2, "sshort": 2}
@@ -228,7 +248,7 @@ def _row(code: dict[str, Any]) -> dict[str, Any]:
     loads = ", ".join(
         f"{count} of {width} B" for width, count in sorted(code["loads"].items(), key=lambda x: -int(x[0]))
     )
-    first = ("kernel", "target", "case", "num_warps", "registers", "spilled", "shared")
+    first = ("kernel", "target", "case", "num_warps", "registers", "spilled", "shared", "in_flight")
     return {name: code[name] for name in first} | {"loads": loads, "constants": code["constants"]}
 
 

@@ -228,6 +228,12 @@ def forward_cases() -> Iterator[Case]:
         yield Case(f"forward-{short(dtype)}", lambda dtype=dtype: look_up(problem(dtype=dtype), torch.float16), True)
     for pooling in POOLINGS[1:]:
         yield Case(f"forward-{pooling}", lambda pooling=pooling: look_up(problem(pooling=pooling)), True)
+    for dtype, dim in itertools.product((torch.float32, torch.bfloat16), (64, 128, 256)):
+
+        def call_bags(dtype: torch.dtype = dtype, dim: int = dim) -> None:
+            look_up(problem((dim, dim), dtype, longest=40))
+
+        yield Case(f"forward-long-bags-{short(dtype)}-dim{dim}", call_bags, True)
     yield Case("forward-int32", lambda: look_up(problem(ids=torch.int32, weighted=True), torch.bfloat16), True)
     for dtype in (*FLOATS, *FLOAT8):
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tritonemb.kernels.triton_utils import CODES, interpreting, jit, launch, tl
+from tritonemb.kernels.triton_utils import CODES, MAX_REGISTERS, interpreting, jit, launch, tl
 
 pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 if interpreting():
@@ -23,12 +23,12 @@ from tests.kernels.ahead_of_time import Launch
 from tests.kernels.ahead_of_time_cases import CASES, Case
 
 # 128 registers a thread leave room for 16 warps a processor; a gather needs no more to keep its memory busy.
-MOST_REGISTERS = 128
+MOST_REGISTERS = MAX_REGISTERS
 # A gfx942 wave has 512; with 256 two waves share a SIMD, and a wave of 64 holds twice the elements of a warp.
 MOST_VECTOR_REGISTERS = 256
 # Kernels that may spill a little, outside the core cases and for NVIDIA: how many bytes a thread, and why. In each,
-# ptxas keeps to fewer registers than it may use (32 to 72 here), so that more programs fit, and stores what it computes
-# once, before a loop. Every edit of a kernel moves such spills to other specialisations.
+# ptxas may keep to fewer registers than it is given, so that more programs fit, and store what it computes once, before
+# a loop. Every edit of a kernel moves such spills to other specialisations.
 EXCEPTIONS = {
     "_pool_kernel": (8, "Two values are stored before the loop over ids and loaded once behind it."),
     "_sample_weight_gradient_kernel": (
@@ -41,6 +41,25 @@ EXCEPTIONS = {
         "once a group.",
     ),
 }
+
+
+# Loads of 16 bytes that a thread waits for at once, by kernel; or all that there are.
+LEAST_IN_FLIGHT = {"_pool_kernel": 4, "_gather_kernel": 4}
+FEW_IN_FLIGHT = 3  # of other kernels
+_UNPACKED = "A row's 16-bit weights are unpacked before its gradients are asked for."
+FEWER_IN_FLIGHT = {
+    "update-float16-stochastic": (2, _UNPACKED),
+    "update-bfloat16-stochastic": (2, _UNPACKED),
+    "interaction-26x128-float32": (0, "Exact products read shared memory, which `LDGSTS` fills: no register waits."),
+    "exchange-fp8_e5m2": (2, "Half of a row is narrowed before the other half is asked for."),
+}
+
+
+def least_in_flight(code: ahead_of_time.Code, core: bool) -> int:
+    if not core or not code.target.startswith("sm_"):
+        return 0
+    least = LEAST_IN_FLIGHT.get(code.kernel, FEW_IN_FLIGHT)
+    return min(code.wide_loads, least, FEWER_IN_FLIGHT.get(code.case, (least, ""))[0])
 
 
 def most_spilled(code: ahead_of_time.Code, core: bool) -> int:
@@ -58,6 +77,8 @@ def complaints(code: ahead_of_time.Code, aligned: bool, core: bool = True) -> li
         found.append(f"needs {code.registers} registers, more than {most}")
     if aligned and not code.wide_loads:
         found.append(f"has no 16-byte load though rows are aligned: {code.loads}")
+    if aligned and code.in_flight < least_in_flight(code, core):
+        found.append(f"has {code.in_flight} loads in flight, fewer than {least_in_flight(code, core)}")
     return [f"{code.kernel} for {code.target} {problem} ({code.constants})" for problem in found]
 
 
@@ -128,6 +149,16 @@ def test_kernels_compile_well(case: Case, target: str) -> None:
 
 
 @pytest.mark.more
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+def test_a_long_bag_has_eight_float32_vectors_in_flight(target):
+    for dtype, most in (("float32", 8), ("bfloat16", 4)):  # of 4 and of 8 elements
+        for dim in (64, 128, 256):
+            case = f"forward-long-bags-{dtype}-dim{dim}"
+            launches = ahead_of_time.record({case.name: case for case in CASES}[case].call, target)
+            assert [code.in_flight for code in ahead_of_time.compile_all(case, launches, target)] == [most], case
+
+
+@pytest.mark.more
 def test_every_kernel_is_compiled_once():
     def kernels(cases: Iterable[Case]) -> set[str]:
         return {launch.kernel.__name__ for case in cases for launch in ahead_of_time.record(case.call)}
@@ -195,6 +226,7 @@ def test_specialisations_are_those_of_a_launch(target):
         assert [attributes[(place,)]["tt.divisibility"] for place in range(3)] == [16, 16, 16]
         assert options["enable_fp_fusion"] is False
         assert options["num_warps"] == 1
+        assert options.get("maxnreg") == (MAX_REGISTERS if target.startswith("sm_") else None)
 
 
 def test_loads_are_told_apart_by_width():
@@ -202,10 +234,27 @@ def test_loads_are_told_apart_by_width():
         "LDG.E.128.CONSTANT R4, ; LDG.E R1, ; LDG.E.64 R2, ; LDG.E.U16 R3, ; LDGSTS.E.BYPASS.128 [R1], ; STG.E.128 [R2]"
     )
     assert ahead_of_time.loads_of_sass(sass) == {16: 2, 4: 1, 8: 1, 2: 1}
-    _, _, _, loads = ahead_of_time.read_amdgcn(
+    _, _, _, loads, _ = ahead_of_time.read_amdgcn(
         "global_load_dwordx4 v[0:3]\n buffer_load_ushort v1\n global_load_dword v2"
     )
     assert loads == {16: 1, 2: 1, 4: 1}
+
+
+def test_a_load_is_in_flight_until_its_register_is_named():
+    loads = "/*0010*/ LDG.E.128 R4, [R2.64] ; /*0020*/ LDG.E.128.CONSTANT R8, [R2.64+0x10] ;"
+    assert ahead_of_time.loads_in_flight(loads) == 2
+    between = loads.replace("/*0020*/", "/*0018*/ FADD R20, R20, R7 ; /*0020*/")
+    assert ahead_of_time.loads_in_flight(between) == 1
+    assert ahead_of_time.loads_in_flight(between.replace("R7", "R12")) == 2
+    assert ahead_of_time.loads_in_flight("/*0010*/ LDG.E.64 R4, [R2.64] ;") == 0
+
+
+def test_loads_that_wait_for_each_other_are_caught():
+    (code,) = ahead_of_time.compile_all("toy", toy(512, align=16), "sm_90")
+    code = replace(code, kernel="_pool_kernel", loads={16: 8}, in_flight=4)
+    assert not complaints(code, aligned=True)
+    assert "3 loads in flight, fewer than 4" in complaints(replace(code, in_flight=3), aligned=True)[0]
+    assert not complaints(replace(code, in_flight=3), aligned=True, core=False)
 
 
 def test_the_table_holds_the_cases_that_there_are(tmp_path, monkeypatch):
@@ -218,4 +267,4 @@ def test_the_table_holds_the_cases_that_there_are(tmp_path, monkeypatch):
     assert (row["kernel"], row["target"], row["spilled"], row["loads"]) == ("copy_scaled", "sm_90", "0", "2 of 16 B")
     header, rule, line = (tmp_path / "kernels.md").read_text().splitlines()
     assert header.split("|")[1].strip() == "kernel"
-    assert line.count("|") == rule.count("|") == 10
+    assert line.count("|") == rule.count("|") == 11

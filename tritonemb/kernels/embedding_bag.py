@@ -47,8 +47,8 @@ from tritonemb.layout import Layout
 
 MAX_BLOCK = 1024  # columns of a tile; wider rows take several
 VECTORS_IN_FLIGHT = 8  # 16-byte loads that a lane asks for before it adds the first
-MAX_SUMS = 16  # sums that a lane keeps, in as many registers
-MAX_ELEMENTS = 32  # elements of a bag's rows that are on their way to a lane: narrow ones are widened as they are added
+SHORT_IN_FLIGHT = 4  # of several short bags: each vector has sums of its own
+MAX_ELEMENTS = 32  # that are on their way to a lane: narrow ones are widened as they are added, or kept as sums
 NO_POSITION = tl.constexpr(2**62)
 
 
@@ -278,10 +278,11 @@ def choose_tile(max_dim: int, item_size: int, mean_length: float) -> Tile:
     in_flight = VECTORS_IN_FLIGHT // max(1, block // (num_warps * warp_elements))
     unroll = min(in_flight, next_power_of_2(max(1, round(mean_length))))
     is_long = unroll == in_flight
+    most_sums = min(MAX_ELEMENTS, SHORT_IN_FLIGHT * 16 // item_size)
     if not is_long:
-        rows = min(lanes(), rows * in_flight, max(1, MAX_SUMS * lanes() * num_warps // block))
+        rows = min(lanes(), rows * in_flight, max(1, most_sums * lanes() * num_warps // block))
     sums = max(1, rows * block // (lanes() * num_warps))
-    return Tile(rows, block, min(unroll, max(1, (MAX_ELEMENTS if is_long else MAX_SUMS) // sums)), num_warps)
+    return Tile(rows, block, min(unroll, max(1, (MAX_ELEMENTS if is_long else most_sums) // sums)), num_warps)
 
 
 def embedding_bag(

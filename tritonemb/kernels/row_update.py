@@ -19,13 +19,7 @@ from torch import Tensor
 
 from tritonemb.jagged import batch_size_of
 from tritonemb.kernels.by_torch import sum_gradients
-from tritonemb.kernels.gradient_sums import (
-    PIECE_SIZE,
-    add_gradients,
-    place_gradients,
-    slot_of,
-    warps_for,
-)
+from tritonemb.kernels.gradient_sums import PIECE_SIZE, add_gradients, place_gradients, slot_of, warps_for
 from tritonemb.kernels.optimizers import apply_sums_, constants_of, step_rows
 from tritonemb.kernels.random import (
     narrow_reference,
@@ -130,6 +124,14 @@ def _update_kernel(
         # A dim of 64 bits would cost registers in every mask, and on AMD wide loads.
         dim = tl.multiple_of(tl.load(field_at(tables, table, ROW_DIM), mask=ours, other=0).to(tl.int32), STEP)
         mask = columns[None, :] < dim[:, None]
+        if not CHECK_ONLY:  # loads that need the row alone are on their way while gradients are summed
+            offset = (row * dim)[:, None] + columns[None, :]
+            address1 = tl.load(addresses1 + table, mask=ours, other=0)
+            address2 = tl.load(addresses2 + table, mask=ours, other=0)
+            weights = pointer_to(address, CODE, ALIGN)[:, None] + offset
+            row_bits = tl.load(weights, mask=mask, other=0)
+            state1 = _load_state(address1, row, offset, mask, dim, STATE1, STATE_ALIGN)
+            state2 = _load_state(address2, row, offset, mask, dim, STATE2, STATE_ALIGN)
         long = stop - first > PIECE_SIZE
         g = add_gradients(
             tl.zeros((ROWS, BLOCK), tl.float32), first, tl.where(long, first, stop), sources, scales, grad, dim,
@@ -151,19 +153,12 @@ def _update_kernel(
                 mask = mask & ours[:, None]
                 dim = tl.where(ours, dim, 0)
         if not CHECK_ONLY:
-            offset = (row * dim)[:, None] + columns[None, :]
-            address1 = tl.load(addresses1 + table, mask=ours, other=0)
-            address2 = tl.load(addresses2 + table, mask=ours, other=0)
-            weights = pointer_to(address, CODE, ALIGN)[:, None] + offset
-            w = widen(tl.load(weights, mask=mask, other=0), CODE)
-            state1 = _load_state(address1, row, offset, mask, dim, STATE1, STATE_ALIGN)
-            state2 = _load_state(address2, row, offset, mask, dim, STATE2, STATE_ALIGN)
             mine = corrections
             if OWN_STEP and corrections is not None:
                 mine = corrections + table * 2
             w, state1, state2 = step_rows(
-                w, state1, state2, g, tl.maximum(dim, 1).to(tl.float32), lr, constants, mine, KIND, DECAY, LIMITED,
-                ROWS, BLOCK,
+                widen(row_bits, CODE), state1, state2, g, tl.maximum(dim, 1).to(tl.float32), lr, constants, mine, KIND,
+                DECAY, LIMITED, ROWS, BLOCK,
             )  # fmt: skip
             if STOCHASTIC:
                 row_step = now
@@ -219,8 +214,8 @@ def row_update_(
         for tables, addresses in by_dtype(weights, device):
             align, dtype = alignment_of(tables), tables[0].dtype
             row_step = align // dtype.itemsize
-            tile_rows = _tile_rows(optimizer, dtype, align, block)
-            grid = (min(cdiv(num_entries, tile_rows), num_programs(device, 32)),)
+            tile_rows, num_warps = _tile_rows(optimizer, dtype, align, block), warps_for(block)
+            grid = (min(cdiv(num_entries, tile_rows), num_programs(device, num_warps)),)
             launch(
                 _update_kernel, grid, addresses, on_device(pointers[:num_tables], device),
                 on_device(pointers[num_tables:], device), *args,
@@ -229,7 +224,7 @@ def row_update_(
                 LIMITED=h.max_norm < torch.inf, STOCHASTIC=bool(h.stochastic_rounding) and dtype != torch.float32,
                 NONFINITE=nonfinite, CHECK_ONLY=check_only, OWN_STEP=step.dim() == 1, ALIGN=align,
                 STATE_ALIGN=math.gcd(16, 4 * row_step, *pointers), STEP=row_step, GRAD_STEP=grad_step, ROWS=tile_rows,
-                BLOCK=block, UNROLL=2, num_warps=warps_for(block),
+                BLOCK=block, UNROLL=2, num_warps=num_warps,
             )  # fmt: skip
     if bad_row is None:
         step += 1

@@ -55,6 +55,8 @@ def jit(function: Any = None, *, varying: Sequence[str] = ()) -> Any:
     return triton.jit(function, do_not_specialize=list(varying) or None)
 
 
+MAX_REGISTERS = 128  # a thread; where none are given ptxas keeps to few, and moves loads down to where they are used
+RESIDENT_WARPS = 65_536 // (32 * MAX_REGISTERS)  # of a processor, all of whose registers they have
 instead_of_launching: Callable[..., None] | None = None  # compilation ahead of time only notes launches
 _lanes = 64 if torch.version.hip else 32
 
@@ -65,7 +67,7 @@ def interpreting() -> bool:
 
 
 def launch(kernel: Any, grid: Sequence[int], *args: Any, num_warps: int = 4, **constants: Any) -> None:
-    """Run `kernel` over `grid` on its tensors' device, without fused multiply-adds: bits depend on no compiler."""
+    """Run `kernel` over `grid` on its tensors' device."""
     if instead_of_launching is not None:
         instead_of_launching(kernel, args, constants, num_warps)
         return
@@ -73,7 +75,12 @@ def launch(kernel: Any, grid: Sequence[int], *args: Any, num_warps: int = 4, **c
         return
     device = next(arg.device for arg in args if isinstance(arg, Tensor))
     with _current(device):
-        kernel[tuple(grid)](*args, num_warps=num_warps, enable_fp_fusion=False, **constants)
+        kernel[tuple(grid)](*args, **compiler_options(num_warps, not torch.version.hip), **constants)
+
+
+def compiler_options(num_warps: int, nvidia: bool) -> dict[str, Any]:
+    """No fused multiply-adds: bits depend on no compiler. Only NVIDIA's takes a number of registers."""
+    return {"num_warps": num_warps, "enable_fp_fusion": False} | ({"maxnreg": MAX_REGISTERS} if nvidia else {})
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
@@ -85,11 +92,12 @@ def lanes() -> int:
     return _lanes
 
 
-def num_programs(device: torch.device, per_processor: int) -> int:
-    """How many programs fill a device when each takes its share of the work in a loop."""
+def num_programs(device: torch.device, num_warps: int) -> int:
+    """How many programs of so many warps a device holds at once: each takes its share of the work in a loop."""
     if device.type != "cuda":
         return 3  # interpreted: few, but more than one
-    return torch.cuda.get_device_properties(device).multi_processor_count * per_processor
+    resident = max(1, RESIDENT_WARPS // num_warps)
+    return torch.cuda.get_device_properties(device).multi_processor_count * resident
 
 
 def cdiv(a: int, b: int) -> int:
@@ -310,6 +318,7 @@ BAD_ID, BAD_OFFSETS, BAD_GRADIENT, BAD_FIRST_OFFSET, BAD_LAST_OFFSET = (tl.const
 _ID, _OFFSETS, _GRADIENT, _FIRST_OFFSET, _LAST_OFFSET = range(1, 6)
 _FIELDS = 8  # kind, names, position or row, value, table or last offset, key, sample, valid rows
 _names: list[tuple[str, str]] = []
+_polling = threading.Lock()
 
 
 @jit
@@ -350,11 +359,14 @@ def poll(device: torch.device) -> None:
     lock, record = error_word(device)
     if int(record[0]) == 0:
         return
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    kind, names, where, value, table, key, sample, rows = record.tolist()
-    record.zero_()
-    lock.zero_()
+    with _polling:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        kind, names, where, value, table, key, sample, rows = record.tolist()
+        if kind == 0:  # another thread has just raised it
+            return
+        record.zero_()
+        lock.zero_()
     table_names, feature_names = map(names_in, _names[names])
     if kind == _ID:
         raise errors.id_out_of_range(table_names[table], feature_names[key], sample, where, value, rows)
