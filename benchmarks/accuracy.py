@@ -26,6 +26,7 @@ from benchmarks import report, results_file
 from benchmarks.environment import environment
 from benchmarks.plain import PlainDLRM, PlainRowWiseAdagrad
 from tritonemb.data import ClickLog, Dataset, LogOptions, Rows, Schema, build_vocabulary, open_dataset
+from tritonemb.data.columns import concat
 from tritonemb.training.config import EmbeddingOptimizer, TrainConfig, preset
 from tritonemb.training.job import build_model, build_optimizer
 from tritonemb.training.metrics import binary_metrics
@@ -132,7 +133,9 @@ def criteo(path: str) -> Dataset:
     with tempfile.TemporaryDirectory() as folder:
         vocabulary = Path(folder) / "vocabulary.parquet"
         build_vocabulary(ClickLog(path), vocabulary, min_count=MIN_COUNT)
-        return ClickLog(path, LogOptions(schema=Schema(vocabulary=vocabulary))).load()
+        log = ClickLog(path, LogOptions(schema=Schema(vocabulary=vocabulary)))
+        train, test = (concat([block.rows for block in log.scan(split, log.encode)]) for split in ("train", "test"))
+        return Dataset(log.name, log.features, train, test)
 
 
 def in_memory(name: str, path: str | None) -> Dataset:

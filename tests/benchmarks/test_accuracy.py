@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from benchmarks.accuracy import TOLERANCE, compare, seen_share
+from benchmarks.accuracy import TOLERANCE, compare, criteo, seen_share
 from tritonemb.data import Column, Dataset, Feature, Rows
 from tritonemb.training.config import preset
 
@@ -41,3 +41,14 @@ def test_test_rows_that_stand_among_the_training_rows_are_counted() -> None:
     assert seen_share(dataclasses.replace(data, train=data.train.slice(0, 150), test=data.train.slice(100, 200))) == 0.5
     flipped = dataclasses.replace(data.train, labels=1 - data.train.labels)
     assert seen_share(dataclasses.replace(data, test=flipped)) == 0
+
+
+def test_a_criteo_file_is_read_into_memory(tmp_path) -> None:
+    lines = ["\t".join([str(i % 2), *["1"] * 13, "ab"[i % 2] if i else "c", *[""] * 25]) for i in range(600)]
+    (tmp_path / "train.txt").write_text("\n".join(lines) + "\n")
+    data = criteo(str(tmp_path / "train.txt"))
+    assert len(data.train) + len(data.test) == 600
+    assert 95 <= len(data.test) <= 105  # the last sixth of the file's bytes
+    ids = data.train.columns[0].values
+    assert ids.unique().numel() == 3, "two categories, and one that is too rare"
+    assert torch.equal(ids[1:] == ids[1], data.train.labels[1:] == 1)
