@@ -14,7 +14,7 @@ from torch import Tensor
 from tritonemb import errors
 from tritonemb.jagged import batch_size_of
 from tritonemb.kernels.cpu.cross import cross, cross_gradient  # noqa: F401
-from tritonemb.kernels.gradient_sums import PIECE
+from tritonemb.kernels.gradient_sums import PIECE, SPAN
 from tritonemb.kernels.optimizers import apply_sums_
 from tritonemb.layout import MEAN, Layout
 from tritonemb.optimizers import Hyperparameters
@@ -136,7 +136,19 @@ def sum_gradients(
         used = places[table][position] >= 0
         sums[table].index_add_(0, places[table][position[used]], (clamped[source, columns] * scale)[used])
     by_row = zip(rows, row_of, sums, strict=True)
-    return rows, [part.new_zeros(own.numel(), part.shape[1]).index_add_(0, row, part) for own, row, part in by_row]
+    return rows, [_add_parts(own.numel(), row, part) for own, row, part in by_row]
+
+
+def _add_parts(num_rows: int, row_of: Tensor, parts: Tensor) -> Tensor:
+    """The sum of each row's pieces: in pairs until they are spans, and these in order."""
+    unit, together = PIECE, 2
+    while row_of.numel() > num_rows:
+        first = torch.searchsorted(row_of, row_of)
+        starts = (torch.arange(row_of.numel(), device=row_of.device) - first) % together == 0
+        parts = parts.new_zeros(int(starts.sum()), parts.shape[1]).index_add_(0, torch.cumsum(starts, 0) - 1, parts)
+        row_of, unit = row_of[starts], 2 * unit
+        together = 2 if unit < SPAN else row_of.numel()
+    return parts
 
 
 def interaction(dense: Tensor, sparse: Tensor) -> Tensor:

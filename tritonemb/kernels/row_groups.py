@@ -47,34 +47,40 @@ def _linear_rows_kernel(
 
 
 @jit(varying=["num_entries"])
-def _count_kernel(keys, counts, num_valid, total_rows, num_entries, BLOCK: tl.constexpr):
-    """Distinct rows that begin in each block; and, by the program that meets their end, the number of valid entries."""
+def _count_kernel(keys, counts, total_rows, num_entries, BLOCK: tl.constexpr):
+    """Of each block the rows that begin in it, and its valid entries."""
     entry = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     key = tl.load(keys + entry, mask=entry < num_entries, other=total_rows)
     before = tl.load(keys + entry - 1, mask=(entry > 0) & (entry < num_entries), other=-1)
-    after = tl.load(keys + entry + 1, mask=entry + 1 < num_entries, other=total_rows)
     inside = key < total_rows
-    tl.store(counts + tl.program_id(0), tl.sum((inside & (key != before)).to(tl.int32)))
-    tl.store(num_valid + entry * 0, (entry + 1).to(tl.int32), mask=inside & (after >= total_rows))
-    tl.store(num_valid + entry * 0, 0, mask=(entry == 0) & (key >= total_rows))
+    tl.store(counts + 2 * tl.program_id(0), tl.sum((inside & (key != before)).to(tl.int32)))
+    tl.store(counts + 2 * tl.program_id(0) + 1, tl.sum(inside.to(tl.int32)))
 
 
 @jit(varying=["num_entries", "num_blocks"])
 def _segment_kernel(
-    keys, sorted_entries, ends, num_valid, rows, starts, order, num_groups, total_rows, num_entries, num_blocks,
-    multiplicity, BLOCK: tl.constexpr,
+    keys, sorted_entries, counts, rows, starts, order, num_groups, total_rows, num_entries, num_blocks, multiplicity,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Each distinct row and its start to its place; what lies behind the valid part is filled."""
+    """Each distinct row and its start to its place; what lies behind the valid part is filled.
+
+    Every program adds the counts of all blocks: they are few, and none has to wait for another's sum.
+    """
     program = tl.program_id(0)
+    groups_before, groups, total = 0, 0, 0
+    for start in range(0, num_blocks, BLOCK):
+        block = start + tl.arange(0, BLOCK)
+        heads = tl.load(counts + 2 * block, mask=block < num_blocks, other=0)
+        groups += tl.sum(heads)
+        groups_before += tl.sum(tl.where(block < program, heads, 0))
+        total += tl.sum(tl.load(counts + 2 * block + 1, mask=block < num_blocks, other=0))
     entry = program.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     live = entry < num_entries
-    total = tl.load(num_valid)
-    groups = tl.load(ends + num_blocks - 1)
     key = tl.load(keys + entry, mask=live, other=total_rows)
     before = tl.load(keys + entry - 1, mask=(entry > 0) & live, other=-1)
     inside = key < total_rows
     head = inside & (key != before)
-    group = tl.load(ends + program - 1, mask=program > 0, other=0) + tl.cumsum(head.to(tl.int32), 0) - 1
+    group = groups_before + tl.cumsum(head.to(tl.int32), 0) - 1
     tl.store(rows + group, key.to(tl.int64), mask=head)
     tl.store(starts + group, entry.to(tl.int32), mask=head)
     position = tl.load(sorted_entries + entry, mask=inside, other=0) // multiplicity
@@ -92,7 +98,7 @@ Sorter = Callable[[Tensor, int], tuple[Tensor, Tensor]]  # keys `[N]` and their 
 def row_groups(
     values: Tensor, offsets: Tensor, layout: Layout, sorter: Sorter | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Three launches, a sort (torch's, or `sorter`) and a scan, nothing read back. Otherwise as the reference."""
+    """Three launches and a sort (torch's, or `sorter`), nothing read back. Otherwise as the reference."""
     device = values.device
     values, offsets = values.contiguous(), offsets.contiguous()
     batch_size, num_keys = batch_size_of(offsets, layout.key_starts), layout.key_starts.numel() - 1
@@ -111,13 +117,11 @@ def row_groups(
         batch_size, num_keys, num_entries, layout.multiplicity, BLOCK=BLOCK,
     )  # fmt: skip
     keys, entries = sorter(keys, total_rows.bit_length()) if sorter else torch.sort(keys, stable=True)
-    counts = torch.empty(grid, dtype=torch.int32, device=device)
-    num_valid = torch.empty(1, dtype=torch.int32, device=device)
-    launch(_count_kernel, grid, keys, counts, num_valid, total_rows, num_entries, BLOCK=BLOCK)
-    ends = torch.cumsum(counts, 0, dtype=torch.int32)
+    counts = torch.empty(2 * grid[0], dtype=torch.int32, device=device)
+    launch(_count_kernel, grid, keys, counts, total_rows, num_entries, BLOCK=BLOCK)
     launch(
-        _segment_kernel, grid, keys, entries, ends, num_valid, rows, starts, order, num_groups,
-        total_rows, num_entries, *grid, layout.multiplicity, BLOCK=BLOCK,
+        _segment_kernel, grid, keys, entries, counts, rows, starts, order, num_groups, total_rows, num_entries, *grid,
+        layout.multiplicity, BLOCK=BLOCK,
     )  # fmt: skip
     return rows, starts, order, num_groups
 

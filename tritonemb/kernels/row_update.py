@@ -19,8 +19,16 @@ from torch import Tensor
 
 from tritonemb.jagged import batch_size_of
 from tritonemb.kernels.by_torch import sum_gradients
-from tritonemb.kernels.gradient_sums import PIECE_SIZE, add_gradients, place_gradients, slot_of, warps_for
-from tritonemb.kernels.optimizers import apply_sums_, constants_of, step_rows
+from tritonemb.kernels.gradient_sums import (
+    NO_ROW,
+    NO_ROW_FOUND,
+    PIECE_SIZE,
+    add_gradients,
+    add_spans,
+    place_gradients,
+    warps_for,
+)
+from tritonemb.kernels.optimizers import NONFINITE_MODES, apply_sums_, constants_of, step_rows
 from tritonemb.kernels.random import (
     narrow_reference,
     narrow_stochastic,
@@ -60,9 +68,8 @@ from tritonemb.kernels.triton_utils import (
 from tritonemb.layout import TABLE_SIZE, Layout, TableRow, int64_at
 from tritonemb.optimizers import KINDS, OPTIMIZERS, SGD, Hyperparameters
 
+RAISE = NONFINITE_MODES.index("raise")
 NO_STATE, ROW_STATE, ELEMENT_STATE = (tl.constexpr(kind) for kind in range(3))
-NO_ROW_FOUND = 2**62
-NO_ROW = tl.constexpr(NO_ROW_FOUND)
 
 
 @jit
@@ -86,8 +93,8 @@ def _store_state(address, row, offset, mask, dim, state, KIND: tl.constexpr, ALI
 
 @jit
 def _update_kernel(
-    addresses, addresses1, addresses2, tables, rows, starts, num_groups, sources, scales, grad, pieces, learning_rate,
-    step, corrections, constants, skipped, bad_row, lock, record, names, num_tables, max_gradient,
+    addresses, addresses1, addresses2, tables, rows, starts, num_groups, sources, scales, grad, span_of_group, sums,
+    learning_rate, step, corrections, constants, skipped, found, lock, record, names, num_tables, max_gradient,
     CODE: tl.constexpr, GRAD_CODE: tl.constexpr, KIND: tl.constexpr, STATE1: tl.constexpr, STATE2: tl.constexpr,
     DECAY: tl.constexpr, CLAMPED: tl.constexpr, LIMITED: tl.constexpr, STOCHASTIC: tl.constexpr,
     NONFINITE: tl.constexpr, CHECK_ONLY: tl.constexpr, OWN_STEP: tl.constexpr, ALIGN: tl.constexpr,
@@ -96,21 +103,21 @@ def _update_kernel(
 ):  # fmt: skip
     """ROWS groups at a time, from `program_id` on in steps of `num_programs`: sum, step, store.
 
-    NONFINITE 1: the first pass, CHECK_ONLY, leaves the lowest row whose gradient is not finite in `bad_row`; the second
-    reports it and does nothing if there is one. NONFINITE 2: such rows are counted in `skipped`. OWN_STEP: each table
-    has a step and corrections of its own.
+    NONFINITE 1: the first pass, CHECK_ONLY, leaves the lowest row whose gradient is not finite in `found[1]`; the
+    second reports it and does nothing if there is one. NONFINITE 2: such rows are counted in `skipped`. OWN_STEP: each
+    table has a step and corrections of its own.
     """
     count = tl.load(num_groups).to(tl.int32)
     if NONFINITE == 1 and not CHECK_ONLY:
-        found = tl.load(bad_row)
-        if found != NO_ROW:
+        bad = tl.load(found + 1)
+        if bad != NO_ROW:
             count = 0
             if tl.program_id(0) == 0:
-                table = table_of(tables, num_tables, found)
-                where = row_id(tables, table, found - tl.load(field_at(tables, table, FIRST_ROW)), found != NO_ROW)
+                table = table_of(tables, num_tables, bad)
+                where = row_id(tables, table, bad - tl.load(field_at(tables, table, FIRST_ROW)), bad != NO_ROW)
                 report(lock, record, BAD_GRADIENT, names, where, where, table, where, where, where)
     lr = tl.load(learning_rate)
-    now = tl.load(step) + 1
+    now = tl.load(step)
     columns = tl.arange(0, BLOCK)
     for tile in range(tl.program_id(0), tl.cdiv(count, ROWS), tl.num_programs(0)):
         group = tile * ROWS + tl.arange(0, ROWS)
@@ -132,13 +139,11 @@ def _update_kernel(
             row_bits = tl.load(weights, mask=mask, other=0)
             state1 = _load_state(address1, row, offset, mask, dim, STATE1, STATE_ALIGN)
             state2 = _load_state(address2, row, offset, mask, dim, STATE2, STATE_ALIGN)
-        long = stop - first > PIECE_SIZE
         g = add_gradients(
-            tl.zeros((ROWS, BLOCK), tl.float32), first, tl.where(long, first, stop), sources, scales, grad, dim,
-            columns, max_gradient, GRAD_CODE, GRAD_STEP, CLAMPED, UNROLL,
+            tl.zeros((ROWS, BLOCK), tl.float32), first, tl.where(stop - first > PIECE_SIZE, first, stop), sources,
+            scales, grad, dim, columns, max_gradient, GRAD_CODE, GRAD_STEP, CLAMPED, UNROLL,
         )  # fmt: skip
-        place = pieces + slot_of(first, first).to(tl.int64)[:, None] * BLOCK + columns[None, :]
-        g += tl.load(place, mask=long[:, None] & (columns[None, :] >= 0), other=0.0)
+        g = add_spans(g, group, stop - first, span_of_group, sums, columns, BLOCK, UNROLL)
 
         if NONFINITE != 0:
             # A value that is not finite times zero is NaN, and NaN is the only value that differs from itself.
@@ -146,7 +151,7 @@ def _update_kernel(
             if CHECK_ONLY:
                 worst = tl.min(tl.where(ours & spread, linear, NO_ROW))
                 if worst != NO_ROW:
-                    tl.atomic_min(bad_row, worst)
+                    tl.atomic_min(found + 1, worst)
             elif NONFINITE == 2:
                 tl.atomic_add(skipped + table, tl.full((ROWS,), 1, tl.int64), mask=ours & spread)
                 ours = ours & (spread == 0)
@@ -163,7 +168,7 @@ def _update_kernel(
             if STOCHASTIC:
                 row_step = now
                 if OWN_STEP:
-                    row_step = tl.load(step + table) + 1
+                    row_step = tl.load(step + table)
                 whole_row = row_id(tables, table, row, ours) + tl.load(field_at(tables, table, ROW_ORIGIN))
                 noise = random16(
                     tl.load(field_at(tables, table, SEED)), whole_row,
@@ -182,7 +187,7 @@ def row_update_(
     grad: Tensor, offsets: Tensor, sample_weights: Tensor | None, optimizer: str, hyperparameters: Sequence[float],
     groups: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout,
 ) -> None:  # fmt: skip
-    """Find bags, place the gradients, sum the pieces of long rows, update. Arguments as in the reference.
+    """Find bags and place the gradients, sum the spans of long rows, update. Arguments as in the reference.
 
     On a GPU the next lookup or update, or `check_errors`, raises a gradient that is not finite; no table changes.
     """
@@ -197,20 +202,24 @@ def row_update_(
     grad = grad.contiguous()
     block = max(8, next_power_of_2(max(weight.shape[1] for weight in weights)))  # eight elements share a random counter
     grad_step = alignment_of([grad], (weight.shape[1] for weight in weights)) // grad.element_size()
-    placed = place_gradients(
-        grad, offsets.contiguous(), sample_weights, groups, layout, h.max_gradient, block, grad_step
+    nonfinite, betas = int(h.nonfinite), None
+    if OPTIMIZERS[optimizer].corrects_bias:
+        betas = on_device([h.beta1, h.beta2], device, torch.float64)
+    own_steps, step = step, step.contiguous()
+    placed, found, corrections = place_gradients(
+        grad, offsets.contiguous(), sample_weights, groups, layout, h.max_gradient, block, grad_step, step, betas,
+        nonfinite != RAISE,
     )  # fmt: skip
-
-    nonfinite = int(h.nonfinite)
-    bad_row = torch.full((1,), NO_ROW_FOUND, dtype=torch.int64, device=device) if nonfinite == 1 else None
     args = (
-        layout.tables, rows, starts, num_groups, *placed, learning_rate, step.contiguous(),
-        _corrections(optimizer, h, step), on_device(constants_of(h), device, torch.float32), skipped, bad_row,
-        *error_args(layout, device), num_tables, h.max_gradient,
+        layout.tables, rows, starts, num_groups, *placed, learning_rate, step, corrections,
+        on_device(constants_of(h), device, torch.float32), skipped, found, *error_args(layout, device), num_tables,
+        h.max_gradient,
     )  # fmt: skip
     pointers = [state.data_ptr() for state in states] + [0] * (2 * num_tables - len(states))
     kinds = [int(spec.per_element) + 1 for spec in OPTIMIZERS[optimizer].states] + [0, 0]
-    for check_only in (True, False) if nonfinite == 1 else (False,):
+    for check_only in (True, False) if nonfinite == RAISE else (False,):
+        if nonfinite == RAISE and not check_only:
+            step += found[1] == NO_ROW_FOUND
         for tables, addresses in by_dtype(weights, device):
             align, dtype = alignment_of(tables), tables[0].dtype
             row_step = align // dtype.itemsize
@@ -226,10 +235,8 @@ def row_update_(
                 STATE_ALIGN=math.gcd(16, 4 * row_step, *pointers), STEP=row_step, GRAD_STEP=grad_step, ROWS=tile_rows,
                 BLOCK=block, UNROLL=2, num_warps=num_warps,
             )  # fmt: skip
-    if bad_row is None:
-        step += 1
-    else:
-        step += (bad_row[0] == NO_ROW_FOUND).to(step.dtype)
+    if step is not own_steps:
+        own_steps.copy_(step)
     if device.type != "cuda":
         poll(device)
 
@@ -239,14 +246,6 @@ def _tile_rows(optimizer: str, dtype: torch.dtype, align: int, block: int) -> in
     has_element_state = any(spec.per_element for spec in OPTIMIZERS[optimizer].states)
     per_lane = 4 if has_element_state else 16 if dtype == torch.float32 and align == 16 else 8
     return max(1, min(32, per_lane * lanes() // block))
-
-
-def _corrections(optimizer: str, h: Hyperparameters, step: Tensor) -> Tensor | None:
-    """float32 `[2]`, or `[T, 2]` for `T` steps: 1 - beta^t of Adam's two moments for the coming step, on the device."""
-    if not OPTIMIZERS[optimizer].corrects_bias:
-        return None
-    betas = on_device([h.beta1, h.beta2], step.device, torch.float64)
-    return (1 - torch.pow(betas, (step + 1).to(torch.float64).unsqueeze(-1))).to(torch.float32)
 
 
 def row_update_reference_(
