@@ -5,9 +5,10 @@ keys may be in any order, unused, or used by several tables, and nothing is move
 """
 
 import ctypes
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,6 +47,47 @@ class TableRow(NamedTuple):
 
 
 TABLE_SIZE = len(TableRow._fields)
+dtype_of = operator.attrgetter("dtype")
+
+
+class TensorList(list[Tensor]):
+    """Tensors by table, and facts about them that hold while none has moved: a thousand tables take long to ask.
+
+    Args:
+        tensors: of the tables.
+        known: attribute of the list of the step before, whose facts are kept if all tensors are where they were.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], known: "_Known | None" = None) -> None:
+        super().__init__(tensors)
+        addresses, dtypes = [*map(Tensor.data_ptr, self)], [*map(dtype_of, self)]
+        same = known is not None and known[:2] == (addresses, dtypes)
+        self.known: _Known = known if known is not None and same else (addresses, dtypes, {})
+
+    def unmoved(self) -> list[Tensor]:
+        """This list, or a plain one if a tensor has moved since."""
+        return self if self.known[0] == [*map(Tensor.data_ptr, self)] else list(self)
+
+
+_Known = tuple[list[int], list[torch.dtype], dict[Any, Any]]
+
+
+def fact(tensors: Sequence[Tensor], find: Callable[..., Any], *args: Any) -> Any:
+    """`find(tensors, *args)`, which a `TensorList` is asked once."""
+    if not isinstance(tensors, TensorList):
+        return find(tensors, *args)
+    facts, key = tensors.known[2], (find, *args)
+    if key not in facts:
+        facts[key] = find(tensors, *args)
+    return facts[key]
+
+
+def dtypes_of(tensors: Sequence[Tensor]) -> frozenset[torch.dtype]:
+    return frozenset({tensor.dtype for tensor in tensors})
+
+
+def devices_of(tensors: Sequence[Tensor]) -> frozenset[torch.device]:
+    return frozenset({tensor.device for tensor in tensors})
 
 
 class Layout(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a step of the embeddings costs the host with Triton's kernels: time, and launches by kernel.
+"""What a step of the embeddings costs the host with Triton's kernels: time, launches by kernel, and values it reads.
 
     python benchmarks/gpu/launch_cost.py [--tables 26] [--rounds 200]
 
@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # called as a file, Python puts only this folder on the path
 
 BATCH_SIZE, DIM = 8, 64
+READS = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal")  # the host waits for those
 NO_GPU = (
     "No GPU here: Triton compiles for sm_90 and launches into a driver that does nothing, so only the number of "
     "launches and the host's own time mean something."
@@ -83,8 +84,11 @@ def _count_launches(launches: Counter[str], seconds: defaultdict[str, float]) ->
             module.launch = timed  # type: ignore[attr-defined]
 
 
-def measure(num_tables: int, rounds: int) -> tuple[list[float], Counter[str], defaultdict[str, float]]:
-    """Seconds of each step: forward, grouping, backward, update; launches and their seconds, by kernel."""
+def measure(num_tables: int, rounds: int) -> tuple[list[float], Counter[str], defaultdict[str, float], int]:
+    """Seconds of each step: forward, grouping, backward, update; launches and their seconds, by kernel; a step's reads.
+
+    A step without reads of values that a device holds can be captured in a CUDA graph.
+    """
     import tritonemb as te
     from tritonemb.ops.registry import forced
 
@@ -104,7 +108,11 @@ def measure(num_tables: int, rounds: int) -> tuple[list[float], Counter[str], de
             steps.append(time.perf_counter() - begin)
             if device == "cuda":
                 torch.cuda.synchronize()  # off the clock, so that the host never waits for a full queue
-    return steps, launches, seconds
+        with torch.autograd.profiler.profile() as recorded:
+            collection(batch).backward(grad)
+    reads = sum(event.name in READS for event in recorded.function_events)
+    launches.subtract(list(launches))  # of the step that was recorded
+    return steps, launches, seconds, reads
 
 
 def main() -> None:
@@ -119,10 +127,11 @@ def main() -> None:
     if not torch.cuda.is_available():
         print(NO_GPU)
         driver.set_active(_NoDevice())
-    steps, launches, seconds = measure(args.tables, args.rounds)
+    steps, launches, seconds, reads = measure(args.tables, args.rounds)
     print(f"{args.tables} tables: {median(steps) * 1e6:.0f} us a step on the host, least {min(steps) * 1e6:.0f}")
     for kernel, number in launches.most_common():
         print(f"  {kernel:28}{number / args.rounds:6.1f} launches{seconds[kernel] / args.rounds * 1e6:9.1f} us")
+    print(f"  {sum(launches.values()) / args.rounds:.1f} launches and torch.sort's; values that the host reads: {reads}")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from tritonemb.kernels.triton_utils import (
     BAD_OFFSETS,
     CODES,
     NUM_ROWS,
-    alignment_of,
     bits_of,
     by_dtype,
     cdiv,
@@ -36,6 +35,7 @@ from tritonemb.kernels.triton_utils import (
     launch,
     narrow,
     next_power_of_2,
+    on_device,
     pointer_to,
     poll,
     report,
@@ -305,27 +305,25 @@ def embedding_bag(
         out.zero_()  # keys that nobody looks up
     if batch_size * num_keys == 0:
         return out.zero_()
-    for tables, addresses in by_dtype(weights, values.device):
-        max_dim = max(table.shape[1] for table in tables)
-        # Columns of the output follow the dims of all tables.
-        align = alignment_of(tables, (weight.shape[1] for weight in weights))
+    for tables in by_dtype(weights):
+        dtype, align = tables.dtype, tables.alignment
         args = (
-            addresses, layout.tables, layout.lookups, layout.key_starts, values, offsets, scales, bits_of(out),
-            *error_args(layout, device), batch_size,
+            on_device(tables.addresses, device), layout.tables, layout.lookups, layout.key_starts, values, offsets,
+            scales, bits_of(out), *error_args(layout, device), batch_size,
         )  # fmt: skip
         options = {
-            "CODE": CODES[tables[0].dtype], "OUT_CODE": CODES[output_dtype], "ALIGN": align,
-            "STEP": align // tables[0].element_size(), "WEIGHTED": scales is not None, "CHECK": check_bounds,
+            "CODE": CODES[dtype], "OUT_CODE": CODES[output_dtype], "ALIGN": align,
+            "STEP": align // dtype.itemsize, "WEIGHTED": scales is not None, "CHECK": check_bounds,
         }  # fmt: skip
         if layout.pooled:
-            tile = choose_tile(max_dim, tables[0].element_size(), num_values / max(1, batch_size * num_keys))
-            grid = cdiv(batch_size, tile.rows) * num_uses, cdiv(max_dim, tile.block)
+            tile = choose_tile(tables.max_dim, dtype.itemsize, num_values / max(1, batch_size * num_keys))
+            grid = cdiv(batch_size, tile.rows) * num_uses, cdiv(tables.max_dim, tile.block)
             launch(
                 _pool_kernel, grid, *args, num_keys, num_values, layout.multiplicity, layout.width, BAGS=tile.rows,
                 BLOCK=tile.block, UNROLL=tile.unroll, num_warps=tile.num_warps, **options,
             )  # fmt: skip
         else:
-            tile = choose_tile(layout.width, tables[0].element_size(), 1.0)
+            tile = choose_tile(layout.width, dtype.itemsize, 1.0)
             grid = cdiv(num_values, tile.rows), cdiv(layout.width, tile.block)
             launch(
                 _gather_kernel, grid, *args, num_keys, num_values, layout.width, ROWS=tile.rows, BLOCK=tile.block,
@@ -345,15 +343,14 @@ def sample_weight_gradient(
     batch_size, num_keys = batch_size_of(offsets, layout.key_starts), layout.key_starts.numel() - 1
     if batch_size * num_keys == 0:
         return out
-    for tables, addresses in by_dtype(weights, values.device):
-        max_dim = max(table.shape[1] for table in tables)
-        align = alignment_of(tables, (weight.shape[1] for weight in weights))
-        tile = choose_tile(max_dim, tables[0].element_size(), 1.0)
+    for tables in by_dtype(weights):
+        dtype, align, addresses = tables.dtype, tables.alignment, on_device(tables.addresses, values.device)
+        tile = choose_tile(tables.max_dim, dtype.itemsize, 1.0)
         launch(
             _sample_weight_gradient_kernel, (cdiv(values.numel(), tile.rows),), addresses, layout.tables,
             layout.lookups, layout.key_starts, values, offsets, bits_of(grad), out, batch_size, num_keys,
-            values.numel(), layout.multiplicity, layout.width, max_dim, CODE=CODES[tables[0].dtype],
-            GRAD_CODE=CODES[grad.dtype], ALIGN=align, STEP=align // tables[0].element_size(), POOLED=layout.pooled,
+            values.numel(), layout.multiplicity, layout.width, tables.max_dim, CODE=CODES[dtype],
+            GRAD_CODE=CODES[grad.dtype], ALIGN=align, STEP=align // dtype.itemsize, POOLED=layout.pooled,
             ROWS=tile.rows, BLOCK=tile.block, num_warps=tile.num_warps,
         )  # fmt: skip
     return out

@@ -89,7 +89,7 @@ def _segment_kernel(
     tl.store(starts + entry, tl.zeros((BLOCK,), tl.int32) + total, mask=live & (entry >= groups))
     if program == 0:
         tl.store(starts + num_entries, total)
-        tl.store(num_groups, groups.to(tl.int64))
+        tl.store(num_groups, groups)
 
 
 Sorter = Callable[[Tensor, int], tuple[Tensor, Tensor]]  # keys `[N]` and their bits; sorted stably, and their places

@@ -48,6 +48,7 @@ from tritonemb.kernels.triton_utils import (
     alignment_of,
     by_dtype,
     cdiv,
+    dims_of,
     error_args,
     field_at,
     jit,
@@ -58,6 +59,7 @@ from tritonemb.kernels.triton_utils import (
     num_programs,
     on_device,
     pointer_to,
+    pointers_to,
     poll,
     report,
     row_id,
@@ -65,7 +67,7 @@ from tritonemb.kernels.triton_utils import (
     tl,
     widen,
 )
-from tritonemb.layout import TABLE_SIZE, Layout, TableRow, int64_at
+from tritonemb.layout import TABLE_SIZE, Layout, TableRow, fact, int64_at
 from tritonemb.optimizers import KINDS, OPTIMIZERS, SGD, Hyperparameters
 
 RAISE = NONFINITE_MODES.index("raise")
@@ -200,8 +202,9 @@ def row_update_(
         step += 1
         return
     grad = grad.contiguous()
-    block = max(8, next_power_of_2(max(weight.shape[1] for weight in weights)))  # eight elements share a random counter
-    grad_step = alignment_of([grad], (weight.shape[1] for weight in weights)) // grad.element_size()
+    dims = fact(weights, dims_of)
+    block = max(8, next_power_of_2(max(dims)))  # eight elements share a random counter
+    grad_step = alignment_of([grad], dims) // grad.element_size()
     nonfinite, betas = int(h.nonfinite), None
     if OPTIMIZERS[optimizer].corrects_bias:
         betas = on_device([h.beta1, h.beta2], device, torch.float64)
@@ -215,24 +218,24 @@ def row_update_(
         on_device(constants_of(h), device, torch.float32), skipped, found, *error_args(layout, device), num_tables,
         h.max_gradient,
     )  # fmt: skip
-    pointers = [state.data_ptr() for state in states] + [0] * (2 * num_tables - len(states))
+    pointers = fact(states, pointers_to) + (0,) * (2 * num_tables - len(states))
+    state_align = math.gcd(16, *pointers)
     kinds = [int(spec.per_element) + 1 for spec in OPTIMIZERS[optimizer].states] + [0, 0]
     for check_only in (True, False) if nonfinite == RAISE else (False,):
         if nonfinite == RAISE and not check_only:
             step += found[1] == NO_ROW_FOUND
-        for tables, addresses in by_dtype(weights, device):
-            align, dtype = alignment_of(tables), tables[0].dtype
+        for dtype, addresses, align, *_ in by_dtype(weights):
             row_step = align // dtype.itemsize
             tile_rows, num_warps = _tile_rows(optimizer, dtype, align, block), warps_for(block)
             grid = (min(cdiv(num_entries, tile_rows), num_programs(device, num_warps)),)
             launch(
-                _update_kernel, grid, addresses, on_device(pointers[:num_tables], device),
+                _update_kernel, grid, on_device(addresses, device), on_device(pointers[:num_tables], device),
                 on_device(pointers[num_tables:], device), *args,
                 CODE=CODES[dtype], GRAD_CODE=CODES[grad.dtype], KIND=KINDS[optimizer], STATE1=kinds[0], STATE2=kinds[1],
                 DECAY=int(h.weight_decay_mode) if h.weight_decay else 0, CLAMPED=h.max_gradient < torch.inf,
                 LIMITED=h.max_norm < torch.inf, STOCHASTIC=bool(h.stochastic_rounding) and dtype != torch.float32,
                 NONFINITE=nonfinite, CHECK_ONLY=check_only, OWN_STEP=step.dim() == 1, ALIGN=align,
-                STATE_ALIGN=math.gcd(16, 4 * row_step, *pointers), STEP=row_step, GRAD_STEP=grad_step, ROWS=tile_rows,
+                STATE_ALIGN=math.gcd(state_align, 4 * row_step), STEP=row_step, GRAD_STEP=grad_step, ROWS=tile_rows,
                 BLOCK=block, UNROLL=2, num_warps=num_warps,
             )  # fmt: skip
     if step is not own_steps:

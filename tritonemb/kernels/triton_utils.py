@@ -16,15 +16,15 @@ import math
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tritonemb import errors
-from tritonemb.layout import TABLE_SIZE, Layout, names_in
+from tritonemb.layout import TABLE_SIZE, Layout, fact, names_in
 
 
 def _import(name: str) -> Any:
@@ -84,7 +84,8 @@ def compiler_options(num_warps: int, nvidia: bool) -> dict[str, Any]:
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    here = device.type != "cuda" or torch.cuda.current_device() == device.index
+    return nullcontext() if here else torch.cuda.device(device)
 
 
 def lanes() -> int:
@@ -151,12 +152,47 @@ def alignment_of(tensors: Sequence[Tensor], dims: Iterable[int] = ()) -> int:
     return math.gcd(16, *sizes, *(tensor.data_ptr() for tensor in tensors))
 
 
-def by_dtype(weights: Sequence[Tensor], device: torch.device) -> Iterator[tuple[list[Tensor], Tensor]]:
-    """Tables of each dtype, and the addresses int64 `[T]` of all tables with 0 for those of other dtypes."""
+class TablesOfDtype(NamedTuple):
+    """The tables of one dtype.
+
+    Attributes:
+        addresses: by table; 0 for those of other dtypes.
+        row_alignment: of all their rows, in bytes; `alignment`: of any columns of an output of all tables, too.
+        max_dim: of theirs.
+    """
+
+    dtype: torch.dtype
+    addresses: tuple[int, ...]
+    row_alignment: int
+    alignment: int
+    max_dim: int
+
+
+def by_dtype(weights: Sequence[Tensor]) -> Sequence[TablesOfDtype]:
+    """The tables of each dtype."""
+    found: Sequence[TablesOfDtype] = fact(weights, _by_dtype)
+    return found
+
+
+def _by_dtype(weights: Sequence[Tensor]) -> list[TablesOfDtype]:
     assert all(weight.is_contiguous() for weight in weights)
+    dims, found = [weight.shape[1] for weight in weights], []
     for dtype in dict.fromkeys(weight.dtype for weight in weights):
         mine = [weight for weight in weights if weight.dtype == dtype]
-        yield mine, on_device([w.data_ptr() if w.dtype == dtype else 0 for w in weights], device)
+        addresses = tuple(weight.data_ptr() if weight.dtype == dtype else 0 for weight in weights)
+        max_dim = max(weight.shape[1] for weight in mine)
+        found.append(TablesOfDtype(dtype, addresses, alignment_of(mine), alignment_of(mine, dims), max_dim))
+    return found
+
+
+def dims_of(weights: Sequence[Tensor]) -> tuple[int, ...]:
+    """The different dims of tables."""
+    return tuple({weight.shape[1] for weight in weights})
+
+
+def pointers_to(tensors: Sequence[Tensor]) -> tuple[int, ...]:
+    """The address of each."""
+    return tuple(map(Tensor.data_ptr, tensors))
 
 
 FLOAT32, FLOAT16, BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2 = (tl.constexpr(code) for code in range(5))
@@ -354,11 +390,17 @@ def error_args(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor, Te
     return *error_word(device), on_device([_number(layout.table_names, layout.feature_names)], device)
 
 
+@functools.cache
+def _record(device: torch.device) -> Any:
+    """The record as an array, whose elements take less time to read than a tensor's."""
+    return error_word(device)[1].numpy()
+
+
 def poll(device: torch.device) -> None:
     """Raise what kernels have reported so far, without waiting for those that still run."""
-    lock, record = error_word(device)
-    if int(record[0]) == 0:
+    if not _record(device)[0]:
         return
+    lock, record = error_word(device)
     with _polling:
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from tritonemb.jagged import batch_size_of
-from tritonemb.layout import Layout, names_in
+from tritonemb.layout import Layout, devices_of, dtypes_of, fact, names_in
 from tritonemb.ops import registry
 from tritonemb.ops.bag import BAGS, Bags, BagTable, empty_bags, layout_of, look_up, sample_weight_gradient
-from tritonemb.ops.registry import define, dtype_of, kernel, unflatten
+from tritonemb.ops.registry import define, kernel, unflatten
 from tritonemb.ops.row_groups import RowGroups, check_ids, plain_eager
 from tritonemb.ops.row_update import (
     NOT_ACCUMULATING,
@@ -55,12 +55,12 @@ def embedding_bag(
 
 def _read(weights: Sequence[Tensor], values: Tensor, *args: Any) -> Tensor:
     """By the kernel of the batch's device: no autograd, no dispatcher."""
-    return kernel("embedding_bag", values.device, frozenset(map(dtype_of, weights)))(weights, values, *args)
+    return kernel("embedding_bag", values.device, fact(weights, dtypes_of))(weights, values, *args)
 
 
 def check_devices(weights: Sequence[Tensor], values: Tensor, layout: Layout) -> None:
     """Raise unless every table is where the batch is, or, for a batch on a GPU, in pinned host memory."""
-    if {weight.device for weight in weights} == {values.device}:
+    if fact(weights, devices_of) == {values.device}:
         return
     for index, weight in enumerate(weights):
         if weight.device == values.device or (values.is_cuda and weight.device.type == "cpu" and weight.is_pinned()):
@@ -96,7 +96,7 @@ _embedding_bag = define(
 def _dot(
     grad: Tensor, weights: list[Tensor], values: Tensor, offsets: Tensor, sample_weights: Tensor, *layout: Any
 ) -> Tensor:
-    return kernel("sample_weight_gradient", grad.device, frozenset(map(dtype_of, weights)))(
+    return kernel("sample_weight_gradient", grad.device, fact(weights, dtypes_of))(
         weights, values, offsets, grad, Layout(*layout)
     ).to(sample_weights.dtype)
 

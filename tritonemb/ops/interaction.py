@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonemb.ops.registry import CPU, TRITON, choose, chosen, define, dtype_of, kernel
+from tritonemb.layout import dtype_of, dtypes_of
+from tritonemb.ops.registry import CPU, TRITON, choose, chosen, define, kernel
 from tritonemb.ops.row_groups import plain_eager
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -127,7 +128,7 @@ def _cross(inputs: Tensor, product: Tensor, bias: Tensor, crossed: Tensor) -> Te
 
 
 def _cross_kernel(op: str, *tensors: Tensor) -> Any:
-    return kernel(op, tensors[0].device, frozenset(map(dtype_of, tensors)))(*tensors)
+    return kernel(op, tensors[0].device, dtypes_of(tensors))(*tensors)
 
 
 def _crossed(inputs: Tensor, *rest: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ are imported when they are first used, so that importing tritonemb does not load
 import functools
 import importlib
 import importlib.util
-import operator
 import os
 import re
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
@@ -105,9 +104,6 @@ def kernel(op: str, device: torch.device, dtypes: Hashable = ()) -> Callable[...
             "use float32, float16, bfloat16 or float64 on the CPU, or on a CUDA GPU with Triton installed"
         )
     return load(op, name)
-
-
-dtype_of = operator.attrgetter("dtype")
 
 
 @contextmanager

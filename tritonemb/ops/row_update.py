@@ -14,10 +14,10 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from tritonemb.layout import Layout
+from tritonemb.layout import Layout, TensorList, dtypes_of, fact
 from tritonemb.memory import empty_result
 from tritonemb.ops import registry
-from tritonemb.ops.registry import BATCH, CPU, chosen, define, dtype_of, kernel, unflatten
+from tritonemb.ops.registry import BATCH, CPU, chosen, define, kernel, unflatten
 from tritonemb.ops.row_groups import RowGroups, check_ids, plain_eager, row_groups
 from tritonemb.optimizers import Hyperparameters, NonFinite
 
@@ -91,7 +91,9 @@ def _update(
     weights, states, steps, skipped, learning_rate, optimizer, hyperparameters = tables
     step = steps[0] if len(steps) == 1 else torch.stack(steps)
     count = skipped[0] if len(skipped) == 1 else torch.zeros(len(skipped), dtype=torch.int64, device=grad.device)
-    dtypes = frozenset(map(dtype_of, weights))
+    if isinstance(weights, TensorList) and isinstance(states, TensorList):
+        weights, states = weights.unmoved(), states.unmoved()
+    dtypes = fact(weights, dtypes_of)
     if isinstance(groups, Tensor):
         check_ids(groups, layout.multiplicity)
         if chosen("row_update_", grad.device, dtypes) != CPU:  # whose kernel groups by itself
@@ -134,7 +136,7 @@ def row_gradients_(
         grad, offsets, sample_weights, groups, layout: as in `row_update_`.
         max_gradient: each element of `grad` is clamped to ± this first.
     """
-    kernel("row_gradients_", grad.device, frozenset(map(dtype_of, sums)))(
+    kernel("row_gradients_", grad.device, dtypes_of(sums))(
         sums, grad, offsets, sample_weights, groups, layout, compact, max_gradient
     )
 

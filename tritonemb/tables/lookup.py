@@ -209,7 +209,7 @@ def look_up_cached(tables: Tables, features: Features, groups: ops.RowGroups | L
         found = ops.fused_lookup(stand_for_all, None, partial(tables.read, lookup), partial(_refuse_gradient, tables))
         lookup.release()
         return found
-    tables.check_trainable()
+    tables.check_trainable(tables.weights())
     if tables.accumulator.is_open:
         keys, values, _, _ = parts_of(features)
         tables.remember_keys(list(_lookup_keys(tables, keys, tables.layout(keys, values.device)) or keys))

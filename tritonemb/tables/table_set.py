@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tritonemb import ops
 from tritonemb.jagged import Features, KeyedJaggedTensor, parts_of
-from tritonemb.layout import Layout, make_layout
+from tritonemb.layout import Layout, TensorList, dtypes_of, fact, make_layout
 from tritonemb.ops.row_update import NOT_ACCUMULATING, MicroBatch, accumulate_
 from tritonemb.optimizers import Optimizer
 from tritonemb.tables.cache import RowCache
@@ -23,6 +23,7 @@ from tritonemb.types import TRAINABLE_DTYPES, TableConfig
 
 BoundsCheck = Literal["raise", "ignore"]
 Groups = ops.RowGroups | Lookup
+_OUTPUT_DTYPES = {*TRAINABLE_DTYPES, torch.float64}
 
 
 class LocalUpdate:
@@ -108,6 +109,7 @@ class TableSet(OptimizedTables):
         self.feature_names = tuple(dict.fromkeys(feature for config in tables for feature in config.feature_names))
         self.cache = _make_cache(self.tables)
         self._layouts: dict[tuple[tuple[str, ...], torch.device], Layout] = {}
+        self._known: dict[str, Any] = {}  # of each `TensorList`
         self._accumulated_keys: tuple[str, ...] | None = None
         self.pins: list[Lookup] = []
         self.layout(self.feature_names, self.tables[0].weight.device)
@@ -184,7 +186,8 @@ class TableSet(OptimizedTables):
             return ops.embedding_bag(
                 weights, values, offsets, sample_weights, layout, check_bounds, self.dtype_of(weights)
             )
-        self.check_trainable()
+        fused = self.fused_tables() if self.update.is_traceable else None
+        self.check_trainable(self.weights() if fused is None else fused.weights)
         if self.accumulator.is_open:
             self.remember_keys(keys)
         if groups is None:
@@ -192,9 +195,8 @@ class TableSet(OptimizedTables):
         elif values.is_cuda and not torch.compiler.is_compiling():
             for tensor in (*groups, values, offsets):  # made ahead, perhaps on another stream
                 tensor.record_stream(torch.cuda.current_stream(values.device))
-        if not self.update.is_traceable:
+        if fused is None:
             return self.look_up_trained(Lookup(values, offsets, sample_weights, groups, layout))
-        fused = self.fused_tables()
         return ops.embedding_bag_fused(
             fused, values, offsets, sample_weights, groups, layout, check_bounds, self.dtype_of(fused.weights),
             self.counters["pending"], self.accumulator.current_handle,
@@ -222,26 +224,38 @@ class TableSet(OptimizedTables):
         """Of a lookup's result."""
         if self.output_dtype is not None:
             return self.output_dtype
-        dtypes = {weight.dtype for weight in weights}
-        return dtypes.pop() if len(dtypes) == 1 and dtypes <= {*TRAINABLE_DTYPES, torch.float64} else torch.float32
+        dtypes = fact(weights, dtypes_of)
+        return next(iter(dtypes)) if len(dtypes) == 1 and dtypes <= _OUTPUT_DTYPES else torch.float32
 
-    def weights(self) -> list[Tensor]:
+    def weights(self, tables: list[Table] | None = None) -> list[Tensor]:
         """By table. As attributes of modules they would be searched for, which adds up."""
-        found = [(table, table._parameters.get("weight")) for table in self.tables]
-        return [table.weight if weight is None else weight for table, weight in found]
+        tables = self.tables if tables is None else tables
+        found: list[Any] = [table._parameters.get("weight") for table in tables]
+        if any(weight is None for weight in found):  # parametrized
+            found = [table.weight for table in tables]
+        return self._listed("weights", found)
+
+    def _listed(self, name: str, tensors: list[Tensor]) -> list[Tensor]:
+        if torch.compiler.is_compiling():
+            return tensors
+        found = TensorList(tensors, self._known.get(name))
+        self._known[name] = found.known
+        return found
 
     def fused_tables(self) -> ops.FusedTables:
         """The tables' present tensors."""
         spec, counters = self.optimizer, self.counters
         assert spec is not None
-        states: list[Any] = [table._buffers[state.name] for state in spec.states for table in self.tables]
+        tables = self.tables
+        states: list[Any] = [table._buffers[state.name] for state in spec.states for table in tables]
         steps, skipped, rate = [counters["step"]], [counters["skipped"]], counters["learning_rate"]
-        return ops.FusedTables(self.weights(), states, steps, skipped, rate, spec.name, self.hyperparameters)
+        states = self._listed("states", states)
+        return ops.FusedTables(self.weights(tables), states, steps, skipped, rate, spec.name, self.hyperparameters)
 
-    def check_trainable(self) -> None:
+    def check_trainable(self, weights: Sequence[Tensor]) -> None:
         """Raise where the tables must not be updated, or if only some weights require gradients."""
         self.update.check(self.configs[0].name)
-        trainable = [weight.requires_grad for weight in self.weights()]
+        trainable = [weight.requires_grad for weight in weights]
         if any(trainable) and not all(trainable):
             frozen = [config.name for config, on in zip(self.configs, trainable, strict=True) if not on]
             raise ValueError(
