@@ -158,6 +158,20 @@ def test_a_long_bag_has_eight_float32_vectors_in_flight(target):
             assert [code.in_flight for code in ahead_of_time.compile_all(case, launches, target)] == [most], case
 
 
+@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100"])
+@pytest.mark.few(1)
+def test_all_warps_have_read_a_rows_state_before_one_writes_it(target):
+    dim1024 = next(case for case in CASES if case.name == "update-dim1024")
+    update = next(a for a in ahead_of_time.record(dim1024.call, target) if a.kernel.__name__ == "_update_kernel")
+    assert update.num_warps > 1
+    source, options = ahead_of_time.source_of(update, ahead_of_time.TARGETS[target])
+    ptx = ahead_of_time.triton.compile(source, target=ahead_of_time.TARGETS[target], options=options).asm["ptx"]
+    before_storing, _, _ = ptx.partition("st.global")
+    assert ptx.count("st.global") == 2  # of weights and of the state
+    assert "bar.sync" in before_storing
+    assert "ld.global" not in before_storing.rpartition("bar.sync")[2]
+
+
 @pytest.mark.more
 def test_every_kernel_is_compiled_once():
     def kernels(cases: Iterable[Case]) -> set[str]:

@@ -179,6 +179,8 @@ def _update_kernel(
                 bits = narrow_stochastic(w, noise, CODE)
             else:
                 bits = narrow(w, CODE)
+            if STATE1 == ROW_STATE or STATE2 == ROW_STATE:
+                tl.debug_barrier()  # all warps of a row have read the one value that one of them writes
             tl.store(weights, bits, mask=mask)
             _store_state(address1, row, offset, mask, dim, state1, STATE1, STATE_ALIGN)
             _store_state(address2, row, offset, mask, dim, state2, STATE2, STATE_ALIGN)
