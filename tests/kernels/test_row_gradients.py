@@ -87,6 +87,16 @@ def test_cpu_kernel_equals_the_oracle(problem):
     assert torch.equal(filled(cpu_kernels.row_gradients_, args, True)[:count], found[args[3][0][:count]])
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize(("num_values", "rows"), [(33, 1), (1024, 1), (1025, 1), (5000, 3), (70_001, 2)])
+def test_the_cpu_kernel_sums_hot_rows_with_the_references_bits(num_values, rows, weighted):
+    layout = make_layout([TableConfig("weight", rows, 19)], ["weight"], True)
+    values, offsets = torch.randint(rows, (num_values,)), torch.arange(num_values + 1)
+    weights = torch.randn(num_values) if weighted else None
+    args = torch.randn(num_values, 19), offsets, weights, row_groups_reference(values, offsets, layout), layout
+    assert torch.equal(filled(cpu_kernels.row_gradients_, args, False), filled(row_gradients_reference_, args, False))
+
+
 @pytest.mark.triton
 @given(problems())
 def test_triton_kernels_equal_the_reference(device, problem):

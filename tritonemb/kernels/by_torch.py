@@ -14,9 +14,8 @@ from torch import Tensor
 from tritonemb import errors
 from tritonemb.jagged import batch_size_of
 from tritonemb.kernels.cpu.cross import cross, cross_gradient  # noqa: F401
-from tritonemb.kernels.gradient_sums import PIECE, SPAN
 from tritonemb.kernels.optimizers import apply_sums_
-from tritonemb.layout import MEAN, Layout
+from tritonemb.layout import MEAN, PIECE, SPAN, Layout
 from tritonemb.optimizers import Hyperparameters
 
 

@@ -30,10 +30,8 @@ from tritonemb.kernels.triton_utils import (
     tl,
     widen,
 )
-from tritonemb.layout import Layout
+from tritonemb.layout import PIECE, SPAN, Layout
 
-PIECE = 32  # positions of a row that are summed one after the other
-SPAN = 32 * PIECE  # positions whose pieces are summed side by side
 ENTRIES = 256  # entries of a program that places them
 SPAN_COLUMNS = 128  # of a program that sums a span
 NO_ROW_FOUND = 2**62

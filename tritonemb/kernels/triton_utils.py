@@ -378,29 +378,27 @@ def _number(table_names: str, feature_names: str) -> int:
 
 
 @functools.cache
-def error_word(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The one error word of a device: a lock, int32 `[1]`, and a record, int64 `[8]` in pinned host memory."""
+def error_word(device: torch.device) -> tuple[Tensor, Tensor, Any]:
+    """The one error word of a device: a lock, int32 `[1]`, and a record, int64 `[8]` in pinned host memory.
+
+    The record is also an array, whose elements take the host less time to read.
+    """
     with torch.inference_mode(False):  # it outlives whatever mode it is first asked for in
         lock = torch.zeros(1, dtype=torch.int32, device=device)
-        return lock, torch.zeros(_FIELDS, dtype=torch.int64, pin_memory=device.type == "cuda")
+        record = torch.zeros(_FIELDS, dtype=torch.int64, pin_memory=device.type == "cuda")
+        return lock, record, record.numpy()
 
 
 def error_args(layout: Layout, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """What `report` takes: lock, record, and int64 `[1]` by which the host finds the layout's names again."""
-    return *error_word(device), on_device([_number(layout.table_names, layout.feature_names)], device)
-
-
-@functools.cache
-def _record(device: torch.device) -> Any:
-    """The record as an array, whose elements take less time to read than a tensor's."""
-    return error_word(device)[1].numpy()
+    return *error_word(device)[:2], on_device([_number(layout.table_names, layout.feature_names)], device)
 
 
 def poll(device: torch.device) -> None:
     """Raise what kernels have reported so far, without waiting for those that still run."""
-    if not _record(device)[0]:
+    lock, record, fields = error_word(device)
+    if not fields[0]:
         return
-    lock, record = error_word(device)
     with _polling:
         if device.type == "cuda":
             torch.cuda.synchronize(device)

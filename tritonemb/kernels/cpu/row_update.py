@@ -21,11 +21,13 @@ from tritonemb.layout import (
     FIRST_ROW,
     MEAN,
     NUM_ROWS,
+    PIECE,
     POOLING,
     ROW_DIM,
     ROW_IDS,
     ROW_ORIGIN,
     SEED,
+    SPAN,
     Layout,
 )
 from tritonemb.optimizers import KINDS, OPTIMIZERS, SGD
@@ -104,6 +106,33 @@ def _find_scales(positions, uses, lookups, key_of, batch_size, offsets, bags, sa
 
 
 @inlined
+def _add(to, row):
+    for j in range(to.size):
+        to[j] += row[j]
+
+
+@inlined
+def _sum_gradients(to, gradients, scales, count, dim, room):
+    """The sum of `count` gradients, in the order that `kernels/gradient_sums.py` describes; arguments are addresses."""
+    for span in range(0, count, SPAN):
+        num_pieces = (min(SPAN, count - span) + PIECE - 1) // PIECE
+        for piece in range(num_pieces):
+            first = span + piece * PIECE
+            sums = to if count <= PIECE else room + piece * dim * 4
+            factors = scales + first * 4 if scales else 0
+            sum_float32_rows(sums, gradients + first * 8, factors, min(PIECE, count - first), dim)
+        apart = 1
+        while apart < num_pieces:
+            for piece in range(0, num_pieces - apart, 2 * apart):
+                _add(float32_row(room + piece * dim * 4, dim), float32_row(room + (piece + apart) * dim * 4, dim))
+            apart *= 2
+        if count > PIECE:
+            if span == 0:
+                float32_row(to, dim)[:] = 0
+            _add(float32_row(to, dim), float32_row(room, dim))
+
+
+@inlined
 def _is_finite(row):
     worst = np.float32(0)
     for j in range(row.size):
@@ -144,6 +173,7 @@ def _update_rows(
     gradients_room = np.empty(most, dtype=np.int64)
     scales_room = np.empty(most if scaled else 0, dtype=np.float32)
     sums_room, row_room = np.empty(widest, dtype=np.float32), np.empty(widest, dtype=np.float32)
+    pieces_room = np.empty(SPAN // PIECE * widest, dtype=np.float32)
     words_room = np.empty((widest + ELEMENTS_PER_COUNTER - 1) // ELEMENTS_PER_COUNTER * 4, dtype=np.uint32)
     nonfinite, stochastic = int(hyperparameters[NONFINITE]), hyperparameters[STOCHASTIC_ROUNDING] != 0.0
 
@@ -153,6 +183,7 @@ def _update_rows(
             continue
         # In the loop: Numba frees an array behind the last statement that names it, whoever has its address.
         sums_address, row_address = np.int64(sums_room.ctypes.data), np.int64(row_room.ctypes.data)
+        pieces_address = np.int64(pieces_room.ctypes.data)
         step = steps[table]
         row_ids = int64_row(tables[table, ROW_IDS], tables[table, NUM_ROWS] if tables[table, ROW_IDS] else 0)
         first_row, dim, dtype, base = tables[table, FIRST_ROW], tables[table, ROW_DIM], dtypes[table], addresses[table]
@@ -181,7 +212,7 @@ def _update_rows(
 
             factors = scales.ctypes.data + begin * 4 if scaled else 0
             to = address if kind < 0 and dtype == FLOAT32 else sums_address
-            sum_float32_rows(to, gradients.ctypes.data + begin * 8, factors, end - begin, dim)
+            _sum_gradients(to, gradients.ctypes.data + begin * 8, factors, end - begin, dim, pieces_address)
             sums = float32_row(to, dim)
             if kind < 0:
                 if dtype != FLOAT32:
