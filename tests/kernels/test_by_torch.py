@@ -6,19 +6,17 @@ import copy
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import tritonemb as te
 from tests import plain
-from tests.helpers import assert_close, assert_same_bits, contents, make_collection, random_steps, train
+from tests.helpers import assert_close, contents, make_collection, random_steps, train
 from tests.kernels.test_interaction import by_loop
 from tests.kernels.test_interaction import problem as vectors
-from tests.strategies import optimizers, problems, random_batch, random_weights, seeds, tables
+from tests.strategies import problems, random_weights, seeds
 from tritonemb.kernels import by_torch
 from tritonemb.layout import make_layout
-from tritonemb.ops.registry import forced
-from tritonemb.optim import OPTIMIZERS
 
 FLOAT8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 SUMS = {"rtol": 1e-12, "atol": 1e-12}  # float64, of some tens of values
@@ -42,38 +40,17 @@ def test_lookups_of_float64_and_float8_tables(pooled, data, seed):
         torch.testing.assert_close(by_torch.sample_weight_gradient(*args, grad, layout), ones.grad, **SUMS)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@settings(max_examples=4)
-@given(data=st.data(), weighted=st.booleans(), pooled=st.booleans(), seed=seeds)
-def test_updates_of_float64_tables_have_the_references_bits(name, data, weighted, pooled, seed):
-    configs = data.draw(tables(max_tables=3, pooled=pooled))
-    collection = make_collection(configs, data.draw(optimizers(name)), pooled).double()
-    twin = copy.deepcopy(collection)
-    steps = random_steps(collection, 3, batch_size=7, weighted=weighted, seed=seed)
-    train(collection, steps)
-    with forced("reference"):
-        train(twin, steps)
-    assert_same_bits(contents(collection), contents(twin))
-
-
-def test_rows_used_often_are_summed_in_pieces():
-    collection = make_collection([te.TableConfig("a", 3, 4, pooling="mean")], te.optim.Adagrad(lr=0.1)).double()
-    twin = copy.deepcopy(collection)
-    steps = [(random_batch({"a": 3}, ["a"], 40, 60, True), torch.randn(40, 4, dtype=torch.float64))]
-    train(collection, steps)
-    with forced("reference"):
-        train(twin, steps)
-    assert_same_bits(contents(collection), contents(twin))
-
-
-def test_16_bit_tables_are_not_updated_beside_float64_ones():
+def test_16_bit_tables_are_updated_beside_float64_ones():
     configs = [te.TableConfig("a", 3, 4), te.TableConfig("b", 3, 4, dtype=torch.bfloat16)]
-    collection = make_collection(configs, te.optim.SGD(lr=0.1))
-    collection.tables[0].double()
-    before = contents(collection)
-    with pytest.raises(TypeError, match="16-bit tables cannot be updated together with float64 ones"):
-        train(collection, random_steps(collection, 1))
-    assert_close(contents(collection), before, rtol=0, atol=0)
+    for rounding in (False, True):
+        narrow = make_collection(configs, te.optim.SGD(lr=0.1, stochastic_rounding=rounding))
+        mixed = copy.deepcopy(narrow)
+        mixed.tables[0].double()
+        steps = random_steps(narrow, 3)
+        train(narrow, steps)
+        train(mixed, steps)
+        # Sums in float64 seldom round elsewhere: then by one of bfloat16's units, 2^-7 of a value, in each step.
+        assert_close(contents(mixed), contents(narrow), rtol=3 * 2**-7, atol=1e-5)
 
 
 @given(st.integers(0, 4), st.integers(1, 9), st.sampled_from((1, 3, 16)))

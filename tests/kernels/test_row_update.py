@@ -175,12 +175,14 @@ FORMULAS = [
 ]
 
 
-@pytest.mark.parametrize("implementation", ["cpu", "reference"])
+@pytest.mark.parametrize("implementation", ["cpu", "reference", "torch"])
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 @pytest.mark.parametrize("spec", FORMULAS, ids=repr)
 def test_twenty_steps_follow_the_formula(spec, pooling, implementation):
     config = te.TableConfig("table", 11, 5, pooling=pooling)
     collection = make_collection([config], spec)
+    if implementation == "torch":
+        collection.double()
     by_hand = ByHand(spec, collection.tables[0].weight.detach())
     with forced(implementation):
         for index, (batch, grad) in enumerate(random_steps(collection, NUM_STEPS, weighted=True)):

@@ -1,7 +1,7 @@
 """What has no kernel of our own, by PyTorch's operators on any device: float64 tables and vectors, for gradient checks
 and comparisons, and lookups of float8 tables on the CPU.
 
-Lookups, sums of gradients and interactions are the references of their ops, too. Sums are float64 if a table is, else
+They are the references of their ops, too. Sums are float64 if a table is, else
 float32, in the order of positions. On a GPU the host waits.
 """
 
@@ -15,7 +15,8 @@ from tritonemb import errors
 from tritonemb.jagged import batch_size_of
 from tritonemb.kernels.cpu.cross import cross, cross_gradient  # noqa: F401
 from tritonemb.kernels.optimizers import apply_sums_
-from tritonemb.layout import MEAN, PIECE, SPAN, Layout
+from tritonemb.kernels.random import narrow_reference, narrow_stochastic_reference, random16_reference
+from tritonemb.layout import MEAN, PIECE, SPAN, Layout, TableRow, int64_at
 from tritonemb.optimizers import Hyperparameters
 
 
@@ -85,14 +86,32 @@ def row_update_(
     grad: Tensor, offsets: Tensor, sample_weights: Tensor | None, optimizer: str, hyperparameters: Sequence[float],
     groups: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout,
 ) -> None:  # fmt: skip
-    """See `kernels/row_update.py`. TypeError for 16-bit tables, which would not be rounded at random."""
+    """See `kernels/row_update.py`. In float64 if a table is, else float32.
+
+    Shapes: `weights` `[T]` of `[rows, dim]`; `states`, the first of every table, then the second, float32 `[rows]` or
+    `[rows, dim]`; `step` int64 `[]`, updates so far, or `[T]`, each table's own; `skipped` int64 `[T]`, rows left
+    untouched for a gradient that is not finite: all change in place. `learning_rate` float32 `[]`; `grad` `[B, width]`
+    or `[N, width]`; `hyperparameters` as in `Hyperparameters`; `groups` as in `kernels/row_groups.py`.
+
+    Raises:
+        ValueError: for `nonfinite="raise"`, before anything is changed.
+    """
     h = Hyperparameters(*hyperparameters)
-    if any(weight.dtype.itemsize < 4 for weight in weights):
-        raise TypeError("16-bit tables cannot be updated together with float64 ones; give all tables one dtype")
     rows, sums = sum_gradients(weights, grad, offsets, sample_weights, groups, layout, h.max_gradient)
+
+    def narrow(row: Tensor, weight: Tensor, table: TableRow, rows: Tensor, step: int) -> Tensor:
+        if weight.dtype.itemsize != 2:
+            return row.to(weight.dtype)
+        if not h.stochastic_rounding:
+            return narrow_reference(row, weight.dtype)
+        row = row.to(torch.float32)
+        if table.row_ids:
+            rows = int64_at(table.row_ids, table.num_rows, rows.device)[rows]
+        noise = random16_reference(table.seed, rows + table.row_origin, step, row.shape[1], table.column_origin)
+        return narrow_stochastic_reference(row, weight.dtype, noise)
+
     apply_sums_(
-        weights, states, step, skipped, learning_rate, optimizer, h, rows, sums, layout,
-        lambda row, weight, *_: row.to(weight.dtype),
+        weights, states, step, skipped, learning_rate, optimizer, h, rows, sums, layout, narrow
     )  # fmt: skip
 
 
@@ -101,10 +120,16 @@ def row_gradients_(
     groups: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout, compact: bool = False,
     max_gradient: float = torch.inf,
 ) -> None:  # fmt: skip
-    """See `kernels/row_update.py`."""
+    """See `kernels/row_update.py`. In float64 if a table is, else float32.
+
+    Shapes: `sums` zeros `[T]` of `[rows, dim]`, or if `compact` of `[distinct rows of the table, dim]` (of one table at
+    least as many); `grad` `[B, width]`, or `[N, width]` if not pooled; `offsets` `[K * B + 1]`; `sample_weights` `[N]`
+    or None; `groups` as in `kernels/row_groups.py`. Elements of `grad` are clamped to ±`max_gradient` first.
+    """
     rows, found = sum_gradients(sums, grad, offsets, sample_weights, groups, layout, max_gradient)
     for out, own, of_table in zip(sums, rows, found, strict=True):
-        out[torch.arange(own.numel(), device=out.device) if compact else own] = of_table.to(out.dtype)
+        values = narrow_reference(of_table, out.dtype) if out.dtype.itemsize == 2 else of_table.to(out.dtype)
+        out[torch.arange(own.numel(), device=out.device) if compact else own] = values
 
 
 def sum_gradients(

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from tritonemb.jagged import batch_size_of
-from tritonemb.kernels.by_torch import sum_gradients
+from tritonemb.kernels.by_torch import row_gradients_ as row_gradients_reference_  # noqa: F401
+from tritonemb.kernels.by_torch import row_update_ as row_update_reference_  # noqa: F401
 from tritonemb.kernels.gradient_sums import (
     NO_ROW,
     NO_ROW_FOUND,
@@ -28,13 +29,10 @@ from tritonemb.kernels.gradient_sums import (
     place_gradients,
     warps_for,
 )
-from tritonemb.kernels.optimizers import NONFINITE_MODES, apply_sums_, constants_of, step_rows
+from tritonemb.kernels.optimizers import NONFINITE_MODES, constants_of, step_rows
 from tritonemb.kernels.random import (
-    narrow_reference,
     narrow_stochastic,
-    narrow_stochastic_reference,
     random16,
-    random16_reference,
 )
 from tritonemb.kernels.triton_utils import (
     BAD_GRADIENT,
@@ -67,7 +65,7 @@ from tritonemb.kernels.triton_utils import (
     tl,
     widen,
 )
-from tritonemb.layout import TABLE_SIZE, Layout, TableRow, fact, int64_at
+from tritonemb.layout import TABLE_SIZE, Layout, TableRow, fact
 from tritonemb.optimizers import KINDS, OPTIMIZERS, SGD, Hyperparameters
 
 RAISE = NONFINITE_MODES.index("raise")
@@ -253,39 +251,6 @@ def _tile_rows(optimizer: str, dtype: torch.dtype, align: int, block: int) -> in
     return max(1, min(32, per_lane * lanes() // block))
 
 
-def row_update_reference_(
-    weights: Sequence[Tensor], states: Sequence[Tensor], step: Tensor, skipped: Tensor, learning_rate: Tensor,
-    grad: Tensor, offsets: Tensor, sample_weights: Tensor | None, optimizer: str, hyperparameters: Sequence[float],
-    groups: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout,
-) -> None:  # fmt: skip
-    """Table by table, in float64 if the weights are, else float32.
-
-    Shapes: `weights` `[T]` of `[rows, dim]`; `states`, the first of every table, then the second, float32 `[rows]` or
-    `[rows, dim]`; `step` int64 `[]`, updates so far, or `[T]`, each table's own; `skipped` int64 `[T]`, rows left
-    untouched for a gradient that is not finite: all change in place. `learning_rate` float32 `[]`; `grad` `[B, width]`
-    or `[N, width]`; `hyperparameters` as in `Hyperparameters`; `groups` as in `kernels/row_groups.py`.
-
-    Raises:
-        ValueError: for `nonfinite="raise"`, before anything is changed.
-    """
-    h = Hyperparameters(*hyperparameters)
-    rows, sums = sum_gradients(weights, grad, offsets, sample_weights, groups, layout, h.max_gradient)
-
-    def narrow_reference_of(row: Tensor, weight: Tensor, table: TableRow, rows: Tensor, step: int) -> Tensor:
-        if weight.dtype.itemsize != 2:
-            return row.to(weight.dtype)
-        if not h.stochastic_rounding:
-            return narrow_reference(row, weight.dtype)
-        if table.row_ids:
-            rows = int64_at(table.row_ids, table.num_rows, rows.device)[rows]
-        noise = random16_reference(table.seed, rows + table.row_origin, step, row.shape[1], table.column_origin)
-        return narrow_stochastic_reference(row, weight.dtype, noise)
-
-    apply_sums_(
-        weights, states, step, skipped, learning_rate, optimizer, h, rows, sums, layout, narrow_reference_of
-    )  # fmt: skip
-
-
 _PLAIN_SGD = SGD(stochastic_rounding=False)
 
 
@@ -312,20 +277,3 @@ def row_gradients_(
         list(sums), [], step, skipped, torch.full((), -1.0, device=device), grad, offsets, sample_weights,
         _PLAIN_SGD.name, constants, groups, layout,
     )  # fmt: skip
-
-
-def row_gradients_reference_(
-    sums: Sequence[Tensor], grad: Tensor, offsets: Tensor, sample_weights: Tensor | None,
-    groups: tuple[Tensor, Tensor, Tensor, Tensor], layout: Layout, compact: bool = False,
-    max_gradient: float = math.inf,
-) -> None:  # fmt: skip
-    """Row by row, in float32, or float64 for such a table.
-
-    Shapes: `sums` zeros `[T]` of `[rows, dim]`, or if `compact` of `[distinct rows of the table, dim]` (of one table at
-    least as many); `grad` `[B, width]`, or `[N, width]` if not pooled; `offsets` `[K * B + 1]`; `sample_weights` `[N]`
-    or None; `groups` as in `kernels/row_groups.py`. Elements of `grad` are clamped to ±`max_gradient` first.
-    """
-    rows, found = sum_gradients(sums, grad, offsets, sample_weights, groups, layout, max_gradient)
-    for out, own, of_table in zip(sums, rows, found, strict=True):
-        values = narrow_reference(of_table, out.dtype) if out.dtype.itemsize == 2 else of_table.to(out.dtype)
-        out[torch.arange(own.numel(), device=out.device) if compact else own] = values
