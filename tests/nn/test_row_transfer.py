@@ -36,7 +36,7 @@ def test_writes_that_nobody_waits_for_take_little_memory(monkeypatch, size):
     monkeypatch.setattr(cache, "MAX_PENDING_BYTES", most)
     mover = RowTransfer(torch.device("cpu"))
     for _ in range(50):
-        mover.write(table, torch.arange(size), torch.arange(size))
+        mover.write([(table, torch.arange(size), torch.arange(size))])
         assert (len(store.asked) - len(store.waited)) * size * RECORD.num_bytes <= most
     assert len(store.asked) - len(store.waited) == 10 // size  # no sooner than needed
     mover.finish_writes()

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import tritonemb as te
 from tests.helpers import CACHED, assert_same_bits, configurations, contents, fewer, output_of
-from tests.nn.tiers import ELSEWHERE, not_interpreted, outputs_of, same, seeded, train_ahead, varied_steps
-from tests.strategies import TABLE_DTYPES
+from tests.nn.tiers import ELSEWHERE, HostReads, not_interpreted, outputs_of, same, seeded, train_ahead, varied_steps
+from tests.strategies import TABLE_DTYPES, random_batch, rows_of
 from tritonemb.kernels.row_cache import set_of
 from tritonemb.types import CacheConfig
 
@@ -206,3 +206,23 @@ def test_the_learning_rate_can_change(placement):
         collection.fused_optimizer.param_groups[0]["lr"] = 0.5
         outputs_of(collection, steps[2:])
     assert_same_bits(contents(mine), contents(twin))
+
+
+@pytest.mark.parametrize(("placement", "waits"), [("host", 2), pytest.param("disk", 4, marks=not_interpreted)])
+@pytest.mark.parametrize("number", [1, 8])
+def test_a_batch_waits_as_often_however_many_tables_are_cached(number, placement, waits, monkeypatch):
+    """For its rows, and for its misses and evictions of all tables; disks need the rows that are written, and read."""
+    configs = [*(te.TableConfig(f"t{index}", 500, 4) for index in range(number)), te.TableConfig("small", 9, 4)]
+    mine = seeded(configs, te.optim.SGD(lr=0.1), True, (*[placement] * number, "device"), CacheConfig(rows=64))
+    keys = [config.name for config in configs]
+    for seed in range(6):
+        before = mine.cache_statistics()
+        batch = random_batch(rows_of(configs), keys, 16, 5, seed=seed)
+        with HostReads(monkeypatch) as reads:
+            out = output_of(mine, batch)
+        out.sum().backward()
+    assert reads.found == ["tolist"] * 2 + ["cpu"] * (waits - 2)
+    for name, after in mine.cache_statistics().items():
+        assert after.hits > before[name].hits
+        assert after.written > before[name].written
+        assert after.overflows == 0

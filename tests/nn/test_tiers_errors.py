@@ -349,7 +349,7 @@ def test_an_interruption_while_rows_are_moved_is_named(monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(RowTransfer, "start_read", interrupt)
+        patch.setattr(RowTransfer, "read", interrupt)
         with pytest.raises(KeyboardInterrupt):
             mine(batch)
     with pytest.raises(RuntimeError, match=r"an earlier cache transfer failed \(KeyboardInterrupt\(\)\); the cache is"):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tritonemb as te
 from tests.helpers import CACHED, INTERPRETED, Step, fewer, living, output_of, width_of
@@ -110,3 +111,30 @@ def same(actual: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> No
     for step, (mine, theirs) in enumerate(zip(actual, expected, strict=True)):
         assert mine.dtype == theirs.dtype, step
         assert torch.equal(mine, theirs), f"step {step}"
+
+
+class HostReads(TorchDispatchMode):
+    """Counts what makes the host wait for values, if they are on a GPU; by name, in `found`. Not within custom ops."""
+
+    WAITS = ("_local_scalar_dense", "nonzero", "_unique2", "equal", "masked_select", "bincount")
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        monkeypatch.setattr("tritonemb.jagged._readable", lambda _: False)  # which checks batches on the CPU alone
+        for name in ("tolist", "cpu"):  # a CPU tensor's are no op
+            monkeypatch.setattr(torch.Tensor, name, self._counting(name, getattr(torch.Tensor, name)))
+
+    def _counting(self, name: str, method: Any) -> Any:
+        def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if torch._C._len_torch_dispatch_stack():
+                self.found.append(name)
+            return method(tensor, *args, **kwargs)
+
+        return call
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        indices = [index for index in args[1] if index is not None] if name in ("index", "index_put_") else []
+        self.found += [name] * (name in self.WAITS) + ["mask"] * any(index.dtype == torch.bool for index in indices)
+        return func(*args, **(kwargs or {}))

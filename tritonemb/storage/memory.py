@@ -113,7 +113,7 @@ class HostCache:
     @contextmanager
     def _look_up(self, rows: Tensor) -> Iterator[Tensor]:
         """The slots of rows, -1 of those that have none; they are pinned meanwhile."""
-        slots = self._directory.look_up(rows, torch.tensor(rows.numel()), self._table)
+        slots = self._directory.look_up(rows, self._table)
         try:
             yield slots
         finally:
@@ -121,7 +121,7 @@ class HostCache:
 
     def _allocate(self, rows: Tensor, slots: Tensor) -> None:
         """Allocate slots to those of the rows that have none, as far as there are; write back what is evicted."""
-        evicted = self._directory.allocate(rows, slots, torch.tensor(rows.numel()), self._table)
+        evicted = self._directory.allocate(rows, slots, self._table)
         victims = evicted != NO_ROW
         victims[victims.clone()] = self._dirty[slots[victims]]
         dirty_rows, order = evicted[victims].sort()

@@ -4,12 +4,14 @@ Before a batch is looked up its distinct rows are pinned in slots: those that ar
 evict rows that no batch has pinned; dirty ones are written back. A pinned row is never evicted, and a row is in one
 slot only. So prefetched batches see every update of those before them: staleness 0, whatever the cache's size.
 
-A prefetch waits for the device that has the ids, so it is done in another thread and on another stream than training.
+A prefetch waits for the device twice, however many tables there are: for the number of rows, and for those of misses
+and evictions; once more while overflows have slots, and for the transfers of tables on disk. So it is done in another
+thread and on another stream than training.
 """
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -25,6 +27,7 @@ from tritonemb.tables.lookup import Lookup, sequence_number
 from tritonemb.tables.table import Table
 
 MAX_PENDING_BYTES = 1 << 28  # of rows that wait to be written; then their first write is waited for
+TableRows = tuple[CachedTable, Tensor, Tensor]  # distinct rows of a table, and their slots
 LOOKUPS, HITS, OVERFLOWS, EVICTIONS, READ, WRITTEN = range(6)  # what is counted
 
 
@@ -44,7 +47,6 @@ class RowCache:
         num_sets = [0 if table is None else table.num_sets for table in self.tables]
         self._directory = CacheDirectory(num_sets, policy, self.device)
         self._now = self._directory.now
-        self._is_cached = torch.tensor([table is not None for table in self.tables], device=self.device)
         self._counts = np.zeros((WRITTEN + 1, len(tables)), dtype=np.int64)
         self.stall = 0.0
         self.storage, self._lock = CacheStorage(tables, self._directory), threading.RLock()
@@ -80,27 +82,23 @@ class RowCache:
         """
         groups, first_rows = lookup.groups, whole.tables[:, FIRST_ROW].contiguous()
         own = linear = groups.rows[:count]
-        wanted, replica_rows = groups, lookup.replica_rows
-        if replica_rows is not None:
-            linear = torch.cat([own, replica_rows]).unique()
-            wanted = groups._replace(rows=linear, num_groups=torch.full_like(groups.num_groups, linear.numel()))
+        if lookup.replica_rows is not None:
+            linear = torch.cat([own, lookup.replica_rows]).unique()
         tables = torch.searchsorted(first_rows, linear, right=True) - 1
         with self._exclusive(before):
-            slots = self._pin(wanted, tables, first_rows, whole)
-            pinned = [tables, linear - first_rows[tables], slots[: linear.numel()]]
+            slots, sizes = self._pin(linear, tables, first_rows, whole)
+            pinned = [tables, linear - first_rows[tables], slots]
             if None in self.tables:
-                cached = self._is_cached[tables]
-                pinned = [values[cached] for values in pinned]
+                parts = [zip(values.split(sizes), self.tables, strict=True) for values in pinned]
+                pinned = [torch.cat([part for part, table in each if table is not None]) for each in parts]
             lookup.tables, lookup.rows, lookup.slots = pinned
             lookup.on_release = self.release
-        if replica_rows is not None:
+        if lookup.replica_rows is not None:
             index = torch.searchsorted(linear, own)
-            tables, found = tables[index], slots[index]
-            slots = torch.full_like(groups.rows, -1)
-            slots[:count] = found
-        rows = groups.rows.clone()
-        rows[:count] = lookup.layout.tables[:, FIRST_ROW][tables] + slots[:count]
-        lookup.values = ops.row_cache_translate(slots, groups.starts, groups.order, groups.num_groups)
+            tables, slots = tables[index], slots[index]
+        rows, by_group = groups.rows.clone(), torch.full_like(groups.rows, -1)
+        rows[:count], by_group[:count] = lookup.layout.tables[:, FIRST_ROW][tables] + slots, slots
+        lookup.values = ops.row_cache_translate(by_group, groups.starts, groups.order, groups.num_groups)
         lookup.groups, lookup.ready = groups._replace(rows=rows), self._event()
 
     def acquire(self, lookup: Lookup) -> bool:
@@ -141,7 +139,7 @@ class RowCache:
             for index in range(len(self.tables)):
                 mine = directory.slice_of(index)
                 for slots in self._chunks(index, directory.dirty[mine].nonzero()[:, 0]):
-                    self._write(index, directory.tags[mine][slots], slots)
+                    self._transfer.write([self._part(WRITTEN, index, directory.tags[mine][slots], slots)])
                     self._transfer.finish_writes()
             directory.dirty.zero_()
             synchronize(self.device)  # the host reads next
@@ -175,7 +173,7 @@ class RowCache:
         mine = directory.slice_of(index)
         rows, order = directory.tags[mine].sort()
         for slots in self._chunks(index, order[rows != NO_ROW]):
-            self._start_read(index, directory.tags[mine][slots], slots)()
+            self._transfer.read([self._part(READ, index, directory.tags[mine][slots], slots)])
         directory.dirty[mine] = False
         synchronize(self.device)
 
@@ -209,67 +207,43 @@ class RowCache:
                 if released.dirty:
                     self._directory.dirty.index_fill_(0, slots, True)
 
-    def _pin(self, groups: ops.RowGroups, tables: Tensor, first_rows: Tensor, whole: Layout) -> Tensor:
-        slots = self._directory.look_up(groups.rows, groups.num_groups, whole.tables)
-        missing = (slots[: tables.numel()] < 0).nonzero()[:, 0]  # rows of tables on the device have slots
-        lookups = self._by_table(tables)
-        self._counts[LOOKUPS] += lookups
-        self._counts[HITS] += np.subtract(lookups, self._by_table(tables[missing]))
-        if missing.numel():
-            self._load(missing, groups, tables, first_rows, slots, whole)
-        return slots
-
-    def _load(
-        self, missing: Tensor, groups: ops.RowGroups, tables: Tensor, first_rows: Tensor, slots: Tensor, whole: Layout
-    ) -> None:
-        """Give slots to those rows of a batch, by their index, that are in none, and read them."""
+    def _pin(self, rows: Tensor, tables: Tensor, first_rows: Tensor, whole: Layout) -> tuple[Tensor, list[int]]:
+        """Pin a batch's distinct rows in slots, and read those that were in none: the slots, and the rows by table."""
         directory = self._directory
+        found = directory.look_up(rows, whole.tables)  # rows of tables on the device have slots
         if directory.overflow.numel():
-            found = self._pin_overflow(groups.rows[missing], tables[missing], first_rows)
-            slots[missing] = found
-            missing = missing[found < 0]
-            self._evict_overflow()
-        evicted = directory.allocate(groups.rows, slots, groups.num_groups, whole.tables)[missing]
-        tables, taken = tables[missing], slots[missing]
-        rows, sizes = groups.rows[missing] - first_rows[tables], self._by_table(tables)
-        victims = evicted != NO_ROW
-        self._evict(tables[victims], evicted[victims], taken[victims])
-        overflowing = taken < 0
-        if bool(overflowing.any()):
-            taken[overflowing] = self._allocate_overflow(tables[overflowing], rows[overflowing])
-            slots[missing] = taken
-        parts = zip(rows.split(sizes), taken.split(sizes), strict=True)
-        for finish in [self._start_read(table, *part) for table, part in enumerate(parts) if part[0].numel()]:
-            finish()
+            found = self._pin_overflow(rows, found, tables, first_rows)
+        slots = found.clone()
+        evicted = directory.allocate(rows, slots, whole.tables)
+        (missing, overflowing), (misses, overflows, lookups) = self._evict(tables, evicted, slots, found < 0, slots < 0)
+        self._counts[LOOKUPS] += lookups
+        self._counts[HITS] += np.subtract(lookups, misses)
+        rows = rows - first_rows[tables]
+        if sum(overflows):
+            slots[overflowing] = self._allocate_overflow(tables[overflowing], rows[overflowing], overflows)
+        parts = enumerate(zip(rows[missing].split(misses), slots[missing].split(misses), strict=True))
+        self._transfer.read([self._part(READ, table, *part) for table, part in parts if part[0].numel()])
+        return slots, lookups
 
-    def _pin_overflow(self, wanted: Tensor, tables: Tensor, first_rows: Tensor) -> Tensor:
-        """Pin linear rows that are in an overflow already: their slots, -1 for others."""
+    def _pin_overflow(self, rows: Tensor, found: Tensor, tables: Tensor, first_rows: Tensor) -> Tensor:
+        """Pin linear rows that are in an overflow already; if some are in no set, evict what no batch has pinned there.
+
+        Returns the slots of all that were found.
+        """
+        directory, places = self._directory, self._directory.overflow
+        held, owners = directory.tags[places], torch.searchsorted(directory.first_slots, places, right=True) - 1
+        linear, order = torch.where(held == NO_ROW, NO_ROW, held + first_rows[owners]).sort()
+        index = torch.searchsorted(linear, rows).clamp_(max=linear.numel() - 1)
+        there, place = linear[index] == rows, places[order[index]]
+        directory.pins.index_add_(0, place, there.to(torch.int32))
+        idle = (held != NO_ROW) & (directory.pins[places] <= 0) & (found < 0).any()
+        self._evict(owners, torch.where(idle, held, NO_ROW), places - directory.first_slots[owners])
+        directory.tags[places] = torch.where(idle, NO_ROW, held)
+        return torch.where(there, place - directory.first_slots[tables], found)
+
+    def _allocate_overflow(self, tables: Tensor, rows: Tensor, sizes: list[int]) -> Tensor:
+        """Slots of overflows for rows whose sets are full, so many of each table."""
         directory = self._directory
-        held, tables_of = self._overflow_slots(directory.tags[directory.overflow] != NO_ROW)
-        if not held.numel():
-            return torch.full_like(wanted, -1)
-        linear, order = (directory.tags[held] + first_rows[tables_of]).sort()
-        index = torch.searchsorted(linear, wanted).clamp_(max=linear.numel() - 1)
-        there, found = linear[index] == wanted, held[order[index]]
-        directory.pins[found[there]] += 1
-        self._counts[HITS] += self._by_table(tables[there])
-        return torch.where(there, found - directory.first_slots[tables], -1)
-
-    def _evict_overflow(self) -> None:
-        directory = self._directory
-        free = (directory.tags[directory.overflow] == NO_ROW) | (directory.pins[directory.overflow] > 0)
-        idle, tables = self._overflow_slots(~free)
-        self._evict(tables, directory.tags[idle], idle - directory.first_slots[tables])
-        directory.tags[idle] = NO_ROW
-
-    def _overflow_slots(self, which: Tensor) -> tuple[Tensor, Tensor]:
-        """Some of the overflows' slots, by their numbers among all slots, and their tables."""
-        slots = self._directory.overflow[which]
-        return slots, torch.searchsorted(self._directory.first_slots, slots, right=True) - 1
-
-    def _allocate_overflow(self, tables: Tensor, rows: Tensor) -> Tensor:
-        """Slots of overflows for rows, by table, whose sets are full."""
-        directory, sizes = self._directory, self._by_table(tables)
         lacking = [number - directory.free_overflow(t).numel() if number else 0 for t, number in enumerate(sizes)]
         if max(lacking) > 0:
             self.storage.grow_overflows(lacking)
@@ -280,39 +254,55 @@ class RowCache:
         directory.pins.index_fill_(0, index, 1)
         return slots
 
-    def _evict(self, tables: Tensor, rows: Tensor, slots: Tensor) -> None:
-        if not rows.numel():
-            return
-        self._counts[EVICTIONS] += self._by_table(tables)
-        index = self._directory.first_slots[tables] + slots
-        dirty = self._directory.dirty[index]
-        self._directory.dirty[index] = False
-        sizes = self._by_table(tables[dirty])
-        for table, part in enumerate(zip(rows[dirty].split(sizes), slots[dirty].split(sizes), strict=True)):
-            self._write(table, *part)
+    def _evict(
+        self, tables: Tensor, rows: Tensor, slots: Tensor, *flags: Tensor
+    ) -> tuple[Sequence[Tensor], list[list[int]]]:
+        """Write back the dirty ones of rows that leave their slots, `NO_ROW` where none does; and `_compact` flags."""
+        directory, leaving = self._directory, rows != NO_ROW
+        index = torch.where(leaving, directory.first_slots[tables] + slots, 0)
+        chosen, sizes = _compact([leaving & directory.dirty[index], leaving, *flags], tables, len(self.tables))
+        self._counts[EVICTIONS] += sizes[1]
+        dirty = chosen[0]
+        directory.dirty.index_fill_(0, index[dirty], False)
+        parts = enumerate(zip(rows[dirty].split(sizes[0]), slots[dirty].split(sizes[0]), strict=True))
+        self._transfer.write([self._part(WRITTEN, table, *part) for table, part in parts if part[0].numel()])
+        return chosen[2:], sizes[2:]
 
-    def _write(self, index: int, rows: Tensor, slots: Tensor) -> None:
-        table = self.tables[index]
-        if table is not None and rows.numel():
-            self._counts[WRITTEN, index] += rows.numel() * table.record.num_bytes
-            self._transfer.write(table, rows, slots)
-
-    def _start_read(self, index: int, rows: Tensor, slots: Tensor) -> Callable[[], None]:
+    def _part(self, kind: int, index: int, rows: Tensor, slots: Tensor) -> TableRows:
+        """Rows of a table for a transfer, whose bytes are counted."""
         table = self.tables[index]
         assert table is not None
-        self._counts[READ, index] += rows.numel() * table.record.num_bytes
-        return self._transfer.start_read(table, rows, slots)
+        self._counts[kind, index] += rows.numel() * table.record.num_bytes
+        return table, rows, slots
 
     def _chunks(self, index: int, slots: Tensor) -> Sequence[Tensor]:
         """Slots of a table, so few at once that their records take little memory."""
         table = self.tables[index]
         return slots.split(max(1, CHUNK_BYTES // table.record.num_bytes)) if table is not None and slots.numel() else ()
 
-    def _by_table(self, tables: Tensor) -> list[int]:
-        return torch.bincount(tables, minlength=len(self.tables)).tolist()
-
     def _event(self) -> torch.cuda.Event | None:
         return torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
+
+
+def _compact(flags: Sequence[Tensor], tables: Tensor, num_tables: int) -> tuple[Sequence[Tensor], list[list[int]]]:
+    """Where each of some flags bool `[n]` is set, as ascending positions. Waits for the device once.
+
+    Args:
+        tables: int64 `[n]`, ascending.
+
+    Returns:
+        The positions, and how many there are of each table, for each flag; last how many of the `n` are each table's.
+    """
+    masks = torch.stack(tuple(flags))
+    size, num_rows = masks.numel(), masks.shape[1]
+    ends = torch.searchsorted(tables, torch.arange(num_tables, device=tables.device), right=True)
+    found = masks.flatten().nonzero_static(size=size, fill_value=size)[:, 0]  # whose length would be waited for
+    bounds = torch.arange(len(flags), device=tables.device)[:, None] * num_rows + ends
+    counts = torch.searchsorted(found, bounds.flatten())
+    upto = torch.cat([counts.new_zeros(1), counts, counts[-1:] + ends])
+    sizes: list[list[int]] = upto.diff().view(-1, num_tables).tolist()
+    totals = [sum(each) for each in sizes[:-1]]
+    return (found[: sum(totals)] % max(1, num_rows)).split(totals), sizes
 
 
 class RowTransfer:
@@ -323,22 +313,23 @@ class RowTransfer:
         self._writes: deque[tuple[IoFuture, int]] = deque()
         self._writing = 0  # bytes of these
 
-    def write(self, table: CachedTable, rows: Tensor, slots: Tensor) -> None:
+    def write(self, parts: Sequence[TableRows]) -> None:
         """Start to write distinct rows from their slots, which may be reused; StorageError if an earlier one failed."""
-        here = Table.tensors(table)
-        if isinstance(table.store, HostRows):
-            fields = table.store.fields()
-            ops.move_rows_([fields[name] for name in here], list(here.values()), rows, slots)
-            return
-        rows, order = rows.sort()
-        records = self._records(table, rows.numel())
-        views = table.record.views(records)
-        target = torch.arange(rows.numel(), device=self._device)
-        self._move([views[name] for name in here], list(here.values()), target, slots[order])
-        self._writes.append((table.store.write(rows.cpu(), records), records.numel()))
-        self._writing += records.numel()
-        while self._writes and (self._writing > MAX_PENDING_BYTES or self._writes[0][0].done()):
-            self._finish_first_write()
+        on_disk = []
+        for table, rows, slots in parts:
+            if isinstance(table.store, HostRows):
+                _move(table.store.fields(), Table.tensors(table), rows, slots)
+                continue
+            rows, order = rows.sort()
+            records, target = self._records(table, rows)
+            _move(table.record.views(records), Table.tensors(table), target, slots[order])
+            on_disk.append((table.store, rows, records))
+        numbers = _on_host([rows for _, rows, _ in on_disk])  # on a GPU, behind the records
+        for (store, _, records), rows in zip(on_disk, numbers, strict=True):
+            self._writes.append((store.write(rows, records), records.numel()))
+            self._writing += records.numel()
+            while self._writes and (self._writing > MAX_PENDING_BYTES or self._writes[0][0].done()):
+                self._finish_first_write()
 
     def finish_writes(self) -> None:
         """Wait until all writes are done; StorageError if one failed."""
@@ -350,30 +341,35 @@ class RowTransfer:
         self._writing -= size
         future.wait()
 
-    def start_read(self, table: CachedTable, rows: Tensor, slots: Tensor) -> Callable[[], None]:
-        """Start to read rows, ascending, into slots; the result waits for them. StorageError if a read failed."""
-        here = Table.tensors(table)
-        if isinstance(table.store, HostRows):
-            fields = table.store.fields()
-            ops.move_rows_(list(here.values()), [fields[name] for name in here], slots, rows)
-            return lambda: None
-        records = self._records(table, rows.numel())
-        future = table.store.read(rows.cpu(), records)
-
-        def finish() -> None:
+    def read(self, parts: Sequence[TableRows]) -> None:
+        """Read rows, ascending, into slots. StorageError if a read failed."""
+        on_disk = []
+        for table, rows, slots in parts:
+            if isinstance(table.store, HostRows):
+                _move(Table.tensors(table), table.store.fields(), slots, rows)
+            else:
+                on_disk.append((table, table.store, rows, slots))
+        numbers, pending = _on_host([rows for _, _, rows, _ in on_disk]), []
+        for (table, store, _, slots), rows in zip(on_disk, numbers, strict=True):
+            records, source = self._records(table, slots)
+            pending.append((table, slots, store.read(rows, records), records, source))
+        for table, slots, future, records, source in pending:
             future.wait()
-            here, views = Table.tensors(table), table.record.views(records)
-            source = torch.arange(slots.numel(), device=self._device)
-            self._move(list(here.values()), [views[name] for name in here], slots, source)
+            _move(Table.tensors(table), table.record.views(records), slots, source)
+        if pending and self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()  # before the records are freed
 
-        return finish
+    def _records(self, table: CachedTable, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Records in host memory for rows of a table, and their numbers."""
+        size, pin = (rows.numel(), table.record.num_bytes), self._device.type == "cuda"
+        records = torch.zeros(size, dtype=torch.uint8, device="cpu", pin_memory=pin)
+        return records, torch.arange(rows.numel(), device=self._device)
 
-    def _move(self, to: list[Tensor], source: list[Tensor], to_rows: Tensor, from_rows: Tensor) -> None:
-        ops.move_rows_(to, source, to_rows, from_rows)
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()  # the host uses the records next
 
-    def _records(self, table: CachedTable, number: int) -> Tensor:
-        return torch.zeros(
-            number, table.record.num_bytes, dtype=torch.uint8, device="cpu", pin_memory=self._device.type == "cuda"
-        )
+def _move(to: dict[str, Tensor], source: dict[str, Tensor], to_rows: Tensor, from_rows: Tensor) -> None:
+    ops.move_rows_(list(to.values()), [source[name] for name in to], to_rows, from_rows)
+
+
+def _on_host(parts: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Waits for the device once, if there are some."""
+    return torch.cat(parts).cpu().split([part.numel() for part in parts]) if parts else ()

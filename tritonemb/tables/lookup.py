@@ -167,8 +167,9 @@ def prefetch_batch(tables: Tables, features: Features, before: Lookup | None = N
     find_replica_rows = tables.update.replica_rows(tables) if training else None
     with torch.no_grad(), torch.inference_mode(False):  # what changes here is used in training too
         groups = ops.row_groups(batch.values(), batch.offsets(), whole)
-        count, problem = int(groups.num_groups), None
-        if tables.bounds_check == "raise" and int(groups.starts[count]) != batch.values().numel():
+        count, valid = torch.stack([groups.num_groups, groups.starts.take(groups.num_groups)]).tolist()  # one wait
+        problem = None
+        if tables.bounds_check == "raise" and valid != batch.values().numel():
             uses = [(key, c.name, c.num_embeddings) for key in keys for c in tables.configs if key in c.feature_names]
             problem = first_bad_id(given, uses)
         replica_rows = None if before is None else before.replica_rows
