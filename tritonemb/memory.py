@@ -1,4 +1,4 @@
-"""Memory of large CPU tensors: huge pages, and results that reuse the memory of earlier ones.
+"""Memory of large CPU tensors: huge pages, pinned memory, and results that reuse the memory of earlier ones.
 
 glibc maps every allocation of 32 MiB and more anew. Each of its pages is then a fault and is cleared first, which takes
 longer than looking rows up. So the memory of a large result is kept when nothing uses it any longer, for the next one.
@@ -11,11 +11,13 @@ import mmap
 import weakref
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 HUGE_PAGE = 2 << 20  # bytes, on x86-64 and on arm64 with 4 KiB pages
 KEPT_BYTES = 32 << 20  # of a result whose memory is kept
+PORTABLE_AND_MAPPED = 1 | 2  # flags of cudaHostRegister: for all GPUs, which read and write it by themselves
 _idle: dict[int, Tensor] = {}  # by address, kept the longest first
 _used: dict[int, Tensor] = {}
 _most_used = 0  # bytes
@@ -33,6 +35,29 @@ def advise_huge_pages(tensor: Tensor) -> Tensor:
     end = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
     ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), ctypes.c_int(mmap.MADV_HUGEPAGE))
     return tensor
+
+
+def empty_pinned(num_bytes: int, gpu: torch.device) -> Tensor:
+    """uint8 `[num_bytes]`, pinned for GPUs; the memory is freed when nothing refers to it and `gpu` has done its work.
+
+    PyTorch's own allocator rounds a size up to a power of two. OSError or RuntimeError if it cannot be had.
+    """
+    block = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # whole pages
+    block.madvise(mmap.MADV_DONTFORK)  # a fork would copy pages that are pinned
+    array = np.frombuffer(block, np.uint8)
+    tensor = advise_huge_pages(torch.from_numpy(array))
+    _register("cudaHostRegister", gpu, tensor.data_ptr(), num_bytes, PORTABLE_AND_MAPPED)
+    weakref.finalize(array, _register, "cudaHostUnregister", gpu, tensor.data_ptr()).atexit = False
+    return tensor
+
+
+def _register(call: str, gpu: torch.device, *args: int) -> None:
+    with torch.cuda.device(gpu):
+        torch.cuda.synchronize(gpu)  # it may still use what is to be freed
+        cudart = torch.cuda.cudart()
+        failure = getattr(cudart, call)(*args)
+    if int(failure) != 0:
+        raise RuntimeError(f"{call}: {cudart.cudaGetErrorString(failure)}")
 
 
 def empty_result(size: Sequence[int], dtype: torch.dtype, device: torch.device | None = None) -> Tensor:

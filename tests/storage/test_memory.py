@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import mmap
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -32,3 +37,50 @@ def test_initial_values_come_in_parts_and_fields_are_the_table(monkeypatch):
 def test_it_refuses_what_it_cannot_do():
     with pytest.raises(StorageError, match=r"table 'user': cannot allocate 4,000,000,000,000,000,000 bytes"):
         HostRows(10**18, plain_record(4), initial, table_name="user")
+
+
+@pytest.fixture
+def cudart(monkeypatch):
+    """What is asked of the CUDA runtime, which answers with the code `failure`."""
+    asked: list[tuple] = []
+    runtime = SimpleNamespace(
+        failure=0, asked=asked, cudaGetErrorString=lambda code: f"error {code}",
+        cudaHostRegister=lambda *args: asked.append(("register", *args)) or runtime.failure,
+        cudaHostUnregister=lambda *args: asked.append(("unregister", *args)) or runtime.failure,
+    )  # fmt: skip
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "device", lambda gpu: nullcontext(asked.append(("device", gpu))))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda gpu: asked.append(("wait", gpu)))
+    return runtime
+
+
+GPU = torch.device("cuda", 1)
+
+
+def test_pinned_rows_take_their_own_bytes_until_nothing_refers_to_them(cudart):
+    """PyTorch's allocator would pin the next power of two."""
+    store = HostRows(3000, plain_record(12), initial, GPU)
+    weight = store.fields()["weight"]
+    address = weight.data_ptr()
+    assert address % mmap.PAGESIZE == 0
+    assert cudart.asked == [("device", GPU), ("wait", GPU), ("register", address, 36_000, 3)]
+    cudart.asked.clear()
+    del store
+    gc.collect()
+    expected = torch.empty(3000, 12, dtype=torch.uint8)
+    initial(torch.arange(3000), expected)
+    assert torch.equal(weight, expected)
+    assert cudart.asked == []
+    del weight
+    gc.collect()
+    assert cudart.asked == [("device", GPU), ("wait", GPU), ("unregister", address)]
+
+
+def test_rows_that_cannot_be_pinned_are_an_error_and_are_not_unpinned(cudart):
+    cudart.failure = 2
+    with pytest.raises(
+        StorageError, match=r"table 'user': cannot allocate 36,000 bytes of pinned host memory .*\(.*error 2\)"
+    ):
+        HostRows(3000, plain_record(12), initial, GPU, table_name="user")
+    gc.collect()
+    assert [name for name, *_ in cudart.asked] == ["device", "wait", "register"]

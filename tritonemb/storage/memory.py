@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tritonemb.layout import NO_ROW, NUM_ROWS, TABLE_SIZE, WAYS
-from tritonemb.memory import advise_huge_pages
+from tritonemb.memory import advise_huge_pages, empty_pinned
 from tritonemb.storage.store import CacheDirectory, Counts, Initializer, Record, StorageError, cpu_kernels
 
 Policy = Literal["lru", "lfu"]
@@ -20,20 +20,25 @@ CHUNK_BYTES = 1 << 26  # of records that are written back at once
 class HostRows:
     """All rows of a table in host memory: one tensor uint8 `[num_rows, num_bytes]`, at first of initial values.
 
-    With `pin` a GPU reads and writes it by itself. StorageError if it cannot be allocated.
+    A `gpu` reads and writes it by itself: then it is pinned. StorageError if it cannot be allocated.
     """
 
     def __init__(
-        self, num_rows: int, record: Record, initializer: Initializer, pin: bool = False, *, table_name: str = "table"
-    ) -> None:
-        self.record = record
+        self, num_rows: int, record: Record, initializer: Initializer, gpu: torch.device | None = None, *,
+        table_name: str = "table",
+    ) -> None:  # fmt: skip
+        self.record, num_bytes = record, num_rows * record.num_bytes
         try:
-            self._bytes = advise_huge_pages(torch.empty(num_rows, record.num_bytes, dtype=torch.uint8, pin_memory=pin))
-        except (RuntimeError, MemoryError) as error:
+            if gpu is None:
+                rows = advise_huge_pages(torch.empty(num_bytes, dtype=torch.uint8))
+            else:
+                rows = empty_pinned(num_bytes, gpu)
+        except (RuntimeError, MemoryError, OSError) as error:
             raise StorageError(
-                f"table {table_name!r}: cannot allocate {num_rows * record.num_bytes:,} bytes of {'pinned ' * pin}host "
+                f"table {table_name!r}: cannot allocate {num_bytes:,} bytes of {'' if gpu is None else 'pinned '}host "
                 f"memory for {num_rows:,} rows ({error}); place it on disk, or shard it over several hosts"
             ) from error
+        self._bytes = rows.view(num_rows, record.num_bytes)
         step = max(1, FILL_BYTES // record.num_bytes)
         for begin in range(0, num_rows, step):
             end = min(begin + step, num_rows)

@@ -116,9 +116,9 @@ class CachedTable(Table):
         if self.config.placement == "disk":
             self.store = self.empty_store(seed)
             return
-        config, pin = self.config, self.weight.device.type == "cuda"
-        values = self._initial_values(seed)
-        self.store = HostRows(config.num_embeddings, self.record, values, pin, table_name=config.name)
+        config, device, values = self.config, self.weight.device, self._initial_values(seed)
+        gpu = device if device.type == "cuda" else None
+        self.store = HostRows(config.num_embeddings, self.record, values, gpu, table_name=config.name)
         if config.init is not None:
             dtype = config.dtype if config.dtype in TRAINABLE_DTYPES else torch.float32
             whole = torch.empty(config.num_embeddings, config.embedding_dim, dtype=dtype)
