@@ -198,8 +198,8 @@ def row_cache(policy: str, num_sets: Sequence[int]) -> None:
     sets, now = torch.tensor(num_sets, device=_device), torch.tensor(5, device=_device)
     for ids in (p.batch.values(), p.batch.values() // 2):
         rows, starts, order, num_groups = row_groups_reference(ids, p.batch.offsets(), p.layout)
-        slots = row_cache_look_up_(tags, used, pins, rows, num_groups, p.layout.tables, sets, now, policy)
-        row_cache_allocate_(tags, used, pins, rows, slots, num_groups, p.layout.tables, sets, now, policy)
+        slots = row_cache_look_up_(tags, used, pins, rows, p.layout.tables, sets, now, policy)
+        row_cache_allocate_(tags, used, pins, rows, slots, p.layout.tables, sets, now, policy)
         row_cache_translate(slots, starts, order, num_groups)
 
 

@@ -100,12 +100,12 @@ class Model:
 
 
 class Problem(NamedTuple):
-    """Tables, and for each step the linear rows of its batch and how many of the rows behind them are poison."""
+    """Tables, and for each step the linear rows of its batch."""
 
     num_rows: list[int]
     num_sets: list[int]
     policy: str
-    steps: list[tuple[list[int], int]]
+    steps: list[list[int]]
     kept: float  # share of the pins that outlive their batch
     seed: int
 
@@ -130,8 +130,7 @@ def problems(draw: st.DrawFn, max_steps: int = 6) -> Problem:
     for _ in range(draw(st.integers(1, max_steps))):
         share = draw(st.sampled_from((0.0, 0.1, 0.4, 1.0)))
         chosen = (torch.rand(len(known), generator=generator) < share).tolist()
-        batch = sorted(row for row, taken in zip(known, chosen, strict=True) if taken)
-        steps.append((batch, draw(st.sampled_from((0, 3)))))
+        steps.append(sorted(row for row, taken in zip(known, chosen, strict=True) if taken))
     kept, policy = draw(st.sampled_from((0.0, 0.3, 1.0))), draw(st.sampled_from(POLICIES))
     return Problem(num_rows, num_sets, policy, steps, kept, draw(seeds))
 
@@ -153,19 +152,18 @@ def run(problem: Problem, kernels: str, device: torch.device | str = "cpu") -> M
     shared = (tables.to(device), torch.tensor(problem.num_sets, device=device))
     model = Model(problem.first_rows, problem.num_sets, problem.policy)
     generator, held = torch.Generator().manual_seed(problem.seed), []
-    for step, (batch, behind) in enumerate(problem.steps):
+    for step, batch in enumerate(problem.steps):
         now = 100 + step // 2  # so that uses are often equal
-        rows = torch.tensor([*batch, *[POISON, -5, 0][:behind]], dtype=torch.int64, device=device)
-        count, clock = torch.tensor(len(batch), device=device), torch.tensor(now, device=device)
-        slots = look_up(*parts, rows, count, *shared, clock, problem.policy)
+        rows, clock = torch.tensor(batch, dtype=torch.int64, device=device), torch.tensor(now, device=device)
+        slots = look_up(*parts, rows, *shared, clock, problem.policy)
         expected = model.look_up(batch, now)
         assert slots.dtype == torch.int64
-        assert slots.tolist() == expected + [-1] * behind
-        evicted = allocate(*parts, rows, slots, count, *shared, clock, problem.policy)
+        assert slots.tolist() == expected
+        evicted = allocate(*parts, rows, slots, *shared, clock, problem.policy)
         expected, gone = model.allocate(batch, expected, now)
         assert evicted.dtype == torch.int64
-        assert slots.tolist() == expected + [-1] * behind
-        assert evicted.tolist() == gone + [-1] * behind
+        assert slots.tolist() == expected
+        assert evicted.tolist() == gone
         for table in range(len(sizes)):
             got_tags, got_used, got_pins = (part[table].tolist() for part in parts)
             end, (want_tags, want_pins) = max(0, sizes[table] - OVERFLOW), model.parts(table)
@@ -212,11 +210,11 @@ def hard_problem(name: str, policy: str) -> Problem:
     """One set for all rows; or every row pinned for good, and more misses than ways; or nothing at all."""
     if name == "one set":  # of each table; the second's rows begin with 100
         batches = [range(step * 20, step * 20 + 32) for step in range(4)]
-        steps = [([*rows, *[100 + 2**31 + row for row in rows]], 3) for rows in batches]
+        steps = [[*rows, *[100 + 2**31 + row for row in rows]] for rows in batches]
         return Problem([100, 2**40], [1, 1], policy, steps, 0.0, 0)
     if name == "all pinned":
-        return Problem([3, 500], [0, 2], policy, [(list(range(90)), 0), (list(range(60, 203)), 3)], 1.0, 0)
-    return Problem([0, 10], [1, 0], policy, [([], 0), ([], 3), ([4, 9], 0)], 0.0, 0)
+        return Problem([3, 500], [0, 2], policy, [[*range(90)], [*range(60, 203)]], 1.0, 0)
+    return Problem([0, 10], [1, 0], policy, [[], [4, 9]], 0.0, 0)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -258,7 +256,7 @@ def test_large_batches_are_cached_alike_on_any_number_of_threads(num_threads):
     for _ in range(2):
         ids = torch.cat([torch.randint(0, 30_000, (4_000,), generator=generator),
                          torch.randint(30_000, 2**34, (3_000,), generator=generator)])  # fmt: skip
-        steps.append((sorted(set(ids.tolist())), 3))
+        steps.append(sorted(set(ids.tolist())))
     run(Problem(num_rows, num_sets, "lru", steps, 0.5, 0), "cpu")
 
 

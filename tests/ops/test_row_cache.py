@@ -23,7 +23,6 @@ class Cache(NamedTuple):
     used: list[Tensor]
     pins: list[Tensor]
     rows: Tensor
-    num_groups: Tensor
     tables: Tensor
     num_sets: Tensor
     now: Tensor
@@ -34,7 +33,7 @@ class Cache(NamedTuple):
         return self.tags, self.used, self.pins
 
     @property
-    def rest(self) -> tuple[Tensor, Tensor, Tensor, Tensor, str]:
+    def rest(self) -> tuple[Tensor, Tensor, Tensor, str]:
         return self[4:]
 
     def copy(self) -> Cache:
@@ -51,8 +50,7 @@ def make_cache(policy: str = "lru") -> Cache:
         [torch.full((n,), -1) for n in sizes],
         [torch.zeros(n, dtype=torch.int64) for n in sizes],
         [torch.zeros(n, dtype=torch.int32) for n in sizes],
-        torch.tensor([3, 50, 102, 110, 111, 400, 407, 407]),
-        torch.tensor(6),
+        torch.tensor([3, 50, 102, 110, 111, 400]),
         make_layout(configs, ["a", "b", "c"], True).tables,
         num_sets,
         torch.tensor(9),
@@ -71,10 +69,9 @@ def test_rows_are_found_where_they_were_put():
     cache = make_cache()
     slots, evicted = serve(cache)
     assert slots[2].item() == 2  # of the table that is not cached: the row itself
-    assert slots[6:].tolist() == [-1, -1]
     assert (evicted == -1).all()
-    assert (slots[:6] >= 0).all()
-    rows = cache.rows - torch.tensor([0, 0, 100, 107, 107, 107, 107, 107])
+    assert (slots >= 0).all()
+    rows = cache.rows - torch.tensor([0, 0, 100, 107, 107, 107])
     for table, group in ((0, 0), (0, 1), (2, 3), (2, 4), (2, 5)):
         assert cache.tags[table][slots[group]] == rows[group]
     assert [int((pins > 0).sum()) for pins in cache.pins] == [2, 0, 3]
@@ -93,15 +90,15 @@ def test_a_batch_reads_its_rows_through_the_cache():
     for step in range(6):
         ids = torch.randint(-1, 301, (40,))
         groups = ops.row_groups(ids, torch.tensor([0, 40]), layout)
-        rest = (groups.num_groups, layout.tables, sets, torch.tensor(step), "lru")
-        slots = ops.row_cache_look_up_(tags, used, pins, groups.rows, *rest)
+        rows, rest = groups.rows[: int(groups.num_groups)], (layout.tables, sets, torch.tensor(step), "lru")
+        slots = ops.row_cache_look_up_(tags, used, pins, rows, *rest)
         absent = slots == -1
-        evicted = ops.row_cache_allocate_(tags, used, pins, groups.rows, slots, *rest)
+        evicted = ops.row_cache_allocate_(tags, used, pins, rows, slots, *rest)
         # What leaves goes home first; then what was absent comes in.
         ops.move_rows_([weight, state], [slots_weight, slots_state], evicted, slots)
         incoming = torch.where(absent & (slots >= 0), slots, -1)
-        ops.move_rows_([slots_weight, slots_state], [weight, state], incoming, groups.rows)
-        places = ops.row_cache_translate(slots, *groups[1:])
+        ops.move_rows_([slots_weight, slots_state], [weight, state], incoming, rows)
+        places = ops.row_cache_translate(torch.nn.functional.pad(slots, (0, 40 - len(rows))), *groups[1:])
         valid = (ids >= 0) & (ids < 300)
         held = valid & (places >= 0)
         assert torch.equal(places >= 0, held)
@@ -169,12 +166,11 @@ def test_caches_that_cannot_be_are_refused():
     refuse(TypeError, r"pins\[0\] must be torch.int32, got torch.int64", pins=cache.used)
     refuse(ValueError, r"tags\[0\] must be contiguous", tags=[torch.zeros(64, dtype=torch.int64)[::2], *cache.tags[1:]])
     refuse(TypeError, "rows must be torch.int64", rows=cache.rows.int())
-    refuse(ValueError, r"num_groups must have shape \(\)", num_groups=torch.tensor([6]))
     refuse(ValueError, r"tables must have shape \(3, 7\)", tables=cache.tables[:, :2])
     refuse(ValueError, r"num_sets\[2\] is 3, but tags\[2\] has 70", num_sets=torch.tensor([1, 0, 3]))
     refuse(ValueError, r"num_sets\[1\] is -1", num_sets=torch.tensor([1, -1, 2]))
     refuse(ValueError, "now must be on cpu", now=torch.tensor(1, device="meta"))
-    with pytest.raises(ValueError, match=r"slots must have shape \(8,\)"):
+    with pytest.raises(ValueError, match=r"slots must have shape \(6,\)"):
         ops.row_cache_allocate_(*cache.parts, cache.rows, torch.full((3,), -1), *cache.rest)
     with pytest.raises(TypeError, match=r"starts must be torch.int32"):
         ops.row_cache_translate(torch.zeros(1).long(), torch.zeros(2).long(), torch.zeros(1).int(), torch.tensor(1))

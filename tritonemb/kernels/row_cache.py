@@ -83,11 +83,11 @@ def _part(directory, num_tables, table, mask, PART: tl.constexpr, ALIGN: tl.cons
 
 @jit(varying=["num_rows"])
 def _look_up_kernel(
-    directory, tables, num_sets, rows, num_groups, now, slots, num_tables, num_rows, LFU: tl.constexpr,
-    ALIGN: tl.constexpr, ROWS: tl.constexpr,
+    directory, tables, num_sets, rows, now, slots, num_tables, num_rows, LFU: tl.constexpr, ALIGN: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    valid = (group < num_rows) & (group < tl.load(num_groups))
+    valid = group < num_rows
     linear = tl.load(rows + group, mask=valid, other=0)
     table = table_of(tables, num_tables, linear)
     row = linear - tl.load(field_at(tables, table, FIRST_ROW))
@@ -108,26 +108,25 @@ def _look_up_kernel(
     if LFU:
         use = tl.load(used, mask=present, other=0) + 1
     tl.store(used, use, mask=present)
-    slot = tl.where(present, slot, tl.where(valid & (sets == 0), row, -1))
-    tl.store(slots + group, slot, mask=group < num_rows)
+    slot = tl.where(present, slot, tl.where(sets == 0, row, -1))
+    tl.store(slots + group, slot, mask=valid)
 
 
 @jit(varying=["num_rows"])
 def _miss_kernel(
-    tables, num_sets, set_ends, rows, slots, num_groups, keys, evicted, num_tables, no_set, num_rows,
-    BLOCK: tl.constexpr,
+    tables, num_sets, set_ends, rows, slots, keys, evicted, num_tables, no_set, num_rows, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`keys`: each miss's set among those of all tables, `no_set` for rows that need no slot."""
     group = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    valid = (group < num_rows) & (group < tl.load(num_groups))
+    valid = group < num_rows
     linear = tl.load(rows + group, mask=valid, other=0)
     table = table_of(tables, num_tables, linear)
     sets = tl.load(num_sets + table)
     miss = valid & (sets > 0) & (tl.load(slots + group, mask=valid, other=0) == -1)
     first_set = tl.load(set_ends + table) - sets
     key = tl.where(miss, first_set + _set_of(linear - tl.load(field_at(tables, table, FIRST_ROW)), sets), no_set)
-    tl.store(keys + group, key.to(keys.dtype.element_ty), mask=group < num_rows)
-    tl.store(evicted + group, tl.zeros((BLOCK,), tl.int64) - 1, mask=group < num_rows)
+    tl.store(keys + group, key.to(keys.dtype.element_ty), mask=valid)
+    tl.store(evicted + group, tl.zeros((BLOCK,), tl.int64) - 1, mask=valid)
 
 
 @jit(varying=["num_rows"])
@@ -253,30 +252,30 @@ def _directory(
 
 
 def row_cache_look_up_(
-    tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, num_groups: Tensor,
-    tables: Tensor, num_sets: Tensor, now: Tensor, policy: str,
+    tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, tables: Tensor,
+    num_sets: Tensor, now: Tensor, policy: str,
 ) -> Tensor:  # fmt: skip
     """One launch. Arguments and result as in the reference."""
     slots, num_rows = torch.empty_like(rows), rows.numel()
     directory, align = _directory(tags, used, pins, rows.device)
     launch(
-        _look_up_kernel, (cdiv(num_rows, LOOK_UP_ROWS),), directory, tables, num_sets, rows, num_groups, now, slots,
-        len(tags), num_rows, LFU=policy == "lfu", ALIGN=align, ROWS=LOOK_UP_ROWS, num_warps=2,
+        _look_up_kernel, (cdiv(num_rows, LOOK_UP_ROWS),), directory, tables, num_sets, rows, now, slots, len(tags),
+        num_rows, LFU=policy == "lfu", ALIGN=align, ROWS=LOOK_UP_ROWS, num_warps=2,
     )  # fmt: skip
     return slots
 
 
 def row_cache_allocate_(
     tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, slots: Tensor,
-    num_groups: Tensor, tables: Tensor, num_sets: Tensor, now: Tensor, policy: str,
+    tables: Tensor, num_sets: Tensor, now: Tensor, policy: str,
 ) -> Tensor:  # fmt: skip
     """Two launches and a sort, nothing read back. Arguments and result as in the reference."""
     evicted, num_rows, device = torch.empty_like(rows), rows.numel(), rows.device
     no_set = sum(part.numel() // layout.WAYS for part in tags)  # at least as many as there are sets
     keys = torch.empty(num_rows, dtype=torch.int32 if no_set < 2**31 else torch.int64, device=device)
     launch(
-        _miss_kernel, (cdiv(num_rows, BLOCK),), tables, num_sets, torch.cumsum(num_sets, 0), rows, slots, num_groups,
-        keys, evicted, len(tags), no_set, num_rows, BLOCK=BLOCK,
+        _miss_kernel, (cdiv(num_rows, BLOCK),), tables, num_sets, torch.cumsum(num_sets, 0), rows, slots, keys,
+        evicted, len(tags), no_set, num_rows, BLOCK=BLOCK,
     )  # fmt: skip
     keys, misses = torch.sort(keys, stable=True)
     directory, align = _directory(tags, used, pins, device)
@@ -338,22 +337,21 @@ def set_of(rows: Tensor, num_sets: int) -> Tensor:
     return torch.from_numpy(mixed.astype(np.int64)).to(rows.device)
 
 
-def _table_rows(rows: Tensor, num_groups: Tensor, tables: Tensor, table: int) -> tuple[Tensor, Tensor]:
-    """The groups of a table, and their rows counted from its first; both int64 `[n]`."""
-    valid = rows[: int(num_groups)]
+def _table_rows(rows: Tensor, tables: Tensor, table: int) -> tuple[Tensor, Tensor]:
+    """Where rows of a table are, and the rows counted from its first; both int64 `[n]`."""
     first, num_rows = tables[table, :2].tolist()
-    groups = ((valid >= first) & (valid < first + num_rows)).nonzero()[:, 0]
-    return groups, valid[groups] - first
+    groups = ((rows >= first) & (rows < first + num_rows)).nonzero()[:, 0]
+    return groups, rows[groups] - first
 
 
 def row_cache_look_up_reference_(
-    tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, num_groups: Tensor,
-    tables: Tensor, num_sets: Tensor, now: Tensor, policy: str,
+    tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, tables: Tensor,
+    num_sets: Tensor, now: Tensor, policy: str,
 ) -> Tensor:  # fmt: skip
     """Table by table. Arguments and result as of `ops.row_cache.row_cache_look_up_`."""
     slots = torch.full_like(rows, -1)
     for table, sets in enumerate(num_sets.tolist()):
-        groups, mine = _table_rows(rows, num_groups, tables, table)
+        groups, mine = _table_rows(rows, tables, table)
         if sets == 0:
             slots[groups] = mine
             continue
@@ -369,7 +367,7 @@ def row_cache_look_up_reference_(
 
 def row_cache_allocate_reference_(
     tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, slots: Tensor,
-    num_groups: Tensor, tables: Tensor, num_sets: Tensor, now: Tensor, policy: str,
+    tables: Tensor, num_sets: Tensor, now: Tensor, policy: str,
 ) -> Tensor:  # fmt: skip
     """Row by row, in ascending order. Arguments and result as of `ops.row_cache.row_cache_allocate_`.
 
@@ -379,7 +377,7 @@ def row_cache_allocate_reference_(
     for table, sets in enumerate(num_sets.tolist()):
         if sets == 0:
             continue
-        groups, mine = _table_rows(rows, num_groups, tables, table)
+        groups, mine = _table_rows(rows, tables, table)
         missing = slots[groups] == -1
         firsts = set_of(mine[missing], sets) * layout.WAYS
         misses = zip(groups[missing].tolist(), mine[missing].tolist(), firsts.tolist(), strict=True)

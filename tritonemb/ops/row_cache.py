@@ -24,39 +24,38 @@ __all__ = [
 
 _PARTS = (("tags", torch.int64), ("used", torch.int64), ("pins", torch.int32))
 _DIRECTORY = "Tensor{} tags, Tensor(b!)[] used, Tensor(c!)[] pins"
-_REST = "Tensor num_groups, Tensor tables, Tensor num_sets, Tensor now, str policy"
+_REST = "Tensor tables, Tensor num_sets, Tensor now, str policy"
 
 
 def row_cache_look_up_(
-    tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, num_groups: Tensor,
-    tables: Tensor, num_sets: Tensor, now: Tensor, policy: str,
+    tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, tables: Tensor,
+    num_sets: Tensor, now: Tensor, policy: str,
 ) -> Tensor:  # fmt: skip
     """Where each distinct row of a batch lies on the device; rows that are there are pinned once and noted as used.
 
     Args:
         tags, used, pins: int64, int64 and int32 for each of `T` tables, with `num_sets · WAYS` elements or more (the
             others are left alone); empty for a table that is not cached. `used` and `pins` change in place.
-        rows: int64 `[N]`, ascending linear rows; the first `num_groups`, int64 `[]`, are valid: as in `RowGroups`.
+        rows: int64 `[N]`, distinct linear rows, ascending.
         tables: int64 `[T, 7]`, `Layout.tables`.
         num_sets: int64 `[T]`, 0 for a table that is not cached. What it says of a table on a GPU is not checked.
         now: int64 `[]`: what policy "lru" notes as the time of use; it should ascend.
         policy: "lru" or "lfu".
 
     Returns:
-        int64 `[N]`: the row's slot in its table; -1 if it is not there, and behind the valid rows. A row of a table
-        that is not cached is its own slot.
+        int64 `[N]`: the row's slot in its table; -1 if it is not there. A row of a table that is not cached is its own
+        slot.
 
     Raises:
         TypeError, ValueError: for other dtypes, shapes and devices, or a policy that there is not.
     """
-    _check(tags, used, pins, rows, num_groups, tables, num_sets, now, policy)
-    rest = rows, num_groups, tables, num_sets, now, policy
-    return _call("row_cache_look_up_", [used, pins], tags, used, pins, *rest)
+    _check(tags, used, pins, rows, tables, num_sets, now, policy)
+    return _call("row_cache_look_up_", [used, pins], tags, used, pins, rows, tables, num_sets, now, policy)
 
 
 def row_cache_allocate_(
     tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, slots: Tensor,
-    num_groups: Tensor, tables: Tensor, num_sets: Tensor, now: Tensor, policy: str,
+    tables: Tensor, num_sets: Tensor, now: Tensor, policy: str,
 ) -> Tensor:  # fmt: skip
     """Give a slot to each row that has none, in ascending order within a set, and pin it once.
 
@@ -66,7 +65,7 @@ def row_cache_allocate_(
     Args:
         slots: int64 `[N]`, from `row_cache_look_up_`; written where a slot is given.
         tags, used, pins: as there; all change in place.
-        rows, num_groups, tables, num_sets, now, policy: as there.
+        rows, tables, num_sets, now, policy: as there.
 
     Returns:
         int64 `[N]`: the row, counted from its table's first, that was in the slot; -1 if none was, or none was given.
@@ -74,9 +73,9 @@ def row_cache_allocate_(
     Raises:
         TypeError, ValueError: for other dtypes, shapes and devices, or a policy that there is not.
     """
-    _check(tags, used, pins, rows, num_groups, tables, num_sets, now, policy)
+    _check(tags, used, pins, rows, tables, num_sets, now, policy)
     _check_tensor("slots", slots, torch.int64, tuple(rows.shape), rows.device)
-    rest = rows, slots, num_groups, tables, num_sets, now, policy
+    rest = rows, slots, tables, num_sets, now, policy
     return _call("row_cache_allocate_", [tags, used, pins, [slots]], tags, used, pins, *rest)
 
 
@@ -152,8 +151,8 @@ def _check_tensor(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[in
 
 
 def _check(
-    tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, num_groups: Tensor,
-    tables: Tensor, num_sets: Tensor, now: Tensor, policy: str,
+    tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, tables: Tensor,
+    num_sets: Tensor, now: Tensor, policy: str,
 ) -> None:  # fmt: skip
     if policy not in POLICIES:
         raise ValueError(f"no policy is called {policy!r}; there are {list(POLICIES)}")
@@ -164,7 +163,6 @@ def _check(
         for (name, dtype), part in zip(_PARTS, parts, strict=True):
             _check_tensor(f"{name}[{table}]", part, dtype, (parts[0].numel(),), device)
     _check_tensor("rows", rows, torch.int64, (rows.numel(),), device)
-    _check_tensor("num_groups", num_groups, torch.int64, (), device)
     _check_tensor("tables", tables, torch.int64, (num_tables, TABLE_SIZE), device)
     _check_tensor("num_sets", num_sets, torch.int64, (num_tables,), device)
     _check_tensor("now", now, torch.int64, (), device)

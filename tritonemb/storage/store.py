@@ -304,15 +304,11 @@ class CacheDirectory:
     def look_up(self, rows: Tensor, tables: Tensor) -> Tensor:
         """The slots of a batch's distinct rows; those that are in slots are pinned. See `ops.row_cache_look_up_`."""
         self.now += 1
-        return row_cache_look_up_(*self.parts, rows, *self._rest(rows, tables))
+        return row_cache_look_up_(*self.parts, rows, tables, self.num_sets, self.now, self.policy)
 
     def allocate(self, rows: Tensor, slots: Tensor, tables: Tensor) -> Tensor:
         """Give slots to rows that have none, and pin them; returns what they evict. See `ops.row_cache_allocate_`."""
-        return row_cache_allocate_(*self.parts, rows, slots, *self._rest(rows, tables))
-
-    def _rest(self, rows: Tensor, tables: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, str]:
-        num_rows = torch.full((), rows.numel(), dtype=torch.int64, device=self.device)
-        return num_rows, tables, self.num_sets, self.now, self.policy
+        return row_cache_allocate_(*self.parts, rows, slots, tables, self.num_sets, self.now, self.policy)
 
     def empty(self, table: int) -> None:
         """Forget which rows of a table are in slots."""

@@ -370,6 +370,6 @@ def _move(to: dict[str, Tensor], source: dict[str, Tensor], to_rows: Tensor, fro
     ops.move_rows_(list(to.values()), [source[name] for name in to], to_rows, from_rows)
 
 
-def _on_host(parts: Sequence[Tensor]) -> Sequence[Tensor]:
+def _on_host(parts: list[Tensor]) -> Sequence[Tensor]:
     """Waits for the device once, if there are some."""
     return torch.cat(parts).cpu().split([part.numel() for part in parts]) if parts else ()

@@ -40,9 +40,9 @@ def _table_of(linear, table, tables):
 
 
 @parallel
-def _look_up(task, num_tasks, directory, tables, num_sets, rows, num_groups, now, lfu, slots):
-    """A share of the groups; then of what stands behind them. Each step of a chunk asks for what the next reads."""
-    begin, end = num_groups * task // num_tasks, num_groups * (task + 1) // num_tasks
+def _look_up(task, num_tasks, directory, tables, num_sets, rows, now, lfu, slots):
+    """A share of the rows. Each step of a chunk asks for what the next reads."""
+    begin, end = rows.size * task // num_tasks, rows.size * (task + 1) // num_tasks
     table_of = np.empty(CHUNK, dtype=np.int64)
     table = 0
     for start in range(begin, end, CHUNK):
@@ -73,34 +73,20 @@ def _look_up(task, num_tasks, directory, tables, num_sets, rows, num_groups, now
             used = int64_row(directory[USED, table] + slot * 8, 1)
             used[0] = used[0] + 1 if lfu else now
             int32_row(directory[PINS, table] + slot * 4, 1)[0] += 1
-    rest = rows.size - num_groups
-    slots[num_groups + rest * task // num_tasks : num_groups + rest * (task + 1) // num_tasks] = -1
 
 
 @called
-def _find_misses(task, num_tasks, tables, num_sets, first_sets, rows, num_groups, slots, evicted, sets, counts):
-    """Each row's set among those of all tables, -1 if it needs no slot; how many misses each task will serve."""
+def _find_misses(task, num_tasks, tables, num_sets, first_sets, rows, slots, sets, servers):
+    """Of each row that needs a slot its set among those of all tables, and the task that serves it; -1 of others."""
     table = 0
-    for group in range(num_groups * task // num_tasks, num_groups * (task + 1) // num_tasks):
-        sets[group] = -1
+    for group in range(rows.size * task // num_tasks, rows.size * (task + 1) // num_tasks):
+        servers[group] = -1
         if slots[group] != -1:
             continue
         table = _table_of(rows[group], table, tables)
         if num_sets[table] > 0:
             sets[group] = first_sets[table] + _set_of(rows[group] - tables[table, FIRST_ROW], num_sets[table])
-            counts[sets[group] % num_tasks, task] += 1
-    evicted[rows.size * task // num_tasks : rows.size * (task + 1) // num_tasks] = -1
-
-
-@called
-def _hand_out_misses(task, num_tasks, num_groups, sets, places, misses):
-    """Misses to the tasks that serve them, `places[server, task]` on."""
-    mine = places[:, task].copy()
-    for group in range(num_groups * task // num_tasks, num_groups * (task + 1) // num_tasks):
-        if sets[group] >= 0:
-            server = sets[group] % num_tasks
-            misses[mine[server]] = group
-            mine[server] += 1
+            servers[group] = sets[group] % num_tasks
 
 
 @inlined
@@ -117,56 +103,47 @@ def _way_to_take(tags, used, pins):
 
 
 @called
-def _allocate(task, directory, tables, first_sets, rows, sets, places, misses, now, lfu, slots, evicted):
-    begin = places[task, 0]
-    end = places[task + 1, 0] if task + 1 < places.shape[0] else misses.size
-    table_of = np.empty(CHUNK, dtype=np.int64)
-    table = 0
-    for start in range(begin, end, CHUNK):
-        stop = min(start + CHUNK, end)
-        for i in range(start, stop):
-            group = misses[i]
+def _allocate(task, directory, tables, first_sets, rows, sets, servers, now, lfu, slots, evicted):
+    misses, table_of = np.empty(CHUNK, dtype=np.int64), np.empty(CHUNK, dtype=np.int64)
+    table = found = 0
+    for group in range(servers.size):
+        if servers[group] == task:
             table = _table_of(rows[group], table, tables)
-            table_of[i - start] = table
+            misses[found], table_of[found] = group, table
+            found += 1
             first = (sets[group] - first_sets[table]) * WAYS
             prefetch(directory[TAGS, table] + first * 8, WAYS * 8)
             prefetch(directory[USED, table] + first * 8, WAYS * 8)
             prefetch(directory[PINS, table] + first * 4, WAYS * 4)
-        for i in range(start, stop):
-            group, table = misses[i], table_of[i - start]
-            first = (sets[group] - first_sets[table]) * WAYS
+        if found < CHUNK and group < servers.size - 1:
+            continue
+        for i in range(found):
+            miss, table = misses[i], table_of[i]
+            first = (sets[miss] - first_sets[table]) * WAYS
             tags = int64_row(directory[TAGS, table] + first * 8, WAYS)
             used = int64_row(directory[USED, table] + first * 8, WAYS)
             pins = int32_row(directory[PINS, table] + first * 4, WAYS)
             way = _way_to_take(tags, used, pins)
             if way >= 0:
-                slots[group], evicted[group] = first + way, tags[way]
-                tags[way] = rows[group] - tables[table, FIRST_ROW]
+                slots[miss], evicted[miss] = first + way, tags[way]
+                tags[way] = rows[miss] - tables[table, FIRST_ROW]
                 used[way] = 1 if lfu else now
                 pins[way] = 1
+        found = 0
 
 
 @compiled
-def _allocate_all(num_threads, num_tasks, directory, tables, num_sets, rows, num_groups, now, lfu, slots, evicted):
+def _allocate_all(num_threads, num_tasks, directory, tables, num_sets, rows, now, lfu, slots, evicted):
     first_sets = np.zeros(num_sets.size + 1, dtype=np.int64)
     for table in range(num_sets.size):
         first_sets[table + 1] = first_sets[table] + num_sets[table]
-    sets = np.empty(num_groups, dtype=np.int64)
-    counts = np.zeros((num_tasks, num_tasks), dtype=np.int64)
+    sets, servers = np.empty(rows.size, dtype=np.int64), np.empty(rows.size, dtype=np.int32)
     run_tasks(
-        num_threads, num_tasks, _find_misses,
-        (num_tasks, tables, num_sets, first_sets, rows, num_groups, slots, evicted, sets, counts),
+        num_threads, num_tasks, _find_misses, (num_tasks, tables, num_sets, first_sets, rows, slots, sets, servers)
     )  # fmt: skip
-    places, total = np.empty((num_tasks, num_tasks), dtype=np.int64), 0
-    for server in range(num_tasks):
-        for finder in range(num_tasks):
-            places[server, finder] = total
-            total += counts[server, finder]
-    misses = np.empty(total, dtype=np.int64)
-    run_tasks(num_threads, num_tasks, _hand_out_misses, (num_tasks, num_groups, sets, places, misses))
     run_tasks(
         num_threads, num_tasks, _allocate,
-        (directory, tables, first_sets, rows, sets, places, misses, now, lfu, slots, evicted),
+        (directory, tables, first_sets, rows, sets, servers, now, lfu, slots, evicted),
     )  # fmt: skip
 
 
@@ -190,27 +167,27 @@ def _tasks(num_rows: int) -> int:
 
 
 def row_cache_look_up_(
-    tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, num_groups: Tensor,
-    tables: Tensor, num_sets: Tensor, now: Tensor, policy: str,
+    tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, tables: Tensor,
+    num_sets: Tensor, now: Tensor, policy: str,
 ) -> Tensor:  # fmt: skip
     """See `kernels/row_cache.py`."""
     slots, num_tasks = torch.empty_like(rows), _tasks(rows.numel())
     _look_up(
         num_tasks, num_tasks, num_tasks, _directory(tags, used, pins), tables.numpy(), num_sets.numpy(),
-        rows.numpy(), int(num_groups), int(now), policy == "lfu", slots.numpy(),
+        rows.numpy(), int(now), policy == "lfu", slots.numpy(),
     )  # fmt: skip
     return slots
 
 
 def row_cache_allocate_(
     tags: Sequence[Tensor], used: Sequence[Tensor], pins: Sequence[Tensor], rows: Tensor, slots: Tensor,
-    num_groups: Tensor, tables: Tensor, num_sets: Tensor, now: Tensor, policy: str,
+    tables: Tensor, num_sets: Tensor, now: Tensor, policy: str,
 ) -> Tensor:  # fmt: skip
     """See `kernels/row_cache.py`."""
-    evicted, num_tasks = torch.empty_like(rows), _tasks(rows.numel())
+    evicted, num_tasks = torch.full_like(rows, -1), _tasks(rows.numel())
     _allocate_all(
         num_tasks, num_tasks, _directory(tags, used, pins), tables.numpy(), num_sets.numpy(),
-        rows.numpy(), int(num_groups), int(now), policy == "lfu", slots.numpy(), evicted.numpy(),
+        rows.numpy(), int(now), policy == "lfu", slots.numpy(), evicted.numpy(),
     )  # fmt: skip
     return evicted
 
