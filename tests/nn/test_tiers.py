@@ -226,3 +226,14 @@ def test_a_batch_waits_as_often_however_many_tables_are_cached(number, placement
         assert after.hits > before[name].hits
         assert after.written > before[name].written
         assert after.overflows == 0
+
+
+def test_a_batch_waits_once_more_after_sets_have_overflowed(monkeypatch):
+    mine = seeded(POOLED[:1], te.optim.SGD(lr=0.1), True, ("host",))
+    for rows in (range(100), range(30), range(90, 110)):
+        batch = te.KeyedJaggedTensor.from_lists({"u": [[*rows]], "shared": [[]]})
+        with HostReads(monkeypatch) as reads:
+            out = output_of(mine, batch)
+        out.sum().backward()
+    assert mine.cache_statistics()["user"].overflows > 0
+    assert reads.found == ["tolist"] * 3
