@@ -131,7 +131,8 @@ def main() -> None:
     print(f"{args.tables} tables: {median(steps) * 1e6:.0f} us a step on the host, least {min(steps) * 1e6:.0f}")
     for kernel, number in launches.most_common():
         print(f"  {kernel:28}{number / args.rounds:6.1f} launches{seconds[kernel] / args.rounds * 1e6:9.1f} us")
-    print(f"  {sum(launches.values()) / args.rounds:.1f} launches and torch.sort's; values that the host reads: {reads}")
+    total = sum(launches.values()) / args.rounds
+    print(f"  {total:.1f} launches and torch.sort's; values that the host reads: {reads}")
 
 
 if __name__ == "__main__":
