@@ -1,16 +1,18 @@
 # make train [DATA=movielens-100k|synthetic|path/to/train.txt] [ARGS="--epochs 2 ..."]
 # make test | test-more | test-all | test-versions | planted | lint | bench | docs | clean
-# make gpu | gpu-bench [PYTHON=python3] [ARGS="-k update"]
+# make gpu-smoke | gpu | gpu-bench | gpu-sanitize | gpu-cache [PYTHON=python3] [OUT=build/gpu] [ARGS="-k update"]
 #
 # Everything is installed into $(VENV); a second call installs nothing unless pyproject.toml or constraints.txt changed.
 # PIP_ARGS goes to every `pip install`, e.g. PIP_ARGS="--find-links wheels --no-index" or an --extra-index-url for the
 # CPU build of torch. Another torch: TORCH=torch==2.12.0 CONSTRAINTS=/dev/null.
 #
-# `gpu` and `gpu-bench` are for a machine with an NVIDIA GPU: they use $(PYTHON) and its own torch >= 2.11, triton >= 3.6,
-# numpy, numba, pytest and hypothesis as they are, install nothing and need no network. `gpu` runs the suite on the GPU
-# and then every kernel under compute-sanitizer, found on the PATH or in CUDA's usual place (SANITIZER=path/to/it, or
-# SANITIZER=none to go without). `gpu-bench` compares with FBGEMM if fbgemm_gpu can be imported from there or from
-# $(GPU_PEERS); `make gpu-bench ARGS=--list` shows the cases, ARGS="-k forward,codec" runs some of them.
+# The gpu targets are for a machine with an NVIDIA GPU: they use $(PYTHON) and its own torch >= 2.11, triton >= 3.6, numpy,
+# numba, pytest and hypothesis as they are, install nothing, need no network, and take less than ten minutes each. What
+# they find is in $(OUT). `gpu-smoke` comes first: each launcher once. `gpu` runs the suite, a process per file, with few
+# examples (GPU_EXAMPLES=fast: more); ARGS=--left goes on with what has not passed. `gpu-bench` compares with FBGEMM if
+# fbgemm_gpu can be imported from there or from $(GPU_PEERS); `make gpu-bench ARGS=--list` shows the cases, ARGS="-k
+# forward,codec" runs some of them. `gpu-sanitize` runs the core cases under compute-sanitizer (SANITIZER=path/to/it).
+# `gpu-cache` compiles the core cases without a GPU into $(GPU_CACHE), where the others look; carry it along.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -21,8 +23,11 @@ PIP_ARGS ?=
 DATA ?= movielens-100k
 ARGS ?=
 JOBS ?= 2
-SANITIZER ?= $(firstword $(shell command -v compute-sanitizer 2>/dev/null) $(wildcard /usr/local/cuda/bin/compute-sanitizer))
-SANITIZER_TOOLS ?= memcheck racecheck
+SANITIZER ?=
+OUT ?= build/$@
+GPU_JOBS ?= 8
+GPU_EXAMPLES ?= fewest
+GPU_CACHE ?= build/gpu-cache
 GPU_PEERS ?= .peers
 
 # Where other processes use the cores too, OpenMP threads that spin while they wait make steps many times slower. Byte
@@ -37,10 +42,10 @@ BY_REFERENCE := --kernels reference tests/ops tests/nn --ignore tests/nn/test_co
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# Whatever plugins that machine's pytest has: none of them is asked for.
-GPU_PYTEST := $(PYTHON) -m pytest -o addopts="-ra --import-mode=importlib" tests/gpu tests/compiler tests/kernels tests/nn tests/ops
+# The path is relative: Triton keeps it in the cache, and finds what was carried to the same place of another clone.
+ON_GPU := TRITON_CACHE_DIR=$(GPU_CACHE) $(PYTHON)
 
-.PHONY: train test test-selection test-more test-all test-versions planted lint bench docs clean gpu gpu-tests gpu-sanitize gpu-bench
+.PHONY: train test test-selection test-more test-all test-versions planted lint bench docs clean gpu gpu-smoke gpu-sanitize gpu-cache gpu-bench
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.train
@@ -87,24 +92,17 @@ bench: $(VENV)/.bench
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict $(ARGS)
 
-gpu: gpu-tests gpu-sanitize
+gpu-smoke:
+	$(ON_GPU) -m tests.gpu.smoke --out $(OUT) --jobs $(GPU_JOBS) $(ARGS)
 
-gpu-tests:
-	@$(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || \
-	  { echo "make gpu needs a CUDA device, and a torch in '$(PYTHON)' that sees it" >&2; exit 1; }
-	$(GPU_PYTEST) -m "(triton or gpu) and not slow" $(ARGS)
+gpu:
+	$(ON_GPU) -m tests.gpu.suite --out $(OUT) --jobs $(GPU_JOBS) --examples $(GPU_EXAMPLES) $(ARGS)
 
 gpu-sanitize:
-ifeq ($(SANITIZER),none)
-	@echo "SANITIZER=none: kernels were NOT run under compute-sanitizer" >&2
-else
-	@test -n "$(SANITIZER)" || { echo "compute-sanitizer is neither on the PATH nor in /usr/local/cuda/bin, so kernels \
-	cannot be checked for stray accesses and races: name it with SANITIZER=..., or go without by SANITIZER=none" >&2; exit 1; }
-	for tool in $(SANITIZER_TOOLS); do \
-	  $(SANITIZER) --tool $$tool --target-processes application-only --error-exitcode 9 \
-	    $(PYTHON) -m tests.gpu.sanitize || exit 1; \
-	done
-endif
+	$(ON_GPU) -m tests.gpu.sanitize --out $(OUT) --jobs $(GPU_JOBS) $(if $(SANITIZER),--sanitizer $(SANITIZER)) $(ARGS)
+
+gpu-cache:
+	$(PYTHON) -m tests.gpu.cache --out $(GPU_CACHE) --jobs $(JOBS) $(ARGS)
 
 gpu-bench:
 	PYTHONPATH="$(GPU_PEERS)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) benchmarks/gpu/run.py $(ARGS)

@@ -1,9 +1,12 @@
-"""Collections and batches on a GPU, and a seed that is new every time."""
+"""Collections and batches on a GPU, steps and their capture, and a seed that is new every time."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -11,6 +14,7 @@ from torch import Tensor
 import tritonemb as te
 from tests.helpers import Step, make_collection, random_steps
 from tritonemb.nn.collections import TableCollection
+from tritonemb.ops.registry import TRITON, load, ops
 
 TABLES = [
     te.TableConfig("aligned", 4000, 128),
@@ -49,3 +53,44 @@ def run_step(collection: TableCollection, batch: te.KeyedJaggedTensor, grad: Ten
     pooled = collection(batch)
     pooled.backward(grad)
     return pooled.detach()
+
+
+@contextmanager
+def captured(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+    """Capture what is launched inside; nothing of it runs yet."""
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        yield
+
+
+def warm_up(step: Callable[[], object]) -> None:
+    """Run what is about to be captured on a stream of its own, as CUDA graphs want it."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def hash_kernels() -> None:
+    """Have the keys of all kernels alike in every process: Triton's depend on which were hashed before."""
+    from triton.runtime import JITFunction
+
+    for op in ops():
+        for value in list(vars(sys.modules[load(op, TRITON).__module__]).values()):
+            if isinstance(value, JITFunction):
+                _ = value.cache_key
+
+
+@contextmanager
+def counted_compilations() -> Iterator[Counter[bool]]:
+    """How many kernels are taken from Triton's cache (True), and how many compiled."""
+    from triton import knobs
+
+    hash_kernels()
+    counts: Counter[bool] = Counter()
+    knobs.compilation.listener = lambda *, cache_hit, **_: counts.update([cache_hit])
+    try:
+        yield counts
+    finally:
+        knobs.compilation.listener = None

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 import tritonemb as te
-from tests.gpu.problems import TABLES, hot_steps, make_gpu_collection, on_gpu, run_step
+from tests.gpu.problems import TABLES, captured, hot_steps, make_gpu_collection, on_gpu, run_step, warm_up
 from tests.helpers import assert_same_bits, configurations, contents
 from tritonemb.optim import OPTIMIZERS
 
@@ -27,23 +27,6 @@ def no_waiting() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@contextmanager
-def captured(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-    """Capture what is launched inside; nothing of it runs yet."""
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        yield
-
-
-def warm_up(step) -> None:
-    """Run what is about to be captured on a stream of its own, as CUDA graphs want it."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
 
 
 @pytest.mark.parametrize("spec", configurations(), ids=lambda spec: spec.name)

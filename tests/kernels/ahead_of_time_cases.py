@@ -1,7 +1,8 @@
 """Small problems that take every launcher through its specialisations: dtypes, dims, alignments, options.
 
-They are recorded and compiled ahead of time on the CPU, and run under `compute-sanitizer` on a GPU, so their data is
-valid. The core cases are the shapes that users bring most; the others are every option with every other.
+They are recorded and compiled ahead of time on the CPU; on a GPU they are compared with the references and run under
+`compute-sanitizer`, so their data is valid. The core cases are the shapes that users bring most; the others are every
+option with every other.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import tritonemb as te
 from tests.strategies import random_batch
 from tritonemb.kernels.row_groups import row_groups_reference
 from tritonemb.layout import Layout, make_layout
+from tritonemb.ops.registry import TRITON, load
 from tritonemb.optim import OPTIMIZERS
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -27,25 +29,27 @@ POOLINGS: tuple[te.types.Pooling, ...] = ("sum", "mean", "none")
 
 
 class Case(NamedTuple):
-    """A name of its own, and what makes the launches on a device. `core` cases run by default."""
+    """A name of its own, and what makes the launches on a device. `core` cases run by default, and return results."""
 
     name: str
-    call: Callable[[], object]
+    call: Callable[[], Sequence[Tensor | None] | None]
     core: bool
 
 
 _device = torch.device("cpu")
+_kernels = TRITON
 
 
 @contextmanager
-def on(device: torch.device | str) -> Iterator[None]:
-    """Make the problems of cases that are called inside on `device`."""
-    global _device
-    before, _device = _device, torch.device(device)
+def on(device: torch.device | str, kernels: str = TRITON) -> Iterator[None]:
+    """Make the problems of cases that are called inside on `device`, the same on each, and serve them by `kernels`."""
+    global _device, _kernels
+    before, _device, _kernels = (_device, _kernels), torch.device(device), kernels
+    torch.manual_seed(0)
     try:
         yield
     finally:
-        _device = before
+        _device, _kernels = before
 
 
 class Problem(NamedTuple):
@@ -81,34 +85,31 @@ def problem(
     return Problem(weights, batch, make_layout(configs, names, pooling != "none", _device))
 
 
-def look_up(p: Problem, output_dtype: torch.dtype = torch.float32, check_bounds: bool = True) -> None:
-    from tritonemb.kernels.embedding_bag import embedding_bag
-
-    embedding_bag(
+def look_up(p: Problem, output_dtype: torch.dtype = torch.float32, check_bounds: bool = True) -> list[Tensor]:
+    out = load("embedding_bag", _kernels)(
         p.weights, p.batch.values(), p.batch.offsets(), p.sample_weights, p.layout, check_bounds,
         output_dtype=output_dtype,
     )  # fmt: skip
+    return [out]
 
 
-def sample_weight_gradient(p: Problem, grad_dtype: torch.dtype = torch.float32) -> None:
-    from tritonemb.kernels.embedding_bag import sample_weight_gradient
-
-    grad = torch.randn(p.num_outputs, p.layout.width, device=_device).to(grad_dtype)
-    sample_weight_gradient(p.weights, p.batch.values(), p.batch.offsets(), grad, p.layout)
+def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape).to(_device, dtype)
 
 
-def group(p: Problem) -> None:
-    from tritonemb.kernels.row_groups import row_groups
+def sample_weight_gradient(p: Problem, grad_dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    gradient, grad = load("sample_weight_gradient", _kernels), normal(p.num_outputs, p.layout.width, dtype=grad_dtype)
+    return [gradient(p.weights, p.batch.values(), p.batch.offsets(), grad, p.layout)]
 
-    row_groups(p.batch.values(), p.batch.offsets(), p.layout)
+
+def group(p: Problem) -> tuple[Tensor, ...]:
+    return load("row_groups", _kernels)(p.batch.values(), p.batch.offsets(), p.layout)
 
 
 def update(
     p: Problem, optimizer: te.optim.Optimizer, grad_dtype: torch.dtype = torch.float32, own_steps: bool = False
-) -> None:
+) -> list[Tensor]:
     """One update; with `own_steps` each table has a step of its own."""
-    from tritonemb.kernels.row_update import row_update_
-
     states = [
         torch.zeros(weight.shape if spec.per_element else weight.shape[:1], device=_device)
         for spec in optimizer.states
@@ -116,53 +117,45 @@ def update(
     ]
     skipped = torch.zeros(len(p.weights), dtype=torch.int64, device=_device)
     step = torch.zeros(len(p.weights) if own_steps else (), dtype=torch.int64, device=_device)
-    grad = torch.randn(p.num_outputs, p.layout.width, device=_device).to(grad_dtype)
+    grad = normal(p.num_outputs, p.layout.width, dtype=grad_dtype)
     groups = row_groups_reference(p.batch.values(), p.batch.offsets(), p.layout)
-    row_update_(
+    load("row_update_", _kernels)(
         p.weights, states, step, skipped, torch.tensor(0.1, device=_device), grad, p.batch.offsets(),
         p.sample_weights, optimizer.name, optimizer.hyperparameters, groups, p.layout,
     )  # fmt: skip
+    return [*p.weights, *states, step, skipped]
 
 
-def row_gradients(p: Problem, compact: bool, grad_dtype: torch.dtype = torch.float32) -> None:
+def row_gradients(p: Problem, compact: bool, grad_dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """The gradient of the problem's only table, dense or compact."""
-    from tritonemb.kernels.row_update import row_gradients_
-
-    grad = torch.randn(p.num_outputs, p.layout.width, device=_device).to(grad_dtype)
+    grad = normal(p.num_outputs, p.layout.width, dtype=grad_dtype)
     groups = row_groups_reference(p.batch.values(), p.batch.offsets(), p.layout)
     out = torch.zeros(groups[0].numel() if compact else p.layout.num_rows, p.layout.width, device=_device)
-    row_gradients_([out], grad, p.batch.offsets(), p.sample_weights, groups, p.layout, compact)
+    load("row_gradients_", _kernels)([out], grad, p.batch.offsets(), p.sample_weights, groups, p.layout, compact)
+    return [out]
 
 
-def drop_padding(p: Problem) -> None:
-    from tritonemb.kernels.jagged import drop_padding
-
-    drop_padding(p.batch.values(), p.batch.offsets(), 3, p.layout)
+def drop_padding(p: Problem) -> list[Tensor]:
+    return [load("drop_padding", _kernels)(p.batch.values(), p.batch.offsets(), 3, p.layout)]
 
 
-def interact(num_features: int, dim: int, dtype: torch.dtype) -> None:
-    from tritonemb.kernels.interaction import interaction, interaction_gradient
-
-    dense = torch.randn(8, dim, device=_device).to(dtype)
-    sparse = torch.randn(8, num_features * dim, device=_device).to(dtype)
-    interaction(dense, sparse)
-    grad = torch.randn(8, dim + num_features * (num_features + 1) // 2, device=_device).to(dtype)
-    interaction_gradient(grad, dense, sparse)
+def interact(num_features: int, dim: int, dtype: torch.dtype) -> list[Tensor]:
+    dense, sparse = normal(8, dim, dtype=dtype), normal(8, num_features * dim, dtype=dtype)
+    grad = normal(8, dim + num_features * (num_features + 1) // 2, dtype=dtype)
+    out = load("interaction", _kernels)(dense, sparse)
+    return [out, *load("interaction_gradient", _kernels)(grad, dense, sparse)]
 
 
-def cross_layer(num_rows: int, width: int, dtype: torch.dtype) -> None:
-    from tritonemb.kernels.cross import cross, cross_gradient
-
-    inputs, product, crossed, grad = (torch.randn(num_rows, width, device=_device).to(dtype) for _ in range(4))
-    bias = torch.randn(width, device=_device).to(dtype)
-    cross(inputs, product, bias, crossed)
-    cross_gradient(grad, inputs, product, bias)
+def cross_layer(num_rows: int, width: int, dtype: torch.dtype) -> list[Tensor]:
+    inputs, product, crossed, grad = (normal(num_rows, width, dtype=dtype) for _ in range(4))
+    bias = normal(width, dtype=dtype)
+    out = load("cross", _kernels)(inputs, product, bias, crossed)
+    return [out, *load("cross_gradient", _kernels)(grad, inputs, product, bias)]
 
 
-def exchange(codec: str, dtype: torch.dtype, dims: Sequence[int], scaled: bool, mapped: bool) -> None:
+def exchange(codec: str, dtype: torch.dtype, dims: Sequence[int], scaled: bool, mapped: bool) -> list[Tensor]:
     """Pack and unpack for two ranks, tables in turn; with a loss scale, with a permutation of rows."""
     from tritonemb.kernels.packing import make_packing
-    from tritonemb.kernels.quantize import quantize_pack, quantize_unpack
 
     ends = list(itertools.accumulate(dims))
     runs = [(end - dim, dim) for end, dim in zip(ends, dims, strict=True)]
@@ -170,26 +163,23 @@ def exchange(codec: str, dtype: torch.dtype, dims: Sequence[int], scaled: bool, 
     saturated = torch.zeros((), dtype=torch.int64, device=_device)
     scale = torch.tensor(8.0, device=_device) if scaled else None
     rows = torch.randperm(32).to(_device) if mapped else None
-    matrix = torch.randn(32, ends[-1], device=_device).to(dtype)
-    message = quantize_pack(matrix, packing, saturated, scale, rows)
-    quantize_unpack(message, packing, dtype, saturated, scale, rows)
+    matrix = normal(32, ends[-1], dtype=dtype)
+    message = load("quantize_pack", _kernels)(matrix, packing, saturated, scale, rows)
+    return [message, load("quantize_unpack", _kernels)(message, packing, dtype, saturated, scale, rows), saturated]
 
 
-def jagged(weighted: bool, ids: torch.dtype) -> None:
-    from tritonemb.kernels.jagged import block_bucketize, jagged_permute
-
+def jagged(weighted: bool, ids: torch.dtype) -> list[Tensor | None]:
     batch = problem((4, 4, 4), weighted=weighted, ids=ids).batch
     order = torch.tensor([2, 0, 1], device=_device)
     values, offsets, weights = batch.values(), batch.offsets(), batch.weights_or_none()
-    jagged_permute(values, offsets, order, weights, 3, values.numel())
-    block_bucketize(values, offsets, torch.tensor([16, 16, 16], device=_device), weights, 4)
+    permuted = load("jagged_permute", _kernels)(values, offsets, order, weights, 3, values.numel())
+    sizes = torch.tensor([16, 16, 16], device=_device)
+    return [*permuted, *load("block_bucketize", _kernels)(values, offsets, sizes, weights, 4)]
 
 
-def row_cache(policy: str, num_sets: Sequence[int]) -> None:
+def row_cache(policy: str, num_sets: Sequence[int]) -> list[Tensor]:
     """Two batches of a cache whose tables have these numbers of sets, the second with other rows."""
-    from tritonemb.kernels.row_cache import row_cache_allocate_, row_cache_look_up_, row_cache_translate
-
-    p = problem([16] * len(num_sets), num_rows=200)
+    p, found = problem([16] * len(num_sets), num_rows=200), []
     tags, used, pins = [], [], []
     for sets in num_sets:
         tags.append(torch.full((sets * 32,), -1, device=_device))
@@ -198,20 +188,24 @@ def row_cache(policy: str, num_sets: Sequence[int]) -> None:
     sets, now = torch.tensor(num_sets, device=_device), torch.tensor(5, device=_device)
     for ids in (p.batch.values(), p.batch.values() // 2):
         rows, starts, order, num_groups = row_groups_reference(ids, p.batch.offsets(), p.layout)
-        slots = row_cache_look_up_(tags, used, pins, rows, p.layout.tables, sets, now, policy)
-        row_cache_allocate_(tags, used, pins, rows, slots, p.layout.tables, sets, now, policy)
-        row_cache_translate(slots, starts, order, num_groups)
+        distinct = rows[: int(num_groups)]
+        groups = distinct, p.layout.tables, sets, now, policy
+        slots = load("row_cache_look_up_", _kernels)(tags, used, pins, *groups)
+        evicted = load("row_cache_allocate_", _kernels)(tags, used, pins, distinct, slots, *groups[1:])
+        by_group = torch.full_like(rows, -1)
+        by_group[: slots.numel()] = slots
+        found += [slots, evicted, load("row_cache_translate", _kernels)(by_group, starts, order, num_groups)]
+    return [*found, *tags, *used, *pins]
 
 
-def move_rows(rows_of: Sequence[tuple[torch.dtype, int, int]]) -> None:
+def move_rows(rows_of: Sequence[tuple[torch.dtype, int, int]]) -> list[Tensor]:
     """Pairs of these dtypes, widths and numbers of elements between rows."""
-    from tritonemb.kernels.row_cache import move_rows_
-
     tensors = []
     for rows in (40, 60):
-        made = [torch.zeros(rows, width + gap, device=_device).to(dtype)[:, :width] for dtype, width, gap in rows_of]
+        made = [torch.randint(100, (rows, width + gap)).to(_device, dtype)[:, :width] for dtype, width, gap in rows_of]
         tensors.append([tensor[:, 0] if tensor.shape[1] == 1 else tensor for tensor in made])
-    move_rows_(*tensors, torch.arange(40, device=_device), torch.arange(40, device=_device) - 1)
+    load("move_rows_", _kernels)(*tensors, torch.arange(40, device=_device), torch.arange(40, device=_device) - 1)
+    return tensors[0]
 
 
 def short(dtype: torch.dtype) -> str:
@@ -230,8 +224,8 @@ def forward_cases() -> Iterator[Case]:
         yield Case(f"forward-{pooling}", lambda pooling=pooling: look_up(problem(pooling=pooling)), True)
     for dtype, dim in itertools.product((torch.float32, torch.bfloat16), (64, 128, 256)):
 
-        def call_bags(dtype: torch.dtype = dtype, dim: int = dim) -> None:
-            look_up(problem((dim, dim), dtype, longest=40))
+        def call_bags(dtype: torch.dtype = dtype, dim: int = dim) -> list[Tensor]:
+            return look_up(problem((dim, dim), dtype, longest=40))
 
         yield Case(f"forward-long-bags-{short(dtype)}-dim{dim}", call_bags, True)
     yield Case("forward-int32", lambda: look_up(problem(ids=torch.int32, weighted=True), torch.bfloat16), True)
@@ -336,8 +330,8 @@ def _update(
     weighted: bool = False,
     grad_dtype: torch.dtype = torch.float32,
     own_steps: bool = False,
-) -> None:
-    update(problem(dims, dtype, pooling, weighted), optimizer, grad_dtype, own_steps)
+) -> list[Tensor]:
+    return update(problem(dims, dtype, pooling, weighted), optimizer, grad_dtype, own_steps)
 
 
 def row_gradients_cases() -> Iterator[Case]:
@@ -416,12 +410,11 @@ def initial_cases() -> Iterator[Case]:
         yield Case(name, functools.partial(draw_rows, dim, named), True)
 
 
-def draw_rows(dim: int, named: bool) -> None:
+def draw_rows(dim: int, named: bool) -> list[Tensor]:
     """First values of rows, neighbours or named."""
-    from tritonemb.kernels.random import initial_rows
-
-    rows = torch.tensor([5, 2**33, 0], device=_device) if named else None
-    initial_rows(torch.empty(3, dim, device=_device), 2**62 + 1, 0.5, 2**33, 2, rows)
+    out, rows = torch.empty(3, dim, device=_device), torch.tensor([5, 2**33, 0], device=_device) if named else None
+    load("initial_rows", _kernels)(out, 2**62 + 1, 0.5, 2**33, 2, rows)
+    return [out]
 
 
 CASES = [

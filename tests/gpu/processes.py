@@ -1,0 +1,143 @@
+"""Run commands side by side, each in a process of its own with a log and a time limit.
+
+One that aborts, hangs or loses the GPU's context costs the others nothing. None outlives the process that runs them,
+however that ends: on Linux the kernel kills them with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+PASSED, FAILED, CRASHED, TIMED_OUT, NOT_RUN = "passed", "failed", "crashed", "timed out", "not run"
+# Python ends by itself on the first, and so shows where it was; a process that waits for the driver does not. Its stack
+# is shown by Python's fault handler on the second.
+ENDINGS = ((signal.SIGINT, 5.0), (signal.SIGABRT, 2.0), (signal.SIGKILL, 10.0))
+LINES = 15  # of a log that are shown
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command, how many seconds it may take, and environment variables of its own."""
+
+    name: str
+    command: Sequence[str]
+    seconds: float = math.inf
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a job ended: "passed" is exit status 0, "failed" another one, "crashed" a signal."""
+
+    job: Job
+    status: str
+    seconds: float = 0.0
+    log: str = ""
+
+    @property
+    def tail(self) -> str:
+        """Where a process died, if its log says so; else the end of the log."""
+        lines = self.log.splitlines()
+        deaths = [number for number, line in enumerate(lines) if "Fatal Python error: " in line or "Timeout (" in line]
+        first = deaths[-1] if deaths else max(0, len(lines) - LINES)
+        return "\n".join(lines[first : first + LINES])
+
+    @property
+    def line(self) -> str:
+        """Of a job that passed, the last line that it printed."""
+        said = (self.log.splitlines() or [""])[-1] if self.status == PASSED else ""
+        return f"{self.status:9} {self.seconds:6.1f} s  {self.job.name:42} {said}".rstrip()
+
+
+@dataclass
+class _Running:
+    job: Job
+    process: subprocess.Popen[bytes]
+    began: float
+    log: Path
+
+
+def run(jobs: deque[Job], folder: Path, at_once: int, seconds: float = math.inf) -> Iterator[Outcome]:
+    """The outcome of each job as it ends; `jobs` may be added to meanwhile. After `seconds` none runs any longer.
+
+    Logs go to `folder`/NAME.log. Close the iterator (`contextlib.closing`) to stop what still runs.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    end, running = time.monotonic() + seconds, list[_Running]()
+    try:
+        while running or (jobs and time.monotonic() < end):
+            while jobs and len(running) < at_once and time.monotonic() < end:
+                running.append(_start(jobs.popleft(), folder))
+            now = time.monotonic()
+            late = [one for one in running if now > min(one.began + one.job.seconds, end)]
+            _stop(late)
+            for one in [one for one in running if one.process.poll() is not None]:
+                running.remove(one)
+                yield _outcome(one, one in late)
+            time.sleep(0.02)
+        while jobs:
+            yield Outcome(jobs.popleft(), NOT_RUN)
+    finally:
+        _stop(running, first=-1)
+        signal.signal(signal.SIGTERM, handler)
+
+
+def _start(job: Job, folder: Path) -> _Running:
+    log = folder / f"{job.name}.log"
+    environment = os.environ | {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"} | job.variables
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            list(job.command), stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, env=environment,
+            process_group=0, preexec_fn=_prepare,
+        )  # fmt: skip
+    return _Running(job, process, time.monotonic(), log)
+
+
+def _prepare() -> None:
+    """Die with the parent; leave no core file, which takes long where a process has mapped a GPU."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _stop(late: Sequence[_Running], first: int = 0) -> None:
+    """End these and all that they have started."""
+    for ending, patience in ENDINGS[first:]:
+        alive = [one.process for one in late if one.process.poll() is None]
+        for process in alive:
+            with contextlib.suppress(ProcessLookupError):  # it has ended since
+                os.killpg(process.pid, ending)
+        until = time.monotonic() + patience
+        while any(process.poll() is None for process in alive) and time.monotonic() < until:
+            time.sleep(0.02)
+
+
+def _outcome(one: _Running, late: bool) -> Outcome:
+    code = one.process.returncode
+    status = TIMED_OUT if late else PASSED if code == 0 else CRASHED if code < 0 else FAILED
+    seconds = round(time.monotonic() - one.began, 1)
+    return Outcome(one.job, status, seconds, one.log.read_text(errors="replace").strip())
+
+
+def write(path: Path, results: Any) -> None:
+    """As JSON; the file is whole at any time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_suffix(".tmp")
+    beside.write_text(json.dumps(results, indent=1) + "\n")
+    os.replace(beside, path)

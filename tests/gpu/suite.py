@@ -1,0 +1,224 @@
+"""The GPU suite, a process per test file: `python -m tests.gpu.suite [arguments of pytest]`, or `make gpu`.
+
+These processes load this file as their plugin, too. It records each test as it starts and ends, so that a crash names
+its test, and a process of its own runs those that are left of that file: after a crash, a hang, or an error that cost
+the process the GPU's context. `--out` gets a log and a junit file of each process, a record of each file, and
+results.json. `--left` goes on with the tests that have not passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import json
+import os
+import re
+import sys
+from collections import Counter, deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu import processes
+from tests.gpu.processes import CRASHED, FAILED, NOT_RUN, PASSED, TIMED_OUT, Job, Outcome
+
+FOLDERS = ("tests/gpu", "tests/kernels", "tests/ops", "tests/nn", "tests/compiler")
+STARTED, SKIPPED, LOST = "started", "skipped", "lost the GPU's context"
+RECORD, LIMIT = "TRITONEMB_TEST_RECORD", "TRITONEMB_TEST_SECONDS"
+_STDERR = os.dup(2)  # before pytest captures it
+
+
+def outcomes_of(record: Path) -> dict[str, str]:
+    """What became of each test so far, in the order of their last lines."""
+    found: dict[str, str] = {}
+    for line in record.read_text().splitlines() if record.exists() else ():
+        test, outcome = json.loads(line)
+        found.pop(test, None)
+        found[test] = outcome
+    return found
+
+
+def append(record: Path, outcomes: dict[str, str]) -> None:
+    with record.open("a") as file:
+        file.writelines(json.dumps(pair) + "\n" for pair in outcomes.items())
+
+
+class Recorder:
+    """Runs what is not in the record yet, and records it."""
+
+    def __init__(self, record: Path, seconds: float) -> None:
+        self.record, self.seconds = record, seconds
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        done = {test for test, outcome in outcomes_of(self.record).items() if outcome != NOT_RUN}
+        items[:] = [item for item in items if item.nodeid not in done]
+        append(self.record, {item.nodeid: NOT_RUN for item in items})
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        append(self.record, {nodeid: STARTED})
+        faulthandler.dump_traceback_later(self.seconds, exit=True, file=_STDERR)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            lost = context_is_lost()
+            append(self.record, {report.nodeid: LOST if lost else FAILED})
+            if lost:
+                pytest.exit("the GPU's context is lost: another process runs the tests that are left", 1)
+        elif report.when == "call" or report.skipped:
+            append(self.record, {report.nodeid: SKIPPED if report.skipped else PASSED})
+
+    def pytest_runtest_logfinish(self) -> None:
+        faulthandler.cancel_dump_traceback_later()
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+            session.exitstatus = pytest.ExitCode.OK
+
+
+def context_is_lost() -> bool:
+    """After an illegal access every call of this process fails."""
+    import torch
+
+    try:
+        return bool(torch.cuda.is_available() and torch.cuda.synchronize())
+    except RuntimeError:
+        return True
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    from tests.gpu.problems import hash_kernels
+    from tritonemb.kernels.triton_utils import interpreting
+
+    if not interpreting():
+        hash_kernels()
+    config.pluginmanager.register(Recorder(Path(os.environ[RECORD]), float(os.environ[LIMIT])))
+
+
+def find_files() -> list[Path]:
+    """Test files that have tests for a GPU, folder by folder, large ones first."""
+    found = []
+    for folder in FOLDERS:
+        paths = [
+            path for path in Path(folder).rglob("test_*.py") if re.search(r"mark\.(gpu|triton)\b", path.read_text())
+        ]
+        found += sorted(paths, key=lambda path: -path.stat().st_size)
+    return found
+
+
+FRESH = {"seconds": 0.0, "last": "", "log": ""}
+
+
+class Suite:
+    """One run: the processes of each file, and what is known of it."""
+
+    def __init__(self, files: list[Path], options: argparse.Namespace, arguments: list[str]) -> None:
+        self.out, self.options, self.arguments = options.out, options, arguments
+        old = self.out / "results.json"
+        known = json.loads(old.read_text()) if options.left and old.exists() else {}
+        self.results: dict[str, dict[str, Any]] = {
+            file: result for file, result in known.items() if result["status"] == PASSED
+        }
+        self.file_of: dict[str, str] = {}
+        self.jobs: deque[Job] = deque()
+        self.out.mkdir(parents=True, exist_ok=True)
+        for file in [str(file) for file in files if str(file) not in self.results]:
+            record = self.record_of(file)
+            done = {test: outcome for test, outcome in outcomes_of(record).items() if outcome in (PASSED, SKIPPED)}
+            record.write_text("")
+            append(record, done if options.left else {})
+            self.add(file)
+
+    def record_of(self, file: str) -> Path:
+        return self.out / f"{file.removesuffix('.py').replace('/', '.').strip('.')}.jsonl"
+
+    def add(self, file: str) -> None:
+        """Another process for the tests of a file that are not in its record."""
+        number = 1 + list(self.file_of.values()).count(file)
+        name = self.record_of(file).stem + (f"-{number}" if number > 1 else "")
+        self.file_of[name] = file
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-p",
+            "tests.gpu.suite",
+            "-p",
+            "no:cacheprovider",
+            "-v",
+            "--tb=short",
+        ]
+        command += ["-o", "addopts=-ra --import-mode=importlib", "-m", "(triton or gpu) and not slow"]
+        command += [f"--junitxml={self.out / name}.xml", *self.arguments, file]
+        variables = {RECORD: str(self.record_of(file)), LIMIT: str(self.options.test_seconds)}
+        self.jobs.append(Job(name, command, variables=variables | {"HYPOTHESIS_PROFILE": self.options.examples}))
+
+    def run(self) -> None:
+        limits = self.options.jobs, self.options.seconds
+        with contextlib.closing(processes.run(self.jobs, self.out, *limits)) as ended:
+            for outcome in ended:
+                self.ended(self.file_of[outcome.job.name], outcome)
+                processes.write(self.out / "results.json", self.results)
+
+    def ended(self, file: str, outcome: Outcome) -> None:
+        """Note and print what became of the tests of a file; go on with what is left if its process died."""
+        tests, before = outcomes_of(self.record_of(file)), self.results.get(file, FRESH)
+        last = next(reversed(tests), "")
+        if tests.get(last) == STARTED:  # a process ends by itself where one test takes too long
+            tests[last] = {TIMED_OUT: NOT_RUN, FAILED: TIMED_OUT}.get(outcome.status, CRASHED)
+            append(self.record_of(file), {last: tests[last]})
+        counts = Counter(tests.values())
+        died = last != before["last"] and tests.get(last) in (CRASHED, LOST, TIMED_OUT)
+        if died and counts[NOT_RUN]:
+            self.add(file)
+        wrong = {test: became for test, became in tests.items() if became not in (PASSED, SKIPPED, NOT_RUN)}
+        status = FAILED if wrong and outcome.status == PASSED else outcome.status  # an earlier process may have failed
+        log = before["log"] if outcome.status == PASSED else outcome.tail
+        self.results[file] = {
+            "status": status, "seconds": before["seconds"] + outcome.seconds, "counts": counts, "wrong": wrong,
+            "last": last, "log": log,
+        }  # fmt: skip
+        print(f"{status:9} {outcome.seconds:6.1f} s  {outcome.job.name:42} {said(counts)}", flush=True)
+        failures = [line for line in outcome.log.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+        print("".join(f"    {line}\n" for line in failures), end="", flush=True)
+        if died or (outcome.status not in (PASSED, NOT_RUN) and not failures):
+            print(f"    {last}:\n{log}", flush=True)
+
+    def summary(self) -> str:
+        files = Counter(result["status"] for result in self.results.values())
+        tests = sum((Counter(result["counts"]) for result in self.results.values()), Counter[str]())
+        left = [file for file, result in self.results.items() if result["status"] in (NOT_RUN, TIMED_OUT)]
+        lines = [f"test files: {said(files)}; tests: {said(tests)} ({self.out}/results.json)"]
+        lines += [f"time was over; go on with --left: {' '.join(left)}"] if left else []
+        return "\n".join(lines)
+
+
+def said(counts: Counter[str]) -> str:
+    return ", ".join(f"{number} {outcome}" for outcome, number in counts.items()) or "none"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("build/gpu"))
+    parser.add_argument("--left", action="store_true", help="only tests that have not passed in the run that --out has")
+    parser.add_argument("--jobs", type=int, default=8, help="files at once; they share the GPU")
+    parser.add_argument("--seconds", type=float, default=540, help="for all of it")
+    parser.add_argument("--test-seconds", type=float, default=180, help="for one test, until its process is ended")
+    parser.add_argument("--examples", default="fewest", help="Hypothesis' profile, see tests/conftest.py")
+    parser.add_argument("--files", nargs="+", type=Path, help="test files; all that have tests for a GPU by default")
+    options, arguments = parser.parse_known_args()
+    import torch
+
+    from tritonemb.kernels.triton_utils import interpreting
+
+    if not (torch.cuda.is_available() or interpreting()):
+        sys.exit("make gpu needs a CUDA device, and a torch that sees it; TRITON_INTERPRET=1 rehearses it without one")
+    suite = Suite(options.files or find_files(), options, arguments)
+    suite.run()
+    print(suite.summary())
+    sys.exit({result["status"] for result in suite.results.values()} != {PASSED})
+
+
+if __name__ == "__main__":
+    main()
