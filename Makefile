@@ -43,7 +43,7 @@ BY_REFERENCE := --kernels reference tests/ops tests/nn --ignore tests/nn/test_co
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # The path is relative: Triton keeps it in the cache, and finds what was carried to the same place of another clone.
-ON_GPU := TRITON_CACHE_DIR=$(GPU_CACHE) $(PYTHON)
+ON_GPU := OMP_WAIT_POLICY=passive TRITON_CACHE_DIR=$(GPU_CACHE) $(PYTHON)
 
 .PHONY: train test test-selection test-more test-all test-versions planted lint bench docs clean gpu gpu-smoke gpu-sanitize gpu-cache gpu-bench
 .DELETE_ON_ERROR:

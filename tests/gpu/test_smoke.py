@@ -18,11 +18,12 @@ from tests.kernels.ahead_of_time_cases import CASES
 ROOT = Path(__file__).parents[2]
 
 
-def run(module: str, *arguments: str, status: int = 0, **variables: str) -> str:
+def run(module: str, *arguments: str, status: int = 0, cwd: Path = ROOT, **variables: str) -> str:
     """What a module of this folder prints in a process of its own."""
     command = [sys.executable, "-m", f"tests.gpu.{module}", *arguments]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | variables
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment |= {"PYTHONPATH": str(ROOT)} | variables
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == status, done.stdout + done.stderr
     return done.stdout
 
@@ -70,16 +71,19 @@ def test_a_smoke_prints_and_keeps_every_check(tmp_path):
 
 
 @pytest.mark.more
-def test_another_process_compiles_nothing_again(tmp_path):
+def test_a_cache_serves_processes_elsewhere_in_any_order(tmp_path):
     """Triton's keys would depend on the order, were it not for `hash_kernels`."""
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
     names = ["group-int64", "forward-dim128"]
-    variables = {"CUDA_VISIBLE_DEVICES": "", "TRITON_CACHE_DIR": str(tmp_path)}
-    first, *parts = run("cache", "--out", str(tmp_path), "--jobs", "2", *names, **variables).splitlines()
+    variables = {"CUDA_VISIBLE_DEVICES": "", "TRITON_CACHE_DIR": "build/cache"}
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    first, *parts = run("cache", "--out", "build/cache", *names, cwd=here, **variables).splitlines()
+    here.rename(there)
     assert first.startswith("For sm_90, triton ")
     assert sum(int(part.split("compiled: ")[1].split(",")[0]) for part in parts) == 4
-    assert run("cache", "--here", *names, **variables) == "kernels compiled: 0, from the cache: 4\n"
-    assert run("cache", "--here", *names[::-1], **variables) == "kernels compiled: 0, from the cache: 4\n"
+    for order in (names, names[::-1]):
+        assert run("cache", "--here", *order, cwd=there, **variables) == "kernels compiled: 0, from the cache: 4\n"
 
 
 BANNER = "========= COMPUTE-SANITIZER\n"

@@ -104,6 +104,8 @@ def is_alive(process: int) -> bool:
 
 def test_tests_behind_a_crash_run_in_another_process(tmp_path, capsys):
     file = write_tests(tmp_path / "test_crash.py", ["aborts", "prefix", "prefix_too"])
+    with Path(file).open("a") as more:
+        more.write("@pytest.mark.slow\ndef test_is_not_asked_for(): pass\n")
     suite = run_suite(tmp_path / "out", [file])
     assert outcomes(tmp_path / "out") == {"aborts": CRASHED, "prefix": PASSED, "prefix_too": PASSED}
     assert suite.results[file]["status"] == FAILED
