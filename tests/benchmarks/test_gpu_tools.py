@@ -6,28 +6,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks.gpu import launch_cost
-from benchmarks.gpu.loads_in_flight import find_disassembler, loads_in_flight
+from benchmarks.gpu.predict import resident_warps
 
 ROOT = Path(__file__).parents[2]
-ONE_BY_ONE = """
-        /*0010*/                   LDG.E.128 R4, [R2.64] ;
-        /*0020*/                   FADD R9, R4, R5 ;
-        /*0030*/                   LDG.E.128.CONSTANT R4, [R2.64+0x10] ;
-        /*0040*/                   FADD R9, R9, R7 ;
-"""
-TOGETHER = """
-        /*0010*/                   LDG.E.128 R4, [R2.64] ;
-        /*0020*/                   LDG.E.128 R8, [R2.64+0x10] ;
-        /*0030*/                   LDG.E R20, [R2.64+0x20] ;
-        /*0040*/                   LDG.E.128 R12, [R2.64+0x30] ;
-        /*0050*/                   FADD R16, R7, R8 ;
-        /*0060*/                   LDG.E.128 R24, [R12.64] ;
-"""
 
 
 def run(tool: str, *args: str) -> str:
@@ -37,22 +24,18 @@ def run(tool: str, *args: str) -> str:
     return done.stdout
 
 
-def test_loads_in_flight_of_code_read_by_hand() -> None:
-    assert loads_in_flight("") == 0
-    assert loads_in_flight(ONE_BY_ONE) == 1
-    assert loads_in_flight(TOGETHER) == 3
-
-
 @pytest.mark.more
-def test_loads_in_flight_of_a_compiled_kernel(tmp_path: Path) -> None:
+def test_a_workloads_time_is_predicted() -> None:
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
-    if find_disassembler() is None:
-        pytest.skip("there is no nvdisasm")
-    kernel, _, most = run("loads_in_flight", "forward-dim64").strip().rpartition(": ")
-    assert kernel == "forward-dim64, sm_90, _pool_kernel"
-    assert int(most) >= 1
-    (tmp_path / "kernel.sass").write_text(TOGETHER)
-    assert run("loads_in_flight", str(tmp_path / "kernel.sass")).endswith("kernel.sass: 3\n")
+    head, rule, *lines = run("predict", "-k", "L20 D128 float32 zipf").splitlines()
+    assert head.count("|") == rule.count("|")
+    assert [line.split(" | ")[1] for line in lines] == ["forward", "grouping", "update"]
+    for line in lines:
+        must, moves = (float(part.replace(",", "")) for part in line.split(" | ")[2:4])
+        assert 0 < must <= moves
+    assert resident_warps(SimpleNamespace(num_warps=1, registers=122, shared=0)) == 16
+    assert resident_warps(SimpleNamespace(num_warps=4, registers=32, shared=0)) == 64
+    assert resident_warps(SimpleNamespace(num_warps=8, registers=32, shared=114 << 10)) == 8
 
 
 @pytest.mark.more
