@@ -10,9 +10,10 @@
 # numba, pytest and hypothesis as they are, install nothing, need no network, and take less than ten minutes each. What
 # they find is in $(OUT). `gpu-smoke` comes first: each launcher once. `gpu` runs the suite, a process per file, with few
 # examples (GPU_EXAMPLES=fast: more); ARGS=--left goes on with what has not passed. `gpu-bench` compares with FBGEMM if
-# fbgemm_gpu can be imported from there or from $(GPU_PEERS); `make gpu-bench ARGS=--list` shows the cases, ARGS="-k
-# forward,codec" runs some of them. `gpu-sanitize` runs the core cases under compute-sanitizer (SANITIZER=path/to/it).
-# `gpu-cache` compiles the core cases without a GPU into $(GPU_CACHE), where the others look; carry it along.
+# fbgemm_gpu can be imported from there or from $(GPU_PEERS), for 540 seconds at most; ARGS=--list shows the cases,
+# ARGS="-k forward,codec" runs some of them. `gpu-sanitize` runs the core cases under compute-sanitizer
+# (SANITIZER=path/to/it). `gpu-cache` compiles the core cases without a GPU into $(GPU_CACHE), where the others look;
+# carry it along.
 
 PYTHON ?= python3
 VENV ?= .venv

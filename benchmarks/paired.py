@@ -13,47 +13,26 @@ from __future__ import annotations
 
 import gc
 import itertools
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
+import torch
 
+from benchmarks.clock import Clock, Contender, Timing
 from benchmarks.environment import OtherLoad
 
 
-@dataclass(frozen=True)
-class Contender:
-    """`run(prepare(round))` is one sample; only `run` is on the clock."""
-
-    name: str
-    prepare: Callable[[int], Any]
-    run: Callable[[Any], object]
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Milliseconds over all rounds of one contender."""
-
-    name: str
-    samples: tuple[float, ...]
-    other_load_percent: float | None = None
-
-    def percentile(self, percent: float) -> float:
-        return float(np.percentile(self.samples, percent))
-
-
-def measure(benchmark: Any, contenders: Sequence[Contender], rounds: int, warmup_rounds: int = 2) -> list[Timing]:
+def measure(
+    benchmark: Any, contenders: Sequence[Contender], rounds: int, warmup_rounds: int = 2, clock: Clock | None = None
+) -> list[Timing]:
     """Time the contenders in turn, the first of them through pytest-benchmark's `benchmark` fixture."""
+    clock = clock or Clock(torch.device("cpu"))
     first, *others = contenders
     samples: dict[str, list[float]] = {contender.name: [] for contender in contenders}
     numbers = itertools.count()
 
     def timed(contender: Contender, prepared: Any) -> None:
-        start = time.perf_counter_ns()
-        contender.run(prepared)
-        samples[contender.name].append((time.perf_counter_ns() - start) / 1e6)
+        samples[contender.name].append(clock.time(contender, [prepared]))
 
     def run_others(number: int) -> None:
         for contender in others[:: -1 if number % 2 else 1]:
@@ -67,6 +46,8 @@ def measure(benchmark: Any, contenders: Sequence[Contender], rounds: int, warmup
             run_others(number)
         return (first, first.prepare(number)), {}
 
+    for contender in contenders:
+        contender.verify()
     gc.collect()
     gc.disable()
     try:

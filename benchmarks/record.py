@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.paired import Timing
+from benchmarks.cases import COPY, OURS, copy_contender
+from benchmarks.clock import Clock, Timing
 from benchmarks.peers import Implementation
 from benchmarks.workload import Batch, Shape
 
+LIMIT = "limit"  # no peer: the program that says what the machine can do
 TOLERANCE = 1e-5  # fp32 sums of up to thousands of terms, added in a different order by each implementation
 
 
-def copy_bandwidth(num_bytes: int = 1 << 28, repeats: int = 7) -> float:
+def copy_bandwidth(clock: Clock, num_bytes: int = 1 << 29, rounds: int = 7) -> float:
     """GB/s of a plain copy (bytes read + bytes written) between two arrays far larger than the caches."""
-    source, target = torch.ones(num_bytes // 4), torch.zeros(num_bytes // 4)
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        target.copy_(source)
-        seconds.append(time.perf_counter() - start)
-    return 2 * num_bytes / sorted(seconds)[repeats // 2] / 1e9
+    (timing,) = clock.measure([copy_contender(num_bytes, clock.device)], rounds, 0).timings
+    return num_bytes / timing.percentile(50) / 1e6
 
 
-def timing_rows(op: str, shape: Shape, timings: Sequence[Timing], num_bytes: dict[str, int]) -> list[dict[str, Any]]:
+def timing_rows(
+    op: str, shape: Shape | str, timings: Sequence[Timing], num_bytes: Mapping[str, int]
+) -> list[dict[str, Any]]:
     """A row per implementation; `num_bytes` says what each has to move."""
     return [
         {
@@ -44,6 +42,30 @@ def timing_rows(op: str, shape: Shape, timings: Sequence[Timing], num_bytes: dic
         }
         for timing in timings
     ]
+
+
+def lines(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """A line for each row: time, rate, share of the copy's rate, times as fast as the fastest peer in the same case."""
+    cases: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in rows:
+        cases.setdefault((row["op"], row["shape"]), []).append(row)
+    for case in cases.values():
+        peers = [row for row in case if row["implementation"] not in (COPY, LIMIT) and not is_ours(row)]
+        fastest = min(peers, key=lambda row: float(row["p50_ms"]), default=None)
+        copy = next((row["gb_per_s"] for row in case if row["implementation"] == COPY), None)
+        for row in case:
+            rate = copy or row.get("copy_gb_per_s")
+            share = f"{100 * row['gb_per_s'] / rate:4.0f} % of a copy" if rate and row["bytes"] else ""
+            ratio = f"{fastest['p50_ms'] / row['p50_ms']:.2f} x {fastest['implementation']}" if fastest else ""
+            yield (
+                f"{row['op']:38} {row['implementation']:24} p20 {row['p20_ms']:8.3f}  p50 {row['p50_ms']:8.3f}  "
+                f"p80 {row['p80_ms']:8.3f} ms {row['gb_per_s']:7.1f} GB/s {share:16} "
+                f"{ratio if is_ours(row) else '':20} {row['shape']}"
+            )
+
+
+def is_ours(row: Mapping[str, Any]) -> bool:
+    return str(row["implementation"]).startswith(OURS)
 
 
 def at_least(op: str, shape: Shape, ours: Timing, peers: Sequence[Timing], factor: float) -> dict[str, Any]:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import chart, results_file
+from benchmarks.cases import COPY, GRAPH
 from benchmarks.gpu import roofline
+from benchmarks.record import LIMIT
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -43,16 +45,13 @@ def _cases(rows: list[dict[str, Any]]) -> dict[tuple[str, str], dict[str, dict[s
     return cases
 
 
-LIMIT = "limit"  # no peer: the program that says what the machine can do
-
-
 def _peers_table(rows: list[dict[str, Any]]) -> str:
     lines = []
     for (op, shape), case in _cases(rows).items():
         if "tritonemb" not in case:
             continue
         ours = case.pop("tritonemb")
-        others = [row for name, row in case.items() if name != LIMIT] or [*case.values()]
+        others = [row for name, row in case.items() if name not in (LIMIT, COPY)] or [*case.values()]
         fastest = min(others, key=lambda row: float(row["p50_ms"]))
         peers = ", ".join(f"{name} {row['p50_ms']:.2f}" for name, row in case.items())
         ratio = fastest["p50_ms"] / ours["p50_ms"]
@@ -140,16 +139,20 @@ def gpu_section(results: dict[str, Any], picture: Path | None) -> str:
     versions = ", ".join(f"{name} {row.get(name)}" for name in ("torch", "triton", "cuda", "fbgemm", "tritonemb"))
     parts = [
         f"{row['device']}; {versions} at {row['commit']}, {row['date']}. Medians; B samples, T tables, L ids a bag, D "
-        "columns; a copy moves as many bytes, read and written, in the same run.",
-        _gpu_table(results["rows"]),
+        "columns; a copy moves as many bytes, read and written, in the same run. CUDA graphs are in the "
+        "results file alone.",
+        _gpu_table([row for row in results["rows"] if not row["op"].endswith(GRAPH)]),
         _targets_table(results["targets"]),
     ]
     if picture is not None:
         parts.insert(0, f"![Rate reached against bytes moved]({picture.relative_to(ROOT).as_posix()})")
     if results["failures"]:
+        cases: dict[tuple[str, str], list[tuple[str, str]]] = {}
+        for f in results["failures"]:
+            cases.setdefault((f["implementation"], f["error"].replace("|", "/")), []).append((f["op"], f["shape"]))
         lines = [
-            [f[name].replace("|", "/") for name in ("op", "shape", "implementation", "error")]
-            for f in results["failures"]
+            [*(found[0] if len(found) == 1 else (f"{len(found)} cases", f"first: {found[0][0]}, {found[0][1]}")), *why]
+            for why, found in cases.items()
         ]
         parts.append(markdown_table(["op", "shape", "not measured", "why"], lines, text_columns=4))
     return "\n\n".join(parts)
@@ -159,7 +162,7 @@ def _gpu_table(rows: list[dict[str, Any]]) -> str:
     """A line for each of ours; in cases without any, for each that was measured."""
     lines = []
     for (op, shape), case in _cases(rows).items():
-        copy = case.pop("copy", None)
+        copy = case.pop(COPY, None)
         ours = {name: row for name, row in case.items() if name.startswith("tritonemb")}
         peers = {name: row for name, row in case.items() if name not in ours} if ours else {}
         fastest = min((row["p50_ms"] for row in peers.values()), default=None)

@@ -14,7 +14,9 @@ def write(kind: str, results: dict[str, Any], folder: Path | None = None) -> Pat
     folder = folder or RESULTS
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{kind}-{results['date']}.json"
-    path.write_text(json.dumps(results, indent=1) + "\n")
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(results, indent=1) + "\n")
+    partial.replace(path)  # at once, so that who is killed leaves the results before
     return path
 
 

@@ -17,6 +17,7 @@ sys.path.insert(0, str(ROOT))  # called as a file, Python puts only this folder 
 
 from benchmarks import report, results_file  # noqa: E402
 from benchmarks.environment import environment  # noqa: E402
+from benchmarks.record import lines  # noqa: E402
 
 QUIET_PERCENT = 5.0
 # glibc keeps freed memory, for every contender alike: otherwise an output that the system takes back and must map and
@@ -75,6 +76,7 @@ def main() -> None:
     arguments = parser.parse_args()
     shared = environment()  # before the run: afterwards the results themselves are a change to the checkout
     results = condense(run_pytest(arguments.rounds, arguments.select), shared)
+    print(*lines(results["rows"]), sep="\n")
     print_targets(results)
     if not arguments.select:
         print(f"wrote {results_file.write('cpu', results).relative_to(ROOT)}")

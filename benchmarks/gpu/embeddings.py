@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.clock import Clock, Contender, Outcome, describe, recover
+from benchmarks.cases import OURS, copy_contender
+from benchmarks.clock import Clock, Contender, Outcome, describe, recover
 from benchmarks.gpu.radix_sort import radix_sort
 from benchmarks.gpu.tables import PEERS, OurTables, Tables, make_peer
 from benchmarks.gpu.workload import (
@@ -30,35 +31,34 @@ from tritonemb.kernels.row_groups import Sorter, row_groups
 NUM_BATCHES = 3
 STEP_REPEATS = 5
 SORTERS: dict[str, Sorter] = {"torch": lambda keys, bits: torch.sort(keys, stable=True), "radix": radix_sort}
-OURS, AHEAD, COPY = "tritonemb", "tritonemb, grouped ahead", "copy"
+AHEAD = "tritonemb, grouped ahead"
+NEVER_CAPTURED = ("update",)  # its forward is off the clock, and a graph has to have it
 
 
 class Bench:
     """Ours, the peers that can be made, batches and a gradient, on one device."""
 
-    def __init__(self, workload: Workload, device: torch.device) -> None:
+    def __init__(self, workload: Workload, clock: Clock) -> None:
+        device = clock.device
         self.workload, self.device = workload, device
+        clock.begin(OURS)
         self.batches = draw_batches(workload, NUM_BATCHES, device)
         self.gradient = draw_gradient(workload, device)
         self.ours = OurTables(workload, device)
         self.peers: dict[str, Tables] = {}
         self.errors: dict[str, str] = {}
         for name in PEERS:
+            if name in clock.without:
+                continue
+            clock.begin(name)
             try:
                 self.peers[name] = make_peer(name, self.ours, self.batches[0], device)
             except Exception as error:
+                recover(error)
                 self.errors[name] = describe(error)
-                recover()
 
     def batch(self, number: int) -> Batch:
         return self.batches[number % len(self.batches)]
-
-
-def copy_contender(num_bytes: int, device: torch.device) -> Contender:
-    """A device-to-device copy that reads and writes `num_bytes` in all."""
-    source = torch.zeros(max(1, num_bytes // 2), dtype=torch.int8, device=device)
-    target = torch.empty_like(source)
-    return Contender(COPY, lambda number: None, lambda _: target.copy_(source), num_bytes)
 
 
 def forward(bench: Bench) -> list[Contender]:
@@ -146,7 +146,8 @@ def step(bench: Bench) -> list[Contender]:
         return lambda batch: tables.backward(tables.forward(batch), bench.gradient)
 
     everyone = {OURS: bench.ours, **bench.peers}
-    return [Contender(name, bench.batch, run(tables), num_bytes) for name, tables in everyone.items()]
+    contenders = [Contender(name, bench.batch, run(tables), num_bytes) for name, tables in everyone.items()]
+    return [*contenders, copy_contender(num_bytes, bench.device)]
 
 
 OPS: dict[str, Callable[[Bench], list[Contender]]] = {
@@ -158,12 +159,13 @@ OPS: dict[str, Callable[[Bench], list[Contender]]] = {
 }
 
 
-def measure(op: str, bench: Bench, clock: Clock, rounds: int) -> Outcome:
-    """One op; peers that could not be made are among the errors of each."""
+def measure(op: str, bench: Bench, clock: Clock, rounds: int, graph: bool) -> Outcome:
+    """One op; peers that could not be made are among the errors of a forward."""
     contenders = OPS[op](bench)
     if op == "step":
-        outcome = clock.measure(contenders, max(2, rounds // 6), 1, STEP_REPEATS)
+        outcome = clock.measure(contenders, max(2, rounds // 6), 1, STEP_REPEATS, graph)
     else:
-        outcome = clock.measure(contenders, rounds)
-    outcome.errors = bench.errors | outcome.errors
+        outcome = clock.measure(contenders, rounds, graph=graph)
+    if op == "forward" and not graph:
+        outcome.errors = bench.errors | outcome.errors
     return outcome

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cases import GRAPH
+
 COLORS = {"tritonemb": "#1f77b4", "tritonemb, grouped ahead": "#17becf", "fbgemm": "#8c8c8c", "torch": "#d8b878"}
 COLORS |= {"torch, compiled": "#c08040"}
 
@@ -25,7 +27,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
     """Bytes that a case must move against the rate reached; the line is a copy of as many bytes in the same run."""
     from matplotlib import pyplot
 
-    rows = [row for row in results["rows"] if row["bytes"] > 0]
+    rows = [row for row in results["rows"] if row["bytes"] > 0 and not row["op"].endswith(GRAPH)]
     figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
     copies = sorted((row["bytes"] / 1e6, row["gb_per_s"]) for row in rows if row["implementation"] == "copy")
     if copies:

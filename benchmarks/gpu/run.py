@@ -1,4 +1,4 @@
-"""Measure the embedding path on one GPU beside FBGEMM, torch and a copy, and keep the figures.
+"""Measure on one GPU beside FBGEMM, torch and a copy, and keep the figures.
 
     python benchmarks/gpu/run.py                       all; benchmarks/results/<device>-<date>.json, picture, README
     python benchmarks/gpu/run.py --list                the cases
@@ -6,7 +6,9 @@
     python benchmarks/gpu/run.py -k sort --out DIR     ... and writes its results and picture into DIR
     python benchmarks/gpu/run.py --device cpu --tiny   tries the code out without a GPU; keeps nothing
 
-FBGEMM takes part if `fbgemm_gpu` can be imported, e.g. through PYTHONPATH=.peers.
+A workload, a family of ops and a tier are a process each (`benchmarks/gpu/processes.py`). A run ends by itself within
+`--seconds` and says what it has not measured. Cases are measured eager and, where the host only launches kernels, as a
+CUDA graph. FBGEMM takes part if `fbgemm_gpu` can be imported, e.g. through PYTHONPATH=.peers.
 """
 
 from __future__ import annotations
@@ -15,10 +17,9 @@ import argparse
 import contextlib
 import functools
 import importlib.util
-import itertools
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,19 +28,31 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # called as a file, Python puts only this folder on the path
 
-from benchmarks import report, results_file  # noqa: E402
+from benchmarks import (  # noqa: E402
+    bench_codecs,
+    bench_cross,
+    bench_interaction,
+    bench_jagged,
+    bench_row_cache,
+    bench_row_moves,
+    report,
+    results_file,
+)
+from benchmarks.cases import GRAPH  # noqa: E402
+from benchmarks.clock import Clock, DeviceLost, Outcome, describe, recover  # noqa: E402
 from benchmarks.environment import environment  # noqa: E402
-from benchmarks.gpu import dense, embeddings, roofline, targets, tiers  # noqa: E402
-from benchmarks.gpu.clock import Clock, Contender, Outcome, describe, recover  # noqa: E402
+from benchmarks.gpu import dlrm, embeddings, processes, roofline, targets, tiers  # noqa: E402
 from benchmarks.gpu.workload import WORKLOADS, Workload  # noqa: E402
-from tritonemb.kernels.packing import CODECS  # noqa: E402
+from benchmarks.record import lines, timing_rows  # noqa: E402
 
 SECONDS = 540.0
+FAMILIES = (bench_row_cache, bench_row_moves, bench_jagged, bench_codecs, bench_interaction, bench_cross)
 
 
 class Case(NamedTuple):
-    """One op over one shape. Cases with one `workload` share its tables."""
+    """One op over one shape; those of one `group` share a process, and those with one `workload` its tables."""
 
+    group: str
     op: str
     shape: str
     workload: Workload | None
@@ -50,65 +63,72 @@ class Case(NamedTuple):
 
 
 def cases(device: torch.device, tiny: bool) -> Iterator[Case]:
-    """All cases, those that share tables next to each other."""
-    for workload in WORKLOADS:
-        w = workload.tiny() if tiny else workload
-        for op in embeddings.OPS:
-            yield Case(op, str(w), w, lambda bench, clock, rounds, op=op: embeddings.measure(op, bench, clock, rounds))
-        if w.name == "mlperf":
-            yield Case("DLRM step", str(w), w, dense.measure_dlrm)
-    num_rows = 8 if tiny else 16384
-    for name, direction in itertools.product(CODECS, ("pack", "unpack")):
-        make = functools.partial(dense.codec, name, direction, num_rows, 26, 128, device)
-        yield Case(f"codec {name} {direction}", f"rows {num_rows:,} T26 D128", None, functools.partial(_alone, make))
-    batch_size = 8 if tiny else 8192
-    for dtype in (torch.float32, torch.bfloat16):
-        make = functools.partial(dense.interaction, batch_size, 26, 128, dtype, device)
-        shape = f"B{batch_size} F26 D128 {str(dtype).removeprefix('torch.')}"
-        yield Case("interaction", shape, None, functools.partial(_alone, make))
+    """All cases, those of a process next to each other; what takes long comes last."""
+    large = [workload for workload in WORKLOADS if workload.name == "mlperf"]
+    yield from _on_tables([workload for workload in WORKLOADS if workload not in large], tiny)
+    for family in FAMILIES:
+        for found in family.cases(device, tiny):
+            for graph in (False, True):
+                run = functools.partial(_alone, found.make, graph)
+                yield Case(family.__name__, found.op + GRAPH * graph, found.shape, None, run)
+    yield from _on_tables(large, tiny)
     for tier in tiers.CASES:
         t = tier.tiny() if tiny else tier
-        yield Case(t.op, str(t), None, lambda _, clock, rounds, t=t: tiers.measure(t, device, clock, rounds))
+        yield Case(str(t), t.op, str(t), None, lambda _, clock, rounds, t=t: tiers.measure(t, clock, rounds))
 
 
-def _alone(make: Callable[[], list[Contender]], _: None, clock: Clock, rounds: int) -> Outcome:
-    return clock.measure(make(), rounds)
+def _on_tables(workloads: Sequence[Workload], tiny: bool) -> Iterator[Case]:
+    for w in dict.fromkeys(workload.tiny() if tiny else workload for workload in workloads):
+        ops = {op: functools.partial(embeddings.measure, op) for op in embeddings.OPS}
+        if w.name == "mlperf":
+            ops["DLRM step"] = dlrm.measure_dlrm
+        for op, measure in ops.items():
+            for graph in (False, True)[: 1 if op in embeddings.NEVER_CAPTURED else 2]:
+                run = functools.partial(_with_graph, measure, graph)
+                yield Case(str(w), op + GRAPH * graph, str(w), w, run)
 
 
-def run(chosen: list[Case], device: torch.device, rounds: int, keep: Callable[[dict[str, Any]], None]) -> None:
-    """Measure the cases in turn; `keep` gets each case's rows and failures as soon as it is done."""
-    clock, begin = Clock(device), time.monotonic()
+def _with_graph(measure: Callable[..., Outcome], graph: bool, bench: Any, clock: Clock, rounds: int) -> Outcome:
+    return measure(bench, clock, rounds, graph)
+
+
+def _alone(make: Callable[[torch.device], Any], graph: bool, _: None, clock: Clock, rounds: int) -> Outcome:
+    return clock.measure(make(clock.device), rounds, graph=graph)
+
+
+def measure_cases(
+    device_name: str,
+    tiny: bool,
+    rounds: int,
+    task: processes.Task,
+    begin: Callable[..., None],
+    done: Callable[..., None],
+) -> None:
+    """Measure a task's cases in this process, one after the other."""
+    device = torch.device(device_name)
+    by_name = {str(case): case for case in cases(device, tiny)}
     bench: embeddings.Bench | None = None
-    for case in chosen:
-        if time.monotonic() - begin > SECONDS:
-            keep({"failures": [_failure(case, "all", f"not measured: {SECONDS:.0f} s were over")]})
-            continue
+    clock = Clock(device, task.deadline)
+    for name in list(task.cases):
+        if time.time() > task.deadline:
+            return
+        case = by_name[name]
+        clock.begin = functools.partial(begin, name)
+        clock.without = {contender for other, contender in task.without if other == name}
         try:
             if case.workload != (bench and bench.workload):
                 bench = None
                 recover()
-                bench = case.workload and embeddings.Bench(case.workload, device)
+                bench = case.workload and embeddings.Bench(case.workload, clock)
             outcome = case.measure(bench, clock, rounds)
+        except DeviceLost:
+            raise  # only another process can go on
         except Exception as error:
-            keep({"failures": [_failure(case, "all", describe(error))]})
-            recover()
+            recover(error)
+            done(name, {"failures": [_failure(case, "all", describe(error))]})
             continue
-        rows = [_row(case, timing, outcome.num_bytes[timing.name]) for timing in outcome.timings]
-        keep({"rows": rows, "failures": [_failure(case, *item) for item in outcome.errors.items()]})
-
-
-def _row(case: Case, timing: Any, num_bytes: int) -> dict[str, Any]:
-    return {
-        "op": case.op,
-        "shape": case.shape,
-        "implementation": timing.name,
-        "p20_ms": timing.percentile(20),
-        "p50_ms": timing.percentile(50),
-        "p80_ms": timing.percentile(80),
-        "rounds": len(timing.samples),
-        "bytes": num_bytes,
-        "gb_per_s": num_bytes / timing.percentile(50) / 1e6,
-    }
+        failures = [_failure(case, *item) for item in outcome.errors.items()]
+        done(name, {"rows": timing_rows(case.op, case.shape, outcome.timings, outcome.num_bytes), "failures": failures})
 
 
 def _failure(case: Case, implementation: str, error: str) -> dict[str, Any]:
@@ -137,12 +157,7 @@ def slug(device_name: str) -> str:
 
 
 def print_case(part: dict[str, Any]) -> None:
-    for row in part.get("rows", []):
-        print(
-            f"{row['op']:24} {row['implementation']:26} p20 {row['p20_ms']:8.3f}  p50 {row['p50_ms']:8.3f}  "
-            f"p80 {row['p80_ms']:8.3f} ms  {row['gb_per_s']:7.0f} GB/s  {row['shape']}",
-            flush=True,
-        )
+    print(*lines(part.get("rows", [])), sep="\n", flush=True)
     for failure in part.get("failures", []):
         print("FAILED", *(str(failure[name]) for name in ("op", "shape", "implementation", "error")), flush=True)
 
@@ -159,12 +174,13 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--rounds", type=int, default=30, help="timed rounds of every case")
     parser.add_argument("-k", dest="select", default="", help="comma-separated parts of names; others are left out")
     parser.add_argument("--list", action="store_true", help="print the cases and stop")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="the run ends by itself within so many")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small shapes and few rounds, to try the code out")
     parser.add_argument("--out", type=Path, help="folder for the results, instead of benchmarks/results and README.md")
     parser.add_argument("--commit", help="where there is no checkout: the commit to name in the results")
     options = parser.parse_args(arguments)
-    device = torch.device(options.device)
+    begin, device = time.monotonic(), torch.device(options.device)
     chosen = select(cases(device, options.tiny), options.select)
     if options.list:
         print("\n".join(map(str, chosen)))
@@ -184,7 +200,17 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         if folder is not None:  # after every case, so that an interrupted run leaves what it has
             results_file.write(slug(shared["device"]), results, folder)
 
-    run(chosen, device, 2 if options.tiny else options.rounds, keep)
+    named, groups = {str(case): case for case in chosen}, {}
+    for case in chosen:
+        groups.setdefault(case.group, []).append(str(case))
+    processes.run(
+        functools.partial(measure_cases, options.device, options.tiny, 2 if options.tiny else options.rounds),
+        list(groups.values()),
+        lambda _, part: keep(part),
+        lambda name, contender, why: keep({"failures": [_failure(named[name], contender, why)]}),
+        max(0.0, options.seconds - (time.monotonic() - begin)),
+        preload=["fbgemm_gpu"] if shared["fbgemm"] else [],
+    )
     print_targets(results["targets"])
     if folder is not None and results["rows"]:
         path = results_file.write(slug(shared["device"]), results, folder)

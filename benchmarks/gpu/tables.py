@@ -93,7 +93,8 @@ class FbgemmTables(FbgemmBags):
             location = common.EmbeddingLocation.MANAGED_CACHING
             options |= {"cache_load_factor": cache_share, "prefetch_pipeline": True}
         compute = ops.ComputeDevice.CUDA if on_gpu else ops.ComputeDevice.CPU
-        precisions = {torch.float32: configs.SparseType.FP32, torch.float16: configs.SparseType.FP16}
+        kinds = configs.SparseType
+        precisions = {torch.float32: kinds.FP32, torch.float16: kinds.FP16, torch.bfloat16: kinds.BF16}
         self.module: Any = ops.SplitTableBatchedEmbeddingBagsCodegen(
             [(rows, workload.dim, location, compute) for rows in workload.num_rows],
             optimizer=configs.EmbOptimType.EXACT_ROWWISE_ADAGRAD,
@@ -147,9 +148,11 @@ def make_peer(name: str, ours: OurTables, batch: Batch, device: torch.device) ->
     with torch.no_grad():
         for weight, theirs in zip(ours.weights(), peer.weights(), strict=True):
             theirs.copy_(weight)
-        # Float32 sums of up to 100 small numbers in another order; torch rounds sums of float16 rows to float16.
-        atol = 1e-5 if batch.workload.dtype == torch.float32 else 1e-4
-        torch.testing.assert_close(peer.forward(batch), ours.forward(batch), rtol=1e-3, atol=atol)
+        # Float32 sums of up to 100 small numbers in another order; torch rounds sums of 16-bit rows to 16 bits.
+        dtype = batch.workload.dtype
+        atol = 1e-5 if dtype == torch.float32 else 1e-4
+        rtol = max(1e-3, torch.finfo(dtype).eps)
+        torch.testing.assert_close(peer.forward(batch), ours.forward(batch), rtol=rtol, atol=atol)
     if name == "fbgemm" and batch.workload.dtype == torch.float32:
         _check_update(ours, peer, batch, device)
     return peer

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 import tritonemb as te
-from benchmarks.gpu.clock import Clock, Outcome, recover
-from benchmarks.gpu.embeddings import OURS
+from benchmarks.cases import OURS
+from benchmarks.clock import Clock, Outcome, recover
 from benchmarks.gpu.feeds import LOOK_AHEAD, Feed, Prefetched, SentAhead
 from benchmarks.gpu.tables import FbgemmTables, OurTables
 from benchmarks.gpu.training import Makers, num_batches, race
@@ -115,12 +115,13 @@ def makers(tier: Tier, batches: tuple[Batch, ...], device: torch.device) -> Make
     return found
 
 
-def measure(tier: Tier, device: torch.device, clock: Clock, rounds: int) -> Outcome:
+def measure(tier: Tier, clock: Clock, rounds: int) -> Outcome:
     """Milliseconds of a step. Contenders that cannot be made, train differently or fail are among the errors."""
-    samples = tier.num_samples(rounds)
+    samples, device = tier.num_samples(rounds), clock.device
+    clock.begin(IN_HBM)
     batches = draw(tier.workload, num_batches(samples) + LOOK_AHEAD, device)
     num_bytes = dict.fromkeys((IN_HBM, FBGEMM_IN_HBM), step_bytes(batches[-1]))
     try:
-        return race(makers(tier, batches, device), tier.workload, device, clock, samples, num_bytes)
+        return race(makers(tier, batches, device), tier.workload, clock, samples, num_bytes)
     finally:
         recover()

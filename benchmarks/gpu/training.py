@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional
 
 import tritonemb as te
-from benchmarks.gpu.clock import Clock, Contender, Outcome, describe, recover
-from benchmarks.gpu.dense import NUM_DENSE, DLRMOn
+from benchmarks.clock import Clock, Contender, Outcome, describe, recover
+from benchmarks.gpu.dlrm import NUM_DENSE, DLRMOn
 from benchmarks.gpu.feeds import Feed
 from benchmarks.gpu.tables import OurTables
 from benchmarks.gpu.workload import Workload
@@ -74,9 +74,7 @@ class Training:
         self.seen["loss"] = loss.detach()
 
 
-def race(
-    makers: Makers, workload: Workload, device: torch.device, clock: Clock, samples: int, num_bytes: Mapping[str, int]
-) -> Outcome:
+def race(makers: Makers, workload: Workload, clock: Clock, samples: int, num_bytes: Mapping[str, int]) -> Outcome:
     """Milliseconds of a step, in so many samples of each contender that trains as the first one does.
 
     Args:
@@ -84,14 +82,15 @@ def race(
     """
     errors: dict[str, str] = {}
     with ExitStack() as stack:
-        trainings = make(makers, workload, device, stack, errors)
+        trainings = make(makers, workload, clock, stack, errors)
         reference = next(iter(makers))
         if reference not in trainings:
-            raise RuntimeError(f"there is nothing to compare with: {reference}: {errors[reference]}")
+            raise RuntimeError(f"there is nothing to compare with: {reference}: {errors.get(reference, 'left out')}")
         compare(trainings, errors)
         for name, training in list(trainings.items()):
+            clock.begin(name)
             with dropping(name, trainings, errors):
-                warm_up(training)
+                warm_up(training, clock.deadline)
         before = {name: crossed(training) for name, training in trainings.items()}
         contenders = [
             Contender(name, lambda number: None, lambda _, training=training: training.run(STEPS), 0)
@@ -108,15 +107,18 @@ def race(
 
 
 def make(
-    makers: Makers, workload: Workload, device: torch.device, stack: ExitStack, errors: dict[str, str]
+    makers: Makers, workload: Workload, clock: Clock, stack: ExitStack, errors: dict[str, str]
 ) -> dict[str, Training]:
     """The contenders, whose feeds end with the stack; all are made before any is trained."""
     trainings: dict[str, Training] = {}
     for name, maker in makers.items():
+        if name in clock.without:
+            continue
+        clock.begin(name)
         with dropping(name, trainings, errors):
             feed = maker()
             stack.callback(feed.close)
-            trainings[name] = Training(feed, workload, device)
+            trainings[name] = Training(feed, workload, clock.device)
     return trainings
 
 
@@ -144,17 +146,19 @@ def _compare(seen: Mapping[str, Tensor], expected: Mapping[str, Tensor], where: 
         )
 
 
-def warm_up(training: Training) -> None:
+def warm_up(training: Training, deadline: float) -> None:
     """Train until the cache is full.
 
     Raises:
-        TimeoutError: that took too long.
+        TimeoutError: that took too long, or the deadline, of `time.time()`, has passed.
         RuntimeError: it is not full then.
     """
     begin = time.monotonic()
     for done in range(0, WARMUP_STEPS, STEPS):
         if time.monotonic() - begin > WARMUP_SECONDS:
             raise TimeoutError(f"{done} of {WARMUP_STEPS} steps of warm-up took more than {WARMUP_SECONDS:.0f} s")
+        if time.time() > deadline:
+            raise TimeoutError(f"time was over after {done} of {WARMUP_STEPS} steps of warm-up")
         training.run(STEPS)
     tables = training.feed.tables
     cache = tables.module.cache if isinstance(tables, OurTables) else None
@@ -188,6 +192,6 @@ def dropping(name: str, trainings: dict[str, Training], errors: dict[str, str]) 
     try:
         yield
     except Exception as error:
-        errors[name] = describe(error)
         trainings.pop(name, None)
-        recover()
+        recover(error)
+        errors[name] = describe(error)

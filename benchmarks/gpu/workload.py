@@ -80,13 +80,19 @@ def _mlperf(batch_size: int) -> Workload:
     return Workload("mlperf", batch_size, tuple(min(rows, MLPERF_CAP) for rows in MLPERF_ROWS), MLPERF_BAGS, ids="zipf")
 
 
+def _criteo(batch_size: int, dim: int, dtype: torch.dtype = torch.float32) -> Workload:
+    return Workload("criteo", batch_size, (100_000,) * 26, (1,) * 26, dim, dtype, "reuse")
+
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WORKLOADS = (
-    _fbgemm(torch.float32, "uniform"),
-    _fbgemm(torch.float32, "zipf"),
-    _fbgemm(torch.float16, "uniform"),
-    _fbgemm(torch.float16, "zipf"),
-    Workload("reuse", 4096, (1_000_000,) * 16, (26,) * 16, ids="reuse"),
+    *(_fbgemm(dtype, ids) for dtype in DTYPES for ids in ("uniform", "zipf")),
+    *(_criteo(batch_size, dim) for dim in (128, 64, 256) for batch_size in (8192, 4096, 2048)),
+    *(_criteo(8192, 128, dtype) for dtype in DTYPES[1:]),
     Workload("many small tables", 1024, (1000,) * 1000, (2,) * 1000, 64),
+    # 13 GB of float16, and as much for each peer and for the state of torch's Adagrad: fits into 80 GB.
+    Workload("one large table", 8192, (100_000_000,), (26,), 64, torch.float16),
+    Workload("reuse", 4096, (1_000_000,) * 16, (26,) * 16, ids="reuse"),
     _mlperf(8192),
     _mlperf(65536),
 )

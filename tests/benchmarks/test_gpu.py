@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import report, results_file
+from benchmarks import cases, report, results_file
+from benchmarks.cases import GRAPH
+from benchmarks.clock import Clock, Contender
 from benchmarks.gpu import run as gpu_run
 from benchmarks.gpu import targets, workload
-from benchmarks.gpu.clock import Clock, Contender
 from benchmarks.gpu.workload import MLPERF_BAGS, MLPERF_ROWS, WORKLOADS, Batch, Workload, draw_batches
 
 CPU = torch.device("cpu")
@@ -37,11 +40,18 @@ def test_shapes_are_those_of_the_published_benchmarks() -> None:
     assert sum(MLPERF_BAGS) == 214
     fbgemm = [w for w in WORKLOADS if w.name == "fbgemm"]
     assert {(w.dtype, w.ids) for w in fbgemm} == {
-        (dtype, ids) for dtype in (torch.float32, torch.float16) for ids in ("uniform", "zipf")
+        (dtype, ids) for dtype in (torch.float32, torch.bfloat16, torch.float16) for ids in ("uniform", "zipf")
     }
     for w in fbgemm:
         assert (w.batch_size, w.num_tables, w.dim, set(w.bag_sizes), set(w.num_rows)) == (512, 32, 128, {20}, {100_000})
+    criteo = [w for w in WORKLOADS if w.name == "criteo"]
+    assert {(w.batch_size, w.dim) for w in criteo if w.dtype == torch.float32} == {
+        (batch_size, dim) for batch_size in (2048, 4096, 8192) for dim in (64, 128, 256)
+    }
+    assert {w.dtype for w in criteo} == {torch.float32, torch.bfloat16, torch.float16}
     assert [w.batch_size for w in WORKLOADS if w.name == "mlperf"] == [8192, 65536]
+    (large,) = (w for w in WORKLOADS if w.num_rows == (100_000_000,))
+    assert large.num_rows[0] * large.dim * large.dtype.itemsize * 4 < 60e9  # ours, two peers, the state of torch's
     assert next(w for w in WORKLOADS if w.num_tables == 1000).num_ids == 2_048_000
 
 
@@ -83,6 +93,32 @@ def test_a_contender_that_fails_is_recorded_and_the_others_go_on() -> None:
     assert [(t.name, len(t.samples)) for t in outcome.timings] == [("runs", 3)]
     assert calls == [0, 1, 2, 3]
     assert outcome.num_bytes["runs"] == 2
+
+
+def test_a_contender_whose_result_is_wrong_is_not_timed() -> None:
+    contenders = cases.contenders(
+        {"right": lambda: torch.ones(2), "wrong": lambda: torch.zeros(2)}, 8, CPU, cases.equal(torch.ones(2))
+    )
+    outcome = Clock(CPU).measure(contenders, rounds=2)
+    assert [timing.name for timing in outcome.timings] == ["right", "copy"]
+    assert outcome.errors["wrong"].startswith("AssertionError")
+
+
+def test_a_case_ends_at_the_deadline_with_the_rounds_that_it_has() -> None:
+    def measure(last: int) -> int:
+        """Rounds of a contender in whose round `last` time is over; round 0 is a warm-up."""
+        clock = Clock(CPU)
+
+        def run(number: int) -> None:
+            clock.deadline = 0.0 if number == last else math.inf
+
+        (timing,) = clock.measure([Contender("any", lambda number: number, run)], 1000, warmup_rounds=1).timings
+        return len(timing.samples)
+
+    assert measure(5) == 5
+    assert measure(3) == 3
+    with pytest.raises(TimeoutError, match="time was over after 2 rounds"):
+        measure(2)
 
 
 def test_repeated_runs_are_divided_by_their_number() -> None:
@@ -161,10 +197,32 @@ def test_cases_can_be_chosen_by_name() -> None:
     everything = list(gpu_run.cases(CPU, tiny=False))
     assert len({str(case) for case in everything}) == len(everything)
     chosen = gpu_run.select(iter(everything), "codec fp16,DLRM")
-    assert [case.op for case in chosen] == ["DLRM step", "DLRM step", "codec fp16 pack", "codec fp16 unpack"]
-    assert {case.op.split()[0] for case in everything} == {
-        "forward", "sort", "group", "update", "step", "DLRM", "codec", "interaction", "training"
+    assert [case.op for case in chosen if not case.op.endswith(GRAPH)] == [
+        "codec fp16 pack", "codec fp16 unpack", "DLRM step", "DLRM step"
+    ]  # fmt: skip
+    assert {case.op.removesuffix(GRAPH).split()[0] for case in everything} == {
+        "forward", "sort", "group", "update", "step", "DLRM", "codec", "interaction", "cross", "jagged", "block", "row",
+        "training",
     }  # fmt: skip
+
+
+def test_all_but_updates_and_tiers_are_measured_as_cuda_graphs_too() -> None:
+    ops = {case.op for case in gpu_run.cases(CPU, tiny=True)}
+    eager = {op for op in ops if not op.endswith(GRAPH)}
+    assert {op for op in eager if op + GRAPH not in ops} == {
+        "update", "training from host memory", "training from disk"
+    }  # fmt: skip
+    assert {op.removesuffix(GRAPH) for op in ops} == eager
+
+
+def test_each_workload_family_and_tier_is_a_process() -> None:
+    everything = list(gpu_run.cases(CPU, tiny=False))
+    groups = [group for group, _ in itertools.groupby(everything, key=lambda case: case.group)]
+    assert len(set(groups)) == len(groups) == len(WORKLOADS) + len(gpu_run.FAMILIES) + 3
+    assert all(case.workload is None or str(case.workload) == case.group for case in everything)
+    (alone, *_), *others = ([case for case in everything if case.group == group] for group in groups[-3:])
+    assert "training" in alone.op
+    assert all(len(other) == 1 for other in others)
 
 
 @pytest.mark.more
@@ -178,9 +236,21 @@ def test_ops_on_tables_run_and_are_kept(tmp_path: Path, capsys: pytest.CaptureFi
     assert ("sort", "torch") in measured
     assert ("step", "torch") in measured
     assert ("update", "tritonemb, grouped ahead") in measured
+    assert (f"step{GRAPH}", "tritonemb") in measured
     assert {failure["implementation"] for failure in found["failures"]} <= {"fbgemm"}
     assert all(row["bytes"] > 0 and row["p50_ms"] > 0 for row in found["rows"])
     assert "wrote" in capsys.readouterr().out
+
+
+def test_a_run_without_time_says_what_it_has_not_measured(tmp_path: Path) -> None:
+    options = ["--device", "cpu", "--tiny", "-k", "codec int8 pack", "--seconds", "0", "--out", str(tmp_path)]
+    found = gpu_run.main(options)
+    assert found["rows"] == []
+    assert {(failure["op"], failure["implementation"], failure["error"]) for failure in found["failures"]} == {
+        (op, "all", "not measured: 0 s were over") for op in ("codec int8 pack", f"codec int8 pack{GRAPH}")
+    }
+    (path,) = tmp_path.glob("cpu-*.json")
+    assert json.loads(path.read_text()) == found
 
 
 @pytest.mark.slow

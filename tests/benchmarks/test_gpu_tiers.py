@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 import tritonemb as te
+from benchmarks.clock import Clock, Outcome
 from benchmarks.gpu import run as gpu_run
 from benchmarks.gpu import targets, tiers, training
-from benchmarks.gpu.clock import Clock, Outcome
 from benchmarks.gpu.feeds import Feed, Prefetched, SentAhead
 from benchmarks.gpu.tables import FbgemmTables, OurTables
 from benchmarks.gpu.tiers import IN_HBM, NONE_AHEAD, Tier
@@ -40,7 +40,7 @@ def small_makers(share: float = 0.1) -> tuple[dict[str, Callable[[], Feed]], tup
 
 
 def race(makers: dict[str, Callable[[], Feed]]) -> Outcome:
-    return training.race(makers, SMALL, CPU, Clock(CPU), SAMPLES, {IN_HBM: 7})
+    return training.race(makers, SMALL, Clock(CPU), SAMPLES, {IN_HBM: 7})
 
 
 def test_rows_come_back_and_batches_are_the_same_each_time() -> None:
@@ -219,8 +219,7 @@ def test_targets_of_each_share() -> None:
 
 
 @pytest.mark.more
-def test_the_cases_run_in_small(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(training, "WARMUP_STEPS", 40)  # caches have 128 slots a table, of which a batch needs some 10
+def test_the_cases_run_in_small(capfd: pytest.CaptureFixture[str]) -> None:
     found = gpu_run.main(["--device", "cpu", "--tiny", "-k", "10% on"])
     assert all(failure["implementation"].startswith("fbgemm") for failure in found["failures"])
     measured = {(row["op"], row["shape"].rpartition(", ")[2], row["implementation"]) for row in found["rows"]}
@@ -229,4 +228,4 @@ def test_the_cases_run_in_small(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
             assert (case.op, f"{case.share:.0%} on the device", name) in measured
     assert all(row["bytes"] > 0 and row["p50_ms"] > 0 for row in found["rows"])
     assert [verdict["met"] is None for verdict in found["targets"]] == [False, True]
-    assert capsys.readouterr().out.count("hit rates of tritonemb: ") == 2
+    assert capfd.readouterr().out.count("hit rates of tritonemb: ") == 2

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 import tritonemb as te
-from benchmarks.gpu.clock import Clock, Contender
+from benchmarks.clock import Clock, Contender
 from benchmarks.gpu.tables import OurTables
 from benchmarks.gpu.workload import Workload, draw_batches, draw_gradient, forward_bytes, step_bytes
 from tests.gpu import processes

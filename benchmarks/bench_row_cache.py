@@ -1,0 +1,131 @@
+"""The directory of a row cache: slots of a batch's rows, slots for those that miss, and the ids as slots.
+
+The peer is what one writes with PyTorch's operators over a map of all rows to slots; allocating has none. Batches have
+production's reuse of ids, and the cache a tenth of the rows, those of earlier batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import tritonemb as te
+from benchmarks.cases import OURS, Case, contenders, equal
+from benchmarks.clock import Contender
+from benchmarks.gpu.workload import Workload, draw_batches
+from tritonemb import ops
+from tritonemb.layout import FIRST_ROW, make_layout
+
+WAYS_BYTES = ops.WAYS * (8 + 8 + 4)  # of a set: tags, use, pins
+NUM_BATCHES = 12  # of which the last one is measured
+
+
+def cases(device: torch.device, tiny: bool) -> Iterator[Case]:
+    workload = Workload("reuse", 8192 if device.type == "cuda" else 2048, (100_000,) * 26, (1,) * 26, ids="reuse")
+    workload = workload.tiny() if tiny else workload
+    rows = f"B{workload.batch_size} T{workload.num_tables} L{workload.bag_sizes[0]} rows {workload.num_rows[0]:,}"
+    for op in ("look up", "allocate", "translate"):
+        yield Case(f"row cache {op}", f"{rows}, 10% in the cache", partial(make, op, workload))
+
+
+class Directory:
+    """Of a cache that has seen all batches but the last, whose `groups` it meets next."""
+
+    def __init__(self, workload: Workload, device: torch.device) -> None:
+        tables = [te.TableConfig(*table, 4) for table in zip(workload.table_names, workload.num_rows, strict=True)]
+        layout = make_layout(tables, workload.table_names, True, device)
+        sets = [-(-rows // (10 * ops.WAYS)) for rows in workload.num_rows]
+        sizes, num_sets = [count * ops.WAYS for count in sets], torch.tensor(sets, device=device)
+        self.tags = [torch.full((size,), ops.NO_ROW, dtype=torch.int64, device=device) for size in sizes]
+        self.used = [torch.zeros(size, dtype=torch.int64, device=device) for size in sizes]
+        self.pins = [torch.zeros(size, dtype=torch.int32, device=device) for size in sizes]
+        self.first_rows, self.num_rows = layout.tables[:, FIRST_ROW].contiguous(), layout.num_rows
+        for now, batch in enumerate(draw_batches(workload, NUM_BATCHES, device)):
+            self.groups = ops.row_groups(batch.values, batch.offsets, layout)
+            self._rest = self.groups.num_groups, layout.tables, num_sets, torch.tensor(now, device=device), "lru"
+            if now < NUM_BATCHES - 1:
+                self.allocate(self.look_up())
+                torch._foreach_zero_(self.pins)
+        self.num_groups = int(self.groups.num_groups)
+
+    def look_up(self) -> Tensor:
+        return ops.row_cache_look_up_(self.tags, self.used, self.pins, self.groups.rows, *self._rest)
+
+    def allocate(self, slots: Tensor) -> Tensor:
+        return ops.row_cache_allocate_(self.tags, self.used, self.pins, self.groups.rows, slots, *self._rest)
+
+    def rows_of_slots(self) -> Tensor:
+        """The linear row in each slot, -1 in an empty one; tables one behind the other."""
+        pairs = zip(self.tags, self.first_rows, strict=True)
+        return torch.cat([torch.where(tags == ops.NO_ROW, -1, tags + first) for tags, first in pairs])
+
+    def slot_origins(self) -> Tensor:
+        """For each row of the batch, where the slots of its table begin in `rows_of_slots`."""
+        sizes = torch.tensor([0, *(tags.numel() for tags in self.tags[:-1])], device=self.first_rows.device)
+        rows = self.groups.rows[: self.num_groups]
+        return torch.cumsum(sizes, 0)[torch.searchsorted(self.first_rows, rows, right=True) - 1]
+
+
+def make(op: str, workload: Workload, device: torch.device) -> list[Contender]:
+    directory = Directory(workload, device)
+    by_op = {"look up": look_up, "allocate": allocate, "translate": translate}
+    return by_op[op](directory, device)
+
+
+def look_up(directory: Directory, device: torch.device) -> list[Contender]:
+    rows, num_groups = directory.groups.rows, directory.groups.num_groups
+    held = directory.rows_of_slots()
+    sizes = [tags.numel() for tags in directory.tags]
+    slots = torch.cat([torch.arange(size, device=device) for size in sizes])
+    slot_of_row = torch.full((directory.num_rows + 1,), -1, device=device)
+    slot_of_row[held[held >= 0]] = slots[held >= 0]
+
+    def by_torch() -> Tensor:
+        return torch.where(torch.arange(rows.numel(), device=device) < num_groups, slot_of_row[rows], -1)
+
+    num_bytes = 16 * rows.numel() + directory.num_groups * (8 * ops.WAYS + 16)  # tags; use and pin
+    return contenders({OURS: directory.look_up, "torch": by_torch}, num_bytes, device, equal(by_torch()))
+
+
+def allocate(directory: Directory, device: torch.device) -> list[Contender]:
+    slots, count = directory.look_up(), directory.num_groups
+    state = [*directory.tags, *directory.used, *directory.pins, slots]
+    before = [part.clone() for part in state]
+    misses = (slots == -1)[:count]
+
+    def reset(_: int) -> None:
+        torch._foreach_copy_(state, before)
+
+    def check(_: Any) -> None:
+        """Each row that has a slot now is in it; all have one, unless batches were to fill a set."""
+        given = slots[:count] >= 0
+        places = (slots[:count] + directory.slot_origins())[given]
+        assert torch.equal(directory.rows_of_slots()[places], directory.groups.rows[:count][given])
+        assert float(given.float().mean()) > 0.99, "rows are left without a slot"
+
+    directory.allocate(slots)
+    sets = ((slots[:count] + directory.slot_origins())[misses] // ops.WAYS).unique().numel()
+    num_bytes = 28 * slots.numel() + WAYS_BYTES * sets + 36 * int(misses.sum())
+    return contenders({OURS: lambda: directory.allocate(slots)}, num_bytes, device, check, reset)
+
+
+def translate(directory: Directory, device: torch.device) -> list[Contender]:
+    slots, (_, starts, order, num_groups) = directory.look_up(), directory.groups
+    sizes = starts.diff().long()
+
+    def by_torch() -> Tensor:
+        found = torch.empty_like(slots)
+        found[order.long()] = slots.repeat_interleave(sizes, output_size=order.numel())
+        return found
+
+    num_bytes = (8 + 4 + 8) * order.numel() + (8 + 4) * directory.num_groups
+    runs = {OURS: lambda: ops.row_cache_translate(slots, starts, order, num_groups), "torch": by_torch}
+    return contenders(runs, num_bytes, device, equal(by_torch()))
+
+
+def bench_row_cache(case: Case, measure_case: Callable[[Case], None]) -> None:
+    measure_case(case)

@@ -1,0 +1,79 @@
+"""What the microbenchmarks share: a case is one op over one shape, with all its contenders.
+
+Each family of ops has a file, `bench_<family>.py`, whose `cases` are measured by pytest-benchmark (`make bench`; on a
+GPU with `--device cuda`) and by `benchmarks/gpu/run.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.clock import Contender
+
+OURS, COPY, COMPILED = "tritonemb", "copy", "torch, compiled"
+GRAPH = ", CUDA graph"  # behind an op that is replayed
+
+
+class Case(NamedTuple):
+    """`make` allocates what the contenders need on a device; ours is the first of them, a copy the last."""
+
+    op: str
+    shape: str
+    make: Callable[[torch.device], list[Contender]]
+
+    def __str__(self) -> str:
+        return f"{self.op}, {self.shape}"
+
+
+def contenders(
+    runs: Mapping[str, Callable[[], object]],
+    num_bytes: int,
+    device: torch.device,
+    check: Callable[[Any], None],
+    prepare: Callable[[int], Any] = lambda number: None,
+    source_device: torch.device | None = None,
+) -> list[Contender]:
+    """One for each of `runs`, by name; each does the same on the same tensors and is checked; and a copy.
+
+    The copy is from `source_device`, by default the same.
+    """
+    found = [Contender(name, prepare, lambda _, run=run: run(), num_bytes, check) for name, run in runs.items()]
+    return [*found, copy_contender(num_bytes, device, source_device)]
+
+
+def copy_contender(num_bytes: int, device: torch.device, source_device: torch.device | None = None) -> Contender:
+    """A copy that reads and writes `num_bytes` in all, from the same device or from pinned host memory."""
+    size = max(1, num_bytes // 2)
+    if source_device is None or source_device == device:
+        source = torch.ones(size, dtype=torch.int8, device=device)  # zeros may be pages that are not there
+    else:
+        source = torch.ones(size, dtype=torch.int8, device=source_device, pin_memory=True)
+    target = torch.empty(size, dtype=torch.int8, device=device)
+    return Contender(COPY, lambda number: None, lambda _: target.copy_(source, non_blocking=True), num_bytes)
+
+
+def equal(*expected: Any) -> Callable[[Any], None]:
+    """A check that all tensors of a run are `expected`, bit for bit; where None is expected, anything is right."""
+    return close(*expected, rtol=0.0, atol=0.0)
+
+
+def close(*expected: Any, rtol: float, atol: float) -> Callable[[Any], None]:
+    """The same within a tolerance."""
+
+    def check(found: Any) -> None:
+        several = found if isinstance(found, tuple | list) else (found,)
+        for mine, right in zip(several, expected, strict=True):
+            if right is not None and mine is not None:
+                torch.testing.assert_close(mine, right, rtol=rtol, atol=atol, check_dtype=False)
+
+    return check
+
+
+def fbgemm_op(name: str) -> Any:
+    """`torch.ops.fbgemm.<name>`; raises where FBGEMM cannot be imported or was built without it."""
+    importlib.import_module("fbgemm_gpu")
+    return getattr(torch.ops.fbgemm, name)

@@ -1,0 +1,214 @@
+"""Time contenders in turn on one device, in one process, so that whatever disturbs the device disturbs them all.
+
+On the CPU a sample is wall clock time. On a GPU the L2 cache is flushed before each sample and the device is given a
+little idle work, during which the host queues the run: what CUDA events measure is the device's time, without the
+host's launches (a contender whose host needs longer than that pays for it). Where the host matters (whole training
+steps), a run is `repeats` steps back to back, without flush or idle work: their tables are far larger than the cache,
+and the host has to keep up. As a CUDA graph (`captured`) a contender needs the host for one launch alone.
+
+A contender that fails is dropped and its error kept; the others go on. None goes on where the device does not answer.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+FLUSH_BYTES = 256 << 20  # several times any L2 cache
+IDLE_CYCLES = 2_000_000  # about a millisecond: more than the host needs to queue a run
+FEWEST_ROUNDS = 3  # that still say something, where time is over
+
+
+@dataclass(frozen=True)
+class Contender:
+    """`run(prepare(number))` is one sample; only `run` is timed.
+
+    `num_bytes` is what it has to move. `check` raises if what a run returned is wrong: one is checked before any is
+    timed.
+    """
+
+    name: str
+    prepare: Callable[[int], Any]
+    run: Callable[[Any], object]
+    num_bytes: int = 0
+    check: Callable[[Any], None] | None = None
+
+    def verify(self) -> None:
+        """Run once, if there is a check, and check the result."""
+        if self.check is not None:
+            self.check(self.run(self.prepare(0)))
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds over all rounds of one contender."""
+
+    name: str
+    samples: tuple[float, ...]
+    other_load_percent: float | None = None
+
+    def percentile(self, percent: float) -> float:
+        return float(np.percentile(self.samples, percent))
+
+
+@dataclass
+class Outcome:
+    """Milliseconds of those that ran, what each had to move, and the errors of those that did not run."""
+
+    timings: list[Timing] = field(default_factory=list)
+    num_bytes: dict[str, int] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+
+
+class DeviceLost(RuntimeError):
+    """The device answers this process no more, as after an illegal access."""
+
+
+class Clock:
+    """Measures on `device`.
+
+    Args:
+        deadline: of `time.time()`; no round begins after it.
+        begin: called with the name of each contender that is about to run.
+        without: contenders to leave out.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        deadline: float = math.inf,
+        begin: Callable[[str], None] = lambda name: None,
+        without: Collection[str] = (),
+    ) -> None:
+        self.device, self.deadline, self.begin, self.without = device, deadline, begin, without
+        self.on_gpu = device.type == "cuda"
+        self._flushed = torch.empty(FLUSH_BYTES if self.on_gpu else 1, dtype=torch.int8, device=device)
+
+    def measure(
+        self,
+        contenders: Sequence[Contender],
+        rounds: int,
+        warmup_rounds: int = 3,
+        repeats: int | None = None,
+        graph: bool = False,
+    ) -> Outcome:
+        """`rounds` samples of each contender; with `repeats`, of so many runs back to back, divided by their number.
+
+        Fewer where the deadline passes: TimeoutError below `FEWEST_ROUNDS`. With `graph`, of contenders `captured`.
+        """
+        outcome = Outcome(num_bytes={contender.name: contender.num_bytes for contender in contenders})
+        samples: dict[str, list[float]] = {}
+        running: list[Contender] = []
+        for contender in contenders:
+            if contender.name in self.without:
+                continue
+
+            def ready(contender: Contender = contender) -> None:
+                contender.verify()
+                running.append(self.captured(contender) if graph else contender)
+
+            self._attempt(contender.name, ready, outcome)
+        gc.collect()
+        gc.disable()
+        try:
+            for number in range(warmup_rounds + rounds):
+                if time.time() > self.deadline:
+                    if number < warmup_rounds + min(rounds, FEWEST_ROUNDS):
+                        raise TimeoutError(f"time was over after {max(0, number - warmup_rounds)} rounds")
+                    break
+                for contender in running:
+                    if contender.name not in outcome.errors:
+
+                        def sample(contender: Contender = contender, number: int = number) -> None:
+                            elapsed = self._sample(contender, number, repeats or 1, flush=repeats is None)
+                            samples.setdefault(contender.name, []).append(elapsed)
+
+                        self._attempt(contender.name, sample, outcome)
+        finally:
+            gc.enable()
+        outcome.timings = [
+            Timing(name, tuple(times[warmup_rounds:])) for name, times in samples.items() if name not in outcome.errors
+        ]
+        return outcome
+
+    def _attempt(self, name: str, act: Callable[[], None], outcome: Outcome) -> None:
+        self.begin(name)
+        try:
+            act()
+        except Exception as error:
+            recover(error)
+            outcome.errors[name] = describe(error)
+
+    def captured(self, contender: Contender) -> Contender:
+        """The contender with its run as a CUDA graph, of its first batch. On the CPU: with the first batch alone."""
+        if not self.on_gpu:
+            return replace(contender, prepare=lambda number: contender.prepare(0))
+        stream, graph = torch.cuda.Stream(self.device), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        try:
+            with torch.cuda.stream(stream):
+                contender.run(contender.prepare(0))
+                prepared = contender.prepare(0)
+                torch.cuda.synchronize(self.device)
+            with torch.cuda.graph(graph, stream=stream):
+                kept = contender.run(prepared)
+        except Exception as error:
+            recover(error)
+            raise RuntimeError(f"cannot be captured: {describe(error)}") from error
+
+        def replay(_: Any) -> object:
+            graph.replay()
+            return kept
+
+        # `prepare` writes into the same tensors each time; `prepared` stays, as the graph reads it.
+        again = replace(contender, prepare=lambda number: (contender.prepare(0), prepared), run=replay)
+        again.verify()
+        return again
+
+    def _sample(self, contender: Contender, number: int, count: int, flush: bool) -> float:
+        prepared = [contender.prepare(number * count + index) for index in range(count)]
+        return self.time(contender, prepared, flush) / count
+
+    def time(self, contender: Contender, prepared: Sequence[Any], flush: bool = True) -> float:
+        """Milliseconds of a run of each of `prepared`, back to back."""
+        if not self.on_gpu:
+            begin = time.perf_counter_ns()
+            for item in prepared:
+                contender.run(item)
+            return (time.perf_counter_ns() - begin) / 1e6
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        if flush:
+            self._flushed.zero_()
+            torch.cuda._sleep(IDLE_CYCLES)
+        else:
+            torch.cuda.synchronize()
+        start.record()
+        for item in prepared:
+            contender.run(item)
+        end.record()
+        torch.cuda.synchronize()
+        return float(start.elapsed_time(end))
+
+
+def describe(error: Exception) -> str:
+    """The error on one line, without what names a machine."""
+    text = " ".join(str(error).split())[:300]
+    return f"{type(error).__name__}: {text}"
+
+
+def recover(error: Exception | None = None) -> None:
+    """Give back what a failed contender held; raises DeviceLost if the device does not answer any more."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        try:
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        except RuntimeError as lost:
+            raise DeviceLost(describe(error or lost)) from lost
