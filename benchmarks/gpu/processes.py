@@ -54,26 +54,28 @@ def run(
     """
     end = time.time() + seconds
     spare = _Process(work, preload)
-    for group in groups:
-        task, deaths = Task(list(group), end - MARGIN * seconds), 0
-        while task.cases and time.time() < task.deadline:
-            process, spare = spare, _Process(work, preload)
-            why = process.measure(task, done, end, silent_seconds)
-            if why is None:
-                break
-            deaths += 1
-            case, contender = process.running
-            lost(case, contender, why)
-            if (case, contender) in task.without or contender == "all":
-                task.cases.remove(case)
-            task.without.add((case, contender))
-            if deaths == MOST_DEATHS:
-                for case in task.cases:
-                    lost(case, "all", f"not measured: {deaths} processes of its group died")
-                task.cases.clear()
-        for case in task.cases:
-            lost(case, "all", f"not measured: {seconds:.0f} s were over")
-    spare.end()
+    try:
+        for group in groups:
+            task, deaths = Task(list(group), end - MARGIN * seconds), 0
+            while task.cases and time.time() < task.deadline:
+                process, spare = spare, _Process(work, preload)
+                why = process.measure(task, done, end, silent_seconds)
+                if why is None:
+                    break
+                deaths += 1
+                case, contender = process.running
+                lost(case, contender, why)
+                if (case, contender) in task.without or contender == "all":
+                    task.cases.remove(case)
+                task.without.add((case, contender))
+                if deaths == MOST_DEATHS:
+                    for case in task.cases:
+                        lost(case, "all", f"not measured: {deaths} processes of its group died")
+                    task.cases.clear()
+            for case in task.cases:
+                lost(case, "all", f"not measured: {seconds:.0f} s were over")
+    finally:
+        spare.end()
 
 
 class _Process:
@@ -82,7 +84,7 @@ class _Process:
     def __init__(self, work: Work, preload: Sequence[str]) -> None:
         context = multiprocessing.get_context("spawn")  # a fork could not use CUDA after its parent has
         self._connection, other = context.Pipe()
-        self._process = context.Process(target=_serve, args=(work, tuple(preload), other), daemon=True)
+        self._process = context.Process(target=_serve, args=(work, tuple(preload), other))
         self._process.start()
         other.close()  # or its end would not be noticed
         self.running = ("", "all")
@@ -110,7 +112,7 @@ class _Process:
                         self._process.join(LEAVING_SECONDS)
                         return None
         except (EOFError, ConnectionError):
-            self._process.join()
+            self._process.join(LEAVING_SECONDS)
             return f"its process died (exit code {self._process.exitcode}){': ' if why else ''}{why or ''}"
         finally:
             self.end()

@@ -157,7 +157,8 @@ def slug(device_name: str) -> str:
 
 
 def print_case(part: dict[str, Any]) -> None:
-    print(*lines(part.get("rows", [])), sep="\n", flush=True)
+    for line in lines(part.get("rows", [])):
+        print(line, flush=True)
     for failure in part.get("failures", []):
         print("FAILED", *(str(failure[name]) for name in ("op", "shape", "implementation", "error")), flush=True)
 
