@@ -50,13 +50,23 @@ def _peers_table(rows: list[dict[str, Any]]) -> str:
     for (op, shape), case in _cases(rows).items():
         if "tritonemb" not in case:
             continue
-        ours = case.pop("tritonemb")
-        others = [row for name, row in case.items() if name not in (LIMIT, COPY)] or [*case.values()]
-        fastest = min(others, key=lambda row: float(row["p50_ms"]))
-        peers = ", ".join(f"{name} {row['p50_ms']:.2f}" for name, row in case.items())
-        ratio = fastest["p50_ms"] / ours["p50_ms"]
-        lines.append([op, shape, peers, f"{ours['p50_ms']:.2f}", f"{ours['gb_per_s']:.1f}", f"{ratio:.2f}"])
-    header = ["op", "shape", "peers, ms", "tritonemb, ms", "GB/s", "times as fast as the fastest peer"]
+        ours, copy = case.pop("tritonemb"), case.pop(COPY, None)
+        others = [row for name, row in case.items() if name != LIMIT] or [*case.values()]
+        fastest = min((row["p50_ms"] for row in others), default=None)
+        peers = ", ".join(f"{name} {row['p50_ms']:.2f}" for name, row in case.items()) or "-"
+        share = ours["gb_per_s"] / (copy["gb_per_s"] if copy else ours["copy_gb_per_s"])
+        ratio = f"{fastest / ours['p50_ms']:.2f}" if fastest else "-"
+        figures = f"{ours['p50_ms']:.2f}", f"{ours['gb_per_s']:.1f}", f"{100 * share:.0f} %", ratio
+        lines.append([op, shape, peers, *figures])
+    header = [
+        "op",
+        "shape",
+        "peers, ms",
+        "tritonemb, ms",
+        "GB/s",
+        "of a copy's rate",
+        "times as fast as the fastest peer",
+    ]
     return markdown_table(header, lines, text_columns=3)
 
 

@@ -61,8 +61,15 @@ def test_a_readme_without_markers_is_refused(text: str) -> None:
 def test_the_section_shows_figures_of_the_file() -> None:
     section = report.speed_section(results(), report.ROOT / "benchmarks/results/cpu-2026-01-02.png")
     assert "](benchmarks/results/cpu-2026-01-02.png)" in section
-    assert "| forward | B2048 T26 L1 D64 rows 100,000 | fbgemm 9.00 | 2.00 | 2.0 | 4.50 |" in section.splitlines()
+    assert "| forward | B2048 T26 L1 D64 rows 100,000 | fbgemm 9.00 | 2.00 | 2.0 | 7 % | 4.50 |" in section.splitlines()
     assert "a plain copy moves 30 GB/s" in section
+
+
+def test_a_copy_is_no_peer_but_says_what_was_possible() -> None:
+    timings = [OURS, Timing("copy", (0.5,))]
+    rows = timing_rows("row cache allocate", SHAPE, timings, dict.fromkeys(("tritonemb", "copy"), 4_000_000))
+    table = report.speed_section(condense([{"extra_info": {"rows": rows}}], SHARED), report.ROOT / "some.png")
+    assert f"| row cache allocate | {SHAPE} | - | 2.00 | 2.0 | 25 % | - |" in table.splitlines()
 
 
 def test_the_newest_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
