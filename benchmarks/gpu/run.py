@@ -183,6 +183,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     options = parser.parse_args(arguments)
     begin, device = time.monotonic(), torch.device(options.device)
     chosen = select(cases(device, options.tiny), options.select)
+    if not chosen:
+        sys.exit(f"no case matches {options.select!r}; --list shows them")
     if options.list:
         print("\n".join(map(str, chosen)))
         return {}

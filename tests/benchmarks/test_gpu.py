@@ -206,6 +206,11 @@ def test_cases_can_be_chosen_by_name() -> None:
     }  # fmt: skip
 
 
+def test_who_chooses_no_case_is_told() -> None:
+    with pytest.raises(SystemExit, match="no case matches 'nothing'; --list shows them"):
+        gpu_run.main(["--device", "cpu", "-k", "nothing"])
+
+
 def test_all_but_updates_and_tiers_are_measured_as_cuda_graphs_too() -> None:
     ops = {case.op for case in gpu_run.cases(CPU, tiny=True)}
     eager = {op for op in ops if not op.endswith(GRAPH)}
