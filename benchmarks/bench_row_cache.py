@@ -46,17 +46,18 @@ class Directory:
         self.first_rows, self.num_rows = layout.tables[:, FIRST_ROW].contiguous(), layout.num_rows
         for now, batch in enumerate(draw_batches(workload, NUM_BATCHES, device)):
             self.groups = ops.row_groups(batch.values, batch.offsets, layout)
-            self._rest = self.groups.num_groups, layout.tables, num_sets, torch.tensor(now, device=device), "lru"
+            self.num_groups = int(self.groups.num_groups)
+            self.rows = self.groups.rows[: self.num_groups]
+            self._rest = layout.tables, num_sets, torch.tensor(now, device=device), "lru"
             if now < NUM_BATCHES - 1:
                 self.allocate(self.look_up())
                 torch._foreach_zero_(self.pins)
-        self.num_groups = int(self.groups.num_groups)
 
     def look_up(self) -> Tensor:
-        return ops.row_cache_look_up_(self.tags, self.used, self.pins, self.groups.rows, *self._rest)
+        return ops.row_cache_look_up_(self.tags, self.used, self.pins, self.rows, *self._rest)
 
     def allocate(self, slots: Tensor) -> Tensor:
-        return ops.row_cache_allocate_(self.tags, self.used, self.pins, self.groups.rows, slots, *self._rest)
+        return ops.row_cache_allocate_(self.tags, self.used, self.pins, self.rows, slots, *self._rest)
 
     def rows_of_slots(self) -> Tensor:
         """The linear row in each slot, -1 in an empty one; tables one behind the other."""
@@ -66,8 +67,7 @@ class Directory:
     def slot_origins(self) -> Tensor:
         """For each row of the batch, where the slots of its table begin in `rows_of_slots`."""
         sizes = torch.tensor([0, *(tags.numel() for tags in self.tags[:-1])], device=self.first_rows.device)
-        rows = self.groups.rows[: self.num_groups]
-        return torch.cumsum(sizes, 0)[torch.searchsorted(self.first_rows, rows, right=True) - 1]
+        return torch.cumsum(sizes, 0)[torch.searchsorted(self.first_rows, self.rows, right=True) - 1]
 
 
 def make(op: str, workload: Workload, device: torch.device) -> list[Contender]:
@@ -77,7 +77,6 @@ def make(op: str, workload: Workload, device: torch.device) -> list[Contender]:
 
 
 def look_up(directory: Directory, device: torch.device) -> list[Contender]:
-    rows, num_groups = directory.groups.rows, directory.groups.num_groups
     held = directory.rows_of_slots()
     sizes = [tags.numel() for tags in directory.tags]
     slots = torch.cat([torch.arange(size, device=device) for size in sizes])
@@ -85,36 +84,38 @@ def look_up(directory: Directory, device: torch.device) -> list[Contender]:
     slot_of_row[held[held >= 0]] = slots[held >= 0]
 
     def by_torch() -> Tensor:
-        return torch.where(torch.arange(rows.numel(), device=device) < num_groups, slot_of_row[rows], -1)
+        return slot_of_row[directory.rows]
 
-    num_bytes = 16 * rows.numel() + directory.num_groups * (8 * ops.WAYS + 16)  # tags; use and pin
+    num_bytes = directory.num_groups * (16 + 8 * ops.WAYS + 16)  # tags; use and pin
     return contenders({OURS: directory.look_up, "torch": by_torch}, num_bytes, device, equal(by_torch()))
 
 
 def allocate(directory: Directory, device: torch.device) -> list[Contender]:
-    slots, count = directory.look_up(), directory.num_groups
+    slots = directory.look_up()
     state = [*directory.tags, *directory.used, *directory.pins, slots]
     before = [part.clone() for part in state]
-    misses = (slots == -1)[:count]
+    misses = slots == -1
 
     def reset(_: int) -> None:
         torch._foreach_copy_(state, before)
 
     def check(_: Any) -> None:
         """Each row that has a slot now is in it; all have one, unless batches were to fill a set."""
-        given = slots[:count] >= 0
-        places = (slots[:count] + directory.slot_origins())[given]
-        assert torch.equal(directory.rows_of_slots()[places], directory.groups.rows[:count][given])
+        given = slots >= 0
+        places = (slots + directory.slot_origins())[given]
+        assert torch.equal(directory.rows_of_slots()[places], directory.rows[given])
         assert float(given.float().mean()) > 0.99, "rows are left without a slot"
 
     directory.allocate(slots)
-    sets = ((slots[:count] + directory.slot_origins())[misses] // ops.WAYS).unique().numel()
+    sets = ((slots + directory.slot_origins())[misses] // ops.WAYS).unique().numel()
     num_bytes = 28 * slots.numel() + WAYS_BYTES * sets + 36 * int(misses.sum())
     return contenders({OURS: lambda: directory.allocate(slots)}, num_bytes, device, check, reset)
 
 
 def translate(directory: Directory, device: torch.device) -> list[Contender]:
-    slots, (_, starts, order, num_groups) = directory.look_up(), directory.groups
+    _, starts, order, num_groups = directory.groups
+    slots = torch.full_like(directory.groups.rows, -1)
+    slots[: directory.num_groups] = directory.look_up()
     sizes = starts.diff().long()
 
     def by_torch() -> Tensor:

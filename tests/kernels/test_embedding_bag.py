@@ -14,6 +14,7 @@ from tritonemb import ops
 from tritonemb.kernels import embedding_bag as triton
 from tritonemb.kernels.cpu.embedding_bag import embedding_bag, sample_weight_gradient
 from tritonemb.kernels.embedding_bag import embedding_bag_reference, sample_weight_gradient_reference
+from tritonemb.kernels.triton_utils import TablesOfDtype
 from tritonemb.layout import make_layout
 
 # Float32 sums of at most 12 normal values, times normal weights, in another order than float64's.
@@ -228,8 +229,8 @@ def test_triton_addresses_rows_beyond_two_to_the_31_elements(device, pooled, mon
     first_row, dim = 2**31 // 64 + 5, 64
     config = te.TableConfig("table", first_row + 10, dim)
     real = torch.randn(10, dim, device=device)
-    far = torch.tensor([real.data_ptr() - 4 * dim * first_row], device=device)
-    monkeypatch.setattr(triton, "by_dtype", lambda weights, device: [(weights, far)])
+    far = TablesOfDtype(torch.float32, (real.data_ptr() - 4 * dim * first_row,), 16, 16, dim)
+    monkeypatch.setattr(triton, "by_dtype", lambda weights: [far])
     values = torch.tensor([first_row, first_row + 9, first_row + 3], device=device)
     layout = make_layout([config], ["table"], pooled, device)
     out = triton.embedding_bag([real], values, torch.tensor([0, 2, 3], device=device), None, layout, True)

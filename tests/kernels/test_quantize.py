@@ -16,7 +16,7 @@ from tests.strategies import seeds
 from tritonemb.kernels import quantize as kernels
 from tritonemb.kernels.cpu import quantize as cpu_kernels
 from tritonemb.kernels.packing import CODECS, INT8, Packing, make_packing
-from tritonemb.kernels.random import narrow_reference
+from tritonemb.kernels.random import narrow_by_torch
 from tritonemb.ops.quantize import quantize_pack, quantize_unpack
 
 DIMS = (1, 3, 4, 60, 64, 100, 128, 257, 700)
@@ -71,7 +71,7 @@ def message_by_hand(matrix: Tensor, parts: Sequence[Sequence[tuple[int, int]]], 
         torch.cat([torch.empty(matrix.shape[0], 0), *[matrix[:, c : c + w].float() for c, w in part]], dim=1)
         for part in parts
     ]
-    return torch.cat([narrow_reference(part, CODECS[codec]).reshape(-1).view(torch.uint8) for part in cast])
+    return torch.cat([narrow_by_torch(part, CODECS[codec]).reshape(-1).view(torch.uint8) for part in cast])
 
 
 @pytest.mark.parametrize("codec", FLOATS)

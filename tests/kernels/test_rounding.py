@@ -14,7 +14,7 @@ import tritonemb as te
 from tests.helpers import contents, make_collection, random_steps, train
 from tritonemb.kernels.cpu.jit import BFLOAT16, FLOAT16, compiled
 from tritonemb.kernels.cpu.random import fill_random, narrow_row, narrow_row_stochastic, widen_row
-from tritonemb.kernels.random import narrow_reference, narrow_stochastic_reference, random16_reference
+from tritonemb.kernels.random import narrow_by_torch, narrow_stochastic_by_torch, random16_by_torch
 
 CODES = {torch.float16: FLOAT16, torch.bfloat16: BFLOAT16}
 # Random123's known answers for philox4x32-10: counter, key, result.
@@ -76,7 +76,7 @@ def test_the_tests_own_philox_gives_the_known_answers(counter, key, result):
 def test_philox_of_zeros_is_the_known_answer():
     expected = list(KNOWN_ANSWERS[0][2])
     assert words_of(0, 0, 0, 1).tolist() == expected
-    halves = random16_reference(0, torch.tensor([0]), 0, 8)[0].tolist()
+    halves = random16_by_torch(0, torch.tensor([0]), 0, 8)[0].tolist()
     assert [low | high << 16 for low, high in zip(halves[::2], halves[1::2], strict=True)] == expected
 
 
@@ -92,7 +92,7 @@ def test_both_generators_are_philox(seed, row, step, num_counters, first_counter
     assert words_of(seed, row, step, num_counters, column).tolist() == expected
     halves = [half for word in expected for half in (word & 0xFFFF, word >> 16)]
     dim = 8 * num_counters - 3
-    assert random16_reference(seed, torch.tensor([row]), step, dim, column)[0].tolist() == halves[:dim]
+    assert random16_by_torch(seed, torch.tensor([row]), step, dim, column)[0].tolist() == halves[:dim]
 
 
 @functools.cache
@@ -123,7 +123,7 @@ def test_rounding_to_nearest_is_pytorchs_but_saturates(dtype):
     bits = np.zeros(values.numel(), dtype=np.uint16)
     _narrow(values.numpy(), CODES[dtype], bits)
     found = torch.from_numpy(bits.view(np.int16)).view(dtype)
-    assert torch.equal(found.view(torch.int16), narrow_reference(values, dtype).view(torch.int16))
+    assert torch.equal(found.view(torch.int16), narrow_by_torch(values, dtype).view(torch.int16))
     plain, largest = values.to(dtype), torch.finfo(dtype).max
     overflowed = plain.isinf() & values.isfinite()
     assert overflowed.any()
@@ -142,8 +142,8 @@ def test_stochastic_rounding_is_the_references(dtype, seed):
     words = words_of(seed, 5, 3, (values.numel() + 7) // 8)
     bits = np.zeros(values.numel(), dtype=np.uint16)
     _narrow_stochastic(values.numpy(), CODES[dtype], bits, words)
-    noise = random16_reference(seed, torch.tensor([5]), 3, values.numel())[0]
-    expected = narrow_stochastic_reference(values, dtype, noise)
+    noise = random16_by_torch(seed, torch.tensor([5]), 3, values.numel())[0]
+    expected = narrow_stochastic_by_torch(values, dtype, noise)
     assert torch.equal(torch.from_numpy(bits.view(np.int16)), expected.view(torch.int16))
 
 

@@ -18,6 +18,7 @@ from tests.helpers import assert_close, assert_same_bits, configurations, conten
 from tests.strategies import TABLE_DTYPES, optimizers, seeds, tables
 from tritonemb.kernels import row_update as triton
 from tritonemb.kernels.row_groups import row_groups
+from tritonemb.kernels.triton_utils import TablesOfDtype
 from tritonemb.layout import make_layout
 from tritonemb.ops.registry import forced
 from tritonemb.optim import OPTIMIZERS
@@ -381,8 +382,8 @@ def test_triton_updates_rows_beyond_two_to_the_31_elements(device, monkeypatch):
     config = te.TableConfig("table", first_row + 10, dim)
     real = torch.randn(10, dim, device=device)
     before = real.clone()
-    far = torch.tensor([real.data_ptr() - 4 * dim * first_row], device=device)
-    monkeypatch.setattr(triton, "by_dtype", lambda weights, device: [(weights, far)])
+    far = TablesOfDtype(torch.float32, (real.data_ptr() - 4 * dim * first_row,), 16, 16, dim)
+    monkeypatch.setattr(triton, "by_dtype", lambda weights: [far])
     values = torch.tensor([first_row, first_row + 9, first_row], device=device)
     offsets = torch.tensor([0, 2, 3], device=device)
     layout = make_layout([config], ["table"], True, device)

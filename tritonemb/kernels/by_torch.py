@@ -15,7 +15,7 @@ from tritonemb import errors
 from tritonemb.jagged import batch_size_of
 from tritonemb.kernels.cpu.cross import cross, cross_gradient  # noqa: F401
 from tritonemb.kernels.optimizers import apply_sums_
-from tritonemb.kernels.random import narrow_reference, narrow_stochastic_reference, random16_reference
+from tritonemb.kernels.random import narrow_by_torch, narrow_stochastic_by_torch, random16_by_torch
 from tritonemb.layout import MEAN, PIECE, SPAN, Layout, TableRow, int64_at
 from tritonemb.optimizers import Hyperparameters
 
@@ -103,12 +103,12 @@ def row_update_(
         if weight.dtype.itemsize != 2:
             return row.to(weight.dtype)
         if not h.stochastic_rounding:
-            return narrow_reference(row, weight.dtype)
+            return narrow_by_torch(row, weight.dtype)
         row = row.to(torch.float32)
         if table.row_ids:
             rows = int64_at(table.row_ids, table.num_rows, rows.device)[rows]
-        noise = random16_reference(table.seed, rows + table.row_origin, step, row.shape[1], table.column_origin)
-        return narrow_stochastic_reference(row, weight.dtype, noise)
+        noise = random16_by_torch(table.seed, rows + table.row_origin, step, row.shape[1], table.column_origin)
+        return narrow_stochastic_by_torch(row, weight.dtype, noise)
 
     apply_sums_(
         weights, states, step, skipped, learning_rate, optimizer, h, rows, sums, layout, narrow
@@ -128,7 +128,7 @@ def row_gradients_(
     """
     rows, found = sum_gradients(sums, grad, offsets, sample_weights, groups, layout, max_gradient)
     for out, own, of_table in zip(sums, rows, found, strict=True):
-        values = narrow_reference(of_table, out.dtype) if out.dtype.itemsize == 2 else of_table.to(out.dtype)
+        values = narrow_by_torch(of_table, out.dtype) if out.dtype.itemsize == 2 else of_table.to(out.dtype)
         out[torch.arange(own.numel(), device=out.device) if compact else own] = values
 
 

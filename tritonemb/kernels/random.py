@@ -51,7 +51,7 @@ def random16(seed, row, column, step, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 @jit
 def narrow_stochastic(values, noise, CODE: tl.constexpr):
-    """float32 to the bits of a 16-bit kind, as `narrow_stochastic_reference`: int16, or float16."""
+    """float32 to the bits of a 16-bit kind, as `narrow_stochastic_by_torch`: int16, or float16."""
     bits = values.to(tl.int32, bitcast=True)
     magnitude = bits & 0x7FFFFFFF
     if CODE == BFLOAT16:
@@ -69,17 +69,17 @@ def narrow_stochastic(values, noise, CODE: tl.constexpr):
     return tl.where(magnitude < 0x7F800000, rounded, narrow(values, CODE))
 
 
-def random16_reference(seed: int, rows: Tensor, step: int, dim: int, column: int = 0) -> Tensor:
+def random16_by_torch(seed: int, rows: Tensor, step: int, dim: int, column: int = 0) -> Tensor:
     """int64 `[R, dim]` in [0, 2^16): the noise of the table's rows `rows` (int64 `[R]`) from column `column` on.
 
     `column` is a multiple of 8.
     """
     first = column // ELEMENTS_PER_COUNTER
-    words = philox_reference(seed, first, first + cdiv(dim, ELEMENTS_PER_COUNTER), rows, step)
+    words = philox_by_torch(seed, first, first + cdiv(dim, ELEMENTS_PER_COUNTER), rows, step)
     return torch.stack([words & 0xFFFF, words >> 16], dim=-1).flatten(1)[:, :dim]
 
 
-def philox_reference(seed: int, first: int, last: int, rows: Tensor, step: int) -> Tensor:
+def philox_by_torch(seed: int, first: int, last: int, rows: Tensor, step: int) -> Tensor:
     """int64 `[R, 4 C]` in [0, 2^32): words of counters (first … last - 1, row, row >> 32, step); `rows` int64 `[R]`."""
     low, high = np.uint64(_MASK32), np.uint64(32)
     row, counter = np.broadcast_arrays(
@@ -96,13 +96,13 @@ def philox_reference(seed: int, first: int, last: int, rows: Tensor, step: int) 
     return torch.from_numpy(words.astype(np.int64)).to(rows.device)
 
 
-def narrow_reference(values: Tensor, dtype: torch.dtype) -> Tensor:
+def narrow_by_torch(values: Tensor, dtype: torch.dtype) -> Tensor:
     """float32 to a 16-bit dtype, to nearest, ties to even."""
     largest = torch.finfo(dtype).max
     return torch.where(values.isfinite(), values.clamp(-largest, largest), values).to(dtype)
 
 
-def narrow_stochastic_reference(values: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
+def narrow_stochastic_by_torch(values: Tensor, dtype: torch.dtype, noise: Tensor) -> Tensor:
     """float32 to a 16-bit dtype, away from zero iff the noise's upper `b` bits are below `2^b` · (distance / gap).
 
     `b` is 16, but 13 for normal float16 values, whose float32 form has 13 bits to lose. `noise` int64 in [0, 2^16).
@@ -165,7 +165,7 @@ def initial_rows_reference(
     if rows is None:
         rows = first_row + torch.arange(out.shape[0], device=out.device)
     first, last = first_column // UNIFORMS_PER_COUNTER, cdiv(first_column + out.shape[1], UNIFORMS_PER_COUNTER)
-    words = philox_reference(seed, first, last, rows, 0)
+    words = philox_by_torch(seed, first, last, rows, 0)
     begin = first_column % UNIFORMS_PER_COUNTER
     signed = words[:, begin : begin + out.shape[1]].to(torch.int32)
     out.copy_((signed >> 8).to(torch.float32) * bound * UNIT)
