@@ -5,7 +5,6 @@ keys may be in any order, unused, or used by several tables, and nothing is move
 """
 
 import ctypes
-import operator
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -49,7 +48,6 @@ class TableRow(NamedTuple):
 
 
 TABLE_SIZE = len(TableRow._fields)
-dtype_of = operator.attrgetter("dtype")
 
 
 class TensorList(list[Tensor]):
@@ -62,23 +60,22 @@ class TensorList(list[Tensor]):
 
     def __init__(self, tensors: Iterable[Tensor], known: "_Known | None" = None) -> None:
         super().__init__(tensors)
-        addresses, dtypes = [*map(Tensor.data_ptr, self)], [*map(dtype_of, self)]
-        same = known is not None and known[:2] == (addresses, dtypes)
-        self.known: _Known = known if known is not None and same else (addresses, dtypes, {})
+        addresses = [*map(Tensor.data_ptr, self)]
+        self.known: _Known = (addresses, {}) if known is None or known[0] != addresses else known
 
     def unmoved(self) -> list[Tensor]:
         """This list, or a plain one if a tensor has moved since."""
         return self if self.known[0] == [*map(Tensor.data_ptr, self)] else list(self)
 
 
-_Known = tuple[list[int], list[torch.dtype], dict[Any, Any]]
+_Known = tuple[list[int], dict[Any, Any]]
 
 
 def fact(tensors: Sequence[Tensor], find: Callable[..., Any], *args: Any) -> Any:
     """`find(tensors, *args)`, which a `TensorList` is asked once."""
     if not isinstance(tensors, TensorList):
         return find(tensors, *args)
-    facts, key = tensors.known[2], (find, *args)
+    facts, key = tensors.known[1], (find, *args)
     if key not in facts:
         facts[key] = find(tensors, *args)
     return facts[key]

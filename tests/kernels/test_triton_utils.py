@@ -59,3 +59,47 @@ def test_all_programs_of_a_loop_are_resident(num_warps, monkeypatch):
     programs = triton_utils.num_programs(torch.device("cuda"), num_warps)
     registers = programs * num_warps * 32 * triton_utils.MAX_REGISTERS
     assert registers <= 132 * 65_536 < registers * 2
+
+
+class Kernel:
+    """Notes what it is specialised on, and what the compiled kernel is launched with."""
+
+    arg_names = ("source", "size", "scale", "target", "BLOCK", "ALIGN")
+
+    def __init__(self) -> None:
+        self.compiled, self.launched = 0, []
+
+    def __getitem__(self, grid):
+        def compile_and_run(*args, **options):
+            self.compiled += 1
+            return Compiled(self)
+
+        return compile_and_run
+
+
+class Compiled:
+    def __init__(self, kernel: Kernel) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return lambda *args: self.kernel.launched.append((grid, args))
+
+
+def test_a_launch_is_specialised_once(monkeypatch):
+    """On what Triton is: dtypes, addresses and integers that 16 divides, 1, integers of 64 bits, constants."""
+    monkeypatch.setattr(triton_utils, "instead_of_launching", None)
+    kernel, room = Kernel(), torch.zeros(64)
+    usual = {"source": room, "size": 3, "scale": 0.5, "BLOCK": 8, "ALIGN": 4}
+    changes = ({}, {"source": room[1:]}, {"source": room.int()}, {"source": None}, {"size": 1}, {"size": 32})
+    for change in (*changes, {"size": 2**31 + 3}, {"BLOCK": 16}, {"ALIGN": 16}):
+        source, size, scale, block, align = {**usual, **change}.values()
+        before = kernel.compiled
+        for grid in ((2,), (5, 3)):
+            triton_utils.launch(kernel, grid, source, size, scale, room, ALIGN=align, BLOCK=block)
+        assert kernel.compiled == before + 1, change
+    triton_utils.launch(kernel, (2,), room, 5, 0.25, room, ALIGN=4, BLOCK=8)
+    assert kernel.compiled == 9
+    grid, args = kernel.launched[-1]
+    assert grid[:3] == (2, 1, 1)
+    assert args[1:3] == (5, 0.25)
+    assert args[4:] == (8, 4)  # in the kernel's order

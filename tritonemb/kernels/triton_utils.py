@@ -59,6 +59,7 @@ MAX_REGISTERS = 128  # a thread; where none are given ptxas keeps to few, and mo
 RESIDENT_WARPS = 65_536 // (32 * MAX_REGISTERS)  # of a processor, all of whose registers they have
 instead_of_launching: Callable[..., None] | None = None  # compilation ahead of time only notes launches
 _lanes = 64 if torch.version.hip else 32
+_compiled: dict[tuple[Any, ...], Any] = {}  # kernels by all that Triton specialises a launch on, which it asks slowly
 
 
 def interpreting() -> bool:
@@ -74,8 +75,23 @@ def launch(kernel: Any, grid: Sequence[int], *args: Any, num_warps: int = 4, **c
     if 0 in grid:
         return
     device = next(arg.device for arg in args if isinstance(arg, Tensor))
+    key: list[Any] = [kernel, num_warps, device.index, *constants.values()]
+    for arg in args:
+        if isinstance(arg, Tensor):
+            key += arg.dtype, arg.data_ptr() % 16 == 0
+        elif isinstance(arg, int):
+            key += arg == 1, arg % 16 == 0, arg >= 2**31
+        else:
+            key.append(type(arg))
     with _current(device):
-        kernel[tuple(grid)](*args, **compiler_options(num_warps, not torch.version.hip), **constants)
+        compiled = _compiled.get(tuple(key))
+        if compiled is not None:
+            compiled[*grid, 1, 1](*args, *(constants[name] for name in kernel.arg_names[len(args) :]))
+            return
+        options = compiler_options(num_warps, not torch.version.hip)
+        compiled = kernel[tuple(grid)](*args, **options, **constants)
+        if compiled is not None:  # not interpreted
+            _compiled[tuple(key)] = compiled
 
 
 def compiler_options(num_warps: int, nvidia: bool) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonemb.layout import dtype_of, dtypes_of
+from tritonemb.layout import dtypes_of
 from tritonemb.ops.registry import CPU, TRITON, choose, chosen, define, kernel
 from tritonemb.ops.row_groups import plain_eager
 
@@ -133,7 +133,8 @@ def _cross_kernel(op: str, *tensors: Tensor) -> Any:
 
 def _crossed(inputs: Tensor, *rest: Tensor) -> Tensor:
     check_layer(inputs, *rest)
-    return inputs.new_empty(inputs.shape, dtype=functools.reduce(torch.promote_types, map(dtype_of, (inputs, *rest))))
+    dtype = functools.reduce(torch.promote_types, (tensor.dtype for tensor in (inputs, *rest)))
+    return inputs.new_empty(inputs.shape, dtype=dtype)
 
 
 def _save_cross(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:

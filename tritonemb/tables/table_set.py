@@ -230,8 +230,9 @@ class TableSet(OptimizedTables):
     def weights(self, tables: list[Table] | None = None) -> list[Tensor]:
         """By table. As attributes of modules they would be searched for, which adds up."""
         tables = self.tables if tables is None else tables
-        found: list[Any] = [table._parameters.get("weight") for table in tables]
-        if any(weight is None for weight in found):  # parametrized
+        try:
+            found: list[Any] = [table._parameters["weight"] for table in tables]
+        except KeyError:  # parametrized
             found = [table.weight for table in tables]
         return self._listed("weights", found)
 
