@@ -113,12 +113,14 @@ def test_pytorchs_sparse_optimizers_train_it(kind):
     torch.testing.assert_close(pair[1].weight, pair[0].weight, **TOLERANCE)
 
 
-def test_the_same_call_has_the_same_bits():
-    ids, gradients = random_ids(fewer(900, 90), rows=50), []
+@pytest.mark.parametrize("rows", [90, 5])
+def test_the_same_call_has_the_same_bits(rows):
+    """So has a sparse one, which PyTorch sums in order, as we do where a row is used 32 times at most."""
+    ids, gradients = torch.randperm(fewer(900, 90)) % rows, []
     for threads in fewer((1, 2, 3), (1,)):
         torch.set_num_threads(threads)
-        for sparse in (False, True):
-            _, module = twins(ROW, 50, 33, sparse=sparse)
+        for sparse in (False, True) if rows == 90 else (False,):
+            _, module = twins(ROW, rows, 33, sparse=sparse)
             output = module(ids)
             output.backward(torch.sin(torch.arange(output.numel()).view_as(output)))
             gradients.append({"gradient": dense(module.weight.grad)})

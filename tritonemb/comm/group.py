@@ -1,7 +1,10 @@
 """Groups of ranks, the few collectives that tritonemb uses, the consensus before a step, and counts of bytes sent."""
 
+import atexit
+import functools
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,6 +19,16 @@ from tritonemb.utils import end_with_torchrun
 T = TypeVar("T")
 # torch 2.13 has given it another name, and warns of the old one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@functools.cache
+def _wait_for_threads_at_exit() -> None:
+    """Let gloo's threads have the interpreter once more before it ends.
+
+    They free a collective's tensors when those who waited for it have gone on already. Where the interpreter is ending
+    by then, the process aborts: "terminate called without an active exception".
+    """
+    atexit.register(time.sleep, 0.1)
 
 
 class BytesSent(NamedTuple):
@@ -74,6 +87,7 @@ class RankGroup:
         self.process_group = process_group
         self.rank, self.size, self.ranks = 0, 1, [dist.get_rank() if dist.is_initialized() else 0]
         if process_group is not None:
+            _wait_for_threads_at_exit()
             self.ranks = dist.get_process_group_ranks(process_group)
             self.rank, self.size = dist.get_rank(process_group), len(self.ranks)
         # What torchrun says, else the number of the job's processes: all of them are on one node.
