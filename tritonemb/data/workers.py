@@ -113,11 +113,12 @@ class _Worker:
         self.free, self._closed = True, False
         self._number, self._data_type = number, type(data).__name__
         with torch.inference_mode(False):  # threads without that mode change it
-            self._shared = torch.zeros(2, dtype=torch.int64).share_memory_()
+            shared = torch.zeros(2, dtype=torch.int64).share_memory_()
+            self._shared = shared.numpy()  # the collector may close this inside a transform that changes no tensors
         self._request: Request = (0, (), {})
         self._lock = threading.RLock()  # the collector may close it in any thread
         self._loader: DataLoader[Any] = DataLoader(
-            _ShardReader(data, self._shared), batch_size=None, sampler=self, num_workers=1, prefetch_factor=REQUESTS,
+            _ShardReader(data, shared), batch_size=None, sampler=self, num_workers=1, prefetch_factor=REQUESTS,
             collate_fn=tuple,  # of a tuple: that tuple
             worker_init_fn=partial(_initialize, num_workers * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))),
             multiprocessing_context="spawn", timeout=POLL,
