@@ -323,3 +323,12 @@ def test_a_collection_gives_a_table_by_its_name():
     assert collection["training"].weight is dict(collection.named_parameters())["training.weight"]
     with pytest.raises(KeyError, match="there is no table 'b', only a, training"):
         collection["b"]
+
+
+def test_weights_may_have_no_address():
+    """Inside a functional transform; PyTorch says what it does not support there."""
+    collection = make_collection([te.TableConfig("a", 5, 4), te.TableConfig("b", 5, 4)], None)
+    batch = te.KeyedJaggedTensor.from_lists({"a": [[1, 2], [3]], "b": [[0], [4]]})
+    weights = {name: weight.detach() for name, weight in collection.named_parameters()}
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(lambda w: torch.func.functional_call(collection, w, (batch,)).sum())(weights)

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tritonemb import ops
 from tritonemb.jagged import Features, KeyedJaggedTensor, parts_of
 from tritonemb.layout import Layout, TensorList, dtypes_of, fact, make_layout
+from tritonemb.ops.row_groups import plain_eager
 from tritonemb.ops.row_update import NOT_ACCUMULATING, MicroBatch, accumulate_
 from tritonemb.optimizers import Optimizer
 from tritonemb.tables.cache import RowCache
@@ -234,11 +235,10 @@ class TableSet(OptimizedTables):
             found: list[Any] = [table._parameters["weight"] for table in tables]
         except KeyError:  # parametrized
             found = [table.weight for table in tables]
-        return self._listed("weights", found)
+        # Traced or transformed, they may have no address.
+        return self._listed("weights", found) if plain_eager(*found) else found
 
-    def _listed(self, name: str, tensors: list[Tensor]) -> list[Tensor]:
-        if torch.compiler.is_compiling():
-            return tensors
+    def _listed(self, name: str, tensors: list[Tensor]) -> TensorList:
         found = TensorList(tensors, self._known.get(name))
         self._known[name] = found.known
         return found
@@ -250,8 +250,10 @@ class TableSet(OptimizedTables):
         tables = self.tables
         states: list[Any] = [table._buffers[state.name] for state in spec.states for table in tables]
         steps, skipped, rate = [counters["step"]], [counters["skipped"]], counters["learning_rate"]
-        states = self._listed("states", states)
-        return ops.FusedTables(self.weights(tables), states, steps, skipped, rate, spec.name, self.hyperparameters)
+        weights = self.weights(tables)
+        if isinstance(weights, TensorList):
+            states = self._listed("states", states)
+        return ops.FusedTables(weights, states, steps, skipped, rate, spec.name, self.hyperparameters)
 
     def check_trainable(self, weights: Sequence[Tensor]) -> None:
         """Raise where the tables must not be updated, or if only some weights require gradients."""
