@@ -44,12 +44,9 @@ EXCEPTIONS = {
 
 
 # Loads of 16 bytes that a thread waits for at once, by kernel; or all that there are.
-LEAST_IN_FLIGHT = {"_pool_kernel": 4, "_gather_kernel": 4}
+LEAST_IN_FLIGHT = {"_pool_kernel": 4, "_gather_kernel": 4, "_update_kernel": 5}
 FEW_IN_FLIGHT = 3  # of other kernels
-_UNPACKED = "A row's 16-bit weights are unpacked before its gradients are asked for."
 FEWER_IN_FLIGHT = {
-    "update-float16-stochastic": (2, _UNPACKED),
-    "update-bfloat16-stochastic": (2, _UNPACKED),
     "interaction-26x128-float32": (0, "Exact products read shared memory, which `LDGSTS` fills: no register waits."),
     "exchange-fp8_e5m2": (2, "Half of a row is narrowed before the other half is asked for."),
 }

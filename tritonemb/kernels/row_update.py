@@ -236,7 +236,7 @@ def row_update_(
                 LIMITED=h.max_norm < torch.inf, STOCHASTIC=bool(h.stochastic_rounding) and dtype != torch.float32,
                 NONFINITE=nonfinite, CHECK_ONLY=check_only, OWN_STEP=step.dim() == 1, ALIGN=align,
                 STATE_ALIGN=math.gcd(state_align, 4 * row_step), STEP=row_step, GRAD_STEP=grad_step, ROWS=tile_rows,
-                BLOCK=block, UNROLL=2, num_warps=num_warps,
+                BLOCK=block, UNROLL=min(8, 32 * num_warps * lanes() // (tile_rows * block)), num_warps=num_warps,
             )  # fmt: skip
     if step is not own_steps:
         own_steps.copy_(step)

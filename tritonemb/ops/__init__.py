@@ -13,7 +13,7 @@ from tritonemb.ops.row_cache import (
     row_cache_look_up_,
     row_cache_translate,
 )
-from tritonemb.ops.row_groups import RowGroups, row_groups
+from tritonemb.ops.row_groups import RowGroups, row_groups, row_groups_beside
 from tritonemb.ops.row_update import FusedTables, row_gradients_, row_update_
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "row_cache_translate",
     "row_gradients_",
     "row_groups",
+    "row_groups_beside",
     "row_update_",
     "segment_offsets",
 ]

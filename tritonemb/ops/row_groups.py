@@ -10,6 +10,7 @@ from tritonemb.ops.registry import LAYOUT, define, kernel
 
 ID_DTYPES = (torch.int32, torch.int64)
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
+_streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 class RowGroups(NamedTuple):
@@ -38,6 +39,32 @@ def row_groups(values: Tensor, offsets: Tensor, layout: Layout) -> RowGroups:
     if plain_eager(values, offsets):
         return RowGroups(*kernel("row_groups", values.device)(values, offsets, layout))
     return RowGroups(*torch.ops.tritonemb.row_groups(values, offsets, *layout))
+
+
+def row_groups_beside(values: Tensor, offsets: Tensor, layout: Layout) -> RowGroups:
+    """`row_groups` for an update in the backward: a GPU groups on a stream of its own, beside lookup and dense network.
+
+    Whoever reads the groups calls `wait_for_groups` first. Values and offsets must stay as they are until then.
+    """
+    if not values.is_cuda or not plain_eager(values, offsets) or torch.cuda.is_current_stream_capturing():
+        return row_groups(values, offsets, layout)
+    if values.device not in _streams:
+        _streams[values.device] = torch.cuda.Stream(values.device)
+    here, beside = torch.cuda.current_stream(values.device), _streams[values.device]
+    beside.wait_stream(here)
+    with torch.cuda.stream(beside):
+        groups = row_groups(values, offsets, layout)
+    for tensor in (values, offsets):
+        tensor.record_stream(beside)
+    for tensor in groups:
+        tensor.record_stream(here)
+    return groups
+
+
+def wait_for_groups(device: torch.device) -> None:
+    """Have the current stream wait for what `row_groups_beside` has begun."""
+    if device in _streams and not torch.cuda.is_current_stream_capturing():  # capturing began when nothing ran
+        torch.cuda.current_stream(device).wait_stream(_streams[device])
 
 
 def plain_eager(*tensors: Tensor | None) -> bool:

@@ -18,7 +18,7 @@ from tritonemb.layout import Layout, TensorList, dtypes_of, fact
 from tritonemb.memory import empty_result
 from tritonemb.ops import registry
 from tritonemb.ops.registry import BATCH, CPU, chosen, define, kernel, unflatten
-from tritonemb.ops.row_groups import RowGroups, check_ids, plain_eager, row_groups
+from tritonemb.ops.row_groups import RowGroups, check_ids, plain_eager, row_groups, wait_for_groups
 from tritonemb.optimizers import Hyperparameters, NonFinite
 
 SKIP = get_args(NonFinite).index("skip")
@@ -98,6 +98,8 @@ def _update(
         check_ids(groups, layout.multiplicity)
         if chosen("row_update_", grad.device, dtypes) != CPU:  # whose kernel groups by itself
             groups = row_groups(groups, offsets, layout)
+    else:
+        wait_for_groups(grad.device)
     kernel("row_update_", grad.device, dtypes)(
         weights, states, step, count, learning_rate, grad, offsets, sample_weights, optimizer, hyperparameters, groups,
         layout,

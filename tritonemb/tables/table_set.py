@@ -192,7 +192,7 @@ class TableSet(OptimizedTables):
         if self.accumulator.is_open:
             self.remember_keys(keys)
         if groups is None:
-            groups = ops.row_groups(values, offsets, layout)
+            groups = (ops.row_groups if fused is None else ops.row_groups_beside)(values, offsets, layout)
         elif values.is_cuda and not torch.compiler.is_compiling():
             for tensor in (*groups, values, offsets):  # made ahead, perhaps on another stream
                 tensor.record_stream(torch.cuda.current_stream(values.device))
