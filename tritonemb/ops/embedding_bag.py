@@ -46,7 +46,7 @@ def embedding_bag(
     """
     check_ids(values)
     check_devices(weights, values, layout)
-    if not torch.is_grad_enabled() and plain_eager(values, offsets, sample_weights, *weights):
+    if not torch.is_grad_enabled() and plain_eager(values, offsets, sample_weights, tables=weights):
         return _read(weights, values, offsets, sample_weights, layout, check_bounds, output_dtype)
     return torch.ops.tritonemb.embedding_bag(
         list(weights), values, offsets, sample_weights, trained, check_bounds, output_dtype, *layout
@@ -178,7 +178,7 @@ def embedding_bag_fused(
     check_ids(values)
     check_devices(tables.weights, values, layout)
     rest = values, offsets, sample_weights, pending, accumulator, check_bounds, output_dtype
-    if plain_eager(values, offsets, sample_weights, *tables.weights):
+    if plain_eager(values, offsets, sample_weights, tables=tables.weights):
         inputs = _Inputs(tables, *rest, groups, layout)
         return fused_lookup(tables.weights[0], sample_weights, inputs.read, inputs.take_gradient)
     return torch.ops.tritonemb.embedding_bag_fused(*tables, *rest, *groups, *layout)

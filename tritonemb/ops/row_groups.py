@@ -1,11 +1,12 @@
 """`tritonemb::row_groups`: a batch's distinct rows and the positions that use each; see `kernels/row_groups.py`."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from tritonemb.layout import Layout
+from tritonemb.layout import Layout, TensorList
 from tritonemb.ops.registry import LAYOUT, define, kernel
 
 ID_DTYPES = (torch.int32, torch.int64)
@@ -67,8 +68,10 @@ def wait_for_groups(device: torch.device) -> None:
         torch.cuda.current_stream(device).wait_stream(_streams[device])
 
 
-def plain_eager(*tensors: Tensor | None) -> bool:
+def plain_eager(*tensors: Tensor | None, tables: Sequence[Tensor] = ()) -> bool:
     """Whether a kernel may be called at once: nothing is being traced and these are ordinary tensors.
+
+    Of a `TensorList` that is known.
 
     The dispatcher, which tracing needs, costs a custom op with lists of tables up to half a millisecond a call.
     """
@@ -78,7 +81,7 @@ def plain_eager(*tensors: Tensor | None) -> bool:
         or torch._C._functorch.maybe_current_level()
     ):
         return False
-    return _PLAIN.issuperset(map(type, tensors))
+    return _PLAIN.issuperset(map(type, tensors if isinstance(tables, TensorList) else (*tensors, *tables)))
 
 
 def check_ids(values: Tensor, multiplicity: int = 1) -> None:

@@ -75,7 +75,7 @@ def row_update_(
     Raises:
         ValueError: for `nonfinite="raise"`, before anything is changed.
     """
-    if not plain_eager(grad, *tables.weights):
+    if not plain_eager(grad, tables=tables.weights):
         groups = row_groups(groups, offsets, layout) if isinstance(groups, Tensor) else groups
         torch.ops.tritonemb.row_update_(*tables, grad, offsets, sample_weights, *groups, *layout)
         return
