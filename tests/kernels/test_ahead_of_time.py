@@ -18,6 +18,7 @@ pytest.importorskip("triton", reason="Triton has no wheel for this platform")
 if interpreting():
     pytest.skip("kernels are interpreted in this process, so there is nothing to compile", allow_module_level=True)
 
+from benchmarks.gpu.radix_sort import radix_sort
 from tests.kernels import ahead_of_time
 from tests.kernels.ahead_of_time import Launch
 from tests.kernels.ahead_of_time_cases import CASES, Case
@@ -167,6 +168,16 @@ def test_all_warps_have_read_a_rows_state_before_one_writes_it(target):
     assert ptx.count("st.global") == 2  # of weights and of the state
     assert "bar.sync" in before_storing
     assert "ld.global" not in before_storing.rpartition("bar.sync")[2]
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(("dtype", "bits", "passes"), [(torch.int32, 22, 2), (torch.int64, 33, 3)])
+@pytest.mark.parametrize("target", ahead_of_time.TARGETS)
+def test_the_radix_sort_takes_two_launches_a_pass(target, dtype, bits, passes):
+    launches = ahead_of_time.record(lambda: radix_sort(torch.zeros(60_000, dtype=dtype), bits), target)
+    assert len(launches) == 2 * passes  # with the eight of grouping, lookup and update twelve of 22 bits
+    for code in ahead_of_time.compile_all("radix sort", launches, target):
+        assert not complaints(code, aligned=False)
 
 
 @pytest.mark.more

@@ -186,12 +186,13 @@ def test_triton_groups_large_tables_over_several_blocks(device, num_rows):
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("bits", [1, 9, 33])
-@pytest.mark.parametrize("num_keys", [0, 1, 127, 300])  # interpreted, a block has 128
+@pytest.mark.parametrize("bits", [1, 11, 12, 33])
+@pytest.mark.parametrize("num_keys", [0, 1, 64, 255, 257, 900])  # interpreted, a tile has 64 and a block 256
 @pytest.mark.usefixtures("poisoned")
 def test_the_radix_sort_is_stable(device, num_keys, bits):
     keys = torch.randint(0, 2**bits, (num_keys,), dtype=torch.int32 if bits < 32 else torch.int64)
     keys[::3] = keys[:1].clone()
+    keys[-num_keys // 3 :] = 2**bits - 1
     found, places = radix_sort(keys.to(device), bits)
     expected = torch.sort(keys, stable=True)
     assert torch.equal(found.cpu(), expected.values)
