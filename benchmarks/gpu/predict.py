@@ -6,6 +6,13 @@ A line for the forward, the grouping and the update of each workload, in Markdow
 the code moves; 16-byte loads that a warp has in flight, and warps that a processor holds; from these the share of a
 copy's bandwidth, by Little's law (bytes in flight over latency); and so the time, with LAUNCH seconds a launch. Ids and
 places that are read again are taken to be in the L2 cache, output gradients to be read once an id.
+
+The last three columns say the same of FBGEMM's kernels, from their source alone (`fbgemm_gpu/codegen/training`): a warp
+pools a bag, 4 floats a lane; a row is added before the next is asked for, but compilers unroll such a loop by four. A
+warp updates a row: it asks for up to eight gradients at once, and for weight and state when these are summed. Rows of
+many uses are left out. Blocks have 512 threads, of which two are resident (FBGEMM_WARPS) with 33 to 64 registers; the
+source does not say how many there are. It sorts int64 keys by the bits that rows need, with an int32 of table and
+sample beside each, and searches no bags.
 """
 
 from __future__ import annotations
@@ -36,6 +43,7 @@ PROCESSORS, COPY, LATENCY, LAUNCH = 132, 4.3e12, 0.7e-6, 2e-6  # H200: processor
 REGISTERS, WARPS, PROGRAMS, SHARED = 65_536, 64, 32, 227 << 10  # of a processor
 SECTOR = 32  # bytes that memory is read by
 SORT_PASSES, SORT_LAUNCHES = 4, 7  # of torch.sort for 32-bit keys
+FBGEMM_WARPS, FBGEMM_LAUNCHES = 32, (1, 8, 2)  # without those of the sort, one a pass
 
 
 def kernels_of(workload: Workload, target: str) -> dict[str, Any]:
@@ -76,21 +84,46 @@ def moved_bytes(batch: Batch) -> tuple[int, int, int]:
     return forward, group, update
 
 
+def by_fbgemm(batch: Batch) -> Iterator[tuple[int, float, int]]:
+    """Bytes that forward, grouping and update move in FBGEMM, loads that a warp has in flight, and launches."""
+    w, n, rows = batch.workload, batch.workload.num_ids, batch.num_distinct
+    (forward, *_) = moved_bytes(batch)
+    vectors, uses, passes = max(1, w.dim // 128), n / rows, -(-sum(w.num_rows).bit_length() // 8)
+    launches, row = FBGEMM_LAUNCHES, -(-w.dim * w.dtype.itemsize // SECTOR) * SECTOR
+    yield forward, vectors * min(4, n / (w.batch_size * w.num_tables)), launches[0]
+    offsets = 8 * w.batch_size * w.num_tables
+    sort = passes * 2 * (8 + 4) * n + 8 * n
+    yield (8 + 8 + 4) * n + offsets + sort + 8 * n + (8 + 4 + 4) * rows, 0, launches[1] + passes
+    yield (4 + 4 * w.dim) * n + rows * (8 + 4 + 2 * row + 2 * 4), vectors * (min(8, uses) + 1) / 2, launches[2]
+
+
+def share_of_copy(bytes_in_flight: float) -> float:
+    """Of a processor, by Little's law."""
+    return min(1.0, PROCESSORS * bytes_in_flight / LATENCY / COPY)
+
+
 def lines(workload: Workload, target: str) -> Iterator[str]:
     """The workload's lines of the table."""
     (batch,), codes = draw_batches(workload, 1, torch.device("cpu")), kernels_of(workload, target)
     needed = forward_bytes(batch), group_bytes(batch), update_bytes(batch)
     parts = ("forward", "_pool_kernel", 1), ("grouping", "", 3 + SORT_LAUNCHES), ("update", "_update_kernel", 4)
-    for (op, kernel, launches), must, moves in zip(parts, needed, moved_bytes(batch), strict=True):
-        share, in_flight = 1.0, "-"
+    columns = zip(parts, needed, moved_bytes(batch), by_fbgemm(batch), strict=True)
+    for (op, kernel, launches), must, moves, (its_moves, its_loads, its_launches) in columns:
+        share, in_flight, its_share, its_in_flight = 1.0, "-", 1.0, "-"
         if kernel:
             code, warps = codes[kernel], resident_warps(codes[kernel])
-            share = min(1.0, PROCESSORS * warps * 32 * 16 * code.in_flight / LATENCY / COPY)
-            in_flight = f"{code.in_flight} x {warps}"
-        seconds = moves / (share * COPY) + launches * LAUNCH
+            share, in_flight = share_of_copy(warps * 32 * 16 * code.in_flight), f"{code.in_flight} x {warps}"
+            load = min(32 * 4, workload.dim) * (4 if op == "update" else workload.dtype.itemsize)
+            its_share = share_of_copy(FBGEMM_WARPS * load * its_loads)
+            its_in_flight = f"{its_loads:.2g} x {FBGEMM_WARPS}"
+        seconds, its_seconds = (
+            moved / (part * COPY) + number * LAUNCH
+            for moved, part, number in ((moves, share, launches), (its_moves, its_share, its_launches))
+        )
         yield (
             f"| {workload} | {op} | {must / 1e6:,.1f} | {moves / 1e6:,.1f} | {in_flight} | {share:.0%} | "
-            f"{seconds * 1e3:.3f} |"
+            f"{seconds * 1e3:.3f} | {its_moves / 1e6:,.1f} | {its_in_flight}, {its_share:.0%} | "
+            f"{its_seconds * 1e3:.3f} |"
         )
 
 
@@ -99,8 +132,11 @@ def main() -> None:
     parser.add_argument("-k", dest="select", default="", help="comma-separated parts of workloads' names")
     parser.add_argument("--target", default="sm_90", choices=("sm_80", "sm_90", "sm_100"))
     options = parser.parse_args()
-    print("| workload | op | must move, MB | moves, MB | loads x warps in flight | share of a copy | predicted ms |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
+    print(
+        "| workload | op | must move, MB | moves, MB | loads x warps in flight | share of a copy | predicted ms "
+        "| FBGEMM moves, MB | its loads x warps, share | its ms |"
+    )
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     wanted = options.select.split(",")
     for workload in WORKLOADS:
         if any(part in str(workload) for part in wanted):
