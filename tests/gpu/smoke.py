@@ -75,8 +75,8 @@ def case_check(name: str) -> Check:
 
 def train_steps(kernels: str, spec: te.optim.Optimizer, device: torch.device) -> list[Tensor | None]:
     """Tables and states after three steps with hot rows."""
+    collection = make_collection(TABLES, spec).to(device)  # initial values have a check of their own
     with forced(kernels):
-        collection = make_collection(TABLES, spec, device=device)
         for batch, grad in hot_steps(collection, 3, batch_size=fewer(256, 2)):
             run_step(collection, batch.to(device), grad.to(device))
         return list(contents(collection).values())
