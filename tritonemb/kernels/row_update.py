@@ -30,10 +30,7 @@ from tritonemb.kernels.gradient_sums import (
     warps_for,
 )
 from tritonemb.kernels.optimizers import NONFINITE_MODES, constants_of, step_rows
-from tritonemb.kernels.random import (
-    narrow_stochastic,
-    random16,
-)
+from tritonemb.kernels.random import narrow_stochastic, random16
 from tritonemb.kernels.triton_utils import (
     BAD_GRADIENT,
     CODES,
