@@ -1,4 +1,4 @@
-"""What a step of the embeddings costs the host with Triton's kernels: time, launches by kernel, and values it reads.
+"""What a step of the embeddings costs the host with Triton's kernels: time, launches by kernel, values read and sent.
 
     python benchmarks/gpu/launch_cost.py [--tables 26] [--rounds 200]
 
@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT))  # called as a file, Python puts only this folder 
 
 BATCH_SIZE, DIM = 8, 64
 READS = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::equal")  # the host waits for those
+SENDS = ("aten::lift_fresh", "aten::pin_memory", "aten::_pin_memory")  # host memory, which no graph's pool has
 NO_GPU = (
     "No GPU here: Triton compiles for sm_90 and launches into a driver that does nothing, so only the number of "
     "launches and the host's own time mean something."
@@ -84,10 +85,11 @@ def _count_launches(launches: Counter[str], seconds: defaultdict[str, float]) ->
             module.launch = timed  # type: ignore[attr-defined]
 
 
-def measure(num_tables: int, rounds: int) -> tuple[list[float], Counter[str], defaultdict[str, float], int]:
-    """Seconds of each step: forward, grouping, backward, update; launches and their seconds, by kernel; a step's reads.
+def measure(num_tables: int, rounds: int) -> tuple[list[float], Counter[str], defaultdict[str, float], list[int]]:
+    """Seconds of each step: forward, grouping, backward, update; launches and their seconds, by kernel.
 
-    A step without reads of values that a device holds can be captured in a CUDA graph.
+    At last how many values of a device a step reads, and how many tensors it makes of the host's values: a step that
+    does neither can be captured in a CUDA graph, as all its memory comes from the device's allocator.
     """
     import tritonemb as te
     from tritonemb.ops.registry import forced
@@ -110,9 +112,9 @@ def measure(num_tables: int, rounds: int) -> tuple[list[float], Counter[str], de
                 torch.cuda.synchronize()  # off the clock, so that the host never waits for a full queue
         with torch.autograd.profiler.profile() as recorded:
             collection(batch).backward(grad)
-    reads = sum(event.name in READS for event in recorded.function_events)
+    found = [sum(event.name in names for event in recorded.function_events) for names in (READS, SENDS)]
     launches.subtract(list(launches))  # of the step that was recorded
-    return steps, launches, seconds, reads
+    return steps, launches, seconds, found
 
 
 def main() -> None:
@@ -127,12 +129,12 @@ def main() -> None:
     if not torch.cuda.is_available():
         print(NO_GPU)
         driver.set_active(_NoDevice())
-    steps, launches, seconds, reads = measure(args.tables, args.rounds)
+    steps, launches, seconds, (reads, sends) = measure(args.tables, args.rounds)
     print(f"{args.tables} tables: {median(steps) * 1e6:.0f} us a step on the host, least {min(steps) * 1e6:.0f}")
     for kernel, number in launches.most_common():
         print(f"  {kernel:28}{number / args.rounds:6.1f} launches{seconds[kernel] / args.rounds * 1e6:9.1f} us")
     total = sum(launches.values()) / args.rounds
-    print(f"  {total:.1f} launches and torch.sort's; values that the host reads: {reads}")
+    print(f"  {total:.1f} launches and torch.sort's; values that the host reads: {reads}, sends: {sends}")
 
 
 if __name__ == "__main__":

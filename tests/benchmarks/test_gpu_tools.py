@@ -46,4 +46,4 @@ def test_launches_of_a_step_are_counted() -> None:
     assert any(line.startswith("2 tables: ") for line in lines)
     (forward,) = (line.split() for line in lines if "_pool_kernel" in line)
     assert forward[1] == "1.0"
-    assert lines[-1] == "  8.0 launches and torch.sort's; values that the host reads: 0"
+    assert lines[-1] == "  8.0 launches and torch.sort's; values that the host reads: 0, sends: 0"
