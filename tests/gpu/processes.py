@@ -85,9 +85,10 @@ def run(jobs: deque[Job], folder: Path, at_once: int, seconds: float = math.inf)
             while jobs and len(running) < at_once and time.monotonic() < end:
                 running.append(_start(jobs.popleft(), folder))
             now = time.monotonic()
-            late = [one for one in running if now > min(one.began + one.job.seconds, end)]
+            going = [one for one in running if one.process.poll() is None]
+            late = [one for one in going if now > min(one.began + one.job.seconds, end)]
             _stop(late)
-            for one in [one for one in running if one.process.poll() is not None]:
+            for one in [one for one in running if one not in going or one in late]:
                 running.remove(one)
                 yield _outcome(one, one in late)
             time.sleep(0.02)

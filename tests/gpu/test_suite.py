@@ -63,11 +63,11 @@ def test_each_process_ends_in_its_own_way(tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "ENDINGS", ((signal.SIGINT, 0.1), (signal.SIGKILL, 10.0)))
     jobs = [shell("fine", "echo all is well"), shell("wrong", "exit 3"), shell("dead", "kill -SEGV $$")]
     jobs += [shell("slow", "trap '' INT; sleep 50", seconds=0.1), shell("late", "true")]
-    found = {}
-    for outcome in processes.run(deque(jobs), tmp_path, at_once=4, seconds=0.5):
+    found, end = {}, time.monotonic() + 3.0  # which is enough to start four shells on a busy machine
+    for outcome in processes.run(deque(jobs), tmp_path, at_once=4, seconds=3.0):
         found[outcome.job.name] = outcome
         if outcome.job.name == "fine":
-            time.sleep(0.5)  # until no other may start
+            time.sleep(max(0.0, end - time.monotonic()))  # until no other may start
     assert {name: outcome.status for name, outcome in found.items()} == {
         "fine": PASSED, "wrong": FAILED, "dead": CRASHED, "slow": TIMED_OUT, "late": NOT_RUN
     }  # fmt: skip
