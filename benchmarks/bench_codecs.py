@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import OURS, Case, close, copy_contender, fbgemm_op
-from benchmarks.clock import Contender
+from benchmarks.clock import Clock, Contender
 from benchmarks.peers import has_fbgemm
 from tritonemb.kernels.packing import CODECS, INT8
 from tritonemb.ops import make_packing, quantize_pack, quantize_unpack
@@ -38,7 +38,8 @@ def cases(device: torch.device, tiny: bool) -> Iterator[Case]:
             yield Case(f"codec {name} {direction}", shape, partial(make, name, direction, num_rows, dim))
 
 
-def make(name: str, direction: str, num_rows: int, dim: int, device: torch.device) -> list[Contender]:
+def make(name: str, direction: str, num_rows: int, dim: int, clock: Clock) -> list[Contender]:
+    device = clock.device
     torch.manual_seed(0)
     matrix = torch.randn(num_rows, NUM_TABLES * dim, device=device)
     codecs = {OURS: our_codec(name, dim, device)}

@@ -18,10 +18,10 @@ from torch.nn import functional as F
 import tritonemb as te
 from benchmarks.paired import Contender, measure
 from benchmarks.record import at_least, timing_rows
-from benchmarks.workload import EPS, LR, Batch, Shape, draw_batches, forward_bytes, update_bytes
+from benchmarks.workload import EPS, LR, Batch, Workload, draw_batches, forward_bytes, same, update_bytes
 from tests.compiler.models import DLRM
 
-SHAPES = (Shape(2048, 26, 1, 64), Shape(2048, 26, 20, 64))
+SHAPES = (same(2048, 26, 1, 64), same(2048, 26, 20, 64))
 NUM_DENSE = 13
 WIDTH = 128
 WARMUP_ROUNDS = 4
@@ -44,11 +44,11 @@ class Trained:
         return float(loss.detach())
 
 
-def make(shape: Shape) -> list[Trained]:
+def make(shape: Workload) -> list[Trained]:
     """Ours first. All start from the same weights and compute the same step: Adagrad."""
     torch._dynamo.reset()
     models = [
-        DLRM([shape.num_rows] * shape.num_tables, shape.dim, NUM_DENSE, sparse=name == "eager, sparse", width=WIDTH)
+        DLRM(list(shape.num_rows), shape.dim, NUM_DENSE, sparse=name == "eager, sparse", width=WIDTH)
         for name in ("tritonemb", "eager, sparse", "Inductor")
     ]
     for model in models[1:]:
@@ -64,7 +64,7 @@ def make(shape: Shape) -> list[Trained]:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def bench_existing_dlrm(shape: Shape, benchmark: Any, record: Callable[..., None], rounds: int) -> None:
+def bench_existing_dlrm(shape: Workload, benchmark: Any, record: Callable[..., None], rounds: int) -> None:
     trained = make(shape)
     batches = draw_batches(shape, rounds + WARMUP_ROUNDS)
     generator = torch.Generator().manual_seed(0)

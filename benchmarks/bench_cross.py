@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import COMPILED, OURS, Case, close, contenders
-from benchmarks.clock import Contender
+from benchmarks.clock import Clock, Contender
 from tritonemb import ops
 
 
@@ -25,7 +25,8 @@ def cases(device: torch.device, tiny: bool) -> Iterator[Case]:
             yield Case("cross", shape, partial(make, batch_size, 27 * dim, dtype))
 
 
-def make(batch_size: int, width: int, dtype: torch.dtype, device: torch.device) -> list[Contender]:
+def make(batch_size: int, width: int, dtype: torch.dtype, clock: Clock) -> list[Contender]:
+    device = clock.device
     torch.manual_seed(0)
     shapes = ((batch_size, width), (batch_size, width), (width,), (batch_size, width))
     operands = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for shape in shapes]

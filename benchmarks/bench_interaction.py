@@ -10,7 +10,7 @@ from torch import Tensor
 
 import tritonemb as te
 from benchmarks.cases import COMPILED, OURS, Case, close, contenders
-from benchmarks.clock import Contender
+from benchmarks.clock import Clock, Contender
 
 NUM_FEATURES = 26
 
@@ -33,7 +33,8 @@ def cases(device: torch.device, tiny: bool) -> Iterator[Case]:
             yield Case("interaction", shape, partial(make, batch_size, dim, dtype))
 
 
-def make(batch_size: int, dim: int, dtype: torch.dtype, device: torch.device) -> list[Contender]:
+def make(batch_size: int, dim: int, dtype: torch.dtype, clock: Clock) -> list[Contender]:
+    device = clock.device
     torch.manual_seed(0)
     inputs = [
         torch.randn(batch_size, width, device=device, dtype=dtype, requires_grad=True)

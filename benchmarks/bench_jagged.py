@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import OURS, Case, contenders, equal, fbgemm_op
-from benchmarks.clock import Contender
+from benchmarks.clock import Clock, Contender
 from benchmarks.peers import has_fbgemm
 from tritonemb import ops
 
@@ -37,7 +37,8 @@ def draw(batch_size: int, bag_size: int, device: torch.device) -> tuple[Tensor, 
     return values.to(device), lengths.to(device), offsets.to(device)
 
 
-def permute(batch_size: int, bag_size: int, device: torch.device) -> list[Contender]:
+def permute(batch_size: int, bag_size: int, clock: Clock) -> list[Contender]:
+    device = clock.device
     values, lengths, offsets = draw(batch_size, bag_size, device)
     keys = torch.randperm(NUM_KEYS, generator=torch.Generator().manual_seed(0)).tolist()
     order = torch.tensor(keys, device=device)
@@ -60,7 +61,8 @@ def permute(batch_size: int, bag_size: int, device: torch.device) -> list[Conten
     return contenders(runs, num_bytes, device, equal(*by_torch()))
 
 
-def bucketize(batch_size: int, bag_size: int, device: torch.device) -> list[Contender]:
+def bucketize(batch_size: int, bag_size: int, clock: Clock) -> list[Contender]:
+    device = clock.device
     values, lengths, offsets = draw(batch_size, bag_size, device)
     num_ids, num_bags = values.numel(), lengths.numel()
     block = -(-NUM_ROWS // NUM_RANKS)

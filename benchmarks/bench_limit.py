@@ -13,24 +13,33 @@ from typing import Any
 import pytest
 import torch
 
-import tritonemb as te
 from benchmarks.limit import NO_COMPILER, LimitBags, has_compiler
 from benchmarks.paired import Contender, Timing, measure
-from benchmarks.peers import FBGEMM_MISSING, FbgemmBags, Implementation, OurBags, copy_weights, has_fbgemm, step
-from benchmarks.record import check_forward, check_step, timing_rows
-from benchmarks.workload import EPS, LR, Batch, Shape, draw_batches, draw_gradient, forward_bytes, update_bytes
+from benchmarks.peers import (
+    FBGEMM_MISSING,
+    FbgemmTables,
+    OurTables,
+    Tables,
+    check_forward,
+    check_step,
+    copy_weights,
+    has_fbgemm,
+    step,
+)
+from benchmarks.record import timing_rows
+from benchmarks.workload import Batch, Workload, draw_batches, draw_gradient, forward_bytes, same, update_bytes
 
 SHAPES = (
-    Shape(128, 26, 1, 16),
-    Shape(2048, 26, 1, 8),
-    Shape(1024, 26, 5, 32),
-    Shape(512, 26, 20, 128),
-    Shape(8192, 8, 50, 32),
-    Shape(65_536, 26, 1, 16),
-    Shape(65_536, 8, 1, 8),
-    Shape(16_384, 26, 1, 32),
-    Shape(2048, 4, 10, 256),
-    Shape(8192, 26, 1, 64),
+    same(128, 26, 1, 16),
+    same(2048, 26, 1, 8),
+    same(1024, 26, 5, 32),
+    same(512, 26, 20, 128),
+    same(8192, 8, 50, 32),
+    same(65_536, 26, 1, 16),
+    same(65_536, 8, 1, 8),
+    same(16_384, 26, 1, 32),
+    same(2048, 4, 10, 256),
+    same(8192, 26, 1, 64),
 )
 WARMUP_ROUNDS = 3
 NUM_BATCHES = 8
@@ -47,9 +56,9 @@ def peers() -> None:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def bench_limit_forward(shape: Shape, benchmark: Any, record: Callable[..., None], rounds: int) -> None:
+def bench_limit_forward(shape: Workload, benchmark: Any, record: Callable[..., None], rounds: int) -> None:
     batches = draw_batches(shape, NUM_BATCHES)
-    ours, fbgemm, limit = OurBags(shape), FbgemmBags(shape), LimitBags(shape)
+    ours, fbgemm, limit = OurTables(shape), FbgemmTables(shape), LimitBags(shape)
     for peer in (fbgemm, limit):
         copy_weights(ours, peer)
         check_forward(ours, peer, batches[0])
@@ -67,9 +76,9 @@ def bench_limit_forward(shape: Shape, benchmark: Any, record: Callable[..., None
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def bench_limit_step(shape: Shape, benchmark: Any, record: Callable[..., None], rounds: int) -> None:
+def bench_limit_step(shape: Workload, benchmark: Any, record: Callable[..., None], rounds: int) -> None:
     batches, gradient = draw_batches(shape, NUM_BATCHES), draw_gradient(shape)
-    ours, fbgemm = OurBags(shape, te.optim.RowWiseAdagrad(LR, eps=EPS)), FbgemmBags(shape)
+    ours, fbgemm = OurTables(shape), FbgemmTables(shape)
     limit = LimitBags(shape)
     for peer in (fbgemm, limit):
         copy_weights(ours, peer)
@@ -88,11 +97,11 @@ def bench_limit_step(shape: Shape, benchmark: Any, record: Callable[..., None], 
     )
 
 
-def _forward(implementation: Implementation, batches: list[Batch]) -> Contender:
+def _forward(implementation: Tables, batches: list[Batch]) -> Contender:
     return Contender(implementation.name, lambda number: batches[number % NUM_BATCHES], implementation.forward)
 
 
-def _step(implementation: Implementation, batches: list[Batch], gradient: torch.Tensor) -> Contender:
+def _step(implementation: Tables, batches: list[Batch], gradient: torch.Tensor) -> Contender:
     fresh = gradient.clone()
 
     def prepare(number: int) -> Batch:
@@ -102,7 +111,7 @@ def _step(implementation: Implementation, batches: list[Batch], gradient: torch.
     return Contender(implementation.name, prepare, lambda batch: step(implementation, batch, fresh))
 
 
-def verdict(op: str, shape: Shape, timings: list[Timing], wanted: float, floor: float) -> dict[str, Any]:
+def verdict(op: str, shape: Workload, timings: list[Timing], wanted: float, floor: float) -> dict[str, Any]:
     """Which of the two holds, or neither."""
     ours, fbgemm, limit = (timing.percentile(50) for timing in timings)
     ratio = fbgemm / ours

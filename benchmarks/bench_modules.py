@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import tritonemb as te
 from benchmarks.paired import Contender, Timing, measure
-from benchmarks.workload import Shape, draw_batches
+from benchmarks.workload import Workload, draw_batches, same
 
 LR = 0.01
 SPEED = 0.97
@@ -36,30 +36,30 @@ OPTIMIZERS: dict[str, tuple[Any, Any, Any]] = {  # ours, torch's for sparse grad
     "Adam": (te.optim.Adam, torch.optim.SparseAdam, torch.optim.Adam),
 }
 ROWS = (  # `nn.Embedding`
-    Shape(1, 1, 1, 4, 100),
-    Shape(1, 26, 1, 16, 10_000),
-    Shape(256, 3, 1, 16, 100),
-    Shape(256, 11, 1, 32, 20_000),
-    Shape(2048, 26, 1, 64, 100_000),
-    Shape(8192, 8, 1, 128, 100_000),
-    Shape(16, 1, 50, 128, 30_000),
-    Shape(65_536, 1, 1, 8, 10_000_000),
-    Shape(65_536, 4, 1, 8, 10_000),
-    Shape(128, 26, 1, 256, 10_000),
+    same(1, 1, 1, 4, 100),
+    same(1, 26, 1, 16, 10_000),
+    same(256, 3, 1, 16, 100),
+    same(256, 11, 1, 32, 20_000),
+    same(2048, 26, 1, 64, 100_000),
+    same(8192, 8, 1, 128, 100_000),
+    same(16, 1, 50, 128, 30_000),
+    same(65_536, 1, 1, 8, 10_000_000),
+    same(65_536, 4, 1, 8, 10_000),
+    same(128, 26, 1, 256, 10_000),
 )
 BAGS = (  # `nn.EmbeddingBag`, mode "sum"
-    Shape(1, 1, 1, 4, 100),
-    Shape(1, 11, 50, 16, 10_000),
-    Shape(128, 26, 1, 16, 100_000),
-    Shape(256, 11, 10, 32, 20_000),
-    Shape(256, 3, 5, 64, 1_000),
-    Shape(512, 26, 20, 128, 10_000),
-    Shape(2048, 26, 1, 64, 100_000),
-    Shape(8192, 8, 50, 32, 100_000),
-    Shape(2048, 1, 26, 64, 1_000_000),
-    Shape(65_536, 4, 1, 16, 1_000_000),
-    Shape(65_536, 1, 10, 8, 100_000),
-    Shape(1024, 4, 20, 256, 100_000),
+    same(1, 1, 1, 4, 100),
+    same(1, 11, 50, 16, 10_000),
+    same(128, 26, 1, 16, 100_000),
+    same(256, 11, 10, 32, 20_000),
+    same(256, 3, 5, 64, 1_000),
+    same(512, 26, 20, 128, 10_000),
+    same(2048, 26, 1, 64, 100_000),
+    same(8192, 8, 50, 32, 100_000),
+    same(2048, 1, 26, 64, 1_000_000),
+    same(65_536, 4, 1, 16, 1_000_000),
+    same(65_536, 1, 10, 8, 100_000),
+    same(1024, 4, 20, 256, 100_000),
 )
 COMPILED = (*ROWS[:4], ROWS[9], *BAGS[:5])
 
@@ -68,7 +68,7 @@ COMPILED = (*ROWS[:4], ROWS[9], *BAGS[:5])
 class Point:
     """`part` is one of `PARTS`, or the optimizer of a whole step."""
 
-    shape: Shape
+    shape: Workload
     pooled: bool
     part: str
     compiled: bool = False
@@ -91,18 +91,18 @@ def points() -> list[Point]:
     return found
 
 
-def dense_bytes(shape: Shape) -> int:
-    return 4 * shape.num_tables * shape.num_rows * shape.dim
+def dense_bytes(shape: Workload) -> int:
+    return 4 * sum(shape.num_rows) * shape.dim
 
 
 class Embeddings(nn.Module):
     """A module for each table, side by side in the result `[B, T * L * D]`, or `[B, T * D]` if pooled."""
 
-    def __init__(self, shape: Shape, pooled: bool, sparse: bool, weights: list[Tensor]) -> None:
+    def __init__(self, shape: Workload, pooled: bool, sparse: bool, weights: list[Tensor]) -> None:
         super().__init__()
         options = {"mode": "sum"} if pooled else {}
         make: Any = nn.EmbeddingBag if pooled else nn.Embedding
-        sizes = shape.num_rows, shape.dim
+        sizes = shape.num_rows[0], shape.dim
         self.tables = nn.ModuleList(make(*sizes, sparse=sparse, _weight=weight, **options) for weight in weights)
 
     def forward(self, ids: list[Tensor]) -> Tensor:
@@ -165,13 +165,13 @@ def steps_of(point: Point, gradient: Tensor) -> dict[str, tuple[Callable[[Any], 
     return {one.name: (lambda ids: ids, one.step) for one in trained}
 
 
-def new_weights(shape: Shape) -> list[Tensor]:
-    return [torch.empty(shape.num_rows, shape.dim).uniform_(-1, 1) for _ in range(shape.num_tables)]
+def new_weights(shape: Workload) -> list[Tensor]:
+    return [torch.empty(num_rows, shape.dim).uniform_(-1, 1) for num_rows in shape.num_rows]
 
 
 def ids_of(point: Point) -> list[list[Tensor]]:
     """Of each batch and table, int64 `[B, L]`; `[B]` for rows with one id."""
-    size = (-1, point.shape.bag_size) if point.pooled or point.shape.bag_size > 1 else (-1,)
+    size = (-1, point.shape.bag_sizes[0]) if point.pooled or point.shape.bag_sizes[0] > 1 else (-1,)
     return [[ids.view(size) for ids, _ in batch.bags] for batch in draw_batches(point.shape, NUM_BATCHES)]
 
 
@@ -179,7 +179,7 @@ def ids_of(point: Point) -> list[list[Tensor]]:
 def bench_modules(point: Point, benchmark: Any, record: Callable[..., None]) -> None:
     torch._dynamo.reset()
     batches, shape = ids_of(point), point.shape
-    width = shape.num_tables * shape.dim * (1 if point.pooled else shape.bag_size)
+    width = shape.num_tables * shape.dim * (1 if point.pooled else shape.bag_sizes[0])
     gradient = torch.randn(shape.batch_size, width, generator=torch.Generator().manual_seed(0))
     found = (parts_of if point.part in PARTS else steps_of)(point, gradient)
     contenders = [

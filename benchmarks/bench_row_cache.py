@@ -15,8 +15,8 @@ from torch import Tensor
 
 import tritonemb as te
 from benchmarks.cases import OURS, Case, contenders, equal
-from benchmarks.clock import Contender
-from benchmarks.gpu.workload import Workload, draw_batches
+from benchmarks.clock import Clock, Contender
+from benchmarks.workload import Workload, draw_batches
 from tritonemb import ops
 from tritonemb.layout import FIRST_ROW, make_layout
 
@@ -70,7 +70,8 @@ class Directory:
         return torch.cumsum(sizes, 0)[torch.searchsorted(self.first_rows, self.rows, right=True) - 1]
 
 
-def make(op: str, workload: Workload, device: torch.device) -> list[Contender]:
+def make(op: str, workload: Workload, clock: Clock) -> list[Contender]:
+    device = clock.device
     directory = Directory(workload, device)
     by_op = {"look up": look_up, "allocate": allocate, "translate": translate}
     return by_op[op](directory, device)

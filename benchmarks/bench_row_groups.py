@@ -1,50 +1,92 @@
-"""Grouping alone: ours against `torch.sort` + `torch.unique_consecutive` over the ids of all tables at once."""
+"""Sorting and grouping a batch's ids.
+
+Grouping alone: ours (on a GPU also with each way to sort) against what a plain PyTorch user would write, over the ids
+of all tables at once. Sorting alone: each way to sort the linear rows of a batch, and int64 keys for comparison.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
 
-import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.paired import Contender, measure
-from benchmarks.peers import OurBags
-from benchmarks.record import timing_rows
-from benchmarks.workload import SHAPES, Batch, Shape, draw_batches, grouping_bytes
+from benchmarks.cases import OURS, Case, copy_contender, equal
+from benchmarks.clock import Clock, Contender
+from benchmarks.gpu.radix_sort import radix_sort
+from benchmarks.peers import make_bench
+from benchmarks.workload import Batch, Workload, group_bytes, sort_bytes, workloads
+from tritonemb.kernels.row_groups import Sorter, row_groups
+from tritonemb.ops import RowGroups
 
-WARMUP_ROUNDS = 3
+SORTERS: dict[str, Sorter] = {"torch": lambda keys, bits: torch.sort(keys, stable=True), "radix": radix_sort}
+
+
+def cases(device: torch.device, tiny: bool) -> Iterator[Case]:
+    for workload in workloads(device, tiny):
+        if device.type == "cuda" or tiny:  # on the CPU we sort nothing: `row_groups` counts
+            yield Case("sort", str(workload), partial(make_sort, workload), str(workload))
+        yield Case("group", str(workload), partial(make_group, workload), str(workload))
+
+
+def linear_rows(batch: Batch) -> Tensor:
+    """The row of each id among those of all tables, int64 [N]."""
+    w = batch.workload
+    rows = torch.tensor(w.num_rows, device=batch.values.device)
+    per_table = torch.tensor(w.bag_sizes, device=batch.values.device) * w.batch_size
+    return batch.values + (torch.cumsum(rows, 0) - rows).repeat_interleave(per_table)
+
+
+def make_sort(workload: Workload, clock: Clock) -> list[Contender]:
+    bench = make_bench(workload, clock)
+    total, num_bytes = sum(workload.num_rows), sort_bytes(bench.batches[-1])
+    wide = [linear_rows(batch) for batch in bench.batches]
+    narrow = [keys.int() if total < 2**31 else keys for keys in wide]
+    right = torch.sort(wide[0], stable=True)
+
+    def contender(name: str, keys: list[Tensor], sorter: Sorter) -> Contender:
+        check = equal(right.values, right.indices)
+        return Contender(
+            name, lambda number: keys[number % len(keys)], lambda k: sorter(k, total.bit_length()), num_bytes, check
+        )
+
+    on_device = SORTERS if clock.on_gpu else {"torch": SORTERS["torch"]}
+    found = [contender(name, narrow, sorter) for name, sorter in on_device.items()]
+    found.append(contender("torch, int64", wide, SORTERS["torch"]))
+    return [*found, copy_contender(num_bytes, clock.device)]
+
+
+def make_group(workload: Workload, clock: Clock) -> list[Contender]:
+    bench, device = make_bench(workload, clock), clock.device
+    num_bytes = group_bytes(bench.batches[-1])
+    layout = bench.ours.module.table_set.layout(workload.table_names, device)
+    right = group_with_torch(bench.batches[0])
+
+    def check(groups: RowGroups) -> None:
+        rows, starts, order, num_groups = groups
+        valid = int(num_groups)
+        equal(*right)((rows[:valid], starts[:valid], order))
+
+    def contender(name: str, run: Callable[[Batch], object], check: Callable[..., None] = check) -> Contender:
+        return Contender(name, bench.batch, run, num_bytes, check)
+
+    def with_sorter(sorter: Sorter) -> Callable[[Batch], object]:
+        return lambda batch: row_groups(batch.values, batch.offsets, layout, sorter)
+
+    found = [contender(OURS, bench.ours.group)]  # with the way to sort that it chooses
+    if clock.on_gpu:
+        found += [contender(f"tritonemb, {name} sort", with_sorter(sorter)) for name, sorter in SORTERS.items()]
+    found.append(contender("torch.sort", group_with_torch, equal(*right)))
+    return [*found, copy_contender(num_bytes, device)]
 
 
 def group_with_torch(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """Distinct linear rows, the first place of each in `order`, and `order`: what a plain torch user would write."""
-    shape = batch.shape
-    first_rows = torch.arange(shape.num_tables).repeat_interleave(shape.ids_per_table) * shape.num_rows
-    sorted_rows, order = torch.sort(batch.values + first_rows, stable=True)
+    sorted_rows, order = torch.sort(linear_rows(batch), stable=True)
     rows, counts = torch.unique_consecutive(sorted_rows, return_counts=True)
     return rows, torch.cumsum(counts, 0) - counts, order
 
 
-def check_groups(ours: OurBags, batch: Batch) -> None:
-    rows, starts, order, num_groups = ours.group(batch)
-    expected_rows, expected_starts, expected_order = group_with_torch(batch)
-    valid = int(num_groups)
-    torch.testing.assert_close(rows[:valid], expected_rows, rtol=0, atol=0)
-    torch.testing.assert_close(starts[:valid].long(), expected_starts, rtol=0, atol=0)
-    torch.testing.assert_close(order.long(), expected_order, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def bench_grouping(shape: Shape, benchmark: Any, record: Callable[..., None], rounds: int) -> None:
-    batches = draw_batches(shape, rounds + WARMUP_ROUNDS)
-    ours = OurBags(shape)
-    check_groups(ours, batches[0])
-
-    contenders = [
-        Contender(ours.name, lambda number: batches[number % len(batches)], ours.group),
-        Contender("torch.sort", lambda number: batches[number % len(batches)], group_with_torch),
-    ]
-    timings = measure(benchmark, contenders, rounds, WARMUP_ROUNDS)
-    moved = {timing.name: grouping_bytes(batches[-1]) for timing in timings}
-    record(timing_rows("group", shape, timings, moved))
+def bench_grouping(case: Case, measure_case: Callable[[Case], None]) -> None:
+    measure_case(case)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases import OURS, Case, contenders, equal
-from benchmarks.clock import Contender
+from benchmarks.clock import Clock, Contender
 from tritonemb import ops
 
 INT64 = 8
@@ -28,8 +28,9 @@ def cases(device: torch.device, tiny: bool) -> Iterator[Case]:
             yield Case("row moves from host memory", shape, partial(make, num_moves, dim, True))
 
 
-def make(num_moves: int, dim: int, from_host: bool, device: torch.device) -> list[Contender]:
+def make(num_moves: int, dim: int, from_host: bool, clock: Clock) -> list[Contender]:
     """From random rows of a home of 12 times as many to random rows of a cache of twice as many."""
+    device = clock.device
     generator = torch.Generator().manual_seed(0)
     from_rows = torch.randperm(12 * num_moves, generator=generator)[:num_moves]
     to_rows = torch.randperm(2 * num_moves, generator=generator)[:num_moves].to(device)

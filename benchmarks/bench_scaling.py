@@ -11,24 +11,24 @@ import torch
 from torch import Tensor
 
 from benchmarks.paired import Contender, Timing, measure
-from benchmarks.peers import OurBags, step
+from benchmarks.peers import OurTables, step
 from benchmarks.record import at_most, timing_rows
 from benchmarks.reuse import draw_ids
-from benchmarks.workload import Batch, Shape, draw_batches, draw_gradient, make_batch, step_bytes
+from benchmarks.workload import Batch, draw_batches, draw_gradient, make_batch, same, step_bytes
 
 WARMUP_ROUNDS = 3
 # The larger batch's output (26 MB) is one that the allocator still keeps, so that no fresh pages are measured.
-FEW_IDS = Shape(384, 26, 1, 64)
+FEW_IDS = same(384, 26, 1, 64)
 MANY_IDS = dataclasses.replace(FEW_IDS, batch_size=10 * FEW_IDS.batch_size)
 
 TABLE_SIZES = (10_000, 1_000_000, 10_000_000)
 TOUCHED_ROWS = TABLE_SIZES[0]
-ONE_TABLE = Shape(2048, 1, 26, 64, num_rows=TOUCHED_ROWS)  # the smallest of them; the others say their size by name
+ONE_TABLE = same(2048, 1, 26, 64, TOUCHED_ROWS)  # the smallest of them; the others say their size by name
 
 
 def bench_ten_times_the_ids(benchmark: Any, record: Callable[..., None], rounds: int) -> None:
     """Ten times the batch on the same tables; a tenth is left for what caches and page tables do."""
-    ours = OurBags(FEW_IDS)
+    ours = OurTables(FEW_IDS)
     rounds = max(5, rounds // 4)
     contenders, moved = [], {}
     for name, shape in (("10x ids", MANY_IDS), ("1x ids", FEW_IDS)):
@@ -60,19 +60,19 @@ def _compare_table_sizes(stride: int | None, benchmark: Any, rounds: int) -> tup
     """Step on tables of growing size; ids are multiples of `stride`, or of what spreads them over the table."""
     num_batches = rounds + WARMUP_ROUNDS
     rng = np.random.default_rng(0)
-    ids = [draw_ids(TOUCHED_ROWS, ONE_TABLE.ids_per_table, rng)[None] for _ in range(num_batches)]
+    ids = [torch.from_numpy(draw_ids(TOUCHED_ROWS, ONE_TABLE.num_ids, rng)) for _ in range(num_batches)]
     gradient = draw_gradient(ONE_TABLE)
     contenders, moved = [], {}
     for num_rows in reversed(TABLE_SIZES):
-        shape = dataclasses.replace(ONE_TABLE, num_rows=num_rows)
-        batches = [make_batch(shape, values * (stride or num_rows // TOUCHED_ROWS)) for values in ids]
+        shape = dataclasses.replace(ONE_TABLE, num_rows=(num_rows,))
+        batches = [make_batch(shape, [values * (stride or num_rows // TOUCHED_ROWS)]) for values in ids]
         name = f"{num_rows:,} rows"
-        contenders.append(_step_contender(name, OurBags(shape), batches, gradient))
+        contenders.append(_step_contender(name, OurTables(shape), batches, gradient))
         moved[name] = step_bytes(batches[-1])
     return measure(benchmark, contenders, rounds, WARMUP_ROUNDS), moved
 
 
-def _step_contender(name: str, ours: OurBags, batches: Sequence[Batch], fresh: Tensor) -> Contender:
+def _step_contender(name: str, ours: OurTables, batches: Sequence[Batch], fresh: Tensor) -> Contender:
     gradient = torch.empty_like(fresh)
 
     def prepare(number: int) -> Batch:

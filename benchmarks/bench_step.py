@@ -1,72 +1,46 @@
-"""A whole step of the embeddings (forward, backward, update): against FBGEMM, and against plain torch.
+"""A whole step of the embeddings (forward, grouping, backward, update), against FBGEMM and against plain torch.
 
 Each peer is met with its own optimizer's formula: FBGEMM with row-wise Adagrad, `torch.nn.EmbeddingBag(sparse=True)` +
-`torch.optim.Adagrad` with Adagrad. Target: at least three times as fast as either.
+`torch.optim.Adagrad` with Adagrad; the latter on the CPU, where there is room for its states.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
 
-import pytest
 import torch
+from torch import Tensor
 
-import tritonemb as te
-from benchmarks.paired import Contender, measure
-from benchmarks.peers import (
-    FBGEMM_MISSING,
-    FbgemmBags,
-    Implementation,
-    OurBags,
-    TorchBags,
-    copy_weights,
-    has_fbgemm,
-    step,
-)
-from benchmarks.record import at_least, check_step, timing_rows
-from benchmarks.workload import EPS, LR, SHAPES, Shape, draw_batches, draw_gradient, step_bytes
+from benchmarks.cases import Case, copy_contender
+from benchmarks.clock import Clock, Contender
+from benchmarks.peers import Tables, make_bench, step
+from benchmarks.workload import Batch, Workload, step_bytes, workloads
 
-WARMUP_ROUNDS = 3
-TARGET = 3.0
+REPEATS = 5
 
 
-@pytest.mark.skipif(not has_fbgemm(), reason=FBGEMM_MISSING)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def bench_row_wise_adagrad(shape: Shape, benchmark: Any, record: Callable[..., None], rounds: int) -> None:
-    ours, peer = OurBags(shape, te.optim.RowWiseAdagrad(LR, eps=EPS)), FbgemmBags(shape)
-    compare("step, row-wise Adagrad", shape, ours, peer, 1, benchmark, record, rounds)
+def cases(device: torch.device, tiny: bool) -> Iterator[Case]:
+    optimizers = ("row-wise Adagrad",) if device.type == "cuda" or tiny else ("row-wise Adagrad", "Adagrad")
+    for optimizer in optimizers:
+        for workload in workloads(device, tiny):
+            run = partial(make, workload, optimizer)
+            yield Case(f"step, {optimizer}", str(workload), run, str(workload), target=3.0, repeats=REPEATS)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def bench_adagrad(shape: Shape, benchmark: Any, record: Callable[..., None], rounds: int) -> None:
-    ours, peer = OurBags(shape, te.optim.Adagrad(LR, eps=EPS)), TorchBags(shape)
-    compare("step, Adagrad", shape, ours, peer, shape.dim, benchmark, record, rounds)
+def make(workload: Workload, optimizer: str, clock: Clock) -> list[Contender]:
+    bench = make_bench(workload, clock, optimizer)
+    num_bytes = step_bytes(bench.batches[-1], bench.state_per_row)
+
+    def contender(tables: Tables) -> Contender:
+        def run(prepared: tuple[Batch, Tensor]) -> None:
+            step(tables, *prepared)
+
+        return Contender(tables.name, lambda number: (bench.batch(number), bench.fresh_gradient()), run, num_bytes)
+
+    peer = "torch" if optimizer == "Adagrad" else "fbgemm"
+    return [*bench.contenders(contender, [peer]), copy_contender(num_bytes, clock.device)]
 
 
-def compare(
-    op: str,
-    shape: Shape,
-    ours: OurBags,
-    peer: Implementation,
-    state_per_row: int,
-    benchmark: Any,
-    record: Callable[..., None],
-    rounds: int,
-) -> None:
-    batches = draw_batches(shape, rounds + WARMUP_ROUNDS)
-    fresh = draw_gradient(shape)
-    gradient = torch.empty_like(fresh)
-    copy_weights(ours, peer)
-    check_step(ours, peer, batches[0], fresh)
-
-    def contender(implementation: Implementation) -> Contender:
-        def prepare(number: int) -> int:
-            gradient.copy_(fresh)  # as warm in the caches as a dense network would have left it
-            return number % len(batches)
-
-        return Contender(implementation.name, prepare, lambda index: step(implementation, batches[index], gradient))
-
-    timings = measure(benchmark, [contender(ours), contender(peer)], rounds, WARMUP_ROUNDS)
-    moved = {timing.name: step_bytes(batches[-1], state_per_row) for timing in timings}
-    record(timing_rows(op, shape, timings, moved), [at_least(op, shape, timings[0], timings[1:], TARGET)])
+def bench_steps(case: Case, measure_case: Callable[[Case], None]) -> None:
+    measure_case(case)

@@ -12,18 +12,27 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks.clock import Contender
+from benchmarks.clock import Clock, Contender
 
 OURS, COPY, COMPILED = "tritonemb", "copy", "torch, compiled"
 GRAPH = ", CUDA graph"  # behind an op that is replayed
 
 
 class Case(NamedTuple):
-    """`make` allocates what the contenders need on a device; ours is the first of them, a copy the last."""
+    """`make` allocates what the contenders need on the clock's device; ours is the first of them, a copy the last.
+
+    `group`: cases that share tables, and on a GPU a process; by default those of a file. `target`: on a CPU, ours is to
+    be at least so many times as fast as the fastest peer. `repeats`: a sample on a GPU is so many runs back to back,
+    without a flush; the host has to keep up. `capturable`: the run can be a CUDA graph.
+    """
 
     op: str
     shape: str
-    make: Callable[[torch.device], list[Contender]]
+    make: Callable[[Clock], list[Contender]]
+    group: str = ""
+    target: float | None = None
+    repeats: int | None = None
+    capturable: bool = True
 
     def __str__(self) -> str:
         return f"{self.op}, {self.shape}"

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.cases import Case
+from benchmarks.cases import COPY, OURS, Case
 from benchmarks.clock import Clock
 from benchmarks.environment import wait_until_quiet
 from benchmarks.paired import measure
-from benchmarks.record import copy_bandwidth, timing_rows
+from benchmarks.record import at_least, copy_bandwidth, timing_rows
 
 NUM_THREADS = 2
 
@@ -70,9 +70,12 @@ def measure_case(benchmark: Any, record: Callable[..., None], rounds: int, clock
     """Measure a case of a microbenchmark and record it."""
 
     def measured(case: Case) -> None:
-        contenders = case.make(clock.device)
-        timings = measure(benchmark, contenders, max(5, rounds // 2), clock=clock)
+        contenders = case.make(clock)
+        timings = measure(benchmark, contenders, rounds if case.target else max(5, rounds // 2), clock=clock)
         moved = {contender.name: contender.num_bytes for contender in contenders}
-        record(timing_rows(case.op, case.shape, timings, moved))
+        peers = [timing for timing in timings if timing.name != COPY and not timing.name.startswith(OURS)]
+        wanted = peers and case.target and not clock.on_gpu
+        targets = [at_least(case.op, case.shape, timings[0], peers, case.target)] if wanted else []
+        record(timing_rows(case.op, case.shape, timings, moved), targets)
 
     return measured

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.workload import Batch, Shape
+from benchmarks.workload import Batch, Workload
 
 SOURCE = Path(__file__).with_name("limit.c")
 NO_COMPILER = "there is no C compiler for x86-64, so the machine's limit cannot be measured"
@@ -53,31 +53,32 @@ def _new(*size: int) -> Tensor:
 
 
 class LimitBags:
-    """Float32 tables that are looked up by `limit.c`; dims a multiple of 8, up to 256."""
+    """Equal float32 tables that are looked up by `limit.c`; dims a multiple of 8, up to 256."""
 
     name = "limit"
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Workload) -> None:
         assert shape.dim % 8 == 0
         self.shape = shape
-        self.table = _new(shape.num_tables * shape.num_rows, shape.dim)
+        (self.num_rows,), (self.bag_size,) = set(shape.num_rows), set(shape.bag_sizes)
+        self.table = _new(shape.num_tables * self.num_rows, shape.dim)
         self.out = _new(shape.batch_size, shape.num_tables * shape.dim)
 
     def weights(self) -> list[Tensor]:
-        return list(self.table.split(self.shape.num_rows))
+        return list(self.table.split(self.num_rows))
 
     def rows(self, batch: Batch) -> Tensor:
         """int64 `[B, T, L]`: the batch's ids as rows of the one table."""
         shape = self.shape
-        ids = batch.values.view(shape.num_tables, shape.batch_size, shape.bag_size).transpose(0, 1)
-        return (ids + torch.arange(shape.num_tables).view(1, -1, 1) * shape.num_rows).contiguous()
+        ids = batch.values.view(shape.num_tables, shape.batch_size, self.bag_size).transpose(0, 1)
+        return (ids + torch.arange(shape.num_tables).view(1, -1, 1) * self.num_rows).contiguous()
 
     def forward_rows(self, rows: Tensor) -> Tensor:
         """`[B, T * D]`, in the same memory each time."""
         moved = 4 * self.shape.dim * rows.numel() + self.out.nbytes
         threads = 1 if moved < ONE_THREAD_BYTES else torch.get_num_threads()
         pointers = (ctypes.c_void_p(tensor.data_ptr()) for tensor in (self.table, rows, self.out))
-        sizes = self.shape.dim, self.shape.batch_size * self.shape.num_tables, self.shape.bag_size, AHEAD
+        sizes = self.shape.dim, self.shape.batch_size * self.shape.num_tables, self.bag_size, AHEAD
         streamed = self.out.nbytes >= STREAMED_BYTES
         assert (
             _library().gather(*pointers, *map(ctypes.c_long, sizes), ctypes.c_int(streamed), ctypes.c_int(threads)) == 0

@@ -1,34 +1,38 @@
 """The implementations that are measured: ours and its peers, behind one small interface.
 
-All hold the same tables with the same weights (`copy_weights`), all sum-pool, and all return `[B, T * D]`.
+All hold the same tables with the same weights, sum-pool, and return float32 `[B, T * D]`; all check bounds of ids as
+they do by default.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 import tritonemb as te
-from benchmarks.workload import EPS, LR, Batch, Shape
+from benchmarks.cases import OURS
+from benchmarks.clock import Clock, Contender, describe, recover
+from benchmarks.workload import CPU, EPS, LR, Batch, Workload, draw_batches, draw_gradient
 from tritonemb.ops import RowGroups
 
 FBGEMM_MISSING = (
     "FBGEMM is not installed, so there is nothing to compare with; beside torch 2.13.0: "
     "pip install fbgemm-gpu-cpu==1.8.0"
 )
+GPU_BATCHES, CPU_BATCHES = 3, 40  # a GPU's cache is flushed before each sample, a CPU's is full of other batches
 
 
 def has_fbgemm() -> bool:
     return importlib.util.find_spec("fbgemm_gpu") is not None
 
 
-class Implementation(Protocol):
-    """Embedding tables that look a batch up, and that can take a training step."""
+class Tables(Protocol):
+    """Embedding tables that look a batch up, and whose backward is a training step."""
 
     name: str
 
@@ -42,59 +46,82 @@ class Implementation(Protocol):
         """From the output's gradient to updated tables."""
 
 
-def step(implementation: Implementation, batch: Batch, gradient: Tensor) -> None:
-    """One training step of the embeddings: forward, backward, update."""
-    implementation.backward(implementation.forward(batch), gradient)
+class OurTables:
+    """`te.nn.EmbeddingBagCollection` with a fused optimizer, row-wise Adagrad if none is given.
 
+    Args:
+        placement, cache: where the rows live, and which of them are on the device.
+    """
 
-def copy_weights(source: Implementation, target: Implementation) -> None:
-    with torch.no_grad():
-        for ours, theirs in zip(source.weights(), target.weights(), strict=True):
-            theirs.copy_(ours)
+    name = OURS
 
-
-class OurBags:
-    """`te.nn.EmbeddingBagCollection` with a fused optimizer."""
-
-    name = "tritonemb"
-
-    def __init__(self, shape: Shape, optimizer: te.optim.Optimizer | None = None) -> None:
-        tables = [te.TableConfig(name, shape.num_rows, shape.dim) for name in shape.table_names]
-        self.module = te.nn.EmbeddingBagCollection(tables, optimizer=optimizer or te.optim.RowWiseAdagrad(LR, eps=EPS))
-        self.table_names = shape.table_names
+    def __init__(
+        self,
+        workload: Workload,
+        device: torch.device = CPU,
+        placement: Literal["device", "host", "disk"] = "device",
+        cache: te.CacheConfig | None = None,
+        optimizer: te.optim.Optimizer | None = None,
+    ) -> None:
+        configs = [
+            te.TableConfig(
+                name, rows, workload.dim, dtype=workload.dtype, placement=placement, cache=cache or te.CacheConfig()
+            )
+            for name, rows in zip(workload.table_names, workload.num_rows, strict=True)
+        ]
+        self.module = te.nn.EmbeddingBagCollection(
+            configs, optimizer or te.optim.RowWiseAdagrad(LR, eps=EPS), device, output_dtype=torch.float32
+        )
 
     def weights(self) -> list[Tensor]:
-        state = self.module.state_dict()
-        return [state[f"{name}.weight"] for name in self.table_names]
+        """Of tables that live on the device; of others this is what the cache holds."""
+        return [table.weight.data for table in self.module.tables]
 
     def group(self, batch: Batch) -> RowGroups:
-        """The grouping that a forward does once for its backward, alone."""
         return self.module.group(batch.keyed)
 
-    def forward(self, batch: Batch) -> Tensor:
-        pooled: Tensor = self.module(batch.keyed)
+    def forward(self, batch: Batch, groups: RowGroups | None = None) -> Tensor:
+        pooled: Tensor = self.module(batch.keyed, groups)
         return pooled
 
     def backward(self, pooled: Tensor, gradient: Tensor) -> None:
         pooled.backward(gradient)
 
 
-class FbgemmBags:
-    """FBGEMM's table-batched embedding on the CPU; its backward applies row-wise Adagrad."""
+class FbgemmTables:
+    """FBGEMM's table-batched embedding; its backward groups the ids and applies row-wise Adagrad.
+
+    Args:
+        cache_share: rows live in host memory, and this share of them fits into a cache on the device, into which
+            `module.prefetch` brings them. All are on the device if not given.
+    """
 
     name = "fbgemm"
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, workload: Workload, device: torch.device = CPU, cache_share: float | None = None) -> None:
         ops = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_training")
         common = importlib.import_module("fbgemm_gpu.split_table_batched_embeddings_ops_common")
         configs = importlib.import_module("fbgemm_gpu.split_embedding_configs")
-        table = (shape.num_rows, shape.dim, common.EmbeddingLocation.HOST, ops.ComputeDevice.CPU)
+        on_gpu = device.type == "cuda"
+        if cache_share is not None and not on_gpu:
+            raise ValueError(f"FBGEMM has a cache only in front of a GPU, and this is {device}; leave cache_share out")
+        location = common.EmbeddingLocation.DEVICE if on_gpu else common.EmbeddingLocation.HOST
+        options: dict[str, Any] = {"device": torch.device("cuda", torch.cuda.current_device())} if on_gpu else {}
+        if cache_share is not None:
+            location = common.EmbeddingLocation.MANAGED_CACHING
+            options |= {"cache_load_factor": cache_share, "prefetch_pipeline": True}
+        compute = ops.ComputeDevice.CUDA if on_gpu else ops.ComputeDevice.CPU
+        kinds = configs.SparseType
+        precisions = {torch.float32: kinds.FP32, torch.float16: kinds.FP16, torch.bfloat16: kinds.BF16}
         self.module: Any = ops.SplitTableBatchedEmbeddingBagsCodegen(
-            [table] * shape.num_tables,
+            [(rows, workload.dim, location, compute) for rows in workload.num_rows],
             optimizer=configs.EmbOptimType.EXACT_ROWWISE_ADAGRAD,
             pooling_mode=common.PoolingMode.SUM,
+            weights_precision=precisions[workload.dtype],
+            output_dtype=configs.SparseType.FP32,
             learning_rate=LR,
             eps=EPS,
+            **options,
         )
 
     def weights(self) -> list[Tensor]:
@@ -108,36 +135,139 @@ class FbgemmBags:
         pooled.backward(gradient)
 
 
-class TorchBags:
-    """One `torch.nn.EmbeddingBag(sparse=True)` a table and, for training, one `torch.optim.Adagrad`."""
+class TorchTables:
+    """One `torch.nn.EmbeddingBag(sparse=True)` a table and one `torch.optim.Adagrad` (which is not row-wise)."""
 
     name = "torch"
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, workload: Workload, device: torch.device = CPU) -> None:
         self.bags = torch.nn.ModuleList(
-            # Allocated, not initialised: the weights are copied in, and ten million normal deviates take a while.
+            # Allocated, not initialised: the weights are copied in.
             torch.nn.EmbeddingBag(
-                shape.num_rows, shape.dim, mode="sum", sparse=True, _weight=torch.empty(shape.num_rows, shape.dim)
+                rows,
+                workload.dim,
+                mode="sum",
+                sparse=True,
+                _weight=torch.empty(rows, workload.dim, dtype=workload.dtype, device=device),
             )
-            for _ in range(shape.num_tables)
+            for rows in workload.num_rows
         )
         self._optimizer: torch.optim.Adagrad | None = None
-
-    @property
-    def optimizer(self) -> torch.optim.Adagrad:
-        """Made at the first step: its state is as large as the tables, and forwards do not need it."""
-        if self._optimizer is None:
-            self._optimizer = torch.optim.Adagrad(self.bags.parameters(), lr=LR, eps=EPS)
-        return self._optimizer
 
     def weights(self) -> list[Tensor]:
         return [parameter.data for parameter in self.bags.parameters()]
 
     def forward(self, batch: Batch) -> Tensor:
         pairs = zip(self.bags, batch.bags, strict=True)
-        return torch.cat([bag(values, offsets) for bag, (values, offsets) in pairs], dim=1)
+        return torch.cat([bag(values, offsets) for bag, (values, offsets) in pairs], dim=1).float()
 
     def backward(self, pooled: Tensor, gradient: Tensor) -> None:
+        if self._optimizer is None:  # its state is as large as the tables, and forwards do not need it
+            self._optimizer = torch.optim.Adagrad(self.bags.parameters(), lr=LR, eps=EPS)
         pooled.backward(gradient)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+
+PEERS: dict[str, Callable[[Workload, torch.device], Tables]] = {"fbgemm": FbgemmTables, "torch": TorchTables}
+
+
+def step(tables: Tables, batch: Batch, gradient: Tensor) -> None:
+    """One training step of the embeddings: forward, backward, update."""
+    tables.backward(tables.forward(batch), gradient)
+
+
+def copy_weights(source: Tables, target: Tables) -> None:
+    with torch.no_grad():
+        for ours, theirs in zip(source.weights(), target.weights(), strict=True):
+            theirs.copy_(ours)
+
+
+def check_forward(ours: Tables, peer: Tables, batch: Batch) -> None:
+    """Fail unless both look the batch up alike."""
+    # Float32 sums of up to 100 small numbers in another order; torch rounds sums of 16-bit rows to 16 bits.
+    dtype = batch.workload.dtype
+    atol = 1e-5 if dtype == torch.float32 else 1e-4
+    rtol = max(1e-3, torch.finfo(dtype).eps)
+    with torch.no_grad():
+        torch.testing.assert_close(peer.forward(batch), ours.forward(batch), rtol=rtol, atol=atol)
+
+
+def check_step(ours: Tables, peer: Tables, batch: Batch, gradient: Tensor) -> None:
+    """Take a step with both, from the same weights; fail unless it did something, to both alike."""
+    for table in {0, batch.workload.num_tables - 1}:
+        rows = batch.bags[table][0][:1000]
+        before = ours.weights()[table][rows]
+        if table == 0:
+            for tables in (ours, peer):
+                step(tables, batch, gradient)
+            assert not torch.equal(ours.weights()[table][rows], before), "the step changed nothing"
+        # Float32 sums of up to hundreds of thousands of gradients in another order; a step is about the rate, 0.02.
+        torch.testing.assert_close(peer.weights()[table][rows], ours.weights()[table][rows], rtol=1e-3, atol=2e-4)
+
+
+class Bench:
+    """Ours, the peers that can be made, batches and a gradient of one workload, on the clock's device.
+
+    Ours has the optimizer "row-wise Adagrad", as FBGEMM; or "Adagrad", as PyTorch, which is then its only peer.
+    """
+
+    def __init__(self, workload: Workload, clock: Clock, optimizer: str) -> None:
+        self.key = workload, clock.device, optimizer
+        self.workload, self.device = workload, clock.device
+        clock.begin(OURS)
+        self.batches = draw_batches(workload, GPU_BATCHES if clock.on_gpu else CPU_BATCHES, self.device)
+        self.gradient = draw_gradient(workload, self.device)
+        self._fresh = self.gradient.clone()
+        whole_rows = optimizer == "Adagrad"
+        self.ours = OurTables(workload, self.device, optimizer=te.optim.Adagrad(LR, eps=EPS) if whole_rows else None)
+        self.state_per_row = workload.dim if whole_rows else 1
+        self.peers: dict[str, Tables] = {}
+        self._errors: dict[str, str] = {}
+        trained_alike = "torch" if whole_rows else "fbgemm"
+        for name in PEERS:
+            if name in clock.without or (name == "fbgemm" and (whole_rows or not has_fbgemm())):
+                continue
+            clock.begin(name)
+            try:
+                peer = PEERS[name](workload, self.device)
+                copy_weights(self.ours, peer)
+                check_forward(self.ours, peer, self.batches[0])
+                if name == trained_alike and workload.dtype == torch.float32:
+                    check_step(self.ours, peer, self.batches[0], self.gradient)
+                self.peers[name] = peer
+            except Exception as error:
+                recover(error)
+                self._errors[name] = describe(error)
+
+    def batch(self, number: int) -> Batch:
+        return self.batches[number % len(self.batches)]
+
+    def fresh_gradient(self) -> Tensor:
+        """As warm in a CPU's caches as a dense network would have left it."""
+        return self._fresh.copy_(self.gradient)
+
+    def contenders(self, make: Callable[[Tables], Contender], names: Sequence[str] = tuple(PEERS)) -> list[Contender]:
+        """Ours and the peers of these names; one that could not be made says why when it is run."""
+
+        def broken(name: str, error: str) -> Contender:
+            def fail(_: object) -> None:
+                raise RuntimeError(error)
+
+            return Contender(name, lambda number: None, fail)
+
+        found = [make(tables) for tables in (self.ours, *(self.peers[name] for name in names if name in self.peers))]
+        return found + [broken(name, self._errors[name]) for name in names if name in self._errors]
+
+
+_last: Bench | None = None
+
+
+def make_bench(workload: Workload, clock: Clock, optimizer: str = "row-wise Adagrad") -> Bench:
+    """The workload's tables: those of the case before where it is the same; there is never room for others beside."""
+    global _last
+    if _last is None or _last.key != (workload, clock.device, optimizer):
+        _last = None
+        recover()
+        _last = Bench(workload, clock, optimizer)
+    return _last

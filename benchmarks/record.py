@@ -5,16 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from benchmarks.cases import COPY, OURS, copy_contender
 from benchmarks.clock import Clock, Timing
-from benchmarks.peers import Implementation
-from benchmarks.workload import Batch, Shape
 
 LIMIT = "limit"  # no peer: the program that says what the machine can do
-TOLERANCE = 1e-5  # fp32 sums of up to thousands of terms, added in a different order by each implementation
 
 
 def copy_bandwidth(clock: Clock, num_bytes: int = 1 << 29, rounds: int = 7) -> float:
@@ -24,7 +18,7 @@ def copy_bandwidth(clock: Clock, num_bytes: int = 1 << 29, rounds: int = 7) -> f
 
 
 def timing_rows(
-    op: str, shape: Shape | str, timings: Sequence[Timing], num_bytes: Mapping[str, int]
+    op: str, shape: object, timings: Sequence[Timing], num_bytes: Mapping[str, int]
 ) -> list[dict[str, Any]]:
     """A row per implementation; `num_bytes` says what each has to move."""
     return [
@@ -68,7 +62,7 @@ def is_ours(row: Mapping[str, Any]) -> bool:
     return str(row["implementation"]).startswith(OURS)
 
 
-def at_least(op: str, shape: Shape, ours: Timing, peers: Sequence[Timing], factor: float) -> dict[str, Any]:
+def at_least(op: str, shape: object, ours: Timing, peers: Sequence[Timing], factor: float) -> dict[str, Any]:
     """The target that ours be `factor` times as fast as the fastest of the peers, by the medians."""
     peer = min(peers, key=lambda timing: timing.percentile(50))
     ratio = peer.percentile(50) / ours.percentile(50)
@@ -82,7 +76,7 @@ def at_least(op: str, shape: Shape, ours: Timing, peers: Sequence[Timing], facto
     }
 
 
-def at_most(op: str, shape: Shape, slow: Timing, fast: Timing, factor: float) -> dict[str, Any]:
+def at_most(op: str, shape: object, slow: Timing, fast: Timing, factor: float) -> dict[str, Any]:
     """The target that `slow` take at most `factor` times as long as `fast`, by the medians."""
     ratio = slow.percentile(50) / fast.percentile(50)
     return {
@@ -93,29 +87,3 @@ def at_most(op: str, shape: Shape, slow: Timing, fast: Timing, factor: float) ->
         "target": f"at most {factor:g}",
         "met": ratio <= factor,
     }
-
-
-def check_forward(ours: Implementation, peer: Implementation, batch: Batch) -> None:
-    """Fail unless both look the batch up alike."""
-    with torch.no_grad():
-        _assert_same(ours.forward(batch), peer.forward(batch), f"the output of {ours.name} and {peer.name}")
-
-
-def check_step(ours: Implementation, peer: Implementation, batch: Batch, gradient: Tensor) -> None:
-    """Take one step with both; fail unless output and updated rows agree and the step did something."""
-    ids = [values.unique() for values, _ in batch.bags]
-    before = [weight[rows].clone() for weight, rows in zip(ours.weights(), ids, strict=True)]
-    outputs = [implementation.forward(batch) for implementation in (ours, peer)]
-    _assert_same(outputs[0], outputs[1], f"the output of {ours.name} and {peer.name}")
-    for implementation, pooled in zip((ours, peer), outputs, strict=True):
-        implementation.backward(pooled, gradient)
-    for index, rows in enumerate(ids):
-        updated, expected = ours.weights()[index][rows], peer.weights()[index][rows]
-        _assert_same(updated, expected, f"table {index} after a step of {ours.name} and {peer.name}")
-        assert not torch.equal(updated, before[index]), f"table {index}: the step changed nothing"
-
-
-def _assert_same(actual: Tensor, expected: Tensor, what: str) -> None:
-    torch.testing.assert_close(
-        actual.detach(), expected.detach(), rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text: f"{what} differ: {text}"
-    )

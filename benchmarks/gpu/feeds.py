@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 import tritonemb as te
-from benchmarks.gpu.tables import FbgemmTables, OurTables, Tables
-from benchmarks.gpu.workload import Batch
+from benchmarks.peers import FbgemmTables, OurTables, Tables
+from benchmarks.workload import Batch
 from tritonemb.data.prefetch import Prefetcher
 from tritonemb.tables.lookup import PrefetchedFeatures, released_before
 

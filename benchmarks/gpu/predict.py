@@ -29,7 +29,7 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # called as a file, Python puts only this folder on the path
 
-from benchmarks.gpu.workload import (  # noqa: E402
+from benchmarks.workload import (  # noqa: E402
     WORKLOADS,
     Batch,
     Workload,

@@ -9,6 +9,7 @@ from benchmarks.cases import GRAPH
 
 COLORS = {"tritonemb": "#1f77b4", "tritonemb, grouped ahead": "#17becf", "fbgemm": "#8c8c8c", "torch": "#d8b878"}
 COLORS |= {"torch, compiled": "#c08040"}
+MARKERS = {"forward": "o", "group + update": "s", "step": "D", "codec": "^", "interaction": "v"}
 
 
 def draw_if_possible(results: dict[str, Any], path: Path) -> bool:
@@ -33,7 +34,13 @@ def draw(results: dict[str, Any], path: Path) -> None:
     if copies:
         axes.plot(*zip(*copies, strict=True), color="black", linewidth=1, marker=".", label="copy of as many bytes")
     for name, color in COLORS.items():
-        for op, marker in (("forward", "o"), ("update", "s"), ("step", "D"), ("codec", "^"), ("interaction", "v")):
+        for op, marker in (
+            ("forward", "o"),
+            ("group + update", "s"),
+            ("step", "D"),
+            ("codec", "^"),
+            ("interaction", "v"),
+        ):
             mine = [row for row in rows if row["implementation"] == name and row["op"].startswith(op)]
             if mine:
                 sizes, rates = [row["bytes"] / 1e6 for row in mine], [row["gb_per_s"] for row in mine]

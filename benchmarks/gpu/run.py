@@ -19,7 +19,7 @@ import functools
 import importlib.util
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,32 +31,37 @@ sys.path.insert(0, str(ROOT))  # called as a file, Python puts only this folder 
 from benchmarks import (  # noqa: E402
     bench_codecs,
     bench_cross,
+    bench_dlrm,
+    bench_embedding_bag,
     bench_interaction,
     bench_jagged,
     bench_row_cache,
+    bench_row_groups,
     bench_row_moves,
+    bench_row_update,
+    bench_step,
     report,
     results_file,
 )
+from benchmarks import cases as micro  # noqa: E402
 from benchmarks.cases import GRAPH  # noqa: E402
 from benchmarks.clock import Clock, DeviceLost, Outcome, describe, recover  # noqa: E402
 from benchmarks.environment import environment  # noqa: E402
-from benchmarks.gpu import dlrm, embeddings, processes, roofline, targets, tiers  # noqa: E402
-from benchmarks.gpu.workload import WORKLOADS, Workload  # noqa: E402
+from benchmarks.gpu import processes, roofline, targets, tiers  # noqa: E402
 from benchmarks.record import lines, timing_rows  # noqa: E402
 
 SECONDS = 540.0
-FAMILIES = (bench_row_cache, bench_row_moves, bench_jagged, bench_codecs, bench_interaction, bench_cross)
+ON_TABLES = (bench_embedding_bag, bench_row_groups, bench_row_update, bench_step, bench_dlrm)
+FAMILIES = (*ON_TABLES, bench_row_cache, bench_row_moves, bench_jagged, bench_codecs, bench_interaction, bench_cross)
 
 
 class Case(NamedTuple):
-    """One op over one shape; those of one `group` share a process, and those with one `workload` its tables."""
+    """One op over one shape; those of one `group` share a process."""
 
     group: str
     op: str
     shape: str
-    workload: Workload | None
-    measure: Callable[[Any, Clock, int], Outcome]  # of the workload's `Bench`, or of None
+    measure: Callable[[Clock, int], Outcome]
 
     def __str__(self) -> str:
         return f"{self.op}, {self.shape}"
@@ -64,36 +69,24 @@ class Case(NamedTuple):
 
 def cases(device: torch.device, tiny: bool) -> Iterator[Case]:
     """All cases, those of a process next to each other; what takes long comes last."""
-    large = [workload for workload in WORKLOADS if workload.name == "mlperf"]
-    yield from _on_tables([workload for workload in WORKLOADS if workload not in large], tiny)
+    groups: dict[str, list[micro.Case]] = {}
     for family in FAMILIES:
-        for found in family.cases(device, tiny):
-            for graph in (False, True):
-                run = functools.partial(_alone, found.make, graph)
-                yield Case(family.__name__, found.op + GRAPH * graph, found.shape, None, run)
-    yield from _on_tables(large, tiny)
+        for case in family.cases(device, tiny):
+            groups.setdefault(case.group or family.__name__, []).append(case)
+    for group in sorted(groups, key=lambda name: name.startswith("mlperf")):
+        for case in groups[group]:
+            for graph in (False, True)[: 1 + case.capturable]:
+                yield Case(group, case.op + GRAPH * graph, case.shape, functools.partial(_measure, case, graph))
     for tier in tiers.CASES:
         t = tier.tiny() if tiny else tier
-        yield Case(str(t), t.op, str(t), None, lambda _, clock, rounds, t=t: tiers.measure(t, clock, rounds))
+        yield Case(str(t), t.op, str(t), functools.partial(tiers.measure, t))
 
 
-def _on_tables(workloads: Sequence[Workload], tiny: bool) -> Iterator[Case]:
-    for w in dict.fromkeys(workload.tiny() if tiny else workload for workload in workloads):
-        ops = {op: functools.partial(embeddings.measure, op) for op in embeddings.OPS}
-        if w.name == "mlperf":
-            ops["DLRM step"] = dlrm.measure_dlrm
-        for op, measure in ops.items():
-            for graph in (False, True)[: 1 if op in embeddings.NEVER_CAPTURED else 2]:
-                run = functools.partial(_with_graph, measure, graph)
-                yield Case(str(w), op + GRAPH * graph, str(w), w, run)
-
-
-def _with_graph(measure: Callable[..., Outcome], graph: bool, bench: Any, clock: Clock, rounds: int) -> Outcome:
-    return measure(bench, clock, rounds, graph)
-
-
-def _alone(make: Callable[[torch.device], Any], graph: bool, _: None, clock: Clock, rounds: int) -> Outcome:
-    return clock.measure(make(clock.device), rounds, graph=graph)
+def _measure(case: micro.Case, graph: bool, clock: Clock, rounds: int) -> Outcome:
+    contenders = case.make(clock)
+    if case.repeats:
+        return clock.measure(contenders, max(2, rounds // 6), 1, case.repeats, graph)
+    return clock.measure(contenders, rounds, graph=graph)
 
 
 def measure_cases(
@@ -107,7 +100,6 @@ def measure_cases(
     """Measure a task's cases in this process, one after the other."""
     device = torch.device(device_name)
     by_name = {str(case): case for case in cases(device, tiny)}
-    bench: embeddings.Bench | None = None
     clock = Clock(device, task.deadline)
     for name in list(task.cases):
         if time.time() > task.deadline:
@@ -116,11 +108,7 @@ def measure_cases(
         clock.begin = functools.partial(begin, name)
         clock.without = {contender for other, contender in task.without if other == name}
         try:
-            if case.workload != (bench and bench.workload):
-                bench = None
-                recover()
-                bench = case.workload and embeddings.Bench(case.workload, clock)
-            outcome = case.measure(bench, clock, rounds)
+            outcome = case.measure(clock, rounds)
         except DeviceLost:
             raise  # only another process can go on
         except Exception as error:

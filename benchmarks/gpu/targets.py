@@ -20,8 +20,8 @@ class Target(NamedTuple):
 TARGETS = (
     Target("forward", "fbgemm", 1.1),
     Target("forward", "copy", 0.8),
-    Target("update", "fbgemm", 1.5),
-    Target("update", "fbgemm", 2.5, "tritonemb, grouped ahead"),
+    Target("group + update", "fbgemm", 1.5),
+    Target("group + update", "fbgemm", 2.5, "tritonemb, grouped ahead"),
     Target("codec", "copy", 0.9),
     Target("interaction", "torch, compiled", 1.3),
     Target("DLRM step", "fbgemm", 1.3),

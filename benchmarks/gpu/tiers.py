@@ -25,10 +25,10 @@ import tritonemb as te
 from benchmarks.cases import OURS
 from benchmarks.clock import Clock, Outcome, recover
 from benchmarks.gpu.feeds import LOOK_AHEAD, Feed, Prefetched, SentAhead
-from benchmarks.gpu.tables import FbgemmTables, OurTables
 from benchmarks.gpu.training import Makers, num_batches, race
-from benchmarks.gpu.workload import Batch, Workload, step_bytes
+from benchmarks.peers import FbgemmTables, OurTables, copy_weights
 from benchmarks.reuse import Population
+from benchmarks.workload import Batch, Workload, step_bytes
 
 IN_HBM, NONE_AHEAD = "tritonemb, in HBM", "tritonemb, none ahead"
 FBGEMM_IN_HBM, FBGEMM_CACHED = "fbgemm, in HBM", "fbgemm, cached"
@@ -99,8 +99,7 @@ def makers(tier: Tier, batches: tuple[Batch, ...], device: torch.device) -> Make
 
     def fbgemm(cache_share: float | None = None) -> FbgemmTables:
         tables = FbgemmTables(workload, device, cache_share)
-        for weight, theirs in zip(in_hbm.weights(), tables.weights(), strict=True):
-            theirs.copy_(weight)
+        copy_weights(in_hbm, tables)
         return tables
 
     found: dict[str, Callable[[], Feed]] = {

@@ -18,11 +18,11 @@ from torch import Tensor
 from torch.nn import functional
 
 import tritonemb as te
+from benchmarks.bench_dlrm import NUM_DENSE, DLRMOn
 from benchmarks.clock import Clock, Contender, Outcome, describe, recover
-from benchmarks.gpu.dlrm import NUM_DENSE, DLRMOn
 from benchmarks.gpu.feeds import Feed
-from benchmarks.gpu.tables import OurTables
-from benchmarks.gpu.workload import Workload
+from benchmarks.peers import OurTables
+from benchmarks.workload import Workload
 from tritonemb.ops.row_cache import NO_ROW, WAYS
 
 STEPS = 10  # of one sample

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import cases, report, results_file
+from benchmarks import cases, report, results_file, workload
 from benchmarks.cases import GRAPH
 from benchmarks.clock import Clock, Contender
 from benchmarks.gpu import run as gpu_run
-from benchmarks.gpu import targets, workload
-from benchmarks.gpu.workload import MLPERF_BAGS, MLPERF_ROWS, WORKLOADS, Batch, Workload, draw_batches
+from benchmarks.gpu import targets
+from benchmarks.workload import MLPERF_BAGS, MLPERF_ROWS, WORKLOADS, Batch, Workload, draw_batches
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SMALL = Workload("small", 4, (100, 50), (3, 1), dim=8, dtype=torch.float16)
 
 
@@ -139,8 +139,10 @@ def row(op: str, implementation: str, median: float, shape: str = "some") -> dic
 
 def results() -> dict[str, Any]:
     rows = [row("forward", "tritonemb", 1.0), row("forward", "fbgemm", 1.2), row("forward", "copy", 0.7)]
-    rows += [row("sort", "torch", 0.5), row("update", "tritonemb", 2.0)]
-    failures = [{"op": "update", "shape": "some", "implementation": "fbgemm", "error": "RuntimeError: no | luck"}]
+    rows += [row("sort", "torch", 0.5), row("group + update", "tritonemb", 2.0)]
+    failures = [
+        {"op": "group + update", "shape": "some", "implementation": "fbgemm", "error": "RuntimeError: no | luck"}
+    ]
     verdicts = targets.verdicts(rows)
     return {"kind": "gpu", "date": "2026-01-02", "rows": rows, "targets": verdicts, "failures": failures}
 
@@ -149,7 +151,7 @@ def test_targets_are_met_missed_or_unknown() -> None:
     found = {(v["op"], v["measured"]): (v["ratio"], v["met"]) for v in results()["targets"]}
     assert found["forward", "fbgemm / tritonemb"] == (pytest.approx(1.2), True)
     assert found["forward", "copy / tritonemb"] == (pytest.approx(0.7), False)
-    assert found["update", "fbgemm / tritonemb"] == (None, None)
+    assert found["group + update", "fbgemm / tritonemb"] == (None, None)
     assert json.loads(json.dumps(results()["targets"])) == results()["targets"]
 
 
@@ -185,7 +187,7 @@ def test_a_measured_gpu_gets_a_section_of_its_own(readme: Path) -> None:
     assert "| forward | some | fbgemm 1.200 | tritonemb | 1.000 | 70 % | 1.20 |" in lines
     assert "| sort | some | - | torch | 0.500 | - | - |" in lines
     assert "| forward | some | copy / tritonemb | at least 0.8 | 0.70 | not met |" in lines
-    assert "| update | some | fbgemm | RuntimeError: no / luck |" in lines
+    assert "| group + update | some | fbgemm | RuntimeError: no / luck |" in lines
 
 
 def test_file_names_come_from_the_device() -> None:
@@ -194,14 +196,14 @@ def test_file_names_come_from_the_device() -> None:
 
 
 def test_cases_can_be_chosen_by_name() -> None:
-    everything = list(gpu_run.cases(CPU, tiny=False))
+    everything = list(gpu_run.cases(GPU, tiny=False))
     assert len({str(case) for case in everything}) == len(everything)
     chosen = gpu_run.select(iter(everything), "codec fp16,DLRM")
     assert [case.op for case in chosen if not case.op.endswith(GRAPH)] == [
         "codec fp16 pack", "codec fp16 unpack", "DLRM step", "DLRM step"
     ]  # fmt: skip
     assert {case.op.removesuffix(GRAPH).split()[0] for case in everything} == {
-        "forward", "sort", "group", "update", "step", "DLRM", "codec", "interaction", "cross", "jagged", "block", "row",
+        "forward", "sort", "group", "step,", "DLRM", "codec", "interaction", "cross", "jagged", "block", "row",
         "training",
     }  # fmt: skip
 
@@ -215,16 +217,16 @@ def test_all_but_updates_and_tiers_are_measured_as_cuda_graphs_too() -> None:
     ops = {case.op for case in gpu_run.cases(CPU, tiny=True)}
     eager = {op for op in ops if not op.endswith(GRAPH)}
     assert {op for op in eager if op + GRAPH not in ops} == {
-        "update", "training from host memory", "training from disk"
+        "group + update", "training from host memory", "training from disk"
     }  # fmt: skip
     assert {op.removesuffix(GRAPH) for op in ops} == eager
 
 
 def test_each_workload_family_and_tier_is_a_process() -> None:
-    everything = list(gpu_run.cases(CPU, tiny=False))
+    everything = list(gpu_run.cases(GPU, tiny=False))
     groups = [group for group, _ in itertools.groupby(everything, key=lambda case: case.group)]
-    assert len(set(groups)) == len(groups) == len(WORKLOADS) + len(gpu_run.FAMILIES) + 3
-    assert all(case.workload is None or str(case.workload) == case.group for case in everything)
+    assert len(set(groups)) == len(groups) == len(WORKLOADS) + len(gpu_run.FAMILIES) - len(gpu_run.ON_TABLES) + 3
+    assert {case.group for case in everything if case.op == "forward"} == {str(workload) for workload in WORKLOADS}
     (alone, *_), *others = ([case for case in everything if case.group == group] for group in groups[-3:])
     assert "training" in alone.op
     assert all(len(other) == 1 for other in others)
@@ -236,12 +238,12 @@ def test_ops_on_tables_run_and_are_kept(tmp_path: Path, capsys: pytest.CaptureFi
     (path,) = tmp_path.glob("cpu-*.json")
     assert json.loads(path.read_text()) == found
     measured = {(row["op"], row["implementation"]) for row in found["rows"]}
-    for op in ("forward", "group", "update", "step", "codec int8 pack", "codec int8 unpack"):
+    for op in ("forward", "group", "group + update", "step, row-wise Adagrad", "codec int8 pack", "codec int8 unpack"):
         assert (op, "tritonemb") in measured
     assert ("sort", "torch") in measured
-    assert ("step", "torch") in measured
-    assert ("update", "tritonemb, grouped ahead") in measured
-    assert (f"step{GRAPH}", "tritonemb") in measured
+    assert ("forward", "torch") in measured
+    assert ("group + update", "tritonemb, grouped ahead") in measured
+    assert (f"step, row-wise Adagrad{GRAPH}", "tritonemb") in measured
     assert {failure["implementation"] for failure in found["failures"]} <= {"fbgemm"}
     assert all(row["bytes"] > 0 and row["p50_ms"] > 0 for row in found["rows"])
     assert "wrote" in capsys.readouterr().out

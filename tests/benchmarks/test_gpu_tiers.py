@@ -16,9 +16,9 @@ from benchmarks.clock import Clock, Outcome
 from benchmarks.gpu import run as gpu_run
 from benchmarks.gpu import targets, tiers, training
 from benchmarks.gpu.feeds import Feed, Prefetched, SentAhead
-from benchmarks.gpu.tables import FbgemmTables, OurTables
 from benchmarks.gpu.tiers import IN_HBM, NONE_AHEAD, Tier
-from benchmarks.gpu.workload import Batch, Workload
+from benchmarks.peers import FbgemmTables, OurTables
+from benchmarks.workload import Batch, Workload
 
 CPU = torch.device("cpu")
 SMALL = Workload("small", 16, (600, 400), (4, 2), dim=8, ids="reuse")

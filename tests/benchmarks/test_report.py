@@ -11,9 +11,9 @@ from benchmarks import report, results_file
 from benchmarks.paired import Timing
 from benchmarks.record import at_least, at_most, timing_rows
 from benchmarks.run import condense
-from benchmarks.workload import Shape
+from benchmarks.workload import same
 
-SHAPE = Shape(2048, 26, 1, 64)
+SHAPE = same(2048, 26, 1, 64)
 OURS, PEER = Timing("tritonemb", (1.0, 2.0, 3.0)), Timing("fbgemm", (8.0, 9.0, 10.0))
 SHARED = {
     "date": "2026-01-02", "commit": "abc", "cpu": "Some CPU, 2 cores", "threads": 2, "copy_gb_per_s": 30.0,

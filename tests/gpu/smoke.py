@@ -27,8 +27,8 @@ from torch import Tensor
 
 import tritonemb as te
 from benchmarks.clock import Clock, Contender
-from benchmarks.gpu.tables import OurTables
-from benchmarks.gpu.workload import Workload, draw_batches, draw_gradient, forward_bytes, step_bytes
+from benchmarks.peers import OurTables
+from benchmarks.workload import Workload, draw_batches, draw_gradient, forward_bytes, step_bytes
 from tests.gpu import processes
 from tests.gpu.problems import TABLES, captured, counted_compilations, hot_steps, run_step, warm_up
 from tests.gpu.processes import Job, Outcome

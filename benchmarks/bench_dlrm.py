@@ -1,8 +1,9 @@
-"""A whole DLRM step: the tables, the dense part around them, and its optimizer."""
+"""A whole DLRM step on a GPU: the tables, the dense part around them, and its optimizer."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -10,15 +11,15 @@ from torch.nn import functional
 
 import tritonemb as te
 from benchmarks.bench_interaction import plain_interaction
-from benchmarks.cases import OURS
-from benchmarks.clock import Clock, Contender, Outcome
-from benchmarks.gpu.embeddings import Bench
-from benchmarks.gpu.workload import Batch
+from benchmarks.cases import OURS, Case
+from benchmarks.clock import Clock, Contender
+from benchmarks.peers import Tables, make_bench
+from benchmarks.workload import Batch, Workload, workloads
 from tritonemb.nn.models import MLP
 
 NUM_DENSE = 13
 BOTTOM_MLP, TOP_MLP = (512, 256), (1024, 1024, 512, 256)
-STEP_REPEATS = 5
+REPEATS = 5
 
 
 class DLRMOn(nn.Module):
@@ -35,19 +36,25 @@ class DLRMOn(nn.Module):
         return self.top(self.interaction(self.bottom(dense), self.lookup(batch))).squeeze(1)
 
 
-def dlrm_step(bench: Bench) -> list[Contender]:
+def cases(device: torch.device, tiny: bool) -> Iterator[Case]:
+    for workload in workloads(device, tiny):
+        if workload.name == "mlperf":
+            yield Case("DLRM step", str(workload), partial(make, workload), str(workload), repeats=REPEATS)
+
+
+def make(workload: Workload, clock: Clock) -> list[Contender]:
     """A training step: forward, loss, backward with the tables' update, and SGD on the dense part.
 
     Ours is the same network over our tables with our interaction; MLPs, loss and optimizer are the same code.
     """
-    w, device = bench.workload, bench.device
+    bench, w, device = make_bench(workload, clock), workload, clock.device
     dense = torch.randn(w.batch_size, NUM_DENSE, device=device)
     labels = (torch.rand(w.batch_size, device=device) < 0.5).float()
 
-    def contender(name: str, lookup: Callable[[Batch], Tensor]) -> Contender:
+    def contender(tables: Tables) -> Contender:
         torch.manual_seed(0)
-        model = DLRMOn(lookup, w.num_tables, w.dim, device)
-        if name == OURS:
+        model = DLRMOn(tables.forward, w.num_tables, w.dim, device)
+        if tables.name == OURS:
             model.interaction = te.nn.DotInteraction(w.num_tables)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, foreach=True)
 
@@ -56,13 +63,10 @@ def dlrm_step(bench: Bench) -> list[Contender]:
             functional.binary_cross_entropy_with_logits(model(dense, batch), labels).backward()
             optimizer.step()
 
-        return Contender(name, bench.batch, run, 0)
+        return Contender(tables.name, bench.batch, run)
 
-    contenders = [contender(OURS, bench.ours.forward)]
-    if "fbgemm" in bench.peers:
-        contenders.append(contender("fbgemm", bench.peers["fbgemm"].forward))
-    return contenders
+    return bench.contenders(contender, ["fbgemm"])
 
 
-def measure_dlrm(bench: Bench, clock: Clock, rounds: int, graph: bool) -> Outcome:
-    return clock.measure(dlrm_step(bench), max(2, rounds // 6), 2, STEP_REPEATS, graph)
+def bench_dlrm(case: Case, measure_case: Callable[[Case], None]) -> None:
+    measure_case(case)
