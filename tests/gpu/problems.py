@@ -43,9 +43,11 @@ def make_gpu_collection(
     return make_collection(configs, optimizer, device="cuda", **options)
 
 
-def hot_steps(collection: TableCollection, num_steps: int, batch_size: int = 256, seed: int = 0) -> list[Step]:
+def hot_steps(
+    collection: TableCollection, num_steps: int, batch_size: int = 256, seed: int = 0, weighted: bool = True
+) -> list[Step]:
     """Long bags in which half of the ids are among three: their rows are used thousands of times a batch."""
-    return random_steps(collection, num_steps, batch_size=batch_size, max_length=40, weighted=True, seed=seed)
+    return random_steps(collection, num_steps, batch_size=batch_size, max_length=40, weighted=weighted, seed=seed)
 
 
 def run_step(collection: TableCollection, batch: te.KeyedJaggedTensor, grad: Tensor) -> Tensor:

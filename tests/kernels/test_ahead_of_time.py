@@ -6,8 +6,9 @@ A table of what the compilers made stands in `build/ahead_of_time/kernels.md` (o
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -19,9 +20,13 @@ if interpreting():
     pytest.skip("kernels are interpreted in this process, so there is nothing to compile", allow_module_level=True)
 
 from benchmarks.gpu.radix_sort import radix_sort
+from benchmarks.workload import Workload
+from tests.gpu import smoke
 from tests.kernels import ahead_of_time
 from tests.kernels.ahead_of_time import Launch
 from tests.kernels.ahead_of_time_cases import CASES, Case
+from tritonemb.ops.registry import TRITON, forced
+from tritonemb.optim import OPTIMIZERS
 
 # 128 registers a thread leave room for 16 warps a processor; a gather needs no more to keep its memory busy.
 MOST_REGISTERS = MAX_REGISTERS
@@ -290,3 +295,29 @@ def test_the_table_holds_the_cases_that_there_are(tmp_path, monkeypatch):
     header, rule, line = (tmp_path / "kernels.md").read_text().splitlines()
     assert header.split("|")[1].strip() == "kernel"
     assert line.count("|") == rule.count("|") == 11
+
+
+def test_the_smoke_test_compiles_fewer_than_forty_variants() -> None:
+    """Each is compiled on the first machine with a GPU, while somebody waits."""
+    cpu, variants = torch.device("cpu"), set[tuple[str, int]]()
+
+    def count(call: Callable[[], object]) -> None:
+        for each in ahead_of_time.record(call):
+            source, _ = ahead_of_time.source_of(each, ahead_of_time.TARGETS["sm_90"])
+            variants.add((source.hash(), each.num_warps))
+
+    for case in CASES:
+        if case.name in smoke.CORE:
+            count(case.call)
+    for name in ("row_wise_adagrad", "adam"):
+        count(partial(smoke.train_steps, TRITON, OPTIMIZERS[name](lr=0.05), cpu))
+
+    def time_shape(shape: Workload) -> None:
+        with forced(TRITON):
+            forward, step, *_ = smoke.run_shape(shape, cpu)
+            forward()
+            step()
+
+    for shape in smoke.SHAPES:
+        count(partial(time_shape, replace(shape, batch_size=16)))
+    assert 30 < len(variants) < 40

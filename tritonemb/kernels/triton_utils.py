@@ -48,11 +48,13 @@ def jit(function: Any = None, *, varying: Sequence[str] = ()) -> Any:
     """Mark a kernel, or a function of kernels.
 
     Integers named in `varying` change from batch to batch: they are not specialised on, so that a batch of another size
-    compiles nothing.
+    compiles nothing. Nor does it matter whether 16 divides the number of tables or keys.
     """
     if triton is None:
         return function or (lambda kernel: kernel)
-    return triton.jit(function, do_not_specialize=list(varying) or None)
+    return triton.jit(
+        function, do_not_specialize=list(varying) or None, do_not_specialize_on_alignment=["num_tables", "num_keys"]
+    )
 
 
 MAX_REGISTERS = 128  # a thread; where none are given ptxas keeps to few, and moves loads down to where they are used
