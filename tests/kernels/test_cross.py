@@ -1,4 +1,4 @@
-"""The elementwise part of DCNv2's cross layer: references, CPU kernels with their bits, and Triton's in float64."""
+"""The elementwise part of DCNv2's cross layer: formulas, CPU kernels with their bits, and Triton's in float64."""
 
 from __future__ import annotations
 
@@ -10,9 +10,22 @@ from torch import Tensor
 
 from tests.kernels.test_interaction import DTYPES, ROUNDING, assert_rounded_sums
 from tritonemb.kernels.cpu import cross as cpu
-from tritonemb.kernels.cross import cross, cross_gradient, cross_gradient_reference, cross_reference
+from tritonemb.kernels.cross import cross, cross_gradient
 
 WIDTHS = (1, 3, 16, 60, 128, 257, 300)
+
+
+def by_formula(inputs: Tensor, product: Tensor, bias: Tensor, crossed: Tensor) -> Tensor:
+    """`cross`; differentiable."""
+    return inputs * (product + bias) + crossed
+
+
+def gradient_by_formula(grad: Tensor, inputs: Tensor, product: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`cross_gradient`, formula by formula, each rounded to its input's dtype."""
+    by_product = grad * inputs
+    return (
+        (grad * (product + bias)).to(inputs.dtype), by_product.to(product.dtype), by_product.sum(0).to(bias.dtype),
+    )  # fmt: skip
 
 
 def problem(batch_size: int, width: int, dtypes: tuple[torch.dtype, ...]) -> list[Tensor]:
@@ -26,16 +39,16 @@ def problem(batch_size: int, width: int, dtypes: tuple[torch.dtype, ...]) -> lis
 def test_gradients_are_the_derivative(batch_size, width):
     inputs, product, crossed, grad, bias = problem(batch_size, width, (torch.float64,) * 4)
     leaves = [tensor.requires_grad_() for tensor in (inputs, product, bias)]
-    expected = torch.autograd.grad(cross_reference(*leaves, crossed), leaves, grad)
-    for mine, theirs in zip(cross_gradient_reference(grad, *leaves), expected, strict=True):
+    expected = torch.autograd.grad(by_formula(*leaves, crossed), leaves, grad)
+    for mine, theirs in zip(gradient_by_formula(grad, *leaves), expected, strict=True):
         torch.testing.assert_close(mine, theirs)  # float64 sums in another order
 
 
 @given(st.integers(0, 70), st.sampled_from(WIDTHS), st.tuples(DTYPES, DTYPES, DTYPES, DTYPES))
-def test_cpu_kernels_have_the_references_bits(batch_size, width, dtypes):
+def test_cpu_kernels_have_the_formulas_bits(batch_size, width, dtypes):
     inputs, product, crossed, grad, bias = problem(batch_size, width, dtypes)
-    out, expected = cpu.cross(inputs, product, bias, crossed), cross_reference(inputs, product, bias, crossed)
-    found, exact = (kernel(grad, inputs, product, bias) for kernel in (cpu.cross_gradient, cross_gradient_reference))
+    out, expected = cpu.cross(inputs, product, bias, crossed), by_formula(inputs, product, bias, crossed)
+    found, exact = (kernel(grad, inputs, product, bias) for kernel in (cpu.cross_gradient, gradient_by_formula))
     for mine, theirs in zip((out, *found), (expected, *exact), strict=True):
         assert mine.dtype == theirs.dtype
         assert torch.equal(mine, theirs)
@@ -47,7 +60,7 @@ class TestTriton:
     @given(st.integers(0, 70), st.sampled_from(WIDTHS), st.tuples(DTYPES, DTYPES, DTYPES, DTYPES))
     @example(1, 1, (torch.float32,) * 4)
     @example(70, 300, (torch.bfloat16,) * 4)
-    def test_kernels_are_the_references(self, device, batch_size, width, dtypes):
+    def test_kernels_follow_the_formulas(self, device, batch_size, width, dtypes):
         tensors = problem(batch_size, width, dtypes)
         inputs, product, crossed, grad, bias = (tensor.double() for tensor in tensors)
         on_device = [tensor.to(device) for tensor in tensors]
@@ -57,10 +70,10 @@ class TestTriton:
             out.dtype == torch.promote_types(out.dtype, dtypes[3])
         )
         assert [g.dtype for g in grads] == [dtypes[0], dtypes[1], dtypes[3]]
-        magnitude = cross_reference(inputs.abs(), product.abs(), bias.abs(), crossed.abs())
-        assert_rounded_sums(out, cross_reference(inputs, product, bias, crossed), magnitude, 3)
-        exact = cross_gradient_reference(grad, inputs, product, bias)
-        magnitudes = cross_gradient_reference(grad.abs(), inputs.abs(), product.abs(), bias.abs())
+        magnitude = by_formula(inputs.abs(), product.abs(), bias.abs(), crossed.abs())
+        assert_rounded_sums(out, by_formula(inputs, product, bias, crossed), magnitude, 3)
+        exact = gradient_by_formula(grad, inputs, product, bias)
+        magnitudes = gradient_by_formula(grad.abs(), inputs.abs(), product.abs(), bias.abs())
         for mine, theirs, magnitude, num_terms in zip(grads, exact, magnitudes, (2, 1, batch_size), strict=True):
             assert_rounded_sums(mine, theirs, magnitude, num_terms)
 

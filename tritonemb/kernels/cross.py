@@ -14,6 +14,8 @@ import functools
 import torch
 from torch import Tensor
 
+from tritonemb.kernels.cpu.cross import cross as cross_reference  # noqa: F401
+from tritonemb.kernels.cpu.cross import cross_gradient as cross_gradient_reference  # noqa: F401
 from tritonemb.kernels.triton_utils import cdiv, computed, jit, launch, next_power_of_2, readable, row_sum, tl
 
 _ROWS, _SIZE, _MAX_RUNS = 8, 256, 256
@@ -106,18 +108,3 @@ def cross_gradient(grad: Tensor, inputs: Tensor, product: Tensor, bias: Tensor) 
 
 def _columns(width: int) -> int:
     return min(_SIZE, next_power_of_2(width))
-
-
-def cross_reference(inputs: Tensor, product: Tensor, bias: Tensor, crossed: Tensor) -> Tensor:
-    """`cross` in the inputs' dtype; differentiable."""
-    return inputs * (product + bias) + crossed
-
-
-def cross_gradient_reference(
-    grad: Tensor, inputs: Tensor, product: Tensor, bias: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`cross_gradient`, formula by formula, each rounded to its input's dtype."""
-    by_product = grad * inputs
-    return (
-        (grad * (product + bias)).to(inputs.dtype), by_product.to(product.dtype), by_product.sum(0).to(bias.dtype),
-    )  # fmt: skip

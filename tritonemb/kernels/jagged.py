@@ -17,12 +17,12 @@ such a position out. Ids out of range are found here, before they could be taken
 Bytes: `8 · N` of ids read and written.
 """
 
-from itertools import accumulate, chain
-
 import torch
 from torch import Tensor
 
-from tritonemb import errors
+from tritonemb.kernels.cpu.jagged import block_bucketize as block_bucketize_reference  # noqa: F401
+from tritonemb.kernels.cpu.jagged import drop_padding as drop_padding_reference  # noqa: F401
+from tritonemb.kernels.cpu.jagged import jagged_permute as jagged_permute_reference  # noqa: F401
 from tritonemb.kernels.triton_utils import (
     BAD_ID,
     INTEGERS,
@@ -126,7 +126,7 @@ def _scatter_kernel(
 def jagged_permute(
     values: Tensor, offsets: Tensor, order: Tensor, weights: Tensor | None, num_keys: int, num_values: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `jagged_permute_reference`."""
+    """See `ops.jagged.jagged_permute`; weights `[0]` if none."""
     values, offsets, order = values.contiguous(), offsets.contiguous(), order.contiguous()
     batch_size = _batch_size(offsets, num_keys)
     key_offsets = offsets[::batch_size] if batch_size else offsets.new_zeros(num_keys + 1)
@@ -145,7 +145,7 @@ def jagged_permute(
 def block_bucketize(
     values: Tensor, offsets: Tensor, block_sizes: Tensor, weights: Tensor | None, num_owners: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `block_bucketize_reference`."""
+    """See `ops.jagged.block_bucketize`; weights `[0]` if none."""
     values, offsets, block_sizes = values.contiguous(), offsets.contiguous(), block_sizes.contiguous()
     num_values, num_bags, num_keys = values.numel(), offsets.numel() - 1, max(1, block_sizes.numel())
     num_tiles = cdiv(num_values, _TILE)
@@ -179,46 +179,6 @@ def _as_integers(weights: Tensor | None) -> Tensor | None:
     return None if weights is None else weights.contiguous().view(INTEGERS[weights.itemsize])
 
 
-def jagged_permute_reference(
-    values: Tensor, offsets: Tensor, order: Tensor, weights: Tensor | None, num_keys: int, num_values: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Bag by bag. Arguments and result as of `ops.jagged.jagged_permute`; weights `[0]` if none."""
-    batch_size, ends = _batch_size(offsets, num_keys), offsets.tolist()
-    bags = [key * batch_size + sample for key in order.tolist() for sample in range(batch_size)]
-    places = [place for bag in bags for place in range(ends[bag], ends[bag + 1])][:num_values]
-
-    def moved(source: Tensor) -> Tensor:
-        out = source.new_zeros(num_values)
-        out[: len(places)] = source[places]
-        return out
-
-    out_offsets = offsets.new_tensor([0, *accumulate(ends[bag + 1] - ends[bag] for bag in bags)])
-    return moved(values), out_offsets, values.new_empty(0) if weights is None else moved(weights)
-
-
-def block_bucketize_reference(
-    values: Tensor, offsets: Tensor, block_sizes: Tensor, weights: Tensor | None, num_owners: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Id by id. Arguments and result as of `ops.jagged.block_bucketize`; weights `[0]` if none."""
-    ids, ends, num_bags, sizes = values.tolist(), offsets.tolist(), offsets.numel() - 1, block_sizes.tolist()
-    lengths: list[int] = [0] * (num_owners * num_bags)
-    owned: list[list[int]] = [[] for _ in range(num_owners)]
-    for bag in range(num_bags):
-        size = max(1, sizes[bag // _batch_size(offsets, len(sizes))])
-        for position in range(ends[bag], ends[bag + 1]):
-            owner, row = divmod(ids[position], size)
-            if 0 <= owner < num_owners:
-                ids[position] = row
-            owner = max(0, min(owner, num_owners - 1))
-            owned[owner].append(position)
-            lengths[owner * num_bags + bag] += 1
-    order = [*chain(*owned), *range(ends[-1], len(ids))]
-    places = torch.empty(len(ids), dtype=torch.int32, device=values.device)
-    places[order] = torch.arange(len(ids), dtype=torch.int32, device=values.device)
-    out_weights = values.new_empty(0) if weights is None else weights[order]
-    return values.new_tensor(ids)[order], offsets.new_tensor(lengths), places, out_weights
-
-
 BLOCK = 1024  # ids of a program
 NO_POSITION = tl.constexpr(2**62)
 
@@ -250,15 +210,3 @@ def drop_padding(values: Tensor, offsets: Tensor, padding_idx: int, layout: Layo
     if device.type != "cuda":
         poll(device)
     return out
-
-
-def drop_padding_reference(values: Tensor, offsets: Tensor, padding_idx: int, layout: Layout) -> Tensor:
-    """`values` `[N]`, of one table, with -1 where they equal `padding_idx`.
-
-    Raises:
-        ValueError: for an id out of range.
-    """
-    for position, value in enumerate(values.tolist()):
-        if not 0 <= value < layout.num_rows:
-            raise errors.bad_id(position, values, offsets, layout)
-    return torch.where(values == padding_idx, -1, values)

@@ -14,14 +14,14 @@ Each element that is finite and saturates, on either side, adds 1 to `saturated`
 Bytes: `R · width · (element size + code size)`, and with "int8" 8 for each row of a piece.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tritonemb.kernels.cpu.quantize import narrowed, row_codes, scaled
-from tritonemb.kernels.packing import CODECS, INT8, LIMITS, ROW_PARAMETERS, Packing
+from tritonemb.kernels.cpu.quantize import quantize_pack as quantize_pack_reference  # noqa: F401
+from tritonemb.kernels.cpu.quantize import quantize_unpack as quantize_unpack_reference  # noqa: F401
+from tritonemb.kernels.packing import CODECS, INT8, LIMITS, Packing
 from tritonemb.kernels.triton_utils import CODES, bits_of, cdiv, jit, launch, narrow, next_power_of_2, tl, widen
 
 INT8_CODE = 5
@@ -148,7 +148,7 @@ def _unpack_kernel(
 def quantize_pack(
     matrix: Tensor, packing: Packing, saturated: Tensor, scale: Tensor | None = None, rows: Tensor | None = None
 ) -> Tensor:
-    """See `quantize_pack_reference`."""
+    """See `ops.quantize.quantize_pack`."""
     matrix = matrix if matrix.stride(1) == 1 else matrix.contiguous()
     num_rows = matrix.shape[0]
     message = torch.empty(num_rows * packing.row_bytes, dtype=torch.uint8, device=matrix.device)
@@ -161,7 +161,7 @@ def quantize_unpack(
     message: Tensor, packing: Packing, dtype: torch.dtype, saturated: Tensor, scale: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """See `quantize_unpack_reference`."""
+    """See `ops.quantize.quantize_unpack`."""
     message = message.contiguous()
     num_message_rows = message.numel() // max(1, packing.row_bytes)
     num_rows = num_message_rows if rows is None else rows.numel()
@@ -190,55 +190,3 @@ def _launch(
         LARGEST=LIMITS[written][0], FIRST_LOST=LIMITS[written][1],
         VECTOR=vector, ROWS=ROWS, COLUMNS=COLUMNS,
     )  # fmt: skip
-
-
-def quantize_pack_reference(
-    matrix: Tensor, packing: Packing, saturated: Tensor, scale: Tensor | None = None, rows: Tensor | None = None
-) -> Tensor:
-    """Row by row and piece by piece. Arguments and result as of `ops.quantize.quantize_pack`.
-
-    Rows of the message that `rows` leaves out hold anything.
-    """
-    num_rows, dtype = matrix.shape[0], CODECS[packing.codec]
-    message = torch.empty(num_rows * packing.row_bytes, dtype=torch.uint8, device=matrix.device)
-    for row, to in enumerate(range(num_rows) if rows is None else rows.tolist()):
-        for columns, codes, parameters in _pieces_reference(message, packing, num_rows, to):
-            x = scaled(matrix[row, columns].float(), scale, dtype, saturated)
-            if packing.codec == INT8:
-                found, scale_and_offset = row_codes(x.unsqueeze(0))
-                codes.zero_()[: x.numel()] = found[0]
-                parameters.copy_(scale_and_offset[0].view(torch.uint8))
-            else:
-                codes.copy_(narrowed(x, dtype).clone(memory_format=torch.contiguous_format).view(torch.uint8))
-    return message
-
-
-def quantize_unpack_reference(
-    message: Tensor, packing: Packing, dtype: torch.dtype, saturated: Tensor, scale: Tensor | None = None,
-    rows: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Row by row and piece by piece. Arguments and result as of `ops.quantize.quantize_unpack`."""
-    num_message_rows = message.numel() // max(1, packing.row_bytes)
-    source = range(num_message_rows) if rows is None else rows.tolist()
-    matrix = torch.zeros(len(source), packing.width, dtype=dtype, device=message.device)
-    for row, place in enumerate(source):
-        for columns, codes, parameters in _pieces_reference(message, packing, num_message_rows, place):
-            if packing.codec == INT8:
-                row_scale, row_offset = parameters.clone().view(torch.float32)
-                x = codes[: columns.stop - columns.start].float() * row_scale + row_offset
-            else:
-                x = codes.clone().view(CODECS[packing.codec]).float()
-            x = scaled(x, None if scale is None else scale.reciprocal(), dtype, saturated)
-            matrix[row, columns] = narrowed(x, dtype)
-    return matrix
-
-
-def _pieces_reference(
-    message: Tensor, packing: Packing, num_rows: int, row: int
-) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Of each piece of a row, if the message has that row: its columns, and the bytes of its codes and of its scale."""
-    size = CODECS[packing.codec].itemsize
-    for column, width, num_codes, part, first, stride, scales in packing.pieces.tolist() if 0 <= row < num_rows else ():
-        of_row = message[(part * num_rows + row * stride) * size :]
-        codes = of_row[first * size : (first + num_codes) * size]
-        yield slice(column, column + width), codes, of_row[scales : scales + ROW_PARAMETERS]

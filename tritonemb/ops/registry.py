@@ -42,7 +42,7 @@ _BY_TORCH = (
     "embedding_bag", "sample_weight_gradient", "row_update_", "row_gradients_", "interaction", "interaction_gradient",
     "cross", "cross_gradient",
 )  # fmt: skip
-_CPU_BY_TORCH = ("cross", "jagged", "quantize")  # files whose CPU kernels are PyTorch's operators
+_CPU_BY_TORCH = ("cross", "jagged", "quantize")  # files whose CPU kernels are PyTorch's operators, and the references
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _INTERPRETING = os.environ.get("TRITON_INTERPRET", "0") == "1"
 _forced: str | None = None

@@ -1,4 +1,4 @@
-"""CPU twin of `kernels/cross.py`, by PyTorch's elementwise loops: vectorised, on all threads, bound by memory."""
+"""The ops of `kernels/cross.py` by PyTorch's elementwise loops, bound by memory: for CPUs, and the reference."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,7 @@
-"""CPU twin of `kernels/jagged.py`, by PyTorch's operators: copies of whole keys, and a stable sort by owner."""
+"""The ops of `kernels/jagged.py` by PyTorch's operators: copies of whole keys, and a stable sort by owner.
+
+They serve CPUs, and are the reference.
+"""
 
 import torch
 from torch import Tensor
@@ -10,7 +13,7 @@ from tritonemb.layout import Layout, segment_offsets
 def jagged_permute(
     values: Tensor, offsets: Tensor, order: Tensor, weights: Tensor | None, num_keys: int, num_values: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `kernels/jagged.py`."""
+    """See `ops.jagged.jagged_permute`; weights `[0]` if none."""
     batch_size = (offsets.numel() - 1) // max(1, num_keys)
     ends = [(int(offsets[key * batch_size]), int(offsets[(key + 1) * batch_size])) for key in order.tolist()]
     bags = torch.diff(offsets).reshape(num_keys, batch_size)[order].flatten()
@@ -25,9 +28,9 @@ def jagged_permute(
 def block_bucketize(
     values: Tensor, offsets: Tensor, block_sizes: Tensor, weights: Tensor | None, num_owners: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """See `kernels/jagged.py`."""
+    """See `ops.jagged.block_bucketize`; weights `[0]` if none."""
     num_bags, num_values = offsets.numel() - 1, values.numel()
-    position = torch.arange(num_values)
+    position = torch.arange(num_values, device=values.device)
     bag = torch.searchsorted(offsets.to(torch.int64), position, right=True) - 1
     there = bag < num_bags
     bag = bag.clamp(0, max(0, num_bags - 1))
@@ -46,7 +49,7 @@ def block_bucketize(
 
 
 def drop_padding(values: Tensor, offsets: Tensor, padding_idx: int, layout: Layout) -> Tensor:
-    """See `kernels/jagged.py`."""
+    """`values` `[N]`, of one table, with -1 where they equal `padding_idx`; ValueError for an id out of range."""
     if values.numel():
         least, most = values.aminmax()
         if least < 0 or most >= layout.num_rows:

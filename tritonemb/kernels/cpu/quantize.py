@@ -1,4 +1,4 @@
-"""CPU twin of `kernels/quantize.py`, by PyTorch's casts and copies of whole pieces, which are vectorised."""
+"""The codecs of `kernels/quantize.py` by PyTorch's casts and copies of whole pieces: for CPUs, and the reference."""
 
 from collections.abc import Iterator
 
@@ -11,8 +11,8 @@ from tritonemb.kernels.packing import CODECS, INT8, LIMITS, ROW_PARAMETERS, Pack
 def quantize_pack(
     matrix: Tensor, packing: Packing, saturated: Tensor, scale: Tensor | None = None, rows: Tensor | None = None
 ) -> Tensor:
-    """See `kernels/quantize.py`."""
-    message = torch.empty(matrix.shape[0] * packing.row_bytes, dtype=torch.uint8)
+    """See `ops.quantize.quantize_pack`. Rows of the message that `rows` leaves out hold anything."""
+    message = torch.empty(matrix.shape[0] * packing.row_bytes, dtype=torch.uint8, device=matrix.device)
     dtype = CODECS[packing.codec]
     inside = slice(None) if rows is None else (rows >= 0) & (rows < matrix.shape[0])
     to = slice(None) if rows is None else rows[inside]
@@ -31,11 +31,11 @@ def quantize_unpack(
     message: Tensor, packing: Packing, dtype: torch.dtype, saturated: Tensor, scale: Tensor | None = None,
     rows: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """See `kernels/quantize.py`."""
+    """See `ops.quantize.quantize_unpack`."""
     num_message_rows = message.numel() // max(1, packing.row_bytes)
-    source = torch.arange(num_message_rows) if rows is None else rows.to(torch.int64)
+    source = torch.arange(num_message_rows, device=message.device) if rows is None else rows.to(torch.int64)
     inside = (source >= 0) & (source < num_message_rows)
-    matrix = torch.zeros(source.numel(), packing.width, dtype=dtype)
+    matrix = torch.zeros(source.numel(), packing.width, dtype=dtype, device=message.device)
     for column, width, _, codes_view, scales_view in _views(message, packing, num_message_rows):
         codes = codes_view[source[inside]]
         if packing.codec == INT8:
