@@ -11,13 +11,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from tests.storage.stores import (
     Model,
@@ -354,20 +356,23 @@ def test_changes_need_a_snapshot_to_follow(filled):
     store.close()
 
 
-@pytest.mark.parametrize("in_a_circle", [False, True])
-def test_a_table_that_nobody_has_any_more_is_written_back(tmp_path, in_a_circle):
-    before = set(threading.enumerate())
+@pytest.mark.parametrize("how", ["dropped", "in a circle", "while operators are traced"])
+def test_a_table_that_nobody_has_any_more_is_written_back(tmp_path, how):
+    before, shapes = set(threading.enumerate()), ShapeEnv()
     store = disk_rows(tmp_path / "rows", 1000, 516, host_rows=1000)
     write(store, range(1000), 5).wait()
-    if in_a_circle:
+    if how != "dropped":
         store.itself = store
     own = {thread for thread in set(threading.enumerate()) - before if not thread.name.startswith("tritonemb-disk")}
-    del store
-    deadline = time.monotonic() + 20
-    while any(thread.is_alive() for thread in own) and time.monotonic() < deadline:
-        gc.collect()  # the thread may still hold what it has just done
-        time.sleep(0.01)
+    traced = how == "while operators are traced"
+    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes) if traced else nullcontext():
+        del store
+        deadline = time.monotonic() + 20
+        while any(thread.is_alive() for thread in own) and time.monotonic() < deadline:
+            gc.collect()  # the thread may still hold what it has just done
+            time.sleep(0.01)
     assert not [thread.name for thread in own if thread.is_alive()]
+    assert not shapes.pending_fresh_unbacked_symbols
     with disk_rows(tmp_path / "rows", 1000, 516) as store:
         assert read(store, range(1000)).equal(some_records(1000, 516, 5))
 

@@ -74,6 +74,7 @@ class HostCache:
                 f"for {num_slots:,} cached rows ({error}); reduce CacheConfig(host_rows=...)"
             ) from error
         self._tags, self._dirty = self._directory.tags, self._directory.dirty
+        self._dirty_flags = self._dirty.numpy()  # for garbage collection, even while operators are traced
         self._table = torch.zeros(1, TABLE_SIZE, dtype=torch.int64, device=cpu)
         self._table[0, NUM_ROWS] = identity.num_rows
         self.counts = Counts()
@@ -113,7 +114,7 @@ class HostCache:
 
     def needs_write_back(self) -> bool:
         """Whether there are dirty rows, and a file that takes them and can be opened again."""
-        return bool(self._dirty.any()) and self._file.failure is None and self._file.file.is_linked()
+        return bool(self._dirty_flags.any()) and self._file.failure is None and self._file.file.is_linked()
 
     @contextmanager
     def _look_up(self, rows: Tensor) -> Iterator[Tensor]:
