@@ -128,11 +128,15 @@ def add_gradients(
     """`total` `[ROWS, BLOCK]` plus the scaled gradients of entries [first, stop) `[ROWS]`, entry by entry."""
     dim = tl.multiple_of(dim, STEP)
     for start in range(0, tl.max(stop - first), UNROLL):
+        entry = first + start
+        begins, factors = (), ()
+        for i in tl.static_range(UNROLL):  # all are asked for before one is waited for
+            begins += (tl.load(sources + entry + i, mask=entry + i < stop, other=0),)
+            factors += (tl.load(scales + entry + i, mask=entry + i < stop, other=0.0),)
         for i in tl.static_range(UNROLL):
-            entry = first + start + i
-            live = entry < stop
-            source = tl.multiple_of(tl.load(sources + entry, mask=live, other=0), STEP)
-            scale = tl.load(scales + entry, mask=live, other=0.0)
+            live = entry + i < stop
+            source = tl.multiple_of(begins[i], STEP)
+            scale = factors[i]
             bits = tl.load(
                 grad + source[:, None] + columns[None, :],
                 mask=live[:, None] & (columns[None, :] < dim[:, None]),

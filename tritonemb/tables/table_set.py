@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
+from operator import attrgetter, itemgetter
 from typing import Any, Literal, get_args
 
 import torch
@@ -106,7 +107,8 @@ class TableSet(OptimizedTables):
         kinds = [Table if config.placement == "device" else CachedTable for config in self.configs]
         made = [kind(config, states, device) for kind, config in zip(kinds, self.configs, strict=True)]
         # As of `counters`, a module that owns the tables gives its own dictionary.
-        self.by_name: dict[str, Any] = {table.config.name: table for table in made}
+        self._names = [config.name for config in tables]
+        self.by_name: dict[str, Any] = dict(zip(self._names, made, strict=True))
         self.feature_names = tuple(dict.fromkeys(feature for config in tables for feature in config.feature_names))
         self.cache = _make_cache(self.tables)
         self._layouts: dict[tuple[tuple[str, ...], torch.device], Layout] = {}
@@ -117,7 +119,7 @@ class TableSet(OptimizedTables):
 
     @property
     def tables(self) -> list[Table]:
-        return [self.by_name[config.name] for config in self.configs]
+        return [*map(self.by_name.__getitem__, self._names)]
 
     def rates(self) -> list[Tensor]:
         return [self.counters["learning_rate"]]
@@ -232,7 +234,7 @@ class TableSet(OptimizedTables):
         """By table. As attributes of modules they would be searched for, which adds up."""
         tables = self.tables if tables is None else tables
         try:
-            found: list[Any] = [table._parameters["weight"] for table in tables]
+            found: list[Any] = [*map(itemgetter("weight"), map(attrgetter("_parameters"), tables))]
         except KeyError:  # parametrized
             found = [table.weight for table in tables]
         # Traced or transformed, they may have no address.
@@ -248,7 +250,8 @@ class TableSet(OptimizedTables):
         spec, counters = self.optimizer, self.counters
         assert spec is not None
         tables = self.tables
-        states: list[Any] = [table._buffers[state.name] for state in spec.states for table in tables]
+        buffers = [*map(attrgetter("_buffers"), tables)]
+        states: list[Any] = [state for each in spec.states for state in map(itemgetter(each.name), buffers)]
         steps, skipped, rate = [counters["step"]], [counters["skipped"]], counters["learning_rate"]
         weights = self.weights(tables)
         if isinstance(weights, TensorList):
@@ -258,9 +261,8 @@ class TableSet(OptimizedTables):
     def check_trainable(self, weights: Sequence[Tensor]) -> None:
         """Raise where the tables must not be updated, or if only some weights require gradients."""
         self.update.check(self.configs[0].name)
-        trainable = [weight.requires_grad for weight in weights]
-        if any(trainable) and not all(trainable):
-            frozen = [config.name for config, on in zip(self.configs, trainable, strict=True) if not on]
+        if len(set(map(attrgetter("requires_grad"), weights))) > 1:
+            frozen = [c.name for c, weight in zip(self.configs, weights, strict=True) if not weight.requires_grad]
             raise ValueError(
                 f"tables {frozen} do not require gradients but others of their collection do; "
                 "put frozen tables into a collection of their own"
