@@ -13,6 +13,11 @@ warp updates a row: it asks for up to eight gradients at once, and for weight an
 many uses are left out. Blocks have 512 threads, of which two are resident (FBGEMM_WARPS) with 33 to 64 registers; the
 source does not say how many there are. It sorts int64 keys by the bits that rows need, with an int32 of table and
 sample beside each, and searches no bags.
+
+A second table has the other families, for each of their cases: bytes that have to move, which is what their code moves;
+by kernel, bytes that a lane has in flight, by loads of any width, and warps; the share of its kernel with the least;
+and the time, at which host memory is read through PCIE. What a kernel reads to find what it has to move, as searches
+do, is in no figure.
 """
 
 from __future__ import annotations
@@ -29,6 +34,16 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # called as a file, Python puts only this folder on the path
 
+from benchmarks import (  # noqa: E402
+    bench_codecs,
+    bench_cross,
+    bench_interaction,
+    bench_jagged,
+    bench_row_cache,
+    bench_row_moves,
+)
+from benchmarks.cases import Case  # noqa: E402
+from benchmarks.clock import Clock  # noqa: E402
 from benchmarks.workload import (  # noqa: E402
     WORKLOADS,
     Batch,
@@ -40,6 +55,8 @@ from benchmarks.workload import (  # noqa: E402
 )
 
 PROCESSORS, COPY, LATENCY, LAUNCH = 132, 4.3e12, 0.7e-6, 2e-6  # H200: processors, bytes a second, seconds
+PCIE = 55e9  # bytes a second, of a copy from host memory
+OTHERS = (bench_codecs, bench_cross, bench_interaction, bench_jagged, bench_row_cache, bench_row_moves)
 REGISTERS, WARPS, PROGRAMS, SHARED = 65_536, 64, 32, 227 << 10  # of a processor
 SECTOR = 32  # bytes that memory is read by
 SORT_PASSES, SORT_LAUNCHES = 4, 7  # of torch.sort for 32-bit keys
@@ -127,9 +144,28 @@ def lines(workload: Workload, target: str) -> Iterator[str]:
         )
 
 
+def line_of_case(case: Case, target: str) -> str:
+    """The line of a case of another family; it is made on the CPU, and its launches are compiled, not run."""
+    from tests.kernels import ahead_of_time
+    from tritonemb.ops.registry import forced
+
+    ours = case.make(Clock(torch.device("cpu")))[0]
+    prepared = ours.prepare(0)
+    ours.run(prepared)  # what is done once is not of the case
+    with forced("triton"):
+        launches = ahead_of_time.record(lambda: ours.run(prepared), target)
+    codes = ahead_of_time.compile_all(str(case), launches, target)
+    in_flight = [code.bytes_in_flight * resident_warps(code) for code in codes]
+    share = share_of_copy(32 * min(in_flight))
+    bandwidth = PCIE if "host memory" in case.op else share * COPY
+    kernels = ", ".join(f"{code.kernel.strip('_')} {code.bytes_in_flight} x {resident_warps(code)}" for code in codes)
+    seconds = ours.num_bytes / bandwidth + len(launches) * LAUNCH
+    return f"| {case} | {ours.num_bytes / 1e6:,.1f} | {kernels} | {share:.0%} | {seconds * 1e3:.3f} |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-k", dest="select", default="", help="comma-separated parts of workloads' names")
+    parser.add_argument("-k", dest="select", default="", help="comma-separated parts of names")
     parser.add_argument("--target", default="sm_90", choices=("sm_80", "sm_90", "sm_100"))
     options = parser.parse_args()
     print(
@@ -141,6 +177,11 @@ def main() -> None:
     for workload in WORKLOADS:
         if any(part in str(workload) for part in wanted):
             print("\n".join(lines(workload, options.target)), flush=True)
+    print("\n| op, shape | must move, MB | kernel, bytes x warps in flight | share of a copy | predicted ms |")
+    print("| --- | --- | --- | --- | --- |")
+    for case in (case for family in OTHERS for case in family.cases(torch.device("cuda"), False)):
+        if any(part in str(case) for part in wanted):
+            print(line_of_case(case, options.target), flush=True)
 
 
 if __name__ == "__main__":

@@ -27,12 +27,16 @@ def run(tool: str, *args: str) -> str:
 @pytest.mark.more
 def test_a_workloads_time_is_predicted() -> None:
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
-    head, rule, *lines = run("predict", "-k", "L20 D128 float32 zipf").splitlines()
+    tables, others = run("predict", "-k", "L20 D128 float32 zipf,moves from host").split("\n\n")
+    head, rule, *lines = tables.splitlines()
     assert head.count("|") == rule.count("|")
     assert [line.split(" | ")[1] for line in lines] == ["forward", "grouping", "update"]
     for line in lines:
         must, moves = (float(part.replace(",", "")) for part in line.split(" | ")[2:4])
         assert 0 < must <= moves
+    *_, line = others.splitlines()
+    assert line.startswith("| row moves from host memory, rows 16,384 D256 | 33.9 | move_kernel ")
+    assert line.count("|") == others.splitlines()[1].count("|")
     assert resident_warps(SimpleNamespace(num_warps=1, registers=122, shared=0)) == 16
     assert resident_warps(SimpleNamespace(num_warps=4, registers=32, shared=0)) == 64
     assert resident_warps(SimpleNamespace(num_warps=8, registers=32, shared=114 << 10)) == 8

@@ -52,6 +52,7 @@ class Code:
         shared: bytes of shared memory (LDS) a program; what the launch asks for on top is included.
         loads: how many instructions load 1, 2, 4, 8, 12 and 16 bytes a thread from global memory.
         in_flight: the most loads of 16 bytes that a thread waits for at once; NVIDIA only.
+        bytes_in_flight: the most bytes, by loads of any width; NVIDIA only.
     """
 
     case: str
@@ -64,6 +65,7 @@ class Code:
     shared: int
     loads: dict[int, int]
     in_flight: int
+    bytes_in_flight: int
 
     @property
     def wide_loads(self) -> int:
@@ -115,7 +117,7 @@ def _compile(case: str, launch: Launch, source: ASTSource, options: dict[str, An
     compiled = triton.compile(source, target=TARGETS[target], options=options)
     read = read_cubin if TARGETS[target].backend == "cuda" else read_amdgcn
     code = compiled.asm["cubin" if TARGETS[target].backend == "cuda" else "amdgcn"]
-    registers, spilled, static_shared, loads, in_flight = read(code)
+    registers, spilled, static_shared, loads, in_flight, bytes_in_flight = read(code)
     return Code(
         case=case,
         kernel=launch.kernel.__name__,
@@ -127,6 +129,7 @@ def _compile(case: str, launch: Launch, source: ASTSource, options: dict[str, An
         shared=max(static_shared, compiled.metadata.shared),
         loads=loads,
         in_flight=in_flight,
+        bytes_in_flight=bytes_in_flight,
     )
 
 
@@ -146,8 +149,8 @@ def _kind(value: Any) -> str:
     return "" if isinstance(value, float) else f"={value}"
 
 
-def read_cubin(cubin: bytes) -> tuple[int, int, int, dict[int, int], int]:
-    """Registers, spilled bytes, shared bytes, loads by width, and wide loads in flight."""
+def read_cubin(cubin: bytes) -> tuple[int, int, int, dict[int, int], int, int]:
+    """Registers, spilled bytes, shared bytes, loads by width, and wide loads and bytes in flight."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
@@ -155,41 +158,48 @@ def read_cubin(cubin: bytes) -> tuple[int, int, int, dict[int, int], int]:
         sass = _run("nvdisasm", "-c", str(path))
     numbers = {name: int(number) for name, number in re.findall(r"\b(REG|STACK|SHARED|LOCAL):(\d+)", usage)}
     spilled = numbers["STACK"] + numbers["LOCAL"] if re.search(r"\b(STL|LDL)\b", sass) else 0
-    return numbers["REG"], spilled, numbers["SHARED"], loads_of_sass(sass), loads_in_flight(sass)
+    return numbers["REG"], spilled, numbers["SHARED"], loads_of_sass(sass), *in_flight(sass)
 
 
 def loads_of_sass(sass: str) -> dict[int, int]:
     """Bytes a thread of every global load, counted: `LDG.E.128` loads 16, `LDG.E` 4; `LDGSTS` too."""
     counts: dict[int, int] = {}
     for suffixes in re.findall(r"\bLDG(?:STS)?((?:\.\w+)*)", sass):
-        parts = suffixes.split(".")
-        width = next((size for name, size in _SASS_WIDTHS.items() if name in parts), 4)
-        counts[width] = counts.get(width, 0) + 1
+        counts[_width(suffixes)] = counts.get(_width(suffixes), 0) + 1
     return counts
 
 
-def loads_in_flight(sass: str) -> int:
-    """The most loads of 16 bytes a thread that code has begun before it names a register of the first of them.
+def _width(suffixes: str) -> int:
+    parts = suffixes.split(".")
+    return next((size for name, size in _SASS_WIDTHS.items() if name in parts), 4)
 
-    In the order of the code: the body of a loop counts once, and loads of two turns never together.
+
+def in_flight(sass: str) -> tuple[int, int]:
+    """The most loads of 16 bytes a thread, and bytes, that code asks for before it names a register of the first.
+
+    What `LDGSTS` loads is waited for by `DEPBAR`, and counts as bytes alone. In the order of the code: the body of a
+    loop counts once, and loads of two turns never together.
     """
-    waiting: list[range] = []
-    most = 0
+    waiting: list[tuple[range, int]] = []
+    most = most_bytes = 0
     for instruction in re.findall(r"\*/([^;]*);", sass):
         named = {int(number) for number in re.findall(r"\bR(\d+)\b", instruction)}
-        waiting = [registers for registers in waiting if named.isdisjoint(registers)]
-        load = re.search(r"\bLDG\.E\.128\S* R(\d+)", instruction)
+        waits = "DEPBAR" in instruction and "LDGDEPBAR" not in instruction
+        waiting = [each for each in waiting if (named.isdisjoint(each[0]) if each[0] else not waits)]
+        load = re.search(r"\bLDG((?:STS)?)((?:\.\w+)*)\s+\D*(\d+)", instruction)
         if load:
-            waiting.append(range(int(load[1]), int(load[1]) + 4))
-            most = max(most, len(waiting))
-    return most
+            width, first = _width(load[2]), int(load[3])
+            waiting.append((range(0) if load[1] else range(first, first + max(1, width // 4)), width))
+            most = max(most, sum(bool(registers) and size == 16 for registers, size in waiting))
+            most_bytes = max(most_bytes, sum(size for _, size in waiting))
+    return most, most_bytes
 
 
 _SASS_WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}
 
 
-def read_amdgcn(assembly: str) -> tuple[int, int, int, dict[int, int], int]:
-    """Vector registers, spilled registers and scratch bytes, LDS bytes and loads by width; 0 for loads in flight."""
+def read_amdgcn(assembly: str) -> tuple[int, int, int, dict[int, int], int, int]:
+    """Vector registers, spilled registers and scratch bytes, LDS bytes and loads by width; none in flight."""
 
     def number(name: str) -> int:
         return max([0, *(int(found) for found in re.findall(rf"\.{name}:\s+(\d+)", assembly))])
@@ -199,7 +209,7 @@ def read_amdgcn(assembly: str) -> tuple[int, int, int, dict[int, int], int]:
         width = next((size for start, size in _AMD_WIDTHS.items() if name.startswith(start)), 4)
         counts[width] = counts.get(width, 0) + 1
     spilled = number("vgpr_spill_count") + number("private_segment_fixed_size")
-    return number("vgpr_count"), spilled, number("group_segment_fixed_size"), counts, 0
+    return number("vgpr_count"), spilled, number("group_segment_fixed_size"), counts, 0, 0
 
 
 _AMD_WIDTHS = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "short": 2, "ushort": 2, "sshort": 2}

@@ -261,7 +261,7 @@ def test_loads_are_told_apart_by_width():
         "LDG.E.128.CONSTANT R4, ; LDG.E R1, ; LDG.E.64 R2, ; LDG.E.U16 R3, ; LDGSTS.E.BYPASS.128 [R1], ; STG.E.128 [R2]"
     )
     assert ahead_of_time.loads_of_sass(sass) == {16: 2, 4: 1, 8: 1, 2: 1}
-    _, _, _, loads, _ = ahead_of_time.read_amdgcn(
+    _, _, _, loads, *_ = ahead_of_time.read_amdgcn(
         "global_load_dwordx4 v[0:3]\n buffer_load_ushort v1\n global_load_dword v2"
     )
     assert loads == {16: 1, 2: 1, 4: 1}
@@ -269,11 +269,17 @@ def test_loads_are_told_apart_by_width():
 
 def test_a_load_is_in_flight_until_its_register_is_named():
     loads = "/*0010*/ LDG.E.128 R4, [R2.64] ; /*0020*/ LDG.E.128.CONSTANT R8, [R2.64+0x10] ;"
-    assert ahead_of_time.loads_in_flight(loads) == 2
+    assert ahead_of_time.in_flight(loads) == (2, 32)
     between = loads.replace("/*0020*/", "/*0018*/ FADD R20, R20, R7 ; /*0020*/")
-    assert ahead_of_time.loads_in_flight(between) == 1
-    assert ahead_of_time.loads_in_flight(between.replace("R7", "R12")) == 2
-    assert ahead_of_time.loads_in_flight("/*0010*/ LDG.E.64 R4, [R2.64] ;") == 0
+    assert ahead_of_time.in_flight(between) == (1, 16)
+    assert ahead_of_time.in_flight(between.replace("R7", "R12")) == (2, 32)
+    assert ahead_of_time.in_flight("/*0010*/ @P0 LDG.E.64 R4, [R2.64] ; /*0020*/ LDG.E.U8 R6, [R2.64] ;") == (0, 9)
+
+
+def test_what_goes_to_shared_memory_is_in_flight_until_it_is_waited_for():
+    load, wait = "/*0010*/ LDGSTS.E.BYPASS.128 [R9], desc[UR8][R2.64] ;", "/*0020*/ {} ; /*0030*/ FADD R9, R2, R1 ;"
+    assert ahead_of_time.in_flight(load + wait.format("LDGDEPBAR") + load) == (0, 32)
+    assert ahead_of_time.in_flight(load + wait.format("DEPBAR.LE SB0, 0x0") + load) == (0, 16)
 
 
 def test_loads_that_wait_for_each_other_are_caught():
