@@ -17,7 +17,7 @@ from tritonemb.data.columns import Array
 from tritonemb.data.encode import encode, mix, numberings
 from tritonemb.data.files import Chunk, LogFile, Part, end_parts, find, is_remote, parts_of_files, split_files
 from tritonemb.data.parquet import ArrowSource, head_of, time_mask
-from tritonemb.data.pipeline import FIELDS, Batcher, Place, in_order, permutation
+from tritonemb.data.pipeline import FIELDS, Place, batches_of, in_order, permutation
 from tritonemb.data.protocol import (
     MAX_PROBLEMS,
     SPLITS,
@@ -181,18 +181,18 @@ class ClickLog(Tables):
             check_position(position, FIELDS, belongs_to, self.name)
             self._check_position(position, parts, split, buffer_rows // batch_size)
         left_out = self._left_out.get(split, ReadReport()) if shard[0] == 0 else ReadReport()
-        blocks, keys = partial(log.scan, split, log.encode), tuple(feature.name for feature in self.features)
-
-        batcher = Batcher(
-            self.name, opened, blocks, keys, buffer_rows,
-            lambda num_rows, buffer: permutation(num_rows, *order, buffer) if shuffle else None, left_out,
+        before = replace(left_out, rows=position["rows"], skipped=left_out.skipped + position["skipped"])
+        batches = batches_of(
+            self.name, opened, partial(log.scan, split, log.encode), tuple(feature.name for feature in self.features),
+            buffer_rows, lambda num_rows, buffer: permutation(num_rows, *order, buffer) if shuffle else None, position,
+            before,
         )  # fmt: skip
 
         def at_end(report: ReadReport) -> None:
             if shard == WHOLE:
                 self._known_rows[split] = report.rows
 
-        return Stream(batcher.steps(position), dict(position), batcher.report(position), at_end)
+        return Stream(batches, dict(position), before, at_end)
 
     def _check_position(self, position: Position, parts: tuple[Part, ...], split: Split, num_batches: int) -> None:
         part = position["part"]

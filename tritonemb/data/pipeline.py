@@ -104,55 +104,45 @@ def permutation(num_rows: int, *seeds: int) -> Array:
     return torch.randperm(num_rows, generator=torch.Generator().manual_seed(int(state))).numpy()
 
 
-@dataclass
-class Batcher:
-    """Cuts the batches of one stream."""
+def batches_of(
+    name: str, options: OpenOptions, blocks: Callable[[Place], Generator[Chunk, None, None]], keys: tuple[str, ...],
+    buffer_rows: int, order: Callable[[int, int], Array | None], position: Position, read: ReadReport,
+) -> Iterator[PositionedBatch]:  # fmt: skip
+    """The batches of one stream, from a position on; behind the last one, the report of all rows.
 
-    name: str  # of the data set, for messages
-    options: OpenOptions
-    blocks: Callable[[Place], Generator[Chunk, None, None]]  # of the split from a place on
-    keys: tuple[str, ...]  # names of the features
-    buffer_rows: int  # rows of a shuffle buffer
-    order: Callable[[int, int], Array | None]  # as for `shuffle_buffers`
-    read: ReadReport  # bad rows that are not in the blocks any more; then also those that are
+    Args:
+        name: of the data set, for messages.
+        blocks: of the split from a place on.
+        keys: names of the features.
+        buffer_rows: rows of a shuffle buffer.
+        order: as for `shuffle_buffers`.
+        read: the rows before the position, and the bad ones among them, or not in the blocks any more.
+    """
 
-    def report(self, position: Position) -> ReadReport:
-        """The rows before a position, and the bad ones among them."""
-        return replace(self.read, rows=position["rows"], skipped=self.read.skipped + position["skipped"])
-
-    def steps(self, position: Position) -> Iterator[PositionedBatch]:
-        start = Place(*(position[field] for field in FIELDS[:5]))
-        self.read = self.report(position)
-        batch, rows = position["batch"], position["rows"]
-        with closing(self.blocks(start)) as blocks:
-            counted = self._counted(blocks)
-            for buffer in shuffle_buffers(counted, self.buffer_rows, self.order, start, position["window"]):
-                for step in self._cut(buffer, batch, rows, position["of"]):
-                    rows = step.report.rows
-                    yield step
-                batch = 0
-        if rows == 0 and self.options.shard == WHOLE:
-            skipped = f" ({self.read.skipped} bad ones were skipped)" if self.read.skipped else ""
-            raise ValueError(f"data set {self.name!r}: there are no {self.options.split} rows{skipped}")
-        yield PositionedBatch(None, {}, replace(self.read, rows=rows))  # bad rows may have come since
-
-    def _cut(self, buffer: ShuffleBuffer, first: int, rows: int, belongs_to: int) -> Iterator[PositionedBatch]:
-        num_rows, size = len(buffer.rows), self.options.batch_size
-        if first * size >= num_rows:
-            raise ValueError(f"data set {self.name!r}: there are fewer rows than the position says")
-        for number in range(first, -(-num_rows // size)):
-            run = slice(number * size, min((number + 1) * size, num_rows))
-            batch = cut(buffer.rows, self.keys, run, self.options.pin_memory)
-            rows += len(batch)
-            if (number + 1) * size < num_rows:
-                place, at = buffer.start, (buffer.number, number + 1, rows)
-            else:
-                place, at = buffer.stop, (buffer.number + 1, 0, rows)
-            values = (place.part, place.offset, place.line, place.skip, place.skipped, *at)
-            position = {"of": belongs_to, **dict(zip(FIELDS, values, strict=True))}
-            yield PositionedBatch(batch, position, replace(self.read, rows=rows))
-
-    def _counted(self, blocks: Iterator[Chunk]) -> Iterator[Chunk]:
+    def counted(blocks: Iterator[Chunk]) -> Iterator[Chunk]:
+        nonlocal read
         for block in blocks:
-            self.read += block.report
+            read += block.report
             yield block
+
+    start = Place(*(position[field] for field in FIELDS[:5]))
+    first, rows, size = position["batch"], position["rows"], options.batch_size
+    with closing(blocks(start)) as found:
+        for buffer in shuffle_buffers(counted(found), buffer_rows, order, start, position["window"]):
+            num_rows = len(buffer.rows)
+            if first * size >= num_rows:
+                raise ValueError(f"data set {name!r}: there are fewer rows than the position says")
+            for number in range(first, -(-num_rows // size)):
+                run = slice(number * size, min((number + 1) * size, num_rows))
+                batch = cut(buffer.rows, keys, run, options.pin_memory)
+                rows += len(batch)
+                place, window, following = buffer.start, buffer.number, number + 1
+                if following * size >= num_rows:
+                    place, window, following = buffer.stop, buffer.number + 1, 0
+                at = {"window": window, "batch": following, "rows": rows}
+                yield PositionedBatch(batch, {"of": position["of"], **vars(place), **at}, replace(read, rows=rows))
+            first = 0
+    if rows == 0 and options.shard == WHOLE:
+        skipped = f" ({read.skipped} bad ones were skipped)" if read.skipped else ""
+        raise ValueError(f"data set {name!r}: there are no {options.split} rows{skipped}")
+    yield PositionedBatch(None, {}, replace(read, rows=rows))  # bad rows may have come since
