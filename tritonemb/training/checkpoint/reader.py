@@ -138,7 +138,7 @@ def _load(
     for prefix, entry in saved.items():
         targets = {name: in_memory[f"{prefix}.{name}"] for name in entry["fields"] if f"{prefix}.{name}" in in_memory}
         if targets:
-            _fill_tensors(_parts_of(path, entry), targets)
+            _fill_tensors(path, _parts_of(path, entry), targets)
 
 
 def _check_files(path: Path, files: Mapping[str, Any]) -> None:
@@ -184,9 +184,9 @@ def read_files(path: Path, entry: Mapping[str, Any], table: CachedTable) -> Disk
             return table.restore_store(base, changes)
     config, parts = table.config, _parts_of(path, entry)
     seeds = {int(snapshot_header(path / part["files"][0])["seed"]) for part in entry["parts"]}
-    sparse = len(seeds) == 1 and {part.bound for part in parts} == {config.bound}
+    sparse = len(seeds) == 1 and {part["bound"] for part in parts} == {config.bound}
     first, last = config.row_origin, config.row_origin + config.num_embeddings
-    blocks = chain.from_iterable(part.blocks(first, last, sparse) for part in parts)
+    blocks = chain.from_iterable(_blocks_of(path, part, first, last, sparse) for part in parts)
     return _write_rows(table, blocks, seeds.pop() if sparse else 0)
 
 
@@ -218,14 +218,14 @@ def _write_rows(table: CachedTable, blocks: Iterable[_Block], seed: int = 0) -> 
 
 
 @torch.no_grad()
-def _fill_tensors(parts: Sequence["_TablePart"], targets: Mapping[str, Tensor]) -> None:
+def _fill_tensors(path: Path, parts: Sequence[Mapping[str, Any]], targets: Mapping[str, Tensor]) -> None:
     shards = [
         (name, shard, shard.first_row, shard.first_row + shard.tensor.shape[0])
         for name, target in targets.items()
         for shard in (target.shards if isinstance(target, TableShards) else (LocalShard(target),))
     ]
     first, last = min((entry[2] for entry in shards), default=0), max((entry[3] for entry in shards), default=0)
-    for rows, first_column, values in chain.from_iterable(part.blocks(first, last) for part in parts):
+    for rows, first_column, values in chain.from_iterable(_blocks_of(path, part, first, last) for part in parts):
         row, end = int(rows[0]), int(rows[-1]) + 1
         for name, shard, begin, stop in shards:
             begin, stop = max(row, begin), min(end, stop)
@@ -243,47 +243,46 @@ def _copy_columns(target: Tensor, first: int, values: Tensor, first_value: int) 
     target[:, begin - first : end - first] = values[:, begin - first_value : end - first_value]
 
 
-def _parts_of(path: Path, entry: Mapping[str, Any]) -> "list[_TablePart]":
-    parts = [_TablePart(path, part) for part in entry["parts"]]
+def _parts_of(path: Path, entry: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The manifest's parts of a table, which make up the whole of it."""
     try:
-        refuse_gaps(torch.Size(entry["fields"]["weight"][1]), [part.rectangle for part in parts])
+        rectangles = [Rectangle(*part["rows"], *part["columns"]) for part in entry["parts"]]
+        refuse_gaps(torch.Size(entry["fields"]["weight"][1]), rectangles)
     except ValueError as error:
         raise ValueError(f"{path / MANIFEST} is damaged ({error}); use another checkpoint") from None
-    return parts
+    return entry["parts"]
 
 
-class _TablePart:
-    def __init__(self, path: Path, entry: Mapping[str, Any]) -> None:
-        self._table, self._files = entry["table"], [path / name for name in entry["files"]]
-        self.rectangle, self.bound = Rectangle(*entry["rows"], *entry["columns"]), entry["bound"]
-
-    def blocks(self, first: int, last: int, only_written: bool = False) -> Iterator[_Block]:
-        row, num_rows, column, _ = self.rectangle
-        first, last = max(0, first - row), min(num_rows, last - row)
-        if first >= last:
-            return
-        base, *changes = self._files
-        with ExitStack() as stack:
-            path = base
-            if changes:  # they are put onto a copy, among the system's temporary files
-                folder = tempfile.TemporaryDirectory(prefix="tritonemb-", ignore_cleanup_errors=True)
-                path = Path(stack.enter_context(folder)) / f"table{ROWS}"
-                restore(path, base, changes)
-            saved = stack.enter_context(SnapshotReader(path))
-            header = saved.header
-            found = (header["table"], header["row_origin"], header["num_rows"], header["column_origin"])
-            if found != (self._table, row, num_rows, column):
-                raise StorageError(
-                    f"{base} is a snapshot of table {header['table']!r}, not of the part of table {self._table!r} that "
-                    "should be there; use another checkpoint"
-                )
-            initial = InitialValues(saved.record, header["seed"], self.bound, row, column)
-            ranges = saved.written() if only_written else iter([(first, last)])
-            inside = ((max(first, begin), min(last, end)) for begin, end in ranges)
-            for rows in _chunks(inside, max(1, CHUNK_BYTES // saved.record.num_bytes)):
-                records = torch.empty(rows.numel(), saved.record.num_bytes, dtype=torch.uint8)
-                saved.read(rows, records, initial)
-                yield _Block(rows + row, column, saved.record.views(records))
+def _blocks_of(
+    path: Path, part: Mapping[str, Any], first: int, last: int, only_written: bool = False
+) -> Iterator[_Block]:
+    """The rows [first, last) of a table, as far as they are in a part of it."""
+    (row, num_rows), (column, _) = part["rows"], part["columns"]
+    first, last = max(0, first - row), min(num_rows, last - row)
+    if first >= last:
+        return
+    base, *changes = [path / name for name in part["files"]]
+    with ExitStack() as stack:
+        whole = base
+        if changes:  # they are put onto a copy, among the system's temporary files
+            folder = tempfile.TemporaryDirectory(prefix="tritonemb-", ignore_cleanup_errors=True)
+            whole = Path(stack.enter_context(folder)) / f"table{ROWS}"
+            restore(whole, base, changes)
+        saved = stack.enter_context(SnapshotReader(whole))
+        header = saved.header
+        found = (header["table"], header["row_origin"], header["num_rows"], header["column_origin"])
+        if found != (part["table"], row, num_rows, column):
+            raise StorageError(
+                f"{base} is a snapshot of table {header['table']!r}, not of the part of table {part['table']!r} that "
+                "should be there; use another checkpoint"
+            )
+        initial = InitialValues(saved.record, header["seed"], part["bound"], row, column)
+        ranges = saved.written() if only_written else iter([(first, last)])
+        inside = ((max(first, begin), min(last, end)) for begin, end in ranges)
+        for rows in _chunks(inside, max(1, CHUNK_BYTES // saved.record.num_bytes)):
+            records = torch.empty(rows.numel(), saved.record.num_bytes, dtype=torch.uint8)
+            saved.read(rows, records, initial)
+            yield _Block(rows + row, column, saved.record.views(records))
 
 
 def _chunks(ranges: Iterable[tuple[int, int]], step: int) -> Iterator[Tensor]:
