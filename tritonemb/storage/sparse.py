@@ -16,7 +16,7 @@ import numpy as np
 from tritonemb.storage.aio import HUGE_PAGE, PAGE_BYTES, IoBuffer, PageFile
 from tritonemb.storage.io import create_file
 from tritonemb.storage.page_table import runs
-from tritonemb.storage.store import storage_errors
+from tritonemb.storage.store import cpu_kernels, storage_errors
 from tritonemb.storage.threads import shared_threads, shielded
 
 COPY_BYTES = 1 << 20  # that each thread copies at once
@@ -122,7 +122,6 @@ def _copy(source: PageFile, target: PageFile, piece: tuple[int, int]) -> None:
 
 
 DIGEST_BYTES = 1 << 18  # that are checked at once; a part of the digest's definition
-_MASK = (1 << 64) - 1
 
 
 def digest(path: Path) -> int:
@@ -137,6 +136,7 @@ def digest(path: Path) -> int:
 
 def _digest(path: Path) -> int:
     found: list[int] = []
+    mix = cpu_kernels("pages").splitmix64  # so that pieces that were swapped do not cancel
     with closing(PageFile(path, writable=False)) as file:
         size = file.size()
 
@@ -145,10 +145,10 @@ def _digest(path: Path) -> int:
             count = min(DIGEST_BYTES, size - begin)
             file.read(buffer.view[:count], begin)
             if buffer.array[:count].any():
-                found.append(_mix((number << 32) ^ zlib.crc32(buffer.view[:count])))
+                found.append(mix((number << 32) ^ zlib.crc32(buffer.view[:count])))
 
         _for_each(_digest_pieces(written_parts(file, size)), add)
-    return sum(found) & _MASK
+    return sum(found) % (1 << 64)
 
 
 def _digest_pieces(parts: Iterator[tuple[int, int]]) -> Iterator[int]:
@@ -157,11 +157,3 @@ def _digest_pieces(parts: Iterator[tuple[int, int]]) -> Iterator[int]:
         first = max(following, begin // DIGEST_BYTES)
         following = max(following, -(-end // DIGEST_BYTES))
         yield from range(first, following)
-
-
-def _mix(value: int) -> int:
-    """SplitMix64's finaliser (Steele et al., OOPSLA 2014), so that pieces that were swapped do not cancel."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
-    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
-    return value ^ (value >> 31)

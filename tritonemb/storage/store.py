@@ -158,14 +158,12 @@ class Counts(NamedTuple):
 def fill_unwritten(written: np.ndarray, rows: Tensor, records: Tensor, initializer: Initializer) -> None:
     """Give the records of rows that were never written, says `written`, uint8 `[n]`, their initial values."""
     never = torch.from_numpy(np.flatnonzero(written == 0))
-    if never.numel() == 0:
-        return
-    some = records
-    if never.numel() < rows.numel():
-        some, rows = torch.empty(never.numel(), records.shape[1], dtype=torch.uint8, device="cpu"), rows[never]
-    initializer(rows, some)
-    if some is not records:
+    if 0 < never.numel() < rows.numel():
+        some = records[never]
+        initializer(rows[never], some)
         records[never] = some
+    elif never.numel():
+        initializer(rows, records)
 
 
 @functools.cache

@@ -14,36 +14,26 @@ versions do not make up a block. Its sums have no order, and vector units take 4
 import numpy as np
 
 from tritonemb.kernels.cpu.jit import compiled, inlined
-from tritonemb.kernels.cpu.simd import copy_bytes, int64_row, uint8_row
+from tritonemb.kernels.cpu.simd import copy_bytes, int64_row, mix, uint8_row
 
 PAGE_BYTES = 4096
 PAYLOAD_BYTES = PAGE_BYTES - 16
 WORDS = (PAGE_BYTES - 8) // 8  # that the checksum is of; the last one is the block's number
 NEVER_WRITTEN = -1
 _LOW = 0xFFFFFFFF
+_STEP, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
-def _make_keys() -> np.ndarray:
-    """int64 `[WORDS + 1]`: the outputs of splitmix64 (Steele et al., OOPSLA 2014) from the state 0."""
-    mask, keys = (1 << 64) - 1, []
-    for i in range(1, WORDS + 2):
-        x = i * 0x9E3779B97F4A7C15 & mask
-        x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & mask
-        x = (x ^ x >> 27) * 0x94D049BB133111EB & mask
-        keys.append(x ^ x >> 31)
-    return np.array(keys, dtype=np.uint64).view(np.int64)
+def splitmix64(state: int) -> int:
+    """The output of splitmix64 (Steele et al., OOPSLA 2014) for a state, modulo 2^64."""
+    x = (state + _STEP) & _MASK
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    x = (x ^ x >> 27) * 0x94D049BB133111EB & _MASK
+    return x ^ x >> 31
 
 
-KEYS = _make_keys()
-
-
-@inlined
-def _mix(x):
-    """The finaliser of splitmix64, a permutation of 64 bits."""
-    bits = np.uint64(x)
-    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.int64(bits ^ (bits >> np.uint64(31)))
+# int64 `[WORDS + 1]`: the outputs from the state 0 on.
+KEYS = np.array([splitmix64(i * _STEP) for i in range(WORDS + 1)], dtype=np.uint64).view(np.int64)
 
 
 @inlined
@@ -54,7 +44,7 @@ def _checksum(page, seed):
         low, high = words[i], words[i] >> 32
         a += ((low + KEYS[i]) & _LOW) * ((high + (KEYS[i] >> 32)) & _LOW)
         b += ((low + KEYS[i + 1]) & _LOW) * ((high + (KEYS[i + 1] >> 32)) & _LOW)
-    found = _mix(_mix(a ^ seed) + b)
+    found = mix(mix(a ^ seed) + b)
     return found if found != 0 else np.int64(1)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tritonemb.kernels.cpu.jit import FEW_ELEMENTS, called, compiled, inlined, parallel, run_tasks
 from tritonemb.kernels.cpu.row_groups import addresses_of
-from tritonemb.kernels.cpu.simd import copy_bytes, int32_row, int64_row, prefetch
+from tritonemb.kernels.cpu.simd import copy_bytes, int32_row, int64_row, mix, prefetch
 from tritonemb.layout import FIRST_ROW, NO_ROW, NUM_ROWS, WAYS
 
 CHUNK = 32  # rows whose sets are asked for together
@@ -25,11 +25,7 @@ TO, TO_PITCH, TO_ROWS, FROM, FROM_PITCH, FROM_ROWS, ROW_BYTES = range(7)  # colu
 
 @inlined
 def _set_of(row, num_sets):
-    mixed = np.uint64(row)
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed = mixed ^ (mixed >> np.uint64(31))
-    return np.int64(mixed % np.uint64(num_sets))
+    return np.int64(np.uint64(mix(row)) % np.uint64(num_sets))
 
 
 @inlined

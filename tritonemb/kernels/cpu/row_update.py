@@ -261,16 +261,9 @@ def _share_groups(starts, num_groups, num_tasks):
 @inlined
 def _groups_by_table(tables, rows, num_groups):
     """int64 `[T + 1]`: where each table's groups begin; they stand in order of tables."""
-    found, group = np.empty(tables.shape[0] + 1, dtype=np.int64), 0
+    found = np.empty(tables.shape[0] + 1, dtype=np.int64)
     for table in range(tables.shape[0]):
-        low, high = group, num_groups
-        while low < high:
-            middle = (low + high) // 2
-            if rows[middle] < tables[table, FIRST_ROW]:
-                low = middle + 1
-            else:
-                high = middle
-        found[table] = group = low
+        found[table] = np.searchsorted(rows[:num_groups], tables[table, FIRST_ROW])
     found[-1] = num_groups
     return found
 

@@ -106,6 +106,15 @@ def bfloat16_to_float32(bits):
 
 
 @inlined
+def mix(x):
+    """The finaliser of splitmix64 (Steele et al., OOPSLA 2014), a permutation of 64 bits."""
+    bits = numba.uint64(x)
+    bits = (bits ^ (bits >> numba.uint64(30))) * numba.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> numba.uint64(27))) * numba.uint64(0x94D049BB133111EB)
+    return numba.int64(bits ^ (bits >> numba.uint64(31)))
+
+
+@inlined
 def element_size(dtype):
     """Bytes."""
     return 4 if dtype == FLOAT32 else 2
@@ -154,9 +163,8 @@ def _loop(builder: Any, count: Any, initial: Any, body: Any) -> Any:
     return results
 
 
-def _load_scale(builder: Any, scales: Any, index: Any, lanes: int) -> Any:
-    pointer = builder.inttoptr(scales, ir.PointerType(_FLOAT))
-    return _splat(builder, builder.load(builder.gep(pointer, [index], source_etype=_FLOAT)), lanes)
+def _item_at(builder: Any, item: ir.Type, address: Any, index: Any) -> Any:
+    return builder.load(builder.gep(builder.inttoptr(address, ir.PointerType(item)), [index], source_etype=item))
 
 
 def _sum_columns(builder: Any, dtype: int, chunks: int, lanes: int, scaled: bool, args: Any) -> Any:
@@ -168,7 +176,7 @@ def _sum_columns(builder: Any, dtype: int, chunks: int, lanes: int, scaled: bool
         place = builder.add(first, index)
         ask_ahead(place, byte_offset, chunks * lanes * item)
         start = builder.add(row_at(place), byte_offset)
-        scale = _load_scale(builder, scales, place, lanes) if scaled else None
+        scale = _splat(builder, _item_at(builder, _FLOAT, scales, place), lanes) if scaled else None
         sums = []
         for chunk, total in enumerate(totals):
             values = _load_float32(builder, builder.add(start, _LONG(chunk * lanes * item)), dtype, lanes)
@@ -239,10 +247,6 @@ def _sum(builder: Any, dtype: int, bags: Any, rows: Any, scales: Any, size: Any,
             _sum_all_columns(builder, dtype, True, (*bags, *rows, scales, size, streamed))
 
 
-def _long_at(builder: Any, address: Any, index: Any) -> Any:
-    return builder.load(builder.gep(builder.inttoptr(address, ir.PointerType(_LONG)), [index], source_etype=_LONG))
-
-
 @intrinsic
 def sum_float32_rows(
     typing_context: Any, to: types.Type, rows: types.Type, scales: types.Type, count: types.Type, size: types.Type
@@ -255,7 +259,7 @@ def sum_float32_rows(
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         to, addresses, scales, count, size = args
         bags = to, _LONG(0), _LONG(1), lambda _: (_LONG(0), count)
-        rows = (lambda index: _long_at(builder, addresses, index)), (lambda *_: None)
+        rows = (lambda index: _item_at(builder, _LONG, addresses, index)), (lambda *_: None)
         _sum(builder, FLOAT32, bags, rows, scales, size, ir.Constant(ir.IntType(1), 0))
         return context.get_dummy_value()
 
@@ -272,16 +276,16 @@ def _make_sum(dtype: int) -> Any:
         def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             to, pitch, offsets, num_bags, ids, table, num_rows, no_row, scales, size, streamed = args
             row_bytes = builder.mul(size, _LONG(4 if dtype == FLOAT32 else 2))
-            begin = _long_at(builder, offsets, _LONG(0))
-            last = builder.sub(builder.sub(_long_at(builder, offsets, num_bags), begin), _LONG(1))
+            begin = _item_at(builder, _LONG, offsets, _LONG(0))
+            last = builder.sub(builder.sub(_item_at(builder, _LONG, offsets, num_bags), begin), _LONG(1))
 
             def bag_at(bag: Any) -> tuple[Any, Any]:
-                first = _long_at(builder, offsets, bag)
-                count = builder.sub(_long_at(builder, offsets, builder.add(bag, _LONG(1))), first)
+                first = _item_at(builder, _LONG, offsets, bag)
+                count = builder.sub(_item_at(builder, _LONG, offsets, builder.add(bag, _LONG(1))), first)
                 return builder.sub(first, begin), count
 
             def place(index: Any) -> tuple[Any, Any]:
-                row = _long_at(builder, ids, index)
+                row = _item_at(builder, _LONG, ids, index)
                 return row, builder.add(table, builder.mul(row, row_bytes))
 
             def row_at(index: Any) -> Any:
