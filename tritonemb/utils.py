@@ -61,6 +61,12 @@ def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:
     return f"; did you mean {nearest[0]!r}?" if nearest else otherwise
 
 
+def listed(names: Iterable[str], most: int = 60) -> str:
+    """Names with commas between them, the rest counted."""
+    names = list(names)
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def end_with_torchrun() -> None:
     """Let this rank get SIGTERM when the torchrun that started it ends: one that is killed ends no ranks. On Linux."""
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":

@@ -16,10 +16,11 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from tritonemb.compiler.graph import is_transformed, listed
+from tritonemb.compiler.graph import is_transformed
 from tritonemb.compiler.interaction import fuse_interactions
 from tritonemb.compiler.lookups import NO_INT, LeftAlone, LookupGroup, check_fused_tables, left_alone, next_group
 from tritonemb.compiler.merge import cacheable, merge
+from tritonemb.utils import listed
 
 __all__ = ["Fused", "LeftAlone", "Report", "explain", "fuse_graph", "tritonemb"]
 
@@ -33,7 +34,7 @@ class Fused(NamedTuple):
     members: tuple[str, ...]  # names of what it replaces: of weights, without `.weight`, or names in the graph
 
     def __str__(self) -> str:
-        return f"{self.what}: {listed(self.members)}"
+        return f"{self.what}: {listed(self.members, 12)}"
 
 
 @dataclass
@@ -118,8 +119,9 @@ def fuse_graph(gm: GraphModule) -> Report:
         ValueError: for a table with a fused optimizer that is looked up in two places that cannot be merged.
     """
     report, groups = Report(), list[LookupGroup]()
-    interactions, alone = ({}, []) if is_transformed(gm) else fuse_interactions(gm)
-    while (group := next_group(gm)) is not None:
+    transformed = is_transformed(gm)
+    interactions, alone = ({}, []) if transformed else fuse_interactions(gm)
+    while not transformed and (group := next_group(gm)) is not None:
         report.fused.append(Fused(merge(gm, group), tuple(lookup.feature for lookup in group.lookups)))
         groups.append(group)
     check_fused_tables(gm, groups)

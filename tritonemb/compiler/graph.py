@@ -46,13 +46,6 @@ def require(condition: bool, reason: str) -> None:
         raise NotServed(reason)
 
 
-def listed(names: Iterable[str], most: int = 12) -> str:
-    """The first `most` names, and how many more there are."""
-    names = list(names)
-    shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
-
-
 def value_of(node: Any) -> Any:
     """The fake tensor or symbolic number of a node; None if that is not known."""
     return node.meta.get("example_value") if isinstance(node, Node) else node

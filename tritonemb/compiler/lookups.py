@@ -23,7 +23,6 @@ from tritonemb.compiler.graph import (
     depths,
     expression,
     is_transformed,
-    listed,
     live_nodes,
     name_of,
     regions,
@@ -33,6 +32,7 @@ from tritonemb.compiler.graph import (
 )
 from tritonemb.ops.row_groups import ID_DTYPES  # with it, torch.ops.tritonemb is registered
 from tritonemb.types import TRAINABLE_DTYPES
+from tritonemb.utils import listed
 
 NO_INT = "its padding_idx is a NumPy integer; use int(..)"
 FUSED_BAGS = (torch.ops.tritonemb.bag_fused, torch.ops.tritonemb.bag_fused.default)
@@ -241,8 +241,6 @@ class LookupGroup:
 
 def next_group(gm: GraphModule) -> LookupGroup | None:
     """The first group that is found in a graph; pooled ones first."""
-    if is_transformed(gm):
-        return None
     found, learning = _recognised(gm), live_nodes(gm, learning=True)
     for pooled in (True, False):
         for region in regions(gm):

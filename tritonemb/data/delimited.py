@@ -22,7 +22,8 @@ import numpy as np
 from tritonemb.data.arrow import arrow_csv, compute, pa
 from tritonemb.data.columns import Array
 from tritonemb.data.encode import good_rows, integers, string_buffers, wrong_values
-from tritonemb.data.schema import CATEGORIES, CRITEO, FIELDS, INTEGERS, LABEL, Schema, listed, wrong_value
+from tritonemb.data.schema import CATEGORIES, CRITEO, FIELDS, INTEGERS, LABEL, Schema, wrong_value
+from tritonemb.utils import listed
 
 Text = bytes | bytearray
 

@@ -32,7 +32,8 @@ from tritonemb.data.arrow import compute, fs, pa
 from tritonemb.data.columns import Array, Column, Rows, offsets_of
 from tritonemb.data.files import LogFile, open_parquet
 from tritonemb.data.protocol import Feature
-from tritonemb.data.schema import Schema, listed
+from tritonemb.data.schema import Schema
+from tritonemb.utils import listed
 
 _FIRST, _SECOND = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _30, _27, _31, _32 = (np.uint64(bits) for bits in (30, 27, 31, 32))

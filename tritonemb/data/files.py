@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from tritonemb.data.arrow import fs, pa, parquet
 from tritonemb.data.protocol import SPLITS, WHOLE, ReadReport, Shard, Split
-from tritonemb.data.schema import SplitRule, listed
-from tritonemb.utils import require, written_aside
+from tritonemb.data.schema import SplitRule
+from tritonemb.utils import listed, require, written_aside
 
 Format = Literal["text", "parquet", "table"]
 PARQUET = (".parquet", ".pq", ".parq")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Self
 
-from tritonemb.utils import did_you_mean
+from tritonemb.utils import did_you_mean, listed
 
 Kind = Literal["end", "random", "files", "time"]
 
@@ -223,9 +223,3 @@ def shown(value: object) -> str:
     """A value in quotes, escaped, shortened."""
     text = value.decode(errors="backslashreplace") if isinstance(value, bytes) else str(value)
     return repr(text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "...")
-
-
-def listed(names: Iterable[str], most: int = 60) -> str:
-    """Names with commas between them, the rest counted."""
-    names = list(names)
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

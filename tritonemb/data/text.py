@@ -27,7 +27,8 @@ from tritonemb.data.delimited import (
 )
 from tritonemb.data.files import Chunk, LogFile, Part
 from tritonemb.data.protocol import WHOLE, Shard
-from tritonemb.data.schema import FIELDS, LogOptions, listed
+from tritonemb.data.schema import FIELDS, LogOptions
+from tritonemb.utils import listed
 
 _SAMPLE_BYTES = 1 << 20
 _BLOCK_BYTES = 1 << 22
