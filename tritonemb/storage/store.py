@@ -62,9 +62,14 @@ class Cancelled(Exception):
     """The main thread was interrupted while it waited for this work."""
 
 
+def is_cancelled() -> bool:
+    """Whether this is a thread of `shielded` whose caller was interrupted."""
+    return getattr(threading.current_thread(), "cancelled", False)
+
+
 def raise_if_cancelled() -> None:
-    """Raise Cancelled in a thread of `shielded` whose caller was interrupted."""
-    if getattr(threading.current_thread(), "cancelled", False):
+    """Raise Cancelled in such a thread."""
+    if is_cancelled():
         raise Cancelled
 
 

@@ -8,9 +8,10 @@ import os
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar
+from concurrent.futures import Future, wait
+from typing import TypeVar
 
-from tritonemb.storage.store import raise_if_cancelled
+from tritonemb.storage.store import is_cancelled, raise_if_cancelled
 
 T = TypeVar("T")
 # Random pages of a virtual disk on 2 cores: 12, 41, 54, 61, 63 thousand a second by 1, 4, 8, 16, 32 threads.
@@ -26,47 +27,31 @@ def shielded(work: Callable[[], T]) -> T:
     """
     if threading.current_thread() is not threading.main_thread():
         return work()
-    thread = _ShieldedThread(work)
+    future: Future[T] = Future()
+    thread = threading.Thread(target=_run, args=(future, work), name="tritonemb-shielded", daemon=True)
     try:
         try:
             thread.start()
         except RuntimeError:  # the interpreter exits
             return work()
-        thread.done.wait()
-    except BaseException:
-        thread.cancel()
+        return future.result()
+    except BaseException:  # have it end early and wait for that, or never start
+        thread.cancelled = True  # type: ignore[attr-defined]  # see `is_cancelled`
+        if not future.cancel():
+            wait([future])
+        del future
         raise
-    if thread.failure is not None:
-        raise thread.failure
-    return thread.result
 
 
-class _ShieldedThread(threading.Thread):
-    def __init__(self, work: Callable[[], Any]) -> None:
-        super().__init__(name="tritonemb-shielded", daemon=True)
-        self._work, self._claim = work, threading.Lock()  # who acquires it first decides whether the work is run
-        self.result: Any = None
-        self.failure: BaseException | None = None
-        self.done, self.cancelled = threading.Event(), False
-
-    def run(self) -> None:
-        if not self._claim.acquire(blocking=False):
-            return
-        try:
-            result = self._work()
-            if not self.cancelled:  # else nobody takes it: a file, say, is closed when nobody refers to it
-                self.result = result
-        except BaseException as failure:
-            self.failure = failure
-        finally:
-            self.done.set()
-
-    def cancel(self) -> None:
-        """Have it end early and wait for that, or never start."""
-        self.cancelled = True
-        if not self._claim.acquire(blocking=False):
-            self.done.wait()
-        self.result = self.failure = None
+def _run(future: Future[T], work: Callable[[], T]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = work()
+    except BaseException as failure:
+        future.set_exception(failure)
+    else:  # a file, say, that nobody takes is closed when nobody refers to it
+        future.set_result(None if is_cancelled() else result)  # type: ignore[arg-type]
 
 
 class Job:
