@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 
 class MissingExtraError(ImportError):
@@ -53,6 +53,19 @@ class LazyModule:
         found = getattr(require(self._name), attribute)
         setattr(self, attribute, found)
         return found
+
+
+class Closing:
+    """Closed at the end of a `with` block."""
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def did_you_mean(word: str, known: Iterable[str], otherwise: str = "") -> str:

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol, Self
 from tritonemb.data.batch import Batch
 from tritonemb.data.prefetch import Prefetcher
 from tritonemb.types import TableConfig
+from tritonemb.utils import Closing
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
@@ -79,19 +80,6 @@ class PositionedBatch:
     batch: Batch | None
     position: Position
     report: ReadReport
-
-
-class Closing:
-    """Closed at the end of a `with` block."""
-
-    def close(self) -> None:
-        raise NotImplementedError
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class Batches(Closing, Iterator[Batch]):

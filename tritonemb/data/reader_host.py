@@ -17,7 +17,6 @@ import torch
 from tritonemb.data.batch import Batch, BatchLayout
 from tritonemb.data.loader import ShardState, read_shards
 from tritonemb.data.protocol import (
-    Closing,
     Data,
     Feature,
     OpenOptions,
@@ -28,6 +27,7 @@ from tritonemb.data.protocol import (
     Tables,
 )
 from tritonemb.flight import Client, Message, start_server
+from tritonemb.utils import Closing
 
 TOKEN, ROOTS = "TRITONEMB_TOKEN", "TRITONEMB_TLS_ROOTS"  # variables of the environment
 PATIENCE = 5.0  # seconds for open streams to end

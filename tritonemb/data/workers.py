@@ -22,8 +22,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from tritonemb.data import prefetch, protocol
 from tritonemb.data.loader import ShardState, read_shards
-from tritonemb.data.protocol import Closing, Data, PositionedBatch, Stream
+from tritonemb.data.protocol import Data, PositionedBatch, Stream
 from tritonemb.flight import decode_error, encode_error
+from tritonemb.utils import Closing
 
 POLL = 0.5  # seconds after which a waiting thread looks whether its worker lives and its stream is wanted
 REQUESTS = 2  # that a worker has beforehand

@@ -6,7 +6,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -30,6 +30,7 @@ from tritonemb.storage.store import (
     storage_errors,
 )
 from tritonemb.storage.threads import shielded
+from tritonemb.utils import Closing
 
 T = TypeVar("T")
 
@@ -108,7 +109,7 @@ class RowFile:
             self.file.sync()
 
 
-class DiskRows(AbstractContextManager["DiskRows"]):
+class DiskRows(Closing):
     """Records of rows 0 to `num_rows` - 1 in one file: rows that were never written take no room, and read as their
     initial values.
 
@@ -262,9 +263,6 @@ class DiskRows(AbstractContextManager["DiskRows"]):
             finally:
                 if self._closing.done():
                     _OPEN.discard(self)
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _submit(self, work: Callable[[], None]) -> IoFuture:
         if os.getpid() != self._process:

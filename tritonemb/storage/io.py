@@ -38,14 +38,19 @@ def new_file(path: Path, replace: bool = True) -> Iterator[PageFile]:
             if not replace and path.exists():
                 raise FileExistsError(errno.EEXIST, "there is a file of that name", str(path))
             os.replace(temporary, path)
-            folder = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(folder)  # or a power failure may take the name
-            finally:
-                os.close(folder)
+            sync(path.parent)  # or a power failure may take the name
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def sync(path: Path) -> None:
+    """Fsync a file, or a folder's entries."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def allocated(file: Path | int) -> int:

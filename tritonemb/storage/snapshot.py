@@ -7,7 +7,7 @@ up to `_NUMBERS` block numbers, then those blocks as they are in the table's fil
 import threading
 import uuid
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, closing
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from tritonemb.storage.store import (
     storage_errors,
 )
 from tritonemb.storage.threads import shielded
+from tritonemb.utils import Closing
 
 _NUMBERS = PAYLOAD_BYTES // 8 - 1  # that a group's first page has room for, after their count
 _INDEX_SEED = 1 << 62  # of that page's checksum, to which the group's number is added: no block has such a number
@@ -160,7 +161,7 @@ def snapshot_header(path: str | Path) -> dict[str, Any]:
     return header
 
 
-class SnapshotReader(AbstractContextManager["SnapshotReader"]):
+class SnapshotReader(Closing):
     """Reads the rows of a whole snapshot, which many may do. StorageError if there is none, or it is damaged."""
 
     def __init__(self, path: str | Path) -> None:
@@ -195,9 +196,6 @@ class SnapshotReader(AbstractContextManager["SnapshotReader"]):
     def close(self) -> None:
         with self._in_use:
             self._blocks.file.close()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _open_snapshot(path: Path) -> tuple[dict[str, Any], BlockFile]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tritonemb.storage import copy_rows, digest
+from tritonemb.storage.io import sync
 from tritonemb.utils import read_sealed
 
 FORMAT = 1
@@ -66,15 +67,6 @@ def write(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-
-
-def sync(path: Path) -> None:
-    """Fsync a file, or a folder's entries."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def link_or_copy(source: Path, target: Path) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from tritonemb.comm.group import RankGroup
-from tritonemb.storage.io import allocated
+from tritonemb.storage.io import allocated, sync
 from tritonemb.training.callbacks import CheckpointSaved
 from tritonemb.training.checkpoint.files import (
     FORMAT,
@@ -29,7 +29,6 @@ from tritonemb.training.checkpoint.files import (
     link_or_copy,
     read_manifest_text,
     size_of,
-    sync,
     write,
 )
 from tritonemb.training.checkpoint.writer import CheckpointWriter, RankFiles

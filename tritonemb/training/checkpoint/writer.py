@@ -28,10 +28,10 @@ from tritonemb.comm.group import RankGroup
 from tritonemb.sharding.sharded_tensor import PIECE_BYTES, LocalShard, Rectangle, TableShards, described, refuse_gaps
 from tritonemb.storage import DiskRows, IoFuture, snapshot_header
 from tritonemb.storage.aio import PAGE_BYTES
-from tritonemb.storage.io import allocated
+from tritonemb.storage.io import allocated, sync
 from tritonemb.tables.cached_table import CachedTable, DiskTensor, write_back
 from tritonemb.training.callbacks import CheckpointSaved
-from tritonemb.training.checkpoint.files import CHANGES, ROWS, size_and_checksum, size_of, sync
+from tritonemb.training.checkpoint.files import CHANGES, ROWS, size_and_checksum, size_of
 from tritonemb.training.ranks import Failure, on_all_ranks, on_each_rank, raise_failures
 from tritonemb.types import TableConfig
 
