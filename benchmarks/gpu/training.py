@@ -23,7 +23,7 @@ from benchmarks.clock import Clock, Contender, Outcome, describe, recover
 from benchmarks.gpu.feeds import Feed
 from benchmarks.peers import OurTables
 from benchmarks.workload import Workload
-from tritonemb.ops.row_cache import NO_ROW, WAYS
+from tritonemb.layout import NO_ROW, WAYS
 
 STEPS = 10  # of one sample
 COMPARED_STEPS = 3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from tritonemb.ops.row_cache import WAYS
+from tritonemb.layout import WAYS
 from tritonemb.tables.cache_storage import CacheStatistics
 
 MASK = 2**64 - 1

@@ -138,7 +138,10 @@ def merge(gm: GraphModule, group: LookupGroup) -> str:
     write, pooled = Writer(gm, _move_inputs_before(group)), group.pooled
     users = Counter(user for lookup in group.lookups for user in lookup.node.users)
     concatenations = [node for node, count in users.items() if pooled and count > 1 and is_joined(node)]
-    lookups = _in_order(group, concatenations)
+    owner = {lookup.node: lookup for lookup in group.lookups}
+    wanted = [owner[part] for node in concatenations for part in joined_parts(node) if part in owner]
+    # Columns as concatenations want them, then all others.
+    lookups = list({lookup.node: lookup for lookup in (*wanted, *group.lookups)}.values())
     tables = list({lookup.weight: None for lookup in lookups})
     batch = write(one_batch, tuple(lookup.bags for lookup in lookups), pooled)
     out = _look_up(lookups, tables, batch, _write_layout(lookups, tables, pooled, write), write)
@@ -217,13 +220,6 @@ def _use_parts(
         columns[part] = end, end + lookup.dim
         end += lookup.dim
     return columns
-
-
-def _in_order(group: LookupGroup, concatenations: list[Node]) -> list[TableLookup]:
-    """Columns as concatenations want them, then all others."""
-    owner = {lookup.node: lookup for lookup in group.lookups}
-    wanted = [owner[part] for node in concatenations for part in joined_parts(node) if part in owner]
-    return list({lookup.node: lookup for lookup in (*wanted, *group.lookups)}.values())
 
 
 def _join_columns(node: Node, columns: dict[Node, tuple[int, int]], out: Node, write: Writer) -> None:

@@ -8,19 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonemb.layout import NO_ROW, POLICIES, TABLE_SIZE, WAYS
+from tritonemb.layout import POLICIES, TABLE_SIZE, WAYS
 from tritonemb.ops.registry import define, kernel
 from tritonemb.ops.row_groups import plain_eager
-
-__all__ = [
-    "NO_ROW",
-    "POLICIES",
-    "WAYS",
-    "move_rows_",
-    "row_cache_allocate_",
-    "row_cache_look_up_",
-    "row_cache_translate",
-]
 
 _PARTS = (("tags", torch.int64), ("used", torch.int64), ("pins", torch.int32))
 _DIRECTORY = "Tensor{} tags, Tensor(b!)[] used, Tensor(c!)[] pins"

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tritonemb.ops.row_cache import NO_ROW, WAYS, row_cache_allocate_, row_cache_look_up_
+from tritonemb.layout import NO_ROW, WAYS
+from tritonemb.ops.row_cache import row_cache_allocate_, row_cache_look_up_
 from tritonemb.ops.row_update import fill_initial_
 from tritonemb.optimizers import StateSpec
 

@@ -61,14 +61,6 @@ def checksum(path: Path) -> int:
     return found
 
 
-def write(path: Path, text: str) -> None:
-    """Write a file and fsync it."""
-    with path.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
 def link_or_copy(source: Path, target: Path) -> None:
     """Make a hard link; where the file system has none, a copy that has been fsynced."""
     try:

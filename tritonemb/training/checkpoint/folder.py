@@ -29,11 +29,10 @@ from tritonemb.training.checkpoint.files import (
     link_or_copy,
     read_manifest_text,
     size_of,
-    write,
 )
 from tritonemb.training.checkpoint.writer import CheckpointWriter, RankFiles
 from tritonemb.training.ranks import CheckpointError, on_all_ranks, on_rank_zero
-from tritonemb.utils import sealed
+from tritonemb.utils import sealed, write_whole
 
 # A half-written checkpoint; a whole one that a new one of the same name is to replace; a half-removed one.
 WRITING, REPLACED, DROPPED = ".writing-", ".replaced-", ".dropped-"
@@ -127,7 +126,7 @@ class CheckpointFolder:
                     )
             tables = {"tables": written.tables} if written.tables else {}
             entries = {"format": FORMAT, **json.loads(writer.manifest), **tables, "files": written.files}
-            write(aside / MANIFEST, sealed(json.dumps(entries, indent=1)))
+            write_whole(aside / MANIFEST, sealed(json.dumps(entries, indent=1)))
             self._publish(aside, self.folder / f"step-{step}", self._obsolete(step))
             if best:
                 self._mark_best(step)
