@@ -60,22 +60,12 @@ class Place:
     skipped: int = 0
 
 
-@dataclass(frozen=True)
-class ShuffleBuffer:
-    """The rows between two places."""
-
-    number: int
-    rows: Rows
-    start: Place
-    stop: Place
-
-
 def shuffle_buffers(
     blocks: Iterable[Chunk], num_rows: int, order: Callable[[int, int], Array | None], start: Place, number: int
-) -> Iterator[ShuffleBuffer]:
-    """The blocks' rows from `start` on in buffers of `num_rows`, the last one smaller; `number` is that of the first.
-    `order` is called with the number of rows and that of the buffer; None keeps them as they are. ValueError if there
-    are fewer rows than `start.skip`."""
+) -> Iterator[tuple[int, Rows, Place, Place]]:
+    """The blocks' rows from `start` on in buffers of `num_rows`, the last one smaller: of each its number, from
+    `number` on, its rows, and the places between which they are. `order` is called with the number of rows and that of
+    the buffer; None keeps them as they are. ValueError if there are fewer rows than `start.skip`."""
     pieces: list[Rows] = []
     gathered, left_out, skipped, stop = 0, start.skip, start.skipped, start
     for block in blocks:
@@ -88,14 +78,14 @@ def shuffle_buffers(
             stop = Place(block.part, block.offset, block.line, row, skipped)
             if gathered == num_rows:
                 joined, pieces, gathered = concat(pieces, order(gathered, number)), [], 0
-                yield ShuffleBuffer(number, joined, start, stop)
+                yield number, joined, start, stop
                 del joined
                 start, number = stop, number + 1
         skipped += block.report.skipped
     if left_out:
         raise ValueError(f"there are {left_out} rows fewer than the position says; the data are not what they were")
     if pieces:
-        yield ShuffleBuffer(number, concat(pieces, order(gathered, number)), start, stop)
+        yield number, concat(pieces, order(gathered, number)), start, stop
 
 
 def permutation(num_rows: int, *seeds: int) -> Array:
@@ -128,17 +118,18 @@ def batches_of(
     start = Place(*(position[field] for field in FIELDS[:5]))
     first, rows, size = position["batch"], position["rows"], options.batch_size
     with closing(blocks(start)) as found:
-        for buffer in shuffle_buffers(counted(found), buffer_rows, order, start, position["window"]):
-            num_rows = len(buffer.rows)
+        buffers = shuffle_buffers(counted(found), buffer_rows, order, start, position["window"])
+        for number, buffer, begin, end in buffers:
+            num_rows = len(buffer)
             if first * size >= num_rows:
                 raise ValueError(f"data set {name!r}: there are fewer rows than the position says")
-            for number in range(first, -(-num_rows // size)):
-                run = slice(number * size, min((number + 1) * size, num_rows))
-                batch = cut(buffer.rows, keys, run, options.pin_memory)
+            for index in range(first, -(-num_rows // size)):
+                run = slice(index * size, min((index + 1) * size, num_rows))
+                batch = cut(buffer, keys, run, options.pin_memory)
                 rows += len(batch)
-                place, window, following = buffer.start, buffer.number, number + 1
+                place, window, following = begin, number, index + 1
                 if following * size >= num_rows:
-                    place, window, following = buffer.stop, buffer.number + 1, 0
+                    place, window, following = end, number + 1, 0
                 at = {"window": window, "batch": following, "rows": rows}
                 yield PositionedBatch(batch, {"of": position["of"], **vars(place), **at}, replace(read, rows=rows))
             first = 0
