@@ -15,7 +15,8 @@ import tritonemb as te
 from tests.strategies import ID_DTYPES, id_dtypes, seeds
 from tritonemb.kernels import jagged as kernels
 from tritonemb.kernels.cpu import jagged as cpu_kernels
-from tritonemb.ops.jagged import block_bucketize, jagged_permute, segment_offsets
+from tritonemb.layout import segment_offsets
+from tritonemb.ops.jagged import block_bucketize, jagged_permute
 
 WEIGHT_DTYPES = (None, torch.float32, torch.float16, torch.bfloat16, torch.float64)
 

@@ -5,11 +5,8 @@ import torch
 from torch import Tensor
 
 from tritonemb.jagged import OFFSET_DTYPES
-from tritonemb.layout import segment_offsets
 from tritonemb.ops.registry import define, kernel
 from tritonemb.ops.row_groups import check_ids, plain_eager
-
-__all__ = ["block_bucketize", "jagged_permute", "segment_offsets"]
 
 
 def jagged_permute(

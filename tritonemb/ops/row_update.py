@@ -113,15 +113,11 @@ def _update(
         passes[learning_rate.data_ptr()] = number + (task != last), task
 
 
-def _run(*args: Any) -> None:
-    _update(*unflatten(args, FusedTables, None, None, None, RowGroups, Layout))
-
-
 define(
     "row_update_",
     f"({SCHEMA.format(a='(a!)', b='(b!)', c='(c!)', d='(d!)')}, Tensor grad, Tensor offsets, Tensor? sample_weights, "
     f"{registry.GROUPS}, {registry.LAYOUT}) -> ()",
-    _run,
+    lambda *args: _update(*unflatten(args, FusedTables, None, None, None, RowGroups, Layout)),
     lambda *args: None,
 )
 

@@ -42,28 +42,6 @@ def _find_scales(begin, end, first_bag, last_bag, mean, offsets, sample_weights,
             scales[position - begin] = scale * sample_weights[position] if sample_weights.size else scale
 
 
-@inlined
-def _pool_run(
-    first_bag, last_bag, address, dtype, dim, num_rows, mean, zero_row, values, offsets, sample_weights, scales,
-    scales_address, out, pitch, streamed,
-):  # fmt: skip
-    """Bags [first_bag, last_bag) of one lookup, `pitch` bytes apart from `out` on; returns the first bad position.
-
-    `scales` is room for a factor of each of their values, if they have some.
-    """
-    begin, end = offsets[first_bag], offsets[last_bag]
-    scaled, row_bytes = mean or sample_weights.size > 0, dim * element_size(dtype)
-    if scaled:
-        _find_scales(begin, end, first_bag, last_bag, mean, offsets, sample_weights, scales)
-    for ahead in range(begin, min(begin + AHEAD, end)):
-        prefetch(address + values[ahead] * row_bytes, row_bytes)
-    sum_bags(
-        out, pitch, offsets.ctypes.data + first_bag * 8, last_bag - first_bag, values.ctypes.data + begin * 8, address,
-        num_rows, zero_row, scales_address if scaled else 0, dim, dtype, streamed,
-    )  # fmt: skip
-    return _first_bad(begin, end, num_rows, values)
-
-
 @parallel
 def _pool_samples(
     task, num_rows, bad, batch_size, addresses, dtypes, tables, lookups, key_starts, values, offsets, sample_weights,
@@ -78,17 +56,23 @@ def _pool_samples(
                 most = max(most, offsets[key * batch_size + last] - offsets[key * batch_size + first])
     scales = np.empty(most, dtype=np.float32)
     for block in range(first, last, BLOCK):
-        block_end = min(block + BLOCK, last)
         for key in range(key_starts.size - 1):
+            first_bag, last_bag = key * batch_size + block, key * batch_size + min(block + BLOCK, last)
+            begin, end = offsets[first_bag], offsets[last_bag]
             for lookup in range(key_starts[key], key_starts[key + 1]):
-                table, column = lookups[lookup, TABLE], lookups[lookup, COLUMN]
-                found = _pool_run(
-                    key * batch_size + block, key * batch_size + block_end, addresses[table], dtypes[table],
-                    lookups[lookup, DIM], tables[table, NUM_ROWS], lookups[lookup, POOLING] == MEAN, zero_row, values,
-                    offsets, sample_weights, scales, scales.ctypes.data, out + (block * width + column) * 4, width * 4,
-                    streamed,
+                table, dim, mean = lookups[lookup, TABLE], lookups[lookup, DIM], lookups[lookup, POOLING] == MEAN
+                num_table_rows, row_bytes = tables[table, NUM_ROWS], dim * element_size(dtypes[table])
+                scaled = mean or sample_weights.size > 0
+                if scaled:
+                    _find_scales(begin, end, first_bag, last_bag, mean, offsets, sample_weights, scales)
+                for ahead in range(begin, min(begin + AHEAD, end)):
+                    prefetch(addresses[table] + values[ahead] * row_bytes, row_bytes)
+                sum_bags(
+                    out + (block * width + lookups[lookup, COLUMN]) * 4, width * 4, offsets.ctypes.data + first_bag * 8,
+                    last_bag - first_bag, values.ctypes.data + begin * 8, addresses[table], num_table_rows, zero_row,
+                    scales.ctypes.data if scaled else 0, dim, dtypes[table], streamed,
                 )  # fmt: skip
-                bad[task] = min(bad[task], found)
+                bad[task] = min(bad[task], _first_bad(begin, end, num_table_rows, values))
 
 
 @parallel

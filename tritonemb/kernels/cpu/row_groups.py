@@ -277,38 +277,29 @@ def _sort_unit(number, units, batch_size, key_starts_of_table, keys_of_table, va
     unit[NUM_VALUES], unit[NUM_GROUPS] = count, groups
 
 
-@inlined
-def _write_unit(
-    unit, first_value, first_group, first_row, keys, batch_size, values, offsets, pairs, rows, starts, order
-):
-    """A sorted unit's part of the result. Each value writes its row's group and the group's end so far: no branches."""
-    first_position, position_bits, fits = _split(unit, keys, batch_size, offsets)
-    mask = (1 << position_bits) - 1
-    group, previous = first_group - 1, -1
-    for i in range(unit[NUM_VALUES]):
-        position = first_position + (pairs[i] & mask)
-        row = unit[FIRST_ID] + (pairs[i] >> position_bits) if fits else values[position]
-        group += 1 if row != previous else 0
-        previous = row
-        order[first_value + i] = position
-        rows[group], starts[group + 1] = first_row + row, first_value + i + 1
-
-
 @called
 def _write(
     task, num_tails, firsts, units, batch_size, tables, key_starts_of_table, keys_of_table, values, offsets, all_pairs,
     rows, starts, order,
 ):  # fmt: skip
-    """Write unit `task`, or one of `num_tails` parts of what stands behind the last group."""
+    """Write sorted unit `task`, or one of `num_tails` parts of what stands behind the last group.
+
+    Each value writes its row's group and the group's end so far: no branches.
+    """
     num_units = units.shape[0]
     if task < num_units:
-        unit = units[task]
-        table = unit[TABLE]
-        _write_unit(
-            unit, firsts[task, 0], firsts[task, 1], tables[table, FIRST_ROW],
-            keys_of_table[key_starts_of_table[table] : key_starts_of_table[table + 1]], batch_size, values, offsets,
-            all_pairs[unit[BEGIN] :], rows, starts, order,
-        )  # fmt: skip
+        unit, pairs, previous = units[task], all_pairs[units[task, BEGIN] :], -1
+        first_value, group, first_row = firsts[task, 0], firsts[task, 1] - 1, tables[units[task, TABLE], FIRST_ROW]
+        keys = keys_of_table[key_starts_of_table[unit[TABLE]] : key_starts_of_table[unit[TABLE] + 1]]
+        first_position, position_bits, fits = _split(unit, keys, batch_size, offsets)
+        mask = (1 << position_bits) - 1
+        for i in range(unit[NUM_VALUES]):
+            position = first_position + (pairs[i] & mask)
+            row = unit[FIRST_ID] + (pairs[i] >> position_bits) if fits else values[position]
+            group += 1 if row != previous else 0
+            previous = row
+            order[first_value + i] = position
+            rows[group], starts[group + 1] = first_row + row, first_value + i + 1
         return
     num_values, num_groups = firsts[num_units]
     part, size = task - num_units, rows.size - num_groups

@@ -61,14 +61,6 @@ def _fill_bags(task, num_tasks, offsets, bags):
 
 
 @inlined
-def _bags_of(num_threads, num_tasks, offsets):
-    """int32 `[N]`: the bag that each position of values lies in."""
-    bags = np.empty(offsets[-1], dtype=np.int32)
-    run_tasks(num_threads, num_tasks, _fill_bags, (num_tasks, offsets, bags))
-    return bags
-
-
-@inlined
 def _use_of(position, uses, key_of, batch_size, offsets):
     """Which of a table's lookups a position belongs to, its key, and the positions of that key."""
     use = 0
@@ -283,9 +275,10 @@ def _update(
         scaled = scaled or lookups[lookup, POOLING] == MEAN
     table_groups = _groups_by_table(tables, rows, num_groups)
     uses_of_table, uses, key_of = uses_by_table(lookups, key_starts, tables.shape[0])
-    bags = np.empty(0, dtype=np.int32)
-    if pooled and not _one_value_a_bag(offsets):
-        bags = _bags_of(num_threads, num_tasks, offsets)
+    have_bags = pooled and not _one_value_a_bag(offsets)
+    bags = np.empty(offsets[-1] if have_bags else 0, dtype=np.int32)  # the bag that each position of values lies in
+    if have_bags:
+        run_tasks(num_threads, num_tasks, _fill_bags, (num_tasks, offsets, bags))
     bounds = _share_groups(starts, num_groups, num_tasks)
     found = np.empty(num_tasks, dtype=np.int64)
     for task in range(num_tasks):
