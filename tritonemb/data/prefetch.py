@@ -7,7 +7,9 @@ import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from queue import Empty, SimpleQueue
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
+
+from tritonemb.utils import Closing
 
 T = TypeVar("T")
 Permit = Callable[[], AbstractContextManager[object]]
@@ -15,7 +17,7 @@ GRACE = 2.0  # seconds that a thread gets to end after a failure
 POLL = 0.1  # seconds after which a waiting thread looks whether the other one lives
 
 
-class Prefetcher(Iterator[T]):
+class Prefetcher(Closing, Iterator[T]):
     """The items of `source`, in their order; its exception, if it raises one, comes out of `next` in its place.
 
     Item `k + depth` is begun once item `k` has been taken: ranks that take as many items begin as many collectives.
@@ -90,11 +92,8 @@ class Prefetcher(Iterator[T]):
         if self._thread is not threading.current_thread():
             self._thread.join(GRACE if failed else None)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self.close(failed=error is not None)
+    def __exit__(self, *raised: object) -> None:
+        self.close(failed=raised[0] is not None)
 
 
 class _Queues:
