@@ -134,19 +134,13 @@ def add_gradients(
             begins += (tl.load(sources + entry + i, mask=entry + i < stop, other=0),)
             factors += (tl.load(scales + entry + i, mask=entry + i < stop, other=0.0),)
         for i in tl.static_range(UNROLL):
-            live = entry + i < stop
-            source = tl.multiple_of(begins[i], STEP)
-            scale = factors[i]
-            bits = tl.load(
-                grad + source[:, None] + columns[None, :],
-                mask=live[:, None] & (columns[None, :] < dim[:, None]),
-                other=0,
-            )
-            part = widen(bits, CODE)
+            live = (entry + i < stop)[:, None]
+            place = grad + tl.multiple_of(begins[i], STEP)[:, None] + columns[None, :]
+            part = widen(tl.load(place, mask=live & (columns[None, :] < dim[:, None]), other=0), CODE)
             if CLAMPED:  # in this order NaN stays NaN
                 part = tl.where(part > max_gradient, max_gradient, tl.where(part < -max_gradient, -max_gradient, part))
             # Behind a row's last entry nothing is added, not even the zero that would be: 0 · inf is not 0.
-            total += tl.where(live[:, None], part * scale[:, None], 0.0)
+            total += tl.where(live, part * factors[i][:, None], 0.0)
     return total
 
 
@@ -172,9 +166,7 @@ def _sum_spans_kernel(
         first = begin + tl.arange(0, PIECES) * PIECE_SIZE
         stop = tl.minimum(first + PIECE_SIZE, tl.load(starts + group + 1))
         table = table_of(tables, num_tables, tl.load(rows + group))
-        dim = tl.zeros((PIECES,), tl.int32) + tl.multiple_of(
-            tl.load(field_at(tables, table, ROW_DIM)).to(tl.int32), STEP
-        )
+        dim = tl.zeros((PIECES,), tl.int32) + tl.load(field_at(tables, table, ROW_DIM)).to(tl.int32)
         total = add_gradients(
             tl.zeros((PIECES, BLOCK), tl.float32), first, stop, sources, scales, grad, dim, columns, max_gradient, CODE,
             STEP, CLAMPED, 1,

@@ -196,15 +196,9 @@ def _translate_kernel(slots, starts, order, num_groups, values, num_entries, BLO
 def _rows(address, pitch, row, UNIT: tl.constexpr, ALIGN: tl.constexpr):
     """Pointers to the first unit of rows `[ROWS]`."""
     place = address + row * pitch
-    if UNIT == 8:
-        pointer = place.to(tl.pointer_type(tl.int64))
-    elif UNIT == 4:
-        pointer = place.to(tl.pointer_type(tl.int32))
-    elif UNIT == 2:
-        pointer = place.to(tl.pointer_type(tl.int16))
-    else:
-        pointer = place.to(tl.pointer_type(tl.int8))
-    return tl.multiple_of(pointer, ALIGN)
+    narrow: tl.constexpr = tl.int16 if UNIT == 2 else tl.int8
+    unit: tl.constexpr = tl.int64 if UNIT == 8 else tl.int32 if UNIT == 4 else narrow
+    return tl.multiple_of(place.to(tl.pointer_type(unit)), ALIGN)
 
 
 @jit
