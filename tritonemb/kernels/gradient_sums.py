@@ -131,8 +131,8 @@ def add_gradients(
         entry = first + start
         begins, factors = (), ()
         for i in tl.static_range(UNROLL):  # all are asked for before one is waited for
-            begins += (tl.load(sources + entry + i, mask=entry + i < stop, other=0),)
-            factors += (tl.load(scales + entry + i, mask=entry + i < stop, other=0.0),)
+            begins += (tl.load(sources + entry + i, mask=entry + i < stop, other=0),)  # type: ignore[assignment]
+            factors += (tl.load(scales + entry + i, mask=entry + i < stop, other=0.0),)  # type: ignore[assignment]
         for i in tl.static_range(UNROLL):
             live = (entry + i < stop)[:, None]
             place = grad + tl.multiple_of(begins[i], STEP)[:, None] + columns[None, :]
